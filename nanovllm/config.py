@@ -1,0 +1,132 @@
+"""The engine's options: one frozen value, checked once. What start-up finds out is not written back here."""
+
+import difflib
+import numbers
+import os
+from dataclasses import dataclass, fields
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+ATTENTION_BACKENDS = ("auto", "torch", "sdpa")
+LOAD_FORMATS = ("auto", "dummy")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of an engine.
+
+    Args:
+        model: a directory in the Hugging Face layout, or a hub name such as "Qwen/Qwen3-0.6B".
+        revision: branch, tag or commit of a hub name.
+        dtype: of weights, activations and KV cache; "auto" is the checkpoint's on a GPU, float32 on a CPU.
+        device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1".
+        attention_backend: "sdpa" (PyTorch's fused attention over gathered blocks), "torch" (the plain
+            reference) or "auto".
+        load_format: "auto" reads safetensors; "dummy" needs only config.json and makes up random weights.
+        max_model_len: most tokens of prompt + completion; None is the model's own limit, at most 32,768.
+        max_num_batched_tokens: most tokens computed in one step; longer prompts are computed in chunks.
+        max_num_seqs: most sequences that run at a time.
+        gpu_memory_utilization: fraction of the GPU's memory that weights, activations and KV cache may take.
+        kvcache_block_size: tokens in a block of the KV cache; None is the backend's own choice.
+        num_kvcache_blocks: blocks in the KV cache; None is as many as fit.
+        tensor_parallel_size: GPUs that one model is split over; only 1 so far.
+        enforce_eager: never use CUDA graphs.
+        overlap: let the device run one step ahead of the host.
+        enable_prefix_caching: share the KV blocks of equal prompt beginnings.
+        prefix_grouping: attend a shared prefix once for all who share it, where the backend can.
+        deterministic: bitwise equal results whatever the batch; not available yet.
+        seed: of the requests that bring none.
+
+    Raises:
+        TypeError, ValueError: an option of the wrong type or out of range, named with the range.
+    """
+
+    model: str
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    attention_backend: str = "auto"
+    load_format: str = "auto"
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = 16384
+    max_num_seqs: int = 512
+    gpu_memory_utilization: float = 0.9
+    kvcache_block_size: int | None = None
+    num_kvcache_blocks: int | None = None
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    overlap: bool = True
+    enable_prefix_caching: bool = True
+    prefix_grouping: bool = True
+    deterministic: bool = False
+    seed: int = 0
+
+    @classmethod
+    def from_options(cls, model: str, **options) -> "Config":
+        """A Config, with a TypeError that suggests the right name for an unknown option."""
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {close[0]}?" if close else f"; the options are {', '.join(known[1:])}"
+                raise TypeError(f"unknown option {name!r}{hint}")
+        return cls(model, **options)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, (str, os.PathLike)) or not os.fspath(self.model):
+            raise TypeError(f"model must be a directory or a hub name, not {self.model!r}")
+        self._set("model", os.fspath(self.model))
+        if not isinstance(self.dtype, str):  # torch.bfloat16 and its like, without importing torch
+            self._set("dtype", str(self.dtype).removeprefix("torch."))
+        self._check_choice("dtype", DTYPES)
+        self._check_choice("attention_backend", ATTENTION_BACKENDS)
+        self._check_choice("load_format", LOAD_FORMATS)
+        device = self.device if isinstance(self.device, str) else str(self.device)
+        kind, _, index = device.partition(":")
+        if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdigit())):
+            raise ValueError(f'device must be "auto", "cpu", "cuda" or "cuda:N", not {self.device!r}')
+        self._set("device", device)
+        if self.revision is not None and not isinstance(self.revision, str):
+            raise TypeError(f"revision must be a string, not {self.revision!r}")
+        for name in ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size"):
+            self._check_positive(name)
+        for name in ("max_model_len", "kvcache_block_size", "num_kvcache_blocks"):
+            if getattr(self, name) is not None:
+                self._check_positive(name)
+        for name in (
+            "enforce_eager", "overlap", "enable_prefix_caching", "prefix_grouping", "deterministic",
+        ):  # fmt: skip
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        utilization = self.gpu_memory_utilization
+        if isinstance(utilization, bool) or not isinstance(utilization, numbers.Real):
+            raise TypeError(f"gpu_memory_utilization must be a number, not {utilization!r}")
+        if not 0 < utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {utilization}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, numbers.Integral):
+            raise TypeError(f"seed must be an integer, not {self.seed!r}")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed must be between 0 and 2**64 - 1, not {self.seed}")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError("max_model_len must be at least 2: one token of prompt and one of completion")
+        if self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size}: splitting a model over several GPUs is not "
+                "available yet; use tensor_parallel_size=1"
+            )
+        if self.deterministic:
+            raise ValueError("deterministic=True is not available yet; leave it False")
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        if getattr(self, name) not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
+
+    def _check_positive(self, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise TypeError(f"{name} must be an integer, not {value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")
+        self._set(name, int(value))

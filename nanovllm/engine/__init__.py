@@ -1,0 +1,1 @@
+"""The engine: Scheduler and BlockManager decide, ModelRunner computes, LLMEngine is the loop."""

@@ -1,0 +1,290 @@
+"""The loop that joins the three: schedule → launch → commit.
+
+A step that was launched is *in flight* until its tokens are committed. With depth 0 every step is committed
+before the next is scheduled; with depth 1 the device works on step N + 1 while the host digests step N. The
+loop is the same.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from nanovllm.config import Config
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import Scheduler, SchedulerStats, Work
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class RunnerInfo:
+    """What a runner found out at start-up.
+
+    Args:
+        num_kvcache_blocks, kvcache_block_size: the KV cache.
+        max_model_len: most tokens of prompt + completion.
+        vocab_size: token ids are below it.
+        eos_token_ids: the model's own end-of-sequence ids.
+        generation_config: the model's generation_config.json, for the sampling it recommends.
+    """
+
+    num_kvcache_blocks: int
+    kvcache_block_size: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    generation_config: dict[str, Any] = field(default_factory=dict)
+
+
+class StepResult(Protocol):
+    def wait(self) -> list[int]:
+        """The sampled tokens in the work's order, once the device is done; below 0 for broken logits."""
+
+
+class Runner(Protocol):
+    """What the loop needs of a ModelRunner; tests put in one without a model."""
+
+    info: RunnerInfo
+
+    def launch(self, work: Work) -> StepResult: ...
+    def memory(self) -> dict[str, int]: ...
+    def close(self) -> None: ...
+
+
+@dataclass
+class StepStats:
+    """Counters over the engine's life. A step with nothing but single new tokens is a decode step."""
+
+    num_prefill_steps: int = 0
+    num_decode_steps: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_output_tokens: int = 0
+    max_batch_size: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+class LLMEngine:
+    """Runs requests given as token ids; `LLM` puts text around it.
+
+    By hand: `add_request` as often as wanted, then `step` until `is_finished`; `exit` in the end.
+
+    Args:
+        config: the options.
+        eos_token_ids: ids that end a completion besides the model's own (the tokenizer's, say).
+        runner: computes the steps; None makes a ModelRunner for `config`.
+
+    Raises:
+        ValueError, RuntimeError: from loading the model or sizing the cache.
+    """
+
+    def __init__(self, config: Config, eos_token_ids: Iterable[int] = (), runner: Runner | None = None):
+        if runner is None:
+            from nanovllm.engine.model_runner import ModelRunner  # the loop itself needs no torch
+
+            runner = ModelRunner(config)
+        self.config = config
+        self.runner = runner
+        self.info = runner.info
+        self.depth = 1 if config.overlap else 0
+        self.eos_token_ids = self.info.eos_token_ids | frozenset(eos_token_ids)
+        self.step_stats = StepStats()
+        self.scheduler_stats = SchedulerStats()
+        self._num_requests = 0
+        self._in_flight: deque[tuple[Work, StepResult]] = deque()
+        self._unfinished: dict[int, Sequence] = {}
+        self._is_closed = False
+        self.scheduler = self._new_scheduler()
+
+    # Requests
+
+    def add_request(
+        self,
+        prompt_token_ids: list[int],
+        sampling_params: SamplingParams,
+        stop_predicate: Callable[[int], bool] | None = None,
+    ) -> int:
+        """Queues a request and returns its id: its number in the engine's life.
+
+        Args:
+            prompt_token_ids: the prompt.
+            sampling_params: how to sample it.
+            stop_predicate: called with each new token in order; True ends the request.
+
+        Raises:
+            ValueError: the prompt can never be run. The number is used up all the same, so that one bad
+                request does not change the seeds of those after it.
+        """
+        self._check_open()
+        seq_id = self._num_requests
+        self._num_requests += 1
+        self._check_prompt(prompt_token_ids, sampling_params)
+        stop_token_ids = frozenset(sampling_params.stop_token_ids)
+        if not sampling_params.ignore_eos:
+            stop_token_ids |= self.eos_token_ids
+        seed = sampling_params.seed
+        self._unfinished[seq_id] = seq = Sequence(
+            seq_id,
+            prompt_token_ids,
+            sampling_params,
+            self._max_length(len(prompt_token_ids), sampling_params),
+            stop_token_ids,
+            _mix(self.config.seed, seq_id) if seed is None else seed,
+            stop_predicate,
+        )
+        self.scheduler.add(seq)
+        return seq_id
+
+    def abort(self, seq_id: int) -> Sequence | None:
+        """Ends a request between two steps and returns it with what it has; None if it is not unfinished."""
+        self._check_open()
+        seq = self._unfinished.pop(seq_id, None)
+        if seq is not None:
+            self.scheduler.abort(seq)
+        return seq
+
+    def is_finished(self) -> bool:
+        """Whether nothing is queued, running or in flight."""
+        return not self._in_flight and not self._unfinished
+
+    # The loop
+
+    def step(self) -> list[Sequence]:
+        """Launches the next step and commits the oldest in flight; returns the requests that finished.
+
+        If anything fails, the engine is emptied (all requests are dropped) before the exception goes on.
+        """
+        self._check_open()
+        began = time.perf_counter()
+        try:
+            work = self.scheduler.schedule()
+            if work:
+                self._in_flight.append((work, self.runner.launch(work)))
+            elif not self._in_flight and self._unfinished:
+                raise RuntimeError(f"nothing can be scheduled, which is a bug: {list(self._unfinished.values())[:3]}")
+            finished: list[Sequence] = []
+            if self._in_flight and (not work or len(self._in_flight) > self.depth):
+                committed, result = self._in_flight.popleft()
+                finished = self.scheduler.commit(committed, result.wait())
+        except BaseException:
+            self.reset()
+            raise
+        for seq in finished:
+            del self._unfinished[seq.seq_id]
+            self.step_stats.num_output_tokens += len(seq.token_ids) - seq.num_prompt_tokens
+        self._count(work, time.perf_counter() - began)
+        return finished
+
+    def reset(self) -> None:
+        """Drops every request, waits for what is in flight and starts with an empty cache."""
+        in_flight, self._in_flight = self._in_flight, deque()
+        self._unfinished = {}
+        self.scheduler = self._new_scheduler()
+        for _, result in in_flight:
+            try:
+                result.wait()
+            except Exception as error:  # the failure that led here is already on its way to the caller
+                logger.warning("a step in flight failed as well: %s", error)
+
+    def exit(self) -> None:
+        """Frees the device's memory; the engine cannot be used afterwards. Calling it again does nothing."""
+        if not self._is_closed:
+            self.reset()
+            self._is_closed = True
+            self.runner.close()
+
+    def metrics(self) -> dict[str, float | int | dict]:
+        """Counters since the engine's start; seconds by phase are wall time inside `step`."""
+        steps, scheduled = self.step_stats, self.scheduler_stats
+        num_steps = steps.num_prefill_steps + steps.num_decode_steps
+        num_prompt_tokens = scheduled.num_admitted_prompt_tokens
+        return {
+            "num_requests": self._num_requests,
+            "num_unfinished_requests": len(self._unfinished),
+            "finish_reasons": dict(scheduled.finish_reasons),
+            "num_prompt_tokens": num_prompt_tokens,
+            "num_cached_prompt_tokens": scheduled.num_cached_prompt_tokens,
+            "prefix_cache_hit_rate": scheduled.num_cached_prompt_tokens / max(num_prompt_tokens, 1),
+            "num_output_tokens": steps.num_output_tokens,
+            "num_prefill_tokens": steps.num_prefill_tokens,
+            "num_decode_tokens": steps.num_decode_tokens,
+            "num_preemptions": scheduled.num_preemptions,
+            "num_prefill_steps": steps.num_prefill_steps,
+            "num_decode_steps": steps.num_decode_steps,
+            "mean_decode_batch_size": steps.num_decode_tokens / max(steps.num_decode_steps, 1),
+            "max_batch_size": steps.max_batch_size,
+            "num_steps": num_steps,
+            "prefill_seconds": steps.prefill_seconds,
+            "decode_seconds": steps.decode_seconds,
+            "num_kvcache_blocks": self.info.num_kvcache_blocks,
+            "num_free_kvcache_blocks": self.scheduler.block_manager.num_free_blocks,
+            "kvcache_block_size": self.info.kvcache_block_size,
+            "memory_bytes": self.runner.memory(),
+        }
+
+    def _new_scheduler(self) -> Scheduler:
+        block_manager = BlockManager(
+            self.info.num_kvcache_blocks, self.info.kvcache_block_size, self.config.enable_prefix_caching
+        )
+        return Scheduler(
+            block_manager, self.config.max_num_batched_tokens, self.config.max_num_seqs, self.scheduler_stats
+        )
+
+    def _max_length(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        return min(num_prompt_tokens + params.max_tokens, self.info.max_model_len)
+
+    def _check_prompt(self, token_ids: list[int], params: SamplingParams) -> None:
+        info, num_tokens = self.info, len(token_ids)
+        if num_tokens == 0:
+            raise ValueError("the prompt is empty; it needs at least one token")
+        if num_tokens >= info.max_model_len:
+            raise ValueError(
+                f"the prompt's {num_tokens} tokens leave no room for a new one within max_model_len="
+                f"{info.max_model_len}; shorten it or raise max_model_len"
+            )
+        bad = next((token_id for token_id in token_ids if not 0 <= token_id < info.vocab_size), None)
+        if bad is not None:
+            raise ValueError(f"token id {bad} is outside the vocabulary (0 to {info.vocab_size - 1})")
+        bad = next((token_id for token_id in params.stop_token_ids if not 0 <= token_id < info.vocab_size), None)
+        if bad is not None:
+            raise ValueError(f"stop token id {bad} is outside the vocabulary (0 to {info.vocab_size - 1})")
+        # The last token's keys are never needed.
+        num_blocks = -(-(self._max_length(num_tokens, params) - 1) // info.kvcache_block_size)
+        if num_blocks > info.num_kvcache_blocks:
+            raise ValueError(
+                f"the request may need {num_blocks} KV cache blocks of {info.kvcache_block_size} tokens, but there "
+                f"are {info.num_kvcache_blocks}; lower max_tokens, shorten the prompt or raise num_kvcache_blocks"
+            )
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("the engine is closed; make a new one")
+
+    def _count(self, work: Work, seconds: float) -> None:
+        stats = self.step_stats
+        num_tokens = sum(num_new_tokens for _, num_new_tokens, _ in work)
+        stats.max_batch_size = max(stats.max_batch_size, len(work))
+        if num_tokens == len(work):
+            stats.num_decode_steps += bool(work)
+            stats.num_decode_tokens += num_tokens
+            stats.decode_seconds += seconds
+        else:
+            stats.num_prefill_steps += 1
+            stats.num_prefill_tokens += num_tokens
+            stats.prefill_seconds += seconds
+
+
+def _mix(seed: int, number: int) -> int:
+    """A request's own 64-bit seed: SplitMix64's finaliser (Steele, Lea and Flood, 2014) over seed and number."""
+    z = (seed + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)

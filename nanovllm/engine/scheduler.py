@@ -1,0 +1,255 @@
+"""Which tokens run next. Plain Python, no torch, no clock: the same requests give the same steps everywhere.
+
+There is one rule: a step moves each sequence's `num_computed_tokens` towards its `num_tokens`. Prefill, a chunk
+of a long prompt, decode, and coming back after preemption are that rule with other numbers.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+
+# One sequence's share of a step: (sequence, number of new tokens, whether it samples a token afterwards).
+# `sequence.num_computed_tokens` already counts the new tokens.
+Work = list[tuple[Sequence, int, bool]]
+
+
+@dataclass
+class SchedulerStats:
+    """Counters over the engine's life; they outlive a rebuilt Scheduler."""
+
+    num_admitted_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+    num_preemptions: int = 0
+    finish_reasons: dict[str, int] = field(default_factory=dict)
+
+
+class WaitingQueue:
+    """First come, first served, but sequences that share their first block stand behind the first of them."""
+
+    def __init__(self):
+        self._returned: deque[Sequence] = deque()  # preempted, oldest first
+        self._groups: OrderedDict[object, deque[Sequence]] = OrderedDict()
+
+    def push(self, seq: Sequence, prefix_key: int | None) -> None:
+        # A string can never equal a hash, so a sequence that cannot share is a group of its own.
+        key = f"alone {seq.seq_id}" if prefix_key is None else prefix_key
+        self._groups.setdefault(key, deque()).append(seq)
+
+    def push_front(self, seq: Sequence) -> None:
+        self._returned.appendleft(seq)
+
+    def peek(self) -> Sequence:
+        return self._returned[0] if self._returned else next(iter(self._groups.values()))[0]
+
+    def pop(self) -> Sequence:
+        if self._returned:
+            return self._returned.popleft()
+        key, group = next(iter(self._groups.items()))
+        seq = group.popleft()
+        if not group:
+            del self._groups[key]
+        return seq
+
+    def remove(self, seq: Sequence) -> None:
+        if seq in self._returned:
+            self._returned.remove(seq)
+            return
+        key = next(key for key, group in self._groups.items() if seq in group)
+        self._groups[key].remove(seq)
+        if not self._groups[key]:
+            del self._groups[key]
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self._returned
+        for group in self._groups.values():
+            yield from group
+
+    def __bool__(self) -> bool:
+        return bool(self._returned or self._groups)
+
+
+class Scheduler:
+    """Admits, advances, preempts and finishes sequences.
+
+    Args:
+        block_manager: owns the KV cache's blocks.
+        max_num_batched_tokens: most tokens of one step.
+        max_num_seqs: most running sequences.
+        stats: counters to add to.
+    """
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        stats: SchedulerStats | None = None,
+    ):
+        self.block_manager = block_manager
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.stats = stats or SchedulerStats()
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []  # in order of admission
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.running) or bool(self.waiting)
+
+    def add(self, seq: Sequence) -> None:
+        self.waiting.push(seq, self.block_manager.prefix_key(seq))
+
+    def abort(self, seq: Sequence) -> None:
+        """Ends a sequence at once; a token of it that is still in flight will be dropped."""
+        self._finish(seq, "abort")
+
+    def schedule(self) -> Work:
+        """The next step's work; empty when nothing can run until a step in flight is committed."""
+        work: Work = []
+        budget = self._advance_running(work, self.max_num_batched_tokens)
+        if self.waiting and budget > 0:
+            self._admit(work, budget)
+        return work
+
+    def commit(self, work: Work, sampled: list[int]) -> list[Sequence]:
+        """Takes the tokens that `work` sampled, in its order, and returns the sequences that finished.
+
+        A token below 0 means that the row's logits were not finite. This is the only place that drops the
+        extra token of a sequence that turned out to be finished one step late.
+        """
+        finished = []
+        tokens = iter(sampled)
+        block_manager = self.block_manager
+        block_size = block_manager.block_size
+        for seq, _, samples in work:
+            if not samples:
+                continue
+            token = next(tokens)
+            if seq.status is SequenceStatus.FINISHED:
+                continue
+            token_ids = seq.token_ids
+            reason = None
+            if token < 0:
+                seq.error = "the model's logits were not finite (NaN or infinity)"
+                reason = "error"
+            else:
+                token_ids.append(token)
+                if token in seq.stop_token_ids or seq.stop_predicate is not None:
+                    reason = self._stop_reason(seq, token)
+                if reason is None and len(token_ids) >= seq.max_length:
+                    reason = "length"
+            # With a step in flight a block is full before its last token is known, so it is registered here.
+            if len(token_ids) % block_size == 0 and seq.num_computed_tokens >= len(token_ids):
+                block_manager.register_full_blocks(seq)
+            if reason is not None:
+                self._finish(seq, reason, remove=False)
+                finished.append(seq)
+        if finished:
+            self.running = [seq for seq in self.running if seq.status is not SequenceStatus.FINISHED]
+        return finished
+
+    def _advance_running(self, work: Work, budget: int) -> int:
+        """Schedules what runs, oldest first, preempting the newest when blocks run out; returns the budget left."""
+        running, block_manager = self.running, self.block_manager
+        index = 0
+        while index < len(running) and budget > 0:
+            seq = running[index]
+            index += 1
+            # The last token of a sequence is never computed: nothing is sampled from it.
+            num_new_tokens = min(seq.num_tokens, seq.max_length - 1) - seq.num_computed_tokens
+            if num_new_tokens <= 0:
+                continue
+            if num_new_tokens > budget:
+                num_new_tokens = budget
+            while not block_manager.can_append(seq, num_new_tokens):
+                newest = running.pop()
+                self._preempt(newest)
+                if newest is seq:
+                    return budget
+            budget -= num_new_tokens
+            self._launch(work, seq, num_new_tokens)
+        return budget
+
+    def _admit(self, work: Work, budget: int) -> None:
+        """Moves waiting sequences to running, in one large prefill rather than many small ones."""
+        num_free_places = self.max_num_seqs - len(self.running)
+        gather = max(min(16, self.max_num_seqs // 4), len(self.running) // 8)
+        if num_free_places < gather and work:
+            return
+        while budget > 0 and self.waiting and len(self.running) < self.max_num_seqs:
+            seq = self.waiting.peek()
+            # Each running sequence will want another block sooner or later; without that reserve an
+            # admission would be preempted at once. A sequence that would be alone needs no reserve.
+            if seq.has_token_in_flight or not self.block_manager.can_allocate(seq, len(self.running)):
+                return
+            self.waiting.pop()
+            self.block_manager.allocate(seq)
+            seq.status = SequenceStatus.RUNNING
+            seq.slot = self._free_slots.pop()
+            self.running.append(seq)
+            if seq.num_preemptions == 0:
+                seq.num_cached_tokens = seq.num_computed_tokens
+                self.stats.num_admitted_prompt_tokens += seq.num_prompt_tokens
+                self.stats.num_cached_prompt_tokens += seq.num_cached_tokens
+            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget)
+            budget -= num_new_tokens
+            self._launch(work, seq, num_new_tokens)
+
+    def _launch(self, work: Work, seq: Sequence, num_new_tokens: int) -> None:
+        self.block_manager.append(seq, num_new_tokens)
+        samples = seq.num_computed_tokens == seq.num_tokens
+        work.append((seq, num_new_tokens, samples))
+        if samples:
+            seq.num_tokens += 1
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Takes back the blocks of a sequence that left `running`; it returns first, with every token it has."""
+        self.block_manager.deallocate(seq)
+        self._release_slot(seq)
+        seq.status = SequenceStatus.WAITING
+        seq.num_preemptions += 1
+        self.stats.num_preemptions += 1
+        self.waiting.push_front(seq)
+
+    def _finish(self, seq: Sequence, reason: str, remove: bool = True) -> None:
+        """Gives blocks and slot back; `remove=False` leaves `running` to the caller."""
+        if seq.status is SequenceStatus.WAITING:
+            self.waiting.remove(seq)
+        else:
+            # What a sequence with broken logits wrote must not be served to others.
+            self.block_manager.deallocate(seq, forget=reason == "error")
+            self._release_slot(seq)
+            if remove:
+                self.running.remove(seq)
+        seq.status = SequenceStatus.FINISHED
+        seq.finish_reason = reason
+        seq.num_tokens = len(seq.token_ids)
+        self.stats.finish_reasons[reason] = self.stats.finish_reasons.get(reason, 0) + 1
+
+    def _release_slot(self, seq: Sequence) -> None:
+        self._free_slots.append(seq.slot)
+        seq.slot = -1
+
+    def _stop_reason(self, seq: Sequence, token: int) -> str | None:
+        # The predicate follows the text token by token, so it is asked even when its answer cannot count yet.
+        says_stop = seq.stop_predicate is not None and seq.stop_predicate(token)
+        num_completion_tokens = len(seq.token_ids) - seq.num_prompt_tokens
+        min_tokens = seq.sampling_params.min_tokens
+        if token in seq.stop_token_ids and num_completion_tokens > min_tokens:
+            return "stop"
+        if says_stop and num_completion_tokens >= min_tokens:
+            return "stop"
+        return None
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless blocks, slots and statuses agree."""
+        self.block_manager.check_integrity(self.running)
+        slots = [seq.slot for seq in self.running]
+        assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs)), "slots do not add up"
+        assert all(seq.status is SequenceStatus.RUNNING for seq in self.running)
+        for seq in self.waiting:
+            assert seq.status is SequenceStatus.WAITING and not seq.block_table and seq.slot == -1, seq

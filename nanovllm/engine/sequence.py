@@ -1,0 +1,88 @@
+"""One request as the engine sees it: its tokens, how far they are computed, and where their keys live."""
+
+from collections.abc import Callable
+from enum import Enum
+
+from nanovllm.sampling_params import SamplingParams
+
+
+class SequenceStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """One request.
+
+    `num_tokens` counts a placeholder for every token that is being sampled by a step in flight;
+    `token_ids` holds only the tokens that are known. The Scheduler moves `num_computed_tokens` towards
+    `num_tokens`; the BlockManager keeps the block fields.
+    """
+
+    __slots__ = (
+        "seq_id",
+        "token_ids",  # prompt + completion, as far as known
+        "num_prompt_tokens",
+        "num_tokens",  # len(token_ids) + tokens in flight
+        "num_computed_tokens",  # leading tokens whose keys and values are in the cache (or will be: launched)
+        "num_cached_tokens",  # prompt tokens that the prefix cache served when the request was first admitted
+        "max_length",  # most tokens of prompt + completion
+        "sampling_params",
+        "seed",  # 64 bits, keys the sampling noise
+        "stop_token_ids",  # every id that ends this request
+        "stop_predicate",  # the caller's: called with each new token, True ends the request
+        "status",
+        "finish_reason",
+        "error",
+        "slot",  # row of the device's per-sequence state while running, else -1
+        "num_preemptions",
+        "block_table",  # logical block -> physical block
+        "block_hashes",  # chained hash of each leading full block, as far as anyone asked
+        "num_registered_blocks",  # leading blocks that are in the prefix cache (or whose equals are)
+        "last_registration",  # serial number of the last of those, 0 for none
+    )
+
+    def __init__(
+        self,
+        seq_id: int,
+        prompt_token_ids: list[int],
+        sampling_params: SamplingParams,
+        max_length: int,
+        stop_token_ids: frozenset[int] = frozenset(),
+        seed: int = 0,
+        stop_predicate: Callable[[int], bool] | None = None,
+    ):
+        self.seq_id = seq_id
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = self.num_tokens = len(prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.max_length = max_length
+        self.sampling_params = sampling_params
+        self.seed = seed
+        self.stop_token_ids = stop_token_ids
+        self.stop_predicate = stop_predicate
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: str | None = None
+        self.error: str | None = None
+        self.slot = -1
+        self.num_preemptions = 0
+        self.block_table: list[int] = []
+        self.block_hashes: list[int] = []
+        self.num_registered_blocks = 0
+        self.last_registration = 0
+
+    @property
+    def completion_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def has_token_in_flight(self) -> bool:
+        return self.num_tokens > len(self.token_ids)
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.seq_id}, {self.status.value}, {self.num_prompt_tokens} prompt tokens, "
+            f"{self.num_computed_tokens}/{self.num_tokens} computed, blocks {self.block_table})"
+        )

@@ -1,0 +1,55 @@
+"""Token embedding and LM head, divided over the ranks by rows of the vocabulary."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.layers.linear import WHOLE, Shard, Shards, empty_parameter
+from nanovllm.utils.distributed import Parallel
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Each rank holds an equal slice of the vocabulary, padded with zeros where it does not divide."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        parallel: Parallel,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight: nn.Parameter | None = None,
+    ):
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.parallel = parallel
+        slice_size = -(-vocab_size // parallel.size)
+        self.first = parallel.rank * slice_size
+        self.num_rows = max(0, min(slice_size, vocab_size - self.first))  # real rows of this rank
+        if weight is None:
+            weight = empty_parameter(slice_size, hidden_size, dtype=dtype, device=device)
+            weight[self.num_rows :].zero_()
+        self.weight = weight
+
+    def shards(self, name: str) -> Shards:
+        hidden_size = self.weight.shape[1]
+        source = ((min(self.first, self.vocab_size), self.num_rows), (0, hidden_size))
+        return {WHOLE: Shard((self.vocab_size, hidden_size), source, self.weight[: self.num_rows])}
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids: [num_tokens] -> [num_tokens, hidden_size]"""
+        if self.parallel.size == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self.first
+        is_ours = (local >= 0) & (local < self.num_rows)
+        embedded = F.embedding(local.where(is_ours, 0), self.weight)
+        return self.parallel.all_reduce(embedded.masked_fill_(~is_ours[:, None], 0))
+
+
+class ParallelLMHead(VocabParallelEmbedding):
+    """Projects onto the vocabulary; with tied embeddings it is given the embedding's `weight`."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden_states: [num_rows, hidden_size] -> logits [num_rows, vocab_size]"""
+        logits = self.parallel.all_gather(F.linear(hidden_states, self.weight))
+        return logits[:, : self.vocab_size]

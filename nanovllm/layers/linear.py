@@ -1,0 +1,180 @@
+"""Linear layers and how their weights are divided over the ranks of one model.
+
+A layer says with `shards` which checkpoint tensors fill which part of which parameter; the loader needs to
+know nothing else. Column-parallel layers divide the outputs, row-parallel ones the inputs, so that a pair of
+them needs one all-reduce (Megatron-LM, Shoeybi et al., 2019).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.utils.distributed import Parallel
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One checkpoint tensor's way into a parameter.
+
+    Args:
+        shape: the tensor's whole shape in the checkpoint.
+        source: what this rank reads of it, a (start, length) for each dimension.
+        target: the part of the parameter that it fills.
+    """
+
+    shape: tuple[int, ...]
+    source: tuple[tuple[int, int], ...]
+    target: torch.Tensor
+
+
+# Key of a parameter that is one checkpoint tensor of the same name; fused layers use names such as "q_proj".
+WHOLE = ""
+Shards = dict[str, Shard]
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+def replicated_shards(parameter: torch.Tensor) -> Shards:
+    """The rule of a parameter that every rank holds whole."""
+    shape = tuple(parameter.shape)
+    return {WHOLE: Shard(shape, tuple((0, size) for size in shape), parameter)}
+
+
+class LinearBase(nn.Module):
+    """`y = x @ weight.T + bias`, weight: [output_size, input_size] of this rank."""
+
+    def __init__(self, input_size: int, output_size: int, bias: bool, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.weight = empty_parameter(output_size, input_size, dtype=dtype, device=device)
+        self.bias = empty_parameter(output_size, dtype=dtype, device=device) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., input_size] -> [..., output_size]"""
+        return F.linear(x, self.weight, self.bias)
+
+
+class ReplicatedLinear(LinearBase):
+    """Every rank computes the whole product."""
+
+    def shards(self, name: str) -> Shards:
+        return replicated_shards(getattr(self, name))
+
+
+class MergedColumnParallelLinear(LinearBase):
+    """Several column-parallel layers over one input as a single product, their outputs side by side.
+
+    Args:
+        input_size: width of the input.
+        output_sizes: width of each output over all ranks, by the name of its checkpoint tensor.
+        parts: what this rank holds of each, as (start, length); None divides each equally.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_sizes: dict[str, int],
+        bias: bool,
+        parallel: Parallel,
+        dtype: torch.dtype,
+        device: torch.device,
+        parts: dict[str, tuple[int, int]] | None = None,
+    ):
+        self.output_sizes = output_sizes
+        self.parts = parts or {name: parallel.shard(size, name) for name, size in output_sizes.items()}
+        super().__init__(input_size, sum(length for _, length in self.parts.values()), bias, dtype, device)
+
+    def shards(self, name: str) -> Shards:
+        parameter, shards, offset = getattr(self, name), {}, 0
+        for key, (start, length) in self.parts.items():
+            rest = tuple(parameter.shape[1:])
+            shards[key] = Shard(
+                (self.output_sizes[key], *rest),
+                ((start, length), *((0, size) for size in rest)),
+                parameter[offset : offset + length],
+            )
+            offset += length
+        return shards
+
+
+class ColumnParallelLinear(MergedColumnParallelLinear):
+    """The outputs are divided over the ranks."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool,
+        parallel: Parallel,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        super().__init__(input_size, {WHOLE: output_size}, bias, parallel, dtype, device)
+
+
+class QKVParallelLinear(MergedColumnParallelLinear):
+    """Query, key and value projections in one product; heads are divided over the ranks.
+
+    With more ranks than key/value heads, `size / num_kv_heads` neighbouring ranks hold the same head.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        bias: bool,
+        parallel: Parallel,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        q_start, self.num_heads = parallel.shard(num_heads, "num_attention_heads")
+        if num_kv_heads >= parallel.size:
+            kv_start, self.num_kv_heads = parallel.shard(num_kv_heads, "num_key_value_heads")
+        elif parallel.size % num_kv_heads == 0:
+            kv_start, self.num_kv_heads = parallel.rank * num_kv_heads // parallel.size, 1
+        else:
+            raise ValueError(f"num_key_value_heads ({num_kv_heads}) cannot be replicated over {parallel.size} ranks")
+        kv_part = (kv_start * head_dim, self.num_kv_heads * head_dim)
+        super().__init__(
+            hidden_size,
+            {"q_proj": num_heads * head_dim, "k_proj": num_kv_heads * head_dim, "v_proj": num_kv_heads * head_dim},
+            bias,
+            parallel,
+            dtype,
+            device,
+            parts={"q_proj": (q_start * head_dim, self.num_heads * head_dim), "k_proj": kv_part, "v_proj": kv_part},
+        )
+
+
+class RowParallelLinear(LinearBase):
+    """The inputs are divided over the ranks and the partial products summed; rank 0 alone adds the bias."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool,
+        parallel: Parallel,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.full_input_size = input_size
+        self.part = parallel.shard(input_size, "input size")
+        super().__init__(self.part[1], output_size, bias and parallel.rank == 0, dtype, device)
+        self.parallel = parallel
+
+    def shards(self, name: str) -> Shards:
+        if name == "bias":
+            return replicated_shards(self.bias)
+        output_size = self.weight.shape[0]
+        shape = (output_size, self.full_input_size)
+        return {WHOLE: Shard(shape, ((0, output_size), self.part), self.weight)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., input_size / ranks] -> [..., output_size]"""
+        return self.parallel.all_reduce(super().forward(x))

@@ -1,0 +1,141 @@
+"""Reads a model's config.json and generation_config.json: the only place that knows Hugging Face's quirks."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanovllm.layers.rotary_embedding import RopeConfig
+
+ROPE_KINDS = ("default", "linear", "yarn")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The numbers of one model, checked. Names are the Hugging Face ones."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    attention_bias: bool
+    tie_word_embeddings: bool
+    rope: RopeConfig
+    max_position: int  # most tokens the model was made for, scaling included
+    dtype: str | None  # of the checkpoint, as "bfloat16"
+    eos_token_ids: frozenset[int]
+    generation: dict[str, Any]  # generation_config.json, for the recommended sampling
+
+    @property
+    def num_kv_values_per_token(self) -> int:
+        """Numbers that the KV cache keeps for one token, all layers, one rank: 2 × layers × heads × head_dim."""
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
+
+
+def load_model_config(directory: Path, architectures: list[str]) -> ModelConfig:
+    """Reads the config of the model in `directory`.
+
+    Raises:
+        ValueError: the file is missing or not JSON, a field is missing or wrong, or the model needs something
+            that is not implemented; the message says which and what there is.
+    """
+    raw = _read_json(directory / "config.json")
+    generation_file = directory / "generation_config.json"
+    generation = _read_json(generation_file) if generation_file.exists() else {}
+    found = raw.get("architectures") or []
+    architecture = next((name for name in found if name in architectures), None)
+    if architecture is None:
+        raise ValueError(f"{directory} holds the architecture {found}; supported: {', '.join(architectures)}")
+    if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or []):
+        raise ValueError("sliding-window attention is not supported (use_sliding_window, layer_types)")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act={raw['hidden_act']!r} is not supported; silu is")
+    if raw.get("quantization_config"):
+        raise ValueError("quantized checkpoints are not supported (quantization_config)")
+
+    num_heads = _count(raw, "num_attention_heads")
+    num_kv_heads = _count(raw, "num_key_value_heads", default=num_heads)
+    hidden_size = _count(raw, "hidden_size")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
+    # Qwen3 checkpoints always name head_dim; transformers' default for one that does not is 128.
+    head_dim = _count(raw, "head_dim", default=128)
+    if head_dim % 2:
+        raise ValueError(f"head_dim={head_dim} must be even for rotary embedding")
+    max_position = _count(raw, "max_position_embeddings", default=32768)
+    rope = _rope(raw, max_position)
+    if rope.kind != "default":
+        max_position = max(max_position, int(rope.original_max_position * rope.factor))
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=_count(raw, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_count(raw, "intermediate_size"),
+        num_hidden_layers=_count(raw, "num_hidden_layers"),
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        attention_bias=bool(raw.get("attention_bias", False)),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        rope=rope,
+        max_position=max_position,
+        dtype=raw.get("dtype") or raw.get("torch_dtype"),
+        eos_token_ids=_eos_token_ids(generation) or _eos_token_ids(raw),
+        generation=generation,
+    )
+
+
+def _rope(raw: dict[str, Any], max_position: int) -> RopeConfig:
+    """transformers 4: rope_theta and rope_scaling; 5: both in rope_parameters."""
+    fields = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    kind = fields.get("rope_type", fields.get("type", "default"))
+    if kind not in ROPE_KINDS:
+        raise ValueError(f"rope type {kind!r} is not supported; {', '.join(ROPE_KINDS)} are")
+    theta = fields.get("rope_theta", raw.get("rope_theta", 10000.0))
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0:
+        raise ValueError(f"rope_theta in config.json must be a positive number, not {theta!r}")
+    if fields.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError("partial_rotary_factor other than 1 is not supported")
+    if kind == "default":
+        return RopeConfig(float(theta))
+    factor = fields.get("factor")
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor < 1:
+        raise ValueError(f"rope scaling {kind!r} needs a factor of at least 1, not {factor!r}")
+    names = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
+    given = {name: fields[name] for name in names if fields.get(name) is not None}
+    original = fields.get("original_max_position_embeddings") or max_position
+    return RopeConfig(float(theta), kind, float(factor), int(original), **given)
+
+
+def _eos_token_ids(raw: dict[str, Any]) -> frozenset[int]:
+    ids = raw.get("eos_token_id")
+    return frozenset(() if ids is None else [ids] if isinstance(ids, int) else ids)
+
+
+def _count(raw: dict[str, Any], name: str, default: int | None = None) -> int:
+    value = raw.get(name)
+    if value is None:
+        value = default
+    if value is None:
+        raise ValueError(f"config.json has no {name}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} in config.json must be a positive integer, not {value!r}")
+    return value
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing; model must be a directory in the Hugging Face layout") from None
+    except (OSError, ValueError) as error:  # unreadable, not UTF-8 or not JSON
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return content

@@ -1,0 +1,130 @@
+"""Qwen3 (dense) as transformers has it: pre-norm, QK-norm on every head, grouped queries, SwiGLU."""
+
+import torch
+from torch import nn
+
+from nanovllm.kernels import AttentionBackend
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.models.config import ModelConfig
+from nanovllm.utils.context import Context
+from nanovllm.utils.distributed import Parallel
+
+
+class Qwen3Attention(nn.Module):
+    def __init__(self, config: ModelConfig, layer_index: int, backend: AttentionBackend, parallel: Parallel, **kw):
+        super().__init__()
+        heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.head_dim = head_dim
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size, head_dim, heads, kv_heads, config.attention_bias, parallel, **kw
+        )
+        self.o_proj = RowParallelLinear(heads * head_dim, config.hidden_size, config.attention_bias, parallel, **kw)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, **kw)
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, **kw)
+        self.attn = Attention(layer_index, backend)
+
+    def forward(self, hidden_states, rotary, kv_cache, context):
+        num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # [num_tokens, all heads, head_dim]
+        q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), 1)
+        q = RotaryEmbedding.rotate(self.q_norm(q), *rotary)
+        k = RotaryEmbedding.rotate(self.k_norm(k), *rotary)
+        return self.o_proj(self.attn(q, k, v, kv_cache, context).flatten(1))
+
+
+class Qwen3MLP(nn.Module):
+    def __init__(self, config: ModelConfig, parallel: Parallel, **kw):
+        super().__init__()
+        sizes = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
+        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, sizes, False, parallel, **kw)
+        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, False, parallel, **kw)
+        self.act_fn = SiluAndMul()
+
+    def forward(self, hidden_states):
+        return self.down_proj(self.act_fn(self.gate_up_proj(hidden_states)))
+
+
+class Qwen3DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, layer_index: int, backend: AttentionBackend, parallel: Parallel, **kw):
+        super().__init__()
+        self.self_attn = Qwen3Attention(config, layer_index, backend, parallel, **kw)
+        self.mlp = Qwen3MLP(config, parallel, **kw)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kw)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kw)
+
+    def forward(self, hidden_states, residual, rotary, kv_cache, context):
+        if residual is None:
+            hidden_states, residual = self.input_layernorm(hidden_states), hidden_states
+        else:
+            hidden_states, residual = self.input_layernorm.add(hidden_states, residual)
+        hidden_states = self.self_attn(hidden_states, rotary, kv_cache, context)
+        hidden_states, residual = self.post_attention_layernorm.add(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+class Qwen3Model(nn.Module):
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, parallel: Parallel, **kw):
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel, **kw)
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(config, index, backend, parallel, **kw) for index in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kw)
+
+    def forward(self, token_ids, rotary, kv_cache, context):
+        hidden_states, residual = self.embed_tokens(token_ids), None
+        for layer in self.layers:
+            hidden_states, residual = layer(hidden_states, residual, rotary, kv_cache, context)
+        return self.norm.add(hidden_states, residual)[0]
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """The model: a step calls `forward` on its tokens and `compute_logits` on the rows that sample.
+
+    Args:
+        config: the architecture's numbers.
+        max_position: positions are below it.
+        backend: the attention backend.
+        parallel: this rank's place.
+        dtype, device: of every parameter, which is left uninitialised.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        max_position: int,
+        backend: AttentionBackend,
+        parallel: Parallel,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        super().__init__()
+        kw = {"dtype": dtype, "device": device}
+        self.model = Qwen3Model(config, backend, parallel, **kw)
+        self.rotary_emb = RotaryEmbedding(config.head_dim, max_position, config.rope, **kw)
+        self.num_kv_heads = self.model.layers[0].self_attn.qkv_proj.num_kv_heads  # of this rank
+        tied = config.tie_word_embeddings
+        self.lm_head = ParallelLMHead(
+            config.vocab_size,
+            config.hidden_size,
+            parallel,
+            weight=self.model.embed_tokens.weight if tied else None,
+            **kw,
+        )
+        # Checkpoint tensor -> the one it must equal when a tied model stores it all the same.
+        self.tied_weights = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kv_cache: torch.Tensor, context: Context
+    ) -> torch.Tensor:
+        """token_ids, positions: [num_tokens] -> hidden_states [num_tokens, hidden_size]"""
+        return self.model(token_ids, self.rotary_emb.lookup(positions), kv_cache, context)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden_states: [num_rows, hidden_size] -> logits [num_rows, vocab_size]"""
+        return self.lm_head(hidden_states)

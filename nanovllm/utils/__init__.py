@@ -1,0 +1,1 @@
+"""Context of a step's attention, weight loading, and the collectives."""

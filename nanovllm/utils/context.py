@@ -1,0 +1,32 @@
+"""What attention needs to know of one step: an argument, never a global."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Context:
+    """Ragged queries over paged keys; a decode is a query of length 1.
+
+    Args:
+        cu_seqlens_q: int32 [num_seqs + 1], where each sequence's new tokens begin in the flat batch.
+        cu_seqlens_k: int32 [num_seqs + 1], the same over each sequence's keys, old and new.
+        max_seqlen_q, max_seqlen_k: the longest of each.
+        slot_mapping: int64 [num_tokens], block × block_size + offset to write each token's keys to.
+        context_lens: int32 [num_seqs], keys of each sequence, new ones included.
+        block_tables: int32 [num_seqs, max_blocks], padded with 0.
+        block_size: tokens in a block.
+        plan: what the attention backend's `plan` made of the rest.
+    """
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    slot_mapping: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    block_size: int
+    plan: Any = None

@@ -1,0 +1,61 @@
+"""`Parallel`: this rank's place among those that share one model, and the collectives it needs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Rank and size are given to layers, never asked of a global; every collective does nothing at size 1.
+
+    Args:
+        rank: this process, 0 ≤ rank < size.
+        size: processes that share the model.
+        group: the torch.distributed process group; None at size 1.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums `tensor` over the ranks, in place, and returns it."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Every rank's `tensor`, concatenated along `dim` in rank order."""
+        if self.size == 1:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        return torch.cat(parts, dim)
+
+    def gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor | None:
+        """Like `all_gather`, but only rank 0 gets the result; None elsewhere."""
+        if self.size == 1:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == 0 else None
+        dist.gather(tensor.contiguous(), parts, group_dst=0, group=self.group)
+        return None if parts is None else torch.cat(parts, dim)
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rank 0's `tensor`, written over everybody's."""
+        if self.size > 1:
+            dist.broadcast(tensor, group_src=0, group=self.group)
+        return tensor
+
+    def barrier(self) -> None:
+        """Returns once every rank has called it."""
+        if self.size > 1:
+            dist.barrier(group=self.group)
+
+    def shard(self, total: int, what: str) -> tuple[int, int]:
+        """(start, length) of this rank's equal part of `total`; a ValueError names `what` if it does not divide."""
+        if total % self.size:
+            raise ValueError(f"{what} ({total}) cannot be split over {self.size} ranks")
+        return self.rank * (total // self.size), total // self.size
