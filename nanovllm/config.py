@@ -3,6 +3,7 @@
 import difflib
 import numbers
 import os
+import re
 from dataclasses import dataclass, fields
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -81,8 +82,7 @@ class Config:
         self._check_choice("attention_backend", ATTENTION_BACKENDS)
         self._check_choice("load_format", LOAD_FORMATS)
         device = self.device if isinstance(self.device, str) else str(self.device)
-        kind, _, index = device.partition(":")
-        if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdigit())):
+        if device not in ("auto", "cpu", "cuda") and not re.fullmatch("cuda:[0-9]+", device):
             raise ValueError(f'device must be "auto", "cpu", "cuda" or "cuda:N", not {self.device!r}')
         self._set("device", device)
         if self.revision is not None and not isinstance(self.revision, str):
@@ -106,6 +106,7 @@ class Config:
             raise TypeError(f"seed must be an integer, not {self.seed!r}")
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"seed must be between 0 and 2**64 - 1, not {self.seed}")
+        self._set("seed", int(self.seed))
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError("max_model_len must be at least 2: one token of prompt and one of completion")
         if self.tensor_parallel_size > 1:

@@ -38,13 +38,19 @@ class LLM:
 
     def __init__(self, model: str, **options):
         config = Config.from_options(model, **options)
-        from nanovllm.utils.loader import find_model  # imports torch; wrong options fail without it
+        # These import torch; wrong options fail without it.
+        from nanovllm.models import ARCHITECTURES
+        from nanovllm.models.config import load_model_config
+        from nanovllm.utils.loader import find_model
 
         directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")
+        # transformers reads the same file for the tokenizer; a mistake in it should be named by us.
+        load_model_config(directory, list(ARCHITECTURES))
         self._tokenizer = _load_tokenizer(directory)
         eos_token_id = getattr(self._tokenizer, "eos_token_id", None)
         self.engine = LLMEngine(replace(config, model=str(directory)), () if eos_token_id is None else (eos_token_id,))
-        self._lock = threading.Lock()
+        # Reentrant: Ctrl-C between taking it and the `try` that gives it back must not lock its own thread out.
+        self._lock = threading.RLock()
 
     def generate(
         self,
@@ -170,7 +176,7 @@ class LLM:
             return self._tokenizer(texts, **options)["input_ids"]
         except (UnicodeError, TypeError, ValueError) as error:
             if len(texts) == 1:
-                return [ValueError(f"the prompt cannot be tokenized: {error}")]
+                return [ValueError(f"the prompt cannot be tokenized: {_why_no_text(texts[0]) or error}")]
             return [self._encode([text], add_special_tokens)[0] for text in texts]
 
     # Running them
@@ -213,24 +219,22 @@ class LLM:
         index_of: dict[int, int] = {}
         outputs: dict[int, RequestOutput] = {}
         for index, (row, row_params) in enumerate(zip(rows, params, strict=True)):
-            token_ids = [] if isinstance(row, ValueError) else row
+            num_tokens = 0 if isinstance(row, ValueError) else len(row)
+            predicate = None
+            if row_params.stop and self._tokenizer is None:
+                row = ValueError("the model has no tokenizer, so stop strings cannot be found; use stop_token_ids")
+            elif row_params.stop:
+                predicate = _StopStrings(self._tokenizer, row_params)
             try:
-                predicate = self._stop_predicate(row_params)
+                # A row that cannot run goes to the engine as an empty prompt, so that it uses up its number too.
+                token_ids = [] if isinstance(row, ValueError) else row
                 index_of[self.engine.add_request(token_ids, row_params, predicate)] = index
             except ValueError as error:
-                # A row that is no prompt goes to the engine as an empty one, so that it uses up its number too.
                 reason = str(row if isinstance(row, ValueError) else error)
                 if raise_on_error:
                     raise ValueError(f"prompt {index}: {reason}") from None
-                outputs[index] = RequestOutput("", [], "error", len(token_ids), 0, reason)
+                outputs[index] = RequestOutput("", [], "error", num_tokens, 0, reason)
         return index_of, outputs
-
-    def _stop_predicate(self, params: SamplingParams) -> "_StopStrings | None":
-        if not params.stop:
-            return None
-        if self._tokenizer is None:
-            raise ValueError("the model has no tokenizer, so stop strings cannot be found; use stop_token_ids")
-        return _StopStrings(self._tokenizer, params)
 
     def _outputs(self, finished: dict[int, EngineSequence]) -> dict[int, RequestOutput]:
         texts: dict[int, str] = {}
@@ -325,6 +329,15 @@ def _load_tokenizer(directory: Path):
         raise ValueError(f"the tokenizer in {directory} cannot be loaded: {error}") from error
 
 
+def _why_no_text(text: str) -> str | None:
+    """What is wrong with a string that has no UTF-8 form; the tokenizer would only speak of its own types."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"{text[error.start]!r} at position {error.start} is half a surrogate pair, not a character"
+    return None
+
+
 def _decode(tokenizer, completions: list[list[int]], skip_special_tokens: bool) -> list[str]:
     return tokenizer.batch_decode(
         completions, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
@@ -332,10 +345,10 @@ def _decode(tokenizer, completions: list[list[int]], skip_special_tokens: bool) 
 
 
 def _as_prompt_list(prompts: Any) -> list[Any]:
-    if isinstance(prompts, str):
-        return [prompts]
     if hasattr(prompts, "tolist"):  # an array or tensor of token ids, or a column of strings
         prompts = prompts.tolist()
+    if isinstance(prompts, str):
+        return [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, (Mapping, Set, bytes, bytearray)):
         raise TypeError(f"prompts must be a string, a list of token ids, or a list of those, not {prompts!r}")
     prompts = list(prompts)

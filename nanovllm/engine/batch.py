@@ -114,8 +114,10 @@ def _build_sampling(seqs: list[Sequence], vocab_size: int, on_device) -> Samplin
     if not random:
         return batch
     batch.random_rows = on_device([row for row, _, _ in random])
-    # In float32 a temperature can be 0 although it was not; the smallest normal number is as good as greedy.
-    batch.temperatures = on_device([max(params.temperature, 1.2e-38) for _, _, params in random], np.float32)
+    # In float32 a temperature can become 0 or infinite; the smallest and largest numbers are as good as those.
+    batch.temperatures = on_device(
+        [min(max(params.temperature, 1.2e-38), 3.4e38) for _, _, params in random], np.float32
+    )
     batch.seeds = on_device(np.array([seq.seed for _, seq, _ in random], np.uint64).view(np.int64))
     batch.positions = on_device([seq.num_tokens - 1 for _, seq, _ in random])
     filtered = [
@@ -125,7 +127,7 @@ def _build_sampling(seqs: list[Sequence], vocab_size: int, on_device) -> Samplin
     ]
     if filtered:
         batch.filtered = on_device([row for row, _ in filtered])
-        batch.top_ks = on_device([params.top_k or vocab_size for _, params in filtered])
+        batch.top_ks = on_device([min(params.top_k or vocab_size, vocab_size) for _, params in filtered])
         batch.top_ps = on_device([params.top_p for _, params in filtered], np.float32)
         batch.min_ps = on_device([params.min_p for _, params in filtered], np.float32)
     return batch

@@ -140,24 +140,29 @@ class BlockManager:
 
     # Release
 
-    def deallocate(self, seq: Sequence, forget: bool = False) -> None:
+    def deallocate(self, seq: Sequence) -> None:
         """Takes back all blocks, last first, so that the front of a prefix is reused last.
 
-        Their content stays in the prefix cache until they are reused, unless `forget`.
+        Their content stays in the prefix cache until they are reused.
         """
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             if block.ref_count < 1:
                 raise RuntimeError(f"block {block_id} of {seq} is freed twice")
             block.ref_count -= 1
-            if forget and block.hash is not None:
-                self._unregister(block)
             if block.ref_count == 0:
                 self._free[block_id] = None
         seq.block_table.clear()
         seq.num_computed_tokens = 0
         seq.num_registered_blocks = 0
         seq.last_registration = 0
+
+    def forget(self, seq: Sequence) -> None:
+        """Takes everything that begins as `seq` does out of the prefix cache, whether it holds blocks or not."""
+        if self.enable_prefix_caching and len(seq.token_ids) >= self.block_size:
+            first = self._registered.get(self._hash(seq, 0))
+            if first is not None:  # without it nothing behind it can be reached
+                self._unregister(first)
 
     # Prefixes
 

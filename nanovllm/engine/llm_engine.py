@@ -95,14 +95,17 @@ class LLMEngine:
         self.runner = runner
         self.info = runner.info
         self.depth = 1 if config.overlap else 0
-        self.eos_token_ids = self.info.eos_token_ids | frozenset(eos_token_ids)
+        # An id that the vocabulary lacks can never be sampled, nor be banned.
+        self.eos_token_ids = frozenset(
+            token_id for token_id in (*self.info.eos_token_ids, *eos_token_ids) if 0 <= token_id < self.info.vocab_size
+        )
         self.step_stats = StepStats()
         self.scheduler_stats = SchedulerStats()
         self._num_requests = 0
         self._in_flight: deque[tuple[Work, StepResult]] = deque()
         self._unfinished: dict[int, Sequence] = {}
         self._is_closed = False
-        self.scheduler = self._new_scheduler()
+        self._renew_scheduler()
 
     # Requests
 
@@ -123,7 +126,7 @@ class LLMEngine:
             ValueError: the prompt can never be run. The number is used up all the same, so that one bad
                 request does not change the seeds of those after it.
         """
-        self._check_open()
+        self._check_usable()
         seq_id = self._num_requests
         self._num_requests += 1
         self._check_prompt(prompt_token_ids, sampling_params)
@@ -145,7 +148,7 @@ class LLMEngine:
 
     def abort(self, seq_id: int) -> Sequence | None:
         """Ends a request between two steps and returns it with what it has; None if it is not unfinished."""
-        self._check_open()
+        self._check_usable()
         seq = self._unfinished.pop(seq_id, None)
         if seq is not None:
             self.scheduler.abort(seq)
@@ -162,7 +165,7 @@ class LLMEngine:
 
         If anything fails, the engine is emptied (all requests are dropped) before the exception goes on.
         """
-        self._check_open()
+        self._check_usable()
         began = time.perf_counter()
         try:
             work = self.scheduler.schedule()
@@ -174,20 +177,21 @@ class LLMEngine:
             if self._in_flight and (not work or len(self._in_flight) > self.depth):
                 committed, result = self._in_flight.popleft()
                 finished = self.scheduler.commit(committed, result.wait())
+            for seq in finished:
+                del self._unfinished[seq.seq_id]
+                self.step_stats.num_output_tokens += len(seq.token_ids) - seq.num_prompt_tokens
+            self._count(work, time.perf_counter() - began)
         except BaseException:
             self.reset()
             raise
-        for seq in finished:
-            del self._unfinished[seq.seq_id]
-            self.step_stats.num_output_tokens += len(seq.token_ids) - seq.num_prompt_tokens
-        self._count(work, time.perf_counter() - began)
         return finished
 
     def reset(self) -> None:
         """Drops every request, waits for what is in flight and starts with an empty cache."""
-        in_flight, self._in_flight = self._in_flight, deque()
-        self._unfinished = {}
-        self.scheduler = self._new_scheduler()
+        in_flight = self._in_flight
+        # One statement, so that a second Ctrl-C finds all of it done or none of it.
+        self._in_flight, self._unfinished, self._is_scheduler_stale = deque(), {}, True
+        self._renew_scheduler()
         for _, result in in_flight:
             try:
                 result.wait()
@@ -227,16 +231,17 @@ class LLMEngine:
             "num_kvcache_blocks": self.info.num_kvcache_blocks,
             "num_free_kvcache_blocks": self.scheduler.block_manager.num_free_blocks,
             "kvcache_block_size": self.info.kvcache_block_size,
-            "memory_bytes": self.runner.memory(),
+            "memory_bytes": {} if self._is_closed else self.runner.memory(),
         }
 
-    def _new_scheduler(self) -> Scheduler:
+    def _renew_scheduler(self) -> None:
         block_manager = BlockManager(
             self.info.num_kvcache_blocks, self.info.kvcache_block_size, self.config.enable_prefix_caching
         )
-        return Scheduler(
+        self.scheduler = Scheduler(
             block_manager, self.config.max_num_batched_tokens, self.config.max_num_seqs, self.scheduler_stats
         )
+        self._is_scheduler_stale = False
 
     def _max_length(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         return min(num_prompt_tokens + params.max_tokens, self.info.max_model_len)
@@ -264,9 +269,11 @@ class LLMEngine:
                 f"are {info.num_kvcache_blocks}; lower max_tokens, shorten the prompt or raise num_kvcache_blocks"
             )
 
-    def _check_open(self) -> None:
+    def _check_usable(self) -> None:
         if self._is_closed:
             raise RuntimeError("the engine is closed; make a new one")
+        if self._is_scheduler_stale:  # its renewal was interrupted
+            self._renew_scheduler()
 
     def _count(self, work: Work, seconds: float) -> None:
         stats = self.step_stats

@@ -32,11 +32,13 @@ class WaitingQueue:
     def __init__(self):
         self._returned: deque[Sequence] = deque()  # preempted, oldest first
         self._groups: OrderedDict[object, deque[Sequence]] = OrderedDict()
+        self._num_grouped = 0
 
     def push(self, seq: Sequence, prefix_key: int | None) -> None:
         # A string can never equal a hash, so a sequence that cannot share is a group of its own.
         key = f"alone {seq.seq_id}" if prefix_key is None else prefix_key
         self._groups.setdefault(key, deque()).append(seq)
+        self._num_grouped += 1
 
     def push_front(self, seq: Sequence) -> None:
         self._returned.appendleft(seq)
@@ -45,21 +47,24 @@ class WaitingQueue:
         return self._returned[0] if self._returned else next(iter(self._groups.values()))[0]
 
     def pop(self) -> Sequence:
+        seq = self.peek()
         if self._returned:
-            return self._returned.popleft()
-        key, group = next(iter(self._groups.items()))
-        seq = group.popleft()
-        if not group:
-            del self._groups[key]
+            self._returned.popleft()
+        else:
+            self._remove_from_group(next(iter(self._groups)), seq)
         return seq
 
     def remove(self, seq: Sequence) -> None:
         if seq in self._returned:
             self._returned.remove(seq)
-            return
-        key = next(key for key, group in self._groups.items() if seq in group)
-        self._groups[key].remove(seq)
-        if not self._groups[key]:
+        else:
+            self._remove_from_group(next(key for key, group in self._groups.items() if seq in group), seq)
+
+    def _remove_from_group(self, key: object, seq: Sequence) -> None:
+        group = self._groups[key]
+        group.remove(seq)
+        self._num_grouped -= 1
+        if not group:
             del self._groups[key]
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -67,8 +72,8 @@ class WaitingQueue:
         for group in self._groups.values():
             yield from group
 
-    def __bool__(self) -> bool:
-        return bool(self._returned or self._groups)
+    def __len__(self) -> int:
+        return len(self._returned) + self._num_grouped
 
 
 class Scheduler:
@@ -94,6 +99,7 @@ class Scheduler:
         self.stats = stats or SchedulerStats()
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in order of admission
+        self._is_admitting = False  # an admission has begun and was only cut short by the step's budget
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     @property
@@ -176,11 +182,16 @@ class Scheduler:
 
     def _admit(self, work: Work, budget: int) -> None:
         """Moves waiting sequences to running, in one large prefill rather than many small ones."""
-        num_free_places = self.max_num_seqs - len(self.running)
-        gather = max(min(16, self.max_num_seqs // 4), len(self.running) // 8)
-        if num_free_places < gather and work:
+        num_running = len(self.running)
+        num_free_places = self.max_num_seqs - num_running
+        gather = min(max(min(16, self.max_num_seqs // 4), num_running // 8), len(self.waiting))
+        if work and num_free_places < gather and not self._is_admitting:
             return
-        while budget > 0 and self.waiting and len(self.running) < self.max_num_seqs:
+        self._is_admitting = False
+        while self.waiting and len(self.running) < self.max_num_seqs:
+            if budget == 0:
+                self._is_admitting = True
+                return
             seq = self.waiting.peek()
             # Each running sequence will want another block sooner or later; without that reserve an
             # admission would be preempted at once. A sequence that would be alone needs no reserve.
@@ -220,11 +231,12 @@ class Scheduler:
         if seq.status is SequenceStatus.WAITING:
             self.waiting.remove(seq)
         else:
-            # What a sequence with broken logits wrote must not be served to others.
-            self.block_manager.deallocate(seq, forget=reason == "error")
+            self.block_manager.deallocate(seq)
             self._release_slot(seq)
             if remove:
                 self.running.remove(seq)
+        if reason == "error":  # what a sequence with broken logits wrote must not be served to others
+            self.block_manager.forget(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
         seq.num_tokens = len(seq.token_ids)

@@ -14,22 +14,21 @@ from nanovllm.kernels.torch_attention import store_kvcache
 from nanovllm.utils.context import Context
 
 # A bucket is closed when the next sequence is shorter than this part of the bucket's longest: padding costs
-# memory traffic, another bucket costs five small operations a layer.
-_SHORTEST_IN_BUCKET = 0.7
-_SMALLEST_BUCKET = 8
+# memory traffic, another bucket costs a few small operations a layer.
+_SHORTEST_IN_BUCKET = 0.8
+_SMALLEST_BUCKET = 4
 # Queries of a chunk over cached keys that share one mask; bounds the mask's memory.
 _QUERIES_PER_MASK = 512
 
 
 @dataclass
 class DecodeBucket:
-    """Decodes of similar context length.
+    """Decodes of similar context length, neighbours in SDPAPlan.decode_rows.
 
-    rows: int64 [size], their queries in the flat batch; slots: int64 [size × longest], where their keys are;
-    is_key: bool [size, 1, 1, longest], False where a shorter sequence is padded.
+    slots: int64 [size × longest], where their keys are; is_key: bool [size, 1, 1, longest], False where a
+    shorter sequence is padded.
     """
 
-    rows: torch.Tensor
     slots: torch.Tensor
     is_key: torch.Tensor
 
@@ -45,38 +44,49 @@ class Prefill:
 
 @dataclass
 class SDPAPlan:
+    """decode_rows: int64 [num_decodes], the decodes' queries in the flat batch, longest context first."""
+
     prefills: list[Prefill]
-    decodes: list[DecodeBucket]
+    decode_rows: torch.Tensor
+    decode_buckets: list[DecodeBucket]
 
 
 class SDPAAttention:
     name = "sdpa"
     default_block_size = 64
 
+    def __init__(self):
+        # Where gathered keys and values go. Fresh memory for every layer of every step would cost more in
+        # page faults than the copy itself.
+        self._key_buffer = self._value_buffer = torch.empty(0)
+
     def plan(self, context: Context) -> SDPAPlan:
         starts = context.cu_seqlens_q.tolist()
         lengths = context.context_lens.tolist()
-        prefills, decode_rows = [], []
+        prefills, decodes = [], []
         for row, length in enumerate(lengths):
             start, end = starts[row], starts[row + 1]
             if end - start == 1:
-                decode_rows.append(row)
+                decodes.append(row)
             else:
                 is_cached = length > end - start
-                slots = _slots(context, torch.tensor([row]), [length], length) if is_cached else None
-                prefills.append(Prefill(start, end, slots))
-        decode_rows.sort(key=lambda row: -lengths[row])
-        decodes = []
-        while decode_rows:
-            longest = lengths[decode_rows[0]]
-            size = 1
-            while size < len(decode_rows) and (
-                size < _SMALLEST_BUCKET or lengths[decode_rows[size]] >= _SHORTEST_IN_BUCKET * longest
+                prefills.append(Prefill(start, end, _slots(context, [row], [length]) if is_cached else None))
+        decodes.sort(key=lambda row: -lengths[row])
+        buckets, first = [], 0
+        while first < len(decodes):
+            longest, last = lengths[decodes[first]], first + 1
+            while last < len(decodes) and (
+                last - first < _SMALLEST_BUCKET or lengths[decodes[last]] >= _SHORTEST_IN_BUCKET * longest
             ):
-                size += 1
-            bucket, decode_rows = decode_rows[:size], decode_rows[size:]
-            decodes.append(_decode_bucket(context, bucket, [lengths[row] for row in bucket], longest))
-        return SDPAPlan(prefills, decodes)
+                last += 1
+            rows = decodes[first:last]
+            bucket_lengths = [lengths[row] for row in rows]
+            is_key = torch.arange(longest) < torch.tensor(bucket_lengths)[:, None]
+            slots = _slots(context, rows, bucket_lengths)
+            buckets.append(DecodeBucket(slots, is_key[:, None, None].to(slots.device)))
+            first = last
+        decode_rows = torch.tensor([starts[row] for row in decodes], dtype=torch.int64)
+        return SDPAPlan(prefills, decode_rows.to(context.block_tables.device), buckets)
 
     def store_kvcache(self, k, v, k_cache, v_cache, slot_mapping) -> None:
         if slot_mapping.device.type != "cpu" or bool((slot_mapping < 0).any()):
@@ -86,67 +96,76 @@ class SDPAAttention:
             v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)
 
     def attend(self, q, k, v, k_cache, v_cache, context: Context) -> torch.Tensor:
+        plan: SDPAPlan = context.plan
         out = torch.empty_like(q)
-        for prefill in context.plan.prefills:
-            _attend_prefill(out, prefill, q, k, v, k_cache, v_cache)
-        for bucket in context.plan.decodes:
-            keys, values = (_gather(cache, bucket.slots, len(bucket.rows)) for cache in (k_cache, v_cache))
-            queries = q.index_select(0, bucket.rows).unsqueeze(2)
-            attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bucket.is_key, enable_gqa=True)
-            out.index_copy_(0, bucket.rows, attended.squeeze(2))
+        for prefill in plan.prefills:
+            self._attend_prefill(out, prefill, q, k, v, k_cache, v_cache)
+        if plan.decode_buckets:
+            queries = q.index_select(0, plan.decode_rows).unsqueeze(2)  # [num_decodes, num_heads, 1, head_dim]
+            attended, first = torch.empty_like(queries), 0
+            for bucket in plan.decode_buckets:
+                last = first + len(bucket.is_key)
+                keys, values = self._gather(k_cache, v_cache, bucket.slots, last - first)
+                attended[first:last] = F.scaled_dot_product_attention(
+                    queries[first:last], keys, values, attn_mask=bucket.is_key, enable_gqa=True
+                )
+                first = last
+            out.index_copy_(0, plan.decode_rows, attended.squeeze(2))
         return out
 
+    def _attend_prefill(self, out, prefill: Prefill, q, k, v, k_cache, v_cache) -> None:
+        """Writes one sequence's rows of `out`: [num_tokens, num_heads, head_dim]."""
+        start, end = prefill.start, prefill.end
+        queries = q[start:end].transpose(0, 1).unsqueeze(0)  # [1, num_heads, num_queries, head_dim]
+        if prefill.slots is None:
+            keys, values = (new[start:end].transpose(0, 1).unsqueeze(0) for new in (k, v))
+            attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+            out[start:end] = attended[0].transpose(0, 1)
+            return
+        keys, values = self._gather(k_cache, v_cache, prefill.slots, 1)
+        num_queries = end - start
+        num_before = len(prefill.slots) - num_queries
+        for first in range(0, num_queries, _QUERIES_PER_MASK):
+            last = min(first + _QUERIES_PER_MASK, num_queries)
+            num_keys = num_before + last
+            is_seen = torch.ones(last - first, num_keys, dtype=torch.bool, device=q.device).tril(num_before + first)
+            attended = F.scaled_dot_product_attention(
+                queries[:, :, first:last],
+                keys[:, :, :num_keys],
+                values[:, :, :num_keys],
+                attn_mask=is_seen,
+                enable_gqa=True,
+            )
+            out[start + first : start + last] = attended[0].transpose(0, 1)
 
-def _attend_prefill(out, prefill: Prefill, q, k, v, k_cache, v_cache) -> None:
-    """Writes one sequence's rows of `out`: [num_tokens, num_heads, head_dim]."""
-    start, end = prefill.start, prefill.end
-    queries = q[start:end].transpose(0, 1).unsqueeze(0)  # [1, num_heads, num_queries, head_dim]
-    if prefill.slots is None:
-        keys, values = (new[start:end].transpose(0, 1).unsqueeze(0) for new in (k, v))
-        attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
-        out[start:end] = attended[0].transpose(0, 1)
-        return
-    keys, values = (_gather(cache, prefill.slots, 1) for cache in (k_cache, v_cache))
-    num_queries = end - start
-    num_before = len(prefill.slots) - num_queries
-    for first in range(0, num_queries, _QUERIES_PER_MASK):
-        last = min(first + _QUERIES_PER_MASK, num_queries)
-        num_keys = num_before + last
-        is_seen = torch.ones(last - first, num_keys, dtype=torch.bool, device=q.device).tril(num_before + first)
-        attended = F.scaled_dot_product_attention(
-            queries[:, :, first:last],
-            keys[:, :, :num_keys],
-            values[:, :, :num_keys],
-            attn_mask=is_seen,
-            enable_gqa=True,
+    def _gather(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor, num_seqs: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values at `slots`, each [num_seqs, num_kv_heads, length, head_dim], valid until the next call."""
+        num_kv_heads, head_dim = k_cache.shape[2:]
+        size = slots.numel() * num_kv_heads * head_dim
+        if self._key_buffer.numel() < size or self._key_buffer.dtype != k_cache.dtype:
+            # Half as much again, since the next steps' contexts are longer.
+            self._key_buffer = torch.empty(size + size // 2, dtype=k_cache.dtype, device=k_cache.device)
+            self._value_buffer = torch.empty_like(self._key_buffer)
+        keys, values = (
+            torch.index_select(
+                cache.view(-1, num_kv_heads * head_dim), 0, slots, out=buffer[:size].view(slots.numel(), -1)
+            )
+            for cache, buffer in ((k_cache, self._key_buffer), (v_cache, self._value_buffer))
         )
-        out[start + first : start + last] = attended[0].transpose(0, 1)
+        shape = (num_seqs, -1, num_kv_heads, head_dim)
+        return keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
 
 
-def _gather(cache: torch.Tensor, slots: torch.Tensor, num_seqs: int) -> torch.Tensor:
-    """cache: [num_blocks, block_size, num_kv_heads, head_dim] -> [num_seqs, num_kv_heads, length, head_dim]"""
-    num_kv_heads, head_dim = cache.shape[2:]
-    rows = cache.view(-1, num_kv_heads * head_dim).index_select(0, slots)
-    return rows.view(num_seqs, -1, num_kv_heads, head_dim).transpose(1, 2)
-
-
-def _decode_bucket(context: Context, rows: list[int], lengths: list[int], longest: int) -> DecodeBucket:
-    device = context.block_tables.device
-    index = torch.tensor(rows)
-    is_key = torch.arange(longest) < torch.tensor(lengths)[:, None]
-    # A decode's query stands where its sequence begins in the flat batch.
-    query_rows = context.cu_seqlens_q[index.to(device)].long()
-    return DecodeBucket(query_rows, _slots(context, index, lengths, longest), is_key[:, None, None].to(device))
-
-
-def _slots(context: Context, rows: torch.Tensor, lengths: list[int], longest: int) -> torch.Tensor:
+def _slots(context: Context, rows: list[int], lengths: list[int]) -> torch.Tensor:
     """Slots of the rows' keys: int64 [len(rows) × longest].
 
     Padding repeats the sequence's own first key: a slot of somebody else's might hold a NaN, which a mask
     does not stop.
     """
     device = context.block_tables.device
-    position = torch.arange(longest, device=device)
+    position = torch.arange(max(lengths), device=device)
     position = position.where(position < torch.tensor(lengths, device=device)[:, None], 0)
-    blocks = context.block_tables[rows.to(device)].long().gather(1, position // context.block_size)
+    blocks = context.block_tables[torch.tensor(rows, device=device)].long().gather(1, position // context.block_size)
     return (blocks * context.block_size + position % context.block_size).flatten()

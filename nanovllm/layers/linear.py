@@ -165,7 +165,7 @@ class RowParallelLinear(LinearBase):
     ):
         self.full_input_size = input_size
         self.part = parallel.shard(input_size, "input size")
-        super().__init__(self.part[1], output_size, bias and parallel.rank == 0, dtype, device)
+        super().__init__(self.part[1], output_size, bias, dtype, device)
         self.parallel = parallel
 
     def shards(self, name: str) -> Shards:
@@ -177,4 +177,6 @@ class RowParallelLinear(LinearBase):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., input_size / ranks] -> [..., output_size]"""
-        return self.parallel.all_reduce(super().forward(x))
+        # Every rank holds the bias, but the sum may count it only once.
+        bias = self.bias if self.parallel.rank == 0 else None
+        return self.parallel.all_reduce(F.linear(x, self.weight, bias))

@@ -39,11 +39,13 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         inv_freq, scale = inverse_frequencies(head_dim, rope)
         angles = torch.arange(max_position, dtype=torch.float32)[:, None] * inv_freq
-        table = torch.stack((angles.cos(), angles.sin())) * scale  # [2, max_position, head_dim / 2]
+        cos, sin = angles.cos() * scale, angles.sin() * scale
+        # Each [max_position, head_dim]: x rotated is x × cos + (x with its halves swapped) × (−sin, sin).
+        table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
         self.register_buffer("table", table.to(device=device, dtype=dtype), persistent=False)
 
     def lookup(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions: [num_tokens] -> cos, sin: [num_tokens, 1, head_dim / 2], to be looked up once a step"""
+        """positions: [num_tokens] -> cos and signed sin: [num_tokens, 1, head_dim], to be looked up once a step"""
         cos, sin = self.table[:, positions].unsqueeze(2)
         return cos, sin
 
@@ -51,7 +53,7 @@ class RotaryEmbedding(nn.Module):
     def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """x: [num_tokens, num_heads, head_dim] -> the same, rotated"""
         first, second = x.chunk(2, -1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+        return torch.cat((second, first), -1).mul_(sin).addcmul_(x, cos)
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[torch.Tensor, float]:

@@ -68,7 +68,7 @@ def filter_scores(
         scores: float32 [num_rows, vocab_size], logits over temperature.
         top_ks, top_ps, min_ps: [num_rows]. Top-p keeps the token that crosses p.
     """
-    ordered, order = scores.sort(-1, descending=True, stable=True)
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scores.shape[-1], device=scores.device)
     is_kept = rank < top_ks[:, None]
     probs = ordered.masked_fill(~is_kept, float("-inf")).softmax(-1)

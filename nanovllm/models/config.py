@@ -1,6 +1,7 @@
 """Reads a model's config.json and generation_config.json: the only place that knows Hugging Face's quirks."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,11 @@ def load_model_config(directory: Path, architectures: list[str]) -> ModelConfig:
     raw = _read_json(directory / "config.json")
     generation_file = directory / "generation_config.json"
     generation = _read_json(generation_file) if generation_file.exists() else {}
-    found = raw.get("architectures") or []
+    found = _list(raw, "architectures")
     architecture = next((name for name in found if name in architectures), None)
     if architecture is None:
         raise ValueError(f"{directory} holds the architecture {found}; supported: {', '.join(architectures)}")
-    if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or []):
+    if raw.get("use_sliding_window") or any(kind != "full_attention" for kind in _list(raw, "layer_types")):
         raise ValueError("sliding-window attention is not supported (use_sliding_window, layer_types)")
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act={raw['hidden_act']!r} is not supported; silu is")
@@ -80,9 +81,9 @@ def load_model_config(directory: Path, architectures: list[str]) -> ModelConfig:
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        attention_bias=bool(raw.get("attention_bias", False)),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        rms_norm_eps=_number(raw, "rms_norm_eps", default=1e-6),
+        attention_bias=_flag(raw, "attention_bias", default=False),
+        tie_word_embeddings=_flag(raw, "tie_word_embeddings", default=False),
         rope=rope,
         max_position=max_position,
         dtype=raw.get("dtype") or raw.get("torch_dtype"),
@@ -93,29 +94,60 @@ def load_model_config(directory: Path, architectures: list[str]) -> ModelConfig:
 
 def _rope(raw: dict[str, Any], max_position: int) -> RopeConfig:
     """transformers 4: rope_theta and rope_scaling; 5: both in rope_parameters."""
-    fields = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    fields: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        given = raw.get(name) or {}
+        if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+            raise ValueError(f"{name} in config.json must be one object for all layers, not {given!r}")
+        fields.update(given)
     kind = fields.get("rope_type", fields.get("type", "default"))
     if kind not in ROPE_KINDS:
         raise ValueError(f"rope type {kind!r} is not supported; {', '.join(ROPE_KINDS)} are")
-    theta = fields.get("rope_theta", raw.get("rope_theta", 10000.0))
-    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0:
-        raise ValueError(f"rope_theta in config.json must be a positive number, not {theta!r}")
+    theta = _number(fields if "rope_theta" in fields else raw, "rope_theta", default=10000.0)
     if fields.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ValueError("partial_rotary_factor other than 1 is not supported")
     if kind == "default":
-        return RopeConfig(float(theta))
-    factor = fields.get("factor")
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor < 1:
+        return RopeConfig(theta)
+    factor = _number(fields, "factor")
+    if factor < 1:
         raise ValueError(f"rope scaling {kind!r} needs a factor of at least 1, not {factor!r}")
-    names = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
-    given = {name: fields[name] for name in names if fields.get(name) is not None}
-    original = fields.get("original_max_position_embeddings") or max_position
-    return RopeConfig(float(theta), kind, float(factor), int(original), **given)
+    names = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+    given = {name: _number(fields, name) for name in names if fields.get(name)}  # 0 is as good as absent
+    original = _count(fields, "original_max_position_embeddings", default=max_position)
+    return RopeConfig(theta, kind, factor, original, truncate=_flag(fields, "truncate", default=True), **given)
 
 
 def _eos_token_ids(raw: dict[str, Any]) -> frozenset[int]:
-    ids = raw.get("eos_token_id")
-    return frozenset(() if ids is None else [ids] if isinstance(ids, int) else ids)
+    given = raw.get("eos_token_id")
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if any(isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in ids):
+        raise ValueError(f"eos_token_id must be a token id or a list of them, not {given!r}")
+    return frozenset(ids)
+
+
+def _list(raw: dict[str, Any], name: str) -> list[Any]:
+    value = raw.get(name) or []
+    if not isinstance(value, list):
+        raise ValueError(f"{name} in config.json must be a list, not {value!r}")
+    return value
+
+
+def _flag(raw: dict[str, Any], name: str, default: bool) -> bool:
+    value = raw.get(name)
+    if value is None:
+        value = default
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} in config.json must be true or false, not {value!r}")
+    return value
+
+
+def _number(raw: dict[str, Any], name: str, default: float | None = None) -> float:
+    value = raw.get(name)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"{name} in config.json must be a positive number, not {value!r}")
+    return float(value)
 
 
 def _count(raw: dict[str, Any], name: str, default: int | None = None) -> int:

@@ -1,0 +1,238 @@
+"""Measures offline throughput: output tokens per second of wall time, from `generate` being called to its return.
+
+    python bench.py                                     the bundled model on a small workload
+    python bench.py --vs transformers                   the same requests through transformers as well, with the ratio
+    python bench.py --workload nano --size 0.6B         random weights of a real model's shape
+    python bench.py --workload nano --model Qwen/Qwen3-0.6B
+
+The last line on stdout is JSON.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.demo import MODEL_DIRECTORY
+
+# hidden size, layers, heads, key/value heads, head_dim, intermediate size, vocabulary, tied embeddings
+SIZES = {
+    "40M": (512, 8, 8, 4, 64, 1536, 32000, True),  # no published model; small enough for a CPU
+    "0.6B": (1024, 28, 16, 8, 128, 3072, 151936, True),
+    "1.7B": (2048, 28, 16, 8, 128, 6144, 151936, True),
+    "4B": (2560, 36, 32, 8, 128, 9728, 151936, True),
+    "8B": (4096, 36, 32, 8, 128, 12288, 151936, False),
+    "14B": (5120, 40, 40, 8, 128, 17408, 151936, False),
+    "32B": (5120, 64, 64, 8, 128, 25600, 151936, False),
+}
+
+
+@dataclass
+class Requests:
+    prompts: list[list[int]]
+    max_tokens: list[int]
+    temperature: float
+
+
+def make_requests(workload: str, vocab_size: int) -> Requests:
+    """The workloads by name; every draw comes from one seeded generator, prompts before lengths."""
+    highest = min(10000, vocab_size - 1)
+    # name: (sequences, seed, prompt lengths, output lengths, temperature)
+    shapes = {
+        "demo": (64, 0, (8, 200), (8, 200), 0.0),
+        "nano": (256, 0, (100, 1024), (100, 1024), 0.6),
+        "big": (2048, 7, (100, 1024), (100, 1024), 0.6),
+        "prefix": (2048, 1, (16, 128), (64, 256), 0.6),
+        "short": (8192, 5, (16, 64), (16, 64), 0.6),
+        "one": (1, 3, (128, 128), (512, 512), 0.6),
+    }
+    num_seqs, seed, prompt_lengths, output_lengths, temperature = shapes[workload]
+    rng = random.Random(seed)
+
+    def draw(length: int) -> list[int]:
+        return [rng.randint(0, highest) for _ in range(length)]
+
+    if workload == "prefix":
+        prefixes = [draw(1024) for _ in range(32)]
+        prompts = [rng.choice(prefixes) + draw(rng.randint(*prompt_lengths)) for _ in range(num_seqs)]
+    else:
+        prompts = [draw(rng.randint(*prompt_lengths)) for _ in range(num_seqs)]
+    return Requests(prompts, [rng.randint(*output_lengths) for _ in range(num_seqs)], temperature)
+
+
+def write_config(size: str, directory: Path) -> None:
+    """A config.json of the size's shape, which is all that load_format="dummy" needs."""
+    hidden, layers, heads, kv_heads, head_dim, intermediate, vocab, tied = SIZES[size]
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "head_dim": head_dim, "intermediate_size": intermediate, "vocab_size": vocab, "tie_word_embeddings": tied,
+        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "max_position_embeddings": 40960, "attention_bias": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
+        "dtype": "bfloat16",
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def write_random_checkpoint(size: str, directory: Path) -> None:
+    """A checkpoint with random weights, where two engines must load the same ones."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    write_config(size, directory)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
+    model.save_pretrained(directory)
+
+
+def run_nanovllm(llm: LLM, requests: Requests) -> list[list[int]]:
+    params = [
+        SamplingParams(temperature=requests.temperature, max_tokens=max_tokens, ignore_eos=True)
+        for max_tokens in requests.max_tokens
+    ]
+    llm.engine.reset()  # an earlier run's prefix cache is not to help this one
+    return [output.token_ids for output in llm.generate(requests.prompts, params, use_tqdm=False)]
+
+
+def load_transformers(directory: Path, dtype: torch.dtype, device: torch.device):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
+
+
+@torch.inference_mode()
+def run_transformers(model, requests: Requests) -> list[list[int]]:
+    """One left-padded batch that runs to the longest request, the way a script would; each row cut to its length."""
+    longest = max(map(len, requests.prompts))
+    padded = torch.zeros(len(requests.prompts), longest, dtype=torch.int64)
+    mask = torch.zeros_like(padded)
+    for row, prompt in enumerate(requests.prompts):
+        padded[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    sampling = {"do_sample": True, "temperature": requests.temperature, "top_k": 0} if requests.temperature else {}
+    outputs = model.generate(
+        input_ids=padded.to(model.device), attention_mask=mask.to(model.device), eos_token_id=None, pad_token_id=0,
+        max_new_tokens=max(requests.max_tokens), **(sampling or {"do_sample": False}),
+    )  # fmt: skip
+    completions = outputs[:, longest:].tolist()
+    return [completion[:length] for completion, length in zip(completions, requests.max_tokens, strict=True)]
+
+
+def timed(
+    run: Callable[[], list[list[int]]], repeats: int, device: torch.device
+) -> tuple[list[float], list[list[int]]]:
+    """Seconds of each run, after one that is not counted, and the last run's tokens."""
+    seconds, tokens = [], run()
+    for _ in range(repeats):
+        began = time.perf_counter()
+        tokens = run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return seconds, tokens
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", choices=("demo", "nano", "big", "prefix", "short", "one"), default="demo")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", help="directory or hub name; without it, the bundled model")
+    which.add_argument("--size", choices=SIZES, help="random weights of this shape; nothing is downloaded")
+    parser.add_argument("--vs", choices=("transformers",), help="run the same requests through another engine too")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each engine; the median counts")
+    parser.add_argument("--backend", default="auto", help="attention backend")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--max-model-len", type=int, help="default: 4096, or the model's own limit if lower")
+    parser.add_argument("--max-num-seqs", type=int, default=512)
+    parser.add_argument("--block-size", type=int)
+    parser.add_argument("--threads", type=int, help="CPU threads of both engines; default: PyTorch's choice")
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--no-overlap", action="store_true")
+    parser.add_argument("--no-prefix-caching", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.repeats < 1:
+        parser.error("--repeats must be at least 1")
+    return arguments
+
+
+def make_llm(arguments: argparse.Namespace, directory: str, is_dummy: bool) -> LLM:
+    options = {
+        "load_format": "dummy" if is_dummy else "auto", "attention_backend": arguments.backend,
+        "dtype": arguments.dtype, "device": arguments.device, "max_num_seqs": arguments.max_num_seqs,
+        "kvcache_block_size": arguments.block_size, "enforce_eager": arguments.enforce_eager,
+        "overlap": not arguments.no_overlap, "enable_prefix_caching": not arguments.no_prefix_caching,
+    }  # fmt: skip
+    if arguments.max_model_len or arguments.size:
+        options["max_model_len"] = arguments.max_model_len or 4096
+    return LLM(directory, **options)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = arguments.model or str(MODEL_DIRECTORY)
+        if arguments.size:
+            directory = temporary
+            write = write_random_checkpoint if arguments.vs else write_config
+            write(arguments.size, Path(temporary))
+        elif not arguments.model:
+            print("no --model and no --size: using the bundled model", file=sys.stderr)
+        with make_llm(arguments, directory, is_dummy=bool(arguments.size) and not arguments.vs) as llm:
+            report = measure(arguments, llm)
+    for name, value in report.items():
+        print(f"{name:28} {value:,.3f}" if isinstance(value, float) else f"{name:28} {value}")
+    print(json.dumps(report))
+
+
+def measure(arguments: argparse.Namespace, llm: LLM) -> dict[str, object]:
+    runner = llm.engine.runner
+    requests = make_requests(arguments.workload, llm.engine.info.vocab_size)
+    num_output_tokens = sum(requests.max_tokens)
+    seconds, tokens = timed(lambda: run_nanovllm(llm, requests), arguments.repeats, runner.device)
+    assert [len(completion) for completion in tokens] == requests.max_tokens
+    median = statistics.median(seconds)
+    metrics = llm.metrics()
+    report: dict[str, object] = {
+        "workload": arguments.workload,
+        "model": arguments.size or arguments.model or "bundled",
+        "device": torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else "cpu",
+        "dtype": str(runner.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "backend": runner.backend.name,
+        "block_size": runner.block_size,
+        "max_num_seqs": arguments.max_num_seqs,
+        "num_prompt_tokens": sum(map(len, requests.prompts)),
+        "num_output_tokens": num_output_tokens,
+        "seconds": [round(value, 3) for value in seconds],
+        "output_tokens_per_second": num_output_tokens / median,
+        "mean_decode_batch_size": metrics["mean_decode_batch_size"],
+        "prefix_cache_hit_rate": metrics["prefix_cache_hit_rate"],
+        "num_preemptions": metrics["num_preemptions"],
+    }
+    if arguments.vs:
+        model = load_transformers(Path(llm.engine.config.model), runner.dtype, runner.device)
+        their_seconds, their_tokens = timed(lambda: run_transformers(model, requests), arguments.repeats, runner.device)
+        their_median = statistics.median(their_seconds)
+        num_equal = sum(ours == theirs for ours, theirs in zip(tokens, their_tokens, strict=True))
+        report |= {
+            "transformers_seconds": [round(value, 3) for value in their_seconds],
+            "transformers_output_tokens_per_second": num_output_tokens / their_median,
+            "ratio_to_transformers": their_median / median,
+            "requests_with_equal_tokens": f"{num_equal} of {len(tokens)}",
+        }
+    return report
+
+
+if __name__ == "__main__":
+    main()

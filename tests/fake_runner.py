@@ -1,0 +1,166 @@
+"""A Runner without a model, and the reference for what an engine on top of it must answer. No torch.
+
+Its "KV cache" holds one number a slot, the key of the token written there, which depends on every token
+before it, read through the block table; its "logits" are a hash of all the keys of the prefix, read the same
+way. Any wrong slot, stale block, lost token or wrong hit changes the answer.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+from nanovllm.config import Config
+from nanovllm.engine.llm_engine import LLMEngine, RunnerInfo
+from nanovllm.engine.scheduler import Work
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+Predicate = Callable[[int], bool]
+
+
+class FakeStep:
+    def __init__(self, runner: "FakeRunner", token_ids: list[int]):
+        self._runner = runner
+        self._token_ids = token_ids
+
+    def wait(self) -> list[int]:
+        assert self._runner.in_flight.popleft() is self, "steps must be committed in the order of their launch"
+        if self._runner.wait_error is not None:
+            error, self._runner.wait_error = self._runner.wait_error, None
+            raise error
+        return self._token_ids
+
+
+class FakeRunner:
+    """Computes each step when it is launched, as a device would in stream order.
+
+    Attributes for tests to set: `launch_error` and `wait_error`, raised once by the next launch or wait;
+    `is_broken`, which says whose logits are NaN. `log` holds (seq_id, number of new tokens, samples) a row, a
+    list a step, when it was asked for.
+    """
+
+    def __init__(self, info: RunnerInfo, max_num_seqs: int, keep_log: bool = False):
+        self.info = info
+        self.keys: list[int | None] = [None] * (info.num_kvcache_blocks * info.kvcache_block_size)
+        self.last_token_ids: list[int | None] = [None] * max_num_seqs
+        self.in_flight: deque[FakeStep] = deque()
+        self.log: list[list[tuple[int, int, bool]]] | None = [] if keep_log else None
+        self.launch_error: BaseException | None = None
+        self.wait_error: BaseException | None = None
+        self.is_broken: Callable[[Sequence], bool] = lambda seq: False
+        self.is_closed = False
+        self.num_steps = self.num_computed_tokens = self.num_sampled_tokens = 0
+        self.num_chunks = self.num_same_step_hits = 0
+
+    def launch(self, work: Work) -> FakeStep:
+        if self.launch_error is not None:
+            error, self.launch_error = self.launch_error, None
+            raise error
+        assert work, "an empty step was launched"
+        slots = [seq.slot for seq, _, _ in work]
+        assert len(set(slots)) == len(slots) and min(slots) >= 0, f"two sequences in one slot: {slots}"
+        if self.log is not None:
+            self.log.append([(seq.seq_id, num_new_tokens, samples) for seq, num_new_tokens, samples in work])
+        self._store(work)
+        sampled = [self._sample(seq) for seq, _, samples in work if samples]
+        self.num_steps += 1
+        self.num_sampled_tokens += len(sampled)
+        self.num_chunks += len(work) - len(sampled)
+        step = FakeStep(self, sampled)
+        self.in_flight.append(step)
+        return step
+
+    def _store(self, work: Work) -> None:
+        """All keys are written before anything is sampled, as every layer stores keys before it attends."""
+        keys, block_size = self.keys, self.info.kvcache_block_size
+        written_blocks: set[int] = set()
+        for seq, num_new_tokens, _ in work:
+            table, token_ids, end = seq.block_table, seq.token_ids, seq.num_computed_tokens
+            start = end - num_new_tokens
+            assert num_new_tokens > 0 and start >= 0, f"{num_new_tokens} new tokens for {seq}"
+            key = 0
+            if start > 0:
+                block = table[(start - 1) // block_size]
+                key = keys[block * block_size + (start - 1) % block_size]
+                self.num_same_step_hits += block in written_blocks
+            for position in range(start, end):
+                token_id = token_ids[position] if position < len(token_ids) else self._in_flight_token(seq, position)
+                key = hash((key, token_id))
+                keys[table[position // block_size] * block_size + position % block_size] = key
+            written_blocks.update(table[start // block_size : (end - 1) // block_size + 1])
+            self.num_computed_tokens += num_new_tokens
+
+    def _in_flight_token(self, seq: Sequence, position: int) -> int:
+        """The token that the host does not know yet, from where the step before left it."""
+        assert position == seq.num_computed_tokens - 1 == len(seq.token_ids), f"{seq} skips a token at {position}"
+        return self.last_token_ids[seq.slot]
+
+    def _sample(self, seq: Sequence) -> int:
+        keys, block_size, num_keys = self.keys, self.info.kvcache_block_size, seq.num_computed_tokens
+        prefix: list[int] = []
+        for block in seq.block_table:
+            prefix += keys[block * block_size : (block + 1) * block_size]
+        token_id = -1 if self.is_broken(seq) else _answer(prefix[:num_keys], self.info.vocab_size)
+        self.last_token_ids[seq.slot] = max(token_id, 0)
+        return token_id
+
+    def memory(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def make_engine(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_model_len: int = 64,
+    vocab_size: int = 1000,
+    eos_token_ids: frozenset[int] = frozenset(),
+    keep_log: bool = True,
+    **options,
+) -> LLMEngine:
+    """An LLMEngine on a FakeRunner; `options` are Config's."""
+    config = Config("fake", **options)
+    info = RunnerInfo(num_blocks, block_size, max_model_len, vocab_size, eos_token_ids)
+    return LLMEngine(config, runner=FakeRunner(info, config.max_num_seqs, keep_log))
+
+
+def run_to_end(engine: LLMEngine) -> dict[int, Sequence]:
+    """Steps until nothing is left; the finished sequences by id. Books are checked after every step."""
+    finished: dict[int, Sequence] = {}
+    while not engine.is_finished():
+        for seq in engine.step():
+            assert seq.seq_id not in finished
+            finished[seq.seq_id] = seq
+        engine.scheduler.check_integrity()
+    block_manager = engine.scheduler.block_manager
+    assert block_manager.num_free_blocks == len(block_manager.blocks), "idle, but not all blocks are free"
+    assert not engine.scheduler.has_unfinished
+    return finished
+
+
+def expected_completion(
+    prompt: list[int], params: SamplingParams, info: RunnerInfo, stop_predicate: Predicate | None = None
+) -> tuple[list[int], str]:
+    """What a request must come to, worked out alone and without a cache: (token ids, finish reason)."""
+    stop_token_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else info.eos_token_ids)
+    keys: list[int] = []
+    for token_id in prompt:
+        keys.append(hash((keys[-1] if keys else 0, token_id)))
+    completion: list[int] = []
+    while True:
+        token_id = _answer(keys, info.vocab_size)
+        completion.append(token_id)
+        keys.append(hash((keys[-1], token_id)))
+        says_stop = stop_predicate is not None and stop_predicate(token_id)
+        if token_id in stop_token_ids and len(completion) > params.min_tokens:
+            return completion, "stop"
+        if says_stop and len(completion) >= params.min_tokens:
+            return completion, "stop"
+        if len(completion) == params.max_tokens or len(prompt) + len(completion) == info.max_model_len:
+            return completion, "length"
+
+
+def _answer(keys: list[int], vocab_size: int) -> int:
+    return hash(tuple(keys)) % vocab_size

@@ -1,0 +1,120 @@
+"""Tiny random Qwen3 checkpoints, written by transformers: what the engine is compared with."""
+
+import json
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+if TYPE_CHECKING:
+    from transformers import Qwen3ForCausalLM
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Models this small only lose by threads. A test module that imports this runs on one."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+TINY = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
+
+
+def make_model(seed: int = 0, rope: dict[str, Any] | None = None, **overrides) -> "Qwen3ForCausalLM":
+    """A float32 model of TINY's size, every parameter random: norms and biases too, so that none can be lost.
+
+    Args:
+        rope: rope_parameters as transformers 5 has them, rope_theta included.
+        overrides: of the fields of Qwen3Config.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # slow to import, and not every test makes a model
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    rope = dict(rope or {"rope_type": "default", "rope_theta": 10000.0})
+    if hasattr(Qwen3Config(), "rope_parameters"):
+        overrides["rope_parameters"] = rope
+    else:  # transformers 4
+        overrides["rope_theta"] = rope.pop("rope_theta")
+        overrides["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    model = Qwen3ForCausalLM(Qwen3Config(**{**TINY, **overrides})).float().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Large enough that greedy completions wander instead of repeating one token.
+            parameter.normal_(0, 0.3, generator=generator)
+            if "norm" in name:
+                parameter.add_(1)
+    return model
+
+
+def save_model(directory: Path, seed: int = 0, rope: dict[str, Any] | None = None, **overrides) -> "Qwen3ForCausalLM":
+    """Writes `make_model`'s checkpoint into `directory` and returns the model."""
+    model = make_model(seed, rope, **overrides)
+    model.save_pretrained(directory)
+    return model
+
+
+def random_model_options(rng: random.Random) -> dict[str, Any]:
+    """`make_model` arguments over the whole family: grouping, tying, bias, free head_dim, odd vocabularies."""
+    num_kv_heads = rng.choice((1, 2, 3))
+    return {
+        "vocab_size": rng.randrange(31, 160),
+        "hidden_size": rng.randrange(16, 65, 4),
+        "intermediate_size": rng.randrange(16, 80),
+        "num_hidden_layers": rng.choice((1, 2, 3)),
+        "num_attention_heads": num_kv_heads * rng.choice((1, 2, 3, 4)),
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": rng.choice((8, 10, 16, 24, 32)),
+        "rms_norm_eps": rng.choice((1e-6, 1e-5)),
+        "tie_word_embeddings": rng.random() < 0.5,
+        "attention_bias": rng.random() < 0.5,
+        "rope": {"rope_type": "default", "rope_theta": rng.choice((100.0, 10000.0, 1e6, 5e6))},
+    }
+
+
+def edit_config(directory: Path, remove: tuple[str, ...] = (), **changes) -> None:
+    """Changes fields of config.json; those in `remove` go."""
+    path = directory / "config.json"
+    content = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in content.items() if name not in remove}))
+
+
+def read_tensors(directory: Path, file_name: str = "model.safetensors") -> dict[str, torch.Tensor]:
+    return load_file(directory / file_name)
+
+
+def write_tensors(
+    directory: Path, tensors: dict[str, torch.Tensor], file_name: str = "model.safetensors"
+) -> dict[str, torch.Tensor]:
+    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, directory / file_name)
+    return tensors
+
+
+def write_shards(directory: Path, shards: dict[str, dict[str, torch.Tensor]], with_index: bool = True) -> None:
+    """Replaces model.safetensors by several files, and an index that names them."""
+    (directory / "model.safetensors").unlink(missing_ok=True)
+    for file_name, tensors in shards.items():
+        write_tensors(directory, tensors, file_name)
+    if with_index:
+        write_index(directory, {name: file_name for file_name, tensors in shards.items() for name in tensors})
+
+
+def write_index(directory: Path, weight_map: Any) -> None:
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

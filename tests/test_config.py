@@ -1,0 +1,113 @@
+"""Config: what is accepted and what it becomes. What is refused stands in test_bad_input.py."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import Config
+from nanovllm.demo import MODEL_DIRECTORY
+
+
+def test_the_defaults_are_the_documented_ones():
+    assert dataclasses.asdict(Config("m")) == {
+        "model": "m",
+        "revision": None,
+        "dtype": "auto",
+        "device": "auto",
+        "attention_backend": "auto",
+        "load_format": "auto",
+        "max_model_len": None,
+        "max_num_batched_tokens": 16384,
+        "max_num_seqs": 512,
+        "gpu_memory_utilization": 0.9,
+        "kvcache_block_size": None,
+        "num_kvcache_blocks": None,
+        "tensor_parallel_size": 1,
+        "enforce_eager": False,
+        "overlap": True,
+        "enable_prefix_caching": True,
+        "prefix_grouping": True,
+        "deterministic": False,
+        "seed": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"dtype": "float32"},
+        {"dtype": "bfloat16"},
+        {"dtype": "float16"},
+        {"device": "cpu"},
+        {"device": "cuda"},
+        {"device": "cuda:13"},
+        {"attention_backend": "torch"},
+        {"load_format": "dummy"},
+        {"max_model_len": 2},
+        {"max_num_batched_tokens": 1},
+        {"max_num_seqs": 1},
+        {"gpu_memory_utilization": 1},
+        {"gpu_memory_utilization": 0.01},
+        {"kvcache_block_size": 1},
+        {"num_kvcache_blocks": 1},
+        {"seed": 2**64 - 1},
+        {"revision": "main"},
+    ],
+    ids=str,
+)
+def test_the_ends_of_every_range_belong_to_it(values):
+    config = Config.from_options("m", **values)
+    assert {name: getattr(config, name) for name in values} == values
+
+
+def test_torch_values_and_paths_may_stand_for_their_names():
+    config = Config(Path("some") / "where", dtype=torch.bfloat16, device=torch.device("cuda", 1))
+    assert (config.model, config.dtype, config.device) == (str(Path("some/where")), "bfloat16", "cuda:1")
+
+
+def test_numpy_integers_become_plain_ones():
+    """seed=np.int64(3) once passed here and overflowed when the first request mixed it with its number."""
+    config = Config("m", max_num_seqs=np.int32(4), num_kvcache_blocks=np.int64(9), seed=np.int64(3))
+    assert (config.max_num_seqs, config.num_kvcache_blocks, config.seed) == (4, 9, 3)
+    assert type(config.max_num_seqs) is type(config.num_kvcache_blocks) is type(config.seed) is int
+
+
+def test_a_numpy_seed_samples_as_the_plain_one():
+    texts = []
+    for seed in (np.int64(3), 3):
+        with LLM(MODEL_DIRECTORY, seed=seed, num_kvcache_blocks=16) as llm:
+            texts.append(llm.generate("Once", SamplingParams(max_tokens=12), use_tqdm=False)[0].text)
+    assert texts[0] == texts[1]
+
+
+def test_it_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config("m").max_model_len = 5
+
+
+def test_start_up_writes_nothing_back():
+    """Block count and lengths found at start-up are the engine's; the config stays what was asked for."""
+    with LLM(MODEL_DIRECTORY, max_num_seqs=2) as llm:
+        assert llm.engine.config == Config(str(MODEL_DIRECTORY), max_num_seqs=2)
+        assert llm.engine.config.num_kvcache_blocks is None
+        assert llm.engine.info.num_kvcache_blocks > 0
+
+
+def test_wrong_options_are_refused_without_torch():
+    """A misspelt option must not cost the seconds that importing torch and transformers takes."""
+    program = (
+        "import sys, nanovllm\n"
+        "try:\n"
+        "    nanovllm.LLM('m', max_seq_len=1)\n"
+        "except TypeError as error:\n"
+        "    print(error)\n"
+        "print(sorted({'torch', 'transformers', 'triton'} & set(sys.modules)))\n"
+    )
+    lines = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert lines.splitlines() == ["unknown option 'max_seq_len'; did you mean max_model_len?", "[]"]

@@ -1,0 +1,154 @@
+"""The same request gives the same tokens whatever runs beside it, in float32 on the CPU."""
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from model_factory import TINY, one_thread, save_model  # noqa: F401
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.layers.sampler import exponential_noise
+
+NUM_REQUESTS = 64
+MAX_TOKENS = 12
+TEMPERATURES = (0.0, 0.8)
+# Where two candidates are closer than this, float32 does not say which is larger.
+TIE = 1e-5
+
+
+@dataclass
+class Schedule:
+    """One way to run the requests: `rows` in this order, in generate calls of `call_size`, `num_times` over."""
+
+    options: dict[str, Any]
+    rows: list[int] = field(default_factory=lambda: list(range(NUM_REQUESTS)))
+    call_size: int = NUM_REQUESTS
+    num_times: int = 1
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    model = save_model(directory, seed=11, attention_bias=True)
+    model.directory = str(directory)
+    return model
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of 1 to 60 tokens, most of them behind a shared beginning; greedy and sampled in turn."""
+    rng = random.Random(0)
+
+    def tokens(length: int) -> list[int]:
+        return [rng.randrange(TINY["vocab_size"]) for _ in range(length)]
+
+    beginnings = [tokens(length) for length in (0, 9, 16, 33)]
+    return [
+        (
+            rng.choice(beginnings) + tokens(rng.randrange(1, 28)),
+            SamplingParams(
+                temperature=TEMPERATURES[row % len(TEMPERATURES)], max_tokens=MAX_TOKENS, ignore_eos=True, seed=row
+            ),
+        )
+        for row in range(NUM_REQUESTS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(model, requests) -> list[list[int]]:
+    """Every request by itself: one sequence, no cache, no chunks, no overlap, the plainest attention."""
+    options = {"attention_backend": "torch", "overlap": False, "enable_prefix_caching": False}
+    with LLM(model.directory, device="cpu", **options) as llm:
+        completions = [llm.generate([prompt], params, use_tqdm=False)[0].token_ids for prompt, params in requests]
+    # Completions that repeat one token would hide most faults.
+    assert sum(len(set(completion)) > 3 for completion in completions) > 0.8 * NUM_REQUESTS
+    return completions
+
+
+@torch.inference_mode()
+def perturbed_scores(model, prompt: list[int], params: SamplingParams, completion: list[int]) -> torch.Tensor:
+    """What each token of a completion was the largest of: [len(completion), vocab_size], by transformers' logits."""
+    scores = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    if params.temperature > 0:
+        positions = torch.arange(len(completion)) + len(prompt)
+        seeds = torch.full_like(positions, params.seed)
+        scores = scores / params.temperature - exponential_noise(seeds, positions, scores.shape[1]).log()
+    return scores
+
+
+def candidates_gap(model, prompt: list[int], params: SamplingParams, ours: list[int], theirs: list[int]) -> float:
+    """How far apart the scores of the two candidates lie where two completions part."""
+    at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+    scores = perturbed_scores(model, prompt, params, theirs)[at]
+    return abs(float(scores[ours[at]] - scores[theirs[at]]))
+
+
+def schedules() -> dict[str, Schedule]:
+    everything = list(range(NUM_REQUESTS))
+    shuffled = [random.Random(seed).sample(everything, NUM_REQUESTS) for seed in range(2)]
+    half_running = {"kvcache_block_size": 4, "max_num_seqs": 13}
+    found = {
+        f"calls of {size}": Schedule({"kvcache_block_size": 4}, everything[: 10 * size], call_size=size)
+        for size in (1, 2, 5, 8, 20, 33, 64)
+    }
+    found |= {f"{size} at a time": Schedule({"max_num_seqs": size}) for size in (3, 12, 31)}
+    found |= {f"shuffled {i}": Schedule(half_running, rows) for i, rows in enumerate(shuffled)}
+    found |= {
+        f"chunks of {size}": Schedule({"kvcache_block_size": 3, "max_num_batched_tokens": size}, shuffled[0])
+        for size in (7, 17, 64)
+    }
+    found["chunks of 1"] = Schedule({"kvcache_block_size": 2, "max_num_batched_tokens": 1}, everything[:6])
+    found["cache off"] = Schedule({"enable_prefix_caching": False, "kvcache_block_size": 4})
+    found["cache warm"] = Schedule({"kvcache_block_size": 4}, shuffled[1], num_times=2)
+    found["blocks of 1, warm"] = Schedule({"kvcache_block_size": 1}, num_times=2)
+    # The longest request takes 72 places, so that what runs is preempted again and again.
+    found["tiny pool of large blocks"] = Schedule({"kvcache_block_size": 16, "num_kvcache_blocks": 7}, shuffled[1])
+    found["tiny pool of blocks of 1"] = Schedule({"kvcache_block_size": 1, "num_kvcache_blocks": 90})
+    found["tiny pool"] = Schedule({"kvcache_block_size": 2, "num_kvcache_blocks": 40}, shuffled[0])
+    found["tiny pool, no cache, chunks"] = Schedule(
+        {
+            "kvcache_block_size": 4, "num_kvcache_blocks": 30, "enable_prefix_caching": False,
+            "max_num_batched_tokens": 33,
+        }
+    )  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize(("backend", "overlap"), [("sdpa", True), ("sdpa", False), ("torch", True)])
+def test_the_schedule_changes_no_token(model, requests, alone, backend, overlap):
+    """Batch sizes, order of arrival, chunks, cache off, cold and warm, preemption, overlap; greedy and sampled.
+    Only a row whose candidates tie in float32 may differ, and hardly any do."""
+    num_rows = num_ties = num_preemptions = num_cached_tokens = 0
+    for name, schedule in schedules().items():
+        options = {"attention_backend": backend, "overlap": overlap, "device": "cpu", **schedule.options}
+        with LLM(model.directory, **options) as llm:
+            for first in [*range(0, len(schedule.rows), schedule.call_size)] * schedule.num_times:
+                rows = schedule.rows[first : first + schedule.call_size]
+                prompts, params = zip(*(requests[row] for row in rows), strict=True)
+                outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
+                num_rows += len(rows)
+                for row, output in zip(rows, outputs, strict=True):
+                    num_cached_tokens += output.num_cached_tokens
+                    assert output.error is None, (name, output.error)
+                    if output.token_ids != alone[row]:
+                        gap = candidates_gap(model, *requests[row], output.token_ids, alone[row])
+                        assert gap < TIE, f"{name}, row {row}: {output.token_ids}, alone {alone[row]}, {gap} apart"
+                        num_ties += 1
+            num_preemptions += llm.metrics()["num_preemptions"]
+            llm.engine.scheduler.check_integrity()
+    print(f"{num_rows} rows, {num_ties} ties, {num_preemptions} preemptions, {num_cached_tokens} cached tokens")
+    assert num_ties <= num_rows / 100
+    assert num_preemptions > 50 and num_cached_tokens > 10000
+
+
+def test_every_token_is_the_best_of_its_perturbed_scores(model, requests, alone):
+    """What all schedules agree on is right: the argmax of transformers' logits over the temperature plus noise."""
+    for (prompt, params), completion in zip(requests, alone, strict=True):
+        scores = perturbed_scores(model, prompt, params, completion)
+        of_chosen = scores[range(len(completion)), completion]
+        assert (scores.max(-1).values - of_chosen < TIE).all()
+        # A token that is simply another one must not pass for a tie.
+        wrong = [(token + 1) % TINY["vocab_size"] for token in completion]
+        assert candidates_gap(model, prompt, params, wrong, completion) > 10 * TIE

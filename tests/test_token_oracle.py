@@ -1,0 +1,235 @@
+"""Random workloads through the engine's loop, every token compared with a reference that knows no cache."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from fake_runner import FakeRunner, Predicate, expected_completion, make_engine
+
+from nanovllm.engine.block_manager import BlockManager, hash_block
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.sampling_params import SamplingParams
+
+NUM_TOKENS = 1_000_000  # at each depth, computed and generated
+# What a run of that many tokens must have met at least; about half of what it does meet.
+AT_LEAST = {
+    "hits": 14_000, "cached tokens": 300_000, "preemptions": 700, "chunks": 50_000, "evictions": 30_000,
+    "same-step hits": 400, "refused": 4_000, "aborted": 600, "stop": 10_000, "length": 16_000,
+    "stopped by a predicate": 1_500, "ended by max_model_len": 5_000,
+}  # fmt: skip
+
+
+class CountingBlockManager(BlockManager):
+    """Counts the registered blocks that were reused for something else."""
+
+    num_evictions = 0
+
+    def _take_free_block(self) -> int:
+        self.num_evictions += self.blocks[next(iter(self._free))].hash is not None
+        return super()._take_free_block()
+
+
+@dataclass
+class Request:
+    prompt: list[int]
+    params: SamplingParams
+    modulus: int  # the stop predicate's; 0 for none
+    expected: tuple[list[int], str] = field(default_factory=lambda: ([], ""))
+
+    def stop_predicate(self) -> Predicate | None:
+        """Depends on every token in order, as stop strings do."""
+        if not self.modulus:
+            return None
+        state = 1
+
+        def stops(token_id: int) -> bool:
+            nonlocal state
+            state = (state * 31 + token_id + 1) % 65537
+            return state % self.modulus == 0
+
+        return stops
+
+
+class Workload:
+    """One engine of random shape and the random requests it is given."""
+
+    def __init__(self, seed: str, overlap: bool):
+        self.seed, self.overlap = seed, overlap
+        self.rng = rng = random.Random(seed)
+        self.vocab_size = rng.choice([2, 5, 30, 1000])
+        block_size = rng.randint(1, 16)
+        max_model_len = rng.randint(2, 80)
+        longest = -(-(max_model_len - 1) // block_size)
+        num_blocks = rng.choice([max(1, longest // 2), longest, longest + rng.randint(0, 5), 2 * longest, 8 * longest])
+        max_num_seqs = rng.choice([1, 2, 3, 5, 8, 16, 64])
+        self.engine = make_engine(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            vocab_size=self.vocab_size,
+            eos_token_ids=frozenset(rng.sample(range(self.vocab_size), min(rng.randint(0, 2), self.vocab_size - 1))),
+            keep_log=False,
+            max_num_batched_tokens=rng.choice([1, 2, 3, 7, 16, 64, 256]),
+            max_num_seqs=max_num_seqs,
+            overlap=overlap,
+            enable_prefix_caching=rng.random() < 0.9,
+        )
+        self.runner: FakeRunner = self.engine.runner
+        _replace_block_manager(
+            self.engine, CountingBlockManager(num_blocks, block_size, self.engine.config.enable_prefix_caching)
+        )
+        # Short prompts that grow long meet preemption, long ones that differ in their ends meet the cache.
+        self.grows = rng.random() < 0.5
+        longest_prefix = max_model_len // 8 if self.grows else max_model_len - 2
+        self.prefixes = [self.random_tokens(rng.randint(0, longest_prefix)) for _ in range(rng.randint(1, 4))]
+        self.unfinished: dict[int, Request] = {}
+        self.counts: Counter[str] = Counter()
+
+    def __repr__(self) -> str:  # pytest prints it beside a failure
+        return f"Workload({self.seed!r}, {self.overlap})"
+
+    def random_tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(self.vocab_size) for _ in range(count)]
+
+    def random_request(self) -> Request:
+        rng, info = self.rng, self.engine.info
+        prefix = rng.choice(self.prefixes)
+        prompt = prefix[: rng.randint(0, len(prefix))] if rng.random() < 0.3 else prefix
+        prompt = (prompt + self.random_tokens(rng.randint(1, 8)))[: info.max_model_len + 1]
+        if rng.random() < 0.9:  # the rest may not fit
+            prompt = prompt[: max(1, info.max_model_len - rng.randint(1, 16))]
+        max_tokens = rng.randint(1, 80) if self.grows else rng.choice([1, 2, rng.randint(1, 12)])
+        return Request(
+            prompt,
+            SamplingParams(
+                max_tokens=max_tokens,
+                min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.3 else 0,
+                stop_token_ids=self.random_tokens(rng.randint(0, 2)),
+                ignore_eos=rng.random() < 0.5,
+            ),
+            modulus=rng.randint(2, 30) if rng.random() < 0.3 else 0,
+        )
+
+    def run(self) -> Counter[str]:
+        rng, engine = self.rng, self.engine
+        num_to_come, rate = rng.randint(20, 120), rng.choice([0.5, 3, 1000])
+        while num_to_come or not engine.is_finished():
+            while num_to_come and rng.random() < rate / (1 + rate):
+                num_to_come -= 1
+                self.add(self.random_request())
+            for seq in engine.step():
+                self.check(seq)
+            if rng.random() < 0.01:
+                self.abort(rng.randrange(engine.metrics()["num_requests"] + 1))
+            if self.runner.num_steps % 8 == 0:
+                engine.scheduler.check_integrity()
+        self.check_idle()
+        return self.count()
+
+    def add(self, request: Request) -> None:
+        info = self.engine.info
+        most_tokens = min(len(request.prompt) + request.params.max_tokens, info.max_model_len) - 1
+        if len(request.prompt) >= info.max_model_len or (
+            most_tokens > info.num_kvcache_blocks * info.kvcache_block_size
+        ):
+            with pytest.raises(ValueError):
+                self.engine.add_request(request.prompt, request.params)
+            self.counts["refused"] += 1
+            return
+        request.expected = expected_completion(request.prompt, request.params, info, request.stop_predicate())
+        seq_id = self.engine.add_request(request.prompt, request.params, request.stop_predicate())
+        self.unfinished[seq_id] = request
+        if self.rng.random() < 0.2:  # the next turn of a conversation begins with this one
+            self.prefixes[self.rng.randrange(len(self.prefixes))] = request.prompt + request.expected[0]
+
+    def abort(self, seq_id: int) -> None:
+        seq = self.engine.abort(seq_id)
+        request = self.unfinished.pop(seq_id, None)
+        assert (seq is None) == (request is None)
+        if seq is not None:
+            tokens, _ = request.expected
+            assert seq.finish_reason == "abort"
+            assert seq.completion_token_ids == tokens[: len(seq.completion_token_ids)]
+            self.counts["aborted"] += 1
+
+    def check(self, seq: Sequence) -> None:
+        request = self.unfinished.pop(seq.seq_id)
+        assert seq.token_ids[: seq.num_prompt_tokens] == request.prompt
+        assert (seq.completion_token_ids, seq.finish_reason) == request.expected, seq
+        assert seq.status is SequenceStatus.FINISHED and seq.error is None and seq.num_tokens == len(seq.token_ids)
+        assert seq.num_cached_tokens < seq.num_prompt_tokens, "nothing was left to compute"
+        self.counts[seq.finish_reason] += 1
+        self.counts["hits"] += seq.num_cached_tokens > 0
+        self.counts["cached tokens"] += seq.num_cached_tokens
+        self.counts["generated"] += len(seq.completion_token_ids)
+        self.counts["stopped by a predicate"] += seq.finish_reason == "stop" and not (
+            seq.token_ids[-1] in seq.stop_token_ids
+        )
+        self.counts["ended by max_model_len"] += (
+            seq.finish_reason == "length" and len(seq.completion_token_ids) < request.params.max_tokens
+        )
+
+    def check_idle(self) -> None:
+        scheduler = self.engine.scheduler
+        scheduler.check_integrity()
+        assert not self.unfinished and not scheduler.has_unfinished and not self.runner.in_flight
+        assert scheduler.block_manager.num_free_blocks == self.engine.info.num_kvcache_blocks
+
+    def count(self) -> Counter[str]:
+        self.counts.update(
+            {
+                "computed": self.runner.num_computed_tokens,
+                "chunks": self.runner.num_chunks,
+                "same-step hits": self.runner.num_same_step_hits,
+                "preemptions": self.engine.scheduler_stats.num_preemptions,
+                "evictions": self.engine.scheduler.block_manager.num_evictions,
+            }
+        )
+        return self.counts
+
+
+def _replace_block_manager(engine: LLMEngine, block_manager: BlockManager) -> None:
+    old = engine.scheduler
+    engine.scheduler = Scheduler(block_manager, old.max_num_batched_tokens, old.max_num_seqs, engine.scheduler_stats)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
+def test_every_token_is_the_one_its_true_prefix_gives(overlap, runs):
+    """Wrong slots, stale blocks, lost tokens, wrong hits: every one of them changes a token here."""
+    counts: Counter[str] = Counter()
+    index = 0
+    while counts["computed"] + counts["generated"] < NUM_TOKENS * runs:
+        counts += Workload(f"{overlap} {index}", overlap).run()
+        index += 1
+    print(f"{index} workloads: {dict(counts)}")
+    missed = {name: counts[name] for name, least in AT_LEAST.items() if counts[name] < least}
+    assert not missed, f"the workloads met too little of {missed}"
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
+def test_a_weak_hash_never_makes_a_wrong_hit(overlap, runs):
+    """A hash is no proof: with 256 of them for thousands of prefixes only the tokens and the parent decide."""
+    rng = random.Random(overlap)
+    engine = make_engine(
+        num_blocks=160, block_size=2, vocab_size=3, max_num_seqs=32, max_num_batched_tokens=64, overlap=overlap,
+        keep_log=False,
+    )  # fmt: skip
+    _replace_block_manager(engine, BlockManager(160, 2, block_hash=lambda *block: hash_block(*block) & 0xFF))
+    expected: dict[tuple[int, ...], list[int]] = {}
+    params = SamplingParams(max_tokens=2)
+    num_hits = 0
+    for _ in range(100_000 * runs // 50):
+        for _ in range(50):
+            prompt = [rng.randrange(3) for _ in range(rng.randint(1, 10))]
+            if tuple(prompt) not in expected:
+                expected[tuple(prompt)] = expected_completion(prompt, params, engine.info)[0]
+            engine.add_request(prompt, params)
+        while not engine.is_finished():
+            for seq in engine.step():
+                assert seq.completion_token_ids == expected[tuple(seq.token_ids[: seq.num_prompt_tokens])], seq
+                num_hits += seq.num_cached_tokens > 0
+        engine.scheduler.check_integrity()
+    assert len(expected) > 10_000 and num_hits > 30_000, (len(expected), num_hits)
