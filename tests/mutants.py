@@ -55,10 +55,7 @@ MUTANTS = [
         BLOCK_MANAGER,
         "found is not None and found.parent == seq.last_registration and found.token_ids",
         "found is not None and found.token_ids",
-        (
-            "test_block_manager.py"
-            "::test_a_block_is_not_registered_behind_the_equal_of_its_parent_in_another_prefix",
-        ),
+        ("test_block_manager.py::test_a_block_is_not_registered_behind_the_equal_of_its_parent_in_another_prefix",),
     ),
     Mutant(
         "a block's hash does not cover what comes before it",
@@ -100,10 +97,7 @@ MUTANTS = [
         BLOCK_MANAGER,
         "while seq.num_computed_tokens > len(seq.block_table)",
         "while seq.num_computed_tokens >= len(seq.block_table)",
-        (
-            "test_block_manager.py"
-            "::test_a_block_is_closed_when_it_is_full_and_the_next_appended_when_it_is_needed",
-        ),
+        ("test_block_manager.py::test_a_block_is_closed_when_it_is_full_and_the_next_appended_when_it_is_needed",),
     ),
     Mutant(
         "shared blocks are counted as if they cost something",
@@ -245,9 +239,23 @@ MUTANTS = [
     Mutant(
         "admissions trickle in one at a time",
         SCHEDULER,
-        "if num_free_places < gather and work:",
-        "if num_free_places < 1 and work:",
+        "if work and num_free_places < gather and not self._is_admitting:",
+        "if work and num_free_places < 1 and not self._is_admitting:",
         ("test_scheduler.py::test_admissions_are_gathered_while_decode_is_busy",),
+    ),
+    Mutant(
+        "an admission that the budget cut short does not go on",
+        SCHEDULER,
+        "                self._is_admitting = True\n",
+        "                pass\n",
+        ("test_scheduler.py::test_an_admission_that_the_budget_cut_short_goes_on_with_the_next_step",),
+    ),
+    Mutant(
+        "the last few prompts wait for more places than they need",
+        SCHEDULER,
+        "gather = min(max(min(16, self.max_num_seqs // 4), num_running // 8), len(self.waiting))",
+        "gather = max(min(16, self.max_num_seqs // 4), num_running // 8)",
+        ("test_scheduler.py::test_the_last_prompts_are_admitted_as_soon_as_there_are_places_for_all_of_them",),
     ),
     Mutant(
         "sharers are not admitted together",

@@ -200,7 +200,7 @@ class Books:
 
 
 def weak_hash(parent_hash: int, token_ids: list[int]) -> int:
-    return hash_block(parent_hash, token_ids) & 7
+    return hash_block(parent_hash, token_ids) & 3
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
@@ -584,11 +584,11 @@ def test_giving_back_or_taking_what_is_not_there_is_refused():
 
 def test_reviving_a_block_does_not_search_the_pool():
     """A list of free blocks made every hit as slow as the pool is large."""
-    num_blocks = 100_000
+    num_blocks = 50_000
     manager = BlockManager(num_blocks, 1)
     everything = compute(manager, make_sequence(range(num_blocks)))
     manager.deallocate(everything)
     began = time.process_time()
     manager.allocate(everything)
     assert everything.num_computed_tokens == num_blocks - 1
-    assert time.process_time() - began < 2, "a search a block would take a minute"
+    assert time.process_time() - began < 2, "a search a block would take far longer"

@@ -253,22 +253,43 @@ def test_a_step_never_computes_more_than_its_budget_and_fills_it():
     assert [sum(num for _, num, _ in step) for step in engine.runner.log] == [10, 10, 10, 10, 2]
 
 
+def admissions(engine: LLMEngine) -> list[int]:
+    """How many requests each step was the first of."""
+    seen: set[int] = set()
+    counts = []
+    for step in engine.runner.log:
+        ids = {seq_id for seq_id, _, _ in step}
+        counts.append(len(ids - seen))
+        seen |= ids
+    return counts
+
+
 def test_admissions_are_gathered_while_decode_is_busy():
     """Prompts that trickle in one at a time make every step a prefill step."""
     engine = make_engine(num_blocks=10_000, max_num_seqs=64)
     for index in range(96):
         add(engine, [index], max_tokens=2 + index % 64)
     run_to_end(engine)
-    num_admitted = [sum(seq_id not in seen for seq_id in step) for step, seen in _steps_and_seen(engine)]
-    assert [num for num in num_admitted if num] == [64, 16, 16]
+    assert [count for count in admissions(engine) if count] == [64, 16, 16]
 
 
-def _steps_and_seen(engine: LLMEngine):
-    seen: set[int] = set()
-    for step in engine.runner.log:
-        ids = [seq_id for seq_id, _, _ in step]
-        yield ids, set(seen)
-        seen.update(ids)
+def test_the_last_prompts_are_admitted_as_soon_as_there_are_places_for_all_of_them():
+    """They waited for places that nobody but they would ever take."""
+    engine = make_engine(num_blocks=10_000, max_num_seqs=64, overlap=False)
+    for index in range(67):
+        add(engine, [index], max_tokens=2 + index % 64)
+    run_to_end(engine)
+    assert admissions(engine)[:5] == [64, 0, 0, 0, 3], "one of the first 64 ends with each step but the first"
+
+
+def test_an_admission_that_the_budget_cut_short_goes_on_with_the_next_step():
+    """Once the step was full, the rest had to wait for as many free places as at the start."""
+    engine = make_engine(num_blocks=10_000, max_num_seqs=64, max_num_batched_tokens=120)
+    for index in range(90):
+        add(engine, [index] * 6, max_tokens=40)
+    run_to_end(engine)
+    counts = admissions(engine)
+    assert sum(counts[: counts.index(0)]) == 64
 
 
 # Ends

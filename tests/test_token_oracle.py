@@ -18,7 +18,7 @@ NUM_TOKENS = 1_000_000  # at each depth, computed and generated
 AT_LEAST = {
     "hits": 14_000, "cached tokens": 300_000, "preemptions": 700, "chunks": 50_000, "evictions": 30_000,
     "same-step hits": 400, "refused": 4_000, "aborted": 600, "stop": 10_000, "length": 16_000,
-    "stopped by a predicate": 1_500, "ended by max_model_len": 5_000,
+    "error": 200, "stopped by a predicate": 1_500, "ended by max_model_len": 5_000,
 }  # fmt: skip
 
 
@@ -85,6 +85,8 @@ class Workload:
         self.grows = rng.random() < 0.5
         longest_prefix = max_model_len // 8 if self.grows else max_model_len - 2
         self.prefixes = [self.random_tokens(rng.randint(0, longest_prefix)) for _ in range(rng.randint(1, 4))]
+        self.break_rate = rng.choice([0, 0, 0, 0, 100])
+        self.runner.is_broken = lambda seq: self.is_broken(seq.seq_id, seq.num_computed_tokens)
         self.unfinished: dict[int, Request] = {}
         self.counts: Counter[str] = Counter()
 
@@ -93,6 +95,10 @@ class Workload:
 
     def random_tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(self.vocab_size) for _ in range(count)]
+
+    def is_broken(self, seq_id: int, num_tokens: int) -> bool:
+        """Whether the logits after that many tokens of a request are NaN."""
+        return self.break_rate > 0 and hash((seq_id, num_tokens)) % self.break_rate == 0
 
     def random_request(self) -> Request:
         rng, info = self.rng, self.engine.info
@@ -139,11 +145,16 @@ class Workload:
                 self.engine.add_request(request.prompt, request.params)
             self.counts["refused"] += 1
             return
-        request.expected = expected_completion(request.prompt, request.params, info, request.stop_predicate())
-        seq_id = self.engine.add_request(request.prompt, request.params, request.stop_predicate())
-        self.unfinished[seq_id] = request
+        tokens, reason = expected_completion(request.prompt, request.params, info, request.stop_predicate())
         if self.rng.random() < 0.2:  # the next turn of a conversation begins with this one
-            self.prefixes[self.rng.randrange(len(self.prefixes))] = request.prompt + request.expected[0]
+            self.prefixes[self.rng.randrange(len(self.prefixes))] = request.prompt + tokens
+        seq_id = self.engine.add_request(request.prompt, request.params, request.stop_predicate())
+        for index in range(len(tokens)):
+            if self.is_broken(seq_id, len(request.prompt) + index):
+                tokens, reason = tokens[:index], "error"
+                break
+        request.expected = tokens, reason
+        self.unfinished[seq_id] = request
 
     def abort(self, seq_id: int) -> None:
         seq = self.engine.abort(seq_id)
@@ -159,18 +170,17 @@ class Workload:
         request = self.unfinished.pop(seq.seq_id)
         assert seq.token_ids[: seq.num_prompt_tokens] == request.prompt
         assert (seq.completion_token_ids, seq.finish_reason) == request.expected, seq
-        assert seq.status is SequenceStatus.FINISHED and seq.error is None and seq.num_tokens == len(seq.token_ids)
+        assert (seq.error is None) == (seq.finish_reason != "error")
+        assert seq.status is SequenceStatus.FINISHED and seq.num_tokens == len(seq.token_ids)
         assert seq.num_cached_tokens < seq.num_prompt_tokens, "nothing was left to compute"
         self.counts[seq.finish_reason] += 1
         self.counts["hits"] += seq.num_cached_tokens > 0
         self.counts["cached tokens"] += seq.num_cached_tokens
         self.counts["generated"] += len(seq.completion_token_ids)
-        self.counts["stopped by a predicate"] += seq.finish_reason == "stop" and not (
-            seq.token_ids[-1] in seq.stop_token_ids
-        )
-        self.counts["ended by max_model_len"] += (
-            seq.finish_reason == "length" and len(seq.completion_token_ids) < request.params.max_tokens
-        )
+        if seq.finish_reason == "stop":
+            self.counts["stopped by a predicate"] += seq.token_ids[-1] not in seq.stop_token_ids
+        elif seq.finish_reason == "length":
+            self.counts["ended by max_model_len"] += len(seq.completion_token_ids) < request.params.max_tokens
 
     def check_idle(self) -> None:
         scheduler = self.engine.scheduler
@@ -204,7 +214,7 @@ def test_every_token_is_the_one_its_true_prefix_gives(overlap, runs):
     while counts["computed"] + counts["generated"] < NUM_TOKENS * runs:
         counts += Workload(f"{overlap} {index}", overlap).run()
         index += 1
-    print(f"{index} workloads: {dict(counts)}")
+    print(f"\n{index} workloads: {dict(counts)}")
     missed = {name: counts[name] for name, least in AT_LEAST.items() if counts[name] < least}
     assert not missed, f"the workloads met too little of {missed}"
 
