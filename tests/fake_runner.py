@@ -70,7 +70,11 @@ class FakeRunner:
         return step
 
     def _store(self, work: Work) -> None:
-        """All keys are written before anything is sampled, as every layer stores keys before it attends."""
+        """All keys are written before anything is sampled, as every layer stores keys before it attends.
+
+        A key is made from the one before it, so whoever shares a block of this very step must stand behind
+        the row that writes it, as admission order sees to.
+        """
         keys, block_size = self.keys, self.info.kvcache_block_size
         written_blocks: set[int] = set()
         for seq, num_new_tokens, _ in work:

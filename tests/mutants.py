@@ -1,7 +1,7 @@
 """Small bugs that the tests must notice, many of them bugs that engines like this one once had.
 
 Each is (what breaks, file in nanovllm/, old text, new text, tests of which at least one must fail). The old text
-must stand in the file exactly once. The tests must be fast ones: all mutants together run in under a minute.
+must stand in the file exactly once. The tests must be fast ones: the slowest take seconds, most of it for torch.
 """
 
 from typing import NamedTuple
@@ -19,6 +19,10 @@ BLOCK_MANAGER = "engine/block_manager.py"
 SCHEDULER = "engine/scheduler.py"
 ENGINE = "engine/llm_engine.py"
 BATCH = "engine/batch.py"
+SAMPLER = "layers/sampler.py"
+LINEAR = "layers/linear.py"
+SDPA = "kernels/sdpa_attention.py"
+LOADER = "utils/loader.py"
 
 MUTANTS = [
     # Block manager
@@ -342,5 +346,69 @@ MUTANTS = [
         ".astype(np.int64) * block_size",
         ".astype(np.int32) * np.int32(block_size)",
         ("test_batch.py::test_slots_beyond_32_bits_do_not_wrap",),
+    ),
+    # Sampler, attention, layers, loader
+    Mutant(
+        "top-p drops the token that crosses p",
+        SAMPLER,
+        "mass_before = probs.cumsum(-1) - probs",
+        "mass_before = probs.cumsum(-1)",
+        ("test_sampler.py::test_top_p_keeps_the_token_that_crosses_p_and_ties_go_to_the_lowest_id",),
+    ),
+    Mutant(
+        "the upper half of a seed is ignored",
+        SAMPLER,
+        "(seeds[:, None], seeds[:, None] >> 32)",
+        "(seeds[:, None], seeds[:, None])",
+        ("test_sampler.py::test_the_same_seed_gives_the_same_tokens_and_another_seed_gives_others",),
+    ),
+    Mutant(
+        "broken logits sample a token",
+        SAMPLER,
+        "return token_ids.where(largest.isfinite(), -1)",
+        "return token_ids",
+        ("test_sampler.py::test_a_row_of_broken_logits_is_minus_one_and_its_neighbours_stay",),
+    ),
+    Mutant(
+        "padding of a decode reads another sequence's slots",
+        SDPA,
+        "position = position.where(position < torch.tensor(lengths, device=device)[:, None], 0)",
+        "position = position.expand(len(rows), -1)",
+        ("test_attention.py::test_ragged_decodes_from_1_to_4096",),
+    ),
+    Mutant(
+        "queries of a long chunk after the first mask see too little",
+        SDPA,
+        "tril(num_before + first)",
+        "tril(num_before)",
+        ("test_attention.py::test_long_prompts_and_chunks_of_them",),
+    ),
+    Mutant(
+        "every rank adds the bias",
+        LINEAR,
+        "self.bias if self.parallel.rank == 0 else None",
+        "self.bias",
+        ("test_layers.py::test_row_parallel_outputs_add_up_and_the_bias_counts_once",),
+    ),
+    Mutant(
+        "a tensor in two files is loaded twice",
+        LOADER,
+        "                if name in seen:\n",
+        "                if False:\n",
+        ("test_loader.py::test_a_tensor_in_two_files_is_named_with_both",),
+    ),
+    Mutant(
+        "the index may leave the directory",
+        LOADER,
+        "Path(name).name != name or ",
+        "",
+        ("test_loader.py::test_the_index_may_not_leave_the_directory",),
+    ),
+    Mutant(
+        "a missing tensor goes unnoticed",
+        LOADER,
+        "        if missing:\n",
+        "        if len(missing) > 1:\n",
+        ("test_loader.py::test_a_missing_tensor_is_named",),
     ),
 ]

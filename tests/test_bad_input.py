@@ -18,7 +18,7 @@ from nanovllm.demo import MODEL_DIRECTORY
 
 NAN, INFINITY = float("nan"), float("inf")
 # 256 tokens in the cache, 300 within max_model_len: some requests fit the one and not the other.
-OPTIONS = {"num_kvcache_blocks": 16, "kvcache_block_size": 16, "max_model_len": 300}
+OPTIONS = {"device": "cpu", "num_kvcache_blocks": 16, "kvcache_block_size": 16, "max_model_len": 300}
 SAMPLED = SamplingParams(temperature=0.8, max_tokens=6, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 

@@ -81,7 +81,7 @@ def test_numpy_integers_become_plain_ones():
 def test_a_numpy_seed_samples_as_the_plain_one():
     texts = []
     for seed in (np.int64(3), 3):
-        with LLM(MODEL_DIRECTORY, seed=seed, num_kvcache_blocks=16) as llm:
+        with LLM(MODEL_DIRECTORY, device="cpu", seed=seed, num_kvcache_blocks=16) as llm:
             texts.append(llm.generate("Once", SamplingParams(max_tokens=12), use_tqdm=False)[0].text)
     assert texts[0] == texts[1]
 
@@ -93,8 +93,8 @@ def test_it_is_frozen():
 
 def test_start_up_writes_nothing_back():
     """Block count and lengths found at start-up are the engine's; the config stays what was asked for."""
-    with LLM(MODEL_DIRECTORY, max_num_seqs=2) as llm:
-        assert llm.engine.config == Config(str(MODEL_DIRECTORY), max_num_seqs=2)
+    with LLM(MODEL_DIRECTORY, device="cpu", max_num_seqs=2) as llm:
+        assert llm.engine.config == Config(str(MODEL_DIRECTORY), device="cpu", max_num_seqs=2)
         assert llm.engine.config.num_kvcache_blocks is None
         assert llm.engine.info.num_kvcache_blocks > 0
 

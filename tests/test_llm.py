@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def make_llm(model=MODEL_DIRECTORY, **options) -> LLM:
-    return LLM(model, **{"num_kvcache_blocks": 256, **options})
+    return LLM(model, **{"device": "cpu", "num_kvcache_blocks": 256, **options})
 
 
 def generate(llm, prompts, params=GREEDY, **options) -> list[RequestOutput]:
@@ -815,7 +815,7 @@ def test_requests_added_by_hand_are_not_mixed_with_a_call(llm):
 
 @pytest.fixture
 def engine():
-    engine = LLMEngine(Config(str(MODEL_DIRECTORY), num_kvcache_blocks=64, kvcache_block_size=16))
+    engine = LLMEngine(Config(str(MODEL_DIRECTORY), device="cpu", num_kvcache_blocks=64, kvcache_block_size=16))
     yield engine
     engine.exit()
 

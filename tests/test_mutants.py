@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from mutants import MUTANTS
 
+import nanovllm
+
 TESTS = Path(__file__).parent
-PACKAGE = TESTS.parent / "nanovllm"
+PACKAGE = Path(nanovllm.__file__).parent
 
 
 def run(directory: Path, killers: list[str]) -> subprocess.CompletedProcess:

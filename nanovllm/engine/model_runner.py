@@ -124,10 +124,8 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def _num_blocks(self, config: Config, max_model_len: int) -> int:
-        token_bytes = (
-            2 * self.model_config.num_hidden_layers * self.model.num_kv_heads
-            * self.model_config.head_dim * self.dtype.itemsize
-        )  # fmt: skip
+        num_values = self.model_config.num_kv_values_per_token * self.model.num_kv_heads
+        token_bytes = num_values // self.model_config.num_key_value_heads * self.dtype.itemsize
         block_bytes = self.block_size * token_bytes
         free_bytes = _free_bytes(self.device)
         if config.num_kvcache_blocks is not None:

@@ -34,7 +34,7 @@ class ModelConfig:
 
     @property
     def num_kv_values_per_token(self) -> int:
-        """Numbers that the KV cache keeps for one token, all layers, one rank: 2 × layers × heads × head_dim."""
+        """Numbers that the KV cache keeps for one token, all layers and heads: 2 × layers × heads × head_dim."""
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
 
 
