@@ -67,6 +67,11 @@ class ModelRunner:
         else:
             load_weights(self.model, directory)
         self.model.eval()
+        self._num_weight_bytes = sum(parameter.nbytes for parameter in self.model.parameters())
+        with torch.inference_mode():
+            for module in self.model.modules():
+                if hasattr(module, "pack"):
+                    module.pack()
         num_blocks = self._num_blocks(config, max_model_len)
         self.kv_cache = torch.empty(
             (
@@ -114,8 +119,7 @@ class ModelRunner:
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device by use."""
-        weights = {parameter.data_ptr(): parameter.nbytes for parameter in self.model.parameters()}
-        return {"weights": sum(weights.values()), "kv_cache": self.kv_cache.nbytes}
+        return {"weights": self._num_weight_bytes, "kv_cache": self.kv_cache.nbytes}
 
     def close(self) -> None:
         """Gives the device's memory back."""

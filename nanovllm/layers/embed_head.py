@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.kernels.packed_linear import linear, pack_weight
 from nanovllm.layers.linear import WHOLE, Shard, Shards, empty_parameter
 from nanovllm.utils.distributed import Parallel
 
@@ -49,7 +50,15 @@ class VocabParallelEmbedding(nn.Module):
 class ParallelLMHead(VocabParallelEmbedding):
     """Projects onto the vocabulary; with tied embeddings it is given the embedding's `weight`."""
 
+    packed: torch.Tensor | None = None
+
+    def pack(self) -> None:
+        """Like LinearBase.pack; a tied weight stays, for the embedding reads it."""
+        self.packed = pack_weight(self.weight)
+        if self.packed is not None:
+            self.weight = None
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [num_rows, hidden_size] -> logits [num_rows, vocab_size]"""
-        logits = self.parallel.all_gather(F.linear(hidden_states, self.weight))
+        logits = self.parallel.all_gather(linear(hidden_states, self.weight, self.packed))
         return logits[:, : self.vocab_size]
