@@ -15,8 +15,8 @@ from nanovllm.utils.context import Context
 
 # A bucket is closed when the next sequence is shorter than this part of the bucket's longest: padding costs
 # memory traffic, another bucket costs a few small operations a layer.
-_SHORTEST_IN_BUCKET = 0.8
-_SMALLEST_BUCKET = 4
+_SHORTEST_IN_BUCKET = 0.7
+_SMALLEST_BUCKET = 8
 # Queries of a chunk over cached keys that share one mask; bounds the mask's memory.
 _QUERIES_PER_MASK = 512
 
@@ -25,11 +25,12 @@ _QUERIES_PER_MASK = 512
 class DecodeBucket:
     """Decodes of similar context length, neighbours in SDPAPlan.decode_rows.
 
-    slots: int64 [size × longest], where their keys are; is_key: bool [size, 1, 1, longest], False where a
-    shorter sequence is padded.
+    size, longest: decodes and the most keys of one; is_key: bool [size, 1, 1, longest], False where a shorter
+    sequence is padded.
     """
 
-    slots: torch.Tensor
+    size: int
+    longest: int
     is_key: torch.Tensor
 
 
@@ -44,10 +45,15 @@ class Prefill:
 
 @dataclass
 class SDPAPlan:
-    """decode_rows: int64 [num_decodes], the decodes' queries in the flat batch, longest context first."""
+    """What is to be attended how.
+
+    decode_rows: int64 [num_decodes], the decodes' queries in the flat batch, longest context first;
+    decode_slots: int64 [Σ size × longest], where the buckets' keys are, one bucket after the other.
+    """
 
     prefills: list[Prefill]
     decode_rows: torch.Tensor
+    decode_slots: torch.Tensor | None
     decode_buckets: list[DecodeBucket]
 
 
@@ -72,7 +78,7 @@ class SDPAAttention:
                 is_cached = length > end - start
                 prefills.append(Prefill(start, end, _slots(context, [row], [length]) if is_cached else None))
         decodes.sort(key=lambda row: -lengths[row])
-        buckets, first = [], 0
+        buckets, slots, first = [], [], 0
         while first < len(decodes):
             longest, last = lengths[decodes[first]], first + 1
             while last < len(decodes) and (
@@ -82,11 +88,13 @@ class SDPAAttention:
             rows = decodes[first:last]
             bucket_lengths = [lengths[row] for row in rows]
             is_key = torch.arange(longest) < torch.tensor(bucket_lengths)[:, None]
-            slots = _slots(context, rows, bucket_lengths)
-            buckets.append(DecodeBucket(slots, is_key[:, None, None].to(slots.device)))
+            is_key = is_key[:, None, None].to(context.block_tables.device)
+            buckets.append(DecodeBucket(len(rows), longest, is_key))
+            slots.append(_slots(context, rows, bucket_lengths))
             first = last
         decode_rows = torch.tensor([starts[row] for row in decodes], dtype=torch.int64)
-        return SDPAPlan(prefills, decode_rows.to(context.block_tables.device), buckets)
+        decode_rows = decode_rows.to(context.block_tables.device)
+        return SDPAPlan(prefills, decode_rows, torch.cat(slots) if slots else None, buckets)
 
     def store_kvcache(self, k, v, k_cache, v_cache, slot_mapping) -> None:
         if slot_mapping.device.type != "cpu" or bool((slot_mapping < 0).any()):
@@ -102,14 +110,18 @@ class SDPAAttention:
             self._attend_prefill(out, prefill, q, k, v, k_cache, v_cache)
         if plan.decode_buckets:
             queries = q.index_select(0, plan.decode_rows).unsqueeze(2)  # [num_decodes, num_heads, 1, head_dim]
-            attended, first = torch.empty_like(queries), 0
+            attended, first, first_slot = torch.empty_like(queries), 0, 0
+            keys, values = self._gather(k_cache, v_cache, plan.decode_slots)
             for bucket in plan.decode_buckets:
-                last = first + len(bucket.is_key)
-                keys, values = self._gather(k_cache, v_cache, bucket.slots, last - first)
+                last, last_slot = first + bucket.size, first_slot + bucket.size * bucket.longest
                 attended[first:last] = F.scaled_dot_product_attention(
-                    queries[first:last], keys, values, attn_mask=bucket.is_key, enable_gqa=True
+                    queries[first:last],
+                    _by_sequence(keys[first_slot:last_slot], bucket.size),
+                    _by_sequence(values[first_slot:last_slot], bucket.size),
+                    attn_mask=bucket.is_key,
+                    enable_gqa=True,
                 )
-                first = last
+                first, first_slot = last, last_slot
             out.index_copy_(0, plan.decode_rows, attended.squeeze(2))
         return out
 
@@ -122,7 +134,7 @@ class SDPAAttention:
             attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
             out[start:end] = attended[0].transpose(0, 1)
             return
-        keys, values = self._gather(k_cache, v_cache, prefill.slots, 1)
+        keys, values = (_by_sequence(x, 1) for x in self._gather(k_cache, v_cache, prefill.slots))
         num_queries = end - start
         num_before = len(prefill.slots) - num_queries
         for first in range(0, num_queries, _QUERIES_PER_MASK):
@@ -139,23 +151,26 @@ class SDPAAttention:
             out[start + first : start + last] = attended[0].transpose(0, 1)
 
     def _gather(
-        self, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor, num_seqs: int
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values at `slots`, each [num_seqs, num_kv_heads, length, head_dim], valid until the next call."""
+        """Keys and values at `slots`, each [num_slots, num_kv_heads, head_dim], valid until the next call."""
         num_kv_heads, head_dim = k_cache.shape[2:]
-        size = slots.numel() * num_kv_heads * head_dim
+        width, num_slots = num_kv_heads * head_dim, slots.numel()
+        size = num_slots * width
         if self._key_buffer.numel() < size or self._key_buffer.dtype != k_cache.dtype:
             # Half as much again, since the next steps' contexts are longer.
             self._key_buffer = torch.empty(size + size // 2, dtype=k_cache.dtype, device=k_cache.device)
             self._value_buffer = torch.empty_like(self._key_buffer)
         keys, values = (
-            torch.index_select(
-                cache.view(-1, num_kv_heads * head_dim), 0, slots, out=buffer[:size].view(slots.numel(), -1)
-            )
+            torch.index_select(cache.view(-1, width), 0, slots, out=buffer[:size].view(num_slots, width))
             for cache, buffer in ((k_cache, self._key_buffer), (v_cache, self._value_buffer))
         )
-        shape = (num_seqs, -1, num_kv_heads, head_dim)
-        return keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
+        return keys.view(num_slots, num_kv_heads, head_dim), values.view(num_slots, num_kv_heads, head_dim)
+
+
+def _by_sequence(gathered: torch.Tensor, num_seqs: int) -> torch.Tensor:
+    """[num_seqs × length, num_kv_heads, head_dim] -> [num_seqs, num_kv_heads, length, head_dim]"""
+    return gathered.unflatten(0, (num_seqs, -1)).transpose(1, 2)
 
 
 def _slots(context: Context, rows: list[int], lengths: list[int]) -> torch.Tensor:
