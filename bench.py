@@ -42,6 +42,12 @@ class Requests:
     max_tokens: list[int]
     temperature: float
 
+    def sampling_params(self) -> list[SamplingParams]:
+        return [
+            SamplingParams(temperature=self.temperature, max_tokens=max_tokens, ignore_eos=True)
+            for max_tokens in self.max_tokens
+        ]
+
 
 def make_requests(workload: str, vocab_size: int) -> Requests:
     """The workloads by name; every draw comes from one seeded generator, prompts before lengths."""
@@ -93,12 +99,7 @@ def write_random_checkpoint(size: str, directory: Path) -> None:
     model.save_pretrained(directory)
 
 
-def run_nanovllm(llm: LLM, requests: Requests) -> list[list[int]]:
-    params = [
-        SamplingParams(temperature=requests.temperature, max_tokens=max_tokens, ignore_eos=True)
-        for max_tokens in requests.max_tokens
-    ]
-    llm.engine.reset()  # an earlier run's prefix cache is not to help this one
+def run_nanovllm(llm: LLM, requests: Requests, params: list[SamplingParams]) -> list[list[int]]:
     return [output.token_ids for output in llm.generate(requests.prompts, params, use_tqdm=False)]
 
 
@@ -127,11 +128,13 @@ def run_transformers(model, requests: Requests) -> list[list[int]]:
 
 
 def timed(
-    run: Callable[[], list[list[int]]], repeats: int, device: torch.device
+    run: Callable[[], list[list[int]]], repeats: int, device: torch.device, prepare: Callable[[], None] = lambda: None
 ) -> tuple[list[float], list[list[int]]]:
-    """Seconds of each run, after one that is not counted, and the last run's tokens."""
+    """Seconds of each run, after one that is not counted, and the last run's tokens; `prepare` is not timed."""
+    prepare()
     seconds, tokens = [], run()
     for _ in range(repeats):
+        prepare()
         began = time.perf_counter()
         tokens = run()
         if device.type == "cuda":
@@ -151,7 +154,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--backend", default="auto", help="attention backend")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--max-model-len", type=int, help="default: 4096, or the model's own limit if lower")
+    parser.add_argument("--max-model-len", type=int, help="default: 4096 with --size, else the model's own")
     parser.add_argument("--max-num-seqs", type=int, default=512)
     parser.add_argument("--block-size", type=int)
     parser.add_argument("--threads", type=int, help="CPU threads of both engines; default: PyTorch's choice")
@@ -199,10 +202,18 @@ def measure(arguments: argparse.Namespace, llm: LLM) -> dict[str, object]:
     runner = llm.engine.runner
     requests = make_requests(arguments.workload, llm.engine.info.vocab_size)
     num_output_tokens = sum(requests.max_tokens)
-    seconds, tokens = timed(lambda: run_nanovllm(llm, requests), arguments.repeats, runner.device)
+    params = requests.sampling_params()
+    before: dict = {}
+
+    def prepare() -> None:
+        llm.engine.reset()  # an earlier run's prefix cache is not to help this one
+        before.update(llm.metrics())
+
+    seconds, tokens = timed(lambda: run_nanovllm(llm, requests, params), arguments.repeats, runner.device, prepare)
     assert [len(completion) for completion in tokens] == requests.max_tokens
     median = statistics.median(seconds)
-    metrics = llm.metrics()
+    # Of the last run alone.
+    last = {name: value - before[name] for name, value in llm.metrics().items() if isinstance(value, int)}
     report: dict[str, object] = {
         "workload": arguments.workload,
         "model": arguments.size or arguments.model or "bundled",
@@ -216,9 +227,10 @@ def measure(arguments: argparse.Namespace, llm: LLM) -> dict[str, object]:
         "num_output_tokens": num_output_tokens,
         "seconds": [round(value, 3) for value in seconds],
         "output_tokens_per_second": num_output_tokens / median,
-        "mean_decode_batch_size": metrics["mean_decode_batch_size"],
-        "prefix_cache_hit_rate": metrics["prefix_cache_hit_rate"],
-        "num_preemptions": metrics["num_preemptions"],
+        "mean_decodes_per_step": last["num_decode_tokens"]
+        / max(last["num_prefill_steps"] + last["num_decode_steps"], 1),
+        "prefix_cache_hit_rate": last["num_cached_prompt_tokens"] / max(last["num_prompt_tokens"], 1),
+        "num_preemptions": last["num_preemptions"],
     }
     if arguments.vs:
         model = load_transformers(Path(llm.engine.config.model), runner.dtype, runner.device)

@@ -1,12 +1,13 @@
 """Prompts in, completions out. With no argument the small bundled model answers; --model takes a real one.
 
-    python example.py
-    python example.py --model Qwen/Qwen3-0.6B
+python example.py
+python example.py --model Qwen/Qwen3-0.6B
 """
 
 import argparse
+from dataclasses import replace
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.demo import MODEL_DIRECTORY
 
 PROMPTS = ["Q: What is 12 + 30?\nA:", "Q: Reverse the word planet.\nA:", "Q: Count from 7 to 12.\nA:"]
@@ -33,9 +34,8 @@ def main() -> None:
     prompts, questions = (PROMPTS, QUESTIONS) if arguments.model is None else (REAL_PROMPTS, REAL_QUESTIONS)
 
     with LLM(arguments.model or str(MODEL_DIRECTORY)) as llm:
-        # Greedy for the bundled model, whose answers are right or wrong; as the model recommends otherwise.
-        temperature = 0.0 if arguments.model is None else llm.get_default_sampling_params().temperature
-        params = SamplingParams(temperature=temperature, max_tokens=arguments.max_tokens)
+        # As the model recommends: greedy for the bundled one, whose answers are right or wrong.
+        params = replace(llm.get_default_sampling_params(), max_tokens=arguments.max_tokens)
 
         for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
             print(f"{prompt!r} -> {output.text!r} ({output.finish_reason})")

@@ -98,6 +98,9 @@ class LLM:
             raise ValueError("the model's tokenizer has no chat template; use generate with a prompt of your own")
         if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
             raise TypeError(f"chat_template_kwargs must be a dict, not {chat_template_kwargs!r}")
+        taken = {"conversation", "tokenize", "add_generation_prompt"} & set(chat_template_kwargs or ())
+        if taken:
+            raise TypeError(f"chat_template_kwargs must not hold {', '.join(sorted(taken))}; chat sets that itself")
         conversations = _as_conversation_list(conversations)
         params = self._params_for(sampling_params, len(conversations))
         texts: list[str | ValueError] = []
@@ -126,9 +129,14 @@ class LLM:
         names = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
         names["max_new_tokens"] = "max_tokens"
         values = {names[key]: value for key, value in recommended.items() if key in names and value is not None}
+        if values.get("top_k") == -1:  # another way to write "off"
+            values["top_k"] = 0
         if recommended.get("do_sample") is False:
             values = {"temperature": 0.0, **{key: values[key] for key in values if key == "max_tokens"}}
-        return SamplingParams(**values)
+        try:
+            return SamplingParams(**values)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"generation_config.json: {error}; give sampling_params of your own") from None
 
     def metrics(self) -> dict[str, Any]:
         """Counters since start: tokens, prefix cache hits, preemptions, batch sizes, memory, time by phase."""
@@ -366,6 +374,8 @@ def _as_token_ids(prompt: Any) -> Row:
         prompt = prompt.tolist()
     if not isinstance(prompt, (list, tuple, range)):
         return ValueError(f"a prompt must be a string or a list of token ids, not {prompt!r}"[:200])
+    if set(map(type, prompt)) == {int}:  # nearly always, and prompts can be long
+        return list(prompt)
     bad = next((token_id for token_id in prompt if not _is_token_id(token_id)), None)
     if bad is not None or None in prompt:
         return ValueError(f"token ids must be integers, not {bad!r}"[:200])

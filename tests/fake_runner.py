@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable
 
 from nanovllm.config import Config
-from nanovllm.engine.llm_engine import LLMEngine, RunnerInfo
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.runner import RunnerInfo
 from nanovllm.engine.scheduler import Work
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams

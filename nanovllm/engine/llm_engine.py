@@ -9,11 +9,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.runner import LaunchedStep, Runner
 from nanovllm.engine.scheduler import Scheduler, SchedulerStats, Work
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -23,44 +23,13 @@ logger = logging.getLogger(__name__)
 _MASK = 2**64 - 1
 
 
-@dataclass(frozen=True)
-class RunnerInfo:
-    """What a runner found out at start-up.
-
-    Args:
-        num_kvcache_blocks, kvcache_block_size: the KV cache.
-        max_model_len: most tokens of prompt + completion.
-        vocab_size: token ids are below it.
-        eos_token_ids: the model's own end-of-sequence ids.
-        generation_config: the model's generation_config.json, for the sampling it recommends.
-    """
-
-    num_kvcache_blocks: int
-    kvcache_block_size: int
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    generation_config: dict[str, Any] = field(default_factory=dict)
-
-
-class StepResult(Protocol):
-    def wait(self) -> list[int]:
-        """The sampled tokens in the work's order, once the device is done; below 0 for broken logits."""
-
-
-class Runner(Protocol):
-    """What the loop needs of a ModelRunner; tests put in one without a model."""
-
-    info: RunnerInfo
-
-    def launch(self, work: Work) -> StepResult: ...
-    def memory(self) -> dict[str, int]: ...
-    def close(self) -> None: ...
-
-
 @dataclass
 class StepStats:
-    """Counters over the engine's life. A step with nothing but single new tokens is a decode step."""
+    """Counters over the engine's life.
+
+    A step with nothing but single new tokens is a decode step; in a prefill step the rows with one new token
+    still count as decode tokens. Seconds go to the step that was scheduled, launched or waited for.
+    """
 
     num_prefill_steps: int = 0
     num_decode_steps: int = 0
@@ -102,7 +71,7 @@ class LLMEngine:
         self.step_stats = StepStats()
         self.scheduler_stats = SchedulerStats()
         self._num_requests = 0
-        self._in_flight: deque[tuple[Work, StepResult]] = deque()
+        self._in_flight: deque[tuple[Work, LaunchedStep]] = deque()
         self._unfinished: dict[int, Sequence] = {}
         self._is_closed = False
         self._renew_scheduler()
@@ -120,9 +89,11 @@ class LLMEngine:
         Args:
             prompt_token_ids: the prompt.
             sampling_params: how to sample it.
-            stop_predicate: called with each new token in order; True ends the request.
+            stop_predicate: called with each new token in order; True ends the request. An exception from it
+                is one of the step: it empties the engine.
 
         Raises:
+            TypeError: the prompt holds something else than integers.
             ValueError: the prompt can never be run. The number is used up all the same, so that one bad
                 request does not change the seeds of those after it.
         """
@@ -149,9 +120,11 @@ class LLMEngine:
     def abort(self, seq_id: int) -> Sequence | None:
         """Ends a request between two steps and returns it with what it has; None if it is not unfinished."""
         self._check_usable()
-        seq = self._unfinished.pop(seq_id, None)
+        seq = self._unfinished.get(seq_id)
         if seq is not None:
             self.scheduler.abort(seq)
+            del self._unfinished[seq_id]
+            self.step_stats.num_output_tokens += len(seq.token_ids) - seq.num_prompt_tokens
         return seq
 
     def is_finished(self) -> bool:
@@ -171,16 +144,19 @@ class LLMEngine:
             work = self.scheduler.schedule()
             if work:
                 self._in_flight.append((work, self.runner.launch(work)))
+                self._count_step(work)
             elif not self._in_flight and self._unfinished:
                 raise RuntimeError(f"nothing can be scheduled, which is a bug: {list(self._unfinished.values())[:3]}")
-            finished: list[Sequence] = []
+            self._count_seconds(work, time.perf_counter() - began)
+            began = time.perf_counter()
+            committed, finished = work, []
             if self._in_flight and (not work or len(self._in_flight) > self.depth):
                 committed, result = self._in_flight.popleft()
                 finished = self.scheduler.commit(committed, result.wait())
             for seq in finished:
                 del self._unfinished[seq.seq_id]
                 self.step_stats.num_output_tokens += len(seq.token_ids) - seq.num_prompt_tokens
-            self._count(work, time.perf_counter() - began)
+            self._count_seconds(committed, time.perf_counter() - began)
         except BaseException:
             self.reset()
             raise
@@ -202,8 +178,8 @@ class LLMEngine:
         """Frees the device's memory; the engine cannot be used afterwards. Calling it again does nothing."""
         if not self._is_closed:
             self.reset()
-            self._is_closed = True
             self.runner.close()
+            self._is_closed = True
 
     def metrics(self) -> dict[str, float | int | dict]:
         """Counters since the engine's start; seconds by phase are wall time inside `step`."""
@@ -255,8 +231,10 @@ class LLMEngine:
                 f"the prompt's {num_tokens} tokens leave no room for a new one within max_model_len="
                 f"{info.max_model_len}; shorten it or raise max_model_len"
             )
-        bad = next((token_id for token_id in token_ids if not 0 <= token_id < info.vocab_size), None)
-        if bad is not None:
+        if not set(map(type, token_ids)) <= {int}:
+            raise TypeError("token ids must be plain integers")
+        if min(token_ids) < 0 or max(token_ids) >= info.vocab_size:
+            bad = next(token_id for token_id in token_ids if not 0 <= token_id < info.vocab_size)
             raise ValueError(f"token id {bad} is outside the vocabulary (0 to {info.vocab_size - 1})")
         bad = next((token_id for token_id in params.stop_token_ids if not 0 <= token_id < info.vocab_size), None)
         if bad is not None:
@@ -275,18 +253,23 @@ class LLMEngine:
         if self._is_scheduler_stale:  # its renewal was interrupted
             self._renew_scheduler()
 
-    def _count(self, work: Work, seconds: float) -> None:
+    def _count_step(self, work: Work) -> None:
         stats = self.step_stats
         num_tokens = sum(num_new_tokens for _, num_new_tokens, _ in work)
+        num_single = sum(num_new_tokens == 1 for _, num_new_tokens, _ in work)
         stats.max_batch_size = max(stats.max_batch_size, len(work))
-        if num_tokens == len(work):
-            stats.num_decode_steps += bool(work)
-            stats.num_decode_tokens += num_tokens
-            stats.decode_seconds += seconds
+        stats.num_decode_tokens += num_single
+        stats.num_prefill_tokens += num_tokens - num_single
+        if num_single == len(work):
+            stats.num_decode_steps += 1
         else:
             stats.num_prefill_steps += 1
-            stats.num_prefill_tokens += num_tokens
-            stats.prefill_seconds += seconds
+
+    def _count_seconds(self, work: Work, seconds: float) -> None:
+        if all(num_new_tokens == 1 for _, num_new_tokens, _ in work):
+            self.step_stats.decode_seconds += seconds
+        else:
+            self.step_stats.prefill_seconds += seconds
 
 
 def _mix(seed: int, number: int) -> int:

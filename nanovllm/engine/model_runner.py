@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, build_batch
-from nanovllm.engine.llm_engine import RunnerInfo
+from nanovllm.engine.runner import RunnerInfo
 from nanovllm.engine.scheduler import Work
 from nanovllm.kernels import make_attention_backend
 from nanovllm.layers.sampler import sample
@@ -20,8 +20,8 @@ from nanovllm.utils.loader import fill_dummy_weights, find_model, load_weights
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
-# A KV cache on a CPU takes at most this, and at most half of the memory that is free.
-_MOST_CPU_CACHE_BYTES = 4 * _GIB
+# A KV cache on a CPU takes at most half of the free memory, and no more than this unless one sequence needs it.
+_USUAL_CPU_CACHE_BYTES = 4 * _GIB
 _LONGEST_DEFAULT_MODEL_LEN = 32768
 
 
@@ -35,7 +35,7 @@ class StepResult:
             self._token_ids = torch.empty_like(token_ids, device="cpu", pin_memory=True)
             self._token_ids.copy_(token_ids, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(token_ids.device))
 
     def wait(self) -> list[int]:
         if self._event is not None:
@@ -66,12 +66,7 @@ class ModelRunner:
             fill_dummy_weights(self.model, config.seed)
         else:
             load_weights(self.model, directory)
-        self.model.eval()
-        self._num_weight_bytes = sum(parameter.nbytes for parameter in self.model.parameters())
-        with torch.inference_mode():
-            for module in self.model.modules():
-                if hasattr(module, "pack"):
-                    module.pack()
+        self._pack_weights()
         num_blocks = self._num_blocks(config, max_model_len)
         self.kv_cache = torch.empty(
             (
@@ -119,13 +114,25 @@ class ModelRunner:
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device by use."""
-        return {"weights": self._num_weight_bytes, "kv_cache": self.kv_cache.nbytes}
+        weights = {parameter.data_ptr(): parameter.nbytes for parameter in self.model.parameters()}
+        packed = sum(
+            module.packed.nbytes for module in self.model.modules() if getattr(module, "packed", None) is not None
+        )
+        return {"weights": sum(weights.values()) + packed, "kv_cache": self.kv_cache.nbytes}
 
     def close(self) -> None:
-        """Gives the device's memory back."""
-        del self.model, self.kv_cache, self.last_token_ids
+        """Gives the device's memory back; calling it again does nothing."""
+        self.model = self.kv_cache = self.last_token_ids = self.backend = None
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            with torch.cuda.device(self.device):
+                torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def _pack_weights(self) -> None:
+        """Lets the linear layers trade their weights for a layout that the device multiplies faster."""
+        for module in self.model.modules():
+            if hasattr(module, "pack"):
+                module.pack()
 
     def _num_blocks(self, config: Config, max_model_len: int) -> int:
         num_values = self.model_config.num_kv_values_per_token * self.model.num_kv_heads
@@ -140,6 +147,7 @@ class ModelRunner:
                     f"{free_bytes / _GIB:.2f} GiB that are free; lower it"
                 )
             return config.num_kvcache_blocks
+        blocks_of_longest = -(-max_model_len // self.block_size)
         if self.device.type == "cuda":
             total_bytes = torch.cuda.mem_get_info(self.device)[1]
             # What a large step needs for its activations stays free.
@@ -147,8 +155,7 @@ class ModelRunner:
                 min(free_bytes, config.gpu_memory_utilization * total_bytes - (total_bytes - free_bytes)) - 2 * _GIB
             )
         else:
-            budget = min(free_bytes / 2, _MOST_CPU_CACHE_BYTES)
-        blocks_of_longest = -(-max_model_len // self.block_size)
+            budget = min(free_bytes / 2, max(_USUAL_CPU_CACHE_BYTES, blocks_of_longest * block_bytes))
         num_blocks = min(int(budget // block_bytes), config.max_num_seqs * blocks_of_longest)
         if num_blocks < blocks_of_longest:
             missing = blocks_of_longest * block_bytes - budget
@@ -192,7 +199,7 @@ def _max_model_len(wanted: int | None, limit: int) -> int:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Memory that is free on the device; on a CPU, what the system and the control group leave."""
+    """Memory that is free on the device; on a CPU, what the system and its control group (version 2) leave."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -200,7 +207,11 @@ def _free_bytes(device: torch.device) -> int:
     if meminfo.exists():
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
         free = min(free, int(fields["MemAvailable"].split()[0]) * 1024)
-    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    group = Path("/sys/fs/cgroup")
+    limit, used, stat = (group / name for name in ("memory.max", "memory.current", "memory.stat"))
     if limit.exists() and used.exists() and limit.read_text().strip().isdigit():
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
+        # Cached file pages, such as the checkpoint just read, are given up when memory is wanted.
+        lines = stat.read_text().splitlines() if stat.exists() else []
+        cached = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+        free = min(free, int(limit.read_text()) - int(used.read_text()) + cached)
     return max(free, 0)

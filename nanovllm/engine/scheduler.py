@@ -27,53 +27,57 @@ class SchedulerStats:
 
 
 class WaitingQueue:
-    """First come, first served, but sequences that share their first block stand behind the first of them."""
+    """First come, first served, but sequences that share their first block stand behind the first of them.
+
+    A group that has begun to be served takes no more members, or newcomers could keep others waiting for ever.
+    """
 
     def __init__(self):
         self._returned: deque[Sequence] = deque()  # preempted, oldest first
-        self._groups: OrderedDict[object, deque[Sequence]] = OrderedDict()
-        self._num_grouped = 0
+        # Groups by the id of their first member; a group's members by their ids.
+        self._groups: OrderedDict[int, OrderedDict[int, Sequence]] = OrderedDict()
+        self._group_of: dict[int, int] = {}  # member -> group
+        self._open_groups: dict[int, int] = {}  # prefix key -> group that still takes members
 
     def push(self, seq: Sequence, prefix_key: int | None) -> None:
-        # A string can never equal a hash, so a sequence that cannot share is a group of its own.
-        key = f"alone {seq.seq_id}" if prefix_key is None else prefix_key
-        self._groups.setdefault(key, deque()).append(seq)
-        self._num_grouped += 1
+        group_id = seq.seq_id if prefix_key is None else self._open_groups.setdefault(prefix_key, seq.seq_id)
+        if group_id not in self._groups:  # a new one, or one whose members all left
+            self._groups[group_id] = OrderedDict()
+        self._groups[group_id][seq.seq_id] = seq
+        self._group_of[seq.seq_id] = group_id
 
     def push_front(self, seq: Sequence) -> None:
         self._returned.appendleft(seq)
 
     def peek(self) -> Sequence:
-        return self._returned[0] if self._returned else next(iter(self._groups.values()))[0]
-
-    def pop(self) -> Sequence:
-        seq = self.peek()
         if self._returned:
-            self._returned.popleft()
-        else:
-            self._remove_from_group(next(iter(self._groups)), seq)
+            return self._returned[0]
+        return next(iter(next(iter(self._groups.values())).values()))
+
+    def pop(self, prefix_key: int | None) -> Sequence:
+        """Takes out what `peek` showed; `prefix_key` is its."""
+        seq = self.peek()
+        if not self._returned:
+            self._open_groups.pop(prefix_key, None)
+        self.remove(seq)
         return seq
 
     def remove(self, seq: Sequence) -> None:
-        if seq in self._returned:
+        group_id = self._group_of.pop(seq.seq_id, None)
+        if group_id is None:
             self._returned.remove(seq)
-        else:
-            self._remove_from_group(next(key for key, group in self._groups.items() if seq in group), seq)
-
-    def _remove_from_group(self, key: object, seq: Sequence) -> None:
-        group = self._groups[key]
-        group.remove(seq)
-        self._num_grouped -= 1
-        if not group:
-            del self._groups[key]
+            return
+        del self._groups[group_id][seq.seq_id]
+        if not self._groups[group_id]:
+            del self._groups[group_id]
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._returned
         for group in self._groups.values():
-            yield from group
+            yield from group.values()
 
     def __len__(self) -> int:
-        return len(self._returned) + self._num_grouped
+        return len(self._returned) + len(self._group_of)
 
 
 class Scheduler:
@@ -100,6 +104,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in order of admission
         self._is_admitting = False  # an admission has begun and was only cut short by the step's budget
+        self._num_free_blocks_wanted = 0  # before the next admission, after one that ended for want of blocks
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     @property
@@ -184,10 +189,13 @@ class Scheduler:
         """Moves waiting sequences to running, in one large prefill rather than many small ones."""
         num_running = len(self.running)
         num_free_places = self.max_num_seqs - num_running
-        gather = min(max(min(16, self.max_num_seqs // 4), num_running // 8), len(self.waiting))
-        if work and num_free_places < gather and not self._is_admitting:
+        num_to_gather = min(max(min(16, self.max_num_seqs // 4), num_running // 8), len(self.waiting))
+        block_manager = self.block_manager
+        is_too_early = num_free_places < num_to_gather or block_manager.num_free_blocks < self._num_free_blocks_wanted
+        if work and is_too_early and not self._is_admitting:
             return
         self._is_admitting = False
+        self._num_free_blocks_wanted = 0
         while self.waiting and len(self.running) < self.max_num_seqs:
             if budget == 0:
                 self._is_admitting = True
@@ -195,10 +203,15 @@ class Scheduler:
             seq = self.waiting.peek()
             # Each running sequence will want another block sooner or later; without that reserve an
             # admission would be preempted at once. A sequence that would be alone needs no reserve.
-            if seq.has_token_in_flight or not self.block_manager.can_allocate(seq, len(self.running)):
+            if seq.has_token_in_flight:
                 return
-            self.waiting.pop()
-            self.block_manager.allocate(seq)
+            if not block_manager.can_allocate(seq, len(self.running)):
+                # Otherwise each finished sequence would let in the next one, a step of prefill for each.
+                num_blocks = len(block_manager.blocks)
+                self._num_free_blocks_wanted = min(block_manager.num_free_blocks + num_blocks // 16 + 1, num_blocks)
+                return
+            self.waiting.pop(block_manager.prefix_key(seq))
+            block_manager.allocate(seq)
             seq.status = SequenceStatus.RUNNING
             seq.slot = self._free_slots.pop()
             self.running.append(seq)

@@ -11,7 +11,7 @@ from nanovllm.utils.context import Context
 
 
 class AttentionBackend(Protocol):
-    """Causal attention of ragged queries over paged keys. Backends hold no state of a step."""
+    """Causal attention of ragged queries over paged keys. Backends hold no state of a step, scratch memory aside."""
 
     name: str
     default_block_size: int

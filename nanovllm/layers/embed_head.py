@@ -5,8 +5,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels.packed_linear import linear, pack_weight
-from nanovllm.layers.linear import WHOLE, Shard, Shards, empty_parameter
+from nanovllm.layers.linear import WHOLE, Shards, empty_parameter
 from nanovllm.utils.distributed import Parallel
+from nanovllm.utils.loader import Shard
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -50,7 +51,9 @@ class VocabParallelEmbedding(nn.Module):
 class ParallelLMHead(VocabParallelEmbedding):
     """Projects onto the vocabulary; with tied embeddings it is given the embedding's `weight`."""
 
-    packed: torch.Tensor | None = None
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.packed: torch.Tensor | None = None
 
     def pack(self) -> None:
         """Like LinearBase.pack; a tied weight stays, for the embedding reads it."""

@@ -5,29 +5,12 @@ know nothing else. Column-parallel layers divide the outputs, row-parallel ones 
 them needs one all-reduce (Megatron-LM, Shoeybi et al., 2019).
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 
 from nanovllm.kernels.packed_linear import linear, pack_weight
 from nanovllm.utils.distributed import Parallel
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One checkpoint tensor's way into a parameter.
-
-    Args:
-        shape: the tensor's whole shape in the checkpoint.
-        source: what this rank reads of it, a (start, length) for each dimension.
-        target: the part of the parameter that it fills.
-    """
-
-    shape: tuple[int, ...]
-    source: tuple[tuple[int, int], ...]
-    target: torch.Tensor
-
+from nanovllm.utils.loader import Shard
 
 # Key of a parameter that is one checkpoint tensor of the same name; fused layers use names such as "q_proj".
 WHOLE = ""

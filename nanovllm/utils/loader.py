@@ -1,21 +1,35 @@
 """Weights: safetensors streamed tensor by tensor into the model, every one exactly once.
 
-Nothing is unpickled, and no file outside the model's directory is opened.
+Nothing is unpickled, and no name in an index may lead out of the model's directory.
 """
 
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from nanovllm.layers.linear import Shard
-
 INDEX_FILE = "model.safetensors.index.json"
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]  # config, tokenizer, chat template
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One checkpoint tensor's way into a parameter.
+
+    Args:
+        shape: the tensor's whole shape in the checkpoint.
+        source: what this rank reads of it, a (start, length) for each dimension.
+        target: the part of the parameter that it fills.
+    """
+
+    shape: tuple[int, ...]
+    source: tuple[tuple[int, int], ...]
+    target: torch.Tensor
 
 
 def find_model(model: str, revision: str | None, with_weights: bool = True) -> Path:
@@ -96,15 +110,12 @@ def expected_tensors(model: nn.Module) -> dict[str, Shard]:
 def fill_dummy_weights(model: nn.Module, seed: int) -> None:
     """Small random numbers (norm weights one), for benchmarks without a checkpoint."""
     with torch.no_grad():
-        generators: dict[torch.device, torch.Generator] = {}
+        generator = torch.Generator(next(model.parameters()).device).manual_seed(seed % 2**63)
         for name, parameter in model.named_parameters():
-            device = parameter.device
-            if device not in generators:
-                generators[device] = torch.Generator(device).manual_seed(seed % 2**63)
             if parameter.ndim == 1 and name.endswith("weight"):
                 parameter.fill_(1)
             else:
-                parameter.normal_(0, 0.02, generator=generators[device])
+                parameter.normal_(0, 0.02, generator=generator)
 
 
 def checkpoint_files(directory: Path) -> Iterator[Path]:
@@ -138,11 +149,18 @@ def _open(path: Path):
 
 
 def _load(name: str, shard: Shard, file, path: Path) -> None:
-    whole = file.get_slice(name)
-    shape = tuple(whole.get_shape())
+    try:
+        whole = file.get_slice(name)
+        shape = tuple(whole.get_shape())
+        tensor = (
+            whole[tuple(slice(start, start + length) for start, length in shard.source)]
+            if shape == shard.shape
+            else None
+        )
+    except (SafetensorError, RuntimeError) as error:  # a type of number that PyTorch lacks, say
+        raise ValueError(f"tensor {name} in {path} cannot be read: {error}") from None
     if shape != shard.shape:
         raise ValueError(f"tensor {name} in {path} has shape {list(shape)}, the model needs {list(shard.shape)}")
-    tensor = whole[tuple(slice(start, start + length) for start, length in shard.source)]
     if not tensor.is_floating_point():
         raise ValueError(f"tensor {name} in {path} is {tensor.dtype}; only floating-point weights are supported")
     shard.target.copy_(tensor)
