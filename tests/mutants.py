@@ -173,8 +173,8 @@ MUTANTS = [
     Mutant(
         "a preempted sequence is readmitted without its token in flight",
         SCHEDULER,
-        "if seq.has_token_in_flight or not self",
-        "if not self",
+        "            if seq.has_token_in_flight:\n                return\n",
+        "",
         ("test_scheduler.py::test_a_preempted_sequence_with_a_token_in_flight_waits_for_its_commit",),
     ),
     Mutant(
@@ -243,8 +243,8 @@ MUTANTS = [
     Mutant(
         "admissions trickle in one at a time",
         SCHEDULER,
-        "if work and num_free_places < gather and not self._is_admitting:",
-        "if work and num_free_places < 1 and not self._is_admitting:",
+        "is_too_early = num_free_places < num_to_gather or",
+        "is_too_early = num_free_places < 1 or",
         ("test_scheduler.py::test_admissions_are_gathered_while_decode_is_busy",),
     ),
     Mutant(
@@ -264,9 +264,23 @@ MUTANTS = [
     Mutant(
         "sharers are not admitted together",
         SCHEDULER,
-        'key = f"alone {seq.seq_id}" if prefix_key is None else prefix_key',
-        'key = f"alone {seq.seq_id}"',
+        "seq.seq_id if prefix_key is None else self._open_groups.setdefault(prefix_key, seq.seq_id)",
+        "seq.seq_id",
         ("test_scheduler.py::test_prompts_that_share_a_prefix_are_admitted_together",),
+    ),
+    Mutant(
+        "a group that is being served takes newcomers for ever",
+        SCHEDULER,
+        "            self._open_groups.pop(prefix_key, None)\n",
+        "            pass\n",
+        ("test_scheduler.py::test_newcomers_with_a_popular_prefix_cannot_keep_others_waiting",),
+    ),
+    Mutant(
+        "a full cache lets sequences in one at a time",
+        SCHEDULER,
+        "self._num_free_blocks_wanted = min(block_manager.num_free_blocks + num_blocks // 16 + 1, num_blocks)",
+        "pass",
+        ("test_scheduler.py::test_admissions_are_gathered_when_blocks_are_what_is_short",),
     ),
     Mutant(
         "a stop token stops before min_tokens",

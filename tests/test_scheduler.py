@@ -273,6 +273,31 @@ def test_admissions_are_gathered_while_decode_is_busy():
     assert [count for count in admissions(engine) if count] == [64, 16, 16]
 
 
+def test_admissions_are_gathered_when_blocks_are_what_is_short():
+    """With places to spare but a full cache, every sequence that finished let in the next: a prefill step each."""
+    engine = make_engine(num_blocks=160, max_num_seqs=512, overlap=False)
+    for index in range(200):
+        add(engine, [index] * 12, max_tokens=4 + index % 16)
+    check_right(engine, run_to_end(engine))
+    later = [count for count in admissions(engine)[1:] if count]
+    assert sum(later) / len(later) >= 3, later
+
+
+def test_newcomers_with_a_popular_prefix_cannot_keep_others_waiting():
+    """A group that was being served took in newcomers, and those behind it never came to the front."""
+    engine = make_engine(max_num_seqs=2, overlap=False)
+    popular = [7] * 8
+    for _ in range(4):
+        add(engine, [*popular, 1], max_tokens=3)
+    lonely = add(engine, range(20, 29), max_tokens=3)
+    for _ in range(60):
+        for seq in engine.step():
+            if seq.seq_id == lonely:
+                return
+            add(engine, [*popular, 1], max_tokens=3)
+    raise AssertionError("the other request still waits")
+
+
 def test_the_last_prompts_are_admitted_as_soon_as_there_are_places_for_all_of_them():
     """They waited for places that nobody but they would ever take."""
     engine = make_engine(num_blocks=10_000, max_num_seqs=64, overlap=False)

@@ -27,14 +27,15 @@ _MASK = 2**64 - 1
 class StepStats:
     """Counters over the engine's life.
 
-    A step with nothing but single new tokens is a decode step; in a prefill step the rows with one new token
-    still count as decode tokens. Seconds go to the step that was scheduled, launched or waited for.
+    A step with nothing but single new tokens is a decode step; other steps may hold decodes too, which count as
+    decode tokens all the same. Seconds go to the step that was scheduled, launched or waited for.
     """
 
     num_prefill_steps: int = 0
     num_decode_steps: int = 0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
+    num_decode_step_rows: int = 0
     num_output_tokens: int = 0
     max_batch_size: int = 0
     prefill_seconds: float = 0.0
@@ -199,7 +200,7 @@ class LLMEngine:
             "num_preemptions": scheduled.num_preemptions,
             "num_prefill_steps": steps.num_prefill_steps,
             "num_decode_steps": steps.num_decode_steps,
-            "mean_decode_batch_size": steps.num_decode_tokens / max(steps.num_decode_steps, 1),
+            "mean_decode_batch_size": steps.num_decode_step_rows / max(steps.num_decode_steps, 1),
             "max_batch_size": steps.max_batch_size,
             "num_steps": num_steps,
             "prefill_seconds": steps.prefill_seconds,
@@ -255,13 +256,20 @@ class LLMEngine:
 
     def _count_step(self, work: Work) -> None:
         stats = self.step_stats
-        num_tokens = sum(num_new_tokens for _, num_new_tokens, _ in work)
-        num_single = sum(num_new_tokens == 1 for _, num_new_tokens, _ in work)
+        num_tokens = num_decodes = 0
+        is_decode_step = True
+        for seq, num_new_tokens, _ in work:
+            num_tokens += num_new_tokens
+            if num_new_tokens > 1:
+                is_decode_step = False
+            elif seq.num_computed_tokens > seq.num_prompt_tokens:
+                num_decodes += 1
         stats.max_batch_size = max(stats.max_batch_size, len(work))
-        stats.num_decode_tokens += num_single
-        stats.num_prefill_tokens += num_tokens - num_single
-        if num_single == len(work):
+        stats.num_decode_tokens += num_decodes
+        stats.num_prefill_tokens += num_tokens - num_decodes
+        if is_decode_step:
             stats.num_decode_steps += 1
+            stats.num_decode_step_rows += len(work)
         else:
             stats.num_prefill_steps += 1
 
