@@ -5,6 +5,10 @@
     python bench.py --workload nano --size 0.6B         random weights of a real model's shape
     python bench.py --workload nano --model Qwen/Qwen3-0.6B
 
+Workloads (sequences; prompt tokens; output tokens): demo (64; 8-200; 8-200, greedy), nano (256; 100-1024; 100-1024),
+big (2048 of nano's), prefix (2048 behind 32 prefixes of 1024; 16-128 more; 64-256), short (8192; 16-64; 16-64),
+one (1; 128; 512).
+
 The last line on stdout is JSON.
 """
 
@@ -151,7 +155,7 @@ def parse_arguments() -> argparse.Namespace:
     which.add_argument("--size", choices=SIZES, help="random weights of this shape; nothing is downloaded")
     parser.add_argument("--vs", choices=("transformers",), help="run the same requests through another engine too")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of each engine; the median counts")
-    parser.add_argument("--backend", default="auto", help="attention backend")
+    parser.add_argument("--backend", choices=("auto", "sdpa", "torch"), default="auto", help="attention backend")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--max-model-len", type=int, help="default: 4096 with --size, else the model's own")

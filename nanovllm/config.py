@@ -17,7 +17,7 @@ class Config:
 
     Args:
         model: a directory in the Hugging Face layout, or a hub name such as "Qwen/Qwen3-0.6B".
-        revision: branch, tag or commit of a hub name.
+        revision: branch, tag or commit of a hub name; a directory has none.
         dtype: of weights, activations and KV cache; "auto" is the checkpoint's on a GPU, float32 on a CPU.
         device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1".
         attention_backend: "sdpa" (PyTorch's fused attention over gathered blocks), "torch" (the plain
@@ -26,14 +26,14 @@ class Config:
         max_model_len: most tokens of prompt + completion; None is the model's own limit, at most 32,768.
         max_num_batched_tokens: most tokens computed in one step; longer prompts are computed in chunks.
         max_num_seqs: most sequences that run at a time.
-        gpu_memory_utilization: fraction of the GPU's memory that weights, activations and KV cache may take.
+        gpu_memory_utilization: fraction of a GPU's memory that weights, activations and KV cache may take.
         kvcache_block_size: tokens in a block of the KV cache; None is the backend's own choice.
         num_kvcache_blocks: blocks in the KV cache; None is as many as fit.
         tensor_parallel_size: GPUs that one model is split over; only 1 so far.
-        enforce_eager: never use CUDA graphs.
+        enforce_eager: never use CUDA graphs; there are none yet, so it changes nothing.
         overlap: let the device run one step ahead of the host.
         enable_prefix_caching: share the KV blocks of equal prompt beginnings.
-        prefix_grouping: attend a shared prefix once for all who share it, where the backend can.
+        prefix_grouping: attend a shared prefix once for all who share it, where the backend can; none can yet.
         deterministic: bitwise equal results whatever the batch; not available yet.
         seed: of the requests that bring none.
 

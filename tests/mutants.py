@@ -271,7 +271,7 @@ MUTANTS = [
     Mutant(
         "a group that is being served takes newcomers for ever",
         SCHEDULER,
-        "            self._open_groups.pop(prefix_key, None)\n",
+        "            self._close(self._group_of[seq.seq_id])\n",
         "            pass\n",
         ("test_scheduler.py::test_newcomers_with_a_popular_prefix_cannot_keep_others_waiting",),
     ),

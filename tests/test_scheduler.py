@@ -283,6 +283,26 @@ def test_admissions_are_gathered_when_blocks_are_what_is_short():
     assert sum(later) / len(later) >= 3, later
 
 
+def test_a_refused_request_that_is_aborted_holds_nobody_back():
+    """The blocks wanted for it stayed wanted, and requests that fitted waited for the running one to end."""
+    engine = make_engine(num_blocks=100, max_model_len=400, max_num_seqs=8, overlap=False)
+    add(engine, [1] * 40, max_tokens=300)
+    engine.step()
+    large = add(engine, [2] * 390, max_tokens=2)
+    engine.step()
+    engine.abort(large)
+    small = [add(engine, [3 + index], max_tokens=2) for index in range(5)]
+    finished = [seq.seq_id for _ in range(4) for seq in engine.step()]
+    assert sorted(finished) == small
+
+
+def test_aborted_requests_leave_nothing_in_the_queue():
+    engine = make_engine()
+    for index in range(20):
+        engine.abort(add(engine, [index] * 9, max_tokens=2))
+    assert all(not value for value in vars(engine.scheduler.waiting).values())
+
+
 def test_newcomers_with_a_popular_prefix_cannot_keep_others_waiting():
     """A group that was being served took in newcomers, and those behind it never came to the front."""
     engine = make_engine(max_num_seqs=2, overlap=False)

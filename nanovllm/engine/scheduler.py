@@ -38,11 +38,14 @@ class WaitingQueue:
         self._groups: OrderedDict[int, OrderedDict[int, Sequence]] = OrderedDict()
         self._group_of: dict[int, int] = {}  # member -> group
         self._open_groups: dict[int, int] = {}  # prefix key -> group that still takes members
+        self._key_of: dict[int, int] = {}  # such a group -> its prefix key
 
     def push(self, seq: Sequence, prefix_key: int | None) -> None:
         group_id = seq.seq_id if prefix_key is None else self._open_groups.setdefault(prefix_key, seq.seq_id)
-        if group_id not in self._groups:  # a new one, or one whose members all left
+        if group_id not in self._groups:
             self._groups[group_id] = OrderedDict()
+            if prefix_key is not None:
+                self._key_of[group_id] = prefix_key
         self._groups[group_id][seq.seq_id] = seq
         self._group_of[seq.seq_id] = group_id
 
@@ -54,11 +57,10 @@ class WaitingQueue:
             return self._returned[0]
         return next(iter(next(iter(self._groups.values())).values()))
 
-    def pop(self, prefix_key: int | None) -> Sequence:
-        """Takes out what `peek` showed; `prefix_key` is its."""
+    def pop(self) -> Sequence:
         seq = self.peek()
         if not self._returned:
-            self._open_groups.pop(prefix_key, None)
+            self._close(self._group_of[seq.seq_id])
         self.remove(seq)
         return seq
 
@@ -70,6 +72,11 @@ class WaitingQueue:
         del self._groups[group_id][seq.seq_id]
         if not self._groups[group_id]:
             del self._groups[group_id]
+            self._close(group_id)
+
+    def _close(self, group_id: int) -> None:
+        if group_id in self._key_of:
+            del self._open_groups[self._key_of.pop(group_id)]
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._returned
@@ -210,7 +217,7 @@ class Scheduler:
                 num_blocks = len(block_manager.blocks)
                 self._num_free_blocks_wanted = min(block_manager.num_free_blocks + num_blocks // 16 + 1, num_blocks)
                 return
-            self.waiting.pop(block_manager.prefix_key(seq))
+            self.waiting.pop()
             block_manager.allocate(seq)
             seq.status = SequenceStatus.RUNNING
             seq.slot = self._free_slots.pop()
@@ -237,12 +244,14 @@ class Scheduler:
         seq.status = SequenceStatus.WAITING
         seq.num_preemptions += 1
         self.stats.num_preemptions += 1
+        self._num_free_blocks_wanted = 0  # it was for another
         self.waiting.push_front(seq)
 
     def _finish(self, seq: Sequence, reason: str, remove: bool = True) -> None:
         """Gives blocks and slot back; `remove=False` leaves `running` to the caller."""
         if seq.status is SequenceStatus.WAITING:
             self.waiting.remove(seq)
+            self._num_free_blocks_wanted = 0  # it may have been for this one
         else:
             self.block_manager.deallocate(seq)
             self._release_slot(seq)

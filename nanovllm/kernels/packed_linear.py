@@ -4,8 +4,14 @@ PyTorch multiplies float32 matrices with MKL, which shares a product of few rows
 rows oneDNN takes half to a third of its time (docs/performance.md). The plain twin is `F.linear`.
 """
 
+from bisect import bisect_left
+
 import torch
 import torch.nn.functional as F
+
+# oneDNN compiles and keeps a kernel, half a megabyte, for each weight shape and number of rows. So only these
+# numbers are ever asked for: fewer rows are padded, more are cut into pieces of the largest.
+_ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor | None:
@@ -20,7 +26,13 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor | None:
 
 def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x: [num_rows, input_size] -> [num_rows, output_size]"""
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    num_rows = x.shape[0]
+    if num_rows > _ROWS[-1]:
+        return torch.cat([packed_linear(part, packed, bias) for part in x.split(_ROWS[-1])])
+    num_padded = _ROWS[bisect_left(_ROWS, num_rows)]
+    if num_padded > num_rows:
+        x = F.pad(x, (0, 0, 0, num_padded - num_rows))
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")[:num_rows]
 
 
 def linear(
