@@ -386,8 +386,8 @@ MUTANTS = [
     Mutant(
         "padding of a decode reads another sequence's slots",
         SDPA,
-        "position = position.where(position < torch.tensor(lengths, device=device)[:, None], 0)",
-        "position = position.expand(len(rows), -1)",
+        "np.where(position < lengths[:, None], position, 0)",
+        "np.broadcast_to(position, (len(lengths), capacity))",
         ("test_attention.py::test_ragged_decodes_from_1_to_4096",),
     ),
     Mutant(

@@ -16,7 +16,7 @@ from model_factory import make_model, one_thread, save_model  # noqa: F401
 
 from nanovllm.engine.batch import build_batch
 from nanovllm.engine.sequence import Sequence
-from nanovllm.kernels import make_attention_backend
+from nanovllm.kernels.torch_attention import TorchAttention
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
@@ -340,7 +340,7 @@ class ThreadRank(Parallel):
 def logits_of(directory: Path, token_ids: list[int], parallel: Parallel) -> torch.Tensor:
     """This rank's logits of a prompt, from its own shard of the checkpoint and of the cache."""
     config = load_model_config(directory, list(ARCHITECTURES))
-    backend = make_attention_backend("torch")
+    backend = TorchAttention(None)
     model = ARCHITECTURES[config.architecture](config, 64, backend, parallel, **FP32)
     load_weights(model, directory)
     seq = Sequence(0, token_ids, SamplingParams(), 64)

@@ -20,7 +20,7 @@ from model_factory import (
 )
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels import make_attention_backend
+from nanovllm.kernels.torch_attention import TorchAttention
 from nanovllm.models import ARCHITECTURES
 from nanovllm.models.config import load_model_config
 from nanovllm.utils.distributed import Parallel
@@ -32,7 +32,7 @@ INDEX = "model.safetensors.index.json"
 def empty_model(directory: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """The model of a directory's config, all NaN."""
     config = load_model_config(directory, list(ARCHITECTURES))
-    backend = make_attention_backend("torch")
+    backend = TorchAttention(None)
     model = ARCHITECTURES[config.architecture](config, 64, backend, Parallel(), dtype, torch.device("cpu"))
     for parameter in model.parameters():
         parameter.fill_(float("nan"))
@@ -50,6 +50,12 @@ def fused(theirs: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     for ours, parts in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
         if ours in name:
             return torch.cat([theirs[name.replace(ours, part)] for part in parts])
+    if "qk_norm" in name:  # [query and key heads, head_dim], a row for each head
+        q_weight, k_weight = (theirs[name.replace("qk_norm", part)] for part in ("q_norm", "k_norm"))
+        num_heads, num_kv_heads = (
+            theirs[name.replace("qk_norm", part)].shape[0] // len(q_weight) for part in ("q_proj", "k_proj")
+        )
+        return torch.cat((q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)))
     return theirs[name]
 
 

@@ -83,6 +83,7 @@ def build_batch(work: Work, block_size: int, vocab_size: int, device: torch.devi
             context_lens=on_device(context_lens, np.int32),
             block_tables=on_device(block_tables, np.int32),
             block_size=block_size,
+            seq_ids=[seq.seq_id for seq, _, _ in work],
         ),
         sampled_rows=on_device(cu_seqlens_q[1:][samples] - 1),
         sampled_slots=on_device([seq.slot for seq in sampled_seqs]),

@@ -216,7 +216,10 @@ class LLMEngine:
             self.info.num_kvcache_blocks, self.info.kvcache_block_size, self.config.enable_prefix_caching
         )
         self.scheduler = Scheduler(
-            block_manager, self.config.max_num_batched_tokens, self.config.max_num_seqs, self.scheduler_stats
+            block_manager,
+            min(self.config.max_num_batched_tokens, self.info.most_useful_batched_tokens),
+            self.config.max_num_seqs,
+            self.scheduler_stats,
         )
         self._is_scheduler_stale = False
 

@@ -10,7 +10,7 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, build_batch
 from nanovllm.engine.runner import RunnerInfo
 from nanovllm.engine.scheduler import Work
-from nanovllm.kernels import make_attention_backend
+from nanovllm.kernels import AttentionShape, make_attention_backend
 from nanovllm.layers.sampler import sample
 from nanovllm.models import ARCHITECTURES
 from nanovllm.models.config import load_model_config
@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 # A KV cache on a CPU takes at most half of the free memory, and no more than this unless one sequence needs it.
 _USUAL_CPU_CACHE_BYTES = 4 * _GIB
+# Larger steps only push the activations out of a CPU's caches.
+_USEFUL_CPU_TOKENS = 2048
 _LONGEST_DEFAULT_MODEL_LEN = 32768
 
 
@@ -57,7 +59,14 @@ class ModelRunner:
         self.model_config = model_config = load_model_config(directory, list(ARCHITECTURES))
         max_model_len = _max_model_len(config.max_model_len, model_config.max_position)
         self.dtype = _dtype(config.dtype, model_config.dtype, self.device)
-        self.backend = make_attention_backend(config.attention_backend)
+        shape = AttentionShape(
+            num_heads=model_config.num_attention_heads // parallel.size,
+            num_kv_heads=max(1, model_config.num_key_value_heads // parallel.size),
+            head_dim=model_config.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self.backend = make_attention_backend(config.attention_backend, shape)
         self.block_size = config.kvcache_block_size or self.backend.default_block_size
         self.model = ARCHITECTURES[model_config.architecture](
             model_config, max_model_len, self.backend, parallel, self.dtype, self.device
@@ -86,6 +95,7 @@ class ModelRunner:
             vocab_size=model_config.vocab_size,
             eos_token_ids=model_config.eos_token_ids,
             generation_config=model_config.generation,
+            most_useful_batched_tokens=_USEFUL_CPU_TOKENS if self.device.type == "cpu" else 2**31,
         )
         logger.info(
             "%s on %s in %s, attention %s, %d KV cache blocks of %d tokens (%.2f GiB), max_model_len %d",

@@ -16,6 +16,7 @@ class RunnerInfo:
         vocab_size: token ids are below it.
         eos_token_ids: the model's own end-of-sequence ids.
         generation_config: the model's generation_config.json, for the sampling it recommends.
+        most_useful_batched_tokens: a larger step is no faster.
     """
 
     num_kvcache_blocks: int
@@ -24,6 +25,7 @@ class RunnerInfo:
     vocab_size: int
     eos_token_ids: frozenset[int]
     generation_config: dict[str, Any] = field(default_factory=dict)
+    most_useful_batched_tokens: int = 2**31
 
 
 class LaunchedStep(Protocol):

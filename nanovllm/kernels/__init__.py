@@ -3,6 +3,7 @@
 `torch` is the plain reference; `sdpa` is what runs fast without kernels of our own.
 """
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -10,8 +11,20 @@ import torch
 from nanovllm.utils.context import Context
 
 
+@dataclass(frozen=True)
+class AttentionShape:
+    """What all attention layers of a model have in common; heads are those of this rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
 class AttentionBackend(Protocol):
-    """Causal attention of ragged queries over paged keys. Backends hold no state of a step, scratch memory aside."""
+    """Causal attention of ragged queries over paged keys. A backend belongs to one KV cache and
+    plans steps in the order in which they run."""
 
     name: str
     default_block_size: int
@@ -46,12 +59,12 @@ class AttentionBackend(Protocol):
         """
 
 
-def make_attention_backend(name: str) -> AttentionBackend:
+def make_attention_backend(name: str, shape: AttentionShape) -> AttentionBackend:
     """The backend that `attention_backend` asks for; "auto" is the fastest that can run here."""
     if name == "torch":
         from nanovllm.kernels.torch_attention import TorchAttention
 
-        return TorchAttention()
+        return TorchAttention(shape)
     from nanovllm.kernels.sdpa_attention import SDPAAttention
 
-    return SDPAAttention()
+    return SDPAAttention(shape)

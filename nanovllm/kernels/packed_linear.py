@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 # oneDNN compiles and keeps a kernel, half a megabyte, for each weight shape and number of rows. So only these
 # numbers are ever asked for: fewer rows are padded, more are cut into pieces of the largest.
-_ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
+_ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32), 512, 1024)
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 import torch
 
+from nanovllm.kernels import AttentionShape
 from nanovllm.utils.context import Context
 
 
@@ -20,6 +21,9 @@ class TorchAttention:
 
     name = "torch"
     default_block_size = 64
+
+    def __init__(self, shape: AttentionShape):
+        pass
 
     def plan(self, context: Context) -> None:
         return None

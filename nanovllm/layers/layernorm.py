@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers.linear import Shards, empty_parameter, replicated_shards
+from nanovllm.utils.loader import Shard
 
 
 class RMSNorm(nn.Module):
@@ -28,3 +29,28 @@ class RMSNorm(nn.Module):
         """(norm(x + residual), x + residual), the residual form of pre-norm layers; neither input is changed."""
         residual = x + residual
         return self(residual), residual
+
+
+class QKNorm(nn.Module):
+    """RMSNorm of every query and key head, with one weight for the queries and one for the keys.
+
+    weight: [num_heads + num_kv_heads, head_dim], the same row for all query heads and for all key heads.
+    """
+
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, dtype: torch.dtype, device: torch.device
+    ):
+        super().__init__()
+        self.num_heads = num_heads
+        self.weight = empty_parameter(num_heads + num_kv_heads, head_dim, dtype=dtype, device=device)
+        self.eps = eps
+
+    def shards(self, name: str) -> Shards:
+        head_dim = self.weight.shape[1]
+        heads = {"q_norm": self.weight[: self.num_heads], "k_norm": self.weight[self.num_heads :]}
+        return {key: Shard((head_dim,), ((0, head_dim),), target) for key, target in heads.items()}
+
+    def forward(self, qk: torch.Tensor) -> torch.Tensor:
+        """qk: [num_tokens, num_heads + num_kv_heads, head_dim] -> the same; qk itself is not changed."""
+        normed = F.rms_norm(qk.float(), (qk.shape[-1],), None, self.eps)
+        return normed.to(qk.dtype).mul_(self.weight)

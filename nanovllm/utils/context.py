@@ -18,6 +18,8 @@ class Context:
         context_lens: int32 [num_seqs], keys of each sequence, new ones included.
         block_tables: int32 [num_seqs, max_blocks], padded with 0.
         block_size: tokens in a block.
+        seq_ids: names of the sequences, never used again by others, for a backend that remembers them from step
+            to step; None if there are none.
         plan: what the attention backend's `plan` made of the rest.
     """
 
@@ -29,4 +31,5 @@ class Context:
     context_lens: torch.Tensor
     block_tables: torch.Tensor
     block_size: int
+    seq_ids: list[int] | None = None
     plan: Any = None

@@ -112,7 +112,7 @@ def fill_dummy_weights(model: nn.Module, seed: int) -> None:
     with torch.no_grad():
         generator = torch.Generator(next(model.parameters()).device).manual_seed(seed % 2**63)
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1 and name.endswith("weight"):
+            if name.endswith("norm.weight"):
                 parameter.fill_(1)
             else:
                 parameter.normal_(0, 0.02, generator=generator)
