@@ -155,7 +155,7 @@ def parse_arguments() -> argparse.Namespace:
     which.add_argument("--size", choices=SIZES, help="random weights of this shape; nothing is downloaded")
     parser.add_argument("--vs", choices=("transformers",), help="run the same requests through another engine too")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of each engine; the median counts")
-    parser.add_argument("--backend", choices=("auto", "sdpa", "torch"), default="auto", help="attention backend")
+    parser.add_argument("--backend", choices=("auto", "triton", "flash", "sdpa", "torch"), default="auto", help="attention backend")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--max-model-len", type=int, help="default: 4096 with --size, else the model's own")

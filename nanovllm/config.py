@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, fields
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION_BACKENDS = ("auto", "torch", "sdpa")
+ATTENTION_BACKENDS = ("auto", "triton", "flash", "sdpa", "torch")
 LOAD_FORMATS = ("auto", "dummy")
 
 
@@ -20,8 +20,9 @@ class Config:
         revision: branch, tag or commit of a hub name; a directory has none.
         dtype: of weights, activations and KV cache; "auto" is the checkpoint's on a GPU, float32 on a CPU.
         device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1".
-        attention_backend: "sdpa" (PyTorch's fused attention over gathered blocks), "torch" (the plain
-            reference) or "auto".
+        attention_backend: "triton" (our own kernels, GPUs), "flash" (FlashAttention 2, GPUs, needs flash-attn),
+            "sdpa" (PyTorch's own operators over gathered blocks, the fast one on a CPU), "torch" (the plain
+            reference) or "auto", the fastest that can run.
         load_format: "auto" reads safetensors; "dummy" needs only config.json and makes up random weights.
         max_model_len: most tokens of prompt + completion; None is the model's own limit, at most 32,768.
         max_num_batched_tokens: most tokens computed in one step; longer prompts are computed in chunks.
@@ -30,7 +31,7 @@ class Config:
         kvcache_block_size: tokens in a block of the KV cache; None is the backend's own choice.
         num_kvcache_blocks: blocks in the KV cache; None is as many as fit.
         tensor_parallel_size: GPUs that one model is split over; only 1 so far.
-        enforce_eager: never use CUDA graphs; there are none yet, so it changes nothing.
+        enforce_eager: never capture decode steps in CUDA graphs; starts sooner, runs slower.
         overlap: let the device run one step ahead of the host.
         enable_prefix_caching: share the KV blocks of equal prompt beginnings.
         prefix_grouping: attend a shared prefix once for all who share it, where the backend can; none can yet.

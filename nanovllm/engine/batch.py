@@ -1,4 +1,4 @@
-"""Turns a step's scheduled work into tensors."""
+"""Turns a step's scheduled work into tensors: from the host for any work, from the device's own state for decodes."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.engine.scheduler import Work
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers.sampler import SamplingBatch
+from nanovllm.layers.sampler import SamplingBatch, SpecialRows
 from nanovllm.utils.context import Context
 
 
@@ -21,7 +21,7 @@ class Batch:
         in_flight_slots: int64 [num_in_flight], where on the device the step before leaves them.
         positions: int64 [num_tokens].
         context: for attention; its plan is still to be made.
-        sampled_rows: int64 [num_sampled], the last token of each sequence that samples.
+        sampled_rows: int64 [num_sampled], the last token of each sequence that samples; None if all rows are.
         sampled_slots: int64 [num_sampled], where to leave what they sample.
         sampling: how.
     """
@@ -31,17 +31,133 @@ class Batch:
     in_flight_slots: torch.Tensor | None
     positions: torch.Tensor
     context: Context
-    sampled_rows: torch.Tensor
+    sampled_rows: torch.Tensor | None
     sampled_slots: torch.Tensor
     sampling: SamplingBatch
 
 
+class DeviceState:
+    """What the device itself knows of the running sequences, so that a decode step needs next to nothing sent.
+
+    By slot: the token sampled last and the block table. By row of the decode batch: its slot, context length and
+    sampling, which `decode_batch` turns into a Batch and moves on by one token, on the device. `update` sends only
+    what has changed. The slot after the last stands for rows that pad a captured step.
+    """
+
+    def __init__(self, max_num_seqs: int, max_num_blocks: int, block_size: int, device: torch.device):
+        self.block_size = block_size
+        self.device = device
+        self.padding_slot = max_num_seqs
+        self.last_token_ids = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        self.block_tables = torch.zeros((max_num_seqs + 1, max_num_blocks), dtype=torch.int32, device=device)
+        # Columns: slot, context length (0 for padding), seed, temperature as float64.
+        self.rows = torch.zeros((max_num_seqs, 4), dtype=torch.int64, device=device)
+        self.rows[:, 0] = self.padding_slot
+        self._one_each = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
+        # The block table objects of the rows sent last, a new one for each admission, and how long they were.
+        self._tables: list[list[int]] = []
+        self._num_sent = np.zeros(0, np.int64)
+        # By slot: the table object that the device has, and how much of it.
+        self._table_of_slot: dict[int, tuple[list[int], int]] = {}
+
+    def forget_rows(self) -> None:
+        """The next decode step is not the one after the last; its rows are sent anew."""
+        self._tables = []
+
+    def update(self, work: Work, num_rows: int) -> None:
+        """Makes the device's state that of the decodes `work`, padded to `num_rows`."""
+        tables = [seq.block_table for seq, _, _ in work]
+        num_blocks = np.fromiter(map(len, tables), np.int64, len(tables))
+        is_next_step = list(map(id, tables)) == list(map(id, self._tables))
+        self._tables = []  # until all of it is sent
+        entries: list[tuple[int, int]] = []  # (index into the flat block tables, block)
+        width = self.block_tables.shape[1]
+        grown = np.flatnonzero(num_blocks != self._num_sent).tolist() if is_next_step else range(len(work))
+        for row in grown:
+            slot, table = work[row][0].slot, tables[row]
+            known_table, num_known = self._table_of_slot.get(slot, (None, 0))
+            if known_table is not table:
+                num_known = 0
+            first = slot * width
+            entries += [(first + index, table[index]) for index in range(num_known, len(table))]
+            self._table_of_slot[slot] = table, len(table)
+        if entries:
+            entries = np.array(entries, np.int64)
+            indices, blocks = upload([entries[:, 0], entries[:, 1].astype(np.int32)], self.device)
+            self.block_tables.view(-1).index_copy_(0, indices, blocks)
+        if not is_next_step:
+            self._send_rows(work, num_rows)
+        self._tables, self._num_sent = tables, num_blocks
+
+    def _send_rows(self, work: Work, num_rows: int) -> None:
+        rows = np.zeros((num_rows, 4), np.int64)
+        rows[len(work) :, 0] = self.padding_slot
+        rows[: len(work), 0] = [seq.slot for seq, _, _ in work]
+        rows[: len(work), 1] = [seq.num_computed_tokens for seq, _, _ in work]
+        rows[: len(work), 2] = np.array([seq.seed for seq, _, _ in work], np.uint64).view(np.int64)
+        rows.view(np.float64)[: len(work), 3] = [_temperature(seq) for seq, _, _ in work]
+        # A token the host knows may be one that this slot has never held: a prompt's, or one from before a preemption.
+        known = [
+            (seq.slot, seq.token_ids[seq.num_computed_tokens - 1])
+            for seq, _, _ in work
+            if seq.num_computed_tokens <= len(seq.token_ids)
+        ]
+        known_slots, known_tokens = np.array(known, np.int64).reshape(-1, 2).T
+        sent_rows, slots, token_ids = upload([rows, known_slots, known_tokens], self.device)
+        self.rows[:num_rows].copy_(sent_rows)
+        if known:
+            self.last_token_ids.index_copy_(0, slots, token_ids)
+
+    def decode_batch(self, num_rows: int) -> Batch:
+        """The Batch of the first `num_rows` rows, each of which moves on by a token; all on the device."""
+        slots, lengths, seeds, temperatures = self.rows[:num_rows].t().clone(memory_format=torch.contiguous_format)
+        positions = (lengths - 1).clamp_(min=0)
+        block_tables = self.block_tables.index_select(0, slots)
+        blocks = block_tables.gather(1, (positions // self.block_size).unsqueeze(1)).squeeze(1).long()
+        slot_mapping = blocks * self.block_size + positions % self.block_size
+        self.rows[:num_rows, 1] += lengths > 0
+        return Batch(
+            token_ids=self.last_token_ids.index_select(0, slots),
+            in_flight_rows=None,
+            in_flight_slots=None,
+            positions=positions,
+            context=Context(
+                cu_seqlens_q=self._one_each[: num_rows + 1],
+                cu_seqlens_k=None,
+                max_seqlen_q=1,
+                max_seqlen_k=self.block_tables.shape[1] * self.block_size,
+                slot_mapping=slot_mapping.where(lengths > 0, -1),
+                context_lens=lengths.int(),
+                block_tables=block_tables,
+                block_size=self.block_size,
+                num_decodes=num_rows,
+            ),
+            sampled_rows=None,
+            sampled_slots=slots,
+            # The sampled token stands after the last computed one.
+            sampling=SamplingBatch(temperatures.view(torch.float64).float(), seeds, lengths),
+        )
+
+
+def upload(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """The arrays on the device, through one pinned buffer and one copy that nobody waits for."""
+    if device.type == "cpu":
+        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+    ends = np.cumsum([-(-array.nbytes // 16) * 16 for array in arrays]).tolist()  # aligned for any dtype
+    pinned = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
+    host = pinned.numpy()
+    places = [slice(start, start + array.nbytes) for start, array in zip([0, *ends], arrays)]  # noqa: B905 (one end too many)
+    for array, place in zip(arrays, places, strict=True):
+        host[place] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    sent = pinned.to(device, non_blocking=True)
+    return [
+        sent[place].view(getattr(torch, array.dtype.name)).view(array.shape)
+        for array, place in zip(arrays, places, strict=True)
+    ]
+
+
 def build_batch(work: Work, block_size: int, vocab_size: int, device: torch.device) -> Batch:
     """The Batch of `work`, which was just scheduled: `num_computed_tokens` is where each chunk ends."""
-
-    def on_device(values, dtype=np.int64) -> torch.Tensor:
-        return torch.from_numpy(np.asarray(values, dtype)).to(device, non_blocking=True)
-
     num_seqs = len(work)
     num_new_tokens = np.fromiter((num_new for _, num_new, _ in work), np.int64, num_seqs)
     context_lens = np.fromiter((seq.num_computed_tokens for seq, _, _ in work), np.int64, num_seqs)
@@ -52,42 +168,58 @@ def build_batch(work: Work, block_size: int, vocab_size: int, device: torch.devi
     np.cumsum(context_lens, out=cu_seqlens_k[1:])
 
     token_ids: list[int] = []
-    in_flight_rows: list[int] = []
-    in_flight_slots: list[int] = []
+    in_flight: list[tuple[int, int]] = []  # (row, slot)
     for seq, num_new, _ in work:
         end = seq.num_computed_tokens
         token_ids += seq.token_ids[end - num_new : end]
         if end > len(seq.token_ids):  # only ever the last one
-            in_flight_rows.append(len(token_ids))
-            in_flight_slots.append(seq.slot)
+            in_flight.append((len(token_ids), seq.slot))
             token_ids.append(0)
 
     block_tables = _block_tables(work)
     row = np.repeat(np.arange(num_seqs), num_new_tokens)
     positions = np.arange(cu_seqlens_q[-1]) + (starts - cu_seqlens_q[:-1])[row]
     slot_mapping = block_tables[row, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    is_longer = np.flatnonzero(num_new_tokens > 1)
+    num_decodes = int(is_longer[0]) if len(is_longer) else num_seqs
 
     samples = np.fromiter((samples for _, _, samples in work), bool, num_seqs)
     sampled_seqs = [seq for seq, _, samples in work if samples]
+    in_flight_rows, in_flight_slots = np.array(in_flight, np.int64).reshape(-1, 2).T
+    arrays = [
+        np.array(token_ids, np.int64), in_flight_rows, in_flight_slots, positions, slot_mapping,
+        cu_seqlens_q.astype(np.int32), cu_seqlens_k.astype(np.int32), context_lens.astype(np.int32), block_tables,
+        cu_seqlens_q[1:][samples] - 1,
+        np.array([seq.slot for seq in sampled_seqs], np.int64),
+        np.array([_temperature(seq) for seq in sampled_seqs], np.float32),
+        np.array([seq.seed for seq in sampled_seqs], np.uint64).view(np.int64),
+        np.array([seq.num_tokens - 1 for seq in sampled_seqs], np.int64),
+    ]  # fmt: skip
+    (
+        token_ids, in_flight_rows, in_flight_slots, positions, slot_mapping, cu_seqlens_q, cu_seqlens_k, lengths,
+        block_tables, sampled_rows, sampled_slots, *sampling,
+    ) = upload(arrays, device)  # fmt: skip
     return Batch(
-        token_ids=on_device(token_ids),
-        in_flight_rows=on_device(in_flight_rows) if in_flight_rows else None,
-        in_flight_slots=on_device(in_flight_slots) if in_flight_rows else None,
-        positions=on_device(positions),
+        token_ids=token_ids,
+        in_flight_rows=in_flight_rows if in_flight else None,
+        in_flight_slots=in_flight_slots if in_flight else None,
+        positions=positions,
         context=Context(
-            cu_seqlens_q=on_device(cu_seqlens_q, np.int32),
-            cu_seqlens_k=on_device(cu_seqlens_k, np.int32),
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=int(num_new_tokens.max()),
             max_seqlen_k=int(context_lens.max()),
-            slot_mapping=on_device(slot_mapping),
-            context_lens=on_device(context_lens, np.int32),
-            block_tables=on_device(block_tables, np.int32),
+            slot_mapping=slot_mapping,
+            context_lens=lengths,
+            block_tables=block_tables,
             block_size=block_size,
+            num_decodes=num_decodes,
+            has_cached_keys=bool(starts[num_decodes:].any()),
             seq_ids=[seq.seq_id for seq, _, _ in work],
         ),
-        sampled_rows=on_device(cu_seqlens_q[1:][samples] - 1),
-        sampled_slots=on_device([seq.slot for seq in sampled_seqs]),
-        sampling=_build_sampling(sampled_seqs, vocab_size, on_device),
+        sampled_rows=sampled_rows,
+        sampled_slots=sampled_slots,
+        sampling=SamplingBatch(*sampling),
     )
 
 
@@ -100,35 +232,44 @@ def _block_tables(work: Work) -> np.ndarray:
     return block_tables
 
 
-def _build_sampling(seqs: list[Sequence], vocab_size: int, on_device) -> SamplingBatch:
-    batch = SamplingBatch()
-    banned = [
-        (row, token_id)
-        for row, seq in enumerate(seqs)
+def _temperature(seq: Sequence) -> float:
+    # In float32 a temperature can become 0 or infinite; numbers as small and as large are as good as those.
+    temperature = seq.sampling_params.temperature
+    return min(max(temperature, 1.2e-38), 1e30) if temperature > 0 else 0.0
+
+
+def special_rows(work: Work, vocab_size: int, device: torch.device) -> SpecialRows | None:
+    """The sampled rows of `work` with a top-k, top-p, min-p, or ids that min_tokens bans; None if there are none."""
+    seqs = [seq for seq, _, samples in work if samples]
+    special, banned = [], []
+    for row, seq in enumerate(seqs):
+        params = seq.sampling_params
         # The token being sampled is counted in num_tokens already.
-        if seq.num_tokens - 1 - seq.num_prompt_tokens < seq.sampling_params.min_tokens
-        for token_id in seq.stop_token_ids
-    ]
-    if banned:
-        batch.banned_rows, batch.banned_ids = on_device(banned).unbind(1)
-    random = [(row, seq, seq.sampling_params) for row, seq in enumerate(seqs) if seq.sampling_params.temperature > 0]
-    if not random:
-        return batch
-    batch.random_rows = on_device([row for row, _, _ in random])
-    # In float32 a temperature can become 0 or infinite; the smallest and largest numbers are as good as those.
-    batch.temperatures = on_device(
-        [min(max(params.temperature, 1.2e-38), 3.4e38) for _, _, params in random], np.float32
+        is_banned = bool(seq.stop_token_ids) and seq.num_tokens - 1 - seq.num_prompt_tokens < params.min_tokens
+        is_filtered = params.temperature > 0 and (0 < params.top_k < vocab_size or params.top_p < 1 or params.min_p > 0)
+        if is_banned:
+            banned += [(len(special), token_id) for token_id in seq.stop_token_ids]
+        if is_banned or is_filtered:
+            special.append((row, seq))
+    if not special:
+        return None
+    params = [seq.sampling_params for _, seq in special]
+    banned_rows, banned_ids = np.array(banned, np.int64).reshape(-1, 2).T
+    rows, slots, temperatures, seeds, positions, top_ks, top_ps, min_ps, banned_rows, banned_ids = upload(
+        [
+            np.array([row for row, _ in special], np.int64),
+            np.array([seq.slot for _, seq in special], np.int64),
+            np.array([_temperature(seq) for _, seq in special], np.float32),
+            np.array([seq.seed for _, seq in special], np.uint64).view(np.int64),
+            np.array([seq.num_tokens - 1 for _, seq in special], np.int64),
+            np.array([min(p.top_k or vocab_size, vocab_size) for p in params], np.int64),
+            np.array([p.top_p for p in params], np.float32),
+            np.array([p.min_p for p in params], np.float32),
+            banned_rows,
+            banned_ids,
+        ],
+        device,
     )
-    batch.seeds = on_device(np.array([seq.seed for _, seq, _ in random], np.uint64).view(np.int64))
-    batch.positions = on_device([seq.num_tokens - 1 for _, seq, _ in random])
-    filtered = [
-        (row, params)
-        for row, (_, _, params) in enumerate(random)
-        if 0 < params.top_k < vocab_size or params.top_p < 1 or params.min_p > 0
-    ]
-    if filtered:
-        batch.filtered = on_device([row for row, _ in filtered])
-        batch.top_ks = on_device([min(params.top_k or vocab_size, vocab_size) for _, params in filtered])
-        batch.top_ps = on_device([params.top_p for _, params in filtered], np.float32)
-        batch.min_ps = on_device([params.min_p for _, params in filtered], np.float32)
-    return batch
+    return SpecialRows(
+        rows, slots, SamplingBatch(temperatures, seeds, positions), top_ks, top_ps, min_ps, banned_rows, banned_ids
+    )

@@ -1,30 +1,33 @@
 """Owns the device, the weights, the KV cache and the step."""
 
 import logging
-import os
-from pathlib import Path
+from contextlib import nullcontext
 
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch, build_batch
+from nanovllm.engine.batch import Batch, DeviceState, build_batch, special_rows
+from nanovllm.engine.cuda_graph import CudaGraphs, graph_sizes
+from nanovllm.engine.kv_cache import MemoryUse, free_bytes, num_kvcache_blocks
 from nanovllm.engine.runner import RunnerInfo
 from nanovllm.engine.scheduler import Work
+from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import AttentionShape, make_attention_backend
-from nanovllm.layers.sampler import sample
+from nanovllm.layers.sampler import sample, sample_special
 from nanovllm.models import ARCHITECTURES
 from nanovllm.models.config import load_model_config
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.distributed import Parallel
 from nanovllm.utils.loader import fill_dummy_weights, find_model, load_weights
 
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
-# A KV cache on a CPU takes at most half of the free memory, and no more than this unless one sequence needs it.
-_USUAL_CPU_CACHE_BYTES = 4 * _GIB
 # Larger steps only push the activations out of a CPU's caches.
 _USEFUL_CPU_TOKENS = 2048
 _LONGEST_DEFAULT_MODEL_LEN = 32768
+# Rows sampled with top-k, top-p or min-p at a time: sorting a vocabulary takes many times the memory of its logits.
+_SPECIAL_ROWS_AT_ONCE = 64
 
 
 class StepResult:
@@ -55,72 +58,180 @@ class ModelRunner:
 
     def __init__(self, config: Config, parallel: Parallel = Parallel()):  # noqa: B008 (frozen)
         self.device = _device(config.device)
+        self._is_gpu = self.device.type == "cuda"
         directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")
         self.model_config = model_config = load_model_config(directory, list(ARCHITECTURES))
-        max_model_len = _max_model_len(config.max_model_len, model_config.max_position)
+        self.max_model_len = _max_model_len(config.max_model_len, model_config.max_position)
         self.dtype = _dtype(config.dtype, model_config.dtype, self.device)
-        shape = AttentionShape(
-            num_heads=model_config.num_attention_heads // parallel.size,
-            num_kv_heads=max(1, model_config.num_key_value_heads // parallel.size),
-            head_dim=model_config.head_dim,
-            dtype=self.dtype,
-            device=self.device,
-        )
-        self.backend = make_attention_backend(config.attention_backend, shape)
-        self.block_size = config.kvcache_block_size or self.backend.default_block_size
-        self.model = ARCHITECTURES[model_config.architecture](
-            model_config, max_model_len, self.backend, parallel, self.dtype, self.device
-        )
-        if config.load_format == "dummy":
-            fill_dummy_weights(self.model, config.seed)
-        else:
-            load_weights(self.model, directory)
-        self._pack_weights()
-        num_blocks = self._num_blocks(config, max_model_len)
-        self.kv_cache = torch.empty(
-            (
-                2, model_config.num_hidden_layers, num_blocks, self.block_size,
-                self.model.num_kv_heads, model_config.head_dim,
-            ),
-            dtype=self.dtype,
-            device=self.device,
-        )  # fmt: skip
-        # The token that each running sequence sampled last, by slot: the next step reads it from here, so that
-        # it need not wait for the host.
-        self.last_token_ids = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
+        with self._on_device():
+            free_at_start = free_bytes(self.device)
+            shape = AttentionShape(
+                num_heads=model_config.num_attention_heads // parallel.size,
+                num_kv_heads=max(1, model_config.num_key_value_heads // parallel.size),
+                head_dim=model_config.head_dim,
+                dtype=self.dtype,
+                device=self.device,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=self.max_model_len,
+            )
+            self.backend = make_attention_backend(config.attention_backend, shape, config.kvcache_block_size)
+            self.block_size = config.kvcache_block_size or self.backend.default_block_size
+            self.model = ARCHITECTURES[model_config.architecture](
+                model_config, self.max_model_len, self.backend, parallel, self.dtype, self.device
+            )
+            if config.load_format == "dummy":
+                fill_dummy_weights(self.model, config.seed)
+            else:
+                load_weights(self.model, directory)
+            self._pack_weights()
+            blocks_of_longest = -(-self.max_model_len // self.block_size)
+            self.state = DeviceState(config.max_num_seqs, blocks_of_longest, self.block_size, self.device)
+            num_blocks = self._allocate_kv_cache(config, free_at_start, blocks_of_longest)
+            self.graphs: CudaGraphs | None = None
+            if self._is_gpu and self.backend.can_be_captured and not config.enforce_eager:
+                with torch.inference_mode():
+                    self.graphs = CudaGraphs(self._decode, graph_sizes(config.max_num_seqs), self.device)
+                self._check_memory_left()
         self.info = RunnerInfo(
             num_kvcache_blocks=num_blocks,
             kvcache_block_size=self.block_size,
-            max_model_len=max_model_len,
+            max_model_len=self.max_model_len,
             vocab_size=model_config.vocab_size,
             eos_token_ids=model_config.eos_token_ids,
             generation_config=model_config.generation,
-            most_useful_batched_tokens=_USEFUL_CPU_TOKENS if self.device.type == "cpu" else 2**31,
+            most_useful_batched_tokens=2**31 if self._is_gpu else _USEFUL_CPU_TOKENS,
         )
         logger.info(
-            "%s on %s in %s, attention %s, %d KV cache blocks of %d tokens (%.2f GiB), max_model_len %d",
-            model_config.architecture, self.device, self.dtype, self.backend.name, num_blocks, self.block_size,
-            self.kv_cache.nbytes / _GIB, max_model_len,
+            "%s on %s in %s, attention %s%s, %d KV cache blocks of %d tokens (%.2f GiB), max_model_len %d",
+            model_config.architecture, self.device, self.dtype, self.backend.name,
+            " with CUDA graphs" if self.graphs else "", num_blocks, self.block_size, self.kv_cache.nbytes / _GIB,
+            self.max_model_len,
         )  # fmt: skip
 
     @torch.inference_mode()
     def launch(self, work: Work) -> StepResult:
         """Starts the step that computes `work` and returns without waiting for the device."""
-        batch = build_batch(work, self.block_size, self.info.vocab_size, self.device)
-        batch.context.plan = self.backend.plan(batch.context)
-        return StepResult(self.step(batch))
+        with self._on_device():
+            if all(num_new_tokens == 1 and samples for _, num_new_tokens, samples in work):
+                num_rows = self.graphs.padded_size(len(work)) if self.graphs else len(work)
+                self.state.update(work, num_rows)
+                if self.graphs:
+                    tokens, hidden_states = self.graphs.replay(num_rows)
+                else:
+                    tokens, hidden_states = self._decode(num_rows, [seq.seq_id for seq, _, _ in work])
+                tokens = tokens[: len(work)]
+            else:
+                self.state.forget_rows()
+                tokens, hidden_states = self.step(build_batch(work, self.block_size, self.vocab_size, self.device))
+            self._sample_special(work, tokens, hidden_states)
+            return StepResult(tokens)
 
-    def step(self, batch: Batch) -> torch.Tensor:
-        """Embeds, runs the layers, projects the rows that sample, and samples: int64 [num_sampled]."""
+    def step(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeds, runs the layers, projects the rows that sample, and samples.
+
+        Returns:
+            The tokens, int64 [num_sampled], and the hidden states that they were sampled from.
+        """
+        batch.context.plan = self.backend.plan(batch.context)
         token_ids = batch.token_ids
         if batch.in_flight_rows is not None:
-            token_ids[batch.in_flight_rows] = self.last_token_ids[batch.in_flight_slots]
+            token_ids[batch.in_flight_rows] = self.state.last_token_ids[batch.in_flight_slots]
         hidden_states = self.model(token_ids, batch.positions, self.kv_cache, batch.context)
-        logits = self.model.compute_logits(hidden_states[batch.sampled_rows])
-        sampled = sample(logits, batch.sampling)
+        if batch.sampled_rows is not None:
+            hidden_states = hidden_states[batch.sampled_rows]
+        sampled = sample(self.model.compute_logits(hidden_states), batch.sampling)
         # A row without a token is −1, which is no index for the step that may follow before the host has seen it.
-        self.last_token_ids[batch.sampled_slots] = sampled.clamp(min=0)
-        return sampled
+        self.state.last_token_ids[batch.sampled_slots] = sampled.clamp(min=0)
+        return sampled, hidden_states
+
+    def _decode(self, num_rows: int, seq_ids: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The step of the decodes that the device's state describes: what a graph captures."""
+        batch = self.state.decode_batch(num_rows)
+        batch.context.seq_ids = seq_ids
+        return self.step(batch)
+
+    def _sample_special(self, work: Work, tokens: torch.Tensor, hidden_states: torch.Tensor) -> None:
+        """Samples anew the rows that want more than a temperature, and writes over what they were given.
+
+        Few rows do, so a captured step need not know of them; projecting theirs again keeps its logits from being kept.
+        """
+        special = special_rows(work, self.vocab_size, self.device)
+        if special is None:
+            return
+        sampled = torch.cat([
+            sample_special(self.model.compute_logits(hidden_states[part.rows]), part)
+            for part in special.split(_SPECIAL_ROWS_AT_ONCE)
+        ])  # fmt: skip
+        tokens[special.rows] = sampled
+        self.state.last_token_ids[special.slots] = sampled.clamp(min=0)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model_config.vocab_size
+
+    def _on_device(self):
+        # Triton launches on the current device, whatever its tensors say.
+        return torch.cuda.device(self.device) if self._is_gpu else nullcontext()
+
+    def _allocate_kv_cache(self, config: Config, free_at_start: int, blocks_of_longest: int) -> int:
+        """Makes the cache as large as memory allows and returns its number of blocks."""
+        shape = (self.block_size, self.model.num_kv_heads, self.model_config.head_dim)
+        num_layers = self.model_config.num_hidden_layers
+        block_bytes = 2 * num_layers * shape[0] * shape[1] * shape[2] * self.dtype.itemsize
+
+        def allocate(num_blocks: int) -> torch.Tensor:
+            return torch.zeros((2, num_layers, num_blocks, *shape), dtype=self.dtype, device=self.device)
+
+        if self._is_gpu:
+            self.kv_cache = allocate(1)
+            memory = self._measure_memory(config, free_at_start)
+            self.kv_cache = None
+            torch.cuda.empty_cache()
+        else:
+            memory = MemoryUse(total=0, free_at_start=0, free=free_bytes(self.device))
+        num_blocks = num_kvcache_blocks(config, memory, block_bytes, blocks_of_longest, self._is_gpu)
+        self.kv_cache = torch.empty((2, num_layers, num_blocks, *shape), dtype=self.dtype, device=self.device)
+        return num_blocks
+
+    @torch.inference_mode()
+    def _measure_memory(self, config: Config, free_at_start: int) -> MemoryUse:
+        """Runs a step that is as large as any in tokens and in sampled rows, all of them with a top-p."""
+        device = self.device
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        allocated = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * (self.max_model_len - 1))
+        num_seqs = min(config.max_num_seqs, num_tokens)
+        params = SamplingParams(temperature=1.0, top_p=0.9)
+        work = []
+        for slot in range(num_seqs):
+            num_new_tokens = num_tokens // num_seqs + (slot < num_tokens % num_seqs)
+            seq = Sequence(slot, [0] * num_new_tokens, params, self.max_model_len)
+            seq.block_table = [0] * -(-num_new_tokens // self.block_size)  # all over each other: nobody reads it
+            seq.num_computed_tokens, seq.num_tokens, seq.slot = num_new_tokens, num_new_tokens + 1, slot
+            work.append((seq, num_new_tokens, True))
+        try:
+            self.launch(work).wait()
+        except torch.cuda.OutOfMemoryError:
+            raise RuntimeError(
+                f"a step of {num_tokens} tokens and {num_seqs} sampled rows does not fit into the "
+                f"{free / _GIB:.2f} GiB that the weights leave; lower max_num_batched_tokens or max_num_seqs"
+            ) from None
+        activations = torch.cuda.max_memory_allocated(device) - allocated
+        torch.cuda.empty_cache()
+        # What libraries and kernels took by the way stays taken.
+        free = min(free, torch.cuda.mem_get_info(device)[0])
+        graphs = 0 if config.enforce_eager else _GIB // 2
+        return MemoryUse(total, free_at_start, free, activations, graphs)
+
+    def _check_memory_left(self) -> None:
+        free = free_bytes(self.device)
+        if free < _GIB // 8:
+            raise RuntimeError(
+                f"CUDA graphs left {free / _GIB:.2f} GiB of GPU memory, too little to run; lower "
+                "gpu_memory_utilization or max_num_seqs, or use enforce_eager=True"
+            )
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device by use."""
@@ -132,7 +243,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Gives the device's memory back; calling it again does nothing."""
-        self.model = self.kv_cache = self.last_token_ids = self.backend = None
+        self.graphs = self.model = self.kv_cache = self.state = self.backend = None
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
                 torch.cuda.empty_cache()
@@ -143,38 +254,6 @@ class ModelRunner:
         for module in self.model.modules():
             if hasattr(module, "pack"):
                 module.pack()
-
-    def _num_blocks(self, config: Config, max_model_len: int) -> int:
-        num_values = self.model_config.num_kv_values_per_token * self.model.num_kv_heads
-        token_bytes = num_values // self.model_config.num_key_value_heads * self.dtype.itemsize
-        block_bytes = self.block_size * token_bytes
-        free_bytes = _free_bytes(self.device)
-        if config.num_kvcache_blocks is not None:
-            missing = config.num_kvcache_blocks * block_bytes - free_bytes
-            if missing > 0:
-                raise RuntimeError(
-                    f"num_kvcache_blocks={config.num_kvcache_blocks} needs {missing / _GIB:.2f} GiB more than the "
-                    f"{free_bytes / _GIB:.2f} GiB that are free; lower it"
-                )
-            return config.num_kvcache_blocks
-        blocks_of_longest = -(-max_model_len // self.block_size)
-        if self.device.type == "cuda":
-            total_bytes = torch.cuda.mem_get_info(self.device)[1]
-            # What a large step needs for its activations stays free.
-            budget = (
-                min(free_bytes, config.gpu_memory_utilization * total_bytes - (total_bytes - free_bytes)) - 2 * _GIB
-            )
-        else:
-            budget = min(free_bytes / 2, max(_USUAL_CPU_CACHE_BYTES, blocks_of_longest * block_bytes))
-        num_blocks = min(int(budget // block_bytes), config.max_num_seqs * blocks_of_longest)
-        if num_blocks < blocks_of_longest:
-            missing = blocks_of_longest * block_bytes - budget
-            raise RuntimeError(
-                f"the KV cache of one sequence of max_model_len={max_model_len} tokens needs {missing / _GIB:.2f} GiB "
-                f"more than the {max(budget, 0) / _GIB:.2f} GiB there are for it; lower max_model_len"
-                + (" or raise gpu_memory_utilization" if self.device.type == "cuda" else "")
-            )
-        return num_blocks
 
 
 def _device(name: str) -> torch.device:
@@ -206,22 +285,3 @@ def _max_model_len(wanted: int | None, limit: int) -> int:
     if wanted > limit:
         raise ValueError(f"max_model_len={wanted} exceeds the {limit} tokens that the model was made for")
     return wanted
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Memory that is free on the device; on a CPU, what the system and its control group (version 2) leave."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        free = min(free, int(fields["MemAvailable"].split()[0]) * 1024)
-    group = Path("/sys/fs/cgroup")
-    limit, used, stat = (group / name for name in ("memory.max", "memory.current", "memory.stat"))
-    if limit.exists() and used.exists() and limit.read_text().strip().isdigit():
-        # Cached file pages, such as the checkpoint just read, are given up when memory is wanted.
-        lines = stat.read_text().splitlines() if stat.exists() else []
-        cached = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
-        free = min(free, int(limit.read_text()) - int(used.read_text()) + cached)
-    return max(free, 0)

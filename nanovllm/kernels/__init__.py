@@ -1,14 +1,21 @@
 """Attention backends, each behind three functions: plan, store_kvcache, attend.
 
-`torch` is the plain reference; `sdpa` is what runs fast without kernels of our own.
+`torch` is the plain reference, `sdpa` what runs fast on a CPU; `triton` (our own kernels) and `flash`
+(FlashAttention 2) are for GPUs.
 """
 
+import importlib.util
+import logging
+import os
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 
 from nanovllm.utils.context import Context
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -20,6 +27,8 @@ class AttentionShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    max_num_seqs: int = 512
+    max_model_len: int = 4096
 
 
 class AttentionBackend(Protocol):
@@ -28,6 +37,7 @@ class AttentionBackend(Protocol):
 
     name: str
     default_block_size: int
+    can_be_captured: bool  # whether plan and attend of decodes only launch kernels, so that a CUDA graph can hold them
 
     def plan(self, context: Context) -> Any:
         """What `attend` wants to know beforehand, once a step for all layers; goes into `context.plan`."""
@@ -59,12 +69,81 @@ class AttentionBackend(Protocol):
         """
 
 
-def make_attention_backend(name: str, shape: AttentionShape) -> AttentionBackend:
-    """The backend that `attention_backend` asks for; "auto" is the fastest that can run here."""
+@cache
+def has_triton() -> bool:
+    """Whether our own kernels can run; PyTorch's CUDA builds bring Triton on Linux."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def make_attention_backend(name: str, shape: AttentionShape, block_size: int | None = None) -> AttentionBackend:
+    """The backend that `attention_backend` asks for; "auto" is the fastest that can run here.
+
+    Args:
+        block_size: tokens in a block, if the caller wants a certain number.
+
+    Raises:
+        ValueError: the backend cannot run this model, dtype or block size here; the message says what can.
+        RuntimeError: it needs a GPU or a package that is not there.
+    """
+    if name == "auto":
+        name = _fastest(shape, block_size)
+    problem = _problem(name, shape, block_size)
+    if problem is not None:
+        raise problem
     if name == "torch":
-        from nanovllm.kernels.torch_attention import TorchAttention
+        from nanovllm.kernels.torch_attention import TorchAttention as Backend
+    elif name == "sdpa":
+        from nanovllm.kernels.sdpa_attention import SDPAAttention as Backend
+    elif name == "triton":
+        from nanovllm.kernels.triton_attention import TritonAttention as Backend
+    else:
+        from nanovllm.kernels.flash_attention import FlashAttention as Backend
+    return Backend(shape)
 
-        return TorchAttention(shape)
-    from nanovllm.kernels.sdpa_attention import SDPAAttention
 
-    return SDPAAttention(shape)
+def _fastest(shape: AttentionShape, block_size: int | None) -> str:
+    if shape.device.type == "cpu":
+        return "sdpa"
+    for name in ("triton", "flash", "sdpa"):
+        problem = _problem(name, shape, block_size)
+        if problem is None:
+            return name
+        logger.info("attention_backend %s is not used: %s", name, problem)
+    raise AssertionError("sdpa runs everywhere")
+
+
+def _problem(name: str, shape: AttentionShape, block_size: int | None) -> Exception | None:
+    """Why a backend cannot run here, or None."""
+    if name in ("triton", "flash") and shape.device.type != "cuda" and not _interprets(name):
+        return RuntimeError(f'attention_backend="{name}" needs a GPU; on a CPU use "auto"')
+    if name == "triton":
+        if not has_triton():
+            return RuntimeError('attention_backend="triton" needs the triton package: pip install triton')
+        if block_size is not None and block_size % 16:
+            return ValueError(
+                f'attention_backend="triton" needs kvcache_block_size to be a multiple of 16, not {block_size}'
+            )
+    if name == "flash":
+        if importlib.util.find_spec("flash_attn") is None:
+            return RuntimeError(
+                'attention_backend="flash" needs the flash-attn package: pip install "nanovllm[flash-attn]"; '
+                'or use "triton"'
+            )
+        if shape.dtype not in (torch.bfloat16, torch.float16):
+            return ValueError(f'attention_backend="flash" needs dtype bfloat16 or float16, not {shape.dtype}')
+        if shape.head_dim > 256 or shape.head_dim % 8:
+            return ValueError(
+                f'attention_backend="flash" needs a head_dim of at most 256 that 8 divides, not {shape.head_dim}'
+            )
+        if block_size is not None and block_size % 256:
+            return ValueError(
+                f'attention_backend="flash" needs kvcache_block_size to be a multiple of 256, not {block_size}'
+            )
+        if torch.cuda.get_device_capability(shape.device) < (8, 0):
+            return ValueError('attention_backend="flash" needs a GPU of compute capability 8.0 or newer; use "triton"')
+    return None
+
+
+def _interprets(name: str) -> bool:
+    # Triton's interpreter runs kernels on a CPU, slowly: for tests.
+    return name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"

@@ -103,6 +103,7 @@ class SDPAPlan:
 class SDPAAttention:
     name = "sdpa"
     default_block_size = 64
+    can_be_captured = False
 
     def __init__(self, shape: AttentionShape):
         self._shape = shape
@@ -259,8 +260,8 @@ class SDPAAttention:
         size = rows.numel() * width
         buffers = self._buffers.get(buffer)
         if buffers is None or buffers[0].numel() < size:
-            # Half as much again, since the next steps' contexts are longer.
-            new = torch.empty(size + size // 2, dtype=k_cache.dtype, device=k_cache.device)
+            # Half as much again for the next step's longer contexts; what is kept has room already.
+            new = torch.empty(size if buffer else size + size // 2, dtype=k_cache.dtype, device=k_cache.device)
             self._buffers[buffer] = buffers = new, torch.empty_like(new)
         return tuple(
             torch.index_select(cache.view(-1, width), 0, rows, out=memory[:size].view(-1, width))

@@ -21,6 +21,7 @@ class TorchAttention:
 
     name = "torch"
     default_block_size = 64
+    can_be_captured = False
 
     def __init__(self, shape: AttentionShape):
         pass

@@ -4,11 +4,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.kernels import has_triton
+
 
 class SiluAndMul(nn.Module):
     """silu(gate) × up, the two halves of one merged projection."""
 
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         """gate_up: [num_tokens, 2 × size] -> [num_tokens, size]"""
+        if gate_up.is_cuda and has_triton():
+            from nanovllm.kernels.fused import silu_and_mul
+
+            return silu_and_mul(gate_up)
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up

@@ -1,9 +1,11 @@
-"""Attention over the paged cache: stores the new keys and values, then attends, through a backend."""
+"""Attention over the paged cache: norms and rotates queries and keys, stores keys and values, and attends."""
 
 import torch
 from torch import nn
 
-from nanovllm.kernels import AttentionBackend
+from nanovllm.kernels import AttentionBackend, has_triton
+from nanovllm.layers.layernorm import QKNorm
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import Context
 
 
@@ -16,13 +18,19 @@ class Attention(nn.Module):
         self.backend = backend
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, context: Context
+        self,
+        qkv: torch.Tensor,
+        qk_norm: QKNorm,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        kv_cache: torch.Tensor,
+        context: Context,
     ) -> torch.Tensor:
         """Causal attention of new tokens over everything before them.
 
         Args:
-            q: [num_tokens, num_heads, head_dim].
-            k, v: [num_tokens, num_kv_heads, head_dim].
+            qkv: [num_tokens, num_heads + 2 × num_kv_heads, head_dim], as projected.
+            qk_norm: the layer's.
+            rotary: what RotaryEmbedding.lookup gives for the tokens' positions.
             kv_cache: [2, num_layers, num_blocks, block_size, num_kv_heads, head_dim].
             context: the step's.
 
@@ -30,5 +38,16 @@ class Attention(nn.Module):
             [num_tokens, num_heads, head_dim].
         """
         k_cache, v_cache = kv_cache[0, self.layer_index], kv_cache[1, self.layer_index]
-        self.backend.store_kvcache(k, v, k_cache, v_cache, context.slot_mapping)
+        num_kv_heads = k_cache.shape[2]
+        qk, v = qkv.split((qkv.shape[1] - num_kv_heads, num_kv_heads), 1)
+        is_fused = qkv.is_cuda and has_triton()
+        if is_fused:
+            from nanovllm.kernels.fused import qk_norm_rotate_store
+
+            qk = qk_norm_rotate_store(qkv, qk_norm.weight, qk_norm.eps, *rotary, k_cache, v_cache, context.slot_mapping)
+        else:
+            qk = RotaryEmbedding.rotate(qk_norm(qk), *rotary)
+        q, k = qk.split((qk.shape[1] - num_kv_heads, num_kv_heads), 1)
+        if not is_fused:
+            self.backend.store_kvcache(k, v, k_cache, v_cache, context.slot_mapping)
         return self.backend.attend(q, k, v, k_cache, v_cache, context)

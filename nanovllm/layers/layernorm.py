@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.kernels import has_triton
 from nanovllm.layers.linear import Shards, empty_parameter, replicated_shards
 from nanovllm.utils.loader import Shard
 
@@ -21,12 +22,20 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., size] -> the same; x itself is not changed."""
+        if x.is_cuda and x.ndim == 2 and has_triton():
+            from nanovllm.kernels.fused import rms_norm
+
+            return rms_norm(x, self.weight, self.eps)
         if x.dtype == torch.float32:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype) * self.weight
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual), the residual form of pre-norm layers; neither input is changed."""
+        if x.is_cuda and x.ndim == 2 and has_triton():
+            from nanovllm.kernels.fused import add_rms_norm
+
+            return add_rms_norm(x, residual, self.weight, self.eps)
         residual = x + residual
         return self(residual), residual
 

@@ -8,55 +8,109 @@ from dataclasses import dataclass
 
 import torch
 
+from nanovllm.kernels import has_triton
+
 _MASK = 0xFFFFFFFF
 
 
 @dataclass
 class SamplingBatch:
-    """How each of `num_rows` logits rows is sampled. A part that no row needs is None.
+    """How each row of logits is sampled.
 
     Args:
-        banned_rows, banned_ids: int64 [num_banned], pairs of a row and a token id it must not sample.
-        random_rows: int64 [num_random], the rows that are not greedy; the following stand for those alone.
-        temperatures: float32 [num_random].
-        seeds: int64 [num_random], 64 bits each.
-        positions: int64 [num_random], where in its sequence the sampled token will stand.
-        filtered: int64 [num_filtered], which of the random rows have a top-k, top-p or min-p.
-        top_ks: int64 [num_filtered], vocabulary size where off.
-        top_ps, min_ps: float32 [num_filtered].
+        temperatures: float32 [num_rows], 0 for greedy rows.
+        seeds: int64 [num_rows], 64 bits each.
+        positions: int64 [num_rows], where in its sequence the sampled token will stand.
     """
 
-    banned_rows: torch.Tensor | None = None
-    banned_ids: torch.Tensor | None = None
-    random_rows: torch.Tensor | None = None
-    temperatures: torch.Tensor | None = None
-    seeds: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
-    filtered: torch.Tensor | None = None
-    top_ks: torch.Tensor | None = None
-    top_ps: torch.Tensor | None = None
-    min_ps: torch.Tensor | None = None
+    temperatures: torch.Tensor
+    seeds: torch.Tensor
+    positions: torch.Tensor
+
+
+@dataclass
+class SpecialRows:
+    """The few rows of a step that want more than a temperature.
+
+    Args:
+        rows: int64 [num_special], which of the sampled rows they are; the following stand for those alone.
+        slots: int64 [num_special], where to leave what they sample.
+        sampling: their temperatures, seeds and positions.
+        top_ks: int64 [num_special], vocabulary size where off.
+        top_ps, min_ps: float32 [num_special], 1 and 0 where off.
+        banned_rows, banned_ids: int64 [num_banned], pairs of a special row and a token id it must not sample.
+    """
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    sampling: SamplingBatch
+    top_ks: torch.Tensor
+    top_ps: torch.Tensor
+    min_ps: torch.Tensor
+    banned_rows: torch.Tensor
+    banned_ids: torch.Tensor
+
+    def split(self, size: int) -> "list[SpecialRows]":
+        """The same in parts of at most `size` rows."""
+        if len(self.rows) <= size:
+            return [self]
+        parts = []
+        for first in range(0, len(self.rows), size):
+            part = slice(first, first + size)
+            sampling = SamplingBatch(*(x[part] for x in vars(self.sampling).values()))
+            is_here = (self.banned_rows >= first) & (self.banned_rows < first + size)
+            parts.append(
+                SpecialRows(
+                    self.rows[part],
+                    self.slots[part],
+                    sampling,
+                    self.top_ks[part],
+                    self.top_ps[part],
+                    self.min_ps[part],
+                    self.banned_rows[is_here] - first,
+                    self.banned_ids[is_here],
+                )
+            )
+        return parts
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """logits: [num_rows, vocab_size] -> token ids int64 [num_rows], −1 for a row whose logits are not finite.
 
-    The logits may be overwritten. Equal scores go to the lowest id.
+    Equal scores go to the lowest id.
     """
-    if batch.banned_rows is not None:
-        logits[batch.banned_rows, batch.banned_ids] = float("-inf")
+    if logits.is_cuda and has_triton():
+        from nanovllm.kernels.fused_sampler import fused_sample
+
+        return fused_sample(logits, batch.temperatures, batch.seeds, batch.positions)
     largest, token_ids = logits.max(-1)
-    if batch.random_rows is not None:
-        # Shifted by the largest logit, so that a tiny temperature cannot overflow the winner.
-        scores = (logits[batch.random_rows].float() - largest[batch.random_rows, None].float()) / batch.temperatures[
-            :, None
-        ]
-        if batch.filtered is not None:
-            scores[batch.filtered] = filter_scores(scores[batch.filtered], batch.top_ks, batch.top_ps, batch.min_ps)
-        # argmax(p / E) with E exponential, taken in logarithms: no softmax is needed.
-        scores -= exponential_noise(batch.seeds, batch.positions, logits.shape[-1]).log_()
-        token_ids[batch.random_rows] = scores.argmax(-1)
+    random = batch.temperatures.nonzero().squeeze(1)
+    if len(random):
+        token_ids[random] = _noisy_scores(logits[random].float(), batch, random).argmax(-1)
     return token_ids.where(largest.isfinite(), -1)
+
+
+def sample_special(logits: torch.Tensor, special: SpecialRows) -> torch.Tensor:
+    """logits: [num_special, vocab_size] -> token ids int64 [num_special], like `sample`."""
+    is_broken = ~logits.amax(-1).isfinite()
+    scores = logits.float()
+    scores[special.banned_rows, special.banned_ids] = float("-inf")
+    sampling = special.sampling
+    # Shifted by the largest logit, so that a tiny temperature cannot overflow the winner.
+    by_temperature = (scores - scores.amax(-1, keepdim=True)) / sampling.temperatures.clamp(min=1.2e-38)[:, None]
+    kept = filter_scores(by_temperature, special.top_ks, special.top_ps, special.min_ps).isfinite()
+    scores.masked_fill_(~kept & (sampling.temperatures > 0)[:, None], float("-inf"))
+    token_ids = _noisy_scores(scores, sampling).argmax(-1)
+    return token_ids.where(~is_broken & scores.amax(-1).isfinite(), -1)
+
+
+def _noisy_scores(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor | slice = slice(None)) -> torch.Tensor:
+    """logits − temperature × log E: float32 [num_rows, vocab_size], E exponential noise.
+
+    Its argmax is that of p / E (Gumbel-max), without a softmax and without dividing by a tiny temperature.
+    """
+    noise = exponential_noise(batch.seeds[rows], batch.positions[rows], logits.shape[-1])
+    return logits - batch.temperatures[rows, None] * noise.log_()
 
 
 def filter_scores(

@@ -24,15 +24,13 @@ class Qwen3Attention(nn.Module):
             config.hidden_size, head_dim, heads, kv_heads, config.attention_bias, parallel, **kw
         )
         self.o_proj = RowParallelLinear(heads * head_dim, config.hidden_size, config.attention_bias, parallel, **kw)
-        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads  # of this rank
-        self.qk_norm = QKNorm(self.num_heads, self.num_kv_heads, head_dim, config.rms_norm_eps, **kw)
+        num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads  # of this rank
+        self.qk_norm = QKNorm(num_heads, num_kv_heads, head_dim, config.rms_norm_eps, **kw)
         self.attn = Attention(layer_index, backend)
 
     def forward(self, hidden_states, rotary, kv_cache, context):
         qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # [num_tokens, all heads, head_dim]
-        qk, v = qkv.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), 1)
-        q, k = RotaryEmbedding.rotate(self.qk_norm(qk), *rotary).split((self.num_heads, self.num_kv_heads), 1)
-        return self.o_proj(self.attn(q, k, v, kv_cache, context).flatten(1))
+        return self.o_proj(self.attn(qkv, self.qk_norm, rotary, kv_cache, context).flatten(1))
 
 
 class Qwen3MLP(nn.Module):
@@ -105,7 +103,7 @@ class Qwen3ForCausalLM(nn.Module):
         kw = {"dtype": dtype, "device": device}
         self.model = Qwen3Model(config, backend, parallel, **kw)
         self.rotary_emb = RotaryEmbedding(config.head_dim, max_position, config.rope, **kw)
-        self.num_kv_heads = self.model.layers[0].self_attn.num_kv_heads  # of this rank
+        self.num_kv_heads = self.model.layers[0].self_attn.qkv_proj.num_kv_heads  # of this rank
         tied = config.tie_word_embeddings
         self.lm_head = ParallelLMHead(
             config.vocab_size,

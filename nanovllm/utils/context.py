@@ -12,24 +12,28 @@ class Context:
 
     Args:
         cu_seqlens_q: int32 [num_seqs + 1], where each sequence's new tokens begin in the flat batch.
-        cu_seqlens_k: int32 [num_seqs + 1], the same over each sequence's keys, old and new.
+        cu_seqlens_k: int32 [num_seqs + 1], the same over each sequence's keys, old and new; None if all are decodes.
         max_seqlen_q, max_seqlen_k: the longest of each.
         slot_mapping: int64 [num_tokens], block × block_size + offset to write each token's keys to.
         context_lens: int32 [num_seqs], keys of each sequence, new ones included.
         block_tables: int32 [num_seqs, max_blocks], padded with 0.
         block_size: tokens in a block.
+        num_decodes: leading sequences that have a single query each.
+        has_cached_keys: whether any sequence after those has keys besides its new ones.
         seq_ids: names of the sequences, never used again by others, for a backend that remembers them from step
             to step; None if there are none.
         plan: what the attention backend's `plan` made of the rest.
     """
 
     cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
+    cu_seqlens_k: torch.Tensor | None
     max_seqlen_q: int
     max_seqlen_k: int
     slot_mapping: torch.Tensor
     context_lens: torch.Tensor
     block_tables: torch.Tensor
     block_size: int
+    num_decodes: int = 0
+    has_cached_keys: bool = True
     seq_ids: list[int] | None = None
     plan: Any = None

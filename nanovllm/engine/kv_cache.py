@@ -1,0 +1,94 @@
+"""How many blocks the KV cache gets: from what a GPU has left after weights and a largest step, or from a CPU's RAM."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nanovllm.config import Config
+
+_GIB = 2**30
+# A KV cache on a CPU takes at most half of the free memory, and no more than this unless one sequence needs it.
+_USUAL_CPU_CACHE_BYTES = 4 * _GIB
+# Left free on a GPU whatever else holds: kernels are loaded late, and other programs grow.
+_GPU_MARGIN = _GIB // 2
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """What was seen of the device's memory, in bytes.
+
+    total: all there is; free_at_start: before anything was loaded; free: with the weights loaded and nothing else;
+    activations: what a largest step takes for a while; graphs: kept for captured steps.
+    """
+
+    total: int
+    free_at_start: int
+    free: int
+    activations: int = 0
+    graphs: int = 0
+
+
+def num_kvcache_blocks(
+    config: Config, memory: MemoryUse, block_bytes: int, blocks_of_longest: int, is_gpu: bool
+) -> int:
+    """Blocks of the KV cache: those asked for if they fit, else as many as fit and can be used.
+
+    Args:
+        block_bytes: 2 × layers × block_size × key/value heads of this rank × head_dim × bytes of a number.
+        blocks_of_longest: blocks of one sequence of max_model_len tokens.
+
+    Raises:
+        RuntimeError: too little memory; says how much is missing and what to lower.
+    """
+    if is_gpu:
+        allowed = min(config.gpu_memory_utilization * memory.total, memory.free_at_start - _GPU_MARGIN)
+        used = memory.free_at_start - memory.free + memory.activations + memory.graphs
+        budget = allowed - used
+    else:
+        allowed = memory.free
+        budget = min(allowed / 2, max(_USUAL_CPU_CACHE_BYTES, blocks_of_longest * block_bytes))
+    wanted = config.num_kvcache_blocks
+    if wanted is not None:
+        limit = budget if is_gpu else allowed
+        if wanted * block_bytes > limit:
+            raise RuntimeError(
+                f"num_kvcache_blocks={wanted} needs {(wanted * block_bytes - limit) / _GIB:.2f} GiB more than the "
+                f"{max(limit, 0) / _GIB:.2f} GiB there are for it; lower it"
+                + (" or raise gpu_memory_utilization" if is_gpu else "")
+            )
+        return wanted
+    num_blocks = min(int(budget // block_bytes), config.max_num_seqs * blocks_of_longest)
+    if num_blocks < blocks_of_longest:
+        missing = blocks_of_longest * block_bytes - budget
+        raise RuntimeError(
+            f"the KV cache of one sequence of {blocks_of_longest} blocks (max_model_len) needs "
+            f"{missing / _GIB:.2f} GiB more than the {max(budget, 0) / _GIB:.2f} GiB there are; lower max_model_len"
+            + (
+                f", max_num_batched_tokens or max_num_seqs, raise gpu_memory_utilization, or free the "
+                f"{(memory.total - memory.free_at_start) / _GIB:.2f} GiB that other programs hold on the GPU"
+                if is_gpu
+                else ""
+            )
+        )
+    return num_blocks
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on the device; on a CPU, what the system and its control group (version 2) leave."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        free = min(free, int(fields["MemAvailable"].split()[0]) * 1024)
+    group = Path("/sys/fs/cgroup")
+    limit, used, stat = (group / name for name in ("memory.max", "memory.current", "memory.stat"))
+    if limit.exists() and used.exists() and limit.read_text().strip().isdigit():
+        # Cached file pages, such as the checkpoint just read, are given up when memory is wanted.
+        lines = stat.read_text().splitlines() if stat.exists() else []
+        cached = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+        free = min(free, int(limit.read_text()) - int(used.read_text()) + cached)
+    return max(free, 0)

@@ -1,0 +1,144 @@
+"""Fused Triton kernels for what is neither attention nor a matrix product: fewer launches, fewer bytes.
+
+Each computes in float32 and rounds once. The plain twins are the layers' own PyTorch code: RMSNorm, QKNorm with
+RotaryEmbedding and a backend's store_kvcache, SiluAndMul.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x: [num_tokens, size] -> the same, normed and weighted"""
+    out = torch.empty_like(x)
+    num_tokens, size = x.shape
+    _rms_norm_kernel[(num_tokens,)](
+        x, x, weight, out, out, eps, SIZE=size, PADDED=triton.next_power_of_2(size), ADDS=False,
+        num_warps=_num_warps(size),
+    )  # fmt: skip
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, residual: [num_tokens, size] -> (norm(x + residual), x + residual)"""
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    num_tokens, size = x.shape
+    _rms_norm_kernel[(num_tokens,)](
+        x, residual, weight, out, total, eps, SIZE=size, PADDED=triton.next_power_of_2(size), ADDS=True,
+        num_warps=_num_warps(size),
+    )  # fmt: skip
+    return out, total
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up: [num_tokens, 2 × size] -> silu(gate) × up: [num_tokens, size]"""
+    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
+    block = min(1024, triton.next_power_of_2(size))
+    _silu_and_mul_kernel[(num_tokens, triton.cdiv(size, block))](gate_up, out, SIZE=size, BLOCK=block)
+    return out
+
+
+def qk_norm_rotate_store(
+    qkv: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """Norms and rotates every query and key head, and writes keys and values to their slots.
+
+    Args:
+        qkv: [num_tokens, num_heads + 2 × num_kv_heads, head_dim].
+        weight: [num_heads + num_kv_heads, head_dim].
+        cos, sin: [num_tokens, 1, head_dim], as RotaryEmbedding.lookup gives them.
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim].
+        slot_mapping: int64 [num_tokens]; −1 is not written.
+
+    Returns:
+        The finished queries and keys: [num_tokens, num_heads + num_kv_heads, head_dim].
+    """
+    num_tokens, num_all_heads, head_dim = qkv.shape
+    num_kv_heads = k_cache.shape[2]
+    num_normed = num_all_heads - num_kv_heads
+    out = torch.empty((num_tokens, num_normed, head_dim), dtype=qkv.dtype, device=qkv.device)
+    _qk_norm_rotate_store_kernel[(num_tokens,)](
+        qkv, weight, cos, sin, out, k_cache, v_cache, slot_mapping, eps,
+        NUM_NORMED=num_normed, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+        HEADS=triton.next_power_of_2(num_normed), KV_HEADS=triton.next_power_of_2(num_kv_heads),
+        WIDTH=triton.next_power_of_2(head_dim), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _num_warps(size: int) -> int:
+    return 4 if size <= 2048 else 8
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x, residual, weight, out, total, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * SIZE
+    column = tl.arange(0, PADDED)
+    is_real = column < SIZE
+    values = tl.load(x + row + column, is_real, 0.0).to(tl.float32)
+    if ADDS:
+        values += tl.load(residual + row + column, is_real, 0.0).to(tl.float32)
+        # What is normed is the sum as it is kept.
+        rounded = values.to(total.dtype.element_ty)
+        tl.store(total + row + column, rounded, is_real)
+        values = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
+    weights = tl.load(weight + column, is_real, 0.0).to(tl.float32)
+    tl.store(out + row + column, values * scale * weights, is_real)
+
+
+@triton.jit
+def _silu_and_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_real = column < SIZE
+    gate = tl.load(gate_up + row * 2 * SIZE + column, is_real, 0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * SIZE + SIZE + column, is_real, 0.0).to(tl.float32)
+    tl.store(out + row * SIZE + column, gate / (1.0 + tl.exp(-gate)) * up, is_real)
+
+
+@triton.jit
+def _qk_norm_rotate_store_kernel(
+    qkv, weight, cos, sin, out, k_cache, v_cache, slot_mapping, eps, NUM_NORMED: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One program a token, all heads."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS)[:, None]
+    column = tl.arange(0, WIDTH)[None, :]
+    is_real = (head < NUM_NORMED) & (column < HEAD_DIM)
+    first = qkv + token * (NUM_NORMED + NUM_KV_HEADS) * HEAD_DIM
+    # The halves swapped: rotated is normed × cos + swapped × signed sin.
+    swapped_column = (column + HEAD_DIM // 2) % HEAD_DIM
+    x = tl.load(first + head * HEAD_DIM + column, is_real, 0.0).to(tl.float32)
+    swapped = tl.load(first + head * HEAD_DIM + swapped_column, is_real, 0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
+    x *= scale * tl.load(weight + head * HEAD_DIM + column, is_real, 0.0).to(tl.float32)
+    swapped *= scale * tl.load(weight + head * HEAD_DIM + swapped_column, is_real, 0.0).to(tl.float32)
+    cosine = tl.load(cos + token * HEAD_DIM + column, column < HEAD_DIM, 0.0).to(tl.float32)
+    sine = tl.load(sin + token * HEAD_DIM + column, column < HEAD_DIM, 0.0).to(tl.float32)
+    rotated = (x * cosine + swapped * sine).to(out.dtype.element_ty)
+    tl.store(out + token * NUM_NORMED * HEAD_DIM + head * HEAD_DIM + column, rotated, is_real)
+    slot = tl.load(slot_mapping + token)
+    if slot >= 0:
+        kv_head = head - (NUM_NORMED - NUM_KV_HEADS)
+        at_slot = slot * NUM_KV_HEADS * HEAD_DIM
+        tl.store(k_cache + at_slot + kv_head * HEAD_DIM + column, rotated, is_real & (kv_head >= 0))
+        value_head = tl.arange(0, KV_HEADS)[:, None]
+        is_value = (value_head < NUM_KV_HEADS) & (column < HEAD_DIM)
+        values = tl.load(first + (NUM_NORMED + value_head) * HEAD_DIM + column, is_value, 0.0)
+        tl.store(v_cache + at_slot + value_head * HEAD_DIM + column, values, is_value)

@@ -1,0 +1,94 @@
+"""Sampling in one pass over the logits: temperature, Gumbel noise and argmax, no softmax, no sort.
+
+Philox and the counters are those of `layers.sampler`, the plain twin: the same seed gives the same tokens, up to
+the rounding of logarithms.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+_TOKENS = 4096  # of the vocabulary, for one program
+
+
+def fused_sample(
+    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """logits: [num_rows, vocab_size] -> token ids int64 [num_rows], −1 for a row whose logits are not finite.
+
+    Args:
+        temperatures: float32 [num_rows], 0 for greedy rows.
+        seeds, positions: int64 [num_rows], of the noise; equal scores go to the lowest id.
+    """
+    num_rows, vocab_size = logits.shape
+    num_parts = triton.cdiv(vocab_size, _TOKENS)
+    scores = torch.empty((num_rows, num_parts), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((num_rows, num_parts), dtype=torch.int32, device=logits.device)
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    _best_of_part_kernel[(num_parts, num_rows)](
+        logits, temperatures, seeds, positions, scores, ids, vocab_size, logits.stride(0), TOKENS=_TOKENS, num_warps=8
+    )
+    _best_kernel[(num_rows,)](scores, ids, tokens, num_parts, PARTS=triton.next_power_of_2(num_parts), num_warps=1)
+    return tokens
+
+
+@triton.jit
+def _pick(score, token):
+    """(largest score, lowest id that has it) of 1-d tensors."""
+    best = tl.max(score, 0)
+    return best, tl.min(tl.where(score == best, token, 2147483647), 0)
+
+
+@triton.jit
+def _best_of_part_kernel(
+    logits, temperatures, seeds, positions, scores, ids, vocab_size, row_stride, TOKENS: tl.constexpr
+):
+    """The best token of a part of a row's vocabulary; score NaN if a logit there is NaN or +infinity."""
+    part = tl.program_id(0)
+    row = tl.program_id(1)
+    first = logits + row.to(tl.int64) * row_stride
+    temperature = tl.load(temperatures + row)
+    if temperature == 0:
+        every_token = part * TOKENS + tl.arange(0, TOKENS)
+        every_logit = tl.load(first + every_token, every_token < vocab_size, float("-inf")).to(tl.float32)
+        is_broken = tl.max(((every_logit != every_logit) | (every_logit == float("inf"))).to(tl.int32), 0)
+        best, best_token = _pick(every_logit, every_token)
+    else:
+        seed = tl.load(seeds + row)
+        # One Philox call serves the four tokens that share a counter.
+        counter = part * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
+        position = tl.load(positions + row).to(tl.uint32) + tl.zeros([TOKENS // 4], tl.uint32)
+        zero = tl.zeros([TOKENS // 4], tl.uint32)
+        word0, word1, word2, word3 = tl.philox(seed, counter.to(tl.uint32), position, zero, zero)
+        best = tl.full([], float("-inf"), tl.float32)
+        best_token = tl.full([], 2147483647, tl.int32)
+        is_broken = tl.full([], 0, tl.int32)
+        for i in tl.static_range(4):
+            word = word0 if i == 0 else (word1 if i == 1 else (word2 if i == 2 else word3))
+            token = counter * 4 + i
+            logit = tl.load(first + token, token < vocab_size, float("-inf")).to(tl.float32)
+            is_broken |= tl.max(((logit != logit) | (logit == float("inf"))).to(tl.int32), 0)
+            uniform = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
+            # −log1p(−u); the series where 1 − u would round.
+            series = 1 + uniform * (1 / 2 + uniform * (1 / 3 + uniform * (1 / 4 + uniform * (1 / 5 + uniform / 6))))
+            exponential = tl.where(uniform < 0.05, uniform * series, -tl.log(1.0 - uniform))
+            score, token_of_score = _pick(logit - temperature * tl.log(exponential), token)
+            is_better = (score > best) | ((score == best) & (token_of_score < best_token))
+            best = tl.where(is_better, score, best)
+            best_token = tl.where(is_better, token_of_score, best_token)
+    if is_broken != 0:
+        best = float("nan")
+    at = row * tl.num_programs(0) + part
+    tl.store(scores + at, best)
+    tl.store(ids + at, best_token)
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def _best_kernel(scores, ids, tokens, num_parts, PARTS: tl.constexpr):
+    row = tl.program_id(0)
+    part = tl.arange(0, PARTS)
+    score = tl.load(scores + row * num_parts + part, part < num_parts, float("-inf"))
+    token = tl.load(ids + row * num_parts + part, part < num_parts, 2147483647)
+    is_broken = tl.max((score != score).to(tl.int32), 0) != 0
+    best, best_token = _pick(score, token)
+    tl.store(tokens + row, tl.where(is_broken | (best == float("-inf")), -1, best_token).to(tl.int64))

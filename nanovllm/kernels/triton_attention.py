@@ -1,0 +1,299 @@
+"""Attention by kernels of our own, in Triton: any GPU, dtype and block size that is a multiple of 16.
+
+Decodes are split over their keys at multiples of a length that is fixed for the engine's life, and the partial
+results are merged in order: how a sequence is computed does not depend on its neighbours. `plan` lists the
+splits on the device, and a fixed grid works the list off, so a captured step serves any lengths. One program
+reads a split's keys once for all query heads of their group. The softmax is the online one of FlashAttention
+(Dao, 2023), in base 2; the plain twin is TorchAttention.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels import AttentionShape
+from nanovllm.utils.context import Context
+
+# A split is as long as this or, so that a row has no more than so many of them, longer.
+_SHORTEST_SPLIT = 256
+_MOST_SPLITS = 16
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass
+class DecodePlan:
+    """The decodes' splits, all int32.
+
+    num_items: [1]; item_rows, item_splits: [capacity], whose split it is and which one.
+    first_items: [num_decodes], where each row's splits begin.
+    """
+
+    num_items: torch.Tensor
+    item_rows: torch.Tensor
+    item_splits: torch.Tensor
+    first_items: torch.Tensor
+
+
+def store_kvcache(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Writes new keys and values to their slots; see AttentionBackend."""
+    width = k.shape[1] * k.shape[2]
+    _store_kernel[(len(k),)](
+        k, v, k_cache, v_cache, slot_mapping, k.stride(0), v.stride(0),
+        WIDTH=width, PADDED=triton.next_power_of_2(width),
+    )  # fmt: skip
+
+
+class TritonAttention:
+    name = "triton"
+    default_block_size = 64
+    can_be_captured = True
+
+    def __init__(self, shape: AttentionShape):
+        self._shape = shape
+        self._split = _SHORTEST_SPLIT
+        while self._split * _MOST_SPLITS < shape.max_model_len:
+            self._split *= 2
+        self._most_splits = triton.next_power_of_2(-(-shape.max_model_len // self._split))
+        capacity = shape.max_num_seqs * -(-shape.max_model_len // self._split)
+        # Partial results live here between two kernels; a captured step needs them in one place.
+        self._partial = torch.empty(
+            (capacity, shape.num_heads, shape.head_dim), dtype=torch.float32, device=shape.device
+        )
+        self._log_sums = torch.empty((capacity, shape.num_heads), dtype=torch.float32, device=shape.device)
+        self._items = torch.empty((2, capacity), dtype=torch.int32, device=shape.device)
+        on_gpu = shape.device.type == "cuda"
+        num_processors = torch.cuda.get_device_properties(shape.device).multi_processor_count if on_gpu else 1
+        self._num_programs = 8 * num_processors
+        self._width = triton.next_power_of_2(shape.head_dim)
+
+    def plan(self, context: Context) -> DecodePlan | None:
+        num_decodes = context.num_decodes
+        if num_decodes == 0:
+            return None
+        num_items, first_items = torch.empty(num_decodes + 1, dtype=torch.int32, device=self._shape.device).split(
+            (1, num_decodes)
+        )
+        plan = DecodePlan(num_items, self._items[0], self._items[1], first_items)
+        _plan_kernel[(1,)](
+            context.context_lens, num_items, first_items, plan.item_rows, plan.item_splits, num_decodes,
+            SPLIT=self._split, ROWS=triton.next_power_of_2(num_decodes),
+        )  # fmt: skip
+        return plan
+
+    def store_kvcache(self, k, v, k_cache, v_cache, slot_mapping) -> None:
+        store_kvcache(k, v, k_cache, v_cache, slot_mapping)
+
+    def attend(self, q, k, v, k_cache, v_cache, context: Context) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if context.num_decodes:
+            self._attend_decodes(q, k_cache, v_cache, context, out)
+        num_prefills = len(context.context_lens) - context.num_decodes
+        if num_prefills:
+            self._attend_prefills(q, k_cache, v_cache, context, out, num_prefills)
+        return out
+
+    def _attend_decodes(self, q, k_cache, v_cache, context: Context, out) -> None:
+        shape, plan = self._shape, context.plan
+        group_size = shape.num_heads // shape.num_kv_heads
+        _decode_kernel[(self._num_programs,)](
+            q, k_cache, v_cache, context.block_tables, context.context_lens, plan.num_items, plan.item_rows,
+            plan.item_splits, self._partial, self._log_sums, shape.head_dim**-0.5 * _LOG2_E, q.stride(0),
+            context.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
+            GROUP=group_size, PADDED_GROUP=max(16, triton.next_power_of_2(group_size)), HEAD_DIM=shape.head_dim,
+            WIDTH=self._width, BLOCK_SIZE=context.block_size, SPLIT=self._split, KEYS=64, num_warps=4, num_stages=2,
+        )  # fmt: skip
+        _merge_kernel[(context.num_decodes, shape.num_heads)](
+            self._partial, self._log_sums, context.context_lens, plan.first_items, out, NUM_HEADS=shape.num_heads,
+            HEAD_DIM=shape.head_dim, WIDTH=self._width, SPLIT=self._split, MOST_SPLITS=self._most_splits, num_warps=1,
+        )  # fmt: skip
+
+    def _attend_prefills(self, q, k_cache, v_cache, context: Context, out, num_prefills: int) -> None:
+        shape = self._shape
+        # Float32 tiles are twice as large, and their products use no tensor cores.
+        queries, keys, num_warps = (64, 32, 4) if q.dtype == torch.float32 else (128, 64, 8)
+        grid = (triton.cdiv(context.max_seqlen_q, queries), shape.num_heads, num_prefills)
+        _prefill_kernel[grid](
+            q, k_cache, v_cache, out, context.block_tables, context.cu_seqlens_q, context.context_lens,
+            context.num_decodes, shape.head_dim**-0.5 * _LOG2_E, q.stride(0), context.block_tables.stride(0),
+            NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads, HEAD_DIM=shape.head_dim, WIDTH=self._width,
+            BLOCK_SIZE=context.block_size, QUERIES=queries, KEYS=keys, num_warps=num_warps, num_stages=2,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["k_stride", "v_stride"])
+def _store_kernel(k, v, k_cache, v_cache, slot_mapping, k_stride, v_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """One program a token: its keys and values of all heads, `WIDTH` numbers, to its slot."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if slot >= 0:
+        column = tl.arange(0, PADDED)
+        is_real = column < WIDTH
+        tl.store(k_cache + slot * WIDTH + column, tl.load(k + token * k_stride + column, is_real), is_real)
+        tl.store(v_cache + slot * WIDTH + column, tl.load(v + token * v_stride + column, is_real), is_real)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _plan_kernel(
+    context_lens, num_items, first_items, item_rows, item_splits, num_rows, SPLIT: tl.constexpr, ROWS: tl.constexpr
+):
+    """Lists every row's splits, row by row."""
+    row = tl.arange(0, ROWS)
+    is_row = row < num_rows
+    num_splits = tl.cdiv(tl.load(context_lens + row, is_row, 0), SPLIT)
+    first = tl.cumsum(num_splits, 0) - num_splits
+    tl.store(first_items + row, first, is_row)
+    tl.store(num_items, tl.sum(num_splits, 0))
+    for split in range(0, tl.max(num_splits, 0)):
+        is_split = split < num_splits
+        tl.store(item_rows + first + split, row, is_split)
+        tl.store(item_splits + first + split, row * 0 + split, is_split)
+
+
+@triton.jit
+def _slots(block_table, position, is_key, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """int64 [KEYS], where the keys at these successive positions lie."""
+    if BLOCK_SIZE % KEYS == 0:  # all in one block
+        first = tl.min(position, 0)
+        block = tl.load(block_table + first // BLOCK_SIZE).to(tl.int64)
+        return block * BLOCK_SIZE + position % BLOCK_SIZE
+    block = tl.load(block_table + position // BLOCK_SIZE, is_key, 0).to(tl.int64)
+    return block * BLOCK_SIZE + position % BLOCK_SIZE
+
+
+@triton.jit(do_not_specialize=["q_stride", "table_stride"])
+def _decode_kernel(
+    q, k_cache, v_cache, block_tables, context_lens, num_items, item_rows, item_splits, partial, log_sums, scale,
+    q_stride, table_stride, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """A fixed number of programs share the list of splits × key/value heads; neighbours read neighbouring heads."""
+    member = tl.arange(0, PADDED_GROUP)
+    column = tl.arange(0, WIDTH)
+    is_column = column < HEAD_DIM
+    is_member = (member < GROUP)[:, None] & is_column[None, :]
+    for work in range(tl.program_id(0), tl.load(num_items) * NUM_KV_HEADS, tl.num_programs(0)):
+        item = work // NUM_KV_HEADS
+        kv_head = work % NUM_KV_HEADS
+        row = tl.load(item_rows + item).to(tl.int64)
+        first = tl.load(item_splits + item) * SPLIT
+        last = tl.minimum(first + SPLIT, tl.load(context_lens + row))
+        head = kv_head * GROUP + member
+        queries = tl.load(q + row * q_stride + head[:, None] * HEAD_DIM + column[None, :], is_member, 0.0)
+        largest = tl.full([PADDED_GROUP], float("-inf"), tl.float32)
+        total = tl.zeros([PADDED_GROUP], tl.float32)
+        summed = tl.zeros([PADDED_GROUP, WIDTH], tl.float32)
+        for start in range(first, last, KEYS):
+            position = start + tl.arange(0, KEYS)
+            is_key = position < last
+            slot = _slots(block_tables + row * table_stride, position, is_key, BLOCK_SIZE, KEYS)
+            at = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + column[None, :]
+            is_read = is_key[:, None] & is_column[None, :]
+            keys = tl.load(k_cache + at, is_read, 0.0)
+            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+            scores = tl.where(is_key[None, :], scores, float("-inf"))
+            new_largest = tl.maximum(largest, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_largest[:, None])
+            shrink = tl.exp2(largest - new_largest)
+            total = total * shrink + tl.sum(weights, 1)
+            values = tl.load(v_cache + at, is_read, 0.0)
+            summed = summed * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+            largest = new_largest
+        place = item.to(tl.int64) * NUM_HEADS + head
+        tl.store(partial + place[:, None] * HEAD_DIM + column[None, :], summed / total[:, None], is_member)
+        tl.store(log_sums + place, largest + tl.log2(total), member < GROUP)
+
+
+@triton.jit
+def _merge_kernel(
+    partial, log_sums, context_lens, first_items, out, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr, SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One program a row and head: its splits' results, weighed by their sums. A row without keys is 0."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    split = tl.arange(0, MOST_SPLITS)
+    column = tl.arange(0, WIDTH)
+    is_column = column < HEAD_DIM
+    num_splits = tl.cdiv(tl.load(context_lens + row), SPLIT)
+    is_split = split < num_splits
+    place = (tl.load(first_items + row) + split).to(tl.int64) * NUM_HEADS + head
+    log_sum = tl.load(log_sums + place, is_split, float("-inf"))
+    weight = tl.where(is_split, tl.exp2(log_sum - tl.max(log_sum, 0)), 0.0)
+    is_read = is_split[:, None] & is_column[None, :]
+    results = tl.load(partial + place[:, None] * HEAD_DIM + column[None, :], is_read, 0.0)
+    merged = tl.sum(weight[:, None] * results, 0) / tl.sum(weight, 0)
+    merged = tl.where(num_splits > 0, merged, 0.0)
+    tl.store(out + (row * NUM_HEADS + head) * HEAD_DIM + column, merged, is_column)
+
+
+@triton.jit
+def _attend_tile(
+    queries, query_position, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale, first, last,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """Takes keys first … last into a tile of queries; masked, each query sees those up to its own position."""
+    column = tl.arange(0, WIDTH)
+    for start in range(first, last, KEYS):
+        position = start + tl.arange(0, KEYS)
+        is_key = position < last
+        slot = _slots(block_table, position, is_key, BLOCK_SIZE, KEYS)
+        at = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + column[None, :]
+        is_read = is_key[:, None] & (column < HEAD_DIM)[None, :]
+        keys = tl.load(k_cache + at, is_read, 0.0)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        if IS_MASKED:
+            scores = tl.where(position[None, :] <= query_position[:, None], scores, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_largest[:, None])
+        shrink = tl.exp2(largest - new_largest)
+        total = total * shrink + tl.sum(weights, 1)
+        values = tl.load(v_cache + at, is_read, 0.0)
+        summed = summed * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        largest = new_largest
+    return largest, total, summed
+
+
+@triton.jit(do_not_specialize=["first_seq", "q_stride", "table_stride"])
+def _prefill_kernel(
+    q, k_cache, v_cache, out, block_tables, cu_seqlens_q, context_lens, first_seq, scale, q_stride, table_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """One program a tile of a sequence's queries and a head; the last tiles, which see most, start first."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    seq = (first_seq + tl.program_id(2)).to(tl.int64)
+    first_query = tl.load(cu_seqlens_q + seq)
+    num_queries = tl.load(cu_seqlens_q + seq + 1) - first_query
+    if tile * QUERIES < num_queries:
+        length = tl.load(context_lens + seq)
+        query = tile * QUERIES + tl.arange(0, QUERIES)
+        column = tl.arange(0, WIDTH)
+        is_query = (query < num_queries)[:, None] & (column < HEAD_DIM)[None, :]
+        token = (first_query + query).to(tl.int64)
+        queries = tl.load(q + token[:, None] * q_stride + head * HEAD_DIM + column[None, :], is_query, 0.0)
+        num_before = length - num_queries
+        last = tl.minimum(length, num_before + (tile + 1) * QUERIES)
+        # Keys below this are seen by every query of the tile.
+        last_of_all = (num_before + tile * QUERIES + 1) // KEYS * KEYS
+        largest = tl.full([QUERIES], float("-inf"), tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+        summed = tl.zeros([QUERIES, WIDTH], tl.float32)
+        block_table = block_tables + seq * table_stride
+        kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
+        largest, total, summed = _attend_tile(
+            queries, num_before + query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale, 0,
+            last_of_all, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, False,
+        )  # fmt: skip
+        largest, total, summed = _attend_tile(
+            queries, num_before + query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale,
+            last_of_all, last, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, True,
+        )  # fmt: skip
+        at = token[:, None] * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + column[None, :]
+        tl.store(out + at, summed / total[:, None], is_query)
