@@ -9,6 +9,10 @@ Workloads (sequences; prompt tokens; output tokens): demo (64; 8-200; 8-200, gre
 big (2048 of nano's), prefix (2048 behind 32 prefixes of 1024; 16-128 more; 64-256), short (8192; 16-64; 16-64),
 one (1; 128; 512).
 
+On a GPU the report also has the run's floor: what the chip needs at least for the steps that were run. That is, for
+each step, the keys and values its decodes read ÷ the memory bandwidth measured here, plus the larger of the weights
+÷ that bandwidth and the arithmetic ÷ the matrix rate measured here.
+
 The last line on stdout is JSON.
 """
 
@@ -27,6 +31,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
+from nanovllm.models.config import ModelConfig
 
 # hidden size, layers, heads, key/value heads, head_dim, intermediate size, vocabulary, tied embeddings
 SIZES = {
@@ -147,6 +152,114 @@ def timed(
     return seconds, tokens
 
 
+@dataclass
+class StepLog:
+    """What the steps of one run computed, and when the GPU was between them."""
+
+    num_tokens: list[int]
+    num_sampled: list[int]
+    num_keys: list[int]  # of all sequences with one new token: what decode attention reads
+    prefill_scores: list[int]  # query-key pairs of the other sequences
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event]]  # around each step, on a GPU
+
+    def idle_seconds(self) -> float:
+        """Time between the end of a step and the beginning of the next."""
+        torch.cuda.synchronize()
+        gaps = (before[1].elapsed_time(after[0]) for before, after in zip(self.events, self.events[1:]))  # noqa: B905
+        return sum(gaps) / 1e3
+
+
+def logged_run(llm: LLM, requests: Requests, params: list[SamplingParams]) -> tuple[StepLog, float]:
+    """The run once more with every step noted (the steps do not depend on time), and the seconds it took."""
+    runner, log = llm.engine.runner, StepLog([], [], [], [], [])
+    launch, is_gpu = runner.launch, runner.device.type == "cuda"
+
+    def noted(work):
+        log.num_tokens.append(sum(num_new for _, num_new, _ in work))
+        log.num_sampled.append(sum(samples for _, _, samples in work))
+        log.num_keys.append(sum(seq.num_computed_tokens for seq, num_new, _ in work if num_new == 1))
+        chunks = ((seq.num_computed_tokens, num_new) for seq, num_new, _ in work if num_new > 1)
+        log.prefill_scores.append(sum(num_new * (end - num_new // 2) for end, num_new in chunks))
+        if not is_gpu:
+            return launch(work)
+        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        events[0].record()
+        result = launch(work)
+        events[1].record()
+        log.events.append(events)
+        return result
+
+    runner.launch = noted
+    try:
+        began = time.perf_counter()
+        run_nanovllm(llm, requests, params)
+        return log, time.perf_counter() - began
+    finally:
+        del runner.launch
+
+
+def device_rates(device: torch.device) -> tuple[float, float]:
+    """(bytes a second of a large copy, read and written; operations a second of a large bfloat16 product)."""
+
+    def best_seconds(run: Callable[..., object], *tensors: torch.Tensor) -> float:
+        seconds = []
+        for _ in range(10):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run(*tensors)
+            end.record()
+            end.synchronize()
+            seconds.append(start.elapsed_time(end) / 1e3)
+        return min(seconds)
+
+    source = torch.randn(2**28, device=device)  # 1 GiB
+    target = torch.empty_like(source)
+    bandwidth = 2 * source.nbytes / best_seconds(torch.Tensor.copy_, target, source)
+    del source, target
+    left, right = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return bandwidth, 2 * 8192**3 / best_seconds(torch.matmul, left, right)
+
+
+def floor_seconds(log: StepLog, config: ModelConfig, itemsize: int, bandwidth: float, matrix_rate: float) -> float:
+    """What the chip needs at least for the steps of `log`."""
+    attention = config.hidden_size * (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
+    layers = config.num_hidden_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+    head = config.vocab_size * config.hidden_size
+    weight_seconds = (layers + head) * itemsize / bandwidth
+    # For a query-key pair, a product with the key and one with the value in every head of every layer.
+    score_operations = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    seconds = 0.0
+    for num_tokens, num_sampled, num_keys, scores in zip(
+        log.num_tokens, log.num_sampled, log.num_keys, log.prefill_scores, strict=True
+    ):
+        operations = 2 * (num_tokens * layers + num_sampled * head) + scores * score_operations
+        seconds += num_keys * config.num_kv_values_per_token * itemsize / bandwidth
+        seconds += max(weight_seconds, operations / matrix_rate)
+    return seconds
+
+
+def write_profile(llm: LLM, requests: Requests, params: list[SamplingParams], directory: Path) -> None:
+    """A trace of 30 steps from the middle of the run, for chrome://tracing or Perfetto."""
+    from torch.profiler import ProfilerActivity, profile
+
+    directory.mkdir(parents=True, exist_ok=True)
+    engine = llm.engine
+    for prompt, of_request in zip(requests.prompts, params, strict=True):
+        engine.add_request(prompt, of_request)
+    middle = statistics.median(requests.max_tokens) // 2
+    for _ in range(int(middle)):
+        engine.step()
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    with profile(activities=activities) as profiled:
+        for _ in range(30):
+            if not engine.is_finished():
+                engine.step()
+    engine.reset()
+    profiled.export_chrome_trace(str(directory / "trace.json"))
+    sort = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    (directory / "operators.txt").write_text(profiled.key_averages().table(sort_by=sort, row_limit=60))
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=("demo", "nano", "big", "prefix", "short", "one"), default="demo")
@@ -155,7 +268,9 @@ def parse_arguments() -> argparse.Namespace:
     which.add_argument("--size", choices=SIZES, help="random weights of this shape; nothing is downloaded")
     parser.add_argument("--vs", choices=("transformers",), help="run the same requests through another engine too")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of each engine; the median counts")
-    parser.add_argument("--backend", choices=("auto", "triton", "flash", "sdpa", "torch"), default="auto", help="attention backend")
+    parser.add_argument(
+        "--backend", choices=("auto", "triton", "flash", "sdpa", "torch"), default="auto", help="attention backend"
+    )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--max-model-len", type=int, help="default: 4096 with --size, else the model's own")
@@ -165,6 +280,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--no-overlap", action="store_true")
     parser.add_argument("--no-prefix-caching", action="store_true")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="write a trace of some steps there")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there as well")
     arguments = parser.parse_args()
     if arguments.repeats < 1:
         parser.error("--repeats must be at least 1")
@@ -199,6 +316,9 @@ def main() -> None:
             report = measure(arguments, llm)
     for name, value in report.items():
         print(f"{name:28} {value:,.3f}" if isinstance(value, float) else f"{name:28} {value}")
+    if arguments.output:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(report) + "\n")
     print(json.dumps(report))
 
 
@@ -236,6 +356,24 @@ def measure(arguments: argparse.Namespace, llm: LLM) -> dict[str, object]:
         "prefix_cache_hit_rate": last["num_cached_prompt_tokens"] / max(last["num_prompt_tokens"], 1),
         "num_preemptions": last["num_preemptions"],
     }
+    if runner.device.type == "cuda":
+        prepare()
+        torch.cuda.reset_peak_memory_stats(runner.device)
+        log, logged_seconds = logged_run(llm, requests, params)
+        bandwidth, matrix_rate = device_rates(runner.device)
+        floor = floor_seconds(log, runner.model_config, runner.dtype.itemsize, bandwidth, matrix_rate)
+        report |= {
+            "bandwidth_tb_per_second": bandwidth / 1e12,
+            "matrix_tflop_per_second": matrix_rate / 1e12,
+            "floor_seconds": floor,
+            "floor_tokens_per_second": num_output_tokens / floor,
+            "fraction_of_floor": floor / median,
+            "gpu_idle_fraction": log.idle_seconds() / logged_seconds,
+            "peak_memory_gib": torch.cuda.max_memory_allocated(runner.device) / 2**30,
+        }
+    if arguments.profile:
+        prepare()
+        write_profile(llm, requests, params, arguments.profile)
     if arguments.vs:
         model = load_transformers(Path(llm.engine.config.model), runner.dtype, runner.device)
         their_seconds, their_tokens = timed(lambda: run_transformers(model, requests), arguments.repeats, runner.device)

@@ -22,6 +22,7 @@ BATCH = "engine/batch.py"
 SAMPLER = "layers/sampler.py"
 LINEAR = "layers/linear.py"
 SDPA = "kernels/sdpa_attention.py"
+PACKED = "kernels/packed_linear.py"
 LOADER = "utils/loader.py"
 
 MUTANTS = [
@@ -391,11 +392,109 @@ MUTANTS = [
         ("test_attention.py::test_ragged_decodes_from_1_to_4096",),
     ),
     Mutant(
+        "kept keys are gone on with although a mixed step came between",
+        SDPA,
+        "(kept.lengths[places] + 1 == lengths) & (lengths <= kept.capacities[places])",
+        "lengths <= kept.capacities[places]",
+        ("test_attention.py::test_kept_keys_know_their_sequence",),
+    ),
+    Mutant(
+        "kept keys outgrow their room",
+        SDPA,
+        " & (lengths <= kept.capacities[places])\n",
+        "\n",
+        ("test_attention.py::test_keys_are_kept_until_there_is_no_room_for_another",),
+    ),
+    Mutant(
+        "a new key is appended a row too late",
+        SDPA,
+        "gathered.lengths - 1)[places, None]",
+        "gathered.lengths)[places, None]",
+        ("test_attention.py::test_keys_are_kept_until_there_is_no_room_for_another",),
+    ),
+    Mutant(
+        "the new keys of all heads go to adjacent rows",
+        SDPA,
+        "np.arange(num_kv_heads) * gathered.capacities[places, None]",
+        "np.arange(num_kv_heads)",
+        ("test_attention.py::test_keys_are_kept_until_there_is_no_room_for_another",),
+    ),
+    Mutant(
+        "a kept sequence is taken for its neighbour",
+        SDPA,
+        "dict(zip(ids, places.tolist(), strict=True))",
+        "dict(zip(ids, range(len(ids)), strict=True))",
+        ("test_attention.py::test_keys_kept_from_step_to_step_are_those_in_the_cache[0-torch.float32]",),
+    ),
+    Mutant(
+        "kept keys do not grow",
+        SDPA,
+        "            gathered.lengths[places] = lengths[decodes]\n",
+        "",
+        ("test_attention.py::test_keys_are_kept_until_there_is_no_room_for_another",),
+    ),
+    Mutant(
+        "queries meet the kept keys in batch order",
+        SDPA,
+        "place_rows[places] = rows\n",
+        "place_rows[: len(rows)] = rows\n",
+        ("test_attention.py::test_keys_are_kept_until_there_is_no_room_for_another",),
+    ),
+    Mutant(
+        "layers share their kept keys",
+        SDPA,
+        ", head_dim, buffer=layer)",
+        ", head_dim)",
+        ("test_attention.py::test_keys_are_kept_until_there_is_no_room_for_another",),
+    ),
+    Mutant(
+        "sequences without names are taken for one another",
+        SDPA,
+        "ids = None if prefills or context.seq_ids is None else [context.seq_ids[row] for row in decodes]",
+        "ids = None if prefills else [(context.seq_ids or range(99))[row] for row in decodes]",
+        ("test_attention.py::test_nothing_is_kept_of_sequences_without_names",),
+    ),
+    Mutant(
+        "kept keys take any memory",
+        SDPA,
+        "if not plan.may_keep or plan.source_rows.numel() * head_dim > _MOST_KEPT * k_cache.numel():",
+        "if not plan.may_keep:",
+        ("test_attention.py::test_a_copy_that_would_take_much_of_the_memory_is_not_kept",),
+    ),
+    Mutant(
+        "a kept copy of a large batch outlives it",
+        SDPA,
+        " or len(ids) < _FEWEST_STILL_RUNNING * len(kept.lengths)",
+        "",
+        ("test_attention.py::test_a_finished_sequence_is_read_on_only_while_most_others_run",),
+    ),
+    Mutant(
+        "keys are gathered again in every other step",
+        SDPA,
+        "gathered = self._kept = kept\n",
+        "gathered = kept\n",
+        ("test_attention.py::test_keys_are_kept_until_there_is_no_room_for_another",),
+    ),
+    Mutant(
         "queries of a long chunk after the first mask see too little",
         SDPA,
         "tril(num_before + first)",
         "tril(num_before)",
         ("test_attention.py::test_long_prompts_and_chunks_of_them",),
+    ),
+    Mutant(
+        "oneDNN keeps a kernel for every number of rows",
+        PACKED,
+        "_ROWS[bisect_left(_ROWS, num_rows)]",
+        "num_rows",
+        ("test_packed_linear.py::test_any_number_of_rows_is_computed_in_few_sizes",),
+    ),
+    Mutant(
+        "oneDNN keeps a kernel for every number of rows of a long prompt",
+        PACKED,
+        "torch.cat([packed_linear(part, packed, bias) for part in x.split(_ROWS[-1])])",
+        'torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")',
+        ("test_packed_linear.py::test_any_number_of_rows_is_computed_in_few_sizes",),
     ),
     Mutant(
         "every rank adds the bias",

@@ -1,5 +1,6 @@
 """Bad input: a typed error that names what to change, before work starts, or a row that says why it did not run."""
 
+import importlib.util
 import json
 import re
 import shutil
@@ -12,9 +13,12 @@ import pytest
 import torch
 
 import nanovllm.engine.model_runner
+import nanovllm.kernels
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.config import Config
 from nanovllm.demo import MODEL_DIRECTORY
+from nanovllm.engine import kv_cache
+from nanovllm.engine.kv_cache import MemoryUse
 
 NAN, INFINITY = float("nan"), float("inf")
 # 256 tokens in the cache, 300 within max_model_len: some requests fit the one and not the other.
@@ -361,7 +365,11 @@ def test_a_wrong_sampling_parameter_is_refused_when_it_is_made(values, error, me
         ({"dtype": torch.int64}, ValueError, "dtype must be one of"),
         ({"dtype": "half"}, ValueError, "dtype must be one of"),
         ({"dtype": None}, ValueError, "dtype must be one of"),
-        ({"attention_backend": "xformers"}, ValueError, "attention_backend must be one of auto, torch"),
+        (
+            {"attention_backend": "xformers"},
+            ValueError,
+            "attention_backend must be one of auto, triton, flash, sdpa, torch",
+        ),
         ({"attention_backend": None}, ValueError, "attention_backend must be one of"),
         ({"attention_backend": ["torch"]}, ValueError, "attention_backend must be one of"),
         ({"load_format": "gguf"}, ValueError, "load_format must be one of auto, dummy, not 'gguf'"),
@@ -429,17 +437,82 @@ def test_a_gpu_beyond_the_last_is_a_runtime_error(monkeypatch, index):
 
 @pytest.mark.parametrize("num_blocks", [10**9, 10**18, 2**70])
 def test_more_cache_than_memory_says_how_much_and_what_to_lower(num_blocks):
-    message = rf"num_kvcache_blocks={num_blocks} needs [\d.]+ GiB more than the [\d.]+ GiB that are free; lower it"
+    message = rf"num_kvcache_blocks={num_blocks} needs [\d.]+ GiB more than the [\d.]+ GiB there are for it; lower it$"
     with pytest.raises(RuntimeError, match=message):
         LLM(MODEL_DIRECTORY, device="cpu", num_kvcache_blocks=num_blocks)
 
 
 @pytest.mark.parametrize("free_bytes", [0, 4 * 2**20])
 def test_too_little_memory_for_one_sequence_says_how_much_and_what_to_lower(monkeypatch, free_bytes):
-    monkeypatch.setattr(nanovllm.engine.model_runner, "_free_bytes", lambda device: free_bytes)
-    message = r"max_model_len=1024 tokens needs [\d.]+ GiB more than the [\d.]+ GiB .*; lower max_model_len"
+    monkeypatch.setattr(nanovllm.engine.model_runner, "free_bytes", lambda device: free_bytes)
+    message = r"one sequence of 16 blocks \(max_model_len\) needs [\d.]+ GiB more than the [\d.]+ GiB .*; lower max_model_len$"
     with pytest.raises(RuntimeError, match=message):
         LLM(MODEL_DIRECTORY, device="cpu")
+
+
+GPU = MemoryUse(total=100, free_at_start=90, free=80, activations=15, graphs=5)
+
+
+def blocks_on_gpu(monkeypatch, memory: MemoryUse, **options) -> int:
+    """Blocks of a byte on a GPU of `memory`, without a margin; the longest sequence takes 12."""
+    monkeypatch.setattr(kv_cache, "_GPU_MARGIN", 0)
+    return kv_cache.num_kvcache_blocks(Config("m", **options), memory, 1, 12, True)
+
+
+def test_a_gpu_gives_what_weights_activations_and_graphs_leave_of_its_share(monkeypatch):
+    """Counting the memory that others hold as our own made a second engine on the GPU fail, or starve the first."""
+    for utilization, expected in ((0.9, 90 - 30), (0.5, 50 - 30), (0.42, 12), (1.0, 90 - 30)):
+        assert blocks_on_gpu(monkeypatch, GPU, gpu_memory_utilization=utilization) == expected
+    # What others hold limits us, but is not ours: we take what they leave.
+    assert blocks_on_gpu(monkeypatch, MemoryUse(100, 50, 40, 15, 5), gpu_memory_utilization=0.9) == 20
+    assert blocks_on_gpu(monkeypatch, GPU, max_num_seqs=2) == 24, "more could never be used"
+    assert blocks_on_gpu(monkeypatch, GPU, num_kvcache_blocks=60) == 60
+
+
+def test_a_gpu_without_room_says_what_to_change(monkeypatch):
+    message = r"needs [\d.]+ GiB more than .*; lower max_model_len, .*max_num_seqs, raise gpu_memory_utilization"
+    with pytest.raises(RuntimeError, match=message):
+        blocks_on_gpu(monkeypatch, GPU, gpu_memory_utilization=0.41)
+    with pytest.raises(RuntimeError, match=r"num_kvcache_blocks=61 .*; lower it or raise gpu_memory_utilization$"):
+        blocks_on_gpu(monkeypatch, GPU, num_kvcache_blocks=61)
+
+
+@pytest.mark.parametrize("backend", ["triton", "flash"])
+def test_a_backend_for_gpus_is_refused_on_a_cpu(monkeypatch, backend):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(RuntimeError, match=f'attention_backend="{backend}" needs a GPU; on a CPU use "auto"'):
+        LLM(MODEL_DIRECTORY, device="cpu", attention_backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "block_size", "error", "message"),
+    [
+        ("triton", {}, 24, ValueError, "kvcache_block_size to be a multiple of 16, not 24"),
+        ("flash", {}, 256, RuntimeError, 'pip install "nanovllm\\[flash-attn\\]"; or use "triton"'),
+        ("flash", {"dtype": torch.float32}, 256, ValueError, "dtype bfloat16 or float16, not torch.float32"),
+        ("flash", {"head_dim": 264}, 256, ValueError, "head_dim of at most 256 that 8 divides, not 264"),
+        ("flash", {"head_dim": 36}, None, ValueError, "head_dim of at most 256 that 8 divides, not 36"),
+        ("flash", {}, 128, ValueError, "kvcache_block_size to be a multiple of 256, not 128"),
+    ],
+)
+def test_a_backend_that_cannot_run_the_model_says_what_it_needs(
+    monkeypatch, backend, changes, block_size, error, message
+):
+    """Nothing of the backend is imported for that: a GPU machine without FlashAttention must get the message too."""
+    has_flash = error is not RuntimeError
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: (has_flash or None) if name == "flash_attn" else find_spec(name),
+    )
+    fields = {"dtype": torch.bfloat16, "device": torch.device("cuda", 0), **changes}
+    with pytest.raises(error, match=f'attention_backend="{backend}" needs .*{message}'):
+        nanovllm.kernels.make_attention_backend(
+            backend,
+            nanovllm.kernels.AttentionShape(**{"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, **fields}),
+            block_size,
+        )
 
 
 @pytest.mark.parametrize("max_model_len", [1025, 32768, 2**70])

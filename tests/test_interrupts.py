@@ -53,6 +53,14 @@ POINTS = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def sigint():
+    """A shell's background job inherits SIGINT ignored, and Python then installs no handler."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module", params=[True, False], ids=["overlap", "sync"])
 def llm(request):
     with LLM(MODEL_DIRECTORY, overlap=request.param, **OPTIONS) as llm:

@@ -26,3 +26,25 @@ def test_what_has_no_packed_form_stays_plain():
     """A float64 or bfloat16 weight went through an operator made for float32."""
     for dtype in (torch.float64, torch.bfloat16):
         assert pack_weight(torch.ones(4, 4, dtype=dtype)) is None
+
+
+@torch.inference_mode()
+def test_any_number_of_rows_is_computed_in_few_sizes(monkeypatch):
+    """oneDNN kept half a megabyte for every number of rows it ever saw: prefills of all lengths ate gigabytes."""
+    compute, sizes = torch.ops.mkldnn._linear_pointwise, []
+
+    def recording(x, *args):
+        sizes.append(x.shape[0])
+        return compute(x, *args)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", recording)
+    weight, bias, x = torch.randn(5, 7), torch.randn(5), torch.randn(3000, 7)
+    packed, expected = pack_weight(weight), F.linear(x, weight, bias)
+    for num_rows in range(1, 3001):
+        sizes_before = len(sizes)
+        found = linear(x[:num_rows], weight, packed, bias)
+        torch.testing.assert_close(found, expected[:num_rows], rtol=1e-5, atol=1e-6)
+        # Little is computed in vain, and a long prompt is not cut into many small products.
+        assert num_rows <= sum(sizes[sizes_before:]) <= max(2 * num_rows, 8)
+        assert len(sizes) - sizes_before == -(-num_rows // 1024)
+    assert len(set(sizes)) <= 24 and max(sizes) == 1024

@@ -1,7 +1,6 @@
 """Sampling: the right distribution, from noise that belongs to the request alone."""
 
 import math
-from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -9,10 +8,21 @@ import torch
 from model_factory import one_thread, save_model  # noqa: F401
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.batch import build_batch
+from nanovllm.engine.batch import build_batch, special_rows
+from nanovllm.engine.scheduler import Work
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers import sampler
-from nanovllm.layers.sampler import SamplingBatch, exponential_noise, filter_scores, philox4x32, sample
+from nanovllm.layers.sampler import (
+    SamplingBatch,
+    SpecialRows,
+    exponential_noise,
+    filter_scores,
+    philox4x32,
+    sample,
+    sample_special,
+)
+
+CPU = torch.device("cpu")
 
 
 def philox_reference(counter: list[int], key: list[int]) -> list[int]:
@@ -46,24 +56,31 @@ def exact_probabilities(logits: list[float], params: SamplingParams) -> np.ndarr
     return probs / probs.sum()
 
 
-def sampling_batch(params, vocab_size: int, seeds, positions, stop_token_ids=frozenset()) -> SamplingBatch:
-    """What the engine makes of one row for each of `params`, sampling the token at `positions`."""
+def sampling_work(params, seeds, positions, stop_token_ids=frozenset()) -> Work:
+    """One row for each of `params`, sampling the token at `positions`."""
     work = []
     for row, row_params in enumerate(params):
         seq = Sequence(row, [0] * positions[row], row_params, positions[row] + 9, stop_token_ids, seeds[row])
         seq.block_table, seq.slot, seq.num_computed_tokens = [0], row, positions[row]
         seq.num_tokens += 1
         work.append((seq, 1, True))
-    return build_batch(work, 10**6, vocab_size, torch.device("cpu")).sampling
+    return work
 
 
-def sample_rows(logits: torch.Tensor, params, seeds=None, positions=None, stop_token_ids=frozenset()) -> list[int]:
-    """The tokens of `logits`: [rows, vocab_size], through the same construction as the engine's."""
+def sample_rows(
+    logits: torch.Tensor, params, seeds=None, positions=None, stop_token_ids=frozenset(), part_size: int = 64
+) -> list[int]:
+    """The tokens of `logits`: [rows, vocab_size], as the engine samples them, special rows in parts."""
     num_rows = len(logits)
     params = [params] * num_rows if isinstance(params, SamplingParams) else params
     seeds = list(range(num_rows)) if seeds is None else seeds
     positions = [5] * num_rows if positions is None else positions
-    return sample(logits.clone(), sampling_batch(params, logits.shape[1], seeds, positions, stop_token_ids)).tolist()
+    work, vocab_size = sampling_work(params, seeds, positions, stop_token_ids), logits.shape[1]
+    tokens = sample(logits.clone(), build_batch(work, 10**6, vocab_size, CPU).sampling)
+    special = special_rows(work, vocab_size, CPU)
+    for part in [] if special is None else special.split(part_size):
+        tokens[part.rows] = sample_special(logits[part.rows], part)
+    return tokens.tolist()
 
 
 def assert_distributed(tokens: list[int], probs: np.ndarray) -> None:
@@ -150,20 +167,20 @@ def test_tokens_have_exactly_the_probabilities_asked_for(params, varying):
     """Over many requests at one position, and over many positions of one request."""
     num_rows = 20000
     count, fixed = torch.arange(num_rows), torch.full((num_rows,), 12345)
-    one = sampling_batch([params], len(LOGITS), [0], [1])
     batch = SamplingBatch(
-        random_rows=count,
-        temperatures=one.temperatures.expand(num_rows),
+        temperatures=torch.full((num_rows,), params.temperature),
         seeds=count if varying == "seeds" else fixed,
         positions=count if varying == "positions" else fixed,
     )
-    if one.filtered is not None:
-        batch.filtered = count
-        batch.top_ks, batch.top_ps, batch.min_ps = (
-            part.expand(num_rows) for part in (one.top_ks, one.top_ps, one.min_ps)
-        )
-    tokens = sample(torch.tensor(LOGITS).repeat(num_rows, 1), batch).tolist()
-    assert_distributed(tokens, exact_probabilities(LOGITS, params))
+    logits = torch.tensor(LOGITS).repeat(num_rows, 1)
+    one = special_rows(sampling_work([params], [0], [1]), len(LOGITS), CPU)
+    if one is None:
+        tokens = sample(logits, batch)
+    else:
+        filters = (part.expand(num_rows) for part in (one.top_ks, one.top_ps, one.min_ps))
+        nothing = torch.tensor([], dtype=torch.int64)
+        tokens = sample_special(logits, SpecialRows(count, count, batch, *filters, nothing, nothing))
+    assert_distributed(tokens.tolist(), exact_probabilities(LOGITS, params))
 
 
 @pytest.mark.parametrize(("seed_step", "position_step"), [(0, 1), (1, 0), (2**32, 0)])
@@ -174,7 +191,6 @@ def test_neighbouring_tokens_are_independent(seed_step, position_step):
     pairs = []
     for step in (0, 1):
         batch = SamplingBatch(
-            random_rows=torch.arange(num_rows),
             temperatures=torch.ones(num_rows),
             seeds=seeds + step * seed_step,
             positions=positions + step * position_step,
@@ -318,6 +334,8 @@ def test_a_rows_token_does_not_depend_on_its_neighbours(vocab_size):
         assert sample_rows(*pick([row], *case)) == [together[row]], row
     for rows in (list(range(24))[::-1], list(range(0, 24, 2)), [5] * 7, [2, 3, 2, 3], list(range(9))):
         assert sample_rows(*pick(rows, *case)) == [together[row] for row in rows]
+    for part_size in (1, 2, 5):
+        assert sample_rows(*case, part_size=part_size) == together
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
@@ -351,16 +369,44 @@ def test_banned_tokens_are_never_sampled_and_only_where_banned():
     free = SamplingParams(temperature=0)
     sampled = SamplingParams(temperature=1.0, min_tokens=1)
     filtered = SamplingParams(temperature=1.0, min_tokens=1, top_k=1)
-    tokens = sample_rows(logits, [banned, free, sampled, filtered, free, banned], stop_token_ids=stop)
-    assert tokens[:2] == [3, 1] and tokens[2] in (0, 3) and tokens[3:] == [3, 1, 3]
+    for part_size in (64, 3, 2, 1):
+        tokens = sample_rows(
+            logits, [banned, free, sampled, filtered, free, banned], stop_token_ids=stop, part_size=part_size
+        )
+        assert tokens[:2] == [3, 1] and tokens[2] in (0, 3) and tokens[3:] == [3, 1, 3]
 
 
-def test_a_batch_of_greedy_rows_needs_nothing_of_the_random_kind():
-    """Parts that no row needs are None, so that nobody pays for a neighbour's option that nobody has."""
-    greedy = sampling_batch([SamplingParams(temperature=0)] * 3, 9, [1, 2, 3], [1, 1, 1])
-    assert all(getattr(greedy, field.name) is None for field in fields(greedy))
-    plain = sampling_batch([SamplingParams(), SamplingParams(temperature=0)], 9, [1, 2], [1, 1])
-    assert plain.random_rows.tolist() == [0] and plain.filtered is None and plain.banned_rows is None
+def test_a_part_of_the_special_rows_bans_its_own_tokens():
+    """Banned pairs name rows of the whole; in a later part they once meant rows beyond its end, or a neighbour."""
+    params = [SamplingParams(temperature=0, min_tokens=1 if row % 3 else 0, top_k=row % 2) for row in range(9)]
+    work = sampling_work(params, range(9), [2] * 9, frozenset((4, 7)))
+    whole = special_rows(work, 10, CPU)
+    assert whole.rows.tolist() == [1, 2, 4, 5, 7, 8], "greedy rows are special only for what they must not sample"
+    assert len(whole.split(6)) == 1 and len(whole.split(5)) == 2
+    for size in (1, 2, 4, 5, 6):
+        parts = whole.split(size)
+        assert [len(part.rows) for part in parts] == [size] * (6 // size) + [6 % size] * (6 % size > 0)
+        pairs = []
+        for part in parts:
+            assert part.banned_rows.tolist() == sorted(part.banned_rows.tolist())
+            pairs += zip(part.rows[part.banned_rows].tolist(), part.banned_ids.tolist(), strict=True)
+        assert sorted(pairs) == [(row, token_id) for row in whole.rows.tolist() for token_id in (4, 7)]
+        for name in ("rows", "slots", "top_ks", "top_ps", "min_ps"):
+            assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name)), name
+        for name in ("temperatures", "seeds", "positions"):
+            of_parts = torch.cat([getattr(part.sampling, name) for part in parts])
+            assert torch.equal(of_parts, getattr(whole.sampling, name)), name
+
+
+def test_rows_without_filters_are_not_special():
+    """Nobody pays for a neighbour's option, and nothing is sampled twice that need not be."""
+    plain = [SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=9), SamplingParams(top_k=2**70)]
+    greedy = [SamplingParams(temperature=0, top_k=2, top_p=0.5, min_p=0.5)]
+    assert special_rows(sampling_work(plain + greedy, range(5), [1] * 5), 9, CPU) is None
+    # A minimum without any stop token bans nothing.
+    assert special_rows(sampling_work([SamplingParams(min_tokens=3)], [0], [1]), 9, CPU) is None
+    params = [*plain, SamplingParams(top_k=8), *greedy, SamplingParams(top_p=0.9), SamplingParams(min_p=0.1)]
+    assert special_rows(sampling_work(params, range(8), [1] * 8), 9, CPU).rows.tolist() == [4, 6, 7]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
