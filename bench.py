@@ -280,6 +280,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--no-overlap", action="store_true")
     parser.add_argument("--no-prefix-caching", action="store_true")
+    parser.add_argument("--no-prefix-grouping", action="store_true")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write a trace of some steps there")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there as well")
     arguments = parser.parse_args()
@@ -294,6 +295,7 @@ def make_llm(arguments: argparse.Namespace, directory: str, is_dummy: bool) -> L
         "dtype": arguments.dtype, "device": arguments.device, "max_num_seqs": arguments.max_num_seqs,
         "kvcache_block_size": arguments.block_size, "enforce_eager": arguments.enforce_eager,
         "overlap": not arguments.no_overlap, "enable_prefix_caching": not arguments.no_prefix_caching,
+        "prefix_grouping": not arguments.no_prefix_grouping,
     }  # fmt: skip
     if arguments.max_model_len or arguments.size:
         options["max_model_len"] = arguments.max_model_len or 4096

@@ -19,9 +19,13 @@ BLOCK_MANAGER = "engine/block_manager.py"
 SCHEDULER = "engine/scheduler.py"
 ENGINE = "engine/llm_engine.py"
 BATCH = "engine/batch.py"
+RUNNER = "engine/model_runner.py"
 SAMPLER = "layers/sampler.py"
 LINEAR = "layers/linear.py"
 SDPA = "kernels/sdpa_attention.py"
+TRITON = "kernels/triton_attention.py"
+FUSED = "kernels/fused.py"
+FUSED_SAMPLER = "kernels/fused_sampler.py"
 PACKED = "kernels/packed_linear.py"
 LOADER = "utils/loader.py"
 
@@ -362,6 +366,107 @@ MUTANTS = [
         ".astype(np.int32) * np.int32(block_size)",
         ("test_batch.py::test_slots_beyond_32_bits_do_not_wrap",),
     ),
+    Mutant(
+        "decodes behind a chunk are taken for leading ones",
+        BATCH,
+        "num_decodes = int(is_longer[0]) if len(is_longer) else num_seqs",
+        "num_decodes = num_seqs - len(is_longer)",
+        (
+            "test_batch.py::test_every_batch_of_a_random_run_is_what_plain_loops_make",
+            "test_attention.py::test_build_batch_describes_the_step_that_the_formula_means",
+        ),
+    ),
+    Mutant(
+        "a decode's keys make a prompt look cached",
+        BATCH,
+        "has_cached_keys=bool(starts[num_decodes:].any())",
+        "has_cached_keys=bool(starts.any())",
+        ("test_batch.py::test_every_batch_of_a_random_run_is_what_plain_loops_make",),
+    ),
+    # The device's own state
+    Mutant(
+        "the device keeps the rows of before a mixed step",
+        RUNNER,
+        "                self.state.forget_rows()\n",
+        "",
+        ("test_sampler.py::test_a_prompt_that_passes_through_in_a_step_does_not_stop_the_decodes_beside_it",),
+    ),
+    Mutant(
+        "a slot's new tenant inherits the blocks of the last",
+        BATCH,
+        "if known_table is not table:",
+        "if known_table is None:",
+        (
+            "test_batch.py::test_the_device_knows_of_every_decode_what_the_host_would_send[0-padded-overlap]",
+            "test_batch.py::test_a_slots_last_tenant_is_forgotten",
+        ),
+    ),
+    Mutant(
+        "new blocks of a decode that goes on are not sent",
+        BATCH,
+        "grown = np.flatnonzero(num_blocks != self._num_sent).tolist() if is_next_step",
+        "grown = [] if is_next_step",
+        ("test_batch.py::test_the_device_knows_of_every_decode_what_the_host_would_send[0-padded-overlap]",),
+    ),
+    Mutant(
+        "rows are sent with every step",
+        BATCH,
+        "is_next_step = list(map(id, tables)) == list(map(id, self._tables))",
+        "is_next_step = False",
+        ("test_batch.py::test_a_decode_that_goes_on_sends_only_new_blocks",),
+    ),
+    Mutant(
+        "tokens that only the host knows are not sent",
+        BATCH,
+        "        if known:\n            self.last",
+        "        if False:\n            self.last",
+        (
+            "test_batch.py::test_the_device_knows_of_every_decode_what_the_host_would_send[0-padded-overlap]",
+            "test_batch.py::test_a_slots_last_tenant_is_forgotten",
+        ),
+    ),
+    Mutant(
+        "the positions of decodes are one too large",
+        BATCH,
+        "positions = (lengths - 1).clamp_(min=0)",
+        "positions = (lengths - 0).clamp_(min=0)",
+        ("test_batch.py::test_the_device_knows_of_every_decode_what_the_host_would_send[0-padded-overlap]",),
+    ),
+    Mutant(
+        "a padding row writes to the first block",
+        BATCH,
+        "slot_mapping.where(lengths > 0, -1)",
+        "slot_mapping",
+        ("test_batch.py::test_the_device_knows_of_every_decode_what_the_host_would_send[0-padded-overlap]",),
+    ),
+    Mutant(
+        "padding rows grow with the others",
+        BATCH,
+        "self.rows[:num_rows, 1] += lengths > 0",
+        "self.rows[:num_rows, 1] += 1",
+        ("test_batch.py::test_the_device_knows_of_every_decode_what_the_host_would_send[0-padded-overlap]",),
+    ),
+    Mutant(
+        "the lengths of a single row change under its step",
+        BATCH,
+        ".t().clone(memory_format=torch.contiguous_format)",
+        ".t().contiguous()",
+        ("test_batch.py::test_the_batch_of_a_step_stays_when_the_state_moves_on",),
+    ),
+    Mutant(
+        "the token that a filtered row sampled does not reach the next step",
+        RUNNER,
+        "        self.state.last_token_ids[special.slots] = sampled.clamp(min=0)\n",
+        "",
+        ("test_sampler.py::test_a_completion_is_what_its_tokens_are_one_by_one",),
+    ),
+    Mutant(
+        "a later part of the special rows bans a neighbour's tokens",
+        SAMPLER,
+        "self.banned_rows[is_here] - first",
+        "self.banned_rows[is_here]",
+        ("test_sampler.py::test_a_part_of_the_special_rows_bans_its_own_tokens",),
+    ),
     # Sampler, attention, layers, loader
     Mutant(
         "top-p drops the token that crosses p",
@@ -481,6 +586,69 @@ MUTANTS = [
         "tril(num_before + first)",
         "tril(num_before)",
         ("test_attention.py::test_long_prompts_and_chunks_of_them",),
+    ),
+    # Triton kernels, in the interpreter
+    Mutant(
+        "a padding row of a captured step is NaN",
+        TRITON,
+        "merged = tl.where(num_splits > 0, merged, 0.0)",
+        "merged = merged + 0.0",
+        ("test_triton_kernels.py::test_a_padding_row_is_zero_and_changes_nothing",),
+    ),
+    Mutant(
+        "a decode reads beyond its last key",
+        TRITON,
+        "last = tl.minimum(first + SPLIT, tl.load(context_lens + row))",
+        "last = first + SPLIT",
+        (
+            "test_triton_kernels.py::test_a_padding_row_is_zero_and_changes_nothing",
+            "test_triton_kernels.py::test_a_table_wider_than_needed_changes_nothing",
+        ),
+    ),
+    Mutant(
+        "splits are merged as if all were of one weight",
+        TRITON,
+        "weight = tl.where(is_split, tl.exp2(log_sum - tl.max(log_sum, 0)), 0.0)",
+        "weight = tl.where(is_split, 1.0, 0.0)",
+        ("test_triton_kernels.py::test_splits_grow_with_the_longest_sequence_but_results_do_not_change",),
+    ),
+    Mutant(
+        "queries see keys of the future up to the next tile",
+        TRITON,
+        "tile * QUERIES + 1) // KEYS * KEYS",
+        "tile * QUERIES + KEYS) // KEYS * KEYS",
+        (
+            "test_attention.py::test_a_prompt_in_chunks_attends_as_in_one_piece[triton]",
+            "test_attention.py::test_sequences_may_share_blocks[triton]",
+        ),
+    ),
+    Mutant(
+        "keys are stored as values",
+        FUSED,
+        "first + (NUM_NORMED + value_head)",
+        "first + (NUM_NORMED - NUM_KV_HEADS + value_head)",
+        ("test_triton_kernels.py::test_queries_and_keys_are_normed_rotated_and_stored_as_by_the_layers",),
+    ),
+    Mutant(
+        "halves are swapped over the padded width",
+        FUSED,
+        "(column + HEAD_DIM // 2) % HEAD_DIM",
+        "(column + WIDTH // 2) % WIDTH",
+        ("test_triton_kernels.py::test_queries_and_keys_are_normed_rotated_and_stored_as_by_the_layers",),
+    ),
+    Mutant(
+        "equal scores go to whichever word comes first",
+        FUSED_SAMPLER,
+        "is_better = (score > best) | ((score == best) & (token_of_score < best_token))",
+        "is_better = score > best",
+        ("test_triton_kernels.py::test_fused_sampling_breaks_ties_of_equal_scores_to_the_lowest_id",),
+    ),
+    Mutant(
+        "NaN in the last part of a vocabulary goes unseen",
+        FUSED_SAMPLER,
+        'tl.where(is_broken | (best == float("-inf")), -1, best_token)',
+        'tl.where(best == float("-inf"), -1, best_token)',
+        ("test_triton_kernels.py::test_fused_sampling_marks_a_broken_row_and_leaves_its_neighbours",),
     ),
     Mutant(
         "oneDNN keeps a kernel for every number of rows",

@@ -194,7 +194,8 @@ def test_large_scores_do_not_overflow(backend, dtype):
     out = run(backend, case, make_backend(backend, case))
     exact = formula(case)
     assert out.isfinite().all()
-    assert (out.double() - exact).norm() <= TOLERANCE[dtype] * exact.norm()
+    # Scores of hundreds have few digits left after the point in float32.
+    assert (out.double() - exact).norm() <= max(TOLERANCE[dtype], 5e-5) * exact.norm()
 
 
 @BACKENDS
@@ -438,16 +439,16 @@ def test_rows_beyond_2_to_the_31_numbers_are_reached():
     """An offset of 32 bits wraps around and reads the first rows again, or faults."""
     norm = RMSNorm(4096, 1e-6, torch.bfloat16, GPU)
     norm.weight.data.fill_(1)
-    x = torch.zeros((2**19 + 3, 4096), dtype=torch.bfloat16, device=GPU)
-    x[-3:] = randn(3, 4096, dtype=torch.bfloat16)
-    assert torch.equal(norm(x)[-3:], norm(x[-3:].clone()))
-    assert torch.equal(SiluAndMul()(x)[-3:], SiluAndMul()(x[-3:].clone()))
-    logits = x.view(-1, 4096 * 32)[1:]
-    token_ids = sampler.sample(logits, sampling_batch(len(logits), 0.0))
-    assert torch.equal(token_ids, logits.float().argmax(-1))
-    logits[:, 99] = 1
-    logits[-1, 77] = 100
-    assert sampler.sample(logits, sampling_batch(len(logits), 0.0)).tolist() == [99] * (len(logits) - 1) + [77]
+    x = torch.zeros((2**19 + 32, 4096), dtype=torch.bfloat16, device=GPU)
+    x[-32:] = randn(32, 4096, dtype=torch.bfloat16)
+    assert torch.equal(norm(x)[-32:], norm(x[-32:].clone()))
+    assert torch.equal(SiluAndMul()(x)[-32:], SiluAndMul()(x[-32:].clone()))
+    logits = x.view(-1, 4096 * 32)
+    for token_id in (99, 131000):
+        logits[:-1, token_id] += 50 + token_id // 1000
+        logits[-1, token_id - 22] = 60 + token_id // 1000
+        expected = [token_id] * (len(logits) - 1) + [token_id - 22]
+        assert sampler.sample(logits, sampling_batch(len(logits), 0.0)).tolist() == expected
 
 
 # Sampler
@@ -595,6 +596,8 @@ def test_special_rows_are_sampled_as_on_a_cpu():
         sampling=SamplingBatch(*(x.cpu() for x in vars(special.sampling).values())),
         **{name: value.cpu() for name, value in vars(special).items() if name != "sampling"},
     )
-    ours, theirs = sampler.sample_special(logits, special).cpu(), sampler.sample_special(logits.cpu(), of_cpu)
+    # It may write to float32 logits.
+    theirs = sampler.sample_special(logits.clone().cpu(), of_cpu)
+    ours = sampler.sample_special(logits.clone(), special).cpu()
     assert (ours >= 0).all() and (ours != theirs).sum() <= num_rows / 100
     assert (ours[::3] != special.banned_ids.cpu()).all()

@@ -455,6 +455,48 @@ def test_the_same_script_gives_the_same_tokens(model_dir):
     assert first != tokens_of(model_dir, calls, seed=1)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_completion_is_what_its_tokens_are_one_by_one(model_dir, overlap):
+    """A filtered or banned row is sampled twice; the next step must go on from the second token, not the first."""
+    greedy = tokens_of(model_dir, [(PROMPTS, SamplingParams(temperature=0, max_tokens=9))])[0]
+    settings = [
+        {"temperature": 1.5, "top_k": 3},
+        {"temperature": 0, "stop_token_ids": sorted({token_id for row in greedy for token_id in row})},
+        {"temperature": 2.5},
+        {"temperature": 1.0, "top_p": 0.5},
+        {"temperature": 2.0, "min_p": 0.2, "stop_token_ids": [1, 2, 3]},
+    ]
+    params = [SamplingParams(max_tokens=9, min_tokens=9, seed=row, **given) for row, given in enumerate(settings)]
+    completions = tokens_of(model_dir, [(PROMPTS, params)], overlap=overlap)[0]
+    assert not set(completions[1]) & set(settings[1]["stop_token_ids"])
+    prompts, one_token = [], []
+    for row, completion in enumerate(completions):
+        for i in range(9):
+            prompts.append(PROMPTS[row] + completion[:i])
+            one_token.append(SamplingParams(max_tokens=1, min_tokens=1, seed=row, **settings[row]))
+    one_by_one = tokens_of(model_dir, [(prompts, one_token)], enable_prefix_caching=False)[0]
+    assert [row[0] for row in one_by_one] == [token_id for completion in completions for token_id in completion]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("num_new_tokens", [1, 4])
+def test_a_prompt_that_passes_through_in_a_step_does_not_stop_the_decodes_beside_it(model_dir, overlap, num_new_tokens):
+    """The decodes before and after it are the same, but they went on with it: their rows on the device are old."""
+    params = SamplingParams(temperature=0, max_tokens=14)
+    expected = tokens_of(model_dir, [([PROMPTS[0], PROMPTS[2]], params)])[0]
+    with LLM(model_dir, device="cpu", overlap=overlap) as llm:
+        engine, finished = llm.engine, []
+        for prompt in (PROMPTS[0], PROMPTS[2]):
+            engine.add_request(prompt, params)
+        while not engine.is_finished():
+            if engine.metrics()["num_steps"] in (4, 8):
+                engine.add_request([7] * num_new_tokens, SamplingParams(temperature=0, max_tokens=1))
+            finished += engine.step()
+    completions = {tuple(seq.token_ids[: seq.num_prompt_tokens]): seq.completion_token_ids for seq in finished}
+    assert len(finished) == 4
+    assert [completions[tuple(prompt)] for prompt in (PROMPTS[0], PROMPTS[2])] == expected
+
+
 def test_a_requests_seed_is_its_own(model_dir):
     """An explicit seed gives the same tokens beside any neighbours, in any place, under any engine seed."""
 

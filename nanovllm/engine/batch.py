@@ -9,6 +9,7 @@ from nanovllm.engine.scheduler import Work
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.sampler import SamplingBatch, SpecialRows
 from nanovllm.utils.context import Context
+from nanovllm.utils.upload import upload
 
 
 @dataclass
@@ -64,8 +65,12 @@ class DeviceState:
         """The next decode step is not the one after the last; its rows are sent anew."""
         self._tables = []
 
-    def update(self, work: Work, num_rows: int) -> None:
-        """Makes the device's state that of the decodes `work`, padded to `num_rows`."""
+    def update(self, work: Work, num_rows: int) -> bool:
+        """Makes the device's state that of the decodes `work`, padded to `num_rows`.
+
+        Returns:
+            Whether these are the rows of the step before, each one token further.
+        """
         tables = [seq.block_table for seq, _, _ in work]
         num_blocks = np.fromiter(map(len, tables), np.int64, len(tables))
         is_next_step = list(map(id, tables)) == list(map(id, self._tables))
@@ -88,6 +93,7 @@ class DeviceState:
         if not is_next_step:
             self._send_rows(work, num_rows)
         self._tables, self._num_sent = tables, num_blocks
+        return is_next_step
 
     def _send_rows(self, work: Work, num_rows: int) -> None:
         rows = np.zeros((num_rows, 4), np.int64)
@@ -108,7 +114,14 @@ class DeviceState:
         if known:
             self.last_token_ids.index_copy_(0, slots, token_ids)
 
-    def decode_batch(self, num_rows: int) -> Batch:
+    def park_rows(self) -> torch.Tensor:
+        """Turns every row into padding, and returns what they were: for `rows.copy_`."""
+        rows = self.rows.clone()
+        self.rows.zero_()
+        self.rows[:, 0] = self.padding_slot
+        return rows
+
+    def decode_batch(self, num_rows: int, is_grouped: bool = False) -> Batch:
         """The Batch of the first `num_rows` rows, each of which moves on by a token; all on the device."""
         slots, lengths, seeds, temperatures = self.rows[:num_rows].t().clone(memory_format=torch.contiguous_format)
         positions = (lengths - 1).clamp_(min=0)
@@ -131,29 +144,13 @@ class DeviceState:
                 block_tables=block_tables,
                 block_size=self.block_size,
                 num_decodes=num_rows,
+                is_grouped=is_grouped,
             ),
             sampled_rows=None,
             sampled_slots=slots,
             # The sampled token stands after the last computed one.
             sampling=SamplingBatch(temperatures.view(torch.float64).float(), seeds, lengths),
         )
-
-
-def upload(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """The arrays on the device, through one pinned buffer and one copy that nobody waits for."""
-    if device.type == "cpu":
-        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-    ends = np.cumsum([-(-array.nbytes // 16) * 16 for array in arrays]).tolist()  # aligned for any dtype
-    pinned = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
-    host = pinned.numpy()
-    places = [slice(start, start + array.nbytes) for start, array in zip([0, *ends], arrays)]  # noqa: B905 (one end too many)
-    for array, place in zip(arrays, places, strict=True):
-        host[place] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    sent = pinned.to(device, non_blocking=True)
-    return [
-        sent[place].view(getattr(torch, array.dtype.name)).view(array.shape)
-        for array, place in zip(arrays, places, strict=True)
-    ]
 
 
 def build_batch(work: Work, block_size: int, vocab_size: int, device: torch.device) -> Batch:

@@ -18,41 +18,58 @@ def graph_sizes(largest: int) -> list[int]:
 
 
 class CudaGraphs:
-    """Captured decode steps that share one pool of memory.
+    """Captured decode steps that share one pool of memory: for each size a plain one, and one that groups shared
+    prefixes from when it is first wanted.
 
     Args:
-        step: runs the step of so many rows on state that lies in fixed places; returns tensors.
+        step: (number of rows, whether shared prefixes are grouped) -> tensors; runs the step on state that lies in
+            fixed places.
+        park: makes that state one that a step may be tried on, and returns what puts it back.
         sizes: ascending numbers of rows; others are padded to the next.
         device: the GPU.
     """
 
-    def __init__(self, step: Callable[[int], Any], sizes: list[int], device: torch.device):
+    def __init__(
+        self,
+        step: Callable[[int, bool], Any],
+        park: Callable[[], Callable[[], object]],
+        sizes: list[int],
+        device: torch.device,
+    ):
         self.sizes = sizes
-        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._step, self._park, self._device = step, park, device
+        self._captured: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
         began = time.perf_counter()
-        pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            # The largest first: smaller ones then fit into its memory.
-            for size in reversed(sizes):
-                step(size)  # compiles kernels and loads libraries, which a capture may not
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    outputs = step(size)
-                finally:
-                    graph.capture_end()
-                self._captured[size] = graph, outputs
-        torch.cuda.current_stream(device).wait_stream(stream)
+        for size in reversed(sizes):  # the largest first: smaller ones then fit into its memory
+            self._capture(size, False)
         torch.cuda.synchronize(device)
         logger.info("captured %d CUDA graphs in %.1f s", len(sizes), time.perf_counter() - began)
+
+    def _capture(self, size: int, is_grouped: bool) -> None:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            unpark = self._park()
+            self._step(size, is_grouped)  # compiles kernels and loads libraries, which a capture may not
+            unpark()
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                outputs = self._step(size, is_grouped)
+            finally:
+                graph.capture_end()
+        self._captured[size, is_grouped] = graph, outputs
+        current.wait_stream(self._stream)
 
     def padded_size(self, num_rows: int) -> int:
         return self.sizes[bisect.bisect_left(self.sizes, num_rows)]
 
-    def replay(self, num_rows: int) -> Any:
-        """Runs the step of `num_rows`, a captured size; its outputs are overwritten by the next replay."""
-        graph, outputs = self._captured[num_rows]
+    def replay(self, num_rows: int, is_grouped: bool) -> Any:
+        """Runs the step of `num_rows`, one of the sizes; its outputs are overwritten by the next replay."""
+        if (num_rows, is_grouped) not in self._captured:
+            self._capture(num_rows, is_grouped)
+        graph, outputs = self._captured[num_rows, is_grouped]
         graph.replay()
         return outputs

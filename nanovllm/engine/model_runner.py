@@ -1,6 +1,7 @@
 """Owns the device, the weights, the KV cache and the step."""
 
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -85,12 +86,15 @@ class ModelRunner:
                 load_weights(self.model, directory)
             self._pack_weights()
             blocks_of_longest = -(-self.max_model_len // self.block_size)
+            self._groups_prefixes, self._is_grouped = config.prefix_grouping, False
             self.state = DeviceState(config.max_num_seqs, blocks_of_longest, self.block_size, self.device)
             num_blocks = self._allocate_kv_cache(config, free_at_start, blocks_of_longest)
             self.graphs: CudaGraphs | None = None
             if self._is_gpu and self.backend.can_be_captured and not config.enforce_eager:
                 with torch.inference_mode():
-                    self.graphs = CudaGraphs(self._decode, graph_sizes(config.max_num_seqs), self.device)
+                    self.graphs = CudaGraphs(
+                        self._decode, self._park_rows, graph_sizes(config.max_num_seqs), self.device
+                    )
                 self._check_memory_left()
         self.info = RunnerInfo(
             num_kvcache_blocks=num_blocks,
@@ -114,11 +118,13 @@ class ModelRunner:
         with self._on_device():
             if all(num_new_tokens == 1 and samples for _, num_new_tokens, samples in work):
                 num_rows = self.graphs.padded_size(len(work)) if self.graphs else len(work)
-                self.state.update(work, num_rows)
+                if not self.state.update(work, num_rows):
+                    self._is_grouped = self._groups_prefixes and self._group_prefixes(work, num_rows)
                 if self.graphs:
-                    tokens, hidden_states = self.graphs.replay(num_rows)
+                    tokens, hidden_states = self.graphs.replay(num_rows, self._is_grouped)
                 else:
-                    tokens, hidden_states = self._decode(num_rows, [seq.seq_id for seq, _, _ in work])
+                    seq_ids = [seq.seq_id for seq, _, _ in work]
+                    tokens, hidden_states = self._decode(num_rows, self._is_grouped, seq_ids)
                 tokens = tokens[: len(work)]
             else:
                 self.state.forget_rows()
@@ -144,11 +150,25 @@ class ModelRunner:
         self.state.last_token_ids[batch.sampled_slots] = sampled.clamp(min=0)
         return sampled, hidden_states
 
-    def _decode(self, num_rows: int, seq_ids: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode(
+        self, num_rows: int, is_grouped: bool, seq_ids: list[int] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The step of the decodes that the device's state describes: what a graph captures."""
-        batch = self.state.decode_batch(num_rows)
+        batch = self.state.decode_batch(num_rows, is_grouped)
         batch.context.seq_ids = seq_ids
         return self.step(batch)
+
+    def _group_prefixes(self, work: Work, num_rows: int) -> bool:
+        # Without a hit nobody shares anything.
+        if not any(seq.num_cached_tokens for seq, _, _ in work):
+            return False
+        tables = [seq.block_table for seq, _, _ in work]
+        context_lens = [seq.num_computed_tokens for seq, _, _ in work]
+        return self.backend.group_prefixes(tables, context_lens, self.block_size, num_rows)
+
+    def _park_rows(self) -> Callable[[], object]:
+        rows = self.state.park_rows()
+        return lambda: self.state.rows.copy_(rows)
 
     def _sample_special(self, work: Work, tokens: torch.Tensor, hidden_states: torch.Tensor) -> None:
         """Samples anew the rows that want more than a temperature, and writes over what they were given.

@@ -42,6 +42,15 @@ class AttentionBackend(Protocol):
     def plan(self, context: Context) -> Any:
         """What `attend` wants to know beforehand, once a step for all layers; goes into `context.plan`."""
 
+    def group_prefixes(
+        self, block_tables: list[list[int]], context_lens: list[int], block_size: int, num_rows: int
+    ) -> bool:
+        """Notes which decodes of the coming steps share leading blocks, so as to attend those once for all.
+
+        Called when the rows of the decode batch change; the rows beyond `block_tables`, up to `num_rows`, are padding.
+        False if nothing is shared, or if the backend cannot: then steps are not to say `is_grouped`.
+        """
+
     def store_kvcache(
         self,
         k: torch.Tensor,

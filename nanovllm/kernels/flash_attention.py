@@ -37,6 +37,9 @@ class FlashAttention:
             self.store_kvcache = store_kvcache
         self._shape = shape
 
+    def group_prefixes(self, block_tables, context_lens, block_size, num_rows) -> bool:
+        return False
+
     def plan(self, context: Context) -> PrefillPlan | None:
         first = context.num_decodes
         if first == len(context.context_lens):

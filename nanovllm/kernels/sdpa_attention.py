@@ -113,6 +113,9 @@ class SDPAAttention:
         # would cost more in page faults than the copy itself.
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    def group_prefixes(self, block_tables, context_lens, block_size, num_rows) -> bool:
+        return False
+
     def plan(self, context: Context) -> SDPAPlan:
         starts = context.cu_seqlens_q.cpu().numpy().astype(np.int64)
         lengths = context.context_lens.cpu().numpy().astype(np.int64)

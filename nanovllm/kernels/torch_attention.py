@@ -26,6 +26,9 @@ class TorchAttention:
     def __init__(self, shape: AttentionShape):
         pass
 
+    def group_prefixes(self, block_tables, context_lens, block_size, num_rows) -> bool:
+        return False
+
     def plan(self, context: Context) -> None:
         return None
 

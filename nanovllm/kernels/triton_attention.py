@@ -3,22 +3,28 @@
 Decodes are split over their keys at multiples of a length that is fixed for the engine's life, and the partial
 results are merged in order: how a sequence is computed does not depend on its neighbours. `plan` lists the
 splits on the device, and a fixed grid works the list off, so a captured step serves any lengths. One program
-reads a split's keys once for all query heads of their group. The softmax is the online one of FlashAttention
-(Dao, 2023), in base 2; the plain twin is TorchAttention.
+reads a split's keys once for all query heads of their group, and once for all decodes that share it: the idea of
+cascade inference (Ye et al., FlashInfer, 2024), with any number of prefixes. The softmax is the online one of
+FlashAttention (Dao, 2023), in base 2; the plain twin is TorchAttention.
 """
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from nanovllm.kernels import AttentionShape
+from nanovllm.kernels.prefix_groups import find_prefix_groups
 from nanovllm.utils.context import Context
+from nanovllm.utils.upload import upload
 
 # A split is as long as this or, so that a row has no more than so many of them, longer.
 _SHORTEST_SPLIT = 256
 _MOST_SPLITS = 16
+# Queries (rows that share a split × the heads of a group) that one program attends together.
+_QUERIES_OF_GROUP = 64
 _LOG2_E = 1.4426950408889634
 
 
@@ -27,13 +33,15 @@ class DecodePlan:
     """The decodes' splits, all int32.
 
     num_items: [1]; item_rows, item_splits: [capacity], whose split it is and which one.
-    first_items: [num_decodes], where each row's splits begin.
+    first_items: [num_decodes], where each row's partial results begin.
+    is_grouped: whether splits that rows share are left out here, being those of the last `group_prefixes`.
     """
 
     num_items: torch.Tensor
     item_rows: torch.Tensor
     item_splits: torch.Tensor
     first_items: torch.Tensor
+    is_grouped: bool
 
 
 def store_kvcache(
@@ -65,6 +73,11 @@ class TritonAttention:
         )
         self._log_sums = torch.empty((capacity, shape.num_heads), dtype=torch.float32, device=shape.device)
         self._items = torch.empty((2, capacity), dtype=torch.int32, device=shape.device)
+        # What rows share, in fixed places as well.
+        self._num_groups = torch.zeros(1, dtype=torch.int32, device=shape.device)
+        self._groups = torch.empty((capacity, 3), dtype=torch.int32, device=shape.device)
+        self._members = torch.empty(capacity, dtype=torch.int32, device=shape.device)
+        self._num_shared = torch.zeros(shape.max_num_seqs, dtype=torch.int32, device=shape.device)
         on_gpu = shape.device.type == "cuda"
         num_processors = torch.cuda.get_device_properties(shape.device).multi_processor_count if on_gpu else 1
         self._num_programs = 8 * num_processors
@@ -77,12 +90,31 @@ class TritonAttention:
         num_items, first_items = torch.empty(num_decodes + 1, dtype=torch.int32, device=self._shape.device).split(
             (1, num_decodes)
         )
-        plan = DecodePlan(num_items, self._items[0], self._items[1], first_items)
+        plan = DecodePlan(num_items, self._items[0], self._items[1], first_items, context.is_grouped)
         _plan_kernel[(1,)](
-            context.context_lens, num_items, first_items, plan.item_rows, plan.item_splits, num_decodes,
-            SPLIT=self._split, ROWS=triton.next_power_of_2(num_decodes),
+            context.context_lens, self._num_shared, num_items, first_items, plan.item_rows, plan.item_splits,
+            num_decodes, SPLIT=self._split, ROWS=triton.next_power_of_2(num_decodes), IS_GROUPED=context.is_grouped,
         )  # fmt: skip
         return plan
+
+    def group_prefixes(
+        self, block_tables: list[list[int]], context_lens: list[int], block_size: int, num_rows: int
+    ) -> bool:
+        if self._split % block_size:
+            return False
+        group_size = self._shape.num_heads // self._shape.num_kv_heads
+        groups = find_prefix_groups(
+            block_tables, context_lens, block_size, self._split, max(1, _QUERIES_OF_GROUP // group_size)
+        )
+        if groups is None:
+            return False
+        num_shared = np.zeros(num_rows, np.int32)
+        num_shared[: len(groups.num_shared)] = groups.num_shared
+        num_items = np.array([len(groups.items)], np.int32)
+        sent = upload([num_items, groups.items, groups.members, num_shared], self._shape.device)
+        for buffer, new in zip((self._num_groups, self._groups, self._members, self._num_shared), sent, strict=True):
+            buffer[: len(new)].copy_(new)
+        return True
 
     def store_kvcache(self, k, v, k_cache, v_cache, slot_mapping) -> None:
         store_kvcache(k, v, k_cache, v_cache, slot_mapping)
@@ -101,11 +133,20 @@ class TritonAttention:
         group_size = shape.num_heads // shape.num_kv_heads
         _decode_kernel[(self._num_programs,)](
             q, k_cache, v_cache, context.block_tables, context.context_lens, plan.num_items, plan.item_rows,
-            plan.item_splits, self._partial, self._log_sums, shape.head_dim**-0.5 * _LOG2_E, q.stride(0),
-            context.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
+            plan.item_splits, plan.first_items, self._partial, self._log_sums, shape.head_dim**-0.5 * _LOG2_E,
+            q.stride(0), context.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
             GROUP=group_size, PADDED_GROUP=max(16, triton.next_power_of_2(group_size)), HEAD_DIM=shape.head_dim,
             WIDTH=self._width, BLOCK_SIZE=context.block_size, SPLIT=self._split, KEYS=64, num_warps=4, num_stages=2,
         )  # fmt: skip
+        if plan.is_grouped:
+            queries = max(16, triton.next_power_of_2(_QUERIES_OF_GROUP // group_size * group_size))
+            _grouped_kernel[(self._num_programs // 4,)](
+                q, k_cache, v_cache, context.block_tables, self._num_groups, self._groups, self._members,
+                plan.first_items, self._partial, self._log_sums, shape.head_dim**-0.5 * _LOG2_E, q.stride(0),
+                context.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
+                GROUP=group_size, QUERIES=queries, HEAD_DIM=shape.head_dim, WIDTH=self._width,
+                BLOCK_SIZE=context.block_size, SPLIT=self._split, KEYS=64, num_warps=4, num_stages=2,
+            )  # fmt: skip
         _merge_kernel[(context.num_decodes, shape.num_heads)](
             self._partial, self._log_sums, context.context_lens, plan.first_items, out, NUM_HEADS=shape.num_heads,
             HEAD_DIM=shape.head_dim, WIDTH=self._width, SPLIT=self._split, MOST_SPLITS=self._most_splits, num_warps=1,
@@ -138,19 +179,24 @@ def _store_kernel(k, v, k_cache, v_cache, slot_mapping, k_stride, v_stride, WIDT
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _plan_kernel(
-    context_lens, num_items, first_items, item_rows, item_splits, num_rows, SPLIT: tl.constexpr, ROWS: tl.constexpr
-):
-    """Lists every row's splits, row by row."""
+    context_lens, num_shared, num_items, first_items, item_rows, item_splits, num_rows, SPLIT: tl.constexpr,
+    ROWS: tl.constexpr, IS_GROUPED: tl.constexpr,
+):  # fmt: skip
+    """Lists every row's splits, row by row, but for those that it shares."""
     row = tl.arange(0, ROWS)
     is_row = row < num_rows
     num_splits = tl.cdiv(tl.load(context_lens + row, is_row, 0), SPLIT)
-    first = tl.cumsum(num_splits, 0) - num_splits
-    tl.store(first_items + row, first, is_row)
-    tl.store(num_items, tl.sum(num_splits, 0))
-    for split in range(0, tl.max(num_splits, 0)):
-        is_split = split < num_splits
-        tl.store(item_rows + first + split, row, is_split)
-        tl.store(item_splits + first + split, row * 0 + split, is_split)
+    tl.store(first_items + row, tl.cumsum(num_splits, 0) - num_splits, is_row)
+    first_split = row * 0
+    if IS_GROUPED:
+        first_split = tl.load(num_shared + row, is_row, 0)
+    num_own = num_splits - first_split
+    first = tl.cumsum(num_own, 0) - num_own
+    tl.store(num_items, tl.sum(num_own, 0))
+    for index in range(0, tl.max(num_own, 0)):
+        is_split = index < num_own
+        tl.store(item_rows + first + index, row, is_split)
+        tl.store(item_splits + first + index, first_split + index, is_split)
 
 
 @triton.jit
@@ -166,8 +212,8 @@ def _slots(block_table, position, is_key, BLOCK_SIZE: tl.constexpr, KEYS: tl.con
 
 @triton.jit(do_not_specialize=["q_stride", "table_stride"])
 def _decode_kernel(
-    q, k_cache, v_cache, block_tables, context_lens, num_items, item_rows, item_splits, partial, log_sums, scale,
-    q_stride, table_stride, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    q, k_cache, v_cache, block_tables, context_lens, num_items, item_rows, item_splits, first_items, partial,
+    log_sums, scale, q_stride, table_stride, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     PADDED_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -180,7 +226,8 @@ def _decode_kernel(
         item = work // NUM_KV_HEADS
         kv_head = work % NUM_KV_HEADS
         row = tl.load(item_rows + item).to(tl.int64)
-        first = tl.load(item_splits + item) * SPLIT
+        split = tl.load(item_splits + item)
+        first = split * SPLIT
         last = tl.minimum(first + SPLIT, tl.load(context_lens + row))
         head = kv_head * GROUP + member
         queries = tl.load(q + row * q_stride + head[:, None] * HEAD_DIM + column[None, :], is_member, 0.0)
@@ -203,9 +250,43 @@ def _decode_kernel(
             values = tl.load(v_cache + at, is_read, 0.0)
             summed = summed * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
             largest = new_largest
-        place = item.to(tl.int64) * NUM_HEADS + head
+        place = (tl.load(first_items + row) + split).to(tl.int64) * NUM_HEADS + head
         tl.store(partial + place[:, None] * HEAD_DIM + column[None, :], summed / total[:, None], is_member)
         tl.store(log_sums + place, largest + tl.log2(total), member < GROUP)
+
+
+@triton.jit(do_not_specialize=["q_stride", "table_stride"])
+def _grouped_kernel(
+    q, k_cache, v_cache, block_tables, num_groups, groups, members, first_items, partial, log_sums, scale, q_stride,
+    table_stride, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPLIT: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Like _decode_kernel for splits that several rows share: their queries form one tile."""
+    query = tl.arange(0, QUERIES)
+    member = query // GROUP
+    column = tl.arange(0, WIDTH)
+    is_column = column < HEAD_DIM
+    for work in range(tl.program_id(0), tl.load(num_groups) * NUM_KV_HEADS, tl.num_programs(0)):
+        item = work // NUM_KV_HEADS
+        kv_head = work % NUM_KV_HEADS
+        split = tl.load(groups + item * 3)
+        first_member = tl.load(groups + item * 3 + 1)
+        is_query = member < tl.load(groups + item * 3 + 2)
+        row = tl.load(members + first_member + member, is_query, 0).to(tl.int64)
+        head = kv_head * GROUP + query % GROUP
+        is_real = is_query[:, None] & is_column[None, :]
+        queries = tl.load(q + row[:, None] * q_stride + head[:, None] * HEAD_DIM + column[None, :], is_real, 0.0)
+        block_table = block_tables + tl.load(members + first_member).to(tl.int64) * table_stride
+        largest = tl.full([QUERIES], float("-inf"), tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+        summed = tl.zeros([QUERIES, WIDTH], tl.float32)
+        largest, total, summed = _attend_tile(
+            queries, query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale, split * SPLIT,
+            (split + 1) * SPLIT, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, False,
+        )  # fmt: skip
+        place = (tl.load(first_items + row, is_query, 0) + split).to(tl.int64) * NUM_HEADS + head
+        tl.store(partial + place[:, None] * HEAD_DIM + column[None, :], summed / total[:, None], is_real)
+        tl.store(log_sums + place, largest + tl.log2(total), is_query)
 
 
 @triton.jit

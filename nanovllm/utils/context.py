@@ -19,6 +19,7 @@ class Context:
         block_tables: int32 [num_seqs, max_blocks], padded with 0.
         block_size: tokens in a block.
         num_decodes: leading sequences that have a single query each.
+        is_grouped: whether those are the rows of the backend's last `group_prefixes`.
         has_cached_keys: whether any sequence after those has keys besides its new ones.
         seq_ids: names of the sequences, never used again by others, for a backend that remembers them from step
             to step; None if there are none.
@@ -34,6 +35,7 @@ class Context:
     block_tables: torch.Tensor
     block_size: int
     num_decodes: int = 0
+    is_grouped: bool = False
     has_cached_keys: bool = True
     seq_ids: list[int] | None = None
     plan: Any = None
