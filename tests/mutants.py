@@ -692,4 +692,32 @@ MUTANTS = [
         "        if len(missing) > 1:\n",
         ("test_loader.py::test_a_missing_tensor_is_named",),
     ),
+    Mutant(
+        "a preempted sequence keeps its block table object",
+        BLOCK_MANAGER,
+        "        seq.block_table = []  #",
+        "        seq.block_table.clear()  #",
+        ("test_batch.py::test_a_sequence_that_comes_back_to_its_slot_brings_its_new_blocks",),
+    ),
+    Mutant(
+        "a split that a row still writes to is shared",
+        "kernels/prefix_groups.py",
+        "table[blocks_per_split - 1 : length // block_size : blocks_per_split]",
+        "table[blocks_per_split - 1 :: blocks_per_split]",
+        ("test_prefix_groups.py",),
+    ),
+    Mutant(
+        "a shared split is attended again by itself",
+        "kernels/prefix_groups.py",
+        "np.maximum(num_shared[rows], index + 1)",
+        "np.maximum(num_shared[rows], index)",
+        ("test_prefix_groups.py",),
+    ),
+    Mutant(
+        "only the first tile of a large group is attended",
+        "kernels/prefix_groups.py",
+        "items.append((index, len(members), len(part)))",
+        "items.append((index, 0, len(part)))",
+        ("test_prefix_groups.py",),
+    ),
 ]

@@ -88,8 +88,8 @@ class ModelRunner:
             blocks_of_longest = -(-self.max_model_len // self.block_size)
             self._groups_prefixes, self._is_grouped = config.prefix_grouping, False
             self.state = DeviceState(config.max_num_seqs, blocks_of_longest, self.block_size, self.device)
-            num_blocks = self._allocate_kv_cache(config, free_at_start, blocks_of_longest)
             self.graphs: CudaGraphs | None = None
+            num_blocks = self._allocate_kv_cache(config, free_at_start, blocks_of_longest)
             if self._is_gpu and self.backend.can_be_captured and not config.enforce_eager:
                 with torch.inference_mode():
                     self.graphs = CudaGraphs(

@@ -81,6 +81,7 @@ class TritonAttention:
         on_gpu = shape.device.type == "cuda"
         num_processors = torch.cuda.get_device_properties(shape.device).multi_processor_count if on_gpu else 1
         self._num_programs = 8 * num_processors
+        self._rows = triton.next_power_of_2(shape.max_num_seqs)  # always the same, for one compilation
         self._width = triton.next_power_of_2(shape.head_dim)
 
     def plan(self, context: Context) -> DecodePlan | None:
@@ -93,7 +94,7 @@ class TritonAttention:
         plan = DecodePlan(num_items, self._items[0], self._items[1], first_items, context.is_grouped)
         _plan_kernel[(1,)](
             context.context_lens, self._num_shared, num_items, first_items, plan.item_rows, plan.item_splits,
-            num_decodes, SPLIT=self._split, ROWS=triton.next_power_of_2(num_decodes), IS_GROUPED=context.is_grouped,
+            num_decodes, SPLIT=self._split, ROWS=self._rows, IS_GROUPED=context.is_grouped,
         )  # fmt: skip
         return plan
 
@@ -154,14 +155,13 @@ class TritonAttention:
 
     def _attend_prefills(self, q, k_cache, v_cache, context: Context, out, num_prefills: int) -> None:
         shape = self._shape
-        # Float32 tiles are twice as large, and their products use no tensor cores.
-        queries, keys, num_warps = (64, 32, 4) if q.dtype == torch.float32 else (128, 64, 8)
+        queries, keys = 64, 32
         grid = (triton.cdiv(context.max_seqlen_q, queries), shape.num_heads, num_prefills)
         _prefill_kernel[grid](
             q, k_cache, v_cache, out, context.block_tables, context.cu_seqlens_q, context.context_lens,
             context.num_decodes, shape.head_dim**-0.5 * _LOG2_E, q.stride(0), context.block_tables.stride(0),
             NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads, HEAD_DIM=shape.head_dim, WIDTH=self._width,
-            BLOCK_SIZE=context.block_size, QUERIES=queries, KEYS=keys, num_warps=num_warps, num_stages=2,
+            BLOCK_SIZE=context.block_size, QUERIES=queries, KEYS=keys, num_warps=4, num_stages=3,
         )  # fmt: skip
 
 
