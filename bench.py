@@ -7,10 +7,10 @@
 
 Workloads (sequences; prompt tokens; output tokens): demo (64; 8-200; 8-200, greedy), nano (256; 100-1024; 100-1024),
 big (2048 of nano's), prefix (2048 behind 32 prefixes of 1024; 16-128 more; 64-256), short (8192; 16-64; 16-64),
-one (1; 128; 512).
+one (1; 128; 512). The bundled model takes 1,024 tokens: enough for demo, short and one.
 
 On a GPU the report also has the run's floor: what the chip needs at least for the steps that were run. That is, for
-each step, the keys and values its decodes read ÷ the memory bandwidth measured here, plus the larger of the weights
+each step, the different keys and values its decodes read ÷ the memory bandwidth measured here, plus the larger of the weights
 ÷ that bandwidth and the arithmetic ÷ the matrix rate measured here.
 
 The last line on stdout is JSON.
@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -156,11 +156,13 @@ def timed(
 class StepLog:
     """What the steps of one run computed, and when the GPU was between them."""
 
-    num_tokens: list[int]
-    num_sampled: list[int]
-    num_keys: list[int]  # of all sequences with one new token: what decode attention reads
-    prefill_scores: list[int]  # query-key pairs of the other sequences
-    events: list[tuple[torch.cuda.Event, torch.cuda.Event]]  # around each step, on a GPU
+    num_tokens: list[int] = field(default_factory=list)
+    num_sampled: list[int] = field(default_factory=list)
+    num_keys: list[int] = field(
+        default_factory=list
+    )  # different ones of the sequences with one new token: what decode attention reads
+    prefill_scores: list[int] = field(default_factory=list)  # query-key pairs of the other sequences
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)  # around each step
 
     def idle_seconds(self) -> float:
         """Time between the end of a step and the beginning of the next."""
@@ -171,17 +173,23 @@ class StepLog:
 
 def logged_run(llm: LLM, requests: Requests, params: list[SamplingParams]) -> tuple[StepLog, float]:
     """The run once more with every step noted (the steps do not depend on time), and the seconds it took."""
-    runner, log = llm.engine.runner, StepLog([], [], [], [], [])
-    launch, is_gpu = runner.launch, runner.device.type == "cuda"
+    runner, log = llm.engine.runner, StepLog()
+    launch = runner.launch
 
     def noted(work):
         log.num_tokens.append(sum(num_new for _, num_new, _ in work))
         log.num_sampled.append(sum(samples for _, _, samples in work))
-        log.num_keys.append(sum(seq.num_computed_tokens for seq, num_new, _ in work if num_new == 1))
+        decodes = [seq for seq, num_new, _ in work if num_new == 1]
+        num_keys = sum(seq.num_computed_tokens for seq in decodes)
+        if any(seq.num_cached_tokens for seq in decodes):
+            # What several share need be read once.
+            num_blocks, num_distinct = sum(len(seq.block_table) for seq in decodes), set()
+            for seq in decodes:
+                num_distinct.update(seq.block_table)
+            num_keys -= (num_blocks - len(num_distinct)) * runner.block_size
+        log.num_keys.append(num_keys)
         chunks = ((seq.num_computed_tokens, num_new) for seq, num_new, _ in work if num_new > 1)
         log.prefill_scores.append(sum(num_new * (end - num_new // 2) for end, num_new in chunks))
-        if not is_gpu:
-            return launch(work)
         events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         events[0].record()
         result = launch(work)
@@ -327,6 +335,12 @@ def main() -> None:
 def measure(arguments: argparse.Namespace, llm: LLM) -> dict[str, object]:
     runner = llm.engine.runner
     requests = make_requests(arguments.workload, llm.engine.info.vocab_size)
+    longest = max(len(prompt) + length for prompt, length in zip(requests.prompts, requests.max_tokens, strict=True))
+    if longest > llm.engine.info.max_model_len:
+        raise SystemExit(
+            f"workload {arguments.workload} has requests of up to {longest} tokens, this model takes "
+            f"{llm.engine.info.max_model_len}; use --size, --model or --max-model-len"
+        )
     num_output_tokens = sum(requests.max_tokens)
     params = requests.sampling_params()
     before: dict = {}

@@ -34,7 +34,7 @@ class Config:
         enforce_eager: never capture decode steps in CUDA graphs; starts sooner, runs slower.
         overlap: let the device run one step ahead of the host.
         enable_prefix_caching: share the KV blocks of equal prompt beginnings.
-        prefix_grouping: attend a shared prefix once for all who share it, where the backend can; none can yet.
+        prefix_grouping: attend a shared prefix once for all decodes that share it, where the backend can (triton).
         deterministic: bitwise equal results whatever the batch; not available yet.
         seed: of the requests that bring none.
 

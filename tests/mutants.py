@@ -442,8 +442,8 @@ MUTANTS = [
     Mutant(
         "padding rows grow with the others",
         BATCH,
-        "self.rows[:num_rows, 1] += lengths > 0",
-        "self.rows[:num_rows, 1] += 1",
+        "rows[:, 1] += lengths > 0",
+        "rows[:, 1] += 1",
         ("test_batch.py::test_the_device_knows_of_every_decode_what_the_host_would_send[0-padded-overlap]",),
     ),
     Mutant(
@@ -462,9 +462,9 @@ MUTANTS = [
     ),
     Mutant(
         "a later part of the special rows bans a neighbour's tokens",
-        SAMPLER,
-        "self.banned_rows[is_here] - first",
-        "self.banned_rows[is_here]",
+        BATCH,
+        "for index, (_, seq, is_banned) in enumerate(special)",
+        "for index, seq, is_banned in special",
         ("test_sampler.py::test_a_part_of_the_special_rows_bans_its_own_tokens",),
     ),
     # Sampler, attention, layers, loader
@@ -562,8 +562,8 @@ MUTANTS = [
     Mutant(
         "kept keys take any memory",
         SDPA,
-        "if not plan.may_keep or plan.source_rows.numel() * head_dim > _MOST_KEPT * k_cache.numel():",
-        "if not plan.may_keep:",
+        "or plan.source_rows.numel() * head_dim > _MOST_KEPT * k_cache.numel():",
+        "or False:",
         ("test_attention.py::test_a_copy_that_would_take_much_of_the_memory_is_not_kept",),
     ),
     Mutant(

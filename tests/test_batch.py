@@ -127,7 +127,7 @@ def test_each_sampled_row_has_its_own_settings():
     assert batch.temperatures.tolist() == [0.5, 0.0, 1.5, 2.0] and batch.temperatures.dtype == torch.float32
     assert [seed % 2**64 for seed in batch.seeds.tolist()] == [2**64 - 1 - i for i in range(4)]
     assert batch.positions.tolist() == [2, 3, 4, 5], "where the sampled token will stand"
-    special = special_rows(work, 50, CPU)
+    [special] = special_rows(work, 50, CPU)
     assert special.rows.tolist() == [2, 3], "of the sampled rows"
     assert special.slots.tolist() == [7, 8]
     for name, values in vars(special.sampling).items():
@@ -146,7 +146,7 @@ def test_stop_tokens_are_banned_until_min_tokens_have_been_generated():
         seq.num_tokens += num_generated
         seq.num_computed_tokens += num_generated
         seqs.append(sampling(seq))
-    special = special_rows([(seq, 1, True) for seq in seqs], 1000, CPU)
+    [special] = special_rows([(seq, 1, True) for seq in seqs], 1000, CPU)
     assert special.rows.tolist() == [0, 1]
     banned = sorted(zip(special.banned_rows.tolist(), special.banned_ids.tolist(), strict=True))
     assert banned == [(0, 8), (0, 9), (1, 8), (1, 9)]

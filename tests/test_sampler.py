@@ -77,8 +77,7 @@ def sample_rows(
     positions = [5] * num_rows if positions is None else positions
     work, vocab_size = sampling_work(params, seeds, positions, stop_token_ids), logits.shape[1]
     tokens = sample(logits.clone(), build_batch(work, 10**6, vocab_size, CPU).sampling)
-    special = special_rows(work, vocab_size, CPU)
-    for part in [] if special is None else special.split(part_size):
+    for part in special_rows(work, vocab_size, CPU, part_size):
         tokens[part.rows] = sample_special(logits[part.rows], part)
     return tokens.tolist()
 
@@ -174,9 +173,10 @@ def test_tokens_have_exactly_the_probabilities_asked_for(params, varying):
     )
     logits = torch.tensor(LOGITS).repeat(num_rows, 1)
     one = special_rows(sampling_work([params], [0], [1]), len(LOGITS), CPU)
-    if one is None:
+    if not one:
         tokens = sample(logits, batch)
     else:
+        [one] = one
         filters = (part.expand(num_rows) for part in (one.top_ks, one.top_ps, one.min_ps))
         nothing = torch.tensor([], dtype=torch.int64)
         tokens = sample_special(logits, SpecialRows(count, count, batch, *filters, nothing, nothing))
@@ -380,11 +380,10 @@ def test_a_part_of_the_special_rows_bans_its_own_tokens():
     """Banned pairs name rows of the whole; in a later part they once meant rows beyond its end, or a neighbour."""
     params = [SamplingParams(temperature=0, min_tokens=1 if row % 3 else 0, top_k=row % 2) for row in range(9)]
     work = sampling_work(params, range(9), [2] * 9, frozenset((4, 7)))
-    whole = special_rows(work, 10, CPU)
+    [whole] = special_rows(work, 10, CPU)
     assert whole.rows.tolist() == [1, 2, 4, 5, 7, 8], "greedy rows are special only for what they must not sample"
-    assert len(whole.split(6)) == 1 and len(whole.split(5)) == 2
     for size in (1, 2, 4, 5, 6):
-        parts = whole.split(size)
+        parts = special_rows(work, 10, CPU, size)
         assert [len(part.rows) for part in parts] == [size] * (6 // size) + [6 % size] * (6 % size > 0)
         pairs = []
         for part in parts:
@@ -402,11 +401,12 @@ def test_rows_without_filters_are_not_special():
     """Nobody pays for a neighbour's option, and nothing is sampled twice that need not be."""
     plain = [SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=9), SamplingParams(top_k=2**70)]
     greedy = [SamplingParams(temperature=0, top_k=2, top_p=0.5, min_p=0.5)]
-    assert special_rows(sampling_work(plain + greedy, range(5), [1] * 5), 9, CPU) is None
+    assert special_rows(sampling_work(plain + greedy, range(5), [1] * 5), 9, CPU) == []
     # A minimum without any stop token bans nothing.
-    assert special_rows(sampling_work([SamplingParams(min_tokens=3)], [0], [1]), 9, CPU) is None
+    assert special_rows(sampling_work([SamplingParams(min_tokens=3)], [0], [1]), 9, CPU) == []
     params = [*plain, SamplingParams(top_k=8), *greedy, SamplingParams(top_p=0.9), SamplingParams(min_p=0.1)]
-    assert special_rows(sampling_work(params, range(8), [1] * 8), 9, CPU).rows.tolist() == [4, 6, 7]
+    [special] = special_rows(sampling_work(params, range(8), [1] * 8), 9, CPU)
+    assert special.rows.tolist() == [4, 6, 7]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

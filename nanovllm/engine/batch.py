@@ -1,5 +1,7 @@
 """Turns a step's scheduled work into tensors: from the host for any work, from the device's own state for decodes."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,8 +9,9 @@ import torch
 
 from nanovllm.engine.scheduler import Work
 from nanovllm.engine.sequence import Sequence
+from nanovllm.kernels import has_triton
 from nanovllm.layers.sampler import SamplingBatch, SpecialRows
-from nanovllm.utils.context import Context
+from nanovllm.utils.context import Context, DecodeInputs
 from nanovllm.utils.upload import upload
 
 
@@ -114,42 +117,66 @@ class DeviceState:
         if known:
             self.last_token_ids.index_copy_(0, slots, token_ids)
 
-    def park_rows(self) -> torch.Tensor:
-        """Turns every row into padding, and returns what they were: for `rows.copy_`."""
+    @contextmanager
+    def parked(self) -> Iterator[None]:
+        """Every row is padding meanwhile, so that a step may be tried without a trace."""
         rows = self.rows.clone()
         self.rows.zero_()
         self.rows[:, 0] = self.padding_slot
-        return rows
+        try:
+            yield
+        finally:
+            self.rows.copy_(rows)
 
     def decode_batch(self, num_rows: int, is_grouped: bool = False) -> Batch:
         """The Batch of the first `num_rows` rows, each of which moves on by a token; all on the device."""
-        slots, lengths, seeds, temperatures = self.rows[:num_rows].t().clone(memory_format=torch.contiguous_format)
-        positions = (lengths - 1).clamp_(min=0)
-        block_tables = self.block_tables.index_select(0, slots)
-        blocks = block_tables.gather(1, (positions // self.block_size).unsqueeze(1)).squeeze(1).long()
-        slot_mapping = blocks * self.block_size + positions % self.block_size
-        self.rows[:num_rows, 1] += lengths > 0
+        inputs = self._decode_inputs(self.rows[:num_rows])
         return Batch(
-            token_ids=self.last_token_ids.index_select(0, slots),
+            token_ids=inputs.token_ids,
             in_flight_rows=None,
             in_flight_slots=None,
-            positions=positions,
+            positions=inputs.positions,
             context=Context(
                 cu_seqlens_q=self._one_each[: num_rows + 1],
                 cu_seqlens_k=None,
                 max_seqlen_q=1,
                 max_seqlen_k=self.block_tables.shape[1] * self.block_size,
-                slot_mapping=slot_mapping.where(lengths > 0, -1),
-                context_lens=lengths.int(),
-                block_tables=block_tables,
+                slot_mapping=inputs.slot_mapping,
+                context_lens=inputs.context_lens,
+                block_tables=inputs.block_tables,
                 block_size=self.block_size,
                 num_decodes=num_rows,
                 is_grouped=is_grouped,
             ),
             sampled_rows=None,
-            sampled_slots=slots,
+            sampled_slots=inputs.slots,
             # The sampled token stands after the last computed one.
-            sampling=SamplingBatch(temperatures.view(torch.float64).float(), seeds, lengths),
+            sampling=SamplingBatch(inputs.temperatures, inputs.seeds, inputs.lengths),
+        )
+
+    def _decode_inputs(self, rows: torch.Tensor) -> DecodeInputs:
+        """What the step of `rows` works on; moves them on by a token."""
+        if rows.is_cuda and has_triton():
+            from nanovllm.kernels.fused import decode_inputs
+
+            return decode_inputs(rows, self.last_token_ids, self.block_tables, self.block_size)
+        # A copy, for one row's transpose would be a view of what is changed below.
+        slots, lengths, seeds, temperatures = rows.t().clone(memory_format=torch.contiguous_format)
+        positions = (lengths - 1).clamp_(min=0)
+        block_tables = self.block_tables.index_select(0, slots)
+        blocks = block_tables.gather(1, (positions // self.block_size).unsqueeze(1)).squeeze(1).long()
+        slot_mapping = blocks * self.block_size + positions % self.block_size
+        rows[:, 1] += lengths > 0
+        return DecodeInputs(
+            token_ids=self.last_token_ids.index_select(0, slots),
+            positions=positions,
+            slots=slots,
+            slot_mapping=slot_mapping.where(lengths > 0, -1),
+            lengths=lengths,
+            seeds=seeds,
+            context_lens=lengths.int(),
+            temperatures=temperatures.view(torch.float64).float(),
+            block_tables=block_tables,
         )
 
 
@@ -235,30 +262,39 @@ def _temperature(seq: Sequence) -> float:
     return min(max(temperature, 1.2e-38), 1e30) if temperature > 0 else 0.0
 
 
-def special_rows(work: Work, vocab_size: int, device: torch.device) -> SpecialRows | None:
-    """The sampled rows of `work` with a top-k, top-p, min-p, or ids that min_tokens bans; None if there are none."""
-    seqs = [seq for seq, _, samples in work if samples]
-    special, banned = [], []
-    for row, seq in enumerate(seqs):
+def special_rows(work: Work, vocab_size: int, device: torch.device, most_rows: int = 64) -> list[SpecialRows]:
+    """The sampled rows of `work` with a top-k, top-p, min-p, or ids that min_tokens bans, in parts.
+
+    Args:
+        most_rows: of a part; sorting a vocabulary takes many times the memory of its logits.
+    """
+    special = []  # (row, sequence, whether its stop ids are banned)
+    for row, seq in enumerate(seq for seq, _, samples in work if samples):
         params = seq.sampling_params
         # The token being sampled is counted in num_tokens already.
         is_banned = bool(seq.stop_token_ids) and seq.num_tokens - 1 - seq.num_prompt_tokens < params.min_tokens
         is_filtered = params.temperature > 0 and (0 < params.top_k < vocab_size or params.top_p < 1 or params.min_p > 0)
-        if is_banned:
-            banned += [(len(special), token_id) for token_id in seq.stop_token_ids]
         if is_banned or is_filtered:
-            special.append((row, seq))
-    if not special:
-        return None
-    params = [seq.sampling_params for _, seq in special]
+            special.append((row, seq, is_banned))
+    parts = (special[first : first + most_rows] for first in range(0, len(special), most_rows))
+    return [_special_rows(part, vocab_size, device) for part in parts]
+
+
+def _special_rows(special: list[tuple[int, Sequence, bool]], vocab_size: int, device: torch.device) -> SpecialRows:
+    params = [seq.sampling_params for _, seq, _ in special]
+    banned = [
+        (index, token_id)
+        for index, (_, seq, is_banned) in enumerate(special)
+        for token_id in (seq.stop_token_ids if is_banned else ())
+    ]
     banned_rows, banned_ids = np.array(banned, np.int64).reshape(-1, 2).T
     rows, slots, temperatures, seeds, positions, top_ks, top_ps, min_ps, banned_rows, banned_ids = upload(
         [
-            np.array([row for row, _ in special], np.int64),
-            np.array([seq.slot for _, seq in special], np.int64),
-            np.array([_temperature(seq) for _, seq in special], np.float32),
-            np.array([seq.seed for _, seq in special], np.uint64).view(np.int64),
-            np.array([seq.num_tokens - 1 for _, seq in special], np.int64),
+            np.array([row for row, _, _ in special], np.int64),
+            np.array([seq.slot for _, seq, _ in special], np.int64),
+            np.array([_temperature(seq) for _, seq, _ in special], np.float32),
+            np.array([seq.seed for _, seq, _ in special], np.uint64).view(np.int64),
+            np.array([seq.num_tokens - 1 for _, seq, _ in special], np.int64),
             np.array([min(p.top_k or vocab_size, vocab_size) for p in params], np.int64),
             np.array([p.top_p for p in params], np.float32),
             np.array([p.min_p for p in params], np.float32),

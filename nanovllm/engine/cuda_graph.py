@@ -4,6 +4,7 @@ import bisect
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ class CudaGraphs:
     Args:
         step: (number of rows, whether shared prefixes are grouped) -> tensors; runs the step on state that lies in
             fixed places.
-        park: makes that state one that a step may be tried on, and returns what puts it back.
+        parked: the state is one that a step may be tried on, meanwhile.
         sizes: ascending numbers of rows; others are padded to the next.
         device: the GPU.
     """
@@ -32,12 +33,12 @@ class CudaGraphs:
     def __init__(
         self,
         step: Callable[[int, bool], Any],
-        park: Callable[[], Callable[[], object]],
+        parked: Callable[[], AbstractContextManager],
         sizes: list[int],
         device: torch.device,
     ):
         self.sizes = sizes
-        self._step, self._park, self._device = step, park, device
+        self._step, self._parked, self._device = step, parked, device
         self._captured: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Any]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
@@ -51,10 +52,11 @@ class CudaGraphs:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            unpark = self._park()
-            self._step(size, is_grouped)  # compiles kernels and loads libraries, which a capture may not
-            unpark()
+            with self._parked():
+                self._step(size, is_grouped)  # compiles kernels and loads libraries, which a capture may not
             graph = torch.cuda.CUDAGraph()
+            # Not torch.cuda.graph(), which collects garbage and empties the cache each time. What might break a
+            # capture is forbidden to this thread alone: other engines may be at work.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 outputs = self._step(size, is_grouped)
@@ -69,7 +71,11 @@ class CudaGraphs:
     def replay(self, num_rows: int, is_grouped: bool) -> Any:
         """Runs the step of `num_rows`, one of the sizes; its outputs are overwritten by the next replay."""
         if (num_rows, is_grouped) not in self._captured:
-            self._capture(num_rows, is_grouped)
+            try:
+                self._capture(num_rows, is_grouped)
+            except torch.cuda.OutOfMemoryError:
+                logger.warning("too little GPU memory to capture steps of shared prefixes; they are not grouped")
+                self._captured[num_rows, is_grouped] = self._captured[num_rows, False]
         graph, outputs = self._captured[num_rows, is_grouped]
         graph.replay()
         return outputs

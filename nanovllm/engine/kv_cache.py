@@ -19,7 +19,7 @@ _GPU_MARGIN = _GIB // 2
 class MemoryUse:
     """What was seen of the device's memory, in bytes.
 
-    total: all there is; free_at_start: before anything was loaded; free: with the weights loaded and nothing else;
+    total: all there is; free_at_start: before anything was loaded; free: with weights and libraries loaded;
     activations: what a largest step takes for a while; graphs: kept for captured steps.
     """
 

@@ -1,8 +1,8 @@
 """Owns the device, the weights, the KV cache and the step."""
 
 import logging
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -27,8 +27,6 @@ _GIB = 2**30
 # Larger steps only push the activations out of a CPU's caches.
 _USEFUL_CPU_TOKENS = 2048
 _LONGEST_DEFAULT_MODEL_LEN = 32768
-# Rows sampled with top-k, top-p or min-p at a time: sorting a vocabulary takes many times the memory of its logits.
-_SPECIAL_ROWS_AT_ONCE = 64
 
 
 class StepResult:
@@ -77,9 +75,10 @@ class ModelRunner:
             )
             self.backend = make_attention_backend(config.attention_backend, shape, config.kvcache_block_size)
             self.block_size = config.kvcache_block_size or self.backend.default_block_size
-            self.model = ARCHITECTURES[model_config.architecture](
-                model_config, self.max_model_len, self.backend, parallel, self.dtype, self.device
-            )
+            with self._explained_out_of_memory("the model"):
+                self.model = ARCHITECTURES[model_config.architecture](
+                    model_config, self.max_model_len, self.backend, parallel, self.dtype, self.device
+                )
             if config.load_format == "dummy":
                 fill_dummy_weights(self.model, config.seed)
             else:
@@ -91,9 +90,9 @@ class ModelRunner:
             self.graphs: CudaGraphs | None = None
             num_blocks = self._allocate_kv_cache(config, free_at_start, blocks_of_longest)
             if self._is_gpu and self.backend.can_be_captured and not config.enforce_eager:
-                with torch.inference_mode():
+                with torch.inference_mode(), self._explained_out_of_memory("capturing CUDA graphs"):
                     self.graphs = CudaGraphs(
-                        self._decode, self._park_rows, graph_sizes(config.max_num_seqs), self.device
+                        self._decode, self.state.parked, graph_sizes(config.max_num_seqs), self.device
                     )
                 self._check_memory_left()
         self.info = RunnerInfo(
@@ -158,6 +157,16 @@ class ModelRunner:
         batch.context.seq_ids = seq_ids
         return self.step(batch)
 
+    def _sample_special(self, work: Work, tokens: torch.Tensor, hidden_states: torch.Tensor) -> None:
+        """Samples anew the rows that want more than a temperature, and writes over what they were given.
+
+        Few rows do, so a captured step need not know of them; projecting theirs again keeps its logits from being kept.
+        """
+        for special in special_rows(work, self.vocab_size, self.device):
+            sampled = sample_special(self.model.compute_logits(hidden_states[special.rows]), special)
+            tokens[special.rows] = sampled
+            self.state.last_token_ids[special.slots] = sampled.clamp(min=0)
+
     def _group_prefixes(self, work: Work, num_rows: int) -> bool:
         # Without a hit nobody shares anything.
         if not any(seq.num_cached_tokens for seq, _, _ in work):
@@ -165,25 +174,6 @@ class ModelRunner:
         tables = [seq.block_table for seq, _, _ in work]
         context_lens = [seq.num_computed_tokens for seq, _, _ in work]
         return self.backend.group_prefixes(tables, context_lens, self.block_size, num_rows)
-
-    def _park_rows(self) -> Callable[[], object]:
-        rows = self.state.park_rows()
-        return lambda: self.state.rows.copy_(rows)
-
-    def _sample_special(self, work: Work, tokens: torch.Tensor, hidden_states: torch.Tensor) -> None:
-        """Samples anew the rows that want more than a temperature, and writes over what they were given.
-
-        Few rows do, so a captured step need not know of them; projecting theirs again keeps its logits from being kept.
-        """
-        special = special_rows(work, self.vocab_size, self.device)
-        if special is None:
-            return
-        sampled = torch.cat([
-            sample_special(self.model.compute_logits(hidden_states[part.rows]), part)
-            for part in special.split(_SPECIAL_ROWS_AT_ONCE)
-        ])  # fmt: skip
-        tokens[special.rows] = sampled
-        self.state.last_token_ids[special.slots] = sampled.clamp(min=0)
 
     @property
     def vocab_size(self) -> int:
@@ -199,11 +189,8 @@ class ModelRunner:
         num_layers = self.model_config.num_hidden_layers
         block_bytes = 2 * num_layers * shape[0] * shape[1] * shape[2] * self.dtype.itemsize
 
-        def allocate(num_blocks: int) -> torch.Tensor:
-            return torch.zeros((2, num_layers, num_blocks, *shape), dtype=self.dtype, device=self.device)
-
         if self._is_gpu:
-            self.kv_cache = allocate(1)
+            self.kv_cache = torch.zeros((2, num_layers, 1, *shape), dtype=self.dtype, device=self.device)
             memory = self._measure_memory(config, free_at_start)
             self.kv_cache = None
             torch.cuda.empty_cache()
@@ -211,6 +198,9 @@ class ModelRunner:
             memory = MemoryUse(total=0, free_at_start=0, free=free_bytes(self.device))
         num_blocks = num_kvcache_blocks(config, memory, block_bytes, blocks_of_longest, self._is_gpu)
         self.kv_cache = torch.empty((2, num_layers, num_blocks, *shape), dtype=self.dtype, device=self.device)
+        if self._is_gpu:
+            # With the graphs captured, at least this must be left: activations, and what is not ours to take.
+            self._least_free = free_bytes(self.device) - memory.graphs
         return num_blocks
 
     @torch.inference_mode()
@@ -228,30 +218,42 @@ class ModelRunner:
         for slot in range(num_seqs):
             num_new_tokens = num_tokens // num_seqs + (slot < num_tokens % num_seqs)
             seq = Sequence(slot, [0] * num_new_tokens, params, self.max_model_len)
-            seq.block_table = [0] * -(-num_new_tokens // self.block_size)  # all over each other: nobody reads it
+            # All over each other, for the results are thrown away.
+            seq.block_table = [0] * -(-num_new_tokens // self.block_size)
             seq.num_computed_tokens, seq.num_tokens, seq.slot = num_new_tokens, num_new_tokens + 1, slot
             work.append((seq, num_new_tokens, True))
-        try:
+        with self._explained_out_of_memory(f"a step of {num_tokens} tokens and {num_seqs} sampled rows"):
             self.launch(work).wait()
-        except torch.cuda.OutOfMemoryError:
-            raise RuntimeError(
-                f"a step of {num_tokens} tokens and {num_seqs} sampled rows does not fit into the "
-                f"{free / _GIB:.2f} GiB that the weights leave; lower max_num_batched_tokens or max_num_seqs"
-            ) from None
         activations = torch.cuda.max_memory_allocated(device) - allocated
         torch.cuda.empty_cache()
         # What libraries and kernels took by the way stays taken.
         free = min(free, torch.cuda.mem_get_info(device)[0])
-        graphs = 0 if config.enforce_eager else _GIB // 2
+        # Kernels' code, what captured steps keep, and the logits of the largest one.
+        logits_bytes = config.max_num_seqs * self.vocab_size * self.dtype.itemsize
+        graphs = 0 if config.enforce_eager else _GIB // 2 + logits_bytes
         return MemoryUse(total, free_at_start, free, activations, graphs)
 
     def _check_memory_left(self) -> None:
-        free = free_bytes(self.device)
-        if free < _GIB // 8:
+        """Raises a RuntimeError if the captured graphs took more than was set aside for them."""
+        torch.cuda.empty_cache()
+        missing = self._least_free - free_bytes(self.device)
+        if missing > 0:
             raise RuntimeError(
-                f"CUDA graphs left {free / _GIB:.2f} GiB of GPU memory, too little to run; lower "
-                "gpu_memory_utilization or max_num_seqs, or use enforce_eager=True"
+                f"CUDA graphs took {missing / _GIB:.2f} GiB more GPU memory than was set aside for them; lower "
+                "max_num_seqs or use enforce_eager=True"
             )
+
+    @contextmanager
+    def _explained_out_of_memory(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except torch.cuda.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(self.device)
+            raise RuntimeError(
+                f"{what} does not fit into the GPU's memory, of which {free / _GIB:.2f} of {total / _GIB:.2f} GiB are "
+                "free; lower max_num_batched_tokens or max_num_seqs, take a smaller model, or free what other "
+                f"programs hold ({error})"
+            ) from None
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device by use."""

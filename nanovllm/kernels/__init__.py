@@ -1,9 +1,10 @@
-"""Attention backends, each behind three functions: plan, store_kvcache, attend.
+"""Attention backends, each behind four functions: group_prefixes, plan, store_kvcache, attend.
 
 `torch` is the plain reference, `sdpa` what runs fast on a CPU; `triton` (our own kernels) and `flash`
 (FlashAttention 2) are for GPUs.
 """
 
+import importlib
 import importlib.util
 import logging
 import os
@@ -116,6 +117,8 @@ def _fastest(shape: AttentionShape, block_size: int | None) -> str:
     for name in ("triton", "flash", "sdpa"):
         problem = _problem(name, shape, block_size)
         if problem is None:
+            level = logging.WARNING if name == "sdpa" else logging.INFO
+            logger.log(level, "attention_backend %s is the fastest that can run here", name)
             return name
         logger.info("attention_backend %s is not used: %s", name, problem)
     raise AssertionError("sdpa runs everywhere")
@@ -133,10 +136,12 @@ def _problem(name: str, shape: AttentionShape, block_size: int | None) -> Except
                 f'attention_backend="triton" needs kvcache_block_size to be a multiple of 16, not {block_size}'
             )
     if name == "flash":
-        if importlib.util.find_spec("flash_attn") is None:
+        try:
+            importlib.import_module("flash_attn")
+        except ImportError as error:  # also one that was built for another PyTorch
             return RuntimeError(
                 'attention_backend="flash" needs the flash-attn package: pip install "nanovllm[flash-attn]"; '
-                'or use "triton"'
+                f'or use "triton" ({error})'
             )
         if shape.dtype not in (torch.bfloat16, torch.float16):
             return ValueError(f'attention_backend="flash" needs dtype bfloat16 or float16, not {shape.dtype}')

@@ -24,18 +24,17 @@ class PrefillPlan:
 class FlashAttention:
     name = "flash"
     default_block_size = 256
-    can_be_captured = True
 
     def __init__(self, shape: AttentionShape):
         import flash_attn
 
         self._flash = flash_attn
+        self.can_be_captured = has_triton()  # the plain sampler asks the device for a count, which a capture may not
         self.store_kvcache = plain_store_kvcache
         if has_triton():
             from nanovllm.kernels.triton_attention import store_kvcache
 
             self.store_kvcache = store_kvcache
-        self._shape = shape
 
     def group_prefixes(self, block_tables, context_lens, block_size, num_rows) -> bool:
         return False

@@ -1,12 +1,15 @@
 """Fused Triton kernels for what is neither attention nor a matrix product: fewer launches, fewer bytes.
 
 Each computes in float32 and rounds once. The plain twins are the layers' own PyTorch code: RMSNorm, QKNorm with
-RotaryEmbedding and a backend's store_kvcache, SiluAndMul.
+RotaryEmbedding and a backend's store_kvcache, SiluAndMul, and the plain half of DeviceState.decode_batch.
 """
 
 import torch
 import triton
 import triton.language as tl
+
+from nanovllm.kernels.dependent_launch import LAUNCH_OPTIONS, begin
+from nanovllm.utils.context import DecodeInputs
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -15,7 +18,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     num_tokens, size = x.shape
     _rms_norm_kernel[(num_tokens,)](
         x, x, weight, out, out, eps, SIZE=size, PADDED=triton.next_power_of_2(size), ADDS=False,
-        num_warps=_num_warps(size),
+        num_warps=_num_warps(size), **LAUNCH_OPTIONS,
     )  # fmt: skip
     return out
 
@@ -28,7 +31,7 @@ def add_rms_norm(
     num_tokens, size = x.shape
     _rms_norm_kernel[(num_tokens,)](
         x, residual, weight, out, total, eps, SIZE=size, PADDED=triton.next_power_of_2(size), ADDS=True,
-        num_warps=_num_warps(size),
+        num_warps=_num_warps(size), **LAUNCH_OPTIONS,
     )  # fmt: skip
     return out, total
 
@@ -38,7 +41,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(size))
-    _silu_and_mul_kernel[(num_tokens, triton.cdiv(size, block))](gate_up, out, SIZE=size, BLOCK=block)
+    _silu_and_mul_kernel[(num_tokens, triton.cdiv(size, block))](gate_up, out, SIZE=size, BLOCK=block, **LAUNCH_OPTIONS)
     return out
 
 
@@ -72,19 +75,71 @@ def qk_norm_rotate_store(
         qkv, weight, cos, sin, out, k_cache, v_cache, slot_mapping, eps,
         NUM_NORMED=num_normed, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         HEADS=triton.next_power_of_2(num_normed), KV_HEADS=triton.next_power_of_2(num_kv_heads),
-        WIDTH=triton.next_power_of_2(head_dim), num_warps=4,
+        WIDTH=triton.next_power_of_2(head_dim), num_warps=4, **LAUNCH_OPTIONS,
     )  # fmt: skip
     return out
+
+
+def decode_inputs(
+    rows: torch.Tensor, last_token_ids: torch.Tensor, block_tables: torch.Tensor, block_size: int
+) -> DecodeInputs:
+    """Reads the rows of a decode step from the device's state and moves each on by a token; see DeviceState.
+
+    Args:
+        rows: int64 [num_rows, 4], slot, context length, seed and temperature (float64); changed.
+        last_token_ids: int64 [num_slots]; block_tables: int32 [num_slots, max_blocks].
+    """
+    num_rows, max_blocks = len(rows), block_tables.shape[1]
+    longs = torch.empty((6, num_rows), dtype=torch.int64, device=rows.device)
+    context_lens = torch.empty(num_rows, dtype=torch.int32, device=rows.device)
+    temperatures = torch.empty(num_rows, dtype=torch.float32, device=rows.device)
+    tables = torch.empty((num_rows, max_blocks), dtype=torch.int32, device=rows.device)
+    _decode_inputs_kernel[(num_rows,)](
+        rows, rows.view(torch.float64), last_token_ids, block_tables, longs, context_lens, temperatures, tables,
+        num_rows, max_blocks, BLOCK_SIZE=block_size, CHUNK=min(1024, triton.next_power_of_2(max_blocks)),
+        **LAUNCH_OPTIONS,
+    )  # fmt: skip
+    return DecodeInputs(*longs, context_lens, temperatures, tables)
 
 
 def _num_warps(size: int) -> int:
     return 4 if size <= 2048 else 8
 
 
+@triton.jit(do_not_specialize=["num_rows", "max_blocks"])
+def _decode_inputs_kernel(
+    rows, rows_as_float, last_token_ids, block_tables, longs, context_lens, temperatures, tables, num_rows, max_blocks,
+    BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One program a row."""
+    begin()
+    row = tl.program_id(0)
+    slot = tl.load(rows + row * 4)
+    length = tl.load(rows + row * 4 + 1)
+    table = block_tables + slot * max_blocks
+    position = tl.maximum(length - 1, 0)
+    block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+    at_slot = tl.where(length > 0, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    tl.store(longs + row, tl.load(last_token_ids + slot))
+    tl.store(longs + num_rows + row, position)
+    tl.store(longs + 2 * num_rows + row, slot)
+    tl.store(longs + 3 * num_rows + row, at_slot)
+    tl.store(longs + 4 * num_rows + row, length)
+    tl.store(longs + 5 * num_rows + row, tl.load(rows + row * 4 + 2))
+    tl.store(context_lens + row, length.to(tl.int32))
+    tl.store(temperatures + row, tl.load(rows_as_float + row * 4 + 3).to(tl.float32))
+    for first in range(0, max_blocks, CHUNK):
+        index = first + tl.arange(0, CHUNK)
+        is_block = index < max_blocks
+        tl.store(tables + row.to(tl.int64) * max_blocks + index, tl.load(table + index, is_block, 0), is_block)
+    tl.store(rows + row * 4 + 1, length + (length > 0).to(tl.int64))
+
+
 @triton.jit
 def _rms_norm_kernel(
     x, residual, weight, out, total, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr
 ):
+    begin()
     row = tl.program_id(0).to(tl.int64) * SIZE
     column = tl.arange(0, PADDED)
     is_real = column < SIZE
@@ -102,6 +157,7 @@ def _rms_norm_kernel(
 
 @triton.jit
 def _silu_and_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    begin()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_real = column < SIZE
@@ -117,6 +173,7 @@ def _qk_norm_rotate_store_kernel(
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One program a token, all heads."""
+    begin()
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, WIDTH)[None, :]

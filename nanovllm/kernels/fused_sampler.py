@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.dependent_launch import LAUNCH_OPTIONS, begin
+
 _TOKENS = 4096  # of the vocabulary, for one program
 
 
@@ -26,9 +28,21 @@ def fused_sample(
     ids = torch.empty((num_rows, num_parts), dtype=torch.int32, device=logits.device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     _best_of_part_kernel[(num_parts, num_rows)](
-        logits, temperatures, seeds, positions, scores, ids, vocab_size, logits.stride(0), TOKENS=_TOKENS, num_warps=8
+        logits,
+        temperatures,
+        seeds,
+        positions,
+        scores,
+        ids,
+        vocab_size,
+        logits.stride(0),
+        TOKENS=_TOKENS,
+        num_warps=8,
+        **LAUNCH_OPTIONS,
     )
-    _best_kernel[(num_rows,)](scores, ids, tokens, num_parts, PARTS=triton.next_power_of_2(num_parts), num_warps=1)
+    _best_kernel[(num_rows,)](
+        scores, ids, tokens, num_parts, PARTS=triton.next_power_of_2(num_parts), num_warps=1, **LAUNCH_OPTIONS
+    )
     return tokens
 
 
@@ -44,6 +58,7 @@ def _best_of_part_kernel(
     logits, temperatures, seeds, positions, scores, ids, vocab_size, row_stride, TOKENS: tl.constexpr
 ):
     """The best token of a part of a row's vocabulary; score NaN if a logit there is NaN or +infinity."""
+    begin()
     part = tl.program_id(0)
     row = tl.program_id(1)
     first = logits + row.to(tl.int64) * row_stride
@@ -85,6 +100,7 @@ def _best_of_part_kernel(
 
 @triton.jit(do_not_specialize=["num_parts"])
 def _best_kernel(scores, ids, tokens, num_parts, PARTS: tl.constexpr):
+    begin()
     row = tl.program_id(0)
     part = tl.arange(0, PARTS)
     score = tl.load(scores + row * num_parts + part, part < num_parts, float("-inf"))

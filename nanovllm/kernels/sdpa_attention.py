@@ -22,7 +22,7 @@ _SHORTEST_IN_BUCKET = 0.5
 _SMALLEST_BUCKET = 16
 # Gathered keys are kept until fewer than this part of their sequences still run, for the rest is read in vain …
 _FEWEST_STILL_RUNNING = 0.75
-# … and only if they take no more than this part of the KV cache, as more memory.
+# … and only on a CPU, if they take no more than this part of the KV cache, as more memory.
 _MOST_KEPT = 0.25
 # Queries of a chunk over cached keys that share one mask; bounds the mask's memory.
 _QUERIES_PER_MASK = 512
@@ -223,7 +223,7 @@ class SDPAAttention:
             for gathered, new in zip(plan.gathered.layers[layer], (k, v), strict=True):
                 gathered.index_copy_(0, plan.new_rows, new.reshape(-1, head_dim))
             return plan.gathered.layers[layer]
-        if not plan.may_keep or plan.source_rows.numel() * head_dim > _MOST_KEPT * k_cache.numel():
+        if not plan.may_keep or k_cache.is_cuda or plan.source_rows.numel() * head_dim > _MOST_KEPT * k_cache.numel():
             return self._gather(k_cache, v_cache, plan.source_rows, head_dim)
         self._kept = plan.gathered
         self._kept.layers[layer] = self._gather(k_cache, v_cache, plan.source_rows, head_dim, buffer=layer)

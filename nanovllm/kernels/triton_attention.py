@@ -1,7 +1,7 @@
 """Attention by kernels of our own, in Triton: any GPU, dtype and block size that is a multiple of 16.
 
 Decodes are split over their keys at multiples of a length that is fixed for the engine's life, and the partial
-results are merged in order: how a sequence is computed does not depend on its neighbours. `plan` lists the
+results are merged in order: where a sequence is split does not depend on its neighbours. `plan` lists the
 splits on the device, and a fixed grid works the list off, so a captured step serves any lengths. One program
 reads a split's keys once for all query heads of their group, and once for all decodes that share it: the idea of
 cascade inference (Ye et al., FlashInfer, 2024), with any number of prefixes. The softmax is the online one of
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels import AttentionShape
+from nanovllm.kernels.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.kernels.prefix_groups import find_prefix_groups
 from nanovllm.utils.context import Context
 from nanovllm.utils.upload import upload
@@ -94,7 +95,7 @@ class TritonAttention:
         plan = DecodePlan(num_items, self._items[0], self._items[1], first_items, context.is_grouped)
         _plan_kernel[(1,)](
             context.context_lens, self._num_shared, num_items, first_items, plan.item_rows, plan.item_splits,
-            num_decodes, SPLIT=self._split, ROWS=self._rows, IS_GROUPED=context.is_grouped,
+            num_decodes, SPLIT=self._split, ROWS=self._rows, IS_GROUPED=context.is_grouped, **LAUNCH_OPTIONS,
         )  # fmt: skip
         return plan
 
@@ -138,6 +139,7 @@ class TritonAttention:
             q.stride(0), context.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
             GROUP=group_size, PADDED_GROUP=max(16, triton.next_power_of_2(group_size)), HEAD_DIM=shape.head_dim,
             WIDTH=self._width, BLOCK_SIZE=context.block_size, SPLIT=self._split, KEYS=64, num_warps=4, num_stages=2,
+            **LAUNCH_OPTIONS,
         )  # fmt: skip
         if plan.is_grouped:
             queries = max(16, triton.next_power_of_2(_QUERIES_OF_GROUP // group_size * group_size))
@@ -147,10 +149,12 @@ class TritonAttention:
                 context.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
                 GROUP=group_size, QUERIES=queries, HEAD_DIM=shape.head_dim, WIDTH=self._width,
                 BLOCK_SIZE=context.block_size, SPLIT=self._split, KEYS=64, num_warps=4, num_stages=2,
+            **LAUNCH_OPTIONS,
             )  # fmt: skip
         _merge_kernel[(context.num_decodes, shape.num_heads)](
             self._partial, self._log_sums, context.context_lens, plan.first_items, out, NUM_HEADS=shape.num_heads,
             HEAD_DIM=shape.head_dim, WIDTH=self._width, SPLIT=self._split, MOST_SPLITS=self._most_splits, num_warps=1,
+            **LAUNCH_OPTIONS,
         )  # fmt: skip
 
     def _attend_prefills(self, q, k_cache, v_cache, context: Context, out, num_prefills: int) -> None:
@@ -183,6 +187,7 @@ def _plan_kernel(
     ROWS: tl.constexpr, IS_GROUPED: tl.constexpr,
 ):  # fmt: skip
     """Lists every row's splits, row by row, but for those that it shares."""
+    begin()
     row = tl.arange(0, ROWS)
     is_row = row < num_rows
     num_splits = tl.cdiv(tl.load(context_lens + row, is_row, 0), SPLIT)
@@ -190,7 +195,7 @@ def _plan_kernel(
     first_split = row * 0
     if IS_GROUPED:
         first_split = tl.load(num_shared + row, is_row, 0)
-    num_own = num_splits - first_split
+    num_own = tl.maximum(num_splits - first_split, 0)  # a parked row has none
     first = tl.cumsum(num_own, 0) - num_own
     tl.store(num_items, tl.sum(num_own, 0))
     for index in range(0, tl.max(num_own, 0)):
@@ -218,6 +223,7 @@ def _decode_kernel(
     SPLIT: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """A fixed number of programs share the list of splits × key/value heads; neighbours read neighbouring heads."""
+    begin()
     member = tl.arange(0, PADDED_GROUP)
     column = tl.arange(0, WIDTH)
     is_column = column < HEAD_DIM
@@ -262,6 +268,7 @@ def _grouped_kernel(
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPLIT: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Like _decode_kernel for splits that several rows share: their queries form one tile."""
+    begin()
     query = tl.arange(0, QUERIES)
     member = query // GROUP
     column = tl.arange(0, WIDTH)
@@ -295,6 +302,7 @@ def _merge_kernel(
     WIDTH: tl.constexpr, SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One program a row and head: its splits' results, weighed by their sums. A row without keys is 0."""
+    begin()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.arange(0, MOST_SPLITS)

@@ -10,7 +10,10 @@ from nanovllm.utils.loader import Shard
 
 
 class RMSNorm(nn.Module):
-    """`x / sqrt(mean(x²) + eps) × weight`, computed in float32 and rounded before the weight is applied."""
+    """`x / sqrt(mean(x²) + eps) × weight`, computed in float32.
+
+    The fused kernel rounds once; plain PyTorch, like transformers, also before the weight is applied.
+    """
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device):
         super().__init__()

@@ -50,29 +50,6 @@ class SpecialRows:
     banned_rows: torch.Tensor
     banned_ids: torch.Tensor
 
-    def split(self, size: int) -> "list[SpecialRows]":
-        """The same in parts of at most `size` rows."""
-        if len(self.rows) <= size:
-            return [self]
-        parts = []
-        for first in range(0, len(self.rows), size):
-            part = slice(first, first + size)
-            sampling = SamplingBatch(*(x[part] for x in vars(self.sampling).values()))
-            is_here = (self.banned_rows >= first) & (self.banned_rows < first + size)
-            parts.append(
-                SpecialRows(
-                    self.rows[part],
-                    self.slots[part],
-                    sampling,
-                    self.top_ks[part],
-                    self.top_ps[part],
-                    self.min_ps[part],
-                    self.banned_rows[is_here] - first,
-                    self.banned_ids[is_here],
-                )
-            )
-        return parts
-
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """logits: [num_rows, vocab_size] -> token ids int64 [num_rows], −1 for a row whose logits are not finite.

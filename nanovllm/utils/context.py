@@ -13,7 +13,7 @@ class Context:
     Args:
         cu_seqlens_q: int32 [num_seqs + 1], where each sequence's new tokens begin in the flat batch.
         cu_seqlens_k: int32 [num_seqs + 1], the same over each sequence's keys, old and new; None if all are decodes.
-        max_seqlen_q, max_seqlen_k: the longest of each.
+        max_seqlen_q, max_seqlen_k: the longest of each, or more.
         slot_mapping: int64 [num_tokens], block × block_size + offset to write each token's keys to.
         context_lens: int32 [num_seqs], keys of each sequence, new ones included.
         block_tables: int32 [num_seqs, max_blocks], padded with 0.
@@ -39,3 +39,19 @@ class Context:
     has_cached_keys: bool = True
     seq_ids: list[int] | None = None
     plan: Any = None
+
+
+@dataclass
+class DecodeInputs:
+    """What a decode step works on, [num_rows] each: token_ids, positions, slots, slot_mapping, lengths and seeds in
+    int64, context_lens in int32, temperatures in float32; block_tables: int32 [num_rows, max_blocks]."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    slot_mapping: torch.Tensor
+    lengths: torch.Tensor
+    seeds: torch.Tensor
+    context_lens: torch.Tensor
+    temperatures: torch.Tensor
+    block_tables: torch.Tensor

@@ -1,0 +1,33 @@
+"""Programmatic dependent launch (CUDA, compute capability 9.0): a kernel's blocks are put in place while the kernel
+before it still ends, which saves most of the gap between two short kernels.
+
+A kernel launched with `LAUNCH_OPTIONS` begins with `begin()`, before it touches memory: every one of its programs
+waits there for the kernel before to have ended, and lets the kernel after it come.
+"""
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+
+
+def _is_supported() -> bool:
+    if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
+        return False
+    every = (torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
+    return min(every) >= (9, 0)
+
+
+IS_SUPPORTED = tl.constexpr(_is_supported())
+LAUNCH_OPTIONS = {"launch_pdl": True} if IS_SUPPORTED.value else {}
+
+if IS_SUPPORTED.value:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def begin():
+    if IS_SUPPORTED:
+        gdc_launch_dependents()
+        gdc_wait()
