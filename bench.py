@@ -10,8 +10,8 @@ big (2048 of nano's), prefix (2048 behind 32 prefixes of 1024; 16-128 more; 64-2
 one (1; 128; 512). The bundled model takes 1,024 tokens: enough for demo, short and one.
 
 On a GPU the report also has the run's floor: what the chip needs at least for the steps that were run. That is, for
-each step, the different keys and values its decodes read ÷ the memory bandwidth measured here, plus the larger of the weights
-÷ that bandwidth and the arithmetic ÷ the matrix rate measured here.
+each step, the different keys and values its decodes read ÷ the memory bandwidth measured here, plus the larger of
+the weights ÷ that bandwidth and the arithmetic ÷ the matrix rate measured here.
 
 The last line on stdout is JSON.
 """
@@ -375,8 +375,11 @@ def measure(arguments: argparse.Namespace, llm: LLM) -> dict[str, object]:
     if runner.device.type == "cuda":
         prepare()
         torch.cuda.reset_peak_memory_stats(runner.device)
-        log, logged_seconds = logged_run(llm, requests, params)
-        bandwidth, matrix_rate = device_rates(runner.device)
+        with torch.cuda.device(runner.device):
+            log, logged_seconds = logged_run(llm, requests, params)
+            peak_bytes = torch.cuda.max_memory_allocated()
+            bandwidth, matrix_rate = device_rates(runner.device)
+            idle_seconds = log.idle_seconds()
         floor = floor_seconds(log, runner.model_config, runner.dtype.itemsize, bandwidth, matrix_rate)
         report |= {
             "bandwidth_tb_per_second": bandwidth / 1e12,
@@ -384,8 +387,8 @@ def measure(arguments: argparse.Namespace, llm: LLM) -> dict[str, object]:
             "floor_seconds": floor,
             "floor_tokens_per_second": num_output_tokens / floor,
             "fraction_of_floor": floor / median,
-            "gpu_idle_fraction": log.idle_seconds() / logged_seconds,
-            "peak_memory_gib": torch.cuda.max_memory_allocated(runner.device) / 2**30,
+            "gpu_idle_fraction": idle_seconds / logged_seconds,
+            "peak_memory_gib": peak_bytes / 2**30,
         }
     if arguments.profile:
         prepare()

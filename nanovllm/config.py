@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "triton", "flash", "sdpa", "torch")
 LOAD_FORMATS = ("auto", "dummy")
+_MOST = 65535
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Config:
         self._check_choice("attention_backend", ATTENTION_BACKENDS)
         self._check_choice("load_format", LOAD_FORMATS)
         device = self.device if isinstance(self.device, str) else str(self.device)
-        if device not in ("auto", "cpu", "cuda") and not re.fullmatch("cuda:[0-9]+", device):
+        if device not in ("auto", "cpu", "cuda") and not re.fullmatch("cuda:[0-9]{1,3}", device):
             raise ValueError(f'device must be "auto", "cpu", "cuda" or "cuda:N", not {self.device!r}')
         self._set("device", device)
         if self.revision is not None and not isinstance(self.revision, str):
@@ -93,6 +94,10 @@ class Config:
         for name in ("max_model_len", "kvcache_block_size", "num_kvcache_blocks"):
             if getattr(self, name) is not None:
                 self._check_positive(name)
+        # Beyond these nothing is gained; state and grids are made for so many.
+        for name in ("max_num_seqs", "kvcache_block_size"):
+            if (getattr(self, name) or 0) > _MOST:
+                raise ValueError(f"{name} must be at most {_MOST}, not {getattr(self, name)}")
         for name in (
             "enforce_eager", "overlap", "enable_prefix_caching", "prefix_grouping", "deterministic",
         ):  # fmt: skip

@@ -98,6 +98,8 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
         raise TypeError(f"stop must be a string or a list of strings, not {stop!r}")
     if "" in strings:
         raise ValueError("stop must not hold an empty string: it would end every completion at once")
+    if any(0xD800 <= ord(character) < 0xE000 for string in strings for character in string):
+        raise ValueError(f"stop must be text; {stop!r} holds half of a surrogate pair")
     return tuple(strings)
 
 

@@ -702,22 +702,38 @@ MUTANTS = [
     Mutant(
         "a split that a row still writes to is shared",
         "kernels/prefix_groups.py",
-        "table[blocks_per_split - 1 : length // block_size : blocks_per_split]",
-        "table[blocks_per_split - 1 :: blocks_per_split]",
-        ("test_prefix_groups.py",),
+        "range(length // split)",
+        "range(len(table) // blocks_per_split)",
+        (
+            "test_prefix_groups.py::test_only_whole_splits_of_written_keys_are_shared",
+            "test_prefix_groups.py::test_prefixes_may_branch_and_groups_may_be_larger_than_a_tile",
+        ),
+    ),
+    Mutant(
+        "a shared split is thought to be shared with all before it",
+        "kernels/prefix_groups.py",
+        "numbers.setdefault((number, blocks), len(numbers))",
+        "numbers.setdefault((0, blocks), len(numbers))",
+        ("test_prefix_groups.py::test_a_split_is_shared_only_with_all_before_it",),
     ),
     Mutant(
         "a shared split is attended again by itself",
         "kernels/prefix_groups.py",
         "np.maximum(num_shared[rows], index + 1)",
         "np.maximum(num_shared[rows], index)",
-        ("test_prefix_groups.py",),
+        (
+            "test_prefix_groups.py::test_only_whole_splits_of_written_keys_are_shared",
+            "test_prefix_groups.py::test_prefixes_may_branch_and_groups_may_be_larger_than_a_tile",
+        ),
     ),
     Mutant(
         "only the first tile of a large group is attended",
         "kernels/prefix_groups.py",
         "items.append((index, len(members), len(part)))",
         "items.append((index, 0, len(part)))",
-        ("test_prefix_groups.py",),
+        (
+            "test_prefix_groups.py::test_only_whole_splits_of_written_keys_are_shared",
+            "test_prefix_groups.py::test_prefixes_may_branch_and_groups_may_be_larger_than_a_tile",
+        ),
     ),
 ]

@@ -21,6 +21,7 @@ from test_schedule_invariance import perturbed_scores
 from nanovllm import LLM, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.engine.model_runner import ModelRunner, StepResult
+from nanovllm.kernels.triton_attention import TritonAttention
 from nanovllm.outputs import RequestOutput
 
 pytestmark = pytest.mark.gpu
@@ -442,6 +443,39 @@ def test_special_rows_beside_greedy_ones_are_those_of_eager_steps(prompts):
         assert all(len(tokens) > 12 for tokens in ours[6::8]) and all(len(tokens) > 9 for tokens in ours[7::8])
         # A ban is lifted in time.
         assert any(len(tokens) < 24 for tokens in ours[6::8])
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_shared_prefixes_attended_once_change_no_token(enforce_eager, monkeypatch):
+    """Groups of many sizes that rows join and leave; steps of groups are captured while others are in flight."""
+    seen = []
+    group_prefixes = TritonAttention.group_prefixes
+
+    def noted(self, *args) -> bool:
+        seen.append(group_prefixes(self, *args))
+        return seen[-1]
+
+    monkeypatch.setattr(TritonAttention, "group_prefixes", noted)
+    rng = random.Random(11)
+    prefixes = [[rng.randrange(32, 127) for _ in range(length)] for length in (256, 300, 530, 600)]
+    prefixes.append(prefixes[2][:512] + [rng.randrange(32, 127) for _ in range(256)])
+    prompts = [rng.choice(prefixes) + [rng.randrange(32, 127) for _ in range(rng.randrange(1, 90))] for _ in range(200)]
+    prompts += [[rng.randrange(32, 127) for _ in range(rng.randrange(1, 400))] for _ in range(20)]
+    rng.shuffle(prompts)
+    params = [SamplingParams(temperature=0, max_tokens=rng.randrange(2, 60), ignore_eos=True) for _ in prompts]
+    tokens = []
+    for prefix_grouping in (True, False):
+        options = {"prefix_grouping": prefix_grouping, "enforce_eager": enforce_eager, "max_num_seqs": 80}
+        with demo(kvcache_block_size=64, **options) as llm:
+            tokens.append([output.token_ids for output in generate(llm, prompts, params)])
+            tokens.append([output.token_ids for output in generate(llm, prompts, params)])
+        assert any(seen) == prefix_grouping, "or the test says nothing"
+        seen.clear()
+    # Random prompts have ties; float32 leaves few rows to them.
+    for others in tokens[:3]:
+        num_different = sum(ours != plain for ours, plain in zip(others, tokens[3], strict=True))
+        print(f"{num_different} of {len(prompts)} rows differ")
+        assert num_different <= len(prompts) // 50
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -38,6 +38,15 @@ def test_prefixes_may_branch_and_groups_may_be_larger_than_a_tile():
     assert groups.num_shared.tolist() == [2, 2, 2, 2, 1, 0]
 
 
+def test_a_split_is_shared_only_with_all_before_it():
+    """A private twin may stand before a shared block. The splits before it were once left out for both rows."""
+    assert find_prefix_groups([[0, 1, 2], [3, 1, 4]], [12, 12], 4, 4, 8) is None
+    groups = find_prefix_groups([[0, 1, 2], [3, 1, 2], [0, 1, 4]], [12, 12, 12], 4, 4, 8)
+    assert groups.items.tolist() == [[0, 0, 2], [1, 2, 2]] and groups.num_shared.tolist() == [2, 0, 2]
+    # Nor does its last block alone make a split of two blocks.
+    assert find_prefix_groups([[0, 1], [2, 1]], [8, 8], 4, 8, 8) is None
+
+
 def share(case: Case, row: int, source: int, num_keys: int) -> None:
     """Makes the first keys of `row` those of `source`, in the same blocks."""
     num_blocks = num_keys // case.context.block_size
@@ -46,7 +55,7 @@ def share(case: Case, row: int, source: int, num_keys: int) -> None:
         tensors[row][:num_keys] = tensors[source][:num_keys]
 
 
-@pytest.mark.parametrize(("num_kv_heads", "group_size"), [(2, 2), (1, 5), (1, 8)])
+@pytest.mark.parametrize(("num_kv_heads", "group_size"), [(2, 2), (1, 5), (1, 8), (1, 80)])
 @pytest.mark.parametrize("block_size", [64, 256])
 def test_shared_splits_attended_once_change_nothing(num_kv_heads, group_size, block_size):
     """Prefixes of different lengths, rows that share nothing, a group larger than a tile (8 rows with 8 heads)."""

@@ -51,9 +51,12 @@ class CudaGraphs:
     def _capture(self, size: int, is_grouped: bool) -> None:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            with self._parked():
+        try:
+            with torch.cuda.stream(self._stream), self._parked():
                 self._step(size, is_grouped)  # compiles kernels and loads libraries, which a capture may not
+        finally:
+            current.wait_stream(self._stream)
+        with torch.cuda.stream(self._stream):
             graph = torch.cuda.CUDAGraph()
             # Not torch.cuda.graph(), which collects garbage and empties the cache each time. What might break a
             # capture is forbidden to this thread alone: other engines may be at work.
@@ -63,7 +66,6 @@ class CudaGraphs:
             finally:
                 graph.capture_end()
         self._captured[size, is_grouped] = graph, outputs
-        current.wait_stream(self._stream)
 
     def padded_size(self, num_rows: int) -> int:
         return self.sizes[bisect.bisect_left(self.sizes, num_rows)]

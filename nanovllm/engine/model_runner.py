@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 
@@ -62,39 +63,13 @@ class ModelRunner:
         self.model_config = model_config = load_model_config(directory, list(ARCHITECTURES))
         self.max_model_len = _max_model_len(config.max_model_len, model_config.max_position)
         self.dtype = _dtype(config.dtype, model_config.dtype, self.device)
-        with self._on_device():
-            free_at_start = free_bytes(self.device)
-            shape = AttentionShape(
-                num_heads=model_config.num_attention_heads // parallel.size,
-                num_kv_heads=max(1, model_config.num_key_value_heads // parallel.size),
-                head_dim=model_config.head_dim,
-                dtype=self.dtype,
-                device=self.device,
-                max_num_seqs=config.max_num_seqs,
-                max_model_len=self.max_model_len,
-            )
-            self.backend = make_attention_backend(config.attention_backend, shape, config.kvcache_block_size)
-            self.block_size = config.kvcache_block_size or self.backend.default_block_size
-            with self._explained_out_of_memory("the model"):
-                self.model = ARCHITECTURES[model_config.architecture](
-                    model_config, self.max_model_len, self.backend, parallel, self.dtype, self.device
-                )
-            if config.load_format == "dummy":
-                fill_dummy_weights(self.model, config.seed)
-            else:
-                load_weights(self.model, directory)
-            self._pack_weights()
-            blocks_of_longest = -(-self.max_model_len // self.block_size)
-            self._groups_prefixes, self._is_grouped = config.prefix_grouping, False
-            self.state = DeviceState(config.max_num_seqs, blocks_of_longest, self.block_size, self.device)
-            self.graphs: CudaGraphs | None = None
-            num_blocks = self._allocate_kv_cache(config, free_at_start, blocks_of_longest)
-            if self._is_gpu and self.backend.can_be_captured and not config.enforce_eager:
-                with torch.inference_mode(), self._explained_out_of_memory("capturing CUDA graphs"):
-                    self.graphs = CudaGraphs(
-                        self._decode, self.state.parked, graph_sizes(config.max_num_seqs), self.device
-                    )
-                self._check_memory_left()
+        self.model = self.graphs = self.kv_cache = self.state = self.backend = None
+        try:
+            with self._on_device(), self._explained_out_of_memory("the engine"):
+                num_blocks = self._start(config, parallel, directory)
+        except BaseException:
+            self.close()  # so that another try finds the memory
+            raise
         self.info = RunnerInfo(
             num_kvcache_blocks=num_blocks,
             kvcache_block_size=self.block_size,
@@ -110,6 +85,41 @@ class ModelRunner:
             " with CUDA graphs" if self.graphs else "", num_blocks, self.block_size, self.kv_cache.nbytes / _GIB,
             self.max_model_len,
         )  # fmt: skip
+
+    def _start(self, config: Config, parallel: Parallel, directory: Path) -> int:
+        """Loads the model, makes the KV cache and captures graphs; returns the number of blocks."""
+        model_config = self.model_config
+        free_at_start = free_bytes(self.device)
+        shape = AttentionShape(
+            num_heads=model_config.num_attention_heads // parallel.size,
+            num_kv_heads=max(1, model_config.num_key_value_heads // parallel.size),
+            head_dim=model_config.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
+        )
+        self.backend = make_attention_backend(config.attention_backend, shape, config.kvcache_block_size)
+        self.block_size = config.kvcache_block_size or self.backend.default_block_size
+        with self._explained_out_of_memory("the model"):
+            self.model = ARCHITECTURES[model_config.architecture](
+                model_config, self.max_model_len, self.backend, parallel, self.dtype, self.device
+            )
+        if config.load_format == "dummy":
+            fill_dummy_weights(self.model, config.seed)
+        else:
+            load_weights(self.model, directory)
+        self._pack_weights()
+        blocks_of_longest = -(-self.max_model_len // self.block_size)
+        self._groups_prefixes, self._is_grouped = config.prefix_grouping, False
+        self.state = DeviceState(config.max_num_seqs, blocks_of_longest, self.block_size, self.device)
+        num_blocks = self._allocate_kv_cache(config, free_at_start, blocks_of_longest)
+        if self._is_gpu and self.backend.can_be_captured and not config.enforce_eager:
+            most_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+            with torch.inference_mode(), self._explained_out_of_memory("capturing CUDA graphs"):
+                self.graphs = CudaGraphs(self._decode, self.state.parked, graph_sizes(most_rows), self.device)
+            self._check_memory_left()
+        return num_blocks
 
     @torch.inference_mode()
     def launch(self, work: Work) -> StepResult:
@@ -228,9 +238,9 @@ class ModelRunner:
         torch.cuda.empty_cache()
         # What libraries and kernels took by the way stays taken.
         free = min(free, torch.cuda.mem_get_info(device)[0])
-        # Kernels' code, what captured steps keep, and the logits of the largest one.
+        # Kernels' code, what captured steps keep, and the logits of the largest one, once tried and once captured.
         logits_bytes = config.max_num_seqs * self.vocab_size * self.dtype.itemsize
-        graphs = 0 if config.enforce_eager else _GIB // 2 + logits_bytes
+        graphs = 0 if config.enforce_eager else _GIB // 2 + 2 * logits_bytes
         return MemoryUse(total, free_at_start, free, activations, graphs)
 
     def _check_memory_left(self) -> None:

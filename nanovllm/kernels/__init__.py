@@ -136,13 +136,6 @@ def _problem(name: str, shape: AttentionShape, block_size: int | None) -> Except
                 f'attention_backend="triton" needs kvcache_block_size to be a multiple of 16, not {block_size}'
             )
     if name == "flash":
-        try:
-            importlib.import_module("flash_attn")
-        except ImportError as error:  # also one that was built for another PyTorch
-            return RuntimeError(
-                'attention_backend="flash" needs the flash-attn package: pip install "nanovllm[flash-attn]"; '
-                f'or use "triton" ({error})'
-            )
         if shape.dtype not in (torch.bfloat16, torch.float16):
             return ValueError(f'attention_backend="flash" needs dtype bfloat16 or float16, not {shape.dtype}')
         if shape.head_dim > 256 or shape.head_dim % 8:
@@ -155,6 +148,13 @@ def _problem(name: str, shape: AttentionShape, block_size: int | None) -> Except
             )
         if torch.cuda.get_device_capability(shape.device) < (8, 0):
             return ValueError('attention_backend="flash" needs a GPU of compute capability 8.0 or newer; use "triton"')
+        try:
+            importlib.import_module("flash_attn")
+        except ImportError as error:  # also one that was built for another PyTorch
+            return RuntimeError(
+                'attention_backend="flash" needs the flash-attn package: pip install "nanovllm[flash-attn]"; '
+                f'or use "triton" ({error})'
+            )
     return None
 
 

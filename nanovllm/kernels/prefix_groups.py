@@ -1,7 +1,7 @@
 """Finds the decodes that share their first keys, so that attention reads those once for all of them.
 
-Keys are split at multiples of a fixed length. A split whose last block stands in several block tables is the same
-for all of them, since a block is only ever shared together with everything before it.
+Keys are split at multiples of a fixed length. Rows share a split if they share its blocks and every split before it:
+a block alone proves nothing of those before it, since a block's equal twin may stand in its place.
 """
 
 from dataclasses import dataclass
@@ -33,21 +33,24 @@ def find_prefix_groups(
         most_members: rows of one item.
     """
     blocks_per_split = split // block_size
-    rows_of_block: dict[int, list[int]] = {}  # last block of a split -> rows that have it
-    split_of_block: dict[int, int] = {}
+    # A prefix is known by the prefix before it (-1: none) and its own last split's blocks.
+    numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+    rows_of_prefix: list[list[int]] = []
+    splits: list[int] = []  # of each prefix, which split its last one is
     for row, (table, length) in enumerate(zip(block_tables, context_lens, strict=True)):
+        number = -1
         # Only whole splits: a row still writes to its last block.
-        for index, block in enumerate(table[blocks_per_split - 1 : length // block_size : blocks_per_split]):
-            if block in rows_of_block:
-                rows_of_block[block].append(row)
-            else:
-                rows_of_block[block] = [row]
-                split_of_block[block] = index
+        for index in range(length // split):
+            blocks = tuple(table[index * blocks_per_split : (index + 1) * blocks_per_split])
+            number = numbers.setdefault((number, blocks), len(numbers))
+            if number == len(rows_of_prefix):
+                rows_of_prefix.append([])
+                splits.append(index)
+            rows_of_prefix[number].append(row)
     items, members, num_shared = [], [], np.zeros(len(block_tables), np.int32)
-    for block, rows in rows_of_block.items():
+    for index, rows in zip(splits, rows_of_prefix, strict=True):
         if len(rows) < 2:
             continue
-        index = split_of_block[block]
         num_shared[rows] = np.maximum(num_shared[rows], index + 1)
         for first in range(0, len(rows), most_members):
             part = rows[first : first + most_members]

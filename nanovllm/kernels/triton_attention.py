@@ -142,7 +142,7 @@ class TritonAttention:
             **LAUNCH_OPTIONS,
         )  # fmt: skip
         if plan.is_grouped:
-            queries = max(16, triton.next_power_of_2(_QUERIES_OF_GROUP // group_size * group_size))
+            queries = max(16, triton.next_power_of_2(max(1, _QUERIES_OF_GROUP // group_size) * group_size))
             _grouped_kernel[(self._num_programs // 4,)](
                 q, k_cache, v_cache, context.block_tables, self._num_groups, self._groups, self._members,
                 plan.first_items, self._partial, self._log_sums, shape.head_dim**-0.5 * _LOG2_E, q.stride(0),
