@@ -146,8 +146,6 @@ def _problem(name: str, shape: AttentionShape, block_size: int | None) -> Except
             return ValueError(
                 f'attention_backend="flash" needs kvcache_block_size to be a multiple of 256, not {block_size}'
             )
-        if torch.cuda.get_device_capability(shape.device) < (8, 0):
-            return ValueError('attention_backend="flash" needs a GPU of compute capability 8.0 or newer; use "triton"')
         try:
             importlib.import_module("flash_attn")
         except ImportError as error:  # also one that was built for another PyTorch
@@ -155,6 +153,8 @@ def _problem(name: str, shape: AttentionShape, block_size: int | None) -> Except
                 'attention_backend="flash" needs the flash-attn package: pip install "nanovllm[flash-attn]"; '
                 f'or use "triton" ({error})'
             )
+        if torch.cuda.get_device_capability(shape.device) < (8, 0):
+            return ValueError('attention_backend="flash" needs a GPU of compute capability 8.0 or newer; use "triton"')
     return None
 
 
