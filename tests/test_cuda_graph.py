@@ -1,8 +1,13 @@
-"""Which batch sizes are captured; what a capture does is for test_gpu_engine.py."""
+"""Which batch sizes are captured, and what happens when memory ends; the captures themselves: test_gpu_engine.py."""
 
 import pytest
+import torch
 
+from nanovllm.config import Config
+from nanovllm.demo import MODEL_DIRECTORY
+from nanovllm.engine import model_runner
 from nanovllm.engine.cuda_graph import CudaGraphs, graph_sizes
+from nanovllm.engine.model_runner import ModelRunner
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 7, 8, 12, 15, 16, 17, 20, 100, 256, 257, 300, 500, 512, 1024])
@@ -15,3 +20,52 @@ def test_every_batch_has_a_captured_size_and_little_padding(largest):
     for num_rows in range(1, largest + 1):
         padded = graphs.padded_size(num_rows)
         assert padded in sizes and num_rows <= padded <= max(2 * num_rows - 1, num_rows + 15, int(num_rows * 1.125))
+
+
+def test_without_memory_for_a_grouped_graph_the_plain_one_serves(monkeypatch):
+    """Grouped steps are captured in the middle of a call, which must not end for want of a faster way."""
+
+    class Graph:
+        num_replays = 0
+
+        def replay(self) -> None:
+            self.num_replays += 1
+
+    def no_memory(self, size: int, is_grouped: bool) -> None:
+        raise torch.cuda.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(CudaGraphs, "_capture", no_memory)
+    graphs, plain = CudaGraphs.__new__(CudaGraphs), Graph()
+    graphs._captured = {(4, False): (plain, "outputs")}
+    assert [graphs.replay(4, True), graphs.replay(4, True), graphs.replay(4, False)] == ["outputs"] * 3
+    assert plain.num_replays == 3
+
+
+@pytest.mark.parametrize("num_missing", [-1, 0, 1])
+def test_graphs_that_took_more_than_was_set_aside_are_an_error(monkeypatch, num_missing):
+    """The next large step would run out of memory, hours later."""
+    runner = ModelRunner.__new__(ModelRunner)
+    runner.device, runner._least_free = torch.device("cpu"), 2**30
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(model_runner, "free_bytes", lambda device: 2**30 - num_missing * 2**20)
+    if num_missing > 0:
+        with pytest.raises(RuntimeError, match="lower max_num_seqs or use enforce_eager=True"):
+            runner._check_memory_left()
+    else:
+        runner._check_memory_left()
+
+
+def test_a_failed_start_keeps_nothing(monkeypatch):
+    """The message says to try again with less; what the first try holds would then be missing."""
+    runners = []
+
+    def fail(self, *args) -> int:
+        assert self.model is not None and self.state is not None
+        runners.append(self)
+        raise RuntimeError("too little memory")
+
+    monkeypatch.setattr(ModelRunner, "_allocate_kv_cache", fail)
+    with pytest.raises(RuntimeError, match="too little memory"):
+        ModelRunner(Config(str(MODEL_DIRECTORY), device="cpu"))
+    [runner] = runners
+    assert runner.model is runner.state is runner.backend is runner.kv_cache is None
