@@ -332,6 +332,27 @@ def main() -> None:
     print(json.dumps(report))
 
 
+def gpu_report(llm: LLM, requests: Requests, params: list[SamplingParams], median_seconds: float) -> dict[str, object]:
+    """The floor and what was reached of it, idle time and memory, from another run of the requests."""
+    runner = llm.engine.runner
+    torch.cuda.reset_peak_memory_stats(runner.device)
+    with torch.cuda.device(runner.device):
+        log, logged_seconds = logged_run(llm, requests, params)
+        peak_bytes = torch.cuda.max_memory_allocated()
+        bandwidth, matrix_rate = device_rates(runner.device)
+        idle_seconds = log.idle_seconds()
+    floor = floor_seconds(log, runner.model_config, runner.dtype.itemsize, bandwidth, matrix_rate)
+    return {
+        "bandwidth_tb_per_second": bandwidth / 1e12,
+        "matrix_tflop_per_second": matrix_rate / 1e12,
+        "floor_seconds": floor,
+        "floor_tokens_per_second": sum(requests.max_tokens) / floor,
+        "fraction_of_floor": floor / median_seconds,
+        "gpu_idle_fraction": idle_seconds / logged_seconds,
+        "peak_memory_gib": peak_bytes / 2**30,
+    }
+
+
 def measure(arguments: argparse.Namespace, llm: LLM) -> dict[str, object]:
     runner = llm.engine.runner
     requests = make_requests(arguments.workload, llm.engine.info.vocab_size)
@@ -374,22 +395,7 @@ def measure(arguments: argparse.Namespace, llm: LLM) -> dict[str, object]:
     }
     if runner.device.type == "cuda":
         prepare()
-        torch.cuda.reset_peak_memory_stats(runner.device)
-        with torch.cuda.device(runner.device):
-            log, logged_seconds = logged_run(llm, requests, params)
-            peak_bytes = torch.cuda.max_memory_allocated()
-            bandwidth, matrix_rate = device_rates(runner.device)
-            idle_seconds = log.idle_seconds()
-        floor = floor_seconds(log, runner.model_config, runner.dtype.itemsize, bandwidth, matrix_rate)
-        report |= {
-            "bandwidth_tb_per_second": bandwidth / 1e12,
-            "matrix_tflop_per_second": matrix_rate / 1e12,
-            "floor_seconds": floor,
-            "floor_tokens_per_second": num_output_tokens / floor,
-            "fraction_of_floor": floor / median,
-            "gpu_idle_fraction": idle_seconds / logged_seconds,
-            "peak_memory_gib": peak_bytes / 2**30,
-        }
+        report |= gpu_report(llm, requests, params, median)
     if arguments.profile:
         prepare()
         write_profile(llm, requests, params, arguments.profile)

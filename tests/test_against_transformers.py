@@ -149,7 +149,7 @@ def teacher_forced_logits(llm: LLM, token_ids: list[int], chunks: list[int]) -> 
     logits = []
     for num_new in chunks:
         seq.num_computed_tokens += num_new
-        batch = build_batch([(seq, num_new, False)], runner.block_size, runner.info.vocab_size, runner.device)
+        batch = build_batch([(seq, num_new, False)], runner.block_size, runner.device)
         batch.context.plan = runner.backend.plan(batch.context)
         hidden_states = runner.model(batch.token_ids, batch.positions, runner.kv_cache, batch.context)
         logits.append(runner.model.compute_logits(hidden_states))

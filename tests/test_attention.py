@@ -595,7 +595,7 @@ def test_build_batch_describes_the_step_that_the_formula_means():
         seq.num_computed_tokens = cached + num_new
         seq.slot = row
         work.append((seq, num_new, False))
-    batch = build_batch(work, 4, 100, torch.device("cpu"))
+    batch = build_batch(work, 4, torch.device("cpu"))
     for name, expected in vars(case.context).items():
         actual = getattr(batch.context, name)
         if name == "block_tables":

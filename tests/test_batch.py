@@ -36,8 +36,8 @@ def sampling(seq: Sequence) -> Sequence:
     return seq
 
 
-def build(work: Work, block_size: int = 256, vocab_size: int = 1000) -> Batch:
-    return build_batch(work, block_size, vocab_size, CPU)
+def build(work: Work, block_size: int = 256) -> Batch:
+    return build_batch(work, block_size, CPU)
 
 
 def test_prompts_of_three_and_four_tokens_begin_at_0_3_and_7():
@@ -162,7 +162,7 @@ class ComparingRunner(FakeRunner):
 
     def launch(self, work: Work):
         block_size = self.info.kvcache_block_size
-        batch = build_batch(work, block_size, self.info.vocab_size, CPU)
+        batch = build_batch(work, block_size, CPU)
         context = batch.context
         tokens, positions, slots, in_flight, sampled, sampled_slots = [], [], [], [], [], []
         starts_q, starts_k = [0], [0]
@@ -251,7 +251,7 @@ class DeviceRunner(FakeRunner):
 
     def check(self, work: Work, batch: Batch) -> None:
         num_seqs, num_rows = len(work), len(batch.token_ids)
-        expected = build_batch(work, self.info.kvcache_block_size, self.info.vocab_size, CPU)
+        expected = build_batch(work, self.info.kvcache_block_size, CPU)
         if expected.in_flight_rows is not None:
             tokens = [self.last_token_ids[slot] for slot in expected.in_flight_slots.tolist()]
             expected.token_ids[expected.in_flight_rows] = torch.tensor(tokens)

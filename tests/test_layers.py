@@ -345,7 +345,7 @@ def logits_of(directory: Path, token_ids: list[int], parallel: Parallel) -> torc
     load_weights(model, directory)
     seq = Sequence(0, token_ids, SamplingParams(), 64)
     seq.block_table, seq.num_computed_tokens, seq.slot = [3, 0, 2, 1], len(token_ids), 0
-    batch = build_batch([(seq, len(token_ids), False)], 16, config.vocab_size, CPU)
+    batch = build_batch([(seq, len(token_ids), False)], 16, CPU)
     kv_cache = torch.full((2, config.num_hidden_layers, 4, 16, model.num_kv_heads, config.head_dim), float("nan"))
     return model.compute_logits(model(batch.token_ids, batch.positions, kv_cache, batch.context))
 

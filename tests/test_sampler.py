@@ -76,7 +76,7 @@ def sample_rows(
     seeds = list(range(num_rows)) if seeds is None else seeds
     positions = [5] * num_rows if positions is None else positions
     work, vocab_size = sampling_work(params, seeds, positions, stop_token_ids), logits.shape[1]
-    tokens = sample(logits.clone(), build_batch(work, 10**6, vocab_size, CPU).sampling)
+    tokens = sample(logits.clone(), build_batch(work, 10**6, CPU).sampling)
     for part in special_rows(work, vocab_size, CPU, part_size):
         tokens[part.rows] = sample_special(logits[part.rows], part)
     return tokens.tolist()

@@ -180,7 +180,7 @@ class DeviceState:
         )
 
 
-def build_batch(work: Work, block_size: int, vocab_size: int, device: torch.device) -> Batch:
+def build_batch(work: Work, block_size: int, device: torch.device) -> Batch:
     """The Batch of `work`, which was just scheduled: `num_computed_tokens` is where each chunk ends."""
     num_seqs = len(work)
     num_new_tokens = np.fromiter((num_new for _, num_new, _ in work), np.int64, num_seqs)
@@ -191,15 +191,7 @@ def build_batch(work: Work, block_size: int, vocab_size: int, device: torch.devi
     np.cumsum(num_new_tokens, out=cu_seqlens_q[1:])
     np.cumsum(context_lens, out=cu_seqlens_k[1:])
 
-    token_ids: list[int] = []
-    in_flight: list[tuple[int, int]] = []  # (row, slot)
-    for seq, num_new, _ in work:
-        end = seq.num_computed_tokens
-        token_ids += seq.token_ids[end - num_new : end]
-        if end > len(seq.token_ids):  # only ever the last one
-            in_flight.append((len(token_ids), seq.slot))
-            token_ids.append(0)
-
+    token_ids, in_flight = _token_ids(work)
     block_tables = _block_tables(work)
     row = np.repeat(np.arange(num_seqs), num_new_tokens)
     positions = np.arange(cu_seqlens_q[-1]) + (starts - cu_seqlens_q[:-1])[row]
@@ -214,10 +206,7 @@ def build_batch(work: Work, block_size: int, vocab_size: int, device: torch.devi
         np.array(token_ids, np.int64), in_flight_rows, in_flight_slots, positions, slot_mapping,
         cu_seqlens_q.astype(np.int32), cu_seqlens_k.astype(np.int32), context_lens.astype(np.int32), block_tables,
         cu_seqlens_q[1:][samples] - 1,
-        np.array([seq.slot for seq in sampled_seqs], np.int64),
-        np.array([_temperature(seq) for seq in sampled_seqs], np.float32),
-        np.array([seq.seed for seq in sampled_seqs], np.uint64).view(np.int64),
-        np.array([seq.num_tokens - 1 for seq in sampled_seqs], np.int64),
+        *_sampling_arrays(sampled_seqs),
     ]  # fmt: skip
     (
         token_ids, in_flight_rows, in_flight_slots, positions, slot_mapping, cu_seqlens_q, cu_seqlens_k, lengths,
@@ -247,6 +236,19 @@ def build_batch(work: Work, block_size: int, vocab_size: int, device: torch.devi
     )
 
 
+def _token_ids(work: Work) -> tuple[list[int], list[tuple[int, int]]]:
+    """The new tokens, 0 for one in flight, and (row, slot) of those."""
+    token_ids: list[int] = []
+    in_flight: list[tuple[int, int]] = []
+    for seq, num_new, _ in work:
+        end = seq.num_computed_tokens
+        token_ids += seq.token_ids[end - num_new : end]
+        if end > len(seq.token_ids):  # only ever the last one
+            in_flight.append((len(token_ids), seq.slot))
+            token_ids.append(0)
+    return token_ids, in_flight
+
+
 def _block_tables(work: Work) -> np.ndarray:
     """int32 [num_seqs, most blocks], padded with 0."""
     num_blocks = np.fromiter((len(seq.block_table) for seq, _, _ in work), np.int64, len(work))
@@ -254,6 +256,16 @@ def _block_tables(work: Work) -> np.ndarray:
     is_block = np.arange(num_blocks.max()) < num_blocks[:, None]
     block_tables[is_block] = [block_id for seq, _, _ in work for block_id in seq.block_table]
     return block_tables
+
+
+def _sampling_arrays(seqs: list[Sequence]) -> list[np.ndarray]:
+    """Slots, temperatures, seeds and the sampled tokens' positions, each [num_seqs]."""
+    return [
+        np.array([seq.slot for seq in seqs], np.int64),
+        np.array([_temperature(seq) for seq in seqs], np.float32),
+        np.array([seq.seed for seq in seqs], np.uint64).view(np.int64),
+        np.array([seq.num_tokens - 1 for seq in seqs], np.int64),
+    ]
 
 
 def _temperature(seq: Sequence) -> float:
@@ -291,10 +303,7 @@ def _special_rows(special: list[tuple[int, Sequence, bool]], vocab_size: int, de
     rows, slots, temperatures, seeds, positions, top_ks, top_ps, min_ps, banned_rows, banned_ids = upload(
         [
             np.array([row for row, _, _ in special], np.int64),
-            np.array([seq.slot for _, seq, _ in special], np.int64),
-            np.array([_temperature(seq) for _, seq, _ in special], np.float32),
-            np.array([seq.seed for _, seq, _ in special], np.uint64).view(np.int64),
-            np.array([seq.num_tokens - 1 for _, seq, _ in special], np.int64),
+            *_sampling_arrays([seq for _, seq, _ in special]),
             np.array([min(p.top_k or vocab_size, vocab_size) for p in params], np.int64),
             np.array([p.top_p for p in params], np.float32),
             np.array([p.min_p for p in params], np.float32),

@@ -137,7 +137,7 @@ class ModelRunner:
                 tokens = tokens[: len(work)]
             else:
                 self.state.forget_rows()
-                tokens, hidden_states = self.step(build_batch(work, self.block_size, self.vocab_size, self.device))
+                tokens, hidden_states = self.step(build_batch(work, self.block_size, self.device))
             self._sample_special(work, tokens, hidden_states)
             return StepResult(tokens)
 
