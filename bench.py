@@ -228,11 +228,17 @@ def device_rates(device: torch.device) -> tuple[float, float]:
     return bandwidth, 2 * 8192**3 / best_seconds(torch.matmul, left, right)
 
 
-def floor_seconds(log: StepLog, config: ModelConfig, itemsize: int, bandwidth: float, matrix_rate: float) -> float:
-    """What the chip needs at least for the steps of `log`."""
+def num_weights(config: ModelConfig) -> int:
+    """Numbers in the matrices of the layers and the LM head: what a decode step multiplies with."""
     attention = config.hidden_size * (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
     layers = config.num_hidden_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+    return layers + config.vocab_size * config.hidden_size
+
+
+def floor_seconds(log: StepLog, config: ModelConfig, itemsize: int, bandwidth: float, matrix_rate: float) -> float:
+    """What the chip needs at least for the steps of `log`."""
     head = config.vocab_size * config.hidden_size
+    layers = num_weights(config) - head
     weight_seconds = (layers + head) * itemsize / bandwidth
     # For a query-key pair, a product with the key and one with the value in every head of every layer.
     score_operations = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
@@ -247,7 +253,7 @@ def floor_seconds(log: StepLog, config: ModelConfig, itemsize: int, bandwidth: f
 
 
 def write_profile(llm: LLM, requests: Requests, params: list[SamplingParams], directory: Path) -> None:
-    """A trace of 30 steps from the middle of the run, for chrome://tracing or Perfetto."""
+    """A trace of 30 steps from the middle of the run, for chrome://tracing or Perfetto, and what they worked on."""
     from torch.profiler import ProfilerActivity, profile
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -258,11 +264,23 @@ def write_profile(llm: LLM, requests: Requests, params: list[SamplingParams], di
     for _ in range(int(middle)):
         engine.step()
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    rows: list[int] = []
+    keys: list[int] = []
     with profile(activities=activities) as profiled:
-        for _ in range(30):
-            if not engine.is_finished():
-                engine.step()
+        while len(rows) < 30 and not engine.is_finished():
+            engine.step()
+            rows.append(len(engine.scheduler.running))
+            keys.append(sum(seq.num_computed_tokens for seq in engine.scheduler.running))
     engine.reset()
+    config, itemsize = engine.runner.model_config, engine.runner.dtype.itemsize
+    steps = {
+        "num_steps": len(rows),
+        "mean_rows": statistics.mean(rows),
+        "key_value_bytes": statistics.mean(keys) * config.num_kv_values_per_token * itemsize,
+        "weight_bytes": num_weights(config) * itemsize,
+        "matrix_operations": 2 * statistics.mean(rows) * num_weights(config),
+    }
+    (directory / "steps.json").write_text(json.dumps(steps) + "\n")
     profiled.export_chrome_trace(str(directory / "trace.json"))
     sort = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
     (directory / "operators.txt").write_text(profiled.key_averages().table(sort_by=sort, row_limit=60))

@@ -630,6 +630,20 @@ MUTANTS = [
         ("test_triton_kernels.py::test_queries_and_keys_are_normed_rotated_and_stored_as_by_the_layers",),
     ),
     Mutant(
+        "a single row is multiplied with the last of its parts alone",
+        FUSED,
+        "products += weights",
+        "products = weights",
+        ("test_triton_kernels.py::test_a_single_row_is_multiplied_as_by_pytorch",),
+    ),
+    Mutant(
+        "a single row loses its bias",
+        PACKED,
+        "if bias is None and x.shape",
+        "if x.shape",
+        ("test_triton_kernels.py::test_only_a_single_row_without_a_bias_takes_the_kernel_for_it",),
+    ),
+    Mutant(
         "halves are swapped over the padded width",
         FUSED,
         "(column + HEAD_DIM // 2) % HEAD_DIM",

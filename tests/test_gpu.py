@@ -9,7 +9,8 @@ import pytest
 import torch
 from test_attention import TOLERANCE, Case, make_case, run
 
-from nanovllm.kernels import AttentionBackend, AttentionShape, make_attention_backend
+from nanovllm.kernels import AttentionBackend, AttentionShape, make_attention_backend, packed_linear
+from nanovllm.kernels.packed_linear import linear
 from nanovllm.layers import activation, sampler
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import QKNorm, RMSNorm
@@ -395,10 +396,23 @@ def test_fused_silu_and_mul_is_no_worse_than_its_twin(monkeypatch, dtype, num_to
     gate_up = randn(num_tokens, 2 * size, dtype=torch.float32).mul(4).to(dtype)
     gate_up[:, 0], gate_up[:, 1] = -200.0, 200.0
     fused = SiluAndMul()(gate_up)
-    monkeypatch.setattr(activation, "has_triton", lambda: False)
+    monkeypatch.setattr(activation, "is_fused", lambda tensor: False)
     twin = SiluAndMul()(gate_up)
     gate, up = gate_up.double().chunk(2, -1)
     assert_no_worse(fused, twin, gate * gate.sigmoid() * up)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("output_size", "input_size"), [(4096, 1024), (1024, 3072), (7, 33), (1001, 2049), (151936, 1024)]
+)
+def test_a_single_row_is_multiplied_no_worse_than_by_pytorch(monkeypatch, dtype, output_size, input_size):
+    """Sums of thousands of bfloat16 products must be kept in float32."""
+    x, weight = randn(1, input_size, dtype=dtype), randn(output_size, input_size, dtype=dtype, seed=1)
+    fused = linear(x, weight, None)
+    monkeypatch.setattr(packed_linear, "is_fused", lambda tensor: False)
+    twin = linear(x, weight, None)
+    assert_no_worse(fused, twin, x.double() @ weight.double().T)
 
 
 @DTYPES
@@ -466,7 +480,7 @@ def sampling_batch(num_rows: int, temperature: float | torch.Tensor, seed: int =
 def plain_sample(monkeypatch, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """The twin, a few rows at a time: it holds all noise."""
     with monkeypatch.context() as patch:
-        patch.setattr(sampler, "has_triton", lambda: False)
+        patch.setattr(sampler, "is_fused", lambda tensor: False)
         parts = range(0, len(logits), 250)
         return torch.cat([
             sampler.sample(logits[i : i + 250], SamplingBatch(*(x[i : i + 250] for x in vars(batch).values())))

@@ -14,8 +14,9 @@ from test_attention import MIXED, Case, make_case, relative_error
 from test_attention import run as run_case
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels import AttentionShape, make_attention_backend
-from nanovllm.kernels.fused import add_rms_norm, qk_norm_rotate_store, rms_norm, silu_and_mul
+from nanovllm.kernels import AttentionShape, make_attention_backend, packed_linear
+from nanovllm.kernels import fused as fused_kernels
+from nanovllm.kernels.fused import add_rms_norm, qk_norm_rotate_store, rms_norm, silu_and_mul, single_row_linear
 from nanovllm.kernels.fused_sampler import fused_sample
 from nanovllm.kernels.torch_attention import store_kvcache as plain_store
 from nanovllm.kernels.triton_attention import TritonAttention, store_kvcache
@@ -182,6 +183,38 @@ def test_the_gate_is_that_of_the_layer(size, dtype):
     gate_up = random_tensor(4, 2 * size, dtype=dtype) * 4
     gate_up[1, 0], gate_up[2, 0] = -300, 300
     assert_near(silu_and_mul(gate_up), SiluAndMul()(gate_up))
+
+
+@DTYPES
+@pytest.mark.parametrize("output_size, input_size", [(1, 1), (8, 1024), (13, 700), (40, 1024), (21, 3000), (9, 1025)])
+def test_a_single_row_is_multiplied_as_by_pytorch(output_size, input_size, dtype):
+    """Neither the last outputs, which do not fill a program, nor the last inputs may be lost or read twice."""
+    x, weight = random_tensor(1, input_size, dtype=dtype), random_tensor(output_size, input_size, dtype=dtype, seed=1)
+    ours = single_row_linear(x, weight)
+    expected = x.double() @ weight.double().T
+    assert ours.dtype == dtype and ours.shape == expected.shape
+    # What rounding the result costs, and a little for the sum.
+    limit = torch.finfo(dtype).eps * expected.abs() + 1e-6 * input_size
+    assert ((ours.double() - expected).abs() <= limit).all()
+
+
+def test_only_a_single_row_without_a_bias_takes_the_kernel_for_it(monkeypatch):
+    """The kernel computes one row, and no bias."""
+    monkeypatch.setattr(packed_linear, "is_fused", lambda tensor: True)
+    weight, bias = random_tensor(6, 32), random_tensor(6, seed=1)
+    asked = []
+
+    def counted(x, weight):
+        asked.append(tuple(x.shape))
+        return x @ weight.T
+
+    monkeypatch.setattr(fused_kernels, "single_row_linear", counted)
+    for shape in [(1, 32), (2, 32), (3, 32), (1, 2, 32)]:
+        for of_call in (None, bias):
+            x = random_tensor(*shape, seed=3)
+            expected = torch.nn.functional.linear(x, weight, of_call)
+            torch.testing.assert_close(packed_linear.linear(x, weight, None, of_call), expected)
+    assert asked == [(1, 32)]
 
 
 @DTYPES

@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.engine.scheduler import Work
 from nanovllm.engine.sequence import Sequence
-from nanovllm.kernels import has_triton
+from nanovllm.kernels import is_fused
 from nanovllm.layers.sampler import SamplingBatch, SpecialRows
 from nanovllm.utils.context import Context, DecodeInputs
 from nanovllm.utils.upload import upload
@@ -156,7 +156,7 @@ class DeviceState:
 
     def _decode_inputs(self, rows: torch.Tensor) -> DecodeInputs:
         """What the step of `rows` works on; moves them on by a token."""
-        if rows.is_cuda and has_triton():
+        if is_fused(rows):
             from nanovllm.kernels.fused import decode_inputs
 
             return decode_inputs(rows, self.last_token_ids, self.block_tables, self.block_size)

@@ -85,6 +85,11 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def is_fused(tensor: torch.Tensor) -> bool:
+    """Whether our fused kernels are to compute with `tensor`, rather than PyTorch."""
+    return tensor.is_cuda and has_triton()
+
+
 def make_attention_backend(name: str, shape: AttentionShape, block_size: int | None = None) -> AttentionBackend:
     """The backend that `attention_backend` asks for; "auto" is the fastest that can run here.
 

@@ -80,6 +80,21 @@ def qk_norm_rotate_store(
     return out
 
 
+def single_row_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x: [1, input_size], weight: [output_size, input_size] -> `x @ weight.T`, [1, output_size]
+
+    With one row there is nothing to reuse: all that counts is to read the weights without a pause. Each program's
+    first ones are on their way before the kernel before has ended. The plain twin is `F.linear`.
+    """
+    output_size, input_size = weight.shape
+    out = torch.empty((1, output_size), dtype=x.dtype, device=x.device)
+    _single_row_linear_kernel[(triton.cdiv(output_size, 8),)](
+        x, weight, out, output_size, SIZE=input_size, OUTPUTS=8,
+        INPUTS=min(1024, triton.next_power_of_2(input_size)), num_warps=4, **LAUNCH_OPTIONS,
+    )  # fmt: skip
+    return out
+
+
 def decode_inputs(
     rows: torch.Tensor, last_token_ids: torch.Tensor, block_tables: torch.Tensor, block_size: int
 ) -> DecodeInputs:
@@ -139,10 +154,11 @@ def _decode_inputs_kernel(
 def _rms_norm_kernel(
     x, residual, weight, out, total, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr
 ):
-    begin()
     row = tl.program_id(0).to(tl.int64) * SIZE
     column = tl.arange(0, PADDED)
     is_real = column < SIZE
+    weights = tl.load(weight + column, is_real, 0.0).to(tl.float32)  # nothing before writes it
+    begin()
     values = tl.load(x + row + column, is_real, 0.0).to(tl.float32)
     if ADDS:
         values += tl.load(residual + row + column, is_real, 0.0).to(tl.float32)
@@ -151,8 +167,25 @@ def _rms_norm_kernel(
         tl.store(total + row + column, rounded, is_real)
         values = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
-    weights = tl.load(weight + column, is_real, 0.0).to(tl.float32)
     tl.store(out + row + column, values * scale * weights, is_real)
+
+
+@triton.jit(do_not_specialize=["output_size"])
+def _single_row_linear_kernel(
+    x, weight, out, output_size, SIZE: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr
+):
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    column = tl.arange(0, INPUTS)
+    is_output = output < output_size
+    at = weight + output[:, None].to(tl.int64) * SIZE + column[None, :]
+    weights = tl.load(at, is_output[:, None] & (column < SIZE)[None, :], 0.0)  # nothing before writes them
+    begin()
+    products = weights.to(tl.float32) * tl.load(x + column, column < SIZE, 0.0).to(tl.float32)[None, :]
+    for first in tl.static_range(INPUTS, SIZE, INPUTS):
+        is_real = first + column < SIZE
+        weights = tl.load(at + first, is_output[:, None] & is_real[None, :], 0.0)
+        products += weights.to(tl.float32) * tl.load(x + first + column, is_real, 0.0).to(tl.float32)[None, :]
+    tl.store(out + output, tl.sum(products, 1), is_output)
 
 
 @triton.jit
@@ -173,7 +206,6 @@ def _qk_norm_rotate_store_kernel(
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One program a token, all heads."""
-    begin()
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
@@ -181,11 +213,14 @@ def _qk_norm_rotate_store_kernel(
     first = qkv + token * (NUM_NORMED + NUM_KV_HEADS) * HEAD_DIM
     # The halves swapped: rotated is normed × cos + swapped × signed sin.
     swapped_column = (column + HEAD_DIM // 2) % HEAD_DIM
+    weights = tl.load(weight + head * HEAD_DIM + column, is_real, 0.0).to(tl.float32)  # nothing before writes them
+    swapped_weights = tl.load(weight + head * HEAD_DIM + swapped_column, is_real, 0.0).to(tl.float32)
+    begin()
     x = tl.load(first + head * HEAD_DIM + column, is_real, 0.0).to(tl.float32)
     swapped = tl.load(first + head * HEAD_DIM + swapped_column, is_real, 0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
-    x *= scale * tl.load(weight + head * HEAD_DIM + column, is_real, 0.0).to(tl.float32)
-    swapped *= scale * tl.load(weight + head * HEAD_DIM + swapped_column, is_real, 0.0).to(tl.float32)
+    x *= scale * weights
+    swapped *= scale * swapped_weights
     cosine = tl.load(cos + token * HEAD_DIM + column, column < HEAD_DIM, 0.0).to(tl.float32)
     sine = tl.load(sin + token * HEAD_DIM + column, column < HEAD_DIM, 0.0).to(tl.float32)
     rotated = (x * cosine + swapped * sine).to(out.dtype.element_ty)

@@ -9,6 +9,8 @@ from bisect import bisect_left
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels import is_fused
+
 # oneDNN compiles and keeps a kernel, half a megabyte, for each weight shape and number of rows. So only these
 # numbers are ever asked for: fewer rows are padded, more are cut into pieces of the largest.
 _ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32), 512, 1024)
@@ -38,7 +40,11 @@ def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | No
 def linear(
     x: torch.Tensor, weight: torch.Tensor, packed: torch.Tensor | None, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`x @ weight.T + bias`, through the packed weight if there is one."""
-    if packed is None:
-        return F.linear(x, weight, bias)
-    return packed_linear(x, packed, bias)
+    """`x @ weight.T + bias`, through the packed weight if there is one; on a GPU one row has a kernel of its own."""
+    if packed is not None:
+        return packed_linear(x, packed, bias)
+    if bias is None and x.shape[:-1] == (1,) and is_fused(x):
+        from nanovllm.kernels.fused import single_row_linear
+
+        return single_row_linear(x, weight)
+    return F.linear(x, weight, bias)

@@ -81,7 +81,8 @@ class TritonAttention:
         self._num_shared = torch.zeros(shape.max_num_seqs, dtype=torch.int32, device=shape.device)
         on_gpu = shape.device.type == "cuda"
         num_processors = torch.cuda.get_device_properties(shape.device).multi_processor_count if on_gpu else 1
-        self._num_programs = 8 * num_processors
+        # Many more programs than fit at once: a processor that is done with one takes the next.
+        self._num_programs, self._num_grouped_programs = 32 * num_processors, 2 * num_processors
         self._rows = triton.next_power_of_2(shape.max_num_seqs)  # always the same, for one compilation
         self._width = triton.next_power_of_2(shape.head_dim)
 
@@ -143,7 +144,7 @@ class TritonAttention:
         )  # fmt: skip
         if plan.is_grouped:
             queries = max(16, triton.next_power_of_2(max(1, _QUERIES_OF_GROUP // group_size) * group_size))
-            _grouped_kernel[(self._num_programs // 4,)](
+            _grouped_kernel[(self._num_grouped_programs,)](
                 q, k_cache, v_cache, context.block_tables, self._num_groups, self._groups, self._members,
                 plan.first_items, self._partial, self._log_sums, shape.head_dim**-0.5 * _LOG2_E, q.stride(0),
                 context.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.kernels import has_triton
+from nanovllm.kernels import is_fused
 
 
 class SiluAndMul(nn.Module):
@@ -12,7 +12,7 @@ class SiluAndMul(nn.Module):
 
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         """gate_up: [num_tokens, 2 × size] -> [num_tokens, size]"""
-        if gate_up.is_cuda and has_triton():
+        if is_fused(gate_up):
             from nanovllm.kernels.fused import silu_and_mul
 
             return silu_and_mul(gate_up)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from nanovllm.kernels import AttentionBackend, has_triton
+from nanovllm.kernels import AttentionBackend, is_fused
 from nanovllm.layers.layernorm import QKNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import Context
@@ -40,14 +40,13 @@ class Attention(nn.Module):
         k_cache, v_cache = kv_cache[0, self.layer_index], kv_cache[1, self.layer_index]
         num_kv_heads = k_cache.shape[2]
         qk, v = qkv.split((qkv.shape[1] - num_kv_heads, num_kv_heads), 1)
-        is_fused = qkv.is_cuda and has_triton()
-        if is_fused:
+        if is_fused(qkv):
             from nanovllm.kernels.fused import qk_norm_rotate_store
 
             qk = qk_norm_rotate_store(qkv, qk_norm.weight, qk_norm.eps, *rotary, k_cache, v_cache, context.slot_mapping)
         else:
             qk = RotaryEmbedding.rotate(qk_norm(qk), *rotary)
         q, k = qk.split((qk.shape[1] - num_kv_heads, num_kv_heads), 1)
-        if not is_fused:
+        if not is_fused(qkv):
             self.backend.store_kvcache(k, v, k_cache, v_cache, context.slot_mapping)
         return self.backend.attend(q, k, v, k_cache, v_cache, context)

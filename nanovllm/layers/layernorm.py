@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.kernels import has_triton
+from nanovllm.kernels import is_fused
 from nanovllm.layers.linear import Shards, empty_parameter, replicated_shards
 from nanovllm.utils.loader import Shard
 
@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., size] -> the same; x itself is not changed."""
-        if x.is_cuda and x.ndim == 2 and has_triton():
+        if x.ndim == 2 and is_fused(x):
             from nanovllm.kernels.fused import rms_norm
 
             return rms_norm(x, self.weight, self.eps)
@@ -35,7 +35,7 @@ class RMSNorm(nn.Module):
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual), the residual form of pre-norm layers; neither input is changed."""
-        if x.is_cuda and x.ndim == 2 and has_triton():
+        if x.ndim == 2 and is_fused(x):
             from nanovllm.kernels.fused import add_rms_norm
 
             return add_rms_norm(x, residual, self.weight, self.eps)

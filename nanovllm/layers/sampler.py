@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels import has_triton
+from nanovllm.kernels import is_fused
 
 _MASK = 0xFFFFFFFF
 
@@ -56,7 +56,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
     Equal scores go to the lowest id.
     """
-    if logits.is_cuda and has_triton():
+    if is_fused(logits):
         from nanovllm.kernels.fused_sampler import fused_sample
 
         return fused_sample(logits, batch.temperatures, batch.seeds, batch.positions)
