@@ -253,7 +253,10 @@ def floor_seconds(log: StepLog, config: ModelConfig, itemsize: int, bandwidth: f
 
 
 def write_profile(llm: LLM, requests: Requests, params: list[SamplingParams], directory: Path) -> None:
-    """A trace of 30 steps from the middle of the run, for chrome://tracing or Perfetto, and what they worked on."""
+    """A trace of 30 steps from the middle of the run, for chrome://tracing or Perfetto, and what they worked on.
+
+    The latter, for docs/step_budget.py, takes all of them for decodes that share nothing.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -268,19 +271,24 @@ def write_profile(llm: LLM, requests: Requests, params: list[SamplingParams], di
     keys: list[int] = []
     with profile(activities=activities) as profiled:
         while len(rows) < 30 and not engine.is_finished():
-            engine.step()
             rows.append(len(engine.scheduler.running))
             keys.append(sum(seq.num_computed_tokens for seq in engine.scheduler.running))
+            engine.step()
     engine.reset()
     config, itemsize = engine.runner.model_config, engine.runner.dtype.itemsize
-    steps = {
-        "num_steps": len(rows),
-        "mean_rows": statistics.mean(rows),
-        "key_value_bytes": statistics.mean(keys) * config.num_kv_values_per_token * itemsize,
-        "weight_bytes": num_weights(config) * itemsize,
-        "matrix_operations": 2 * statistics.mean(rows) * num_weights(config),
-    }
-    (directory / "steps.json").write_text(json.dumps(steps) + "\n")
+    if torch.cuda.is_available():
+        bandwidth, matrix_rate = device_rates(engine.runner.device)
+        steps = {
+            "num_steps": len(rows),
+            "mean_rows": statistics.mean(rows),
+            "key_value_bytes": statistics.mean(keys) * config.num_kv_values_per_token * itemsize,
+            "weight_bytes": num_weights(config) * itemsize,
+            "matrix_operations": 2 * statistics.mean(rows) * num_weights(config),
+            "logit_bytes": statistics.mean(rows) * config.vocab_size * itemsize,
+            "bytes_per_second": bandwidth,
+            "matrix_operations_per_second": matrix_rate,
+        }
+        (directory / "steps.json").write_text(json.dumps(steps) + "\n")
     profiled.export_chrome_trace(str(directory / "trace.json"))
     sort = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
     (directory / "operators.txt").write_text(profiled.key_averages().table(sort_by=sort, row_limit=60))

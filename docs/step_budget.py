@@ -1,19 +1,18 @@
 """Where a decode step's time goes: `python bench.py … --profile DIR`, then `python docs/step_budget.py DIR`.
 
 Reads trace.json and steps.json from the directory and prints, for each part of the steps, its milliseconds and what
-the chip needs at least: the bytes that it must read at 4.3 TB/s or the arithmetic at 700 TFLOP/s (an H200). Kernels
-that start before the one before has ended (programmatic dependent launch) count from when that one ends, so that the
-parts add up to the time of the steps. The last line on stdout is JSON.
+the chip needs at least: the bytes that it must read or the arithmetic, at the rates measured beside it. That floor is
+one of decodes that share no prefix. Kernels that start before the one before has ended (programmatic dependent
+launch) count from when that one ends, so that the parts add up to the time of the steps. The last line on stdout is
+JSON.
 """
 
 import json
 import sys
 from pathlib import Path
 
-BANDWIDTH = 4.3e12
-MATRIX_RATE = 700e12
 PARTS = {
-    "attention": ("_decode_kernel", "_grouped_kernel", "_merge_kernel", "flash_fwd"),
+    "attention": ("_decode_kernel", "_grouped_kernel", "_merge_kernel", "_prefill_kernel", "flash_fwd"),
     "matrix products": ("nvjet", "splitKreduce", "gemm", "gemv", "_single_row_linear_kernel"),
     "sampling": ("_best_of_part_kernel", "_best_kernel"),
     "norms, rotation, store, SiLU": ("_rms_norm_kernel", "_qk_norm_rotate_store_kernel", "_silu_and_mul_kernel"),
@@ -28,6 +27,8 @@ def part_of(kernel: str) -> str:
 def times_of_parts(events: list[dict]) -> dict[str, float]:
     """Microseconds of each part between the first kernel's start and the last one's end."""
     on_gpu = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    if not on_gpu:
+        raise SystemExit("the trace holds no kernels of a GPU; profile a run on one")
     on_gpu.sort(key=lambda event: event["ts"] + event["dur"])
     times = dict.fromkeys((*PARTS, REST, IDLE), 0.0)
     last_end = min(event["ts"] for event in on_gpu)
@@ -44,9 +45,13 @@ def main() -> None:
     directory = Path(sys.argv[1])
     steps = json.loads((directory / "steps.json").read_text())
     times = times_of_parts(json.loads((directory / "trace.json").read_text())["traceEvents"])
+    bandwidth = steps["bytes_per_second"]
     floors = {
-        "attention": steps["key_value_bytes"] / BANDWIDTH,
-        "matrix products": max(steps["weight_bytes"] / BANDWIDTH, steps["matrix_operations"] / MATRIX_RATE),
+        "attention": steps["key_value_bytes"] / bandwidth,
+        "matrix products": max(
+            steps["weight_bytes"] / bandwidth, steps["matrix_operations"] / steps["matrix_operations_per_second"]
+        ),
+        "sampling": steps["logit_bytes"] / bandwidth,
     }
     report = {
         part: {"ms": time / steps["num_steps"] / 1e3, "floor_ms": floors.get(part, 0.0) * 1e3}

@@ -1,7 +1,7 @@
 """Programmatic dependent launch (CUDA, compute capability 9.0): a kernel's blocks are put in place while the kernel
 before it still ends, which saves most of the gap between two short kernels.
 
-A kernel launched with `LAUNCH_OPTIONS` begins with `begin()`, before it touches memory that a kernel before it writes:
+A kernel launched with `LAUNCH_OPTIONS` calls `begin()` before it touches memory that a kernel before it writes:
 every one of its programs waits there for the kernel before to have ended, and lets the kernel after it come. Weights,
 which no kernel of a step writes, may be read earlier.
 """

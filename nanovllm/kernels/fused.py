@@ -1,7 +1,8 @@
-"""Fused Triton kernels for what is neither attention nor a matrix product: fewer launches, fewer bytes.
+"""Triton kernels for what is neither attention nor a product of matrices, fused for fewer launches and fewer bytes, and
+for the product of a single row.
 
 Each computes in float32 and rounds once. The plain twins are the layers' own PyTorch code: RMSNorm, QKNorm with
-RotaryEmbedding and a backend's store_kvcache, SiluAndMul, and the plain half of DeviceState.decode_batch.
+RotaryEmbedding and a backend's store_kvcache, SiluAndMul, the plain half of DeviceState.decode_batch, and `F.linear`.
 """
 
 import torch

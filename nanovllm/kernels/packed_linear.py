@@ -1,4 +1,5 @@
-"""Linear layers on a CPU through oneDNN, with the weights rearranged once for its matrix kernels.
+"""What a linear layer multiplies with: PyTorch, our kernel for a single row on a GPU, or, on a CPU, oneDNN with the
+weights rearranged once for its matrix kernels.
 
 PyTorch multiplies float32 matrices with MKL, which shares a product of few rows badly between threads: at 30
 rows oneDNN takes half to a third of its time (docs/performance.md). The plain twin is `F.linear`.
