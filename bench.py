@@ -31,7 +31,8 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
-from nanovllm.models.config import ModelConfig
+from nanovllm.models import ARCHITECTURES
+from nanovllm.models.config import ModelConfig, load_model_config
 
 # hidden size, layers, heads, key/value heads, head_dim, intermediate size, vocabulary, tied embeddings
 SIZES = {
@@ -146,7 +147,7 @@ def timed(
         prepare()
         began = time.perf_counter()
         tokens = run()
-        if device.type == "cuda":
+        if device.type == "cuda" and torch.cuda.is_initialized():
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
     return seconds, tokens
@@ -186,10 +187,12 @@ def logged_run(llm: LLM, requests: Requests, params: list[SamplingParams]) -> tu
             num_blocks, num_distinct = sum(len(seq.block_table) for seq in decodes), set()
             for seq in decodes:
                 num_distinct.update(seq.block_table)
-            num_keys -= (num_blocks - len(num_distinct)) * runner.block_size
+            num_keys -= (num_blocks - len(num_distinct)) * runner.info.kvcache_block_size
         log.num_keys.append(num_keys)
         chunks = ((seq.num_computed_tokens, num_new) for seq, num_new, _ in work if num_new > 1)
         log.prefill_scores.append(sum(num_new * (end - num_new // 2) for end, num_new in chunks))
+        if llm.engine.config.tensor_parallel_size > 1:
+            return launch(work)  # the GPUs are other processes'
         events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         events[0].record()
         result = launch(work)
@@ -310,6 +313,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, help="default: 4096 with --size, else the model's own")
     parser.add_argument("--max-num-seqs", type=int, default=512)
     parser.add_argument("--block-size", type=int)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs to split the model over")
     parser.add_argument("--threads", type=int, help="CPU threads of both engines; default: PyTorch's choice")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--no-overlap", action="store_true")
@@ -320,6 +324,8 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.repeats < 1:
         parser.error("--repeats must be at least 1")
+    if arguments.profile and arguments.tensor_parallel_size > 1:
+        parser.error("--profile sees the steps of one process; use --tensor-parallel-size 1")
     return arguments
 
 
@@ -329,7 +335,7 @@ def make_llm(arguments: argparse.Namespace, directory: str, is_dummy: bool) -> L
         "dtype": arguments.dtype, "device": arguments.device, "max_num_seqs": arguments.max_num_seqs,
         "kvcache_block_size": arguments.block_size, "enforce_eager": arguments.enforce_eager,
         "overlap": not arguments.no_overlap, "enable_prefix_caching": not arguments.no_prefix_caching,
-        "prefix_grouping": not arguments.no_prefix_grouping,
+        "prefix_grouping": not arguments.no_prefix_grouping, "tensor_parallel_size": arguments.tensor_parallel_size,
     }  # fmt: skip
     if arguments.max_model_len or arguments.size:
         options["max_model_len"] = arguments.max_model_len or 4096
@@ -359,34 +365,41 @@ def main() -> None:
 
 
 def gpu_report(llm: LLM, requests: Requests, params: list[SamplingParams], median_seconds: float) -> dict[str, object]:
-    """The floor and what was reached of it, idle time and memory, from another run of the requests."""
-    runner = llm.engine.runner
-    torch.cuda.reset_peak_memory_stats(runner.device)
-    with torch.cuda.device(runner.device):
+    """The floor and what was reached of it, idle time and memory, from another run of the requests.
+
+    Several GPUs have a share each of the bytes and of the arithmetic; idle time and memory are known of one alone.
+    """
+    engine, device = llm.engine, torch.device(llm.engine.info.device)
+    num_gpus = engine.config.tensor_parallel_size
+    torch.cuda.reset_peak_memory_stats(device)
+    with torch.cuda.device(device):
         log, logged_seconds = logged_run(llm, requests, params)
         peak_bytes = torch.cuda.max_memory_allocated()
-        bandwidth, matrix_rate = device_rates(runner.device)
+        bandwidth, matrix_rate = device_rates(device)
         idle_seconds = log.idle_seconds()
-    floor = floor_seconds(log, runner.model_config, runner.dtype.itemsize, bandwidth, matrix_rate)
+    model_config = load_model_config(Path(engine.config.model), list(ARCHITECTURES))
+    itemsize = getattr(torch, engine.info.dtype).itemsize
+    floor = floor_seconds(log, model_config, itemsize, num_gpus * bandwidth, num_gpus * matrix_rate)
+    of_one_gpu = {"gpu_idle_fraction": idle_seconds / logged_seconds, "peak_memory_gib": peak_bytes / 2**30}
     return {
         "bandwidth_tb_per_second": bandwidth / 1e12,
         "matrix_tflop_per_second": matrix_rate / 1e12,
         "floor_seconds": floor,
         "floor_tokens_per_second": sum(requests.max_tokens) / floor,
         "fraction_of_floor": floor / median_seconds,
-        "gpu_idle_fraction": idle_seconds / logged_seconds,
-        "peak_memory_gib": peak_bytes / 2**30,
+        **(of_one_gpu if num_gpus == 1 else {}),
     }
 
 
 def measure(arguments: argparse.Namespace, llm: LLM) -> dict[str, object]:
-    runner = llm.engine.runner
+    info = llm.engine.info
+    device = torch.device(info.device)
     requests = make_requests(arguments.workload, llm.engine.info.vocab_size)
     longest = max(len(prompt) + length for prompt, length in zip(requests.prompts, requests.max_tokens, strict=True))
-    if longest > llm.engine.info.max_model_len:
+    if longest > info.max_model_len:
         raise SystemExit(
             f"workload {arguments.workload} has requests of up to {longest} tokens, this model takes "
-            f"{llm.engine.info.max_model_len}; use --size, --model or --max-model-len"
+            f"{info.max_model_len}; use --size, --model or --max-model-len"
         )
     num_output_tokens = sum(requests.max_tokens)
     params = requests.sampling_params()
@@ -396,7 +409,7 @@ def measure(arguments: argparse.Namespace, llm: LLM) -> dict[str, object]:
         llm.engine.reset()  # an earlier run's prefix cache is not to help this one
         before.update(llm.metrics())
 
-    seconds, tokens = timed(lambda: run_nanovllm(llm, requests, params), arguments.repeats, runner.device, prepare)
+    seconds, tokens = timed(lambda: run_nanovllm(llm, requests, params), arguments.repeats, device, prepare)
     assert [len(completion) for completion in tokens] == requests.max_tokens
     median = statistics.median(seconds)
     # Of the last run alone.
@@ -404,11 +417,12 @@ def measure(arguments: argparse.Namespace, llm: LLM) -> dict[str, object]:
     report: dict[str, object] = {
         "workload": arguments.workload,
         "model": arguments.size or arguments.model or "bundled",
-        "device": torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else "cpu",
-        "dtype": str(runner.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "tensor_parallel_size": arguments.tensor_parallel_size,
+        "dtype": info.dtype,
         "threads": torch.get_num_threads(),
-        "backend": runner.backend.name,
-        "block_size": runner.block_size,
+        "backend": info.attention_backend,
+        "block_size": info.kvcache_block_size,
         "max_num_seqs": arguments.max_num_seqs,
         "num_prompt_tokens": sum(map(len, requests.prompts)),
         "num_output_tokens": num_output_tokens,
@@ -419,15 +433,15 @@ def measure(arguments: argparse.Namespace, llm: LLM) -> dict[str, object]:
         "prefix_cache_hit_rate": last["num_cached_prompt_tokens"] / max(last["num_prompt_tokens"], 1),
         "num_preemptions": last["num_preemptions"],
     }
-    if runner.device.type == "cuda":
+    if device.type == "cuda":
         prepare()
         report |= gpu_report(llm, requests, params, median)
     if arguments.profile:
         prepare()
         write_profile(llm, requests, params, arguments.profile)
     if arguments.vs:
-        model = load_transformers(Path(llm.engine.config.model), runner.dtype, runner.device)
-        their_seconds, their_tokens = timed(lambda: run_transformers(model, requests), arguments.repeats, runner.device)
+        model = load_transformers(Path(llm.engine.config.model), getattr(torch, info.dtype), device)
+        their_seconds, their_tokens = timed(lambda: run_transformers(model, requests), arguments.repeats, device)
         their_median = statistics.median(their_seconds)
         num_equal = sum(ours == theirs for ours, theirs in zip(tokens, their_tokens, strict=True))
         report |= {

@@ -31,7 +31,7 @@ class Config:
         gpu_memory_utilization: fraction of a GPU's memory that weights, activations and KV cache may take.
         kvcache_block_size: tokens in a block of the KV cache; None is the backend's own choice.
         num_kvcache_blocks: blocks in the KV cache; None is as many as fit.
-        tensor_parallel_size: GPUs that one model is split over; only 1 so far.
+        tensor_parallel_size: GPUs of this host that one model is split over (on a CPU: processes).
         enforce_eager: never capture decode steps in CUDA graphs; starts sooner, runs slower.
         overlap: let the device run one step ahead of the host.
         enable_prefix_caching: share the KV blocks of equal prompt beginnings.
@@ -115,10 +115,10 @@ class Config:
         self._set("seed", int(self.seed))
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError("max_model_len must be at least 2: one token of prompt and one of completion")
-        if self.tensor_parallel_size > 1:
+        if self.tensor_parallel_size > 1 and ":" in self.device:
             raise ValueError(
-                f"tensor_parallel_size={self.tensor_parallel_size}: splitting a model over several GPUs is not "
-                "available yet; use tensor_parallel_size=1"
+                f"device={self.device!r} is one GPU, but tensor_parallel_size={self.tensor_parallel_size} takes the "
+                'first so many; use device="cuda", and CUDA_VISIBLE_DEVICES to choose which those are'
             )
         if self.deterministic:
             raise ValueError("deterministic=True is not available yet; leave it False")

@@ -7,10 +7,11 @@ way. Any wrong slot, stale block, lost token or wrong hit changes the answer.
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.runner import RunnerInfo
+from nanovllm.engine.runner import Runner, RunnerInfo
 from nanovllm.engine.scheduler import Work
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -31,7 +32,7 @@ class FakeStep:
         return self._token_ids
 
 
-class FakeRunner:
+class FakeRunner(Runner):
     """Computes each step when it is launched, as a device would in stream order.
 
     Attributes for tests to set: `launch_error` and `wait_error`, raised once by the next launch or wait;
@@ -122,12 +123,14 @@ def make_engine(
     max_model_len: int = 64,
     vocab_size: int = 1000,
     eos_token_ids: frozenset[int] = frozenset(),
+    most_tokens_beside_decodes: int = 2**31,
     keep_log: bool = True,
     **options,
 ) -> LLMEngine:
     """An LLMEngine on a FakeRunner; `options` are Config's."""
     config = Config("fake", **options)
     info = RunnerInfo(num_blocks, block_size, max_model_len, vocab_size, eos_token_ids)
+    info = replace(info, most_tokens_beside_decodes=most_tokens_beside_decodes)
     return LLMEngine(config, runner=FakeRunner(info, config.max_num_seqs, keep_log))
 
 

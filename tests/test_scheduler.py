@@ -1,11 +1,17 @@
 """The scheduler and the loop around it: scenarios that have broken engines like this one. No model, no torch."""
 
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import takewhile
+
 import pytest
 from fake_runner import expected_completion, make_engine, run_to_end
 from host_cost import microseconds_per_sequence
 
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.sequence import SequenceStatus
+from nanovllm.engine.scheduler import WaitingQueue
+from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 
 both_depths = pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
@@ -17,6 +23,12 @@ def expect(engine: LLMEngine, prompt: list[int], **params) -> list[int]:
 
 def add(engine: LLMEngine, prompt, **params) -> int:
     return engine.add_request(list(prompt), SamplingParams(**params))
+
+
+def add_that_stops(engine: LLMEngine, prompt, num_tokens: int, max_tokens: int) -> int:
+    """A request that ends before its place in the queue says."""
+    last = expect(engine, list(prompt), max_tokens=num_tokens)[-1]
+    return add(engine, prompt, max_tokens=max_tokens, stop_token_ids=[last])
 
 
 def check_right(engine: LLMEngine, finished) -> None:
@@ -89,9 +101,12 @@ def test_generated_blocks_are_hit_by_later_prompts(overlap):
 
 
 def preempting_engine(overlap: bool, **options) -> LLMEngine:
-    """Six blocks of four: at 12 computed tokens each, request 0 takes a block from request 1."""
+    """Six blocks of four: at 12 computed tokens each, request 0 takes a block from request 1.
+
+    Both may grow as long, so that request 0 stands first; it stops after 11 tokens.
+    """
     engine = make_engine(num_blocks=6, max_model_len=24, overlap=overlap, **options)
-    add(engine, range(4), max_tokens=11)
+    add_that_stops(engine, range(4), num_tokens=11, max_tokens=16)
     add(engine, range(50, 54), max_tokens=16)
     return engine
 
@@ -277,7 +292,8 @@ def test_admissions_are_gathered_when_blocks_are_what_is_short():
     """With places to spare but a full cache, every sequence that finished let in the next: a prefill step each."""
     engine = make_engine(num_blocks=160, max_num_seqs=512, overlap=False)
     for index in range(200):
-        add(engine, [index] * 12, max_tokens=4 + index % 16)
+        # All may grow as long, so that they come in the order of arrival and those that run end one by one.
+        add_that_stops(engine, [index] * 12, num_tokens=4 + index % 16, max_tokens=19)
     check_right(engine, run_to_end(engine))
     later = [count for count in admissions(engine)[1:] if count]
     assert sum(later) / len(later) >= 3, later
@@ -322,7 +338,7 @@ def test_the_last_prompts_are_admitted_as_soon_as_there_are_places_for_all_of_th
     """They waited for places that nobody but they would ever take."""
     engine = make_engine(num_blocks=10_000, max_num_seqs=64, overlap=False)
     for index in range(67):
-        add(engine, [index], max_tokens=2 + index % 64)
+        add(engine, [index], max_tokens=max(2, 65 - index))
     run_to_end(engine)
     assert admissions(engine)[:5] == [64, 0, 0, 0, 3], "one of the first 64 ends with each step but the first"
 
@@ -335,6 +351,270 @@ def test_an_admission_that_the_budget_cut_short_goes_on_with_the_next_step():
     run_to_end(engine)
     counts = admissions(engine)
     assert sum(counts[: counts.index(0)]) == 64
+
+
+# Who is next
+
+
+def order_of_admission(engine: LLMEngine) -> list[int]:
+    return list(dict.fromkeys(seq_id for step in engine.runner.log for seq_id, _, _ in step))
+
+
+@both_depths
+def test_the_longest_completion_is_admitted_first_and_ties_go_by_arrival(overlap):
+    """First come, first served, a run ended with the few longest decoding alone."""
+    engine = make_engine(max_num_seqs=1, overlap=overlap)
+    for index, max_tokens in enumerate([3, 9, 1, 9, 12, 3]):
+        add(engine, [index], max_tokens=max_tokens)
+    check_right(engine, run_to_end(engine))
+    assert order_of_admission(engine) == [4, 1, 3, 0, 5, 2]
+
+
+def test_a_completion_is_as_long_as_its_prompt_leaves_room_for():
+    """Neither the prompt's tokens count nor those that max_model_len will never let it generate."""
+    engine = make_engine(max_num_seqs=1, max_model_len=16)
+    add(engine, [1] * 12, max_tokens=100)  # 4 to generate
+    add(engine, [2] * 6, max_tokens=100)  # 10
+    add(engine, [3], max_tokens=5)
+    add(engine, [4] * 11, max_tokens=3)
+    check_right(engine, run_to_end(engine))
+    assert order_of_admission(engine) == [1, 2, 0, 3]
+
+
+@both_depths
+def test_a_group_stands_where_its_longest_member_stands_and_is_served_together(overlap):
+    engine = make_engine(max_num_seqs=1, overlap=overlap)
+    a, b = list(range(5)), list(range(50, 55))
+    for prompt, max_tokens in [(a, 2), ([1], 8), (b, 5), (a, 6), (b, 9), (a, 2), ([2], 5)]:
+        add(engine, prompt, max_tokens=max_tokens)
+    check_right(engine, run_to_end(engine))
+    assert order_of_admission(engine) == [4, 2, 1, 3, 0, 5, 6]
+
+
+def test_a_group_that_is_served_takes_no_more_members_and_no_longer_newcomer_splits_it():
+    engine = make_engine(max_num_seqs=1, overlap=False)
+    popular = list(range(5))
+    for max_tokens in (5, 3, 2):
+        add(engine, popular, max_tokens=max_tokens)
+    add(engine, [1], max_tokens=4)
+    engine.step()
+    add(engine, popular, max_tokens=2)  # would come before request 3
+    add(engine, popular, max_tokens=9)  # would come before requests 1 and 2
+    add(engine, [2], max_tokens=10)
+    check_right(engine, run_to_end(engine))
+    assert order_of_admission(engine) == [0, 1, 2, 6, 5, 4, 3]
+
+
+@dataclass(eq=False)
+class PlainGroup:
+    key: int | None  # None once it takes no more members
+    members: list[Sequence]
+
+
+@dataclass
+class PlainQueue:
+    """What a WaitingQueue is to do, sorted anew for every question."""
+
+    returned: list[Sequence] = field(default_factory=list)
+    groups: list[PlainGroup] = field(default_factory=list)
+    served: PlainGroup | None = None
+
+    @staticmethod
+    def rank(seq: Sequence) -> tuple[int, int]:
+        return -(seq.max_length - seq.num_prompt_tokens), seq.seq_id
+
+    def push(self, seq: Sequence, prefix_key: int | None) -> None:
+        for group in self.groups:
+            if prefix_key is not None and group.key == prefix_key:
+                group.members.append(seq)
+                return
+        self.groups.append(PlainGroup(prefix_key, [seq]))
+
+    def push_front(self, seq: Sequence) -> None:
+        self.returned.insert(0, seq)
+
+    def in_order(self) -> list[Sequence]:
+        groups = [(group is not self.served, sorted(group.members, key=self.rank)) for group in self.groups]
+        groups.sort(key=lambda group: (group[0], self.rank(group[1][0])))
+        return self.returned + [seq for _, members in groups for seq in members]
+
+    def pop(self) -> Sequence:
+        seq = self.in_order()[0]
+        for group in self.groups:
+            if seq in group.members:
+                group.key, self.served = None, group
+        self.remove(seq)
+        return seq
+
+    def remove(self, seq: Sequence) -> None:
+        if seq in self.returned:
+            self.returned.remove(seq)
+            return
+        for group in self.groups:
+            if seq in group.members:
+                group.members.remove(seq)
+        self.groups = [group for group in self.groups if group.members]
+
+
+def check_same(queue: WaitingQueue, plain: PlainQueue) -> None:
+    expected = plain.in_order()
+    assert len(queue) == len(expected) and bool(queue) == bool(expected)
+    assert Counter(seq.seq_id for seq in queue) == Counter(seq.seq_id for seq in expected)
+    if expected:
+        assert queue.peek() is expected[0]
+
+
+def waiting_sequence(seq_id: int, num_prompt_tokens: int, num_to_generate: int) -> Sequence:
+    return Sequence(seq_id, [0] * num_prompt_tokens, SamplingParams(), num_prompt_tokens + num_to_generate)
+
+
+def test_whoever_leaves_the_queue_leaves_the_others_in_order():
+    """The first, the middle or the last of the queue or of a group, before or after its group began to be served."""
+    rows = [(None, 4), (7, 3), (7, 6), (8, 5), (7, 1), (8, 5), (None, 6)]
+    for num_popped in range(len(rows) - 1):
+        for first in range(len(rows) - num_popped):
+            for second in range(len(rows) - num_popped - 1):
+                queue, plain = WaitingQueue(), PlainQueue()
+                for seq_id, (key, num_to_generate) in enumerate(rows):
+                    seq = waiting_sequence(seq_id, 2 + seq_id % 3, num_to_generate)
+                    queue.push(seq, key)
+                    plain.push(seq, key)
+                for _ in range(num_popped):
+                    assert queue.pop() is plain.pop()
+                for index in (first, second):
+                    seq = plain.in_order()[index]
+                    queue.remove(seq)
+                    plain.remove(seq)
+                    check_same(queue, plain)
+                while plain.in_order():
+                    assert queue.pop() is plain.pop()
+                    check_same(queue, plain)
+
+
+def test_the_queue_does_what_a_plain_list_sorted_anew_does(runs):
+    """Random arrivals, admissions, aborts and preemptions."""
+    met: Counter[str] = Counter()
+    for seed in range(200 * runs):
+        rng = random.Random(seed)
+        queue, plain = WaitingQueue(), PlainQueue()
+        popped: list[Sequence] = []
+        num_keys, longest, num_pushed = rng.choice([0, 1, 3, 10]), rng.choice([1, 3, 50]), 0
+        weights = [rng.choice([2, 5]), rng.choice([1, 3]), rng.choice([0, 1]), rng.choice([0, 1])]
+        for _ in range(200):
+            (action,) = rng.choices(["push", "pop", "remove", "push_front"], weights)
+            if action == "push":
+                seq = waiting_sequence(num_pushed, rng.randint(1, 9), rng.randint(1, longest))
+                key = rng.randrange(num_keys) if num_keys and rng.random() < 0.8 else None
+                num_pushed += 1
+                queue.push(seq, key)
+                plain.push(seq, key)
+            elif action == "pop" and queue:
+                popped.append(queue.pop())
+                assert popped[-1] is plain.pop()
+            elif action == "remove" and queue:
+                seq = rng.choice(plain.in_order())
+                queue.remove(seq)
+                plain.remove(seq)
+            elif action == "push_front" and popped:
+                seq = popped.pop(rng.randrange(len(popped)))
+                queue.push_front(seq)
+                plain.push_front(seq)
+            else:
+                continue
+            met[action] += 1
+            check_same(queue, plain)
+        while plain.in_order():
+            assert queue.pop() is plain.pop()
+            check_same(queue, plain)
+        del queue._served_group  # no more than a number
+        assert not any(vars(queue).values()), "something was left behind"
+    assert min(met.values()) > 1000 and len(met) == 4, met
+
+
+# Prompts beside decodes
+
+
+def note_steps(engine: LLMEngine) -> list[tuple[int, int, int]]:
+    """A list that gets (running before, rows that decode, tokens) of each step."""
+    steps = []
+    schedule = engine.scheduler.schedule
+    has_sampled: dict[tuple[int, int], bool] = {}  # by request and number of preemptions
+
+    def noted():
+        num_running, num_decodes, num_tokens = len(engine.scheduler.running), 0, 0
+        work = schedule()
+        for seq, num_new_tokens, samples in work:
+            admission = seq.seq_id, seq.num_preemptions
+            num_decodes += has_sampled.get(admission, False)
+            num_tokens += num_new_tokens
+            has_sampled[admission] = samples
+        steps.append((num_running, num_decodes, num_tokens))
+        return work
+
+    engine.scheduler.schedule = noted
+    return steps
+
+
+@both_depths
+def test_prompts_beside_decodes_fill_steps_of_their_own_size_and_the_first_the_whole_budget(overlap):
+    """One large prefill after another, between which the decodes had to wait."""
+    engine = make_engine(
+        num_blocks=1000, max_num_batched_tokens=60, most_tokens_beside_decodes=10, max_num_seqs=20, overlap=overlap
+    )
+    steps = note_steps(engine)
+    for index in range(20):
+        add(engine, [index] * 16, max_tokens=40)
+    check_right(engine, run_to_end(engine))
+    # 3 prompts and most of the fourth, then what is left beside the decodes: the 10, or as much as they have.
+    while_prompts_came = list(takewhile(lambda step: step[0] < 20, steps))
+    assert while_prompts_came[:3] == [(0, 0, 60), (4, 3, 10), (5, 4, 10)]
+    assert {max(10, 2 * num_running) for num_running, _, _ in while_prompts_came[1:]} == {*range(10, 40, 2)}
+    for num_running, num_decodes, num_tokens in while_prompts_came[1:]:
+        assert num_decodes >= num_running - 1 and num_tokens == max(10, 2 * num_running)
+
+
+@both_depths
+def test_chunks_of_prompts_are_cut_short_only_beside_decodes(overlap):
+    engine = make_engine(max_num_batched_tokens=8, most_tokens_beside_decodes=1, overlap=overlap)
+    for index in range(2):
+        add(engine, [index] * 20, max_tokens=9)
+    check_right(engine, run_to_end(engine))
+    assert [num for num, _ in rows_of(engine, 0)][:4] == [8, 8, 4, 1]
+    assert [num for num, _ in rows_of(engine, 1)][:7] == [4, 3, 3, 3, 3, 3, 1]
+
+
+@both_depths
+@pytest.mark.parametrize("cap", [1, 5, 24, 1000])
+def test_no_step_with_decodes_is_larger_than_the_cap_or_twice_what_runs(cap, overlap):
+    rng = random.Random(cap)
+    engine = make_engine(
+        num_blocks=24, max_num_batched_tokens=48, most_tokens_beside_decodes=cap, max_num_seqs=12, overlap=overlap
+    )
+    steps = note_steps(engine)
+    finished = {}
+    for _ in range(400):
+        if rng.random() < 0.7:
+            add(engine, [rng.randrange(1000)] * rng.randint(1, 40), max_tokens=rng.randint(1, 20))
+        if not engine.is_finished():
+            finished |= {seq.seq_id: seq for seq in engine.step()}
+    finished |= run_to_end(engine)
+    check_right(engine, finished)
+    assert len(finished) > 150 and engine.metrics()["num_preemptions"] > 10
+    for num_running, num_decodes, num_tokens in steps:
+        assert num_tokens <= (48 if num_decodes == 0 else min(48, max(cap, 2 * num_running)))
+    assert max(num_tokens for _, num_decodes, num_tokens in steps if num_decodes == 0) == 48
+
+
+@both_depths
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 1}, {"num_blocks": 12}, {"max_num_seqs": 1}])
+def test_with_the_smallest_cap_everything_still_finishes_and_is_right(options, overlap):
+    engine = make_engine(**{"max_model_len": 48, "most_tokens_beside_decodes": 1, "overlap": overlap, **options})
+    rng = random.Random(0)
+    for index in range(60):
+        add(engine, [index % 5] * rng.randint(1, 30), max_tokens=rng.randint(1, 18))
+    finished = run_to_end(engine)
+    check_right(engine, finished)
+    assert len(finished) == 60
 
 
 # Ends

@@ -76,6 +76,7 @@ class Workload:
             max_num_seqs=max_num_seqs,
             overlap=overlap,
             enable_prefix_caching=rng.random() < 0.9,
+            most_tokens_beside_decodes=rng.choice([1, 4, 32, 2**31]),
         )
         self.runner: FakeRunner = self.engine.runner
         _replace_block_manager(
@@ -203,7 +204,13 @@ class Workload:
 
 def _replace_block_manager(engine: LLMEngine, block_manager: BlockManager) -> None:
     old = engine.scheduler
-    engine.scheduler = Scheduler(block_manager, old.max_num_batched_tokens, old.max_num_seqs, engine.scheduler_stats)
+    engine.scheduler = Scheduler(
+        block_manager,
+        old.max_num_batched_tokens,
+        old.max_num_seqs,
+        engine.scheduler_stats,
+        old.most_tokens_beside_decodes,
+    )
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from nanovllm.config import Config
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.runner import LaunchedStep, Runner
-from nanovllm.engine.scheduler import Scheduler, SchedulerStats, Work
+from nanovllm.engine.runner import LaunchedStep, Runner, make_scheduler
+from nanovllm.engine.scheduler import SchedulerStats, Work
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
@@ -50,7 +49,7 @@ class LLMEngine:
     Args:
         config: the options.
         eos_token_ids: ids that end a completion besides the model's own (the tokenizer's, say).
-        runner: computes the steps; None makes a ModelRunner for `config`.
+        runner: computes the steps; None makes one for `config`.
 
     Raises:
         ValueError, RuntimeError: from loading the model or sizing the cache.
@@ -58,9 +57,7 @@ class LLMEngine:
 
     def __init__(self, config: Config, eos_token_ids: Iterable[int] = (), runner: Runner | None = None):
         if runner is None:
-            from nanovllm.engine.model_runner import ModelRunner  # the loop itself needs no torch
-
-            runner = ModelRunner(config)
+            runner = _make_runner(config)
         self.config = config
         self.runner = runner
         self.info = runner.info
@@ -106,7 +103,7 @@ class LLMEngine:
         if not sampling_params.ignore_eos:
             stop_token_ids |= self.eos_token_ids
         seed = sampling_params.seed
-        self._unfinished[seq_id] = seq = Sequence(
+        seq = Sequence(
             seq_id,
             prompt_token_ids,
             sampling_params,
@@ -115,6 +112,8 @@ class LLMEngine:
             _mix(self.config.seed, seq_id) if seed is None else seed,
             stop_predicate,
         )
+        self.runner.request_added(seq)
+        self._unfinished[seq_id] = seq
         self.scheduler.add(seq)
         return seq_id
 
@@ -123,6 +122,7 @@ class LLMEngine:
         self._check_usable()
         seq = self._unfinished.get(seq_id)
         if seq is not None:
+            self.runner.request_aborted(seq)
             self.scheduler.abort(seq)
             del self._unfinished[seq_id]
             self.step_stats.num_output_tokens += len(seq.token_ids) - seq.num_prompt_tokens
@@ -154,6 +154,7 @@ class LLMEngine:
             if self._in_flight and (not work or len(self._in_flight) > self.depth):
                 committed, result = self._in_flight.popleft()
                 finished = self.scheduler.commit(committed, result.wait())
+                self.runner.step_committed(finished)
             for seq in finished:
                 del self._unfinished[seq.seq_id]
                 self.step_stats.num_output_tokens += len(seq.token_ids) - seq.num_prompt_tokens
@@ -212,15 +213,8 @@ class LLMEngine:
         }
 
     def _renew_scheduler(self) -> None:
-        block_manager = BlockManager(
-            self.info.num_kvcache_blocks, self.info.kvcache_block_size, self.config.enable_prefix_caching
-        )
-        self.scheduler = Scheduler(
-            block_manager,
-            min(self.config.max_num_batched_tokens, self.info.most_useful_batched_tokens),
-            self.config.max_num_seqs,
-            self.scheduler_stats,
-        )
+        self.runner.scheduler_renewed()
+        self.scheduler = make_scheduler(self.config, self.info, self.scheduler_stats)
         self._is_scheduler_stale = False
 
     def _max_length(self, num_prompt_tokens: int, params: SamplingParams) -> int:
@@ -281,6 +275,17 @@ class LLMEngine:
             self.step_stats.decode_seconds += seconds
         else:
             self.step_stats.prefill_seconds += seconds
+
+
+def _make_runner(config: Config) -> Runner:
+    # The loop itself needs no torch.
+    if config.tensor_parallel_size > 1:
+        from nanovllm.engine.parallel_runner import ParallelRunner
+
+        return ParallelRunner(config)
+    from nanovllm.engine.model_runner import ModelRunner
+
+    return ModelRunner(config)
 
 
 def _mix(seed: int, number: int) -> int:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,10 +12,10 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, DeviceState, build_batch, special_rows
 from nanovllm.engine.cuda_graph import CudaGraphs, graph_sizes
 from nanovllm.engine.kv_cache import MemoryUse, free_bytes, num_kvcache_blocks
-from nanovllm.engine.runner import RunnerInfo
+from nanovllm.engine.runner import Runner, RunnerInfo
 from nanovllm.engine.scheduler import Work
 from nanovllm.engine.sequence import Sequence
-from nanovllm.kernels import AttentionShape, make_attention_backend
+from nanovllm.kernels import AttentionShape, has_triton, make_attention_backend
 from nanovllm.layers.sampler import sample, sample_special
 from nanovllm.models import ARCHITECTURES
 from nanovllm.models.config import load_model_config
@@ -27,6 +28,9 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 # Larger steps only push the activations out of a CPU's caches.
 _USEFUL_CPU_TOKENS = 2048
+# Arithmetic of a step that decodes beside prompts: enough to keep a fast GPU busy while the host launches the next.
+_FLOP_BESIDE_DECODES = 12e12
+_FEWEST_TOKENS_BESIDE_DECODES = 512  # matrix products of fewer rows waste a GPU
 _LONGEST_DEFAULT_MODEL_LEN = 32768
 
 
@@ -48,8 +52,8 @@ class StepResult:
         return self._token_ids.tolist()
 
 
-class ModelRunner:
-    """Loads a model and runs its steps on one device.
+class ModelRunner(Runner):
+    """Loads a model, or one rank's part of it, and runs its steps on one device.
 
     Raises:
         ValueError: an unknown or broken model, or an option that the model or the device cannot meet.
@@ -57,7 +61,8 @@ class ModelRunner:
     """
 
     def __init__(self, config: Config, parallel: Parallel = Parallel()):  # noqa: B008 (frozen)
-        self.device = _device(config.device)
+        self.device = rank_device(config.device, parallel.rank, parallel.size)
+        self._parallel = parallel
         self._is_gpu = self.device.type == "cuda"
         directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")
         self.model_config = model_config = load_model_config(directory, list(ARCHITECTURES))
@@ -78,6 +83,10 @@ class ModelRunner:
             eos_token_ids=model_config.eos_token_ids,
             generation_config=model_config.generation,
             most_useful_batched_tokens=2**31 if self._is_gpu else _USEFUL_CPU_TOKENS,
+            most_tokens_beside_decodes=self._most_tokens_beside_decodes() if self._is_gpu else 2**31,
+            device=str(self.device),
+            dtype=str(self.dtype).removeprefix("torch."),
+            attention_backend=self.backend.name,
         )
         logger.info(
             "%s on %s in %s, attention %s%s, %d KV cache blocks of %d tokens (%.2f GiB), max_model_len %d",
@@ -90,6 +99,14 @@ class ModelRunner:
         """Loads the model, makes the KV cache and captures graphs; returns the number of blocks."""
         model_config = self.model_config
         free_at_start = free_bytes(self.device)
+        if self._is_gpu and parallel.size > 1 and has_triton():
+            from nanovllm.kernels.exchange import make_exchange
+
+            rows = config.max_num_batched_tokens
+            exchange = make_exchange(
+                parallel.rank, parallel.group, rows, model_config.hidden_size, self.dtype, self.device
+            )
+            parallel = replace(parallel, exchange=exchange)
         shape = AttentionShape(
             num_heads=model_config.num_attention_heads // parallel.size,
             num_kv_heads=max(1, model_config.num_key_value_heads // parallel.size),
@@ -154,7 +171,7 @@ class ModelRunner:
         hidden_states = self.model(token_ids, batch.positions, self.kv_cache, batch.context)
         if batch.sampled_rows is not None:
             hidden_states = hidden_states[batch.sampled_rows]
-        sampled = sample(self.model.compute_logits(hidden_states), batch.sampling)
+        sampled = sample(self.model.compute_logits(hidden_states), batch.sampling, self.model.lm_head.slice)
         # A row without a token is −1, which is no index for the step that may follow before the host has seen it.
         self.state.last_token_ids[batch.sampled_slots] = sampled.clamp(min=0)
         return sampled, hidden_states
@@ -173,7 +190,8 @@ class ModelRunner:
         Few rows do, so a captured step need not know of them; projecting theirs again keeps its logits from being kept.
         """
         for special in special_rows(work, self.vocab_size, self.device):
-            sampled = sample_special(self.model.compute_logits(hidden_states[special.rows]), special)
+            logits = self.model.lm_head.gather(self.model.compute_logits(hidden_states[special.rows]))
+            sampled = sample_special(logits, special)
             tokens[special.rows] = sampled
             self.state.last_token_ids[special.slots] = sampled.clamp(min=0)
 
@@ -205,8 +223,9 @@ class ModelRunner:
             self.kv_cache = None
             torch.cuda.empty_cache()
         else:
-            memory = MemoryUse(total=0, free_at_start=0, free=free_bytes(self.device))
+            memory = MemoryUse(total=0, free_at_start=0, free=free_bytes(self.device) // self._parallel.size)
         num_blocks = num_kvcache_blocks(config, memory, block_bytes, blocks_of_longest, self._is_gpu)
+        num_blocks = self._parallel.minimum(num_blocks, self.device)
         self.kv_cache = torch.empty((2, num_layers, num_blocks, *shape), dtype=self.dtype, device=self.device)
         if self._is_gpu:
             # With the graphs captured, at least this must be left: activations, and what is not ours to take.
@@ -265,6 +284,12 @@ class ModelRunner:
                 f"programs hold ({error})"
             ) from None
 
+    def _most_tokens_beside_decodes(self) -> int:
+        num_weights = sum(weight.numel() for weight in self.model.model.layers.parameters())
+        num_tokens = int(_FLOP_BESIDE_DECODES / (2 * num_weights))
+        # A multiple of what fills the tiles of a matrix product.
+        return max(num_tokens // 256 * 256, _FEWEST_TOKENS_BESIDE_DECODES)
+
     def memory(self) -> dict[str, int]:
         """Bytes on the device by use."""
         weights = {parameter.data_ptr(): parameter.nbytes for parameter in self.model.parameters()}
@@ -288,13 +313,18 @@ class ModelRunner:
                 module.pack()
 
 
-def _device(name: str) -> torch.device:
+def rank_device(name: str, rank: int = 0, size: int = 1) -> torch.device:
+    """The device that `name` means to a rank; a RuntimeError if there is none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise RuntimeError(f'device={name!r}, but PyTorch finds no GPU; use device="cpu"')
+        if size > torch.cuda.device_count():
+            raise RuntimeError(f"tensor_parallel_size={size}, but there are {torch.cuda.device_count()} GPUs")
+        if size > 1:
+            return torch.device("cuda", rank)
         if device.index is not None and device.index >= torch.cuda.device_count():
             raise RuntimeError(f"device={name!r}, but there are {torch.cuda.device_count()} GPUs")
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)

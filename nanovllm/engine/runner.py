@@ -3,7 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from nanovllm.engine.scheduler import Work
+from nanovllm.config import Config
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import Scheduler, SchedulerStats, Work
+from nanovllm.engine.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,8 @@ class RunnerInfo:
         eos_token_ids: the model's own end-of-sequence ids.
         generation_config: the model's generation_config.json, for the sampling it recommends.
         most_useful_batched_tokens: a larger step is no faster.
+        most_tokens_beside_decodes: the Scheduler's.
+        device, dtype, attention_backend: what it computes on, in and with; of several devices, the first.
     """
 
     num_kvcache_blocks: int
@@ -26,6 +31,10 @@ class RunnerInfo:
     eos_token_ids: frozenset[int]
     generation_config: dict[str, Any] = field(default_factory=dict)
     most_useful_batched_tokens: int = 2**31
+    most_tokens_beside_decodes: int = 2**31
+    device: str = "cpu"
+    dtype: str = "float32"
+    attention_backend: str = ""
 
 
 class LaunchedStep(Protocol):
@@ -35,11 +44,42 @@ class LaunchedStep(Protocol):
         """The sampled tokens in the work's order, once the device is done; below 0 for broken logits."""
 
 
-class Runner(Protocol):
-    """Computes steps."""
+class Runner:
+    """Computes steps. One that computes in other processes also hears what else happens to the schedule, in order."""
 
     info: RunnerInfo
 
-    def launch(self, work: Work) -> LaunchedStep: ...
-    def memory(self) -> dict[str, int]: ...
-    def close(self) -> None: ...
+    def launch(self, work: Work) -> LaunchedStep:
+        """Starts the step that computes `work` and returns without waiting for the device."""
+        raise NotImplementedError
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on the device, or on all of them, by use."""
+        return {}
+
+    def close(self) -> None:
+        """Gives the device's memory back; calling it again does nothing."""
+
+    def request_added(self, seq: Sequence) -> None:
+        """The scheduler is about to get a new request."""
+
+    def request_aborted(self, seq: Sequence) -> None:
+        """The scheduler is about to drop a request."""
+
+    def step_committed(self, finished: list[Sequence]) -> None:
+        """The oldest step in flight was committed, and these requests are finished."""
+
+    def scheduler_renewed(self) -> None:
+        """A new scheduler takes over; steps in flight will not be committed."""
+
+
+def make_scheduler(config: Config, info: RunnerInfo, stats: SchedulerStats | None = None) -> Scheduler:
+    """An empty scheduler for a runner; equal ones, given the same requests, decide alike in any process."""
+    block_manager = BlockManager(info.num_kvcache_blocks, info.kvcache_block_size, config.enable_prefix_caching)
+    return Scheduler(
+        block_manager,
+        min(config.max_num_batched_tokens, info.most_useful_batched_tokens),
+        config.max_num_seqs,
+        stats,
+        info.most_tokens_beside_decodes,
+    )

@@ -4,9 +4,10 @@ There is one rule: a step moves each sequence's `num_computed_tokens` towards it
 of a long prompt, decode, and coming back after preemption are that rule with other numbers.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -27,26 +28,31 @@ class SchedulerStats:
 
 
 class WaitingQueue:
-    """First come, first served, but sequences that share their first block stand behind the first of them.
+    """Preempted sequences, then those with most tokens to generate, then first come, first served.
 
-    A group that has begun to be served takes no more members, or newcomers could keep others waiting for ever.
+    The longest go first so that a run does not end with a few of them decoding alone (the LPT rule: Graham, 1969).
+    Sequences that share their first block stand where the longest of them stands. A group that has begun to be
+    served is served to its end and takes no more members.
     """
 
     def __init__(self):
         self._returned: deque[Sequence] = deque()  # preempted, oldest first
-        # Groups by the id of their first member; a group's members by their ids.
-        self._groups: OrderedDict[int, OrderedDict[int, Sequence]] = OrderedDict()
+        # Heaps of (− most tokens to generate, id, sequence or group). Entries of sequences that have left are dropped
+        # when they come to the top. A group is named by the id of its first member.
+        self._groups: dict[int, list[tuple[int, int, Sequence]]] = {}
+        self._order: list[tuple[int, int, int]] = []
         self._group_of: dict[int, int] = {}  # member -> group
         self._open_groups: dict[int, int] = {}  # prefix key -> group that still takes members
         self._key_of: dict[int, int] = {}  # such a group -> its prefix key
+        self._served_group: int | None = None
 
     def push(self, seq: Sequence, prefix_key: int | None) -> None:
         group_id = seq.seq_id if prefix_key is None else self._open_groups.setdefault(prefix_key, seq.seq_id)
-        if group_id not in self._groups:
-            self._groups[group_id] = OrderedDict()
-            if prefix_key is not None:
-                self._key_of[group_id] = prefix_key
-        self._groups[group_id][seq.seq_id] = seq
+        if prefix_key is not None:
+            self._key_of[group_id] = prefix_key
+        rank = seq.num_prompt_tokens - seq.max_length
+        heappush(self._groups.setdefault(group_id, []), (rank, seq.seq_id, seq))
+        heappush(self._order, (rank, seq.seq_id, group_id))
         self._group_of[seq.seq_id] = group_id
 
     def push_front(self, seq: Sequence) -> None:
@@ -55,12 +61,14 @@ class WaitingQueue:
     def peek(self) -> Sequence:
         if self._returned:
             return self._returned[0]
-        return next(iter(next(iter(self._groups.values())).values()))
+        group_id = self._served_group if self._served_group in self._groups else self._order[0][2]
+        return self._groups[group_id][0][2]
 
     def pop(self) -> Sequence:
         seq = self.peek()
         if not self._returned:
-            self._close(self._group_of[seq.seq_id])
+            self._served_group = self._group_of[seq.seq_id]
+            self._close(self._served_group)
         self.remove(seq)
         return seq
 
@@ -69,10 +77,15 @@ class WaitingQueue:
         if group_id is None:
             self._returned.remove(seq)
             return
-        del self._groups[group_id][seq.seq_id]
+        self._drop_departed(self._order)
+        self._drop_departed(self._groups[group_id])
         if not self._groups[group_id]:
             del self._groups[group_id]
             self._close(group_id)
+
+    def _drop_departed(self, heap: list) -> None:
+        while heap and heap[0][1] not in self._group_of:
+            heappop(heap)
 
     def _close(self, group_id: int) -> None:
         if group_id in self._key_of:
@@ -81,7 +94,7 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._returned
         for group in self._groups.values():
-            yield from group.values()
+            yield from (seq for _, seq_id, seq in group if seq_id in self._group_of)
 
     def __len__(self) -> int:
         return len(self._returned) + len(self._group_of)
@@ -95,6 +108,9 @@ class Scheduler:
         max_num_batched_tokens: most tokens of one step.
         max_num_seqs: most running sequences.
         stats: counters to add to.
+        most_tokens_beside_decodes: of a step that has decodes to do, or twice the decodes if that is more. Decodes
+            ride along with a prompt's tokens for little more than their attention, so prompts are spread over
+            steps that are just large enough.
     """
 
     def __init__(
@@ -103,11 +119,13 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         stats: SchedulerStats | None = None,
+        most_tokens_beside_decodes: int = 2**31,
     ):
         self.block_manager = block_manager
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.stats = stats or SchedulerStats()
+        self.most_tokens_beside_decodes = most_tokens_beside_decodes
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in order of admission
         self._is_admitting = False  # an admission has begun and was only cut short by the step's budget
@@ -120,6 +138,8 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         self.waiting.push(seq, self.block_manager.prefix_key(seq))
+        if self.waiting.peek() is seq:
+            self._num_free_blocks_wanted = 0  # it was for another
 
     def abort(self, seq: Sequence) -> None:
         """Ends a sequence at once; a token of it that is still in flight will be dropped."""
@@ -128,7 +148,10 @@ class Scheduler:
     def schedule(self) -> Work:
         """The next step's work; empty when nothing can run until a step in flight is committed."""
         work: Work = []
-        budget = self._advance_running(work, self.max_num_batched_tokens)
+        budget, running = self.max_num_batched_tokens, self.running
+        if running and running[0].num_tokens - running[0].num_computed_tokens <= 1:  # the oldest is past its prompt
+            budget = min(budget, max(self.most_tokens_beside_decodes, 2 * len(running)))
+        budget = self._advance_running(work, budget)
         if self.waiting and budget > 0:
             self._admit(work, budget)
         return work

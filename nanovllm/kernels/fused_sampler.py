@@ -9,24 +9,33 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import LAUNCH_OPTIONS, begin
+from nanovllm.layers import sampler
 
 _TOKENS = 4096  # of the vocabulary, for one program
+BROKEN, NOTHING = tl.constexpr(sampler.BROKEN), tl.constexpr(sampler.NOTHING)
 
 
 def fused_sample(
-    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    first: int = 0,
+    as_candidates: bool = False,
 ) -> torch.Tensor:
-    """logits: [num_rows, vocab_size] -> token ids int64 [num_rows], −1 for a row whose logits are not finite.
+    """logits: [num_rows, num_ids] -> token ids int64 [num_rows], −1 for a row whose logits are not finite.
 
     Args:
         temperatures: float32 [num_rows], 0 for greedy rows.
         seeds, positions: int64 [num_rows], of the noise; equal scores go to the lowest id.
+        first: the id of the first logit, a multiple of 4.
+        as_candidates: return what layers.sampler.candidates makes of scores and ids.
     """
     num_rows, vocab_size = logits.shape
     num_parts = triton.cdiv(vocab_size, _TOKENS)
     scores = torch.empty((num_rows, num_parts), dtype=torch.float32, device=logits.device)
     ids = torch.empty((num_rows, num_parts), dtype=torch.int32, device=logits.device)
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    best = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     _best_of_part_kernel[(num_parts, num_rows)](
         logits,
         temperatures,
@@ -35,14 +44,23 @@ def fused_sample(
         scores,
         ids,
         vocab_size,
+        first,
         logits.stride(0),
         TOKENS=_TOKENS,
         num_warps=8,
         **LAUNCH_OPTIONS,
     )
     _best_kernel[(num_rows,)](
-        scores, ids, tokens, num_parts, PARTS=triton.next_power_of_2(num_parts), num_warps=1, **LAUNCH_OPTIONS
-    )
+        scores, ids, best, num_parts, first, AS_CANDIDATES=as_candidates, PARTS=triton.next_power_of_2(num_parts),
+        num_warps=1, **LAUNCH_OPTIONS,
+    )  # fmt: skip
+    return best
+
+
+def fused_winners(best: torch.Tensor) -> torch.Tensor:
+    """int64 [num_rows], the ranks' best candidates -> token ids; the plain twin is layers.sampler.winners."""
+    tokens = torch.empty_like(best)
+    _winners_kernel[(len(best),)](best, tokens, num_warps=1)
     return tokens
 
 
@@ -53,9 +71,9 @@ def _pick(score, token):
     return best, tl.min(tl.where(score == best, token, 2147483647), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_id"])
 def _best_of_part_kernel(
-    logits, temperatures, seeds, positions, scores, ids, vocab_size, row_stride, TOKENS: tl.constexpr
+    logits, temperatures, seeds, positions, scores, ids, vocab_size, first_id, row_stride, TOKENS: tl.constexpr
 ):
     """The best token of a part of a row's vocabulary; score NaN if a logit there is NaN or +infinity."""
     begin()
@@ -71,16 +89,17 @@ def _best_of_part_kernel(
     else:
         seed = tl.load(seeds + row)
         # One Philox call serves the four tokens that share a counter.
-        counter = part * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
+        group = part * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
+        counter = first_id // 4 + group
         position = tl.load(positions + row).to(tl.uint32) + tl.zeros([TOKENS // 4], tl.uint32)
         zero = tl.zeros([TOKENS // 4], tl.uint32)
-        word0, word1, word2, word3 = tl.philox(seed, counter.to(tl.uint32), position, zero, zero)
+        word0, word1, word2, word3 = tl.philox(seed, counter.to(tl.uint32), position, zero, zero, n_rounds=7)
         best = tl.full([], float("-inf"), tl.float32)
         best_token = tl.full([], 2147483647, tl.int32)
         is_broken = tl.full([], 0, tl.int32)
         for i in tl.static_range(4):
             word = word0 if i == 0 else (word1 if i == 1 else (word2 if i == 2 else word3))
-            token = counter * 4 + i
+            token = group * 4 + i
             logit = tl.load(first + token, token < vocab_size, float("-inf")).to(tl.float32)
             is_broken |= tl.max(((logit != logit) | (logit == float("inf"))).to(tl.int32), 0)
             uniform = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
@@ -98,13 +117,27 @@ def _best_of_part_kernel(
     tl.store(ids + at, best_token)
 
 
-@triton.jit(do_not_specialize=["num_parts"])
-def _best_kernel(scores, ids, tokens, num_parts, PARTS: tl.constexpr):
+@triton.jit(do_not_specialize=["num_parts", "first_id"])
+def _best_kernel(scores, ids, best, num_parts, first_id, AS_CANDIDATES: tl.constexpr, PARTS: tl.constexpr):
     begin()
     row = tl.program_id(0)
     part = tl.arange(0, PARTS)
     score = tl.load(scores + row * num_parts + part, part < num_parts, float("-inf"))
     token = tl.load(ids + row * num_parts + part, part < num_parts, 2147483647)
     is_broken = tl.max((score != score).to(tl.int32), 0) != 0
-    best, best_token = _pick(score, token)
-    tl.store(tokens + row, tl.where(is_broken | (best == float("-inf")), -1, best_token).to(tl.int64))
+    best_score, best_token = _pick(score, token)
+    best_token = first_id + best_token.to(tl.int64)
+    if AS_CANDIDATES:
+        bits = (best_score + 0.0).to(tl.int32, bitcast=True).to(tl.int64)
+        best_token = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 32) | (0xFFFFFFFF - (best_token & 0xFFFFFFFF))
+        best_token = tl.where(is_broken, BROKEN, best_token)
+    else:
+        best_token = tl.where(is_broken | (best_score == float("-inf")), -1, best_token)
+    tl.store(best + row, best_token)
+
+
+@triton.jit
+def _winners_kernel(best, tokens):
+    candidate = tl.load(best + tl.program_id(0))
+    is_broken = (candidate == BROKEN) | ((candidate >> 32) <= NOTHING)
+    tl.store(tokens + tl.program_id(0), tl.where(is_broken, -1, 0xFFFFFFFF - (candidate & 0xFFFFFFFF)))

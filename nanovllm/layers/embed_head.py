@@ -6,6 +6,7 @@ from torch import nn
 
 from nanovllm.kernels.packed_linear import linear, pack_weight
 from nanovllm.layers.linear import WHOLE, Shards, empty_parameter
+from nanovllm.layers.sampler import VocabSlice
 from nanovllm.utils.distributed import Parallel
 from nanovllm.utils.loader import Shard
 
@@ -26,6 +27,9 @@ class VocabParallelEmbedding(nn.Module):
         self.vocab_size = vocab_size
         self.parallel = parallel
         slice_size = -(-vocab_size // parallel.size)
+        if parallel.size > 1:  # noise is made for four ids at once, and products like sizes that 8 divides
+            slice_size = -(-slice_size // 8) * 8
+        self.slice_size = slice_size
         self.first = parallel.rank * slice_size
         self.num_rows = max(0, min(slice_size, vocab_size - self.first))  # real rows of this rank
         if weight is None:
@@ -39,13 +43,17 @@ class VocabParallelEmbedding(nn.Module):
         return {WHOLE: Shard((self.vocab_size, hidden_size), source, self.weight[: self.num_rows])}
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """token_ids: [num_tokens] -> [num_tokens, hidden_size]"""
+        """token_ids: [num_tokens] -> [num_tokens, hidden_size], of several ranks zeros but for their tokens"""
         if self.parallel.size == 1:
             return F.embedding(token_ids, self.weight)
         local = token_ids - self.first
-        is_ours = (local >= 0) & (local < self.num_rows)
-        embedded = F.embedding(local.where(is_ours, 0), self.weight)
-        return self.parallel.all_reduce(embedded.masked_fill_(~is_ours[:, None], 0))
+        clamped = local.clamp(0, max(self.num_rows - 1, 0))
+        is_ours = clamped == local if self.num_rows else torch.zeros_like(local, dtype=torch.bool)
+        embedded = F.embedding(clamped, self.weight)
+        exchange = self.parallel.exchange
+        if exchange is None:
+            return embedded.masked_fill_(~is_ours[:, None], 0)
+        return torch.mul(embedded, is_ours[:, None], out=exchange.rows(len(token_ids)))
 
 
 class ParallelLMHead(VocabParallelEmbedding):
@@ -54,6 +62,7 @@ class ParallelLMHead(VocabParallelEmbedding):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.packed: torch.Tensor | None = None
+        self.slice = VocabSlice(self.first, self.num_rows, self.parallel)
 
     def pack(self) -> None:
         """Like LinearBase.pack; a tied weight stays, for the embedding reads it."""
@@ -62,6 +71,12 @@ class ParallelLMHead(VocabParallelEmbedding):
             self.weight = None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """hidden_states: [num_rows, hidden_size] -> logits [num_rows, vocab_size]"""
-        logits = self.parallel.all_gather(linear(hidden_states, self.weight, self.packed))
-        return logits[:, : self.vocab_size]
+        """hidden_states: [num_rows, hidden_size] -> logits [num_rows, ids of this rank]"""
+        return linear(hidden_states, self.weight, self.packed)[:, : self.num_rows]
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """The ranks' logits -> [num_rows, vocab_size]"""
+        if self.parallel.size == 1:
+            return logits
+        logits = F.pad(logits, (0, self.slice_size - self.num_rows))
+        return self.parallel.all_gather(logits)[:, : self.vocab_size]

@@ -6,6 +6,7 @@ from torch import nn
 
 from nanovllm.kernels import is_fused
 from nanovllm.layers.linear import Shards, empty_parameter, replicated_shards
+from nanovllm.utils.distributed import Parallel
 from nanovllm.utils.loader import Shard
 
 
@@ -15,10 +16,13 @@ class RMSNorm(nn.Module):
     The fused kernel rounds once; plain PyTorch, like transformers, also before the weight is applied.
     """
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, size: int, eps: float, dtype: torch.dtype, device: torch.device, parallel: Parallel | None = None
+    ):
         super().__init__()
         self.weight = empty_parameter(size, dtype=dtype, device=device)
         self.eps = eps
+        self.parallel = parallel or Parallel()
 
     def shards(self, name: str) -> Shards:
         return replicated_shards(self.weight)
@@ -33,8 +37,21 @@ class RMSNorm(nn.Module):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype) * self.weight
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual), the residual form of pre-norm layers; neither input is changed."""
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor | None, following: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual), the residual form of pre-norm layers; no residual is one of zeros.
+
+        x is an output of a RowParallelLinear or the embedding, whose sum over the ranks is taken here; the residual is
+        not changed. The second result is good for the next call of this kind alone. `following` is the weight that is
+        read next, where it helps to know.
+        """
+        exchange = self.parallel.exchange
+        if exchange is not None and exchange.holds(x):
+            return exchange.sum_add_norm(len(x), residual, self.weight, self.eps, following)
+        x = self.parallel.all_reduce(x)
+        if residual is None:
+            return self(x), x
         if x.ndim == 2 and is_fused(x):
             from nanovllm.kernels.fused import add_rms_norm
 

@@ -142,7 +142,10 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
 
 class RowParallelLinear(LinearBase):
-    """The inputs are divided over the ranks and the partial products summed; rank 0 alone adds the bias."""
+    """The inputs are divided over the ranks; the norm that reads their products sums them over the ranks.
+
+    Rank 0 alone adds the bias.
+    """
 
     def __init__(
         self,
@@ -166,7 +169,8 @@ class RowParallelLinear(LinearBase):
         return {WHOLE: Shard(shape, ((0, output_size), self.part), self.weight)}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., input_size / ranks] -> [..., output_size]"""
+        """x: [num_tokens, input_size / ranks] -> this rank's part of [num_tokens, output_size]"""
         # Every rank holds the bias, but the sum may count it only once.
         bias = self.bias if self.parallel.rank == 0 else None
-        return self.parallel.all_reduce(linear(x, self.weight, self.packed, bias))
+        exchange = self.parallel.exchange
+        return linear(x, self.weight, self.packed, bias, None if exchange is None else exchange.rows(len(x)))

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.kernels import is_fused
+from nanovllm.utils.distributed import Parallel
 
 _MASK = 0xFFFFFFFF
+# Of candidates: one that beats all others, and the upper half of those with a score of −inf, whose bits are 0xFF800000.
+BROKEN, NOTHING = 2**63 - 1, -0x7F800001
 
 
 @dataclass
@@ -51,20 +54,54 @@ class SpecialRows:
     banned_ids: torch.Tensor
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """logits: [num_rows, vocab_size] -> token ids int64 [num_rows], −1 for a row whose logits are not finite.
+@dataclass(frozen=True)
+class VocabSlice:
+    """The ids that a rank has logits of: `size` ids from `first` on; `first` is a multiple of 4."""
 
-    Equal scores go to the lowest id.
+    first: int
+    size: int
+    parallel: Parallel
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch, vocab: VocabSlice | None = None) -> torch.Tensor:
+    """logits: [num_rows, ids of the slice] -> token ids int64 [num_rows], −1 for a row whose logits are not finite.
+
+    Equal scores go to the lowest id. Ranks exchange one candidate a row, never the logits.
     """
+    first, is_alone = (vocab.first, vocab.parallel.size == 1) if vocab else (0, True)
     if is_fused(logits):
-        from nanovllm.kernels.fused_sampler import fused_sample
+        from nanovllm.kernels.fused_sampler import fused_sample, fused_winners
 
-        return fused_sample(logits, batch.temperatures, batch.seeds, batch.positions)
-    largest, token_ids = logits.max(-1)
+        found = fused_sample(logits, batch.temperatures, batch.seeds, batch.positions, first, not is_alone)
+        return found if is_alone else fused_winners(vocab.parallel.maximum(found))
+    scores, token_ids = _best_of_slice(logits, batch, first)
+    return token_ids if is_alone else winners(vocab.parallel.maximum(candidates(scores, token_ids)))
+
+
+def _best_of_slice(logits: torch.Tensor, batch: SamplingBatch, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(largest score float32, its id int64 or −1 if it is not finite), [num_rows] each; NaN beats everything."""
+    if logits.shape[1] == 0:  # the vocabulary ended with the ranks before
+        nothing = torch.full_like(batch.temperatures, float("-inf"))
+        return nothing, torch.full_like(batch.seeds, -1)
+    largest, token_ids = logits.float().max(-1)
     random = batch.temperatures.nonzero().squeeze(1)
     if len(random):
-        token_ids[random] = _noisy_scores(logits[random].float(), batch, random).argmax(-1)
-    return token_ids.where(largest.isfinite(), -1)
+        scores = _noisy_scores(logits[random].float(), batch, random, first)
+        largest[random], token_ids[random] = scores.max(-1)
+    return largest, (token_ids + first).where(largest.isfinite(), -1)
+
+
+def candidates(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """float32 and int64 [num_rows] -> one int64 a row, largest where the score is, and of equal ones where the id is
+    lowest: above, the score's bits in an order that integers share with floats, below, the id counted down."""
+    bits = (scores + 0.0).view(torch.int32).long()  # −0 becomes 0
+    packed = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 32) | (_MASK - token_ids.clamp(min=0))
+    return packed.masked_fill_(~(scores < float("inf")), BROKEN)
+
+
+def winners(best: torch.Tensor) -> torch.Tensor:
+    """The largest of each row's candidates -> token ids, −1 if one of them was broken or none is above −inf."""
+    return (_MASK - (best & _MASK)).masked_fill_((best == BROKEN) | (best >> 32 <= NOTHING), -1)
 
 
 def sample_special(logits: torch.Tensor, special: SpecialRows) -> torch.Tensor:
@@ -81,12 +118,14 @@ def sample_special(logits: torch.Tensor, special: SpecialRows) -> torch.Tensor:
     return token_ids.where(~is_broken & scores.amax(-1).isfinite(), -1)
 
 
-def _noisy_scores(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor | slice = slice(None)) -> torch.Tensor:
-    """logits − temperature × log E: float32 [num_rows, vocab_size], E exponential noise.
+def _noisy_scores(
+    logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor | slice = slice(None), first: int = 0
+) -> torch.Tensor:
+    """logits − temperature × log E: float32 [num_rows, num_ids], E exponential noise.
 
     Its argmax is that of p / E (Gumbel-max), without a softmax and without dividing by a tiny temperature.
     """
-    noise = exponential_noise(batch.seeds[rows], batch.positions[rows], logits.shape[-1])
+    noise = exponential_noise(batch.seeds[rows], batch.positions[rows], logits.shape[-1], first)
     return logits - batch.temperatures[rows, None] * noise.log_()
 
 
@@ -111,24 +150,28 @@ def filter_scores(
     return scores.masked_fill(~torch.empty_like(is_kept).scatter_(-1, order, is_kept), float("-inf"))
 
 
-def exponential_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Independent Exp(1) noise, float32 [num_rows, vocab_size], from seeds and positions int64 [num_rows].
+def exponential_noise(seeds: torch.Tensor, positions: torch.Tensor, num_ids: int, first: int = 0) -> torch.Tensor:
+    """Independent Exp(1) noise of `num_ids` ids from `first` on, float32 [num_rows, num_ids], from seeds and positions
+    int64 [num_rows]. `first` is a multiple of 4.
 
     Token id t takes word t % 4 of the Philox block whose counter is (t // 4, position, 0, 0).
     """
-    counter = torch.arange(-(-vocab_size // 4), device=seeds.device)[None]
+    counter = torch.arange(first // 4, first // 4 - (-num_ids // 4), device=seeds.device)[None]
     zero = torch.zeros_like(counter)
     words = philox4x32((counter, positions[:, None] & _MASK, zero, zero), (seeds[:, None], seeds[:, None] >> 32))
-    bits = torch.stack(torch.broadcast_tensors(*words), -1).flatten(1)[:, :vocab_size]
+    bits = torch.stack(torch.broadcast_tensors(*words), -1).flatten(1)[:, :num_ids]
     # All 32 bits count, for the winner's E is tiny in a large vocabulary; the largest words would round to 1.
     uniform = ((bits.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_()
 
 
 def philox4x32(
-    counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...], num_rounds: int = 10
+    counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...], num_rounds: int = 7
 ) -> tuple[torch.Tensor, ...]:
-    """Philox4x32-10 (Salmon et al., SC 2011): four words of 32 random bits, in int64, for each counter and key."""
+    """Philox4x32 (Salmon et al., SC 2011): four words of 32 random bits, in int64, for each counter and key.
+
+    Seven rounds are the fewest that they report to pass BigCrush.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key[0] & _MASK, key[1] & _MASK
     for _ in range(num_rounds):

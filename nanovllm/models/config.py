@@ -37,6 +37,21 @@ class ModelConfig:
         """Numbers that the KV cache keeps for one token, all layers and heads: 2 × layers × heads × head_dim."""
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
 
+    def check_parallel_size(self, size: int) -> None:
+        """Raises a ValueError that names the sizes that work, unless the model can be split over `size` ranks."""
+
+        def divides(n: int) -> bool:
+            num_kv_heads = self.num_key_value_heads  # of which several ranks may hold the same
+            is_even = self.num_attention_heads % n == 0 and self.intermediate_size % n == 0
+            return is_even and (num_kv_heads % n == 0 or n % num_kv_heads == 0)
+
+        if not divides(size):
+            sizes = ", ".join(str(n) for n in range(1, self.num_attention_heads + 1) if divides(n))
+            raise ValueError(
+                f"tensor_parallel_size={size} does not divide the model's {self.num_attention_heads} attention heads, "
+                f"{self.num_key_value_heads} key/value heads and intermediate size {self.intermediate_size}; {sizes} do"
+            )
+
 
 def load_model_config(directory: Path, architectures: list[str]) -> ModelConfig:
     """Reads the config of the model in `directory`.

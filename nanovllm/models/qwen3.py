@@ -50,16 +50,15 @@ class Qwen3DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = Qwen3Attention(config, layer_index, backend, parallel, **kw)
         self.mlp = Qwen3MLP(config, parallel, **kw)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kw)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kw)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, parallel=parallel, **kw)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, parallel=parallel, **kw)
 
     def forward(self, hidden_states, residual, rotary, kv_cache, context):
-        if residual is None:
-            hidden_states, residual = self.input_layernorm(hidden_states), hidden_states
-        else:
-            hidden_states, residual = self.input_layernorm.add(hidden_states, residual)
+        hidden_states, residual = self.input_layernorm.add(hidden_states, residual, self.self_attn.qkv_proj.weight)
         hidden_states = self.self_attn(hidden_states, rotary, kv_cache, context)
-        hidden_states, residual = self.post_attention_layernorm.add(hidden_states, residual)
+        hidden_states, residual = self.post_attention_layernorm.add(
+            hidden_states, residual, self.mlp.gate_up_proj.weight
+        )
         return self.mlp(hidden_states), residual
 
 
@@ -70,7 +69,7 @@ class Qwen3Model(nn.Module):
         self.layers = nn.ModuleList(
             Qwen3DecoderLayer(config, index, backend, parallel, **kw) for index in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kw)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, parallel=parallel, **kw)
 
     def forward(self, token_ids, rotary, kv_cache, context):
         hidden_states, residual = self.embed_tokens(token_ids), None
@@ -122,5 +121,5 @@ class Qwen3ForCausalLM(nn.Module):
         return self.model(token_ids, self.rotary_emb.lookup(positions), kv_cache, context)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """hidden_states: [num_rows, hidden_size] -> logits [num_rows, vocab_size]"""
+        """hidden_states: [num_rows, hidden_size] -> logits [num_rows, ids of this rank]"""
         return self.lm_head(hidden_states)

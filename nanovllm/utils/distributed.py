@@ -15,11 +15,13 @@ class Parallel:
         rank: this process, 0 ≤ rank < size.
         size: processes that share the model.
         group: the torch.distributed process group; None at size 1.
+        exchange: a kernels.exchange.Exchange, where the ranks' GPUs can reach each other's memory.
     """
 
     rank: int = 0
     size: int = 1
     group: Any = None
+    exchange: Any = None
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums `tensor` over the ranks, in place, and returns it."""
@@ -34,6 +36,16 @@ class Parallel:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(parts, tensor.contiguous(), group=self.group)
         return torch.cat(parts, dim)
+
+    def minimum(self, value: int, device: torch.device) -> int:
+        """The smallest `value` of any rank."""
+        return -int(self.maximum(torch.tensor(-value, device=device)))
+
+    def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elementwise maximum of `tensor` over the ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        return tensor
 
     def gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor | None:
         """Like `all_gather`, but only rank 0 gets the result; None elsewhere."""

@@ -1,0 +1,233 @@
+"""Runs steps on several devices: starts a Worker process for each rank, writes them the log of the schedule, collects
+their tokens, and ends them all when one of them fails.
+
+The driver, too, is only a process that follows the schedule: its LLMEngine holds requests and tokens, its Scheduler
+decides what every rank's own Scheduler decides as well. Each entry of the log stands where it took effect.
+"""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from dataclasses import dataclass, fields
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import nanovllm
+from nanovllm.config import Config
+from nanovllm.engine.runner import Runner, RunnerInfo
+from nanovllm.engine.scheduler import Work
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.worker import fingerprint, frame, messages
+from nanovllm.sampling_params import SamplingParams
+
+_SECONDS_TO_END = 5.0
+_SECONDS_TO_FIND_THE_CULPRIT = 0.5
+_SAMPLING_FIELDS = [field.name for field in fields(SamplingParams) if field.name != "stop"]  # that is the predicate's
+_ERRORS = {"ValueError": ValueError, "TypeError": TypeError}
+
+
+@dataclass
+class _Rank:
+    process: subprocess.Popen
+    socket: socket.socket
+
+
+class _ParallelStep:
+    """A launched step; see LaunchedStep."""
+
+    def __init__(self, runner: "ParallelRunner", number: int):
+        self._runner, self._number = runner, number
+
+    def wait(self) -> list[int]:
+        return self._runner.tokens_of(self._number)
+
+
+class ParallelRunner(Runner):
+    """A model split over `config.tensor_parallel_size` ranks.
+
+    Args:
+        config: the options; each rank gets them as they are.
+        worker_module: what a rank runs.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: a rank's own error at its start, or its death.
+    """
+
+    def __init__(self, config: Config, worker_module: str = "nanovllm.engine.worker"):
+        from nanovllm.models import ARCHITECTURES  # these import torch
+        from nanovllm.models.config import load_model_config
+        from nanovllm.utils.loader import find_model
+
+        directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")
+        load_model_config(directory, list(ARCHITECTURES)).check_parallel_size(config.tensor_parallel_size)
+        self._size = config.tensor_parallel_size
+        self._ranks: list[_Rank] = []
+        self._inbox: SimpleQueue = SimpleQueue()  # (rank, message); None for a rank that is gone
+        self._outbox: SimpleQueue = SimpleQueue()  # bytes for all ranks; None to end
+        self._failure: str | None = None
+        self._num_asked = 1  # tags below are those of the start
+        self._num_launched = self._num_committed = 0
+        # Runs when this object or the interpreter ends, whatever happened.
+        self._end = weakref.finalize(self, _end, self._ranks, self._outbox)
+        try:
+            for rank in range(self._size):
+                self._ranks.append(_start_rank(worker_module, rank, self._size))
+                self._ranks[rank].socket.sendall(frame([vars(config), rank, self._size]))
+                _start_thread(_read, self._ranks[rank].socket, rank, self._inbox)
+            _start_thread(_write, [rank.socket for rank in self._ranks], self._outbox)
+            self._outbox.put(frame([self._replies(0)[0]]))
+            info = self._replies(1)[0]
+        except BaseException:
+            self.close()
+            raise
+        self.info = RunnerInfo(**{**info, "eos_token_ids": frozenset(info["eos_token_ids"])})
+
+    def launch(self, work: Work) -> _ParallelStep:
+        self._num_launched += 1
+        self._write("launch", self._num_launched, fingerprint(work))
+        return _ParallelStep(self, self._num_launched)
+
+    def tokens_of(self, number: int) -> list[int]:
+        """The tokens that step `number` sampled; none if it will not be committed."""
+        if number <= self._num_committed:
+            return []
+        (expected, token_ids), *others = self._ask("wait", number)
+        for rank, (found, _) in enumerate(others, 1):
+            if found != expected:
+                self._fail(f"the ranks diverged at step {number}, which is a bug: rank {rank} sampled other tokens")
+        return token_ids
+
+    def request_added(self, seq: Sequence) -> None:
+        params = {name: getattr(seq.sampling_params, name) for name in _SAMPLING_FIELDS}
+        self._write(
+            "add", seq.seq_id, seq.token_ids, params, seq.max_length, list(seq.stop_token_ids), seq.seed,
+            seq.stop_predicate is not None,
+        )  # fmt: skip
+
+    def request_aborted(self, seq: Sequence) -> None:
+        self._write("abort", seq.seq_id)
+
+    def step_committed(self, finished: list[Sequence]) -> None:
+        self._num_committed += 1
+        stopped = [seq.seq_id for seq in finished if seq.finish_reason == "stop" and seq.stop_predicate is not None]
+        self._write("commit", self._num_committed, stopped)
+
+    def scheduler_renewed(self) -> None:
+        self._num_committed = self._num_launched
+        if self._failure is None:
+            self._write("renew")
+
+    def memory(self) -> dict[str, int]:
+        by_rank = self._ask("memory")
+        return {use: sum(memory[use] for memory in by_rank) for use in by_rank[0]}
+
+    def close(self) -> None:
+        if self._end.alive and self._failure is None:
+            self._outbox.put(frame([None, "close"]))
+            deadline = time.monotonic() + _SECONDS_TO_END
+            for rank in self._ranks:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    rank.process.wait(max(0.0, deadline - time.monotonic()))
+        self._failure = self._failure or "the ranks are closed"
+        self._end()
+
+    def _write(self, kind: str, *arguments: Any, tag: int | None = None) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"{self._failure}; make a new engine")
+        self._outbox.put(frame([tag, kind, *arguments]))
+
+    def _ask(self, kind: str, *arguments: Any) -> list:
+        """Every rank's answer."""
+        self._num_asked += 1
+        self._write(kind, *arguments, tag=self._num_asked)
+        return self._replies(self._num_asked)
+
+    def _replies(self, tag: int) -> list:
+        replies: dict[int, Any] = {}
+        while len(replies) < self._size:
+            rank, message = self._inbox.get()
+            if message is None:
+                self._fail(self._death_of(rank))
+            elif isinstance(message, dict):
+                # A rank that died makes the collectives of the others fail, which may be heard of first.
+                time.sleep(_SECONDS_TO_FIND_THE_CULPRIT)
+                dead = [other for other, it in enumerate(self._ranks) if it.process.poll() is not None]
+                if dead:
+                    self._fail(self._death_of(dead[0]))
+                name, text = message["error"], message["message"]
+                prefix = "" if name in (*_ERRORS, "RuntimeError") else f"{name}: "
+                self._fail(f"{prefix}{text} (rank {rank} of {self._size})", _ERRORS.get(name, RuntimeError))
+            elif message[0] == tag:  # not the answer to something that was interrupted
+                replies[rank] = message[1]
+        return [replies[rank] for rank in range(self._size)]
+
+    def _death_of(self, rank: int) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._ranks[rank].process.wait(1.0)
+        code = self._ranks[rank].process.returncode
+        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit status {code}"
+        return f"rank {rank} of {self._size} {how}"
+
+    def _fail(self, message: str, kind: type[Exception] = RuntimeError) -> None:
+        self._failure = message
+        self._end()
+        raise kind(message)
+
+
+def _start_rank(module: str, rank: int, size: int) -> _Rank:
+    ours, theirs = socket.socketpair()
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size)),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        # Faster for the narrow products that a split model has (docs/performance.md).
+        "TORCH_BLAS_PREFER_CUBLASLT": "1",
+        # Multicast over NVLink needs rights that containers seldom have.
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    }
+    # What can be imported here can be imported there, and nothing from the working directory besides.
+    path = [str(Path(nanovllm.__file__).parents[1]), *filter(None, sys.path)]
+    environment = {**defaults, **os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the driver alone
+        )
+    return _Rank(process, ours)
+
+
+def _start_thread(target, *arguments) -> None:
+    # Signals reach only the main thread, so neither reading nor writing is ever cut short by Ctrl-C.
+    threading.Thread(target=target, args=arguments, daemon=True).start()
+
+
+def _read(sock: socket.socket, rank: int, inbox: SimpleQueue) -> None:
+    for message in messages(sock):
+        inbox.put((rank, message))
+    inbox.put((rank, None))
+
+
+def _write(sockets: list[socket.socket], outbox: SimpleQueue) -> None:
+    for data in iter(outbox.get, None):
+        for sock in sockets:
+            with contextlib.suppress(OSError):  # the reader will hear of it
+                sock.sendall(data)
+
+
+def _end(ranks: list[_Rank], outbox: SimpleQueue) -> None:
+    outbox.put(None)
+    for rank in ranks:
+        rank.process.kill()
+    for rank in ranks:
+        rank.process.wait()
+        rank.socket.close()

@@ -1,0 +1,176 @@
+"""One rank of a model that is split over several devices, as a process of its own.
+
+`ParallelRunner` starts it and writes it a log of what happens to the schedule: requests added and aborted, steps
+launched and committed. Each rank follows that log with a Scheduler of its own, which decides as the driver's did, so
+that no step sends any state of its requests; the ranks' collectives do the rest. A log entry and a reply are JSON.
+"""
+
+import json
+import logging
+import os
+import select
+import socket
+import sys
+from collections.abc import Iterator
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+from nanovllm.config import Config
+from nanovllm.engine.runner import LaunchedStep, Runner, make_scheduler
+from nanovllm.engine.scheduler import Work
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+def frame(message: Any) -> bytes:
+    """A message as it goes through a socket: its length in 4 bytes, then JSON."""
+    data = json.dumps(message).encode()
+    return len(data).to_bytes(4, "little") + data
+
+
+def messages(sock: socket.socket, parent: int | None = None) -> Iterator[Any]:
+    """The messages that come through a socket, until the other end is closed or this process has lost its `parent`."""
+    received = bytearray()
+    while True:
+        while len(received) >= 4 and len(received) >= 4 + (size := int.from_bytes(received[:4], "little")):
+            yield json.loads(received[4 : 4 + size])
+            del received[: 4 + size]
+        while not select.select([sock], [], [], 1.0)[0]:
+            if parent is not None and os.getppid() != parent:
+                return
+        try:
+            data = sock.recv(1 << 20)
+        except OSError:  # closed here, or by a process that died with bytes unread
+            return
+        if not data:
+            return
+        received += data
+
+
+def fingerprint(work: Work) -> int:
+    """A number that is the same in every process that has scheduled the same work (Python hashes numbers alike)."""
+    return hash(tuple((seq.seq_id, num_new, seq.slot, seq.block_table[-1]) for seq, num_new, _ in work))
+
+
+class Worker:
+    """Follows the driver's log: each method but `follow` is one kind of entry.
+
+    Args:
+        config, runner: as an LLMEngine's.
+        rank: this one's.
+    """
+
+    def __init__(self, config: Config, runner: Runner, rank: int):
+        self._config, self._runner, self._rank = config, runner, rank
+        self._in_flight: dict[int, tuple[Work, LaunchedStep]] = {}
+        self.renew()
+
+    def follow(self, log: Iterator[list], reply: Any) -> None:
+        """Until the log says "close"; an entry is [tag, kind, its arguments]. What has a tag is answered."""
+        for tag, kind, *arguments in log:
+            if kind == "close":
+                return
+            answer = getattr(self, kind)(*arguments)
+            if tag is not None:
+                reply([tag, answer])
+
+    def renew(self) -> None:
+        for _, step in self._in_flight.values():
+            step.wait()
+        self._in_flight = {}
+        self._unfinished: dict[int, Sequence] = {}
+        self._stopped: set[int] = set()  # by the caller's stop predicates, in the commit at hand
+        self._scheduler = make_scheduler(self._config, self._runner.info)
+
+    def add(self, seq_id, token_ids, params, max_length, stop_token_ids, seed, has_predicate) -> None:
+        # The predicate itself is the driver's; here its answers come with the commit.
+        predicate = (lambda _: seq_id in self._stopped) if has_predicate else None
+        self._unfinished[seq_id] = seq = Sequence(
+            seq_id, token_ids, SamplingParams(**params), max_length, frozenset(stop_token_ids), seed, predicate
+        )
+        self._scheduler.add(seq)
+
+    def abort(self, seq_id: int) -> None:
+        self._scheduler.abort(self._unfinished.pop(seq_id))
+
+    def launch(self, number: int, expected: int) -> None:
+        work = self._scheduler.schedule()
+        if fingerprint(work) != expected:
+            raise RuntimeError(
+                f"the ranks diverged at step {number}, which is a bug: rank {self._rank} would compute "
+                f"{len(work)} rows, {[(seq.seq_id, num_new) for seq, num_new, _ in work[:8]]} …, the driver other ones"
+            )
+        self._in_flight[number] = work, self._runner.launch(work)
+
+    def wait(self, number: int) -> list:
+        """A number for the step's tokens, and on rank 0 the tokens."""
+        token_ids = self._in_flight[number][1].wait()
+        return [hash(tuple(token_ids)), token_ids if self._rank == 0 else None]
+
+    def commit(self, number: int, stopped: list[int]) -> None:
+        work, step = self._in_flight.pop(number)
+        self._stopped = set(stopped)
+        for seq in self._scheduler.commit(work, step.wait()):
+            del self._unfinished[seq.seq_id]
+
+    def memory(self) -> dict[str, int]:
+        return self._runner.memory()
+
+
+def _run(inbox: Iterator, reply: Any) -> None:
+    """Starts this rank's part of the model and follows the log."""
+    options, rank, size = next(inbox)
+    config = Config(**options)
+    import torch
+    import torch.distributed as dist
+
+    from nanovllm.engine.model_runner import ModelRunner, rank_device
+    from nanovllm.utils.distributed import Parallel
+
+    device = rank_device(config.device, rank, size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # Rank 0 listens at a port that the system chooses, and the driver tells the others which.
+    store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False) if rank == 0 else None
+    reply([0, store.port if store else None])
+    (port,) = next(inbox)
+    store = store or dist.TCPStore("127.0.0.1", port, size, is_master=False)
+    kind, of_gpu = ("nccl", {"device_id": device}) if device.type == "cuda" else ("gloo", {})
+    dist.init_process_group(kind, store=store, rank=rank, world_size=size, **of_gpu)
+    runner = ModelRunner(config, Parallel(rank, size, dist.group.WORLD))
+    info = runner.info
+    reply([1, {**vars(info), "eos_token_ids": sorted(info.eos_token_ids)}])
+    Worker(config, runner, rank).follow(inbox, reply)
+    runner.close()
+    os._exit(0)  # the driver waits; taking the interpreter down would take another second
+
+
+def main() -> None:
+    """Serves the driver at the other end of the socket whose number is the first argument."""
+    sock, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    inbox: SimpleQueue = SimpleQueue()
+
+    def read() -> None:
+        for message in messages(sock, parent):
+            inbox.put(message)
+        os._exit(1)  # nobody is left to work for, whatever the main thread may be stuck in
+
+    def reply(message: Any) -> None:
+        sock.sendall(frame(message))
+
+    Thread(target=read, daemon=True).start()
+    try:
+        _run(iter(inbox.get, None), reply)
+    except BaseException as error:
+        logger.debug("the rank's error", exc_info=True)
+        reply({"error": type(error).__name__, "message": str(error)})
+        inbox.get()  # the driver decides whose fault it was, and ends all ranks
+        while True:
+            inbox.get()
+
+
+if __name__ == "__main__":
+    main()
