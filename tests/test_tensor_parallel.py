@@ -816,6 +816,8 @@ params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 print("tokens", llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].token_ids, flush=True)
 print("ranks", *(rank.process.pid for rank in llm.engine.runner._ranks), flush=True)
 """
+# The package that is tested here, also where it is a copy.
+SCRIPT_ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(nanovllm.__file__).parents[1])}
 ENDINGS = {
     "the last line": "",
     "an exception": "raise LookupError('the script is wrong')",
@@ -829,7 +831,9 @@ def test_a_script_that_does_not_close_ends_by_itself(tiny, ending, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT + ENDINGS[ending])
     began = time.monotonic()
-    done = subprocess.run([sys.executable, script, tiny], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, script, tiny], capture_output=True, text=True, timeout=60, env=SCRIPT_ENVIRONMENT
+    )
     seconds = time.monotonic() - began
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["this", "tokens", "ranks"], (done.stdout, done.stderr)
@@ -847,7 +851,7 @@ def test_a_driver_that_is_killed_leaves_no_rank_behind(tiny, moment, tmp_path):
     busy = "while True: llm.generate([[1, 2, 3]] * 8, SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)"
     script.write_text(SCRIPT + ("sys.stdin.read()" if moment == "idle" else busy))
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, script, tiny], **pipes) as process:
+    with subprocess.Popen([sys.executable, script, tiny], env=SCRIPT_ENVIRONMENT, **pipes) as process:
         try:
             lines = [process.stdout.readline() for _ in range(3)]
             pids = [int(pid) for pid in lines[2].split()[1:]]
@@ -872,7 +876,7 @@ print("tokens", llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].token_ids, 
 """
     script.write_text(SCRIPT + body)
     options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
-    with subprocess.Popen([sys.executable, script, tiny], **options) as process:
+    with subprocess.Popen([sys.executable, script, tiny], env=SCRIPT_ENVIRONMENT, **options) as process:
         try:
             lines = [process.stdout.readline().strip() for _ in range(4)]
             assert lines[3] == "ready", lines

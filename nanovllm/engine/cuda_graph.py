@@ -3,8 +3,9 @@
 import bisect
 import logging
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,19 @@ def graph_sizes(largest: int) -> list[int]:
     """Batch sizes to capture, ascending: 1, 2, 4, 8, every 16 up to 256, then every 32, and the largest."""
     sizes = [1, 2, 4, 8, *range(16, min(largest, 256) + 1, 16), *range(288, largest + 1, 32)]
     return sorted({size for size in sizes if size < largest} | {largest})
+
+
+@contextmanager
+def _few_rows() -> Iterator[None]:
+    """Matrix products come from cuBLASLt meanwhile, which chooses better kernels for few rows than cuBLAS."""
+    before = torch.backends.cuda.preferred_blas_library()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this switch is experimental
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
 
 
 class CudaGraphs:
@@ -52,11 +66,11 @@ class CudaGraphs:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
-            with torch.cuda.stream(self._stream), self._parked():
+            with torch.cuda.stream(self._stream), self._parked(), _few_rows():
                 self._step(size, is_grouped)  # compiles kernels and loads libraries, which a capture may not
         finally:
             current.wait_stream(self._stream)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _few_rows():
             graph = torch.cuda.CUDAGraph()
             # Not torch.cuda.graph(), which collects garbage and empties the cache each time. What might break a
             # capture is forbidden to this thread alone: other engines may be at work.

@@ -186,8 +186,6 @@ def _start_rank(module: str, rank: int, size: int) -> _Rank:
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size)),
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
-        # Faster for the narrow products that a split model has (docs/performance.md).
-        "TORCH_BLAS_PREFER_CUBLASLT": "1",
         # Multicast over NVLink needs rights that containers seldom have.
         "NCCL_NVLS_ENABLE": "0",
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
