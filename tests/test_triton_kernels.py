@@ -284,7 +284,7 @@ def test_fused_sampling_gives_the_tokens_of_the_plain_twin(vocab_size, dtype):
 
 
 def test_fused_candidates_of_a_slice_are_those_of_the_plain_twin():
-    """Noise keyed by the place in the slice, negative scores in the wrong order, −0 below 0, a broken row that loses."""
+    """Noise keyed by the place in the slice, negative scores in the wrong order, −0 below 0, a broken row."""
     batch = sampling([0.0, 1.0, 0.7, 0.0, 0.0, 0.0, 1.0, 0.0], 3)
     logits = random_tensor(8, 5004, seed=1) * 3
     logits[3] = -logits[3].abs()

@@ -68,9 +68,10 @@ class ParallelRunner(Runner):
         load_model_config(directory, list(ARCHITECTURES)).check_parallel_size(config.tensor_parallel_size)
         self._size = config.tensor_parallel_size
         self._ranks: list[_Rank] = []
-        self._inbox: SimpleQueue = SimpleQueue()  # (rank, message); None for a rank that is gone
+        self._inbox: SimpleQueue = SimpleQueue()  # (rank, message)
         self._outbox: SimpleQueue = SimpleQueue()  # bytes for all ranks; None to end
         self._failure: str | None = None
+        self._troubles: list[tuple[int, Any]] = []  # messages that end it all, kept where no Ctrl-C loses them
         self._num_asked = 1  # tags below are those of the start
         self._num_launched = self._num_committed = 0
         # Runs when this object or the interpreter ends, whatever happened.
@@ -79,7 +80,7 @@ class ParallelRunner(Runner):
             for rank in range(self._size):
                 self._ranks.append(_start_rank(worker_module, rank, self._size))
                 self._ranks[rank].socket.sendall(frame([vars(config), rank, self._size]))
-                _start_thread(_read, self._ranks[rank].socket, rank, self._inbox)
+                _start_thread(_read, self._ranks[rank].socket, rank, self._inbox, self._troubles)
             _start_thread(_write, [rank.socket for rank in self._ranks], self._outbox)
             self._outbox.put(frame([self._replies(0)[0]]))
             info = self._replies(1)[0]
@@ -124,6 +125,8 @@ class ParallelRunner(Runner):
             self._write("renew")
 
     def memory(self) -> dict[str, int]:
+        if self._failure is not None:
+            return {}
         by_rank = self._ask("memory")
         return {use: sum(memory[use] for memory in by_rank) for use in by_rank[0]}
 
@@ -151,21 +154,25 @@ class ParallelRunner(Runner):
     def _replies(self, tag: int) -> list:
         replies: dict[int, Any] = {}
         while len(replies) < self._size:
+            if self._troubles:
+                self._explain(*self._troubles[0])
             rank, message = self._inbox.get()
-            if message is None:
-                self._fail(self._death_of(rank))
-            elif isinstance(message, dict):
-                # A rank that died makes the collectives of the others fail, which may be heard of first.
-                time.sleep(_SECONDS_TO_FIND_THE_CULPRIT)
-                dead = [other for other, it in enumerate(self._ranks) if it.process.poll() is not None]
-                if dead:
-                    self._fail(self._death_of(dead[0]))
-                name, text = message["error"], message["message"]
-                prefix = "" if name in (*_ERRORS, "RuntimeError") else f"{name}: "
-                self._fail(f"{prefix}{text} (rank {rank} of {self._size})", _ERRORS.get(name, RuntimeError))
-            elif message[0] == tag:  # not the answer to something that was interrupted
+            if message[0] == tag:  # not the answer to something that was interrupted
                 replies[rank] = message[1]
         return [replies[rank] for rank in range(self._size)]
+
+    def _explain(self, rank: int, message: dict[str, str] | None) -> None:
+        """Ends all ranks because of what was heard of one: its error, or nothing more at all."""
+        if message is None:
+            self._fail(self._death_of(rank))
+        # A rank that died makes the collectives of the others fail, which may be heard of first.
+        time.sleep(_SECONDS_TO_FIND_THE_CULPRIT)
+        dead = [other for other, it in enumerate(self._ranks) if it.process.poll() is not None]
+        if dead:
+            self._fail(self._death_of(dead[0]))
+        name, text = message["error"], message["message"]
+        prefix = "" if name in (*_ERRORS, "RuntimeError") else f"{name}: "
+        self._fail(f"{prefix}{text} (rank {rank} of {self._size})", _ERRORS.get(name, RuntimeError))
 
     def _death_of(self, rank: int) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -184,7 +191,7 @@ def _start_rank(module: str, rank: int, size: int) -> _Rank:
     ours, theirs = socket.socketpair()
     defaults = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size)),
-        "GLOO_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         # Multicast over NVLink needs rights that containers seldom have.
         "NCCL_NVLS_ENABLE": "0",
@@ -209,10 +216,15 @@ def _start_thread(target, *arguments) -> None:
     threading.Thread(target=target, args=arguments, daemon=True).start()
 
 
-def _read(sock: socket.socket, rank: int, inbox: SimpleQueue) -> None:
+def _read(sock: socket.socket, rank: int, inbox: SimpleQueue, troubles: list[tuple[int, Any]]) -> None:
     for message in messages(sock):
+        if isinstance(message, dict):
+            troubles.append((rank, message))
+            message = [None]  # wakes whoever waits
         inbox.put((rank, message))
-    inbox.put((rank, None))
+    troubles.append((rank, None))
+    inbox.put((rank, [None]))
+    sock.close()
 
 
 def _write(sockets: list[socket.socket], outbox: SimpleQueue) -> None:
@@ -228,4 +240,6 @@ def _end(ranks: list[_Rank], outbox: SimpleQueue) -> None:
         rank.process.kill()
     for rank in ranks:
         rank.process.wait()
-        rank.socket.close()
+        # Its reader closes it; earlier, its number might be another file's while the reader still looks at it.
+        with contextlib.suppress(OSError):
+            rank.socket.shutdown(socket.SHUT_RDWR)

@@ -34,16 +34,18 @@ def frame(message: Any) -> bytes:
 def messages(sock: socket.socket, parent: int | None = None) -> Iterator[Any]:
     """The messages that come through a socket, until the other end is closed or this process has lost its `parent`."""
     received = bytearray()
+    readable = select.poll()
+    readable.register(sock, select.POLLIN)
     while True:
         while len(received) >= 4 and len(received) >= 4 + (size := int.from_bytes(received[:4], "little")):
             yield json.loads(received[4 : 4 + size])
             del received[: 4 + size]
-        while not select.select([sock], [], [], 1.0)[0]:
+        while not readable.poll(1000):
             if parent is not None and os.getppid() != parent:
                 return
         try:
             data = sock.recv(1 << 20)
-        except OSError:  # closed here, or by a process that died with bytes unread
+        except OSError:  # the process at the other end died with bytes unread
             return
         if not data:
             return
