@@ -36,9 +36,13 @@ def test_without_memory_for_a_grouped_graph_the_plain_one_serves(monkeypatch):
 
     monkeypatch.setattr(CudaGraphs, "_capture", no_memory)
     graphs, plain = CudaGraphs.__new__(CudaGraphs), Graph()
-    graphs._captured = {(4, False): (plain, "outputs")}
+    graphs._captured, graphs._is_alone = {(4, False): (plain, "outputs")}, True
     assert [graphs.replay(4, True), graphs.replay(4, True), graphs.replay(4, False)] == ["outputs"] * 3
     assert plain.num_replays == 3
+    # Other ranks would wait in the step that this one gave up.
+    graphs._captured, graphs._is_alone = {(4, False): (plain, "outputs")}, False
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        graphs.replay(4, True)
 
 
 @pytest.mark.parametrize("num_missing", [-1, 0, 1])

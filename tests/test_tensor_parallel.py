@@ -347,7 +347,7 @@ def sample_over_ranks(logits: torch.Tensor, batch: SamplingBatch, firsts: list[i
         found = []
         for rank, (first, end) in enumerate(zip(firsts, ends, strict=True)):
             parallel = FakeParallel(rank, len(firsts), others=list(others))
-            found.append(sample(logits[:, first:end].clone(), batch, VocabSlice(first, end - first, parallel)))
+            found.append(sample(logits[:, first:end].clone(), batch, VocabSlice(first, parallel)))
             assert len(parallel.given) == 1
             given += parallel.given if others is not given else []
     assert all(torch.equal(tokens, found[0]) for tokens in found), "the ranks do not agree"

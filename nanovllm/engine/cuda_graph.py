@@ -21,7 +21,10 @@ def graph_sizes(largest: int) -> list[int]:
 
 @contextmanager
 def _few_rows() -> Iterator[None]:
-    """Matrix products come from cuBLASLt meanwhile, which chooses better kernels for few rows than cuBLAS."""
+    """Matrix products come from cuBLASLt meanwhile, which chooses better kernels for few rows than cuBLAS.
+
+    PyTorch knows this choice only for the process as a whole: another thread's products may come from there too.
+    """
     before = torch.backends.cuda.preferred_blas_library()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that this switch is experimental
@@ -42,6 +45,7 @@ class CudaGraphs:
         parked: the state is one that a step may be tried on, meanwhile.
         sizes: ascending numbers of rows; others are padded to the next.
         device: the GPU.
+        is_alone: no other rank takes part in the steps, so that this one may do without a graph.
     """
 
     def __init__(
@@ -50,9 +54,10 @@ class CudaGraphs:
         parked: Callable[[], AbstractContextManager],
         sizes: list[int],
         device: torch.device,
+        is_alone: bool = True,
     ):
         self.sizes = sizes
-        self._step, self._parked, self._device = step, parked, device
+        self._step, self._parked, self._device, self._is_alone = step, parked, device, is_alone
         self._captured: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Any]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
@@ -90,6 +95,8 @@ class CudaGraphs:
             try:
                 self._capture(num_rows, is_grouped)
             except torch.cuda.OutOfMemoryError:
+                if not self._is_alone:
+                    raise  # the others have begun the trial step
                 logger.warning("too little GPU memory to capture steps of shared prefixes; they are not grouped")
                 self._captured[num_rows, is_grouped] = self._captured[num_rows, False]
         graph, outputs = self._captured[num_rows, is_grouped]

@@ -84,6 +84,8 @@ class LLMEngine:
     ) -> int:
         """Queues a request and returns its id: its number in the engine's life.
 
+        Those that may generate most are begun first; while such keep coming, a short one waits.
+
         Args:
             prompt_token_ids: the prompt.
             sampling_params: how to sample it.
@@ -112,9 +114,13 @@ class LLMEngine:
             _mix(self.config.seed, seq_id) if seed is None else seed,
             stop_predicate,
         )
-        self.runner.request_added(seq)
-        self._unfinished[seq_id] = seq
-        self.scheduler.add(seq)
+        try:
+            self.runner.request_added(seq)
+            self._unfinished[seq_id] = seq
+            self.scheduler.add(seq)
+        except BaseException:  # Ctrl-C: the runner may know of a request that the scheduler lacks
+            self.reset()
+            raise
         return seq_id
 
     def abort(self, seq_id: int) -> Sequence | None:
@@ -122,9 +128,13 @@ class LLMEngine:
         self._check_usable()
         seq = self._unfinished.get(seq_id)
         if seq is not None:
-            self.runner.request_aborted(seq)
-            self.scheduler.abort(seq)
-            del self._unfinished[seq_id]
+            try:
+                self.runner.request_aborted(seq)
+                self.scheduler.abort(seq)
+                del self._unfinished[seq_id]
+            except BaseException:
+                self.reset()
+                raise
             self.step_stats.num_output_tokens += len(seq.token_ids) - seq.num_prompt_tokens
         return seq
 

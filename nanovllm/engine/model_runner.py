@@ -103,9 +103,7 @@ class ModelRunner(Runner):
             from nanovllm.kernels.exchange import make_exchange
 
             rows = config.max_num_batched_tokens
-            exchange = make_exchange(
-                parallel.rank, parallel.group, rows, model_config.hidden_size, self.dtype, self.device
-            )
+            exchange = make_exchange(parallel, rows, model_config.hidden_size, self.dtype, self.device)
             parallel = replace(parallel, exchange=exchange)
         shape = AttentionShape(
             num_heads=model_config.num_attention_heads // parallel.size,
@@ -134,7 +132,9 @@ class ModelRunner(Runner):
         if self._is_gpu and self.backend.can_be_captured and not config.enforce_eager:
             most_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
             with torch.inference_mode(), self._explained_out_of_memory("capturing CUDA graphs"):
-                self.graphs = CudaGraphs(self._decode, self.state.parked, graph_sizes(most_rows), self.device)
+                self.graphs = CudaGraphs(
+                    self._decode, self.state.parked, graph_sizes(most_rows), self.device, parallel.size == 1
+                )
             self._check_memory_left()
         return num_blocks
 
@@ -191,7 +191,8 @@ class ModelRunner(Runner):
         """
         for special in special_rows(work, self.vocab_size, self.device):
             logits = self.model.lm_head.gather(self.model.compute_logits(hidden_states[special.rows]))
-            sampled = sample_special(logits, special)
+            # Every rank has the same logits, but PyTorch does not promise the same sums of them.
+            sampled = self._parallel.broadcast(sample_special(logits, special))
             tokens[special.rows] = sampled
             self.state.last_token_ids[special.slots] = sampled.clamp(min=0)
 
@@ -322,7 +323,10 @@ def rank_device(name: str, rank: int = 0, size: int = 1) -> torch.device:
         if not torch.cuda.is_available():
             raise RuntimeError(f'device={name!r}, but PyTorch finds no GPU; use device="cpu"')
         if size > torch.cuda.device_count():
-            raise RuntimeError(f"tensor_parallel_size={size}, but there are {torch.cuda.device_count()} GPUs")
+            raise RuntimeError(
+                f"tensor_parallel_size={size}, but there are {torch.cuda.device_count()} GPUs; lower it, or let "
+                "CUDA_VISIBLE_DEVICES name more"
+            )
         if size > 1:
             return torch.device("cuda", rank)
         if device.index is not None and device.index >= torch.cuda.device_count():

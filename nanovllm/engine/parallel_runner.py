@@ -6,6 +6,7 @@ decides what every rank's own Scheduler decides as well. Each entry of the log s
 """
 
 import contextlib
+import logging
 import os
 import socket
 import subprocess
@@ -75,17 +76,19 @@ class ParallelRunner(Runner):
         self._num_asked = 1  # tags below are those of the start
         self._num_launched = self._num_committed = 0
         # Runs when this object or the interpreter ends, whatever happened.
-        self._end = weakref.finalize(self, _end, self._ranks, self._outbox)
+        self._end = weakref.finalize(self, _end, self._ranks, self._outbox, os.getpid())
         try:
             for rank in range(self._size):
                 self._ranks.append(_start_rank(worker_module, rank, self._size))
-                self._ranks[rank].socket.sendall(frame([vars(config), rank, self._size]))
+                level = logging.getLogger("nanovllm").getEffectiveLevel()
+                self._ranks[rank].socket.sendall(frame([vars(config), rank, self._size, level]))
                 _start_thread(_read, self._ranks[rank].socket, rank, self._inbox, self._troubles)
             _start_thread(_write, [rank.socket for rank in self._ranks], self._outbox)
             self._outbox.put(frame([self._replies(0)[0]]))
             info = self._replies(1)[0]
         except BaseException:
-            self.close()
+            self._failure = self._failure or "the ranks did not start"
+            self._end()
             raise
         self.info = RunnerInfo(**{**info, "eos_token_ids": frozenset(info["eos_token_ids"])})
 
@@ -198,7 +201,7 @@ def _start_rank(module: str, rank: int, size: int) -> _Rank:
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     }
     # What can be imported here can be imported there, and nothing from the working directory besides.
-    path = [str(Path(nanovllm.__file__).parents[1]), *filter(None, sys.path)]
+    path = [*filter(None, sys.path), str(Path(nanovllm.__file__).parents[1])]
     environment = {**defaults, **os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
     with theirs:
         process = subprocess.Popen(
@@ -217,14 +220,16 @@ def _start_thread(target, *arguments) -> None:
 
 
 def _read(sock: socket.socket, rank: int, inbox: SimpleQueue, troubles: list[tuple[int, Any]]) -> None:
-    for message in messages(sock):
-        if isinstance(message, dict):
-            troubles.append((rank, message))
-            message = [None]  # wakes whoever waits
-        inbox.put((rank, message))
-    troubles.append((rank, None))
-    inbox.put((rank, [None]))
-    sock.close()
+    try:
+        for message in messages(sock):
+            if isinstance(message, dict):
+                troubles.append((rank, message))
+                message = [None]  # wakes whoever waits
+            inbox.put((rank, message))
+    finally:
+        troubles.append((rank, None))
+        inbox.put((rank, [None]))
+        sock.close()
 
 
 def _write(sockets: list[socket.socket], outbox: SimpleQueue) -> None:
@@ -234,7 +239,9 @@ def _write(sockets: list[socket.socket], outbox: SimpleQueue) -> None:
                 sock.sendall(data)
 
 
-def _end(ranks: list[_Rank], outbox: SimpleQueue) -> None:
+def _end(ranks: list[_Rank], outbox: SimpleQueue, driver: int) -> None:
+    if os.getpid() != driver:  # a fork of it, which ends without its parent
+        return
     outbox.put(None)
     for rank in ranks:
         rank.process.kill()

@@ -32,7 +32,8 @@ class WaitingQueue:
 
     The longest go first so that a run does not end with a few of them decoding alone (the LPT rule: Graham, 1969).
     Sequences that share their first block stand where the longest of them stands. A group that has begun to be
-    served is served to its end and takes no more members.
+    served is served to its end and takes no more members. Nobody waits for one request here, so none is kept from
+    waiting while longer ones keep coming.
     """
 
     def __init__(self):

@@ -53,8 +53,16 @@ def messages(sock: socket.socket, parent: int | None = None) -> Iterator[Any]:
 
 
 def fingerprint(work: Work) -> int:
-    """A number that is the same in every process that has scheduled the same work (Python hashes numbers alike)."""
-    return hash(tuple((seq.seq_id, num_new, seq.slot, seq.block_table[-1]) for seq, num_new, _ in work))
+    """A number that is the same in every process that has scheduled the same work (Python hashes numbers alike).
+
+    Of a block table it sees the length and the last block.
+    """
+    return hash(
+        tuple(
+            (seq.seq_id, num_new, samples, seq.num_computed_tokens, seq.slot, len(seq.block_table), seq.block_table[-1])
+            for seq, num_new, samples in work
+        )
+    )
 
 
 class Worker:
@@ -68,6 +76,7 @@ class Worker:
     def __init__(self, config: Config, runner: Runner, rank: int):
         self._config, self._runner, self._rank = config, runner, rank
         self._in_flight: dict[int, tuple[Work, LaunchedStep]] = {}
+        self._sampled: dict[int, list[int]] = {}  # by step, once it was waited for
         self.renew()
 
     def follow(self, log: Iterator[list], reply: Any) -> None:
@@ -82,7 +91,7 @@ class Worker:
     def renew(self) -> None:
         for _, step in self._in_flight.values():
             step.wait()
-        self._in_flight = {}
+        self._in_flight, self._sampled = {}, {}
         self._unfinished: dict[int, Sequence] = {}
         self._stopped: set[int] = set()  # by the caller's stop predicates, in the commit at hand
         self._scheduler = make_scheduler(self._config, self._runner.info)
@@ -109,13 +118,13 @@ class Worker:
 
     def wait(self, number: int) -> list:
         """A number for the step's tokens, and on rank 0 the tokens."""
-        token_ids = self._in_flight[number][1].wait()
+        self._sampled[number] = token_ids = self._in_flight[number][1].wait()
         return [hash(tuple(token_ids)), token_ids if self._rank == 0 else None]
 
     def commit(self, number: int, stopped: list[int]) -> None:
-        work, step = self._in_flight.pop(number)
+        work, _ = self._in_flight.pop(number)
         self._stopped = set(stopped)
-        for seq in self._scheduler.commit(work, step.wait()):
+        for seq in self._scheduler.commit(work, self._sampled.pop(number)):
             del self._unfinished[seq.seq_id]
 
     def memory(self) -> dict[str, int]:
@@ -124,7 +133,9 @@ class Worker:
 
 def _run(inbox: Iterator, reply: Any) -> None:
     """Starts this rank's part of the model and follows the log."""
-    options, rank, size = next(inbox)
+    options, rank, size, level = next(inbox)
+    level = level if rank == 0 else max(level, logging.WARNING)
+    logging.basicConfig(level=level, format=f"%(levelname)s:rank {rank}:%(name)s:%(message)s")
     config = Config(**options)
     import torch
     import torch.distributed as dist
@@ -135,9 +146,15 @@ def _run(inbox: Iterator, reply: Any) -> None:
     device = rank_device(config.device, rank, size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # Rank 0 listens at a port that the system chooses, and the driver tells the others which.
-    store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False) if rank == 0 else None
-    reply([0, store.port if store else None])
+    # Rank 0 listens at a port that the system chooses, to this host alone, and the driver tells the others which.
+    store, port = None, None
+    if rank == 0:
+        listening = socket.create_server(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        store = dist.TCPStore(
+            "127.0.0.1", port, size, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+    reply([0, port])
     (port,) = next(inbox)
     store = store or dist.TCPStore("127.0.0.1", port, size, is_master=False)
     kind, of_gpu = ("nccl", {"device_id": device}) if device.type == "cuda" else ("gloo", {})
@@ -156,9 +173,11 @@ def main() -> None:
     inbox: SimpleQueue = SimpleQueue()
 
     def read() -> None:
-        for message in messages(sock, parent):
-            inbox.put(message)
-        os._exit(1)  # nobody is left to work for, whatever the main thread may be stuck in
+        try:
+            for message in messages(sock, parent):
+                inbox.put(message)
+        finally:
+            os._exit(1)  # nobody is left to work for, whatever the main thread may be stuck in
 
     def reply(message: Any) -> None:
         sock.sendall(frame(message))

@@ -10,11 +10,11 @@ after, when all rows have arrived; NCCL's all-reduce with RMSNorm.add is the pla
 import logging
 
 import torch
-import torch.distributed as dist
 import triton
 import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import IS_SUPPORTED, LAUNCH_OPTIONS, begin
+from nanovllm.utils.distributed import Parallel
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +33,14 @@ class Exchange:
         RuntimeError: the GPUs cannot reach each other's memory.
     """
 
-    def __init__(self, rank: int, group, max_rows: int, width: int, dtype: torch.dtype, device: torch.device):
+    def __init__(self, parallel: Parallel, max_rows: int, width: int, dtype: torch.dtype, device: torch.device):
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        self._rank, self._size = rank, group.size()
+        self._rank, self._size = parallel.rank, parallel.size
 
         def shared(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, list[int]]:
             tensor = symmetric_memory.empty(*shape, dtype=dtype, device=device)
-            return tensor, symmetric_memory.rendezvous(tensor, group.group_name).buffer_ptrs
+            return tensor, symmetric_memory.rendezvous(tensor, parallel.group.group_name).buffer_ptrs
 
         self._products, products = shared((max_rows, width), dtype)
         self._normed, normed = shared((max_rows, width), dtype)
@@ -50,14 +50,11 @@ class Exchange:
         # Where each rank has the three: int64 [3, size].
         self._addresses = torch.tensor([products, normed, flags], device=device)
         torch.cuda.synchronize(device)
-        dist.barrier(group)  # nobody signals before all flags are 0
+        parallel.barrier()  # nobody signals before all flags are 0
 
     def rows(self, num_rows: int) -> torch.Tensor:
         """[num_rows, width], where a product that is to be summed over the ranks goes."""
         return self._products[:num_rows]
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return tensor.data_ptr() == self._products.data_ptr()
 
     def sum_add_norm(
         self,
@@ -67,7 +64,7 @@ class Exchange:
         eps: float,
         following: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(sum of the products + residual), that sum, right in this rank's rows alone): [num_rows, width]
+        """(norm(sum of the `rows` + residual), that sum, right in this rank's rows alone): [num_rows, width] each
 
         following: the weight that is read next, if that is known; its beginning is brought into the L2 cache meanwhile.
         """
@@ -162,11 +159,16 @@ def _prefetch(weight, part, PART: tl.constexpr):
 
 
 def make_exchange(
-    rank: int, group, max_rows: int, width: int, dtype: torch.dtype, device: torch.device
+    parallel: Parallel, max_rows: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> Exchange | None:
-    """An Exchange, or None where the GPUs cannot reach each other: every rank finds the same."""
+    """An Exchange, or None where the GPUs cannot reach each other's memory or their number is no power of 2."""
+    if parallel.size & (parallel.size - 1):
+        return None
     try:
-        return Exchange(rank, group, max_rows, width, dtype, device)
+        exchange = Exchange(parallel, max_rows, width, dtype, device)
+    except torch.cuda.OutOfMemoryError:
+        raise  # of this rank alone, perhaps
     except RuntimeError as error:
         logger.warning("the GPUs cannot reach each other's memory, so NCCL sums instead, slower: %s", error)
-        return None
+        exchange = None
+    return exchange if parallel.minimum(exchange is not None, device) else None

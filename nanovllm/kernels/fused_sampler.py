@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import LAUNCH_OPTIONS, begin
-from nanovllm.layers import sampler
+from nanovllm.utils.distributed import BROKEN, NOTHING
 
 _TOKENS = 4096  # of the vocabulary, for one program
-BROKEN, NOTHING = tl.constexpr(sampler.BROKEN), tl.constexpr(sampler.NOTHING)
+_BROKEN, _NOTHING = tl.constexpr(BROKEN), tl.constexpr(NOTHING)
 
 
 def fused_sample(
@@ -32,7 +32,7 @@ def fused_sample(
         as_candidates: return what layers.sampler.candidates makes of scores and ids.
     """
     num_rows, vocab_size = logits.shape
-    num_parts = triton.cdiv(vocab_size, _TOKENS)
+    num_parts = max(1, triton.cdiv(vocab_size, _TOKENS))  # a rank may have no ids at all
     scores = torch.empty((num_rows, num_parts), dtype=torch.float32, device=logits.device)
     ids = torch.empty((num_rows, num_parts), dtype=torch.int32, device=logits.device)
     best = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -130,7 +130,7 @@ def _best_kernel(scores, ids, best, num_parts, first_id, AS_CANDIDATES: tl.const
     if AS_CANDIDATES:
         bits = (best_score + 0.0).to(tl.int32, bitcast=True).to(tl.int64)
         best_token = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 32) | (0xFFFFFFFF - (best_token & 0xFFFFFFFF))
-        best_token = tl.where(is_broken, BROKEN, best_token)
+        best_token = tl.where(is_broken, _BROKEN, best_token)
     else:
         best_token = tl.where(is_broken | (best_score == float("-inf")), -1, best_token)
     tl.store(best + row, best_token)
@@ -139,5 +139,5 @@ def _best_kernel(scores, ids, best, num_parts, first_id, AS_CANDIDATES: tl.const
 @triton.jit
 def _winners_kernel(best, tokens):
     candidate = tl.load(best + tl.program_id(0))
-    is_broken = (candidate == BROKEN) | ((candidate >> 32) <= NOTHING)
+    is_broken = (candidate == _BROKEN) | ((candidate >> 32) <= _NOTHING)
     tl.store(tokens + tl.program_id(0), tl.where(is_broken, -1, 0xFFFFFFFF - (candidate & 0xFFFFFFFF)))

@@ -62,7 +62,7 @@ class ParallelLMHead(VocabParallelEmbedding):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.packed: torch.Tensor | None = None
-        self.slice = VocabSlice(self.first, self.num_rows, self.parallel)
+        self.slice = VocabSlice(self.first, self.parallel)
 
     def pack(self) -> None:
         """Like LinearBase.pack; a tied weight stays, for the embedding reads it."""

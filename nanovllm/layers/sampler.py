@@ -9,11 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.kernels import is_fused
-from nanovllm.utils.distributed import Parallel
+from nanovllm.utils.distributed import BROKEN, NOTHING, Parallel
 
 _MASK = 0xFFFFFFFF
-# Of candidates: one that beats all others, and the upper half of those with a score of −inf, whose bits are 0xFF800000.
-BROKEN, NOTHING = 2**63 - 1, -0x7F800001
 
 
 @dataclass
@@ -56,19 +54,18 @@ class SpecialRows:
 
 @dataclass(frozen=True)
 class VocabSlice:
-    """The ids that a rank has logits of: `size` ids from `first` on; `first` is a multiple of 4."""
+    """The ids that a rank has logits of: those from `first` on, a multiple of 4."""
 
-    first: int
-    size: int
-    parallel: Parallel
+    first: int = 0
+    parallel: Parallel = Parallel()  # noqa: RUF009 (frozen)
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch, vocab: VocabSlice | None = None) -> torch.Tensor:
+def sample(logits: torch.Tensor, batch: SamplingBatch, vocab: VocabSlice = VocabSlice()) -> torch.Tensor:
     """logits: [num_rows, ids of the slice] -> token ids int64 [num_rows], −1 for a row whose logits are not finite.
 
     Equal scores go to the lowest id. Ranks exchange one candidate a row, never the logits.
     """
-    first, is_alone = (vocab.first, vocab.parallel.size == 1) if vocab else (0, True)
+    first, is_alone = vocab.first, vocab.parallel.size == 1
     if is_fused(logits):
         from nanovllm.kernels.fused_sampler import fused_sample, fused_winners
 

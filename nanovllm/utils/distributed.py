@@ -6,6 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Of candidates for a token (layers.sampler): one that beats all others, and the upper half of those with a score of
+# −inf, whose bits are 0xFF800000.
+BROKEN, NOTHING = 2**63 - 1, -0x7F800001
+
 
 @dataclass(frozen=True)
 class Parallel:
