@@ -200,14 +200,15 @@ def _start_rank(module: str, rank: int, size: int) -> _Rank:
         "NCCL_NVLS_ENABLE": "0",
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     }
-    # What can be imported here can be imported there, and nothing from the working directory besides.
-    path = [*filter(None, sys.path), str(Path(nanovllm.__file__).parents[1])]
-    environment = {**defaults, **os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
+    # What can be imported here can be imported there, and nothing from the working directory besides. PYTHONPATH would
+    # come before the standard library.
+    path = [entry for entry in sys.path if isinstance(entry, str) and entry] + [str(Path(nanovllm.__file__).parents[1])]
+    program = f"import sys; sys.path[:] = {path!r}; import runpy; runpy.run_module({module!r}, run_name='__main__')"
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, "-c", program, str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()],
-            env=environment,
+            env={**defaults, **os.environ},
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the driver alone
         )
