@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,11 @@ def make_model(seed: int = 0, rope: dict[str, Any] | None = None, **overrides) -
             if "norm" in name:
                 parameter.add_(1)
     return model
+
+
+def stable_id(value: object) -> str:
+    """A test's name for a parameter: without addresses, which differ between the processes of a run."""
+    return re.sub(r" at 0x\w+", "", value if isinstance(value, str) else repr(value))
 
 
 def save_model(directory: Path, seed: int = 0, rope: dict[str, Any] | None = None, **overrides) -> "Qwen3ForCausalLM":

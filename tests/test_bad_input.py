@@ -11,6 +11,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
+from model_factory import stable_id
 
 import nanovllm.engine.model_runner
 import nanovllm.kernels
@@ -180,7 +181,7 @@ def test_a_subclass_of_str_is_a_string(llm):
         (np.array([1.0, 2.0]), "must hold integers only"),
         (torch.tensor([0.5]), "must hold integers only"),
     ],
-    ids=repr,
+    ids=stable_id,
 )
 def test_what_can_be_no_prompts_is_a_type_error(idle_llm, prompts, message):
     """A set has no order to return results in, and a dict once ran its keys."""
@@ -201,7 +202,7 @@ def test_what_can_be_no_prompts_is_a_type_error(idle_llm, prompts, message):
         SamplingParams,
         {GREEDY},
     ],
-    ids=repr,
+    ids=stable_id,
 )
 def test_what_is_no_sampling_params_is_a_type_error(idle_llm, params):
     with pytest.raises(TypeError, match="sampling_params must be a SamplingParams or a list of them"):
@@ -216,7 +217,9 @@ def test_an_unknown_keyword_of_generate_is_refused(idle_llm, option):
         idle_llm.generate("Hi", **{option: 1})
 
 
-@pytest.mark.parametrize("conversations", ["Hi", None, 5, {"role": "user", "content": "Hi"}, iter([]), {1}], ids=repr)
+@pytest.mark.parametrize(
+    "conversations", ["Hi", None, 5, {"role": "user", "content": "Hi"}, iter([]), {1}], ids=stable_id
+)
 def test_what_can_be_no_conversations_is_a_type_error(idle_llm, conversations):
     with pytest.raises(TypeError, match="conversations must be a list of messages or a list of such lists"):
         idle_llm.chat(conversations, GREEDY, use_tqdm=False)
@@ -322,7 +325,7 @@ def test_a_bad_conversation_spares_the_others(llm, conversation, reason):
         ({"seed": True}, TypeError, "seed must be an integer"),
         ({"max_new_tokens": 5}, TypeError, "max_new_tokens"),
     ],
-    ids=str,
+    ids=stable_id,
 )
 def test_a_wrong_sampling_parameter_is_refused_when_it_is_made(values, error, message):
     with pytest.raises(error, match=message):

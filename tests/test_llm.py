@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from model_factory import stable_id
 
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.config import Config
@@ -148,7 +149,7 @@ def test_equal_rows_of_an_array_are_that_many_prompts(llm):
     assert tokens(generate(llm, prompts)) == tokens(generate(llm, ["abcd", "efgh", "ijkl"]))
 
 
-@pytest.mark.parametrize("prompts", [[], (), np.array([]), iter(())], ids=repr)
+@pytest.mark.parametrize("prompts", [[], (), np.array([]), iter(())], ids=stable_id)
 def test_no_prompts_give_no_completions(llm, prompts):
     assert generate(llm, prompts) == []
 
