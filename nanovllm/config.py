@@ -106,6 +106,7 @@ class Config:
         utilization = self.gpu_memory_utilization
         if isinstance(utilization, bool) or not isinstance(utilization, numbers.Real):
             raise TypeError(f"gpu_memory_utilization must be a number, not {utilization!r}")
+        self._set("gpu_memory_utilization", float(utilization))
         if not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {utilization}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, numbers.Integral):

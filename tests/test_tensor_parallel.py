@@ -664,6 +664,38 @@ def test_ctrl_c_may_come_at_any_line_of_the_driver(pair, answers, runs, monkeypa
         assert run_victims(llm) == answers, place
 
 
+def test_metrics_may_be_read_while_a_call_waits_for_the_ranks(pair, answers):
+    """Asking the ranks for their memory once ate the answer that the step waited for, and both waited for ever."""
+    llm, seen = pair[1], []
+    before = signal.signal(signal.SIGALRM, lambda *_: seen.append(llm.metrics()["memory_bytes"]))
+    signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+    try:
+        assert run_victims(llm) == answers
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert seen and all(memory == seen[0] and memory["weights"] > 0 for memory in seen)
+
+
+def test_a_fork_of_the_driver_is_told_that_the_ranks_are_not_its_own(pair, answers):
+    """It has neither the threads that write to them nor those that read, and once waited for ever."""
+    llm = pair[1]
+    readable, writable = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            run_victims(llm)
+        except RuntimeError as error:
+            os.write(writable, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writable)
+    with open(readable) as told:
+        assert "fork" in told.read()
+    os.waitpid(child, 0)
+    assert run_victims(llm) == answers
+
+
 def test_ctrl_c_at_random_moments(pair, answers):
     """From a thread, as a terminal would send it, while the driver waits for its ranks, say."""
     llm = pair[1]

@@ -67,7 +67,7 @@ class ParallelRunner(Runner):
 
         directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")
         load_model_config(directory, list(ARCHITECTURES)).check_parallel_size(config.tensor_parallel_size)
-        self._size = config.tensor_parallel_size
+        self._size, self._driver = config.tensor_parallel_size, os.getpid()
         self._ranks: list[_Rank] = []
         self._inbox: SimpleQueue = SimpleQueue()  # (rank, message)
         self._outbox: SimpleQueue = SimpleQueue()  # bytes for all ranks; None to end
@@ -76,21 +76,24 @@ class ParallelRunner(Runner):
         self._num_asked = 1  # tags below are those of the start
         self._num_launched = self._num_committed = 0
         # Runs when this object or the interpreter ends, whatever happened.
-        self._end = weakref.finalize(self, _end, self._ranks, self._outbox, os.getpid())
+        self._end = weakref.finalize(self, _end, self._ranks, self._outbox, self._driver)
         try:
             for rank in range(self._size):
                 self._ranks.append(_start_rank(worker_module, rank, self._size))
                 level = logging.getLogger("nanovllm").getEffectiveLevel()
-                self._ranks[rank].socket.sendall(frame([vars(config), rank, self._size, level]))
                 _start_thread(_read, self._ranks[rank].socket, rank, self._inbox, self._troubles)
+                with contextlib.suppress(OSError):  # it is gone already, of which its reader hears
+                    self._ranks[rank].socket.sendall(frame([vars(config), rank, self._size, level]))
             _start_thread(_write, [rank.socket for rank in self._ranks], self._outbox)
             self._outbox.put(frame([self._replies(0)[0]]))
-            info = self._replies(1)[0]
+            found = self._replies(1)
         except BaseException:
             self._failure = self._failure or "the ranks did not start"
             self._end()
             raise
+        info, memory = found[0]
         self.info = RunnerInfo(**{**info, "eos_token_ids": frozenset(info["eos_token_ids"])})
+        self._memory = {use: sum(of_rank[use] for _, of_rank in found) for use in memory}
 
     def launch(self, work: Work) -> _ParallelStep:
         self._num_launched += 1
@@ -101,7 +104,9 @@ class ParallelRunner(Runner):
         """The tokens that step `number` sampled; none if it will not be committed."""
         if number <= self._num_committed:
             return []
-        (expected, token_ids), *others = self._ask("wait", number)
+        self._num_asked += 1
+        self._write("wait", number, tag=self._num_asked)
+        (expected, token_ids), *others = self._replies(self._num_asked)
         for rank, (found, _) in enumerate(others, 1):
             if found != expected:
                 self._fail(f"the ranks diverged at step {number}, which is a bug: rank {rank} sampled other tokens")
@@ -128,10 +133,7 @@ class ParallelRunner(Runner):
             self._write("renew")
 
     def memory(self) -> dict[str, int]:
-        if self._failure is not None:
-            return {}
-        by_rank = self._ask("memory")
-        return {use: sum(memory[use] for memory in by_rank) for use in by_rank[0]}
+        return {} if self._failure is not None else dict(self._memory)
 
     def close(self) -> None:
         if self._end.alive and self._failure is None:
@@ -146,17 +148,16 @@ class ParallelRunner(Runner):
     def _write(self, kind: str, *arguments: Any, tag: int | None = None) -> None:
         if self._failure is not None:
             raise RuntimeError(f"{self._failure}; make a new engine")
+        if os.getpid() != self._driver:
+            raise RuntimeError("this process is a fork of the one that the ranks work for; make an engine of its own")
         self._outbox.put(frame([tag, kind, *arguments]))
 
-    def _ask(self, kind: str, *arguments: Any) -> list:
-        """Every rank's answer."""
-        self._num_asked += 1
-        self._write(kind, *arguments, tag=self._num_asked)
-        return self._replies(self._num_asked)
-
     def _replies(self, tag: int) -> list:
+        """Every rank's answer."""
         replies: dict[int, Any] = {}
         while len(replies) < self._size:
+            if self._failure is not None:  # closed meanwhile, by another thread or a signal's handler
+                raise RuntimeError(self._failure)
             if self._troubles:
                 self._explain(*self._troubles[0])
             rank, message = self._inbox.get()

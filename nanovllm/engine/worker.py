@@ -5,6 +5,7 @@ launched and committed. Each rank follows that log with a Scheduler of its own, 
 that no step sends any state of its requests; the ranks' collectives do the rest. A log entry and a reply are JSON.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -127,9 +128,6 @@ class Worker:
         for seq in self._scheduler.commit(work, self._sampled.pop(number)):
             del self._unfinished[seq.seq_id]
 
-    def memory(self) -> dict[str, int]:
-        return self._runner.memory()
-
 
 def _run(inbox: Iterator, reply: Any) -> None:
     """Starts this rank's part of the model and follows the log."""
@@ -161,7 +159,7 @@ def _run(inbox: Iterator, reply: Any) -> None:
     dist.init_process_group(kind, store=store, rank=rank, world_size=size, **of_gpu)
     runner = ModelRunner(config, Parallel(rank, size, dist.group.WORLD))
     info = runner.info
-    reply([1, {**vars(info), "eos_token_ids": sorted(info.eos_token_ids)}])
+    reply([1, [{**vars(info), "eos_token_ids": sorted(info.eos_token_ids)}, runner.memory()]])
     Worker(config, runner, rank).follow(inbox, reply)
     runner.close()
     os._exit(0)  # the driver waits; taking the interpreter down would take another second
@@ -187,9 +185,9 @@ def main() -> None:
         _run(iter(inbox.get, None), reply)
     except BaseException as error:
         logger.debug("the rank's error", exc_info=True)
-        reply({"error": type(error).__name__, "message": str(error)})
-        inbox.get()  # the driver decides whose fault it was, and ends all ranks
-        while True:
+        with contextlib.suppress(OSError):
+            reply({"error": type(error).__name__, "message": str(error)})
+        while True:  # the driver decides whose fault it was, and ends all ranks
             inbox.get()
 
 
