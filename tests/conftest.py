@@ -18,6 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     # Two tests at a time, but one on a GPU, most of whose memory an engine takes.
     return 2 if "not gpu" in config.option.markexpr else 0

@@ -820,4 +820,33 @@ MUTANTS = [
             "test_prefix_groups.py::test_prefixes_may_branch_and_groups_may_be_larger_than_a_tile",
         ),
     ),
+    # Several ranks
+    Mutant(
+        "candidates of −0 lose to those of 0",
+        SAMPLER,
+        "bits = (scores + 0.0).view(torch.int32).long()",
+        "bits = scores.view(torch.int32).long()",
+        ("test_tensor_parallel.py::test_the_best_of_two_ranks_is_the_best",),
+    ),
+    Mutant(
+        "the ranks' noise is the first rank's",
+        SAMPLER,
+        "torch.arange(first // 4, first // 4 - (-num_ids // 4), device=seeds.device)",
+        "torch.arange(0, -(-num_ids // 4), device=seeds.device)",
+        ("test_tensor_parallel.py::test_sampling_over_slices_is_sampling_over_the_whole",),
+    ),
+    Mutant(
+        "a stop predicate does not reach the ranks",
+        "engine/parallel_runner.py",
+        'if seq.finish_reason == "stop" and seq.stop_predicate is not None]',
+        "if False]",
+        ("test_tensor_parallel.py::test_a_stop_predicate_ends_a_request_as_on_one_rank",),
+    ),
+    Mutant(
+        "a rank does not compare its work with the driver's",
+        "engine/worker.py",
+        "if fingerprint(work) != expected:",
+        "if False:",
+        ("test_tensor_parallel.py::test_a_rank_that_goes_its_own_way_ends_the_run",),
+    ),
 ]
