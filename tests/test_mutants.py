@@ -34,7 +34,7 @@ def run(directory: Path, killers: list[str]) -> subprocess.CompletedProcess:
 
 def copy_package(directory: Path) -> Path:
     copy = directory / "nanovllm"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("demo", "__pycache__"))
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     return copy
 
 
