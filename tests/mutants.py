@@ -822,6 +822,34 @@ MUTANTS = [
     ),
     # Several ranks
     Mutant(
+        "the last rank norms rows that there are not",
+        "kernels/exchange.py",
+        "last = tl.minimum((RANK + 1) * rows_of_rank, num_rows)",
+        "last = (RANK + 1) * rows_of_rank",
+        ("test_triton_kernels.py::test_the_exchange_is_the_sum_and_the_norm",),
+    ),
+    Mutant(
+        "a rank keeps its rows to itself",
+        "kernels/exchange.py",
+        "normed = _at(normed_addresses, peer, SIZE, total.dtype.element_ty)",
+        "normed = _at(normed_addresses, RANK, SIZE, total.dtype.element_ty)",
+        ("test_triton_kernels.py::test_the_exchange_is_the_sum_and_the_norm",),
+    ),
+    Mutant(
+        "the ranks do not meet a second time",
+        "kernels/exchange.py",
+        "_meet(theirs, ours, epoch + 2, SIZE)",
+        "pass",
+        ("test_triton_kernels.py::test_the_exchange_is_the_sum_and_the_norm",),
+    ),
+    Mutant(
+        "a step beside decodes counts a multiplication and an addition as one",
+        "engine/model_runner.py",
+        "_FLOP_BESIDE_DECODES / (2 * num_weights)",
+        "_FLOP_BESIDE_DECODES / num_weights",
+        ("test_cuda_graph.py::test_a_step_beside_decodes_is_as_large_as_its_arithmetic_allows",),
+    ),
+    Mutant(
         "candidates of −0 lose to those of 0",
         SAMPLER,
         "bits = (scores + 0.0).view(torch.int32).long()",

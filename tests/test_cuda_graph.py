@@ -1,5 +1,7 @@
 """Which batch sizes are captured, and what happens when memory ends; the captures themselves: test_gpu_engine.py."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -57,6 +59,23 @@ def test_graphs_that_took_more_than_was_set_aside_are_an_error(monkeypatch, num_
             runner._check_memory_left()
     else:
         runner._check_memory_left()
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "num_layers", "num_tokens"),
+    [(64, 2, 61_035_008), (1024, 28, 16_896), (4096, 36, 768), (8192, 80, 512)],
+)
+def test_a_step_beside_decodes_is_as_large_as_its_arithmetic_allows(hidden_size, num_layers, num_tokens):
+    """12 TFLOP, two for each weight and token, in multiples of 256; a large model's steps are not split too small."""
+    layers = torch.nn.ModuleList(
+        torch.nn.Linear(12 * hidden_size, hidden_size, bias=False, device="meta") for _ in range(num_layers)
+    )
+    runner = ModelRunner.__new__(ModelRunner)
+    runner.model = SimpleNamespace(model=SimpleNamespace(layers=layers))
+    found = runner._most_tokens_beside_decodes()
+    num_weights = 12 * hidden_size**2 * num_layers
+    assert found % 256 == 0 and (found == 512 or 0 <= 12e12 / (2 * num_weights) - found < 256)
+    assert found == num_tokens
 
 
 def test_a_failed_start_keeps_nothing(monkeypatch):

@@ -1,11 +1,9 @@
 """One model over several GPUs: the tokens of one GPU, with graphs and without, and nothing left when a rank dies."""
 
-import _thread
 import gc
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ import torch
 from model_factory import save_model
 from test_demo_model import CONVERSATIONS
 from test_gpu_engine import Judge
-from test_interrupts import Fault, assert_empty, sigint  # noqa: F401
+from test_interrupts import Fault, assert_empty, interrupt_at_random_moments, sigint  # noqa: F401
 from test_tensor_parallel import FILTERS, assert_refuses_work, is_running, pids_of, wait_until
 
 from nanovllm import LLM, SamplingParams
@@ -186,23 +184,12 @@ def test_after_ctrl_c_between_two_entries_of_the_log_the_next_call_is_right(case
 
 def test_ctrl_c_at_random_moments(case):
     llm, workload = case.llm, case.workload
-    began = time.perf_counter()
-    tokens_of(llm, workload.prompts, "greedy")
-    seconds = time.perf_counter() - began
-    rng = random.Random(2)
-    num_interrupted = 0
-    for _ in range(6):
-        timer = threading.Timer(rng.uniform(0, seconds), _thread.interrupt_main)
-        timer.start()
-        outputs = None
-        try:
-            outputs = tokens_of(llm, workload.prompts, "greedy")
-            timer.join()
-        except KeyboardInterrupt:
-            num_interrupted += outputs is None
+
+    def check() -> None:
         assert_empty(llm.engine)
         assert_same(workload, "greedy", tokens_of(llm, workload.prompts, "greedy"), "after Ctrl-C")
-    assert num_interrupted > 0
+
+    interrupt_at_random_moments(lambda: tokens_of(llm, workload.prompts, "greedy"), 6, check)
 
 
 def test_memory_is_the_sum_over_the_gpus(case):

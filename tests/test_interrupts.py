@@ -1,13 +1,15 @@
 """Ctrl-C and exceptions inside generate(): the caller sees them, and the next call is right."""
 
-import _thread
+import os
 import random
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -246,26 +248,36 @@ def test_ctrl_c_may_come_at_any_line(llm, expected):
         assert_empty(llm.engine)
 
 
-def test_ctrl_c_at_random_moments(llm, expected):
-    """From a thread, as a terminal would send it, wherever the call happens to be: in torch, too."""
-    run_victims(llm)
+def interrupt_at_random_moments(run: Callable[[], Any], num_times: int, check: Callable[[], None]) -> None:
+    """Ctrl-C somewhere in `run`, as a terminal would send it, and `check` after each."""
+    run()
     began = time.perf_counter()
-    run_victims(llm)
+    run()
     seconds = time.perf_counter() - began
     rng = random.Random(2)
     num_interrupted = 0
-    for _ in range(20):
-        timer = threading.Timer(rng.uniform(0, seconds), _thread.interrupt_main)
+    for _ in range(num_times):
+        # A real signal, for nothing else wakes a thread that waits.
+        timer = threading.Timer(rng.uniform(0, seconds), os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         outputs = None
         try:
-            outputs = run_victims(llm)
+            outputs = run()
             timer.join()
         except KeyboardInterrupt:
             num_interrupted += outputs is None
+        check()
+    assert num_interrupted > 0
+
+
+def test_ctrl_c_at_random_moments(llm, expected):
+    """Wherever the call happens to be: in torch, too."""
+
+    def check() -> None:
         assert_empty(llm.engine)
         assert answer(llm) == expected
-    assert num_interrupted > 0
+
+    interrupt_at_random_moments(lambda: run_victims(llm), 20, check)
 
 
 @pytest.mark.parametrize("point", ["launch", "wait", "progress", "add_request"])

@@ -18,7 +18,7 @@ import test_interrupts
 import torch
 from model_factory import one_thread, read_tensors, save_model, write_tensors  # noqa: F401
 from test_demo_model import CONVERSATIONS
-from test_interrupts import Fault, assert_empty, run_traced, sigint  # noqa: F401
+from test_interrupts import Fault, assert_empty, interrupt_at_random_moments, run_traced, sigint  # noqa: F401
 
 import nanovllm.engine.parallel_runner
 from nanovllm import LLM, SamplingParams
@@ -697,26 +697,14 @@ def test_a_fork_of_the_driver_is_told_that_the_ranks_are_not_its_own(pair, answe
 
 
 def test_ctrl_c_at_random_moments(pair, answers):
-    """From a thread, as a terminal would send it, while the driver waits for its ranks, say."""
+    """While the driver waits for its ranks, say."""
     llm = pair[1]
-    began = time.perf_counter()
-    run_victims(llm)
-    seconds = time.perf_counter() - began
-    rng = random.Random(2)
-    num_interrupted = 0
-    for _ in range(12):
-        # A real signal, for nothing else wakes a thread that waits.
-        timer = threading.Timer(rng.uniform(0, seconds), os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
-        outputs = None
-        try:
-            outputs = run_victims(llm)
-            timer.join()
-        except KeyboardInterrupt:
-            num_interrupted += outputs is None
+
+    def check() -> None:
         assert_empty(llm.engine)
         assert run_victims(llm) == answers
-    assert num_interrupted > 0
+
+    interrupt_at_random_moments(lambda: run_victims(llm), 12, check)
 
 
 @pytest.mark.parametrize("at", [1, 2, 7])

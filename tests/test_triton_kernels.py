@@ -16,6 +16,7 @@ from test_attention import run as run_case
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels import AttentionShape, make_attention_backend, packed_linear
 from nanovllm.kernels import fused as fused_kernels
+from nanovllm.kernels.exchange import Exchange
 from nanovllm.kernels.fused import add_rms_norm, qk_norm_rotate_store, rms_norm, silu_and_mul, single_row_linear
 from nanovllm.kernels.fused_sampler import fused_sample, fused_winners
 from nanovllm.kernels.torch_attention import store_kvcache as plain_store
@@ -249,6 +250,51 @@ def test_queries_and_keys_are_normed_rotated_and_stored_as_by_the_layers(num_hea
 
 
 # Sampling
+
+
+def exchanges(size: int, max_rows: int, width: int, dtype: torch.dtype) -> list[Exchange]:
+    """The ranks' sides of an exchange in one process; every meeting has been held, so they may run one by one."""
+    products, normed, flags = (
+        [torch.full(shape, value, dtype=kind) for _ in range(size)]
+        for shape, value, kind in (
+            ((max_rows, width), 0, dtype), ((max_rows, width), math.nan, dtype), ((264, size), 100, torch.int32),
+        )
+    )  # fmt: skip
+    addresses = torch.tensor([[tensor.data_ptr() for tensor in of_ranks] for of_ranks in (products, normed, flags)])
+    made = []
+    for rank in range(size):
+        exchange = Exchange.__new__(Exchange)
+        exchange._rank, exchange._size, exchange._addresses = rank, size, addresses
+        exchange._products, exchange._normed, exchange._flags = products[rank], normed[rank], flags[rank]
+        exchange._epochs = torch.zeros(264, dtype=torch.int32)
+        made.append(exchange)
+    return made
+
+
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 8, 539])
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_exchange_is_the_sum_and_the_norm(size, num_rows, adds):
+    """A row of nobody or of two ranks, one past the last, a residual counted by every rank, a rank not told."""
+    width, ranks = 72, exchanges(size, 600, 72, torch.float32)
+    norm = RMSNorm(width, 1e-6, torch.float32, CPU)
+    norm.weight.copy_(torch.linspace(0.5, 2, width))
+    residual = random_tensor(num_rows, width, seed=9) if adds else None
+    products = [random_tensor(num_rows, width, seed=rank) for rank in range(size)]
+    for exchange, product in zip(ranks, products, strict=True):
+        exchange.rows(num_rows).copy_(product)
+    totals = [exchange.sum_add_norm(num_rows, residual, norm.weight, norm.eps)[1] for exchange in ranks]
+    total = sum(products) + (residual if adds else 0)
+    rows_of_rank = -(-num_rows // size)
+    num_programs = min(rows_of_rank, 264)
+    for rank, exchange in enumerate(ranks):
+        torch.testing.assert_close(exchange._normed[:num_rows], norm(total), rtol=1e-5, atol=1e-5)
+        assert exchange._normed[num_rows:].isnan().all()
+        own = slice(rank * rows_of_rank, (rank + 1) * rows_of_rank)
+        torch.testing.assert_close(totals[rank][own], total[own], rtol=1e-5, atol=1e-5)
+        # Two meetings, of the programs that there were.
+        assert (exchange._flags[:num_programs] == 2).all() and (exchange._flags[num_programs:] == 100).all()
+        assert (exchange._epochs[:num_programs] == 2).all() and (exchange._epochs[num_programs:] == 0).all()
 
 
 def sampling(temperatures: list[float], seed: int = 0) -> SamplingBatch:

@@ -44,14 +44,13 @@ class LaunchedStep(Protocol):
         """The sampled tokens in the work's order, once the device is done; below 0 for broken logits."""
 
 
-class Runner:
+class Runner(Protocol):
     """Computes steps. One that computes in other processes also hears what else happens to the schedule, in order."""
 
     info: RunnerInfo
 
     def launch(self, work: Work) -> LaunchedStep:
         """Starts the step that computes `work` and returns without waiting for the device."""
-        raise NotImplementedError
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device, or on all of them, by use."""

@@ -129,7 +129,7 @@ def _sum_add_norm_kernel(
         rows_of_rank = tl.cdiv(num_rows, SIZE)
         last = tl.minimum((RANK + 1) * rows_of_rank, num_rows)
         for row in range(RANK * rows_of_rank + program, last, num_programs):
-            at = row.to(tl.int64) * WIDTH + column
+            at = row * tl.full([], WIDTH, tl.int64) + column
             values = tl.zeros([PADDED], tl.float32)
             if ADDS:
                 values += tl.load(residual + at, is_real, 0.0).to(tl.float32)
