@@ -822,10 +822,10 @@ MUTANTS = [
     ),
     # Several ranks
     Mutant(
-        "the last rank norms rows that there are not",
+        "rows that do not divide are nobody's",
         "kernels/exchange.py",
-        "last = tl.minimum((RANK + 1) * rows_of_rank, num_rows)",
-        "last = (RANK + 1) * rows_of_rank",
+        "rows_of_rank = tl.cdiv(num_rows, SIZE)",
+        "rows_of_rank = num_rows // SIZE",
         ("test_triton_kernels.py::test_the_exchange_is_the_sum_and_the_norm",),
     ),
     Mutant(
