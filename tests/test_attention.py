@@ -13,7 +13,7 @@ from nanovllm.engine.batch import build_batch
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import AttentionBackend, AttentionShape, make_attention_backend
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.context import Context
+from nanovllm.utils.context import Context, query_tiles
 
 # `triton` runs in Triton's interpreter here (see conftest.py).
 BACKENDS = ["torch", "sdpa", "triton"]
@@ -107,9 +107,16 @@ def make_case(
         block_tables=torch.from_numpy(tables).int(),
         block_size=block_size,
         num_decodes=num_decodes,
+        query_tiles=tiles(num_new, lengths, num_decodes),
         has_cached_keys=any(num_cached[num_decodes:]),
     )
     return Case(queries, keys, values, num_new, k_cache, v_cache, context)
+
+
+def tiles(num_new: list[int], lengths: list[int], num_decodes: int) -> torch.Tensor | None:
+    if num_decodes == len(num_new):
+        return None
+    return torch.from_numpy(query_tiles(np.array(num_new), np.array(lengths), num_decodes))
 
 
 def run(backend_name: str, case: Case, backend: AttentionBackend | None = None) -> torch.Tensor:

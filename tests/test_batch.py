@@ -50,7 +50,7 @@ def test_prompts_of_three_and_four_tokens_begin_at_0_3_and_7():
     assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert batch.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
     assert batch.sampled_rows.tolist() == [2, 6] and batch.sampled_slots.tolist() == [4, 2]
-    assert batch.in_flight_rows is None and batch.in_flight_slots is None
+    assert batch.in_flight_slots is None
 
 
 def test_a_hundred_tokens_in_block_5_of_256_go_to_slots_1280_to_1379():
@@ -83,7 +83,7 @@ def test_a_token_in_flight_is_read_from_the_slot_where_the_step_before_leaves_it
     unknown = scheduled([4, 5, 6], [1], num_in_flight=1, slot=3)
     batch = build([(sampling(known), 3, True), (sampling(unknown), 1, True)], block_size=4)
     assert batch.token_ids.tolist() == [1, 2, 3, 0]
-    assert batch.in_flight_rows.tolist() == [3] and batch.in_flight_slots.tolist() == [3]
+    assert batch.in_flight_slots.tolist() == [-1, -1, -1, 3]
     assert batch.positions.tolist() == [0, 1, 2, 3]
     assert batch.context.slot_mapping.tolist() == [0, 1, 2, 7]
 
@@ -108,7 +108,7 @@ def test_tensors_have_the_types_that_kernels_expect():
         assert tensor.dtype == torch.int32 and tensor.is_contiguous()
     for tensor in (
         batch.token_ids, batch.positions, context.slot_mapping, batch.sampled_rows, batch.sampled_slots,
-        batch.in_flight_rows, batch.in_flight_slots,
+        batch.in_flight_slots,
     ):  # fmt: skip
         assert tensor.dtype == torch.int64 and tensor.is_contiguous()
 
@@ -191,9 +191,10 @@ class ComparingRunner(FakeRunner):
         self.kinds_seen.add((num_decodes > 0, num_decodes < len(work), context.has_cached_keys))
         assert batch.sampled_rows.tolist() == sampled and batch.sampled_slots.tolist() == sampled_slots
         if in_flight:
-            assert list(zip(batch.in_flight_rows.tolist(), batch.in_flight_slots.tolist(), strict=True)) == in_flight
+            slots = enumerate(batch.in_flight_slots.tolist())
+            assert [(row, slot) for row, slot in slots if slot >= 0] == in_flight
         else:
-            assert batch.in_flight_rows is None
+            assert batch.in_flight_slots is None
         return super().launch(work)
 
 
@@ -252,9 +253,10 @@ class DeviceRunner(FakeRunner):
     def check(self, work: Work, batch: Batch) -> None:
         num_seqs, num_rows = len(work), len(batch.token_ids)
         expected = build_batch(work, self.info.kvcache_block_size, CPU)
-        if expected.in_flight_rows is not None:
-            tokens = [self.last_token_ids[slot] for slot in expected.in_flight_slots.tolist()]
-            expected.token_ids[expected.in_flight_rows] = torch.tensor(tokens)
+        if expected.in_flight_slots is not None:
+            rows = expected.in_flight_slots >= 0
+            tokens = [self.last_token_ids[slot] for slot in expected.in_flight_slots[rows].tolist()]
+            expected.token_ids[rows] = torch.tensor(tokens)
             self.num_rows_in_flight += len(tokens)
         context, expected_context = batch.context, expected.context
         pairs = [
@@ -272,7 +274,7 @@ class DeviceRunner(FakeRunner):
             assert ours[:num_seqs].tolist() == theirs.tolist()
             assert padding is None or (ours[num_seqs:] == padding).all()
         assert (batch.positions >= 0).all(), "a padding row looks its angles up, too"
-        assert batch.in_flight_rows is None and batch.sampled_rows is None
+        assert batch.in_flight_slots is None and batch.sampled_rows is None
         assert expected.sampled_rows.tolist() == list(range(num_seqs)), "all rows sample"
         assert context.block_tables.dtype == expected_context.block_tables.dtype
         for row, (seq, _, _) in enumerate(work):

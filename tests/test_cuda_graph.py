@@ -8,7 +8,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.engine import model_runner
-from nanovllm.engine.cuda_graph import CudaGraphs, graph_sizes
+from nanovllm.engine.cuda_graph import CudaGraphs, StepSize, graph_sizes
 from nanovllm.engine.model_runner import ModelRunner
 
 
@@ -33,18 +33,22 @@ def test_without_memory_for_a_grouped_graph_the_plain_one_serves(monkeypatch):
         def replay(self) -> None:
             self.num_replays += 1
 
-    def no_memory(self, size: int, is_grouped: bool) -> None:
+    def no_memory(self, size: StepSize) -> None:
         raise torch.cuda.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(CudaGraphs, "_capture", no_memory)
     graphs, plain = CudaGraphs.__new__(CudaGraphs), Graph()
-    graphs._captured, graphs._is_alone = {(4, False): (plain, "outputs")}, True
-    assert [graphs.replay(4, True), graphs.replay(4, True), graphs.replay(4, False)] == ["outputs"] * 3
+    plain_size, grouped_size = StepSize(4), StepSize(4, is_grouped=True)
+    graphs._captured, graphs._is_alone = {plain_size: (plain, "outputs")}, True
+    assert [graphs.replay(size) for size in (grouped_size, grouped_size, plain_size)] == ["outputs"] * 3
     assert plain.num_replays == 3
+    # A step with prompts is then an eager one.
+    assert graphs.replay(StepSize(4, num_tokens=64)) is None and plain.num_replays == 3
     # Other ranks would wait in the step that this one gave up.
-    graphs._captured, graphs._is_alone = {(4, False): (plain, "outputs")}, False
-    with pytest.raises(torch.cuda.OutOfMemoryError):
-        graphs.replay(4, True)
+    graphs._captured, graphs._is_alone = {plain_size: (plain, "outputs")}, False
+    for size in (grouped_size, StepSize(4, num_tokens=64)):
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            graphs.replay(size)
 
 
 @pytest.mark.parametrize("num_missing", [-1, 0, 1])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_attention import TOLERANCE, Case, make_case, run
+from test_attention import TOLERANCE, Case, make_case, run, tiles
 
 from nanovllm.kernels import AttentionBackend, AttentionShape, make_attention_backend, packed_linear
 from nanovllm.kernels.packed_linear import linear
@@ -73,6 +73,7 @@ def part(case: Case, rows: list[int]) -> Case:
         slot_mapping=torch.cat([old.slot_mapping[ends[row] - case.num_new[row] : ends[row]] for row in rows]),
         context_lens=old.context_lens[rows],
         block_tables=old.block_tables[rows],
+        query_tiles=tiles(num_new, lengths, old.num_decodes),
     )
     return on_gpu(Case(*sequences, num_new, case.k_cache, case.v_cache, context))
 

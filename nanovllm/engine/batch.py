@@ -11,7 +11,7 @@ from nanovllm.engine.scheduler import Work
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import is_fused
 from nanovllm.layers.sampler import SamplingBatch, SpecialRows
-from nanovllm.utils.context import Context, DecodeInputs
+from nanovllm.utils.context import Context, DecodeInputs, query_tiles
 from nanovllm.utils.upload import upload
 
 
@@ -21,8 +21,8 @@ class Batch:
 
     Args:
         token_ids: int64 [num_tokens], 0 where the token is still in flight.
-        in_flight_rows: int64 [num_in_flight], which tokens those are; None if there are none.
-        in_flight_slots: int64 [num_in_flight], where on the device the step before leaves them.
+        in_flight_slots: int64 [num_tokens], where on the device the step before leaves such a token, elsewhere −1; None
+            if there are none.
         positions: int64 [num_tokens].
         context: for attention; its plan is still to be made.
         sampled_rows: int64 [num_sampled], the last token of each sequence that samples; None if all rows are.
@@ -31,7 +31,6 @@ class Batch:
     """
 
     token_ids: torch.Tensor
-    in_flight_rows: torch.Tensor | None
     in_flight_slots: torch.Tensor | None
     positions: torch.Tensor
     context: Context
@@ -133,7 +132,6 @@ class DeviceState:
         inputs = self._decode_inputs(self.rows[:num_rows])
         return Batch(
             token_ids=inputs.token_ids,
-            in_flight_rows=None,
             in_flight_slots=None,
             positions=inputs.positions,
             context=Context(
@@ -182,71 +180,87 @@ class DeviceState:
 
 def build_batch(work: Work, block_size: int, device: torch.device) -> Batch:
     """The Batch of `work`, which was just scheduled: `num_computed_tokens` is where each chunk ends."""
-    num_seqs = len(work)
-    num_new_tokens = np.fromiter((num_new for _, num_new, _ in work), np.int64, num_seqs)
-    context_lens = np.fromiter((seq.num_computed_tokens for seq, _, _ in work), np.int64, num_seqs)
-    starts = context_lens - num_new_tokens
-    cu_seqlens_q = np.zeros(num_seqs + 1, np.int64)
-    cu_seqlens_k = np.zeros(num_seqs + 1, np.int64)
-    np.cumsum(num_new_tokens, out=cu_seqlens_q[1:])
-    np.cumsum(context_lens, out=cu_seqlens_k[1:])
-
-    token_ids, in_flight = _token_ids(work)
-    block_tables = _block_tables(work)
-    row = np.repeat(np.arange(num_seqs), num_new_tokens)
-    positions = np.arange(cu_seqlens_q[-1]) + (starts - cu_seqlens_q[:-1])[row]
-    slot_mapping = block_tables[row, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    is_longer = np.flatnonzero(num_new_tokens > 1)
-    num_decodes = int(is_longer[0]) if len(is_longer) else num_seqs
-
-    samples = np.fromiter((samples for _, _, samples in work), bool, num_seqs)
-    sampled_seqs = [seq for seq, _, samples in work if samples]
-    in_flight_rows, in_flight_slots = np.array(in_flight, np.int64).reshape(-1, 2).T
-    arrays = [
-        np.array(token_ids, np.int64), in_flight_rows, in_flight_slots, positions, slot_mapping,
-        cu_seqlens_q.astype(np.int32), cu_seqlens_k.astype(np.int32), context_lens.astype(np.int32), block_tables,
-        cu_seqlens_q[1:][samples] - 1,
-        *_sampling_arrays(sampled_seqs),
-    ]  # fmt: skip
-    (
-        token_ids, in_flight_rows, in_flight_slots, positions, slot_mapping, cu_seqlens_q, cu_seqlens_k, lengths,
-        block_tables, sampled_rows, sampled_slots, *sampling,
-    ) = upload(arrays, device)  # fmt: skip
+    num_new_tokens, context_lens, num_decodes = lengths(work)
+    arrays = step_arrays(work, block_size) | {
+        "context_lens": context_lens.astype(np.int32),
+        "cu_seqlens_q": np.append(0, np.cumsum(num_new_tokens)).astype(np.int32),
+        "cu_seqlens_k": np.append(0, np.cumsum(context_lens)).astype(np.int32),
+    }
+    inputs = dict(zip(arrays, upload(list(arrays.values()), device), strict=True))
     return Batch(
-        token_ids=token_ids,
-        in_flight_rows=in_flight_rows if in_flight else None,
-        in_flight_slots=in_flight_slots if in_flight else None,
-        positions=positions,
+        token_ids=inputs["token_ids"],
+        in_flight_slots=inputs["in_flight_slots"] if (arrays["in_flight_slots"] >= 0).any() else None,
+        positions=inputs["positions"],
         context=Context(
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
+            cu_seqlens_q=inputs["cu_seqlens_q"],
+            cu_seqlens_k=inputs["cu_seqlens_k"],
             max_seqlen_q=int(num_new_tokens.max()),
             max_seqlen_k=int(context_lens.max()),
-            slot_mapping=slot_mapping,
-            context_lens=lengths,
-            block_tables=block_tables,
+            slot_mapping=inputs["slot_mapping"],
+            context_lens=inputs["context_lens"],
+            block_tables=inputs["block_tables"],
             block_size=block_size,
             num_decodes=num_decodes,
-            has_cached_keys=bool(starts[num_decodes:].any()),
+            query_tiles=inputs["query_tiles"] if num_decodes < len(work) else None,
+            has_cached_keys=bool((context_lens > num_new_tokens)[num_decodes:].any()),
             seq_ids=[seq.seq_id for seq, _, _ in work],
         ),
-        sampled_rows=sampled_rows,
-        sampled_slots=sampled_slots,
-        sampling=SamplingBatch(*sampling),
+        sampled_rows=inputs["sampled_rows"],
+        sampled_slots=inputs["sampled_slots"],
+        sampling=SamplingBatch(inputs["temperatures"], inputs["seeds"], inputs["sampled_positions"]),
     )
 
 
-def _token_ids(work: Work) -> tuple[list[int], list[tuple[int, int]]]:
-    """The new tokens, 0 for one in flight, and (row, slot) of those."""
+def lengths(work: Work) -> tuple[np.ndarray, np.ndarray, int]:
+    """New tokens and keys of each sequence, int64 [num_seqs], and how many leading ones have a single new token."""
+    num_new_tokens = np.fromiter((num_new for _, num_new, _ in work), np.int64, len(work))
+    context_lens = np.fromiter((seq.num_computed_tokens for seq, _, _ in work), np.int64, len(work))
+    is_longer = np.flatnonzero(num_new_tokens > 1)
+    return num_new_tokens, context_lens, int(is_longer[0]) if len(is_longer) else len(work)
+
+
+def step_arrays(work: Work, block_size: int) -> dict[str, np.ndarray]:
+    """What every step with prompts sends to the device; see Batch, Context and SamplingBatch."""
+    num_new_tokens, context_lens, num_decodes = lengths(work)
+    token_ids, in_flight_slots = _token_ids(work)
+    block_tables = _block_tables(work)
+    ends = np.cumsum(num_new_tokens)
+    row = np.repeat(np.arange(len(work)), num_new_tokens)
+    positions = np.arange(ends[-1]) + (context_lens - ends)[row]
+    slot_mapping = block_tables[row, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    samples = np.fromiter((samples for _, _, samples in work), bool, len(work))
+    sampled_slots, temperatures, seeds, sampled_positions = _sampling_arrays(
+        [seq for seq, _, samples in work if samples]
+    )
+    return {
+        "token_ids": token_ids,
+        "in_flight_slots": in_flight_slots,
+        "positions": positions,
+        "slot_mapping": slot_mapping,
+        "block_tables": block_tables,
+        "query_tiles": query_tiles(num_new_tokens, context_lens, num_decodes),
+        "sampled_rows": ends[samples] - 1,
+        "sampled_slots": sampled_slots,
+        "temperatures": temperatures,
+        "seeds": seeds,
+        "sampled_positions": sampled_positions,
+    }
+
+
+def _token_ids(work: Work) -> tuple[np.ndarray, np.ndarray]:
+    """The new tokens, 0 for one in flight, and the slots of those, elsewhere −1: int64 [num_tokens] each."""
     token_ids: list[int] = []
-    in_flight: list[tuple[int, int]] = []
+    in_flight: list[tuple[int, int]] = []  # (token, slot)
     for seq, num_new, _ in work:
         end = seq.num_computed_tokens
         token_ids += seq.token_ids[end - num_new : end]
         if end > len(seq.token_ids):  # only ever the last one
             in_flight.append((len(token_ids), seq.slot))
             token_ids.append(0)
-    return token_ids, in_flight
+    slots = np.full(len(token_ids), -1, np.int64)
+    tokens_in_flight, their_slots = np.array(in_flight, np.int64).reshape(-1, 2).T
+    slots[tokens_in_flight] = their_slots
+    return np.array(token_ids, np.int64), slots
 
 
 def _block_tables(work: Work) -> np.ndarray:

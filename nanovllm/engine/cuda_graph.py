@@ -6,11 +6,24 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 logger = logging.getLogger(__name__)
+
+
+class StepSize(NamedTuple):
+    """What a captured step is made for.
+
+    num_sampled: rows that sample a token, which all decodes do.
+    is_grouped: whether shared prefixes are grouped.
+    num_tokens: of a step that holds prompts, all tokens; 0 of decodes alone.
+    """
+
+    num_sampled: int
+    is_grouped: bool = False
+    num_tokens: int = 0
 
 
 def graph_sizes(largest: int) -> list[int]:
@@ -36,21 +49,20 @@ def _few_rows() -> Iterator[None]:
 
 
 class CudaGraphs:
-    """Captured decode steps that share one pool of memory: for each size a plain one, and one that groups shared
-    prefixes from when it is first wanted.
+    """Captured steps that share one pool of memory: of decodes for each number of rows, and others from when they are
+    first wanted.
 
     Args:
-        step: (number of rows, whether shared prefixes are grouped) -> tensors; runs the step on state that lies in
-            fixed places.
+        step: runs the step of a size on state that lies in fixed places, and returns tensors.
         parked: the state is one that a step may be tried on, meanwhile.
-        sizes: ascending numbers of rows; others are padded to the next.
+        sizes: ascending numbers of rows of decodes; others are padded to the next.
         device: the GPU.
         is_alone: no other rank takes part in the steps, so that this one may do without a graph.
     """
 
     def __init__(
         self,
-        step: Callable[[int, bool], Any],
+        step: Callable[[StepSize], Any],
         parked: Callable[[], AbstractContextManager],
         sizes: list[int],
         device: torch.device,
@@ -58,21 +70,21 @@ class CudaGraphs:
     ):
         self.sizes = sizes
         self._step, self._parked, self._device, self._is_alone = step, parked, device, is_alone
-        self._captured: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._captured: dict[StepSize, tuple[torch.cuda.CUDAGraph, Any] | None] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         began = time.perf_counter()
         for size in reversed(sizes):  # the largest first: smaller ones then fit into its memory
-            self._capture(size, False)
+            self._capture(StepSize(size))
         torch.cuda.synchronize(device)
         logger.info("captured %d CUDA graphs in %.1f s", len(sizes), time.perf_counter() - began)
 
-    def _capture(self, size: int, is_grouped: bool) -> None:
+    def _capture(self, size: StepSize) -> None:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream), self._parked(), _few_rows():
-                self._step(size, is_grouped)  # compiles kernels and loads libraries, which a capture may not
+                self._step(size)  # compiles kernels and loads libraries, which a capture may not
         finally:
             current.wait_stream(self._stream)
         with torch.cuda.stream(self._stream), _few_rows():
@@ -81,24 +93,31 @@ class CudaGraphs:
             # capture is forbidden to this thread alone: other engines may be at work.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                outputs = self._step(size, is_grouped)
+                outputs = self._step(size)
             finally:
                 graph.capture_end()
-        self._captured[size, is_grouped] = graph, outputs
+        self._captured[size] = graph, outputs
 
     def padded_size(self, num_rows: int) -> int:
         return self.sizes[bisect.bisect_left(self.sizes, num_rows)]
 
-    def replay(self, num_rows: int, is_grouped: bool) -> Any:
-        """Runs the step of `num_rows`, one of the sizes; its outputs are overwritten by the next replay."""
-        if (num_rows, is_grouped) not in self._captured:
+    def replay(self, size: StepSize) -> Any:
+        """Runs the step of a size; its outputs are overwritten by the next replay.
+
+        Returns:
+            None if memory ended with that size and there is no captured step that could take its place.
+        """
+        if size not in self._captured:
             try:
-                self._capture(num_rows, is_grouped)
+                self._capture(size)
             except torch.cuda.OutOfMemoryError:
                 if not self._is_alone:
                     raise  # the others have begun the trial step
-                logger.warning("too little GPU memory to capture steps of shared prefixes; they are not grouped")
-                self._captured[num_rows, is_grouped] = self._captured[num_rows, False]
-        graph, outputs = self._captured[num_rows, is_grouped]
+                logger.warning("too little GPU memory to capture a step of %s; it is slower without", size)
+                self._captured[size] = None if size.num_tokens else self._captured[size._replace(is_grouped=False)]
+        captured = self._captured[size]
+        if captured is None:
+            return None
+        graph, outputs = captured
         graph.replay()
         return outputs

@@ -4,17 +4,19 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, DeviceState, build_batch, special_rows
-from nanovllm.engine.cuda_graph import CudaGraphs, graph_sizes
+from nanovllm.engine.cuda_graph import CudaGraphs, StepSize, graph_sizes
 from nanovllm.engine.kv_cache import MemoryUse, free_bytes, num_kvcache_blocks
 from nanovllm.engine.runner import Runner, RunnerInfo
 from nanovllm.engine.scheduler import Work
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step_inputs import StepInputs
 from nanovllm.kernels import AttentionShape, has_triton, make_attention_backend
 from nanovllm.layers.sampler import sample, sample_special
 from nanovllm.models import ARCHITECTURES
@@ -28,8 +30,11 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 # Larger steps only push the activations out of a CPU's caches.
 _USEFUL_CPU_TOKENS = 2048
-# Arithmetic of a step that decodes beside prompts: enough to keep a fast GPU busy while the host launches the next.
+# Arithmetic of an eager step that decodes beside prompts: enough to keep a fast GPU busy while the host launches the
+# next.
 _FLOP_BESIDE_DECODES = 12e12
+# Tokens × hidden size ÷ ranks of a captured one: enough that its matrix products fill the GPU.
+_TOKEN_WIDTH_BESIDE_DECODES = 640 * 4096
 _FEWEST_TOKENS_BESIDE_DECODES = 512  # matrix products of fewer rows waste a GPU
 _LONGEST_DEFAULT_MODEL_LEN = 32768
 
@@ -68,7 +73,7 @@ class ModelRunner(Runner):
         self.model_config = model_config = load_model_config(directory, list(ARCHITECTURES))
         self.max_model_len = _max_model_len(config.max_model_len, model_config.max_position)
         self.dtype = _dtype(config.dtype, model_config.dtype, self.device)
-        self.model = self.graphs = self.kv_cache = self.state = self.backend = None
+        self.model = self.graphs = self.inputs = self.kv_cache = self.state = self.backend = None
         try:
             with self._on_device(), self._explained_out_of_memory("the engine"):
                 num_blocks = self._start(config, parallel, directory)
@@ -128,12 +133,20 @@ class ModelRunner(Runner):
         blocks_of_longest = -(-self.max_model_len // self.block_size)
         self._groups_prefixes, self._is_grouped = config.prefix_grouping, False
         self.state = DeviceState(config.max_num_seqs, blocks_of_longest, self.block_size, self.device)
+        is_captured = self._is_gpu and self.backend.can_be_captured and not config.enforce_eager
+        self._captures_prompts = is_captured and self.backend.can_capture_prompts
+        if self._captures_prompts:
+            most_tokens = max(self._most_tokens_beside_decodes(), 2 * config.max_num_seqs)
+            self.inputs = StepInputs(
+                min(most_tokens, config.max_num_batched_tokens), config.max_num_seqs, blocks_of_longest,
+                self.block_size, self.state.padding_slot, self.device,
+            )  # fmt: skip
         num_blocks = self._allocate_kv_cache(config, free_at_start, blocks_of_longest)
-        if self._is_gpu and self.backend.can_be_captured and not config.enforce_eager:
+        if is_captured:
             most_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
             with torch.inference_mode(), self._explained_out_of_memory("capturing CUDA graphs"):
                 self.graphs = CudaGraphs(
-                    self._decode, self.state.parked, graph_sizes(most_rows), self.device, parallel.size == 1
+                    self._captured_step, self._parked, graph_sizes(most_rows), self.device, parallel.size == 1
                 )
             self._check_memory_left()
         return num_blocks
@@ -147,16 +160,28 @@ class ModelRunner(Runner):
                 if not self.state.update(work, num_rows):
                     self._is_grouped = self._groups_prefixes and self._group_prefixes(work, num_rows)
                 if self.graphs:
-                    tokens, hidden_states = self.graphs.replay(num_rows, self._is_grouped)
+                    tokens, hidden_states = self.graphs.replay(StepSize(num_rows, self._is_grouped))
                 else:
                     seq_ids = [seq.seq_id for seq, _, _ in work]
                     tokens, hidden_states = self._decode(num_rows, self._is_grouped, seq_ids)
                 tokens = tokens[: len(work)]
             else:
                 self.state.forget_rows()
-                tokens, hidden_states = self.step(build_batch(work, self.block_size, self.device))
+                tokens, hidden_states = self._step_with_prompts(work)
             self._sample_special(work, tokens, hidden_states)
             return StepResult(tokens)
+
+    def _step_with_prompts(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.graphs and self.inputs:
+            decodes = list(takewhile(lambda item: item[1] == 1, work))
+            is_grouped = self._groups_prefixes and self._group_prefixes(decodes, self.state.padding_slot)
+            size = self.inputs.size(work, is_grouped)
+            if size is not None:
+                self.inputs.send(work)
+                outputs = self.graphs.replay(size)
+                if outputs is not None:
+                    return outputs[0][: sum(samples for _, _, samples in work)], outputs[1]
+        return self.step(build_batch(work, self.block_size, self.device))
 
     def step(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Embeds, runs the layers, projects the rows that sample, and samples.
@@ -165,9 +190,9 @@ class ModelRunner(Runner):
             The tokens, int64 [num_sampled], and the hidden states that they were sampled from.
         """
         batch.context.plan = self.backend.plan(batch.context)
-        token_ids = batch.token_ids
-        if batch.in_flight_rows is not None:
-            token_ids[batch.in_flight_rows] = self.state.last_token_ids[batch.in_flight_slots]
+        token_ids, slots = batch.token_ids, batch.in_flight_slots
+        if slots is not None:
+            token_ids = torch.where(slots < 0, token_ids, self.state.last_token_ids[slots])
         hidden_states = self.model(token_ids, batch.positions, self.kv_cache, batch.context)
         if batch.sampled_rows is not None:
             hidden_states = hidden_states[batch.sampled_rows]
@@ -176,10 +201,20 @@ class ModelRunner(Runner):
         self.state.last_token_ids[batch.sampled_slots] = sampled.clamp(min=0)
         return sampled, hidden_states
 
+    def _captured_step(self, size: StepSize) -> tuple[torch.Tensor, torch.Tensor]:
+        if size.num_tokens:
+            return self.step(self.inputs.batch(size))
+        return self._decode(size.num_sampled, size.is_grouped)
+
+    @contextmanager
+    def _parked(self) -> Iterator[None]:
+        with self.state.parked(), self.inputs.parked() if self.inputs else nullcontext():
+            yield
+
     def _decode(
         self, num_rows: int, is_grouped: bool, seq_ids: list[int] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The step of the decodes that the device's state describes: what a graph captures."""
+        """The step of the decodes that the device's state describes."""
         batch = self.state.decode_batch(num_rows, is_grouped)
         batch.context.seq_ids = seq_ids
         return self.step(batch)
@@ -261,6 +296,8 @@ class ModelRunner(Runner):
         # Kernels' code, what captured steps keep, and the logits of the largest one, once tried and once captured.
         logits_bytes = config.max_num_seqs * self.vocab_size * self.dtype.itemsize
         graphs = 0 if config.enforce_eager else _GIB // 2 + 2 * logits_bytes
+        if self.inputs:
+            graphs += activations * self.inputs.token_sizes[-1] // num_tokens
         return MemoryUse(total, free_at_start, free, activations, graphs)
 
     def _check_memory_left(self) -> None:
@@ -286,6 +323,9 @@ class ModelRunner(Runner):
             ) from None
 
     def _most_tokens_beside_decodes(self) -> int:
+        if self._captures_prompts:
+            num_tokens = _TOKEN_WIDTH_BESIDE_DECODES * self._parallel.size // self.model_config.hidden_size
+            return max(num_tokens // 128 * 128, _FEWEST_TOKENS_BESIDE_DECODES)
         num_weights = sum(weight.numel() for weight in self.model.model.layers.parameters())
         num_tokens = int(_FLOP_BESIDE_DECODES / (2 * num_weights))
         # A multiple of what fills the tiles of a matrix product.
@@ -301,7 +341,7 @@ class ModelRunner(Runner):
 
     def close(self) -> None:
         """Gives the device's memory back; calling it again does nothing."""
-        self.graphs = self.model = self.kv_cache = self.state = self.backend = None
+        self.graphs = self.inputs = self.model = self.kv_cache = self.state = self.backend = None
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
                 torch.cuda.empty_cache()

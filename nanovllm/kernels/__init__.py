@@ -39,6 +39,7 @@ class AttentionBackend(Protocol):
     name: str
     default_block_size: int
     can_be_captured: bool  # whether plan and attend of decodes only launch kernels, so that a CUDA graph can hold them
+    can_capture_prompts: bool  # the same of any queries, given as query_tiles
 
     def plan(self, context: Context) -> Any:
         """What `attend` wants to know beforehand, once a step for all layers; goes into `context.plan`."""

@@ -24,6 +24,7 @@ class PrefillPlan:
 class FlashAttention:
     name = "flash"
     default_block_size = 256
+    can_capture_prompts = False
 
     def __init__(self, shape: AttentionShape):
         import flash_attn

@@ -104,6 +104,7 @@ class SDPAAttention:
     name = "sdpa"
     default_block_size = 64
     can_be_captured = False
+    can_capture_prompts = False
 
     def __init__(self, shape: AttentionShape):
         self._shape = shape

@@ -22,6 +22,7 @@ class TorchAttention:
     name = "torch"
     default_block_size = 64
     can_be_captured = False
+    can_capture_prompts = False
 
     def __init__(self, shape: AttentionShape):
         pass

@@ -18,7 +18,7 @@ import triton.language as tl
 from nanovllm.kernels import AttentionShape
 from nanovllm.kernels.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.kernels.prefix_groups import find_prefix_groups
-from nanovllm.utils.context import Context
+from nanovllm.utils.context import QUERY_TILE, Context
 from nanovllm.utils.upload import upload
 
 # A split is as long as this or, so that a row has no more than so many of them, longer.
@@ -60,6 +60,7 @@ class TritonAttention:
     name = "triton"
     default_block_size = 64
     can_be_captured = True
+    can_capture_prompts = True
 
     def __init__(self, shape: AttentionShape):
         self._shape = shape
@@ -126,9 +127,8 @@ class TritonAttention:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if context.num_decodes:
             self._attend_decodes(q, k_cache, v_cache, context, out)
-        num_prefills = len(context.context_lens) - context.num_decodes
-        if num_prefills:
-            self._attend_prefills(q, k_cache, v_cache, context, out, num_prefills)
+        if context.query_tiles is not None:
+            self._attend_prompts(q, k_cache, v_cache, context, out)
         return out
 
     def _attend_decodes(self, q, k_cache, v_cache, context: Context, out) -> None:
@@ -158,15 +158,13 @@ class TritonAttention:
             **LAUNCH_OPTIONS,
         )  # fmt: skip
 
-    def _attend_prefills(self, q, k_cache, v_cache, context: Context, out, num_prefills: int) -> None:
+    def _attend_prompts(self, q, k_cache, v_cache, context: Context, out) -> None:
         shape = self._shape
-        queries, keys = 64, 32
-        grid = (triton.cdiv(context.max_seqlen_q, queries), shape.num_heads, num_prefills)
-        _prefill_kernel[grid](
-            q, k_cache, v_cache, out, context.block_tables, context.cu_seqlens_q, context.context_lens,
-            context.num_decodes, shape.head_dim**-0.5 * _LOG2_E, q.stride(0), context.block_tables.stride(0),
-            NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads, HEAD_DIM=shape.head_dim, WIDTH=self._width,
-            BLOCK_SIZE=context.block_size, QUERIES=queries, KEYS=keys, num_warps=4, num_stages=3,
+        _prefill_kernel[(len(context.query_tiles), shape.num_heads)](
+            q, k_cache, v_cache, out, context.block_tables, context.query_tiles, shape.head_dim**-0.5 * _LOG2_E,
+            q.stride(0), context.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
+            HEAD_DIM=shape.head_dim, WIDTH=self._width, BLOCK_SIZE=context.block_size, QUERIES=QUERY_TILE, KEYS=32,
+            num_warps=4, num_stages=3, **LAUNCH_OPTIONS,
         )  # fmt: skip
 
 
@@ -349,41 +347,40 @@ def _attend_tile(
     return largest, total, summed
 
 
-@triton.jit(do_not_specialize=["first_seq", "q_stride", "table_stride"])
+@triton.jit(do_not_specialize=["q_stride", "table_stride"])
 def _prefill_kernel(
-    q, k_cache, v_cache, out, block_tables, cu_seqlens_q, context_lens, first_seq, scale, q_stride, table_stride,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    q, k_cache, v_cache, out, block_tables, query_tiles, scale, q_stride, table_stride, NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of a sequence's queries and a head; the last tiles, which see most, start first."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    """One program a tile of a sequence's queries and a head."""
+    begin()
     head = tl.program_id(1)
-    seq = (first_seq + tl.program_id(2)).to(tl.int64)
-    first_query = tl.load(cu_seqlens_q + seq)
-    num_queries = tl.load(cu_seqlens_q + seq + 1) - first_query
-    if tile * QUERIES < num_queries:
-        length = tl.load(context_lens + seq)
-        query = tile * QUERIES + tl.arange(0, QUERIES)
+    tile = query_tiles + tl.program_id(0) * 4
+    num_queries = tl.load(tile + 1)
+    if num_queries > 0:
+        first_token = tl.load(tile).to(tl.int64)
+        first_position = tl.load(tile + 2)
+        seq = tl.load(tile + 3).to(tl.int64)
+        query = tl.arange(0, QUERIES)
         column = tl.arange(0, WIDTH)
         is_query = (query < num_queries)[:, None] & (column < HEAD_DIM)[None, :]
-        token = (first_query + query).to(tl.int64)
+        token = first_token + query
         queries = tl.load(q + token[:, None] * q_stride + head * HEAD_DIM + column[None, :], is_query, 0.0)
-        num_before = length - num_queries
-        last = tl.minimum(length, num_before + (tile + 1) * QUERIES)
         # Keys below this are seen by every query of the tile.
-        last_of_all = (num_before + tile * QUERIES + 1) // KEYS * KEYS
+        last_of_all = (first_position + 1) // KEYS * KEYS
         largest = tl.full([QUERIES], float("-inf"), tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         summed = tl.zeros([QUERIES, WIDTH], tl.float32)
         block_table = block_tables + seq * table_stride
         kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
         largest, total, summed = _attend_tile(
-            queries, num_before + query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale, 0,
+            queries, first_position + query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale, 0,
             last_of_all, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, False,
         )  # fmt: skip
         largest, total, summed = _attend_tile(
-            queries, num_before + query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale,
-            last_of_all, last, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, True,
+            queries, first_position + query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale,
+            last_of_all, first_position + num_queries, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, True,
         )  # fmt: skip
         at = token[:, None] * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + column[None, :]
         tl.store(out + at, summed / total[:, None], is_query)

@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+
+# Queries of one sequence that a program of the attention kernel takes together.
+QUERY_TILE = 64
 
 
 @dataclass
@@ -20,6 +24,8 @@ class Context:
         block_size: tokens in a block.
         num_decodes: leading sequences that have a single query each.
         is_grouped: whether those are the rows of the backend's last `group_prefixes`.
+        query_tiles: int32 [num_tiles, 4], the queries of the sequences after those; see the function. None if there
+            are none.
         has_cached_keys: whether any sequence after those has keys besides its new ones.
         seq_ids: names of the sequences, never used again by others, for a backend that remembers them from step
             to step; None if there are none.
@@ -36,9 +42,27 @@ class Context:
     block_size: int
     num_decodes: int = 0
     is_grouped: bool = False
+    query_tiles: torch.Tensor | None = None
     has_cached_keys: bool = True
     seq_ids: list[int] | None = None
     plan: Any = None
+
+
+def query_tiles(num_new_tokens: np.ndarray, context_lens: np.ndarray, num_decodes: int) -> np.ndarray:
+    """The queries of the sequences after the decodes in tiles: int32 [num_tiles, 4], each with its first token in the
+    flat batch, its number of queries, the first one's position, and the sequence.
+
+    num_new_tokens, context_lens: int64 [num_seqs]. Tiles that see most keys come first: they take longest.
+    """
+    num_tiles = -(-num_new_tokens // QUERY_TILE)
+    num_tiles[:num_decodes] = 0
+    seq = np.repeat(np.arange(len(num_tiles)), num_tiles)
+    first = (np.arange(len(seq)) - (np.cumsum(num_tiles) - num_tiles)[seq]) * QUERY_TILE
+    token = (np.cumsum(num_new_tokens) - num_new_tokens)[seq] + first
+    position = (context_lens - num_new_tokens)[seq] + first
+    num_queries = np.minimum(num_new_tokens[seq] - first, QUERY_TILE)
+    tiles = np.stack([token, num_queries, position, seq], 1).astype(np.int32)
+    return tiles[np.argsort(-(position + num_queries), kind="stable")]
 
 
 @dataclass

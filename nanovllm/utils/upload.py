@@ -4,18 +4,30 @@ import numpy as np
 import torch
 
 
-def upload(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """The arrays on the device, through one pinned buffer and one copy that nobody waits for."""
-    if device.type == "cpu":
+def upload(arrays: list[np.ndarray], device: torch.device, into: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """The arrays on the device, through one pinned buffer and one copy that nobody waits for.
+
+    Args:
+        into: uint8 [upload_size(arrays)] on the device, where to put them; else in memory of their own.
+    """
+    if device.type == "cpu" and into is None:
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-    ends = np.cumsum([-(-array.nbytes // 16) * 16 for array in arrays]).tolist()  # aligned for any dtype
-    pinned = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
-    host = pinned.numpy()
-    places = [slice(start, start + array.nbytes) for start, array in zip([0, *ends], arrays)]  # noqa: B905 (one end too many)
-    for array, place in zip(arrays, places, strict=True):
+    pinned = torch.empty(upload_size(arrays), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    sent = torch.empty_like(pinned, device=device) if into is None else into
+    host, on_device, start = pinned.numpy(), [], 0
+    for array in arrays:
+        place = slice(start, start + array.nbytes)
         host[place] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    sent = pinned.to(device, non_blocking=True)
-    return [
-        sent[place].view(getattr(torch, array.dtype.name)).view(array.shape)
-        for array, place in zip(arrays, places, strict=True)
-    ]
+        on_device.append(sent[place].view(getattr(torch, array.dtype.name)).view(array.shape))
+        start += _aligned(array)
+    sent.copy_(pinned, non_blocking=True)
+    return on_device
+
+
+def upload_size(arrays: list[np.ndarray]) -> int:
+    return sum(map(_aligned, arrays))
+
+
+def _aligned(array: np.ndarray) -> int:
+    """Bytes up to a place where any dtype may begin."""
+    return -(-array.nbytes // 16) * 16

@@ -1,0 +1,128 @@
+"""The inputs of captured steps that hold prompts, in one place on the device, padded to one of a few sizes."""
+
+import bisect
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from nanovllm.engine.batch import Batch, lengths, step_arrays
+from nanovllm.engine.cuda_graph import StepSize
+from nanovllm.engine.scheduler import Work
+from nanovllm.layers.sampler import SamplingBatch
+from nanovllm.utils.context import QUERY_TILE, Context
+from nanovllm.utils.upload import upload, upload_size
+
+
+class StepInputs:
+    """What `step_arrays` gives, for steps of up to `most_tokens` tokens of `most_seqs` sequences.
+
+    Padding tokens have no slot in the cache, padding sequences no keys, padding tiles no queries, and what a padding
+    row samples goes to `padding_slot`. A captured step takes every sequence for a decode; those that are none have no
+    keys as such.
+
+    Args:
+        max_num_blocks: of a sequence.
+    """
+
+    def __init__(
+        self,
+        most_tokens: int,
+        most_seqs: int,
+        max_num_blocks: int,
+        block_size: int,
+        padding_slot: int,
+        device: torch.device,
+    ):
+        self.token_sizes = quarters(most_tokens)
+        self.sampled_sizes = quarters(most_seqs)
+        self._block_size, self._device = block_size, device
+        self._most_tiles = most_tokens // QUERY_TILE + most_tokens // 32 + 1  # prompts of 32 tokens and longer ones
+        tokens, rows = np.zeros(self.token_sizes[-1], np.int64), np.zeros(self.sampled_sizes[-1], np.int64)
+        self._padding = {
+            "token_ids": tokens,
+            "in_flight_slots": tokens - 1,
+            "positions": tokens,
+            "slot_mapping": tokens - 1,
+            "block_tables": np.zeros((most_seqs, max_num_blocks), np.int32),
+            "query_tiles": np.zeros((self._most_tiles, 4), np.int32),
+            "sampled_rows": rows,
+            "sampled_slots": rows + padding_slot,
+            "temperatures": rows.astype(np.float32),
+            "seeds": rows,
+            "sampled_positions": rows,
+            "context_lens": np.zeros(most_seqs, np.int32),
+        }
+        self._buffer = torch.empty(upload_size(list(self._padding.values())), dtype=torch.uint8, device=device)
+        self._send(self._padding)
+
+    def _send(self, arrays: dict[str, np.ndarray]) -> None:
+        """The arrays are as large as the padding, so that each comes to lie where it was before."""
+        self._inputs = dict(zip(arrays, upload(list(arrays.values()), self._device, self._buffer), strict=True))
+
+    def size(self, work: Work, is_grouped: bool) -> StepSize | None:
+        """Which captured step `work` fits into; None if there is none so large."""
+        num_new_tokens, _, num_decodes = lengths(work)
+        num_tokens, num_tiles = num_new_tokens.sum(), (-(-num_new_tokens[num_decodes:] // QUERY_TILE)).sum()
+        if num_tokens > self.token_sizes[-1] or num_tiles > self._most_tiles:
+            return None
+        num_sampled = sum(samples for _, _, samples in work)
+        return StepSize(
+            self.sampled_sizes[bisect.bisect_left(self.sampled_sizes, num_sampled)],
+            is_grouped,
+            self.token_sizes[bisect.bisect_left(self.token_sizes, num_tokens)],
+        )
+
+    def send(self, work: Work) -> None:
+        """Makes the inputs those of `work`, the rest padding."""
+        _, context_lens, num_decodes = lengths(work)
+        padded = {name: padding.copy() for name, padding in self._padding.items()}
+        for name, array in (step_arrays(work, self._block_size) | {"context_lens": context_lens[:num_decodes]}).items():
+            padded[name][tuple(map(slice, array.shape))] = array
+        self._send(padded)
+
+    @contextmanager
+    def parked(self) -> Iterator[None]:
+        """All is padding meanwhile, so that a step may be tried without a trace."""
+        inputs = self._buffer.clone()
+        self._send(self._padding)
+        try:
+            yield
+        finally:
+            self._buffer.copy_(inputs)
+
+    def batch(self, size: StepSize) -> Batch:
+        """The Batch of the inputs' first `size`."""
+        inputs, num_seqs = self._inputs, min(len(self._inputs["context_lens"]), size.num_tokens)
+        return Batch(
+            token_ids=inputs["token_ids"][: size.num_tokens],
+            in_flight_slots=inputs["in_flight_slots"][: size.num_tokens],
+            positions=inputs["positions"][: size.num_tokens],
+            context=Context(
+                cu_seqlens_q=None,
+                cu_seqlens_k=None,
+                max_seqlen_q=size.num_tokens,
+                max_seqlen_k=inputs["block_tables"].shape[1] * self._block_size,
+                slot_mapping=inputs["slot_mapping"][: size.num_tokens],
+                context_lens=inputs["context_lens"][:num_seqs],
+                block_tables=inputs["block_tables"],
+                block_size=self._block_size,
+                num_decodes=num_seqs,
+                is_grouped=size.is_grouped,
+                query_tiles=inputs["query_tiles"],
+            ),
+            sampled_rows=inputs["sampled_rows"][: size.num_sampled],
+            sampled_slots=inputs["sampled_slots"][: size.num_sampled],
+            sampling=SamplingBatch(
+                inputs["temperatures"][: size.num_sampled],
+                inputs["seeds"][: size.num_sampled],
+                inputs["sampled_positions"][: size.num_sampled],
+            ),
+        )
+
+
+def quarters(largest: int) -> list[int]:
+    """The multiples of a quarter of `largest`, rounded up to multiples of 16, and it itself last."""
+    quarter = -(-largest // 64) * 16
+    return [*range(quarter, largest, quarter), largest]
