@@ -18,9 +18,9 @@ from nanovllm.utils.upload import upload, upload_size
 class StepInputs:
     """What `step_arrays` gives, for steps of up to `most_tokens` tokens of `most_seqs` sequences.
 
-    Padding tokens have no slot in the cache, padding sequences no keys, padding tiles no queries, and what a padding
-    row samples goes to `padding_slot`. A captured step takes every sequence for a decode; those that are none have no
-    keys as such.
+    Padding tokens have no slot in the cache, padding tiles no queries, and what a padding
+    row samples goes to `padding_slot`. A captured step takes every sequence for a decode; those that are none have a
+    length of −1.
 
     Args:
         max_num_blocks: of a sequence.
@@ -52,7 +52,7 @@ class StepInputs:
             "temperatures": rows.astype(np.float32),
             "seeds": rows,
             "sampled_positions": rows,
-            "context_lens": np.zeros(most_seqs, np.int32),
+            "context_lens": np.full(most_seqs, -1, np.int32),
         }
         self._buffer = torch.empty(upload_size(list(self._padding.values())), dtype=torch.uint8, device=device)
         self._send(self._padding)

@@ -28,7 +28,15 @@ if IS_SUPPORTED.value:
 
 
 @triton.jit
-def begin():
+def begin(WAITS: tl.constexpr = True):
+    """Lets the kernel after this one come and, as a rule, waits for the one before."""
     if IS_SUPPORTED:
         gdc_launch_dependents()
+        if WAITS:
+            gdc_wait()
+
+
+@triton.jit
+def wait():
+    if IS_SUPPORTED:
         gdc_wait()

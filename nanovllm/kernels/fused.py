@@ -12,6 +12,9 @@ import triton.language as tl
 from nanovllm.kernels.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.utils.context import DecodeInputs
 
+# Heads that a program norms and rotates together.
+_HEADS_OF_PROGRAM = 8
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x: [num_tokens, size] -> the same, normed and weighted"""
@@ -72,11 +75,11 @@ def qk_norm_rotate_store(
     num_kv_heads = k_cache.shape[2]
     num_normed = num_all_heads - num_kv_heads
     out = torch.empty((num_tokens, num_normed, head_dim), dtype=qkv.dtype, device=qkv.device)
-    _qk_norm_rotate_store_kernel[(num_tokens,)](
-        qkv, weight, cos, sin, out, k_cache, v_cache, slot_mapping, eps,
-        NUM_NORMED=num_normed, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        HEADS=triton.next_power_of_2(num_normed), KV_HEADS=triton.next_power_of_2(num_kv_heads),
-        WIDTH=triton.next_power_of_2(head_dim), num_warps=4, **LAUNCH_OPTIONS,
+    heads = min(_HEADS_OF_PROGRAM, triton.next_power_of_2(num_all_heads))
+    _qk_norm_rotate_store_kernel[(num_tokens, triton.cdiv(num_all_heads, heads))](
+        qkv, weight, cos, sin, out, k_cache, v_cache, slot_mapping, eps, NUM_NORMED=num_normed,
+        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HEADS=heads, WIDTH=triton.next_power_of_2(head_dim),
+        num_warps=4, **LAUNCH_OPTIONS,
     )  # fmt: skip
     return out
 
@@ -204,35 +207,35 @@ def _silu_and_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _qk_norm_rotate_store_kernel(
     qkv, weight, cos, sin, out, k_cache, v_cache, slot_mapping, eps, NUM_NORMED: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One program a token, all heads."""
+    """One program a token and some of its heads; the values, which come last, are only stored."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, HEADS)[:, None]
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     column = tl.arange(0, WIDTH)[None, :]
-    is_real = (head < NUM_NORMED) & (column < HEAD_DIM)
+    is_column = column < HEAD_DIM
+    is_normed = (head < NUM_NORMED) & is_column
     first = qkv + token * (NUM_NORMED + NUM_KV_HEADS) * HEAD_DIM
     # The halves swapped: rotated is normed × cos + swapped × signed sin.
     swapped_column = (column + HEAD_DIM // 2) % HEAD_DIM
-    weights = tl.load(weight + head * HEAD_DIM + column, is_real, 0.0).to(tl.float32)  # nothing before writes them
-    swapped_weights = tl.load(weight + head * HEAD_DIM + swapped_column, is_real, 0.0).to(tl.float32)
+    weights = tl.load(weight + head * HEAD_DIM + column, is_normed, 0.0).to(tl.float32)  # nothing before writes them
+    swapped_weights = tl.load(weight + head * HEAD_DIM + swapped_column, is_normed, 0.0).to(tl.float32)
     begin()
-    x = tl.load(first + head * HEAD_DIM + column, is_real, 0.0).to(tl.float32)
-    swapped = tl.load(first + head * HEAD_DIM + swapped_column, is_real, 0.0).to(tl.float32)
+    is_head = (head < NUM_NORMED + NUM_KV_HEADS) & is_column
+    values = tl.load(first + head * HEAD_DIM + column, is_head, 0.0)
+    x = values.to(tl.float32)
+    swapped = tl.load(first + head * HEAD_DIM + swapped_column, is_normed, 0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
     x *= scale * weights
     swapped *= scale * swapped_weights
-    cosine = tl.load(cos + token * HEAD_DIM + column, column < HEAD_DIM, 0.0).to(tl.float32)
-    sine = tl.load(sin + token * HEAD_DIM + column, column < HEAD_DIM, 0.0).to(tl.float32)
+    cosine = tl.load(cos + token * HEAD_DIM + column, is_column, 0.0).to(tl.float32)
+    sine = tl.load(sin + token * HEAD_DIM + column, is_column, 0.0).to(tl.float32)
     rotated = (x * cosine + swapped * sine).to(out.dtype.element_ty)
-    tl.store(out + token * NUM_NORMED * HEAD_DIM + head * HEAD_DIM + column, rotated, is_real)
+    tl.store(out + token * NUM_NORMED * HEAD_DIM + head * HEAD_DIM + column, rotated, is_normed)
     slot = tl.load(slot_mapping + token)
     if slot >= 0:
+        at_slot = slot * NUM_KV_HEADS * HEAD_DIM + column
         kv_head = head - (NUM_NORMED - NUM_KV_HEADS)
-        at_slot = slot * NUM_KV_HEADS * HEAD_DIM
-        tl.store(k_cache + at_slot + kv_head * HEAD_DIM + column, rotated, is_real & (kv_head >= 0))
-        value_head = tl.arange(0, KV_HEADS)[:, None]
-        is_value = (value_head < NUM_KV_HEADS) & (column < HEAD_DIM)
-        values = tl.load(first + (NUM_NORMED + value_head) * HEAD_DIM + column, is_value, 0.0)
-        tl.store(v_cache + at_slot + value_head * HEAD_DIM + column, values, is_value)
+        tl.store(k_cache + at_slot + kv_head * HEAD_DIM, rotated, is_normed & (kv_head >= 0))
+        value_head = head - NUM_NORMED
+        tl.store(v_cache + at_slot + value_head * HEAD_DIM, values, is_head & (value_head >= 0))

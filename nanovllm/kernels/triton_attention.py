@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels import AttentionShape
-from nanovllm.kernels.dependent_launch import LAUNCH_OPTIONS, begin
+from nanovllm.kernels.dependent_launch import LAUNCH_OPTIONS, begin, wait
 from nanovllm.kernels.prefix_groups import find_prefix_groups
 from nanovllm.utils.context import QUERY_TILE, Context
 from nanovllm.utils.upload import upload
@@ -26,6 +26,8 @@ _SHORTEST_SPLIT = 256
 _MOST_SPLITS = 16
 # Queries (rows that share a split × the heads of a group) that one program attends together.
 _QUERIES_OF_GROUP = 64
+# Heads that a program merges, a warp for each.
+_HEADS_OF_MERGE = 4
 _LOG2_E = 1.4426950408889634
 
 
@@ -125,10 +127,10 @@ class TritonAttention:
 
     def attend(self, q, k, v, k_cache, v_cache, context: Context) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if context.num_decodes:
-            self._attend_decodes(q, k_cache, v_cache, context, out)
         if context.query_tiles is not None:
             self._attend_prompts(q, k_cache, v_cache, context, out)
+        if context.num_decodes:
+            self._attend_decodes(q, k_cache, v_cache, context, out)
         return out
 
     def _attend_decodes(self, q, k_cache, v_cache, context: Context, out) -> None:
@@ -139,8 +141,8 @@ class TritonAttention:
             plan.item_splits, plan.first_items, self._partial, self._log_sums, shape.head_dim**-0.5 * _LOG2_E,
             q.stride(0), context.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
             GROUP=group_size, PADDED_GROUP=max(16, triton.next_power_of_2(group_size)), HEAD_DIM=shape.head_dim,
-            WIDTH=self._width, BLOCK_SIZE=context.block_size, SPLIT=self._split, KEYS=64, num_warps=4, num_stages=2,
-            **LAUNCH_OPTIONS,
+            WIDTH=self._width, BLOCK_SIZE=context.block_size, SPLIT=self._split, KEYS=64,
+            IS_BESIDE_PROMPTS=context.query_tiles is not None, num_warps=4, num_stages=2, **LAUNCH_OPTIONS,
         )  # fmt: skip
         if plan.is_grouped:
             queries = max(16, triton.next_power_of_2(max(1, _QUERIES_OF_GROUP // group_size) * group_size))
@@ -152,10 +154,11 @@ class TritonAttention:
                 BLOCK_SIZE=context.block_size, SPLIT=self._split, KEYS=64, num_warps=4, num_stages=2,
             **LAUNCH_OPTIONS,
             )  # fmt: skip
-        _merge_kernel[(context.num_decodes, shape.num_heads)](
+        heads = min(_HEADS_OF_MERGE, triton.next_power_of_2(shape.num_heads))
+        _merge_kernel[(context.num_decodes, triton.cdiv(shape.num_heads, heads))](
             self._partial, self._log_sums, context.context_lens, plan.first_items, out, NUM_HEADS=shape.num_heads,
-            HEAD_DIM=shape.head_dim, WIDTH=self._width, SPLIT=self._split, MOST_SPLITS=self._most_splits, num_warps=1,
-            **LAUNCH_OPTIONS,
+            HEAD_DIM=shape.head_dim, WIDTH=self._width, SPLIT=self._split, MOST_SPLITS=self._most_splits, HEADS=heads,
+            num_warps=heads, **LAUNCH_OPTIONS,
         )  # fmt: skip
 
     def _attend_prompts(self, q, k_cache, v_cache, context: Context, out) -> None:
@@ -189,7 +192,7 @@ def _plan_kernel(
     begin()
     row = tl.arange(0, ROWS)
     is_row = row < num_rows
-    num_splits = tl.cdiv(tl.load(context_lens + row, is_row, 0), SPLIT)
+    num_splits = tl.cdiv(tl.maximum(tl.load(context_lens + row, is_row, 0), 0), SPLIT)
     tl.store(first_items + row, tl.cumsum(num_splits, 0) - num_splits, is_row)
     first_split = row * 0
     if IS_GROUPED:
@@ -219,10 +222,13 @@ def _decode_kernel(
     q, k_cache, v_cache, block_tables, context_lens, num_items, item_rows, item_splits, first_items, partial,
     log_sums, scale, q_stride, table_stride, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     PADDED_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    SPLIT: tl.constexpr, KEYS: tl.constexpr,
+    SPLIT: tl.constexpr, KEYS: tl.constexpr, IS_BESIDE_PROMPTS: tl.constexpr,
 ):  # fmt: skip
-    """A fixed number of programs share the list of splits × key/value heads; neighbours read neighbouring heads."""
-    begin()
+    """A fixed number of programs share the list of splits × key/value heads; neighbours read neighbouring heads.
+
+    After _prefill_kernel they need not wait, for it has waited for all they read: prompts compute, decodes read memory.
+    """
+    begin(WAITS=not IS_BESIDE_PROMPTS)
     member = tl.arange(0, PADDED_GROUP)
     column = tl.arange(0, WIDTH)
     is_column = column < HEAD_DIM
@@ -258,6 +264,8 @@ def _decode_kernel(
         place = (tl.load(first_items + row) + split).to(tl.int64) * NUM_HEADS + head
         tl.store(partial + place[:, None] * HEAD_DIM + column[None, :], summed / total[:, None], is_member)
         tl.store(log_sums + place, largest + tl.log2(total), member < GROUP)
+    if IS_BESIDE_PROMPTS and tl.program_id(0) == 0:
+        wait()  # so that this kernel's end is _prefill_kernel's too
 
 
 @triton.jit(do_not_specialize=["q_stride", "table_stride"])
@@ -298,25 +306,31 @@ def _grouped_kernel(
 @triton.jit
 def _merge_kernel(
     partial, log_sums, context_lens, first_items, out, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr, SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr,
+    WIDTH: tl.constexpr, SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """One program a row and head: its splits' results, weighed by their sums. A row without keys is 0."""
+    """One program a row and some heads: its splits' results, weighed by their sums.
+
+    A row without keys is 0; one of length −1 is no decode and is left alone.
+    """
     begin()
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     split = tl.arange(0, MOST_SPLITS)
     column = tl.arange(0, WIDTH)
+    length = tl.load(context_lens + row)
+    num_splits = tl.cdiv(tl.maximum(length, 0), SPLIT)
+    is_read = (split < num_splits)[None, :] & (head < NUM_HEADS)[:, None]
+    place = (tl.load(first_items + row) + split).to(tl.int64)[None, :] * NUM_HEADS + head[:, None]
+    log_sum = tl.load(log_sums + place, is_read, float("-inf"))
+    weight = tl.where(is_read, tl.exp2(log_sum - tl.max(log_sum, 1)[:, None]), 0.0)
     is_column = column < HEAD_DIM
-    num_splits = tl.cdiv(tl.load(context_lens + row), SPLIT)
-    is_split = split < num_splits
-    place = (tl.load(first_items + row) + split).to(tl.int64) * NUM_HEADS + head
-    log_sum = tl.load(log_sums + place, is_split, float("-inf"))
-    weight = tl.where(is_split, tl.exp2(log_sum - tl.max(log_sum, 0)), 0.0)
-    is_read = is_split[:, None] & is_column[None, :]
-    results = tl.load(partial + place[:, None] * HEAD_DIM + column[None, :], is_read, 0.0)
-    merged = tl.sum(weight[:, None] * results, 0) / tl.sum(weight, 0)
+    is_number = is_read[:, :, None] & is_column[None, None, :]
+    results = tl.load(partial + place[:, :, None] * HEAD_DIM + column[None, None, :], is_number, 0.0)
+    merged = tl.sum(weight[:, :, None] * results, 1) / tl.sum(weight, 1)[:, None]
     merged = tl.where(num_splits > 0, merged, 0.0)
-    tl.store(out + (row * NUM_HEADS + head) * HEAD_DIM + column, merged, is_column)
+    if length >= 0:
+        is_written = (head < NUM_HEADS)[:, None] & is_column[None, :]
+        tl.store(out + (row * NUM_HEADS + head[:, None]) * HEAD_DIM + column[None, :], merged, is_written)
 
 
 @triton.jit
@@ -354,7 +368,8 @@ def _prefill_kernel(
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of a sequence's queries and a head."""
-    begin()
+    wait()  # first, as the kernel after this relies on it
+    begin(WAITS=False)
     head = tl.program_id(1)
     tile = query_tiles + tl.program_id(0) * 4
     num_queries = tl.load(tile + 1)

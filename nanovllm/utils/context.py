@@ -19,7 +19,8 @@ class Context:
         cu_seqlens_k: int32 [num_seqs + 1], the same over each sequence's keys, old and new; None if all are decodes.
         max_seqlen_q, max_seqlen_k: the longest of each, or more.
         slot_mapping: int64 [num_tokens], block × block_size + offset to write each token's keys to.
-        context_lens: int32 [num_seqs], keys of each sequence, new ones included.
+        context_lens: int32 [num_seqs], keys of each sequence, new ones included; in a captured step with prompts −1 for
+            those that are no decodes.
         block_tables: int32 [num_seqs, max_blocks], padded with 0.
         block_size: tokens in a block.
         num_decodes: leading sequences that have a single query each.
