@@ -20,6 +20,7 @@ SCHEDULER = "engine/scheduler.py"
 ENGINE = "engine/llm_engine.py"
 BATCH = "engine/batch.py"
 RUNNER = "engine/model_runner.py"
+STEP_INPUTS = "engine/step_inputs.py"
 SAMPLER = "layers/sampler.py"
 LINEAR = "layers/linear.py"
 SDPA = "kernels/sdpa_attention.py"
@@ -397,15 +398,15 @@ MUTANTS = [
     Mutant(
         "positions of a chunk begin at 0",
         BATCH,
-        "positions = np.arange(cu_seqlens_q[-1]) + (starts - cu_seqlens_q[:-1])[row]",
-        "positions = np.arange(cu_seqlens_q[-1]) - cu_seqlens_q[:-1][row]",
+        "positions = np.arange(ends[-1]) + (context_lens - ends)[row]",
+        "positions = np.arange(ends[-1]) - (ends - num_new_tokens)[row]",
         ("test_batch.py::test_the_attention_of_a_chunk_ends_at_the_chunk",),
     ),
     Mutant(
         "a sequence samples from its neighbour's first token",
         BATCH,
-        "cu_seqlens_q[1:][samples] - 1",
-        "cu_seqlens_q[1:][samples]",
+        "ends[samples] - 1",
+        "ends[samples] - num_new_tokens[samples]",
         ("test_batch.py::test_prompts_of_three_and_four_tokens_begin_at_0_3_and_7",),
     ),
     Mutant(
@@ -418,8 +419,8 @@ MUTANTS = [
     Mutant(
         "decodes behind a chunk are taken for leading ones",
         BATCH,
-        "num_decodes = int(is_longer[0]) if len(is_longer) else num_seqs",
-        "num_decodes = num_seqs - len(is_longer)",
+        "int(is_longer[0]) if len(is_longer) else len(work)",
+        "len(work) - len(is_longer)",
         (
             "test_batch.py::test_every_batch_of_a_random_run_is_what_plain_loops_make",
             "test_attention.py::test_build_batch_describes_the_step_that_the_formula_means",
@@ -428,8 +429,8 @@ MUTANTS = [
     Mutant(
         "a decode's keys make a prompt look cached",
         BATCH,
-        "has_cached_keys=bool(starts[num_decodes:].any())",
-        "has_cached_keys=bool(starts.any())",
+        "has_cached_keys=bool((context_lens > num_new_tokens)[num_decodes:].any())",
+        "has_cached_keys=bool((context_lens > num_new_tokens).any())",
         ("test_batch.py::test_every_batch_of_a_random_run_is_what_plain_loops_make",),
     ),
     # The device's own state
@@ -643,6 +644,36 @@ MUTANTS = [
         "tril(num_before)",
         ("test_attention.py::test_long_prompts_and_chunks_of_them",),
     ),
+    # Captured steps with prompts
+    *(
+        Mutant(
+            what,
+            STEP_INPUTS,
+            old,
+            new,
+            ("test_step_inputs.py::test_padded_steps_give_the_tokens_of_eager_ones[False]",),
+        )
+        for what, old, new in (
+            ("padding tokens write their keys over others", '"slot_mapping": tokens - 1', '"slot_mapping": tokens'),
+            ("padding rows leave their token to a sequence", "rows + padding_slot", "rows"),
+            ("a prompt counts as a decode without keys", "np.full(most_seqs, -1", "np.full(most_seqs, 0"),
+            ("a step sees what the one before had more of", "padding.copy() for", "padding for"),
+        )
+    ),
+    Mutant(
+        "a step with more prompts than tiles is taken for a captured one",
+        STEP_INPUTS,
+        " or num_tiles > self._most_tiles",
+        "",
+        ("test_step_inputs.py::test_a_step_takes_the_next_larger_size",),
+    ),
+    Mutant(
+        "trying a step leaves its padding behind",
+        STEP_INPUTS,
+        "            self._buffer.copy_(inputs)",
+        "            pass",
+        ("test_step_inputs.py::test_a_parked_step_comes_back",),
+    ),
     # Triton kernels, in the interpreter
     Mutant(
         "a padding row of a captured step is NaN",
@@ -664,15 +695,15 @@ MUTANTS = [
     Mutant(
         "splits are merged as if all were of one weight",
         TRITON,
-        "weight = tl.where(is_split, tl.exp2(log_sum - tl.max(log_sum, 0)), 0.0)",
-        "weight = tl.where(is_split, 1.0, 0.0)",
+        "weight = tl.where(is_read, tl.exp2(log_sum - tl.max(log_sum, 1)[:, None]), 0.0)",
+        "weight = tl.where(is_read, 1.0, 0.0)",
         ("test_triton_kernels.py::test_splits_grow_with_the_longest_sequence_but_results_do_not_change",),
     ),
     Mutant(
         "queries see keys of the future up to the next tile",
         TRITON,
-        "tile * QUERIES + 1) // KEYS * KEYS",
-        "tile * QUERIES + KEYS) // KEYS * KEYS",
+        "(first_position + 1) // KEYS * KEYS",
+        "(first_position + KEYS) // KEYS * KEYS",
         (
             "test_attention.py::test_a_prompt_in_chunks_attends_as_in_one_piece[triton]",
             "test_attention.py::test_sequences_may_share_blocks[triton]",
@@ -681,8 +712,8 @@ MUTANTS = [
     Mutant(
         "keys are stored as values",
         FUSED,
-        "first + (NUM_NORMED + value_head)",
-        "first + (NUM_NORMED - NUM_KV_HEADS + value_head)",
+        "value_head * HEAD_DIM, values, is_head",
+        "value_head * HEAD_DIM, rotated, is_head",
         ("test_triton_kernels.py::test_queries_and_keys_are_normed_rotated_and_stored_as_by_the_layers",),
     ),
     Mutant(

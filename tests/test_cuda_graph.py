@@ -76,10 +76,20 @@ def test_a_step_beside_decodes_is_as_large_as_its_arithmetic_allows(hidden_size,
     )
     runner = ModelRunner.__new__(ModelRunner)
     runner.model = SimpleNamespace(model=SimpleNamespace(layers=layers))
+    runner._captures_prompts = False
     found = runner._most_tokens_beside_decodes()
     num_weights = 12 * hidden_size**2 * num_layers
     assert found % 256 == 0 and (found == 512 or 0 <= 12e12 / (2 * num_weights) - found < 256)
     assert found == num_tokens
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "num_tokens"), [(64, 49_152), (1024, 3072), (4096, 768), (5120, 512), (8192, 512)]
+)
+def test_a_captured_step_beside_decodes_fills_its_matrix_products(hidden_size, num_tokens):
+    runner = ModelRunner.__new__(ModelRunner)
+    runner.model_config, runner._captures_prompts = SimpleNamespace(hidden_size=hidden_size), True
+    assert runner._most_tokens_beside_decodes() == num_tokens
 
 
 def test_a_failed_start_keeps_nothing(monkeypatch):

@@ -33,8 +33,8 @@ _USEFUL_CPU_TOKENS = 2048
 # Arithmetic of an eager step that decodes beside prompts: enough to keep a fast GPU busy while the host launches the
 # next.
 _FLOP_BESIDE_DECODES = 12e12
-# Tokens × hidden size ÷ ranks of a captured one: enough that its matrix products fill the GPU.
-_TOKEN_WIDTH_BESIDE_DECODES = 640 * 4096
+# Tokens × hidden size of a captured one: enough that its matrix products fill the GPU.
+_TOKEN_WIDTH_BESIDE_DECODES = 768 * 4096
 _FEWEST_TOKENS_BESIDE_DECODES = 512  # matrix products of fewer rows waste a GPU
 _LONGEST_DEFAULT_MODEL_LEN = 32768
 
@@ -324,10 +324,10 @@ class ModelRunner(Runner):
 
     def _most_tokens_beside_decodes(self) -> int:
         if self._captures_prompts:
-            num_tokens = _TOKEN_WIDTH_BESIDE_DECODES * self._parallel.size // self.model_config.hidden_size
-            return max(num_tokens // 128 * 128, _FEWEST_TOKENS_BESIDE_DECODES)
-        num_weights = sum(weight.numel() for weight in self.model.model.layers.parameters())
-        num_tokens = int(_FLOP_BESIDE_DECODES / (2 * num_weights))
+            num_tokens = _TOKEN_WIDTH_BESIDE_DECODES // self.model_config.hidden_size
+        else:
+            num_weights = sum(weight.numel() for weight in self.model.model.layers.parameters())
+            num_tokens = int(_FLOP_BESIDE_DECODES / (2 * num_weights))
         # A multiple of what fills the tiles of a matrix product.
         return max(num_tokens // 256 * 256, _FEWEST_TOKENS_BESIDE_DECODES)
 

@@ -1,0 +1,117 @@
+"""Captured steps that hold prompts: their padding, on a CPU with the kernels interpreted and no graph to replay.
+
+The graphs themselves: test_gpu_engine.py.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+from model_factory import save_model
+from test_batch import sampling, scheduled
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.cuda_graph import StepSize
+from nanovllm.engine.step_inputs import StepInputs, quarters
+
+CPU = torch.device("cpu")
+
+
+def make_inputs(most_tokens: int = 256, most_seqs: int = 8) -> StepInputs:
+    return StepInputs(most_tokens, most_seqs, 20, 16, most_seqs, CPU)
+
+
+def work_of(*parts: tuple[int, int]) -> list:
+    """(new tokens, tokens before them) of each sequence, all of which sample."""
+    sequences = (
+        scheduled(list(range(num_new + before)), list(range(20)), slot=slot)
+        for slot, (num_new, before) in enumerate(parts)
+    )
+    return [(sampling(seq), num_new, True) for seq, (num_new, _) in zip(sequences, parts, strict=True)]
+
+
+@pytest.mark.parametrize("largest", [1, 5, 16, 63, 64, 100, 256, 768, 3072])
+def test_sizes_are_few_and_reach_the_largest(largest):
+    sizes = quarters(largest)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == largest and len(sizes) <= 4
+    assert all(size % 16 == 0 for size in sizes[:-1]) and sizes[0] <= largest // 4 + 16
+
+
+def test_a_step_takes_the_next_larger_size():
+    inputs = make_inputs()
+    assert inputs.size(work_of((1, 9), (30, 0)), False) == StepSize(8, False, 64)
+    assert inputs.size(work_of((1, 9), (63, 0)), True) == StepSize(8, True, 64)
+    assert inputs.size(work_of((1, 9), (64, 0)), False) == StepSize(8, False, 128)
+    assert inputs.size(work_of((256, 0)), False) == StepSize(8, False, 256)
+    assert inputs.size(work_of((1, 9), (256, 0)), False) is None
+    # 4 tiles of 64 queries and 8 prompts of 32 tokens; a prompt of fewer tokens takes a tile as well.
+    many = make_inputs(most_seqs=64)
+    assert many.size(work_of(*[(2, 0)] * 13), False) == StepSize(16, False, 64)
+    assert many.size(work_of(*[(2, 0)] * 14), False) is None
+
+
+def test_a_parked_step_comes_back():
+    inputs = make_inputs()
+    work = work_of((1, 9), (30, 2))
+    inputs.send(work)
+    size = inputs.size(work, False)
+    batch = inputs.batch(size)
+    tensors = [batch.token_ids, batch.context.context_lens, batch.sampled_slots, batch.context.query_tiles]
+    before = [tensor.clone() for tensor in tensors]
+    with inputs.parked():
+        token_ids, context_lens, slots, tiles = tensors
+        assert not token_ids.any() and not tiles.any() and (context_lens == -1).all() and (slots == 8).all()
+    assert all(torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True))
+
+
+class Uncaptured:
+    """In place of CudaGraphs: runs each step of a size as it would be captured, and counts them."""
+
+    def __init__(self, runner):
+        self.runner, self.sizes = runner, Counter()
+
+    def padded_size(self, num_rows: int) -> int:
+        return min(num_rows + 2, self.runner.state.padding_slot)
+
+    def replay(self, size: StepSize):
+        self.sizes[size] += 1
+        return self.runner._captured_step(size)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_padded_steps_give_the_tokens_of_eager_ones(tmp_path, monkeypatch, overlap):
+    """Chunks, hits, tokens in flight, preemption, shared prefixes, rows that sample and rows that do not."""
+    monkeypatch.setattr("nanovllm.kernels.triton_attention._SHORTEST_SPLIT", 16)
+    save_model(tmp_path, seed=3, num_hidden_layers=1)
+    prefix = [7 * i % 50 for i in range(20)]
+    prompts = [[*prefix, i, 2 * i] for i in range(2)]  # the first to run, as they are to generate most
+    prompts += [[i * j % 40 for j in range(1, length)] for i, length in enumerate((13, 36, 3), 1)]
+    params = [
+        SamplingParams(temperature=i % 3 / 2, seed=i, max_tokens=16 - i, ignore_eos=True, top_k=5 * (i % 4 == 1))
+        for i in range(len(prompts))
+    ]
+    options = {
+        "device": "cpu", "kvcache_block_size": 16, "max_num_batched_tokens": 32, "max_model_len": 64,
+        "max_num_seqs": 5, "num_kvcache_blocks": 6, "overlap": overlap, "attention_backend": "triton",
+    }  # fmt: skip
+
+    def tokens(is_captured: bool) -> tuple[list[list[int]], Counter]:
+        with LLM(str(tmp_path), **options) as llm:
+            runner = llm.engine.runner
+            graphs = Uncaptured(runner)
+            runner.backend._num_programs = 2  # few, for the interpreter runs one after the other
+            if is_captured:
+                runner.graphs = graphs
+                runner.inputs = StepInputs(32, 5, 4, 16, runner.state.padding_slot, CPU)
+                runner.kv_cache.fill_(float("nan"))  # of which padding must not read
+            found = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+            found += [output.token_ids for output in llm.generate(prompts[:1], params[-1:], use_tqdm=False)]
+            assert llm.metrics()["num_preemptions"] > 0
+        return found, graphs.sizes
+
+    expected, _ = tokens(False)
+    found, sizes = tokens(True)
+    assert found == expected
+    with_prompts = [size for size in sizes if size.num_tokens]
+    assert {size.num_tokens for size in with_prompts} == {16, 32}
+    assert {size.is_grouped for size in with_prompts} == {True, False}
