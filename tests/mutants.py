@@ -651,13 +651,13 @@ MUTANTS = [
             STEP_INPUTS,
             old,
             new,
-            ("test_step_inputs.py::test_padded_steps_give_the_tokens_of_eager_ones[False]",),
+            (f"test_step_inputs.py::test_padded_steps_give_the_tokens_of_eager_ones[{overlap}]",),
         )
-        for what, old, new in (
-            ("padding tokens write their keys over others", '"slot_mapping": tokens - 1', '"slot_mapping": tokens'),
-            ("padding rows leave their token to a sequence", "rows + padding_slot", "rows"),
-            ("a prompt counts as a decode without keys", "np.full(most_seqs, -1", "np.full(most_seqs, 0"),
-            ("a step sees what the one before had more of", "padding.copy() for", "padding for"),
+        for what, overlap, old, new in (
+            ("padding tokens write over keys", False, '"slot_mapping": tokens - 1', '"slot_mapping": tokens'),
+            ("padding rows leave their token to a sequence", True, "rows + padding_slot", "rows"),
+            ("a prompt counts as a decode without keys", False, "np.full(most_seqs, -1", "np.full(most_seqs, 0"),
+            ("a step sees what the one before had more of", False, "padding.copy() for", "padding for"),
         )
     ),
     Mutant(

@@ -13,6 +13,7 @@ import select
 import socket
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -162,6 +163,12 @@ def _run(inbox: Iterator, reply: Any) -> None:
     reply([1, [{**vars(info), "eos_token_ids": sorted(info.eos_token_ids)}, runner.memory()]])
     Worker(config, runner, rank).follow(inbox, reply)
     runner.close()
+    # Rank 0, which holds the store, goes last: NCCL's threads complain of a store that is gone before them.
+    if rank > 0:
+        store.set(f"rank {rank} leaves", "")
+    else:
+        with contextlib.suppress(RuntimeError):
+            store.wait([f"rank {other} leaves" for other in range(1, size)], timedelta(seconds=5))
     os._exit(0)  # the driver waits; taking the interpreter down would take another second
 
 
