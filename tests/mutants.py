@@ -17,6 +17,7 @@ class Mutant(NamedTuple):
 
 BLOCK_MANAGER = "engine/block_manager.py"
 SCHEDULER = "engine/scheduler.py"
+WAITING_QUEUE = "engine/waiting_queue.py"
 ENGINE = "engine/llm_engine.py"
 BATCH = "engine/batch.py"
 RUNNER = "engine/model_runner.py"
@@ -199,7 +200,7 @@ MUTANTS = [
     ),
     Mutant(
         "preempted sequences come back newest first",
-        SCHEDULER,
+        WAITING_QUEUE,
         "self._returned.appendleft(seq)",
         "self._returned.append(seq)",
         ("test_scheduler.py::test_the_newest_is_preempted_and_the_oldest_comes_back_first",),
@@ -269,42 +270,42 @@ MUTANTS = [
     ),
     Mutant(
         "sharers are not admitted together",
-        SCHEDULER,
+        WAITING_QUEUE,
         "seq.seq_id if prefix_key is None else self._open_groups.setdefault(prefix_key, seq.seq_id)",
         "seq.seq_id",
         ("test_scheduler.py::test_prompts_that_share_a_prefix_are_admitted_together",),
     ),
     Mutant(
         "a group that is being served takes newcomers for ever",
-        SCHEDULER,
+        WAITING_QUEUE,
         "            self._close(self._served_group)\n",
         "            pass\n",
         ("test_scheduler.py::test_newcomers_with_a_popular_prefix_cannot_keep_others_waiting",),
     ),
     Mutant(
         "the shortest completions are served first",
-        SCHEDULER,
+        WAITING_QUEUE,
         "rank = seq.num_prompt_tokens - seq.max_length",
         "rank = seq.max_length - seq.num_prompt_tokens",
         ("test_scheduler.py::test_the_longest_completion_is_admitted_first_and_ties_go_by_arrival",),
     ),
     Mutant(
         "a longer newcomer splits the group that is being served",
-        SCHEDULER,
+        WAITING_QUEUE,
         "self._served_group if self._served_group in self._groups else self._order[0][2]",
         "self._order[0][2]",
         ("test_scheduler.py::test_a_group_that_is_served_takes_no_more_members_and_no_longer_newcomer_splits_it",),
     ),
     Mutant(
         "who left the queue still stands in its order",
-        SCHEDULER,
+        WAITING_QUEUE,
         "        self._drop_departed(self._order)\n",
         "",
         ("test_scheduler.py::test_whoever_leaves_the_queue_leaves_the_others_in_order",),
     ),
     Mutant(
         "who left the queue still stands in its group",
-        SCHEDULER,
+        WAITING_QUEUE,
         "self._drop_departed(self._groups[group_id])",
         "pass",
         ("test_scheduler.py::test_whoever_leaves_the_queue_leaves_the_others_in_order",),

@@ -10,8 +10,8 @@ from fake_runner import expected_completion, make_engine, run_to_end
 from host_cost import microseconds_per_sequence
 
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.scheduler import WaitingQueue
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.waiting_queue import WaitingQueue
 from nanovllm.sampling_params import SamplingParams
 
 both_depths = pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])

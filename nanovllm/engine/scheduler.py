@@ -4,13 +4,11 @@ There is one rule: a step moves each sequence's `num_computed_tokens` towards it
 of a long prompt, decode, and coming back after preemption are that rule with other numbers.
 """
 
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.waiting_queue import WaitingQueue
 
 # One sequence's share of a step: (sequence, number of new tokens, whether it samples a token afterwards).
 # `sequence.num_computed_tokens` already counts the new tokens.
@@ -25,80 +23,6 @@ class SchedulerStats:
     num_cached_prompt_tokens: int = 0
     num_preemptions: int = 0
     finish_reasons: dict[str, int] = field(default_factory=dict)
-
-
-class WaitingQueue:
-    """Preempted sequences, then those with most tokens to generate, then first come, first served.
-
-    The longest go first so that a run does not end with a few of them decoding alone (the LPT rule: Graham, 1969).
-    Sequences that share their first block stand where the longest of them stands. A group that has begun to be
-    served is served to its end and takes no more members. Nobody waits for one request here, so none is kept from
-    waiting while longer ones keep coming.
-    """
-
-    def __init__(self):
-        self._returned: deque[Sequence] = deque()  # preempted, oldest first
-        # Heaps of (− most tokens to generate, id, sequence or group). Entries of sequences that have left are dropped
-        # when they come to the top. A group is named by the id of its first member.
-        self._groups: dict[int, list[tuple[int, int, Sequence]]] = {}
-        self._order: list[tuple[int, int, int]] = []
-        self._group_of: dict[int, int] = {}  # member -> group
-        self._open_groups: dict[int, int] = {}  # prefix key -> group that still takes members
-        self._key_of: dict[int, int] = {}  # such a group -> its prefix key
-        self._served_group: int | None = None
-
-    def push(self, seq: Sequence, prefix_key: int | None) -> None:
-        group_id = seq.seq_id if prefix_key is None else self._open_groups.setdefault(prefix_key, seq.seq_id)
-        if prefix_key is not None:
-            self._key_of[group_id] = prefix_key
-        rank = seq.num_prompt_tokens - seq.max_length
-        heappush(self._groups.setdefault(group_id, []), (rank, seq.seq_id, seq))
-        heappush(self._order, (rank, seq.seq_id, group_id))
-        self._group_of[seq.seq_id] = group_id
-
-    def push_front(self, seq: Sequence) -> None:
-        self._returned.appendleft(seq)
-
-    def peek(self) -> Sequence:
-        if self._returned:
-            return self._returned[0]
-        group_id = self._served_group if self._served_group in self._groups else self._order[0][2]
-        return self._groups[group_id][0][2]
-
-    def pop(self) -> Sequence:
-        seq = self.peek()
-        if not self._returned:
-            self._served_group = self._group_of[seq.seq_id]
-            self._close(self._served_group)
-        self.remove(seq)
-        return seq
-
-    def remove(self, seq: Sequence) -> None:
-        group_id = self._group_of.pop(seq.seq_id, None)
-        if group_id is None:
-            self._returned.remove(seq)
-            return
-        self._drop_departed(self._order)
-        self._drop_departed(self._groups[group_id])
-        if not self._groups[group_id]:
-            del self._groups[group_id]
-            self._close(group_id)
-
-    def _drop_departed(self, heap: list) -> None:
-        while heap and heap[0][1] not in self._group_of:
-            heappop(heap)
-
-    def _close(self, group_id: int) -> None:
-        if group_id in self._key_of:
-            del self._open_groups[self._key_of.pop(group_id)]
-
-    def __iter__(self) -> Iterator[Sequence]:
-        yield from self._returned
-        for group in self._groups.values():
-            yield from (seq for _, seq_id, seq in group if seq_id in self._group_of)
-
-    def __len__(self) -> int:
-        return len(self._returned) + len(self._group_of)
 
 
 class Scheduler:
