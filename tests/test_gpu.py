@@ -45,11 +45,12 @@ MIXED = [
 
 def on_gpu(case: Case) -> Case:
     """The case on the GPU, its context completed as build_batch does it."""
-    tensors = {name: value.to(GPU) for name, value in vars(case.context).items() if isinstance(value, torch.Tensor)}
     num_seqs = len(case.num_new)
     num_decodes = next((row for row, num_new in enumerate(case.num_new) if num_new > 1), num_seqs)
+    context = replace(case.context, query_tiles=tiles(case.num_new, list(map(len, case.keys)), num_decodes))
+    tensors = {name: value.to(GPU) for name, value in vars(context).items() if isinstance(value, torch.Tensor)}
     has_cached_keys = any(len(case.keys[row]) > case.num_new[row] for row in range(num_decodes, num_seqs))
-    context = replace(case.context, **tensors, num_decodes=num_decodes, has_cached_keys=has_cached_keys)
+    context = replace(context, **tensors, num_decodes=num_decodes, has_cached_keys=has_cached_keys)
     sequences = ([tensor.to(GPU) for tensor in whole] for whole in (case.queries, case.keys, case.values))
     return Case(*sequences, case.num_new, case.k_cache.to(GPU), case.v_cache.to(GPU), context)
 
@@ -73,7 +74,6 @@ def part(case: Case, rows: list[int]) -> Case:
         slot_mapping=torch.cat([old.slot_mapping[ends[row] - case.num_new[row] : ends[row]] for row in rows]),
         context_lens=old.context_lens[rows],
         block_tables=old.block_tables[rows],
-        query_tiles=tiles(num_new, lengths, old.num_decodes),
     )
     return on_gpu(Case(*sequences, num_new, case.k_cache, case.v_cache, context))
 
