@@ -32,7 +32,7 @@ class Config:
         kvcache_block_size: tokens in a block of the KV cache; None is the backend's own choice.
         num_kvcache_blocks: blocks in the KV cache; None is as many as fit.
         tensor_parallel_size: GPUs of this host that one model is split over (on a CPU: processes).
-        enforce_eager: never capture decode steps in CUDA graphs; starts sooner, runs slower.
+        enforce_eager: never capture steps in CUDA graphs; starts sooner, runs slower.
         overlap: let the device run one step ahead of the host.
         enable_prefix_caching: share the KV blocks of equal prompt beginnings.
         prefix_grouping: attend a shared prefix once for all decodes that share it, where the backend can (triton).

@@ -657,7 +657,7 @@ MUTANTS = [
         for what, overlap, old, new in (
             ("padding tokens write over keys", False, '"slot_mapping": tokens - 1', '"slot_mapping": tokens'),
             ("padding rows leave their token to a sequence", True, "rows + padding_slot", "rows"),
-            ("a prompt counts as a decode without keys", False, "np.full(most_seqs, -1", "np.full(most_seqs, 0"),
+            ("a prompt is taken for a decode", False, "context_lens[:num_decodes]", "context_lens"),
             ("a step sees what the one before had more of", False, "padding.copy() for", "padding for"),
         )
     ),
@@ -677,11 +677,11 @@ MUTANTS = [
     ),
     # Triton kernels, in the interpreter
     Mutant(
-        "a padding row of a captured step is NaN",
+        "a padding row writes over what a prompt attended",
         TRITON,
-        "merged = tl.where(num_splits > 0, merged, 0.0)",
-        "merged = merged + 0.0",
-        ("test_triton_kernels.py::test_a_padding_row_is_zero_and_changes_nothing",),
+        "if num_splits > 0:",
+        "if num_splits >= 0:",
+        ("test_triton_kernels.py::test_a_padding_row_is_skipped_and_changes_nothing",),
     ),
     Mutant(
         "a decode reads beyond its last key",
@@ -689,7 +689,7 @@ MUTANTS = [
         "last = tl.minimum(first + SPLIT, tl.load(context_lens + row))",
         "last = first + SPLIT",
         (
-            "test_triton_kernels.py::test_a_padding_row_is_zero_and_changes_nothing",
+            "test_triton_kernels.py::test_a_padding_row_is_skipped_and_changes_nothing",
             "test_triton_kernels.py::test_a_table_wider_than_needed_changes_nothing",
         ),
     ),

@@ -253,7 +253,6 @@ def test_padding_rows_change_nothing(backend, num_padding):
     q, k, v = (padded(case.new(x), 3.0) for x in (case.queries, case.keys, case.values))
     attention.store_kvcache(k, v, case.k_cache, case.v_cache, context.slot_mapping)
     out = attention.attend(q, k, v, case.k_cache, case.v_cache, context)
-    assert (out[len(lengths) :] == 0).all()
     assert_close_to_formula(case, out[: len(lengths)])
     if backend == "triton":
         assert torch.equal(out[: len(lengths)], expected)

@@ -349,6 +349,9 @@ def test_graphs_give_the_tokens_of_eager_steps_at_every_batch_size(prompts, para
             num_rows += size
             num_ties += judge.count_ties(requests, ours, [eager[row] for row in rows], f"{size} rows")
         assert llm.metrics()["max_batch_size"] == max_num_seqs
+        assert any(size.num_tokens for size in llm.engine.runner.graphs._captured), (
+            "steps with prompts are captured too"
+        )
     assert num_ties <= 0.01 * num_rows
 
 
@@ -469,6 +472,9 @@ def test_shared_prefixes_attended_once_change_no_token(enforce_eager, monkeypatc
         with demo(kvcache_block_size=64, **options) as llm:
             tokens.append([output.token_ids for output in generate(llm, prompts, params)])
             tokens.append([output.token_ids for output in generate(llm, prompts, params)])
+            if not enforce_eager:
+                captured = [size for size in llm.engine.runner.graphs._captured if size.num_tokens]
+                assert captured and any(size.is_grouped for size in captured) == prefix_grouping
         assert any(seen) == prefix_grouping, "or the test says nothing"
         seen.clear()
     # Random prompts have ties; float32 leaves few rows to them.

@@ -178,9 +178,12 @@ class DeviceState:
         )
 
 
-def build_batch(work: Work, block_size: int, device: torch.device) -> Batch:
-    """The Batch of `work`, which was just scheduled: `num_computed_tokens` is where each chunk ends."""
-    num_new_tokens, context_lens, num_decodes = lengths(work)
+def build_batch(work: Work, block_size: int, device: torch.device, is_grouped: bool = False) -> Batch:
+    """The Batch of `work`, which was just scheduled: `num_computed_tokens` is where each chunk ends.
+
+    is_grouped: whether its decodes are the rows of the backend's last `group_prefixes`.
+    """
+    num_new_tokens, context_lens, num_decodes = step_lengths(work)
     arrays = step_arrays(work, block_size) | {
         "context_lens": context_lens.astype(np.int32),
         "cu_seqlens_q": np.append(0, np.cumsum(num_new_tokens)).astype(np.int32),
@@ -201,6 +204,7 @@ def build_batch(work: Work, block_size: int, device: torch.device) -> Batch:
             block_tables=inputs["block_tables"],
             block_size=block_size,
             num_decodes=num_decodes,
+            is_grouped=is_grouped,
             query_tiles=inputs["query_tiles"] if num_decodes < len(work) else None,
             has_cached_keys=bool((context_lens > num_new_tokens)[num_decodes:].any()),
             seq_ids=[seq.seq_id for seq, _, _ in work],
@@ -211,7 +215,7 @@ def build_batch(work: Work, block_size: int, device: torch.device) -> Batch:
     )
 
 
-def lengths(work: Work) -> tuple[np.ndarray, np.ndarray, int]:
+def step_lengths(work: Work) -> tuple[np.ndarray, np.ndarray, int]:
     """New tokens and keys of each sequence, int64 [num_seqs], and how many leading ones have a single new token."""
     num_new_tokens = np.fromiter((num_new for _, num_new, _ in work), np.int64, len(work))
     context_lens = np.fromiter((seq.num_computed_tokens for seq, _, _ in work), np.int64, len(work))
@@ -221,7 +225,7 @@ def lengths(work: Work) -> tuple[np.ndarray, np.ndarray, int]:
 
 def step_arrays(work: Work, block_size: int) -> dict[str, np.ndarray]:
     """What every step with prompts sends to the device; see Batch, Context and SamplingBatch."""
-    num_new_tokens, context_lens, num_decodes = lengths(work)
+    num_new_tokens, context_lens, num_decodes = step_lengths(work)
     token_ids, in_flight_slots = _token_ids(work)
     block_tables = _block_tables(work)
     ends = np.cumsum(num_new_tokens)

@@ -1,4 +1,4 @@
-"""Captures the decode step once for each batch size and replays it, so that a step is one launch."""
+"""Captures steps once for each size and replays them, so that a step is one launch."""
 
 import bisect
 import logging
@@ -12,11 +12,13 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+_ADVICE = "lower gpu_memory_utilization or max_num_seqs, or use enforce_eager=True"
+
 
 class StepSize(NamedTuple):
     """What a captured step is made for.
 
-    num_sampled: rows that sample a token, which all decodes do.
+    num_sampled: rows that sample a token; of decodes alone all rows.
     is_grouped: whether shared prefixes are grouped.
     num_tokens: of a step that holds prompts, all tokens; 0 of decodes alone.
     """
@@ -34,7 +36,8 @@ def graph_sizes(largest: int) -> list[int]:
 
 @contextmanager
 def _few_rows() -> Iterator[None]:
-    """Matrix products come from cuBLASLt meanwhile, which chooses better kernels for few rows than cuBLAS.
+    """Matrix products come from cuBLASLt meanwhile, which chooses better kernels for few rows than cuBLAS, and none
+    worse for many.
 
     PyTorch knows this choice only for the process as a whole: another thread's products may come from there too.
     """
@@ -87,6 +90,13 @@ class CudaGraphs:
                 self._step(size)  # compiles kernels and loads libraries, which a capture may not
         finally:
             current.wait_stream(self._stream)
+        try:
+            self._record(size)
+        except torch.cuda.OutOfMemoryError:
+            torch.cuda.empty_cache()  # which the allocator does by itself, but not during a capture
+            self._record(size)
+
+    def _record(self, size: StepSize) -> None:
         with torch.cuda.stream(self._stream), _few_rows():
             graph = torch.cuda.CUDAGraph()
             # Not torch.cuda.graph(), which collects garbage and empties the cache each time. What might break a
@@ -111,10 +121,10 @@ class CudaGraphs:
             try:
                 self._capture(size)
             except torch.cuda.OutOfMemoryError:
-                if not self._is_alone:
-                    raise  # the others have begun the trial step
-                logger.warning("too little GPU memory to capture a step of %s; it is slower without", size)
-                self._captured[size] = None if size.num_tokens else self._captured[size._replace(is_grouped=False)]
+                if not self._is_alone:  # the others have begun the trial step
+                    raise torch.cuda.OutOfMemoryError(f"too little GPU memory to capture a {size}; {_ADVICE}") from None
+                logger.warning("too little GPU memory to capture a %s, which is slower without; %s", size, _ADVICE)
+                self._captured[size] = self._captured.get(size._replace(is_grouped=False))
         captured = self._captured[size]
         if captured is None:
             return None

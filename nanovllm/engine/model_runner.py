@@ -4,13 +4,12 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch, DeviceState, build_batch, special_rows
+from nanovllm.engine.batch import Batch, DeviceState, build_batch, special_rows, step_lengths
 from nanovllm.engine.cuda_graph import CudaGraphs, StepSize, graph_sizes
 from nanovllm.engine.kv_cache import MemoryUse, free_bytes, num_kvcache_blocks
 from nanovllm.engine.runner import Runner, RunnerInfo
@@ -131,7 +130,7 @@ class ModelRunner(Runner):
             load_weights(self.model, directory)
         self._pack_weights()
         blocks_of_longest = -(-self.max_model_len // self.block_size)
-        self._groups_prefixes, self._is_grouped = config.prefix_grouping, False
+        self._groups_prefixes, self._is_grouped, self.max_num_seqs = config.prefix_grouping, False, config.max_num_seqs
         self.state = DeviceState(config.max_num_seqs, blocks_of_longest, self.block_size, self.device)
         is_captured = self._is_gpu and self.backend.can_be_captured and not config.enforce_eager
         self._captures_prompts = is_captured and self.backend.can_capture_prompts
@@ -172,16 +171,14 @@ class ModelRunner(Runner):
             return StepResult(tokens)
 
     def _step_with_prompts(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.graphs and self.inputs:
-            decodes = list(takewhile(lambda item: item[1] == 1, work))
-            is_grouped = self._groups_prefixes and self._group_prefixes(decodes, self.state.padding_slot)
-            size = self.inputs.size(work, is_grouped)
-            if size is not None:
-                self.inputs.send(work)
-                outputs = self.graphs.replay(size)
-                if outputs is not None:
-                    return outputs[0][: sum(samples for _, _, samples in work)], outputs[1]
-        return self.step(build_batch(work, self.block_size, self.device))
+        _, _, num_decodes = step_lengths(work)
+        is_grouped = self._groups_prefixes and self._group_prefixes(work[:num_decodes], self.max_num_seqs)
+        size = self.inputs.send(work, is_grouped) if self.graphs and self.inputs else None
+        outputs = None if size is None else self.graphs.replay(size)
+        if outputs is None:
+            return self.step(build_batch(work, self.block_size, self.device, is_grouped))
+        tokens, hidden_states = outputs
+        return tokens[: sum(samples for _, _, samples in work)], hidden_states
 
     def step(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Embeds, runs the layers, projects the rows that sample, and samples.
@@ -192,6 +189,7 @@ class ModelRunner(Runner):
         batch.context.plan = self.backend.plan(batch.context)
         token_ids, slots = batch.token_ids, batch.in_flight_slots
         if slots is not None:
+            # Slot −1 is the last one, that of padding; what it holds is not used.
             token_ids = torch.where(slots < 0, token_ids, self.state.last_token_ids[slots])
         hidden_states = self.model(token_ids, batch.positions, self.kv_cache, batch.context)
         if batch.sampled_rows is not None:
@@ -282,6 +280,8 @@ class ModelRunner(Runner):
         work = []
         for slot in range(num_seqs):
             num_new_tokens = num_tokens // num_seqs + (slot < num_tokens % num_seqs)
+            if slot == 0 and num_seqs > 1:
+                num_new_tokens = 1  # a decode, so that its kernels are compiled beside prompts as well
             seq = Sequence(slot, [0] * num_new_tokens, params, self.max_model_len)
             # All over each other, for the results are thrown away.
             seq.block_table = [0] * -(-num_new_tokens // self.block_size)
@@ -293,11 +293,12 @@ class ModelRunner(Runner):
         torch.cuda.empty_cache()
         # What libraries and kernels took by the way stays taken.
         free = min(free, torch.cuda.mem_get_info(device)[0])
-        # Kernels' code, what captured steps keep, and the logits of the largest one, once tried and once captured.
+        # Kernels' code, what captured steps keep, and the largest one's logits and activations, once tried and once
+        # captured.
         logits_bytes = config.max_num_seqs * self.vocab_size * self.dtype.itemsize
         graphs = 0 if config.enforce_eager else _GIB // 2 + 2 * logits_bytes
         if self.inputs:
-            graphs += activations * self.inputs.token_sizes[-1] // num_tokens
+            graphs += 2 * activations * self.inputs.token_sizes[-1] // num_tokens
         return MemoryUse(total, free_at_start, free, activations, graphs)
 
     def _check_memory_left(self) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from nanovllm.engine.batch import Batch, lengths, step_arrays
+from nanovllm.engine.batch import Batch, step_arrays, step_lengths
 from nanovllm.engine.cuda_graph import StepSize
 from nanovllm.engine.scheduler import Work
 from nanovllm.layers.sampler import SamplingBatch
@@ -18,12 +18,12 @@ from nanovllm.utils.upload import upload, upload_size
 class StepInputs:
     """What `step_arrays` gives, for steps of up to `most_tokens` tokens of `most_seqs` sequences.
 
-    Padding tokens have no slot in the cache, padding tiles no queries, and what a padding
-    row samples goes to `padding_slot`. A captured step takes every sequence for a decode; those that are none have a
-    length of −1.
+    Padding tokens have no slot in the cache, padding tiles no queries, sequences that are no decodes no keys as such,
+    and what a padding row samples goes to `padding_slot`.
 
     Args:
         max_num_blocks: of a sequence.
+        padding_slot: the DeviceState's.
     """
 
     def __init__(
@@ -36,51 +36,55 @@ class StepInputs:
         device: torch.device,
     ):
         self.token_sizes = quarters(most_tokens)
-        self.sampled_sizes = quarters(most_seqs)
+        # A chunk in the middle of a prompt samples nothing.
+        self.sampled_sizes = sorted({min(16, most_seqs), *quarters(most_seqs)})
         self._block_size, self._device = block_size, device
-        self._most_tiles = most_tokens // QUERY_TILE + most_tokens // 32 + 1  # prompts of 32 tokens and longer ones
-        tokens, rows = np.zeros(self.token_sizes[-1], np.int64), np.zeros(self.sampled_sizes[-1], np.int64)
+        # Prompts of 32 tokens and longer ones; every tile costs a program a head, whether it is used or not.
+        self._most_tiles = most_tokens // QUERY_TILE + min(most_seqs, most_tokens // 32 + 1)
+        tokens, rows = np.zeros(most_tokens, np.int64), np.zeros(most_seqs, np.int64)
         self._padding = {
             "token_ids": tokens,
             "in_flight_slots": tokens - 1,
             "positions": tokens,
             "slot_mapping": tokens - 1,
-            "block_tables": np.zeros((most_seqs, max_num_blocks), np.int32),
             "query_tiles": np.zeros((self._most_tiles, 4), np.int32),
             "sampled_rows": rows,
             "sampled_slots": rows + padding_slot,
             "temperatures": rows.astype(np.float32),
             "seeds": rows,
             "sampled_positions": rows,
-            "context_lens": np.full(most_seqs, -1, np.int32),
+            "context_lens": np.zeros(most_seqs, np.int32),
+            # The last and by far the largest, of which only the rows of a step's sequences are sent.
+            "block_tables": np.zeros((most_seqs, max_num_blocks), np.int32),
         }
-        self._buffer = torch.empty(upload_size(list(self._padding.values())), dtype=torch.uint8, device=device)
-        self._send(self._padding)
+        self._buffer = torch.zeros(upload_size(list(self._padding.values())), dtype=torch.uint8, device=device)
+        self._inputs = self._send(self._padding)
 
-    def _send(self, arrays: dict[str, np.ndarray]) -> None:
-        """The arrays are as large as the padding, so that each comes to lie where it was before."""
-        self._inputs = dict(zip(arrays, upload(list(arrays.values()), self._device, self._buffer), strict=True))
+    def _send(self, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        """The arrays are as large as the padding, but for the last, so that each comes to lie where it was before."""
+        return dict(zip(arrays, upload(list(arrays.values()), self._device, self._buffer), strict=True))
 
-    def size(self, work: Work, is_grouped: bool) -> StepSize | None:
-        """Which captured step `work` fits into; None if there is none so large."""
-        num_new_tokens, _, num_decodes = lengths(work)
+    def send(self, work: Work, is_grouped: bool) -> StepSize | None:
+        """Makes the inputs those of `work`, the rest padding.
+
+        Returns:
+            Which captured step it fits into; None if there is none so large, and then nothing is sent.
+        """
+        num_new_tokens, context_lens, num_decodes = step_lengths(work)
         num_tokens, num_tiles = num_new_tokens.sum(), (-(-num_new_tokens[num_decodes:] // QUERY_TILE)).sum()
         if num_tokens > self.token_sizes[-1] or num_tiles > self._most_tiles:
             return None
-        num_sampled = sum(samples for _, _, samples in work)
+        arrays = step_arrays(work, self._block_size) | {"context_lens": context_lens[:num_decodes]}
+        padded = self._padding | {"block_tables": self._padding["block_tables"][: len(work)]}
+        padded = {name: padding.copy() for name, padding in padded.items()}
+        for name, array in arrays.items():
+            padded[name][tuple(map(slice, array.shape))] = array
+        self._send(padded)
         return StepSize(
-            self.sampled_sizes[bisect.bisect_left(self.sampled_sizes, num_sampled)],
+            self.sampled_sizes[bisect.bisect_left(self.sampled_sizes, len(arrays["sampled_rows"]))],
             is_grouped,
             self.token_sizes[bisect.bisect_left(self.token_sizes, num_tokens)],
         )
-
-    def send(self, work: Work) -> None:
-        """Makes the inputs those of `work`, the rest padding."""
-        _, context_lens, num_decodes = lengths(work)
-        padded = {name: padding.copy() for name, padding in self._padding.items()}
-        for name, array in (step_arrays(work, self._block_size) | {"context_lens": context_lens[:num_decodes]}).items():
-            padded[name][tuple(map(slice, array.shape))] = array
-        self._send(padded)
 
     @contextmanager
     def parked(self) -> Iterator[None]:

@@ -164,11 +164,11 @@ def _run(inbox: Iterator, reply: Any) -> None:
     Worker(config, runner, rank).follow(inbox, reply)
     runner.close()
     # Rank 0, which holds the store, goes last: NCCL's threads complain of a store that is gone before them.
-    if rank > 0:
-        store.set(f"rank {rank} leaves", "")
-    else:
-        with contextlib.suppress(RuntimeError):
-            store.wait([f"rank {other} leaves" for other in range(1, size)], timedelta(seconds=5))
+    with contextlib.suppress(RuntimeError):
+        if rank > 0:
+            store.set(f"rank {rank} leaves", "")
+        else:
+            store.wait([f"rank {other} leaves" for other in range(1, size)], timedelta(seconds=2))
     os._exit(0)  # the driver waits; taking the interpreter down would take another second
 
 

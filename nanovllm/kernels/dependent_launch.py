@@ -2,8 +2,13 @@
 before it still ends, which saves most of the gap between two short kernels.
 
 A kernel launched with `LAUNCH_OPTIONS` calls `begin()` before it touches memory that a kernel before it writes:
-every one of its programs waits there for the kernel before to have ended, and lets the kernel after it come. Weights,
-which no kernel of a step writes, may be read earlier.
+every one of its programs lets the kernel after it come, and waits for the kernel before to have ended. Weights, which
+no kernel of a step writes, may be read earlier.
+
+A kernel may run beside the one before it if it reads nothing of that one: then the one before waits first and only then
+lets it come, so that what both read is complete, and one program of it waits at its end, so that whoever waits for it
+has waited for both. CUDA promises what was written before to a grid that waits itself; that one which does not sees it
+too rests on its starting, with empty first-level caches, after those writes were flushed.
 """
 
 import os
@@ -28,15 +33,20 @@ if IS_SUPPORTED.value:
 
 
 @triton.jit
-def begin(WAITS: tl.constexpr = True):
-    """Lets the kernel after this one come and, as a rule, waits for the one before."""
+def begin():
+    let_next_come()
+    wait()
+
+
+@triton.jit
+def let_next_come():
+    """The kernel after this one may start once all programs have called this or ended."""
     if IS_SUPPORTED:
         gdc_launch_dependents()
-        if WAITS:
-            gdc_wait()
 
 
 @triton.jit
 def wait():
+    """Returns when the kernel before this one has ended."""
     if IS_SUPPORTED:
         gdc_wait()

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels import AttentionShape
-from nanovllm.kernels.dependent_launch import LAUNCH_OPTIONS, begin, wait
+from nanovllm.kernels.dependent_launch import LAUNCH_OPTIONS, begin, let_next_come, wait
 from nanovllm.kernels.prefix_groups import find_prefix_groups
 from nanovllm.utils.context import QUERY_TILE, Context
 from nanovllm.utils.upload import upload
@@ -192,7 +192,7 @@ def _plan_kernel(
     begin()
     row = tl.arange(0, ROWS)
     is_row = row < num_rows
-    num_splits = tl.cdiv(tl.maximum(tl.load(context_lens + row, is_row, 0), 0), SPLIT)
+    num_splits = tl.cdiv(tl.load(context_lens + row, is_row, 0), SPLIT)
     tl.store(first_items + row, tl.cumsum(num_splits, 0) - num_splits, is_row)
     first_split = row * 0
     if IS_GROUPED:
@@ -226,9 +226,11 @@ def _decode_kernel(
 ):  # fmt: skip
     """A fixed number of programs share the list of splits × key/value heads; neighbours read neighbouring heads.
 
-    After _prefill_kernel they need not wait, for it has waited for all they read: prompts compute, decodes read memory.
+    They run beside _prefill_kernel, which has waited for all they read: prompts compute, decodes read memory.
     """
-    begin(WAITS=not IS_BESIDE_PROMPTS)
+    let_next_come()
+    if not IS_BESIDE_PROMPTS:
+        wait()
     member = tl.arange(0, PADDED_GROUP)
     column = tl.arange(0, WIDTH)
     is_column = column < HEAD_DIM
@@ -308,29 +310,24 @@ def _merge_kernel(
     partial, log_sums, context_lens, first_items, out, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr, SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """One program a row and some heads: its splits' results, weighed by their sums.
-
-    A row without keys is 0; one of length −1 is no decode and is left alone.
-    """
+    """One program a row and some heads: its splits' results, weighed by their sums. A row without keys is skipped."""
     begin()
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    split = tl.arange(0, MOST_SPLITS)
-    column = tl.arange(0, WIDTH)
-    length = tl.load(context_lens + row)
-    num_splits = tl.cdiv(tl.maximum(length, 0), SPLIT)
-    is_read = (split < num_splits)[None, :] & (head < NUM_HEADS)[:, None]
-    place = (tl.load(first_items + row) + split).to(tl.int64)[None, :] * NUM_HEADS + head[:, None]
-    log_sum = tl.load(log_sums + place, is_read, float("-inf"))
-    weight = tl.where(is_read, tl.exp2(log_sum - tl.max(log_sum, 1)[:, None]), 0.0)
-    is_column = column < HEAD_DIM
-    is_number = is_read[:, :, None] & is_column[None, None, :]
-    results = tl.load(partial + place[:, :, None] * HEAD_DIM + column[None, None, :], is_number, 0.0)
-    merged = tl.sum(weight[:, :, None] * results, 1) / tl.sum(weight, 1)[:, None]
-    merged = tl.where(num_splits > 0, merged, 0.0)
-    if length >= 0:
-        is_written = (head < NUM_HEADS)[:, None] & is_column[None, :]
-        tl.store(out + (row * NUM_HEADS + head[:, None]) * HEAD_DIM + column[None, :], merged, is_written)
+    num_splits = tl.cdiv(tl.load(context_lens + row), SPLIT)
+    if num_splits > 0:
+        head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        split = tl.arange(0, MOST_SPLITS)
+        column = tl.arange(0, WIDTH)
+        is_head, is_column = head < NUM_HEADS, column < HEAD_DIM
+        is_read = (split < num_splits)[None, :] & is_head[:, None]
+        place = (tl.load(first_items + row) + split).to(tl.int64)[None, :] * NUM_HEADS + head[:, None]
+        log_sum = tl.load(log_sums + place, is_read, float("-inf"))
+        weight = tl.where(is_read, tl.exp2(log_sum - tl.max(log_sum, 1)[:, None]), 0.0)
+        is_number = is_read[:, :, None] & is_column[None, None, :]
+        results = tl.load(partial + place[:, :, None] * HEAD_DIM + column[None, None, :], is_number, 0.0)
+        merged = tl.sum(weight[:, :, None] * results, 1) / tl.sum(weight, 1)[:, None]
+        at = (row * NUM_HEADS + head[:, None]) * HEAD_DIM + column[None, :]
+        tl.store(out + at, merged, is_head[:, None] & is_column[None, :])
 
 
 @triton.jit
@@ -368,8 +365,8 @@ def _prefill_kernel(
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of a sequence's queries and a head."""
-    wait()  # first, as the kernel after this relies on it
-    begin(WAITS=False)
+    wait()  # before the next may come, which does not wait
+    let_next_come()
     head = tl.program_id(1)
     tile = query_tiles + tl.program_id(0) * 4
     num_queries = tl.load(tile + 1)

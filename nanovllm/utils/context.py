@@ -14,26 +14,29 @@ QUERY_TILE = 64
 class Context:
     """Ragged queries over paged keys; a decode is a query of length 1.
 
+    A captured step does not know how many of its sequences are decodes: all may be, and those that are not, or are
+    padding, have a context length of 0. Their queries, if any, are in the tiles alone; `attend` leaves what belongs to
+    neither undefined, and every operation after it stays within a row.
+
     Args:
-        cu_seqlens_q: int32 [num_seqs + 1], where each sequence's new tokens begin in the flat batch.
-        cu_seqlens_k: int32 [num_seqs + 1], the same over each sequence's keys, old and new; None if all are decodes.
+        cu_seqlens_q: int32 [num_seqs + 1], where each sequence's new tokens begin in the flat batch; None if captured.
+        cu_seqlens_k: int32 [num_seqs + 1], the same over each sequence's keys, old and new; None if all are decodes, or
+            if captured.
         max_seqlen_q, max_seqlen_k: the longest of each, or more.
         slot_mapping: int64 [num_tokens], block × block_size + offset to write each token's keys to.
-        context_lens: int32 [num_seqs], keys of each sequence, new ones included; in a captured step with prompts −1 for
-            those that are no decodes.
+        context_lens: int32 [num_seqs], keys of each sequence, new ones included.
         block_tables: int32 [num_seqs, max_blocks], padded with 0.
         block_size: tokens in a block.
-        num_decodes: leading sequences that have a single query each.
+        num_decodes: leading sequences that have a single query each, or may have.
         is_grouped: whether those are the rows of the backend's last `group_prefixes`.
-        query_tiles: int32 [num_tiles, 4], the queries of the sequences after those; see the function. None if there
-            are none.
+        query_tiles: int32 [num_tiles, 4], the queries of the other sequences; see the function. None if there are none.
         has_cached_keys: whether any sequence after those has keys besides its new ones.
         seq_ids: names of the sequences, never used again by others, for a backend that remembers them from step
             to step; None if there are none.
         plan: what the attention backend's `plan` made of the rest.
     """
 
-    cu_seqlens_q: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None
     cu_seqlens_k: torch.Tensor | None
     max_seqlen_q: int
     max_seqlen_k: int

@@ -8,12 +8,12 @@ def upload(arrays: list[np.ndarray], device: torch.device, into: torch.Tensor | 
     """The arrays on the device, through one pinned buffer and one copy that nobody waits for.
 
     Args:
-        into: uint8 [upload_size(arrays)] on the device, where to put them; else in memory of their own.
+        into: uint8, at least [upload_size(arrays)], on the device, where to put them; else in memory of their own.
     """
     if device.type == "cpu" and into is None:
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     pinned = torch.empty(upload_size(arrays), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    sent = torch.empty_like(pinned, device=device) if into is None else into
+    sent = torch.empty_like(pinned, device=device) if into is None else into[: len(pinned)]
     host, on_device, start = pinned.numpy(), [], 0
     for array in arrays:
         place = slice(start, start + array.nbytes)
