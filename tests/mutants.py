@@ -652,14 +652,20 @@ MUTANTS = [
             STEP_INPUTS,
             old,
             new,
-            (f"test_step_inputs.py::test_padded_steps_give_the_tokens_of_eager_ones[{overlap}]",),
+            (f"test_step_inputs.py::test_padded_steps_give_the_tokens_of_eager_ones[{case}]",),
         )
-        for what, overlap, old, new in (
-            ("padding tokens write over keys", False, '"slot_mapping": tokens - 1', '"slot_mapping": tokens'),
-            ("padding rows leave their token to a sequence", True, "rows + padding_slot", "rows"),
-            ("a prompt is taken for a decode", False, "context_lens[:num_decodes]", "context_lens"),
-            ("a step sees what the one before had more of", False, "padding.copy() for", "padding for"),
+        for what, case, old, new in (
+            ("padding tokens write over keys", "False-9", '"slot_mapping": tokens - 1', '"slot_mapping": tokens'),
+            ("padding rows leave their token to a sequence", "True-9", "rows + padding_slot", "rows"),
+            ("a step sees what the one before had more of", "True-24", "padding.copy() for", "padding for"),
         )
+    ),
+    Mutant(
+        "a prompt is taken for a decode",
+        STEP_INPUTS,
+        "context_lens[:num_decodes]",
+        "context_lens",
+        ("test_step_inputs.py::test_what_is_no_decode_has_no_keys_as_such",),
     ),
     Mutant(
         "a step with more prompts than tiles is taken for a captured one",

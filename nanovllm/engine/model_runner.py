@@ -273,22 +273,14 @@ class ModelRunner(Runner):
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         allocated = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
         num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * (self.max_model_len - 1))
         num_seqs = min(config.max_num_seqs, num_tokens)
-        params = SamplingParams(temperature=1.0, top_p=0.9)
-        work = []
-        for slot in range(num_seqs):
-            num_new_tokens = num_tokens // num_seqs + (slot < num_tokens % num_seqs)
-            if slot == 0 and num_seqs > 1:
-                num_new_tokens = 1  # a decode, so that its kernels are compiled beside prompts as well
-            seq = Sequence(slot, [0] * num_new_tokens, params, self.max_model_len)
-            # All over each other, for the results are thrown away.
-            seq.block_table = [0] * -(-num_new_tokens // self.block_size)
-            seq.num_computed_tokens, seq.num_tokens, seq.slot = num_new_tokens, num_new_tokens + 1, slot
-            work.append((seq, num_new_tokens, True))
+        if num_seqs > 1 and num_tokens > 2:
+            self.launch(self._trial([1, 2])).wait()  # compiles what decodes beside prompts take
+        torch.cuda.reset_peak_memory_stats(device)
+        sizes = [num_tokens // num_seqs + (slot < num_tokens % num_seqs) for slot in range(num_seqs)]
         with self._explained_out_of_memory(f"a step of {num_tokens} tokens and {num_seqs} sampled rows"):
-            self.launch(work).wait()
+            self.launch(self._trial(sizes)).wait()
         activations = torch.cuda.max_memory_allocated(device) - allocated
         torch.cuda.empty_cache()
         # What libraries and kernels took by the way stays taken.
@@ -300,6 +292,16 @@ class ModelRunner(Runner):
         if self.inputs:
             graphs += 2 * activations * self.inputs.token_sizes[-1] // num_tokens
         return MemoryUse(total, free_at_start, free, activations, graphs)
+
+    def _trial(self, sizes: list[int]) -> Work:
+        """Prompts of so many tokens each, all over each other in the cache, for their results are thrown away."""
+        params, work = SamplingParams(temperature=1.0, top_p=0.9), []
+        for slot, num_new_tokens in enumerate(sizes):
+            seq = Sequence(slot, [0] * num_new_tokens, params, self.max_model_len)
+            seq.block_table = [0] * -(-num_new_tokens // self.block_size)
+            seq.num_computed_tokens, seq.num_tokens, seq.slot = num_new_tokens, num_new_tokens + 1, slot
+            work.append((seq, num_new_tokens, True))
+        return work
 
     def _check_memory_left(self) -> None:
         """Raises a RuntimeError if the captured graphs took more than was set aside for them."""

@@ -35,6 +35,7 @@ class StepInputs:
         padding_slot: int,
         device: torch.device,
     ):
+        most_seqs = min(most_seqs, most_tokens)
         self.token_sizes = quarters(most_tokens)
         # A chunk in the middle of a prompt samples nothing.
         self.sampled_sizes = sorted({min(16, most_seqs), *quarters(most_seqs)})

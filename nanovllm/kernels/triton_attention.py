@@ -277,6 +277,7 @@ def _grouped_kernel(
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPLIT: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Like _decode_kernel for splits that several rows share: their queries form one tile."""
+    tl.static_assert(SPLIT % KEYS == 0, "every key of a tile counts")
     begin()
     query = tl.arange(0, QUERIES)
     member = query // GROUP
