@@ -647,25 +647,13 @@ MUTANTS = [
     ),
     # Captured steps with prompts
     *(
-        Mutant(
-            what,
-            STEP_INPUTS,
-            old,
-            new,
-            (f"test_step_inputs.py::test_padded_steps_give_the_tokens_of_eager_ones[{case}]",),
+        Mutant(what, STEP_INPUTS, old, new, ("test_step_inputs.py::test_padding_leaves_no_trace",))
+        for what, old, new in (
+            ("padding tokens write over keys", '"slot_mapping": tokens - 1', '"slot_mapping": tokens'),
+            ("padding rows leave their token to a sequence", "rows + padding_slot", "rows"),
+            ("a step sees what the one before had more of", "padding.copy() for", "padding for"),
+            ("a prompt is taken for a decode", "context_lens[:num_decodes]", "context_lens"),
         )
-        for what, case, old, new in (
-            ("padding tokens write over keys", "False-9", '"slot_mapping": tokens - 1', '"slot_mapping": tokens'),
-            ("padding rows leave their token to a sequence", "True-9", "rows + padding_slot", "rows"),
-            ("a step sees what the one before had more of", "True-24", "padding.copy() for", "padding for"),
-        )
-    ),
-    Mutant(
-        "a prompt is taken for a decode",
-        STEP_INPUTS,
-        "context_lens[:num_decodes]",
-        "context_lens",
-        ("test_step_inputs.py::test_what_is_no_decode_has_no_keys_as_such",),
     ),
     Mutant(
         "a step with more prompts than tiles is taken for a captured one",

@@ -54,15 +54,16 @@ def test_a_step_takes_the_next_larger_size():
     assert many.send([(seq, num_new, False)], False) == StepSize(16, False, 64)
 
 
-def test_what_is_no_decode_has_no_keys_as_such():
-    """Or the kernel for decodes would attend its first tokens, over keys of the future."""
+def test_padding_leaves_no_trace():
+    """What is no decode has no keys as such, or the kernel for decodes would attend its tokens over keys to come."""
     inputs = make_inputs()
     inputs.send(work_of((1, 40), (1, 3), (1, 8)), False)
     batch = inputs.batch(inputs.send(work_of((1, 9), (30, 2), (1, 7)), False))
     assert batch.context.context_lens.tolist() == [10, *[0] * 7] and batch.context.num_decodes == 8
     tiles = batch.context.query_tiles.tolist()
     assert tiles[:2] == [[1, 30, 2, 1], [31, 1, 7, 2]] and not any(map(any, tiles[2:]))
-    assert batch.context.slot_mapping[32:].tolist() == [-1] * 32
+    assert batch.context.slot_mapping[32:].tolist() == batch.in_flight_slots[32:].tolist() == [-1] * 32
+    assert batch.sampled_slots.tolist() == [0, 1, 2, *[8] * 5]
 
 
 def test_a_parked_step_comes_back():
