@@ -656,6 +656,27 @@ MUTANTS = [
         )
     ),
     Mutant(
+        "trying a captured step samples its tokens already",
+        RUNNER,
+        "with self.state.parked(), self.inputs.parked() if self.inputs else nullcontext():",
+        "with self.state.parked():",
+        ("test_step_inputs.py::test_padded_steps_give_the_tokens_of_eager_ones[True-24]",),
+    ),
+    Mutant(
+        "tiles after a prompt's first take its first positions",
+        "utils/context.py",
+        "(context_lens - num_new_tokens)[seq] + first",
+        "(context_lens - num_new_tokens)[seq]",
+        ("test_step_inputs.py::test_tiles_are_every_query_once",),
+    ),
+    Mutant(
+        "a second try of a capture finds the same memory",
+        "engine/cuda_graph.py",
+        "torch.cuda.empty_cache()  #",
+        "pass  #",
+        ("test_cuda_graph.py::test_a_capture_without_memory_is_tried_again_when_the_cache_is_empty",),
+    ),
+    Mutant(
         "a step with more prompts than tiles is taken for a captured one",
         STEP_INPUTS,
         " or num_tiles > self._most_tiles",

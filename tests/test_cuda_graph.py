@@ -1,5 +1,6 @@
 """Which batch sizes are captured, and what happens when memory ends; the captures themselves: test_gpu_engine.py."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.demo import MODEL_DIRECTORY
-from nanovllm.engine import model_runner
+from nanovllm.engine import cuda_graph, model_runner
 from nanovllm.engine.cuda_graph import CudaGraphs, StepSize, graph_sizes
 from nanovllm.engine.model_runner import ModelRunner
 
@@ -49,6 +50,35 @@ def test_without_memory_for_a_grouped_graph_the_plain_one_serves(monkeypatch):
     for size in (grouped_size, StepSize(4, num_tokens=64)):
         with pytest.raises(torch.cuda.OutOfMemoryError):
             graphs.replay(size)
+
+
+def test_a_capture_without_memory_is_tried_again_when_the_cache_is_empty(monkeypatch):
+    """The allocator gives its cache back by itself, but not during a capture. The trial step is not repeated: other
+    ranks take part in it."""
+    events = []
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("empty"))
+    monkeypatch.setattr(cuda_graph, "_cublas_lt", nullcontext)
+    graphs = CudaGraphs.__new__(CudaGraphs)
+    graphs._stream, graphs._device, graphs._captured = stream, torch.device("cpu"), {}
+    graphs._parked, graphs._step = nullcontext, lambda size: events.append("try")
+    num_failures = 1
+
+    def record(size: StepSize) -> None:
+        events.append("record")
+        if events.count("record") <= num_failures:
+            raise torch.cuda.OutOfMemoryError("out of memory")
+
+    graphs._record = record
+    graphs._capture(StepSize(4))
+    assert events == ["try", "record", "empty", "record"]
+    events.clear()
+    num_failures = 2
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        graphs._capture(StepSize(4))
+    assert events == ["try", "record", "empty", "record"]
 
 
 @pytest.mark.parametrize("num_missing", [-1, 0, 1])

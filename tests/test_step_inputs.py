@@ -5,6 +5,7 @@ The graphs themselves: test_gpu_engine.py.
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from model_factory import save_model
@@ -13,6 +14,7 @@ from test_batch import sampling, scheduled
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.cuda_graph import StepSize
 from nanovllm.engine.step_inputs import StepInputs, quarters
+from nanovllm.utils.context import QUERY_TILE, query_tiles
 
 CPU = torch.device("cpu")
 
@@ -28,6 +30,26 @@ def work_of(*parts: tuple[int, int]) -> list:
         for slot, (num_new, before) in enumerate(parts)
     )
     return [(sampling(seq), num_new, True) for seq, (num_new, _) in zip(sequences, parts, strict=True)]
+
+
+def test_tiles_are_every_query_once():
+    """At lengths around a tile's; decodes have none, and chunks begin where the cached keys end."""
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        num_new = np.array(
+            [1] * rng.integers(4) + rng.choice([1, 2, 63, 64, 65, 128, 200], rng.integers(5)).tolist(), int
+        )
+        num_decodes = next((i for i, n in enumerate(num_new) if n > 1), len(num_new))
+        context_lens = num_new + rng.integers(0, 300, len(num_new))
+        expected, token = set(), 0
+        for seq, (n, length) in enumerate(zip(num_new.tolist(), context_lens.tolist(), strict=True)):
+            if seq >= num_decodes:
+                expected |= {(token + i, length - n + i, seq) for i in range(n)}
+            token += n
+        tiles = query_tiles(num_new, context_lens, num_decodes).tolist()
+        found = [(first + i, position + i, seq) for first, n, position, seq in tiles for i in range(n)]
+        assert len(found) == len(expected) and set(found) == expected
+        assert all(0 < n <= QUERY_TILE for _, n, _, _ in tiles)
 
 
 @pytest.mark.parametrize("largest", [1, 5, 16, 63, 64, 100, 256, 768, 3072])
@@ -79,7 +101,7 @@ def test_a_parked_step_comes_back():
 
 
 class Uncaptured:
-    """In place of CudaGraphs: runs each step of a size as it would be captured, and counts them."""
+    """In place of CudaGraphs: tries and runs each step of a size as it would be captured, and counts them."""
 
     def __init__(self, runner):
         self.runner, self.sizes = runner, Counter()
@@ -88,6 +110,9 @@ class Uncaptured:
         return min(num_rows + 2, self.runner.state.padding_slot)
 
     def replay(self, size: StepSize):
+        if size not in self.sizes:  # is captured first, which tries the step
+            with self.runner._parked():
+                self.runner._captured_step(size)
         self.sizes[size] += 1
         if size.num_tokens == 16 and self.sizes[size] % 3 == 0:
             return None  # as if there were no memory for it: an eager step takes its place

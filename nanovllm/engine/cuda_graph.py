@@ -35,9 +35,9 @@ def graph_sizes(largest: int) -> list[int]:
 
 
 @contextmanager
-def _few_rows() -> Iterator[None]:
-    """Matrix products come from cuBLASLt meanwhile, which chooses better kernels for few rows than cuBLAS, and none
-    worse for many.
+def _cublas_lt() -> Iterator[None]:
+    """Matrix products come from cuBLASLt meanwhile, which chooses better kernels for few rows than cuBLAS, and for many
+    hardly others.
 
     PyTorch knows this choice only for the process as a whole: another thread's products may come from there too.
     """
@@ -86,7 +86,7 @@ class CudaGraphs:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
-            with torch.cuda.stream(self._stream), self._parked(), _few_rows():
+            with torch.cuda.stream(self._stream), self._parked(), _cublas_lt():
                 self._step(size)  # compiles kernels and loads libraries, which a capture may not
         finally:
             current.wait_stream(self._stream)
@@ -97,7 +97,7 @@ class CudaGraphs:
             self._record(size)
 
     def _record(self, size: StepSize) -> None:
-        with torch.cuda.stream(self._stream), _few_rows():
+        with torch.cuda.stream(self._stream), _cublas_lt():
             graph = torch.cuda.CUDAGraph()
             # Not torch.cuda.graph(), which collects garbage and empties the cache each time. What might break a
             # capture is forbidden to this thread alone: other engines may be at work.
