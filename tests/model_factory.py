@@ -124,3 +124,18 @@ def write_shards(directory: Path, shards: dict[str, dict[str, torch.Tensor]], wi
 
 def write_index(directory: Path, weight_map: Any) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def perturbed(logits: torch.Tensor, temperature: float, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """[num_rows, vocab_size], what the sampled ids are the largest of, in temperatures: each group's best id has the
+    group's score, and the others as much less as their own noise makes them."""
+    from nanovllm.layers.sampler import GROUP, exponential_noise
+
+    num_rows, vocab_size = logits.shape
+    ids = torch.arange(-(-vocab_size // GROUP) * GROUP, device=logits.device)[None]
+    scores = logits.new_full((num_rows, ids.shape[1]), float("-inf"), dtype=torch.float64)
+    scores[:, :vocab_size] = logits.double() / temperature
+    of_ids = (scores - exponential_noise(seeds, positions, ids, 1).log()).unflatten(1, (-1, GROUP))
+    of_groups = scores.unflatten(1, (-1, GROUP)).logsumexp(-1, keepdim=True)
+    of_groups = of_groups - exponential_noise(seeds, positions, ids[:, : ids.shape[1] // GROUP], 0).log()[..., None]
+    return (of_groups + of_ids - of_ids.amax(-1, keepdim=True)).flatten(1)[:, :vocab_size]

@@ -754,10 +754,10 @@ MUTANTS = [
         ("test_triton_kernels.py::test_queries_and_keys_are_normed_rotated_and_stored_as_by_the_layers",),
     ),
     Mutant(
-        "equal scores go to whichever word comes first",
+        "equal scores go to the highest id",
         FUSED_SAMPLER,
-        "is_better = (score > best) | ((score == best) & (token_of_score < best_token))",
-        "is_better = score > best",
+        "tl.min(tl.where(score == best, token, 2147483647), 0)",
+        "tl.max(tl.where(score == best, token, -1), 0)",
         ("test_triton_kernels.py::test_fused_sampling_breaks_ties_of_equal_scores_to_the_lowest_id",),
     ),
     Mutant(
@@ -770,9 +770,37 @@ MUTANTS = [
     Mutant(
         "a rank's noise begins anew",
         FUSED_SAMPLER,
-        "counter = first_id // 4 + group",
-        "counter = group",
+        "first_id // GROUP + part",
+        "part",
         ("test_triton_kernels.py::test_fused_candidates_of_a_slice_are_those_of_the_plain_twin",),
+    ),
+    Mutant(
+        "a rank's noise within groups begins anew",
+        FUSED_SAMPLER,
+        "_log_of_noise(first_id + token",
+        "_log_of_noise(token",
+        ("test_triton_kernels.py::test_fused_candidates_of_a_slice_are_those_of_the_plain_twin",),
+    ),
+    Mutant(
+        "NaN beside −infinity goes unseen",
+        FUSED_SAMPLER,
+        "tl.where(weight == 0,",
+        'tl.where(largest == float("-inf"),',
+        ("test_triton_kernels.py::test_fused_sampling_marks_a_broken_row_and_leaves_its_neighbours",),
+    ),
+    Mutant(
+        "a group is drawn by its best id alone",
+        SAMPLER,
+        ".exp_().sum(-1)",
+        ".exp_().amax(-1)",
+        ("test_sampler.py::test_groups_are_drawn_by_their_weight_and_ids_within_them",),
+    ),
+    Mutant(
+        "an id's noise is a group's",
+        SAMPLER,
+        "first + ids, 1)",
+        "first + ids, 0)",
+        ("test_sampler.py::test_groups_are_drawn_by_their_weight_and_ids_within_them",),
     ),
     Mutant(
         "candidates with negative scores are in the wrong order",
@@ -906,8 +934,8 @@ MUTANTS = [
     Mutant(
         "the ranks' noise is the first rank's",
         SAMPLER,
-        "torch.arange(first // 4, first // 4 - (-num_ids // 4), device=seeds.device)",
-        "torch.arange(0, -(-num_ids // 4), device=seeds.device)",
+        "torch.arange(first // GROUP, first // GROUP + groups.shape[1]",
+        "torch.arange(0, groups.shape[1]",
         ("test_tensor_parallel.py::test_sampling_over_slices_is_sampling_over_the_whole",),
     ),
     Mutant(

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from model_factory import perturbed
 from test_attention import TOLERANCE, Case, make_case, run, tiles
 
 from nanovllm.kernels import AttentionBackend, AttentionShape, make_attention_backend, packed_linear
@@ -510,8 +511,7 @@ def test_the_fused_sampler_gives_the_tokens_of_its_twin(monkeypatch, dtype, num_
     assert len(differing) <= num_rows / 1000
     for row in differing.tolist():
         one = slice(row, row + 1)
-        noise = sampler.exponential_noise(batch.seeds[one], batch.positions[one], vocab_size)[0].double()
-        scores = logits[row].double() - batch.temperatures[row].double() * noise.log()
+        scores = perturbed(logits[one], float(batch.temperatures[row]), batch.seeds[one], batch.positions[one])[0]
         assert abs(float(scores[ours[row]] - scores[theirs[row]])) < 1e-4, (row, ours[row], theirs[row])
 
 

@@ -116,24 +116,28 @@ def test_philox_gives_the_known_answers_of_random123(num_rounds, counter, key, e
 
 
 def test_a_token_takes_its_own_word_of_its_own_block():
-    """E = −log1p(−u) from word t % 4 of the block (t // 4, position) under the request's 64-bit seed."""
+    """E = −log1p(−u) from word i % 4 of the block (i // 4, position, stream) under the request's 64-bit seed."""
     rows = [(0, 0), (1, 0), (2**32, 0), (2**64 - 1, 3), (0x123456789ABCDEF0, 40000)]
     seeds = torch.from_numpy(np.array([seed for seed, _ in rows], np.uint64).view(np.int64))
-    noise = exponential_noise(seeds, torch.tensor([position for _, position in rows]), 11)
-    assert noise.shape == (len(rows), 11) and noise.dtype == torch.float32
-    for (seed, position), row in zip(rows, noise.double().tolist(), strict=True):
-        for token_id, ours in enumerate(row):
-            word = philox_reference([token_id // 4, position, 0, 0], [seed % 2**32, seed >> 32])[token_id % 4]
-            exact = -math.log1p(-(word + 0.5) / 2**32)
-            assert ours == pytest.approx(exact, rel=1e-6), (seed, position, token_id)
+    positions = torch.tensor([position for _, position in rows])
+    of_rows = torch.arange(len(rows))[:, None] * 1000 + torch.tensor([0, 5, 6, 90001])
+    for ids in (torch.arange(11)[None], of_rows):
+        for stream in (0, 1):
+            noise = exponential_noise(seeds, positions, ids, stream)
+            assert noise.shape == (len(rows), ids.shape[1]) and noise.dtype == torch.float32
+            for index, (seed, position) in enumerate(rows):
+                for i, ours in zip(ids[index % len(ids)].tolist(), noise[index].double().tolist(), strict=True):
+                    word = philox_reference([i // 4, position, stream, 0], [seed % 2**32, seed >> 32])[i % 4]
+                    exact = -math.log1p(-(word + 0.5) / 2**32)
+                    assert ours == pytest.approx(exact, rel=1e-5), (seed, position, i)
 
 
 @pytest.mark.parametrize("word", [0, 1, 2**31, 2**32 - 129, 2**32 - 128, 2**32 - 2, 2**32 - 1])
 def test_noise_is_positive_and_finite_at_the_extreme_words(monkeypatch, word):
     """A uniform that rounds to 1 makes E infinite and the token impossible; one that is 0 makes it certain."""
-    words = (torch.full((1, 2), word),) * 4
+    words = (torch.full((1, 8), word),) * 4
     monkeypatch.setattr(sampler, "philox4x32", lambda counter, key: words)
-    noise = exponential_noise(torch.tensor([7]), torch.tensor([1]), 8)
+    noise = exponential_noise(torch.tensor([7]), torch.tensor([1]), torch.arange(8)[None], 0)
     assert (noise > 0).all() and noise.isfinite().all() and noise.log().isfinite().all()
     assert float(noise[0, 0]) == pytest.approx(-math.log1p(-(word + 0.5) / 2**32), rel=0.3)
 
@@ -206,18 +210,40 @@ def test_neighbouring_tokens_are_independent(seed_step, position_step):
 
 def test_the_smallest_noise_is_resolved():
     """In a large vocabulary the smallest E wins: from 24 random bits the smallest would tie, and low ids win ties."""
-    noise = exponential_noise(torch.tensor([1]), torch.tensor([1]), 2**22)[0]
+    noise = exponential_noise(torch.tensor([1]), torch.tensor([1]), torch.arange(2**22)[None], 0)[0]
     smallest = noise.sort().values[:100].double()
     assert smallest.unique().numel() == 100
     assert smallest[0] < 2.0**-20 and smallest[-1] == pytest.approx(100 / 2**22, rel=0.4)
 
 
 def test_a_large_vocabulary_is_sampled_evenly():
-    """Every part of it, and every word of the generator's blocks."""
+    """Every part of it, every place in a group, and every word of the generator's blocks."""
     num_rows, vocab_size = 600, 2**13 - 3
     tokens = sample_rows(torch.zeros(num_rows, vocab_size), SamplingParams())
     assert_distributed([token * 8 // vocab_size for token in tokens], np.full(8, 1 / 8))
-    assert_distributed([token % 4 for token in tokens], np.full(4, 1 / 4))
+    assert_distributed([token % 16 for token in tokens], np.full(16, 1 / 16))
+    assert_distributed([token // 16 % 4 for token in tokens], np.full(4, 1 / 4))
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
+@pytest.mark.parametrize("vocab_size", [16, 17, 45, 64])
+def test_groups_are_drawn_by_their_weight_and_ids_within_them(vocab_size, temperature):
+    """Of full groups, of one with a single id, of one far above the others and one that is banned as a whole."""
+    num_rows = 40000
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+    logits[: vocab_size // 3] += 1
+    logits[32:40] = -math.inf
+    count = torch.arange(num_rows)
+    batch = SamplingBatch(torch.full((num_rows,), temperature), count * 31, count % 7)
+    tokens = sample(logits.repeat(num_rows, 1), batch).tolist()
+    weights = (logits.double() / temperature).softmax(0).numpy()
+    rare = weights * num_rows < 8
+    probs = np.append(np.where(rare, 0, weights), weights[rare].sum())
+    if probs[-1] * num_rows < 8:
+        probs[-1] = 0
+    counted = [vocab_size if rare[token] else token for token in tokens]
+    assert all(weights[token] > 0 for token in tokens)
+    assert_distributed([token for token in counted if probs[token] > 0], probs / probs.sum())
 
 
 # The filters
@@ -287,7 +313,7 @@ def test_greedy_takes_the_largest_logit_and_the_lowest_id_of_equals():
 def test_equal_scores_go_to_the_lowest_id_when_sampled_too(monkeypatch):
     """With equal noise for all, equal logits tie; the result must not depend on the order of a sort."""
     monkeypatch.setattr(
-        sampler, "exponential_noise", lambda seeds, positions, size, first: torch.ones(len(seeds), size)
+        sampler, "exponential_noise", lambda seeds, positions, ids, stream: torch.ones(len(seeds), ids.shape[1])
     )
     logits = torch.tensor([[0.0, 2.0, 2.0, 2.0, 1.0]] * 4)
     params = [SamplingParams(), SamplingParams(top_k=2), SamplingParams(top_p=0.9), SamplingParams(min_p=0.9)]

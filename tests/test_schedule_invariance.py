@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from model_factory import TINY, one_thread, save_model  # noqa: F401
+from model_factory import TINY, one_thread, perturbed, save_model  # noqa: F401
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.layers.sampler import exponential_noise
 
 NUM_REQUESTS = 64
 MAX_TOKENS = 12
@@ -74,7 +73,7 @@ def perturbed_scores(model, prompt: list[int], params: SamplingParams, completio
     if params.temperature > 0:
         positions = torch.arange(len(completion)) + len(prompt)
         seeds = torch.full_like(positions, params.seed)
-        scores = scores / params.temperature - exponential_noise(seeds, positions, scores.shape[1]).log()
+        scores = perturbed(scores, params.temperature, seeds, positions)
     return scores
 
 

@@ -368,7 +368,7 @@ def test_sampling_over_slices_is_sampling_over_the_whole(size, temperature, runs
     for trial in range(60 * runs):
         vocab_size, num_rows = rng.randrange(1, 90), rng.randrange(1, 8)
         slice_size = (vocab_size + size - 1) // size
-        slice_size += -slice_size % 8
+        slice_size += -slice_size % 16
         firsts = [min(rank * slice_size, vocab_size) for rank in range(size)]
         logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(trial)) * 10
         if trial % 2:

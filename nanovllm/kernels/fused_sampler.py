@@ -1,7 +1,7 @@
 """Sampling in one pass over the logits: temperature, Gumbel noise and argmax, no softmax, no sort.
 
-Philox and the counters are those of `layers.sampler`, the plain twin: the same seed gives the same tokens, up to
-the rounding of logarithms.
+Philox, the counters and the two stages are those of `layers.sampler`, the plain twin: the same seed gives the same
+tokens, up to the rounding of logarithms.
 """
 
 import torch
@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import LAUNCH_OPTIONS, begin
+from nanovllm.layers.sampler import GROUP
 from nanovllm.utils.distributed import BROKEN, NOTHING
 
 _TOKENS = 4096  # of the vocabulary, for one program
@@ -28,7 +29,7 @@ def fused_sample(
     Args:
         temperatures: float32 [num_rows], 0 for greedy rows.
         seeds, positions: int64 [num_rows], of the noise; equal scores go to the lowest id.
-        first: the id of the first logit, a multiple of 4.
+        first: the id of the first logit, a multiple of layers.sampler.GROUP.
         as_candidates: return what layers.sampler.candidates makes of scores and ids.
     """
     num_rows, vocab_size = logits.shape
@@ -47,6 +48,7 @@ def fused_sample(
         first,
         logits.stride(0),
         TOKENS=_TOKENS,
+        GROUP=GROUP,
         num_warps=8,
         **LAUNCH_OPTIONS,
     )
@@ -71,10 +73,26 @@ def _pick(score, token):
     return best, tl.min(tl.where(score == best, token, 2147483647), 0)
 
 
+@triton.jit
+def _log_of_noise(ids, position, seed, STREAM: tl.constexpr):
+    """log E of layers.sampler.exponential_noise for int32 ids of a row."""
+    zero = tl.zeros_like(ids).to(tl.uint32)
+    word0, word1, word2, word3 = tl.philox(
+        seed, (ids // 4).to(tl.uint32), position.to(tl.uint32) + zero, zero + STREAM, zero, n_rounds=7
+    )
+    which = ids % 4
+    word = tl.where(which == 0, word0, tl.where(which == 1, word1, tl.where(which == 2, word2, word3)))
+    uniform = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
+    # −log1p(−u); the series where 1 − u would round.
+    series = 1 + uniform * (1 / 2 + uniform * (1 / 3 + uniform * (1 / 4 + uniform * (1 / 5 + uniform / 6))))
+    return tl.log(tl.where(uniform < 0.05, uniform * series, -tl.log(1.0 - uniform)))
+
+
 @triton.jit(do_not_specialize=["first_id"])
 def _best_of_part_kernel(
-    logits, temperatures, seeds, positions, scores, ids, vocab_size, first_id, row_stride, TOKENS: tl.constexpr
-):
+    logits, temperatures, seeds, positions, scores, ids, vocab_size, first_id, row_stride, TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
     """The best token of a part of a row's vocabulary; score NaN if a logit there is NaN or +infinity."""
     begin()
     part = tl.program_id(0)
@@ -88,28 +106,22 @@ def _best_of_part_kernel(
         best, best_token = _pick(every_logit, every_token)
     else:
         seed = tl.load(seeds + row)
-        # One Philox call serves the four tokens that share a counter.
-        group = part * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
-        counter = first_id // 4 + group
-        position = tl.load(positions + row).to(tl.uint32) + tl.zeros([TOKENS // 4], tl.uint32)
-        zero = tl.zeros([TOKENS // 4], tl.uint32)
-        word0, word1, word2, word3 = tl.philox(seed, counter.to(tl.uint32), position, zero, zero, n_rounds=7)
-        best = tl.full([], float("-inf"), tl.float32)
-        best_token = tl.full([], 2147483647, tl.int32)
-        is_broken = tl.full([], 0, tl.int32)
-        for i in tl.static_range(4):
-            word = word0 if i == 0 else (word1 if i == 1 else (word2 if i == 2 else word3))
-            token = group * 4 + i
-            logit = tl.load(first + token, token < vocab_size, float("-inf")).to(tl.float32)
-            is_broken |= tl.max(((logit != logit) | (logit == float("inf"))).to(tl.int32), 0)
-            uniform = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
-            # −log1p(−u); the series where 1 − u would round.
-            series = 1 + uniform * (1 / 2 + uniform * (1 / 3 + uniform * (1 / 4 + uniform * (1 / 5 + uniform / 6))))
-            exponential = tl.where(uniform < 0.05, uniform * series, -tl.log(1.0 - uniform))
-            score, token_of_score = _pick(logit - temperature * tl.log(exponential), token)
-            is_better = (score > best) | ((score == best) & (token_of_score < best_token))
-            best = tl.where(is_better, score, best)
-            best_token = tl.where(is_better, token_of_score, best_token)
+        position = tl.load(positions + row)
+        group = tl.arange(0, TOKENS // GROUP)
+        member = tl.arange(0, GROUP)
+        tokens = part * TOKENS + group[:, None] * GROUP + member[None, :]
+        of_groups = tl.load(first + tokens, tokens < vocab_size, float("-inf")).to(tl.float32)
+        largest = tl.max(of_groups, 1)
+        base = tl.where(largest == float("-inf"), 0.0, largest)
+        weight = tl.sum(tl.exp2((of_groups - base[:, None]) * (1.4426950408889634 / temperature)), 1)
+        noise = _log_of_noise(first_id // GROUP + part * (TOKENS // GROUP) + group, position, seed, 0)
+        score = tl.where(weight == 0, float("-inf"), base + temperature * (tl.log(weight) - noise))
+        is_broken = tl.max((score != score).to(tl.int32), 0)
+        best, best_group = _pick(score, group)
+        # A broken row has no best group.
+        token = part * TOKENS + tl.minimum(best_group, TOKENS // GROUP - 1) * GROUP + member
+        logit = tl.load(first + token, token < vocab_size, float("-inf")).to(tl.float32)
+        _, best_token = _pick(logit - temperature * _log_of_noise(first_id + token, position, seed, 1), token)
     if is_broken != 0:
         best = float("nan")
     at = row * tl.num_programs(0) + part
