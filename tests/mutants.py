@@ -20,6 +20,8 @@ SCHEDULER = "engine/scheduler.py"
 WAITING_QUEUE = "engine/waiting_queue.py"
 ENGINE = "engine/llm_engine.py"
 BATCH = "engine/batch.py"
+DEVICE_STATE = "engine/device_state.py"
+KV_CACHE = "engine/kv_cache.py"
 RUNNER = "engine/model_runner.py"
 STEP_INPUTS = "engine/step_inputs.py"
 SAMPLER = "layers/sampler.py"
@@ -436,6 +438,20 @@ MUTANTS = [
     ),
     # The device's own state
     Mutant(
+        "a trial step of one sequence",
+        KV_CACHE,
+        "    num_seqs = min(max_num_seqs, num_tokens)\n",
+        "    num_seqs = 1\n",
+        ("test_bad_input.py::test_the_step_that_is_measured_is_as_large_as_any",),
+    ),
+    Mutant(
+        "what a trial step leaves behind counts as free",
+        KV_CACHE,
+        "free = min(free, torch.cuda.mem_get_info(device)[0])",
+        "free = max(free, torch.cuda.mem_get_info(device)[0])",
+        ("test_bad_input.py::test_the_step_that_is_measured_is_as_large_as_any",),
+    ),
+    Mutant(
         "the device keeps the rows of before a mixed step",
         RUNNER,
         "                self.state.forget_rows()\n",
@@ -444,7 +460,7 @@ MUTANTS = [
     ),
     Mutant(
         "a slot's new tenant inherits the blocks of the last",
-        BATCH,
+        DEVICE_STATE,
         "if known_table is not table:",
         "if known_table is None:",
         (
@@ -454,21 +470,21 @@ MUTANTS = [
     ),
     Mutant(
         "new blocks of a decode that goes on are not sent",
-        BATCH,
+        DEVICE_STATE,
         "grown = np.flatnonzero(num_blocks != self._num_sent).tolist() if is_next_step",
         "grown = [] if is_next_step",
         ("test_batch.py::test_the_device_knows_of_every_decode_what_the_host_would_send[0-padded-overlap]",),
     ),
     Mutant(
         "rows are sent with every step",
-        BATCH,
+        DEVICE_STATE,
         "is_next_step = list(map(id, tables)) == list(map(id, self._tables))",
         "is_next_step = False",
         ("test_batch.py::test_a_decode_that_goes_on_sends_only_new_blocks",),
     ),
     Mutant(
         "tokens that only the host knows are not sent",
-        BATCH,
+        DEVICE_STATE,
         "        if known:\n            self.last",
         "        if False:\n            self.last",
         (
@@ -478,28 +494,28 @@ MUTANTS = [
     ),
     Mutant(
         "the positions of decodes are one too large",
-        BATCH,
+        DEVICE_STATE,
         "positions = (lengths - 1).clamp_(min=0)",
         "positions = (lengths - 0).clamp_(min=0)",
         ("test_batch.py::test_the_device_knows_of_every_decode_what_the_host_would_send[0-padded-overlap]",),
     ),
     Mutant(
         "a padding row writes to the first block",
-        BATCH,
+        DEVICE_STATE,
         "slot_mapping.where(lengths > 0, -1)",
         "slot_mapping",
         ("test_batch.py::test_the_device_knows_of_every_decode_what_the_host_would_send[0-padded-overlap]",),
     ),
     Mutant(
         "padding rows grow with the others",
-        BATCH,
+        DEVICE_STATE,
         "rows[:, 1] += lengths > 0",
         "rows[:, 1] += 1",
         ("test_batch.py::test_the_device_knows_of_every_decode_what_the_host_would_send[0-padded-overlap]",),
     ),
     Mutant(
         "the lengths of a single row change under its step",
-        BATCH,
+        DEVICE_STATE,
         ".t().clone(memory_format=torch.contiguous_format)",
         ".t().contiguous()",
         ("test_batch.py::test_the_batch_of_a_step_stays_when_the_state_moves_on",),

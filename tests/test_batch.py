@@ -9,8 +9,9 @@ import pytest
 import torch
 from fake_runner import FakeRunner, make_engine, run_to_end
 
-import nanovllm.engine.batch
-from nanovllm.engine.batch import Batch, DeviceState, build_batch, special_rows
+import nanovllm.engine.device_state
+from nanovllm.engine.batch import Batch, build_batch, special_rows
+from nanovllm.engine.device_state import DeviceState
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Work
 from nanovllm.engine.sequence import Sequence
@@ -386,9 +387,9 @@ def test_the_batch_of_a_step_stays_when_the_state_moves_on(num_rows):
 def test_a_decode_that_goes_on_sends_only_new_blocks(monkeypatch):
     """Sending the rows of every step is what the device's own state is there to save."""
     uploads = []
-    upload = nanovllm.engine.batch.upload
+    upload = nanovllm.engine.device_state.upload
     monkeypatch.setattr(
-        nanovllm.engine.batch, "upload", lambda arrays, device: uploads.append(arrays) or upload(arrays, device)
+        nanovllm.engine.device_state, "upload", lambda arrays, device: uploads.append(arrays) or upload(arrays, device)
     )
     state = DeviceState(4, 8, 4, CPU)
     work = [(scheduled([7] * (5 + i), [10 * i, 10 * i + 1], slot=i), 1, True) for i in range(3)]

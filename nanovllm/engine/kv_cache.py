@@ -1,6 +1,9 @@
-"""How many blocks the KV cache gets: from what a GPU has left after weights and a largest step, or from a CPU's RAM."""
+"""How many blocks the KV cache gets: from what a GPU has left after weights and a largest step, which is tried, or from
+a CPU's RAM."""
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,6 +76,45 @@ def num_kvcache_blocks(
             )
         )
     return num_blocks
+
+
+def measure_memory(
+    run_step: Callable[[list[int]], None], num_tokens: int, max_num_seqs: int, free_at_start: int, device: torch.device
+) -> MemoryUse:
+    """Runs a step that is as large as any in tokens and in sampled rows, on a GPU.
+
+    Args:
+        run_step: computes prompts of so many tokens each and waits for them.
+        num_tokens: most tokens of a step.
+    """
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
+    num_seqs = min(max_num_seqs, num_tokens)
+    if num_seqs > 1 and num_tokens > 2:
+        run_step([1, 2])  # compiles what decodes beside prompts take
+    torch.cuda.reset_peak_memory_stats(device)
+    with explained_out_of_memory(f"a step of {num_tokens} tokens and {num_seqs} sampled rows", device):
+        run_step([num_tokens // num_seqs + (index < num_tokens % num_seqs) for index in range(num_seqs)])
+    activations = torch.cuda.max_memory_allocated(device) - allocated
+    torch.cuda.empty_cache()
+    # What libraries and kernels took by the way stays taken.
+    free = min(free, torch.cuda.mem_get_info(device)[0])
+    return MemoryUse(total, free_at_start, free, activations)
+
+
+@contextmanager
+def explained_out_of_memory(what: str, device: torch.device) -> Iterator[None]:
+    """A GPU's lack of memory meanwhile becomes a RuntimeError that says `what` did not fit, and what to do."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        raise RuntimeError(
+            f"{what} does not fit into the GPU's memory, of which {free / _GIB:.2f} of {total / _GIB:.2f} GiB are "
+            "free; lower max_num_batched_tokens or max_num_seqs, take a smaller model, or free what other "
+            f"programs hold ({error})"
+        ) from None
 
 
 def free_bytes(device: torch.device) -> int:

@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch, DeviceState, build_batch, special_rows, step_lengths
+from nanovllm.engine.batch import Batch, build_batch, special_rows, step_lengths
 from nanovllm.engine.cuda_graph import CudaGraphs, StepSize, graph_sizes
-from nanovllm.engine.kv_cache import MemoryUse, free_bytes, num_kvcache_blocks
+from nanovllm.engine.device_state import DeviceState
+from nanovllm.engine.kv_cache import MemoryUse, explained_out_of_memory, free_bytes, measure_memory, num_kvcache_blocks
 from nanovllm.engine.runner import Runner, RunnerInfo
 from nanovllm.engine.scheduler import Work
 from nanovllm.engine.sequence import Sequence
@@ -74,7 +75,7 @@ class ModelRunner(Runner):
         self.dtype = _dtype(config.dtype, model_config.dtype, self.device)
         self.model = self.graphs = self.inputs = self.kv_cache = self.state = self.backend = None
         try:
-            with self._on_device(), self._explained_out_of_memory("the engine"):
+            with self._on_device(), explained_out_of_memory("the engine", self.device):
                 num_blocks = self._start(config, parallel, directory)
         except BaseException:
             self.close()  # so that another try finds the memory
@@ -120,7 +121,7 @@ class ModelRunner(Runner):
         )
         self.backend = make_attention_backend(config.attention_backend, shape, config.kvcache_block_size)
         self.block_size = config.kvcache_block_size or self.backend.default_block_size
-        with self._explained_out_of_memory("the model"):
+        with explained_out_of_memory("the model", self.device):
             self.model = ARCHITECTURES[model_config.architecture](
                 model_config, self.max_model_len, self.backend, parallel, self.dtype, self.device
             )
@@ -132,8 +133,8 @@ class ModelRunner(Runner):
         blocks_of_longest = -(-self.max_model_len // self.block_size)
         self._groups_prefixes, self._is_grouped, self.max_num_seqs = config.prefix_grouping, False, config.max_num_seqs
         self.state = DeviceState(config.max_num_seqs, blocks_of_longest, self.block_size, self.device)
-        is_captured = self._is_gpu and self.backend.can_be_captured and not config.enforce_eager
-        self._captures_prompts = is_captured and self.backend.can_capture_prompts
+        self._is_captured = self._is_gpu and self.backend.can_be_captured and not config.enforce_eager
+        self._captures_prompts = self._is_captured and self.backend.can_capture_prompts
         if self._captures_prompts:
             most_tokens = max(self._most_tokens_beside_decodes(), 2 * config.max_num_seqs)
             self.inputs = StepInputs(
@@ -141,9 +142,9 @@ class ModelRunner(Runner):
                 self.block_size, self.state.padding_slot, self.device,
             )  # fmt: skip
         num_blocks = self._allocate_kv_cache(config, free_at_start, blocks_of_longest)
-        if is_captured:
+        if self._is_captured:
             most_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-            with torch.inference_mode(), self._explained_out_of_memory("capturing CUDA graphs"):
+            with torch.inference_mode(), explained_out_of_memory("capturing CUDA graphs", self.device):
                 self.graphs = CudaGraphs(
                     self._captured_step, self._parked, graph_sizes(most_rows), self.device, parallel.size == 1
                 )
@@ -253,7 +254,9 @@ class ModelRunner(Runner):
 
         if self._is_gpu:
             self.kv_cache = torch.zeros((2, num_layers, 1, *shape), dtype=self.dtype, device=self.device)
-            memory = self._measure_memory(config, free_at_start)
+            num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * (self.max_model_len - 1))
+            memory = measure_memory(self._try_step, num_tokens, config.max_num_seqs, free_at_start, self.device)
+            memory = replace(memory, graphs=self._bytes_for_graphs(memory.activations, num_tokens))
             self.kv_cache = None
             torch.cuda.empty_cache()
         else:
@@ -266,42 +269,29 @@ class ModelRunner(Runner):
             self._least_free = free_bytes(self.device) - memory.graphs
         return num_blocks
 
-    @torch.inference_mode()
-    def _measure_memory(self, config: Config, free_at_start: int) -> MemoryUse:
-        """Runs a step that is as large as any in tokens and in sampled rows, all of them with a top-p."""
-        device = self.device
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(device)
-        allocated = torch.cuda.memory_allocated(device)
-        num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * (self.max_model_len - 1))
-        num_seqs = min(config.max_num_seqs, num_tokens)
-        if num_seqs > 1 and num_tokens > 2:
-            self.launch(self._trial([1, 2])).wait()  # compiles what decodes beside prompts take
-        torch.cuda.reset_peak_memory_stats(device)
-        sizes = [num_tokens // num_seqs + (slot < num_tokens % num_seqs) for slot in range(num_seqs)]
-        with self._explained_out_of_memory(f"a step of {num_tokens} tokens and {num_seqs} sampled rows"):
-            self.launch(self._trial(sizes)).wait()
-        activations = torch.cuda.max_memory_allocated(device) - allocated
-        torch.cuda.empty_cache()
-        # What libraries and kernels took by the way stays taken.
-        free = min(free, torch.cuda.mem_get_info(device)[0])
-        # Kernels' code, what captured steps keep, and the largest one's logits and activations, once tried and once
-        # captured.
-        logits_bytes = config.max_num_seqs * self.vocab_size * self.dtype.itemsize
-        graphs = 0 if config.enforce_eager else _GIB // 2 + 2 * logits_bytes
+    def _bytes_for_graphs(self, activations: int, num_tokens: int) -> int:
+        """Set aside for captured steps, if a step of `num_tokens` takes `activations`: for kernels' code, what the
+        steps keep, and the largest one's logits and activations, once tried and once captured."""
+        if not self._is_captured:
+            return 0
+        num_bytes = _GIB // 2 + 2 * self.max_num_seqs * self.vocab_size * self.dtype.itemsize
         if self.inputs:
-            graphs += 2 * activations * self.inputs.token_sizes[-1] // num_tokens
-        return MemoryUse(total, free_at_start, free, activations, graphs)
+            num_bytes += 2 * activations * self.inputs.token_sizes[-1] // num_tokens
+        return num_bytes
 
-    def _trial(self, sizes: list[int]) -> Work:
-        """Prompts of so many tokens each, all over each other in the cache, for their results are thrown away."""
+    @torch.inference_mode()
+    def _try_step(self, sizes: list[int]) -> None:
+        """Computes prompts of so many tokens each, all over each other in the cache, for their results are thrown away.
+
+        All sample with a top-p, which takes most memory.
+        """
         params, work = SamplingParams(temperature=1.0, top_p=0.9), []
         for slot, num_new_tokens in enumerate(sizes):
             seq = Sequence(slot, [0] * num_new_tokens, params, self.max_model_len)
             seq.block_table = [0] * -(-num_new_tokens // self.block_size)
             seq.num_computed_tokens, seq.num_tokens, seq.slot = num_new_tokens, num_new_tokens + 1, slot
             work.append((seq, num_new_tokens, True))
-        return work
+        self.launch(work).wait()
 
     def _check_memory_left(self) -> None:
         """Raises a RuntimeError if the captured graphs took more than was set aside for them."""
@@ -312,18 +302,6 @@ class ModelRunner(Runner):
                 f"CUDA graphs took {missing / _GIB:.2f} GiB more GPU memory than was set aside for them; lower "
                 "max_num_seqs or use enforce_eager=True"
             )
-
-    @contextmanager
-    def _explained_out_of_memory(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except torch.cuda.OutOfMemoryError as error:
-            free, total = torch.cuda.mem_get_info(self.device)
-            raise RuntimeError(
-                f"{what} does not fit into the GPU's memory, of which {free / _GIB:.2f} of {total / _GIB:.2f} GiB are "
-                "free; lower max_num_batched_tokens or max_num_seqs, take a smaller model, or free what other "
-                f"programs hold ({error})"
-            ) from None
 
     def _most_tokens_beside_decodes(self) -> int:
         if self._captures_prompts:
