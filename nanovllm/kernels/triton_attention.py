@@ -264,7 +264,9 @@ def _decode_kernel(
             summed = summed * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
             largest = new_largest
         place = (tl.load(first_items + row) + split).to(tl.int64) * NUM_HEADS + head
-        tl.store(partial + place[:, None] * HEAD_DIM + column[None, :], summed / total[:, None], is_member)
+        # To stay in the L2 cache until they are merged, whatever keys and values pass through it meanwhile.
+        result = partial + place[:, None] * HEAD_DIM + column[None, :]
+        tl.store(result, summed / total[:, None], is_member, eviction_policy="evict_last")
         tl.store(log_sums + place, largest + tl.log2(total), member < GROUP)
     if IS_BESIDE_PROMPTS and tl.program_id(0) == 0:
         wait()  # so that this kernel's end is _prefill_kernel's too
