@@ -18,6 +18,7 @@ The last line on stdout is JSON.
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
@@ -314,7 +315,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=int, default=512)
     parser.add_argument("--block-size", type=int)
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs to split the model over")
-    parser.add_argument("--threads", type=int, help="CPU threads of both engines; default: PyTorch's choice")
+    parser.add_argument("--threads", type=int, help="CPU threads of both engines, a rank; default: PyTorch's choice")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--no-overlap", action="store_true")
     parser.add_argument("--no-prefix-caching", action="store_true")
@@ -346,6 +347,7 @@ def main() -> None:
     arguments = parse_arguments()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
+        os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # of ranks
     with tempfile.TemporaryDirectory() as temporary:
         directory = arguments.model or str(MODEL_DIRECTORY)
         if arguments.size:
@@ -399,7 +401,8 @@ def measure(arguments: argparse.Namespace, llm: LLM) -> dict[str, object]:
     if longest > info.max_model_len:
         raise SystemExit(
             f"workload {arguments.workload} has requests of up to {longest} tokens, this model takes "
-            f"{info.max_model_len}; use --size, --model or --max-model-len"
+            f"{info.max_model_len}; "
+            + ("raise --max-model-len" if arguments.max_model_len else "use --size or another --model")
         )
     num_output_tokens = sum(requests.max_tokens)
     params = requests.sampling_params()

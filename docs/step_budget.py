@@ -43,8 +43,8 @@ def times_of_parts(events: list[dict]) -> dict[str, float]:
 
 def main() -> None:
     directory = Path(sys.argv[1])
-    steps = json.loads((directory / "steps.json").read_text())
     times = times_of_parts(json.loads((directory / "trace.json").read_text())["traceEvents"])
+    steps = json.loads((directory / "steps.json").read_text())
     bandwidth = steps["bytes_per_second"]
     floors = {
         "attention": steps["key_value_bytes"] / bandwidth,

@@ -81,7 +81,7 @@ BAD_ROWS = {
     "largest unsigned": (np.array([2**64 - 1], np.uint64), "token id 18446744073709551615 is outside"),
     "surrogate": ("\ud800", r"cannot be tokenized: '\\ud800' at position 0 is half a surrogate pair"),
     "surrogate inside": ("well \udfff then", r"cannot be tokenized: '\\udfff' at position 5"),
-    "max_model_len": ([65] * 300, "300 tokens leave no room .* max_model_len=300; shorten it or raise"),
+    "max_model_len": ([65] * 300, "300 tokens leave no room .* max_model_len=300; shorten it, or raise"),
     "beyond max_model_len": ("long " * 1000, "5000 tokens leave no room"),
     "beyond the cache": ([65] * 252, "may need 17 KV cache blocks .* there are 16; lower max_tokens"),
 }

@@ -237,7 +237,7 @@ class LLMEngine:
         if num_tokens >= info.max_model_len:
             raise ValueError(
                 f"the prompt's {num_tokens} tokens leave no room for a new one within max_model_len="
-                f"{info.max_model_len}; shorten it or raise max_model_len"
+                f"{info.max_model_len}; shorten it, or raise max_model_len if the model was made for more"
             )
         if not set(map(type, token_ids)) <= {int}:
             raise TypeError("token ids must be plain integers")
