@@ -132,10 +132,11 @@ def perturbed(logits: torch.Tensor, temperature: float, seeds: torch.Tensor, pos
     from nanovllm.layers.sampler import GROUP, exponential_noise
 
     num_rows, vocab_size = logits.shape
-    ids = torch.arange(-(-vocab_size // GROUP) * GROUP, device=logits.device)[None]
-    scores = logits.new_full((num_rows, ids.shape[1]), float("-inf"), dtype=torch.float64)
+    num_groups = -(-vocab_size // GROUP)
+    blocks = torch.arange(num_groups * GROUP // 4, device=logits.device)[None]
+    scores = logits.new_full((num_rows, num_groups * GROUP), float("-inf"), dtype=torch.float64)
     scores[:, :vocab_size] = logits.double() / temperature
-    of_ids = (scores - exponential_noise(seeds, positions, ids, 1).log()).unflatten(1, (-1, GROUP))
+    of_ids = (scores - exponential_noise(seeds, positions, blocks, 1).log()).unflatten(1, (-1, GROUP))
     of_groups = scores.unflatten(1, (-1, GROUP)).logsumexp(-1, keepdim=True)
-    of_groups = of_groups - exponential_noise(seeds, positions, ids[:, : ids.shape[1] // GROUP], 0).log()[..., None]
+    of_groups = of_groups - exponential_noise(seeds, positions, blocks, 0)[:, :num_groups].log()[..., None]
     return (of_groups + of_ids - of_ids.amax(-1, keepdim=True)).flatten(1)[:, :vocab_size]

@@ -812,10 +812,38 @@ MUTANTS = [
         ("test_sampler.py::test_groups_are_drawn_by_their_weight_and_ids_within_them",),
     ),
     Mutant(
+        "a rank's groups begin at a block of the generator",
+        SAMPLER,
+        "[:, offset : offset + groups.shape[1]]",
+        "[:, : groups.shape[1]]",
+        ("test_tensor_parallel.py::test_sampling_over_slices_is_sampling_over_the_whole",),
+    ),
+    Mutant(
+        "the noise of groups is that of a request's other tokens",
+        SAMPLER,
+        "exponential_noise(seeds, positions, blocks, 0)",
+        "exponential_noise(seeds, positions * 0, blocks, 0)",
+        ("test_sampler.py::test_neighbouring_tokens_are_independent",),
+    ),
+    Mutant(
+        "temperature 0 divides the logits of groups",
+        SAMPLER,
+        "temperature.clamp(min=COLDEST)[..., None]",
+        "temperature[..., None]",
+        ("test_sampler.py::test_greedy_rows_with_banned_tokens_take_the_largest_of_the_rest",),
+    ),
+    Mutant(
+        "temperature 0 times the infinity of a banned group",
+        SAMPLER,
+        '.masked_fill_(weights == 0, float("-inf"))',
+        "",
+        ("test_sampler.py::test_greedy_rows_with_banned_tokens_take_the_largest_of_the_rest",),
+    ),
+    Mutant(
         "an id's noise is a group's",
         SAMPLER,
-        "first + ids, 1)",
-        "first + ids, 0)",
+        "noise = exponential_noise(seeds, positions, blocks, 1)",
+        "noise = exponential_noise(seeds, positions, blocks, 0)",
         ("test_sampler.py::test_groups_are_drawn_by_their_weight_and_ids_within_them",),
     ),
     Mutant(
@@ -950,8 +978,8 @@ MUTANTS = [
     Mutant(
         "the ranks' noise is the first rank's",
         SAMPLER,
-        "torch.arange(first // GROUP, first // GROUP + groups.shape[1]",
-        "torch.arange(0, groups.shape[1]",
+        "divmod(first // GROUP, 4)",
+        "divmod(0, 4)",
         ("test_tensor_parallel.py::test_sampling_over_slices_is_sampling_over_the_whole",),
     ),
     Mutant(

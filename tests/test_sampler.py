@@ -120,16 +120,17 @@ def test_a_token_takes_its_own_word_of_its_own_block():
     rows = [(0, 0), (1, 0), (2**32, 0), (2**64 - 1, 3), (0x123456789ABCDEF0, 40000)]
     seeds = torch.from_numpy(np.array([seed for seed, _ in rows], np.uint64).view(np.int64))
     positions = torch.tensor([position for _, position in rows])
-    of_rows = torch.arange(len(rows))[:, None] * 1000 + torch.tensor([0, 5, 6, 90001])
-    for ids in (torch.arange(11)[None], of_rows):
+    of_rows = torch.arange(len(rows))[:, None] * 1000 + torch.tensor([0, 5, 90001])
+    for blocks in (torch.arange(3)[None], of_rows):
         for stream in (0, 1):
-            noise = exponential_noise(seeds, positions, ids, stream)
-            assert noise.shape == (len(rows), ids.shape[1]) and noise.dtype == torch.float32
+            noise = exponential_noise(seeds, positions, blocks, stream)
+            assert noise.shape == (len(rows), 4 * blocks.shape[1]) and noise.dtype == torch.float32
             for index, (seed, position) in enumerate(rows):
-                for i, ours in zip(ids[index % len(ids)].tolist(), noise[index].double().tolist(), strict=True):
-                    word = philox_reference([i // 4, position, stream, 0], [seed % 2**32, seed >> 32])[i % 4]
-                    exact = -math.log1p(-(word + 0.5) / 2**32)
-                    assert ours == pytest.approx(exact, rel=1e-5), (seed, position, i)
+                for block, ours in zip(blocks[index % len(blocks)].tolist(), noise[index].view(-1, 4), strict=True):
+                    words = philox_reference([block, position, stream, 0], [seed % 2**32, seed >> 32])
+                    exact = [-math.log1p(-(word + 0.5) / 2**32) for word in words]
+                    # Near 1 a float32 has no more than 24 bits of u, of which log1p magnifies the rounding.
+                    assert ours.tolist() == pytest.approx(exact, rel=1e-5), (seed, position, block)
 
 
 @pytest.mark.parametrize("word", [0, 1, 2**31, 2**32 - 129, 2**32 - 128, 2**32 - 2, 2**32 - 1])
@@ -191,9 +192,13 @@ def test_tokens_have_exactly_the_probabilities_asked_for(params, varying):
     assert_distributed(tokens.tolist(), exact_probabilities(LOGITS, params))
 
 
+@pytest.mark.parametrize("num_members", [1, 16])
 @pytest.mark.parametrize(("seed_step", "position_step"), [(0, 1), (1, 0), (2**32, 0)])
-def test_neighbouring_tokens_are_independent(seed_step, position_step):
-    """A key that mixes seed and position by adding them repeats a request's tokens one place on in the next."""
+def test_neighbouring_tokens_are_independent(seed_step, position_step, num_members):
+    """A key that mixes seed and position by adding them repeats a request's tokens one place on in the next.
+
+    Of ids of one group, and of groups of 16 equal ids.
+    """
     num_rows, logits = 20000, torch.tensor([0.3, 0.0, -0.2, 0.6])
     seeds, positions = torch.arange(num_rows) * 7919, torch.arange(num_rows) * 13
     pairs = []
@@ -203,14 +208,15 @@ def test_neighbouring_tokens_are_independent(seed_step, position_step):
             seeds=seeds + step * seed_step,
             positions=positions + step * position_step,
         )
-        pairs.append(sample(logits.repeat(num_rows, 1), batch))
+        tokens = sample(logits.repeat_interleave(num_members).repeat(num_rows, 1), batch)
+        pairs.append(tokens // num_members)
     probs = exact_probabilities(logits.tolist(), SamplingParams())
     assert_distributed((pairs[0] * 4 + pairs[1]).tolist(), np.outer(probs, probs).ravel())
 
 
 def test_the_smallest_noise_is_resolved():
     """In a large vocabulary the smallest E wins: from 24 random bits the smallest would tie, and low ids win ties."""
-    noise = exponential_noise(torch.tensor([1]), torch.tensor([1]), torch.arange(2**22)[None], 0)[0]
+    noise = exponential_noise(torch.tensor([1]), torch.tensor([1]), torch.arange(2**20)[None], 0)[0]
     smallest = noise.sort().values[:100].double()
     assert smallest.unique().numel() == 100
     assert smallest[0] < 2.0**-20 and smallest[-1] == pytest.approx(100 / 2**22, rel=0.4)
@@ -226,13 +232,14 @@ def test_a_large_vocabulary_is_sampled_evenly():
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
-@pytest.mark.parametrize("vocab_size", [16, 17, 45, 64])
+@pytest.mark.parametrize("vocab_size", [16, 17, 45, 64, 83])
 def test_groups_are_drawn_by_their_weight_and_ids_within_them(vocab_size, temperature):
-    """Of full groups, of one with a single id, of one far above the others and one that is banned as a whole."""
+    """Of full groups, of one with a single id, of one far above the others, half a group and a whole one banned."""
     num_rows = 40000
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size))
     logits[: vocab_size // 3] += 1
-    logits[32:40] = -math.inf
+    logits[48:64] += 3
+    logits[16:24] = logits[32:48] = -math.inf
     count = torch.arange(num_rows)
     batch = SamplingBatch(torch.full((num_rows,), temperature), count * 31, count % 7)
     tokens = sample(logits.repeat(num_rows, 1), batch).tolist()
@@ -313,7 +320,9 @@ def test_greedy_takes_the_largest_logit_and_the_lowest_id_of_equals():
 def test_equal_scores_go_to_the_lowest_id_when_sampled_too(monkeypatch):
     """With equal noise for all, equal logits tie; the result must not depend on the order of a sort."""
     monkeypatch.setattr(
-        sampler, "exponential_noise", lambda seeds, positions, ids, stream: torch.ones(len(seeds), ids.shape[1])
+        sampler,
+        "exponential_noise",
+        lambda seeds, positions, blocks, stream: torch.ones(len(seeds), 4 * blocks.shape[1]),
     )
     logits = torch.tensor([[0.0, 2.0, 2.0, 2.0, 1.0]] * 4)
     params = [SamplingParams(), SamplingParams(top_k=2), SamplingParams(top_p=0.9), SamplingParams(min_p=0.9)]
@@ -406,6 +415,19 @@ def test_banned_tokens_are_never_sampled_and_only_where_banned():
             logits, [banned, free, sampled, filtered, free, banned], stop_token_ids=stop, part_size=part_size
         )
         assert tokens[:2] == [3, 1] and tokens[2] in (0, 3) and tokens[3:] == [3, 1, 3]
+
+
+@pytest.mark.parametrize("vocab_size", [50, 64, 100])
+def test_greedy_rows_with_banned_tokens_take_the_largest_of_the_rest(vocab_size):
+    """Temperature 0 divides in every group of ids; 0 / 0 and 0 × infinity once made others win than the largest."""
+    logits = torch.randn(30, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 5
+    logits[10:20, 16:32] = -math.inf
+    logits[20:, 8:] = -math.inf
+    banned = frozenset({*logits[:3].argmax(-1).tolist(), *range(32, 48)})
+    rest = logits.clone()
+    rest[:, list(banned)] = -math.inf
+    params = SamplingParams(temperature=0, min_tokens=1)
+    assert sample_rows(logits, params, stop_token_ids=banned) == rest.argmax(-1).tolist()
 
 
 def test_a_part_of_the_special_rows_bans_its_own_tokens():

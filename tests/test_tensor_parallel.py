@@ -28,7 +28,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.parallel_runner import ParallelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.sampler import SamplingBatch, VocabSlice, sample
-from nanovllm.utils.distributed import Parallel
+from nanovllm.utils.distributed import SAMPLING_GROUP, Parallel
 
 # What a thread of the driver dies of would otherwise be no more than a line on the screen.
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -368,7 +368,7 @@ def test_sampling_over_slices_is_sampling_over_the_whole(size, temperature, runs
     for trial in range(60 * runs):
         vocab_size, num_rows = rng.randrange(1, 90), rng.randrange(1, 8)
         slice_size = (vocab_size + size - 1) // size
-        slice_size += -slice_size % 16
+        slice_size += -slice_size % SAMPLING_GROUP
         firsts = [min(rank * slice_size, vocab_size) for rank in range(size)]
         logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(trial)) * 10
         if trial % 2:

@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.engine.scheduler import Work
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers.sampler import SamplingBatch, SpecialRows
+from nanovllm.layers.sampler import COLDEST, SamplingBatch, SpecialRows
 from nanovllm.utils.context import Context, query_tiles
 from nanovllm.utils.upload import upload
 
@@ -138,16 +138,16 @@ def _sampling_arrays(seqs: list[Sequence]) -> list[np.ndarray]:
     """Slots, temperatures, seeds and the sampled tokens' positions, each [num_seqs]."""
     return [
         np.array([seq.slot for seq in seqs], np.int64),
-        np.array([temperature(seq) for seq in seqs], np.float32),
+        np.array([sampling_temperature(seq) for seq in seqs], np.float32),
         np.array([seq.seed for seq in seqs], np.uint64).view(np.int64),
         np.array([seq.num_tokens - 1 for seq in seqs], np.int64),
     ]
 
 
-def temperature(seq: Sequence) -> float:
-    """What it samples with, but neither 0 nor infinite in float32 if it is not: as small or as large is as good."""
-    wanted = seq.sampling_params.temperature
-    return min(max(wanted, 1.2e-38), 1e30) if wanted > 0 else 0.0
+def sampling_temperature(seq: Sequence) -> float:
+    """Of the sequence's sampling; what float32 would make 0 or infinite becomes a number as good."""
+    temperature = seq.sampling_params.temperature
+    return min(max(temperature, COLDEST), 1e30) if temperature > 0 else 0.0
 
 
 def special_rows(work: Work, vocab_size: int, device: torch.device, most_rows: int = 64) -> list[SpecialRows]:

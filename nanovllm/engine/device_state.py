@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from nanovllm.engine.batch import Batch, temperature
+from nanovllm.engine.batch import Batch, sampling_temperature
 from nanovllm.engine.scheduler import Work
 from nanovllm.kernels import is_fused
 from nanovllm.layers.sampler import SamplingBatch
@@ -78,7 +78,7 @@ class DeviceState:
         rows[: len(work), 0] = [seq.slot for seq, _, _ in work]
         rows[: len(work), 1] = [seq.num_computed_tokens for seq, _, _ in work]
         rows[: len(work), 2] = np.array([seq.seed for seq, _, _ in work], np.uint64).view(np.int64)
-        rows.view(np.float64)[: len(work), 3] = [temperature(seq) for seq, _, _ in work]
+        rows.view(np.float64)[: len(work), 3] = [sampling_temperature(seq) for seq, _, _ in work]
         # A token the host knows may be one that this slot has never held: a prompt's, or one from before a preemption.
         known = [
             (seq.slot, seq.token_ids[seq.num_computed_tokens - 1])

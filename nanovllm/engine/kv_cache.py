@@ -81,11 +81,18 @@ def num_kvcache_blocks(
 def measure_memory(
     run_step: Callable[[list[int]], None], num_tokens: int, max_num_seqs: int, free_at_start: int, device: torch.device
 ) -> MemoryUse:
-    """Runs a step that is as large as any in tokens and in sampled rows, on a GPU.
+    """Runs a step that is as large as any in tokens and in sampled rows, on a GPU with a cache of one block.
 
     Args:
         run_step: computes prompts of so many tokens each and waits for them.
-        num_tokens: most tokens of a step.
+        num_tokens, max_num_seqs: most tokens and most sequences of a step.
+        free_at_start: bytes that were free before anything was loaded.
+
+    Returns:
+        What it took; nothing is set aside for graphs yet.
+
+    Raises:
+        RuntimeError: the step does not fit.
     """
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

@@ -1,4 +1,5 @@
-"""Sampling in one pass over the logits: temperature, Gumbel noise and argmax, no softmax, no sort.
+"""Sampling in one pass over the logits: temperature, Gumbel noise and argmax, no softmax, no sort. Only a part's best
+group of ids is read again.
 
 Philox, the counters and the two stages are those of `layers.sampler`, the plain twin: the same seed gives the same
 tokens, up to the rounding of logarithms.
@@ -9,8 +10,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import LAUNCH_OPTIONS, begin
-from nanovllm.layers.sampler import GROUP
-from nanovllm.utils.distributed import BROKEN, NOTHING
+from nanovllm.utils.distributed import BROKEN, NOTHING, SAMPLING_GROUP
 
 _TOKENS = 4096  # of the vocabulary, for one program
 _BROKEN, _NOTHING = tl.constexpr(BROKEN), tl.constexpr(NOTHING)
@@ -29,7 +29,7 @@ def fused_sample(
     Args:
         temperatures: float32 [num_rows], 0 for greedy rows.
         seeds, positions: int64 [num_rows], of the noise; equal scores go to the lowest id.
-        first: the id of the first logit, a multiple of layers.sampler.GROUP.
+        first: the id of the first logit, a multiple of SAMPLING_GROUP.
         as_candidates: return what layers.sampler.candidates makes of scores and ids.
     """
     num_rows, vocab_size = logits.shape
@@ -48,7 +48,7 @@ def fused_sample(
         first,
         logits.stride(0),
         TOKENS=_TOKENS,
-        GROUP=GROUP,
+        GROUP=SAMPLING_GROUP,
         num_warps=8,
         **LAUNCH_OPTIONS,
     )

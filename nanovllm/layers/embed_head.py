@@ -6,8 +6,8 @@ from torch import nn
 
 from nanovllm.kernels.packed_linear import linear, pack_weight
 from nanovllm.layers.linear import WHOLE, Shards, empty_parameter
-from nanovllm.layers.sampler import GROUP, VocabSlice
-from nanovllm.utils.distributed import Parallel
+from nanovllm.layers.sampler import VocabSlice
+from nanovllm.utils.distributed import SAMPLING_GROUP, Parallel
 from nanovllm.utils.loader import Shard
 
 
@@ -28,7 +28,7 @@ class VocabParallelEmbedding(nn.Module):
         self.parallel = parallel
         slice_size = -(-vocab_size // parallel.size)
         if parallel.size > 1:  # ids are sampled in groups, and products like such sizes too
-            slice_size = -(-slice_size // GROUP) * GROUP
+            slice_size = -(-slice_size // SAMPLING_GROUP) * SAMPLING_GROUP
         self.slice_size = slice_size
         self.first = parallel.rank * slice_size
         self.num_rows = max(0, min(slice_size, vocab_size - self.first))  # real rows of this rank

@@ -1,11 +1,12 @@
 """From logits to tokens: greedy or Gumbel-max, with top-k, top-p and min-p for the rows that ask.
 
-Noise comes from a counter-based generator keyed by (request seed, position, token id), so a request's tokens
-do not depend on its neighbours, its arrival, preemption or the batch.
+Noise comes from a counter-based generator keyed by (request seed, position, token id or group of ids), so a request's
+tokens do not depend on its neighbours, its arrival, preemption or the batch.
 
-Gumbel-max is done in two stages: of the groups of GROUP ids one is drawn by its total weight, and then one of its ids.
-The largest of a group's noisy scores is itself its log-sum-exp with noise, so this is the same distribution with a
-sixteenth of the noise (Maddison et al., 2014, use it for trees).
+Gumbel-max is done in two stages: of the groups of 16 ids one is drawn by its total weight, and then one of its ids. The
+largest of a group's noisy scores is distributed as the group's log-sum-exp with noise of its own, and which id has it
+does not depend on how large it is (Maddison et al., 2014, use both for trees). So this is the same distribution, with a
+sixteenth of the noise and, in the kernel, a quarter of the generator's blocks.
 """
 
 from dataclasses import dataclass
@@ -15,11 +16,11 @@ import torch.nn.functional as F
 
 from nanovllm.kernels import is_fused
 from nanovllm.utils.distributed import BROKEN, NOTHING, Parallel
+from nanovllm.utils.distributed import SAMPLING_GROUP as GROUP
 
-GROUP = 16
+# As good as the least normal number of float32; also what divides where the temperature is 0.
+COLDEST = 1.2e-38
 _MASK = 0xFFFFFFFF
-# The least temperature in float32.
-_COLDEST = 1.2e-38
 
 
 @dataclass
@@ -84,7 +85,10 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, vocab: VocabSlice = Vocab
 
 
 def _best_of_slice(logits: torch.Tensor, batch: SamplingBatch, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(largest score float32, its id int64 or −1 if it is not finite), [num_rows] each; NaN beats everything."""
+    """(score float32, id int64 or −1 if the score is not finite) of what each row samples: [num_rows] each.
+
+    A sampled id has its group's score; NaN beats everything.
+    """
     if logits.shape[1] == 0:  # the vocabulary ended with the ranks before
         nothing = torch.full_like(batch.temperatures, float("-inf"))
         return nothing, torch.full_like(batch.seeds, -1)
@@ -115,7 +119,7 @@ def sample_special(logits: torch.Tensor, special: SpecialRows) -> torch.Tensor:
     scores[special.banned_rows, special.banned_ids] = float("-inf")
     sampling = special.sampling
     # Shifted by the largest logit, so that a tiny temperature cannot overflow the winner.
-    by_temperature = (scores - scores.amax(-1, keepdim=True)) / sampling.temperatures.clamp(min=_COLDEST)[:, None]
+    by_temperature = (scores - scores.amax(-1, keepdim=True)) / sampling.temperatures.clamp(min=COLDEST)[:, None]
     kept = filter_scores(by_temperature, special.top_ks, special.top_ps, special.min_ps).isfinite()
     scores.masked_fill_(~kept & (sampling.temperatures > 0)[:, None], float("-inf"))
     _, token_ids = _draw(scores, sampling)
@@ -136,14 +140,15 @@ def _draw(
     groups = F.pad(logits, (0, -logits.shape[1] % GROUP), value=float("-inf")).unflatten(-1, (-1, GROUP))
     largest = groups.amax(-1)
     base = largest.masked_fill(largest == float("-inf"), 0)
-    weights = ((groups - base[..., None]) / temperature.clamp(min=_COLDEST)[..., None]).exp_().sum(-1)
-    numbers = torch.arange(first // GROUP, first // GROUP + groups.shape[1], device=logits.device)[None]
-    noise = exponential_noise(seeds, positions, numbers, 0)
+    weights = ((groups - base[..., None]) / temperature.clamp(min=COLDEST)[..., None]).exp_().sum(-1)
+    first_block, offset = divmod(first // GROUP, 4)
+    blocks = torch.arange(first_block, first_block + (offset + groups.shape[1] + 3) // 4, device=logits.device)[None]
+    noise = exponential_noise(seeds, positions, blocks, 0)[:, offset : offset + groups.shape[1]]
     scores = (base + temperature * (weights.log() - noise.log_())).masked_fill_(weights == 0, float("-inf"))
     best, group = scores.max(-1)
     members = groups.gather(1, group[:, None, None].expand(-1, 1, GROUP)).squeeze(1)
-    ids = group[:, None] * GROUP + torch.arange(GROUP, device=logits.device)
-    noise = exponential_noise(seeds, positions, first + ids, 1)
+    blocks = (first + group[:, None] * GROUP) // 4 + torch.arange(GROUP // 4, device=logits.device)
+    noise = exponential_noise(seeds, positions, blocks, 1)
     member = (members - temperature * noise.log_()).argmax(-1)
     return best, group * GROUP + member
 
@@ -169,16 +174,16 @@ def filter_scores(
     return scores.masked_fill(~torch.empty_like(is_kept).scatter_(-1, order, is_kept), float("-inf"))
 
 
-def exponential_noise(seeds: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor, stream: int) -> torch.Tensor:
-    """Independent Exp(1) noise, float32 [num_rows, n], of ids int64 [num_rows or 1, n], from seeds and positions int64
-    [num_rows].
+def exponential_noise(seeds: torch.Tensor, positions: torch.Tensor, blocks: torch.Tensor, stream: int) -> torch.Tensor:
+    """Independent Exp(1) noise, float32 [num_rows, 4 × n], of the ids 4 × block … 4 × block + 3 of each of `blocks`:
+    int64 [num_rows or 1, n]; seeds and positions: int64 [num_rows].
 
-    Id i takes word i % 4 of the Philox block whose counter is (i // 4, position, stream, 0). Stream 0 is of groups of
+    An id takes its word of the Philox block whose counter is (id // 4, position, stream, 0). Stream 0 is of groups of
     token ids, 1 of token ids.
     """
-    counter = (ids // 4, positions[:, None] & _MASK, torch.full_like(ids, stream), torch.zeros_like(ids))
-    words = torch.broadcast_tensors(*philox4x32(counter, (seeds[:, None], seeds[:, None] >> 32)))
-    bits = torch.stack(words, -1).gather(-1, (ids % 4).expand(words[0].shape)[..., None]).squeeze(-1)
+    counter = (blocks, positions[:, None] & _MASK, torch.full_like(blocks, stream), torch.zeros_like(blocks))
+    words = philox4x32(counter, (seeds[:, None], seeds[:, None] >> 32))
+    bits = torch.stack(torch.broadcast_tensors(*words), -1).flatten(1)
     # All 32 bits count, for the winner's E is tiny among many; the largest words would round to 1.
     uniform = ((bits.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_()

@@ -9,6 +9,8 @@ import torch.distributed as dist
 # Of candidates for a token (layers.sampler): one that beats all others, and the upper half of those with a score of
 # −inf, whose bits are 0xFF800000.
 BROKEN, NOTHING = 2**63 - 1, -0x7F800001
+# Successive ids that the sampler draws as one before it draws one of them; no rank has a part of such a group.
+SAMPLING_GROUP = 16
 
 
 @dataclass(frozen=True)
