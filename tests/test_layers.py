@@ -31,7 +31,7 @@ from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from nanovllm.models import ARCHITECTURES
 from nanovllm.models.config import load_model_config
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.distributed import Parallel
+from nanovllm.utils.distributed import SAMPLING_GROUP, Parallel
 from nanovllm.utils.loader import load_weights
 
 CPU = torch.device("cpu")
@@ -287,7 +287,7 @@ def test_a_vocabulary_of_any_size_is_divided(size, vocab_size):
 def test_padding_rows_of_the_vocabulary_start_as_zeros():
     """Uninitialised memory may hold NaN, which no mask stops in a product."""
     head = ParallelLMHead(5, 4, LonelyRank(3, 4), **FP32)
-    assert head.num_rows == 0 and torch.equal(head.weight, torch.zeros(8, 4))
+    assert head.num_rows == 0 and torch.equal(head.weight, torch.zeros(SAMPLING_GROUP, 4))
 
 
 @pytest.mark.parametrize(
