@@ -274,11 +274,12 @@ def exchanges(size: int, max_rows: int, width: int, dtype: torch.dtype) -> list[
 
 
 @pytest.mark.parametrize("adds", [True, False])
-@pytest.mark.parametrize("num_rows", [1, 2, 5, 8, 539])
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 8, 35])
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_exchange_is_the_sum_and_the_norm(size, num_rows, adds):
+def test_the_exchange_is_the_sum_and_the_norm(monkeypatch, size, num_rows, adds):
     """A row of nobody or of two ranks, one past the last, a residual counted by every rank, a rank not told."""
-    width, ranks = 72, exchanges(size, 600, 72, torch.float32)
+    monkeypatch.setattr("nanovllm.kernels.exchange._MOST_PROGRAMS", 8)  # so that 35 rows are several for each
+    width, ranks = 72, exchanges(size, 40, 72, torch.float32)
     norm = RMSNorm(width, 1e-6, torch.float32, CPU)
     norm.weight.copy_(torch.linspace(0.5, 2, width))
     residual = random_tensor(num_rows, width, seed=9) if adds else None
@@ -288,7 +289,7 @@ def test_the_exchange_is_the_sum_and_the_norm(size, num_rows, adds):
     totals = [exchange.sum_add_norm(num_rows, residual, norm.weight, norm.eps)[1] for exchange in ranks]
     total = sum(products) + (residual if adds else 0)
     rows_of_rank = -(-num_rows // size)
-    num_programs = min(rows_of_rank, 264)
+    num_programs = min(rows_of_rank, 8)
     for rank, exchange in enumerate(ranks):
         torch.testing.assert_close(exchange._normed[:num_rows], norm(total), rtol=1e-5, atol=1e-5)
         assert exchange._normed[num_rows:].isnan().all()
