@@ -438,6 +438,20 @@ MUTANTS = [
     ),
     # The device's own state
     Mutant(
+        "captured prompts find no memory set aside",
+        RUNNER,
+        "num_bytes += 2 * activations * self.inputs.token_sizes[-1] // num_tokens",
+        "num_bytes += 2 * activations * self.inputs.token_sizes[0] // num_tokens",
+        ("test_cuda_graph.py::test_memory_for_graphs_covers_logits_and_the_largest_captured_step_twice",),
+    ),
+    Mutant(
+        "a trial step that sorts nothing",
+        RUNNER,
+        "SamplingParams(temperature=1.0, top_p=0.9), []",
+        "SamplingParams(temperature=1.0), []",
+        ("test_cuda_graph.py::test_a_trial_step_samples_all_its_prompts_with_a_filter_within_one_block",),
+    ),
+    Mutant(
         "a trial step of one sequence",
         KV_CACHE,
         "    num_seqs = min(max_num_seqs, num_tokens)\n",

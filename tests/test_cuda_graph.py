@@ -9,6 +9,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.engine import cuda_graph, model_runner
+from nanovllm.engine.batch import special_rows
 from nanovllm.engine.cuda_graph import CudaGraphs, StepSize, graph_sizes
 from nanovllm.engine.model_runner import ModelRunner
 
@@ -120,6 +121,35 @@ def test_a_captured_step_beside_decodes_fills_its_matrix_products(hidden_size, n
     runner = ModelRunner.__new__(ModelRunner)
     runner.model_config, runner._captures_prompts = SimpleNamespace(hidden_size=hidden_size), True
     assert runner._most_tokens_beside_decodes() == num_tokens
+
+
+def test_memory_for_graphs_covers_logits_and_the_largest_captured_step_twice():
+    """Once for the trial and once for the capture; without the latter, graphs of prompts ran out of memory later."""
+    runner = ModelRunner.__new__(ModelRunner)
+    runner._is_captured, runner.max_num_seqs, runner.dtype, runner.inputs = True, 16, torch.bfloat16, None
+    runner.model_config = SimpleNamespace(vocab_size=1000)
+    for_decodes = 2**29 + 2 * 16 * 1000 * 2
+    assert runner._bytes_for_graphs(activations=6000, num_tokens=100) == for_decodes
+    runner.inputs = SimpleNamespace(token_sizes=[25, 50])
+    assert runner._bytes_for_graphs(activations=6000, num_tokens=100) == for_decodes + 2 * 3000
+    runner._is_captured = False
+    assert runner._bytes_for_graphs(activations=6000, num_tokens=100) == 0
+
+
+def test_a_trial_step_samples_all_its_prompts_with_a_filter_within_one_block(monkeypatch):
+    """It measures what a step takes at most, on a cache of a single block."""
+    runner = ModelRunner(Config(str(MODEL_DIRECTORY), device="cpu", max_num_seqs=4, num_kvcache_blocks=4))
+    launched, launch = [], runner.launch
+    monkeypatch.setattr(runner, "launch", lambda work: launched.append(work) or launch(work))
+    sizes = [1, 3, 2 * runner.block_size + 1]
+    runner._try_step(sizes)
+    [work] = launched
+    assert [(num_new_tokens, samples) for _, num_new_tokens, samples in work] == [(size, True) for size in sizes]
+    assert [seq.block_table for seq, _, _ in work] == [[0], [0], [0, 0, 0]]
+    assert [(seq.slot, seq.num_computed_tokens) for seq, _, _ in work] == list(enumerate(sizes))
+    [special] = special_rows(work, runner.vocab_size, runner.device)
+    assert special.rows.tolist() == [0, 1, 2] and (special.top_ps < 1).all()
+    assert runner.state.last_token_ids[:3].min() >= 0
 
 
 def test_a_failed_start_keeps_nothing(monkeypatch):
