@@ -32,6 +32,7 @@ FUSED = "kernels/fused.py"
 FUSED_SAMPLER = "kernels/fused_sampler.py"
 PACKED = "kernels/packed_linear.py"
 LOADER = "utils/loader.py"
+EXCHANGE = "kernels/exchange.py"
 
 MUTANTS = [
     # Block manager
@@ -956,22 +957,43 @@ MUTANTS = [
     # Several ranks
     Mutant(
         "rows that do not divide are nobody's",
-        "kernels/exchange.py",
-        "rows_of_rank = tl.cdiv(num_rows, SIZE)",
-        "rows_of_rank = num_rows // SIZE",
+        EXCHANGE,
+        "else -(-(part.stop - first) // self._size)",
+        "else max(1, (part.stop - first) // self._size)",
         ("test_triton_kernels.py::test_the_exchange_is_the_sum_and_the_norm",),
     ),
     Mutant(
-        "a rank keeps its rows to itself",
-        "kernels/exchange.py",
-        "normed = _at(normed_addresses, peer, SIZE, total.dtype.element_ty)",
-        "normed = _at(normed_addresses, RANK, SIZE, total.dtype.element_ty)",
+        "an owner keeps its row to itself",
+        EXCHANGE,
+        "_send(mails + HALF + sent_to",
+        "_send(mail + HALF + sent_to",
         ("test_triton_kernels.py::test_the_exchange_is_the_sum_and_the_norm",),
     ),
     Mutant(
-        "the ranks do not meet a second time",
-        "kernels/exchange.py",
-        "_meet(theirs, ours, epoch + 2, SIZE)",
+        "a row is taken for whole once a number of it has come",
+        EXCHANGE,
+        "while tl.max(_is",
+        "while tl.min(_is",
+        ("test_triton_kernels.py::test_the_exchange_is_the_sum_and_the_norm",),
+    ),
+    Mutant(
+        "a zero looks like nothing",
+        EXCHANGE,
+        "tl.where(values == 0, 0.0, values)",
+        "values",
+        ("test_triton_kernels.py::test_the_exchange_is_the_sum_and_the_norm",),
+    ),
+    Mutant(
+        "a mailbox is used again while another rank may still read it",
+        EXCHANGE,
+        "int(self._mailbox == 0)",
+        "0",
+        ("test_triton_kernels.py::test_the_exchange_is_the_sum_and_the_norm",),
+    ),
+    Mutant(
+        "mail that was read stays in the mailbox",
+        EXCHANGE,
+        "tl.store(mail, _nothing(values.dtype), is_there)",
         "pass",
         ("test_triton_kernels.py::test_the_exchange_is_the_sum_and_the_norm",),
     ),

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ RANK = """
     from dataclasses import replace
     import torch
     import torch.distributed as dist
+    from nanovllm.kernels import exchange as kernels
     from nanovllm.kernels.exchange import Exchange
     from nanovllm.layers.layernorm import RMSNorm
     from nanovllm.utils.distributed import Parallel
@@ -26,35 +28,30 @@ RANK = """
     plain = Parallel(rank, size, dist.group.WORLD)
     with torch.inference_mode():
         for dtype, width in ((torch.bfloat16, 4096), (torch.float32, 72), (torch.bfloat16, 5120), (torch.float16, 64)):
-            exchange = Exchange(plain, 2000, width, dtype, device)
+            exchange = Exchange(plain, width, dtype, device)
             fused = replace(plain, exchange=exchange)
             twin, norm = (RMSNorm(width, 1e-6, dtype, device, parallel) for parallel in (plain, fused))
             for it in (twin, norm):
                 it.weight.copy_(torch.linspace(0.5, 2, width))
             generator = torch.Generator(device).manual_seed(rank)
-            weight_read_next = torch.empty(1000, width, device=device, dtype=dtype)
-            for num_rows in (1, 2, 3, 5, 64, 197, 264, 531, 1999, 2000):
+            ways = ((rows, way) for rows in (1, 2, 3, 5, 64, 197, 531, 2048, 2051, 5000) for way in (2**20, -1))
+            for num_rows, kernels._BYTES_OF_A_WAY in ways:
                 # Several in a row, as the layers of a model: a residual stays with the rank whose row it is.
-                same = torch.Generator(device).manual_seed(7)
-                residual = torch.randn(num_rows, width, device=device, generator=same).to(dtype)
-                theirs = ours = residual if num_rows % 2 else None  # an embedding has none before it
-                for _ in range(5):
+                theirs = ours = None
+                for _ in range(6):
                     product = torch.randn(num_rows, width, device=device, generator=generator).to(dtype)
                     expected, theirs = twin.add(product.clone(), theirs)
-                    rows = exchange.rows(num_rows)
-                    rows.copy_(product)
-                    normed, ours = norm.add(rows, ours, weight_read_next)
-                    # A rank reads the result while the others may already be at the next.
-                    error = (normed.float() - expected.float()).abs().max().item()
+                    normed, ours = norm.add(product, ours)
+                    error = ((normed - expected).abs() / (1 + expected.abs())).max().item()
                     # The twin rounds the sum of the ranks as well.
-                    allowed = 1e-5 if dtype == torch.float32 else 0.15 if dtype == torch.bfloat16 else 0.03
+                    allowed = {torch.float32: 1e-5, torch.bfloat16: 0.08, torch.float16: 0.01}[dtype]
                     assert error <= allowed, (dtype, width, num_rows, error)
                     everybody = [torch.empty_like(normed) for _ in range(size)]
                     dist.all_gather(everybody, normed.contiguous())
                     assert all(torch.equal(other, normed) for other in everybody), "the ranks differ"
         # Thousands of meetings from a graph, the ranks out of step: rank 0 has more to do now and then.
         width, num_rows = 4096, 97
-        exchange = Exchange(plain, 128, width, torch.bfloat16, device)
+        exchange = Exchange(plain, width, torch.bfloat16, device)
         norm = RMSNorm(width, 1e-6, torch.bfloat16, device, replace(plain, exchange=exchange))
         norm.weight.fill_(1)
         source = torch.full((num_rows, width), float(rank + 1), device=device, dtype=torch.bfloat16)
@@ -66,11 +63,10 @@ RANK = """
             counter.add_(1).remainder_(8)
             if rank == 0:
                 busy @ busy
-            exchange.rows(num_rows).copy_(source * counter)
-            residual = torch.zeros(num_rows, width, device=device, dtype=torch.bfloat16)
-            normed, total = norm.add(exchange.rows(num_rows), residual)
-            wanted = (counter > 0).to(torch.bfloat16)
-            wrong.add_((normed != wanted).sum())
+            wanted, residual = (counter > 0).to(torch.bfloat16), None
+            for _ in range(3):  # of its own rows a rank knows what the residual is
+                normed, residual = norm.add(source * counter, residual)
+                wrong.add_((normed != wanted).sum())
 
         wrong = torch.zeros((), device=device, dtype=torch.int64)
         stream = torch.cuda.Stream()
@@ -78,8 +74,9 @@ RANK = """
             step()
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(capture_error_mode="thread_local")
-            for _ in range(50):
-                step()
+            for _ in range(25):
+                for kernels._BYTES_OF_A_WAY in (2**20, -1):
+                    step()
             graph.capture_end()
             for _ in range(60):
                 graph.replay()
@@ -98,17 +95,24 @@ def test_the_exchange_is_the_all_reduce_and_the_norm(tmp_path, size):
     script = tmp_path / "rank.py"
     script.write_text(textwrap.dedent(RANK))
     root = str(Path(__file__).parent.parent)
+    logs = [tmp_path / f"{rank}.log" for rank in range(size)]
     ranks = [
         subprocess.Popen(
             [sys.executable, script, str(rank), str(size), f"file://{tmp_path}/meeting"],
-            cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            cwd=root, stdout=log.open("w"), stderr=subprocess.STDOUT,
         )
-        for rank in range(size)
+        for rank, log in enumerate(logs)
     ]  # fmt: skip
     try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+        # One that fails leaves the others waiting for it.
+        deadline = time.monotonic() + 120
+        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+            assert time.monotonic() < deadline, "somebody waits for ever"
+            time.sleep(0.1)
     finally:
         for rank in ranks:
             rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(outputs)
-    assert all(output.splitlines()[-1] == "right" for output in outputs)
+            rank.wait()
+        outputs = [log.read_text() for log in logs]
+        print(*outputs, sep="\n")
+    assert all(output.splitlines()[-1:] == ["right"] for output in outputs)

@@ -4,8 +4,11 @@ The interpreter shows what a kernel computes, not how a GPU rounds it; tests/tes
 the bits of bfloat16 numbers as integers (tl.dot), so attention is in float32 and float16 here.
 """
 
+import itertools
 import math
 import random
+import threading
+import time
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from test_attention import run as run_case
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels import AttentionShape, make_attention_backend, packed_linear
 from nanovllm.kernels import fused as fused_kernels
-from nanovllm.kernels.exchange import Exchange
+from nanovllm.kernels.exchange import Exchange, mail_shape
 from nanovllm.kernels.fused import add_rms_norm, qk_norm_rotate_store, rms_norm, silu_and_mul, single_row_linear
 from nanovllm.kernels.fused_sampler import fused_sample, fused_winners
 from nanovllm.kernels.torch_attention import store_kvcache as plain_store
@@ -27,7 +30,7 @@ from nanovllm.layers.layernorm import QKNorm, RMSNorm
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from nanovllm.layers.sampler import SamplingBatch, candidates, sample, winners
 from nanovllm.utils.context import Context
-from nanovllm.utils.distributed import BROKEN, NOTHING
+from nanovllm.utils.distributed import BROKEN, NOTHING, Parallel
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of infinities that are meant
 
@@ -254,50 +257,117 @@ def test_queries_and_keys_are_normed_rotated_and_stored_as_by_the_layers(num_hea
 # Sampling
 
 
-def exchanges(size: int, max_rows: int, width: int, dtype: torch.dtype) -> list[Exchange]:
-    """The ranks' sides of an exchange in one process; every meeting has been held, so they may run one by one."""
-    products, normed, flags = (
-        [torch.full(shape, value, dtype=kind) for _ in range(size)]
-        for shape, value, kind in (
-            ((max_rows, width), 0, dtype), ((max_rows, width), math.nan, dtype), ((264, size), 100, torch.int32),
-        )
-    )  # fmt: skip
-    addresses = torch.tensor([[tensor.data_ptr() for tensor in of_ranks] for of_ranks in (products, normed, flags)])
-    made = []
-    for rank in range(size):
-        exchange = Exchange.__new__(Exchange)
-        exchange._rank, exchange._size, exchange._addresses = rank, size, addresses
-        exchange._products, exchange._normed, exchange._flags = products[rank], normed[rank], flags[rank]
-        exchange._epochs = torch.zeros(264, dtype=torch.int32)
-        made.append(exchange)
-    return made
+class Peers(threading.Thread):
+    """All ranks of an exchange but `rank`, in plain PyTorch, for one call. They send half of the numbers of a part at
+    once, so that a rank that does not wait for all of them sums or keeps too little, and the others row by row once
+    they have got what that rank sends.
+
+    Args:
+        parts: mailbox and rows of each part of the call.
+        products: of each rank; normed: what is right for all rows.
+    """
+
+    def __init__(self, mails, rank, parts, products, normed, is_direct):
+        super().__init__(daemon=True)
+        self.mails, self.rank, self.parts, self.is_direct = mails, rank, parts, is_direct
+        self.products, self.normed = products, normed
+        self.others = [other for other in range(len(mails)) if other != rank]
+        self.compared, self.is_late, self.is_over = [], False, threading.Event()
+
+    def run(self):
+        deadline = threading.Timer(15, self._give_up)
+        deadline.start()
+        for mailbox, part in self.parts:
+            self._run_part([mail[mailbox] for mail in self.mails], part)
+        deadline.cancel()
+
+    def _run_part(self, mails, part):
+        num_rows, normed = len(self.normed[part]), self.normed[part]
+        num_programs = num_rows if self.is_direct else -(-num_rows // len(mails))
+        products = [product[part] for product in self.products]
+        flat = mails[self.rank].flatten(0, 1)
+
+        def send(program, columns):
+            own = self.rank * num_programs + program
+            for other in self.others:
+                number = other * num_programs + program
+                if self.is_direct:
+                    flat[number, columns] = products[other][program, columns] + 0.0
+                elif own < num_rows:
+                    flat[number, columns] = products[other][own, columns] + 0.0
+                if not self.is_direct and number < num_rows:
+                    mails[self.rank][1, number, columns] = normed[number, columns] + 0.0
+
+        for program in range(num_programs):
+            send(program, slice(0, None, 2))
+        for program in range(num_programs):
+            own = self.rank * num_programs + program
+            for other in self.others:
+                row = program if self.is_direct else other * num_programs + program
+                if row < num_rows:
+                    self.compared.append((self._take(mails[other].flatten(0, 1)[own]), products[self.rank][row]))
+            send(program, slice(1, None, 2))
+            if not self.is_direct and own < num_rows:
+                self.compared += [(self._take(mails[other][1, own]), normed[own]) for other in self.others]
+
+    def _take(self, row):
+        while not self.is_late and is_nothing(row).any():
+            time.sleep(0)
+        taken = row.clone()
+        row.fill_(-0.0)
+        return taken
+
+    def _give_up(self):
+        self.is_late = True
+        while not self.is_over.wait(0.1):  # so that the kernel ends, wherever it waits
+            self.mails[self.rank].fill_(math.nan)
 
 
-@pytest.mark.parametrize("adds", [True, False])
-@pytest.mark.parametrize("num_rows", [1, 2, 5, 8, 35])
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_exchange_is_the_sum_and_the_norm(monkeypatch, size, num_rows, adds):
-    """A row of nobody or of two ranks, one past the last, a residual counted by every rank, a rank not told."""
-    monkeypatch.setattr("nanovllm.kernels.exchange._MOST_PROGRAMS", 8)  # so that 35 rows are several for each
-    width, ranks = 72, exchanges(size, 40, 72, torch.float32)
-    norm = RMSNorm(width, 1e-6, torch.float32, CPU)
+def is_nothing(mail: torch.Tensor) -> torch.Tensor:
+    return (mail == 0) & mail.signbit()
+
+
+EXCHANGED = [(torch.float32, size, num_rows) for size in (2, 4) for num_rows in (1, 3, 11)] + [(torch.float16, 4, 3)]
+
+
+@pytest.mark.parametrize(("dtype", "size", "num_rows"), EXCHANGED, ids=str)
+@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by owner"])
+def test_the_exchange_is_the_sum_and_the_norm(monkeypatch, is_direct, dtype, size, num_rows):
+    """A row of nobody or of two ranks, one past the last, a residual counted by every rank, half a row taken for the
+    whole, a zero taken for nothing, a mailbox used again before all have emptied it."""
+    monkeypatch.setattr("nanovllm.kernels.exchange._MOST_ROWS", 8)  # so that 11 rows are two parts
+    monkeypatch.setattr("nanovllm.kernels.exchange._BYTES_OF_A_WAY", 2**20 if is_direct else -1)
+    is_direct = is_direct and size * min(num_rows, 8) <= 16  # a mailbox has 16 rows
+    width = 72
+    norm = RMSNorm(width, 1e-6, dtype, CPU)
     norm.weight.copy_(torch.linspace(0.5, 2, width))
-    residual = random_tensor(num_rows, width, seed=9) if adds else None
-    products = [random_tensor(num_rows, width, seed=rank) for rank in range(size)]
-    for exchange, product in zip(ranks, products, strict=True):
-        exchange.rows(num_rows).copy_(product)
-    totals = [exchange.sum_add_norm(num_rows, residual, norm.weight, norm.eps)[1] for exchange in ranks]
-    total = sum(products) + (residual if adds else 0)
-    rows_of_rank = -(-num_rows // size)
-    num_programs = min(rows_of_rank, 8)
-    for rank, exchange in enumerate(ranks):
-        torch.testing.assert_close(exchange._normed[:num_rows], norm(total), rtol=1e-5, atol=1e-5)
-        assert exchange._normed[num_rows:].isnan().all()
-        own = slice(rank * rows_of_rank, (rank + 1) * rows_of_rank)
-        torch.testing.assert_close(totals[rank][own], total[own], rtol=1e-5, atol=1e-5)
-        # Two meetings, of the programs that there were.
-        assert (exchange._flags[:num_programs] == 2).all() and (exchange._flags[num_programs:] == 100).all()
-        assert (exchange._epochs[:num_programs] == 2).all() and (exchange._epochs[num_programs:] == 0).all()
+    for rank in range(size):
+        mails = [torch.full(mail_shape(width), -0.0, dtype=dtype) for _ in range(size)]
+        exchange = Exchange.__new__(Exchange)
+        exchange._set(Parallel(rank, size), mails[rank], [mail.data_ptr() for mail in mails])
+        mailboxes = itertools.chain((2,), itertools.cycle((0, 1)))
+        residual = total = None
+        for call in range(2):
+            products = [random_tensor(num_rows, width, seed=10 * call + other).to(dtype) for other in range(size)]
+            for product in products:
+                product[0, :5] = -0.0
+            expected = sum(tensor.double() for tensor in products + [residual][: call > 0]).to(dtype)
+            parts = [(next(mailboxes), slice(first, first + 8)) for first in range(0, num_rows, 8)]
+            peers = Peers(mails, rank, parts, products, norm(expected), is_direct)
+            peers.start()
+            normed, total = exchange.sum_add_norm(products[rank], residual, norm.weight, norm.eps)
+            peers.is_over.set()
+            peers.join()
+            assert not peers.is_late, "somebody waited for ever"
+            for sent, right in [*peers.compared, (normed, norm(expected))]:
+                assert_near(sent, right)
+            for _, part in parts:
+                num_rows_of_rank = -(-len(expected[part]) // size)
+                own = slice(rank * num_rows_of_rank, (rank + 1) * num_rows_of_rank)
+                own = slice(None) if is_direct else own
+                assert_near(total[part][own], expected[part][own])
+            assert is_nothing(mails[rank]).all()
+            residual = expected
 
 
 def sampling(temperatures: list[float], seed: int = 0) -> SamplingBatch:

@@ -107,8 +107,7 @@ class ModelRunner(Runner):
         if self._is_gpu and parallel.size > 1 and has_triton():
             from nanovllm.kernels.exchange import make_exchange
 
-            rows = config.max_num_batched_tokens
-            exchange = make_exchange(parallel, rows, model_config.hidden_size, self.dtype, self.device)
+            exchange = make_exchange(parallel, model_config.hidden_size, self.dtype, self.device)
             parallel = replace(parallel, exchange=exchange)
         shape = AttentionShape(
             num_heads=model_config.num_attention_heads // parallel.size,

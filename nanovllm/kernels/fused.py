@@ -84,15 +84,14 @@ def qk_norm_rotate_store(
     return out
 
 
-def single_row_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def single_row_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x: [1, input_size], weight: [output_size, input_size] -> `x @ weight.T`, [1, output_size]
 
     With one row there is nothing to reuse: all that counts is to read the weights without a pause. Each program's
     first ones are on their way before the kernel before has ended. The plain twin is `F.linear`.
     """
     output_size, input_size = weight.shape
-    if out is None:
-        out = torch.empty((1, output_size), dtype=x.dtype, device=x.device)
+    out = torch.empty((1, output_size), dtype=x.dtype, device=x.device)
     _single_row_linear_kernel[(triton.cdiv(output_size, 8),)](
         x, weight, out, output_size, SIZE=input_size, OUTPUTS=8,
         INPUTS=min(1024, triton.next_power_of_2(input_size)), num_warps=4, **LAUNCH_OPTIONS,

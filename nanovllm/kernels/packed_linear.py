@@ -39,22 +39,13 @@ def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | No
 
 
 def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    packed: torch.Tensor | None,
-    bias: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    x: torch.Tensor, weight: torch.Tensor, packed: torch.Tensor | None, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`x @ weight.T + bias`, through the packed weight if there is one; on a GPU one row has a kernel of its own.
-
-    out: where to write it (on a GPU), or None.
-    """
+    """`x @ weight.T + bias`, through the packed weight if there is one; on a GPU one row has a kernel of its own."""
     if packed is not None:
         return packed_linear(x, packed, bias)
     if bias is None and x.shape[:-1] == (1,) and is_fused(x):
         from nanovllm.kernels.fused import single_row_linear
 
-        return single_row_linear(x, weight, out)
-    if out is None:
-        return F.linear(x, weight, bias)
-    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+        return single_row_linear(x, weight)
+    return F.linear(x, weight, bias)

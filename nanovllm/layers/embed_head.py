@@ -49,11 +49,7 @@ class VocabParallelEmbedding(nn.Module):
         local = token_ids - self.first
         clamped = local.clamp(0, max(self.num_rows - 1, 0))
         is_ours = clamped == local if self.num_rows else torch.zeros_like(local, dtype=torch.bool)
-        embedded = F.embedding(clamped, self.weight)
-        exchange = self.parallel.exchange
-        if exchange is None:
-            return embedded.masked_fill_(~is_ours[:, None], 0)
-        return torch.mul(embedded, is_ours[:, None], out=exchange.rows(len(token_ids)))
+        return F.embedding(clamped, self.weight).masked_fill_(~is_ours[:, None], 0)
 
 
 class ParallelLMHead(VocabParallelEmbedding):

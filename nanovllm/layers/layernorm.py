@@ -37,18 +37,15 @@ class RMSNorm(nn.Module):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype) * self.weight
 
-    def add(
-        self, x: torch.Tensor, residual: torch.Tensor | None, following: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual), the residual form of pre-norm layers; no residual is one of zeros.
 
         x is an output of a RowParallelLinear or the embedding, whose sum over the ranks is taken here; the residual is
-        not changed. The second result is good for the next call of this kind alone. `following` is the weight that is
-        read next, where it helps to know.
+        not changed. The second result is for the next call of this kind alone.
         """
         exchange = self.parallel.exchange
-        if exchange is not None:  # x lies in its rows
-            return exchange.sum_add_norm(len(x), residual, self.weight, self.eps, following)
+        if exchange is not None:
+            return exchange.sum_add_norm(x, residual, self.weight, self.eps)
         x = self.parallel.all_reduce(x)
         if residual is None:
             return self(x), x

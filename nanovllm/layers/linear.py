@@ -172,5 +172,4 @@ class RowParallelLinear(LinearBase):
         """x: [num_tokens, input_size / ranks] -> this rank's part of [num_tokens, output_size]"""
         # Every rank holds the bias, but the sum may count it only once.
         bias = self.bias if self.parallel.rank == 0 else None
-        exchange = self.parallel.exchange
-        return linear(x, self.weight, self.packed, bias, None if exchange is None else exchange.rows(len(x)))
+        return linear(x, self.weight, self.packed, bias)

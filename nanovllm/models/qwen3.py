@@ -54,11 +54,9 @@ class Qwen3DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, parallel=parallel, **kw)
 
     def forward(self, hidden_states, residual, rotary, kv_cache, context):
-        hidden_states, residual = self.input_layernorm.add(hidden_states, residual, self.self_attn.qkv_proj.weight)
+        hidden_states, residual = self.input_layernorm.add(hidden_states, residual)
         hidden_states = self.self_attn(hidden_states, rotary, kv_cache, context)
-        hidden_states, residual = self.post_attention_layernorm.add(
-            hidden_states, residual, self.mlp.gate_up_proj.weight
-        )
+        hidden_states, residual = self.post_attention_layernorm.add(hidden_states, residual)
         return self.mlp(hidden_states), residual
 
 
