@@ -52,7 +52,7 @@ def test_a_planted_bug_is_noticed(mutant, results):
 def test_without_a_planted_bug_the_same_tests_pass(tmp_path):
     """Otherwise a copy that cannot run would kill every mutant."""
     package = copy_package(tmp_path)
-    # Every test runs in the suite as well; here it is the copy that is tried, so one of every third file will do.
+    # Every test runs in the suite as well; here it is the copy that is tried, so one of every fifth file will do.
     killers: dict[str, str] = {}
     for mutant in MUTANTS:
         for killer in mutant.killers:
@@ -62,5 +62,5 @@ def test_without_a_planted_bug_the_same_tests_pass(tmp_path):
     test_copy = tmp_path / "test_copy.py"
     test_copy.write_text("def test_the_copy_is_what_is_found():\n    import nanovllm.copied\n")
     with make_pool() as pool:
-        status, output = pool.apply(run_tests, (package.parent, [str(test_copy), *sorted(killers.values())[::3]]))
+        status, output = pool.apply(run_tests, (package.parent, [str(test_copy), *sorted(killers.values())[::5]]))
     assert status == 0, output[-3000:]

@@ -6,7 +6,9 @@ the bits of bfloat16 numbers as integers (tl.dot), so attention is in float32 an
 
 import itertools
 import math
+import os
 import random
+import sys
 import threading
 import time
 
@@ -19,7 +21,7 @@ from test_attention import run as run_case
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels import AttentionShape, make_attention_backend, packed_linear
 from nanovllm.kernels import fused as fused_kernels
-from nanovllm.kernels.exchange import Exchange, mail_shape
+from nanovllm.kernels.exchange import Exchange, _is_direct, mail_shape
 from nanovllm.kernels.fused import add_rms_norm, qk_norm_rotate_store, rms_norm, silu_and_mul, single_row_linear
 from nanovllm.kernels.fused_sampler import fused_sample, fused_winners
 from nanovllm.kernels.torch_attention import store_kvcache as plain_store
@@ -254,7 +256,7 @@ def test_queries_and_keys_are_normed_rotated_and_stored_as_by_the_layers(num_hea
     assert torch.equal(k_cache.flatten(0, 1)[slots[slots >= 0]], out[slots >= 0][:, num_heads:])
 
 
-# Sampling
+# Sums over ranks
 
 
 class Peers(threading.Thread):
@@ -264,7 +266,8 @@ class Peers(threading.Thread):
 
     Args:
         parts: mailbox and rows of each part of the call.
-        products: of each rank; normed: what is right for all rows.
+        products: of each rank.
+        normed: what is right for all rows.
     """
 
     def __init__(self, mails, rank, parts, products, normed, is_direct):
@@ -274,12 +277,20 @@ class Peers(threading.Thread):
         self.others = [other for other in range(len(mails)) if other != rank]
         self.compared, self.is_late, self.is_over = [], False, threading.Event()
 
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *exception):
+        self.is_over.set()
+        self.join()
+        assert not self.is_late, "somebody waited for ever"
+
     def run(self):
-        deadline = threading.Timer(15, self._give_up)
-        deadline.start()
         for mailbox, part in self.parts:
             self._run_part([mail[mailbox] for mail in self.mails], part)
-        deadline.cancel()
+        if not self.is_over.wait(6):
+            self._give_up()
 
     def _run_part(self, mails, part):
         num_rows, normed = len(self.normed[part]), self.normed[part]
@@ -311,8 +322,11 @@ class Peers(threading.Thread):
                 self.compared += [(self._take(mails[other][1, own]), normed[own]) for other in self.others]
 
     def _take(self, row):
-        while not self.is_late and is_nothing(row).any():
-            time.sleep(0)
+        deadline = time.monotonic() + 6
+        while is_nothing(row).any() and not self.is_over.is_set():
+            os.sched_yield()
+            if time.monotonic() > deadline:
+                self._give_up()
         taken = row.clone()
         row.fill_(-0.0)
         return taken
@@ -327,7 +341,40 @@ def is_nothing(mail: torch.Tensor) -> torch.Tensor:
     return (mail == 0) & mail.signbit()
 
 
-EXCHANGED = [(torch.float32, size, num_rows) for size in (2, 4) for num_rows in (1, 3, 11)] + [(torch.float16, 4, 3)]
+def check_exchange(monkeypatch, rank, calls, is_direct, most_rows=8, eps=1e-6) -> None:
+    """Makes the calls of one step as `rank`, beside plain peers: every rank's products of each."""
+    size, dtype, (num_rows, width) = len(calls[0]), calls[0][0].dtype, calls[0][0].shape
+    weight = torch.linspace(0.5, 2, width).to(dtype)
+    weight[:2] = torch.tensor([-1.0, 0.0])  # which make −0.0 of 0.0 and of a number below 0
+    mails = [torch.empty(mail_shape(width), dtype=dtype) for _ in range(size)]
+    addresses = [mail.data_ptr() for mail in mails]
+    exchange = [Exchange(Parallel(other, size), mails[other], addresses) for other in range(size)][rank]
+    mailboxes = itertools.chain((2,), itertools.cycle((0, 1)))
+    exact, residual = torch.zeros(num_rows, width), None
+    for products in calls:
+        exact = (exact + sum(product.float() for product in products)).to(dtype).float()
+        expected, results = torch.nn.functional.rms_norm(exact, (width,), weight.float(), eps).to(dtype), []
+
+        def guarded(tensor, results=results):
+            results.append(torch.full((len(tensor) + 4, width), math.nan, dtype=dtype))
+            return results[-1][: len(tensor)]
+
+        parts = [(next(mailboxes), slice(first, first + most_rows)) for first in range(0, num_rows, most_rows)]
+        with monkeypatch.context() as patch, Peers(mails, rank, parts, products, expected, is_direct) as peers:
+            patch.setattr(torch, "empty_like", guarded)
+            normed, residual = exchange.sum_add_norm(products[rank], residual, weight, eps)
+        for sent, right in [*peers.compared, (normed, expected)]:
+            assert_near(sent, right)
+        for _, part in parts:
+            num_rows_of_rank = -(-len(exact[part]) // size)
+            own = slice(None) if is_direct else slice(rank * num_rows_of_rank, (rank + 1) * num_rows_of_rank)
+            assert torch.equal(residual[part][own].float(), exact[part][own]), "the sum is rounded once"
+        assert all(result[num_rows:].isnan().all() for result in results), "a row past the last is written"
+        assert all(is_nothing(mail).all() for mail in mails), "something is sent that nobody reads"
+
+
+EXCHANGED = [(torch.float32, size, num_rows) for size in (2, 4) for num_rows in (1, 3, 11)]
+EXCHANGED += [(torch.float16, 4, 3), (torch.bfloat16, 4, 3)]
 
 
 @pytest.mark.parametrize(("dtype", "size", "num_rows"), EXCHANGED, ids=str)
@@ -336,38 +383,42 @@ def test_the_exchange_is_the_sum_and_the_norm(monkeypatch, is_direct, dtype, siz
     """A row of nobody or of two ranks, one past the last, a residual counted by every rank, half a row taken for the
     whole, a zero taken for nothing, a mailbox used again before all have emptied it."""
     monkeypatch.setattr("nanovllm.kernels.exchange._MOST_ROWS", 8)  # so that 11 rows are two parts
-    monkeypatch.setattr("nanovllm.kernels.exchange._BYTES_OF_A_WAY", 2**20 if is_direct else -1)
+    monkeypatch.setattr("nanovllm.kernels.exchange._BYTES_OF_A_TRIP", 2**20 if is_direct else -1)
     is_direct = is_direct and size * min(num_rows, 8) <= 16  # a mailbox has 16 rows
-    width = 72
-    norm = RMSNorm(width, 1e-6, dtype, CPU)
-    norm.weight.copy_(torch.linspace(0.5, 2, width))
     for rank in range(size):
-        mails = [torch.full(mail_shape(width), -0.0, dtype=dtype) for _ in range(size)]
-        exchange = Exchange.__new__(Exchange)
-        exchange._set(Parallel(rank, size), mails[rank], [mail.data_ptr() for mail in mails])
-        mailboxes = itertools.chain((2,), itertools.cycle((0, 1)))
-        residual = total = None
-        for call in range(2):
-            products = [random_tensor(num_rows, width, seed=10 * call + other).to(dtype) for other in range(size)]
-            for product in products:
-                product[0, :5] = -0.0
-            expected = sum(tensor.double() for tensor in products + [residual][: call > 0]).to(dtype)
-            parts = [(next(mailboxes), slice(first, first + 8)) for first in range(0, num_rows, 8)]
-            peers = Peers(mails, rank, parts, products, norm(expected), is_direct)
-            peers.start()
-            normed, total = exchange.sum_add_norm(products[rank], residual, norm.weight, norm.eps)
-            peers.is_over.set()
-            peers.join()
-            assert not peers.is_late, "somebody waited for ever"
-            for sent, right in [*peers.compared, (normed, norm(expected))]:
-                assert_near(sent, right)
-            for _, part in parts:
-                num_rows_of_rank = -(-len(expected[part]) // size)
-                own = slice(rank * num_rows_of_rank, (rank + 1) * num_rows_of_rank)
-                own = slice(None) if is_direct else own
-                assert_near(total[part][own], expected[part][own])
-            assert is_nothing(mails[rank]).all()
-            residual = expected
+        # Multiples of 1/8, whose sums float32 knows exactly.
+        calls = [
+            [
+                (random_tensor(num_rows, 72, seed=10 * call + other) * 8).round().div(8).to(dtype)
+                for other in range(size)
+            ]
+            for call in range(2)
+        ]
+        for product in itertools.chain(*calls):
+            product[0, :5] = -0.0
+        check_exchange(monkeypatch, rank, calls, is_direct, eps=0.1)
+
+
+@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by owner"])
+def test_ranks_sum_in_float32_and_norm_the_sum_as_it_is_kept(monkeypatch, is_direct):
+    """float16 keeps no odd number beyond 2048: 2048 + 3 is kept as 2052, and 2048 + 1 + 1 is 2050 only in float32."""
+    monkeypatch.setattr("nanovllm.kernels.exchange._BYTES_OF_A_TRIP", 2**20 if is_direct else -1)
+    products = [torch.full((1, 72), value, dtype=torch.float16) for value in (2048, 0, 0, 0)]
+    products[1][0, 3:40], products[1][0, 50], products[2][0, 50] = 3, 1, 1
+    sent = []
+    monkeypatch.setattr(sys.modules[__name__], "assert_near", lambda ours, expected: sent.append((ours, expected)))
+    check_exchange(monkeypatch, 0, [products], is_direct, most_rows=2048)
+    assert sent and all(torch.equal(ours, expected) for ours, expected in sent)
+
+
+def test_the_way_is_the_one_that_takes_less_time():
+    """Two ranks send as much either way; of four, 85 rows of 8 KiB cost less than a second trip."""
+    assert all(_is_direct(2, num_rows, num_rows * 8192) for num_rows in (1, 85, 16384))
+    assert [_is_direct(4, num_rows, num_rows * 8192) for num_rows in (1, 85, 86, 16384)] == [True, True, False, False]
+    assert [_is_direct(8, num_rows, num_rows * 64) for num_rows in (512, 513)] == [True, False], "a mailbox is full"
+
+
+# Sampling
 
 
 def sampling(temperatures: list[float], seed: int = 0) -> SamplingBatch:

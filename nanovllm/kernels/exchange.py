@@ -1,16 +1,19 @@
 """The ranks' sum of a layer's output, the residual and the RMSNorm after it in one kernel, over memory that all GPUs of
 the model reach directly (NVLink).
 
-Two ways, of which the one that takes less time is chosen by what is to be carried. Directly, every rank sends its
-product to all, and each sums, adds the residual and norms for itself. By owner, every rank sends each row to the rank
-whose row it is; that one sums them, adds the residual, norms the sum and sends the result to all: a reduce-scatter and
-an all-gather with the norm between them, which carries less and takes twice as long to arrive. The residual of a row is
-then known to its owner alone. NCCL's all-reduce with RMSNorm.add is the plain twin.
+Two ways, of which the one that takes less time is chosen by what is to be sent. Directly, every rank sends its product
+to all, and each sums, adds the residual and norms for itself. By owner, every rank sends each row to the rank whose row
+it is; that one sums them, adds the residual, norms the sum and sends the result to all: a reduce-scatter and an
+all-gather with the norm between them. With more than two ranks that sends less, and it takes two trips instead of one.
+The residual of a row is then known to its owner alone. NCCL's all-reduce with RMSNorm.add is the plain twin.
 
 No rank says that it has sent. A mailbox holds −0.0 wherever nothing has come, nobody sends −0.0 (0.0 goes in its
 place), and whoever waits reads until none is left, then writes −0.0 anew; TensorRT-LLM calls such an all-reduce
-Lamport's. One call does not use the mailbox of the call before: a rank has emptied that one before it sends in this
-call, and nobody ends this call before all have sent, so that what is sent in the next finds it empty.
+Lamport's. No sum uses the mailbox of the sum before: a rank has emptied that one before it sends in this sum, and no
+rank ends this sum before all have sent in it, so that whoever sends in the next finds it empty.
+
+Some of this rests on what the hardware does, not on what CUDA promises: plain stores arrive at another GPU while the
+sender waits, a number arrives whole, and a grid's programs start in the order of their numbers.
 """
 
 import logging
@@ -24,28 +27,22 @@ from nanovllm.utils.distributed import Parallel
 
 logger = logging.getLogger(__name__)
 
-# Rows of either half of a mailbox. More are sent in parts, each of which takes long beside the ranks' wait.
+# Rows of half a mailbox. More go in parts: so many take far longer than the wait for the ranks that each part costs.
 _MOST_ROWS = 2048
-# What NVLink carries in the time in which a row arrives: so much more may be sent to spare the second way.
-_BYTES_OF_A_WAY = 2**20
+# What NVLink carries while a row is on its way: so much more may be sent to save a trip.
+_BYTES_OF_A_TRIP = 2**20
 
 
 class Exchange:
-    """Mailboxes for rows of `width` numbers, which all ranks reach.
+    """This rank's side of the sums of products of a certain width.
 
-    Raises:
-        RuntimeError: the GPUs cannot reach each other's memory.
+    Args:
+        parallel: this rank's place.
+        mail: this rank's memory, `mail_shape(width)`, which all ranks reach; is filled with −0.0.
+        addresses: where this process finds each rank's.
     """
 
-    def __init__(self, parallel: Parallel, width: int, dtype: torch.dtype, device: torch.device):
-        import torch.distributed._symmetric_memory as symmetric_memory
-
-        mail = symmetric_memory.empty(*mail_shape(width), dtype=dtype, device=device)
-        self._set(parallel, mail, symmetric_memory.rendezvous(mail, parallel.group.group_name).buffer_ptrs)
-        torch.cuda.synchronize(device)
-        parallel.barrier()  # nobody sends before all mailboxes are empty
-
-    def _set(self, parallel: Parallel, mail: torch.Tensor, addresses: list[int]) -> None:
+    def __init__(self, parallel: Parallel, mail: torch.Tensor, addresses: list[int]):
         self._rank, self._size, self._mail, self._mailbox = parallel.rank, parallel.size, mail.fill_(-0.0), 0
         # How far each rank's mail is from this one's, in numbers: int64 [size].
         distances = [(address - addresses[parallel.rank]) // mail.itemsize for address in addresses]
@@ -54,35 +51,49 @@ class Exchange:
     def sum_add_norm(
         self, product: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(the ranks' products + residual), that sum, which is for the next call alone): [num_rows, width] each
+        """(norm(the ranks' products + residual), that sum): [num_rows, width] each
+
+        The sum is a residual for the next call and nothing else: it may lack the rows of other ranks.
 
         Args:
             product: this rank's, contiguous [num_rows, width].
-            residual: the second result of the call before; None in the first call of a step, and only there.
+            residual: None in the first call of a step, and only there. A step has two calls at least, all with as
+                many rows, and none is left out.
+            weight: [width].
         """
         num_rows, width = product.shape
         normed, total = torch.empty_like(product), torch.empty_like(product)
+        # At least as many numbers as threads: of a number that two threads read, each might see another state.
         padded = max(128, triton.next_power_of_2(width))
-        more = (self._size - 1) * (self._size - 2) / self._size * product.nbytes
-        is_direct = more <= _BYTES_OF_A_WAY and self._size * min(num_rows, _MOST_ROWS) <= 2 * _MOST_ROWS
+        num_warps = 4 if padded <= 1024 else min(16, max(8, self._size * padded // 2048))
+        is_direct = _is_direct(self._size, num_rows, product.nbytes)
         for first in range(0, num_rows, _MOST_ROWS):
             part = slice(first, min(first + _MOST_ROWS, num_rows))
-            # A captured step holds the numbers of its mailboxes: all steps begin alike, and none as any ends.
+            # Captured steps keep the mailboxes they were captured with. So each begins with 2, and as it has two sums
+            # at least, it ends with 0 or 1: whatever step comes next, its first mailbox is not the last one used.
             self._mailbox = 2 if residual is None and first == 0 else int(self._mailbox == 0)
             num_programs = part.stop - first if is_direct else -(-(part.stop - first) // self._size)
             _sum_add_norm_kernel[(num_programs,)](
                 self._mail[self._mailbox], self._distances, product[part],
                 product[part] if residual is None else residual[part], total[part], normed[part], weight,
                 part.stop - first, num_programs, eps, ADDS=residual is not None, IS_DIRECT=is_direct, RANK=self._rank,
-                SIZE=self._size, WIDTH=width, PADDED=padded, HALF=self._mail[0, 0].numel(),
-                num_warps=4 if padded <= 1024 else min(16, max(8, self._size * padded // 2048)), **LAUNCH_OPTIONS,
+                SIZE=self._size, WIDTH=width, PADDED=padded, HALF=self._mail[0, 0].numel(), num_warps=num_warps,
+                **LAUNCH_OPTIONS,
             )  # fmt: skip
         return normed, total
 
 
 def mail_shape(width: int) -> tuple[int, ...]:
-    """Three mailboxes, each for products and for normed rows."""
+    """[mailboxes, halves, rows, width]. By owner, one half is for products and one for normed rows; directly, both are
+    for products. Two mailboxes take turns, the third begins a step."""
     return 3, 2, _MOST_ROWS, width
+
+
+def _is_direct(size: int, num_rows: int, num_bytes: int) -> bool:
+    """Whether `size` ranks' products of `num_rows` rows and `num_bytes` bytes are better sent to all."""
+    sent_directly, sent_by_owner = (size - 1) * num_bytes, 2 * (size - 1) * num_bytes / size
+    fits = size * min(num_rows, _MOST_ROWS) <= 2 * _MOST_ROWS
+    return fits and sent_directly - sent_by_owner <= _BYTES_OF_A_TRIP
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_programs"])
@@ -91,9 +102,11 @@ def _sum_add_norm_kernel(
     IS_DIRECT: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """A program has one row, or one of each rank.
+    """Directly, a program has the row of its number; by owner it has one row of each rank, and sums this rank's.
 
-    It waits for those of the same number alone, and programs start in order: it matters not how many run at once.
+    It waits for the others' programs of the same number alone, so that it matters not how many run at once.
+
+    mail: a mailbox, [2, most rows, WIDTH]; distances: [SIZE]; product, residual, total, normed: [num_rows, WIDTH].
     """
     program = tl.program_id(0)
     column = tl.arange(0, PADDED)
@@ -133,7 +146,7 @@ def _sum_add_norm_kernel(
 
 @triton.jit
 def _send(mails, values, is_there):
-    tl.store(mails, tl.where(values == 0, 0.0, values), is_there)
+    tl.store(mails, tl.where(_is_nothing(values), 0.0, values), is_there)
 
 
 @triton.jit
@@ -162,13 +175,19 @@ def _is_nothing(values):
 
 def make_exchange(parallel: Parallel, width: int, dtype: torch.dtype, device: torch.device) -> Exchange | None:
     """An Exchange, or None where the GPUs cannot reach each other's memory or their number is no power of 2."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
     if parallel.size & (parallel.size - 1):
         return None
     try:
-        exchange = Exchange(parallel, width, dtype, device)
+        mail = symmetric_memory.empty(*mail_shape(width), dtype=dtype, device=device)
+        addresses = symmetric_memory.rendezvous(mail, parallel.group.group_name).buffer_ptrs
+        exchange = Exchange(parallel, mail, addresses)
+        torch.cuda.synchronize(device)
     except torch.cuda.OutOfMemoryError:
         raise  # of this rank alone, perhaps
     except RuntimeError as error:
         logger.warning("the GPUs cannot reach each other's memory, so NCCL sums instead, slower: %s", error)
         exchange = None
+    # Nobody sends before all mailboxes are empty, for all ranks meet here.
     return exchange if parallel.minimum(exchange is not None, device) else None

@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
         """(norm(x + residual), x + residual), the residual form of pre-norm layers; no residual is one of zeros.
 
         x is an output of a RowParallelLinear or the embedding, whose sum over the ranks is taken here; the residual is
-        not changed. The second result is for the next call of this kind alone.
+        not changed. The second result is a residual for the next call and nothing else: it may lack other ranks' rows.
         """
         exchange = self.parallel.exchange
         if exchange is not None:
