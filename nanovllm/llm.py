@@ -103,16 +103,12 @@ class LLM:
             raise TypeError(f"chat_template_kwargs must not hold {', '.join(sorted(taken))}; chat sets that itself")
         conversations = _as_conversation_list(conversations)
         params = self._params_for(sampling_params, len(conversations))
+        options = {**(chat_template_kwargs or {}), "tokenize": False, "add_generation_prompt": add_generation_prompt}
         texts: list[str | ValueError] = []
         for messages in conversations:
             try:
                 _check_messages(messages)
-                text = self._tokenizer.apply_chat_template(
-                    messages,
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                    **(chat_template_kwargs or {}),
-                )
+                text = self._tokenizer.apply_chat_template(messages, **options)
             except Exception as error:  # templates raise what they like
                 text = ValueError(f"the chat template cannot render the conversation: {error}")
             texts.append(text)
@@ -197,12 +193,12 @@ class LLM:
                 index_of, outputs = self._add_requests(rows, params, raise_on_error)
                 finished: dict[int, EngineSequence] = {}
                 with _Progress(self.engine, len(rows), use_tqdm) as progress:
-                    progress.update(len(outputs))
+                    progress.add_finished(len(outputs))
                     while not self.engine.is_finished():
                         sequences = self.engine.step()
                         for seq in sequences:
                             finished[index_of[seq.seq_id]] = seq
-                        progress.update(len(sequences))
+                        progress.add_finished(len(sequences))
             except BaseException:
                 self.engine.reset()
                 raise
@@ -298,32 +294,23 @@ class _StopStrings:
         return any(stop in text for stop in self._params.stop)
 
 
-class _Progress:
+class _Progress(tqdm):
     """The progress bar, with prefill and decode speed averaged over the run so far."""
 
     def __init__(self, engine: LLMEngine, num_requests: int, is_shown: bool):
-        self._stats = engine.step_stats
-        self._at_start = replace(engine.step_stats)
-        self._bar = tqdm(total=num_requests, desc="Completions", unit="prompt", disable=not is_shown)
+        self._stats, self._at_start = engine.step_stats, replace(engine.step_stats)
+        super().__init__(total=num_requests, desc="Completions", unit="prompt", disable=not is_shown)
 
-    def update(self, num_finished: int) -> None:
-        if not self._bar.disable:
-            now, then = self._stats, self._at_start
-            prefill = (now.num_prefill_tokens - then.num_prefill_tokens) / max(
-                now.prefill_seconds - then.prefill_seconds, 1e-9
-            )
-            decode = (now.num_decode_tokens - then.num_decode_tokens) / max(
-                now.decode_seconds - then.decode_seconds, 1e-9
-            )
-            speeds = f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s"
-            self._bar.set_postfix_str(speeds, refresh=False)
-            self._bar.update(num_finished)
+    def add_finished(self, num_finished: int) -> None:
+        if not self.disable:
+            speeds = ", ".join(f"{phase} {self._speed(phase):,.0f} tok/s" for phase in ("prefill", "decode"))
+            self.set_postfix_str(speeds, refresh=False)
+            self.update(num_finished)
 
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._bar.close()
+    def _speed(self, phase: str) -> float:
+        names = f"num_{phase}_tokens", f"{phase}_seconds"
+        num_tokens, seconds = (getattr(self._stats, name) - getattr(self._at_start, name) for name in names)
+        return num_tokens / max(seconds, 1e-9)
 
 
 def _load_tokenizer(directory: Path):

@@ -144,7 +144,7 @@ def run_to_end(engine: LLMEngine) -> dict[int, Sequence]:
         engine.scheduler.check_integrity()
     block_manager = engine.scheduler.block_manager
     assert block_manager.num_free_blocks == len(block_manager.blocks), "idle, but not all blocks are free"
-    assert not engine.scheduler.has_unfinished
+    assert not engine.scheduler.running and not engine.scheduler.waiting
     return finished
 
 

@@ -90,7 +90,7 @@ def run_victims(llm):
 
 def assert_empty(engine: LLMEngine) -> None:
     assert engine.is_finished()
-    assert not engine.scheduler.has_unfinished
+    assert not engine.scheduler.running and not engine.scheduler.waiting
     assert engine.scheduler.block_manager.num_free_blocks == engine.info.num_kvcache_blocks
     engine.scheduler.check_integrity()
 

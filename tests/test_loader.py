@@ -33,7 +33,7 @@ def empty_model(directory: Path, dtype: torch.dtype = torch.float32) -> torch.nn
     """The model of a directory's config, all NaN."""
     config = load_model_config(directory, list(ARCHITECTURES))
     backend = TorchAttention(None)
-    model = ARCHITECTURES[config.architecture](config, 64, backend, Parallel(), dtype, torch.device("cpu"))
+    model = ARCHITECTURES[config.architecture](config, 64, backend, Parallel(), dtype=dtype, device=torch.device("cpu"))
     for parameter in model.parameters():
         parameter.fill_(float("nan"))
     return model

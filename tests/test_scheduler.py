@@ -757,7 +757,8 @@ def test_after_a_step_that_failed_the_engine_is_empty_and_the_next_requests_are_
     with pytest.raises(type(error)):
         while not engine.is_finished():
             engine.step()
-    assert engine.is_finished() and not engine.runner.in_flight and not engine.scheduler.has_unfinished
+    assert engine.is_finished() and not engine.runner.in_flight
+    assert not engine.scheduler.running and not engine.scheduler.waiting
     again = [add(engine, prompt, max_tokens=8) for prompt in prompts]
     finished = run_to_end(engine)
     check_right(engine, finished)

@@ -59,7 +59,7 @@ def test_the_floor_counts_every_matrix_once(tmp_path, size):
     meta = torch.device("meta")
     shape = AttentionShape(8, 8, 64, torch.float32, torch.device("cpu"), 1, 64)
     backend = make_attention_backend("torch", shape)
-    model = ARCHITECTURES[config.architecture](config, 64, backend, Parallel(), torch.bfloat16, meta)
+    model = ARCHITECTURES[config.architecture](config, 64, backend, Parallel(), dtype=torch.bfloat16, device=meta)
     matrices = {name: weight for name, weight in model.named_parameters() if name.endswith("proj.weight")}
     assert len(matrices) == 4 * config.num_hidden_layers
     expected = sum(weight.numel() for weight in matrices.values()) + model.lm_head.weight.numel()

@@ -186,7 +186,7 @@ class Workload:
     def check_idle(self) -> None:
         scheduler = self.engine.scheduler
         scheduler.check_integrity()
-        assert not self.unfinished and not scheduler.has_unfinished and not self.runner.in_flight
+        assert not self.unfinished and not scheduler.running and not scheduler.waiting and not self.runner.in_flight
         assert scheduler.block_manager.num_free_blocks == self.engine.info.num_kvcache_blocks
 
     def count(self) -> Counter[str]:

@@ -102,7 +102,7 @@ class DeviceState:
         finally:
             self.rows.copy_(rows)
 
-    def decode_batch(self, num_rows: int, is_grouped: bool = False) -> Batch:
+    def decode_batch(self, num_rows: int, is_grouped: bool = False, seq_ids: list[int] | None = None) -> Batch:
         """The Batch of the first `num_rows` rows, each of which moves on by a token; all on the device."""
         inputs = self._decode_inputs(self.rows[:num_rows])
         return Batch(
@@ -120,6 +120,7 @@ class DeviceState:
                 block_size=self.block_size,
                 num_decodes=num_rows,
                 is_grouped=is_grouped,
+                seq_ids=seq_ids,
             ),
             sampled_rows=None,
             sampled_slots=inputs.slots,

@@ -196,26 +196,15 @@ class LLMEngine:
     def metrics(self) -> dict[str, float | int | dict]:
         """Counters since the engine's start; seconds by phase are wall time inside `step`."""
         steps, scheduled = self.step_stats, self.scheduler_stats
-        num_steps = steps.num_prefill_steps + steps.num_decode_steps
-        num_prompt_tokens = scheduled.num_admitted_prompt_tokens
         return {
             "num_requests": self._num_requests,
             "num_unfinished_requests": len(self._unfinished),
+            **vars(scheduled),
             "finish_reasons": dict(scheduled.finish_reasons),
-            "num_prompt_tokens": num_prompt_tokens,
-            "num_cached_prompt_tokens": scheduled.num_cached_prompt_tokens,
-            "prefix_cache_hit_rate": scheduled.num_cached_prompt_tokens / max(num_prompt_tokens, 1),
-            "num_output_tokens": steps.num_output_tokens,
-            "num_prefill_tokens": steps.num_prefill_tokens,
-            "num_decode_tokens": steps.num_decode_tokens,
-            "num_preemptions": scheduled.num_preemptions,
-            "num_prefill_steps": steps.num_prefill_steps,
-            "num_decode_steps": steps.num_decode_steps,
+            "prefix_cache_hit_rate": scheduled.num_cached_prompt_tokens / max(scheduled.num_prompt_tokens, 1),
+            **vars(steps),
             "mean_decode_batch_size": steps.num_decode_step_rows / max(steps.num_decode_steps, 1),
-            "max_batch_size": steps.max_batch_size,
-            "num_steps": num_steps,
-            "prefill_seconds": steps.prefill_seconds,
-            "decode_seconds": steps.decode_seconds,
+            "num_steps": steps.num_prefill_steps + steps.num_decode_steps,
             "num_kvcache_blocks": self.info.num_kvcache_blocks,
             "num_free_kvcache_blocks": self.scheduler.block_manager.num_free_blocks,
             "kvcache_block_size": self.info.kvcache_block_size,
@@ -264,17 +253,14 @@ class LLMEngine:
     def _count_step(self, work: Work) -> None:
         stats = self.step_stats
         num_tokens = num_decodes = 0
-        is_decode_step = True
         for seq, num_new_tokens, _ in work:
             num_tokens += num_new_tokens
-            if num_new_tokens > 1:
-                is_decode_step = False
-            elif seq.num_computed_tokens > seq.num_prompt_tokens:
+            if num_new_tokens == 1 and seq.num_computed_tokens > seq.num_prompt_tokens:
                 num_decodes += 1
         stats.max_batch_size = max(stats.max_batch_size, len(work))
         stats.num_decode_tokens += num_decodes
         stats.num_prefill_tokens += num_tokens - num_decodes
-        if is_decode_step:
+        if num_tokens == len(work):
             stats.num_decode_steps += 1
             stats.num_decode_step_rows += len(work)
         else:

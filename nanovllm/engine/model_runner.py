@@ -122,7 +122,7 @@ class ModelRunner(Runner):
         self.block_size = config.kvcache_block_size or self.backend.default_block_size
         with explained_out_of_memory("the model", self.device):
             self.model = ARCHITECTURES[model_config.architecture](
-                model_config, self.max_model_len, self.backend, parallel, self.dtype, self.device
+                model_config, self.max_model_len, self.backend, parallel, dtype=self.dtype, device=self.device
             )
         if config.load_format == "dummy":
             fill_dummy_weights(self.model, config.seed)
@@ -162,7 +162,7 @@ class ModelRunner(Runner):
                     tokens, hidden_states = self.graphs.replay(StepSize(num_rows, self._is_grouped))
                 else:
                     seq_ids = [seq.seq_id for seq, _, _ in work]
-                    tokens, hidden_states = self._decode(num_rows, self._is_grouped, seq_ids)
+                    tokens, hidden_states = self.step(self.state.decode_batch(num_rows, self._is_grouped, seq_ids))
                 tokens = tokens[: len(work)]
             else:
                 self.state.forget_rows()
@@ -202,27 +202,19 @@ class ModelRunner(Runner):
     def _captured_step(self, size: StepSize) -> tuple[torch.Tensor, torch.Tensor]:
         if size.num_tokens:
             return self.step(self.inputs.batch(size))
-        return self._decode(size.num_sampled, size.is_grouped)
+        return self.step(self.state.decode_batch(size.num_sampled, size.is_grouped))
 
     @contextmanager
     def _parked(self) -> Iterator[None]:
         with self.state.parked(), self.inputs.parked() if self.inputs else nullcontext():
             yield
 
-    def _decode(
-        self, num_rows: int, is_grouped: bool, seq_ids: list[int] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The step of the decodes that the device's state describes."""
-        batch = self.state.decode_batch(num_rows, is_grouped)
-        batch.context.seq_ids = seq_ids
-        return self.step(batch)
-
     def _sample_special(self, work: Work, tokens: torch.Tensor, hidden_states: torch.Tensor) -> None:
         """Samples anew the rows that want more than a temperature, and writes over what they were given.
 
         Few rows do, so a captured step need not know of them; projecting theirs again keeps its logits from being kept.
         """
-        for special in special_rows(work, self.vocab_size, self.device):
+        for special in special_rows(work, self.model_config.vocab_size, self.device):
             logits = self.model.lm_head.gather(self.model.compute_logits(hidden_states[special.rows]))
             # Every rank has the same logits, but PyTorch does not promise the same sums of them.
             sampled = self._parallel.broadcast(sample_special(logits, special))
@@ -236,10 +228,6 @@ class ModelRunner(Runner):
         tables = [seq.block_table for seq, _, _ in work]
         context_lens = [seq.num_computed_tokens for seq, _, _ in work]
         return self.backend.group_prefixes(tables, context_lens, self.block_size, num_rows)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.model_config.vocab_size
 
     def _on_device(self):
         # Triton launches on the current device, whatever its tensors say.
@@ -273,7 +261,7 @@ class ModelRunner(Runner):
         steps keep, and the largest one's logits and activations, once tried and once captured."""
         if not self._is_captured:
             return 0
-        num_bytes = _GIB // 2 + 2 * self.max_num_seqs * self.vocab_size * self.dtype.itemsize
+        num_bytes = _GIB // 2 + 2 * self.max_num_seqs * self.model_config.vocab_size * self.dtype.itemsize
         if self.inputs:
             num_bytes += 2 * activations * self.inputs.token_sizes[-1] // num_tokens
         return num_bytes

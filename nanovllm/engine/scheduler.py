@@ -17,9 +17,9 @@ Work = list[tuple[Sequence, int, bool]]
 
 @dataclass
 class SchedulerStats:
-    """Counters over the engine's life; they outlive a rebuilt Scheduler."""
+    """Counters over the engine's life; they outlive a rebuilt Scheduler. Prompt tokens are those admitted."""
 
-    num_admitted_prompt_tokens: int = 0
+    num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
     num_preemptions: int = 0
     finish_reasons: dict[str, int] = field(default_factory=dict)
@@ -57,10 +57,6 @@ class Scheduler:
         self._num_free_blocks_wanted = 0  # before the next admission, after one that ended for want of blocks
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self.running) or bool(self.waiting)
-
     def add(self, seq: Sequence) -> None:
         self.waiting.push(seq, self.block_manager.prefix_key(seq))
         if self.waiting.peek() is seq:
@@ -87,18 +83,15 @@ class Scheduler:
         A token below 0 means that the row's logits were not finite. This is the only place that drops the
         extra token of a sequence that turned out to be finished one step late.
         """
-        finished = []
-        tokens = iter(sampled)
-        block_manager = self.block_manager
-        block_size = block_manager.block_size
+        finished, tokens = [], iter(sampled)
+        block_manager, block_size = self.block_manager, self.block_manager.block_size
         for seq, _, samples in work:
             if not samples:
                 continue
             token = next(tokens)
             if seq.status is SequenceStatus.FINISHED:
                 continue
-            token_ids = seq.token_ids
-            reason = None
+            token_ids, reason = seq.token_ids, None
             if token < 0:
                 seq.error = "the model's logits were not finite (NaN or infinity)"
                 reason = "error"
@@ -172,7 +165,7 @@ class Scheduler:
             self.running.append(seq)
             if seq.num_preemptions == 0:
                 seq.num_cached_tokens = seq.num_computed_tokens
-                self.stats.num_admitted_prompt_tokens += seq.num_prompt_tokens
+                self.stats.num_prompt_tokens += seq.num_prompt_tokens
                 self.stats.num_cached_prompt_tokens += seq.num_cached_tokens
             num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget)
             budget -= num_new_tokens
@@ -221,11 +214,8 @@ class Scheduler:
         says_stop = seq.stop_predicate is not None and seq.stop_predicate(token)
         num_completion_tokens = len(seq.token_ids) - seq.num_prompt_tokens
         min_tokens = seq.sampling_params.min_tokens
-        if token in seq.stop_token_ids and num_completion_tokens > min_tokens:
-            return "stop"
-        if says_stop and num_completion_tokens >= min_tokens:
-            return "stop"
-        return None
+        is_stop_id = token in seq.stop_token_ids and num_completion_tokens > min_tokens
+        return "stop" if is_stop_id or (says_stop and num_completion_tokens >= min_tokens) else None
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless blocks, slots and statuses agree."""

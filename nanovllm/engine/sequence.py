@@ -56,8 +56,7 @@ class Sequence:
         self.seq_id = seq_id
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = self.num_tokens = len(prompt_token_ids)
-        self.num_computed_tokens = 0
-        self.num_cached_tokens = 0
+        self.num_computed_tokens = self.num_cached_tokens = 0
         self.max_length = max_length
         self.sampling_params = sampling_params
         self.seed = seed
@@ -67,11 +66,9 @@ class Sequence:
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.slot = -1
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_registered_blocks = self.last_registration = 0
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []
-        self.num_registered_blocks = 0
-        self.last_registration = 0
 
     @property
     def completion_token_ids(self) -> list[int]:

@@ -14,15 +14,7 @@ from nanovllm.utils.loader import Shard
 class VocabParallelEmbedding(nn.Module):
     """Each rank holds an equal slice of the vocabulary, padded with zeros where it does not divide."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        parallel: Parallel,
-        dtype: torch.dtype,
-        device: torch.device,
-        weight: nn.Parameter | None = None,
-    ):
+    def __init__(self, vocab_size: int, hidden_size: int, parallel: Parallel, weight: nn.Parameter | None = None, **kw):
         super().__init__()
         self.vocab_size = vocab_size
         self.parallel = parallel
@@ -33,7 +25,7 @@ class VocabParallelEmbedding(nn.Module):
         self.first = parallel.rank * slice_size
         self.num_rows = max(0, min(slice_size, vocab_size - self.first))  # real rows of this rank
         if weight is None:
-            weight = empty_parameter(slice_size, hidden_size, dtype=dtype, device=device)
+            weight = empty_parameter(slice_size, hidden_size, **kw)
             weight[self.num_rows :].zero_()
         self.weight = weight
 

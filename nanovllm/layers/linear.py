@@ -2,7 +2,7 @@
 
 A layer says with `shards` which checkpoint tensors fill which part of which parameter; the loader needs to
 know nothing else. Column-parallel layers divide the outputs, row-parallel ones the inputs, so that a pair of
-them needs one all-reduce (Megatron-LM, Shoeybi et al., 2019).
+them needs one all-reduce (Megatron-LM, Shoeybi et al., 2019). `kw` is the `dtype` and `device` of parameters.
 """
 
 import torch
@@ -30,10 +30,10 @@ def replicated_shards(parameter: torch.Tensor) -> Shards:
 class LinearBase(nn.Module):
     """`y = x @ weight.T + bias`, weight: [output_size, input_size] of this rank."""
 
-    def __init__(self, input_size: int, output_size: int, bias: bool, dtype: torch.dtype, device: torch.device):
+    def __init__(self, input_size: int, output_size: int, bias: bool, **kw):
         super().__init__()
-        self.weight = empty_parameter(output_size, input_size, dtype=dtype, device=device)
-        self.bias = empty_parameter(output_size, dtype=dtype, device=device) if bias else None
+        self.weight = empty_parameter(output_size, input_size, **kw)
+        self.bias = empty_parameter(output_size, **kw) if bias else None
         self.packed: torch.Tensor | None = None
 
     def pack(self) -> None:
@@ -69,13 +69,12 @@ class MergedColumnParallelLinear(LinearBase):
         output_sizes: dict[str, int],
         bias: bool,
         parallel: Parallel,
-        dtype: torch.dtype,
-        device: torch.device,
         parts: dict[str, tuple[int, int]] | None = None,
+        **kw,
     ):
         self.output_sizes = output_sizes
         self.parts = parts or {name: parallel.shard(size, name) for name, size in output_sizes.items()}
-        super().__init__(input_size, sum(length for _, length in self.parts.values()), bias, dtype, device)
+        super().__init__(input_size, sum(length for _, length in self.parts.values()), bias, **kw)
 
     def shards(self, name: str) -> Shards:
         parameter, shards, offset = getattr(self, name), {}, 0
@@ -93,16 +92,8 @@ class MergedColumnParallelLinear(LinearBase):
 class ColumnParallelLinear(MergedColumnParallelLinear):
     """The outputs are divided over the ranks."""
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        bias: bool,
-        parallel: Parallel,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
-        super().__init__(input_size, {WHOLE: output_size}, bias, parallel, dtype, device)
+    def __init__(self, input_size: int, output_size: int, bias: bool, parallel: Parallel, **kw):
+        super().__init__(input_size, {WHOLE: output_size}, bias, parallel, **kw)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -119,8 +110,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         num_kv_heads: int,
         bias: bool,
         parallel: Parallel,
-        dtype: torch.dtype,
-        device: torch.device,
+        **kw,
     ):
         q_start, self.num_heads = parallel.shard(num_heads, "num_attention_heads")
         if num_kv_heads >= parallel.size:
@@ -130,15 +120,9 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         else:
             raise ValueError(f"num_key_value_heads ({num_kv_heads}) cannot be replicated over {parallel.size} ranks")
         kv_part = (kv_start * head_dim, self.num_kv_heads * head_dim)
-        super().__init__(
-            hidden_size,
-            {"q_proj": num_heads * head_dim, "k_proj": num_kv_heads * head_dim, "v_proj": num_kv_heads * head_dim},
-            bias,
-            parallel,
-            dtype,
-            device,
-            parts={"q_proj": (q_start * head_dim, self.num_heads * head_dim), "k_proj": kv_part, "v_proj": kv_part},
-        )
+        parts = {"q_proj": (q_start * head_dim, self.num_heads * head_dim), "k_proj": kv_part, "v_proj": kv_part}
+        sizes = {"q_proj": num_heads * head_dim, "k_proj": num_kv_heads * head_dim, "v_proj": num_kv_heads * head_dim}
+        super().__init__(hidden_size, sizes, bias, parallel, parts, **kw)
 
 
 class RowParallelLinear(LinearBase):
@@ -147,18 +131,10 @@ class RowParallelLinear(LinearBase):
     Rank 0 alone adds the bias.
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        bias: bool,
-        parallel: Parallel,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
+    def __init__(self, input_size: int, output_size: int, bias: bool, parallel: Parallel, **kw):
         self.full_input_size = input_size
         self.part = parallel.shard(input_size, "input size")
-        super().__init__(self.part[1], output_size, bias, dtype, device)
+        super().__init__(self.part[1], output_size, bias, **kw)
         self.parallel = parallel
 
     def shards(self, name: str) -> Shards:

@@ -147,28 +147,27 @@ def _list(raw: dict[str, Any], name: str) -> list[Any]:
     return value
 
 
-def _flag(raw: dict[str, Any], name: str, default: bool) -> bool:
+def _given(raw: dict[str, Any], name: str, default: Any) -> Any:
     value = raw.get(name)
-    if value is None:
-        value = default
+    return default if value is None else value
+
+
+def _flag(raw: dict[str, Any], name: str, default: bool) -> bool:
+    value = _given(raw, name, default)
     if not isinstance(value, bool):
         raise ValueError(f"{name} in config.json must be true or false, not {value!r}")
     return value
 
 
 def _number(raw: dict[str, Any], name: str, default: float | None = None) -> float:
-    value = raw.get(name)
-    if value is None:
-        value = default
+    value = _given(raw, name, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ValueError(f"{name} in config.json must be a positive number, not {value!r}")
     return float(value)
 
 
 def _count(raw: dict[str, Any], name: str, default: int | None = None) -> int:
-    value = raw.get(name)
-    if value is None:
-        value = default
+    value = _given(raw, name, default)
     if value is None:
         raise ValueError(f"config.json has no {name}")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:

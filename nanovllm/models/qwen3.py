@@ -84,31 +84,17 @@ class Qwen3ForCausalLM(nn.Module):
         max_position: positions are below it.
         backend: the attention backend.
         parallel: this rank's place.
-        dtype, device: of every parameter, which is left uninitialised.
+        kw: dtype and device of every parameter, which is left uninitialised.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        max_position: int,
-        backend: AttentionBackend,
-        parallel: Parallel,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
+    def __init__(self, config: ModelConfig, max_position: int, backend: AttentionBackend, parallel: Parallel, **kw):
         super().__init__()
-        kw = {"dtype": dtype, "device": device}
         self.model = Qwen3Model(config, backend, parallel, **kw)
         self.rotary_emb = RotaryEmbedding(config.head_dim, max_position, config.rope, **kw)
         self.num_kv_heads = self.model.layers[0].self_attn.qkv_proj.num_kv_heads  # of this rank
         tied = config.tie_word_embeddings
-        self.lm_head = ParallelLMHead(
-            config.vocab_size,
-            config.hidden_size,
-            parallel,
-            weight=self.model.embed_tokens.weight if tied else None,
-            **kw,
-        )
+        weight = self.model.embed_tokens.weight if tied else None
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, parallel, weight, **kw)
         # Checkpoint tensor -> the one it must equal when a tied model stores it all the same.
         self.tied_weights = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
 

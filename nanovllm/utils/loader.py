@@ -152,15 +152,11 @@ def _load(name: str, shard: Shard, file, path: Path) -> None:
     try:
         whole = file.get_slice(name)
         shape = tuple(whole.get_shape())
-        tensor = (
-            whole[tuple(slice(start, start + length) for start, length in shard.source)]
-            if shape == shard.shape
-            else None
-        )
+        if shape != shard.shape:
+            raise ValueError(f"tensor {name} in {path} has shape {list(shape)}, the model needs {list(shard.shape)}")
+        tensor = whole[tuple(slice(start, start + length) for start, length in shard.source)]
     except (SafetensorError, RuntimeError) as error:  # a type of number that PyTorch lacks, say
         raise ValueError(f"tensor {name} in {path} cannot be read: {error}") from None
-    if shape != shard.shape:
-        raise ValueError(f"tensor {name} in {path} has shape {list(shape)}, the model needs {list(shard.shape)}")
     if not tensor.is_floating_point():
         raise ValueError(f"tensor {name} in {path} is {tensor.dtype}; only floating-point weights are supported")
     shard.target.copy_(tensor)
