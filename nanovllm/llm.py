@@ -139,8 +139,13 @@ class LLM:
         return self.engine.metrics()
 
     def close(self) -> None:
-        """Frees the model's memory; the LLM cannot be used afterwards. Calling it again does nothing."""
-        self.engine.exit()
+        """Frees the model's memory; the LLM cannot be used afterwards. Calling it again does nothing.
+
+        Raises:
+            RuntimeError: another thread's call is not at its end.
+        """
+        with self._locked():
+            self.engine.exit()
 
     def __enter__(self) -> "LLM":
         return self
@@ -188,7 +193,9 @@ class LLM:
     def _run(
         self, rows: list[Row], params: list[SamplingParams], use_tqdm: bool, raise_on_error: bool
     ) -> list[RequestOutput]:
-        with self._exclusive():
+        with self._locked():
+            if not self.engine.is_finished():
+                raise RuntimeError("the engine has requests that were added by hand; finish or abort them first")
             try:
                 index_of, outputs = self._add_requests(rows, params, raise_on_error)
                 finished: dict[int, EngineSequence] = {}
@@ -206,12 +213,10 @@ class LLM:
             return [outputs[index] for index in range(len(rows))]
 
     @contextmanager
-    def _exclusive(self):
+    def _locked(self):
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("this LLM is busy with another call; call it from one thread at a time")
         try:
-            if not self.engine.is_finished():
-                raise RuntimeError("the engine has requests that were added by hand; finish or abort them first")
             yield
         finally:
             self._lock.release()

@@ -430,7 +430,7 @@ DEATH_OPTIONS = {**OPTIONS, "num_kvcache_blocks": 400}
 
 def assert_refuses_work(llm: LLM, message: str) -> None:
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=f"{message}; make a new engine"):
+        with pytest.raises(RuntimeError, match=f"{message}; make a new LLM"):
             llm.generate([[1, 2, 3]], LONG, use_tqdm=False)
     llm.close()
     with pytest.raises(RuntimeError, match="closed"):
@@ -527,7 +527,7 @@ def test_a_rank_that_goes_its_own_way_ends_the_run(tiny, fault, rank, message, t
         with pytest.raises(RuntimeError, match=message):
             run_by_hand(engine, make_requests(61))
         assert time.monotonic() - began < 10
-        with pytest.raises(RuntimeError, match="make a new engine"):
+        with pytest.raises(RuntimeError, match="make a new LLM"):
             engine.add_request(*make_requests(61)[0])
         engine.exit()
         del engine
@@ -696,6 +696,54 @@ def test_a_fork_of_the_driver_is_told_that_the_ranks_are_not_its_own(pair, answe
     assert run_victims(llm) == answers
 
 
+def test_a_fork_of_the_driver_may_close_what_is_not_its_own(pair, answers):
+    """As a `with` block that a child leaves does; it ended with an error, the ranks were told of a reset."""
+    llm = pair[1]
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            llm.close()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert run_victims(llm) == answers
+
+
+def test_a_stop_predicate_may_reset_the_engine(pair, answers):
+    """The ranks were told that a step was committed which they had dropped; the next call met a StopIteration."""
+    for llm in pair:
+        llm.engine.add_request([1, 2, 3], SamplingParams(0.0, max_tokens=8), lambda _, llm=llm: llm.engine.reset())
+        while not llm.engine.is_finished():
+            assert llm.engine.step() == []
+        assert run_victims(llm) == answers
+
+
+def test_closing_from_another_thread_during_a_call_is_refused(pair, answers):
+    """The call went on without the model."""
+    for llm in pair:
+        told = []
+
+        def close(llm=llm, told=told) -> None:
+            with pytest.raises(RuntimeError, match="busy") as error:
+                llm.close()
+            told.append(error)
+
+        def step(close=close, step=llm.engine.step) -> list:
+            thread = threading.Thread(target=close)
+            thread.start()
+            thread.join()
+            return step()
+
+        llm.engine.step = step
+        try:
+            assert run_victims(llm) == answers
+        finally:
+            del llm.engine.step
+        assert told
+
+
 def test_ctrl_c_at_random_moments(pair, answers):
     """While the driver waits for its ranks, say."""
     llm = pair[1]
@@ -823,6 +871,25 @@ def test_two_engines_of_two_ranks_each_are_both_right(pair, tiny):
         # The end of one is not the end of the other.
         other.close()
         assert [token_ids for token_ids, *_ in generate(two, requests)] == expected
+
+
+def test_ranks_run_the_drivers_own_package(tiny, tmp_path):
+    """Another of the same name that Python finds first, an installed one beside a checkout, say, was theirs."""
+    other = tmp_path / "other" / "nanovllm"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("raise ImportError('another package')")
+    package = Path(nanovllm.__file__).parent
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "nanovllm").symlink_to(package, target_is_directory=True)
+    program = (
+        "from nanovllm import LLM, SamplingParams\n"
+        f"with LLM({tiny!r}, tensor_parallel_size=2, device='cpu', num_kvcache_blocks=64) as llm:\n"
+        "    print('tokens', llm.generate([[1, 2, 3]], SamplingParams(0.0, 4, ignore_eos=True))[0].token_ids)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(other.parent)}
+    command = [sys.executable, "-c", program]  # which looks in the working directory first
+    run = subprocess.run(command, cwd=tmp_path / "here", env=environment, capture_output=True, text=True, timeout=120)
+    assert "tokens [" in run.stdout, run.stderr
 
 
 SCRIPT = """

@@ -162,8 +162,10 @@ class LLMEngine:
             began = time.perf_counter()
             committed, finished = work, []
             if self._in_flight and (not work or len(self._in_flight) > self.depth):
-                committed, result = self._in_flight.popleft()
-                finished = self.scheduler.commit(committed, result.wait())
+                (committed, result), scheduler = self._in_flight.popleft(), self.scheduler
+                finished = scheduler.commit(committed, result.wait())
+                if scheduler is not self.scheduler:  # a stop predicate has reset this engine
+                    return []
                 self.runner.step_committed(finished)
             for seq in finished:
                 del self._unfinished[seq.seq_id]

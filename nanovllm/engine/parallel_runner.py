@@ -129,14 +129,14 @@ class ParallelRunner(Runner):
 
     def scheduler_renewed(self) -> None:
         self._num_committed = self._num_launched
-        if self._failure is None:
+        if self._failure is None and os.getpid() == self._driver:
             self._write("renew")
 
     def memory(self) -> dict[str, int]:
         return {} if self._failure is not None else dict(self._memory)
 
     def close(self) -> None:
-        if self._end.alive and self._failure is None:
+        if self._end.alive and self._failure is None and os.getpid() == self._driver:
             self._outbox.put(frame([None, "close"]))
             deadline = time.monotonic() + _SECONDS_TO_END
             for rank in self._ranks:
@@ -147,7 +147,7 @@ class ParallelRunner(Runner):
 
     def _write(self, kind: str, *arguments: Any, tag: int | None = None) -> None:
         if self._failure is not None:
-            raise RuntimeError(f"{self._failure}; make a new engine")
+            raise RuntimeError(f"{self._failure}; make a new LLM")
         if os.getpid() != self._driver:
             raise RuntimeError("this process is a fork of the one that the ranks work for; make an engine of its own")
         self._outbox.put(frame([tag, kind, *arguments]))
@@ -174,7 +174,7 @@ class ParallelRunner(Runner):
         dead = [other for other, it in enumerate(self._ranks) if it.process.poll() is not None]
         if dead:
             self._fail(self._death_of(dead[0]))
-        name, text = message["error"], message["message"]
+        name, text = message["error"], message["message"] or "nothing more is known"
         prefix = "" if name in (*_ERRORS, "RuntimeError") else f"{name}: "
         self._fail(f"{prefix}{text} (rank {rank} of {self._size})", _ERRORS.get(name, RuntimeError))
 
@@ -202,9 +202,16 @@ def _start_rank(module: str, rank: int, size: int) -> _Rank:
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     }
     # What can be imported here can be imported there, and nothing from the working directory besides. PYTHONPATH would
-    # come before the standard library.
-    path = [entry for entry in sys.path if isinstance(entry, str) and entry] + [str(Path(nanovllm.__file__).parents[1])]
-    program = f"import sys; sys.path[:] = {path!r}; import runpy; runpy.run_module({module!r}, run_name='__main__')"
+    # come before the standard library. This very package, wherever it is, not another of its name.
+    path, package = [entry for entry in sys.path if isinstance(entry, str) and entry], Path(nanovllm.__file__).parent
+    program = f"""import sys; sys.path[:] = {path!r}
+import importlib.util, runpy
+spec = importlib.util.spec_from_file_location(
+    "nanovllm", {nanovllm.__file__!r}, submodule_search_locations=[{str(package)!r}]
+)
+sys.modules["nanovllm"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["nanovllm"])
+runpy.run_module({module!r}, run_name="__main__")"""
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-c", program, str(theirs.fileno()), str(os.getpid())],

@@ -53,24 +53,11 @@ class Parallel:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return tensor
 
-    def gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor | None:
-        """Like `all_gather`, but only rank 0 gets the result; None elsewhere."""
-        if self.size == 1:
-            return tensor
-        parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == 0 else None
-        dist.gather(tensor.contiguous(), parts, group_dst=0, group=self.group)
-        return None if parts is None else torch.cat(parts, dim)
-
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Rank 0's `tensor`, written over everybody's."""
         if self.size > 1:
             dist.broadcast(tensor, group_src=0, group=self.group)
         return tensor
-
-    def barrier(self) -> None:
-        """Returns once every rank has called it."""
-        if self.size > 1:
-            dist.barrier(group=self.group)
 
     def shard(self, total: int, what: str) -> tuple[int, int]:
         """(start, length) of this rank's equal part of `total`; a ValueError names `what` if it does not divide."""
