@@ -50,7 +50,7 @@ POINTS = {
     "commit": (Scheduler, "commit"),
     "stop string": (nanovllm.llm._StopStrings, "__call__"),
     "step": (LLMEngine, "step"),
-    "progress": (nanovllm.llm._Progress, "update"),
+    "progress": (nanovllm.llm._Progress, "add_finished"),
     "decode": (PreTrainedTokenizerBase, "batch_decode"),
 }
 
