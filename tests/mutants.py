@@ -954,6 +954,28 @@ MUTANTS = [
             "test_prefix_groups.py::test_prefixes_may_branch_and_groups_may_be_larger_than_a_tile",
         ),
     ),
+    # Counters
+    Mutant(
+        "metrics that were read change later",
+        ENGINE,
+        '            "finish_reasons": dict(scheduled.finish_reasons),\n',
+        "",
+        ("test_scheduler.py::test_tokens_and_steps_are_counted_as_what_they_are",),
+    ),
+    Mutant(
+        "tokens computed again count as decodes",
+        ENGINE,
+        "if num_new_tokens == 1 and seq.num_computed",
+        "if seq.num_computed",
+        ("test_scheduler.py::test_tokens_and_steps_are_counted_as_what_they_are",),
+    ),
+    Mutant(
+        "a prompt of one token makes no decode step",
+        ENGINE,
+        "if num_tokens == len(work):",
+        "if num_decodes == len(work):",
+        ("test_scheduler.py::test_tokens_and_steps_are_counted_as_what_they_are",),
+    ),
     # Several ranks
     Mutant(
         "rows that do not divide are nobody's",

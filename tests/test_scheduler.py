@@ -882,6 +882,36 @@ def test_two_engines_in_one_process_do_not_notice_each_other():
         assert len(done) == 8
 
 
+@both_depths
+def test_tokens_and_steps_are_counted_as_what_they_are(overlap):
+    """A prompt of one token was counted as a decode, tokens computed again after a preemption likewise."""
+    engine = make_engine(num_blocks=12, block_size=2, max_num_seqs=8, overlap=overlap)
+    chunks = []  # of each step, the positions of each row's new tokens, from 0 at the first after the prompt
+    launch = engine.runner.launch
+
+    def noted(work):
+        ends = [(num_new, seq.num_computed_tokens - seq.num_prompt_tokens) for seq, num_new, _ in work]
+        chunks.append([range(end - num_new, end) for num_new, end in ends])
+        return launch(work)
+
+    engine.runner.launch = noted
+    at_start = engine.metrics()
+    for lengths in ((1,), (1, 1, 3, 5, 2, 4)):
+        for length in lengths:
+            add(engine, range(length), max_tokens=8)
+        run_to_end(engine)
+    metrics = engine.metrics()
+    decodes = [chunk for step in chunks for chunk in step if len(chunk) == 1 and chunk[0] >= 0]
+    steps_of_singles = [step for step in chunks if all(len(chunk) == 1 for chunk in step)]
+    assert any(chunk[-1] >= 0 and len(chunk) > 1 for step in chunks for chunk in step), "nobody came back"
+    assert metrics["num_decode_tokens"] == len(decodes)
+    assert metrics["num_prefill_tokens"] == sum(len(chunk) for step in chunks for chunk in step) - len(decodes)
+    assert metrics["num_decode_steps"] == len(steps_of_singles)
+    assert metrics["num_prefill_steps"] == len(chunks) - len(steps_of_singles)
+    assert metrics["num_decode_step_rows"] == sum(map(len, steps_of_singles))
+    assert at_start["finish_reasons"] == {} and at_start["num_steps"] == 0, "what was read changes later"
+
+
 def test_the_metrics_add_up():
     engine = make_engine(num_blocks=100, overlap=False)
     add(engine, range(9), max_tokens=4)
