@@ -1,22 +1,37 @@
-"""Measures offline throughput: output tokens per second of wall time, from `generate` being called to its return.
+"""Measures offline throughput: tokens per second of wall time, from `generate` being called to its return.
 
     python bench.py                                     the bundled model on a small workload
-    python bench.py --vs transformers                   the same requests through transformers as well, with the ratio
+    python bench.py --vs transformers                   the same requests through transformers too, with the ratio
     python bench.py --workload nano --size 0.6B         random weights of a real model's shape
-    python bench.py --workload nano --model Qwen/Qwen3-0.6B
+    python bench.py --workload nano --size 0.6B --top-k 20 --top-p 0.95 --vs vllm
+    python bench.py --workload classify --model Qwen/Qwen3-0.6B
+
+An offline job calls `generate` once, so the first call after start counts. The report shows it on its own
+(first_seconds). The later calls follow (seconds, as many as --repeats says). All figures without "first" in their name
+are from the later calls' median. Each call starts with an empty prefix cache.
 
 Workloads (sequences; prompt tokens; output tokens): demo (64; 8-200; 8-200, greedy), nano (256; 100-1024; 100-1024),
-big (2048 of nano's), prefix (2048 behind 32 prefixes of 1024; 16-128 more; 64-256), short (8192; 16-64; 16-64),
-one (1; 128; 512). The bundled model takes 1,024 tokens: enough for demo, short and one.
+big (2048 of nano's), prefix (2048 behind 32 shared prefixes of 1024; 16-128 more; 64-256), short (8192; 16-64; 16-64),
+one (1; 128; 512), classify (2048; 300-1500; 1), docs (64; 8000-16000; 32-96, without prefix caching). The bundled model
+takes 1,024 tokens, which is enough for demo, short and one. The figure of interest is output tokens per second, and
+for classify and docs input tokens per second.
 
-On a GPU the report also has the run's floor: what the chip needs at least for the steps that were run. That is, for
-each step, the different keys and values its decodes read ÷ the memory bandwidth measured here, plus the larger of
-the weights ÷ that bandwidth and the arithmetic ÷ the matrix rate measured here.
+On a GPU the report also has the roofline of the run: the throughput that this chip allows for the very steps that were
+run. A step takes at least the time to read the keys and values of its decodes, each shared one once, at the memory
+bandwidth measured here, plus the longer of reading the weights and doing the arithmetic at the matrix rate measured
+here.
+
+--vs starts the other engine after ours is closed, so that each has the machine to itself. Both get the same token ids,
+sampling, dtype, max_model_len, seed, prefix caching and number of GPUs; all else is each engine's own default. With
+--size, transformers loads the same random weights as ours, vLLM makes up its own.
 
 The last line on stdout is JSON.
 """
 
 import argparse
+import gc
+import importlib.metadata
+import importlib.util
 import json
 import os
 import random
@@ -24,15 +39,17 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
-from nanovllm.models import ARCHITECTURES
+from nanovllm.engine.step import Step
 from nanovllm.models.config import ModelConfig, load_model_config
 
 # hidden size, layers, heads, key/value heads, head_dim, intermediate size, vocabulary, tied embeddings
@@ -45,49 +62,86 @@ SIZES = {
     "14B": (5120, 40, 40, 8, 128, 17408, 151936, False),
     "32B": (5120, 64, 64, 8, 128, 25600, 151936, False),
 }
+# Options of this script that every request's sampling gets, by the names of SamplingParams.
+SAMPLING_OPTIONS = {
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "repetition_penalty": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+}
+# What an engine raises for options or a model that cannot work; its text says enough.
+EXPECTED_ERRORS = (OSError, RuntimeError, ValueError)
 
 
-@dataclass
+# Workloads
+
+
+class Workload(NamedTuple):
+    num_seqs: int
+    seed: int
+    prompt_lengths: tuple[int, int]  # lowest and highest, both possible
+    output_lengths: tuple[int, int]
+    temperature: float = 0.6
+    num_prefixes: int = 0  # of 1,024 tokens, shared
+    max_model_len: int = 4096  # with random weights; a real model has its own
+    prefix_caching: bool = True
+
+
+WORKLOADS = {
+    "demo": Workload(64, 0, (8, 200), (8, 200), temperature=0.0),
+    "nano": Workload(256, 0, (100, 1024), (100, 1024)),
+    "big": Workload(2048, 7, (100, 1024), (100, 1024)),
+    "prefix": Workload(2048, 1, (16, 128), (64, 256), num_prefixes=32),
+    "short": Workload(8192, 5, (16, 64), (16, 64)),
+    "one": Workload(1, 3, (128, 128), (512, 512)),
+    "classify": Workload(2048, 31, (300, 1500), (1, 1)),
+    "docs": Workload(64, 33, (8000, 16000), (32, 96), max_model_len=20000, prefix_caching=False),
+}
+
+
+@dataclass(frozen=True)
 class Requests:
     prompts: list[list[int]]
     max_tokens: list[int]
-    temperature: float
+    sampling: dict[str, Any]  # what all of them have in common, by the names of SamplingParams
 
-    def sampling_params(self) -> list[SamplingParams]:
-        return [
-            SamplingParams(temperature=self.temperature, max_tokens=max_tokens, ignore_eos=True)
-            for max_tokens in self.max_tokens
-        ]
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(self.max_tokens)
+
+    def sampling_params(self, make: Callable[..., Any] = SamplingParams, **more: Any) -> list[Any]:
+        """Each request's sampling; other engines use the same names."""
+        options = {**self.sampling, "ignore_eos": True, **more}
+        return [make(max_tokens=max_tokens, **options) for max_tokens in self.max_tokens]
 
 
-def make_requests(workload: str, vocab_size: int) -> Requests:
-    """The workloads by name; every draw comes from one seeded generator, prompts before lengths."""
+def make_requests(workload: str, vocab_size: int, sampling: dict[str, Any] | None = None) -> Requests:
+    """The requests of a workload. One seeded generator draws everything: all prompts first, then all output lengths."""
+    shape = WORKLOADS[workload]
     highest = min(10000, vocab_size - 1)
-    # name: (sequences, seed, prompt lengths, output lengths, temperature)
-    shapes = {
-        "demo": (64, 0, (8, 200), (8, 200), 0.0),
-        "nano": (256, 0, (100, 1024), (100, 1024), 0.6),
-        "big": (2048, 7, (100, 1024), (100, 1024), 0.6),
-        "prefix": (2048, 1, (16, 128), (64, 256), 0.6),
-        "short": (8192, 5, (16, 64), (16, 64), 0.6),
-        "one": (1, 3, (128, 128), (512, 512), 0.6),
-    }
-    num_seqs, seed, prompt_lengths, output_lengths, temperature = shapes[workload]
-    rng = random.Random(seed)
+    rng = random.Random(shape.seed)
 
     def draw(length: int) -> list[int]:
         return [rng.randint(0, highest) for _ in range(length)]
 
-    if workload == "prefix":
-        prefixes = [draw(1024) for _ in range(32)]
-        prompts = [rng.choice(prefixes) + draw(rng.randint(*prompt_lengths)) for _ in range(num_seqs)]
-    else:
-        prompts = [draw(rng.randint(*prompt_lengths)) for _ in range(num_seqs)]
-    return Requests(prompts, [rng.randint(*output_lengths) for _ in range(num_seqs)], temperature)
+    prefixes = [draw(1024) for _ in range(shape.num_prefixes)]
+    prompts = []
+    for _ in range(shape.num_seqs):
+        prefix = rng.choice(prefixes) if prefixes else []
+        prompts.append(prefix + draw(rng.randint(*shape.prompt_lengths)))
+    max_tokens = [rng.randint(*shape.output_lengths) for _ in range(shape.num_seqs)]
+    return Requests(prompts, max_tokens, {"temperature": shape.temperature, **(sampling or {})})
 
 
 def write_config(size: str, directory: Path) -> None:
-    """A config.json of the size's shape, which is all that load_format="dummy" needs."""
+    """Writes a config.json of the size's shape, which is all that load_format="dummy" needs."""
     hidden, layers, heads, kv_heads, head_dim, intermediate, vocab, tied = SIZES[size]
     config = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": hidden,
@@ -101,7 +155,7 @@ def write_config(size: str, directory: Path) -> None:
 
 
 def write_random_checkpoint(size: str, directory: Path) -> None:
-    """A checkpoint with random weights, where two engines must load the same ones."""
+    """Writes a checkpoint with random weights, for two engines that must load the same ones."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     write_config(size, directory)
@@ -110,61 +164,222 @@ def write_random_checkpoint(size: str, directory: Path) -> None:
     model.save_pretrained(directory)
 
 
-def run_nanovllm(llm: LLM, requests: Requests, params: list[SamplingParams]) -> list[list[int]]:
-    return [output.token_ids for output in llm.generate(requests.prompts, params, use_tqdm=False)]
+# Timing
 
 
-def load_transformers(directory: Path, dtype: torch.dtype, device: torch.device):
-    from transformers import AutoModelForCausalLM
+@dataclass(frozen=True)
+class Timing:
+    """How long one engine took."""
 
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
+    start_seconds: float  # to construct it
+    first_seconds: float  # the first call
+    seconds: list[float]  # each later call
+    tokens: list[list[int]]  # the last call's completions
 
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
 
-@torch.inference_mode()
-def run_transformers(model, requests: Requests) -> list[list[int]]:
-    """One left-padded batch that runs to the longest request, the way a script would; each row cut to its length."""
-    longest = max(map(len, requests.prompts))
-    padded = torch.zeros(len(requests.prompts), longest, dtype=torch.int64)
-    mask = torch.zeros_like(padded)
-    for row, prompt in enumerate(requests.prompts):
-        padded[row, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[row, longest - len(prompt) :] = 1
-    sampling = {"do_sample": True, "temperature": requests.temperature, "top_k": 0} if requests.temperature else {}
-    outputs = model.generate(
-        input_ids=padded.to(model.device), attention_mask=mask.to(model.device), eos_token_id=None, pad_token_id=0,
-        max_new_tokens=max(requests.max_tokens), **(sampling or {"do_sample": False}),
-    )  # fmt: skip
-    completions = outputs[:, longest:].tolist()
-    return [completion[:length] for completion, length in zip(completions, requests.max_tokens, strict=True)]
+    def report(self, requests: Requests) -> dict[str, Any]:
+        return {
+            "start_seconds": round(self.start_seconds, 3),
+            "first_seconds": round(self.first_seconds, 3),
+            "seconds": [round(seconds, 3) for seconds in self.seconds],
+            "first_output_tokens_per_second": requests.num_output_tokens / self.first_seconds,
+            "first_input_tokens_per_second": requests.num_prompt_tokens / self.first_seconds,
+            "output_tokens_per_second": requests.num_output_tokens / self.median,
+            "input_tokens_per_second": requests.num_prompt_tokens / self.median,
+        }
 
 
 def timed(
-    run: Callable[[], list[list[int]]], repeats: int, device: torch.device, prepare: Callable[[], None] = lambda: None
-) -> tuple[list[float], list[list[int]]]:
-    """Seconds of each run, after one that is not counted, and the last run's tokens; `prepare` is not timed."""
-    prepare()
-    seconds, tokens = [], run()
-    for _ in range(repeats):
-        prepare()
+    run: Callable[[], list[list[int]]], forget: Callable[[], object], repeats: int, start_seconds: float
+) -> Timing:
+    """Times the first call and then `repeats` later ones; `forget`, before each, is not timed."""
+    seconds = []
+    for _ in range(1 + repeats):
+        forget()
         began = time.perf_counter()
         tokens = run()
-        if device.type == "cuda" and torch.cuda.is_initialized():
-            torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
-    return seconds, tokens
+    return Timing(start_seconds, seconds[0], seconds[1:], tokens)
+
+
+@contextmanager
+def errors_as_text() -> Iterator[None]:
+    """Ends the script with an expected error's text alone."""
+    try:
+        yield
+    except EXPECTED_ERRORS as error:
+        raise SystemExit(str(error)) from None
+
+
+# The other engines
+
+
+@dataclass(frozen=True)
+class Job:
+    """What both engines are given."""
+
+    requests: Requests
+    directory: str
+    has_weights: bool  # else there is a config alone
+    dtype: str
+    device: str
+    max_model_len: int
+    prefix_caching: bool
+    tensor_parallel_size: int
+    seed: int
+
+
+class Peer(Protocol):
+    settings: dict[str, Any]  # its version and options, for the report
+
+    def run(self, requests: Requests) -> list[list[int]]:
+        """The completions' token ids."""
+
+    def forget(self) -> None:
+        """Empties its prefix cache."""
+
+
+class TransformersPeer:
+    """transformers' `generate`: one left-padded batch that runs to the longest request, the way a script would."""
+
+    def __init__(self, job: Job):
+        from transformers import AutoModelForCausalLM
+
+        dtype = getattr(torch, job.dtype)
+        self.model = AutoModelForCausalLM.from_pretrained(job.directory, dtype=dtype).to(job.device).eval()
+        self.settings = {"version": importlib.metadata.version("transformers"), "threads": torch.get_num_threads()}
+
+    @torch.inference_mode()
+    def run(self, requests: Requests) -> list[list[int]]:
+        longest = max(map(len, requests.prompts))
+        padded = torch.zeros(len(requests.prompts), longest, dtype=torch.int64)
+        mask = torch.zeros_like(padded)
+        for row, prompt in enumerate(requests.prompts):
+            padded[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[row, longest - len(prompt) :] = 1
+        sampling = dict(requests.sampling)
+        if sampling["temperature"]:
+            sampling = {"do_sample": True, "top_k": 0, **sampling}  # its own default is 50
+        else:
+            sampling = {"do_sample": False, "repetition_penalty": sampling.get("repetition_penalty", 1.0)}
+        outputs = self.model.generate(
+            input_ids=padded.to(self.model.device), attention_mask=mask.to(self.model.device), eos_token_id=None,
+            pad_token_id=0, max_new_tokens=max(requests.max_tokens), **sampling,
+        )  # fmt: skip
+        completions = outputs[:, longest:].tolist()
+        return [completion[:length] for completion, length in zip(completions, requests.max_tokens, strict=True)]
+
+    def forget(self) -> None:
+        pass
+
+
+class VllmPeer:
+    """vLLM's `LLM.generate`, with all options but the job's own at vLLM's defaults."""
+
+    def __init__(self, job: Job):
+        import vllm
+
+        options: dict[str, Any] = {
+            "dtype": job.dtype, "max_model_len": job.max_model_len, "seed": job.seed,
+            "enable_prefix_caching": job.prefix_caching, "tensor_parallel_size": job.tensor_parallel_size,
+        }  # fmt: skip
+        self._more: dict[str, Any] = {}
+        if not job.has_weights:
+            options["load_format"] = "dummy"
+        if not any(Path(job.directory).glob("tokenizer*")):
+            options["skip_tokenizer_init"] = True
+            self._more["detokenize"] = False  # ours has no tokenizer either, so neither makes text
+        self._sampling_params = vllm.SamplingParams
+        self.llm = vllm.LLM(job.directory, **options)
+        self.settings = {"version": vllm.__version__, **options}
+        with suppress(AttributeError):  # what it chose itself, where this version says so
+            self.settings["max_num_seqs"] = self.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
+
+    def run(self, requests: Requests) -> list[list[int]]:
+        prompts = [{"prompt_token_ids": prompt} for prompt in requests.prompts]
+        params = requests.sampling_params(self._sampling_params, **self._more)
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def forget(self) -> None:
+        self.llm.reset_prefix_cache()
+
+
+PEERS: dict[str, Callable[[Job], Peer]] = {"transformers": TransformersPeer, "vllm": VllmPeer}
+
+
+def check_peer(name: str, sampling: dict[str, Any]) -> None:
+    """Ends the script, before anything is measured, if the other engine cannot run these requests."""
+    if importlib.util.find_spec(name) is None:
+        raise SystemExit(
+            f"--vs {name} needs {name} in this virtual environment: pip install {name}. It may want another PyTorch "
+            "than this one; then use a virtual environment made for both"
+        )
+    unknown = {"presence_penalty", "frequency_penalty"} & set(sampling)
+    if name == "transformers" and unknown:
+        raise SystemExit(f"transformers has no {' or '.join(sorted(unknown))}; use --vs vllm")
+
+
+def measure_peer(name: str, job: Job, ours: Timing, repeats: int) -> dict[str, Any]:
+    """The other engine's part of the report. Ours must be closed."""
+    if name == "vllm" and torch.device(job.device).type == "cpu" and torch.cuda.is_available():
+        raise SystemExit("vLLM would run on the GPU that --device cpu leaves out; use --device cuda")
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    requests = job.requests
+    began = time.perf_counter()
+    with errors_as_text():
+        peer = PEERS[name](job)
+    timing = timed(lambda: peer.run(requests), peer.forget, repeats, time.perf_counter() - began)
+    if [len(completion) for completion in timing.tokens] != requests.max_tokens:
+        raise SystemExit(f"{name} returned other numbers of tokens than it was asked for, so the times say nothing")
+    report = {"settings": peer.settings, **timing.report(requests)}
+    compared = {
+        f"ratio_to_{name}": timing.median / ours.median,
+        f"ratio_to_{name}_of_first_calls": timing.first_seconds / ours.first_seconds,
+    }
+    if job.has_weights and not requests.sampling["temperature"]:
+        num_equal = sum(a == b for a, b in zip(ours.tokens, timing.tokens, strict=True))
+        compared["requests_with_equal_tokens"] = f"{num_equal} of {len(ours.tokens)}"
+    return {f"{name}_{key}": value for key, value in report.items()} | compared
+
+
+# The roofline
 
 
 @dataclass
 class StepLog:
-    """What the steps of one run computed, and when the GPU was between them."""
+    """What the steps of one run computed, and when the GPU was between them; an item per step."""
 
     num_tokens: list[int] = field(default_factory=list)
     num_sampled: list[int] = field(default_factory=list)
-    num_keys: list[int] = field(
-        default_factory=list
-    )  # different ones of the sequences with one new token: what decode attention reads
-    prefill_scores: list[int] = field(default_factory=list)  # query-key pairs of the other sequences
-    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)  # around each step
+    # Different keys of the sequences with one new token: what decode attention reads.
+    num_keys: list[int] = field(default_factory=list)
+    # Query-key pairs of the other sequences.
+    prefill_scores: list[int] = field(default_factory=list)
+    # Before and after each step.
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    def note(self, step: Step, block_size: int) -> None:
+        """Counts what a Step computes, when it is launched: `num_computed_tokens` includes its new tokens."""
+        chunks = step.chunks
+        self.num_tokens.append(sum(chunk.num_new_tokens for chunk in chunks))
+        self.num_sampled.append(sum(chunk.samples for chunk in chunks))
+        single = [chunk.seq for chunk in chunks if chunk.num_new_tokens == 1]
+        num_keys = sum(seq.num_computed_tokens for seq in single)
+        if any(seq.num_cached_tokens for seq in single):
+            # What several share need be read once.
+            num_blocks, distinct = sum(len(seq.block_table) for seq in single), set()
+            for seq in single:
+                distinct.update(seq.block_table)
+            num_keys -= (num_blocks - len(distinct)) * block_size
+        self.num_keys.append(num_keys)
+        longer = ((chunk.seq.num_computed_tokens, chunk.num_new_tokens) for chunk in chunks if chunk.num_new_tokens > 1)
+        self.prefill_scores.append(sum(num_new * end - num_new * (num_new - 1) // 2 for end, num_new in longer))
 
     def idle_seconds(self) -> float:
         """Time between the end of a step and the beginning of the next."""
@@ -173,45 +388,34 @@ class StepLog:
         return sum(gaps) / 1e3
 
 
-def logged_run(llm: LLM, requests: Requests, params: list[SamplingParams]) -> tuple[StepLog, float]:
-    """The run once more with every step noted (the steps do not depend on time), and the seconds it took."""
+@contextmanager
+def logged_steps(llm: LLM) -> Iterator[StepLog]:
+    """A log of the steps that are launched in the `with` block."""
     runner, log = llm.engine.runner, StepLog()
-    launch = runner.launch
+    launch, block_size = runner.launch, llm.engine.info.kvcache_block_size
+    # The GPUs of several ranks are other processes'.
+    is_timed = llm.engine.info.device.startswith("cuda") and llm.engine.config.tensor_parallel_size == 1
 
-    def noted(work):
-        log.num_tokens.append(sum(num_new for _, num_new, _ in work))
-        log.num_sampled.append(sum(samples for _, _, samples in work))
-        decodes = [seq for seq, num_new, _ in work if num_new == 1]
-        num_keys = sum(seq.num_computed_tokens for seq in decodes)
-        if any(seq.num_cached_tokens for seq in decodes):
-            # What several share need be read once.
-            num_blocks, num_distinct = sum(len(seq.block_table) for seq in decodes), set()
-            for seq in decodes:
-                num_distinct.update(seq.block_table)
-            num_keys -= (num_blocks - len(num_distinct)) * runner.info.kvcache_block_size
-        log.num_keys.append(num_keys)
-        chunks = ((seq.num_computed_tokens, num_new) for seq, num_new, _ in work if num_new > 1)
-        log.prefill_scores.append(sum(num_new * (end - num_new // 2) for end, num_new in chunks))
-        if llm.engine.config.tensor_parallel_size > 1:
-            return launch(work)  # the GPUs are other processes'
+    def noted(step: Step):
+        log.note(step, block_size)
+        if not is_timed:
+            return launch(step)
         events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         events[0].record()
-        result = launch(work)
+        launched = launch(step)
         events[1].record()
         log.events.append(events)
-        return result
+        return launched
 
     runner.launch = noted
     try:
-        began = time.perf_counter()
-        run_nanovllm(llm, requests, params)
-        return log, time.perf_counter() - began
+        yield log
     finally:
         del runner.launch
 
 
 def device_rates(device: torch.device) -> tuple[float, float]:
-    """(bytes a second of a large copy, read and written; operations a second of a large bfloat16 product)."""
+    """(bytes per second of a large copy, read and written; operations per second of a large bfloat16 product)."""
 
     def best_seconds(run: Callable[..., object], *tensors: torch.Tensor) -> float:
         seconds = []
@@ -239,27 +443,67 @@ def num_weights(config: ModelConfig) -> int:
     return layers + config.vocab_size * config.hidden_size
 
 
-def floor_seconds(log: StepLog, config: ModelConfig, itemsize: int, bandwidth: float, matrix_rate: float) -> float:
-    """What the chip needs at least for the steps of `log`."""
+def matrix_operations(log: StepLog, config: ModelConfig) -> list[int]:
+    """Operations of each step's matrix products. A multiplication and an addition are two."""
     head = config.vocab_size * config.hidden_size
     layers = num_weights(config) - head
-    weight_seconds = (layers + head) * itemsize / bandwidth
-    # For a query-key pair, a product with the key and one with the value in every head of every layer.
-    score_operations = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    seconds = 0.0
-    for num_tokens, num_sampled, num_keys, scores in zip(
-        log.num_tokens, log.num_sampled, log.num_keys, log.prefill_scores, strict=True
-    ):
-        operations = 2 * (num_tokens * layers + num_sampled * head) + scores * score_operations
-        seconds += num_keys * config.num_kv_values_per_token * itemsize / bandwidth
-        seconds += max(weight_seconds, operations / matrix_rate)
-    return seconds
+    steps = zip(log.num_tokens, log.num_sampled, strict=True)
+    return [2 * (num_tokens * layers + num_sampled * head) for num_tokens, num_sampled in steps]
+
+
+def score_operations(log: StepLog, config: ModelConfig) -> list[int]:
+    """Operations of each step's attention over prompts: per query-key pair, head and layer, a product with the key and
+    one with the value."""
+    per_pair = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    return [scores * per_pair for scores in log.prefill_scores]
+
+
+def roofline_seconds(log: StepLog, config: ModelConfig, itemsize: int, bandwidth: float, matrix_rate: float) -> float:
+    """What the steps of `log` take at least on a chip of these rates."""
+    weight_seconds = num_weights(config) * itemsize / bandwidth
+    key_seconds = config.num_kv_values_per_token * itemsize / bandwidth
+    steps = zip(log.num_keys, matrix_operations(log, config), score_operations(log, config), strict=True)
+    return sum(
+        num_keys * key_seconds + max(weight_seconds, (products + scores) / matrix_rate)
+        for num_keys, products, scores in steps
+    )
+
+
+def gpu_report(llm: LLM, requests: Requests, params: list[SamplingParams], median_seconds: float) -> dict[str, Any]:
+    """The roofline and what was reached of it, idle time and memory, from another run of the requests.
+
+    The steps do not depend on time, so that run has those that were timed. Several GPUs have a share each of the bytes
+    and of the arithmetic; idle time and memory are known of one GPU alone.
+    """
+    engine, device = llm.engine, torch.device(llm.engine.info.device)
+    num_gpus = engine.config.tensor_parallel_size
+    torch.cuda.reset_peak_memory_stats(device)
+    with torch.cuda.device(device), logged_steps(llm) as log:
+        began = time.perf_counter()
+        run_nanovllm(llm, requests, params)
+        logged_seconds = time.perf_counter() - began
+        peak_bytes = torch.cuda.max_memory_allocated()
+        bandwidth, matrix_rate = device_rates(device)
+        idle_seconds = log.idle_seconds()
+    config = load_model_config(Path(engine.config.model))
+    itemsize = getattr(torch, engine.info.dtype).itemsize
+    roofline = roofline_seconds(log, config, itemsize, num_gpus * bandwidth, num_gpus * matrix_rate)
+    of_one_gpu = {"gpu_idle_fraction": idle_seconds / logged_seconds, "peak_memory_gib": peak_bytes / 2**30}
+    return {
+        "bandwidth_tb_per_second": bandwidth / 1e12,
+        "matrix_tflop_per_second": matrix_rate / 1e12,
+        "roofline_seconds": roofline,
+        "roofline_tokens_per_second": requests.num_output_tokens / roofline,
+        "roofline_input_tokens_per_second": requests.num_prompt_tokens / roofline,
+        "fraction_of_roofline": roofline / median_seconds,
+        **(of_one_gpu if num_gpus == 1 else {}),
+    }
 
 
 def write_profile(llm: LLM, requests: Requests, params: list[SamplingParams], directory: Path) -> None:
-    """A trace of 30 steps from the middle of the run, for chrome://tracing or Perfetto, and what they worked on.
+    """Writes a trace of 30 steps from the middle of a run, for chrome://tracing or Perfetto, and an operator table.
 
-    The latter, for docs/step_budget.py, takes all of them for decodes that share nothing.
+    On a GPU it also writes what those steps computed, for docs/step_budget.py.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -267,193 +511,193 @@ def write_profile(llm: LLM, requests: Requests, params: list[SamplingParams], di
     engine = llm.engine
     for prompt, of_request in zip(requests.prompts, params, strict=True):
         engine.add_request(prompt, of_request)
-    middle = statistics.median(requests.max_tokens) // 2
-    for _ in range(int(middle)):
+    for _ in range(int(statistics.median(requests.max_tokens)) // 2):
         engine.step()
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-    rows: list[int] = []
-    keys: list[int] = []
-    with profile(activities=activities) as profiled:
-        while len(rows) < 30 and not engine.is_finished():
-            rows.append(len(engine.scheduler.running))
-            keys.append(sum(seq.num_computed_tokens for seq in engine.scheduler.running))
+    with logged_steps(llm) as log, profile(activities=activities) as profiled:
+        while len(log.num_tokens) < 30 and not engine.is_finished():
             engine.step()
     engine.reset()
-    config, itemsize = engine.runner.model_config, engine.runner.dtype.itemsize
+    profiled.export_chrome_trace(str(directory / "trace.json"))
+    sort = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    (directory / "operators.txt").write_text(profiled.key_averages().table(sort_by=sort, row_limit=60))
     if torch.cuda.is_available():
-        bandwidth, matrix_rate = device_rates(engine.runner.device)
+        config = load_model_config(Path(engine.config.model))
+        itemsize = getattr(torch, engine.info.dtype).itemsize
+        bandwidth, matrix_rate = device_rates(torch.device(engine.info.device))
         steps = {
-            "num_steps": len(rows),
-            "mean_rows": statistics.mean(rows),
-            "key_value_bytes": statistics.mean(keys) * config.num_kv_values_per_token * itemsize,
+            "num_steps": len(log.num_tokens),
+            "mean_rows": statistics.mean(log.num_sampled),
+            "key_value_bytes": statistics.mean(log.num_keys) * config.num_kv_values_per_token * itemsize,
+            "score_operations": statistics.mean(score_operations(log, config)),
             "weight_bytes": num_weights(config) * itemsize,
-            "matrix_operations": 2 * statistics.mean(rows) * num_weights(config),
-            "logit_bytes": statistics.mean(rows) * config.vocab_size * itemsize,
+            "matrix_operations": statistics.mean(matrix_operations(log, config)),
+            "logit_bytes": statistics.mean(log.num_sampled) * config.vocab_size * itemsize,
             "bytes_per_second": bandwidth,
             "matrix_operations_per_second": matrix_rate,
         }
         (directory / "steps.json").write_text(json.dumps(steps) + "\n")
-    profiled.export_chrome_trace(str(directory / "trace.json"))
-    sort = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    (directory / "operators.txt").write_text(profiled.key_averages().table(sort_by=sort, row_limit=60))
 
 
-def parse_arguments() -> argparse.Namespace:
+# Ours, and the command line
+
+
+def run_nanovllm(llm: LLM, requests: Requests, params: list[SamplingParams]) -> list[list[int]]:
+    outputs = llm.generate(requests.prompts, params, use_tqdm=False)
+    errors = [output.error for output in outputs if output.error]
+    if errors:
+        raise SystemExit(f"{len(errors)} of {len(outputs)} requests failed. The first error: {errors[0]}")
+    return [output.token_ids for output in outputs]
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", choices=("demo", "nano", "big", "prefix", "short", "one"), default="demo")
+    parser.add_argument("--workload", choices=WORKLOADS, default="demo")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", help="directory or hub name; without it, the bundled model")
     which.add_argument("--size", choices=SIZES, help="random weights of this shape; nothing is downloaded")
-    parser.add_argument("--vs", choices=("transformers",), help="run the same requests through another engine too")
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each engine; the median counts")
-    parser.add_argument(
+    parser.add_argument("--vs", choices=PEERS, help="run the same requests through another engine too")
+    parser.add_argument("--repeats", type=int, default=3, help="calls after the first; their median counts (default 3)")
+    sampling = parser.add_argument_group("sampling of every request; default: the workload's temperature, all else off")
+    for name, kind in SAMPLING_OPTIONS.items():
+        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind)
+    engine = parser.add_argument_group("options of this engine; default: its own")
+    engine.add_argument(
         "--backend", choices=("auto", "triton", "flash", "sdpa", "torch"), default="auto", help="attention backend"
     )
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--max-model-len", type=int, help="default: 4096 with --size, else the model's own")
-    parser.add_argument("--max-num-seqs", type=int, default=512)
-    parser.add_argument("--block-size", type=int)
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs to split the model over")
-    parser.add_argument("--threads", type=int, help="CPU threads of both engines, a rank; default: PyTorch's choice")
-    parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--no-overlap", action="store_true")
-    parser.add_argument("--no-prefix-caching", action="store_true")
-    parser.add_argument("--no-prefix-grouping", action="store_true")
+    engine.add_argument("--dtype", default="auto")
+    engine.add_argument("--device", default="auto")
+    engine.add_argument("--max-model-len", type=int, help="with --size, default: the workload's, 4096 or 20000")
+    engine.add_argument("--max-num-seqs", type=int)
+    engine.add_argument("--block-size", type=int)
+    engine.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs to split the model over")
+    engine.add_argument("--threads", type=int, help="CPU threads of both engines, per rank; default: each engine's own")
+    engine.add_argument("--enforce-eager", action="store_true")
+    engine.add_argument("--no-overlap", action="store_true")
+    engine.add_argument("--no-prefix-caching", action="store_true")
+    engine.add_argument("--no-prefix-grouping", action="store_true")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write a trace of some steps there")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there as well")
-    arguments = parser.parse_args()
-    if arguments.repeats < 1:
+    parsed = parser.parse_args(arguments)
+    if parsed.repeats < 1:
         parser.error("--repeats must be at least 1")
-    if arguments.profile and arguments.tensor_parallel_size > 1:
+    if parsed.profile and parsed.tensor_parallel_size > 1:
         parser.error("--profile sees the steps of one process; use --tensor-parallel-size 1")
-    return arguments
+    sampling_options = {name: getattr(parsed, name) for name in SAMPLING_OPTIONS}
+    parsed.sampling = {name: value for name, value in sampling_options.items() if value is not None}
+    return parsed
 
 
-def make_llm(arguments: argparse.Namespace, directory: str, is_dummy: bool) -> LLM:
-    options = {
-        "load_format": "dummy" if is_dummy else "auto", "attention_backend": arguments.backend,
-        "dtype": arguments.dtype, "device": arguments.device, "max_num_seqs": arguments.max_num_seqs,
-        "kvcache_block_size": arguments.block_size, "enforce_eager": arguments.enforce_eager,
-        "overlap": not arguments.no_overlap, "enable_prefix_caching": not arguments.no_prefix_caching,
-        "prefix_grouping": not arguments.no_prefix_grouping, "tensor_parallel_size": arguments.tensor_parallel_size,
+def make_llm(arguments: argparse.Namespace, directory: str, has_weights: bool) -> LLM:
+    workload = WORKLOADS[arguments.workload]
+    options: dict[str, Any] = {
+        "load_format": "auto" if has_weights else "dummy", "attention_backend": arguments.backend,
+        "dtype": arguments.dtype, "device": arguments.device, "enforce_eager": arguments.enforce_eager,
+        "overlap": not arguments.no_overlap, "prefix_grouping": not arguments.no_prefix_grouping,
+        "enable_prefix_caching": workload.prefix_caching and not arguments.no_prefix_caching,
+        "tensor_parallel_size": arguments.tensor_parallel_size,
     }  # fmt: skip
-    if arguments.max_model_len or arguments.size:
-        options["max_model_len"] = arguments.max_model_len or 4096
+    given = {
+        "max_num_seqs": arguments.max_num_seqs,
+        "kvcache_block_size": arguments.block_size,
+        "max_model_len": arguments.max_model_len or (workload.max_model_len if arguments.size else None),
+    }
+    options |= {name: value for name, value in given.items() if value is not None}
     return LLM(directory, **options)
+
+
+def measure(arguments: argparse.Namespace, directory: str, has_weights: bool) -> tuple[dict[str, Any], Job, Timing]:
+    """Our part of the report, what a peer would have to do, and our times. The LLM is closed when this returns."""
+    began = time.perf_counter()
+    with errors_as_text():
+        llm = make_llm(arguments, directory, has_weights)
+    start_seconds = time.perf_counter() - began
+    with llm:
+        engine, info = llm.engine, llm.engine.info
+        device = torch.device(info.device)
+        requests = make_requests(arguments.workload, info.vocab_size, arguments.sampling)
+        params = requests.sampling_params()
+        check_lengths(arguments, requests, info.max_model_len)
+        before: dict[str, Any] = {}
+
+        def forget() -> None:
+            engine.reset()  # an earlier call's prefix cache is not to help this one
+            before.update(llm.metrics())
+
+        ours = timed(lambda: run_nanovllm(llm, requests, params), forget, arguments.repeats, start_seconds)
+        # Of the last call alone.
+        last = {name: value - before[name] for name, value in llm.metrics().items() if isinstance(value, int)}
+        assert [len(completion) for completion in ours.tokens] == requests.max_tokens
+        report = {
+            "workload": arguments.workload,
+            "model": arguments.size or arguments.model or "bundled",
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "tensor_parallel_size": arguments.tensor_parallel_size,
+            "dtype": info.dtype,
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "backend": info.attention_backend,
+            "block_size": info.kvcache_block_size,
+            "max_model_len": info.max_model_len,
+            "max_num_seqs": engine.scheduler.max_num_seqs,
+            "sampling": requests.sampling,
+            "num_prompt_tokens": requests.num_prompt_tokens,
+            "num_output_tokens": requests.num_output_tokens,
+            **ours.report(requests),
+            "mean_decodes_per_step": last["num_decode_tokens"] / max(last["num_steps"], 1),
+            "prefix_cache_hit_rate": last["num_cached_prompt_tokens"] / max(last["num_prompt_tokens"], 1),
+            "num_preemptions": last["num_preemptions"],
+        }
+        if device.type == "cuda":
+            forget()
+            report |= gpu_report(llm, requests, params, ours.median)
+        if arguments.profile:
+            forget()
+            write_profile(llm, requests, params, arguments.profile)
+        job = Job(
+            requests, engine.config.model, has_weights, info.dtype, info.device, info.max_model_len,
+            engine.config.enable_prefix_caching, arguments.tensor_parallel_size, engine.config.seed,
+        )  # fmt: skip
+    return report, job, ours
+
+
+def check_lengths(arguments: argparse.Namespace, requests: Requests, max_model_len: int) -> None:
+    lengths = zip(requests.prompts, requests.max_tokens, strict=True)
+    longest = max(len(prompt) + max_tokens for prompt, max_tokens in lengths)
+    if longest > max_model_len:
+        hint = "raise --max-model-len" if arguments.max_model_len else "use --size or another --model"
+        raise SystemExit(
+            f"workload {arguments.workload} has requests of up to {longest:,} tokens, but this model takes "
+            f"{max_model_len:,}; {hint}"
+        )
 
 
 def main() -> None:
     arguments = parse_arguments()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-        os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # of ranks
+        os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # of ranks, which are other processes
+    with errors_as_text():
+        SamplingParams(**arguments.sampling)  # a mistake should not take a model's start to be found
+    if arguments.vs:
+        check_peer(arguments.vs, arguments.sampling)
     with tempfile.TemporaryDirectory() as temporary:
-        directory = arguments.model or str(MODEL_DIRECTORY)
+        directory, has_weights = arguments.model or str(MODEL_DIRECTORY), True
         if arguments.size:
-            directory = temporary
-            write = write_random_checkpoint if arguments.vs else write_config
+            directory, has_weights = temporary, arguments.vs == "transformers"
+            write = write_random_checkpoint if has_weights else write_config
             write(arguments.size, Path(temporary))
         elif not arguments.model:
             print("no --model and no --size: using the bundled model", file=sys.stderr)
-        with make_llm(arguments, directory, is_dummy=bool(arguments.size) and not arguments.vs) as llm:
-            report = measure(arguments, llm)
+        report, job, ours = measure(arguments, directory, has_weights)
+        if arguments.vs:
+            report |= measure_peer(arguments.vs, job, ours, arguments.repeats)
     for name, value in report.items():
-        print(f"{name:28} {value:,.3f}" if isinstance(value, float) else f"{name:28} {value}")
+        print(f"{name:40} {value:,.3f}" if isinstance(value, float) else f"{name:40} {value}")
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(report) + "\n")
     print(json.dumps(report))
-
-
-def gpu_report(llm: LLM, requests: Requests, params: list[SamplingParams], median_seconds: float) -> dict[str, object]:
-    """The floor and what was reached of it, idle time and memory, from another run of the requests.
-
-    Several GPUs have a share each of the bytes and of the arithmetic; idle time and memory are known of one alone.
-    """
-    engine, device = llm.engine, torch.device(llm.engine.info.device)
-    num_gpus = engine.config.tensor_parallel_size
-    torch.cuda.reset_peak_memory_stats(device)
-    with torch.cuda.device(device):
-        log, logged_seconds = logged_run(llm, requests, params)
-        peak_bytes = torch.cuda.max_memory_allocated()
-        bandwidth, matrix_rate = device_rates(device)
-        idle_seconds = log.idle_seconds()
-    model_config = load_model_config(Path(engine.config.model), list(ARCHITECTURES))
-    itemsize = getattr(torch, engine.info.dtype).itemsize
-    floor = floor_seconds(log, model_config, itemsize, num_gpus * bandwidth, num_gpus * matrix_rate)
-    of_one_gpu = {"gpu_idle_fraction": idle_seconds / logged_seconds, "peak_memory_gib": peak_bytes / 2**30}
-    return {
-        "bandwidth_tb_per_second": bandwidth / 1e12,
-        "matrix_tflop_per_second": matrix_rate / 1e12,
-        "floor_seconds": floor,
-        "floor_tokens_per_second": sum(requests.max_tokens) / floor,
-        "fraction_of_floor": floor / median_seconds,
-        **(of_one_gpu if num_gpus == 1 else {}),
-    }
-
-
-def measure(arguments: argparse.Namespace, llm: LLM) -> dict[str, object]:
-    info = llm.engine.info
-    device = torch.device(info.device)
-    requests = make_requests(arguments.workload, llm.engine.info.vocab_size)
-    longest = max(len(prompt) + length for prompt, length in zip(requests.prompts, requests.max_tokens, strict=True))
-    if longest > info.max_model_len:
-        raise SystemExit(
-            f"workload {arguments.workload} has requests of up to {longest} tokens, this model takes "
-            f"{info.max_model_len}; "
-            + ("raise --max-model-len" if arguments.max_model_len else "use --size or another --model")
-        )
-    num_output_tokens = sum(requests.max_tokens)
-    params = requests.sampling_params()
-    before: dict = {}
-
-    def prepare() -> None:
-        llm.engine.reset()  # an earlier run's prefix cache is not to help this one
-        before.update(llm.metrics())
-
-    seconds, tokens = timed(lambda: run_nanovllm(llm, requests, params), arguments.repeats, device, prepare)
-    assert [len(completion) for completion in tokens] == requests.max_tokens
-    median = statistics.median(seconds)
-    # Of the last run alone.
-    last = {name: value - before[name] for name, value in llm.metrics().items() if isinstance(value, int)}
-    report: dict[str, object] = {
-        "workload": arguments.workload,
-        "model": arguments.size or arguments.model or "bundled",
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "tensor_parallel_size": arguments.tensor_parallel_size,
-        "dtype": info.dtype,
-        "threads": torch.get_num_threads(),
-        "backend": info.attention_backend,
-        "block_size": info.kvcache_block_size,
-        "max_num_seqs": arguments.max_num_seqs,
-        "num_prompt_tokens": sum(map(len, requests.prompts)),
-        "num_output_tokens": num_output_tokens,
-        "seconds": [round(value, 3) for value in seconds],
-        "output_tokens_per_second": num_output_tokens / median,
-        "mean_decodes_per_step": last["num_decode_tokens"]
-        / max(last["num_prefill_steps"] + last["num_decode_steps"], 1),
-        "prefix_cache_hit_rate": last["num_cached_prompt_tokens"] / max(last["num_prompt_tokens"], 1),
-        "num_preemptions": last["num_preemptions"],
-    }
-    if device.type == "cuda":
-        prepare()
-        report |= gpu_report(llm, requests, params, median)
-    if arguments.profile:
-        prepare()
-        write_profile(llm, requests, params, arguments.profile)
-    if arguments.vs:
-        model = load_transformers(Path(llm.engine.config.model), getattr(torch, info.dtype), device)
-        their_seconds, their_tokens = timed(lambda: run_transformers(model, requests), arguments.repeats, device)
-        their_median = statistics.median(their_seconds)
-        num_equal = sum(ours == theirs for ours, theirs in zip(tokens, their_tokens, strict=True))
-        report |= {
-            "transformers_seconds": [round(value, 3) for value in their_seconds],
-            "transformers_output_tokens_per_second": num_output_tokens / their_median,
-            "ratio_to_transformers": their_median / median,
-            "requests_with_equal_tokens": f"{num_equal} of {len(tokens)}",
-        }
-    return report
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Where a decode step's time goes: `python bench.py … --profile DIR`, then `python docs/step_budget.py DIR`.
+"""Where a step's time goes: `python bench.py … --profile DIR`, then `python docs/step_budget.py DIR`.
 
-Reads trace.json and steps.json from the directory and prints, for each part of the steps, its milliseconds and what
-the chip needs at least: the bytes that it must read or the arithmetic, at the rates measured beside it. That floor is
-one of decodes that share no prefix. Kernels that start before the one before has ended (programmatic dependent
-launch) count from when that one ends, so that the parts add up to the time of the steps. The last line on stdout is
-JSON.
+Reads trace.json and steps.json from the directory and prints, for each part of the steps, its milliseconds per step and
+its roofline: what the chip needs at least for the bytes that the part must read, or for its arithmetic, at the rates
+measured beside it. With programmatic dependent launch a kernel starts before the one before it has ended. It counts
+from that end, so that the parts add up to the time of the steps. The last line on stdout is JSON.
 """
 
 import json
 import sys
 from pathlib import Path
 
+# Parts by what their kernels' names contain. The first that fits counts.
 PARTS = {
     "attention": ("_decode_kernel", "_grouped_kernel", "_merge_kernel", "_prefill_kernel", "flash_fwd"),
     "matrix products": ("nvjet", "splitKreduce", "gemm", "gemv", "_single_row_linear_kernel"),
@@ -41,26 +41,31 @@ def times_of_parts(events: list[dict]) -> dict[str, float]:
     return times
 
 
+def rooflines(steps: dict[str, float]) -> dict[str, float]:
+    """Seconds per step that each part takes at least."""
+    bandwidth, matrix_rate = steps["bytes_per_second"], steps["matrix_operations_per_second"]
+    return {
+        "attention": steps["key_value_bytes"] / bandwidth + steps["score_operations"] / matrix_rate,
+        "matrix products": max(steps["weight_bytes"] / bandwidth, steps["matrix_operations"] / matrix_rate),
+        "sampling": steps["logit_bytes"] / bandwidth,
+    }
+
+
 def main() -> None:
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python docs/step_budget.py DIR, where DIR is that of bench.py's --profile")
     directory = Path(sys.argv[1])
     times = times_of_parts(json.loads((directory / "trace.json").read_text())["traceEvents"])
     steps = json.loads((directory / "steps.json").read_text())
-    bandwidth = steps["bytes_per_second"]
-    floors = {
-        "attention": steps["key_value_bytes"] / bandwidth,
-        "matrix products": max(
-            steps["weight_bytes"] / bandwidth, steps["matrix_operations"] / steps["matrix_operations_per_second"]
-        ),
-        "sampling": steps["logit_bytes"] / bandwidth,
-    }
+    at_least = rooflines(steps)
     report = {
-        part: {"ms": time / steps["num_steps"] / 1e3, "floor_ms": floors.get(part, 0.0) * 1e3}
+        part: {"ms": time / steps["num_steps"] / 1e3, "roofline_ms": at_least.get(part, 0.0) * 1e3}
         for part, time in times.items()
     }
     print(f"{steps['num_steps']} steps, {steps['mean_rows']:.0f} rows, {steps['key_value_bytes'] / 1e9:.1f} GB of keys")
-    print(f"{'part':30} {'ms':>8} {'floor':>8}")
+    print(f"{'part':30} {'ms':>8} {'roofline':>8}")
     for part, figures in report.items():
-        print(f"{part:30} {figures['ms']:8.3f} {figures['floor_ms']:8.3f}")
+        print(f"{part:30} {figures['ms']:8.3f} {figures['roofline_ms']:8.3f}")
     print(json.dumps({"steps": steps, "parts": report}))
 
 

@@ -1,17 +1,42 @@
 """The engine's options: one frozen value, checked once. What start-up finds out is not written back here."""
 
-import difflib
-import numbers
 import os
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+
+from nanovllm.checks import boolean, integer, real, seed_number, suggests_names
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DTYPE_NAMES = {
+    "float": "float32", "fp32": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16",
+}  # fmt: skip
 ATTENTION_BACKENDS = ("auto", "triton", "flash", "sdpa", "torch")
 LOAD_FORMATS = ("auto", "dummy")
 _MOST = 65535
 
+# What other libraries call our options, or what to do instead of theirs.
+MEANT_OPTIONS = {
+    "max_seq_len": "max_model_len",
+    "max_length": "max_model_len",
+    "max_seq_length": "max_model_len",
+    "context_length": "max_model_len",
+    "n_ctx": "max_model_len",
+    "max_batch_size": "max_num_seqs",
+    "batch_size": "max_num_seqs",
+    "max_num_tokens": "max_num_batched_tokens",
+    "torch_dtype": "dtype",
+    "tp": "tensor_parallel_size",
+    "tp_size": "tensor_parallel_size",
+    "num_gpus": "tensor_parallel_size",
+    "num_gpu_blocks_override": "num_kvcache_blocks",
+    "mem_fraction_static": "gpu_memory_utilization",
+    "random_seed": "seed",
+    "disable_cuda_graph": "enforce_eager",
+    "trust_remote_code": "nanovllm never runs code from a model's directory; leave it out",
+}
 
+
+@suggests_names("option", MEANT_OPTIONS)
 @dataclass(frozen=True)
 class Config:
     """Options of an engine.
@@ -19,7 +44,8 @@ class Config:
     Args:
         model: a directory in the Hugging Face layout, or a hub name such as "Qwen/Qwen3-0.6B".
         revision: branch, tag or commit of a hub name; a directory has none.
-        dtype: of weights, activations and KV cache; "auto" is the checkpoint's on a GPU, float32 on a CPU.
+        dtype: of weights, activations and KV cache: "float32" ("float", "fp32"), "bfloat16" ("bf16"), "float16"
+            ("half", "fp16"), or one of torch's; "auto" is the checkpoint's on a GPU, float32 on a CPU.
         device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1".
         attention_backend: "triton" (our own kernels, GPUs), "flash" (FlashAttention 2, GPUs, needs flash-attn),
             "sdpa" (PyTorch's own operators over gathered blocks, the fast one on a CPU), "torch" (the plain
@@ -63,23 +89,12 @@ class Config:
     deterministic: bool = False
     seed: int = 0
 
-    @classmethod
-    def from_options(cls, model: str, **options) -> "Config":
-        """A Config, with a TypeError that suggests the right name for an unknown option."""
-        known = [field.name for field in fields(cls)]
-        for name in options:
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {close[0]}?" if close else f"; the options are {', '.join(known[1:])}"
-                raise TypeError(f"unknown option {name!r}{hint}")
-        return cls(model, **options)
-
     def __post_init__(self) -> None:
         if not isinstance(self.model, (str, os.PathLike)) or not os.fspath(self.model):
             raise TypeError(f"model must be a directory or a hub name, not {self.model!r}")
         self._set("model", os.fspath(self.model))
-        if not isinstance(self.dtype, str):  # torch.bfloat16 and its like, without importing torch
-            self._set("dtype", str(self.dtype).removeprefix("torch."))
+        dtype = str(self.dtype).removeprefix("torch.")  # torch.bfloat16 and its like, without importing torch
+        self._set("dtype", _DTYPE_NAMES.get(dtype, dtype))
         self._check_choice("dtype", DTYPES)
         self._check_choice("attention_backend", ATTENTION_BACKENDS)
         self._check_choice("load_format", LOAD_FORMATS)
@@ -90,30 +105,22 @@ class Config:
         if self.revision is not None and not isinstance(self.revision, str):
             raise TypeError(f"revision must be a string, not {self.revision!r}")
         for name in ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size"):
-            self._check_positive(name)
+            self._set(name, integer(name, getattr(self, name), least=1))
         for name in ("max_model_len", "kvcache_block_size", "num_kvcache_blocks"):
             if getattr(self, name) is not None:
-                self._check_positive(name)
+                self._set(name, integer(name, getattr(self, name), least=1))
         # Beyond these nothing is gained; state and grids are made for so many.
         for name in ("max_num_seqs", "kvcache_block_size"):
             if (getattr(self, name) or 0) > _MOST:
                 raise ValueError(f"{name} must be at most {_MOST}, not {getattr(self, name)}")
-        for name in (
-            "enforce_eager", "overlap", "enable_prefix_caching", "prefix_grouping", "deterministic",
-        ):  # fmt: skip
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
-        utilization = self.gpu_memory_utilization
-        if isinstance(utilization, bool) or not isinstance(utilization, numbers.Real):
-            raise TypeError(f"gpu_memory_utilization must be a number, not {utilization!r}")
-        self._set("gpu_memory_utilization", float(utilization))
-        if not 0 < utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {utilization}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, numbers.Integral):
-            raise TypeError(f"seed must be an integer, not {self.seed!r}")
-        if not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed must be between 0 and 2**64 - 1, not {self.seed}")
-        self._set("seed", int(self.seed))
+        for name in ("enforce_eager", "overlap", "enable_prefix_caching", "prefix_grouping", "deterministic"):
+            boolean(name, getattr(self, name))
+        self._set("gpu_memory_utilization", real("gpu_memory_utilization", self.gpu_memory_utilization))
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}"
+            )
+        self._set("seed", seed_number(self.seed))
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError("max_model_len must be at least 2: one token of prompt and one of completion")
         if self.tensor_parallel_size > 1 and ":" in self.device:
@@ -130,11 +137,3 @@ class Config:
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         if getattr(self, name) not in choices:
             raise ValueError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
-
-    def _check_positive(self, name: str) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise TypeError(f"{name} must be an integer, not {value!r}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}")
-        self._set(name, int(value))

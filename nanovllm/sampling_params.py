@@ -1,22 +1,68 @@
 """How one request is to be sampled: a frozen value, checked when it is made."""
 
-import math
 import numbers
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanovllm.checks import boolean, integer, real, seed_number, suggests_names
+
+_BEAMS = "nanovllm has no beam search; leave it out"
+
+# What other libraries call our parameters, or what to do instead of theirs.
+_MEANT = {
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "max_gen_toks": "max_tokens",
+    "max_length": "max_tokens",
+    "n_predict": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "min_length": "min_tokens",
+    "temp": "temperature",
+    "do_sample": "temperature=0 is greedy, any other temperature samples",
+    "greedy": "temperature=0 is greedy",
+    "k": "top_k",
+    "p": "top_p",
+    "nucleus": "top_p",
+    "repeat_penalty": "repetition_penalty",
+    "repetition_context_penalty": "repetition_penalty",
+    "stop_strings": "stop",
+    "stop_words": "stop",
+    "stop_sequences": "stop",
+    "until": "stop",
+    "eos_token_id": "stop_token_ids",
+    "stop_tokens": "stop_token_ids",
+    "ignore_eos_token": "ignore_eos",
+    "bad_words_ids": "bad_words",
+    "suppress_tokens": "bad_words=[[id], [id], …] bans single tokens",
+    "banned_tokens": "bad_words=[[id], [id], …] bans single tokens",
+    "allowed_tokens": "allowed_token_ids",
+    "sequence_bias": "logit_bias biases single tokens",
+    "random_seed": "seed",
+    "generator": "seed",
+    "num_beams": _BEAMS,
+    "use_beam_search": _BEAMS,
+    "beam_width": _BEAMS,
+    "length_penalty": _BEAMS,
+    "early_stopping": _BEAMS,
+    "num_return_sequences": "give the prompt several times",
+}
 
 
-@dataclass(frozen=True, slots=True)
+@suggests_names("parameter", _MEANT)
+@dataclass(frozen=True, slots=True, init=False)
 class SamplingParams:
     """Sampling of one request.
 
-    The filters apply in this order: temperature, then `top_k`, then `top_p` over what is left, then `min_p`.
+    Logits are processed in this order: `allowed_token_ids`, `bad_words`, `min_tokens` and `logit_bias`, then the
+    repetition, frequency and presence penalties, then the temperature, then `top_k`, then `top_p` over what is left,
+    then `min_p`.
 
     Args:
         temperature: divides the logits; 0 is greedy.
         max_tokens: most tokens to generate, at least 1.
         min_tokens: stop tokens and stop strings are not possible before this many tokens were generated.
-        top_k: sample among the k most probable tokens; 0 is off.
+        top_k: sample among the k most probable tokens; 0 or −1 is off.
         top_p: sample among the fewest most probable tokens whose probabilities reach p; 1 is off.
         min_p: drop tokens less probable than min_p × the most probable one; 0 is off.
         stop: string or strings that end the completion; the text is cut before the first of them.
@@ -25,87 +71,156 @@ class SamplingParams:
         seed: the same seed gives the same tokens whatever runs beside the request; None takes one from the
             engine's seed and the request's number.
         skip_special_tokens: leave special tokens out of the text (`token_ids` always keeps them).
+        repetition_penalty: above 0. The logits of tokens that prompt or completion hold are divided by it if they are
+            positive and multiplied if they are negative; 1 is off.
+        presence_penalty: −2 to 2, subtracted from the logits of tokens that the completion holds; 0 is off.
+        frequency_penalty: −2 to 2, subtracted from a token's logit once per time that the completion holds it; 0 is
+            off.
+        logit_bias: {token id: number from −100 to 100}, added to the logits. As from JSON, ids may be strings.
+        bad_words: what must not be generated: each a string or a list of token ids. A string is banned as it is
+            tokenized at the start of a text, and after a space where that is another single way to write it (vLLM's
+            rule); other ways to spell it remain.
+        allowed_token_ids: the only token ids that may be generated, at least one; None allows all.
 
     Raises:
         TypeError, ValueError: a parameter of the wrong type or out of range, named with the range.
     """
 
-    temperature: float = 1.0
-    max_tokens: int = 64
-    min_tokens: int = 0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    ignore_eos: bool = False
-    seed: int | None = None
-    skip_special_tokens: bool = True
+    temperature: float
+    max_tokens: int
+    min_tokens: int
+    top_k: int
+    top_p: float
+    min_p: float
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    seed: int | None
+    skip_special_tokens: bool
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: dict[int, float] = field(hash=False)
+    bad_words: tuple[str | tuple[int, ...], ...]
+    allowed_token_ids: tuple[int, ...] | None
 
-    def __post_init__(self) -> None:
-        self._set("temperature", _real("temperature", self.temperature))
-        self._set("top_p", _real("top_p", self.top_p))
-        self._set("min_p", _real("min_p", self.min_p))
-        for name in ("max_tokens", "min_tokens", "top_k"):
-            self._set(name, _integer(name, getattr(self, name)))
-        for name in ("ignore_eos", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be 0 (greedy) or more, not {self.temperature}")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        max_tokens: int = 64,
+        min_tokens: int = 0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        stop: str | Sequence[str] | None = None,
+        stop_token_ids: Collection[int] | None = None,
+        ignore_eos: bool = False,
+        seed: int | None = None,
+        skip_special_tokens: bool = True,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | Mapping[str, float] | None = None,
+        bad_words: str | Sequence[str | Sequence[int]] | None = None,
+        allowed_token_ids: Collection[int] | None = None,
+    ):
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        put("temperature", _in_range("temperature", temperature, least=0, least_means=" (greedy)"))
+        put("max_tokens", integer("max_tokens", max_tokens, least=1))
+        put("min_tokens", integer("min_tokens", min_tokens))
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise ValueError(f"min_tokens must be between 0 and max_tokens ({self.max_tokens}), not {self.min_tokens}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be 0 (off) or more, not {self.top_k}")
+        put("top_k", max(_top_k(top_k), 0))
+        put("top_p", real("top_p", top_p))
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1 (off), not {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must be between 0 (off) and 1, not {self.min_p}")
-        self._set("stop", _stop_strings(self.stop))
-        self._set("stop_token_ids", _stop_token_ids(self.stop_token_ids))
-        if self.seed is not None:
-            self._set("seed", _integer("seed", self.seed))
-            if not 0 <= self.seed < 2**64:
-                raise ValueError(f"seed must be between 0 and 2**64 - 1, not {self.seed}")
+        put("min_p", _in_range("min_p", min_p, least=0, least_means=" (off)", most=1))
+        put("stop", _strings("stop", stop))
+        put("stop_token_ids", () if stop_token_ids is None else _token_ids("stop_token_ids", stop_token_ids))
+        put("ignore_eos", boolean("ignore_eos", ignore_eos))
+        put("seed", None if seed is None else seed_number(seed))
+        put("skip_special_tokens", boolean("skip_special_tokens", skip_special_tokens))
+        put("repetition_penalty", real("repetition_penalty", repetition_penalty))
+        if self.repetition_penalty <= 0:
+            raise ValueError(f"repetition_penalty must be above 0 (1 is off), not {self.repetition_penalty}")
+        put("presence_penalty", _in_range("presence_penalty", presence_penalty, least=-2, most=2))
+        put("frequency_penalty", _in_range("frequency_penalty", frequency_penalty, least=-2, most=2))
+        put("logit_bias", _logit_bias(logit_bias))
+        put("bad_words", _bad_words(bad_words))
+        put("allowed_token_ids", None if allowed_token_ids is None else _allowed_token_ids(allowed_token_ids))
 
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
 
-
-def _real(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number, not {value!r}")
-    try:
-        number = float(value)
-    except OverflowError:  # an integer beyond the largest float
-        number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be finite, not {number}")
+def _in_range(name: str, value: Any, least: float, least_means: str = "", most: float | None = None) -> float:
+    number = real(name, value)
+    if most is None and number < least:
+        raise ValueError(f"{name} must be {least}{least_means} or more, not {number}")
+    if most is not None and not least <= number <= most:
+        raise ValueError(f"{name} must be between {least}{least_means} and {most}, not {number}")
     return number
 
 
-def _integer(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be an integer, not {value!r}")
-    return int(value)
+def _top_k(value: Any) -> int:
+    top_k = integer("top_k", value)
+    if top_k < -1:
+        raise ValueError(f"top_k must be 0 or -1 (off) or more, not {top_k}")
+    return top_k
 
 
-def _stop_strings(stop: object) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else () if stop is None else stop
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else () if value is None else value
     if not isinstance(strings, (list, tuple)) or not all(isinstance(string, str) for string in strings):
-        raise TypeError(f"stop must be a string or a list of strings, not {stop!r}")
+        raise TypeError(f"{name} must be a string or a list of strings, not {value!r}")
     if "" in strings:
-        raise ValueError("stop must not hold an empty string: it would end every completion at once")
+        raise ValueError(f"{name} must not hold an empty string: every completion would hold it at once")
     if any(0xD800 <= ord(character) < 0xE000 for string in strings for character in string):
-        raise ValueError(f"stop must be text; {stop!r} holds half of a surrogate pair")
+        raise ValueError(f"{name} must be text; {value!r} holds half of a surrogate pair")
     return tuple(strings)
 
 
-def _stop_token_ids(token_ids: object) -> tuple[int, ...]:
-    if token_ids is None:
-        return ()
-    if not isinstance(token_ids, (list, tuple, set, frozenset)):
-        raise TypeError(f"stop_token_ids must be a list of token ids, not {token_ids!r}")
-    return tuple(_integer("stop_token_ids", token_id) for token_id in token_ids)
+def _token_ids(name: str, value: Any, least: int | None = None) -> tuple[int, ...]:
+    """Any collection of token ids, an array too, as plain integers."""
+    token_ids = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(token_ids, (list, tuple, set, frozenset, range)):
+        raise TypeError(f"{name} must be a list of token ids, not {value!r}")
+    return tuple(integer(name, token_id, least) for token_id in token_ids)
+
+
+def _allowed_token_ids(value: Any) -> tuple[int, ...]:
+    token_ids = _token_ids("allowed_token_ids", value, least=0)
+    if not token_ids:
+        raise ValueError("allowed_token_ids must hold at least one token id; None allows all")
+    return tuple(sorted(set(token_ids)))
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    if value is not None and not isinstance(value, Mapping):
+        raise TypeError(f"logit_bias must be a dict from token ids to numbers, not {value!r}")
+    biases: dict[int, float] = {}
+    for key, bias in (value or {}).items():
+        # JSON's keys are strings.
+        is_text = isinstance(key, str) and key.isascii() and key.isdigit()
+        token_id = integer("a key of logit_bias", int(key) if is_text else key, least=0)
+        if token_id in biases:
+            raise ValueError(f"logit_bias names token {token_id} twice")
+        is_number = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
+        if is_number and not -100 <= bias <= 100:  # infinite and NaN biases too
+            raise ValueError(
+                f"logit_bias[{token_id}] must be between -100 and 100, not {bias}; "
+                "bad_words and allowed_token_ids ban tokens"
+            )
+        biases[token_id] = real(f"logit_bias[{token_id}]", bias)
+    return biases
+
+
+def _bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:
+    words = (value,) if isinstance(value, str) else () if value is None else value
+    if not isinstance(words, (list, tuple)) or any(isinstance(word, numbers.Number) for word in words):
+        raise TypeError(f"bad_words must be a list of strings or of lists of token ids, not {value!r}")
+    checked: list[str | tuple[int, ...]] = []
+    for word in words:
+        checked += _strings("bad_words", word) if isinstance(word, str) else [_token_ids("bad_words", word, least=0)]
+    if () in checked:
+        raise ValueError("bad_words must not hold an empty list of token ids")
+    return tuple(checked)

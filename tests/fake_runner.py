@@ -12,8 +12,8 @@ from dataclasses import replace
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.runner import Runner, RunnerInfo
-from nanovllm.engine.scheduler import Work
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Chunk, Step, StepOutput
 from nanovllm.sampling_params import SamplingParams
 
 Predicate = Callable[[int], bool]
@@ -24,12 +24,12 @@ class FakeStep:
         self._runner = runner
         self._token_ids = token_ids
 
-    def wait(self) -> list[int]:
+    def wait(self) -> StepOutput:
         assert self._runner.in_flight.popleft() is self, "steps must be committed in the order of their launch"
         if self._runner.wait_error is not None:
             error, self._runner.wait_error = self._runner.wait_error, None
             raise error
-        return self._token_ids
+        return StepOutput(self._token_ids)
 
 
 class FakeRunner(Runner):
@@ -53,13 +53,16 @@ class FakeRunner(Runner):
         self.num_steps = self.num_computed_tokens = self.num_sampled_tokens = 0
         self.num_chunks = self.num_same_step_hits = 0
 
-    def launch(self, work: Work) -> FakeStep:
+    def launch(self, step: Step) -> FakeStep:
+        work = step.chunks
         if self.launch_error is not None:
             error, self.launch_error = self.launch_error, None
             raise error
         assert work, "an empty step was launched"
-        slots = [seq.slot for seq, _, _ in work]
-        assert len(set(slots)) == len(slots) and min(slots) >= 0, f"two sequences in one slot: {slots}"
+        entries = [seq.entry for seq, _, _ in work]
+        assert len(set(entries)) == len(entries) and min(entries) >= 0, f"two sequences in one entry: {entries}"
+        num_single = [chunk.num_new_tokens == 1 for chunk in work] + [False]
+        assert num_single.index(False) == step.num_decodes, "decodes are the leading chunks of a single new token"
         if self.log is not None:
             self.log.append([(seq.seq_id, num_new_tokens, samples) for seq, num_new_tokens, samples in work])
         self._store(work)
@@ -67,11 +70,11 @@ class FakeRunner(Runner):
         self.num_steps += 1
         self.num_sampled_tokens += len(sampled)
         self.num_chunks += len(work) - len(sampled)
-        step = FakeStep(self, sampled)
-        self.in_flight.append(step)
-        return step
+        launched = FakeStep(self, sampled)
+        self.in_flight.append(launched)
+        return launched
 
-    def _store(self, work: Work) -> None:
+    def _store(self, work: list[Chunk]) -> None:
         """All keys are written before anything is sampled, as every layer stores keys before it attends.
 
         A key is made from the one before it, so whoever shares a block of this very step must stand behind
@@ -98,7 +101,7 @@ class FakeRunner(Runner):
     def _in_flight_token(self, seq: Sequence, position: int) -> int:
         """The token that the host does not know yet, from where the step before left it."""
         assert position == seq.num_computed_tokens - 1 == len(seq.token_ids), f"{seq} skips a token at {position}"
-        return self.last_token_ids[seq.slot]
+        return self.last_token_ids[seq.entry]
 
     def _sample(self, seq: Sequence) -> int:
         keys, block_size, num_keys = self.keys, self.info.kvcache_block_size, seq.num_computed_tokens
@@ -106,7 +109,7 @@ class FakeRunner(Runner):
         for block in seq.block_table:
             prefix += keys[block * block_size : (block + 1) * block_size]
         token_id = -1 if self.is_broken(seq) else _answer(prefix[:num_keys], self.info.vocab_size)
-        self.last_token_ids[seq.slot] = max(token_id, 0)
+        self.last_token_ids[seq.entry] = max(token_id, 0)
         return token_id
 
     def memory(self) -> dict[str, int]:

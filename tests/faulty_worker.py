@@ -7,17 +7,17 @@ from collections.abc import Callable
 
 import torch
 
-import nanovllm.engine.model_runner
-import nanovllm.engine.worker
+import nanovllm.runner.model_runner
+import nanovllm.parallel.worker
 from nanovllm.engine.runner import LaunchedStep
 from nanovllm.engine.scheduler import Scheduler, Work
-from nanovllm.utils.distributed import Parallel
+from nanovllm.ops.collectives import Parallel
 
 # A launch of this number is the first that goes wrong.
 FAULTY_STEP = 4
 
 
-class Worker(nanovllm.engine.worker.Worker):
+class Worker(nanovllm.parallel.worker.Worker):
     """Goes wrong in the launch of FAULTY_STEP and all later ones."""
 
     def launch(self, number: int, expected: int) -> None:
@@ -80,7 +80,7 @@ FAULTS: dict[str, Callable[[Worker], None]] = {
 }
 
 
-class ModelRunner(nanovllm.engine.model_runner.ModelRunner):
+class ModelRunner(nanovllm.runner.model_runner.ModelRunner):
     """Goes wrong at the start; FAULT is then the name of one of START_FAULTS."""
 
     def __init__(self, config, parallel: Parallel):
@@ -107,6 +107,6 @@ if __name__ == "__main__":
     if FAULT == "exits at once":
         sys.exit(4)
     if FAULT in START_FAULTS:
-        nanovllm.engine.model_runner.ModelRunner = ModelRunner
-    nanovllm.engine.worker.Worker = Worker
-    nanovllm.engine.worker.main()
+        nanovllm.runner.model_runner.ModelRunner = ModelRunner
+    nanovllm.parallel.worker.Worker = Worker
+    nanovllm.parallel.worker.main()

@@ -152,7 +152,7 @@ class BlockManager:
             block.ref_count -= 1
             if block.ref_count == 0:
                 self._free[block_id] = None
-        seq.block_table = []  # a new one for each admission: DeviceState knows it by its identity
+        seq.block_table = []
         seq.num_computed_tokens = 0
         seq.num_registered_blocks = 0
         seq.last_registration = 0

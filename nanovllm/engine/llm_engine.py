@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from nanovllm.config import Config
 from nanovllm.engine.runner import LaunchedStep, Runner, make_scheduler
-from nanovllm.engine.scheduler import SchedulerStats, Work
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.scheduler import SchedulerStats
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.step import Step
 from nanovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class LLMEngine:
         self.step_stats = StepStats()
         self.scheduler_stats = SchedulerStats()
         self._num_requests = 0
-        self._in_flight: deque[tuple[Work, LaunchedStep]] = deque()
+        self._in_flight: deque[tuple[Step, LaunchedStep]] = deque()
         self._unfinished: dict[int, Sequence] = {}
         self._is_closed = False
         self._renew_scheduler()
@@ -152,21 +153,23 @@ class LLMEngine:
         self._check_usable()
         began = time.perf_counter()
         try:
-            work = self.scheduler.schedule()
-            if work:
-                self._in_flight.append((work, self.runner.launch(work)))
-                self._count_step(work)
+            scheduled = committed = self.scheduler.schedule()
+            if scheduled.chunks:
+                self._in_flight.append((scheduled, self.runner.launch(scheduled)))
+                self._count_step(scheduled)
             elif not self._in_flight and self._unfinished:
                 raise RuntimeError(f"nothing can be scheduled, which is a bug: {list(self._unfinished.values())[:3]}")
-            self._count_seconds(work, time.perf_counter() - began)
+            self._count_seconds(scheduled, time.perf_counter() - began)
             began = time.perf_counter()
-            committed, finished = work, []
-            if self._in_flight and (not work or len(self._in_flight) > self.depth):
-                (committed, result), scheduler = self._in_flight.popleft(), self.scheduler
-                finished = scheduler.commit(committed, result.wait())
+            finished: list[Sequence] = []
+            if self._in_flight and (not scheduled.chunks or len(self._in_flight) > self.depth):
+                (committed, launched), scheduler = self._in_flight.popleft(), self.scheduler
+                token_ids = launched.wait().token_ids
+                stopped = _ask_stop_predicates(committed, token_ids)
                 if scheduler is not self.scheduler:  # a stop predicate has reset this engine
                     return []
-                self.runner.step_committed(finished)
+                finished = scheduler.commit(committed, token_ids, frozenset(stopped))
+                self.runner.step_committed(stopped)
             for seq in finished:
                 del self._unfinished[seq.seq_id]
                 self.step_stats.num_output_tokens += len(seq.token_ids) - seq.num_prompt_tokens
@@ -182,9 +185,9 @@ class LLMEngine:
         # One statement, so that a second Ctrl-C finds all of it done or none of it.
         self._in_flight, self._unfinished, self._is_scheduler_stale = deque(), {}, True
         self._renew_scheduler()
-        for _, result in in_flight:
+        for _, launched in in_flight:
             try:
-                result.wait()
+                launched.wait()
             except Exception as error:  # the failure that led here is already on its way to the caller
                 logger.warning("a step in flight failed as well: %s", error)
 
@@ -252,8 +255,8 @@ class LLMEngine:
         if self._is_scheduler_stale:  # its renewal was interrupted
             self._renew_scheduler()
 
-    def _count_step(self, work: Work) -> None:
-        stats = self.step_stats
+    def _count_step(self, step: Step) -> None:
+        stats, work = self.step_stats, step.chunks
         num_tokens = num_decodes = 0
         for seq, num_new_tokens, _ in work:
             num_tokens += num_new_tokens
@@ -268,20 +271,36 @@ class LLMEngine:
         else:
             stats.num_prefill_steps += 1
 
-    def _count_seconds(self, work: Work, seconds: float) -> None:
-        if all(num_new_tokens == 1 for _, num_new_tokens, _ in work):
+    def _count_seconds(self, step: Step, seconds: float) -> None:
+        if step.num_decodes == len(step.chunks):
             self.step_stats.decode_seconds += seconds
         else:
             self.step_stats.prefill_seconds += seconds
 
 
+def _ask_stop_predicates(step: Step, token_ids: list[int]) -> list[int]:
+    """The requests whose stop predicate ends them with their new token.
+
+    A predicate follows the text token by token, so it is asked even when its answer cannot count yet.
+    """
+    sampling = (chunk.seq for chunk in step.chunks if chunk.samples)
+    return [
+        seq.seq_id
+        for seq, token_id in zip(sampling, token_ids, strict=True)
+        if seq.stop_predicate is not None
+        and seq.status is not SequenceStatus.FINISHED
+        and token_id >= 0
+        and seq.stop_predicate(token_id)
+    ]
+
+
 def _make_runner(config: Config) -> Runner:
     # The loop itself needs no torch.
     if config.tensor_parallel_size > 1:
-        from nanovllm.engine.parallel_runner import ParallelRunner
+        from nanovllm.parallel.parallel_runner import TensorParallelRunner
 
-        return ParallelRunner(config)
-    from nanovllm.engine.model_runner import ModelRunner
+        return TensorParallelRunner(config)
+    from nanovllm.runner.model_runner import ModelRunner
 
     return ModelRunner(config)
 

@@ -5,8 +5,9 @@ from typing import Any, Protocol
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduler import Scheduler, SchedulerStats, Work
+from nanovllm.engine.scheduler import Scheduler, SchedulerStats
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step, StepOutput
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class RunnerInfo:
 class LaunchedStep(Protocol):
     """A step that the device may still be working on."""
 
-    def wait(self) -> list[int]:
-        """The sampled tokens in the work's order, once the device is done; below 0 for broken logits."""
+    def wait(self) -> StepOutput:
+        """What the step sampled, once the device is done."""
 
 
 class Runner(Protocol):
@@ -49,8 +50,8 @@ class Runner(Protocol):
 
     info: RunnerInfo
 
-    def launch(self, work: Work) -> LaunchedStep:
-        """Starts the step that computes `work` and returns without waiting for the device."""
+    def launch(self, step: Step) -> LaunchedStep:
+        """Starts a step and returns without waiting for the device."""
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device, or on all of them, by use."""
@@ -65,8 +66,8 @@ class Runner(Protocol):
     def request_aborted(self, seq: Sequence) -> None:
         """The scheduler is about to drop a request."""
 
-    def step_committed(self, finished: list[Sequence]) -> None:
-        """The oldest step in flight was committed, and these requests are finished."""
+    def step_committed(self, stopped: list[int]) -> None:
+        """The oldest step in flight was committed; these requests ended with it because the engine said so."""
 
     def scheduler_renewed(self) -> None:
         """A new scheduler takes over; steps in flight will not be committed."""

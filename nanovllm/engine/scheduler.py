@@ -4,15 +4,19 @@ There is one rule: a step moves each sequence's `num_computed_tokens` towards it
 of a long prompt, decode, and coming back after preemption are that rule with other numbers.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.step import NO_TOKEN_LEFT, Chunk, Step
 from nanovllm.engine.waiting_queue import WaitingQueue
 
-# One sequence's share of a step: (sequence, number of new tokens, whether it samples a token afterwards).
-# `sequence.num_computed_tokens` already counts the new tokens.
-Work = list[tuple[Sequence, int, bool]]
+_BROKEN_LOGITS = "the model's logits were not finite (NaN or infinity)"
+_NO_TOKEN_LEFT = (
+    "no token is left to sample: logit_bias, bad_words, allowed_token_ids and min_tokens together ban all of them; "
+    "loosen them"
+)
 
 
 @dataclass
@@ -55,7 +59,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of admission
         self._is_admitting = False  # an admission has begun and was only cut short by the step's budget
         self._num_free_blocks_wanted = 0  # before the next admission, after one that ended for want of blocks
-        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._free_entries = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, seq: Sequence) -> None:
         self.waiting.push(seq, self.block_manager.prefix_key(seq))
@@ -66,43 +70,48 @@ class Scheduler:
         """Ends a sequence at once; a token of it that is still in flight will be dropped."""
         self._finish(seq, "abort")
 
-    def schedule(self) -> Work:
-        """The next step's work; empty when nothing can run until a step in flight is committed."""
-        work: Work = []
+    def schedule(self) -> Step:
+        """The next step; without chunks when nothing can run until a step in flight is committed."""
+        chunks: list[Chunk] = []
         budget, running = self.max_num_batched_tokens, self.running
         if running and running[0].num_tokens - running[0].num_computed_tokens <= 1:  # the oldest is past its prompt
             budget = min(budget, max(self.most_tokens_beside_decodes, 2 * len(running)))
-        budget = self._advance_running(work, budget)
+        budget = self._advance_running(chunks, budget)
         if self.waiting and budget > 0:
-            self._admit(work, budget)
-        return work
+            self._admit(chunks, budget)
+        return Step.of(chunks)
 
-    def commit(self, work: Work, sampled: list[int]) -> list[Sequence]:
-        """Takes the tokens that `work` sampled, in its order, and returns the sequences that finished.
+    def commit(self, step: Step, token_ids: list[int], stopped: Container[int] = ()) -> list[Sequence]:
+        """Takes the tokens that `step` sampled and returns the sequences that finished.
 
-        A token below 0 means that the row's logits were not finite. This is the only place that drops the
-        extra token of a sequence that turned out to be finished one step late.
+        This is the only place that drops the extra token of a sequence that turned out to be finished one step late.
+
+        Args:
+            step: the oldest that was not committed.
+            token_ids: as in StepOutput.
+            stopped: ids of the requests that the engine ends with their new token; it counts only from `min_tokens` on.
         """
-        finished, tokens = [], iter(sampled)
+        finished, tokens = [], iter(token_ids)
         block_manager, block_size = self.block_manager, self.block_manager.block_size
-        for seq, _, samples in work:
+        for seq, _, samples in step.chunks:
             if not samples:
                 continue
             token = next(tokens)
             if seq.status is SequenceStatus.FINISHED:
                 continue
-            token_ids, reason = seq.token_ids, None
+            known, reason = seq.token_ids, None
             if token < 0:
-                seq.error = "the model's logits were not finite (NaN or infinity)"
+                seq.error = _NO_TOKEN_LEFT if token == NO_TOKEN_LEFT else _BROKEN_LOGITS
                 reason = "error"
             else:
-                token_ids.append(token)
-                if token in seq.stop_token_ids or seq.stop_predicate is not None:
-                    reason = self._stop_reason(seq, token)
-                if reason is None and len(token_ids) >= seq.max_length:
+                known.append(token)
+                is_stopped = seq.seq_id in stopped
+                if is_stopped or token in seq.stop_token_ids:
+                    reason = self._stop_reason(seq, token, is_stopped)
+                if reason is None and len(known) >= seq.max_length:
                     reason = "length"
             # With a step in flight a block is full before its last token is known, so it is registered here.
-            if len(token_ids) % block_size == 0 and seq.num_computed_tokens >= len(token_ids):
+            if len(known) % block_size == 0 and seq.num_computed_tokens >= len(known):
                 block_manager.register_full_blocks(seq)
             if reason is not None:
                 self._finish(seq, reason, remove=False)
@@ -111,7 +120,7 @@ class Scheduler:
             self.running = [seq for seq in self.running if seq.status is not SequenceStatus.FINISHED]
         return finished
 
-    def _advance_running(self, work: Work, budget: int) -> int:
+    def _advance_running(self, chunks: list[Chunk], budget: int) -> int:
         """Schedules what runs, oldest first, preempting the newest when blocks run out; returns the budget left."""
         running, block_manager = self.running, self.block_manager
         index = 0
@@ -130,17 +139,17 @@ class Scheduler:
                 if newest is seq:
                     return budget
             budget -= num_new_tokens
-            self._launch(work, seq, num_new_tokens)
+            self._launch(chunks, seq, num_new_tokens)
         return budget
 
-    def _admit(self, work: Work, budget: int) -> None:
+    def _admit(self, chunks: list[Chunk], budget: int) -> None:
         """Moves waiting sequences to running, in one large prefill rather than many small ones."""
         num_running = len(self.running)
         num_free_places = self.max_num_seqs - num_running
         num_to_gather = min(max(min(16, self.max_num_seqs // 4), num_running // 8), len(self.waiting))
         block_manager = self.block_manager
         is_too_early = num_free_places < num_to_gather or block_manager.num_free_blocks < self._num_free_blocks_wanted
-        if work and is_too_early and not self._is_admitting:
+        if chunks and is_too_early and not self._is_admitting:
             return
         self._is_admitting = False
         self._num_free_blocks_wanted = 0
@@ -161,7 +170,7 @@ class Scheduler:
             self.waiting.pop()
             block_manager.allocate(seq)
             seq.status = SequenceStatus.RUNNING
-            seq.slot = self._free_slots.pop()
+            seq.entry = self._free_entries.pop()
             self.running.append(seq)
             if seq.num_preemptions == 0:
                 seq.num_cached_tokens = seq.num_computed_tokens
@@ -169,19 +178,19 @@ class Scheduler:
                 self.stats.num_cached_prompt_tokens += seq.num_cached_tokens
             num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget)
             budget -= num_new_tokens
-            self._launch(work, seq, num_new_tokens)
+            self._launch(chunks, seq, num_new_tokens)
 
-    def _launch(self, work: Work, seq: Sequence, num_new_tokens: int) -> None:
+    def _launch(self, chunks: list[Chunk], seq: Sequence, num_new_tokens: int) -> None:
         self.block_manager.append(seq, num_new_tokens)
         samples = seq.num_computed_tokens == seq.num_tokens
-        work.append((seq, num_new_tokens, samples))
+        chunks.append(Chunk(seq, num_new_tokens, samples))
         if samples:
             seq.num_tokens += 1
 
     def _preempt(self, seq: Sequence) -> None:
         """Takes back the blocks of a sequence that left `running`; it returns first, with every token it has."""
         self.block_manager.deallocate(seq)
-        self._release_slot(seq)
+        self._release_entry(seq)
         seq.status = SequenceStatus.WAITING
         seq.num_preemptions += 1
         self.stats.num_preemptions += 1
@@ -189,13 +198,13 @@ class Scheduler:
         self.waiting.push_front(seq)
 
     def _finish(self, seq: Sequence, reason: str, remove: bool = True) -> None:
-        """Gives blocks and slot back; `remove=False` leaves `running` to the caller."""
+        """Gives blocks and entry back; `remove=False` leaves `running` to the caller."""
         if seq.status is SequenceStatus.WAITING:
             self.waiting.remove(seq)
             self._num_free_blocks_wanted = 0  # it may have been for this one
         else:
             self.block_manager.deallocate(seq)
-            self._release_slot(seq)
+            self._release_entry(seq)
             if remove:
                 self.running.remove(seq)
         if reason == "error":  # what a sequence with broken logits wrote must not be served to others
@@ -205,23 +214,21 @@ class Scheduler:
         seq.num_tokens = len(seq.token_ids)
         self.stats.finish_reasons[reason] = self.stats.finish_reasons.get(reason, 0) + 1
 
-    def _release_slot(self, seq: Sequence) -> None:
-        self._free_slots.append(seq.slot)
-        seq.slot = -1
+    def _release_entry(self, seq: Sequence) -> None:
+        self._free_entries.append(seq.entry)
+        seq.entry = -1
 
-    def _stop_reason(self, seq: Sequence, token: int) -> str | None:
-        # The predicate follows the text token by token, so it is asked even when its answer cannot count yet.
-        says_stop = seq.stop_predicate is not None and seq.stop_predicate(token)
+    def _stop_reason(self, seq: Sequence, token: int, is_stopped: bool) -> str | None:
         num_completion_tokens = len(seq.token_ids) - seq.num_prompt_tokens
         min_tokens = seq.sampling_params.min_tokens
         is_stop_id = token in seq.stop_token_ids and num_completion_tokens > min_tokens
-        return "stop" if is_stop_id or (says_stop and num_completion_tokens >= min_tokens) else None
+        return "stop" if is_stop_id or (is_stopped and num_completion_tokens >= min_tokens) else None
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless blocks, slots and statuses agree."""
+        """Raises AssertionError unless blocks, entries and statuses agree."""
         self.block_manager.check_integrity(self.running)
-        slots = [seq.slot for seq in self.running]
-        assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs)), "slots do not add up"
+        entries = [seq.entry for seq in self.running]
+        assert sorted(entries + self._free_entries) == list(range(self.max_num_seqs)), "entries do not add up"
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.running)
         for seq in self.waiting:
-            assert seq.status is SequenceStatus.WAITING and not seq.block_table and seq.slot == -1, seq
+            assert seq.status is SequenceStatus.WAITING and not seq.block_table and seq.entry == -1, seq

@@ -35,8 +35,8 @@ class Sequence:
         "status",
         "finish_reason",
         "error",
-        "slot",  # row of the device's per-sequence state while running, else -1
-        "num_preemptions",
+        "entry",  # its place in the SequenceTable while running, else -1
+        "num_preemptions",  # with seq_id, names one admission
         "block_table",  # logical block -> physical block
         "block_hashes",  # chained hash of each leading full block, as far as anyone asked
         "num_registered_blocks",  # leading blocks that are in the prefix cache (or whose equals are)
@@ -65,7 +65,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
         self.error: str | None = None
-        self.slot = -1
+        self.entry = -1
         self.num_preemptions = self.num_registered_blocks = self.last_registration = 0
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []

@@ -4,23 +4,33 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.kernels.packed_linear import linear, pack_weight
-from nanovllm.layers.linear import WHOLE, Shards, empty_parameter
-from nanovllm.layers.sampler import VocabSlice
-from nanovllm.utils.distributed import SAMPLING_GROUP, Parallel
-from nanovllm.utils.loader import Shard
+from nanovllm.layers.linear import WHOLE, PartialSum, Shard, Shards, empty_parameter
+from nanovllm.ops.collectives import Parallel
+from nanovllm.ops.linear import linear, pack_weight
+
+# Each rank's part of the vocabulary is a multiple of this: matrix products like such sizes.
+_ROWS = 16
 
 
 class VocabParallelEmbedding(nn.Module):
     """Each rank holds an equal slice of the vocabulary, padded with zeros where it does not divide."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, parallel: Parallel, weight: nn.Parameter | None = None, **kw):
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        parallel: Parallel,
+        weight: nn.Parameter | None = None,
+        fused: bool = False,
+        **kw,
+    ):
         super().__init__()
+        self.fused = fused
         self.vocab_size = vocab_size
         self.parallel = parallel
         slice_size = -(-vocab_size // parallel.size)
-        if parallel.size > 1:  # ids are sampled in groups, and products like such sizes too
-            slice_size = -(-slice_size // SAMPLING_GROUP) * SAMPLING_GROUP
+        if parallel.size > 1:
+            slice_size = -(-slice_size // _ROWS) * _ROWS
         self.slice_size = slice_size
         self.first = parallel.rank * slice_size
         self.num_rows = max(0, min(slice_size, vocab_size - self.first))  # real rows of this rank
@@ -34,23 +44,22 @@ class VocabParallelEmbedding(nn.Module):
         source = ((min(self.first, self.vocab_size), self.num_rows), (0, hidden_size))
         return {WHOLE: Shard((self.vocab_size, hidden_size), source, self.weight[: self.num_rows])}
 
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor) -> PartialSum:
         """token_ids: [num_tokens] -> [num_tokens, hidden_size], of several ranks zeros but for their tokens"""
         if self.parallel.size == 1:
-            return F.embedding(token_ids, self.weight)
+            return PartialSum(F.embedding(token_ids, self.weight))
         local = token_ids - self.first
         clamped = local.clamp(0, max(self.num_rows - 1, 0))
         is_ours = clamped == local if self.num_rows else torch.zeros_like(local, dtype=torch.bool)
-        return F.embedding(clamped, self.weight).masked_fill_(~is_ours[:, None], 0)
+        return PartialSum(F.embedding(clamped, self.weight).masked_fill_(~is_ours[:, None], 0))
 
 
 class ParallelLMHead(VocabParallelEmbedding):
     """Projects onto the vocabulary; with tied embeddings it is given the embedding's `weight`."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args, **kw):
+        super().__init__(*args, **kw)
         self.packed: torch.Tensor | None = None
-        self.slice = VocabSlice(self.first, self.parallel)
 
     def pack(self) -> None:
         """Like LinearBase.pack; a tied weight stays, for the embedding reads it."""
@@ -58,13 +67,25 @@ class ParallelLMHead(VocabParallelEmbedding):
         if self.packed is not None:
             self.weight = None
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """hidden_states: [num_rows, hidden_size] -> logits [num_rows, ids of this rank]"""
-        return linear(hidden_states, self.weight, self.packed)[:, : self.num_rows]
+    def empty_logits(self, num_rows: int) -> torch.Tensor:
+        """Memory for the logits of up to `num_rows` rows, to be given as `out`."""
+        size = self.parallel.size
+        return self.weight.new_empty(num_rows // size, size * self.slice_size)
 
-    def gather(self, logits: torch.Tensor) -> torch.Tensor:
-        """The ranks' logits -> [num_rows, vocab_size]"""
-        if self.parallel.size == 1:
-            return logits
-        logits = F.pad(logits, (0, self.slice_size - self.num_rows))
-        return self.parallel.all_gather(logits)[:, : self.vocab_size]
+    def forward(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The logits of this rank's part of the rows.
+
+        Args:
+            hidden_states: [num_rows, hidden_size]; the number of ranks divides num_rows.
+            out: where to put them, from `empty_logits`; None takes new memory.
+
+        Returns:
+            [num_rows / ranks, vocab_size]: rank r has the r-th part of the rows, each with its whole vocabulary. So no
+            rank holds all logits, and what samples need not know of ranks.
+        """
+        size = self.parallel.size
+        out = None if out is None else out[: len(hidden_states) // size]
+        if size == 1:
+            return linear(hidden_states, self.weight, self.packed, fused=self.fused, out=out)
+        rows = self.parallel.rows_of_columns(linear(hidden_states, self.weight, self.packed, fused=self.fused), out)
+        return rows[:, : self.vocab_size]

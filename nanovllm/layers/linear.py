@@ -5,12 +5,36 @@ know nothing else. Column-parallel layers divide the outputs, row-parallel ones 
 them needs one all-reduce (Megatron-LM, Shoeybi et al., 2019). `kw` is the `dtype` and `device` of parameters.
 """
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 from torch import nn
 
-from nanovllm.kernels.packed_linear import linear, pack_weight
-from nanovllm.utils.distributed import Parallel
-from nanovllm.utils.loader import Shard
+from nanovllm.ops.collectives import Parallel
+from nanovllm.ops.linear import linear, pack_weight
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One checkpoint tensor's way into a parameter.
+
+    Args:
+        shape: the tensor's whole shape in the checkpoint.
+        source: what this rank reads of it, a (start, length) for each dimension.
+        target: the part of the parameter that it fills.
+    """
+
+    shape: tuple[int, ...]
+    source: tuple[tuple[int, int], ...]
+    target: torch.Tensor
+
+
+class PartialSum(NamedTuple):
+    """A tensor of which every rank holds one summand; RMSNorm.reduce_add takes the sum over the ranks."""
+
+    part: torch.Tensor
+
 
 # Key of a parameter that is one checkpoint tensor of the same name; fused layers use names such as "q_proj".
 WHOLE = ""
@@ -28,10 +52,11 @@ def replicated_shards(parameter: torch.Tensor) -> Shards:
 
 
 class LinearBase(nn.Module):
-    """`y = x @ weight.T + bias`, weight: [output_size, input_size] of this rank."""
+    """`y = x @ weight.T + bias`, weight: [output_size, input_size] of this rank; `fused` computes with our kernels."""
 
-    def __init__(self, input_size: int, output_size: int, bias: bool, **kw):
+    def __init__(self, input_size: int, output_size: int, bias: bool, fused: bool = False, **kw):
         super().__init__()
+        self.fused = fused
         self.weight = empty_parameter(output_size, input_size, **kw)
         self.bias = empty_parameter(output_size, **kw) if bias else None
         self.packed: torch.Tensor | None = None
@@ -44,7 +69,7 @@ class LinearBase(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., input_size] -> [..., output_size]"""
-        return linear(x, self.weight, self.packed, self.bias)
+        return linear(x, self.weight, self.packed, self.bias, self.fused)
 
 
 class ReplicatedLinear(LinearBase):
@@ -144,8 +169,8 @@ class RowParallelLinear(LinearBase):
         shape = (output_size, self.full_input_size)
         return {WHOLE: Shard(shape, ((0, output_size), self.part), self.weight)}
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [num_tokens, input_size / ranks] -> this rank's part of [num_tokens, output_size]"""
+    def forward(self, x: torch.Tensor) -> PartialSum:
+        """x: [num_tokens, input_size / ranks] -> [num_tokens, output_size]"""
         # Every rank holds the bias, but the sum may count it only once.
         bias = self.bias if self.parallel.rank == 0 else None
-        return linear(x, self.weight, self.packed, bias)
+        return PartialSum(linear(x, self.weight, self.packed, bias, self.fused))

@@ -1,35 +1,11 @@
 """Rotary position embedding (Su et al., 2021), half-split as in Llama and Qwen, with linear and YaRN scaling."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Kind and numbers of a rotary embedding.
-
-    Args:
-        theta: base of the frequencies.
-        kind: "default", "linear" or "yarn".
-        factor: how far the context is stretched.
-        original_max_position: context length before stretching (yarn).
-        beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim, truncate: YaRN's own, as transformers
-            names them.
-    """
-
-    theta: float = 10000.0
-    kind: str = "default"
-    factor: float = 1.0
-    original_max_position: int = 0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
+from nanovllm.layers.rope_config import RopeConfig
 
 
 class RotaryEmbedding(nn.Module):

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels import is_fused
-from nanovllm.utils.distributed import BROKEN, NOTHING, Parallel
-from nanovllm.utils.distributed import SAMPLING_GROUP as GROUP
+from nanovllm.attention.backend import is_fused
+from nanovllm.ops.collectives import BROKEN, NOTHING, Parallel
+from nanovllm.ops.collectives import SAMPLING_GROUP as GROUP
 
 # As good as the least normal number of float32; also what divides where the temperature is 0.
 COLDEST = 1.2e-38

@@ -2,13 +2,49 @@
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanovllm.layers.rotary_embedding import RopeConfig
+from nanovllm.layers.rope_config import RopeConfig
 
+ARCHITECTURES = ("Qwen3ForCausalLM",)
 ROPE_KINDS = ("default", "linear", "yarn")
+
+# generation_config.json's names -> SamplingParams'.
+_SAMPLING_NAMES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "bad_words_ids": "bad_words",
+    "stop_strings": "stop",
+}
+_ONLY_WHEN_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+# What changes no token: ids, caches, speed, what else is returned, and settings of beams alone.
+_NO_SAMPLING_NAMES = re.compile(
+    "do_sample|max_length|(pad|bos|eos|decoder_start)_token_id|transformers_version|_from_model_config|use_cache|"
+    "cache_.*|max_cache_len|output_.*|return_.*|remove_invalid_values|renormalize_logits|length_penalty|early_stopping|"
+    "low_memory|compile_config|disable_compile|prefill_chunk_size|continuous_batching_config|use_mtp|is_assistant|"
+    ".*assistant_.*|.*_lookbehind|speculation_type|prompt_lookup_num_tokens|max_matching_ngram_size|_.*|chat_format|"
+    "max_window_size"
+)
+# What changes tokens unless it has this value, or is null, false, 0 or empty.
+_NEUTRAL = {
+    "typical_p": 1,
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "num_return_sequences": 1,
+    "encoder_repetition_penalty": 1,
+    "guidance_scale": 1,
+    "top_h": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +89,7 @@ class ModelConfig:
             )
 
 
-def load_model_config(directory: Path, architectures: list[str]) -> ModelConfig:
+def load_model_config(directory: Path) -> ModelConfig:
     """Reads the config of the model in `directory`.
 
     Raises:
@@ -64,9 +100,9 @@ def load_model_config(directory: Path, architectures: list[str]) -> ModelConfig:
     generation_file = directory / "generation_config.json"
     generation = _read_json(generation_file) if generation_file.exists() else {}
     found = _list(raw, "architectures")
-    architecture = next((name for name in found if name in architectures), None)
+    architecture = next((name for name in found if name in ARCHITECTURES), None)
     if architecture is None:
-        raise ValueError(f"{directory} holds the architecture {found}; supported: {', '.join(architectures)}")
+        raise ValueError(f"{directory} holds the architecture {found}; supported: {', '.join(ARCHITECTURES)}")
     if raw.get("use_sliding_window") or any(kind != "full_attention" for kind in _list(raw, "layer_types")):
         raise ValueError("sliding-window attention is not supported (use_sliding_window, layer_types)")
     if raw.get("hidden_act", "silu") != "silu":
@@ -130,6 +166,25 @@ def _rope(raw: dict[str, Any], max_position: int) -> RopeConfig:
     given = {name: _number(fields, name) for name in names if fields.get(name)}  # 0 is as good as absent
     original = _count(fields, "original_max_position_embeddings", default=max_position)
     return RopeConfig(theta, kind, factor, original, truncate=_flag(fields, "truncate", default=True), **given)
+
+
+def recommended_sampling(generation: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a generation_config.json recommends: (parameters of SamplingParams, settings that we cannot follow).
+
+    The second are those that change which tokens come out and that we lack or do not know.
+    """
+    is_greedy = generation.get("do_sample") is False
+    params, others = {}, {}
+    for name, value in generation.items():
+        if name in _SAMPLING_NAMES:
+            # transformers leaves the filters in the file when do_sample is false; they mean nothing then.
+            if value is not None and not (is_greedy and name in _ONLY_WHEN_SAMPLING):
+                params[_SAMPLING_NAMES[name]] = value
+        elif value and value != _NEUTRAL.get(name) and not _NO_SAMPLING_NAMES.fullmatch(name):
+            others[name] = value
+    if is_greedy:
+        params["temperature"] = 0.0
+    return params, others
 
 
 def _eos_token_ids(raw: dict[str, Any]) -> frozenset[int]:

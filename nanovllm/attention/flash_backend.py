@@ -1,0 +1,78 @@
+"""Attention through FlashAttention 2 (Dao, 2023), the optional flash-attn package, on GPUs.
+
+Prefill and decode read the paged cache, where the new keys are by then. The plain twin is TorchAttention.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.attention.backend import AttentionShape
+from nanovllm.attention.torch_backend import store_kvcache as plain_store_kvcache
+from nanovllm.ops.kernel import has_triton
+from nanovllm.attention.metadata import AttentionMetadata
+
+
+@dataclass
+class PrefillPlan:
+    """Of the rows after the decodes.
+
+    cu_seqlens_q, cu_seqlens_k: int32 [num_prefills + 1], where each one's queries and keys begin, from 0.
+    """
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+
+
+class FlashAttention:
+    name = "flash"
+    default_block_size = 256
+    can_be_captured = True
+    can_capture_prompts = False
+    most_shared_splits = 0
+
+    def __init__(self, shape: AttentionShape):
+        import flash_attn
+
+        self._flash = flash_attn
+        self.store_kvcache = plain_store_kvcache
+        if has_triton():
+            from nanovllm.attention.triton_backend import store_kvcache
+
+            self.store_kvcache = store_kvcache
+
+    def shared_prefixes(self, block_tables, context_lens, block_size) -> None:
+        return None
+
+    def plan(self, metadata: AttentionMetadata) -> PrefillPlan | None:
+        if metadata.query_tiles is None:
+            return None
+        first = metadata.most_decodes
+        starts = metadata.cu_seqlens_q[first:] - metadata.cu_seqlens_q[first]
+        keys = F.pad(metadata.context_lens[first:].cumsum(0, dtype=torch.int32), (1, 0))
+        return PrefillPlan(starts, keys)
+
+    def attend(self, q, k, v, k_cache, v_cache, metadata: AttentionMetadata) -> torch.Tensor:
+        num_decodes = metadata.most_decodes
+        if metadata.query_tiles is None:
+            return self._attend_decodes(q, k_cache, v_cache, metadata)
+        if num_decodes == 0:
+            return self._attend_prefills(q, k_cache, v_cache, metadata)
+        decodes = self._attend_decodes(q[:num_decodes], k_cache, v_cache, metadata)
+        return torch.cat((decodes, self._attend_prefills(q[num_decodes:], k_cache, v_cache, metadata)))
+
+    def _attend_decodes(self, q, k_cache, v_cache, metadata: AttentionMetadata) -> torch.Tensor:
+        decodes = slice(metadata.most_decodes)
+        out = self._flash.flash_attn_with_kvcache(
+            q.unsqueeze(1), k_cache, v_cache, cache_seqlens=metadata.context_lens[decodes],
+            block_table=metadata.block_tables[decodes], causal=True,
+        )  # fmt: skip
+        return out.squeeze(1)
+
+    def _attend_prefills(self, q, k_cache, v_cache, metadata: AttentionMetadata) -> torch.Tensor:
+        plan: PrefillPlan = metadata.plan
+        return self._flash.flash_attn_varlen_func(
+            q, k_cache, v_cache, plan.cu_seqlens_q, plan.cu_seqlens_k, metadata.max_seqlen_q, metadata.max_seqlen_k,
+            causal=True, block_table=metadata.block_tables[metadata.most_decodes :],
+        )  # fmt: skip

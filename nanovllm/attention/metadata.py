@@ -1,0 +1,82 @@
+"""What attention needs to know of one step: an argument, never a global. Every field means the same in every step."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+# Queries of one sequence that a program of the attention kernel takes together.
+QUERY_TILE = 64
+
+
+class SharedPrefixes(NamedTuple):
+    """Splits of keys that several decodes share (attention/prefix_groups.py), on the device, int32.
+
+    num_items: [1], how many of `items` count.
+    items: [capacity, 3], a shared split, where its members begin in `members`, and how many they are.
+    members: [capacity], rows of the step.
+    num_shared: [max_num_seqs], how many leading splits of each row are in `items`.
+    """
+
+    num_items: torch.Tensor
+    items: torch.Tensor
+    members: torch.Tensor
+    num_shared: torch.Tensor
+
+
+@dataclass
+class AttentionMetadata:
+    """Ragged queries over paged keys. Row i is one sequence; a decode is a row with a single query.
+
+    The step's decodes come first. Rows and tokens may be followed by padding, of a captured step: a padding row has
+    no queries and no keys, a padding token no slot. `attend` leaves the output of padding tokens undefined.
+
+    Args:
+        cu_seqlens_q: int32 [num_rows + 1], where each row's queries begin in the flat batch, and where the last end.
+        context_lens: int32 [num_rows], keys of each row, those of its queries included.
+        num_decodes: int32 [1], leading rows that are decodes.
+        most_decodes: the same as the host knows it: exact, except that in a captured step that holds prompts it is the
+            number of rows.
+        max_seqlen_q, max_seqlen_k: no row has more queries or keys.
+        slot_mapping: int64 [num_tokens], block × block_size + offset, where each token's keys go; −1 for padding.
+        block_tables: int32 [num_rows, max_blocks], padded with 0.
+        block_size: tokens per block.
+        query_tiles: int32 [num_tiles, 4], the queries of the rows that are not decodes; see `query_tiles`. A tile of
+            padding has no queries. None if the step holds decodes alone.
+        shared_prefixes: which keys several decodes share; None if none are.
+        tenants: which admission of which sequence each row is, as (id, preemptions), never used again by others, for a backend that
+            remembers keys from step to step; None if there are none.
+        plan: what the attention backend's `plan` made of the rest.
+    """
+
+    cu_seqlens_q: torch.Tensor
+    context_lens: torch.Tensor
+    num_decodes: torch.Tensor
+    most_decodes: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
+    block_size: int
+    query_tiles: torch.Tensor | None = None
+    shared_prefixes: SharedPrefixes | None = None
+    tenants: list[tuple[int, int]] | None = None
+    plan: Any = None
+
+
+def query_tiles(num_new_tokens: np.ndarray, context_lens: np.ndarray, num_decodes: int) -> np.ndarray:
+    """The queries of the rows after the decodes, in tiles: int32 [num_tiles, 4], each with its first token in the flat
+    batch, its number of queries, the first one's position, and the row.
+
+    num_new_tokens, context_lens: int64 [num_rows]. Tiles that see most keys come first: they take longest.
+    """
+    num_tiles = -(-num_new_tokens // QUERY_TILE)
+    num_tiles[:num_decodes] = 0
+    row = np.repeat(np.arange(len(num_tiles)), num_tiles)
+    first = (np.arange(len(row)) - (np.cumsum(num_tiles) - num_tiles)[row]) * QUERY_TILE
+    token = (np.cumsum(num_new_tokens) - num_new_tokens)[row] + first
+    position = (context_lens - num_new_tokens)[row] + first
+    num_queries = np.minimum(num_new_tokens[row] - first, QUERY_TILE)
+    tiles = np.stack([token, num_queries, position, row], 1).astype(np.int32)
+    return tiles[np.argsort(-(position + num_queries), kind="stable")]

@@ -1,0 +1,58 @@
+"""The reference: attention as the formula says, one sequence after the other, on any device and dtype."""
+
+import torch
+
+from nanovllm.attention.backend import AttentionShape
+from nanovllm.attention.metadata import AttentionMetadata
+
+
+def store_kvcache(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Writes new keys and values to their slots; see AttentionBackend."""
+    is_written = slot_mapping >= 0
+    slots = slot_mapping[is_written]
+    k_cache.flatten(0, 1)[slots] = k[is_written]
+    v_cache.flatten(0, 1)[slots] = v[is_written]
+
+
+class TorchAttention:
+    """softmax(q kᵀ / sqrt(head_dim)) v in float32 (float64 stays float64)."""
+
+    name = "torch"
+    default_block_size = 64
+    can_be_captured = False
+    can_capture_prompts = False
+    most_shared_splits = 0
+
+    def __init__(self, shape: AttentionShape):
+        pass
+
+    def shared_prefixes(self, block_tables, context_lens, block_size) -> None:
+        return None
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        return None
+
+    def store_kvcache(self, k, v, k_cache, v_cache, slot_mapping) -> None:
+        store_kvcache(k, v, k_cache, v_cache, slot_mapping)
+
+    def attend(self, q, k, v, k_cache, v_cache, metadata: AttentionMetadata) -> torch.Tensor:
+        out = torch.empty_like(q)
+        group_size = q.shape[1] // k_cache.shape[2]
+        precision = torch.promote_types(q.dtype, torch.float32)
+        starts = metadata.cu_seqlens_q.tolist()
+        for row, length in enumerate(metadata.context_lens.tolist()):
+            queries = q[starts[row] : starts[row + 1]].to(precision)
+            table = metadata.block_tables[row, : -(-length // k_cache.shape[1])].long()
+            keys, values = (
+                cache[table].flatten(0, 1)[:length].repeat_interleave(group_size, 1).to(precision)
+                for cache in (k_cache, v_cache)
+            )
+            scores = torch.einsum("qhd,khd->hqk", queries, keys) * q.shape[-1] ** -0.5
+            num_queries = len(queries)
+            position = torch.arange(length - num_queries, length, device=q.device)
+            is_future = torch.arange(length, device=q.device) > position[:, None]
+            weights = scores.masked_fill(is_future, float("-inf")).softmax(-1)
+            out[starts[row] : starts[row + 1]] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+        return out

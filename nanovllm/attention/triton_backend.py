@@ -1,0 +1,383 @@
+"""Attention by kernels of our own, in Triton: any GPU, dtype and block size that is a multiple of 16.
+
+Decodes are split over their keys at multiples of a length that is fixed for the engine's life, and the partial
+results are merged in order: where a sequence is split does not depend on its neighbours. `plan` lists the
+splits on the device, and a fixed grid works the list off, so a captured step serves any lengths. One program
+reads a split's keys once for all query heads of their group, and once for all decodes that share it: the idea of
+cascade inference (Ye et al., FlashInfer, 2024), with any number of prefixes. The softmax is the online one of
+FlashAttention (Dao, 2023), in base 2; the plain twin is TorchAttention.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.attention.backend import AttentionShape
+from nanovllm.attention.metadata import QUERY_TILE, AttentionMetadata
+from nanovllm.attention.prefix_groups import PrefixGroups, find_prefix_groups
+from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin, let_next_come, wait
+from nanovllm.ops.kernel import jit, tl, triton
+
+# A split is as long as this or, so that a row has no more than so many of them, longer.
+_SHORTEST_SPLIT = 256
+_MOST_SPLITS = 16
+# Queries (rows that share a split × the heads of a group) that one program attends together.
+_QUERIES_OF_GROUP = 64
+# Heads that a program merges, a warp for each.
+_HEADS_OF_MERGE = 4
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass
+class DecodePlan:
+    """The decodes' splits, all int32.
+
+    num_items: [1]; item_rows, item_splits: [capacity], whose split it is and which one; without those that rows share.
+    first_items: [most_decodes], where each row's partial results begin.
+    """
+
+    num_items: torch.Tensor
+    item_rows: torch.Tensor
+    item_splits: torch.Tensor
+    first_items: torch.Tensor
+
+
+def store_kvcache(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Writes new keys and values to their slots; see AttentionBackend."""
+    width = k.shape[1] * k.shape[2]
+    _store_kernel[(len(k),)](
+        k, v, k_cache, v_cache, slot_mapping, k.stride(0), v.stride(0),
+        WIDTH=width, PADDED=triton.next_power_of_2(width),
+    )  # fmt: skip
+
+
+class TritonAttention:
+    name = "triton"
+    default_block_size = 64
+    can_be_captured = True
+    can_capture_prompts = True
+
+    def __init__(self, shape: AttentionShape):
+        self._shape = shape
+        self._split = _SHORTEST_SPLIT
+        while self._split * _MOST_SPLITS < shape.max_model_len:
+            self._split *= 2
+        self._most_splits = triton.next_power_of_2(-(-shape.max_model_len // self._split))
+        capacity = shape.max_num_seqs * -(-shape.max_model_len // self._split)
+        # Partial results live here between two kernels; a captured step needs them in one place.
+        self._partial = torch.empty(
+            (capacity, shape.num_heads, shape.head_dim), dtype=torch.float32, device=shape.device
+        )
+        self._log_sums = torch.empty((capacity, shape.num_heads), dtype=torch.float32, device=shape.device)
+        self._items = torch.empty((2, capacity), dtype=torch.int32, device=shape.device)
+        self.most_shared_splits = capacity
+        on_gpu = shape.device.type == "cuda"
+        num_processors = torch.cuda.get_device_properties(shape.device).multi_processor_count if on_gpu else 1
+        # Many more programs than fit at once: a processor that is done with one takes the next.
+        self._num_programs, self._num_grouped_programs = 32 * num_processors, 2 * num_processors
+        self._rows = triton.next_power_of_2(shape.max_num_seqs)  # always the same, for one compilation
+        self._width = triton.next_power_of_2(shape.head_dim)
+
+    def shared_prefixes(
+        self, block_tables: list[list[int]], context_lens: list[int], block_size: int
+    ) -> PrefixGroups | None:
+        if self._split % block_size:
+            return None
+        group_size = self._shape.num_heads // self._shape.num_kv_heads
+        most_members = max(1, _QUERIES_OF_GROUP // group_size)
+        return find_prefix_groups(block_tables, context_lens, block_size, self._split, most_members)
+
+    def plan(self, metadata: AttentionMetadata) -> DecodePlan | None:
+        num_rows, shared = metadata.most_decodes, metadata.shared_prefixes
+        if num_rows == 0:
+            return None
+        num_items, first_items = torch.empty(num_rows + 1, dtype=torch.int32, device=self._shape.device).split(
+            (1, num_rows)
+        )
+        plan = DecodePlan(num_items, self._items[0], self._items[1], first_items)
+        _plan_kernel[(1,)](
+            metadata.context_lens, metadata.num_decodes, None if shared is None else shared.num_shared, num_items,
+            first_items, plan.item_rows, plan.item_splits, SPLIT=self._split, ROWS=self._rows,
+            IS_GROUPED=shared is not None, **LAUNCH_OPTIONS,
+        )  # fmt: skip
+        return plan
+
+    def store_kvcache(self, k, v, k_cache, v_cache, slot_mapping) -> None:
+        store_kvcache(k, v, k_cache, v_cache, slot_mapping)
+
+    def attend(self, q, k, v, k_cache, v_cache, metadata: AttentionMetadata) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if metadata.query_tiles is not None:
+            self._attend_prompts(q, k_cache, v_cache, metadata, out)
+        if metadata.most_decodes:
+            self._attend_decodes(q, k_cache, v_cache, metadata, out)
+        return out
+
+    def _attend_decodes(self, q, k_cache, v_cache, metadata: AttentionMetadata, out) -> None:
+        shape, plan, shared = self._shape, metadata.plan, metadata.shared_prefixes
+        group_size = shape.num_heads // shape.num_kv_heads
+        _decode_kernel[(self._num_programs,)](
+            q, k_cache, v_cache, metadata.block_tables, metadata.context_lens, plan.num_items, plan.item_rows,
+            plan.item_splits, plan.first_items, self._partial, self._log_sums, shape.head_dim**-0.5 * _LOG2_E,
+            q.stride(0), metadata.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
+            GROUP=group_size, PADDED_GROUP=max(16, triton.next_power_of_2(group_size)), HEAD_DIM=shape.head_dim,
+            WIDTH=self._width, BLOCK_SIZE=metadata.block_size, SPLIT=self._split, KEYS=64,
+            IS_BESIDE_PROMPTS=metadata.query_tiles is not None, num_warps=4, num_stages=2, **LAUNCH_OPTIONS,
+        )  # fmt: skip
+        if shared is not None:
+            queries = max(16, triton.next_power_of_2(max(1, _QUERIES_OF_GROUP // group_size) * group_size))
+            _grouped_kernel[(self._num_grouped_programs,)](
+                q, k_cache, v_cache, metadata.block_tables, shared.num_items, shared.items, shared.members,
+                plan.first_items, self._partial, self._log_sums, shape.head_dim**-0.5 * _LOG2_E, q.stride(0),
+                metadata.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
+                GROUP=group_size, QUERIES=queries, HEAD_DIM=shape.head_dim, WIDTH=self._width,
+                BLOCK_SIZE=metadata.block_size, SPLIT=self._split, KEYS=64, num_warps=4, num_stages=2,
+                **LAUNCH_OPTIONS,
+            )  # fmt: skip
+        heads = min(_HEADS_OF_MERGE, triton.next_power_of_2(shape.num_heads))
+        _merge_kernel[(metadata.most_decodes, triton.cdiv(shape.num_heads, heads))](
+            self._partial, self._log_sums, metadata.context_lens, metadata.num_decodes, plan.first_items, out, NUM_HEADS=shape.num_heads,
+            HEAD_DIM=shape.head_dim, WIDTH=self._width, SPLIT=self._split, MOST_SPLITS=self._most_splits, HEADS=heads,
+            num_warps=heads, **LAUNCH_OPTIONS,
+        )  # fmt: skip
+
+    def _attend_prompts(self, q, k_cache, v_cache, metadata: AttentionMetadata, out) -> None:
+        shape = self._shape
+        _prefill_kernel[(len(metadata.query_tiles), shape.num_heads)](
+            q, k_cache, v_cache, out, metadata.block_tables, metadata.query_tiles, shape.head_dim**-0.5 * _LOG2_E,
+            q.stride(0), metadata.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
+            HEAD_DIM=shape.head_dim, WIDTH=self._width, BLOCK_SIZE=metadata.block_size, QUERIES=QUERY_TILE, KEYS=32,
+            num_warps=4, num_stages=3, **LAUNCH_OPTIONS,
+        )  # fmt: skip
+
+
+@jit(do_not_specialize=["k_stride", "v_stride"])
+def _store_kernel(k, v, k_cache, v_cache, slot_mapping, k_stride, v_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """One program a token: its keys and values of all heads, `WIDTH` numbers, to its slot."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if slot >= 0:
+        column = tl.arange(0, PADDED)
+        is_real = column < WIDTH
+        tl.store(k_cache + slot * WIDTH + column, tl.load(k + token * k_stride + column, is_real), is_real)
+        tl.store(v_cache + slot * WIDTH + column, tl.load(v + token * v_stride + column, is_real), is_real)
+
+
+@jit
+def _plan_kernel(
+    context_lens, num_decodes, num_shared, num_items, first_items, item_rows, item_splits, SPLIT: tl.constexpr,
+    ROWS: tl.constexpr, IS_GROUPED: tl.constexpr,
+):  # fmt: skip
+    """Lists every decode's splits, row by row, but for those that it shares."""
+    begin()
+    row = tl.arange(0, ROWS)
+    is_row = row < tl.load(num_decodes)
+    num_splits = tl.cdiv(tl.load(context_lens + row, is_row, 0), SPLIT)
+    tl.store(first_items + row, tl.cumsum(num_splits, 0) - num_splits, is_row)
+    first_split = row * 0
+    if IS_GROUPED:
+        first_split = tl.load(num_shared + row, is_row, 0)
+    num_own = tl.maximum(num_splits - first_split, 0)  # a parked row has none
+    first = tl.cumsum(num_own, 0) - num_own
+    tl.store(num_items, tl.sum(num_own, 0))
+    for index in range(0, tl.max(num_own, 0)):
+        is_split = index < num_own
+        tl.store(item_rows + first + index, row, is_split)
+        tl.store(item_splits + first + index, first_split + index, is_split)
+
+
+@jit
+def _slots(block_table, position, is_key, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """int64 [KEYS], where the keys at these successive positions lie."""
+    if BLOCK_SIZE % KEYS == 0:  # all in one block
+        first = tl.min(position, 0)
+        block = tl.load(block_table + first // BLOCK_SIZE).to(tl.int64)
+        return block * BLOCK_SIZE + position % BLOCK_SIZE
+    block = tl.load(block_table + position // BLOCK_SIZE, is_key, 0).to(tl.int64)
+    return block * BLOCK_SIZE + position % BLOCK_SIZE
+
+
+@jit(do_not_specialize=["q_stride", "table_stride"])
+def _decode_kernel(
+    q, k_cache, v_cache, block_tables, context_lens, num_items, item_rows, item_splits, first_items, partial,
+    log_sums, scale, q_stride, table_stride, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr, KEYS: tl.constexpr, IS_BESIDE_PROMPTS: tl.constexpr,
+):  # fmt: skip
+    """A fixed number of programs share the list of splits × key/value heads; neighbours read neighbouring heads.
+
+    They run beside _prefill_kernel, which has waited for all they read: prompts compute, decodes read memory.
+    """
+    let_next_come()
+    if not IS_BESIDE_PROMPTS:
+        wait()
+    member = tl.arange(0, PADDED_GROUP)
+    column = tl.arange(0, WIDTH)
+    is_column = column < HEAD_DIM
+    is_member = (member < GROUP)[:, None] & is_column[None, :]
+    for work in range(tl.program_id(0), tl.load(num_items) * NUM_KV_HEADS, tl.num_programs(0)):
+        item = work // NUM_KV_HEADS
+        kv_head = work % NUM_KV_HEADS
+        row = tl.load(item_rows + item).to(tl.int64)
+        split = tl.load(item_splits + item)
+        first = split * SPLIT
+        last = tl.minimum(first + SPLIT, tl.load(context_lens + row))
+        head = kv_head * GROUP + member
+        queries = tl.load(q + row * q_stride + head[:, None] * HEAD_DIM + column[None, :], is_member, 0.0)
+        largest = tl.full([PADDED_GROUP], float("-inf"), tl.float32)
+        total = tl.zeros([PADDED_GROUP], tl.float32)
+        summed = tl.zeros([PADDED_GROUP, WIDTH], tl.float32)
+        for start in range(first, last, KEYS):
+            position = start + tl.arange(0, KEYS)
+            is_key = position < last
+            slot = _slots(block_tables + row * table_stride, position, is_key, BLOCK_SIZE, KEYS)
+            at = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + column[None, :]
+            is_read = is_key[:, None] & is_column[None, :]
+            keys = tl.load(k_cache + at, is_read, 0.0)
+            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+            scores = tl.where(is_key[None, :], scores, float("-inf"))
+            new_largest = tl.maximum(largest, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_largest[:, None])
+            shrink = tl.exp2(largest - new_largest)
+            total = total * shrink + tl.sum(weights, 1)
+            values = tl.load(v_cache + at, is_read, 0.0)
+            summed = summed * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+            largest = new_largest
+        place = (tl.load(first_items + row) + split).to(tl.int64) * NUM_HEADS + head
+        # To stay in the L2 cache until they are merged, whatever keys and values pass through it meanwhile.
+        result = partial + place[:, None] * HEAD_DIM + column[None, :]
+        tl.store(result, summed / total[:, None], is_member, eviction_policy="evict_last")
+        tl.store(log_sums + place, largest + tl.log2(total), member < GROUP)
+    if IS_BESIDE_PROMPTS and tl.program_id(0) == 0:
+        wait()  # so that this kernel's end is _prefill_kernel's too
+
+
+@jit(do_not_specialize=["q_stride", "table_stride"])
+def _grouped_kernel(
+    q, k_cache, v_cache, block_tables, num_groups, groups, members, first_items, partial, log_sums, scale, q_stride,
+    table_stride, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPLIT: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Like _decode_kernel for splits that several rows share: their queries form one tile."""
+    tl.static_assert(SPLIT % KEYS == 0, "every key of a tile counts")
+    begin()
+    query = tl.arange(0, QUERIES)
+    member = query // GROUP
+    column = tl.arange(0, WIDTH)
+    is_column = column < HEAD_DIM
+    for work in range(tl.program_id(0), tl.load(num_groups) * NUM_KV_HEADS, tl.num_programs(0)):
+        item = work // NUM_KV_HEADS
+        kv_head = work % NUM_KV_HEADS
+        split = tl.load(groups + item * 3)
+        first_member = tl.load(groups + item * 3 + 1)
+        is_query = member < tl.load(groups + item * 3 + 2)
+        row = tl.load(members + first_member + member, is_query, 0).to(tl.int64)
+        head = kv_head * GROUP + query % GROUP
+        is_real = is_query[:, None] & is_column[None, :]
+        queries = tl.load(q + row[:, None] * q_stride + head[:, None] * HEAD_DIM + column[None, :], is_real, 0.0)
+        block_table = block_tables + tl.load(members + first_member).to(tl.int64) * table_stride
+        largest = tl.full([QUERIES], float("-inf"), tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+        summed = tl.zeros([QUERIES, WIDTH], tl.float32)
+        largest, total, summed = _attend_tile(
+            queries, query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale, split * SPLIT,
+            (split + 1) * SPLIT, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, False,
+        )  # fmt: skip
+        place = (tl.load(first_items + row, is_query, 0) + split).to(tl.int64) * NUM_HEADS + head
+        tl.store(partial + place[:, None] * HEAD_DIM + column[None, :], summed / total[:, None], is_real)
+        tl.store(log_sums + place, largest + tl.log2(total), is_query)
+
+
+@jit
+def _merge_kernel(
+    partial, log_sums, context_lens, num_decodes, first_items, out, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr, SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """One program per row and some heads: its splits' results, weighed by their sums. What is no decode is skipped."""
+    begin()
+    row = tl.program_id(0).to(tl.int64)
+    if row < tl.load(num_decodes):
+        num_splits = tl.cdiv(tl.load(context_lens + row), SPLIT)
+        head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        split = tl.arange(0, MOST_SPLITS)
+        column = tl.arange(0, WIDTH)
+        is_head, is_column = head < NUM_HEADS, column < HEAD_DIM
+        is_read = (split < num_splits)[None, :] & is_head[:, None]
+        place = (tl.load(first_items + row) + split).to(tl.int64)[None, :] * NUM_HEADS + head[:, None]
+        log_sum = tl.load(log_sums + place, is_read, float("-inf"))
+        weight = tl.where(is_read, tl.exp2(log_sum - tl.max(log_sum, 1)[:, None]), 0.0)
+        is_number = is_read[:, :, None] & is_column[None, None, :]
+        results = tl.load(partial + place[:, :, None] * HEAD_DIM + column[None, None, :], is_number, 0.0)
+        merged = tl.sum(weight[:, :, None] * results, 1) / tl.sum(weight, 1)[:, None]
+        at = (row * NUM_HEADS + head[:, None]) * HEAD_DIM + column[None, :]
+        tl.store(out + at, merged, is_head[:, None] & is_column[None, :])
+
+
+@jit
+def _attend_tile(
+    queries, query_position, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale, first, last,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """Takes keys first … last into a tile of queries; masked, each query sees those up to its own position."""
+    column = tl.arange(0, WIDTH)
+    for start in range(first, last, KEYS):
+        position = start + tl.arange(0, KEYS)
+        is_key = position < last
+        slot = _slots(block_table, position, is_key, BLOCK_SIZE, KEYS)
+        at = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + column[None, :]
+        is_read = is_key[:, None] & (column < HEAD_DIM)[None, :]
+        keys = tl.load(k_cache + at, is_read, 0.0)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        if IS_MASKED:
+            scores = tl.where(position[None, :] <= query_position[:, None], scores, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_largest[:, None])
+        shrink = tl.exp2(largest - new_largest)
+        total = total * shrink + tl.sum(weights, 1)
+        values = tl.load(v_cache + at, is_read, 0.0)
+        summed = summed * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        largest = new_largest
+    return largest, total, summed
+
+
+@jit(do_not_specialize=["q_stride", "table_stride"])
+def _prefill_kernel(
+    q, k_cache, v_cache, out, block_tables, query_tiles, scale, q_stride, table_stride, NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """One program a tile of a sequence's queries and a head."""
+    wait()  # before the next may come, which does not wait
+    let_next_come()
+    head = tl.program_id(1)
+    tile = query_tiles + tl.program_id(0) * 4
+    num_queries = tl.load(tile + 1)
+    if num_queries > 0:
+        first_token = tl.load(tile).to(tl.int64)
+        first_position = tl.load(tile + 2)
+        seq = tl.load(tile + 3).to(tl.int64)
+        query = tl.arange(0, QUERIES)
+        column = tl.arange(0, WIDTH)
+        is_query = (query < num_queries)[:, None] & (column < HEAD_DIM)[None, :]
+        token = first_token + query
+        queries = tl.load(q + token[:, None] * q_stride + head * HEAD_DIM + column[None, :], is_query, 0.0)
+        # Keys below this are seen by every query of the tile.
+        last_of_all = (first_position + 1) // KEYS * KEYS
+        largest = tl.full([QUERIES], float("-inf"), tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+        summed = tl.zeros([QUERIES, WIDTH], tl.float32)
+        block_table = block_tables + seq * table_stride
+        kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
+        largest, total, summed = _attend_tile(
+            queries, first_position + query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale, 0,
+            last_of_all, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, False,
+        )  # fmt: skip
+        largest, total, summed = _attend_tile(
+            queries, first_position + query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale,
+            last_of_all, first_position + num_queries, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, True,
+        )  # fmt: skip
+        at = token[:, None] * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + column[None, :]
+        tl.store(out + at, summed / total[:, None], is_query)

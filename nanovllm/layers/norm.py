@@ -1,0 +1,92 @@
+"""RMSNorm as layers: of what the layer before left, and of every query and key head."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.layers.linear import PartialSum, Shard, Shards, empty_parameter, replicated_shards
+from nanovllm.ops.collectives import Parallel
+from nanovllm.ops.norm import add_rms_norm, rms_norm
+
+
+class RMSNorm(nn.Module):
+    """`x / sqrt(mean(x²) + eps) × weight`, computed in float32; see ops/norm.py.
+
+    Args:
+        size: of a row.
+        fused: compute with our kernels.
+        parallel: the ranks whose sums `reduce_add` takes.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        fused: bool = False,
+        parallel: Parallel | None = None,
+    ):
+        super().__init__()
+        self.weight = empty_parameter(size, dtype=dtype, device=device)
+        self.eps = eps
+        self.fused = fused
+        self.parallel = parallel or Parallel()
+
+    def shards(self, name: str) -> Shards:
+        return replicated_shards(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., size] -> the same; x itself is not changed."""
+        return rms_norm(x, self.weight, self.eps, self.fused)
+
+    def reduce_add(self, x: PartialSum, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual), with the ranks' parts of x summed: the residual form of pre-norm layers.
+
+        Args:
+            x: [num_tokens, size].
+            residual: [num_tokens, size], not changed; None is zeros.
+
+        Returns:
+            The second result is a residual for the next call and nothing else: it may lack other ranks' rows.
+        """
+        if self.parallel.exchange is not None:
+            return self.parallel.exchange.sum_add_norm(x.part, residual, self.weight, self.eps)
+        total = self.parallel.all_reduce(x.part)
+        if residual is None:
+            return self(total), total
+        return add_rms_norm(total, residual, self.weight, self.eps, self.fused)
+
+
+class QKNorm(nn.Module):
+    """RMSNorm of every query and key head, with one weight for the queries and one for the keys.
+
+    weight: [num_heads + num_kv_heads, head_dim], the same row for all query heads and for all key heads.
+    fused: Attention norms, rotates and stores in one kernel of ours instead of calling this layer.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        fused: bool = False,
+    ):
+        super().__init__()
+        self.fused = fused
+        self.num_heads = num_heads
+        self.weight = empty_parameter(num_heads + num_kv_heads, head_dim, dtype=dtype, device=device)
+        self.eps = eps
+
+    def shards(self, name: str) -> Shards:
+        head_dim = self.weight.shape[1]
+        heads = {"q_norm": self.weight[: self.num_heads], "k_norm": self.weight[self.num_heads :]}
+        return {key: Shard((head_dim,), ((0, head_dim),), target) for key, target in heads.items()}
+
+    def forward(self, qk: torch.Tensor) -> torch.Tensor:
+        """qk: [num_tokens, num_heads + num_kv_heads, head_dim] -> the same; qk itself is not changed."""
+        normed = F.rms_norm(qk.float(), (qk.shape[-1],), None, self.eps)
+        return normed.to(qk.dtype).mul_(self.weight)

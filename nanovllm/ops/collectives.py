@@ -1,0 +1,70 @@
+"""`Parallel`: this rank's place among those that share one model, and the collectives it needs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Rank and size are given to layers, never asked of a global; every collective does nothing at size 1.
+
+    Args:
+        rank: this process, 0 ≤ rank < size.
+        size: processes that share the model.
+        group: the torch.distributed process group; None at size 1.
+        exchange: a kernels.exchange.Exchange, where the ranks' GPUs can reach each other's memory.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+    exchange: Any = None
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums `tensor` over the ranks, in place, and returns it."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Every rank's `tensor`, concatenated along its first dimension in rank order."""
+        if self.size == 1:
+            return tensor
+        gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.group)
+        return gathered
+
+    def rows_of_columns(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """From all rows of some columns to some rows of all columns.
+
+        Args:
+            tensor: [num_rows, num_columns], this rank's columns; the number of ranks divides num_rows.
+            out: where to put the result, or None.
+
+        Returns:
+            [num_rows / size, size × num_columns], this rank's rows, with the ranks' columns in rank order.
+        """
+        if self.size == 1:
+            return tensor
+        num_rows, num_columns = tensor.shape
+        received = torch.empty_like(tensor)
+        dist.all_to_all_single(received, tensor.contiguous(), group=self.group)
+        rows = received.view(self.size, num_rows // self.size, num_columns).transpose(0, 1)
+        return rows.flatten(1) if out is None else out.view(rows.shape).copy_(rows).flatten(1)
+
+    def minimum(self, value: int, device: torch.device) -> int:
+        """The smallest `value` of any rank."""
+        if self.size == 1:
+            return value
+        smallest = torch.tensor(value, device=device)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self.group)
+        return int(smallest)
+
+    def shard(self, total: int, what: str) -> tuple[int, int]:
+        """(start, length) of this rank's equal part of `total`; a ValueError names `what` if it does not divide."""
+        if total % self.size:
+            raise ValueError(f"{what} ({total}) cannot be split over {self.size} ranks")
+        return self.rank * (total // self.size), total // self.size

@@ -1,0 +1,192 @@
+"""The ranks' sum of a layer's output, the residual and the RMSNorm after it in one kernel, over memory that all GPUs of
+the model reach directly (NVLink).
+
+Two ways, of which the one that takes less time is chosen by what is to be sent. Directly, every rank sends its product
+to all, and each sums, adds the residual and norms for itself. By owner, every rank sends each row to the rank whose row
+it is; that one sums them, adds the residual, norms the sum and sends the result to all: a reduce-scatter and an
+all-gather with the norm between them. With more than two ranks that sends less, and it takes two trips instead of one.
+The residual of a row is then known to its owner alone. NCCL's all-reduce with RMSNorm.add is the plain twin.
+
+No rank says that it has sent. A mailbox holds −0.0 wherever nothing has come, nobody sends −0.0 (0.0 goes in its
+place), and whoever waits reads until none is left, then writes −0.0 anew; TensorRT-LLM calls such an all-reduce
+Lamport's. No sum uses the mailbox of the sum before: a rank has emptied that one before it sends in this sum, and no
+rank ends this sum before all have sent in it, so that whoever sends in the next finds it empty.
+
+Some of this rests on what the hardware does, not on what CUDA promises: plain stores arrive at another GPU while the
+sender waits, a number arrives whole, and a grid's programs start in the order of their numbers.
+"""
+
+import logging
+
+import torch
+
+from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
+from nanovllm.ops.kernel import jit, tl, triton
+from nanovllm.ops.collectives import Parallel
+
+logger = logging.getLogger(__name__)
+
+# Rows of half a mailbox. More go in parts: so many take far longer than the wait for the ranks that each part costs.
+_MOST_ROWS = 2048
+# What NVLink carries while a row is on its way: so much more may be sent to save a trip.
+_BYTES_OF_A_TRIP = 2**20
+
+
+class Exchange:
+    """This rank's side of the sums of products of a certain width.
+
+    Args:
+        parallel: this rank's place.
+        mail: this rank's memory, `mail_shape(width)`, which all ranks reach; is filled with −0.0.
+        addresses: where this process finds each rank's.
+    """
+
+    def __init__(self, parallel: Parallel, mail: torch.Tensor, addresses: list[int]):
+        self._rank, self._size, self._mail, self._mailbox = parallel.rank, parallel.size, mail.fill_(-0.0), 0
+        # How far each rank's mail is from this one's, in numbers: int64 [size].
+        distances = [(address - addresses[parallel.rank]) // mail.itemsize for address in addresses]
+        self._distances = torch.tensor(distances, device=mail.device)
+
+    def sum_add_norm(
+        self, product: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(the ranks' products + residual), that sum): [num_rows, width] each
+
+        The sum is a residual for the next call and nothing else: it may lack the rows of other ranks.
+
+        Args:
+            product: this rank's, contiguous [num_rows, width].
+            residual: None in the first call of a step, and only there. A step has two calls at least, all with as
+                many rows, and none is left out.
+            weight: [width].
+        """
+        num_rows, width = product.shape
+        normed, total = torch.empty_like(product), torch.empty_like(product)
+        # At least as many numbers as threads: of a number that two threads read, each might see another state.
+        padded = max(128, triton.next_power_of_2(width))
+        num_warps = 4 if padded <= 1024 else min(16, max(8, self._size * padded // 2048))
+        is_direct = _is_direct(self._size, num_rows, product.nbytes)
+        for first in range(0, num_rows, _MOST_ROWS):
+            part = slice(first, min(first + _MOST_ROWS, num_rows))
+            # Captured steps keep the mailboxes they were captured with. So each begins with 2, and as it has two sums
+            # at least, it ends with 0 or 1: whatever step comes next, its first mailbox is not the last one used.
+            self._mailbox = 2 if residual is None and first == 0 else int(self._mailbox == 0)
+            num_programs = part.stop - first if is_direct else -(-(part.stop - first) // self._size)
+            _sum_add_norm_kernel[(num_programs,)](
+                self._mail[self._mailbox], self._distances, product[part],
+                product[part] if residual is None else residual[part], total[part], normed[part], weight,
+                part.stop - first, num_programs, eps, ADDS=residual is not None, IS_DIRECT=is_direct, RANK=self._rank,
+                SIZE=self._size, WIDTH=width, PADDED=padded, HALF=self._mail[0, 0].numel(), num_warps=num_warps,
+                **LAUNCH_OPTIONS,
+            )  # fmt: skip
+        return normed, total
+
+
+def mail_shape(width: int) -> tuple[int, ...]:
+    """[mailboxes, halves, rows, width]. By owner, one half is for products and one for normed rows; directly, both are
+    for products. Two mailboxes take turns, the third begins a step."""
+    return 3, 2, _MOST_ROWS, width
+
+
+def _is_direct(size: int, num_rows: int, num_bytes: int) -> bool:
+    """Whether `size` ranks' products of `num_rows` rows and `num_bytes` bytes are better sent to all."""
+    sent_directly, sent_by_owner = (size - 1) * num_bytes, 2 * (size - 1) * num_bytes / size
+    fits = size * min(num_rows, _MOST_ROWS) <= 2 * _MOST_ROWS
+    return fits and sent_directly - sent_by_owner <= _BYTES_OF_A_TRIP
+
+
+@jit(do_not_specialize=["num_rows", "num_programs"])
+def _sum_add_norm_kernel(
+    mail, distances, product, residual, total, normed, weight, num_rows, num_programs, eps, ADDS: tl.constexpr,
+    IS_DIRECT: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    """Directly, a program has the row of its number; by owner it has one row of each rank, and sums this rank's.
+
+    It waits for the others' programs of the same number alone, so that it matters not how many run at once.
+
+    mail: a mailbox, [2, most rows, WIDTH]; distances: [SIZE]; product, residual, total, normed: [num_rows, WIDTH].
+    """
+    program = tl.program_id(0)
+    column = tl.arange(0, PADDED)
+    is_real = column < WIDTH
+    weights = tl.load(weight + column, is_real, 0.0).to(tl.float32)  # nothing before writes them
+    ranks = tl.arange(0, SIZE)
+    mails = mail + tl.multiple_of(tl.load(distances + ranks), 16)[:, None] + column
+    begin()
+    wide = tl.full([], WIDTH, tl.int64)
+    numbers = ranks * num_programs + program
+    at = numbers[:, None] * wide + column  # in the mail, what each rank sends
+    sent_to = (RANK * num_programs + program) * wide
+    row = program if IS_DIRECT else RANK * num_programs + program
+    row_at = row * wide + column
+    if IS_DIRECT:
+        is_there = is_real[None, :]
+        products = tl.load(product + row_at, is_real, 0.0)[None, :]
+    else:
+        is_there = (numbers < num_rows)[:, None] & is_real
+        products = tl.load(product + at, is_there, 0.0)
+    _send(mails + sent_to, products, is_there)
+    if row < num_rows:
+        values = tl.sum(_receive(mail + at, is_real[None, :]).to(tl.float32), 0)
+        if ADDS:
+            values += tl.load(residual + row_at, is_real, 0.0).to(tl.float32)
+        rounded = values.to(total.dtype.element_ty)
+        tl.store(total + row_at, rounded, is_real)
+        values = rounded.to(tl.float32)  # what is normed is the sum as it is kept
+        values *= tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps) * weights
+        if IS_DIRECT:
+            tl.store(normed + row_at, values, is_real)
+        else:
+            _send(mails + HALF + sent_to, values.to(total.dtype.element_ty)[None, :], is_real[None, :])
+    if not IS_DIRECT:
+        tl.store(normed + at, _receive(mail + HALF + at, is_there), is_there)
+
+
+@jit
+def _send(mails, values, is_there):
+    tl.store(mails, tl.where(_is_nothing(values), 0.0, values), is_there)
+
+
+@jit
+def _receive(mail, is_there):
+    """What stands in the mail once all of it has come; then it is empty again."""
+    values = tl.load(mail, is_there, 0.0, volatile=True)
+    while tl.max(_is_nothing(values).to(tl.int32)) > 0:
+        values = tl.load(mail, is_there, 0.0, volatile=True)
+    tl.store(mail, _nothing(values.dtype), is_there)
+    return values
+
+
+@jit
+def _nothing(dtype: tl.constexpr):
+    """−0.0, from its bits: Triton takes `-0.0` for 0.0 − 0.0."""
+    bits: tl.constexpr = tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32
+    lowest: tl.constexpr = -(2 ** (dtype.primitive_bitwidth - 1))
+    return tl.full([1, 1], lowest, bits).to(dtype, bitcast=True)
+
+
+@jit
+def _is_nothing(values):
+    bits: tl.constexpr = tl.int16 if values.dtype.primitive_bitwidth == 16 else tl.int32
+    return values.to(bits, bitcast=True) == _nothing(values.dtype).to(bits, bitcast=True)
+
+
+def make_exchange(parallel: Parallel, width: int, dtype: torch.dtype, device: torch.device) -> Exchange | None:
+    """An Exchange, or None where the GPUs cannot reach each other's memory or their number is no power of 2."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    if parallel.size & (parallel.size - 1):
+        return None
+    try:
+        mail = symmetric_memory.empty(*mail_shape(width), dtype=dtype, device=device)
+        addresses = symmetric_memory.rendezvous(mail, parallel.group.group_name).buffer_ptrs
+        exchange = Exchange(parallel, mail, addresses)
+        torch.cuda.synchronize(device)
+    except torch.cuda.OutOfMemoryError:
+        raise  # of this rank alone, perhaps
+    except RuntimeError as error:
+        logger.warning("the GPUs cannot reach each other's memory, so NCCL sums instead, slower: %s", error)
+        exchange = None
+    # Nobody sends before all mailboxes are empty, for all ranks meet here.
+    return exchange if parallel.minimum(exchange is not None, device) else None

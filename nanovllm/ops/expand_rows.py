@@ -1,0 +1,175 @@
+"""From the rows of a step to what its layers and its sampler read: by token, by row and by sampled row."""
+
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
+from nanovllm.ops.kernel import jit, tl, triton
+
+# Tokens and sampled rows that a program expands, and blocks of a table that it copies at a time.
+_WIDTH = 128
+
+
+class Table(NamedTuple):
+    """What the device knows of each entry.
+
+    tokens: int32 [num_entries, max_model_len], prompt and completion.
+    block_tables: int32 [num_entries, max_blocks].
+    settings: int32 [num_settings, num_entries], the bits of its sampling settings.
+    seeds: int64 [num_entries], 64 bits each.
+    """
+
+    tokens: torch.Tensor
+    block_tables: torch.Tensor
+    settings: torch.Tensor
+    seeds: torch.Tensor
+
+
+class Expanded(NamedTuple):
+    """What the rows of a step stand for.
+
+    token_ids, positions, slot_mapping: int64 [num_tokens]; padding tokens have id and position 0 and slot −1.
+    cu_seqlens_q: int32 [num_rows + 1]; context_lens: int32 [num_rows]; block_tables: int32 [num_rows, max_blocks].
+    sampled_tokens: int64 [num_sampled], the last token of each row that samples, in the flat batch.
+    entries: int64 [num_sampled], its entry; the last one for padding.
+    lengths: int64 [num_sampled], its tokens so far, so where in its sequence the sampled token will stand.
+    settings: int32 [num_settings, num_sampled]; seeds: int64 [num_sampled].
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    sampled_tokens: torch.Tensor
+    entries: torch.Tensor
+    lengths: torch.Tensor
+    settings: torch.Tensor
+    seeds: torch.Tensor
+
+
+def expand_rows(
+    rows: torch.Tensor,
+    table: Table,
+    num_rows: int,
+    num_tokens: int,
+    num_sampled: int,
+    block_size: int,
+    fused: bool = False,
+) -> Expanded:
+    """Expands rows through the table that they name entries of.
+
+    Args:
+        rows: int32 [at least num_rows + 1 and num_sampled, 4]. Row i has its entry, its keys once the step is computed,
+            its first token in the flat batch, and, as the fourth number, the i-th row that samples. Row `num_rows` ends
+            the list: the table's last entry, which belongs to nobody, no keys, and the number of real tokens. So does
+            every row of padding before it. It also pads the rows that sample.
+        num_rows, num_tokens, num_sampled: padding included.
+        fused: compute with the kernel.
+    """
+    if fused:
+        return _fused_expand_rows(rows, table, num_rows, num_tokens, num_sampled, block_size)
+    entry, context_lens, first_token = rows[: num_rows + 1, :3].t().long()
+    token = torch.arange(num_tokens, device=rows.device)
+    row = torch.searchsorted(first_token, token, right=True) - 1
+    is_real = token < first_token[-1]
+    after = torch.cat((first_token[1:], first_token[-1:]))  # where the row's tokens end
+    positions = torch.where(is_real, context_lens[row] - after[row] + token, 0)
+    block = table.block_tables[entry[row], positions // block_size].long()
+    sampled = rows[:num_sampled, 3].long()
+    entries = entry[sampled]
+    return Expanded(
+        token_ids=torch.where(is_real, table.tokens[entry[row], positions], 0).long(),
+        positions=positions,
+        slot_mapping=torch.where(is_real, block * block_size + positions % block_size, -1),
+        cu_seqlens_q=first_token.int(),
+        context_lens=context_lens[:-1].int(),
+        block_tables=table.block_tables[entry[:-1]],
+        sampled_tokens=torch.where(context_lens > 0, after - 1, 0)[sampled],
+        entries=entries,
+        lengths=context_lens[sampled],
+        settings=table.settings[:, entries],
+        seeds=table.seeds[entries],
+    )
+
+
+@jit(
+    do_not_specialize=[
+        "num_rows", "num_tokens", "num_sampled", "num_halvings", "max_model_len", "max_blocks", "num_entries",
+    ]
+)  # fmt: skip
+def _expand_rows_kernel(
+    rows, tokens, block_tables, settings, seeds, token_ids, positions, slot_mapping, cu_seqlens_q, context_lens,
+    row_tables, sampled_tokens, entries, lengths, row_settings, row_seeds, num_rows, num_tokens, num_sampled,
+    num_halvings, max_model_len, max_blocks, num_entries, NUM_SETTINGS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Each program has one row, as many tokens as it is wide, and as many sampled rows."""
+    begin()
+    program = tl.program_id(0)
+    lane = tl.arange(0, WIDTH)
+    if program <= num_rows:
+        tl.store(cu_seqlens_q + program, tl.load(rows + program * 4 + 2))
+    if program < num_rows:
+        tl.store(context_lens + program, tl.load(rows + program * 4 + 1))
+        entry = tl.load(rows + program * 4).to(tl.int64)
+        for first in range(0, max_blocks, WIDTH):
+            is_block = first + lane < max_blocks
+            block = tl.load(block_tables + entry * max_blocks + first + lane, is_block, 0)
+            tl.store(row_tables + program.to(tl.int64) * max_blocks + first + lane, block, is_block)
+    if program * WIDTH < num_tokens:
+        token = program * WIDTH + lane
+        is_token = token < num_tokens
+        # The last row that begins at or before each token, by bisection.
+        row = lane * 0
+        end = row + num_rows + 1
+        for _ in range(num_halvings):
+            middle = (row + end) // 2
+            is_before = tl.load(rows + middle * 4 + 2, is_token, 0) <= token
+            row = tl.where(is_before, middle, row)
+            end = tl.where(is_before, end, middle)
+        is_real = is_token & (row < num_rows)
+        entry = tl.load(rows + row * 4, is_real, 0).to(tl.int64)
+        length = tl.load(rows + row * 4 + 1, is_real, 0)
+        position = tl.where(is_real, length - tl.load(rows + row * 4 + 6, is_real, 0) + token, 0)
+        block = tl.load(block_tables + entry * max_blocks + position // BLOCK_SIZE, is_real, 0).to(tl.int64)
+        slot = tl.where(is_real, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+        tl.store(token_ids + token, tl.load(tokens + entry * max_model_len + position, is_real, 0), is_token)
+        tl.store(positions + token, position, is_token)
+        tl.store(slot_mapping + token, slot, is_token)
+    if program * WIDTH < num_sampled:
+        index = program * WIDTH + lane
+        is_sampled = index < num_sampled
+        row = tl.load(rows + index * 4 + 3, is_sampled, 0)
+        length = tl.load(rows + row * 4 + 1, is_sampled, 0)
+        after = tl.load(rows + row * 4 + 6, is_sampled & (length > 0), 1)
+        entry = tl.load(rows + row * 4, is_sampled, 0)
+        tl.store(sampled_tokens + index, after - 1, is_sampled)
+        tl.store(entries + index, entry, is_sampled)
+        tl.store(lengths + index, length, is_sampled)
+        tl.store(row_seeds + index, tl.load(seeds + entry, is_sampled, 0), is_sampled)
+        for setting in tl.static_range(NUM_SETTINGS):
+            value = tl.load(settings + setting * num_entries + entry, is_sampled, 0)
+            tl.store(row_settings + setting * num_sampled + index, value, is_sampled)
+
+
+def _fused_expand_rows(rows, table, num_rows, num_tokens, num_sampled, block_size) -> Expanded:
+    max_blocks, (num_settings, num_entries) = table.block_tables.shape[1], table.settings.shape
+
+    def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=rows.device)
+
+    by_sampled = empty(torch.int64, 4, num_sampled)
+    out = Expanded(
+        *empty(torch.int64, 3, num_tokens), empty(torch.int32, num_rows + 1), empty(torch.int32, num_rows),
+        empty(torch.int32, num_rows, max_blocks), *by_sampled[:3], empty(torch.int32, num_settings, num_sampled),
+        by_sampled[3],
+    )  # fmt: skip
+    num_programs = max(num_rows + 1, triton.cdiv(num_tokens, _WIDTH), triton.cdiv(num_sampled, _WIDTH))
+    _expand_rows_kernel[(num_programs,)](
+        rows, *table, *out, num_rows, num_tokens, num_sampled, num_rows.bit_length(), table.tokens.shape[1], max_blocks,
+        num_entries, NUM_SETTINGS=num_settings, BLOCK_SIZE=block_size, WIDTH=_WIDTH, num_warps=4, **LAUNCH_OPTIONS,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,318 @@
+"""Top-k, top-p and min-p: per row of logits the threshold below which no token may be sampled.
+
+Temperature comes first, then top-k, then top-p over what top-k left, then min-p relative to the most probable token.
+Top-p keeps the token that crosses p: a token stays while the tokens that are strictly more probable hold less than p
+of the mass. The filters see logits, not positions: **tokens exactly as probable as the last one kept are kept too**,
+as transformers' and vLLM's top-k do. The largest logit always stays. −inf stays only where there is nothing else.
+
+So what a row keeps is {i: float32(logits[i]) ≥ threshold}, and the sampler needs one number per row, no sorted copy.
+"""
+
+import torch
+
+from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
+from nanovllm.ops.kernel import is_fused, jit, tl, triton
+
+_COLDEST = 1.2e-38  # about the least normal number of float32
+_LOWEST = -3.4028234663852886e38  # the least finite one
+
+
+def filter_thresholds(
+    logits: torch.Tensor, temperatures: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor
+) -> torch.Tensor:
+    """The smallest logit that each row may sample.
+
+    Args:
+        logits: [num_rows, vocab_size], float32, bfloat16 or float16; a row's logits are contiguous.
+        temperatures: float32 [num_rows]; a row with 0 is greedy, and not filtered.
+        top_ks: int32 [num_rows]; off at 0, and at vocab_size or more.
+        top_ps: float32 [num_rows]; off at 1.
+        min_ps: float32 [num_rows], of the largest probability; off at 0.
+
+    Returns:
+        float32 [num_rows]; −inf where nothing is filtered, and where the logits hold NaN or +inf, or nothing but −inf.
+        Sums in float32 may round: if a token's place is within about 1e-6 of p, it may be kept or not.
+    """
+    find = fused_filter_thresholds if is_fused(logits) else plain_filter_thresholds
+    return find(logits, temperatures, top_ks, top_ps, min_ps)
+
+
+def plain_filter_thresholds(
+    logits: torch.Tensor, temperatures: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor
+) -> torch.Tensor:
+    """The plain twin of the kernel: sort, sum up, look where the sum reaches p."""
+    thresholds = torch.full_like(temperatures, -torch.inf)
+    largest = logits.amax(-1).float()
+    limits = torch.where(top_ks > 0, top_ks, logits.shape[1]).clamp(max=logits.shape[1]).long()
+    is_sorted = (limits < logits.shape[1]) | (top_ps < 1)
+    is_filtered = (temperatures > 0) & (is_sorted | (min_ps > 0)) & largest.isfinite()
+    temperatures = temperatures.clamp(min=_COLDEST)
+    least = largest.double() + temperatures * min_ps.double().log()
+    rounded = least.float()
+    rounded = rounded.where(rounded >= least, rounded.nextafter(largest))  # up, never to below the bound
+    thresholds[is_filtered] = rounded.clamp(min=_LOWEST).minimum(largest)[is_filtered]
+    rows = (is_filtered & is_sorted).nonzero()[:, 0]
+    if rows.numel():
+        limits, temperatures, top_ps = limits[rows, None], temperatures[rows, None], top_ps[rows, None]
+        ordered = _negated_in_order(logits[rows].float(), limits)
+        last = ordered.gather(1, limits.clamp(max=ordered.shape[1]) - 1)
+        mass = ((ordered[:, :1] - ordered) / temperatures).exp_().cumsum(1)
+        total = mass.gather(1, torch.searchsorted(ordered, last, right=True) - 1)
+        crossing = torch.searchsorted(mass, top_ps * total).clamp_(max=ordered.shape[1] - 1)
+        found = ordered.gather(1, crossing).where(top_ps < 1, last)[:, 0]
+        thresholds[rows] = thresholds[rows].maximum(-found)
+    return thresholds
+
+
+def _negated_in_order(logits: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
+    """float32 [num_rows, vocab_size] -> each row's negated logits, ascending: at least all that its top-k keeps.
+
+    limits: int64 [num_rows, 1].
+    """
+    num_enough = 2 * int(limits.max())
+    if num_enough < logits.shape[1] // 16:
+        ordered = logits.topk(num_enough).values.neg_()
+        if bool((ordered[:, -1:] > ordered.gather(1, limits - 1)).all()):  # no tie with the last one is missing
+            return ordered
+    if logits.device.type != "cpu":
+        return logits.neg().sort(-1).values
+    # NumPy sorts values alone, with vector instructions: 18 times as fast as PyTorch, which sorts positions along.
+    ordered = logits.neg()
+    ordered.numpy().sort(-1)
+    return ordered
+
+
+# The kernel: one program per row. A first pass notes the largest logit of each of _LANES lanes, which bounds the
+# threshold from below. What lies above the bound is copied to a small scratch row, and searched there. Only where too
+# much lies above it do further passes over all logits narrow the range first. Both filters are the same search, for the
+# largest key at which the weights of the logits from there on reach a target: with weight 1 for top-k, and
+# exp((logit − largest) / temperature) for top-p. Every loop ends by its count or because a range of integers shrinks,
+# whatever the sums are; every sum has a fixed order, so the same row always gives the same threshold.
+_LANES = 4096  # logits that a program reads at once
+_FOUND = 8192  # places of the scratch row
+
+
+def fused_filter_thresholds(
+    logits: torch.Tensor, temperatures: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor
+) -> torch.Tensor:
+    """See filter_thresholds; the grid depends on shapes only."""
+    num_rows, vocab_size = logits.shape
+    thresholds = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    if not num_rows:
+        return thresholds
+    scratch = torch.empty((num_rows, _LANES + _FOUND), dtype=logits.dtype, device=logits.device)
+    width = 16 // logits.itemsize
+    _filter_kernel[(num_rows,)](
+        logits, temperatures, top_ks, top_ps, min_ps, scratch, thresholds, vocab_size, logits.stride(0), LANES=_LANES,
+        WIDTH=width, SLOTS=_FOUND * width // _LANES,
+        SHIFT={torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}[logits.dtype], num_warps=_WARPS,
+        **LAUNCH_OPTIONS,
+    )  # fmt: skip
+    return thresholds
+
+
+_WARPS = 16
+
+
+@jit
+def _key(value, SHIFT: tl.constexpr):
+    """float32 -> int64, in the same order; numbers of the logits' type lose nothing by the SHIFT."""
+    bits = value.to(tl.int32, bitcast=True).to(tl.int64)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
+
+
+@jit
+def _value(key, SHIFT: tl.constexpr):
+    """The number of the logits' type that has this key, in float32."""
+    key = (key << SHIFT) | tl.where(key < 0, (1 << SHIFT) - 1, 0)
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@jit
+def _places(LANES: tl.constexpr, WIDTH: tl.constexpr):
+    """[LANES // WIDTH, WIDTH], so that the second axis is what a thread reads at once."""
+    return tl.arange(0, LANES // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+
+
+@jit
+def _masses(
+    logits, length, cut1, cut2, cut3, cut4, top, scale, LANES: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """float64 [2, 2]: the weights of the logits from each cut on, in any order."""
+    mass1 = tl.zeros([LANES // WIDTH], tl.float32)
+    mass2, mass3, mass4 = mass1, mass1, mass1
+    for start in range(0, length, LANES):
+        place = start + _places(LANES, WIDTH)
+        logit = tl.load(logits + place, place < length, float("-inf")).to(tl.float32)
+        weight = tl.exp2(tl.maximum(logit - top, -3.4028234663852886e38) * scale)
+        mass1 += tl.sum(tl.where(logit >= cut1, weight, 0.0), 1)
+        mass2 += tl.sum(tl.where(logit >= cut2, weight, 0.0), 1)
+        mass3 += tl.sum(tl.where(logit >= cut3, weight, 0.0), 1)
+        mass4 += tl.sum(tl.where(logit >= cut4, weight, 0.0), 1)
+    return tl.sum(tl.join(tl.join(mass1, mass2), tl.join(mass3, mass4)).to(tl.float64), 0)
+
+
+@jit
+def _cut(low, high, part, by_value, SHIFT: tl.constexpr):
+    """The key at `part` fifths of the way from low to high, as keys or as numbers go."""
+    first = _value(low, SHIFT)
+    by_values = _key(first + (_value(high, SHIFT) - first) * (part * 0.2), SHIFT)
+    return tl.where(by_value, tl.minimum(tl.maximum(by_values, low), high), low + (high - low) * part // 5)
+
+
+@jit
+def _narrow(
+    logits, length, low, high, above, target, by_value, top, scale, LANES: tl.constexpr, WIDTH: tl.constexpr,
+    SHIFT: tl.constexpr,
+):  # fmt: skip
+    """One pass: the fifth of low … high in which the mass reaches the target, and the mass from its end on."""
+    cut1 = _value(_cut(low, high, 1, by_value, SHIFT), SHIFT)
+    cut2 = _value(_cut(low, high, 2, by_value, SHIFT), SHIFT)
+    cut3 = _value(_cut(low, high, 3, by_value, SHIFT), SHIFT)
+    cut4 = _value(_cut(low, high, 4, by_value, SHIFT), SHIFT)
+    masses = _masses(logits, length, cut1, cut2, cut3, cut4, top, scale, LANES, WIDTH)
+    part = tl.sum(tl.sum((masses >= target).to(tl.int32), 1), 0)
+    above = tl.maximum(above, tl.max(tl.max(tl.where(masses < target, masses, 0.0), 1), 0))
+    new_low = tl.where(part == 0, low, _cut(low, high, part, by_value, SHIFT))
+    new_high = tl.where(part == 4, high, _cut(low, high, part + 1, by_value, SHIFT))
+    return new_low, new_high, above
+
+
+@jit
+def _search(
+    logits, length, low, high, target, most_steps, top, scale, LANES: tl.constexpr, WIDTH: tl.constexpr,
+    SHIFT: tl.constexpr,
+):  # fmt: skip
+    """The largest key below high at which the mass reaches the target, or low; after most_steps, a bound for it."""
+    step = 0
+    while (high - low > 1) & (step < most_steps):
+        low, high, _ = _narrow(logits, length, low, high, target - target, target, False, top, scale, LANES, WIDTH, SHIFT)
+        step += 1
+    return low
+
+
+@jit
+def _collect(
+    logits, length, low, high, found, LANES: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
+    SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Copies the logits from low on that are below high; 1 if all found room, in SLOTS slots per group of lanes."""
+    first, end = _value(low, SHIFT), _value(high, SHIFT)
+    group = tl.arange(0, LANES // WIDTH)
+    count = tl.zeros([LANES // WIDTH], tl.int32)
+    for start in range(0, length, LANES):
+        place = start + _places(LANES, WIDTH)
+        logit = tl.load(logits + place, place < length, float("-inf"))
+        is_wanted = (logit.to(tl.float32) >= first) & (logit.to(tl.float32) < end)
+        slot = count[:, None] + tl.cumsum(is_wanted.to(tl.int32), 1) - 1
+        tl.store(found + slot * (LANES // WIDTH) + group[:, None], logit, is_wanted & (slot < SLOTS))
+        count += tl.sum(is_wanted.to(tl.int32), 1)
+    for slot in range(SLOTS):
+        tl.store(found + slot * (LANES // WIDTH) + group, float("-inf"), slot >= count)
+    tl.debug_barrier()
+    return (tl.max(count, 0) <= SLOTS).to(tl.int32)
+
+
+@jit
+def _filter(
+    logits, length, low, high, target, has_all, lanes, found, top, scale, LANES: tl.constexpr, WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """(the largest key from low on at which the mass reaches the target, whether `found` holds all from it on)"""
+    above = target - target
+    fits = has_all
+    if has_all == 0:
+        bound = _search(lanes, LANES, low, high, target, 6, top, scale, LANES, WIDTH, SHIFT)
+        end = high
+        step = tl.where(bound > low, 0, 1)
+        low = bound
+        while (high - low > 1) & (fits == 0):
+            if step % 5 == 0:
+                fits = _collect(logits, length, low, high, found, LANES, WIDTH, SLOTS, SHIFT)
+            else:
+                low, high, above = _narrow(
+                    logits, length, low, high, above, target, step < 5, top, scale, LANES, WIDTH, SHIFT
+                )
+            step += 1
+        has_all = fits & (high == end).to(tl.int32)
+    if fits != 0:
+        low = _search(found, LANES // WIDTH * SLOTS, low, high, target - above, 32, top, scale, LANES, WIDTH, SHIFT)
+    return low, has_all
+
+
+@jit
+def _largest_of_lanes(logits, length, lanes, LANES: tl.constexpr, WIDTH: tl.constexpr):
+    """Leaves each lane's largest logit in `lanes`; (the largest, the least of the lanes', whether any is NaN)."""
+    largest = tl.full([LANES // WIDTH, WIDTH], float("-inf"), tl.float32)
+    for start in range(0, length, LANES):
+        place = start + _places(LANES, WIDTH)
+        logit = tl.load(logits + place, place < length, float("-inf")).to(tl.float32)
+        largest = tl.maximum(largest, logit, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(lanes + _places(LANES, WIDTH), largest)
+    tl.debug_barrier()
+    is_broken = tl.max(tl.max((largest != largest).to(tl.int32), 1), 0) != 0
+    return tl.max(tl.max(largest, 1), 0), tl.min(tl.min(largest, 1), 0), is_broken
+
+
+@jit
+def _threshold(
+    logits, length, temperature, top_k, top_p, min_p, lanes, found, LANES: tl.constexpr, WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """The threshold of a row that asks for one."""
+    top, least_of_lanes, is_broken = _largest_of_lanes(logits, length, lanes, LANES, WIDTH)
+    threshold = tl.full([], float("-inf"), tl.float32)
+    if (top > float("-inf")) & (top < float("inf")) & (is_broken == 0):
+        temperature = tl.maximum(temperature, 1.2e-38)
+        low = _key(tl.full([], -3.4028234663852886e38, tl.float32), SHIFT)
+        high = _key(top, SHIFT) + 1
+        has_all = 0
+        for by_mass in range(2):
+            if tl.where(by_mass == 0, (top_k > 0) & (top_k < length), top_p < 1):
+                scale = tl.where(by_mass == 0, 0.0, 1.4426950408889634 / temperature)
+                target = top_k.to(tl.float64)
+                bound = tl.where(top_k <= LANES, least_of_lanes, float("-inf"))
+                if by_mass == 1:
+                    first = _value(low, SHIFT)
+                    if has_all != 0:
+                        masses = _masses(
+                            found, LANES // WIDTH * SLOTS, first, first, first, first, top, scale, LANES, WIDTH
+                        )
+                    else:
+                        masses = _masses(logits, length, first, first, first, first, top, scale, LANES, WIDTH)
+                    total = tl.max(tl.max(masses, 1), 0)
+                    target = top_p.to(tl.float64) * total
+                    # Tokens below this bound are too light to make up the mass that top-p drops, were they all of them.
+                    spare = tl.log(0.5 * (1 - top_p.to(tl.float64)) * total / length)
+                    bound = (top + temperature * spare).to(tl.float32)
+                low = tl.where(has_all != 0, low, tl.maximum(low, _key(bound, SHIFT)))
+                low, has_all = _filter(
+                    logits, length, low, high, target, has_all, lanes, found, top, scale, LANES, WIDTH, SLOTS, SHIFT
+                )
+        # Rounded up, so that no logit below the exact bound of min-p passes.
+        least = top + temperature * tl.log(min_p.to(tl.float64))
+        rounded = tl.maximum(least, -3.4028234663852886e38).to(tl.float32)
+        rounded = tl.where(rounded < least, _value(_key(rounded, 0) + 1, 0), rounded)
+        threshold = tl.minimum(tl.maximum(rounded, _value(low, SHIFT)), top)
+    return threshold
+
+
+@jit
+def _filter_kernel(
+    logits, temperatures, top_ks, top_ps, min_ps, scratch, thresholds, vocab_size, row_stride, LANES: tl.constexpr,
+    WIDTH: tl.constexpr, SLOTS: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    begin()
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures + row)
+    top_k = tl.load(top_ks + row)
+    top_p = tl.load(top_ps + row)
+    min_p = tl.load(min_ps + row)
+    threshold = tl.full([], float("-inf"), tl.float32)
+    if (temperature > 0) & (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1) | (min_p > 0)):
+        lanes = scratch + row * (LANES + LANES // WIDTH * SLOTS)
+        threshold = _threshold(
+            logits + row * row_stride, vocab_size, temperature, top_k, top_p, min_p, lanes, lanes + LANES, LANES,
+            WIDTH, SLOTS, SHIFT,
+        )  # fmt: skip
+    tl.store(thresholds + row, threshold)

@@ -1,0 +1,97 @@
+"""What a linear layer multiplies with: PyTorch, our kernel for a single row on a GPU, or, on a CPU, oneDNN with the
+weights rearranged once for its matrix kernels.
+
+PyTorch multiplies float32 matrices with MKL, which shares a product of few rows badly between threads: at 30
+rows oneDNN takes half to a third of its time (docs/performance.md). The plain twin is `F.linear`.
+"""
+
+from bisect import bisect_left
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
+from nanovllm.ops.kernel import jit, tl, triton
+
+# oneDNN compiles and keeps a kernel, half a megabyte, for each weight shape and number of rows. So only these
+# numbers are ever asked for: fewer rows are padded, more are cut into pieces of the largest.
+_ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32), 512, 1024)
+
+
+def pack_weight(weight: torch.Tensor) -> torch.Tensor | None:
+    """weight: float32 [output_size, input_size] on a CPU -> the same in oneDNN's own layout; None if that cannot be."""
+    # The operators are the ones that torch.compile uses; a build of PyTorch may lack them.
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+        return None
+    if not all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise")):
+        return None
+    return torch.ops.mkldnn._reorder_linear_weight(weight)
+
+
+def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x: [num_rows, input_size] -> [num_rows, output_size]"""
+    num_rows = x.shape[0]
+    if num_rows > _ROWS[-1]:
+        return torch.cat([packed_linear(part, packed, bias) for part in x.split(_ROWS[-1])])
+    num_padded = _ROWS[bisect_left(_ROWS, num_rows)]
+    if num_padded > num_rows:
+        x = F.pad(x, (0, 0, 0, num_padded - num_rows))
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")[:num_rows]
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    packed: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    fused: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`x @ weight.T + bias`, through the packed weight if there is one.
+
+    Args:
+        x: [..., input_size].
+        weight: [output_size, input_size].
+        packed: what `pack_weight` made of it, or None.
+        bias: [output_size] or None.
+        fused: compute with our kernel where there is one: for a single row without a bias.
+        out: [num_rows, output_size], where to put the result; only without a bias.
+    """
+    if packed is not None:
+        return packed_linear(x, packed, bias)
+    if fused and bias is None and x.shape[:-1] == (1,):
+        return single_row_linear(x, weight, out)
+    return F.linear(x, weight, bias) if out is None else torch.mm(x, weight.mT, out=out)
+
+
+@jit(do_not_specialize=["output_size"])
+def _single_row_linear_kernel(
+    x, weight, out, output_size, SIZE: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr
+):
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    column = tl.arange(0, INPUTS)
+    is_output = output < output_size
+    at = weight + output[:, None].to(tl.int64) * SIZE + column[None, :]
+    weights = tl.load(at, is_output[:, None] & (column < SIZE)[None, :], 0.0)  # nothing before writes them
+    begin()
+    products = weights.to(tl.float32) * tl.load(x + column, column < SIZE, 0.0).to(tl.float32)[None, :]
+    for first in tl.static_range(INPUTS, SIZE, INPUTS):
+        is_real = first + column < SIZE
+        weights = tl.load(at + first, is_output[:, None] & is_real[None, :], 0.0)
+        products += weights.to(tl.float32) * tl.load(x + first + column, is_real, 0.0).to(tl.float32)[None, :]
+    tl.store(out + output, tl.sum(products, 1), is_output)
+
+
+def single_row_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x: [1, input_size], weight: [output_size, input_size] -> `x @ weight.T`, [1, output_size]
+
+    With one row there is nothing to reuse: all that counts is to read the weights without a pause. Each program's
+    first ones are on their way before the kernel before has ended. The plain twin is `F.linear`.
+    """
+    output_size, input_size = weight.shape
+    out = torch.empty((1, output_size), dtype=x.dtype, device=x.device) if out is None else out
+    _single_row_linear_kernel[(triton.cdiv(output_size, 8),)](
+        x, weight, out, output_size, SIZE=input_size, OUTPUTS=8,
+        INPUTS=min(1024, triton.next_power_of_2(input_size)), num_warps=4, **LAUNCH_OPTIONS,
+    )  # fmt: skip
+    return out

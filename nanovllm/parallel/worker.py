@@ -1,0 +1,199 @@
+"""One rank of a model that is split over several devices, as a process of its own.
+
+`ParallelRunner` starts it and writes it a log of what happens to the schedule: requests added and aborted, steps
+launched and committed. Each rank follows that log with a Scheduler of its own, which decides as the driver's did, so
+that no step sends any state of its requests; the ranks' collectives do the rest. A log entry and a reply are JSON.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import select
+import socket
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+from nanovllm.config import Config
+from nanovllm.engine.runner import LaunchedStep, Runner, make_scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
+from nanovllm.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+def frame(message: Any) -> bytes:
+    """A message as it goes through a socket: its length in 4 bytes, then JSON."""
+    data = json.dumps(message).encode()
+    return len(data).to_bytes(4, "little") + data
+
+
+def messages(sock: socket.socket, parent: int | None = None) -> Iterator[Any]:
+    """The messages that come through a socket, until the other end is closed or this process has lost its `parent`."""
+    received = bytearray()
+    readable = select.poll()
+    readable.register(sock, select.POLLIN)
+    while True:
+        while len(received) >= 4 and len(received) >= 4 + (size := int.from_bytes(received[:4], "little")):
+            yield json.loads(received[4 : 4 + size])
+            del received[: 4 + size]
+        while not readable.poll(1000):
+            if parent is not None and os.getppid() != parent:
+                return
+        try:
+            data = sock.recv(1 << 20)
+        except OSError:  # the process at the other end died with bytes unread
+            return
+        if not data:
+            return
+        received += data
+
+
+def fingerprint(step: Step) -> int:
+    """A number that is the same in every process that has scheduled the same step (Python hashes numbers alike).
+
+    Of a block table it sees the length and the last block.
+    """
+    return hash(
+        tuple(
+            (seq.seq_id, num_new, samples, seq.num_computed_tokens, seq.entry, len(seq.block_table), seq.block_table[-1])
+            for seq, num_new, samples in step.chunks
+        )
+    )
+
+
+class Worker:
+    """Follows the driver's log: each method but `follow` is one kind of entry.
+
+    Args:
+        config, runner: as an LLMEngine's.
+        rank: this one's.
+    """
+
+    def __init__(self, config: Config, runner: Runner, rank: int):
+        self._config, self._runner, self._rank = config, runner, rank
+        self._in_flight: dict[int, tuple[Step, LaunchedStep]] = {}
+        self._sampled: dict[int, list[int]] = {}  # by step, once it was waited for
+        self.renew()
+
+    def follow(self, log: Iterator[list], reply: Any) -> None:
+        """Until the log says "close"; an entry is [tag, kind, its arguments]. What has a tag is answered."""
+        for tag, kind, *arguments in log:
+            if kind == "close":
+                return
+            answer = getattr(self, kind)(*arguments)
+            if tag is not None:
+                reply([tag, answer])
+
+    def renew(self) -> None:
+        for _, launched in self._in_flight.values():
+            launched.wait()
+        self._in_flight, self._sampled = {}, {}
+        self._unfinished: dict[int, Sequence] = {}
+        self._scheduler = make_scheduler(self._config, self._runner.info)
+
+    def add(self, seq_id, token_ids, params, max_length, stop_token_ids, seed) -> None:
+        self._unfinished[seq_id] = seq = Sequence(
+            seq_id, token_ids, SamplingParams(**params), max_length, frozenset(stop_token_ids), seed
+        )
+        self._scheduler.add(seq)
+
+    def abort(self, seq_id: int) -> None:
+        self._scheduler.abort(self._unfinished.pop(seq_id))
+
+    def launch(self, number: int, expected: int) -> None:
+        step = self._scheduler.schedule()
+        if fingerprint(step) != expected:
+            raise RuntimeError(
+                f"the ranks diverged at step {number}, which is a bug: rank {self._rank} would compute "
+                f"{len(step.chunks)} rows, {[(seq.seq_id, num_new) for seq, num_new, _ in step.chunks[:8]]} …, the "
+                "driver other ones"
+            )
+        self._in_flight[number] = step, self._runner.launch(step)
+
+    def wait(self, number: int) -> list:
+        """A number for the step's tokens, and on rank 0 the tokens."""
+        self._sampled[number] = token_ids = self._in_flight[number][1].wait().token_ids
+        return [hash(tuple(token_ids)), token_ids if self._rank == 0 else None]
+
+    def commit(self, number: int, stopped: list[int]) -> None:
+        step, _ = self._in_flight.pop(number)
+        for seq in self._scheduler.commit(step, self._sampled.pop(number), set(stopped)):
+            del self._unfinished[seq.seq_id]
+
+
+def _run(inbox: Iterator, reply: Any) -> None:
+    """Starts this rank's part of the model and follows the log."""
+    options, rank, size, level = next(inbox)
+    level = level if rank == 0 else max(level, logging.WARNING)
+    logging.basicConfig(level=level, format=f"%(levelname)s:rank {rank}:%(name)s:%(message)s")
+    config = Config(**options)
+    import torch
+    import torch.distributed as dist
+
+    from nanovllm.runner.model_runner import ModelRunner, rank_device
+    from nanovllm.ops.collectives import Parallel
+
+    device = rank_device(config.device, rank, size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # Rank 0 listens at a port that the system chooses, to this host alone, and the driver tells the others which.
+    store, port = None, None
+    if rank == 0:
+        listening = socket.create_server(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        store = dist.TCPStore(
+            "127.0.0.1", port, size, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+    reply([0, port])
+    (port,) = next(inbox)
+    store = store or dist.TCPStore("127.0.0.1", port, size, is_master=False)
+    kind, of_gpu = ("nccl", {"device_id": device}) if device.type == "cuda" else ("gloo", {})
+    dist.init_process_group(kind, store=store, rank=rank, world_size=size, **of_gpu)
+    runner = ModelRunner(config, Parallel(rank, size, dist.group.WORLD))
+    info = runner.info
+    reply([1, [{**vars(info), "eos_token_ids": sorted(info.eos_token_ids)}, runner.memory()]])
+    Worker(config, runner, rank).follow(inbox, reply)
+    runner.close()
+    # Rank 0, which holds the store, goes last: NCCL's threads complain of a store that is gone before them.
+    with contextlib.suppress(RuntimeError):
+        if rank > 0:
+            store.set(f"rank {rank} leaves", "")
+        else:
+            store.wait([f"rank {other} leaves" for other in range(1, size)], timedelta(seconds=2))
+    os._exit(0)  # the driver waits; taking the interpreter down would take another second
+
+
+def main() -> None:
+    """Serves the driver at the other end of the socket whose number is the first argument."""
+    sock, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    inbox: SimpleQueue = SimpleQueue()
+
+    def read() -> None:
+        try:
+            for message in messages(sock, parent):
+                inbox.put(message)
+        finally:
+            os._exit(1)  # nobody is left to work for, whatever the main thread may be stuck in
+
+    def reply(message: Any) -> None:
+        sock.sendall(frame(message))
+
+    Thread(target=read, daemon=True).start()
+    try:
+        _run(iter(inbox.get, None), reply)
+    except BaseException as error:
+        logger.debug("the rank's error", exc_info=True)
+        with contextlib.suppress(OSError):
+            reply({"error": type(error).__name__, "message": str(error)})
+        while True:  # the driver decides whose fault it was, and ends all ranks
+            inbox.get()
+
+
+if __name__ == "__main__":
+    main()

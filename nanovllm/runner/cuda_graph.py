@@ -1,0 +1,121 @@
+"""Captures parts of a step once per size and replays them, so that each is one launch."""
+
+import logging
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_ADVICE = "lower gpu_memory_utilization or max_num_seqs, or use enforce_eager=True"
+
+
+def graph_sizes(largest: int) -> list[int]:
+    """Batch sizes to capture, ascending: 1, 2, 4, 8, every 16 up to 256, then every 32, and the largest."""
+    sizes = [1, 2, 4, 8, *range(16, min(largest, 256) + 1, 16), *range(288, largest + 1, 32)]
+    return sorted({size for size in sizes if size < largest} | {largest})
+
+
+def quarters(largest: int) -> list[int]:
+    """The multiples of a quarter of `largest`, rounded up to multiples of 16, and it itself last."""
+    quarter = -(-largest // 64) * 16
+    return [*range(quarter, largest, quarter), largest]
+
+
+@contextmanager
+def _cublas_lt() -> Iterator[None]:
+    """While this lasts, matrix products come from cuBLASLt, which chooses better kernels for few rows than cuBLAS, and
+    for many rows hardly others.
+
+    PyTorch knows this choice only for the process as a whole: another thread's products may come from there too.
+    """
+    before = torch.backends.cuda.preferred_blas_library()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this switch is experimental
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
+
+
+class CudaGraphs:
+    """Captured functions that share one pool of memory.
+
+    Args:
+        parked: while it lasts, the state is one on which a step may be tried.
+        device: the GPU.
+        is_alone: no other rank takes part in the steps, so that this one may do without a graph.
+    """
+
+    def __init__(self, parked: Callable[[], AbstractContextManager], device: torch.device, is_alone: bool = True):
+        self._parked, self._device, self._is_alone = parked, device, is_alone
+        self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any] | None] = {}
+        self._tried: set[Hashable] = set()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def run(self, key: Hashable, function: Callable[[], Any], kind: Hashable = None) -> Any:
+        """Replays `function`, after capturing it if the key is new.
+
+        Args:
+            key: names the function and every size in it.
+            function: only launches kernels, on state that lies in fixed places; returns tensors.
+            kind: functions of one kind need the same kernels, so that only the first one is tried before its capture.
+
+        Returns:
+            What the function returned when it was captured; the next replay writes over it.
+        """
+        if key not in self._captured:
+            self.capture(key, function, kind)
+        captured = self._captured[key]
+        if captured is None:
+            return function()
+        graph, outputs = captured
+        graph.replay()
+        return outputs
+
+    def capture(self, key: Hashable, function: Callable[[], Any], kind: Hashable = None) -> None:
+        """Captures `function`, and launches nothing that leaves a trace."""
+        try:
+            if not self._is_alone or kind not in self._tried:
+                self._try(function)
+                self._tried.add(kind)
+            try:
+                self._captured[key] = self._record(function)
+            except torch.cuda.OutOfMemoryError:
+                torch.cuda.empty_cache()  # which the allocator does by itself, but not during a capture
+                self._captured[key] = self._record(function)
+        except torch.cuda.OutOfMemoryError:
+            if not self._is_alone:  # the others have begun the trial step
+                raise torch.cuda.OutOfMemoryError(f"too little GPU memory to capture {key}; {_ADVICE}") from None
+            logger.warning("too little GPU memory to capture %s, which is slower without; %s", key, _ADVICE)
+            self._captured[key] = None
+
+    def _try(self, function: Callable[[], Any]) -> None:
+        """Compiles kernels and loads libraries, which a capture may not."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream), self._parked(), _cublas_lt():
+                function()
+        finally:
+            current.wait_stream(self._stream)
+
+    def _record(self, function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        with torch.cuda.stream(self._stream), _cublas_lt():
+            graph = torch.cuda.CUDAGraph()
+            # Not torch.cuda.graph(), which collects garbage and empties the cache each time. What might break a
+            # capture is forbidden to this thread alone: other engines may be at work.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                outputs = function()
+            finally:
+                graph.capture_end()
+        return graph, outputs

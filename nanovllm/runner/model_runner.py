@@ -1,0 +1,416 @@
+"""Owns the device, the weights, the KV cache and the step."""
+
+import logging
+import time
+from bisect import bisect_left
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from nanovllm.attention.backend import AttentionShape, make_attention_backend
+from nanovllm.attention.metadata import QUERY_TILE
+from nanovllm.config import Config
+from nanovllm.engine.runner import Runner, RunnerInfo
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Chunk, Step, StepOutput
+from nanovllm.models.config import load_model_config
+from nanovllm.models.decoder import CausalLM
+from nanovllm.models.loader import fill_dummy_weights, find_model, load_weights
+from nanovllm.ops.collectives import Parallel
+from nanovllm.ops.filters import filter_thresholds
+from nanovllm.ops.kernel import has_kernels
+from nanovllm.ops.process_logits import process_logits
+from nanovllm.ops.sample import sample
+from nanovllm.ops.write_tokens import write_tokens
+from nanovllm.runner.cuda_graph import CudaGraphs, graph_sizes, quarters
+from nanovllm.runner.kv_cache import MemoryUse, explained_out_of_memory, free_bytes, measure_memory, num_kvcache_blocks
+from nanovllm.runner.sequence_table import SampledRows, SamplingNeeds, SequenceTable, StepSize, Tenant, tenant_of
+from nanovllm.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_GIB = 2**30
+# Larger steps only push the activations out of a CPU's caches.
+_USEFUL_CPU_TOKENS = 2048
+# Arithmetic of an eager step that decodes beside prompts: enough to keep a fast GPU busy while the host launches the
+# next.
+_FLOP_BESIDE_DECODES = 12e12
+# Tokens × hidden size of a captured one: enough that its matrix products fill the GPU.
+_TOKEN_WIDTH_BESIDE_DECODES = 768 * 4096
+_FEWEST_TOKENS_BESIDE_DECODES = 512  # matrix products of fewer rows waste a GPU
+_LONGEST_DEFAULT_MODEL_LEN = 32768
+
+
+class StepInFlight:
+    """The tokens of a launched step: on the device now, on the host once `wait` returns."""
+
+    def __init__(self, token_ids: torch.Tensor):
+        self._event = None
+        self._token_ids = token_ids
+        if token_ids.is_cuda:
+            self._token_ids = torch.empty_like(token_ids, device="cpu", pin_memory=True)
+            self._token_ids.copy_(token_ids, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(token_ids.device))
+
+    def wait(self) -> StepOutput:
+        if self._event is not None:
+            self._event.synchronize()
+        return StepOutput(self._token_ids.tolist())
+
+
+class ModelRunner(Runner):
+    """Loads a model, or one rank's part of it, and runs its steps on one device.
+
+    Raises:
+        ValueError: an unknown or broken model, or an option that the model or the device cannot meet.
+        RuntimeError: too little memory, or a device that is not there.
+    """
+
+    def __init__(self, config: Config, parallel: Parallel = Parallel()):  # noqa: B008 (frozen)
+        self.device = rank_device(config.device, parallel.rank, parallel.size)
+        self._parallel = parallel
+        self._is_gpu = self.device.type == "cuda"
+        directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")
+        self.model_config = model_config = load_model_config(directory)
+        self.max_model_len = _max_model_len(config.max_model_len, model_config.max_position)
+        self.dtype = _dtype(config.dtype, model_config.dtype, self.device)
+        self.model = self.graphs = self.kv_cache = self.table = self.backend = self._logits = None
+        try:
+            with self._on_device(), explained_out_of_memory("the engine", self.device):
+                num_blocks = self._start(config, parallel, directory)
+        except BaseException:
+            self.close()  # so that another try finds the memory
+            raise
+        self.info = RunnerInfo(
+            num_kvcache_blocks=num_blocks,
+            kvcache_block_size=self.block_size,
+            max_model_len=self.max_model_len,
+            vocab_size=model_config.vocab_size,
+            eos_token_ids=model_config.eos_token_ids,
+            generation_config=model_config.generation,
+            most_useful_batched_tokens=2**31 if self._is_gpu else _USEFUL_CPU_TOKENS,
+            most_tokens_beside_decodes=self._most_tokens_beside_decodes() if self._is_gpu else 2**31,
+            device=str(self.device),
+            dtype=str(self.dtype).removeprefix("torch."),
+            attention_backend=self.backend.name,
+        )
+        logger.info(
+            "%s on %s in %s, attention %s%s, %d KV cache blocks of %d tokens (%.2f GiB), max_model_len %d",
+            model_config.architecture, self.device, self.dtype, self.backend.name,
+            " with CUDA graphs" if self.graphs else "", num_blocks, self.block_size, self.kv_cache.nbytes / _GIB,
+            self.max_model_len,
+        )  # fmt: skip
+
+    def _start(self, config: Config, parallel: Parallel, directory: Path) -> int:
+        """Loads the model, makes the KV cache and captures graphs; returns the number of blocks."""
+        model_config = self.model_config
+        free_at_start = free_bytes(self.device)
+        # The plain backend is plain all the way through.
+        self._fused = has_kernels() and config.attention_backend != "torch"
+        self._fused &= self._is_gpu or config.attention_backend == "triton"  # interpreted, on a CPU
+        if self._fused and self._is_gpu and parallel.size > 1:
+            from nanovllm.ops.exchange import make_exchange
+
+            exchange = make_exchange(parallel, model_config.hidden_size, self.dtype, self.device)
+            parallel = replace(parallel, exchange=exchange)
+        shape = AttentionShape(
+            num_heads=model_config.num_attention_heads // parallel.size,
+            num_kv_heads=max(1, model_config.num_key_value_heads // parallel.size),
+            head_dim=model_config.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
+        )
+        self.backend = make_attention_backend(config.attention_backend, shape, config.kvcache_block_size)
+        self.block_size = config.kvcache_block_size or self.backend.default_block_size
+        with explained_out_of_memory("the model", self.device):
+            self.model = CausalLM(
+                model_config, self.max_model_len, self.backend, parallel, self.dtype, self.device, self._fused
+            )
+        if config.load_format == "dummy":
+            fill_dummy_weights(self.model, config.seed)
+        else:
+            load_weights(self.model, directory)
+        self._pack_weights()
+        self._groups_prefixes, self.max_num_seqs = config.prefix_grouping, config.max_num_seqs
+        self._grouped_tenants: list[Tenant] = []
+        self._is_grouped = False
+        self.table = SequenceTable(
+            config.max_num_seqs, self.max_model_len, self.block_size, model_config.vocab_size,
+            config.max_num_batched_tokens, self.device, self.backend.most_shared_splits, parallel.size, self._fused,
+        )  # fmt: skip
+        # What is captured samples without asking the device for a count, as our kernels do.
+        self._is_captured = (
+            self._is_gpu and self._fused and self.backend.can_be_captured and not config.enforce_eager
+        )
+        self._captures_prompts = self._is_captured and self.backend.can_capture_prompts
+        self._choose_sizes(config)
+        if self._is_captured:
+            self._logits = self.model.lm_head.empty_logits(self._padded_sampled(self._most_rows))
+        num_blocks = self._allocate_kv_cache(config, free_at_start)
+        if self._is_captured:
+            with torch.inference_mode(), explained_out_of_memory("capturing CUDA graphs", self.device):
+                self._capture(parallel.size == 1)
+            self._check_memory_left()
+        return num_blocks
+
+    def _choose_sizes(self, config: Config) -> None:
+        """The sizes that steps are padded to where they are captured."""
+        self._most_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._decode_sizes = graph_sizes(self._most_rows)
+        self._token_sizes: list[int] = []
+        if self._captures_prompts:
+            most_tokens = max(self._most_tokens_beside_decodes(), 2 * config.max_num_seqs)
+            most_tokens = min(most_tokens, config.max_num_batched_tokens)
+            most_rows = min(self._most_rows, most_tokens)
+            self._token_sizes = quarters(most_tokens)
+            # A chunk in the middle of a prompt samples nothing.
+            self._sampled_sizes = sorted({min(16, most_rows), *quarters(most_rows)})
+            # Prompts of 32 tokens and longer ones; every tile costs a program per head, whether it is used or not.
+            self._most_tiles = most_tokens // QUERY_TILE + min(most_rows, most_tokens // 32 + 1)
+
+    def _capture(self, is_alone: bool) -> None:
+        """Captures the decodes of every size, largest first: smaller ones then fit into the memory of larger ones."""
+        began = time.perf_counter()
+        self.graphs = CudaGraphs(self.table.parked, self.device, is_alone)
+        can_group = self._groups_prefixes and self.backend.most_shared_splits > 0
+        for is_grouped in (False, True) if can_group else (False,):
+            for num_rows in reversed(self._decode_sizes):
+                self._run_captured(self._decode_size(num_rows, is_grouped), SamplingNeeds(), is_replayed=False)
+        torch.cuda.synchronize(self.device)
+        logger.info("captured %d CUDA graphs in %.1f s", len(self.graphs), time.perf_counter() - began)
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> StepInFlight:
+        """Starts a step and returns without waiting for the device."""
+        with self._on_device():
+            num_sampled = sum(chunk.samples for chunk in step.chunks)
+            size, is_captured = self._size(step, num_sampled)
+            needs = self.table.send(step, size)
+            if is_captured:
+                tokens = self._run_captured(size, needs)
+            else:
+                tenants = [tenant_of(chunk.seq) for chunk in step.chunks]
+                tokens = self._sample(*self._forward(size, tenants), needs)
+            return StepInFlight(tokens[:num_sampled])
+
+    def _size(self, step: Step, num_sampled: int) -> tuple[StepSize, bool]:
+        """How large the step is to be, and whether it is one of those that are captured."""
+        num_rows, num_decodes = len(step.chunks), step.num_decodes
+        is_grouped = self._group_prefixes(step)
+        num_new = [chunk.num_new_tokens for chunk in step.chunks]
+        if self._is_captured and num_decodes == num_rows:
+            return self._decode_size(self._decode_sizes[bisect_left(self._decode_sizes, num_rows)], is_grouped), True
+        num_tokens, num_tiles = sum(num_new), sum(-(-n // QUERY_TILE) for n in num_new[num_decodes:])
+        if self._token_sizes and num_tokens <= self._token_sizes[-1] and num_tiles <= self._most_tiles:
+            num_tokens = self._token_sizes[bisect_left(self._token_sizes, num_tokens)]
+            num_rows = min(self._most_rows, num_tokens)
+            num_sampled = self._sampled_sizes[bisect_left(self._sampled_sizes, num_sampled)]
+            return StepSize(
+                num_rows, num_tokens, self._padded_sampled(num_sampled), self._most_tiles, num_rows, num_tokens,
+                is_grouped,
+            ), True  # fmt: skip
+        return StepSize(
+            num_rows, num_tokens, self._padded_sampled(num_sampled), num_tiles, num_decodes, max(num_new), is_grouped
+        ), False
+
+    def _decode_size(self, num_rows: int, is_grouped: bool) -> StepSize:
+        return StepSize(num_rows, num_rows, self._padded_sampled(num_rows), 0, num_rows, 1, is_grouped)
+
+    def _padded_sampled(self, num_sampled: int) -> int:
+        """The ranks share the rows that sample evenly."""
+        return -(-num_sampled // self._parallel.size) * self._parallel.size
+
+    def _run_captured(self, size: StepSize, needs: SamplingNeeds, is_replayed: bool = True) -> torch.Tensor | None:
+        """The step's two captured halves; sampling is captured by itself, for it has many kinds and is quick to."""
+        run = self.graphs.run if is_replayed else self.graphs.capture
+        remainders = tuple(number % 16 for number in size[:3])  # kernels differ by how their tensors are aligned
+        kind = (size.num_rows == 1, size.num_tiles > 0, size.is_grouped, remainders)
+        rows = run(("forward", size), lambda: self._forward(size), ("forward", kind))
+        if not is_replayed:
+            return None
+        sampling = ("sample", size, needs)
+        return run(sampling, lambda: self._sample(*rows, needs), ("sample", size.num_sampled % 16, needs))
+
+    def _forward(self, size: StepSize, tenants: list[Tenant] | None = None) -> tuple[torch.Tensor, SampledRows]:
+        """Embeds, runs the layers, and projects the rows that sample.
+
+        Returns:
+            The logits of this rank's part of those rows, [num_sampled / ranks, vocab_size], and how to sample the rows.
+        """
+        batch = self.table.batch(size, tenants)
+        batch.metadata.plan = self.backend.plan(batch.metadata)
+        hidden_states = self.model(batch.token_ids, batch.positions, self.kv_cache, batch.metadata)
+        hidden_states = hidden_states[batch.sampled_tokens]
+        return self.model.compute_logits(hidden_states, self._logits), batch.sampled
+
+    def _sample(self, logits: torch.Tensor, rows: SampledRows, needs: SamplingNeeds) -> torch.Tensor:
+        """Samples: logits processors, then temperature, filters and noise; int64 [num_sampled], see StepOutput.
+
+        Each rank samples its part of the rows, and all of them get all tokens.
+        """
+        first = self._parallel.rank * len(logits)
+        ours = SampledRows(*(value[first : first + len(logits)] for value in rows))
+        if needs.rules_version:
+            logits = process_logits(logits, ours.entries, ours.lengths, self.table.tokens, self.table.rules.tensors)
+        thresholds = None
+        if needs.has_filters:
+            thresholds = filter_thresholds(logits, ours.temperatures, ours.top_ks, ours.top_ps, ours.min_ps)
+        tokens = sample(logits, ours.temperatures, ours.seeds, ours.lengths, thresholds)
+        tokens = self._parallel.all_gather(tokens)
+        write_tokens(self.table.tokens, rows.entries, rows.lengths, tokens, self._fused)
+        return tokens
+
+    def _group_prefixes(self, step: Step) -> bool:
+        """Whether the step's decodes share keys that are read once for all of them; the table then knows which."""
+        decodes = [chunk.seq for chunk in step.chunks[: step.num_decodes]]
+        # Without a hit nobody shares anything.
+        if not self._groups_prefixes or not any(seq.num_cached_tokens for seq in decodes):
+            return False
+        tenants = [tenant_of(seq) for seq in decodes]
+        if tenants != self._grouped_tenants:
+            groups = self.backend.shared_prefixes(
+                [seq.block_table for seq in decodes], [seq.num_computed_tokens for seq in decodes], self.block_size
+            )
+            if groups is not None:
+                self.table.send_shared_prefixes(groups)
+            self._grouped_tenants, self._is_grouped = tenants, groups is not None
+        return self._is_grouped
+
+    def _on_device(self):
+        # Triton launches on the current device, whatever its tensors say.
+        return torch.cuda.device(self.device) if self._is_gpu else nullcontext()
+
+    def _allocate_kv_cache(self, config: Config, free_at_start: int) -> int:
+        """Makes the cache as large as memory allows and returns its number of blocks."""
+        shape = (self.block_size, self.model.num_kv_heads, self.model_config.head_dim)
+        num_layers, blocks_of_longest = self.model_config.num_hidden_layers, -(-self.max_model_len // self.block_size)
+        block_bytes = 2 * num_layers * shape[0] * shape[1] * shape[2] * self.dtype.itemsize
+
+        if self._is_gpu:
+            self.kv_cache = torch.zeros((2, num_layers, 1, *shape), dtype=self.dtype, device=self.device)
+            num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * (self.max_model_len - 1))
+            memory = measure_memory(self._try_step, num_tokens, config.max_num_seqs, free_at_start, self.device)
+            memory = replace(memory, graphs=self._bytes_for_graphs(memory.activations, num_tokens))
+            self.kv_cache = None
+            torch.cuda.empty_cache()
+        else:
+            memory = MemoryUse(total=0, free_at_start=0, free=free_bytes(self.device) // self._parallel.size)
+        num_blocks = num_kvcache_blocks(config, memory, block_bytes, blocks_of_longest, self._is_gpu)
+        num_blocks = self._parallel.minimum(num_blocks, self.device)
+        self.kv_cache = torch.empty((2, num_layers, num_blocks, *shape), dtype=self.dtype, device=self.device)
+        if self._is_gpu:
+            # With the graphs captured, at least this must be left: activations, and what is not ours to take.
+            self._least_free = free_bytes(self.device) - memory.graphs
+        return num_blocks
+
+    def _bytes_for_graphs(self, activations: int, num_tokens: int) -> int:
+        """Set aside for captured steps, if a step of `num_tokens` takes `activations`: for kernels' code, what the
+        steps keep, what logits processors need, and the largest one's activations, once tried and once captured."""
+        if not self._is_captured:
+            return 0
+        of_processors = 2 * self._most_rows // self._parallel.size * self.model_config.vocab_size * 4
+        num_bytes = _GIB // 2 + of_processors
+        if self._token_sizes:
+            num_bytes += 2 * activations * self._token_sizes[-1] // num_tokens
+        return num_bytes
+
+    @torch.inference_mode()
+    def _try_step(self, sizes: list[int]) -> None:
+        """Computes prompts of so many tokens each, all over each other in the cache, for their results are thrown away.
+
+        All sample with penalties and a top-p, which takes most memory.
+        """
+        params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)
+        chunks = []
+        for entry, num_new_tokens in enumerate(sizes):
+            # Ids below 0 are nobody's, so that the table does not take a request for one of these.
+            seq = Sequence(-1 - entry, [0] * num_new_tokens, params, self.max_model_len)
+            seq.block_table = [0] * -(-num_new_tokens // self.block_size)
+            seq.num_computed_tokens, seq.num_tokens, seq.entry = num_new_tokens, num_new_tokens + 1, entry
+            chunks.append(Chunk(seq, num_new_tokens, True))
+        self.launch(Step.of(chunks)).wait()
+
+    def _check_memory_left(self) -> None:
+        """Raises a RuntimeError if the captured graphs took more than was set aside for them."""
+        torch.cuda.empty_cache()
+        missing = self._least_free - free_bytes(self.device)
+        if missing > 0:
+            raise RuntimeError(
+                f"CUDA graphs took {missing / _GIB:.2f} GiB more GPU memory than was set aside for them; lower "
+                "max_num_seqs or use enforce_eager=True"
+            )
+
+    def _most_tokens_beside_decodes(self) -> int:
+        if self._captures_prompts:
+            num_tokens = _TOKEN_WIDTH_BESIDE_DECODES // self.model_config.hidden_size
+        else:
+            num_weights = sum(weight.numel() for weight in self.model.model.layers.parameters())
+            num_tokens = int(_FLOP_BESIDE_DECODES / (2 * num_weights))
+        # A multiple of what fills the tiles of a matrix product.
+        return max(num_tokens // 256 * 256, _FEWEST_TOKENS_BESIDE_DECODES)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on the device by use."""
+        weights = {parameter.data_ptr(): parameter.nbytes for parameter in self.model.parameters()}
+        packed = sum(
+            module.packed.nbytes for module in self.model.modules() if getattr(module, "packed", None) is not None
+        )
+        return {"weights": sum(weights.values()) + packed, "kv_cache": self.kv_cache.nbytes}
+
+    def close(self) -> None:
+        """Gives the device's memory back; calling it again does nothing."""
+        self.graphs = self.model = self.kv_cache = self.table = self.backend = self._logits = None
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def _pack_weights(self) -> None:
+        """Lets the linear layers trade their weights for a layout that the device multiplies faster."""
+        for module in self.model.modules():
+            if hasattr(module, "pack"):
+                module.pack()
+
+
+def rank_device(name: str, rank: int = 0, size: int = 1) -> torch.device:
+    """The device that `name` means to a rank; a RuntimeError if there is none."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise RuntimeError(f'device={name!r}, but PyTorch finds no GPU; use device="cpu"')
+        if size > torch.cuda.device_count():
+            raise RuntimeError(
+                f"tensor_parallel_size={size}, but there are {torch.cuda.device_count()} GPUs; lower it, or let "
+                "CUDA_VISIBLE_DEVICES name more"
+            )
+        if size > 1:
+            return torch.device("cuda", rank)
+        if device.index is not None and device.index >= torch.cuda.device_count():
+            raise RuntimeError(f"device={name!r}, but there are {torch.cuda.device_count()} GPUs")
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    return device
+
+
+def _dtype(wanted: str, of_checkpoint: str | None, device: torch.device) -> torch.dtype:
+    if wanted == "auto":
+        # CPUs compute bfloat16 slowly, and float32 loses nothing.
+        wanted = "float32" if device.type == "cpu" else of_checkpoint or "bfloat16"
+    dtype = getattr(torch, wanted, None)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f'the checkpoint\'s dtype is {wanted!r}; name float32, bfloat16 or float16 with dtype="…"')
+    return dtype
+
+
+def _max_model_len(wanted: int | None, limit: int) -> int:
+    if wanted is None:
+        return min(limit, _LONGEST_DEFAULT_MODEL_LEN)
+    if wanted > limit:
+        raise ValueError(f"max_model_len={wanted} exceeds the {limit} tokens that the model was made for")
+    return wanted

@@ -1,0 +1,296 @@
+"""What the device knows of every running sequence, and the rows of the step at hand.
+
+The device keeps each running sequence in an entry of the table: its tokens, its block table and its sampling settings.
+A step is nothing but rows: entry, keys, first token. `send` brings the device up to date, and `batch` turns the rows
+into a Batch on the device, with the same function for eager, padded and captured steps.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm.attention.metadata import QUERY_TILE, AttentionMetadata, SharedPrefixes, query_tiles
+from nanovllm.attention.prefix_groups import PrefixGroups
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
+from nanovllm.ops.expand_rows import Table, expand_rows
+from nanovllm.ops.sample import COLDEST
+from nanovllm.ops.upload import upload
+from nanovllm.runner.token_rules import TokenRulesTable
+
+# One admission of one request, so one tenant of an entry: its id, and how often it was preempted before.
+Tenant = tuple[int, int]
+
+
+class StepSize(NamedTuple):
+    """How large a step is, padding included. Eager, padded and captured steps differ in nothing else.
+
+    num_rows, num_tokens, num_sampled: sequences, their new tokens, and how many of them sample.
+    num_tiles: tiles of the queries of prompts; 0 for decodes alone.
+    most_decodes, max_seqlen_q: as in AttentionMetadata.
+    is_grouped: whether keys that decodes share are read once for all of them.
+    """
+
+    num_rows: int
+    num_tokens: int
+    num_sampled: int
+    num_tiles: int
+    most_decodes: int
+    max_seqlen_q: int
+    is_grouped: bool
+
+
+class SampledRows(NamedTuple):
+    """The rows of a step that sample, [num_sampled] each.
+
+    entries, lengths: int64, whose token it is, and where in the sequence it will stand.
+    seeds: int64; temperatures, top_ps, min_ps: float32; top_ks: int32; as ops/sample.py and ops/filters.py have them.
+    """
+
+    entries: torch.Tensor
+    lengths: torch.Tensor
+    seeds: torch.Tensor
+    temperatures: torch.Tensor
+    top_ks: torch.Tensor
+    top_ps: torch.Tensor
+    min_ps: torch.Tensor
+
+
+@dataclass
+class Batch:
+    """The inputs of one step, on the device.
+
+    token_ids, positions: int64 [num_tokens].
+    metadata: for attention; its plan is still to be made.
+    sampled_tokens: int64 [num_sampled], the tokens in the batch after which one is sampled.
+    sampled: how.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    metadata: AttentionMetadata
+    sampled_tokens: torch.Tensor
+    sampled: SampledRows
+
+
+class SamplingNeeds(NamedTuple):
+    """What the rows of a step ask for beyond a temperature. What nobody asks for is not computed.
+
+    has_filters: whether some have a top-k, top-p or min-p.
+    rules_version: which tensors hold the penalties, biases and bans of these rows; 0 if they have none.
+    """
+
+    has_filters: bool = False
+    rules_version: int = 0
+
+
+class SequenceTable:
+    """The entries of the running sequences, and the inputs of a step in fixed places.
+
+    Args:
+        max_num_seqs: entries; one more stands for padding.
+        max_model_len: tokens of an entry.
+        vocab_size: token ids are below it.
+        most_tokens: of a step.
+        most_shared_splits: the attention backend's.
+        num_ranks: the number of sampled rows is padded to a multiple of it.
+        fused: compute with our kernels.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        most_tokens: int,
+        device: torch.device,
+        most_shared_splits: int = 0,
+        num_ranks: int = 1,
+        fused: bool = False,
+    ):
+        self._block_size, self._vocab_size, self._device, self._fused = block_size, vocab_size, device, fused
+        self._padding_entry, num_entries = max_num_seqs, max_num_seqs + 1
+
+        def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._table = Table(
+            tokens=zeros(torch.int32, num_entries, max_model_len),
+            block_tables=zeros(torch.int32, num_entries, -(-max_model_len // block_size)),
+            settings=zeros(torch.int32, 4, num_entries),
+            seeds=zeros(torch.int64, num_entries),
+        )
+        self.rules = TokenRulesTable(num_entries, vocab_size, device)
+        # The step's inputs: a first line with the number of decodes, then the rows that `expand_rows` describes.
+        self._lines = zeros(torch.int32, 1 + num_entries + num_ranks, 4)
+        self._tiles = zeros(torch.int32, most_tokens // QUERY_TILE + min(max_num_seqs, most_tokens) + 1, 4)
+        self._shared = SharedPrefixes(
+            num_items=zeros(torch.int32, 1),
+            items=zeros(torch.int32, most_shared_splits, 3),
+            members=zeros(torch.int32, most_shared_splits),
+            num_shared=zeros(torch.int32, max_num_seqs),
+        )
+        # What the device has, by entry.
+        self._tenants: dict[int, Tenant] = {}
+        self._last_tenants: list[Tenant] = []  # of the last step's rows
+        self._num_blocks = np.zeros(num_entries, np.int64)
+        self._has_filters = np.zeros(num_entries, bool)
+        self._ruled_until = np.zeros(num_entries, np.int64)
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """int32 [num_entries, max_model_len], each entry's prompt and completion."""
+        return self._table.tokens
+
+    # From the host to the device
+
+    def send(self, step: Step, size: StepSize) -> SamplingNeeds:
+        """Brings entries up to date with the host's sequences, and puts the step's rows into place."""
+        sequences = [chunk.seq for chunk in step.chunks]
+        num_seqs = len(sequences)
+        entries = np.fromiter((seq.entry for seq in sequences), np.int64, num_seqs)
+        tenants = [tenant_of(seq) for seq in sequences]
+        if tenants != self._last_tenants:
+            self._last_tenants = []  # until all of it is sent
+            known = self._tenants
+            self._admit([seq for seq, tenant in zip(sequences, tenants, strict=True) if known.get(seq.entry) != tenant])
+        self._send_blocks(sequences, entries)
+        self._last_tenants = tenants
+        num_new = np.fromiter((chunk.num_new_tokens for chunk in step.chunks), np.int64, num_seqs)
+        keys = np.fromiter((seq.num_computed_tokens for seq in sequences), np.int64, num_seqs)
+        samples = np.fromiter((chunk.samples for chunk in step.chunks), bool, num_seqs)
+        self._send_rows(size, entries, num_new, keys, np.flatnonzero(samples), step.num_decodes)
+        sampling = entries[samples]
+        is_ruled = bool((keys[samples] < self._ruled_until[sampling]).any())
+        return SamplingNeeds(bool(self._has_filters[sampling].any()), self.rules.version if is_ruled else 0)
+
+    def send_shared_prefixes(self, groups: PrefixGroups) -> None:
+        """Puts what the decodes of this and the following steps share into place."""
+        num_items = np.array([len(groups.items)], np.int32)
+        arrays = [num_items, groups.items, groups.members, groups.num_shared]
+        for place, new in zip(self._shared, upload(arrays, self._device), strict=True):
+            place[: len(new)].copy_(new)
+
+    def _send_rows(self, size, entries, num_new, keys, sampled, num_decodes) -> None:
+        num_seqs, ends = len(entries), np.cumsum(num_new)
+        lines = np.zeros((1 + max(size.num_rows + 1, size.num_sampled), 4), np.int32)
+        lines[0, 0] = num_decodes
+        rows = lines[1:]
+        rows[:num_seqs, 0], rows[num_seqs:, 0] = entries, self._padding_entry
+        rows[:num_seqs, 1] = keys
+        rows[:num_seqs, 2], rows[num_seqs:, 2] = ends - num_new, ends[-1]
+        rows[: len(sampled), 3], rows[len(sampled) :, 3] = sampled, size.num_rows
+        upload([lines], self._device, into=self._lines)
+        if size.num_tiles:
+            tiles = np.zeros((size.num_tiles, 4), np.int32)
+            real = query_tiles(num_new, keys, num_decodes)
+            tiles[: len(real)] = real
+            upload([tiles], self._device, into=self._tiles)
+
+    def _admit(self, sequences: list[Sequence]) -> None:
+        """Sends all that the host knows of sequences that are new in their entries, but for their blocks."""
+        if not sequences:
+            return
+        entries = np.array([seq.entry for seq in sequences], np.int64)
+        params = [seq.sampling_params for seq in sequences]
+        temperatures = np.array([_temperature(p.temperature) for p in params], np.float32)
+        top_ks = np.array([p.top_k if p.top_k < self._vocab_size else 0 for p in params], np.int32)
+        top_ps, min_ps = (np.array([getattr(p, name) for p in params], np.float32) for name in ("top_p", "min_p"))
+        self._has_filters[entries] = (temperatures > 0) & ((top_ks > 0) | (top_ps < 1) | (min_ps > 0))
+        self._ruled_until[entries] = self.rules.admit(sequences, entries)
+        lengths = np.array([len(seq.token_ids) for seq in sequences])
+        first = np.repeat(entries * self.tokens.shape[1] - (np.cumsum(lengths) - lengths), lengths)
+        places, token_ids, on_device, settings, seeds = upload(
+            [
+                first + np.arange(len(first)),
+                np.array([token_id for seq in sequences for token_id in seq.token_ids], np.int32),
+                entries,
+                np.stack([values.view(np.int32) for values in (temperatures, top_ks, top_ps, min_ps)]),
+                np.array([seq.seed for seq in sequences], np.uint64).view(np.int64),
+            ],
+            self._device,
+        )
+        self.tokens.view(-1).index_copy_(0, places, token_ids)
+        self._table.settings.index_copy_(1, on_device, settings)
+        self._table.seeds.index_copy_(0, on_device, seeds)
+        self._num_blocks[entries] = 0
+        self._tenants.update((seq.entry, tenant_of(seq)) for seq in sequences)
+
+    def _send_blocks(self, sequences: list[Sequence], entries: np.ndarray) -> None:
+        """Sends the blocks that sequences got since the device last heard of them."""
+        num_blocks = np.fromiter((len(seq.block_table) for seq in sequences), np.int64, len(sequences))
+        num_known, width = self._num_blocks[entries], self._table.block_tables.shape[1]
+        places: list[int] = []
+        blocks: list[int] = []
+        for row in np.flatnonzero(num_blocks != num_known).tolist():
+            table, known, first = sequences[row].block_table, int(num_known[row]), int(entries[row]) * width
+            places += range(first + known, first + len(table))
+            blocks += table[known:]
+        if places:
+            on_device, new = upload([np.array(places, np.int64), np.array(blocks, np.int32)], self._device)
+            self._table.block_tables.view(-1).index_copy_(0, on_device, new)
+            self._num_blocks[entries] = num_blocks
+
+    # On the device
+
+    def batch(self, size: StepSize, tenants: list[Tenant] | None = None) -> Batch:
+        """The Batch of the step whose rows are in place; nothing is asked of the host.
+
+        tenants: for AttentionMetadata.
+        """
+        made = expand_rows(
+            self._lines[1:], self._table, size.num_rows, size.num_tokens, size.num_sampled, self._block_size,
+            self._fused,
+        )  # fmt: skip
+        temperatures, top_ks, top_ps, min_ps = made.settings
+        metadata = AttentionMetadata(
+            cu_seqlens_q=made.cu_seqlens_q,
+            context_lens=made.context_lens,
+            num_decodes=self._lines[0, :1],
+            most_decodes=size.most_decodes,
+            max_seqlen_q=size.max_seqlen_q,
+            max_seqlen_k=self.tokens.shape[1],
+            slot_mapping=made.slot_mapping,
+            block_tables=made.block_tables,
+            block_size=self._block_size,
+            query_tiles=self._tiles[: size.num_tiles] if size.num_tiles else None,
+            shared_prefixes=self._shared if size.is_grouped else None,
+            tenants=tenants,
+        )
+        sampled = SampledRows(
+            made.entries,
+            made.lengths,
+            made.seeds,
+            temperatures.view(torch.float32),
+            top_ks,
+            top_ps.view(torch.float32),
+            min_ps.view(torch.float32),
+        )
+        return Batch(made.token_ids, made.positions, metadata, made.sampled_tokens, sampled)
+
+    @contextmanager
+    def parked(self) -> Iterator[None]:
+        """While this lasts, every row, tile and sampled row is padding, so that a step may be tried without a trace."""
+        lines, tiles = self._lines.clone(), self._tiles.clone()
+        self._lines.zero_()
+        self._lines[1:, 0] = self._padding_entry
+        self._tiles.zero_()
+        try:
+            yield
+        finally:
+            self._lines.copy_(lines)
+            self._tiles.copy_(tiles)
+
+
+def tenant_of(seq: Sequence) -> Tenant:
+    return seq.seq_id, seq.num_preemptions
+
+
+def _temperature(temperature: float) -> float:
+    """A temperature, clamped to where float32 neither makes it 0 nor infinite."""
+    return min(max(temperature, COLDEST), 1e30) if temperature > 0 else 0.0

@@ -1,0 +1,113 @@
+"""The penalties, biases and bans of the running sequences, by entry of the SequenceTable.
+
+Most jobs have none, so the tensors are made when the first sequence brings some, and made wider when one brings more
+than fits. `version` names the tensors at hand: a captured step that reads them holds for one version.
+"""
+
+import numpy as np
+import torch
+
+from nanovllm.engine.sequence import Sequence
+from nanovllm.ops.process_logits import ALWAYS, Edits, TokenRules, edits_of, pack_allowed
+from nanovllm.ops.upload import upload
+
+_NO_PENALTIES = (1.0, 0.0, 0.0)
+
+
+class TokenRulesTable:
+    """TokenRules for `num_entries` entries, the last of which is padding and stays without rules.
+
+    tensors: the rules; None before any sequence has some.
+    version: 0 then, and one more whenever the tensors are made anew.
+    """
+
+    def __init__(self, num_entries: int, vocab_size: int, device: torch.device):
+        self._num_entries, self._vocab_size, self._device = num_entries, vocab_size, device
+        self._is_ruled = np.zeros(num_entries, bool)
+        self.tensors: TokenRules | None = None
+        self.version = 0
+
+    def admit(self, sequences: list[Sequence], entries: np.ndarray) -> np.ndarray:
+        """Takes the rules of sequences that are new in their entries.
+
+        Returns:
+            int64 [num_seqs], the length from which on a sequence's rules no longer change anything; 0 without rules.
+        """
+        until = np.array([_ruled_until(seq) for seq in sequences], np.int64)
+        # An entry whose last tenant had rules must lose them, for a row's neighbours may have some.
+        changed = np.flatnonzero((until > 0) | self._is_ruled[entries])
+        if len(changed):
+            self._send([sequences[index] for index in changed], entries[changed])
+        self._is_ruled[entries] = until > 0
+        return until
+
+    def _send(self, sequences: list[Sequence], entries: np.ndarray) -> None:
+        edits = [_edits(seq) for seq in sequences]
+        rules = self._wide_enough(max(len(e.ids) for e in edits), max(len(e.prefix_tokens) for e in edits))
+        num_seqs, num_edits, num_prefix_tokens = len(edits), rules.edit_ids.shape[1], rules.prefix_tokens.shape[1]
+        ids = np.full((num_seqs, num_edits), -1, np.int32)
+        values = np.zeros((num_seqs, num_edits), np.float32)
+        until, prefixes = np.zeros((num_seqs, num_edits), np.int32), np.zeros((num_seqs, num_edits, 2), np.int32)
+        prefix_tokens = np.zeros((num_seqs, num_prefix_tokens), np.int32)
+        for row, e in enumerate(edits):
+            n = len(e.ids)
+            ids[row, :n], values[row, :n], until[row, :n], prefixes[row, :n] = e.ids, e.values, e.until, e.prefixes
+            prefix_tokens[row, : len(e.prefix_tokens)] = e.prefix_tokens
+        params = [seq.sampling_params for seq in sequences]
+        penalties = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
+        new = TokenRules(
+            num_prompt_tokens=np.array([seq.num_prompt_tokens for seq in sequences], np.int32),
+            penalties=np.array(penalties, np.float32),
+            allowed=np.stack([pack_allowed(p.allowed_token_ids, self._vocab_size) for p in params]),
+            edit_ids=ids,
+            edit_values=values,
+            edit_until=until,
+            edit_prefix=prefixes,
+            prefix_tokens=prefix_tokens,
+        )
+        on_device, *sent = upload([entries, *vars(new).values()], self._device)
+        for place, values_of_entries in zip(vars(rules).values(), sent, strict=True):
+            place.index_copy_(0, on_device, values_of_entries)
+
+    def _wide_enough(self, num_edits: int, num_prefix_tokens: int) -> TokenRules:
+        """The tensors, made wider if one sequence's edits would not fit."""
+        old = self.tensors
+        if old is not None:
+            if num_edits <= old.edit_ids.shape[1] and num_prefix_tokens <= old.prefix_tokens.shape[1]:
+                return old
+            num_edits = max(num_edits, old.edit_ids.shape[1])
+            num_prefix_tokens = max(num_prefix_tokens, old.prefix_tokens.shape[1])
+        # A power of two, so that they are seldom made again.
+        num_edits, num_prefix_tokens = (1 << max(3, (n - 1).bit_length()) for n in (num_edits, num_prefix_tokens))
+
+        def full(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.full((self._num_entries, *shape), value, dtype=dtype, device=self._device)
+
+        self.version += 1
+        self.tensors = new = TokenRules(
+            num_prompt_tokens=full(0, torch.int32),
+            penalties=torch.tensor(_NO_PENALTIES, device=self._device).repeat(self._num_entries, 1),
+            allowed=full(-1, torch.int32, -(-self._vocab_size // 32)),
+            edit_ids=full(-1, torch.int32, num_edits),
+            edit_values=full(0, torch.float32, num_edits),
+            edit_until=full(0, torch.int32, num_edits),
+            edit_prefix=full(0, torch.int32, num_edits, 2),
+            prefix_tokens=full(0, torch.int32, num_prefix_tokens),
+        )
+        if old is not None:
+            for wide, narrow in zip(vars(new).values(), vars(old).values(), strict=True):
+                (wide[:, : narrow.shape[1]] if narrow.ndim > 1 else wide).copy_(narrow)
+        return new
+
+
+def _edits(seq: Sequence) -> Edits:
+    params = seq.sampling_params
+    return edits_of(params.logit_bias or {}, params.bad_words or (), sorted(seq.stop_token_ids), params.min_tokens)
+
+
+def _ruled_until(seq: Sequence) -> int:
+    params = seq.sampling_params
+    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    if penalties != _NO_PENALTIES or params.logit_bias or params.bad_words or params.allowed_token_ids:
+        return ALWAYS
+    return seq.num_prompt_tokens + params.min_tokens if params.min_tokens and seq.stop_token_ids else 0

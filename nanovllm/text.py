@@ -1,0 +1,258 @@
+"""Text: tokenizer, chat template, stop strings, detokenizing. Nothing else of nanovllm knows what a token says."""
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from functools import lru_cache
+from numbers import Integral, Number
+from pathlib import Path
+from typing import Any
+
+from nanovllm.sampling_params import SamplingParams
+
+# What a prompt became before anything runs: token ids, or why it cannot run.
+Row = list[int] | ValueError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_NO_TOKENIZER = "the model has no tokenizer"
+
+
+class Text:
+    """What a model's tokenizer can do; without one, whatever needs it is an error of the row that asks for it.
+
+    Args:
+        tokenizer: transformers' tokenizer of the model, or None.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        # One tokenizer serves many requests, whose parameters are mostly the same.
+        self._has_text = lru_cache(maxsize=None)(self._find_whether_it_has_text)
+        self._bad_word_ids = lru_cache(maxsize=1024)(self._find_bad_word_ids)
+
+    @classmethod
+    def of_model(cls, directory: Path) -> "Text":
+        """With the tokenizer in `directory`, or without one if there is none; a ValueError if it cannot be loaded."""
+        if not any((directory / name).exists() for name in _TOKENIZER_FILES):
+            return cls(None)
+        from transformers import AutoTokenizer  # slow to import
+
+        try:
+            return cls(AutoTokenizer.from_pretrained(directory, trust_remote_code=False))
+        except Exception as error:  # whatever a broken file makes transformers raise
+            raise ValueError(f"the tokenizer in {directory} cannot be loaded: {error}") from error
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokenizer's own end-of-sequence id, if it has one."""
+        token_id = getattr(self.tokenizer, "eos_token_id", None)
+        return () if token_id is None else (token_id,)
+
+    # From prompts to rows
+
+    def encode(self, prompts: Sequence[Any], add_special_tokens: bool = True) -> list[Row]:
+        """Token ids of every prompt: strings or ids. A ValueError stays one; whatever can be no prompt becomes one."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(self._encode(texts, add_special_tokens) if texts else ())
+        return [next(encoded) if isinstance(prompt, str) else _as_token_ids(prompt) for prompt in prompts]
+
+    def _encode(self, texts: list[str], add_special_tokens: bool) -> list[Row]:
+        if self.tokenizer is None:
+            error = ValueError(f"{_NO_TOKENIZER}; give the prompt as token ids")
+            return [error] * len(texts)
+        options = {"add_special_tokens": add_special_tokens, "return_attention_mask": False, "verbose": False}
+        try:
+            return self.tokenizer(texts, **options)["input_ids"]
+        except (UnicodeError, TypeError, ValueError) as error:
+            if len(texts) == 1:
+                return [ValueError(f"the prompt cannot be tokenized: {_why_no_text(texts[0]) or error}")]
+            return [self._encode([text], add_special_tokens)[0] for text in texts]
+
+    def encode_conversations(
+        self, conversations: Sequence[Any], add_generation_prompt: bool, template_kwargs: Mapping[str, Any] | None
+    ) -> list[Row]:
+        """Token ids of every conversation, through the chat template; a ValueError where that cannot be.
+
+        Raises:
+            ValueError: the tokenizer has no chat template.
+            TypeError: `template_kwargs` is no dict, or holds what is set here.
+        """
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise ValueError("the model's tokenizer has no chat template; use generate with a prompt of your own")
+        if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
+            raise TypeError(f"chat_template_kwargs must be a dict, not {template_kwargs!r}")
+        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        taken = {"conversation", *options} & set(template_kwargs or ())
+        if taken:
+            raise TypeError(f"chat_template_kwargs must not hold {', '.join(sorted(taken))}; chat sets that itself")
+        texts: list[str | ValueError] = []
+        for messages in conversations:
+            try:
+                _check_messages(messages)
+                text = self.tokenizer.apply_chat_template(messages, **(template_kwargs or {}), **options)
+            except Exception as error:  # templates raise what they like
+                text = ValueError(f"the chat template cannot render the conversation: {error}")
+            texts.append(text)
+        # The template writes its special tokens itself.
+        return self.encode(texts, add_special_tokens=False)
+
+    # What parameters say about text
+
+    def bad_words_as_ids(self, bad_words: Iterable[str | tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        """SamplingParams.bad_words with every string replaced by its token ids; ids stay as they are.
+
+        Each string gives its ids without the spaces before it and, if that is as many tokens and begins with another
+        one, with a single space before it: vLLM's `SamplingParams.update_from_tokenizer`.
+
+        Raises:
+            ValueError: there is no tokenizer, or it knows no tokens for a string.
+        """
+        ids: list[tuple[int, ...]] = []
+        for word in bad_words:
+            ids += self._bad_word_ids(word) if isinstance(word, str) else [word]
+        return tuple(ids)
+
+    def _find_bad_word_ids(self, word: str) -> list[tuple[int, ...]]:
+        if self.tokenizer is None:
+            raise ValueError(f"{_NO_TOKENIZER}; give bad_words as lists of token ids")
+        word = word.lstrip() or word  # a word may be nothing but spaces
+        encoded = self.tokenizer([word, " " + word], add_special_tokens=False)["input_ids"]
+        bare, spaced = (tuple(token_ids) for token_ids in encoded)
+        if not bare:
+            raise ValueError(f"the tokenizer has no tokens for the bad word {word!r}")
+        return [bare, spaced] if len(spaced) == len(bare) and spaced[0] != bare[0] else [bare]
+
+    def stop_strings(self, params: SamplingParams) -> "StopStrings | None":
+        """What looks for a request's stop strings, if it has any; a ValueError if there is no tokenizer."""
+        if not params.stop:
+            return None
+        if self.tokenizer is None:
+            raise ValueError(f"{_NO_TOKENIZER}, so stop strings cannot be found; use stop_token_ids")
+        return StopStrings(self, params)
+
+    # From completions to text
+
+    def complete(self, completions: Sequence[tuple[list[int], SamplingParams]]) -> list[str]:
+        """Each completion's text, cut before its first stop string; empty without a tokenizer."""
+        texts = [""] * len(completions)
+        for skips in (True, False) if self.tokenizer is not None else ():
+            rows = [row for row, (_, params) in enumerate(completions) if params.skip_special_tokens is skips]
+            decoded = self.decode([completions[row][0] for row in rows], skips) if rows else []
+            for row, text in zip(rows, decoded, strict=True):
+                texts[row] = self._cut(text, *completions[row])
+        return texts
+
+    def decode(self, completions: list[list[int]], skip_special_tokens: bool) -> list[str]:
+        """The text of each list of token ids."""
+        return self.tokenizer.batch_decode(
+            completions, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def has_text(self, token_id: int, skip_special_tokens: bool) -> bool:
+        """Whether a token adds anything to the text. Skipped special tokens and ids that the tokenizer lacks do not."""
+        return self._has_text(token_id, skip_special_tokens)
+
+    def _find_whether_it_has_text(self, token_id: int, skip_special_tokens: bool) -> bool:
+        # Alone, a space can vanish at the text's beginning, so the token stands between two others.
+        neighbour = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        without, with_it = [*neighbour, *neighbour], [*neighbour, token_id, *neighbour]
+        return len(set(self.decode([without, with_it], skip_special_tokens))) == 2
+
+    def _cut(self, text: str, token_ids: list[int], params: SamplingParams) -> str:
+        """The text before the first stop string that could count."""
+        if not params.stop:
+            return text
+        before = token_ids[: params.min_tokens]
+        start = len(self.decode([before], params.skip_special_tokens)[0]) if before else 0
+        ends = [end for end in (text.find(stop, start) for stop in params.stop) if end >= 0]
+        return text[: min(ends)] if ends else text
+
+
+class StopStrings:
+    """Says after each token of one request whether the text since `min_tokens` holds a stop string.
+
+    It looks at a window of the last tokens that have text. Each of them adds at least a byte, so a string that the
+    newest token completes lies within as many tokens as it has bytes; four more make the first character of that
+    window whole.
+
+    Args:
+        text: of the model.
+        params: the request's; `stop` is not empty.
+    """
+
+    def __init__(self, text: Text, params: SamplingParams):
+        self._text = text
+        self._params = params
+        self._window_size = max(len(stop.encode()) for stop in params.stop) + 4
+        self._window: list[int] = []
+        self._num_tokens = 0
+
+    def __call__(self, token_id: int) -> bool:
+        self._num_tokens += 1
+        skips = self._params.skip_special_tokens
+        if self._num_tokens <= self._params.min_tokens or not self._text.has_text(token_id, skips):
+            return False
+        self._window = [*self._window[1 - self._window_size :], token_id]
+        text = self._text.decode([self._window], skips)[0]
+        return any(stop in text for stop in self._params.stop)
+
+
+def as_prompt_list(prompts: Any) -> list[Any]:
+    """One or many prompts as a list of prompts; a TypeError for what can be neither."""
+    if hasattr(prompts, "tolist"):  # an array or tensor of token ids, or a column of strings
+        prompts = prompts.tolist()
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, (Mapping, Set, bytes, bytearray)):
+        raise TypeError(f"prompts must be a string, a list of token ids, or a list of those, not {prompts!r}")
+    prompts = list(prompts)
+    if prompts and all(_is_token_id(prompt) for prompt in prompts):
+        return [prompts]
+    if prompts and all(isinstance(prompt, Number) for prompt in prompts):
+        raise TypeError(f"a prompt of token ids must hold integers only, not {prompts[:8]!r}")
+    return prompts
+
+
+def as_conversation_list(conversations: Any) -> list[Any]:
+    """One or many conversations as a list of conversations; a TypeError for what can be neither."""
+    if not isinstance(conversations, (list, tuple)):
+        raise TypeError(
+            f"conversations must be a list of messages or a list of such lists, not {type(conversations).__name__}"
+        )
+    if conversations and all(isinstance(message, Mapping) for message in conversations):
+        return [conversations]
+    return list(conversations)
+
+
+def _why_no_text(text: str) -> str | None:
+    """What is wrong with a string that has no UTF-8 form; the tokenizer would only speak of its own types."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"{text[error.start]!r} at position {error.start} is half a surrogate pair, not a character"
+    return None
+
+
+def _as_token_ids(prompt: Any) -> Row:
+    if isinstance(prompt, ValueError):
+        return prompt
+    if hasattr(prompt, "tolist"):
+        prompt = prompt.tolist()
+    if not isinstance(prompt, (list, tuple, range)):
+        return ValueError(f"a prompt must be a string or a list of token ids, not {prompt!r}"[:200])
+    if set(map(type, prompt)) == {int}:  # nearly always, and prompts can be long
+        return list(prompt)
+    bad = next((token_id for token_id in prompt if not _is_token_id(token_id)), None)
+    if bad is not None or None in prompt:
+        return ValueError(f"token ids must be integers, not {bad!r}"[:200])
+    return [int(token_id) for token_id in prompt]
+
+
+def _is_token_id(value: Any) -> bool:
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def _check_messages(messages: Any) -> None:
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise ValueError("a conversation must be a list of at least one message")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise ValueError(f'a message must be a dict with "role" and "content", not {message!r}')

@@ -1,0 +1,745 @@
+"""Bad input: a typed error that names what to change, before work starts, or a row that says why it did not run."""
+
+import importlib.util
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub
+import numpy as np
+import pytest
+import torch
+from model_factory import stable_id
+
+import nanovllm.runner.model_runner
+import nanovllm.kernels
+from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.config import Config
+from nanovllm.demo import MODEL_DIRECTORY
+from nanovllm.engine import kv_cache
+from nanovllm.runner.kv_cache import MemoryUse
+
+NAN, INFINITY = float("nan"), float("inf")
+# 256 tokens in the cache, 300 within max_model_len: some requests fit the one and not the other.
+OPTIONS = {"device": "cpu", "num_kvcache_blocks": 16, "kvcache_block_size": 16, "max_model_len": 300}
+SAMPLED = SamplingParams(temperature=0.8, max_tokens=6, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(MODEL_DIRECTORY, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture
+def idle_llm(llm) -> Iterator[LLM]:
+    """An LLM that must not have run anything in the meantime."""
+    before = llm.metrics()
+    yield llm
+    after = llm.metrics()
+    assert (after["num_steps"], after["num_unfinished_requests"]) == (before["num_steps"], 0)
+    assert after["num_free_kvcache_blocks"] == OPTIONS["num_kvcache_blocks"]
+
+
+# Rows: they come back with the reason, and their neighbours do not notice
+
+IS_NO_PROMPT = "must be a string or a list of token ids"
+BAD_ROWS = {
+    "empty string": ("", "empty"),
+    "empty list": ([], "empty"),
+    "empty array": (np.array([], np.int64), "empty"),
+    "none": (None, f"{IS_NO_PROMPT}, not None"),
+    "integer": (65, f"{IS_NO_PROMPT}, not 65"),
+    "float": (1.5, f"{IS_NO_PROMPT}, not 1.5"),
+    "bool": (True, f"{IS_NO_PROMPT}, not True"),
+    "complex": (1j, IS_NO_PROMPT),
+    "bytes": (b"bytes", f"{IS_NO_PROMPT}, not b'bytes'"),
+    "bytearray": (bytearray(b"x"), IS_NO_PROMPT),
+    "dict": ({"prompt_token_ids": [1]}, IS_NO_PROMPT),
+    "set": ({1, 2}, IS_NO_PROMPT),
+    "generator": ((token for token in (1, 2)), IS_NO_PROMPT),
+    "function": (len, IS_NO_PROMPT),
+    "path": (Path("file.txt"), IS_NO_PROMPT),
+    "params": (GREEDY, IS_NO_PROMPT),
+    "nested": ([[1, 2], [3]], r"must be integers, not \[1, 2\]"),
+    "array of rows": (np.array([[1, 2]]), r"must be integers, not \[1, 2\]"),
+    "tensor of rows": (torch.tensor([[1, 2]]), r"must be integers, not \[1, 2\]"),
+    "none inside": ([1, None], "must be integers, not None"),
+    "string inside": ([1, "a"], "must be integers, not 'a'"),
+    "float inside": ([1, 2.0], "must be integers, not 2.0"),
+    "nan inside": ([NAN], "must be integers, not nan"),
+    "bool inside": ([1, True], "must be integers, not True"),
+    "float array": (np.array([1.0, 2.0]), "must be integers, not 1.0"),
+    "bool tensor": (torch.tensor([True]), "must be integers, not True"),
+    "negative id": ([65, -1], r"token id -1 is outside the vocabulary \(0 to 258\)"),
+    "first id beyond": ([259], r"token id 259 is outside the vocabulary"),
+    "id beyond 32 bits": ([2**31], "token id 2147483648 is outside"),
+    "id beyond 64 bits": ([65, 2**70], "token id 1180591620717411303424 is outside"),
+    "largest unsigned": (np.array([2**64 - 1], np.uint64), "token id 18446744073709551615 is outside"),
+    "surrogate": ("\ud800", r"cannot be tokenized: '\\ud800' at position 0 is half a surrogate pair"),
+    "surrogate inside": ("well \udfff then", r"cannot be tokenized: '\\udfff' at position 5"),
+    "max_model_len": ([65] * 300, "300 tokens leave no room .* max_model_len=300; shorten it, or raise"),
+    "beyond max_model_len": ("long " * 1000, "5000 tokens leave no room"),
+    "beyond the cache": ([65] * 252, "may need 17 KV cache blocks .* there are 16; lower max_tokens"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ROWS)
+def test_a_bad_row_says_why_and_spares_its_neighbours(llm, kind):
+    row, reason = BAD_ROWS[kind]
+    params = SamplingParams(temperature=0.8, max_tokens=6, ignore_eos=True, seed=3)
+    good = llm.generate(["One", "Two"], [GREEDY, params], use_tqdm=False)
+    with pytest.MonkeyPatch.context() as patch:
+        launched = []
+        launch = llm.engine.runner.launch
+        patch.setattr(llm.engine.runner, "launch", lambda work: launched.append(len(work)) or launch(work))
+        first, bad, second = llm.generate(["One", row, "Two"], [GREEDY, GREEDY, params], use_tqdm=False)
+    assert [first.token_ids, second.token_ids] == [output.token_ids for output in good]
+    assert [first.error, second.error, max(launched)] == [None, None, 2]
+    assert re.search(reason, bad.error), bad.error
+    assert bad == RequestOutput("", [], "error", bad.num_prompt_tokens, 0, bad.error)
+
+
+@pytest.mark.parametrize("kind", BAD_ROWS)
+def test_raise_on_error_names_the_row_and_runs_nothing(idle_llm, kind):
+    row, reason = BAD_ROWS[kind]
+    with pytest.raises(ValueError, match=f"prompt 1: .*{reason}"):
+        idle_llm.generate(["One", row, "Two"], GREEDY, use_tqdm=False, raise_on_error=True)
+
+
+@pytest.mark.parametrize("params", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
+def test_neighbours_without_a_seed_are_sampled_as_if_the_bad_rows_were_good(params):
+    """A refused row that used up no number once shifted the seeds of all rows after it."""
+    good = [f"Prompt {index}" for index in range(len(BAD_ROWS))]
+    results = []
+    for others in ([row for row, _ in BAD_ROWS.values()], ["something else"] * len(BAD_ROWS)):
+        with LLM(MODEL_DIRECTORY, **OPTIONS) as llm:
+            prompts = [prompt for pair in zip(good, others, strict=True) for prompt in pair]
+            results.append(llm.generate(prompts, params, use_tqdm=False))
+    spoilt, intact = results
+    assert [output.token_ids for output in spoilt[::2]] == [output.token_ids for output in intact[::2]]
+    assert {output.finish_reason for output in spoilt[1::2]} == {"error"}
+    assert {output.finish_reason for output in intact} == {"length"}
+
+
+def test_nothing_runs_when_all_rows_are_bad(idle_llm):
+    rows = [row for row, _ in BAD_ROWS.values()]
+    outputs = idle_llm.generate(rows, SAMPLED, use_tqdm=False)
+    assert [output.finish_reason for output in outputs] == ["error"] * len(rows)
+
+
+@pytest.mark.parametrize("row", ["empty string", "empty list", "surrogate"])
+def test_a_bad_row_alone_is_a_list_of_one(idle_llm, row):
+    (output,) = idle_llm.generate([BAD_ROWS[row][0]], GREEDY, use_tqdm=False)
+    assert output.finish_reason == "error"
+
+
+@pytest.mark.parametrize("token_id", [-1, 259, 2**70])
+def test_a_stop_token_outside_the_vocabulary_spoils_only_its_row(llm, token_id):
+    """An index outside the logits, had it reached them."""
+    bad = SamplingParams(max_tokens=6, stop_token_ids=[65, token_id])
+    first, second = llm.generate(["One", "One"], [bad, GREEDY], use_tqdm=False)
+    assert (first.finish_reason, second.finish_reason) == ("error", "length")
+    assert f"stop token id {token_id} is outside the vocabulary (0 to 258)" in first.error
+
+
+def test_a_subclass_of_str_is_a_string(llm):
+    class Text(str):
+        __slots__ = ()
+
+    (expected,) = llm.generate("One", GREEDY, use_tqdm=False)
+    for prompts in (Text("One"), [Text("One")]):
+        assert llm.generate(prompts, GREEDY, use_tqdm=False) == [expected]
+
+
+# Arguments of generate and chat
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (None, "prompts must be a string, a list of token ids, or a list of those, not None"),
+        (5, "prompts must be .* not 5"),
+        (1.5, "prompts must be .* not 1.5"),
+        (NAN, "prompts must be .* not nan"),
+        (True, "prompts must be .* not True"),
+        (b"bytes", "prompts must be .* not b'bytes'"),
+        (bytearray(b"x"), "prompts must be"),
+        ({"prompt": "Hi"}, "prompts must be .* not {'prompt': 'Hi'}"),
+        ({"Hi"}, "prompts must be .* not {'Hi'}"),
+        (frozenset([65]), "prompts must be"),
+        (object(), "prompts must be"),
+        (np.array(5), "prompts must be .* not 5"),
+        ([1.0, 2.0], r"must hold integers only, not \[1.0, 2.0\]"),
+        ([65, 66.5], "must hold integers only"),
+        ([NAN], "must hold integers only"),
+        ([True, False], "must hold integers only"),
+        ([65, True], "must hold integers only"),
+        (np.array([1.0, 2.0]), "must hold integers only"),
+        (torch.tensor([0.5]), "must hold integers only"),
+    ],
+    ids=stable_id,
+)
+def test_what_can_be_no_prompts_is_a_type_error(idle_llm, prompts, message):
+    """A set has no order to return results in, and a dict once ran its keys."""
+    with pytest.raises(TypeError, match=message):
+        idle_llm.generate(prompts, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        "greedy",
+        0.7,
+        {"temperature": 0},
+        [None],
+        [GREEDY, None],
+        [{"temperature": 0}],
+        (params for params in [GREEDY]),
+        SamplingParams,
+        {GREEDY},
+    ],
+    ids=stable_id,
+)
+def test_what_is_no_sampling_params_is_a_type_error(idle_llm, params):
+    with pytest.raises(TypeError, match="sampling_params must be a SamplingParams or a list of them"):
+        idle_llm.generate(["Hi"], params, use_tqdm=False)
+    with pytest.raises(TypeError, match="sampling_params must be a SamplingParams or a list of them"):
+        idle_llm.chat([{"role": "user", "content": "Hi"}], params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("option", ["temperature", "max_tokens", "sampling_param"])
+def test_an_unknown_keyword_of_generate_is_refused(idle_llm, option):
+    with pytest.raises(TypeError, match=option):
+        idle_llm.generate("Hi", **{option: 1})
+
+
+@pytest.mark.parametrize(
+    "conversations", ["Hi", None, 5, {"role": "user", "content": "Hi"}, iter([]), {1}], ids=stable_id
+)
+def test_what_can_be_no_conversations_is_a_type_error(idle_llm, conversations):
+    with pytest.raises(TypeError, match="conversations must be a list of messages or a list of such lists"):
+        idle_llm.chat(conversations, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("kwargs", ["enable_thinking", [("enable_thinking", False)], 1], ids=repr)
+def test_chat_template_kwargs_must_be_a_dict(idle_llm, kwargs):
+    with pytest.raises(TypeError, match="chat_template_kwargs must be a dict"):
+        idle_llm.chat([{"role": "user", "content": "Hi"}], GREEDY, chat_template_kwargs=kwargs)
+
+
+@pytest.mark.parametrize(
+    ("conversation", "reason"),
+    [
+        ([], "at least one message"),
+        (None, "at least one message"),
+        ("Hi", "at least one message"),
+        ({"role": "user", "content": "Hi"}, "at least one message"),
+        ([None], 'a dict with "role" and "content", not None'),
+        (["Hi"], 'a dict with "role" and "content", not \'Hi\''),
+        ([{"role": "user"}], 'a dict with "role" and "content"'),
+        ([{"content": "Hi"}], 'a dict with "role" and "content"'),
+        ([{"role": 1, "content": "Hi"}], 'a dict with "role" and "content"'),
+        ([{"role": "user", "content": None}], "chat template cannot render"),
+        ([{"role": "user", "content": 5}], "chat template cannot render"),
+        ([{"role": "user", "content": "\ud800"}], "half a surrogate pair"),
+        ([{"role": "user", "content": "long" * 100}], "leave no room"),
+    ],
+    ids=repr,
+)
+def test_a_bad_conversation_spares_the_others(llm, conversation, reason):
+    good = [{"role": "user", "content": "What is 12 + 30?"}]
+    first, bad, second = llm.chat([good, conversation, good], GREEDY, use_tqdm=False)
+    assert re.search(reason, bad.error), bad.error
+    assert (bad.text, bad.token_ids, bad.finish_reason) == ("", [], "error")
+    assert first.token_ids == second.token_ids == llm.chat(good, GREEDY, use_tqdm=False)[0].token_ids
+    with pytest.raises(ValueError, match=f"prompt 1: .*{reason}"):
+        llm.chat([good, conversation], GREEDY, use_tqdm=False, raise_on_error=True)
+
+
+# Sampling parameters
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"temperature": -0.1}, ValueError, r"temperature must be 0 \(greedy\) or more, not -0.1"),
+        ({"temperature": NAN}, ValueError, "temperature must be finite, not nan"),
+        ({"temperature": INFINITY}, ValueError, "temperature must be finite, not inf"),
+        ({"temperature": np.float32("nan")}, ValueError, "temperature must be finite"),
+        ({"temperature": 10**400}, ValueError, "temperature must be finite"),
+        ({"temperature": "0.7"}, TypeError, "temperature must be a number, not '0.7'"),
+        ({"temperature": None}, TypeError, "temperature must be a number, not None"),
+        ({"temperature": True}, TypeError, "temperature must be a number, not True"),
+        ({"temperature": [0.7]}, TypeError, "temperature must be a number"),
+        ({"temperature": 1j}, TypeError, "temperature must be a number"),
+        ({"top_p": 0}, ValueError, r"top_p must be above 0 and at most 1 \(off\), not 0"),
+        ({"top_p": -0.5}, ValueError, "top_p must be above 0"),
+        ({"top_p": 1.01}, ValueError, "top_p must be above 0 and at most 1"),
+        ({"top_p": NAN}, ValueError, "top_p must be finite"),
+        ({"top_p": "0.9"}, TypeError, "top_p must be a number"),
+        ({"top_p": False}, TypeError, "top_p must be a number"),
+        ({"min_p": -0.1}, ValueError, r"min_p must be between 0 \(off\) and 1"),
+        ({"min_p": 1.1}, ValueError, "min_p must be between 0"),
+        ({"min_p": -INFINITY}, ValueError, "min_p must be finite"),
+        ({"min_p": b"0"}, TypeError, "min_p must be a number"),
+        ({"top_k": -1}, ValueError, r"top_k must be 0 \(off\) or more, not -1"),
+        ({"top_k": 2.0}, TypeError, "top_k must be an integer, not 2.0"),
+        ({"top_k": "2"}, TypeError, "top_k must be an integer"),
+        ({"top_k": None}, TypeError, "top_k must be an integer"),
+        ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, not 0"),
+        ({"max_tokens": -5}, ValueError, "max_tokens must be at least 1"),
+        ({"max_tokens": 1.5}, TypeError, "max_tokens must be an integer"),
+        ({"max_tokens": INFINITY}, TypeError, "max_tokens must be an integer, not inf"),
+        ({"max_tokens": None}, TypeError, "max_tokens must be an integer, not None"),
+        ({"max_tokens": True}, TypeError, "max_tokens must be an integer, not True"),
+        ({"min_tokens": -1}, ValueError, "min_tokens must be between 0 and max_tokens"),
+        ({"min_tokens": 65}, ValueError, r"min_tokens must be between 0 and max_tokens \(64\), not 65"),
+        ({"min_tokens": 6, "max_tokens": 5}, ValueError, r"min_tokens must be between 0 and max_tokens \(5\)"),
+        ({"min_tokens": "1"}, TypeError, "min_tokens must be an integer"),
+        ({"stop": ""}, ValueError, "stop must not hold an empty string"),
+        ({"stop": ["a", "b\ud800"]}, ValueError, "stop must be text"),
+        ({"stop": ["a", ""]}, ValueError, "stop must not hold an empty string"),
+        ({"stop": 5}, TypeError, "stop must be a string or a list of strings, not 5"),
+        ({"stop": ["a", 5]}, TypeError, "stop must be a string or a list of strings"),
+        ({"stop": [None]}, TypeError, "stop must be a string or a list of strings"),
+        ({"stop": b"end"}, TypeError, "stop must be a string or a list of strings, not b'end'"),
+        ({"stop": {"a": 1}}, TypeError, "stop must be a string or a list of strings"),
+        ({"stop": (text for text in "ab")}, TypeError, "stop must be a string or a list of strings"),
+        ({"stop_token_ids": 5}, TypeError, "stop_token_ids must be a list of token ids, not 5"),
+        ({"stop_token_ids": "5"}, TypeError, "stop_token_ids must be a list of token ids"),
+        ({"stop_token_ids": ["5"]}, TypeError, "stop_token_ids must be an integer, not '5'"),
+        ({"stop_token_ids": [1.0]}, TypeError, "stop_token_ids must be an integer, not 1.0"),
+        ({"stop_token_ids": [None]}, TypeError, "stop_token_ids must be an integer, not None"),
+        ({"stop_token_ids": [True]}, TypeError, "stop_token_ids must be an integer, not True"),
+        ({"ignore_eos": 1}, TypeError, "ignore_eos must be True or False, not 1"),
+        ({"ignore_eos": "no"}, TypeError, "ignore_eos must be True or False"),
+        ({"skip_special_tokens": None}, TypeError, "skip_special_tokens must be True or False"),
+        ({"seed": -1}, ValueError, r"seed must be between 0 and 2\*\*64 - 1, not -1"),
+        ({"seed": 2**64}, ValueError, "seed must be between 0"),
+        ({"seed": 1.0}, TypeError, "seed must be an integer, not 1.0"),
+        ({"seed": "1"}, TypeError, "seed must be an integer"),
+        ({"seed": True}, TypeError, "seed must be an integer"),
+        ({"max_new_tokens": 5}, TypeError, "max_new_tokens"),
+    ],
+    ids=stable_id,
+)
+def test_a_wrong_sampling_parameter_is_refused_when_it_is_made(values, error, message):
+    with pytest.raises(error, match=message):
+        SamplingParams(**values)
+
+
+# Options of LLM
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"max_seq_len": 1}, TypeError, "unknown option 'max_seq_len'; did you mean max_model_len"),
+        ({"gpu_memory_utilisation": 0.5}, TypeError, "did you mean gpu_memory_utilization"),
+        ({"tensor_parallel": 2}, TypeError, "did you mean tensor_parallel_size"),
+        ({"block_size": 16}, TypeError, "did you mean kvcache_block_size"),
+        ({"quux": 1}, TypeError, "unknown option 'quux'; the options are revision, dtype, .*seed"),
+        ({"Seed": 1}, TypeError, "did you mean seed"),
+        ({"max_model_len": 0}, ValueError, "max_model_len must be at least 1, not 0"),
+        ({"max_model_len": 1}, ValueError, "max_model_len must be at least 2: one token of prompt"),
+        ({"max_model_len": -1}, ValueError, "max_model_len must be at least 1"),
+        ({"max_model_len": 512.0}, TypeError, "max_model_len must be an integer, not 512.0"),
+        ({"max_model_len": "512"}, TypeError, "max_model_len must be an integer, not '512'"),
+        ({"max_model_len": True}, TypeError, "max_model_len must be an integer, not True"),
+        ({"max_num_batched_tokens": 0}, ValueError, "max_num_batched_tokens must be at least 1"),
+        ({"max_num_batched_tokens": None}, TypeError, "max_num_batched_tokens must be an integer, not None"),
+        ({"max_num_seqs": 0}, ValueError, "max_num_seqs must be at least 1"),
+        ({"max_num_seqs": 10**9}, ValueError, "max_num_seqs must be at most 65535, not 1000000000"),
+        ({"max_num_seqs": 2**63}, ValueError, "max_num_seqs must be at most 65535"),
+        ({"kvcache_block_size": 10**6}, ValueError, "kvcache_block_size must be at most 65535"),
+        ({"device": "cuda:99999999999999999999"}, ValueError, "device must be"),
+        ({"max_num_seqs": INFINITY}, TypeError, "max_num_seqs must be an integer"),
+        ({"kvcache_block_size": 0}, ValueError, "kvcache_block_size must be at least 1"),
+        ({"kvcache_block_size": [16]}, TypeError, "kvcache_block_size must be an integer"),
+        ({"num_kvcache_blocks": -3}, ValueError, "num_kvcache_blocks must be at least 1, not -3"),
+        ({"num_kvcache_blocks": 1e3}, TypeError, "num_kvcache_blocks must be an integer"),
+        ({"gpu_memory_utilization": 0}, ValueError, "gpu_memory_utilization must be above 0 and at most 1, not 0"),
+        ({"gpu_memory_utilization": 90}, ValueError, "gpu_memory_utilization must be above 0 and at most 1, not 90"),
+        ({"gpu_memory_utilization": NAN}, ValueError, "gpu_memory_utilization must be above 0"),
+        ({"gpu_memory_utilization": "0.9"}, TypeError, "gpu_memory_utilization must be a number"),
+        ({"gpu_memory_utilization": True}, TypeError, "gpu_memory_utilization must be a number"),
+        ({"tensor_parallel_size": 0}, ValueError, "tensor_parallel_size must be at least 1"),
+        ({"tensor_parallel_size": "2"}, TypeError, "tensor_parallel_size must be an integer"),
+        ({"dtype": "int8"}, ValueError, "dtype must be one of auto, float32, bfloat16, float16, not 'int8'"),
+        ({"dtype": torch.int64}, ValueError, "dtype must be one of"),
+        ({"dtype": "half"}, ValueError, "dtype must be one of"),
+        ({"dtype": None}, ValueError, "dtype must be one of"),
+        (
+            {"attention_backend": "xformers"},
+            ValueError,
+            "attention_backend must be one of auto, triton, flash, sdpa, torch",
+        ),
+        ({"attention_backend": None}, ValueError, "attention_backend must be one of"),
+        ({"attention_backend": ["torch"]}, ValueError, "attention_backend must be one of"),
+        ({"load_format": "gguf"}, ValueError, "load_format must be one of auto, dummy, not 'gguf'"),
+        ({"enforce_eager": 1}, TypeError, "enforce_eager must be True or False, not 1"),
+        ({"overlap": "yes"}, TypeError, "overlap must be True or False"),
+        ({"enable_prefix_caching": None}, TypeError, "enable_prefix_caching must be True or False"),
+        ({"prefix_grouping": 0}, TypeError, "prefix_grouping must be True or False"),
+        ({"deterministic": "false"}, TypeError, "deterministic must be True or False"),
+        ({"seed": -1}, ValueError, r"seed must be between 0 and 2\*\*64 - 1, not -1"),
+        ({"seed": 2**64}, ValueError, "seed must be between 0"),
+        ({"seed": None}, TypeError, "seed must be an integer, not None"),
+        ({"seed": 1.5}, TypeError, "seed must be an integer"),
+        ({"revision": 1}, TypeError, "revision must be a string, not 1"),
+        ({"device": "tpu"}, ValueError, 'device must be "auto", "cpu", "cuda" or "cuda:N", not \'tpu\''),
+        ({"device": "gpu"}, ValueError, "device must be"),
+        ({"device": "CUDA"}, ValueError, "device must be"),
+        ({"device": "cpu:0"}, ValueError, "device must be"),
+        ({"device": "cuda:"}, ValueError, "device must be .* not 'cuda:'"),
+        ({"device": "cuda:-1"}, ValueError, "device must be"),
+        ({"device": "cuda:one"}, ValueError, "device must be"),
+        ({"device": "cuda:²"}, ValueError, "device must be"),
+        ({"device": "auto:0"}, ValueError, "device must be"),
+        ({"device": ""}, ValueError, "device must be"),
+        ({"device": 0}, ValueError, "device must be .* not 0"),
+        ({"device": None}, ValueError, "device must be .* not None"),
+    ],
+    ids=str,
+)
+def test_a_wrong_option_is_refused_before_anything_is_loaded(options, error, message):
+    """The directory does not even exist: an unknown keyword was once dropped in silence."""
+    with pytest.raises(error, match=message):
+        LLM("/there/is/no/such/model", **options)
+
+
+@pytest.mark.parametrize("model", [None, 5, b"/model", "", ["model"], {"model": 1}], ids=repr)
+def test_a_model_must_be_a_name_or_a_path(model):
+    with pytest.raises(TypeError, match="model must be a directory or a hub name"):
+        LLM(model)
+
+
+def test_a_config_made_directly_is_checked_as_well():
+    with pytest.raises(TypeError, match="max_seq_len"):
+        Config("m", max_seq_len=1)
+    with pytest.raises(ValueError, match="max_num_seqs"):
+        Config("m", max_num_seqs=0)
+
+
+# Devices and memory
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:99"])
+def test_a_gpu_that_is_not_there_is_a_runtime_error(monkeypatch, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match=f"device='{device}', but PyTorch finds no GPU; use device=\"cpu\""):
+        LLM(MODEL_DIRECTORY, device=device)
+
+
+@pytest.mark.parametrize("index", [2, 99])
+def test_a_gpu_beyond_the_last_is_a_runtime_error(monkeypatch, index):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(RuntimeError, match=f"device='cuda:{index}', but there are 2 GPUs"):
+        LLM(MODEL_DIRECTORY, device=f"cuda:{index}")
+
+
+@pytest.mark.parametrize("num_blocks", [10**9, 10**18, 2**70])
+def test_more_cache_than_memory_says_how_much_and_what_to_lower(num_blocks):
+    message = rf"num_kvcache_blocks={num_blocks} needs [\d.]+ GiB more than the [\d.]+ GiB there are for it; lower it$"
+    with pytest.raises(RuntimeError, match=message):
+        LLM(MODEL_DIRECTORY, device="cpu", num_kvcache_blocks=num_blocks)
+
+
+@pytest.mark.parametrize("free_bytes", [0, 4 * 2**20])
+def test_too_little_memory_for_one_sequence_says_how_much_and_what_to_lower(monkeypatch, free_bytes):
+    monkeypatch.setattr(nanovllm.runner.model_runner, "free_bytes", lambda device: free_bytes)
+    message = r"one sequence of 16 blocks .*needs [\d.]+ GiB more than the [\d.]+ GiB .*; lower max_model_len$"
+    with pytest.raises(RuntimeError, match=message):
+        LLM(MODEL_DIRECTORY, device="cpu")
+
+
+GPU = MemoryUse(total=100, free_at_start=90, free=80, activations=15, graphs=5)
+
+
+def blocks_on_gpu(monkeypatch, memory: MemoryUse, **options) -> int:
+    """Blocks of a byte on a GPU of `memory`, without a margin; the longest sequence takes 12."""
+    monkeypatch.setattr(kv_cache, "_GPU_MARGIN", 0)
+    return kv_cache.num_kvcache_blocks(Config("m", **options), memory, 1, 12, True)
+
+
+def test_a_gpu_gives_what_weights_activations_and_graphs_leave_of_its_share(monkeypatch):
+    """Counting the memory that others hold as our own made a second engine on the GPU fail, or starve the first."""
+    for utilization, expected in ((0.9, 90 - 30), (0.5, 50 - 30), (0.42, 12), (1.0, 90 - 30)):
+        assert blocks_on_gpu(monkeypatch, GPU, gpu_memory_utilization=utilization) == expected
+    # What others hold limits us, but is not ours: we take what they leave.
+    assert blocks_on_gpu(monkeypatch, MemoryUse(100, 50, 40, 15, 5), gpu_memory_utilization=0.9) == 20
+    assert blocks_on_gpu(monkeypatch, GPU, max_num_seqs=2) == 24, "more could never be used"
+    assert blocks_on_gpu(monkeypatch, GPU, num_kvcache_blocks=60) == 60
+
+
+def test_a_gpu_without_room_says_what_to_change(monkeypatch):
+    message = r"needs [\d.]+ GiB more than .*; lower max_model_len, .*max_num_seqs, raise gpu_memory_utilization"
+    with pytest.raises(RuntimeError, match=message):
+        blocks_on_gpu(monkeypatch, GPU, gpu_memory_utilization=0.41)
+    with pytest.raises(RuntimeError, match=r"num_kvcache_blocks=61 .*; lower it or raise gpu_memory_utilization$"):
+        blocks_on_gpu(monkeypatch, GPU, num_kvcache_blocks=61)
+
+
+class FakeGpu:
+    """Answers what measure_memory asks: steps take 3 bytes a token for a while, and 40 bytes of kernels stay."""
+
+    def __init__(self, monkeypatch, most_tokens: int = 10**9):
+        self.steps, self.most_tokens, self.used, self.peak = [], most_tokens, 100, 100
+        for name in (
+            "empty_cache",
+            "reset_peak_memory_stats",
+            "mem_get_info",
+            "memory_allocated",
+            "max_memory_allocated",
+        ):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+
+    def run_step(self, sizes: list[int]) -> None:
+        if sum(sizes) > self.most_tokens:
+            raise torch.cuda.OutOfMemoryError("tried to allocate")
+        self.steps.append(sizes)
+        self.used = 140
+        self.peak = max(self.peak, 50 + 3 * sum(sizes))
+
+    def empty_cache(self):
+        pass
+
+    def reset_peak_memory_stats(self, device):
+        self.peak = 50
+
+    def mem_get_info(self, device):
+        return 10_000 - self.used, 10_000
+
+    def memory_allocated(self, device):
+        return 50
+
+    def max_memory_allocated(self, device):
+        return self.peak
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_num_seqs", "num_seqs"),
+    [(1000, 16, 16), (10, 16, 10), (3, 2, 2), (2, 2, 2), (1, 4, 1), (50, 1, 1)],
+)
+def test_the_step_that_is_measured_is_as_large_as_any(monkeypatch, num_tokens, max_num_seqs, num_seqs):
+    """A trial step that was too small once let the cache take what the largest step then lacked."""
+    gpu = FakeGpu(monkeypatch)
+    memory = kv_cache.measure_memory(gpu.run_step, num_tokens, max_num_seqs, 9_950, torch.device("cuda", 0))
+    *small, largest = gpu.steps
+    assert sum(largest) == num_tokens and len(largest) == num_seqs and max(largest) - min(largest) <= 1
+    assert small == ([[1, 2]] if num_seqs > 1 and num_tokens > 2 else []), (
+        "what decodes beside prompts take is compiled too"
+    )
+    # What kernels took by the way is no longer free, and is not an activation either.
+    assert memory == MemoryUse(10_000, 9_950, 10_000 - 140, activations=3 * num_tokens)
+
+
+def test_a_step_too_large_for_the_gpu_says_which_and_what_to_lower(monkeypatch):
+    gpu = FakeGpu(monkeypatch, most_tokens=999)
+    with pytest.raises(RuntimeError, match=r"^a step of 1000 tokens and 16 sampled rows does not .*; lower max_num_b"):
+        kv_cache.measure_memory(gpu.run_step, 1000, 16, 9_950, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("backend", ["triton", "flash"])
+def test_a_backend_for_gpus_is_refused_on_a_cpu(monkeypatch, backend):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(RuntimeError, match=f'attention_backend="{backend}" needs a GPU; on a CPU use "auto"'):
+        LLM(MODEL_DIRECTORY, device="cpu", attention_backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "block_size", "error", "message"),
+    [
+        ("triton", {}, 24, ValueError, "kvcache_block_size to be a multiple of 16, not 24"),
+        ("flash", {}, 256, RuntimeError, 'pip install "nanovllm\\[flash-attn\\]"; or use "triton"'),
+        ("flash", {"dtype": torch.float32}, 256, ValueError, "dtype bfloat16 or float16, not torch.float32"),
+        ("flash", {"head_dim": 264}, 256, ValueError, "head_dim of at most 256 that 8 divides, not 264"),
+        ("flash", {"head_dim": 36}, None, ValueError, "head_dim of at most 256 that 8 divides, not 36"),
+        ("flash", {}, 128, ValueError, "kvcache_block_size to be a multiple of 256, not 128"),
+    ],
+)
+def test_a_backend_that_cannot_run_the_model_says_what_it_needs(
+    monkeypatch, backend, changes, block_size, error, message
+):
+    """Nothing of the backend is imported for that: a GPU machine without FlashAttention must get the message too."""
+    has_flash = error is not RuntimeError
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: (has_flash or None) if name == "flash_attn" else find_spec(name),
+    )
+    fields = {"dtype": torch.bfloat16, "device": torch.device("cuda", 0), **changes}
+    with pytest.raises(error, match=f'attention_backend="{backend}" needs .*{message}'):
+        nanovllm.kernels.make_attention_backend(
+            backend,
+            nanovllm.kernels.AttentionShape(**{"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, **fields}),
+            block_size,
+        )
+
+
+@pytest.mark.parametrize("max_model_len", [1025, 32768, 2**70])
+def test_max_model_len_never_exceeds_what_the_model_was_made_for(max_model_len):
+    """Positions beyond it have no meaning to the model; the table of cosines would end there too."""
+    with pytest.raises(ValueError, match=f"max_model_len={max_model_len} exceeds the 1024 tokens"):
+        LLM(MODEL_DIRECTORY, max_model_len=max_model_len)
+
+
+# Checkpoints
+
+
+@pytest.fixture
+def directory(tmp_path) -> Path:
+    """A copy of the model, to be spoilt."""
+    return Path(shutil.copytree(MODEL_DIRECTORY, tmp_path / "model"))
+
+
+@pytest.mark.parametrize("model", ["/no/such/directory", "./none", "../none", "~/none-such", "a/b/c"])
+def test_a_missing_directory_is_not_looked_for_on_the_hub(monkeypatch, model):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    with pytest.raises(ValueError, match=f"model '{re.escape(model)}' is not a directory"):
+        LLM(model)
+
+
+def test_a_file_is_no_model():
+    with pytest.raises(ValueError, match=r"config.json' is not a directory"):
+        LLM(MODEL_DIRECTORY / "config.json")
+
+
+def test_a_name_that_the_hub_refuses_says_why(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(ValueError, match=r"'some/model' is not a directory, and the hub .*: no route"):
+        LLM("some/model")
+
+
+def test_an_empty_directory_says_what_is_missing(tmp_path):
+    with pytest.raises(ValueError, match=r"config.json is missing; model must be a directory in the Hugging Face"):
+        LLM(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'"text"', b"null", b"\xff\xfe\x00"], ids=repr)
+def test_a_broken_config_names_its_file(directory, name, content):
+    (directory / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{name} (cannot be read|must hold a JSON object)"):
+        LLM(directory)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, r"architecture \['LlamaForCausalLM'\]; supported: Qwen3ForCausalLM"),
+        ({"architectures": None}, r"architecture \[\]; supported"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope type 'llama3' is not supported; default"),
+        ({"rope_parameters": None, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope type 'longrope'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "factor"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, "rope_theta in config.json must be a positive number"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor other than 1"),
+        ({"use_sliding_window": True}, "sliding-window attention is not supported"),
+        ({"layer_types": ["sliding_attention"] * 6}, "sliding-window attention is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; silu is"),
+        ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not supported"),
+        ({"vocab_size": None}, "config.json has no vocab_size"),
+        ({"vocab_size": "259"}, "vocab_size in config.json must be a positive integer, not '259'"),
+        ({"vocab_size": 0}, "vocab_size in config.json must be a positive integer, not 0"),
+        ({"hidden_size": 160.0}, "hidden_size in config.json must be a positive integer"),
+        ({"num_hidden_layers": True}, "num_hidden_layers in config.json must be a positive integer"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=8 is not a multiple of num_key_value_heads=3"),
+        ({"head_dim": 31}, "head_dim=31 must be even"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings in config.json must be a positive integer"),
+        # A config that disagrees with the weights.
+        ({"num_hidden_layers": 7, "layer_types": None}, r"tensors are missing from .*model.layers.6."),
+        ({"num_hidden_layers": 5, "layer_types": None}, r"unexpected tensor model.layers.5"),
+        ({"intermediate_size": 449}, r"tensor model.layers.0.mlp.\w+.weight in .* has shape \[.*\], the model needs"),
+        ({"vocab_size": 260}, r"tensor model.embed_tokens.weight .* has shape \[259, 160\].* needs \[260, 160\]"),
+        ({"tie_word_embeddings": False}, r"1 tensors are missing from .*: lm_head.weight"),
+    ],
+    ids=str,
+)
+def test_a_config_that_cannot_work_names_the_field(directory, changes, message):
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(ValueError, match=message):
+        LLM(directory)
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def _write_index(path: Path, weight_map) -> None:
+    (path.parent / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (Path.unlink, r"holds no .safetensors file"),
+        (_truncate, r"model.safetensors is truncated or not a safetensors file"),
+        (lambda path: path.write_bytes(b""), r"model.safetensors is truncated or not a safetensors file"),
+        (lambda path: path.write_bytes(b"\x80\x04pickle" * 99), r"model.safetensors is truncated or not a safetensors"),
+        (lambda path: path.rename(path.with_name("pytorch_model.bin")), r"holds no .safetensors file"),
+        (lambda path: shutil.copy(path, path.with_name("more.safetensors")), r"tensor .* is in .* and again in"),
+        (
+            lambda path: _write_index(path, {"w": "../model.safetensors"}),
+            r"names the file '../model.safetensors', which",
+        ),
+        (lambda path: _write_index(path, {"w": "/etc/passwd"}), r"names the file '/etc/passwd', which is not"),
+        (lambda path: _write_index(path, {"w": "model.bin"}), r"names the file 'model.bin', which is not"),
+        (lambda path: _write_index(path, {"w": "gone.safetensors"}), r"names gone.safetensors, which is missing"),
+        (lambda path: _write_index(path, ["model.safetensors"]), r"index.json cannot be read"),
+        (lambda path: _write_index(path, None), r"index.json cannot be read"),
+    ],
+)
+def test_broken_weights_name_the_file(directory, spoil, message):
+    """An index that may point anywhere reads files that are none of its business."""
+    spoil(directory / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        LLM(directory)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"model": {"type": "BPE"}}'], ids=repr)
+def test_a_broken_tokenizer_names_its_directory(directory, content):
+    (directory / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ValueError, match=f"the tokenizer in {re.escape(str(directory))} cannot be loaded"):
+        LLM(directory)
+
+
+@pytest.mark.parametrize(
+    ("recommended", "message"),
+    [
+        ({"do_sample": True, "temperature": "hot"}, "temperature must be a number, not 'hot'"),
+        ({"do_sample": True, "top_p": 3}, "top_p must be above 0"),
+        ({"max_new_tokens": 0}, "max_tokens must be at least 1"),
+    ],
+    ids=str,
+)
+def test_wrong_recommendations_matter_only_to_those_who_ask_for_them(directory, recommended, message):
+    path = directory / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **recommended}))
+    with LLM(directory, **OPTIONS) as llm:
+        with pytest.raises((TypeError, ValueError), match=message):
+            llm.generate("Hi", use_tqdm=False)
+        assert llm.generate("Hi", GREEDY, use_tqdm=False)[0].error is None
+
+
+def test_a_failed_start_leaves_no_trace(llm, directory):
+    """The next LLM of the same process must work, and the one that runs must not notice."""
+    (expected,) = llm.generate("One", GREEDY, use_tqdm=False)
+    _truncate(directory / "model.safetensors")
+    default_dtype = torch.get_default_dtype()
+    with pytest.raises(ValueError, match="truncated"):
+        LLM(directory)
+    assert torch.get_default_dtype() is default_dtype
+    with LLM(MODEL_DIRECTORY, **OPTIONS) as other:
+        for model in (llm, other):
+            assert model.generate("One", GREEDY, use_tqdm=False)[0].token_ids == expected.token_ids

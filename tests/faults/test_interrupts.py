@@ -1,0 +1,381 @@
+"""Ctrl-C and exceptions inside generate(): the caller sees them, and the next call is right."""
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+import nanovllm.llm
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import Config
+from nanovllm.demo import MODEL_DIRECTORY
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.runner.model_runner import ModelRunner, StepResult
+from nanovllm.engine.scheduler import Scheduler
+
+# Chunks, several steps, and a cache in which not everything fits at once.
+OPTIONS = {"device": "cpu", "kvcache_block_size": 8, "num_kvcache_blocks": 14, "max_num_batched_tokens": 24}
+
+VICTIMS = ["Interrupt me in the middle.", "Me as well", list(b"And me!"), ""]
+VICTIM_PARAMS = [SamplingParams(temperature=0.9, seed=row, max_tokens=6, ignore_eos=True) for row in range(4)]
+VICTIM_PARAMS[1] = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, stop=["never", "there"])
+
+PROMPTS = ["<|im_start|>user\nWhat is 12 + 30?<|im_end|>\n<|im_start|>assistant\n", list(b"Me as"), "Go on and on"]
+PARAMS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.8, seed=7, max_tokens=5, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True),
+]
+
+POINTS = {
+    "tokenize": (PreTrainedTokenizerBase, "__call__"),
+    "add_request": (LLMEngine, "add_request"),
+    "schedule": (Scheduler, "schedule"),
+    "allocate": (BlockManager, "allocate"),
+    "append": (BlockManager, "append"),
+    "deallocate": (BlockManager, "deallocate"),
+    "launch": (ModelRunner, "launch"),
+    "model": (ModelRunner, "step"),
+    "wait": (StepResult, "wait"),
+    "commit": (Scheduler, "commit"),
+    "stop string": (nanovllm.llm._StopStrings, "__call__"),
+    "step": (LLMEngine, "step"),
+    "progress": (nanovllm.llm._Progress, "add_finished"),
+    "decode": (PreTrainedTokenizerBase, "batch_decode"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sigint():
+    """A shell's background job inherits SIGINT ignored, and Python then installs no handler."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["overlap", "sync"])
+def llm(request):
+    with LLM(MODEL_DIRECTORY, overlap=request.param, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected():
+    with LLM(MODEL_DIRECTORY, device="cpu", attention_backend="torch") as llm:
+        answers = answer(llm)
+    assert answers[0][0] == "42"
+    return answers
+
+
+def answer(llm) -> list[tuple]:
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    return [(output.text, output.token_ids, output.finish_reason, output.error) for output in outputs]
+
+
+def run_victims(llm):
+    """The same steps every time: from an empty cache, and with seeds of their own."""
+    llm.engine.reset()
+    return llm.generate(VICTIMS, VICTIM_PARAMS, use_tqdm=False)
+
+
+def assert_empty(engine: LLMEngine) -> None:
+    assert engine.is_finished()
+    assert not engine.scheduler.running and not engine.scheduler.waiting
+    assert engine.scheduler.block_manager.num_free_blocks == engine.info.num_kvcache_blocks
+    engine.scheduler.check_integrity()
+
+
+class Fault:
+    """Raises `error` at the `at`-th call of a function, before or after its work; counts the calls."""
+
+    def __init__(self, owner, name: str, at: int = -1, error=None, is_after: bool = False):
+        self.num_calls = 0
+        self._patch = pytest.MonkeyPatch()
+        real = getattr(owner, name)
+
+        def faulty(*args, **options):
+            self.num_calls += 1
+            is_it = self.num_calls == at
+            if is_it and not is_after:
+                self._raise(error)
+            try:
+                return real(*args, **options)
+            finally:
+                if is_it:
+                    self._raise(error)
+
+        self._patch.setattr(owner, name, faulty)
+
+    def _raise(self, error) -> None:
+        if error is signal.SIGINT:
+            signal.raise_signal(error)
+        else:
+            raise error
+
+    def __enter__(self) -> "Fault":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._patch.undo()
+
+
+# Exceptions at every place that a call passes
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the device is lost"), signal.SIGINT], ids=repr)
+@pytest.mark.parametrize("point", POINTS)
+def test_after_an_exception_anywhere_the_next_call_is_right(llm, expected, point, error):
+    """A step in flight, a half-filled block table or a row of the failed call once turned up in the next one."""
+    owner, name = POINTS[point]
+    with Fault(owner, name) as probe:
+        assert len(run_victims(llm)) == len(VICTIMS)
+    rng = random.Random(f"{point} {error!r}")
+    assert probe.num_calls > 0
+    for at in {1, probe.num_calls, rng.randint(1, probe.num_calls)}:
+        kind = KeyboardInterrupt if error is signal.SIGINT else type(error)
+        with pytest.raises(kind) as caught, Fault(owner, name, at, error, rng.random() < 0.5):
+            run_victims(llm)
+        assert error is signal.SIGINT or caught.value is error
+        assert_empty(llm.engine)
+        assert answer(llm) == expected
+        assert_empty(llm.engine)
+
+
+@pytest.mark.parametrize("at", range(1, 12))
+def test_interrupts_one_after_the_other_do_not_add_up(llm, expected, at):
+    """No good call between them that could repair anything."""
+    for name, owner in (("launch", ModelRunner), ("schedule", Scheduler), ("launch", ModelRunner)):
+        with pytest.raises(KeyboardInterrupt), Fault(owner, name, at % 7 + 1, KeyboardInterrupt()):
+            run_victims(llm)
+        assert_empty(llm.engine)
+    assert answer(llm) == expected
+
+
+def test_after_a_fault_the_victims_themselves_come_out_right(llm):
+    """What the failed call had written to the cache must not be served to its repetition."""
+    intact = run_victims(llm)
+    with Fault(ModelRunner, "launch") as probe:
+        run_victims(llm)
+    for at in range(1, probe.num_calls + 1):
+        with pytest.raises(RuntimeError, match="lost"), Fault(ModelRunner, "launch", at, RuntimeError("lost")):
+            run_victims(llm)
+        again = llm.generate(VICTIMS, VICTIM_PARAMS, use_tqdm=False)
+        assert [output.token_ids for output in again] == [output.token_ids for output in intact]
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_a_device_that_stays_broken_reports_its_first_error(llm, expected, at):
+    """Draining what is in flight fails as well; that must neither hide the cause nor leave anything behind."""
+    real, calls = StepResult.wait, count(1)
+    errors = []
+
+    def broken(result):
+        if next(calls) < at:
+            return real(result)
+        errors.append(RuntimeError(f"failure {len(errors) + 1}"))
+        raise errors[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepResult, "wait", broken)
+        with pytest.raises(RuntimeError, match="failure 1"):
+            run_victims(llm)
+    assert len(errors) == 1 + llm.engine.depth
+    assert_empty(llm.engine)
+    assert answer(llm) == expected
+
+
+# Ctrl-C
+
+
+PACKAGE = str(Path(nanovllm.llm.__file__).parent)
+FILES = tuple(f"{PACKAGE}/{name}" for name in ("llm.py", "engine/llm_engine.py"))
+
+
+def run_traced(function, on_line) -> None:
+    """Calls `on_line(file, line)` before each line of FILES that `function()` runs; what it raises is raised there."""
+
+    def trace_calls(frame, event, argument):
+        return trace_lines if frame.f_code.co_filename in FILES else None
+
+    def trace_lines(frame, event, argument):
+        if event == "line":
+            on_line(frame.f_code.co_filename, frame.f_lineno)
+        return trace_lines
+
+    before = sys.gettrace()
+    sys.settrace(trace_calls)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+
+
+def test_ctrl_c_may_come_at_any_line(llm, expected):
+    """Between taking a lock and the try that gives it back, or between taking a step and keeping it."""
+    visits: dict[tuple[str, int], int] = {}
+
+    def count_visit(file, line):
+        visits[file, line] = visits.get((file, line), 0) + 1
+
+    run_traced(lambda: run_victims(llm), count_visit)
+    assert len(visits) > 100
+    rng = random.Random(1)
+    # The two engines take every other line each.
+    for place, num_visits in list(visits.items())[llm.engine.depth :: 2]:
+        remaining = [rng.randint(1, num_visits)]
+
+        def interrupt(file, line, place=place, remaining=remaining):
+            if (file, line) == place:
+                remaining[0] -= 1
+                if remaining[0] == 0:
+                    raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            run_traced(lambda interrupt=interrupt: run_victims(llm), interrupt)
+        # The next call comes while the traceback is still alive, as in an interactive session.
+        assert_empty(llm.engine)
+        assert answer(llm) == expected, place
+        assert_empty(llm.engine)
+
+
+def interrupt_at_random_moments(run: Callable[[], Any], num_times: int, check: Callable[[], None]) -> None:
+    """Ctrl-C somewhere in `run`, as a terminal would send it, and `check` after each."""
+    run()
+    began = time.perf_counter()
+    run()
+    seconds = time.perf_counter() - began
+    rng = random.Random(2)
+    num_interrupted = 0
+    for _ in range(num_times):
+        # A real signal, for nothing else wakes a thread that waits.
+        timer = threading.Timer(rng.uniform(0, seconds), os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        outputs = None
+        try:
+            outputs = run()
+            timer.join()
+        except KeyboardInterrupt:
+            num_interrupted += outputs is None
+        check()
+    assert num_interrupted > 0
+
+
+def test_ctrl_c_at_random_moments(llm, expected):
+    """Wherever the call happens to be: in torch, too."""
+
+    def check() -> None:
+        assert_empty(llm.engine)
+        assert answer(llm) == expected
+
+    interrupt_at_random_moments(lambda: run_victims(llm), 20, check)
+
+
+@pytest.mark.parametrize("point", ["launch", "wait", "progress", "add_request"])
+@pytest.mark.parametrize("second", [BlockManager, Scheduler])
+@pytest.mark.parametrize("is_after", [False, True])
+def test_a_second_ctrl_c_during_the_clean_up_is_as_harmless(llm, expected, point, second, is_after):
+    """Impatient people press it twice; a half-done reset once left the old requests in the scheduler."""
+    owner, name = POINTS[point]
+    llm.engine.reset()
+    first_fault = Fault(owner, name, 3, KeyboardInterrupt())
+    second_fault = Fault(second, "__init__", 1, KeyboardInterrupt(), is_after)
+    with pytest.raises(KeyboardInterrupt), first_fault, second_fault:
+        llm.generate(VICTIMS, VICTIM_PARAMS, use_tqdm=False)
+    assert first_fault.num_calls == 3
+    assert second_fault.num_calls > 0
+    assert llm.engine.is_finished()
+    assert answer(llm) == expected
+    assert_empty(llm.engine)
+
+
+# By hand, and other ways to fail
+
+
+@pytest.mark.parametrize("point", ["schedule", "allocate", "launch", "wait", "commit"])
+def test_a_step_by_hand_that_fails_empties_the_engine(point):
+    owner, name = POINTS[point]
+    engine = LLMEngine(Config(str(MODEL_DIRECTORY), **OPTIONS))
+    prompt = list(b"By hand")
+
+    def run() -> list[int]:
+        engine.add_request(prompt, PARAMS[2])
+        finished = []
+        while not engine.is_finished():
+            finished += engine.step()
+        return [seq.completion_token_ids for seq in finished]
+
+    intact = run()
+    with Fault(owner, name) as probe:
+        assert run() == intact
+    for at in range(1, probe.num_calls + 1):
+        with pytest.raises(RuntimeError, match="lost"), Fault(owner, name, at, RuntimeError("lost")):
+            engine.reset()
+            run()
+        assert_empty(engine)
+        assert run() == intact
+    engine.exit()
+
+
+def test_ctrl_c_at_any_line_of_a_step_by_hand_leaves_an_engine_that_goes_on(llm, expected):
+    """A finished request once stayed on the list of unfinished ones, which nothing could empty any more."""
+    engine = llm.engine
+
+    def add() -> None:
+        engine.reset()
+        for row, prompt in enumerate(PROMPTS):
+            engine.add_request(list(prompt.encode()) if isinstance(prompt, str) else prompt, VICTIM_PARAMS[row])
+
+    def run_to_end() -> None:
+        while not engine.is_finished():
+            engine.step()
+
+    places: dict[tuple[str, int], None] = {}
+    add()
+    run_traced(run_to_end, lambda *place: places.setdefault(place))
+    for place in places:
+
+        def interrupt(*now, place=place):
+            if now == place:
+                raise KeyboardInterrupt
+
+        add()
+        with pytest.raises(KeyboardInterrupt):
+            run_traced(run_to_end, interrupt)
+        run_to_end()
+        assert_empty(engine)
+    assert answer(llm) == expected
+
+
+def test_a_call_refused_for_its_arguments_changes_nothing(llm, expected):
+    for prompts, params, error in (
+        (["fine", None], None, ValueError),
+        (["fine", [259]], None, ValueError),
+        (["fine", "also"], [PARAMS[0]], ValueError),
+        (5, None, TypeError),
+    ):
+        with pytest.raises(error):
+            llm.generate(prompts, params, use_tqdm=False, raise_on_error=True)
+        assert_empty(llm.engine)
+        assert answer(llm) == expected
+
+
+def test_closing_after_a_fault_works():
+    lost = RuntimeError("lost")
+    with (
+        pytest.raises(RuntimeError, match="lost"),
+        LLM(MODEL_DIRECTORY, **OPTIONS) as llm,
+        Fault(ModelRunner, "launch", 3, lost),
+    ):
+        run_victims(llm)
+    with pytest.raises(RuntimeError, match="closed"):
+        answer(llm)

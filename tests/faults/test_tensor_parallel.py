@@ -1,0 +1,1009 @@
+"""One model over several processes: the tokens of one process, and an error that says which rank it was."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_interrupts
+import torch
+from model_factory import one_thread, read_tensors, save_model, write_tensors  # noqa: F401
+from test_demo_model import CONVERSATIONS
+from test_interrupts import Fault, assert_empty, interrupt_at_random_moments, run_traced, sigint  # noqa: F401
+
+import nanovllm.parallel.parallel_runner
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import Config
+from nanovllm.demo import MODEL_DIRECTORY
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.parallel.parallel_runner import ParallelRunner
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.layers.sampler import SamplingBatch, VocabSlice, sample
+from nanovllm.ops.collectives import SAMPLING_GROUP, Parallel
+
+# What a thread of the driver dies of would otherwise be no more than a line on the screen.
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+
+SIZES = (2, 4)
+# Hits, chunks, and a cache in which not everything fits at once.
+OPTIONS = {"device": "cpu", "kvcache_block_size": 4, "num_kvcache_blocks": 24, "max_num_batched_tokens": 32}
+# Of two key/value heads each, so that four ranks hold both twice. Slices are padded to 8 ids: of 61 the last rank has
+# few, of 20 the fourth none, of 7 the second none.
+MODELS: dict[str, dict[str, Any]] = {
+    "61 ids": {"vocab_size": 61},
+    "20 ids, tied, bias": {"vocab_size": 20, "tie_word_embeddings": True, "attention_bias": True},
+    "7 ids, tied": {"vocab_size": 7, "tie_word_embeddings": True},
+}
+Request = tuple[list[int], SamplingParams]
+
+
+def save(directory: Path, **overrides) -> str:
+    save_model(directory, **{"seed": 5, "num_key_value_heads": 2, **overrides})
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> str:
+    return save(tmp_path_factory.mktemp("tiny"))
+
+
+# Processes and what they leave behind
+
+
+def children(parent: int | None = None) -> set[int]:
+    """The processes that `parent` (this one) has started, zombies included."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                after_name = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:  # gone in the meantime
+                continue
+            if int(after_name[1]) == (parent or os.getpid()):
+                found.add(int(entry.name))
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def listening_sockets() -> set[str]:
+    """The inodes of all that listen on this machine."""
+    tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
+    lines = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
+    return {line[9] for line in lines if line[3] == "0A"}
+
+
+def sockets_of(pids: list[int]) -> set[str]:
+    links = [os.readlink(entry) for pid in pids for entry in Path(f"/proc/{pid}/fd").iterdir()]
+    return {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:[")}
+
+
+@contextmanager
+def nothing_left_behind(temporary: Path, monkeypatch) -> Iterator[None]:
+    """Neither a process, an open file, a thread, a temporary file nor shared memory."""
+    monkeypatch.setenv("TMPDIR", str(temporary))
+
+    def state() -> dict[str, Any]:
+        return {
+            "children": children(),
+            "open files": len(os.listdir("/proc/self/fd")),
+            "threads": {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"},
+            "files": sorted(path.name for path in temporary.iterdir()),
+            "shared memory": set(os.listdir("/dev/shm")),
+        }
+
+    before = state()
+    yield
+    # The threads that read and write end on their own, moments after what they read from.
+    wait_until(lambda: state() == before, 2)
+    assert state() == before
+
+
+def pids_of(llm: LLM) -> list[int]:
+    return [rank.process.pid for rank in llm.engine.runner._ranks]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_process_outlives_the_tests():
+    before = children()
+    yield
+    assert children() == before
+
+
+# Requests
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def engines(request, tmp_path_factory) -> Iterator[dict[int, LLM]]:
+    """One model at every size; the first of them is what the others are compared with."""
+    directory = save(tmp_path_factory.mktemp("model"), **MODELS[request.param])
+    with ExitStack() as stack:
+        yield {size: stack.enter_context(LLM(directory, tensor_parallel_size=size, **OPTIONS)) for size in (1, *SIZES)}
+
+
+def make_requests(vocab_size: int, num: int = 20) -> list[Request]:
+    """Prompts of 1 to 50 tokens, most of them behind one of two beginnings; greedy."""
+    rng = random.Random(vocab_size)
+
+    def tokens(length: int) -> list[int]:
+        return [rng.randrange(vocab_size) for _ in range(length)]
+
+    beginnings = [tokens(length) for length in (0, 13, 30)]
+    params = [SamplingParams(0.0, max_tokens=rng.randrange(4, 14), ignore_eos=True) for _ in range(num)]
+    return [(rng.choice(beginnings) + tokens(rng.randrange(1, 20)), row) for row in params]
+
+
+def generate(llm: LLM, requests: list[Request]) -> list[tuple]:
+    outputs = llm.generate(*map(list, zip(*requests, strict=True)), use_tqdm=False, raise_on_error=True)
+    return [(output.token_ids, output.finish_reason, output.text, output.num_cached_tokens) for output in outputs]
+
+
+def counters(llm: LLM) -> dict[str, Any]:
+    """What must be equal at every size: all of the metrics but bytes and seconds."""
+    metrics = llm.metrics()
+    return {name: value for name, value in metrics.items() if "seconds" not in name and name != "memory_bytes"}
+
+
+# Every size gives the same
+
+
+def test_greedy_tokens_and_the_schedule_are_those_of_one_rank(engines):
+    """A head, a bias, a padded row of the vocabulary or a replicated key on the wrong rank changes some token; chunks,
+    hits and preemptions lay the cache out anew."""
+    requests = make_requests(engines[1].engine.info.vocab_size)
+    assert max(len(prompt) for prompt, _ in requests) > OPTIONS["max_num_batched_tokens"]
+    expected = generate(engines[1], requests)
+    assert len({tuple(token_ids) for token_ids, *_ in expected}) > len(requests) / 2
+    metrics = counters(engines[1])
+    assert metrics["num_preemptions"] > 0 and metrics["num_cached_prompt_tokens"] > 0
+    assert metrics["num_prefill_steps"] > metrics["num_prefill_tokens"] / OPTIONS["max_num_batched_tokens"]
+    for size in SIZES:
+        assert generate(engines[size], requests) == expected, size
+        assert counters(engines[size]) == metrics, size
+        engines[size].engine.scheduler.check_integrity()
+
+
+NAN, INFINITY = float("nan"), float("inf")
+FILTERS: dict[str, dict[str, Any]] = {
+    "temperature alone": {},
+    "top_p": {"top_p": 0.7},
+    "top_k": {"top_k": 3},
+    "min_p": {"min_p": 0.2},
+    "all filters": {"top_p": 0.9, "top_k": 5, "min_p": 0.05},
+    "own seed": {"seed": 2**64 - 1},
+    "stop tokens": {"stop_token_ids": [0, 1, 2, 3]},
+    "min_tokens": {"stop_token_ids": [0, 1, 2, 3], "min_tokens": 4},
+    "greedy min_tokens": {"stop_token_ids": [0, 1, 2, 3], "min_tokens": 4, "temperature": 0.0},
+}
+
+
+def test_sampled_tokens_are_those_of_one_rank(engines):
+    """Noise belongs to a token's id, not to its place in a slice; filters and bans see the whole vocabulary."""
+    requests = make_requests(engines[1].engine.info.vocab_size, 2 * len(FILTERS))
+    options = [{"temperature": 0.8, "max_tokens": 9, "ignore_eos": True, **changes} for changes in FILTERS.values()]
+    requests = [(prompt, SamplingParams(**options[row % len(options)])) for row, (prompt, _) in enumerate(requests)]
+    # A request's number is its seed, so all engines must have had as many.
+    assert len({llm.metrics()["num_requests"] for llm in engines.values()}) == 1
+    expected = generate(engines[1], requests)
+    assert {reason for _, reason, *_ in expected} == {"stop", "length"}
+    for size in SIZES:
+        for (prompt, params), ours, theirs in zip(requests, generate(engines[size], requests), expected, strict=True):
+            assert ours == theirs, (size, prompt, params)
+
+
+def test_a_request_by_itself_and_one_beside_others_agree_at_every_size(engines):
+    """Two rows that only one rank mixes up agree as long as both sizes run them together."""
+    requests = [
+        (prompt, replace(params, seed=3)) for prompt, params in make_requests(engines[1].engine.info.vocab_size)
+    ]
+    requests = [(prompt, replace(params, temperature=0.8 * (row % 2))) for row, (prompt, params) in enumerate(requests)]
+    together = [token_ids for token_ids, *_ in generate(engines[1], requests)]
+    for size in SIZES:
+        assert [generate(engines[size], [request])[0][0] for request in requests[:3]] == together[:3], size
+
+
+@pytest.mark.parametrize(("overlap", "caching"), [(True, True), (False, False)])
+def test_stop_strings_are_those_of_one_rank(overlap, caching):
+    """Only the driver knows text: the ranks must end a request in the very commit in which it did."""
+    options = {**OPTIONS, "num_kvcache_blocks": 60, "overlap": overlap, "enable_prefix_caching": caching}
+    texts = ["".join(f"{part['role']}: {part['content']}\n" for part in it) for it in CONVERSATIONS[:3]]
+    prompts = [*texts, "Count: 1 2 3", "Count: 1 2 4", "+"] * 2
+    kinds = [{"stop": ["5 6", "t", "31"]}, {"stop": ["5", "t", " "], "min_tokens": 5}, {"stop": ["no such text"]}, {}]
+    params = [
+        SamplingParams(0.9 * (row % 2), max_tokens=12, ignore_eos=True, seed=row, **kinds[row % len(kinds)])
+        for row in range(len(prompts))
+    ]
+    found = []
+    for size in (1, 2):
+        with LLM(MODEL_DIRECTORY, tensor_parallel_size=size, **options) as llm:
+            # The second time over a cache that is warm.
+            found.append(([generate(llm, list(zip(prompts, params, strict=True))) for _ in range(2)], counters(llm)))
+    assert found[0] == found[1]
+    outputs, metrics = found[0]
+    lengths = [len(token_ids) for token_ids, reason, *_ in outputs[0] if reason == "stop"]
+    assert len(lengths) > 3 and min(lengths) < 5 < max(lengths) < 12, lengths
+    assert metrics["finish_reasons"].keys() == {"stop", "length"}
+    assert (metrics["num_cached_prompt_tokens"] > 0) is caching
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["overlap", "sync"])
+def pair(request, tiny) -> Iterator[tuple[LLM, LLM]]:
+    """One rank and two ranks."""
+    options = {**OPTIONS, "overlap": request.param}
+    with LLM(tiny, **options) as one, LLM(tiny, tensor_parallel_size=2, **options) as two:
+        yield one, two
+
+
+def test_requests_and_aborts_by_hand_between_steps_give_what_one_rank_gives(pair):
+    """An abort of a row that is in flight, waits, or was preempted must take effect at the same place in every log."""
+    rng = random.Random(3)
+    requests = make_requests(61, 40)
+    stories = []
+    for llm in pair:
+        llm.engine.reset()
+    first = pair[0].engine.metrics()["num_requests"]
+    assert pair[1].engine.metrics()["num_requests"] == first
+    # Whether to add a request, whether to abort one, and which: so many before the newest.
+    plan = [(rng.random() < 0.6, rng.random() < 0.6, rng.randrange(20)) for _ in range(100)]
+    for llm in pair:
+        engine, story, added = llm.engine, [], 0
+        for adds, aborts, which in plan:
+            if adds and added < len(requests):
+                engine.add_request(*requests[added])
+                added += 1
+            if aborts:
+                seq = engine.abort(first + which)
+                story.append(("abort", which, seq and seq.completion_token_ids))
+            story += [(seq.seq_id - first, seq.finish_reason, seq.token_ids) for seq in engine.step()]
+        while not engine.is_finished():
+            story += [(seq.seq_id - first, seq.finish_reason, seq.token_ids) for seq in engine.step()]
+        stories.append(story)
+        assert_empty(engine)
+    aborted = [completion for what, _, completion in stories[0] if what == "abort" and completion is not None]
+    assert len(aborted) > 5 and any(aborted) and len(stories[0]) > 40
+    assert stories[0] == stories[1]
+    assert counters(pair[0])["num_preemptions"] == counters(pair[1])["num_preemptions"] > 0
+
+
+@pytest.mark.parametrize("where", ["embedding", "vocabulary"])
+def test_logits_that_are_not_finite_end_a_row_as_on_one_rank(tmp_path, where):
+    """NaN in a slice that only the last rank has is a candidate of its alone, and lost in a maximum of floats."""
+    save(tmp_path)
+    tensors = read_tensors(tmp_path)
+    if where == "embedding":
+        tensors["model.embed_tokens.weight"][60] = NAN  # for the rows that hold this token
+    else:
+        tensors["lm_head.weight"][60, 0] = NAN
+    write_tensors(tmp_path, tensors)
+    rng = random.Random(6)
+    prompts = [[*(rng.randrange(60) for _ in range(rng.randrange(4, 40))), 60][row % 2 :][::-1] for row in range(8)]
+    prompts += [[rng.randrange(60) for _ in range(20)] for _ in range(4)]
+    params = [
+        SamplingParams(0.8 * (row % 3), max_tokens=6, ignore_eos=True, seed=row, top_p=0.9 if row % 3 == 2 else 1.0)
+        for row in range(len(prompts))
+    ]
+    found = []
+    for size in (1, 2):
+        with LLM(str(tmp_path), tensor_parallel_size=size, **OPTIONS) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            found.append([(output.token_ids, output.finish_reason, output.error) for output in outputs])
+    assert found[0] == found[1]
+    assert {reason for _, reason, _ in found[0]} == ({"error", "length"} if where == "embedding" else {"error"})
+
+
+def test_memory_is_the_sum_over_the_ranks(engines):
+    """The whole model's share of each rank, or rank 0's alone, is not what the machine has to give."""
+    of_sizes = {size: llm.metrics()["memory_bytes"] for size, llm in engines.items()}
+    # Half the heads on each of two ranks; four have to hold both heads twice.
+    assert [of_sizes[size]["kv_cache"] / of_sizes[1]["kv_cache"] for size in (1, *SIZES)] == [1, 1, 2]
+    assert of_sizes[1]["weights"] < of_sizes[2]["weights"] < 2 * of_sizes[1]["weights"]
+    assert of_sizes[2]["weights"] < of_sizes[4]["weights"] < 4 * of_sizes[1]["weights"]
+
+
+# Sampling over slices
+
+
+@dataclass(frozen=True)
+class FakeParallel(Parallel):
+    """A rank whose `maximum` keeps what it is given, or folds it into what the others gave before."""
+
+    given: list[torch.Tensor] = field(default_factory=list)
+    others: list[torch.Tensor] = field(default_factory=list)
+
+    def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.given.append(tensor.clone())
+        for other in self.others:
+            torch.maximum(tensor, other, out=tensor)
+        return tensor
+
+
+def sample_over_ranks(logits: torch.Tensor, batch: SamplingBatch, firsts: list[int]) -> torch.Tensor:
+    """`sample`, with the rank r holding the ids from firsts[r] on."""
+    given: list[torch.Tensor] = []
+    ends = [*firsts[1:], logits.shape[1]]
+    for others in ([], given):
+        found = []
+        for rank, (first, end) in enumerate(zip(firsts, ends, strict=True)):
+            parallel = FakeParallel(rank, len(firsts), others=list(others))
+            found.append(sample(logits[:, first:end].clone(), batch, VocabSlice(first, parallel)))
+            assert len(parallel.given) == 1
+            given += parallel.given if others is not given else []
+    assert all(torch.equal(tokens, found[0]) for tokens in found), "the ranks do not agree"
+    return found[0]
+
+
+def make_batch(temperatures: list[float], seed: int = 0) -> SamplingBatch:
+    generator = torch.Generator().manual_seed(seed)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (len(temperatures),), generator=generator)
+    return SamplingBatch(torch.tensor(temperatures), seeds, torch.arange(len(temperatures)) * 17 + 1)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("temperature", [0.0, 1e-30, 0.8, 100.0])
+def test_sampling_over_slices_is_sampling_over_the_whole(size, temperature, runs):
+    """Of random logits, with many equal ones, and with values that are not finite anywhere."""
+    rng = random.Random(size)
+    num_broken = num_tokens = 0
+    for trial in range(60 * runs):
+        vocab_size, num_rows = rng.randrange(1, 90), rng.randrange(1, 8)
+        slice_size = (vocab_size + size - 1) // size
+        slice_size += -slice_size % SAMPLING_GROUP
+        firsts = [min(rank * slice_size, vocab_size) for rank in range(size)]
+        logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(trial)) * 10
+        if trial % 2:
+            logits = (logits / 8).round()  # ties, zeros of both signs
+        for _ in range(rng.randrange(4)):
+            spot = rng.randrange(num_rows), rng.randrange(vocab_size)
+            logits[spot] = rng.choice([NAN, INFINITY, -INFINITY])
+        if trial % 5 == 0:
+            logits[rng.randrange(num_rows)] = -INFINITY
+        temperatures = [rng.choice([0.0, temperature]) for _ in range(num_rows)]
+        batch = make_batch(temperatures, trial)
+        expected = sample(logits.clone(), batch)
+        assert sample_over_ranks(logits, batch, firsts).tolist() == expected.tolist(), (vocab_size, temperatures)
+        num_broken += int((expected < 0).sum())
+        num_tokens += int((expected >= 0).sum())
+    assert num_broken > 20 * runs and num_tokens > 60 * runs
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [
+        ([0.0, 5.0, 1.0, 2.0], [5.0, 0.0, 5.0, 4.0], 1),  # a tie goes to the lowest id
+        ([0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 5.0, 4.0], 5),
+        ([-1.0, -2.0, -3.0, -4.0], [-0.5, -0.25, -0.75, -1.0], 5),  # bits of negative floats run backwards
+        ([-1e38, -2.0, -3.0, -4.0], [1e-45, 0.0, -1e-45, -1.0], 4),
+        ([-0.0, -1.0, -1.0, -1.0], [0.0, -1.0, -1.0, -1.0], 0),  # the zeros are equal
+        ([0.0, -1.0, -1.0, -1.0], [-0.0, -1.0, -1.0, -1.0], 0),
+        ([-1.0, -1.0, -1.0, -0.0], [-0.0, 0.0, -1.0, -1.0], 3),
+        ([3.4e38] * 4, [3.4028234663852886e38] * 4, 4),  # the largest of floats is finite
+        ([-INFINITY] * 4, [-3.4028234663852886e38] * 4, 4),
+        ([-3.4028234663852886e38] * 4, [-INFINITY] * 4, 0),
+        ([-INFINITY] * 4, [-INFINITY, -INFINITY, -7.0, -INFINITY], 6),
+        ([-INFINITY] * 4, [-INFINITY] * 4, -1),
+        ([1.0] * 4, [1.0, NAN, 1.0, 1.0], -1),
+        ([1.0, NAN, 1.0, 1.0], [9.0] * 4, -1),
+        ([1.0, INFINITY, 1.0, 1.0], [9.0] * 4, -1),
+        ([1.0] * 4, [9.0, 9.0, 9.0, INFINITY], -1),
+        ([-INFINITY] * 4, [NAN] * 4, -1),
+        ([NAN] * 4, [INFINITY] * 4, -1),
+        ([-INFINITY] * 4, [INFINITY] * 4, -1),
+    ],
+    ids=str,
+)
+def test_the_best_of_two_ranks_is_the_best(left, right, expected):
+    """Known answers; beside an ordinary row, which must not notice, and with ranks that have no ids at all."""
+    rows = torch.tensor([left + right, [float(token) for token in range(8)]])
+    for firsts in ([0, 4], [0, 4, 8], [0, 4, 8, 8], [0, 0, 4], [0, 8]):
+        assert sample_over_ranks(rows, make_batch([0.0, 0.0]), firsts).tolist() == [expected, 7], firsts
+    hot = sample(rows, make_batch([0.7, 0.7]))
+    assert sample_over_ranks(rows, make_batch([0.7, 0.7]), [0, 4]).tolist() == hot.tolist()
+    assert (hot[0] < 0) == (expected < 0) and hot[1] >= 0
+
+
+# A rank that dies
+
+LONG = SamplingParams(0.0, max_tokens=400, ignore_eos=True)
+DEATH_OPTIONS = {**OPTIONS, "num_kvcache_blocks": 400}
+
+
+def assert_refuses_work(llm: LLM, message: str) -> None:
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"{message}; make a new LLM"):
+            llm.generate([[1, 2, 3]], LONG, use_tqdm=False)
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate([[1, 2, 3]], LONG, use_tqdm=False)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_killed_at_a_random_moment_ends_the_run_with_its_name(tiny, rank, runs, tmp_path, monkeypatch):
+    """The others wait in a collective for ever, or complain first of a connection, which helps nobody."""
+    rng = random.Random(rank)
+    prompts = [[token, 1, 2] for token in range(4)]
+    slowest = 0.0
+    for _ in range(20 * runs):
+        with nothing_left_behind(tmp_path, monkeypatch):
+            llm = LLM(tiny, tensor_parallel_size=2, overlap=rng.random() < 0.7, **DEATH_OPTIONS)
+            pids = pids_of(llm)
+            sockets = sockets_of(pids) & listening_sockets()
+            assert sockets
+            # In the middle of what happens at this step; before the first one with the ranks idle.
+            at, delay = rng.choice([0, rng.randrange(1, 5), rng.randrange(5, 100)]), rng.uniform(0, 0.01)
+            killed_at = []
+
+            def kill(pid=pids[rank], killed_at=killed_at) -> None:
+                killed_at.append(time.monotonic())
+                os.kill(pid, signal.SIGKILL)
+
+            timer = threading.Timer(delay, kill)
+            num_steps = 0
+            step = llm.engine.step
+
+            def count_step(at=at, timer=timer, step=step) -> Any:
+                nonlocal num_steps
+                num_steps += 1
+                if num_steps == at:
+                    timer.start()
+                return step()
+
+            monkeypatch.setattr(llm.engine, "step", count_step)
+            if at == 0:
+                kill()
+            with pytest.raises(RuntimeError, match=f"^rank {rank} of 2 was killed by signal 9$"):
+                llm.generate(prompts, LONG, use_tqdm=False)
+            slowest = max(slowest, time.monotonic() - killed_at[0])
+            assert not any(map(is_running, pids))
+            assert_refuses_work(llm, f"rank {rank} of 2 was killed by signal 9")
+            assert not sockets & listening_sockets()
+            del llm, step, count_step
+            monkeypatch.undo()
+    print(f"{slowest:.2f} s until the slowest error")
+    assert slowest < 10
+
+
+# Planted faults
+
+
+def run_by_hand(engine: LLMEngine, requests: list[Request]) -> list[tuple[int, list[int]]]:
+    for request in requests:
+        engine.add_request(*request)
+    finished = []
+    while not engine.is_finished():
+        finished += [(seq.seq_id, seq.completion_token_ids) for seq in engine.step()]
+    return finished
+
+
+def start_faulty(tiny: str, fault: str, rank: int, monkeypatch) -> LLMEngine:
+    monkeypatch.setenv("FAULT", fault)
+    monkeypatch.setenv("FAULTY_RANK", str(rank))
+    config = Config(tiny, tensor_parallel_size=2, **OPTIONS)
+    return LLMEngine(config, runner=ParallelRunner(config, worker_module="faulty_worker"))
+
+
+WOULD_COMPUTE = "the ranks diverged at step 4, which is a bug: rank {rank} would compute"
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "message"),
+    [
+        ("drops a row", 1, WOULD_COMPUTE),
+        ("reverses the rows", 1, WOULD_COMPUTE),
+        ("has one token more", 0, WOULD_COMPUTE),
+        ("takes another block", 1, WOULD_COMPUTE),
+        ("takes another slot", 0, WOULD_COMPUTE),
+        ("samples another token", 1, "the ranks diverged at step 4, which is a bug: rank 1 sampled other tokens"),
+        ("out of memory", 1, r"^OutOfMemoryError: out of memory: tried to allocate 3 GiB \(rank 1 of 2\)$"),
+        ("exits in a step", 1, "^rank 1 of 2 ended with exit status 7$"),
+    ],
+)
+def test_a_rank_that_goes_its_own_way_ends_the_run(tiny, fault, rank, message, tmp_path, monkeypatch):
+    """Ranks that compute different steps give wrong tokens without a word, or hang in a collective."""
+    message = message.format(rank=rank)
+    with nothing_left_behind(tmp_path, monkeypatch):
+        engine = start_faulty(tiny, fault, rank, monkeypatch)
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=message):
+            run_by_hand(engine, make_requests(61))
+        assert time.monotonic() - began < 10
+        with pytest.raises(RuntimeError, match="make a new LLM"):
+            engine.add_request(*make_requests(61)[0])
+        engine.exit()
+        del engine
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "kind", "message"),
+    [
+        ("ValueError", 1, ValueError, r"^the option cannot be so \(rank 1 of 2\)$"),
+        ("OSError", 1, RuntimeError, r"^OSError: no file \(rank 1 of 2\)$"),
+        ("exit status", 1, RuntimeError, "^rank 1 of 2 ended with exit status 5$"),
+        ("sys.exit", 1, RuntimeError, r"6 \(rank 1 of 2\)$"),
+        ("abort", 0, RuntimeError, "^rank 0 of 2 was killed by signal 6$"),
+        ("exits at once", 0, RuntimeError, "^rank [01] of 2 ended with exit status 4$"),
+    ],
+)
+def test_a_rank_that_fails_at_its_start_says_why(tiny, fault, rank, kind, message, tmp_path, monkeypatch):
+    """The other one would wait for it for ever."""
+    with nothing_left_behind(tmp_path, monkeypatch):
+        began = time.monotonic()
+        with pytest.raises(kind, match=message) as caught:
+            start_faulty(tiny, fault, rank, monkeypatch)
+        assert type(caught.value) is kind
+        assert time.monotonic() - began < 20
+        del caught
+
+
+def test_a_module_that_is_not_there_is_an_error(tiny, tmp_path, monkeypatch, capfd):
+    config = Config(tiny, tensor_parallel_size=2, **OPTIONS)
+    with (
+        nothing_left_behind(tmp_path, monkeypatch),
+        pytest.raises(RuntimeError, match=r"rank [01] of 2 ended with exit status 1"),
+    ):
+        ParallelRunner(config, worker_module="no_such_worker")
+    assert "no_such_worker" in capfd.readouterr().err  # what a rank itself says is not swallowed
+
+
+def test_a_broken_checkpoint_is_the_loaders_own_error(tmp_path, monkeypatch):
+    save(tmp_path / "model")
+    tensors = read_tensors(tmp_path / "model")
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    write_tensors(tmp_path / "model", tensors)
+    (tmp_path / "temporary").mkdir()
+    message = "1 tensors are missing from .*: model.layers.1.mlp.down_proj.weight"
+    with nothing_left_behind(tmp_path / "temporary", monkeypatch), pytest.raises(ValueError, match=message) as caught:
+        LLM(str(tmp_path / "model"), tensor_parallel_size=2, **OPTIONS)
+    assert "Traceback" not in str(caught.value)
+
+
+# Interrupts and exceptions in the driver
+
+VICTIMS = [
+    (prompt, SamplingParams(0.9 * (row % 2), max_tokens=3 + row, ignore_eos=True, seed=row))
+    for row, (prompt, _) in enumerate(make_requests(61, 4))
+]
+POINTS = {
+    "add_request": (LLMEngine, "add_request"),
+    "request_added": (ParallelRunner, "request_added"),
+    "schedule": (Scheduler, "schedule"),
+    "launch": (ParallelRunner, "launch"),
+    "ask": (ParallelRunner, "tokens_of"),
+    "replies": (ParallelRunner, "_replies"),
+    "commit": (Scheduler, "commit"),
+    "step_committed": (ParallelRunner, "step_committed"),
+    "write": (ParallelRunner, "_write"),
+    "step": (LLMEngine, "step"),
+}
+
+
+def run_victims(llm: LLM) -> list[tuple]:
+    llm.engine.reset()
+    return generate(llm, VICTIMS)
+
+
+@pytest.fixture(scope="module")
+def answers(pair) -> list[tuple]:
+    answers = run_victims(pair[0])
+    assert run_victims(pair[1]) == answers
+    return answers
+
+
+@pytest.fixture(scope="module")
+def num_calls(pair, answers) -> dict[str, int]:
+    """How often the victims pass each of POINTS."""
+    with ExitStack() as stack:
+        probes = {name: stack.enter_context(Fault(*point)) for name, point in POINTS.items()}
+        run_victims(pair[1])
+    assert all(probe.num_calls > 0 for probe in probes.values())
+    return {name: probe.num_calls for name, probe in probes.items()}
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_after_an_exception_anywhere_in_the_driver_the_next_call_is_right(pair, answers, num_calls, point):
+    """Ranks that hear half of a step, or of a request, go on with another schedule than the driver's."""
+    llm = pair[1]
+    rng = random.Random(f"{point} {llm.engine.depth}")
+    for error, is_after in ((KeyboardInterrupt(), False), (KeyboardInterrupt(), True), (RuntimeError("lost"), True)):
+        at = rng.randint(1, num_calls[point])
+        with pytest.raises(type(error)) as caught, Fault(*POINTS[point], at, error, is_after):
+            run_victims(llm)
+        assert caught.value is error
+        assert_empty(llm.engine)
+        assert run_victims(llm) == answers, (at, is_after)
+
+
+def test_ctrl_c_may_come_at_any_line_of_the_driver(pair, answers, runs, monkeypatch):
+    """Between what the driver remembers and what it tells the ranks."""
+    llm = pair[1]
+    files = (*test_interrupts.FILES, nanovllm.parallel.parallel_runner.__file__)
+    monkeypatch.setattr(test_interrupts, "FILES", files)
+    visits: dict[tuple[str, int], int] = {}
+
+    def count_visit(file, line) -> None:
+        visits[file, line] = visits.get((file, line), 0) + 1
+
+    run_traced(lambda: run_victims(llm), count_visit)
+    assert len([file for file, _ in visits if file == files[-1]]) > 20
+    rng = random.Random(4)
+    places = list(visits.items())
+    of_runner = [place for place in places if place[0][0] == files[-1]]
+    chosen = [*of_runner[llm.engine.depth :: 2], *rng.sample(places, min(len(places), 10 * runs))]
+    for place, num_visits in chosen:
+        remaining = [rng.randint(1, num_visits)]
+
+        def interrupt(file, line, place=place, remaining=remaining) -> None:
+            if (file, line) == place:
+                remaining[0] -= 1
+                if remaining[0] == 0:
+                    raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            run_traced(lambda interrupt=interrupt: run_victims(llm), interrupt)
+        assert_empty(llm.engine)
+        assert run_victims(llm) == answers, place
+
+
+def test_metrics_may_be_read_while_a_call_waits_for_the_ranks(pair, answers):
+    """Asking the ranks for their memory once ate the answer that the step waited for, and both waited for ever."""
+    llm, seen = pair[1], []
+    before = signal.signal(signal.SIGALRM, lambda *_: seen.append(llm.metrics()["memory_bytes"]))
+    signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+    try:
+        assert run_victims(llm) == answers
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert seen and all(memory == seen[0] and memory["weights"] > 0 for memory in seen)
+
+
+def test_a_fork_of_the_driver_is_told_that_the_ranks_are_not_its_own(pair, answers):
+    """It has neither the threads that write to them nor those that read, and once waited for ever."""
+    llm = pair[1]
+    readable, writable = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            run_victims(llm)
+        except RuntimeError as error:
+            os.write(writable, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writable)
+    with open(readable) as told:
+        assert "fork" in told.read()
+    os.waitpid(child, 0)
+    assert run_victims(llm) == answers
+
+
+def test_a_fork_of_the_driver_may_close_what_is_not_its_own(pair, answers):
+    """As a `with` block that a child leaves does; it ended with an error, the ranks were told of a reset."""
+    llm = pair[1]
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            llm.close()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert run_victims(llm) == answers
+
+
+def test_a_stop_predicate_may_reset_the_engine(pair, answers):
+    """The ranks were told that a step was committed which they had dropped; the next call met a StopIteration."""
+    for llm in pair:
+        llm.engine.add_request([1, 2, 3], SamplingParams(0.0, max_tokens=8), lambda _, llm=llm: llm.engine.reset())
+        while not llm.engine.is_finished():
+            assert llm.engine.step() == []
+        assert run_victims(llm) == answers
+
+
+def test_closing_from_another_thread_during_a_call_is_refused(pair, answers):
+    """The call went on without the model."""
+    for llm in pair:
+        told = []
+
+        def close(llm=llm, told=told) -> None:
+            with pytest.raises(RuntimeError, match="busy") as error:
+                llm.close()
+            told.append(error)
+
+        def step(close=close, step=llm.engine.step) -> list:
+            thread = threading.Thread(target=close)
+            thread.start()
+            thread.join()
+            return step()
+
+        llm.engine.step = step
+        try:
+            assert run_victims(llm) == answers
+        finally:
+            del llm.engine.step
+        assert told
+
+
+def test_ctrl_c_at_random_moments(pair, answers):
+    """While the driver waits for its ranks, say."""
+    llm = pair[1]
+
+    def check() -> None:
+        assert_empty(llm.engine)
+        assert run_victims(llm) == answers
+
+    interrupt_at_random_moments(lambda: run_victims(llm), 12, check)
+
+
+@pytest.mark.parametrize("at", [1, 2, 7])
+def test_a_stop_predicate_that_raises_empties_the_engine(pair, answers, at):
+    """The ranks have no predicate; theirs would have gone on with the step."""
+    engine = pair[1].engine
+    num_calls = 0
+
+    def predicate(token_id: int) -> bool:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == at:
+            raise LookupError("no such token")
+        return False
+
+    for prompt, params in VICTIMS:
+        engine.add_request(prompt, params, predicate)
+    with pytest.raises(LookupError, match="no such token"):
+        while not engine.is_finished():
+            engine.step()
+    assert_empty(engine)
+    assert run_victims(pair[1]) == answers
+
+
+def test_a_stop_predicate_ends_a_request_as_on_one_rank(pair):
+    """Also where its answer comes too early to count, and where the token would have ended the request anyhow."""
+    stories = []
+    for llm in pair:
+        engine = llm.engine
+        engine.reset()
+        first = engine.metrics()["num_requests"]
+        for row, (prompt, params) in enumerate(make_requests(61, 12)):
+            params = replace(params, min_tokens=row % 4, stop_token_ids=range_of_ids(row))
+            engine.add_request(prompt, params, lambda token_id: token_id % 8 == 1)
+        story = []
+        while not engine.is_finished():
+            story += [(seq.seq_id - first, seq.finish_reason, seq.token_ids) for seq in engine.step()]
+        stories.append(story)
+    assert stories[0] == stories[1]
+    assert {reason for _, reason, _ in stories[0]} == {"stop", "length"}
+
+
+def range_of_ids(row: int) -> list[int]:
+    return list(range(10)) if row % 3 == 0 else []
+
+
+@pytest.mark.parametrize("is_dead", [True, False], ids=["a death", "a rank's error"])
+def test_ctrl_c_while_a_failure_is_looked_into_does_not_make_the_next_call_hang(tiny, is_dead, tmp_path, monkeypatch):
+    """A death is told once. Interrupted between hearing of it and remembering it, the driver waited for ever."""
+
+    def interrupted(*arguments) -> None:
+        raise KeyboardInterrupt
+
+    with nothing_left_behind(tmp_path, monkeypatch):
+        engine = start_faulty(tiny, "exits in a step" if is_dead else "out of memory", 1, monkeypatch)
+        with monkeypatch.context() as patch:
+            if is_dead:
+                patch.setattr(ParallelRunner, "_death_of", interrupted)
+            patch.setattr(nanovllm.parallel.parallel_runner.time, "sleep", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                run_by_hand(engine, make_requests(61))
+        # Nothing but the end of the ranks can free a driver that waits.
+        processes = [rank.process for rank in engine.runner._ranks]
+        killer = threading.Timer(6, lambda: [process.kill() for process in processes])
+        killer.start()
+        began = time.monotonic()
+        with pytest.raises(RuntimeError):
+            run_by_hand(engine, make_requests(61))
+        seconds = time.monotonic() - began
+        killer.cancel()
+        killer.join()
+        engine.exit()
+        del engine
+    assert seconds < 5
+
+
+# From start to end
+
+
+def test_closing_ends_the_ranks_and_may_be_done_twice(tiny, tmp_path, monkeypatch):
+    with nothing_left_behind(tmp_path, monkeypatch):
+        llm = LLM(tiny, tensor_parallel_size=2, **OPTIONS)
+        pids = pids_of(llm)
+        assert all(map(is_running, pids)) and set(pids) <= children()
+        began = time.monotonic()
+        llm.close()
+        assert time.monotonic() - began < 4  # not by running into a timeout
+        llm.close()
+        assert not any(map(is_running, pids))
+        with pytest.raises(RuntimeError, match="closed"):
+            llm.generate([[1]], LONG, use_tqdm=False)
+        assert llm.metrics()["memory_bytes"] == {}
+
+
+def test_an_engine_that_is_dropped_takes_its_ranks_along(tiny, tmp_path, monkeypatch):
+    with nothing_left_behind(tmp_path, monkeypatch):
+        llm = LLM(tiny, tensor_parallel_size=2, **OPTIONS)
+        pids = pids_of(llm)
+        del llm
+        assert not any(map(is_running, pids))
+
+
+def test_two_engines_of_two_ranks_each_are_both_right(pair, tiny):
+    """A port, a name or a group that both take makes one of them talk to the other's ranks."""
+    one, two = pair
+    requests = [(prompt, replace(params, temperature=0.8, seed=row)) for row, (prompt, params) in enumerate(VICTIMS)]
+    one.engine.reset()
+    expected = [token_ids for token_ids, *_ in generate(one, requests)]
+    with LLM(tiny, tensor_parallel_size=2, **{**OPTIONS, "num_kvcache_blocks": 60}) as other:
+        ids = [{llm.engine.add_request(*request): row for row, request in enumerate(requests)} for llm in (two, other)]
+        found: list[dict[int, list[int]]] = [{}, {}]
+        while not (two.engine.is_finished() and other.engine.is_finished()):
+            for index, llm in enumerate((two, other)):
+                found[index] |= {ids[index][seq.seq_id]: seq.completion_token_ids for seq in llm.engine.step()}
+        assert [[of_engine[row] for row in range(len(requests))] for of_engine in found] == [expected, expected]
+        # The end of one is not the end of the other.
+        other.close()
+        assert [token_ids for token_ids, *_ in generate(two, requests)] == expected
+
+
+def test_ranks_run_the_drivers_own_package(tiny, tmp_path):
+    """Another of the same name that Python finds first, an installed one beside a checkout, say, was theirs."""
+    other = tmp_path / "other" / "nanovllm"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("raise ImportError('another package')")
+    package = Path(nanovllm.__file__).parent
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "nanovllm").symlink_to(package, target_is_directory=True)
+    program = (
+        "from nanovllm import LLM, SamplingParams\n"
+        f"with LLM({tiny!r}, tensor_parallel_size=2, device='cpu', num_kvcache_blocks=64) as llm:\n"
+        "    print('tokens', llm.generate([[1, 2, 3]], SamplingParams(0.0, 4, ignore_eos=True))[0].token_ids)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(other.parent)}
+    command = [sys.executable, "-c", program]  # which looks in the working directory first
+    run = subprocess.run(command, cwd=tmp_path / "here", env=environment, capture_output=True, text=True, timeout=120)
+    assert "tokens [" in run.stdout, run.stderr
+
+
+SCRIPT = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+from nanovllm import LLM, SamplingParams
+
+print("this file runs", flush=True)
+llm = LLM(sys.argv[1], tensor_parallel_size=2, device="cpu", num_kvcache_blocks=64, kvcache_block_size=8)
+params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+print("tokens", llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].token_ids, flush=True)
+print("ranks", *(rank.process.pid for rank in llm.engine.runner._ranks), flush=True)
+"""
+# The package that is tested here, also where it is a copy.
+SCRIPT_ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(nanovllm.__file__).parents[1])}
+ENDINGS = {
+    "the last line": "",
+    "an exception": "raise LookupError('the script is wrong')",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_script_that_does_not_close_ends_by_itself(tiny, ending, tmp_path):
+    """It has no `__main__` guard: a rank that imported it again would run it again, and start ranks of its own."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + ENDINGS[ending])
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, script, tiny], capture_output=True, text=True, timeout=60, env=SCRIPT_ENVIRONMENT
+    )
+    seconds = time.monotonic() - began
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["this", "tokens", "ranks"], (done.stdout, done.stderr)
+    assert done.returncode == (ending == "an exception"), done.stderr
+    assert ("LookupError" in done.stderr) is (ending == "an exception")
+    assert done.stderr.count("Traceback") == (ending == "an exception"), done.stderr
+    assert not any(is_running(int(pid)) for pid in lines[2].split()[1:])
+    assert seconds < 30
+
+
+@pytest.mark.parametrize("moment", ["idle", "busy"])
+def test_a_driver_that_is_killed_leaves_no_rank_behind(tiny, moment, tmp_path):
+    """Nobody is left to tell the ranks; one that holds a GPU for ever keeps the next run from starting."""
+    script = tmp_path / "script.py"
+    busy = "while True: llm.generate([[1, 2, 3]] * 8, SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)"
+    script.write_text(SCRIPT + ("sys.stdin.read()" if moment == "idle" else busy))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, script, tiny], env=SCRIPT_ENVIRONMENT, **pipes) as process:
+        try:
+            lines = [process.stdout.readline() for _ in range(3)]
+            pids = [int(pid) for pid in lines[2].split()[1:]]
+            assert len(pids) == 2 and all(map(is_running, pids)) and set(pids) == children(process.pid)
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGKILL
+    try:
+        assert wait_until(lambda: not any(map(is_running, pids)), 10)
+    finally:
+        for pid in filter(is_running, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_ctrl_c_in_a_terminal_reaches_the_driver_alone(tiny, tmp_path):
+    """A terminal sends it to the whole foreground group; a rank that took it would be gone for the next call."""
+    script = tmp_path / "script.py"
+    body = """
+try:
+    print("ready", flush=True)
+    while True:
+        llm.generate([[1, 2, 3]] * 8, SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+print("tokens", llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].token_ids, flush=True)
+"""
+    script.write_text(SCRIPT + body)
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen([sys.executable, script, tiny], env=SCRIPT_ENVIRONMENT, **options) as process:
+        try:
+            lines = [process.stdout.readline().strip() for _ in range(4)]
+            assert lines[3] == "ready", lines
+            os.killpg(process.pid, signal.SIGINT)
+            rest = process.communicate(timeout=30)[0].splitlines()
+        finally:
+            process.kill()
+    assert rest == ["interrupted", lines[1]]
+    assert process.returncode == 0
+
+
+# Bad input: refused before a process starts
+
+
+@pytest.mark.parametrize(
+    ("size", "works"),
+    [(3, "1, 2, 4"), (8, "1, 2, 4")],
+)
+def test_a_size_that_does_not_divide_the_heads_is_refused_with_those_that_do(tiny, size, works, monkeypatch):
+    """Found out by a rank, it would come after seconds of imports, and from all ranks at once."""
+    monkeypatch.setattr(nanovllm.parallel.parallel_runner, "_start_rank", lambda *_: pytest.fail("a rank was started"))
+    with pytest.raises(ValueError, match=rf"tensor_parallel_size.*{works}"):
+        LLM(tiny, tensor_parallel_size=size, **OPTIONS)
+
+
+def test_a_device_that_is_one_gpu_is_refused_for_two_ranks(tiny):
+    with pytest.raises(ValueError, match=r"device='cuda:1' is one GPU, but tensor_parallel_size=2.*device=\"cuda\""):
+        LLM(tiny, tensor_parallel_size=2, **{**OPTIONS, "device": "cuda:1"})
+
+
+def test_bad_rows_come_back_as_errors_and_the_ranks_do_not_notice(pair):
+    """A request that the driver refuses must not reach the ranks' schedulers."""
+    found = []
+    for llm in pair:
+        llm.engine.reset()
+        prompts = [[1, 2], [], [61], [1] * 2000, [3, 4], None]
+        outputs = llm.generate(prompts, SamplingParams(0.0, max_tokens=4, ignore_eos=True), use_tqdm=False)
+        found.append([(output.token_ids, output.finish_reason, output.error) for output in outputs])
+    assert found[0] == found[1]
+    assert [reason for _, reason, _ in found[0]] == ["length", "error", "error", "error", "length", "error"]

@@ -1,0 +1,617 @@
+"""The GPU's kernels: attention against the formula in float64, fused kernels and sampler against their plain twins."""
+
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from model_factory import perturbed
+from test_attention import TOLERANCE, Case, make_case, run, tiles
+
+from nanovllm.attention.backend import AttentionBackend, AttentionShape, make_attention_backend, packed_linear
+from nanovllm.ops.linear import linear
+from nanovllm.layers import activation, sampler
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.norm import QKNorm, RMSNorm
+from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
+from nanovllm.layers.sampler import SamplingBatch, SpecialRows
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda")
+FLOATS = [torch.bfloat16, torch.float16, torch.float32]
+DTYPES = pytest.mark.parametrize("dtype", FLOATS, ids=str)
+ON_GPUS_ONLY = ["triton", "flash"]
+BACKEND_DTYPES = [
+    (backend, dtype)
+    for backend in ("triton", "flash", "sdpa", "torch")
+    for dtype in FLOATS
+    if (backend, dtype) != ("flash", torch.float32)
+]
+BACKENDS = pytest.mark.parametrize(("backend", "dtype"), BACKEND_DTYPES, ids=lambda value: str(value))
+BLOCK_SIZE = {"triton": 64, "flash": 256, "sdpa": 16, "torch": 16}
+# Every shape is compiled anew, so that not every one is tried: (head_dim, group size).
+SHAPES = {
+    torch.bfloat16: [*((128, group) for group in range(1, 9)), (32, 1), (32, 5), (64, 2), (64, 8)],
+    torch.float16: [(32, 3), (64, 7), (128, 4)],
+    torch.float32: [(32, 8), (64, 2), (128, 1), (128, 6)],
+}
+# (cached, new): decodes first, as the scheduler has them, but for one.
+MIXED = [
+    (30, 1), (0, 1), (63, 1), (64, 1), (255, 1), (700, 1), (0, 17), (12, 9), (5, 2), (300, 1), (0, 200), (513, 130)
+]  # fmt: skip
+
+
+def on_gpu(case: Case) -> Case:
+    """The case on the GPU, its context completed as build_batch does it."""
+    num_seqs = len(case.num_new)
+    num_decodes = next((row for row, num_new in enumerate(case.num_new) if num_new > 1), num_seqs)
+    context = replace(case.context, query_tiles=tiles(case.num_new, list(map(len, case.keys)), num_decodes))
+    tensors = {name: value.to(GPU) for name, value in vars(context).items() if isinstance(value, torch.Tensor)}
+    has_cached_keys = any(len(case.keys[row]) > case.num_new[row] for row in range(num_decodes, num_seqs))
+    context = replace(context, **tensors, num_decodes=num_decodes, has_cached_keys=has_cached_keys)
+    sequences = ([tensor.to(GPU) for tensor in whole] for whole in (case.queries, case.keys, case.values))
+    return Case(*sequences, case.num_new, case.k_cache.to(GPU), case.v_cache.to(GPU), context)
+
+
+def make_gpu_case(sequences: list[tuple[int, int]], block_size: int, **options) -> Case:
+    return on_gpu(make_case(sequences, block_size, **options))
+
+
+def part(case: Case, rows: list[int]) -> Case:
+    """A step of these sequences only, over the same cache."""
+    old, num_new = case.context, [case.num_new[row] for row in rows]
+    sequences = [[whole[row] for row in rows] for whole in (case.queries, case.keys, case.values)]
+    lengths = [len(keys) for keys in sequences[1]]
+    ends = np.cumsum(case.num_new)
+    context = replace(
+        old,
+        cu_seqlens_q=torch.tensor([0, *np.cumsum(num_new)], dtype=torch.int32),
+        cu_seqlens_k=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
+        max_seqlen_q=max(num_new),
+        max_seqlen_k=max(lengths),
+        slot_mapping=torch.cat([old.slot_mapping[ends[row] - case.num_new[row] : ends[row]] for row in rows]),
+        context_lens=old.context_lens[rows],
+        block_tables=old.block_tables[rows],
+    )
+    return on_gpu(Case(*sequences, num_new, case.k_cache, case.v_cache, context))
+
+
+def make_backend(name: str, case: Case, max_model_len: int = 4096) -> AttentionBackend:
+    (num_heads, head_dim), num_kv_heads = case.queries[0].shape[1:], case.keys[0].shape[1]
+    dtype = case.queries[0].dtype
+    shape = AttentionShape(num_heads, num_kv_heads, head_dim, dtype, GPU, 128, max_model_len)
+    return make_attention_backend(name, shape, case.context.block_size)
+
+
+def formula(case: Case) -> torch.Tensor:
+    """softmax(q kᵀ / sqrt(d)) v in float64: [num_tokens, num_heads, head_dim]."""
+    out = []
+    for q, k, v, num_new in zip(case.queries, case.keys, case.values, case.num_new, strict=True):
+        group_size = q.shape[1] // k.shape[1]
+        q, k, v = q[len(q) - num_new :].double(), *(x.double().repeat_interleave(group_size, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
+        key = torch.arange(len(k), device=q.device)
+        scores.masked_fill_(key > key[len(k) - num_new :, None], float("-inf"))
+        out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+    return torch.cat(out)
+
+
+def assert_close_to_formula(case: Case, out: torch.Tensor) -> None:
+    """Within TOLERANCE as a whole; a row alone within three times that, or one lost key of thousands went unseen."""
+    dtype = case.queries[0].dtype
+    assert out.dtype == dtype and out.isfinite().all()
+    exact = formula(case)
+    error = out.double() - exact
+    assert error.norm() <= TOLERANCE[dtype] * exact.norm(), float(error.norm() / exact.norm())
+    of_rows = error.flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)
+    assert of_rows.max() <= 3 * TOLERANCE[dtype], (int(of_rows.argmax()), float(of_rows.max()))
+
+
+def assert_exact(name: str, case: Case, **options) -> None:
+    assert_close_to_formula(case, run(name, case, make_backend(name, case, **options)))
+
+
+# Attention
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "head_dim", "group_size"),
+    [(backend, dtype, *shape) for backend, dtype in BACKEND_DTYPES for shape in SHAPES[dtype]],
+    ids=lambda value: str(value),
+)
+def test_grouped_queries_attend_as_the_formula_says(backend, dtype, head_dim, group_size):
+    """A query head must read the key head of its own group, in decodes, prompts and chunks; unused slots are NaN."""
+    options = {"num_kv_heads": 1 + group_size % 3, "group_size": group_size, "head_dim": head_dim, "dtype": dtype}
+    assert_exact(backend, make_gpu_case(MIXED, BLOCK_SIZE[backend], seed=head_dim + group_size, **options))
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "block_size"),
+    [
+        (backend, dtype, size)
+        for backend, dtype in BACKEND_DTYPES
+        for size in ((256, 512) if backend == "flash" else (16, 64, 256))
+    ],
+    ids=lambda value: str(value),
+)
+def test_page_boundaries_change_nothing(backend, dtype, block_size):
+    """Lengths of one block ± 1 and two blocks ± 1, as prefill, as decode, and as a chunk that begins or ends there."""
+    around = [length for n in (1, 2) for length in (n * block_size - 1, n * block_size, n * block_size + 1)]
+    decodes = [(length, 1) for length in around]
+    prefills = [(0, length) for length in around]
+    chunks = [(length, 3) for length in around] + [(2, length) for length in around]
+    options = {"head_dim": 64, "dtype": dtype, "seed": block_size}
+    assert_exact(backend, make_gpu_case(decodes + prefills + chunks, block_size, **options))
+    # Without cached keys a prompt may be read from the new keys instead of the cache, and decodes may stand alone.
+    assert_exact(backend, make_gpu_case(decodes + prefills, block_size, **options))
+    assert_exact(backend, make_gpu_case(prefills, block_size, **options))
+    assert_exact(backend, make_gpu_case(decodes, block_size, **options))
+
+
+@BACKENDS
+def test_ragged_decodes_from_1_to_4096(backend, dtype):
+    """Decodes of very different lengths are split differently; each must see all of its keys and no other."""
+    rng = random.Random(1)
+    lengths = [0, 1, 2, 255, 256, 257, 511, 512, 4095, 4094, 2047, 2048]
+    lengths += [int(2 ** rng.uniform(0, 12)) for _ in range(80)]
+    rng.shuffle(lengths)
+    assert_exact(backend, make_gpu_case([(length, 1) for length in lengths], BLOCK_SIZE[backend], dtype=dtype))
+
+
+@BACKENDS
+def test_long_prompts_and_chunks_of_them(backend, dtype):
+    """Prompts of 4,096 tokens, whole and in chunks, beside decodes before and after them."""
+    sequences = [(3, 1), (4095, 1), (0, 4096), (2500, 1596), (9, 1), (3583, 513), (4000, 2), (0, 129), (0, 127)]
+    assert_exact(backend, make_gpu_case(sequences, BLOCK_SIZE[backend], dtype=dtype))
+
+
+@BACKENDS
+@pytest.mark.parametrize("seed", range(4))
+def test_any_mix_of_decode_prefill_and_chunk(backend, dtype, seed):
+    """One rule: each sequence's queries are its last ones, whatever its neighbours do in the same step."""
+    rng = random.Random(seed)
+    decodes = [(rng.randrange(1000), 1) for _ in range(rng.randrange(40))]
+    others = [(rng.choice((0, rng.randrange(600))), rng.choice((1, rng.randrange(1, 400)))) for _ in range(20)]
+    case = make_gpu_case(
+        decodes + others, BLOCK_SIZE[backend], dtype=dtype, num_blocks_ahead=rng.randrange(4), seed=seed
+    )
+    assert_exact(backend, case)
+
+
+@pytest.mark.parametrize("backend", ON_GPUS_ONLY)
+def test_contexts_of_32768_tokens(backend):
+    """Splits of a long context are longer than usual ones, and prompts reach far beyond any one tile."""
+    decodes = [(length - 1, 1) for length in (1, 2047, 2048, 2049, 20000, 32768)]
+    case = make_gpu_case([*decodes, (32768 - 150, 150)], 256, head_dim=128, dtype=torch.bfloat16)
+    assert_exact(backend, case, max_model_len=32768)
+
+
+@BACKENDS
+def test_large_scores_do_not_overflow(backend, dtype):
+    """exp of a score of a few hundred is infinite unless the largest is subtracted first."""
+    case = make_gpu_case(MIXED, BLOCK_SIZE[backend], dtype=dtype)
+    case.queries = [q * 60 for q in case.queries]
+    out = run(backend, case, make_backend(backend, case))
+    exact = formula(case)
+    assert out.isfinite().all()
+    # Scores of hundreds have few digits left after the point in float32.
+    assert (out.double() - exact).norm() <= max(TOLERANCE[dtype], 5e-5) * exact.norm()
+
+
+@BACKENDS
+def test_views_of_one_projection_are_attended_like_copies(backend, dtype):
+    """The model hands over slices of its fused projection; a kernel that takes rows to be dense reads other heads."""
+    case = make_gpu_case(MIXED, BLOCK_SIZE[backend], num_kv_heads=2, dtype=dtype)
+    q, k, v = torch.cat([case.new(x) for x in (case.queries, case.keys, case.values)], 1).split((4, 2, 2), 1)
+    attention, context = make_backend(backend, case), case.context
+    context.plan = attention.plan(context)
+    attention.store_kvcache(k, v, case.k_cache, case.v_cache, context.slot_mapping)
+    assert_close_to_formula(case, attention.attend(q, k, v, case.k_cache, case.v_cache, context))
+
+
+@pytest.mark.parametrize("backend", ["triton", "flash", "sdpa"])
+def test_new_tokens_go_to_their_slots_and_nowhere_else(backend):
+    """A write one slot off reaches a neighbour's block, and a padding row's slot −1 is the last slot of the cache."""
+    case = make_gpu_case(MIXED, BLOCK_SIZE[backend], num_kv_heads=3, dtype=torch.bfloat16)
+    slots = case.context.slot_mapping
+    slots[::5] = -1
+    before = case.k_cache.clone(), case.v_cache.clone()
+    k, v = case.new(case.keys), case.new(case.values)
+    make_backend(backend, case).store_kvcache(k, v, case.k_cache, case.v_cache, slots)
+    for cache, old, new in zip((case.k_cache, case.v_cache), before, (k, v), strict=True):
+        expected = old.flatten(0, 1)
+        expected[slots[slots >= 0]] = new[slots >= 0]
+        torch.testing.assert_close(cache.flatten(0, 1), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", ON_GPUS_ONLY)
+@pytest.mark.parametrize("num_padding", [1, 13])
+def test_padding_rows_change_nothing(backend, num_padding):
+    """A captured step is padded with rows of length 0, slot −1 and a table of zeros, whoever owns block 0."""
+    lengths = [1, 64, 256, 257, 700, 1024, 3000]
+    case = make_gpu_case([(length - 1, 1) for length in lengths], 256, dtype=torch.bfloat16)
+    attention = make_backend(backend, case)
+    expected = run(backend, case, attention)
+    caches = case.k_cache.clone(), case.v_cache.clone()
+
+    def padded(tensor: torch.Tensor, value: float = 0) -> torch.Tensor:
+        return torch.cat((tensor, torch.full((num_padding, *tensor.shape[1:]), value, dtype=tensor.dtype, device=GPU)))
+
+    num_rows = len(lengths) + num_padding
+    context = replace(
+        case.context,
+        cu_seqlens_q=torch.arange(num_rows + 1, dtype=torch.int32, device=GPU),
+        cu_seqlens_k=None,
+        slot_mapping=padded(case.context.slot_mapping, -1),
+        context_lens=padded(case.context.context_lens),
+        block_tables=padded(case.context.block_tables),
+        num_decodes=num_rows,
+    )
+    context.plan = attention.plan(context)
+    q, k, v = (padded(case.new(x), 3.0) for x in (case.queries, case.keys, case.values))
+    attention.store_kvcache(k, v, case.k_cache, case.v_cache, context.slot_mapping)
+    out = attention.attend(q, k, v, case.k_cache, case.v_cache, context)
+    assert_close_to_formula(case, out[: len(lengths)])
+    if backend == "triton":
+        assert torch.equal(out[: len(lengths)], expected)
+    for cache, before in zip((case.k_cache, case.v_cache), caches, strict=True):
+        torch.testing.assert_close(cache, before, rtol=0, atol=0, equal_nan=True)
+
+
+@DTYPES
+def test_a_triton_row_is_bitwise_the_same_whatever_its_neighbours(dtype):
+    """Splits that depend on the batch round differently, and a near tie then falls the other way."""
+    rng = random.Random(2)
+    lengths = [0, 1, 255, 256, 257, 1000, 4095, *(int(2 ** rng.uniform(0, 12)) for _ in range(24))]
+    case = make_gpu_case([(length, 1) for length in lengths], 64, num_kv_heads=2, dtype=dtype)
+    attention = make_backend("triton", case)
+    together = run("triton", case, attention)
+    for row in range(len(lengths)):
+        assert torch.equal(run("triton", part(case, [row]), attention)[0], together[row]), lengths[row]
+    shuffled = rng.sample(range(len(lengths)), 20)
+    assert torch.equal(run("triton", part(case, shuffled), attention), together[shuffled])
+
+
+@DTYPES
+def test_a_triton_prompt_is_bitwise_the_same_whatever_its_neighbours(dtype):
+    """The same chunk over the same keys, alone or in a mixed step."""
+    sequences = [(40, 1), (900, 1), (0, 300), (100, 77), (513, 200), (0, 5), (0, 128), (2000, 33)]
+    case = make_gpu_case(sequences, 64, num_kv_heads=2, dtype=dtype)
+    attention = make_backend("triton", case)
+    together = run("triton", case, attention).split([new for _, new in sequences])
+    for row, expected in enumerate(together):
+        assert torch.equal(run("triton", part(case, [row]), attention), expected), sequences[row]
+
+
+@pytest.mark.parametrize("backend", ON_GPUS_ONLY)
+def test_a_captured_decode_serves_lengths_other_than_those_it_was_captured_with(backend):
+    """A grid, a split or a length fixed at capture loses the keys that come later."""
+    lengths = [1, 3000, 64, 256, 4096, 700]
+    case = make_gpu_case([(length - 1, 1) for length in lengths], 256, dtype=torch.bfloat16, num_kv_heads=2)
+    attention, context = make_backend(backend, case), case.context
+    context.max_seqlen_k = context.block_tables.shape[1] * context.block_size
+    q, k, v = case.new(case.queries), case.new(case.keys), case.new(case.values)
+
+    def step() -> torch.Tensor:
+        context.plan = attention.plan(context)
+        return attention.attend(q, k, v, case.k_cache, case.v_cache, context)
+
+    attention.store_kvcache(k, v, case.k_cache, case.v_cache, context.slot_mapping)
+    final_lengths = context.context_lens.clone()
+    context.context_lens.zero_()  # as all rows are when the engine captures
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = step()
+    torch.cuda.current_stream().wait_stream(stream)
+    context.context_lens.copy_(final_lengths)
+    graph.replay()
+    assert_close_to_formula(case, out)
+    shorter = [1, 2, 64, 1, 257, 699]
+    context.context_lens.copy_(torch.tensor(shorter))
+    graph.replay()
+    first = [[x[:n] for x, n in zip(whole, shorter, strict=True)] for whole in (case.keys, case.values)]
+    # The formula's query stands last, which is where the captured one now stands.
+    queries = [last[None].expand(n, -1, -1) for last, n in zip(q, shorter, strict=True)]
+    assert_close_to_formula(replace(case, queries=queries, keys=first[0], values=first[1]), out)
+
+
+def test_auto_is_a_gpu_backend_for_every_dtype_and_block_size():
+    """Falling back to gathered keys on a GPU costs most of the speed, silently."""
+    for dtype in FLOATS:
+        for block_size in (None, 16, 64, 256):
+            shape = AttentionShape(4, 2, 64, dtype, GPU)
+            assert make_attention_backend("auto", shape, block_size).name in ON_GPUS_ONLY
+    # A block size that only gathering can serve still runs.
+    assert make_attention_backend("auto", shape, 5).name == "sdpa"
+
+
+# Fused kernels
+
+
+def error_of(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    assert actual.isfinite().all()
+    return float((actual.double() - exact).norm() / exact.norm())
+
+
+def assert_no_worse(fused: torch.Tensor, twin: torch.Tensor, exact: torch.Tensor) -> None:
+    """The fused result's error is at most the twin's, up to a tenth and a rounding of float32."""
+    assert fused.dtype == twin.dtype and fused.shape == twin.shape == exact.shape
+    ours, theirs = error_of(fused, exact), error_of(twin, exact)
+    assert ours <= 1.1 * theirs + 1e-7, (ours, theirs)
+    # No single number is off by more than a few roundings either.
+    tolerance = 4 * torch.finfo(fused.dtype).eps
+    assert ((fused.double() - exact).abs() <= tolerance * (exact.abs() + exact.abs().mean())).all()
+
+
+def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator(GPU).manual_seed(seed), device=GPU).to(dtype)
+
+
+NORM_SHAPES = pytest.mark.parametrize(
+    ("num_tokens", "size"), [(1, 1024), (7, 160), (300, 1024), (65, 2560), (33, 5120), (5, 7)]
+)
+
+
+@DTYPES
+@NORM_SHAPES
+def test_fused_norm_is_no_worse_than_its_twin(dtype, num_tokens, size):
+    """Sizes that are no power of two are padded, and padding must weigh nothing in the mean."""
+    norm = RMSNorm(size, 1e-6, dtype, GPU)
+    norm.weight.data.copy_(1 + 0.3 * randn(size, dtype=torch.float32, seed=1))
+    for scale in (1e-3, 1.0, 300.0):
+        x = randn(num_tokens, size, dtype=torch.float32).mul(scale).to(dtype)
+        copy = x.clone()
+        fused, twin = norm(x), norm(x[None])[0]  # only rows of a matrix take the fused path
+        exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
+        assert_no_worse(fused, twin, exact)
+        assert torch.equal(x, copy)
+
+
+@DTYPES
+@NORM_SHAPES
+def test_fused_add_and_norm_is_no_worse_than_its_twin(dtype, num_tokens, size):
+    """The sum that goes on as the residual is the one that is normed, rounded alike; the inputs stay as they are."""
+    norm = RMSNorm(size, 1e-6, dtype, GPU)
+    norm.weight.data.copy_(1 + 0.3 * randn(size, dtype=torch.float32, seed=1))
+    x, residual = randn(num_tokens, size, dtype=dtype, seed=2), 5 * randn(num_tokens, size, dtype=dtype, seed=3)
+    copies = x.clone(), residual.clone()
+    fused, total = norm.add(x, residual)
+    twin, twin_total = (y[0] for y in norm.add(x[None], residual[None]))
+    assert torch.equal(total, twin_total)
+    exact = total.double() / (total.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
+    assert_no_worse(fused, twin, exact)
+    assert torch.equal(x, copies[0]) and torch.equal(residual, copies[1])
+
+
+@DTYPES
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 3072), (300, 448), (33, 1024), (5, 1025), (64, 7)])
+def test_fused_silu_and_mul_is_no_worse_than_its_twin(monkeypatch, dtype, num_tokens, size):
+    """Gates far from 0 too: exp must not overflow to NaN."""
+    gate_up = randn(num_tokens, 2 * size, dtype=torch.float32).mul(4).to(dtype)
+    gate_up[:, 0], gate_up[:, 1] = -200.0, 200.0
+    fused = SiluAndMul()(gate_up)
+    monkeypatch.setattr(activation, "is_fused", lambda tensor: False)
+    twin = SiluAndMul()(gate_up)
+    gate, up = gate_up.double().chunk(2, -1)
+    assert_no_worse(fused, twin, gate * gate.sigmoid() * up)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("output_size", "input_size"), [(4096, 1024), (1024, 3072), (7, 33), (1001, 2049), (151936, 1024)]
+)
+def test_a_single_row_is_multiplied_no_worse_than_by_pytorch(monkeypatch, dtype, output_size, input_size):
+    """Sums of thousands of bfloat16 products must be kept in float32."""
+    x, weight = randn(1, input_size, dtype=dtype), randn(output_size, input_size, dtype=dtype, seed=1)
+    fused = linear(x, weight, None)
+    monkeypatch.setattr(packed_linear, "is_fused", lambda tensor: False)
+    twin = linear(x, weight, None)
+    assert_no_worse(fused, twin, x.double() @ weight.double().T)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(16, 8, 128), (8, 4, 32), (9, 3, 64), (4, 1, 96), (5, 5, 16)]
+)
+def test_fused_norm_rotation_and_store_is_no_worse_than_its_twins(dtype, num_heads, num_kv_heads, head_dim):
+    """Padding heads must not be written, queries not go to the cache, slot −1 not be stored."""
+    from nanovllm.kernels.fused import qk_norm_rotate_store
+
+    num_tokens, num_normed = 45, num_heads + num_kv_heads
+    norm = QKNorm(num_heads, num_kv_heads, head_dim, 1e-6, dtype, GPU)
+    norm.weight.data.copy_(1 + 0.3 * randn(num_normed, head_dim, dtype=torch.float32, seed=1))
+    rotary = RotaryEmbedding(head_dim, 4096, RopeConfig(theta=1e6), dtype, GPU)
+    generator = torch.Generator().manual_seed(0)
+    cos, sin = rotary.lookup(torch.randint(4096, (num_tokens,), generator=generator).to(GPU))
+    qkv = 3 * randn(num_tokens, num_normed + num_kv_heads, head_dim, dtype=dtype, seed=2)
+    copy = qkv.clone()
+    caches = [torch.full((6, 16, num_kv_heads, head_dim), 7.0, dtype=dtype, device=GPU) for _ in range(2)]
+    slots = torch.randperm(96, generator=generator)[:num_tokens].to(GPU)
+    slots[::7] = -1
+    fused = qk_norm_rotate_store(qkv, norm.weight, 1e-6, cos, sin, *caches, slots)
+    qk = qkv[:, :num_normed]
+    twin = RotaryEmbedding.rotate(norm(qk), cos, sin)
+    exact = qk.double() / (qk.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
+    exact = RotaryEmbedding.rotate(exact, cos.double(), sin.double())
+    assert error_of(fused, exact) <= 1.1 * error_of(twin, exact) + 1e-7
+    # A rotated number is a sum of two products, so what counts is the size of its head, not its own.
+    assert ((fused.double() - exact).abs() <= 8 * torch.finfo(dtype).eps * exact.abs().amax(-1, keepdim=True)).all()
+    assert torch.equal(qkv, copy)
+    for cache, new in zip(caches, (fused[:, num_heads:], qkv[:, num_normed:]), strict=True):
+        expected = torch.full_like(cache, 7.0).flatten(0, 1)
+        expected[slots[slots >= 0]] = new[slots >= 0]
+        assert torch.equal(cache.flatten(0, 1), expected)
+
+
+def test_rows_beyond_2_to_the_31_numbers_are_reached():
+    """An offset of 32 bits wraps around and reads the first rows again, or faults."""
+    norm = RMSNorm(4096, 1e-6, torch.bfloat16, GPU)
+    norm.weight.data.fill_(1)
+    x = torch.zeros((2**19 + 32, 4096), dtype=torch.bfloat16, device=GPU)
+    x[-32:] = randn(32, 4096, dtype=torch.bfloat16)
+    assert torch.equal(norm(x)[-32:], norm(x[-32:].clone()))
+    assert torch.equal(SiluAndMul()(x)[-32:], SiluAndMul()(x[-32:].clone()))
+    logits = x.view(-1, 4096 * 32)
+    for token_id in (99, 131000):
+        logits[:-1, token_id] += 50 + token_id // 1000
+        logits[-1, token_id - 22] = 60 + token_id // 1000
+        expected = [token_id] * (len(logits) - 1) + [token_id - 22]
+        assert sampler.sample(logits, sampling_batch(len(logits), 0.0)).tolist() == expected
+
+
+# Sampler
+
+
+def sampling_batch(num_rows: int, temperature: float | torch.Tensor, seed: int = 0) -> SamplingBatch:
+    """64 random bits of seed a row, so that both halves and the sign count."""
+    generator = torch.Generator().manual_seed(seed)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (num_rows,), generator=generator).to(GPU)
+    positions = torch.randint(0, 40000, (num_rows,), generator=generator).to(GPU)
+    temperatures = torch.as_tensor(temperature, dtype=torch.float32).expand(num_rows).contiguous().to(GPU)
+    return SamplingBatch(temperatures, seeds, positions)
+
+
+def plain_sample(monkeypatch, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """The twin, a few rows at a time: it holds all noise."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler, "is_fused", lambda tensor: False)
+        parts = range(0, len(logits), 250)
+        return torch.cat([
+            sampler.sample(logits[i : i + 250], SamplingBatch(*(x[i : i + 250] for x in vars(batch).values())))
+            for i in parts
+        ])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_rows", "vocab_size"),
+    [
+        (torch.bfloat16, 2000, 151936), (torch.float16, 300, 151936), (torch.float32, 300, 151936),
+        (torch.bfloat16, 500, 259), (torch.float32, 500, 4097), (torch.float32, 500, 2), (torch.float32, 1, 1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_fused_sampler_gives_the_tokens_of_its_twin(monkeypatch, dtype, num_rows, vocab_size):
+    """Greedy rows equal ones among thousands of ties; sampled rows differ only where rounding decides."""
+    logits = randn(num_rows, vocab_size, dtype=torch.float32).mul(3).to(dtype)
+    temperatures = torch.tensor([0.0, 0.6, 1.0, 1.7]).repeat(num_rows // 4 + 1)[:num_rows]
+    batch = sampling_batch(num_rows, temperatures)
+    ours, theirs = sampler.sample(logits, batch), plain_sample(monkeypatch, logits, batch)
+    assert ours.dtype == theirs.dtype == torch.int64
+    is_greedy = batch.temperatures == 0
+    assert torch.equal(ours[is_greedy], theirs[is_greedy])
+    differing = (ours != theirs).nonzero().squeeze(1)
+    print(f"{len(differing)} of {num_rows} rows differ")
+    assert len(differing) <= num_rows / 1000
+    for row in differing.tolist():
+        one = slice(row, row + 1)
+        scores = perturbed(logits[one], float(batch.temperatures[row]), batch.seeds[one], batch.positions[one])[0]
+        assert abs(float(scores[ours[row]] - scores[theirs[row]])) < 1e-4, (row, ours[row], theirs[row])
+
+
+def test_rows_of_a_wider_matrix_are_sampled_like_copies():
+    """Logits of a padded vocabulary are a view; its row stride is not the vocabulary's size."""
+    wide = randn(64, 5000, dtype=torch.bfloat16)
+    wide[:, 4990:] = 100
+    batch = sampling_batch(64, torch.tensor([0.0, 1.0]).repeat(32))
+    view = wide[:, :4990]
+    assert torch.equal(sampler.sample(view, batch), sampler.sample(view.contiguous(), batch))
+
+
+def test_a_row_is_sampled_alike_alone_and_in_any_batch():
+    """The noise belongs to seed and position, not to the row's number."""
+    logits, batch = randn(300, 4999, dtype=torch.bfloat16), sampling_batch(300, 1.0)
+    together = sampler.sample(logits, batch)
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(0)).to(GPU)[:100]
+    shuffled = SamplingBatch(*(x[order] for x in vars(batch).values()))
+    assert torch.equal(sampler.sample(logits[order], shuffled), together[order])
+    assert together.unique().numel() > 200
+
+
+@pytest.mark.parametrize("varies", ["seeds", "positions"])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_sampled_frequencies_are_the_softmax(varies, temperature):
+    """Noise that repeats, is biased or shared among tokens shifts them; chi-square over 200,000 draws."""
+    num_rows, vocab_size = 200_000, 50
+    row = randn(vocab_size, dtype=torch.float32).mul(1.5)
+    batch = sampling_batch(num_rows, temperature)
+    for name in ("seeds", "positions"):
+        values = torch.arange(num_rows, device=GPU) if name == varies else torch.full_like(batch.seeds, 12345)
+        setattr(batch, name, values)
+    # The kernel's grid has a row for each program of its second dimension, of which there are at most 65,535.
+    tokens = torch.cat([
+        sampler.sample(row.expand(50_000, -1), SamplingBatch(*(x[i : i + 50_000] for x in vars(batch).values())))
+        for i in range(0, num_rows, 50_000)
+    ])  # fmt: skip
+    counts = torch.bincount(tokens, minlength=vocab_size).double()
+    expected = (row.double() / temperature).softmax(-1) * num_rows
+    rare = expected < 10
+    observed = torch.cat((counts[~rare], counts[rare].sum()[None]))
+    expected = torch.cat((expected[~rare], expected[rare].sum()[None]))
+    expected, observed = expected[expected > 0], observed[expected > 0]
+    chi_square, freedom = float(((observed - expected) ** 2 / expected).sum()), len(expected) - 1
+    print(f"chi-square {chi_square:.1f} with {freedom} degrees of freedom")
+    assert len(expected) > 20
+    assert freedom - 4.5 * math.sqrt(2 * freedom) < chi_square < freedom + 4.5 * math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("vocab_size", [259, 20000])
+def test_broken_rows_are_minus_one_and_spare_the_others(monkeypatch, temperature, vocab_size):
+    """NaN loses every comparison, so that a plain argmax would name some token of a broken row."""
+    logits = randn(40, vocab_size, dtype=torch.bfloat16)
+    healthy = sampler.sample(logits, sampling_batch(40, temperature))
+    logits[3, 0] = math.nan
+    logits[5, vocab_size - 1] = math.nan
+    logits[8, 100] = math.inf
+    logits[9] = -math.inf
+    logits[11] = math.nan
+    broken = [3, 5, 8, 9, 11]
+    expected = healthy.clone()
+    expected[broken] = -1
+    # Banned tokens are no breakage.
+    logits[20, : vocab_size // 2] = -math.inf
+    tokens = sampler.sample(logits, sampling_batch(40, temperature))
+    assert tokens[20] >= vocab_size // 2
+    expected[20] = tokens[20]
+    assert torch.equal(tokens, expected)
+    assert torch.equal(tokens, plain_sample(monkeypatch, logits, sampling_batch(40, temperature)))
+
+
+def test_no_rows_are_sampled_as_no_tokens():
+    """A step of chunks that all go on samples nothing; a launch of no programs is an error to CUDA."""
+    tokens = sampler.sample(randn(0, 259, dtype=torch.bfloat16), sampling_batch(0, 1.0))
+    assert tokens.shape == (0,) and tokens.dtype == torch.int64
+
+
+def test_special_rows_are_sampled_as_on_a_cpu():
+    """Top-k, top-p, min-p and bans: the same PyTorch code, but the GPU sorts and sums in another order."""
+    num_rows, vocab_size = 400, 997
+    logits = randn(num_rows, vocab_size, dtype=torch.float32).mul(2)
+    rng = random.Random(0)
+    special = SpecialRows(
+        rows=torch.arange(num_rows, device=GPU),
+        slots=torch.arange(num_rows, device=GPU),
+        sampling=sampling_batch(num_rows, torch.tensor([0.0, 0.7, 1.0, 1.5]).repeat(num_rows // 4)),
+        top_ks=torch.tensor([rng.choice((1, 5, 50, vocab_size)) for _ in range(num_rows)], device=GPU),
+        top_ps=torch.tensor([rng.choice((0.1, 0.9, 1.0)) for _ in range(num_rows)], device=GPU),
+        min_ps=torch.tensor([rng.choice((0.0, 0.1)) for _ in range(num_rows)], device=GPU),
+        banned_rows=torch.arange(0, num_rows, 3, device=GPU),
+        banned_ids=logits[::3].argmax(-1),
+    )
+    of_cpu = replace(
+        special,
+        sampling=SamplingBatch(*(x.cpu() for x in vars(special.sampling).values())),
+        **{name: value.cpu() for name, value in vars(special).items() if name != "sampling"},
+    )
+    # It may write to float32 logits.
+    theirs = sampler.sample_special(logits.clone().cpu(), of_cpu)
+    ours = sampler.sample_special(logits.clone(), special).cpu()
+    assert (ours >= 0).all() and (ours != theirs).sum() <= num_rows / 100
+    assert (ours[::3] != special.banned_ids.cpu()).all()

@@ -1,0 +1,255 @@
+"""One model over several GPUs: the tokens of one GPU, with graphs and without, and nothing left when a rank dies."""
+
+import gc
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from model_factory import save_model
+from test_demo_model import CONVERSATIONS
+from test_gpu_engine import Judge
+from test_interrupts import Fault, assert_empty, interrupt_at_random_moments, sigint  # noqa: F401
+from test_tensor_parallel import FILTERS, assert_refuses_work, is_running, pids_of, wait_until
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.demo import MODEL_DIRECTORY
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.parallel.parallel_runner import ParallelRunner
+
+pytestmark = pytest.mark.gpu
+
+MIB = 2**20
+# Chunks, hits and a cache in which not everything fits at once; graphs of few sizes, so that engines start soon.
+OPTIONS = {
+    "device": "cuda", "dtype": "float32", "attention_backend": "triton", "kvcache_block_size": 16, "max_num_seqs": 16,
+    "num_kvcache_blocks": 70, "max_num_batched_tokens": 96, "max_model_len": 512,
+}  # fmt: skip
+NUM_REQUESTS = 40
+# Two key/value heads, so that four ranks hold both twice; of 61 ids in slices of 16 the last rank has 13.
+TINY = {
+    "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "head_dim": 32, "attention_bias": True,
+}  # fmt: skip
+
+
+def skip_without(num_gpus: int) -> None:
+    if torch.cuda.device_count() < num_gpus:
+        pytest.skip(f"needs {num_gpus} GPUs")
+
+
+@dataclass
+class Workload:
+    """directory: of a model; prompts: token ids; judge: knows where two float32 completions tie; expected: the greedy
+    or sampled tokens of one GPU, by the name of `params_for`; memory: of that engine."""
+
+    directory: str
+    prompts: list[list[int]]
+    judge: Judge
+    expected: dict[str, list[list[int]]]
+    memory: dict[str, int]
+
+
+def params_for(kind: str) -> list[SamplingParams]:
+    options = {"temperature": 0.0 if kind == "greedy" else 0.8, "ignore_eos": True}
+    filters = list(FILTERS.values()) if kind == "filtered" else [{}]
+    return [
+        SamplingParams(**{**options, "max_tokens": 10 + row % 20, "seed": row, **filters[row % len(filters)]})
+        for row in range(NUM_REQUESTS)
+    ]
+
+
+def tokens_of(llm: LLM, prompts: list[list[int]], kind: str) -> list[list[int]]:
+    outputs = llm.generate(prompts, params_for(kind), use_tqdm=False, raise_on_error=True)
+    assert all(output.error is None for output in outputs)
+    return [output.token_ids for output in outputs]
+
+
+def assert_same(workload: Workload, kind: str, found: list[list[int]], what: str) -> None:
+    expected = workload.expected[kind]
+    if kind == "filtered":  # the judge knows of no filters; a tie would be one row
+        assert sum(a != b for a, b in zip(found, expected, strict=True)) <= 1, what
+        return
+    requests = list(zip(workload.prompts, params_for(kind), strict=True))
+    assert workload.judge.count_ties(requests, found, expected, what) <= 1
+
+
+@pytest.fixture(scope="module")
+def workloads(tmp_path_factory) -> Callable[[str], Workload]:
+    """By the model's name, made when first asked for."""
+    return cache(lambda name: make_workload(name, tmp_path_factory.mktemp(name)))
+
+
+def make_workload(name: str, directory: Path) -> Workload:
+    rng = random.Random(0)
+    if name == "tiny":
+        model = save_model(directory, seed=5, **TINY)
+        beginnings = [[rng.randrange(61) for _ in range(length)] for length in (0, 20, 80)]
+        prompts = [
+            rng.choice(beginnings) + [rng.randrange(61) for _ in range(rng.randrange(1, 60))]
+            for _ in range(NUM_REQUESTS)
+        ]
+    else:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        directory = MODEL_DIRECTORY
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        texts = tokenizer.apply_chat_template(CONVERSATIONS[:NUM_REQUESTS], tokenize=False, add_generation_prompt=True)
+        prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        # One cut short has the model guess.
+        prompts = [ids if row % 2 == 0 else ids[: rng.randrange(8, len(ids))] for row, ids in enumerate(prompts)]
+    with LLM(str(directory), enforce_eager=True, overlap=False, **OPTIONS) as llm:
+        expected = {kind: tokens_of(llm, prompts, kind) for kind in ("greedy", "sampled", "filtered")}
+        metrics = llm.metrics()
+    assert metrics["num_cached_prompt_tokens"] > 0 and metrics["num_prefill_steps"] > 1
+    assert all(len({tuple(tokens) for tokens in of_kind}) > NUM_REQUESTS / 2 for of_kind in expected.values())
+    return Workload(str(directory), prompts, Judge(model, 0.0), expected, metrics["memory_bytes"])
+
+
+@dataclass
+class Case:
+    """One engine, and what its model's single-GPU engine gave."""
+
+    llm: LLM
+    size: int
+    workload: Workload
+
+
+CASES = [  # model, size, enforce_eager
+    ("tiny", 2, True), ("tiny", 2, False), ("tiny", 4, False),
+    ("demo", 2, False), ("demo", 4, False), ("demo", 4, True),
+]  # fmt: skip
+
+
+@pytest.fixture(
+    scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}-{'eager' if case[2] else 'graphs'}"
+)
+def case(request, workloads) -> Iterator[Case]:
+    name, size, enforce_eager = request.param
+    skip_without(size)
+    workload = workloads(name)
+    with LLM(workload.directory, tensor_parallel_size=size, enforce_eager=enforce_eager, **OPTIONS) as llm:
+        yield Case(llm, size, workload)
+
+
+def test_tokens_are_those_of_one_gpu(case):
+    """Greedy, sampled and filtered; with the device a step ahead and not: a graph that holds a collective of another
+    size, a buffer that the next step writes over, or a rank's slice of the noise in the wrong place."""
+    llm, workload = case.llm, case.workload
+    for depth in (1, 0, 1):
+        llm.engine.depth = depth
+        for kind in workload.expected:
+            llm.engine.reset()  # the first time over a cold cache
+            for turn in ("cold", "warm"):
+                found = tokens_of(llm, workload.prompts, kind)
+                assert_same(workload, kind, found, f"{case.size} ranks, depth {depth}, {kind}, {turn}")
+            assert_empty(llm.engine)
+
+
+def test_every_batch_size_gives_the_tokens_of_one_gpu(case):
+    """One row, and each size at which another graph or another way of exchanging sums takes over."""
+    workload = case.workload
+    for num_rows in (1, 2, 3, 5, 9, 16):
+        rows = list(range(num_rows))
+        params = [params_for("greedy")[row] for row in rows]
+        prompts = [workload.prompts[row] for row in rows]
+        outputs = case.llm.generate(prompts, params, use_tqdm=False, raise_on_error=True)
+        requests = list(zip(prompts, params, strict=True))
+        expected = [workload.expected["greedy"][row] for row in rows]
+        ours = [output.token_ids for output in outputs]
+        assert workload.judge.count_ties(requests, ours, expected, f"{num_rows} rows") <= 1
+
+
+@pytest.mark.parametrize(
+    "point",
+    [(ParallelRunner, "launch"), (ParallelRunner, "_replies"), (LLMEngine, "add_request")],
+    ids=["launch", "wait", "add_request"],
+)
+def test_after_ctrl_c_between_two_entries_of_the_log_the_next_call_is_right(case, point):
+    """A step in flight on the devices is waited for, not forgotten: its writes would reach the next call's cache."""
+    llm, workload = case.llm, case.workload
+    for at in (1, 5, 20):
+        with pytest.raises(KeyboardInterrupt), Fault(*point, at, KeyboardInterrupt()):
+            tokens_of(llm, workload.prompts, "greedy")
+        assert_empty(llm.engine)
+        assert_same(workload, "greedy", tokens_of(llm, workload.prompts, "greedy"), f"after call {at}")
+
+
+def test_ctrl_c_at_random_moments(case):
+    llm, workload = case.llm, case.workload
+
+    def check() -> None:
+        assert_empty(llm.engine)
+        assert_same(workload, "greedy", tokens_of(llm, workload.prompts, "greedy"), "after Ctrl-C")
+
+    interrupt_at_random_moments(lambda: tokens_of(llm, workload.prompts, "greedy"), 6, check)
+
+
+def test_memory_is_the_sum_over_the_gpus(case):
+    """Half the heads on each of two GPUs; with more GPUs than heads some hold the same."""
+    alone, memory = case.workload.memory, case.llm.metrics()["memory_bytes"]
+    copies = max(1, case.size // (4 if case.workload.directory == str(MODEL_DIRECTORY) else 2))
+    assert memory["kv_cache"] == copies * alone["kv_cache"]
+    assert alone["weights"] < memory["weights"] < case.size * alone["weights"]
+
+
+# Death
+
+
+def free_memory(num_gpus: int) -> list[int]:
+    gc.collect()
+    torch.cuda.empty_cache()
+    return [torch.cuda.mem_get_info(index)[0] for index in range(num_gpus)]
+
+
+@pytest.mark.parametrize(("size", "rank", "at"), [(2, 0, 1), (2, 1, 30), (4, 3, 8)])
+def test_a_killed_rank_ends_the_run_and_gives_all_memory_back(tmp_path_factory, size, rank, at):
+    """The others spin in a collective for ever, and hold their GPUs as long."""
+    skip_without(size)
+    directory = tmp_path_factory.mktemp("model")
+    save_model(directory, seed=5, **TINY)
+    before = free_memory(size)
+    llm = LLM(str(directory), tensor_parallel_size=size, **{**OPTIONS, "num_kvcache_blocks": 20000})
+    pids = pids_of(llm)
+    held = [b - a for b, a in zip(before, free_memory(size), strict=True)]
+    assert min(held) > 100 * MIB
+    step, num_steps, killed_at = llm.engine.step, 0, 0.0
+
+    def step_and_kill() -> list:
+        nonlocal num_steps, killed_at
+        num_steps += 1
+        if num_steps == at:
+            killed_at = time.monotonic()
+            os.kill(pids[rank], signal.SIGKILL)
+        return step()
+
+    llm.engine.step = step_and_kill
+    params = SamplingParams(0.0, max_tokens=400, ignore_eos=True)
+    with pytest.raises(RuntimeError, match=f"^rank {rank} of {size} was killed by signal 9$"):
+        llm.generate([[token, 1, 2] for token in range(12)], params, use_tqdm=False)
+    seconds = time.monotonic() - killed_at
+    print(f"{seconds:.2f} s until the error")
+    assert seconds < 10
+    assert not any(map(is_running, pids))
+    # The driver's own contexts, made by asking, are in both.
+    wait_until(lambda: all(b - a < 50 * MIB for b, a in zip(before, free_memory(size), strict=True)), 5)
+    left = [b - a for b, a in zip(before, free_memory(size), strict=True)]
+    assert max(left) < 50 * MIB, left
+    assert_refuses_work(llm, f"rank {rank} of {size} was killed by signal 9")
+
+
+def test_more_ranks_than_gpus_is_an_error_that_says_so(tmp_path):
+    skip_without(1)
+    size = 1 << torch.cuda.device_count().bit_length()  # a power of two beyond what there is
+    save_model(tmp_path, seed=5, **{**TINY, "num_attention_heads": 2 * size, "intermediate_size": 8 * size})
+    began = time.monotonic()
+    with pytest.raises((ValueError, RuntimeError), match=f"tensor_parallel_size={size}"):
+        LLM(str(tmp_path), tensor_parallel_size=size, **OPTIONS)
+    assert time.monotonic() - began < 60

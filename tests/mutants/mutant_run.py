@@ -1,0 +1,40 @@
+"""Runs tests against a copy of the package, in a process that has the slow libraries already: a fork of one that has.
+
+Imports nothing of the package, so that the fork finds the copy.
+"""
+
+import multiprocessing
+import os
+import sys
+import tempfile
+from multiprocessing.pool import Pool
+from pathlib import Path
+
+TESTS = Path(__file__).parent.parent
+_PRELOADED = ["torch", "pytest", "numpy", "triton", "transformers.models.auto.tokenization_auto", "hypothesis"]
+
+
+def make_pool() -> Pool:
+    """Of processes that each run one task."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context.Pool(os.cpu_count(), maxtasksperchild=1)
+
+
+def run_tests(directory: Path, killers: list[str]) -> tuple[int, str]:
+    """pytest's exit status for the tests, with the package in `directory`, and what it printed."""
+    import pytest
+
+    assert not any(name.split(".")[0] == "nanovllm" for name in sys.modules), "the copy would not be found"
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # starts sooner
+    os.chdir(directory)
+    sys.path[:0] = [str(directory), str(TESTS)]
+    with tempfile.TemporaryFile() as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+        options = ["-x", "-q", "-p", "no:cacheprovider", f"--rootdir={TESTS.parent}"]
+        plainly = ["-o", "addopts=-m 'not gpu'"]  # without the plugins that the project's own options need
+        status = pytest.main([*options, *plainly, *(str(TESTS / killer) for killer in killers)])
+        sys.stdout.flush()
+        output.seek(0)
+        return int(status), output.read().decode(errors="replace")

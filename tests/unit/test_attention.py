@@ -1,0 +1,615 @@
+"""The attention backends against the formula in float64, over caches that are NaN wherever they must not look."""
+
+import math
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from model_factory import one_thread  # noqa: F401
+
+from nanovllm.runner.batch import build_batch
+from nanovllm.engine.sequence import Sequence
+from nanovllm.attention.backend import AttentionBackend, AttentionShape, make_attention_backend
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.attention.metadata import Context, query_tiles
+
+# `triton` runs in Triton's interpreter here (see conftest.py).
+BACKENDS = ["torch", "sdpa", "triton"]
+BLOCK_SIZE = {"torch": 4, "sdpa": 4, "triton": 16}  # small ones
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 4e-4}
+# The interpreter multiplies the bits of bfloat16 numbers as integers (tl.dot), so that is left to a GPU.
+PAIRS = [
+    (backend, dtype)
+    for backend in BACKENDS
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if (backend, dtype) != ("triton", torch.bfloat16)
+]
+BACKENDS_AND_DTYPES = pytest.mark.parametrize(("backend", "dtype"), PAIRS, ids=str)
+# Queries of a long prompt that are compared: the formula in float64 is slow.
+NUM_COMPARED = 40
+
+
+@dataclass
+class Case:
+    """A step's attention.
+
+    queries, keys, values: a tensor [length, heads, head_dim] for each sequence, whole; those are the truth.
+    num_new: how many of each sequence's tokens are new.
+    k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], the old tokens in their slots, else NaN.
+    """
+
+    queries: list[torch.Tensor]
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    num_new: list[int]
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    context: Context
+
+    def backend(self, name: str) -> AttentionBackend:
+        """A backend for tensors like these."""
+        (num_heads, head_dim), num_kv_heads = self.queries[0].shape[1:], self.keys[0].shape[1]
+        shape = AttentionShape(num_heads, num_kv_heads, head_dim, self.queries[0].dtype, torch.device("cpu"))
+        return make_attention_backend(name, shape)
+
+    def new(self, sequences: list[torch.Tensor]) -> torch.Tensor:
+        """The new tokens' rows, flat."""
+        return torch.cat([whole[len(whole) - n :] for whole, n in zip(sequences, self.num_new, strict=True)])
+
+
+def make_case(
+    sequences: list[tuple[int, int]],
+    block_size: int = 4,
+    num_kv_heads: int = 1,
+    group_size: int = 2,
+    head_dim: int = 32,
+    dtype: torch.dtype = torch.float32,
+    num_blocks_ahead: int = 1,
+    seed: int = 0,
+) -> Case:
+    """A step over `sequences`, each (cached tokens, new tokens), in blocks dealt at random.
+
+    Every sequence holds `num_blocks_ahead` more blocks than it needs yet, as a chunked prompt does.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    num_cached, num_new = ([seq[i] for seq in sequences] for i in (0, 1))
+    lengths = [old + new for old, new in sequences]
+
+    def tokens(num_heads: int) -> list[torch.Tensor]:
+        return [torch.randn(length, num_heads, head_dim, generator=generator).to(dtype) for length in lengths]
+
+    queries, keys, values = tokens(num_kv_heads * group_size), tokens(num_kv_heads), tokens(num_kv_heads)
+    table_sizes = [-(-length // block_size) + num_blocks_ahead for length in lengths]
+    blocks = torch.randperm(sum(table_sizes) + 3, generator=generator).tolist()
+    tables = np.zeros((len(sequences), max(table_sizes)), np.int64)
+    for row, size in enumerate(table_sizes):
+        tables[row, :size] = [blocks.pop() for _ in range(size)]
+    shape = (sum(table_sizes) + 3, block_size, num_kv_heads, head_dim)
+    k_cache, v_cache = (torch.full(shape, math.nan, dtype=dtype) for _ in range(2))
+
+    slot_mapping: list[int] = []
+    for row, length in enumerate(lengths):
+        slots = [int(tables[row, i // block_size]) * block_size + i % block_size for i in range(length)]
+        old = torch.tensor(slots[: num_cached[row]], dtype=torch.int64)
+        k_cache.view(-1, num_kv_heads, head_dim)[old] = keys[row][: num_cached[row]]
+        v_cache.view(-1, num_kv_heads, head_dim)[old] = values[row][: num_cached[row]]
+        slot_mapping += slots[num_cached[row] :]
+    num_decodes = next((row for row, new in enumerate(num_new) if new > 1), len(num_new))
+    context = Context(
+        cu_seqlens_q=torch.tensor([0, *np.cumsum(num_new)], dtype=torch.int32),
+        cu_seqlens_k=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
+        max_seqlen_q=max(num_new),
+        max_seqlen_k=max(lengths),
+        slot_mapping=torch.tensor(slot_mapping),
+        context_lens=torch.tensor(lengths, dtype=torch.int32),
+        block_tables=torch.from_numpy(tables).int(),
+        block_size=block_size,
+        num_decodes=num_decodes,
+        query_tiles=tiles(num_new, lengths, num_decodes),
+        has_cached_keys=any(num_cached[num_decodes:]),
+    )
+    return Case(queries, keys, values, num_new, k_cache, v_cache, context)
+
+
+def tiles(num_new: list[int], lengths: list[int], num_decodes: int) -> torch.Tensor | None:
+    if num_decodes == len(num_new):
+        return None
+    return torch.from_numpy(query_tiles(np.array(num_new), np.array(lengths), num_decodes))
+
+
+def run(backend_name: str, case: Case, backend: AttentionBackend | None = None) -> torch.Tensor:
+    """What a layer does: store the new keys and values, then attend."""
+    backend, context = backend or case.backend(backend_name), case.context
+    context.plan = backend.plan(context)
+    q, k, v = case.new(case.queries), case.new(case.keys), case.new(case.values)
+    backend.store_kvcache(k, v, case.k_cache, case.v_cache, context.slot_mapping)
+    return backend.attend(q, k, v, case.k_cache, case.v_cache, context)
+
+
+def formula(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int) -> np.ndarray:
+    """softmax(q kᵀ / sqrt(d)) v over keys 0 … position; q: [heads, d], k and v: [length, kv_heads, d]."""
+    num_heads, head_dim = q.shape
+    out = np.empty_like(q)
+    for head in range(num_heads):
+        kv_head = head // (num_heads // k.shape[1])
+        scores = k[: position + 1, kv_head] @ q[head] / math.sqrt(head_dim)
+        weights = np.exp(scores - scores.max())
+        out[head] = weights @ v[: position + 1, kv_head] / weights.sum()
+    return out
+
+
+def relative_error(case: Case, out: torch.Tensor) -> float:
+    """‖out − formula‖ / ‖formula‖, over all new rows of short sequences and the ends and a sample of long ones."""
+    assert out.dtype == case.queries[0].dtype and out.isfinite().all()
+    ours, exact, start = [], [], 0
+    for whole_q, whole_k, whole_v, num_new in zip(case.queries, case.keys, case.values, case.num_new, strict=True):
+        q, k, v = (whole.double().numpy() for whole in (whole_q, whole_k, whole_v))
+        rows = range(num_new)
+        if num_new > NUM_COMPARED:
+            sample = random.Random(num_new).sample(rows, NUM_COMPARED - 8)
+            rows = sorted({*range(4), *range(num_new - 4, num_new), *sample})
+        for row in rows:
+            position = len(q) - num_new + row
+            ours.append(out[start + row].double().numpy())
+            exact.append(formula(q[position], k, v, position))
+        start += num_new
+    ours, exact = np.stack(ours), np.stack(exact)
+    return float(np.linalg.norm(ours - exact) / np.linalg.norm(exact))
+
+
+def assert_exact(backend: str, case: Case) -> None:
+    error = relative_error(case, run(backend, case))
+    assert error <= TOLERANCE[case.queries[0].dtype], error
+
+
+# Decodes that lead the batch and decodes behind longer chunks may take different ways.
+MIXED = [(30, 1), (63, 1), (1, 1), (0, 17), (12, 9), (0, 1), (64, 1), (7, 1), (0, 4), (5, 2)]
+
+
+@BACKENDS_AND_DTYPES
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize(("num_kv_heads", "group_size"), [(2, 1), (1, 2), (3, 3), (2, 4), (1, 5), (2, 7), (1, 8)])
+def test_grouped_queries_attend_as_the_formula_says(backend, dtype, head_dim, num_kv_heads, group_size):
+    """A query head must read the key head of its own group; with one group per test a swapped layout goes unseen."""
+    assert_exact(
+        backend, make_case(MIXED, 16, num_kv_heads, group_size, head_dim, dtype, seed=group_size * 1000 + head_dim)
+    )
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "block_size"),
+    [
+        (*pair, size)
+        for pair in PAIRS
+        for size in ((16, 48, 64, 128) if pair[0] == "triton" else (1, 4, 16, 48, 64, 256))
+    ],
+    ids=str,
+)
+def test_page_boundaries_change_nothing(backend, dtype, block_size):
+    """Lengths of one block ± 1 and two blocks ± 1, as prefill, as decode, and as a chunk that begins or ends there."""
+    around = [length for n in (1, 2) for length in (n * block_size - 1, n * block_size, n * block_size + 1) if length]
+    prefills = [(0, length) for length in around]
+    decodes = [(length, 1) for length in around]
+    chunks = [(length, 3) for length in around] + [(2, length) for length in around]
+    assert_exact(backend, make_case(decodes + prefills + chunks, block_size, dtype=dtype, seed=block_size))
+
+
+@BACKENDS_AND_DTYPES
+def test_ragged_decodes_from_1_to_4096(backend, dtype):
+    """Decodes of very different lengths share padded buckets; padding must weigh nothing."""
+    rng = random.Random(1)
+    lengths = [0, 1, 2, 4095, 4094, 2047, 2048] + [int(2 ** rng.uniform(0, 11)) for _ in range(40)]
+    rng.shuffle(lengths)
+    assert_exact(backend, make_case([(length, 1) for length in lengths], 64, 2, 2, 32, dtype))
+
+
+@BACKENDS_AND_DTYPES
+def test_long_prompts_and_chunks_of_them(backend, dtype):
+    """Prompts of 4,096 tokens, whole and in chunks longer than one mask holds, beside decodes."""
+    sequences = [(0, 4096), (3, 1), (2500, 1596), (4095, 1), (3583, 513)]
+    if backend == "triton":  # its tiles are shorter, and the interpreter is slow
+        sequences = [(0, 700), (3, 1), (500, 200), (699, 1), (571, 129)]
+    assert_exact(backend, make_case(sequences, 16, 1, 1, 32, dtype))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", range(12))
+def test_any_mix_of_prefill_chunk_and_decode(backend, seed):
+    """One rule: each sequence's queries are its last ones, whatever its neighbours do in the same step."""
+    rng = random.Random(seed)
+    sequences = []
+    for _ in range(rng.randrange(1, 24)):
+        cached = rng.choice((0, rng.randrange(200)))
+        sequences.append((cached, rng.choice((1, rng.randrange(1, 90)))))
+    if seed % 2:  # as the scheduler mostly has them
+        sequences.sort(key=lambda seq: seq[1] > 1)
+    assert_exact(
+        backend,
+        make_case(
+            sequences,
+            block_size=rng.choice((16, 32, 48, 64, 256) if backend == "triton" else (1, 3, 4, 16, 64, 256)),
+            num_kv_heads=rng.choice((1, 2, 4)),
+            group_size=rng.randrange(1, 9),
+            head_dim=rng.choice((32, 64, 128)),
+            num_blocks_ahead=rng.randrange(4),
+            seed=seed,
+        ),
+    )
+
+
+def test_the_reference_keeps_float64():
+    """Computing float64 in float32 would make the reference no better than what it judges."""
+    assert_exact("torch", make_case(MIXED, 5, 2, 3, dtype=torch.float64))
+
+
+@BACKENDS_AND_DTYPES
+def test_large_scores_do_not_overflow(backend, dtype):
+    """exp of a score of a few hundred is infinite unless the largest is subtracted first."""
+    case = make_case(MIXED, BLOCK_SIZE[backend], dtype=dtype)
+    case.queries = [q * 60 for q in case.queries]
+    assert_exact(backend, case)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_new_tokens_go_to_their_slots_and_nowhere_else(backend):
+    """A write one slot off reaches a neighbour's block; everything that is not a new token's slot stays as it was."""
+    case = make_case(MIXED, BLOCK_SIZE[backend])
+    before = case.k_cache.clone(), case.v_cache.clone()
+    run(backend, case)
+    slots = case.context.slot_mapping
+    for cache, old, new in zip((case.k_cache, case.v_cache), before, (case.keys, case.values), strict=True):
+        expected = old.flatten(0, 1)
+        expected[slots] = case.new(new)
+        torch.testing.assert_close(cache.flatten(0, 1), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_slot_of_minus_one_is_not_written(backend):
+    """Padding rows of a captured step have slot −1, which as an index is the last slot of the cache."""
+    k, v = torch.arange(160.0).view(2, 5, 2, 8).unbind()
+    k_cache, v_cache = torch.full((2, 3, 4, 2, 8), 7.0).unbind()
+    slots = torch.tensor([3, -1, 0, -1, 10])
+    shape = AttentionShape(2, 2, 8, torch.float32, torch.device("cpu"))
+    make_attention_backend(backend, shape).store_kvcache(k, v, k_cache, v_cache, slots)
+    for cache, new in ((k_cache.flatten(0, 1), k), (v_cache.flatten(0, 1), v)):
+        assert torch.equal(cache[[3, 0, 10]], new[[0, 2, 4]])
+        untouched = [slot for slot in range(12) if slot not in (3, 0, 10)]
+        assert (cache[untouched] == 7).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -1e30])
+def test_a_chunks_attention_ends_at_the_chunk(backend, poison):
+    """The blocks of a chunked prompt's rest are allocated already and hold somebody's old keys."""
+    sequences = [(9, 1), (0, 6), (6, 3), (11, 1), (3, 14)]
+    case = make_case(sequences, BLOCK_SIZE[backend], num_blocks_ahead=3)
+    for cache in (case.k_cache, case.v_cache):
+        cache.masked_fill_(cache.isnan(), poison)
+    assert_exact(backend, case)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_prompt_in_chunks_attends_as_in_one_piece(backend):
+    """Chunks over the cache and one piece over the new keys take different paths; both see the same keys."""
+    block_size = BLOCK_SIZE[backend]
+    whole = make_case([(0, 50)], block_size, num_kv_heads=2)
+    expected = run(backend, whole)
+    parts = []
+    for start, end in ((0, 13), (13, 14), (14, 40), (40, 50)):
+        case = make_case([(start, end - start)], block_size, num_kv_heads=2)
+        case.queries, case.keys, case.values = (
+            [tensors[0][:end]] for tensors in (whole.queries, whole.keys, whole.values)
+        )
+        table = case.context.block_tables[0].long()
+        slots = (table[:, None] * block_size + torch.arange(block_size)).flatten()
+        case.k_cache.flatten(0, 1)[slots[:start]] = whole.keys[0][:start]
+        case.v_cache.flatten(0, 1)[slots[:start]] = whole.values[0][:start]
+        parts.append(run(backend, case))
+    torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sequences_may_share_blocks(backend):
+    """Prefix caching puts one block into several tables; all of them read the same keys."""
+    block_size = BLOCK_SIZE[backend]
+    num_shared = 2 * block_size
+    case = make_case([(num_shared, 1), (num_shared, 5), (num_shared, 1)], block_size)
+    for row in (1, 2):
+        case.context.block_tables[row, :2] = case.context.block_tables[0, :2]
+        for tensors in (case.keys, case.values):
+            tensors[row][:num_shared] = tensors[0][:num_shared]
+    # The copies that nobody points to any more must not matter either.
+    assert_exact(backend, case)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_backend_serves_steps_of_every_size(backend):
+    """Whatever it keeps between steps must fit the next one: larger or smaller."""
+    steps = [MIXED, [(0, 3)], [(300, 1)] * 5, [(2, 1)], [(40, 30), (200, 1)], MIXED]
+    half = torch.float16 if backend == "triton" else torch.bfloat16
+    for seed, dtype in enumerate((torch.float32, half, torch.float32)):
+        attention = None
+        for sequences in steps:
+            case = make_case(
+                sequences, BLOCK_SIZE[backend], 1 + seed, head_dim=32 * (1 + seed % 2), dtype=dtype, seed=seed
+            )
+            attention = attention or case.backend(backend)
+            assert relative_error(case, run(backend, case, attention)) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inputs_are_not_changed(backend):
+    """q, k and v are views of one projection; writing to one of them would corrupt another."""
+    case = make_case(MIXED)
+    q, k, v = case.new(case.queries), case.new(case.keys), case.new(case.values)
+    copies = [tensor.clone() for tensor in (q, k, v)]
+    attention, context = case.backend(backend), case.context
+    context.plan = attention.plan(context)
+    attention.store_kvcache(k, v, case.k_cache, case.v_cache, context.slot_mapping)
+    attention.attend(q, k, v, case.k_cache, case.v_cache, context)
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip((q, k, v), copies, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_views_of_one_projection_are_attended_like_copies(backend):
+    """The model hands over slices of its fused projection, which are not contiguous."""
+    case = make_case(MIXED, BLOCK_SIZE[backend], num_kv_heads=2)
+    expected = run(backend, case)
+    q, k, v = case.new(case.queries), case.new(case.keys), case.new(case.values)
+    q, k, v = torch.cat((q, k, v), 1).split((4, 2, 2), 1)
+    attention = case.backend(backend)
+    attention.store_kvcache(k, v, case.k_cache, case.v_cache, case.context.slot_mapping)
+    out = attention.attend(q, k, v, case.k_cache, case.v_cache, case.context)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+MAX_LENGTH, NUM_LAYERS = 160, 3
+
+
+@dataclass
+class Running:
+    """A sequence of many steps; queries, keys, values: [NUM_LAYERS, MAX_LENGTH, heads, head_dim], the truth."""
+
+    seq_id: int
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    blocks: list[int]
+    num_cached: int = 0
+
+
+class Steps:
+    """The steps of one engine: one `sdpa` backend over the caches of several layers, NaN in every unused slot.
+
+    Each step is compared with the formula (the `torch` backend in float64), which has caches of its own.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32, seed: int = 0, num_blocks: int = 1500, block_size: int = 4):
+        self.dtype, self.block_size, self.num_kv_heads = dtype, block_size, 2
+        self.generator, self.rng, self.num_admitted = torch.Generator().manual_seed(seed), random.Random(seed), 0
+        self.free_blocks = self.rng.sample(range(num_blocks), num_blocks)
+        shape = AttentionShape(4, self.num_kv_heads, 16, dtype, torch.device("cpu"))
+        self.ours, self.exact = make_attention_backend("sdpa", shape), make_attention_backend("torch", shape)
+        # [keys and values, layer, …]
+        cache_shape = (2, NUM_LAYERS, num_blocks, block_size, self.num_kv_heads, 16)
+        self.cache = torch.full(cache_shape, math.nan, dtype=dtype)
+        self.exact_cache = torch.full(cache_shape, math.nan, dtype=torch.float64)
+
+    def admit(self) -> Running:
+        qkv = torch.randn(NUM_LAYERS, MAX_LENGTH, 4 + 2 * self.num_kv_heads, 16, generator=self.generator)
+        self.num_admitted += 1
+        return Running(self.num_admitted, *qkv.to(self.dtype).split((4, self.num_kv_heads, self.num_kv_heads), 2), [])
+
+    def finish(self, seq: Running) -> None:
+        """Its blocks are the next to be used again; nobody may look at what they held."""
+        for cache in (self.cache, self.exact_cache):
+            cache[:, :, seq.blocks] = math.nan
+        self.free_blocks += self.rng.sample(seq.blocks, len(seq.blocks))
+        seq.blocks = []
+
+    def move(self, seq: Running) -> None:
+        """It comes back from preemption to other blocks that hold the same keys."""
+        old = Running(0, seq.queries, seq.keys, seq.values, seq.blocks)
+        seq.blocks = [self.free_blocks.pop(0) for _ in old.blocks]
+        for cache in (self.cache, self.exact_cache):
+            cache[:, :, seq.blocks] = cache[:, :, old.blocks]
+        self.finish(old)
+
+    def skip(self, seq: Running, num_tokens: int) -> None:
+        """Its next keys come to the cache unseen by the backend, as from another's prefix."""
+        slots = self.slots(seq, num_tokens)
+        for side, whole in enumerate((seq.keys, seq.values)):
+            for cache in (self.cache, self.exact_cache):
+                new = whole[:, seq.num_cached : seq.num_cached + num_tokens]
+                cache[side].flatten(1, 2)[:, slots] = new.to(cache.dtype)
+        seq.num_cached += num_tokens
+
+    def slots(self, seq: Running, num_new: int) -> list[int]:
+        """Slots of its next tokens."""
+        positions = range(seq.num_cached, seq.num_cached + num_new)
+        while len(seq.blocks) * self.block_size < positions.stop:
+            seq.blocks.append(self.free_blocks.pop())
+        return [seq.blocks[i // self.block_size] * self.block_size + i % self.block_size for i in positions]
+
+    def step(self, work: list[tuple[Running, int]], has_ids: bool = True) -> bool:
+        """Computes each sequence's next so many tokens; whether the keys were kept from the step before."""
+        slots = [slot for seq, num_new in work for slot in self.slots(seq, num_new)]
+        num_new, lengths = [n for _, n in work], [seq.num_cached + n for seq, n in work]
+        tables = torch.zeros(len(work), max(len(seq.blocks) for seq, _ in work), dtype=torch.int32)
+        for row, (seq, _) in enumerate(work):
+            tables[row, : len(seq.blocks)] = torch.tensor(seq.blocks)
+        context = Context(
+            cu_seqlens_q=torch.tensor([0, *np.cumsum(num_new)], dtype=torch.int32),
+            cu_seqlens_k=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
+            max_seqlen_q=max(num_new),
+            max_seqlen_k=max(lengths),
+            slot_mapping=torch.tensor(slots),
+            context_lens=torch.tensor(lengths, dtype=torch.int32),
+            block_tables=tables,
+            block_size=self.block_size,
+            seq_ids=[seq.seq_id for seq, _ in work] if has_ids else None,
+        )
+        context.plan = self.ours.plan(context)
+        for layer in range(NUM_LAYERS):
+            q, k, v = (
+                torch.cat([getattr(seq, name)[layer, seq.num_cached : seq.num_cached + n] for seq, n in work])
+                for name in ("queries", "keys", "values")
+            )
+            self.ours.store_kvcache(k, v, *self.cache[:, layer], context.slot_mapping)
+            out = self.ours.attend(q, k, v, *self.cache[:, layer], context)
+            q, k, v = (x.double() for x in (q, k, v))
+            self.exact.store_kvcache(k, v, *self.exact_cache[:, layer], context.slot_mapping)
+            expected = self.exact.attend(q, k, v, *self.exact_cache[:, layer], context)
+            assert out.dtype == self.dtype
+            assert (out - expected).norm() <= TOLERANCE[self.dtype] * expected.norm(), (layer, lengths)
+        for seq, n in work:
+            seq.num_cached += n
+        return context.plan.decodes is not None and context.plan.decodes.source_rows is None
+
+    def decode(self, seqs: list[Running], **options) -> bool:
+        return self.step([(seq, 1) for seq in seqs], **options)
+
+
+def prefilled(steps: Steps, *lengths: int) -> list[Running]:
+    """Sequences with keys of these lengths."""
+    seqs = [steps.admit() for _ in lengths]
+    steps.step(list(zip(seqs, lengths, strict=True)))
+    return seqs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_keys_kept_from_step_to_step_are_those_in_the_cache(dtype, seed, runs):
+    """Whatever happens between two steps, a kept copy must be what a gather would give.
+
+    Sequences finish, wait, move to other blocks and grow beyond their room; new ones take their blocks.
+    """
+    steps, rng, running, num_kept, num_gathered = Steps(dtype, seed), random.Random(seed), [], 0, 0
+    num_steps_until_admission = 0
+    for _ in range(120 * runs):
+        for seq in [*running]:
+            if rng.random() < 0.008 or seq.num_cached > MAX_LENGTH - 10:
+                running.remove(seq)
+                steps.finish(seq)
+        num_steps_until_admission -= 1
+        if num_steps_until_admission < 0 or len(running) < 3:
+            num_steps_until_admission = rng.choice((0, 1, 5, 30, 50))
+            work = [(seq, 1) for seq in running if rng.random() < 0.8]
+            for _ in range(rng.randrange(1, 5)):
+                running.append(steps.admit())
+                if rng.random() < 0.3:
+                    steps.skip(running[-1], rng.randrange(1, 40))
+                work.append((running[-1], rng.choice((1, 2, 7, rng.randrange(1, 60)))))
+            steps.step(rng.sample(work, len(work)))
+            continue
+        paused = []
+        if rng.random() < 0.1:
+            paused = rng.sample(running, rng.randrange(1, 3))
+            for seq in paused:
+                if rng.random() < 0.5:
+                    steps.move(seq)
+                if rng.random() < 0.2:
+                    steps.skip(seq, rng.choice((1, 2, 5)))
+        is_kept = steps.decode(rng.sample([seq for seq in running if seq not in paused], len(running) - len(paused)))
+        num_kept, num_gathered = num_kept + is_kept, num_gathered + (not is_kept)
+    assert num_kept > 30 and num_gathered > 10, (num_kept, num_gathered)
+
+
+def test_keys_are_kept_until_there_is_no_room_for_another():
+    """A key beyond its sequence's room is the next head's first, or the next sequence's."""
+    steps = Steps()
+    seqs = prefilled(steps, 5, 40, 9, 3)
+    kept = []
+    for i in range(60):
+        kept.append(steps.decode([seqs[(i + j) % 4] for j in range(4)]))
+    # The longest has 40 // 4 + 16 more places, and then 66 // 4 + 16.
+    assert [i for i, is_kept in enumerate(kept) if not is_kept] == [0, 27]
+
+
+def test_a_finished_sequence_is_read_on_only_while_most_others_run():
+    """One place in a kept copy is not worth a gather, but the copy of a large batch must not outlive it."""
+    steps = Steps()
+    seqs = prefilled(steps, *range(3, 19))
+    kept = []
+    for num_running in (16, 16, 13, 12, 11, 10):
+        for seq in seqs[num_running:]:
+            steps.finish(seq)
+        seqs = seqs[:num_running]
+        kept.append(steps.decode(seqs))
+    assert kept == [False, True, True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["it waits", "it moves", "it skips a key", "its blocks are used again", "a new one decodes", "a mixed step"],
+)
+def test_kept_keys_know_their_sequence(change):
+    """The same number of sequences, of the same lengths, need not be the same sequences."""
+    steps = Steps()
+    seqs = prefilled(steps, 20, 20, 20, 20, 20)
+    assert not steps.decode(seqs) and steps.decode(seqs)
+    keeps = True
+    if change == "it waits":
+        assert steps.decode(seqs[1:])
+    elif change == "it moves":
+        steps.move(seqs[0])
+    elif change == "it skips a key":
+        steps.skip(seqs[0], 1)
+        keeps = False
+    elif change == "its blocks are used again":
+        steps.finish(seqs[0])
+        seqs[0] = steps.admit()
+        steps.skip(seqs[0], 22)
+        keeps = False
+    elif change == "a new one decodes":
+        seqs.append(steps.admit())
+        keeps = False
+    else:
+        # Its prefill ends the copy of the decodes beside it: the next step misses a key.
+        steps.step([(steps.admit(), 7), *((seq, 1) for seq in seqs)])
+        keeps = False
+    assert steps.decode(seqs[::-1]) == keeps
+    assert steps.decode(seqs)
+
+
+@pytest.mark.parametrize("num_blocks", [80, 1500])
+def test_a_copy_that_would_take_much_of_the_memory_is_not_kept(num_blocks):
+    """Kept keys are memory beyond the cache; a batch that fills the cache would take it twice."""
+    steps = Steps(num_blocks=num_blocks)
+    seqs = prefilled(steps, 60, 50, 40, 30)
+    kept = [steps.decode(seqs) for _ in range(6)]
+    assert kept == [False, *([num_blocks == 1500] * 5)]
+
+
+def test_nothing_is_kept_of_sequences_without_names():
+    """A benchmark's or a captured step's Context has no seq_ids; equal lengths prove nothing."""
+    steps = Steps()
+    seqs = prefilled(steps, 12, 12, 12)
+    assert not steps.decode(seqs) and steps.decode(seqs)
+    assert not any(steps.decode(seqs[::order], has_ids=False) for order in (1, -1, 1))
+    assert not steps.decode(seqs) and steps.decode(seqs)
+
+
+def test_build_batch_describes_the_step_that_the_formula_means():
+    """Prefill, chunk and decode in one step: the Context of scheduled work is the one written by hand here."""
+    case = make_case(MIXED, block_size=4)
+    work = []
+    for row, (cached, num_new) in enumerate(MIXED):
+        seq = Sequence(row, list(range(cached + num_new)), SamplingParams(), 100)
+        seq.block_table = case.context.block_tables[row, : -(-(cached + num_new) // 4) + 1].tolist()
+        seq.num_computed_tokens = cached + num_new
+        seq.slot = row
+        work.append((seq, num_new, False))
+    batch = build_batch(work, 4, torch.device("cpu"))
+    for name, expected in vars(case.context).items():
+        actual = getattr(batch.context, name)
+        if name == "block_tables":
+            actual = actual[:, : expected.shape[1]]
+        if isinstance(expected, torch.Tensor):
+            assert actual.dtype == expected.dtype and torch.equal(actual, expected), name
+        else:
+            assert actual == (list(range(len(MIXED))) if name == "seq_ids" else expected), name
+    assert batch.positions.tolist() == [i for old, new in MIXED for i in range(old, old + new)]
+    assert batch.token_ids.tolist() == batch.positions.tolist()

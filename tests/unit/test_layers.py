@@ -1,0 +1,445 @@
+"""Layers against their formulas and transformers, and their shards against the whole, over real collectives too."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from model_factory import make_model, one_thread, save_model  # noqa: F401
+
+from nanovllm.runner.batch import build_batch
+from nanovllm.engine.sequence import Sequence
+from nanovllm.attention.torch_backend import TorchAttention
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
+from nanovllm.models.decoder import CausalLM
+from nanovllm.models.config import load_model_config
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.ops.collectives import SAMPLING_GROUP, Parallel
+from nanovllm.models.loader import load_weights
+
+CPU = torch.device("cpu")
+FP32 = {"dtype": torch.float32, "device": CPU}
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """The same random numbers in every run, whichever tests run."""
+    torch.manual_seed(0)
+
+
+def exactly(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def closely(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+# RMSNorm
+
+
+def make_norm(size: int, dtype: torch.dtype, eps: float = 1e-6) -> RMSNorm:
+    norm = RMSNorm(size, eps, dtype, CPU)
+    norm.weight.normal_(1, 0.3)
+    return norm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 8), (7, 64), (5, 3, 16)])
+def test_rmsnorm_is_the_formula_and_that_of_transformers(dtype, shape):
+    """Rounded before the weight is applied, as transformers does it; small and large inputs."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm  # slow to import
+
+    norm = make_norm(shape[-1], dtype, eps=1e-3)
+    theirs = Qwen3RMSNorm(shape[-1], eps=1e-3).to(dtype)
+    theirs.weight.data.copy_(norm.weight)
+    for scale in (1e-3, 1.0, 300.0):
+        x = (torch.randn(shape) * scale).to(dtype)
+        exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-3).sqrt() * norm.weight.double()
+        y = norm(x)
+        assert y.dtype == dtype and y.shape == x.shape
+        tolerance = 1e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+        assert ((y.double() - exact).abs() <= tolerance * exact.abs() + 1e-6).all()
+        torch.testing.assert_close(y, theirs(x), rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rmsnorm_leaves_its_input_alone(dtype):
+    """An in-place square of the caller's tensor corrupted the residual of the whole model."""
+    norm = make_norm(32, dtype)
+    x, residual = torch.randn(2, 6, 32).to(dtype).unbind()
+    copies = x.clone(), residual.clone()
+    norm(x)
+    norm.add(x, residual)
+    exactly(x, copies[0])
+    exactly(residual, copies[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_residual_form_returns_the_norm_of_the_sum_and_the_sum(dtype):
+    norm = make_norm(32, dtype)
+    x, residual = torch.randn(2, 6, 32).to(dtype).unbind()
+    normed, total = norm.add(x, residual)
+    exactly(total, x + residual)
+    exactly(normed, norm(x + residual))
+    assert normed.data_ptr() != total.data_ptr()
+
+
+def test_rmsnorm_works_on_views_of_heads():
+    """QK-norm gets slices of the fused projection, which are not contiguous."""
+    norm = make_norm(16, torch.float32)
+    q = torch.randn(5, 8, 16)[:, 2:5]
+    exactly(norm(q), norm(q.contiguous()))
+
+
+# Rotary embedding and activation
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("head_dim", "theta"), [(16, 10000.0), (64, 1e6), (10, 77.0)])
+def test_rotary_embedding_is_that_of_transformers(dtype, head_dim, theta):
+    """Half-split pairs (i, i + d/2), not interleaved ones; at far positions too; never less exact than theirs."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb  # slow to import
+
+    rope = {"rope_type": "default", "rope_theta": theta}
+    config = make_model(rope=rope, head_dim=head_dim, num_hidden_layers=1, max_position_embeddings=4096).config
+    positions = torch.tensor([0, 1, 2, 77, 4095, 3, 3])
+    q, k = torch.randn(1, 8, 7, head_dim).to(dtype), torch.randn(1, 2, 7, head_dim).to(dtype)
+    cos, sin = Qwen3RotaryEmbedding(config)(q.float(), positions[None])
+    exact = apply_rotary_pos_emb(q.double(), k.double(), cos.double(), sin.double())
+    expected = apply_rotary_pos_emb(q, k, cos.to(dtype), sin.to(dtype))
+    rotary = RotaryEmbedding(head_dim, 4096, RopeConfig(theta), dtype, CPU)
+    for x, truth, theirs in zip((q, k), exact, expected, strict=True):
+        ours = rotary.rotate(x[0].transpose(0, 1), *rotary.lookup(positions)).transpose(0, 1)
+        assert ours.dtype == dtype
+        our_error, their_error = ((y.double() - truth[0]).norm() for y in (ours, theirs[0]))
+        assert our_error <= 1.1 * their_error + 1e-6 * truth.norm(), (our_error, their_error)
+
+
+def test_rotation_leaves_its_input_alone():
+    """It reads both halves of every head to write either."""
+    rotary = RotaryEmbedding(16, 50, RopeConfig(), **FP32)
+    x = torch.randn(5, 3, 16)
+    copy = x.clone()
+    cos_and_sin = rotary.lookup(torch.arange(5) + 7)
+    first = rotary.rotate(x, *cos_and_sin)
+    exactly(x, copy)
+    exactly(rotary.rotate(x, *cos_and_sin), first)
+
+
+def test_rotation_keeps_lengths_and_relative_positions():
+    """q at m and k at n meet in a score that knows only m − n."""
+    rotary = RotaryEmbedding(32, 500, RopeConfig(10000.0), **FP32)
+    q, k = torch.randn(2, 1, 1, 32).double().unbind()
+
+    def rotated(x, position):
+        return rotary.rotate(x, *(part.double() for part in rotary.lookup(torch.tensor([position]))))
+
+    assert rotated(q, 333).norm() == pytest.approx(float(q.norm()), rel=1e-6)
+    near, far = ((rotated(q, m) * rotated(k, n)).sum() for m, n in ((17, 5), (412, 400)))
+    assert float(near) == pytest.approx(float(far), rel=1e-4)
+
+
+def test_silu_and_mul_gates_with_the_first_half():
+    """Gate and up projections are merged in this order; swapped halves still look plausible."""
+    gate, up = torch.randn(2, 9, 24).unbind()
+    closely(SiluAndMul()(torch.cat((gate, up), -1)), gate / (1 + (-gate).exp()) * up)
+
+
+# Shards. A rank whose collectives do nothing shows its own part, which the tests put together.
+
+
+@dataclass(frozen=True)
+class LonelyRank(Parallel):
+    def all_reduce(self, tensor):
+        return tensor
+
+    def all_gather(self, tensor, dim=-1):
+        return tensor
+
+
+def load(layer: torch.nn.Module, whole: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """Fills a layer from whole tensors (by shard key and parameter name), as the loader does."""
+    for name, parameter in layer.named_parameters():
+        parameter.fill_(float("nan"))
+        for key, shard in layer.shards(name).items():
+            tensor = whole[f"{key}.{name}" if key else name]
+            assert tuple(tensor.shape) == shard.shape, (key, name)
+            part = tensor[tuple(slice(start, start + length) for start, length in shard.source)]
+            shard.target.copy_(part)
+    return layer
+
+
+def ranks(size: int) -> list[LonelyRank]:
+    return [LonelyRank(rank, size) for rank in range(size)]
+
+
+SIZES = pytest.mark.parametrize("size", [1, 2, 4])
+BIAS = pytest.mark.parametrize("bias", [False, True])
+
+
+@SIZES
+@BIAS
+def test_replicated_layers_are_whole_on_every_rank(size, bias):
+    whole = {"weight": torch.randn(6, 10), "bias": torch.randn(6)}
+    x = torch.randn(3, 10)
+    layer = load(ReplicatedLinear(10, 6, bias, **FP32), whole)
+    closely(layer(x), F.linear(x, whole["weight"], whole["bias"] if bias else None))
+
+
+@SIZES
+@BIAS
+def test_column_parallel_outputs_side_by_side_are_the_whole(size, bias):
+    whole = {"weight": torch.randn(12, 10), "bias": torch.randn(12)}
+    x = torch.randn(3, 10)
+    parts = [load(ColumnParallelLinear(10, 12, bias, rank, **FP32), whole)(x) for rank in ranks(size)]
+    closely(torch.cat(parts, -1), F.linear(x, whole["weight"], whole["bias"] if bias else None))
+
+
+@SIZES
+@BIAS
+def test_merged_outputs_are_divided_one_by_one(size, bias):
+    """Cutting the merged output in equal pieces gives rank 0 all of gate and rank 1 all of up."""
+    sizes = {"gate_proj": 8, "up_proj": 12}
+    whole = {f"{key}.weight": torch.randn(rows, 10) for key, rows in sizes.items()}
+    whole |= {f"{key}.bias": torch.randn(rows) for key, rows in sizes.items()}
+    x = torch.randn(3, 10)
+    parts = [load(MergedColumnParallelLinear(10, sizes, bias, rank, **FP32), whole)(x) for rank in ranks(size)]
+    gates, ups = zip(*(part.split((8 // size, 12 // size), -1) for part in parts), strict=True)
+    for key, shards in (("gate_proj", gates), ("up_proj", ups)):
+        expected = F.linear(x, whole[f"{key}.weight"], whole[f"{key}.bias"] if bias else None)
+        closely(torch.cat(shards, -1), expected)
+
+
+@SIZES
+@BIAS
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (8, 4), (4, 2), (8, 1), (12, 2)])
+def test_every_rank_gets_its_heads_and_the_key_heads_they_read(size, bias, num_heads, num_kv_heads):
+    """With fewer key heads than ranks neighbours share one; dealing them round robin pairs the wrong heads."""
+    head_dim, hidden_size = 6, 10
+    heads = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
+    whole = {f"{key}.weight": torch.randn(n * head_dim, hidden_size) for key, n in heads.items()}
+    whole |= {f"{key}.bias": torch.randn(n * head_dim) for key, n in heads.items()}
+    x = torch.randn(3, hidden_size)
+    q, k, v = (
+        F.linear(x, whole[f"{key}.weight"], whole[f"{key}.bias"] if bias else None).unflatten(-1, (n, head_dim))
+        for key, n in heads.items()
+    )
+    group_size = num_heads // num_kv_heads
+    head = 0
+    for rank in ranks(size):
+        layer = load(QKVParallelLinear(hidden_size, head_dim, num_heads, num_kv_heads, bias, rank, **FP32), whole)
+        sizes = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+        assert layer.num_heads == num_heads // size and layer.num_kv_heads == max(1, num_kv_heads // size)
+        ours = layer(x).unflatten(-1, (-1, head_dim)).split(sizes, 1)
+        for local in range(layer.num_heads):
+            local_kv = local // (layer.num_heads // layer.num_kv_heads)
+            closely(ours[0][:, local], q[:, head])
+            closely(ours[1][:, local_kv], k[:, head // group_size])
+            closely(ours[2][:, local_kv], v[:, head // group_size])
+            head += 1
+    assert head == num_heads
+
+
+@SIZES
+@BIAS
+def test_row_parallel_outputs_add_up_and_the_bias_counts_once(size, bias):
+    """A bias added on every rank is added `size` times by the all-reduce."""
+    whole = {"weight": torch.randn(6, 12), "bias": torch.randn(6)}
+    x = torch.randn(3, 12)
+    layers = [load(RowParallelLinear(12, 6, bias, rank, **FP32), whole) for rank in ranks(size)]
+    parts = [layer(part) for layer, part in zip(layers, x.chunk(size, -1), strict=True)]
+    closely(sum(parts), F.linear(x, whole["weight"], whole["bias"] if bias else None))
+
+
+@SIZES
+@pytest.mark.parametrize("vocab_size", [1, 5, 7, 16, 61])
+def test_a_vocabulary_of_any_size_is_divided(size, vocab_size):
+    """Also when it does not divide, and when the last ranks get nothing: padding is neither read nor sampled."""
+    whole = {"weight": torch.randn(vocab_size, 10)}
+    token_ids = torch.arange(vocab_size).repeat(2)
+    embedded = [load(VocabParallelEmbedding(vocab_size, 10, rank, **FP32), whole)(token_ids) for rank in ranks(size)]
+    hidden_states = torch.randn(3, 10)
+    # The loader leaves padding rows alone, so NaN stays in them: they must not reach anybody.
+    exactly(sum(embedded), F.embedding(token_ids, whole["weight"]))
+    heads = [load(ParallelLMHead(vocab_size, 10, rank, **FP32), whole) for rank in ranks(size)]
+    logits = torch.cat([F.linear(hidden_states, head.weight) for head in heads], -1)[:, :vocab_size]
+    closely(logits, F.linear(hidden_states, whole["weight"]))
+
+
+def test_padding_rows_of_the_vocabulary_start_as_zeros():
+    """Uninitialised memory may hold NaN, which no mask stops in a product."""
+    head = ParallelLMHead(5, 4, LonelyRank(3, 4), **FP32)
+    assert head.num_rows == 0 and torch.equal(head.weight, torch.zeros(SAMPLING_GROUP, 4))
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda rank: ColumnParallelLinear(8, 6, False, rank, **FP32), "6"),
+        (lambda rank: MergedColumnParallelLinear(8, {"gate_proj": 8, "up_proj": 10}, False, rank, **FP32), "up_proj"),
+        (lambda rank: QKVParallelLinear(8, 4, 6, 2, False, rank, **FP32), "num_attention_heads"),
+        (lambda rank: QKVParallelLinear(8, 4, 12, 6, False, rank, **FP32), "num_key_value_heads"),
+        (lambda rank: QKVParallelLinear(8, 4, 12, 3, False, rank, **FP32), "num_key_value_heads"),
+        (lambda rank: RowParallelLinear(10, 8, False, rank, **FP32), "10"),
+    ],
+)
+def test_what_does_not_divide_over_the_ranks_is_an_error_with_the_numbers(make, named):
+    with pytest.raises(ValueError, match=named) as error:
+        make(LonelyRank(0, 4))
+    assert "4 ranks" in str(error.value)
+
+
+# Whole models over several ranks, each rank a thread
+
+
+class Exchange:
+    """Where the threads meet."""
+
+    def __init__(self, size: int):
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.tensors: list[Any] = [None] * size
+
+
+@dataclass(frozen=True)
+class ThreadRank(Parallel):
+    """A rank that is a thread; its collectives are sums and concatenations over an Exchange."""
+
+    def _meet(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self.group.tensors[self.rank] = tensor.clone()
+        self.group.barrier.wait()
+        tensors = list(self.group.tensors)
+        self.group.barrier.wait()
+        return tensors
+
+    def all_reduce(self, tensor):
+        return tensor.copy_(sum(self._meet(tensor)))
+
+    def all_gather(self, tensor, dim=-1):
+        return torch.cat(self._meet(tensor), dim)
+
+
+@torch.inference_mode()
+def logits_of(directory: Path, token_ids: list[int], parallel: Parallel) -> torch.Tensor:
+    """This rank's logits of a prompt, from its own shard of the checkpoint and of the cache."""
+    config = load_model_config(directory)
+    backend = TorchAttention(None)
+    model = CausalLM(config, 64, backend, parallel, **FP32)
+    load_weights(model, directory)
+    seq = Sequence(0, token_ids, SamplingParams(), 64)
+    seq.block_table, seq.num_computed_tokens, seq.slot = [3, 0, 2, 1], len(token_ids), 0
+    batch = build_batch([(seq, len(token_ids), False)], 16, CPU)
+    kv_cache = torch.full((2, config.num_hidden_layers, 4, 16, model.num_kv_heads, config.head_dim), float("nan"))
+    return model.lm_head.gather(model.compute_logits(model(batch.token_ids, batch.positions, kv_cache, batch.context)))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_over_several_ranks_is_the_model(tmp_path, size, tied):
+    """With biases, replicated key heads and a vocabulary that does not divide; every rank reads one checkpoint.
+    The ranks that do not add the row-parallel bias once called it an unexpected tensor."""
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 61, "intermediate_size": 40}
+    model = save_model(tmp_path, attention_bias=True, tie_word_embeddings=tied, **shape)
+    token_ids = [int(token) for token in torch.randint(61, (40,), generator=torch.Generator().manual_seed(0))]
+    with torch.inference_mode():
+        expected = model(torch.tensor([token_ids])).logits[0]
+    exchange, logits, errors = Exchange(size), [None] * size, []
+
+    def run_rank(rank: int) -> None:
+        try:
+            logits[rank] = logits_of(tmp_path, token_ids, ThreadRank(rank, size, exchange))
+        except BaseException as error:  # the test reports it; the others must not wait
+            errors.append(error)
+            exchange.barrier.abort()
+
+    threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    for rank in range(size):
+        torch.testing.assert_close(logits[rank], expected, rtol=1e-4, atol=1e-4)
+        exactly(logits[rank], logits[0])
+
+
+# The collectives
+
+
+def test_collectives_do_nothing_at_size_1():
+    """A single process has no process group, and must not need one."""
+    alone, x = Parallel(), torch.randn(3, 4)
+    assert alone.all_reduce(x) is x and alone.all_gather(x) is x and alone.broadcast(x) is x
+    assert alone.minimum(3, torch.device("cpu")) == 3 and alone.shard(7, "heads") == (0, 7)
+
+
+GLOO_RANK = """
+    import datetime, sys
+    import torch
+    import torch.distributed as dist
+    from nanovllm.ops.collectives import Parallel
+
+    rank, size, meeting_point = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=size, timeout=timeout)
+    parallel = Parallel(rank, size, dist.new_group(list(range(size))))
+    own = torch.arange(6.0).view(2, 3) + 100 * rank
+    every = [torch.arange(6.0).view(2, 3) + 100 * r for r in range(size)]
+
+    x = own.clone()
+    assert parallel.all_reduce(x) is x and torch.equal(x, sum(every))
+    assert torch.equal(parallel.all_gather(own), torch.cat(every, -1))
+    assert torch.equal(parallel.all_gather(own, 0), torch.cat(every, 0))
+    assert torch.equal(parallel.all_gather(own.T), torch.cat([e.T for e in every], -1))
+    assert parallel.minimum(5 - rank, torch.device("cpu")) == 5 - (size - 1)
+    assert torch.equal(parallel.maximum(own.clone()), every[-1])
+    x = own.clone()
+    assert parallel.broadcast(x) is x and torch.equal(x, every[0])
+    assert parallel.shard(10, "heads") == (rank * 5, 5)
+    dist.destroy_process_group()
+    print("rank", rank, "agrees")
+"""
+
+
+def test_collectives_over_real_processes(tmp_path):
+    """all_reduce, all_gather, minimum, maximum and broadcast on gloo, in a group of their own."""
+    script = tmp_path / "rank.py"
+    script.write_text(textwrap.dedent(GLOO_RANK))
+    meeting_point = (tmp_path / "meeting_point").as_uri()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), "2", meeting_point],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else None,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank, process in enumerate(processes):
+            output, _ = process.communicate(timeout=120)
+            assert process.returncode == 0 and f"rank {rank} agrees" in output, output
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

@@ -1,0 +1,243 @@
+"""What config.json says is understood or refused by name; nothing is guessed."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_factory import TINY, save_model
+from transformers import Qwen3Config
+
+from nanovllm import LLM
+from nanovllm.models.config import ModelConfig, load_model_config
+
+FIELDS = {**TINY, "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-6}
+
+
+def read(directory: Path, remove: str = "", **changes) -> ModelConfig:
+    """The config of FIELDS with `changes`."""
+    fields = {name: value for name, value in {**FIELDS, **changes}.items() if name != remove}
+    (directory / "config.json").write_text(json.dumps(fields))
+    return load_model_config(directory)
+
+
+def error_of(directory: Path, remove: str = "", **changes) -> str:
+    with pytest.raises(ValueError) as error:
+        read(directory, remove, **changes)
+    return str(error.value)
+
+
+# What is understood
+
+
+def test_what_transformers_writes_is_what_is_read(tmp_path):
+    """Every number of the architecture, through save_pretrained."""
+    theirs = save_model(tmp_path, rope={"rope_type": "default", "rope_theta": 77.0}, attention_bias=True).config
+    ours = load_model_config(tmp_path)
+    for name in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "rms_norm_eps", "attention_bias", "tie_word_embeddings",
+    ):  # fmt: skip
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.architecture == "Qwen3ForCausalLM" and ours.dtype == "float32"
+    assert ours.max_position == theirs.max_position_embeddings and ours.rope.theta == 77.0
+
+
+def test_fields_that_transformers_has_defaults_for_may_be_absent(tmp_path):
+    """null is absent: transformers 4 writes rope_scaling: null and sliding_window: null."""
+    absent = {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": False}
+    for name, default in absent.items():
+        for config in (read(tmp_path, remove=name), read(tmp_path, **{name: None})):
+            assert getattr(config, name) == default
+    config = read(tmp_path, rope_scaling=None, sliding_window=None, layer_types=None, quantization_config=None)
+    assert config.rope.kind == "default" and config.rope.theta == 10000.0
+    assert read(tmp_path, remove="head_dim").head_dim == Qwen3Config().head_dim == 128
+
+
+def test_kv_values_per_token_are_those_of_qwen3_0_6b(tmp_path):
+    """2 × 28 layers × 8 heads × 128: 112 KiB a token in bfloat16, 448 MiB for 4,096."""
+    config = read(tmp_path, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128)
+    assert config.num_kv_values_per_token * 2 == 112 * 1024
+    assert config.num_kv_values_per_token * 2 * 4096 == 448 * 2**20
+
+
+def test_both_layouts_of_rope_are_read(tmp_path):
+    """Reading only one of them leaves the other at a theta of 10,000, and the model answers nonsense."""
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 16, "truncate": False}
+    old = read(tmp_path, rope_theta=1e6, rope_scaling={"rope_type": "yarn", **yarn}).rope
+    oldest = read(tmp_path, rope_theta=1e6, rope_scaling={"type": "yarn", **yarn}).rope
+    new = read(tmp_path, rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, **yarn}).rope
+    assert old == oldest == new
+    assert (new.kind, new.theta, new.factor, new.original_max_position) == ("yarn", 1e6, 4.0, 128)
+    assert (new.beta_fast, new.beta_slow, new.truncate) == (16.0, 1.0, False)
+    assert read(tmp_path, rope_theta=5000000).rope.theta == 5e6
+    assert read(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 5e6}, rope_theta=1.5).rope.theta == 5e6
+
+
+@pytest.mark.parametrize(
+    ("max_position_embeddings", "scaling", "expected"),
+    [
+        (512, {"rope_type": "default"}, 512),
+        (512, {"rope_type": "linear", "factor": 4.0}, 2048),
+        (40960, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+        (131072, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+        (512, {"rope_type": "yarn", "factor": 1.0}, 512),
+    ],
+)
+def test_scaled_rope_stretches_the_longest_context(tmp_path, max_position_embeddings, scaling, expected):
+    """Configs name the length before stretching, or the one after."""
+    config = read(tmp_path, max_position_embeddings=max_position_embeddings, rope_scaling=scaling)
+    assert config.max_position == expected
+
+
+@pytest.mark.parametrize(
+    ("in_generation", "in_config", "expected"),
+    [
+        ([3, 5], 7, {3, 5}), (3, 7, {3}), (None, 7, {7}), (None, [7, 8], {7, 8}), (None, None, set()),
+        ([], [7], {7}), (0, 7, {0}),
+    ],
+)  # fmt: skip
+def test_every_end_token_is_found(tmp_path, in_generation, in_config, expected):
+    """Qwen3 has two; generation_config's count before the config's."""
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": in_generation, "top_k": 20}))
+    config = read(tmp_path, eos_token_id=in_config)
+    assert config.eos_token_ids == expected and config.generation["top_k"] == 20
+
+
+def test_a_model_without_generation_config_recommends_nothing(tmp_path):
+    assert read(tmp_path).generation == {}
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "architectures", [["LlamaForCausalLM"], ["Qwen3MoeForCausalLM"], [], None, "Qwen3ForCausalLM", 5, {"a": 1}]
+)
+def test_an_unknown_architecture_is_named_beside_those_there_are(tmp_path, architectures):
+    """Running it as Qwen3 would answer nonsense."""
+    message = error_of(tmp_path, architectures=architectures)
+    if isinstance(architectures, (list, type(None))):
+        assert "Qwen3ForCausalLM" in message and str(architectures or []) in message
+    else:
+        assert "architectures" in message and repr(architectures) in message
+
+
+COUNTS = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_missing_number_is_named(tmp_path, name):
+    """A default would be another model's."""
+    assert name in error_of(tmp_path, remove=name)
+    assert name in error_of(tmp_path, **{name: None})
+
+
+@pytest.mark.parametrize("name", [*COUNTS, "num_key_value_heads", "head_dim", "max_position_embeddings"])
+@pytest.mark.parametrize("value", [0, -4, 1.5, 16.0, "16", True, [16], {"a": 16}], ids=repr)
+def test_a_count_must_be_a_positive_integer(tmp_path, name, value):
+    message = error_of(tmp_path, **{name: value})
+    assert name in message and repr(value) in message
+
+
+WRONG: list[tuple[str, Any]] = [
+    *(("rms_norm_eps", value) for value in ("1e-6", [], True, -1e-6, 0, math.nan, math.inf)),
+    *((name, value) for name in ("attention_bias", "tie_word_embeddings") for value in ("false", 0, 1, [])),
+    *(("rope_theta", value) for value in ("10000", 0, -1.0, True, [1e6], math.nan, math.inf)),
+    *(("layer_types", value) for value in (5, "full_attention", {"0": "full_attention"})),
+    *(("eos_token_id", value) for value in ("3", 1.5, [1, "2"], [[1]], {"a": 1}, True, [None])),
+    *(("rope_scaling", value) for value in (5, [1], "yarn", True)),
+    *(("rope_parameters", value) for value in (5, [1], "yarn", True)),
+    # One kind of rotary embedding for each kind of layer, as models with sliding windows have it.
+    ("rope_parameters", {"full_attention": {"rope_type": "default", "rope_theta": 5e6}}),
+    ("hidden_act", "gelu"),
+    ("hidden_act", 5),
+    ("use_sliding_window", True),
+    ("layer_types", ["full_attention", "sliding_attention"]),
+    ("layer_types", ["chunked_attention", "full_attention"]),
+    ("quantization_config", {"quant_method": "fp8"}),
+    ("quantization_config", {"quant_method": "awq", "bits": 4}),
+    ("partial_rotary_factor", 0.5),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG, ids=[f"{name}={value}" for name, value in WRONG])
+def test_what_is_wrong_or_not_implemented_is_named(tmp_path, name, value):
+    """bool("false") is True, float("nan") passes every comparison, and an unknown option changes the model."""
+    assert name in error_of(tmp_path, **{name: value})
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("rope", "named"),
+    [
+        ({"rope_type": "llama3", "factor": 8.0}, "llama3"),
+        ({"rope_type": "dynamic", "factor": 2.0}, "dynamic"),
+        ({"type": "longrope"}, "longrope"),
+        ({"rope_type": None}, "None"),
+        ({"rope_type": ["yarn"]}, "yarn"),
+        ({"rope_type": "linear"}, "factor"),
+        ({"rope_type": "yarn"}, "factor"),
+        ({"rope_type": "linear", "factor": 0.5}, "factor"),
+        ({"rope_type": "linear", "factor": "2"}, "factor"),
+        ({"rope_type": "yarn", "factor": math.nan}, "factor"),
+        ({"rope_type": "yarn", "factor": math.inf}, "factor"),
+        ({**YARN, "original_max_position_embeddings": "64"}, "original_max_position_embeddings"),
+        ({**YARN, "original_max_position_embeddings": -64}, "original_max_position_embeddings"),
+        ({**YARN, "beta_fast": "32"}, "beta_fast"),
+        ({**YARN, "beta_slow": -1}, "beta_slow"),
+        ({**YARN, "attention_factor": [1]}, "attention_factor"),
+        ({**YARN, "mscale": "x"}, "mscale"),
+        ({**YARN, "truncate": "no"}, "truncate"),
+        ({**YARN, "rope_theta": "x"}, "rope_theta"),
+        ({**YARN, "partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("layout", ["rope_scaling", "rope_parameters"])
+def test_a_rope_that_is_not_understood_is_named(tmp_path, layout, rope, named):
+    """Falling back to the default rotary embedding is silent until the context is long."""
+    assert named in error_of(tmp_path, **{layout: rope})
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "named"),
+    [
+        (4, 3, 16, ("4", "3", "num_key_value_heads")),
+        (4, 8, 16, ("4", "8", "num_key_value_heads")),
+        (4, 2, 15, ("15", "head_dim")),
+    ],
+)
+def test_heads_that_do_not_divide_are_named(tmp_path, num_heads, num_kv_heads, head_dim, named):
+    message = error_of(tmp_path, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads, head_dim=head_dim)
+    assert all(part in message for part in named)
+
+
+@pytest.mark.parametrize("file_name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"3", b'"text"', b"\xff\xfe\x00", b"<html>"])
+def test_a_file_that_is_no_json_object_is_named(tmp_path, file_name, content):
+    """An error page of a proxy, or a download that stopped."""
+    read(tmp_path)
+    (tmp_path / file_name).write_bytes(content)
+    with pytest.raises(ValueError, match=file_name):
+        load_model_config(tmp_path)
+
+
+def test_a_missing_config_is_named(tmp_path):
+    """Also through LLM, before anything is loaded."""
+    with pytest.raises(ValueError, match=r"config\.json is missing"):
+        load_model_config(tmp_path)
+    with pytest.raises(ValueError, match=r"config\.json is missing"):
+        LLM(str(tmp_path), device="cpu")
+
+
+def test_a_model_len_beyond_the_models_own_is_an_error(tmp_path):
+    """Positions beyond what it was made for have no rotary table."""
+    save_model(tmp_path)
+    with pytest.raises(ValueError, match=r"513.*512"):
+        LLM(str(tmp_path), device="cpu", max_model_len=513)
+    with LLM(str(tmp_path), device="cpu", max_model_len=512) as llm:
+        assert llm.engine.info.max_model_len == 512

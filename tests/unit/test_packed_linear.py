@@ -1,0 +1,50 @@
+"""The CPU's packed linear layer against its plain twin."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanovllm.ops.linear import linear, pack_weight
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 64, 300])
+@pytest.mark.parametrize("shape", [(5, 7), (259, 160), (896, 160), (160, 448)])
+@torch.inference_mode()
+def test_a_packed_weight_gives_the_plain_product(num_rows, shape):
+    weight, bias, x = torch.randn(shape), torch.randn(shape[0]), torch.randn(num_rows, 2 * shape[1])[:, ::2]
+    packed = pack_weight(weight)
+    assert packed is not None, "this PyTorch has no oneDNN"
+    for bias_or_none in (bias, None):
+        expected = F.linear(x.double(), weight.double(), None if bias_or_none is None else bias.double())
+        for form in (packed, None):
+            found = linear(x, weight, form, bias_or_none)
+            assert found.shape == expected.shape
+            assert (found - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_what_has_no_packed_form_stays_plain():
+    """A float64 or bfloat16 weight went through an operator made for float32."""
+    for dtype in (torch.float64, torch.bfloat16):
+        assert pack_weight(torch.ones(4, 4, dtype=dtype)) is None
+
+
+@torch.inference_mode()
+def test_any_number_of_rows_is_computed_in_few_sizes(monkeypatch):
+    """oneDNN kept half a megabyte for every number of rows it ever saw: prefills of all lengths ate gigabytes."""
+    compute, sizes = torch.ops.mkldnn._linear_pointwise, []
+
+    def recording(x, *args):
+        sizes.append(x.shape[0])
+        return compute(x, *args)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", recording)
+    weight, bias, x = torch.randn(5, 7), torch.randn(5), torch.randn(3000, 7)
+    packed, expected = pack_weight(weight), F.linear(x, weight, bias)
+    for num_rows in range(1, 3001):
+        sizes_before = len(sizes)
+        found = linear(x[:num_rows], weight, packed, bias)
+        torch.testing.assert_close(found, expected[:num_rows], rtol=1e-5, atol=1e-6)
+        # Little is computed in vain, and a long prompt is not cut into many small products.
+        assert num_rows <= sum(sizes[sizes_before:]) <= max(2 * num_rows, 8)
+        assert len(sizes) - sizes_before == -(-num_rows // 1024)
+    assert len(set(sizes)) <= 24 and max(sizes) == 1024

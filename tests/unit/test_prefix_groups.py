@@ -1,0 +1,103 @@
+"""Shared prefixes: which are found, and that attending them once changes nothing."""
+
+import random
+
+import pytest
+import torch
+from model_factory import save_model
+from test_attention import Case, make_case, relative_error, run
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.attention.prefix_groups import find_prefix_groups
+
+
+def test_nothing_shared_gives_nothing():
+    """A step without groups must take the path without them."""
+    assert find_prefix_groups([[0, 1, 2], [3, 4, 5]], [12, 12], 4, 4, 8) is None
+    assert find_prefix_groups([], [], 4, 4, 8) is None
+
+
+def test_only_whole_splits_of_written_keys_are_shared():
+    """A row still writes to its last block, and a chunked prompt holds blocks that nobody has written yet."""
+    tables = [[7, 8, 9, 1], [7, 8, 9, 2]]
+    groups = find_prefix_groups(tables, [11, 12], 4, 4, 8)
+    assert groups.items.tolist() == [[0, 0, 2], [1, 2, 2]] and groups.members.tolist() == [0, 1, 0, 1]
+    assert groups.num_shared.tolist() == [2, 2]
+    assert find_prefix_groups(tables, [15, 15], 4, 8, 8).num_shared.tolist() == [1, 1]
+    assert find_prefix_groups(tables, [7, 7], 4, 8, 8) is None
+
+
+def test_prefixes_may_branch_and_groups_may_be_larger_than_a_tile():
+    """All share a system prompt, some more of it; one tile holds three rows here."""
+    tables = [[1, 2, 3], [1, 2, 4], [1, 5, 6], [1, 5, 7], [1, 8, 9], [10, 11, 12]]
+    groups = find_prefix_groups(tables, [12] * 6, 4, 4, 3)
+    found = {}
+    for split, first, count in groups.items.tolist():
+        found.setdefault(split, []).append(groups.members[first : first + count].tolist())
+    assert found == {0: [[0, 1, 2], [3, 4]], 1: [[0, 1], [2, 3]]}
+    assert groups.num_shared.tolist() == [2, 2, 2, 2, 1, 0]
+
+
+def test_a_split_is_shared_only_with_all_before_it():
+    """A private twin may stand before a shared block. The splits before it were once left out for both rows."""
+    assert find_prefix_groups([[0, 1, 2], [3, 1, 4]], [12, 12], 4, 4, 8) is None
+    groups = find_prefix_groups([[0, 1, 2], [3, 1, 2], [0, 1, 4]], [12, 12, 12], 4, 4, 8)
+    assert groups.items.tolist() == [[0, 0, 2], [1, 2, 2]] and groups.num_shared.tolist() == [2, 0, 2]
+    # Nor does its last block alone make a split of two blocks.
+    assert find_prefix_groups([[0, 1], [2, 1]], [8, 8], 4, 8, 8) is None
+
+
+def share(case: Case, row: int, source: int, num_keys: int) -> None:
+    """Makes the first keys of `row` those of `source`, in the same blocks."""
+    num_blocks = num_keys // case.context.block_size
+    case.context.block_tables[row, :num_blocks] = case.context.block_tables[source, :num_blocks]
+    for tensors in (case.keys, case.values):
+        tensors[row][:num_keys] = tensors[source][:num_keys]
+
+
+@pytest.mark.parametrize(("num_kv_heads", "group_size"), [(2, 2), (1, 5), (1, 8), (1, 80)])
+@pytest.mark.parametrize("block_size", [64, 256])
+def test_shared_splits_attended_once_change_nothing(num_kv_heads, group_size, block_size):
+    """Prefixes of different lengths, rows that share nothing, a group larger than a tile (8 rows with 8 heads)."""
+    lengths = [700, 530, 520, 300, 800, 90, 1030, *range(520, 530)]
+    case = make_case([(length, 1) for length in lengths], block_size, num_kv_heads, group_size, 32)
+    for row, source, num_keys in ((1, 0, 512), (2, 0, 512), (4, 0, 512), (3, 0, 256)):
+        share(case, row, source, num_keys)
+    for row in range(8, len(lengths)):
+        share(case, row, 7, 512)
+    backend, context = case.backend("triton"), case.context
+    context.num_decodes = len(lengths)
+    tables = [context.block_tables[row, : length // block_size + 1].tolist() for row, length in enumerate(lengths)]
+    assert backend.group_prefixes(tables, [length + 1 for length in lengths], block_size, len(lengths))
+    context.is_grouped = True
+    grouped = run("triton", case, backend)
+    assert relative_error(case, grouped) <= 1e-5
+    context.is_grouped = False
+    torch.testing.assert_close(run("triton", case, backend), grouped, rtol=1e-5, atol=1e-6)
+
+
+def test_the_engine_groups_and_its_tokens_stay(tmp_path, monkeypatch):
+    """Rows join and leave the groups while two prefixes are decoded; the plain path gives the same tokens."""
+    from nanovllm.attention.triton_backend import TritonAttention
+
+    save_model(tmp_path, seed=1, num_hidden_layers=1, max_position_embeddings=512)
+    rng = random.Random(3)
+    prefixes = [[rng.randrange(50) for _ in range(length)] for length in (260, 300)]
+    prompts = [prefixes[row % 2] + [rng.randrange(50) for _ in range(rng.randrange(1, 9))] for row in range(6)]
+    params = [SamplingParams(temperature=0, max_tokens=2 + row % 4, ignore_eos=True) for row in range(6)]
+    seen = []
+    group_prefixes = TritonAttention.group_prefixes
+
+    def noted(self, *args) -> bool:
+        seen.append(group_prefixes(self, *args))
+        return seen[-1]
+
+    monkeypatch.setattr(TritonAttention, "group_prefixes", noted)
+    tokens = []
+    for prefix_grouping in (True, False):
+        options = {"attention_backend": "triton", "device": "cpu", "max_model_len": 400, "max_num_seqs": 4}
+        with LLM(str(tmp_path), prefix_grouping=prefix_grouping, kvcache_block_size=64, **options) as llm:
+            tokens.append([output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+        assert any(seen) == prefix_grouping
+        seen.clear()
+    assert tokens[0] == tokens[1]

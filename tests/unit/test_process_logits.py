@@ -1,0 +1,404 @@
+"""Logits processors against their definitions, written plainly for one row; the kernels against the plain twin."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm.ops import process_logits as module
+from nanovllm.ops.kernel import has_kernels
+from nanovllm.ops.process_logits import (
+    ALWAYS,
+    TokenRules,
+    edits_of,
+    fused_process_logits,
+    pack_allowed,
+    plain_process_logits,
+    process_logits,
+)
+
+# numpy's, in the definitions and in Triton's interpreter, of infinities that are meant
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+INF = float("inf")
+NEEDS_TRITON = pytest.mark.skipif(not has_kernels(), reason="needs Triton")
+
+
+@pytest.fixture(params=["plain", pytest.param("kernels", marks=NEEDS_TRITON)])
+def process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """process_logits, computed by the plain twin or by the kernels."""
+    monkeypatch.setattr(module, "is_fused", lambda tensor: request.param == "kernels")
+    return process_logits
+
+
+@dataclass
+class Settings:
+    """One request's, of single tokens; the defaults ask for nothing."""
+
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    allowed: list[int] | None = None
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    bad_words: list[list[int]] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    min_tokens: int = 0
+
+
+@dataclass
+class Request:
+    prompt: list[int]
+    completion: list[int]
+    settings: Settings
+
+
+def definition(logits: torch.Tensor, request: Request) -> np.ndarray:
+    """One row's logits, processed as the definitions say, number by number in float32."""
+    values = [np.float32(value) for value in logits.tolist()]
+    prompt, completion, settings = request.prompt, request.completion, request.settings
+    repetition, presence, frequency = map(np.float32, (settings.repetition, settings.presence, settings.frequency))
+    every = range(len(values))
+    banned = [] if settings.allowed is None else [token for token in every if token not in settings.allowed]
+    for token, bias in settings.logit_bias.items():
+        values[token] += np.float32(bias)
+    for *prefix, last in settings.bad_words:
+        if completion[len(completion) - len(prefix) :] == prefix and len(completion) >= len(prefix):
+            banned.append(last)
+    if len(completion) < settings.min_tokens:
+        banned += settings.stop_token_ids
+    for token in banned:
+        values[token] += np.float32(-INF)
+    for token in set(prompt + completion):
+        values[token] = values[token] / repetition if values[token] > 0 else values[token] * repetition
+    for token, count in Counter(completion).items():
+        values[token] -= frequency * np.float32(count)
+        values[token] -= presence
+    return np.array(values, np.float32)
+
+
+def padded(rows: list[np.ndarray], width: int, fill: float) -> torch.Tensor:
+    out = np.full((len(rows), width, *rows[0].shape[1:]), fill, rows[0].dtype)
+    for index, row in enumerate(rows):
+        out[index, : len(row)] = row
+    return torch.from_numpy(out)
+
+
+def make_rules(requests: list[Request], vocab_size: int, spare: int = 0) -> TokenRules:
+    """The table's tensors; spare: places for edits and prefix tokens that nobody uses."""
+    settings = [request.settings for request in requests]
+    edits = [edits_of(each.logit_bias, each.bad_words, each.stop_token_ids, each.min_tokens) for each in settings]
+    num_edits = max(len(each.ids) for each in edits) + spare
+    num_prefix_tokens = max(len(each.prefix_tokens) for each in edits) + spare
+    return TokenRules(
+        torch.tensor([len(request.prompt) for request in requests], dtype=torch.int32),
+        torch.tensor([[each.repetition, each.presence, each.frequency] for each in settings]),
+        torch.from_numpy(np.stack([pack_allowed(each.allowed, vocab_size) for each in settings])),
+        padded([each.ids for each in edits], num_edits, -1),
+        padded([each.values for each in edits], num_edits, 3.0),
+        padded([each.until for each in edits], num_edits, ALWAYS),
+        padded([each.prefixes for each in edits], num_edits, 0),
+        padded([each.prefix_tokens for each in edits], num_prefix_tokens, 0),
+    )
+
+
+@dataclass
+class Case:
+    """Requests in a table whose last entry is neutral, and a step's rows."""
+
+    logits: torch.Tensor
+    entries: torch.Tensor
+    lengths: torch.Tensor
+    tokens: torch.Tensor
+    rules: TokenRules
+    requests: list[Request]
+
+    def run(self, process: Callable = process_logits, first_id: int = 0) -> torch.Tensor:
+        return process(self.logits, self.entries, self.lengths, self.tokens, self.rules, first_id)
+
+    def expected(self) -> np.ndarray:
+        rows = zip(self.logits.float(), self.entries.tolist(), self.lengths.tolist(), strict=True)
+        return np.stack([definition(row, self.requests[entry]) for row, entry, _ in rows])
+
+    def to(self, device: torch.device) -> "Case":
+        rules = TokenRules(*(getattr(self.rules, each.name).to(device) for each in fields(TokenRules)))
+        tensors = (self.logits, self.entries, self.lengths, self.tokens)
+        return Case(*(tensor.to(device) for tensor in tensors), rules, self.requests)
+
+
+def make_case(requests: list[Request], logits: torch.Tensor, entries: list[int] | None = None, spare: int = 0) -> Case:
+    """A row per request, or per entry named; −1 makes a padding row. What the table has past the lengths is garbage."""
+    requests = [*requests, Request([], [], Settings())]
+    entries = list(range(len(requests) - 1)) if entries is None else [entry % len(requests) for entry in entries]
+    known = [request.prompt + request.completion for request in requests]
+    generator = torch.Generator().manual_seed(len(known))
+    max_len = max(map(len, known)) + 1 + spare
+    tokens = torch.randint(-2, logits.shape[1] + 2, (len(requests), max_len), generator=generator).int()
+    for entry, ids in enumerate(known):
+        tokens[entry, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+    lengths = torch.tensor([len(known[entry]) for entry in entries], dtype=torch.int32)
+    rules = make_rules(requests, logits.shape[1], spare)
+    return Case(logits, torch.tensor(entries), lengths, tokens, rules, requests)
+
+
+def random_settings(rng: random.Random, vocab_size: int, ids: list[int]) -> Settings:
+    """ids: those that the histories have, so that rules often meet them."""
+
+    def some(most: int) -> list[int]:
+        return [rng.choice(ids) for _ in range(rng.randrange(most + 1))]
+
+    settings = Settings()
+    if rng.random() < 0.6:
+        settings.repetition = rng.choice([1.0, 1.3, 0.7, 2.0])
+        settings.presence = rng.choice([0.0, 0.0, 0.9, -1.5])
+        settings.frequency = rng.choice([0.0, 0.0, 0.3, -0.7])
+    if rng.random() < 0.3:
+        settings.allowed = rng.sample(range(vocab_size), rng.randrange(vocab_size + 1))
+    if rng.random() < 0.4:
+        settings.logit_bias = {token: rng.choice([rng.uniform(-9, 9), -INF]) for token in some(5)}
+    if rng.random() < 0.5:
+        settings.bad_words = [[rng.choice(ids) for _ in range(rng.randint(1, 4))] for _ in range(rng.randrange(6))]
+    if rng.random() < 0.4:
+        settings.stop_token_ids, settings.min_tokens = some(3), rng.randrange(6)
+    return settings
+
+
+def random_case(rng: random.Random, vocab_size: int, num_rows: int, max_len: int) -> Case:
+    ids = rng.sample(range(vocab_size), min(vocab_size, rng.choice([2, 3, 10, 200])))
+    requests = []
+    for _ in range(rng.randint(1, num_rows)):
+        known = [rng.choice(ids) for _ in range(rng.randint(1, max_len))]
+        num_prompt = rng.randint(0, len(known))
+        settings = Settings() if rng.random() < 0.2 else random_settings(rng, vocab_size, ids)
+        requests.append(Request(known[:num_prompt], known[num_prompt:], settings))
+    entries = [rng.randint(-1, len(requests) - 1) for _ in range(num_rows)]
+    dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    logits = torch.randn(num_rows, vocab_size, generator=generator) * 8
+    broken = torch.rand(num_rows, vocab_size, generator=generator)
+    for value, share in ((-INF, 0.05), (INF, 0.002), (float("nan"), 0.001), (0.0, 0.02)):
+        logits = torch.where(broken < share, value, logits)
+    wide = torch.full((num_rows, vocab_size + rng.choice([0, 3])), float("nan"), dtype=dtype)
+    wide[:, :vocab_size] = logits
+    return make_case(requests, wide[:, :vocab_size], entries, spare=rng.choice([0, 1, 5]))
+
+
+def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 5
+
+
+def assert_same(ours: torch.Tensor, expected: torch.Tensor | np.ndarray) -> None:
+    """Equal numbers, bit for bit but for the sign of zero."""
+    assert ours.dtype == torch.float32 and ours.is_contiguous()
+    np.testing.assert_array_equal(ours.cpu().numpy(), np.asarray(expected))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 70, 128, 333])
+def test_processed_logits_equal_the_definitions(process, vocab_size, runs):
+    rng = random.Random(vocab_size)
+    for _ in range(runs * 15):
+        case = random_case(rng, vocab_size, num_rows=rng.randint(1, 7), max_len=rng.choice([1, 6, 40]))
+        before = case.logits.clone()
+        assert_same(case.run(process), case.expected())
+        assert case.logits.equal(before) or not before.isfinite().all(), "the logits given are not changed"
+
+
+@NEEDS_TRITON
+def test_kernels_give_the_twins_bits_when_their_programs_stride(monkeypatch, runs):
+    """Small programs, and few: each does several parts of a history and of the edits, and several dense parts."""
+    monkeypatch.setattr(module, "_IDS", 16)
+    monkeypatch.setattr(module, "_POSITIONS", 4)
+    rng = random.Random(5)
+    for _ in range(runs * 25):
+        monkeypatch.setattr(module, "_PROGRAMS", rng.choice([1, 8, 64]))
+        case = random_case(rng, rng.choice([5, 50]), num_rows=rng.randint(1, 4), max_len=60)
+        assert_same(case.run(fused_process_logits), case.run(plain_process_logits))
+
+
+@NEEDS_TRITON
+def test_kernels_need_no_cleared_memory(monkeypatch):
+    """Counters are cleared only where the history points to; a result is written everywhere."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(77))
+    rng = random.Random(3)
+    for _ in range(10):
+        case = random_case(rng, 40, num_rows=4, max_len=30)
+        assert_same(case.run(fused_process_logits), case.expected())
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.2, 3.0])
+def test_repetition_penalty_equals_transformers(process, penalty):
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    logits, ids = random_logits(3, 50), torch.randint(0, 50, (3, 20), generator=torch.Generator().manual_seed(1))
+    requests = [Request(row[:8], row[8:], Settings(repetition=penalty)) for row in ids.tolist()]
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
+    assert_same(make_case(requests, logits).run(process), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_row_without_rules_is_its_logits_in_float32(process, dtype):
+    logits = random_logits(3, 65).to(dtype)
+    requests = [Request([1, 2], [3], Settings()), Request([1], [2], Settings(repetition=2.0))]
+    out = make_case(requests, logits, entries=[0, 1, -1]).run(process)
+    assert_same(out[[0, 2]], logits[[0, 2]].float())
+    assert not out[1].equal(logits[1].float())
+
+
+def test_neighbours_do_not_matter(process):
+    rng = random.Random(11)
+    for _ in range(6):
+        case = random_case(rng, 60, num_rows=5, max_len=20)
+        together = case.run(process)
+        for row in range(5):
+            one = slice(row, row + 1)
+            alone = process(case.logits[one], case.entries[one], case.lengths[one], case.tokens, case.rules)
+            assert_same(alone, together[one])
+
+
+def test_two_rows_of_one_entry_are_counted_apart(process):
+    """Rows of one sequence at successive positions, as a step that verifies drafted tokens has them."""
+    request = Request([1, 2], [3, 3, 4], Settings(repetition=1.5, frequency=0.5, bad_words=[[3, 3, 7]], min_tokens=3))
+    request.settings.stop_token_ids = [9]
+    case = make_case([request], random_logits(3, 40), entries=[0, 0, 0])
+    case.lengths = torch.tensor([3, 4, 5], dtype=torch.int32)
+    expected = [
+        definition(logits, Request([1, 2], [3, 3, 4][: length - 2], request.settings))
+        for logits, length in zip(case.logits, (3, 4, 5), strict=True)
+    ]
+    assert_same(case.run(process), np.stack(expected))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4])
+def test_a_bad_word_is_banned_where_the_completion_ends_with_its_prefix(process, num_tokens):
+    """Once a prefix would have been found in the prompt, or across its end."""
+    known, prefix = [5, 6, 7, 5, 6, 7, 5, 6, 7, 8, 7, 5, 6], [5, 6, 7][3 - (num_tokens - 1) :]
+    settings = Settings(bad_words=[[*prefix, 20], [9, *prefix, 21]])
+    ends = [(start, end) for start in range(len(known) + 1) for end in range(start, len(known) + 1)]
+    requests = [Request(known[:start], known[start:end], settings) for start, end in ends]
+    case = make_case(requests, random_logits(len(requests), 33))
+    out = case.run(process)
+    is_banned = [known[start:end][max(0, end - start - len(prefix)) :] == prefix for start, end in ends]
+    assert (out[:, 20] == -INF).tolist() == is_banned and True in is_banned
+    assert num_tokens == 1 or False in is_banned
+    out[:, 20] = case.logits[:, 20]
+    assert_same(out, case.logits)
+
+
+def test_stop_tokens_are_banned_until_min_tokens_were_generated(process):
+    """The token now being sampled may be a stop token if it is the min_tokens-th and not the first after."""
+    settings = Settings(stop_token_ids=[4, 30], min_tokens=3)
+    requests = [Request([1] * num_prompt, [2] * num, settings) for num_prompt in (0, 1, 7) for num in range(6)]
+    out = make_case(requests, random_logits(len(requests), 31)).run(process)
+    for token in (4, 30):
+        assert (out[:, token] == -INF).tolist() == [num < 3 for _ in range(3) for num in range(6)]
+    assert out.isneginf().sum() == 3 * 3 * 2
+
+
+def test_edits_of_one_id_add_up(process):
+    rules = make_rules([Request([], [], Settings(logit_bias={1: 0.5, 2: 2.0, 3: 1.0}))] * 2, 8)
+    rules.edit_ids[0] = torch.tensor([1, 1, 1])
+    rules.edit_values[1, 1] = -INF
+    rules.edit_ids[1] = torch.tensor([6, 6, -1])
+    lengths, tokens = torch.zeros(2, dtype=torch.int32), torch.zeros((2, 1), dtype=torch.int32)
+    out = process(torch.zeros(2, 8), torch.arange(2), lengths, tokens, rules)
+    assert out[0].tolist() == [0, 3.5, 0, 0, 0, 0, 0, 0]
+    assert out[1].tolist() == [0, 0, 0, 0, 0, 0, -INF, 0]
+
+
+def test_nothing_revives_a_banned_id(process):
+    """Not a bias, nor a penalty that is a bonus; a row whose bans leave nothing has only −inf."""
+    bonus = {"repetition": 0.5, "presence": -2.0, "frequency": -2.0}
+    everything = list(range(40))
+    settings = [
+        Settings(**bonus, allowed=[], logit_bias={3: 100.0}),
+        Settings(**bonus, logit_bias={3: 100.0}, bad_words=[[token] for token in everything]),
+        Settings(**bonus, stop_token_ids=everything, min_tokens=100),
+    ]
+    out = make_case([Request([3, 4], [3, 3, 5], each) for each in settings], random_logits(3, 40)).run(process)
+    assert out.isneginf().all()
+
+
+def test_a_broken_logit_stays_visible(process):
+    """A NaN or +inf logit breaks its row, which the sampler must still see behind a ban, a bias or a penalty."""
+    settings = Settings(repetition=1.5, presence=0.5, frequency=0.5, logit_bias={1: 2.0, 2: -INF}, allowed=[0, 1, 2, 3])
+    for value in (float("nan"), INF):
+        case = make_case([Request([3], [0, 0, 5], settings)] * 6, random_logits(6, 6))
+        case.logits.fill_diagonal_(value)
+        out = case.run(process).diagonal()
+        assert (out.isnan() | out.isposinf()).all()
+    case.logits.fill_diagonal_(-INF)
+    assert case.run(process).diagonal().isneginf().all()
+
+
+def test_penalties_look_at_prompt_and_completion_as_vllm_does(process):
+    """Repetition looks at both and not at how often; presence and frequency look at the completion only."""
+    logits = torch.tensor([[4.0, -4.0, 4.0, -4.0, 4.0]])
+    requests = [Request([0, 0, 1, 2], [2, 3, 3], Settings(repetition=2.0))]
+    assert make_case(requests, logits).run(process).tolist() == [[2, -8, 2, -8, 4]]
+    requests[0].settings = Settings(presence=0.5)
+    assert make_case(requests, logits).run(process).tolist() == [[4, -4, 3.5, -4.5, 4]]
+    requests[0].settings = Settings(frequency=0.5)
+    assert make_case(requests, logits).run(process).tolist() == [[4, -4, 3.5, -5, 4]]
+    requests[0].settings = Settings(2.0, 0.25, 0.5, logit_bias={2: -5.0})  # the bias comes first, the repetition next
+    assert make_case(requests, logits).run(process).tolist() == [[2, -8, -2.75, -9.25, 4]]
+
+
+def test_a_part_of_the_vocabulary_gives_its_part_of_the_logits(process):
+    """Ids are the whole vocabulary's in every rule, wherever a rank's part begins and ends."""
+    rng = random.Random(2)
+    bias = {token: token / 8 for token in range(0, 100, 3)}
+    words = [[token, token + 1, token + 2] for token in range(0, 98, 5)]
+    requests = []
+    for _ in range(4):
+        settings = Settings(1.3, 0.5, 0.25, rng.sample(range(100), 60), bias, words, [0, 44, 45, 99], 30)
+        requests.append(Request(rng.choices(range(100), k=30), [*rng.choices(range(100), k=28), 40, 41], settings))
+    case = make_case(requests, random_logits(4, 100))
+    whole, logits = case.run(process), case.logits
+    assert_same(whole, case.expected())
+    for first, end in ((0, 45), (1, 3), (32, 64), (45, 100), (99, 100), (100, 100)):
+        case.logits = logits[:, first:end]
+        assert_same(case.run(process, first_id=first), whole[:, first:end])
+
+
+def test_a_step_without_rows_or_edits_is_processed_too(process):
+    case = make_case([Request([1], [2], Settings())], random_logits(1, 9))
+    assert case.rules.edit_ids.shape == (2, 0) and case.rules.prefix_tokens.shape == (2, 0)
+    assert_same(case.run(process), case.logits)
+    case.logits, case.entries, case.lengths = case.logits[:0], case.entries[:0], case.lengths[:0]
+    assert case.run(process).shape == (0, 9)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 64, 1000])
+def test_pack_allowed_sets_exactly_the_bits_of_the_allowed_ids(vocab_size):
+    rng = random.Random(vocab_size)
+    for ids in ([], [0], [vocab_size - 1] * 2, rng.sample(range(vocab_size), rng.randint(1, vocab_size))):
+        words = pack_allowed(ids, vocab_size)
+        assert words.dtype == np.int32 and words.shape == (-(-vocab_size // 32),)
+        assert {id for id in range(32 * len(words)) if int(words[id // 32]) >> id % 32 & 1} == set(ids)
+    assert (pack_allowed(None, vocab_size) == -1).all()
+
+
+@pytest.mark.parametrize("ids", [[-1], [0, 40], [2**40]], ids=str)
+def test_pack_allowed_refuses_ids_that_are_not_in_the_vocabulary(ids):
+    with pytest.raises(ValueError, match="from 0 to 39"):
+        pack_allowed(ids, 40)
+
+
+def test_edits_of_names_each_bias_bad_word_and_stop_token():
+    edits = edits_of({3: 1.5, 4: -INF}, [[7], [1, 2, 8], [5, 9]], {0}, min_tokens=6)
+    assert edits.ids.tolist() == [3, 4, 7, 8, 9, 0]
+    assert edits.values.tolist() == [1.5] + [-INF] * 5
+    assert edits.until.tolist() == [ALWAYS] * 5 + [6]
+    assert edits.prefixes.tolist() == [[0, 0], [0, 0], [0, 0], [0, 2], [2, 1], [0, 0]]
+    assert edits.prefix_tokens.tolist() == [1, 2, 5]
+    assert [array.dtype for array in edits] == [np.int32, np.float32, np.int32, np.int32, np.int32]
+
+
+def test_edits_of_nothing_are_empty():
+    edits = edits_of({}, [], [1, 2], min_tokens=0)
+    assert [array.shape for array in edits] == [(0,), (0,), (0,), (0, 2), (0,)]
+    assert edits_of({}, [], [1], min_tokens=2**40).until.tolist() == [ALWAYS]

@@ -1,0 +1,266 @@
+"""What is measured and how: bench.py, docs/step_budget.py and docs/plot.py."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from nanovllm import SamplingParams
+from nanovllm.engine.step import Chunk, Step
+from nanovllm.models.config import load_model_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+bench, step_budget, plot = (load(ROOT / name) for name in ("bench.py", "docs/step_budget.py", "docs/plot.py"))
+
+
+def event(name: str, begin: float, end: float, category: str = "kernel") -> dict:
+    return {"cat": category, "name": name, "ts": begin, "dur": end - begin}
+
+
+def sequence(num_computed_tokens: int, block_table=(), num_cached_tokens: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(
+        num_computed_tokens=num_computed_tokens, block_table=list(block_table), num_cached_tokens=num_cached_tokens
+    )
+
+
+def log_of(*chunks: Chunk, block_size: int = 16):
+    log = bench.StepLog()
+    log.note(Step(list(chunks), sum(chunk.num_new_tokens == 1 for chunk in chunks)), block_size)
+    return log
+
+
+# Where a step's time goes
+
+
+def test_overlapping_kernels_count_once_and_gaps_are_idle():
+    """A kernel that waits for the one before has begun long before it works; its whole duration would count twice."""
+    times = step_budget.times_of_parts([
+        event("_merge_kernel", 30, 60),
+        event("nvjet_sm90", 0, 10),
+        event("_decode_kernel", 10, 50),
+        event("launch", 0, 1000, "cpu_op"),
+        event("_rms_norm_kernel", 65, 70),
+        event("Memcpy DtoH", 70, 72, "gpu_memcpy"),
+    ])  # fmt: skip
+    assert sum(times.values()) == 72
+    assert times["attention"] == 50 and times["matrix products"] == 10
+    assert times["norms, rotation, store, SiLU"] == 5 and times["idle"] == 5 and times["the rest"] == 2
+
+
+def test_a_kernel_is_found_in_its_part():
+    """`_decode_inputs_kernel` prepares a step, `_decode_kernel` attends."""
+    assert step_budget.part_of("_decode_inputs_kernel") == step_budget.part_of("_plan_kernel") == "the rest"
+    assert step_budget.part_of("_decode_kernel") == "attention"
+    assert step_budget.part_of("void cublasLt::splitKreduce_kernel<32>") == "matrix products"
+
+
+def test_a_parts_roofline_is_its_bytes_or_its_arithmetic():
+    steps = {
+        "key_value_bytes": 300, "score_operations": 2000, "weight_bytes": 500, "matrix_operations": 3000,
+        "logit_bytes": 100, "bytes_per_second": 100, "matrix_operations_per_second": 1000,
+    }  # fmt: skip
+    assert step_budget.rooflines(steps) == {"attention": 3 + 2, "matrix products": 5, "sampling": 1}
+
+
+# The roofline of a run
+
+
+@pytest.mark.parametrize("size", ["40M", "8B"])
+def test_the_roofline_counts_every_matrix_once(tmp_path, size):
+    """Tied embeddings are multiplied with once, as the LM head; untied ones are only looked up."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    bench.write_config(size, tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    matrices = {name: weight for name, weight in model.named_parameters() if name.endswith("proj.weight")}
+    config = load_model_config(tmp_path)
+    assert len(matrices) == 7 * config.num_hidden_layers
+    expected = sum(weight.numel() for weight in matrices.values()) + model.lm_head.weight.numel()
+    assert bench.num_weights(config) == expected
+
+
+def test_a_shared_block_is_read_once():
+    """Two decodes behind a prefix of two blocks read those once, and each their own third block."""
+    log = log_of(Chunk(sequence(40, [7, 8, 1], 32), 1, True), Chunk(sequence(35, [7, 8, 2], 32), 1, True))
+    assert log.num_keys == [32 + 8 + 3]
+    assert (log.num_tokens, log.num_sampled, log.prefill_scores) == ([2], [2], [0])
+
+
+def test_a_prompts_queries_count_the_keys_that_they_see():
+    """5 queries at the end of 20 tokens see 16 to 20 keys. The roofline once left out half a key per query."""
+    log = log_of(Chunk(sequence(20), 5, False), Chunk(sequence(9), 1, True))
+    assert log.prefill_scores == [16 + 17 + 18 + 19 + 20]
+    assert (log.num_tokens, log.num_sampled, log.num_keys) == ([6], [1], [9])
+
+
+def test_a_steps_roofline_is_reading_keys_plus_the_longer_of_weights_and_arithmetic(tmp_path):
+    bench.write_config("40M", tmp_path)
+    config = load_model_config(tmp_path)
+    layers = bench.num_weights(config) - 32000 * 512
+    decode, prompt = log_of(Chunk(sequence(1000), 1, True)), log_of(Chunk(sequence(3000), 3000, True))
+    keys = 1000 * (2 * 8 * 4 * 64) * 2 / 1e9
+    weights = bench.num_weights(config) * 2 / 1e9
+    assert bench.roofline_seconds(decode, config, 2, 1e9, 1e15) == pytest.approx(keys + weights)
+    pairs = 3000 * 3001 // 2
+    arithmetic = 2 * (3000 * layers + 32000 * 512) + pairs * 4 * 8 * 8 * 64
+    assert bench.roofline_seconds(prompt, config, 2, 1e15, 1e12) == pytest.approx(arithmetic / 1e12)
+
+
+# Workloads and calls
+
+
+@pytest.mark.parametrize(
+    "name, num_seqs, shortest, longest, fewest, most",
+    [("classify", 2048, 300, 1500, 1, 1), ("docs", 64, 8000, 16000, 32, 96), ("nano", 256, 100, 1024, 100, 1024)],
+)
+def test_a_workload_has_the_lengths_that_its_name_promises(name, num_seqs, shortest, longest, fewest, most):
+    requests = bench.make_requests(name, 151936)
+    lengths = [len(prompt) for prompt in requests.prompts]
+    assert len(lengths) == len(requests.max_tokens) == num_seqs
+    assert shortest <= min(lengths) < shortest * 1.1 and longest * 0.9 < max(lengths) <= longest
+    assert fewest <= min(requests.max_tokens) <= max(requests.max_tokens) <= most
+    assert max(token for prompt in requests.prompts for token in prompt) == 10000
+
+
+def test_prompts_are_drawn_before_output_lengths(monkeypatch):
+    """Otherwise other output lengths would change the prompts, and figures of two lengths could not be compared."""
+    prompts = bench.make_requests("one", 259).prompts
+    monkeypatch.setitem(bench.WORKLOADS, "one", bench.WORKLOADS["one"]._replace(output_lengths=(1, 9)))
+    assert bench.make_requests("one", 259).prompts == prompts
+
+
+def test_sampling_options_apply_to_every_request():
+    arguments = bench.parse_arguments(["--workload", "nano", "--top-k", "20", "--top-p", "0.95"])
+    requests = bench.make_requests(arguments.workload, 1000, arguments.sampling)
+    params = requests.sampling_params()
+    assert len(params) == 256 and {(each.temperature, each.top_k, each.top_p) for each in params} == {(0.6, 20, 0.95)}
+    assert [each.max_tokens for each in params] == requests.max_tokens and all(each.ignore_eos for each in params)
+    greedy = bench.parse_arguments(["--workload", "nano", "--temperature", "0"])
+    assert bench.make_requests("nano", 1000, greedy.sampling).sampling_params()[0].temperature == 0
+
+
+def test_the_first_call_is_timed_on_its_own(monkeypatch):
+    """It was thrown away, although it is all of an offline job."""
+    clock = iter([0.0, 5.0, 10.0, 11.0, 20.0, 23.0, 30.0, 32.0])
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(clock))
+    calls = []
+
+    def run() -> list[list[int]]:
+        calls.append("run")
+        return [[1, 2, 3]]
+
+    timing = bench.timed(run, lambda: calls.append("forget"), repeats=3, start_seconds=7.0)
+    assert calls == ["forget", "run"] * 4
+    assert (timing.first_seconds, timing.seconds, timing.median) == (5.0, [1.0, 3.0, 2.0], 2.0)
+    report = timing.report(bench.Requests([[0] * 10], [3], {}))
+    assert report["first_output_tokens_per_second"] == 3 / 5 and report["output_tokens_per_second"] == 3 / 2
+    assert report["first_input_tokens_per_second"] == 10 / 5 and report["input_tokens_per_second"] == 10 / 2
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [(["--tensor-parallel-size", "3"], "tensor_parallel_size=3"), (["--top-p", "2"], "top_p must be")],
+)
+def test_a_wrong_option_ends_with_the_errors_text_alone(monkeypatch, options, text):
+    """It was a traceback."""
+    monkeypatch.setattr(sys, "argv", ["bench.py", *options])
+    with pytest.raises(SystemExit) as exit:
+        bench.main()
+    assert text in exit.value.code and exit.value.__cause__ is None
+
+
+# Other engines
+
+
+class FakeVllm(ModuleType):
+    """As much of vLLM's interface as a benchmark needs."""
+
+    __version__ = "0.24.0"
+
+    class SamplingParams(SimpleNamespace):
+        pass
+
+    class LLM:
+        def __init__(self, model, **options):
+            self.model, self.options, self.num_resets = model, options, 0
+
+        def generate(self, prompts, sampling_params, *, use_tqdm):
+            assert not use_tqdm and all(set(prompt) == {"prompt_token_ids"} for prompt in prompts)
+            completions = [SimpleNamespace(token_ids=(5,) * params.max_tokens) for params in sampling_params]
+            return [SimpleNamespace(outputs=[completion]) for completion in completions]
+
+        def reset_prefix_cache(self):
+            self.num_resets += 1
+
+
+def job(tmp_path, **options):
+    requests = bench.make_requests("one", 259, {"top_k": 20})
+    values = {
+        "requests": requests, "directory": str(tmp_path), "has_weights": False, "dtype": "bfloat16", "device": "cpu",
+        "max_model_len": 4096, "prefix_caching": True, "tensor_parallel_size": 1, "seed": 0, **options,
+    }  # fmt: skip
+    return bench.Job(**values)
+
+
+def test_vllm_gets_the_same_requests_and_all_else_by_default(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "vllm", FakeVllm("vllm"))
+    ours = bench.Timing(1.0, 4.0, [2.0], [[5] * 512])
+    made = []
+    monkeypatch.setitem(bench.PEERS, "vllm", lambda job: made.append(bench.VllmPeer(job)) or made[0])
+    report = bench.measure_peer("vllm", job(tmp_path), ours, repeats=2)
+    [peer] = made
+    assert peer.llm.options == {
+        "dtype": "bfloat16", "max_model_len": 4096, "seed": 0, "enable_prefix_caching": True, "tensor_parallel_size": 1,
+        "load_format": "dummy", "skip_tokenizer_init": True,
+    }  # fmt: skip
+    assert peer.llm.num_resets == 3 and report["vllm_settings"]["version"] == "0.24.0"
+    assert report["ratio_to_vllm"] == pytest.approx(sorted(report["vllm_seconds"])[0] / 2.0, abs=1e-2)
+    assert len(report["vllm_seconds"]) == 2 and "requests_with_equal_tokens" not in report
+
+
+def test_an_engine_that_stops_early_is_not_compared(monkeypatch, tmp_path):
+    """Fewer tokens take less time."""
+    monkeypatch.setitem(sys.modules, "vllm", FakeVllm("vllm"))
+    monkeypatch.setattr(bench.VllmPeer, "run", lambda self, requests: [[5]])
+    with pytest.raises(SystemExit, match="other numbers of tokens"):
+        bench.measure_peer("vllm", job(tmp_path), bench.Timing(1.0, 4.0, [2.0], [[5] * 512]), repeats=1)
+
+
+def test_an_engine_that_is_missing_or_cannot_sample_so_is_named_before_anything_runs(monkeypatch):
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="pip install vllm"):
+        bench.check_peer("vllm", {})
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(SystemExit, match="transformers has no presence_penalty"):
+        bench.check_peer("transformers", {"presence_penalty": 1.0})
+    bench.check_peer("transformers", {"top_k": 20, "repetition_penalty": 1.1})
+
+
+# Figures
+
+
+def test_the_plots_figures_are_there():
+    """Keys of a measurement's file that are renamed in one place alone would leave a bar or a roofline out."""
+    series = plot.read_figures()
+    assert {"nanovllm", "vLLM 0.24.0", "mini-sglang", "nano-vllm", "roofline"} <= set(series)
+    assert set(series["nanovllm"]) <= set(plot.WORKLOADS) and "nano" in series["roofline"]
+    for workload, figure in series["roofline"].items():
+        ours = series["nanovllm"][workload]
+        assert ours.low <= ours.high < figure.low
+
+
+def test_sampling_options_are_those_of_sampling_params():
+    assert set(bench.SAMPLING_OPTIONS) <= set(SamplingParams.__dataclass_fields__)

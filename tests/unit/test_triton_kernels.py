@@ -1,0 +1,612 @@
+"""Our Triton kernels, run by Triton's interpreter on the CPU, against their plain twins.
+
+The interpreter shows what a kernel computes, not how a GPU rounds it; tests/test_gpu.py has the rest. It multiplies
+the bits of bfloat16 numbers as integers (tl.dot), so attention is in float32 and float16 here.
+"""
+
+import itertools
+import math
+import os
+import random
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from model_factory import one_thread, perturbed, save_model  # noqa: F401
+from test_attention import MIXED, Case, make_case, relative_error
+from test_attention import run as run_case
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.attention.backend import AttentionShape, make_attention_backend, packed_linear
+from nanovllm.attention.backend import fused as fused_kernels
+from nanovllm.ops.exchange import Exchange, _is_direct, mail_shape
+from nanovllm.kernels.fused import add_rms_norm, qk_norm_rotate_store, rms_norm, silu_and_mul, single_row_linear
+from nanovllm.kernels.fused_sampler import fused_sample, fused_winners
+from nanovllm.attention.torch_backend import store_kvcache as plain_store
+from nanovllm.attention.triton_backend import TritonAttention, store_kvcache
+from nanovllm.layers import activation, attention, layernorm, sampler
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.norm import QKNorm, RMSNorm
+from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
+from nanovllm.layers.sampler import SamplingBatch, candidates, sample, winners
+from nanovllm.attention.metadata import Context
+from nanovllm.ops.collectives import BROKEN, NOTHING, Parallel
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of infinities that are meant
+
+CPU = torch.device("cpu")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+# The kernels round once, the twins may round in between: so many units in the last place of the largest number.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
+
+
+def random_tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_near(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    assert ours.dtype == expected.dtype and ours.shape == expected.shape and ours.isfinite().all()
+    error = (ours.double() - expected.double()).abs()
+    limit = TOLERANCE[ours.dtype] * (1 + expected.double().abs())
+    assert (error <= limit).all(), float((error - limit).max())
+
+
+# Attention
+
+
+@pytest.mark.parametrize("num_kv_heads, head_dim", [(1, 32), (2, 64), (3, 40), (8, 128)])
+@DTYPES
+def test_keys_and_values_go_to_their_slots_bit_by_bit(num_kv_heads, head_dim, dtype):
+    """Rows of a fused projection are not contiguous, widths are no powers of 2, and padding rows are not written."""
+    qkv = random_tensor(9, 5 + 2 * num_kv_heads, head_dim, dtype=dtype)
+    _, k, v = qkv.split((5, num_kv_heads, num_kv_heads), 1)
+    slots = torch.tensor([7, -1, 0, 39, -1, 12, 13, 1, -1])
+    ours, expected = (
+        [torch.full((5, 8, num_kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(2)] for _ in range(2)
+    )
+    store_kvcache(k, v, *ours, slots)
+    plain_store(k, v, *expected, slots)
+    for our_cache, cache in zip(ours, expected, strict=True):
+        assert torch.equal(our_cache, cache)
+        assert (our_cache.flatten(0, 1)[[2, 38]] == 7).all()
+
+
+def take_rows(case: Case, rows: list[int]) -> Case:
+    """The decodes `rows` alone, over the same cache."""
+    context = case.context
+    lists = ([whole[row] for row in rows] for whole in (case.queries, case.keys, case.values, case.num_new))
+    lengths = context.context_lens[rows]
+    return Case(
+        *lists,
+        case.k_cache,
+        case.v_cache,
+        Context(
+            cu_seqlens_q=torch.arange(len(rows) + 1, dtype=torch.int32),
+            cu_seqlens_k=None,
+            max_seqlen_q=1,
+            max_seqlen_k=int(lengths.max()),
+            slot_mapping=context.slot_mapping[rows],
+            context_lens=lengths,
+            block_tables=context.block_tables[rows],
+            block_size=context.block_size,
+            num_decodes=len(rows),
+        ),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_decode_is_bitwise_independent_of_its_neighbours(dtype):
+    """Where a row is split must follow from its own length, or a neighbour's arrival changes a request's tokens."""
+    lengths = [255, 3, 256, 257, 0, 700, 511, 512, 63, 1200]
+    case = make_case([(length, 1) for length in lengths], 16, 2, 3, 32, dtype)
+    together = run_case("triton", case)
+    assert relative_error(case, together) < 1e-3
+    for rows in ([[row] for row in range(len(lengths))], [[9, 0, 5]], [list(range(10))[::-1]]):
+        for some in rows:
+            assert torch.equal(run_case("triton", take_rows(case, some)), together[some]), some
+    # The same decodes beside a prefill.
+    mixed = make_case([(length, 1) for length in lengths] + [(20, 30)], 16, 2, 3, 32, dtype)
+    out = run_case("triton", mixed)
+    alone = run_case("triton", take_rows(mixed, list(range(10))))
+    assert torch.equal(out[:10], alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_padding_row_is_skipped_and_changes_nothing(dtype, monkeypatch):
+    """A row without keys may belong to a prompt, which another kernel attends, perhaps before."""
+    case = make_case([(300, 1), (0, 1), (17, 1), (5, 1)], 16, 1, 2, 32, dtype)
+    context = case.context
+    expected = run_case("triton", take_rows(case, [0, 2]))
+    context.context_lens[[1, 3]] = 0
+    context.slot_mapping[[1, 3]] = -1
+    context.block_tables[[1, 3]] = 0
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(7))
+    out = run_case("triton", case)
+    assert (out[[1, 3]] == 7).all()
+    assert torch.equal(out[[0, 2]], expected)
+    context.context_lens[:] = 0
+    assert (run_case("triton", case) == 7).all()
+
+
+def test_splits_grow_with_the_longest_sequence_but_results_do_not_change():
+    """A row of the longest context has as many splits as one program merges; one more would be lost."""
+    exact = []
+    for max_model_len in (512, 2048, 8192):
+        case = make_case([(max_model_len - 1, 1), (1, 1), (510, 1)], 64, 1, 2, 32)
+        shape = AttentionShape(2, 1, 32, torch.float32, CPU, max_num_seqs=3, max_model_len=max_model_len)
+        backend = make_attention_backend("triton", shape, 64)
+        assert isinstance(backend, TritonAttention)
+        out = run_case("triton", case, backend)
+        assert relative_error(case, out) < 1e-6
+        exact.append(out)
+
+
+def test_a_full_engine_has_room_for_all_its_splits():
+    """max_num_seqs sequences of max_model_len each; their partial results lie side by side."""
+    case = make_case([(599, 1)] * 5, 16, 2, 1, 32)
+    shape = AttentionShape(2, 2, 32, torch.float32, CPU, max_num_seqs=5, max_model_len=600)
+    assert relative_error(case, run_case("triton", case, make_attention_backend("triton", shape, 16))) < 1e-6
+
+
+def test_a_table_wider_than_needed_changes_nothing():
+    """The device's own tables are as wide as the longest sequence could be, and hold old blocks behind the new ones."""
+    case = make_case(MIXED, 16)
+    expected = run_case("triton", case)
+    tables = torch.full((len(MIXED), 64), 10**6, dtype=torch.int32)
+    for row, length in enumerate(case.context.context_lens.tolist()):
+        num_blocks = -(-length // 16)
+        tables[row, :num_blocks] = case.context.block_tables[row, :num_blocks]
+    case.context.block_tables = tables[:, :40]  # a view with a stride of its own
+    assert torch.equal(run_case("triton", case), expected)
+
+
+# Norms, activation, rotation
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [1, 7, 32, 160, 1000, 2560])
+def test_norms_are_those_of_the_layer(size, dtype):
+    norm = RMSNorm(size, 1e-6, dtype, CPU)
+    norm.weight.data.copy_(random_tensor(size, seed=1) + 1)
+    x, residual = random_tensor(5, size, dtype=dtype, seed=2), random_tensor(5, size, dtype=dtype, seed=3) * 3
+    x[2], residual[2] = 0, 0
+    before = x.clone(), residual.clone()
+    assert_near(rms_norm(x, norm.weight, norm.eps), norm(x))
+    normed, total = add_rms_norm(x, residual, norm.weight, norm.eps)
+    expected, expected_total = norm.add(x, residual)
+    if dtype == torch.bfloat16:  # to which the interpreter truncates
+        assert_near(total, expected_total)
+    else:
+        assert torch.equal(total, expected_total), "the residual is rounded as a plain sum is"
+    assert_near(normed, expected)
+    assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [1, 3, 40, 1024, 1025, 3000])
+def test_the_gate_is_that_of_the_layer(size, dtype):
+    """Sizes around the 1,024 columns of a program, and gates so large that their exp overflows."""
+    gate_up = random_tensor(4, 2 * size, dtype=dtype) * 4
+    gate_up[1, 0], gate_up[2, 0] = -300, 300
+    assert_near(silu_and_mul(gate_up), SiluAndMul()(gate_up))
+
+
+@DTYPES
+@pytest.mark.parametrize("output_size, input_size", [(1, 1), (8, 1024), (13, 700), (40, 1024), (21, 3000), (9, 1025)])
+def test_a_single_row_is_multiplied_as_by_pytorch(output_size, input_size, dtype):
+    """Neither the last outputs, which do not fill a program, nor the last inputs may be lost or read twice."""
+    x, weight = random_tensor(1, input_size, dtype=dtype), random_tensor(output_size, input_size, dtype=dtype, seed=1)
+    ours = single_row_linear(x, weight)
+    expected = x.double() @ weight.double().T
+    assert ours.dtype == dtype and ours.shape == expected.shape
+    # What rounding the result costs, and a little for the sum.
+    limit = torch.finfo(dtype).eps * expected.abs() + 1e-6 * input_size
+    assert ((ours.double() - expected).abs() <= limit).all()
+
+
+def test_only_a_single_row_without_a_bias_takes_the_kernel_for_it(monkeypatch):
+    """The kernel computes one row, and no bias."""
+    monkeypatch.setattr(packed_linear, "is_fused", lambda tensor: True)
+    weight, bias = random_tensor(6, 32), random_tensor(6, seed=1)
+    asked = []
+
+    def counted(x, weight, out=None):
+        asked.append(tuple(x.shape))
+        return x @ weight.T
+
+    monkeypatch.setattr(fused_kernels, "single_row_linear", counted)
+    for shape in [(1, 32), (2, 32), (3, 32), (1, 2, 32)]:
+        for of_call in (None, bias):
+            x = random_tensor(*shape, seed=3)
+            expected = torch.nn.functional.linear(x, weight, of_call)
+            torch.testing.assert_close(packed_linear.linear(x, weight, None, of_call), expected)
+    assert asked == [(1, 32)]
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 32), (3, 1, 40), (5, 5, 64), (16, 8, 128), (6, 3, 10)]
+)
+def test_queries_and_keys_are_normed_rotated_and_stored_as_by_the_layers(num_heads, num_kv_heads, head_dim, dtype):
+    """One kernel for four steps of the layer; heads and head sizes that are no powers of 2."""
+    num_tokens, block_size = 7, 4
+    qk_norm = QKNorm(num_heads, num_kv_heads, head_dim, 1e-6, dtype, CPU)
+    weights = random_tensor(2, head_dim, seed=1) + 1
+    qk_norm.weight.data[:num_heads], qk_norm.weight.data[num_heads:] = weights
+    rope = RotaryEmbedding(head_dim, 5000, RopeConfig(theta=10000.0), dtype, CPU)
+    cos, sin = rope.lookup(torch.tensor([0, 1, 2, 17, 4999, 300, 0]))
+    qkv = random_tensor(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, seed=2) * 3
+    slots = torch.tensor([5, 11, -1, 0, 1, 4, -1])
+    shape = (3, block_size, num_kv_heads, head_dim)
+    k_cache, v_cache, exact_k_cache, exact_v_cache = (torch.full(shape, 7.0, dtype=dtype) for _ in range(4))
+    before = qkv.clone()
+    out = qk_norm_rotate_store(qkv, qk_norm.weight, qk_norm.eps, cos, sin, k_cache, v_cache, slots)
+    assert torch.equal(qkv, before)
+    expected = RotaryEmbedding.rotate(qk_norm(qkv[:, :-num_kv_heads]), cos, sin)
+    plain_store(expected[:, num_heads:], qkv[:, -num_kv_heads:], exact_k_cache, exact_v_cache, slots)
+    assert_near(out, expected)
+    assert_near(k_cache, exact_k_cache)
+    assert torch.equal(v_cache, exact_v_cache)
+    is_written = torch.zeros(3 * block_size, dtype=torch.bool)
+    is_written[slots[slots >= 0]] = True
+    assert (k_cache.flatten(0, 1)[~is_written] == 7).all(), "a padding row has no slot"
+    assert torch.equal(k_cache.flatten(0, 1)[slots[slots >= 0]], out[slots >= 0][:, num_heads:])
+
+
+# Sums over ranks
+
+
+class Peers(threading.Thread):
+    """All ranks of an exchange but `rank`, in plain PyTorch, for one call. They send half of the numbers of a part at
+    once, so that a rank that does not wait for all of them sums or keeps too little, and the others row by row once
+    they have got what that rank sends.
+
+    Args:
+        parts: mailbox and rows of each part of the call.
+        products: of each rank.
+        normed: what is right for all rows.
+    """
+
+    def __init__(self, mails, rank, parts, products, normed, is_direct):
+        super().__init__(daemon=True)
+        self.mails, self.rank, self.parts, self.is_direct = mails, rank, parts, is_direct
+        self.products, self.normed = products, normed
+        self.others = [other for other in range(len(mails)) if other != rank]
+        self.compared, self.is_late, self.is_over = [], False, threading.Event()
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *exception):
+        self.is_over.set()
+        self.join()
+        assert not self.is_late, "somebody waited for ever"
+
+    def run(self):
+        for mailbox, part in self.parts:
+            self._run_part([mail[mailbox] for mail in self.mails], part)
+        if not self.is_over.wait(6):
+            self._give_up()
+
+    def _run_part(self, mails, part):
+        num_rows, normed = len(self.normed[part]), self.normed[part]
+        num_programs = num_rows if self.is_direct else -(-num_rows // len(mails))
+        products = [product[part] for product in self.products]
+        flat = mails[self.rank].flatten(0, 1)
+
+        def send(program, columns):
+            own = self.rank * num_programs + program
+            for other in self.others:
+                number = other * num_programs + program
+                if self.is_direct:
+                    flat[number, columns] = products[other][program, columns] + 0.0
+                elif own < num_rows:
+                    flat[number, columns] = products[other][own, columns] + 0.0
+                if not self.is_direct and number < num_rows:
+                    mails[self.rank][1, number, columns] = normed[number, columns] + 0.0
+
+        for program in range(num_programs):
+            send(program, slice(0, None, 2))
+        for program in range(num_programs):
+            own = self.rank * num_programs + program
+            for other in self.others:
+                row = program if self.is_direct else other * num_programs + program
+                if row < num_rows:
+                    self.compared.append((self._take(mails[other].flatten(0, 1)[own]), products[self.rank][row]))
+            send(program, slice(1, None, 2))
+            if not self.is_direct and own < num_rows:
+                self.compared += [(self._take(mails[other][1, own]), normed[own]) for other in self.others]
+
+    def _take(self, row):
+        deadline = time.monotonic() + 6
+        while is_nothing(row).any() and not self.is_over.is_set():
+            os.sched_yield()
+            if time.monotonic() > deadline:
+                self._give_up()
+        taken = row.clone()
+        row.fill_(-0.0)
+        return taken
+
+    def _give_up(self):
+        self.is_late = True
+        while not self.is_over.wait(0.1):  # so that the kernel ends, wherever it waits
+            self.mails[self.rank].fill_(math.nan)
+
+
+def is_nothing(mail: torch.Tensor) -> torch.Tensor:
+    return (mail == 0) & mail.signbit()
+
+
+def check_exchange(monkeypatch, rank, calls, is_direct, most_rows=8, eps=1e-6) -> None:
+    """Makes the calls of one step as `rank`, beside plain peers: every rank's products of each."""
+    size, dtype, (num_rows, width) = len(calls[0]), calls[0][0].dtype, calls[0][0].shape
+    weight = torch.linspace(0.5, 2, width).to(dtype)
+    weight[:2] = torch.tensor([-1.0, 0.0])  # which make −0.0 of 0.0 and of a number below 0
+    mails = [torch.empty(mail_shape(width), dtype=dtype) for _ in range(size)]
+    addresses = [mail.data_ptr() for mail in mails]
+    exchange = [Exchange(Parallel(other, size), mails[other], addresses) for other in range(size)][rank]
+    mailboxes = itertools.chain((2,), itertools.cycle((0, 1)))
+    exact, residual = torch.zeros(num_rows, width), None
+    for products in calls:
+        exact = (exact + sum(product.float() for product in products)).to(dtype).float()
+        expected, results = torch.nn.functional.rms_norm(exact, (width,), weight.float(), eps).to(dtype), []
+
+        def guarded(tensor, results=results):
+            results.append(torch.full((len(tensor) + 4, width), math.nan, dtype=dtype))
+            return results[-1][: len(tensor)]
+
+        parts = [(next(mailboxes), slice(first, first + most_rows)) for first in range(0, num_rows, most_rows)]
+        with monkeypatch.context() as patch, Peers(mails, rank, parts, products, expected, is_direct) as peers:
+            patch.setattr(torch, "empty_like", guarded)
+            normed, residual = exchange.sum_add_norm(products[rank], residual, weight, eps)
+        for sent, right in [*peers.compared, (normed, expected)]:
+            assert_near(sent, right)
+        for _, part in parts:
+            num_rows_of_rank = -(-len(exact[part]) // size)
+            own = slice(None) if is_direct else slice(rank * num_rows_of_rank, (rank + 1) * num_rows_of_rank)
+            assert torch.equal(residual[part][own].float(), exact[part][own]), "the sum is rounded once"
+        assert all(result[num_rows:].isnan().all() for result in results), "a row past the last is written"
+        assert all(is_nothing(mail).all() for mail in mails), "something is sent that nobody reads"
+
+
+EXCHANGED = [(torch.float32, size, num_rows) for size in (2, 4) for num_rows in (1, 3, 11)]
+EXCHANGED += [(torch.float16, 4, 3), (torch.bfloat16, 4, 3)]
+
+
+@pytest.mark.parametrize(("dtype", "size", "num_rows"), EXCHANGED, ids=str)
+@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by owner"])
+def test_the_exchange_is_the_sum_and_the_norm(monkeypatch, is_direct, dtype, size, num_rows):
+    """A row of nobody or of two ranks, one past the last, a residual counted by every rank, half a row taken for the
+    whole, a zero taken for nothing, a mailbox used again before all have emptied it."""
+    monkeypatch.setattr("nanovllm.ops.exchange._MOST_ROWS", 8)  # so that 11 rows are two parts
+    monkeypatch.setattr("nanovllm.ops.exchange._BYTES_OF_A_TRIP", 2**20 if is_direct else -1)
+    is_direct = is_direct and size * min(num_rows, 8) <= 16  # a mailbox has 16 rows
+    for rank in range(size):
+        # Multiples of 1/8, whose sums float32 knows exactly.
+        calls = [
+            [
+                (random_tensor(num_rows, 72, seed=10 * call + other) * 8).round().div(8).to(dtype)
+                for other in range(size)
+            ]
+            for call in range(2)
+        ]
+        for product in itertools.chain(*calls):
+            product[0, :5] = -0.0
+        check_exchange(monkeypatch, rank, calls, is_direct, eps=0.1)
+
+
+@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by owner"])
+def test_ranks_sum_in_float32_and_norm_the_sum_as_it_is_kept(monkeypatch, is_direct):
+    """float16 keeps no odd number beyond 2048: 2048 + 3 is kept as 2052, and 2048 + 1 + 1 is 2050 only in float32."""
+    monkeypatch.setattr("nanovllm.ops.exchange._BYTES_OF_A_TRIP", 2**20 if is_direct else -1)
+    products = [torch.full((1, 72), value, dtype=torch.float16) for value in (2048, 0, 0, 0)]
+    products[1][0, 3:40], products[1][0, 50], products[2][0, 50] = 3, 1, 1
+    sent = []
+    monkeypatch.setattr(sys.modules[__name__], "assert_near", lambda ours, expected: sent.append((ours, expected)))
+    check_exchange(monkeypatch, 0, [products], is_direct, most_rows=2048)
+    assert sent and all(torch.equal(ours, expected) for ours, expected in sent)
+
+
+def test_the_way_is_the_one_that_takes_less_time():
+    """Two ranks send as much either way; of four, 85 rows of 8 KiB cost less than a second trip."""
+    assert all(_is_direct(2, num_rows, num_rows * 8192) for num_rows in (1, 85, 16384))
+    assert [_is_direct(4, num_rows, num_rows * 8192) for num_rows in (1, 85, 86, 16384)] == [True, True, False, False]
+    assert [_is_direct(8, num_rows, num_rows * 64) for num_rows in (512, 513)] == [True, False], "a mailbox is full"
+
+
+# Sampling
+
+
+def sampling(temperatures: list[float], seed: int = 0) -> SamplingBatch:
+    rng = random.Random(seed)
+    seeds = [rng.getrandbits(64) - 2**63 for _ in temperatures]
+    positions = [rng.choice((1, 77, rng.randrange(2**31))) for _ in temperatures]
+    return SamplingBatch(torch.tensor(temperatures), torch.tensor(seeds), torch.tensor(positions))
+
+
+def fused(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    return fused_sample(logits, batch.temperatures, batch.seeds, batch.positions)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [(size, torch.float32) for size in (1, 3, 61, 1001, 4096, 9002)] + [(4099, torch.bfloat16), (999, torch.float16)],
+    ids=str,
+)
+def test_fused_sampling_gives_the_tokens_of_the_plain_twin(vocab_size, dtype):
+    """Same noise, same winner, at vocabulary sizes around a Philox block and around a program's part."""
+    temperatures = [0.0, 1.0, 0.7, 1e-38, 1.2e-38, 1e-6, 3.0, 100.0, 1e30] * 6
+    batch = sampling(temperatures, vocab_size)
+    logits = (random_tensor(len(temperatures), vocab_size, seed=vocab_size) * 3).to(dtype)
+    ours, expected = fused(logits, batch), sample(logits, batch)
+    assert ours.dtype == torch.int64
+    different = (ours != expected).nonzero().flatten().tolist()
+    # Two logarithms round differently; only candidates that are as close as that may change places.
+    for row in different:
+        one = slice(row, row + 1)
+        scores = perturbed(logits[one], float(batch.temperatures[row]), batch.seeds[one], batch.positions[one])[0]
+        assert scores[ours[row]] >= scores.max() - 1e-5
+    assert len(different) <= 1
+
+
+def test_fused_candidates_of_a_slice_are_those_of_the_plain_twin():
+    """Noise keyed by the place in the slice, negative scores in the wrong order, −0 below 0, a broken row."""
+    batch = sampling([0.0, 1.0, 0.7, 0.0, 0.0, 0.0, 1.0, 0.0], 3)
+    logits = random_tensor(8, 5004, seed=1) * 3
+    logits[3] = -logits[3].abs()
+    logits[4] = torch.where(torch.arange(5004) % 2 == 0, -0.0, 0.0)
+    logits[5, 7], logits[6, 4999], logits[7] = float("nan"), float("inf"), float("-inf")
+    whole = sample(logits, batch)
+    assert whole[5:].tolist() == [-1, -1, -1]
+    best = []
+    for first, last in ((0, 992), (992, 5004), (5004, 5004)):  # the last has no ids
+        part = logits[:, first:last].contiguous()
+        expected = candidates(*sampler._best_of_slice(part, batch, first))
+        ours = fused_sample(part, batch.temperatures, batch.seeds, batch.positions, first, True)
+        # The scores of sampled rows may differ in their last bits, for logarithms round differently; the ids do not.
+        whole_scores = (batch.temperatures == 0) & (expected != BROKEN) & (expected >> 32 > NOTHING)
+        assert torch.equal(ours[whole_scores], expected[whole_scores])
+        assert torch.equal(fused_winners(ours), winners(expected))
+        best.append(ours)
+    best = torch.stack(best).amax(0)
+    assert torch.equal(fused_winners(best), winners(best)) and torch.equal(winners(best), whole)
+
+
+def test_fused_sampling_uses_the_whole_seed_and_position():
+    """Rows that differ in one half of the seed, in its sign, or in the position alone get noise of their own."""
+    seeds = [3, 4, 3 + 2**32, 3 - 2**63, -1, 3, 3]
+    positions = [1, 1, 1, 1, 1, 2, 2**31]
+    batch = SamplingBatch(torch.ones(7), torch.tensor(seeds), torch.tensor(positions))
+    logits = torch.zeros(7, 4000)
+    tokens = fused(logits, batch).tolist()
+    assert tokens == sample(logits, batch).tolist() and len(set(tokens)) == 7
+
+
+def test_fused_sampling_resolves_the_smallest_noise():
+    """The winner's noise is tiny in a large vocabulary: −log(1 − u) of a small u has lost most of its bits."""
+    batch = sampling([1.0] * 12, 5)
+    logits = torch.zeros(12, 40000)
+    assert fused(logits, batch).tolist() == sample(logits, batch).tolist()
+
+
+def test_fused_greedy_ties_go_to_the_lowest_id():
+    """Also when equals lie in different parts of the vocabulary, which different programs judge."""
+    logits = torch.zeros(5, 9000)
+    logits[0, [4095, 4096, 8999]] = 1
+    logits[1, [8200, 8999]] = 1
+    logits[2] = -1e38
+    logits[3, [17, 18]] = 2
+    logits[4, 0] = -1
+    batch = sampling([0.0] * 5)
+    assert fused(logits, batch).tolist() == sample(logits, batch).tolist() == [4095, 8200, 0, 17, 1]
+
+
+def test_fused_sampling_breaks_ties_of_equal_scores_to_the_lowest_id():
+    """At a tiny temperature the noise rounds away, so equal logits are equal scores, whatever word they take."""
+    logits = torch.zeros(8, 9000)
+    for row, ids in enumerate(([5, 6, 7], [6, 9], [7, 8], [4099, 4100], [4095, 4096], [1, 8999], [3, 4], [2, 5])):
+        logits[row, ids] = 1e6
+    assert fused(logits, sampling([1e-30] * 8)).tolist() == [5, 6, 7, 4099, 4095, 1, 3, 2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1e-38, 1e30])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("at", [slice(None), 0, 2, 4097, 5000])
+def test_fused_sampling_marks_a_broken_row_and_leaves_its_neighbours(temperature, poison, at):
+    """NaN never is the largest, so a maximum that ignores it would sample on."""
+    logits = random_tensor(3, 5001)
+    batch = sampling([temperature] * 3)
+    logits[1, 4992:] = -math.inf
+    intact = fused(logits, batch).tolist()
+    logits[1, at] = poison
+    assert fused(logits, batch).tolist() == [intact[0], -1, intact[2]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1e-38, 1e30])
+def test_fused_sampling_knows_of_minus_infinity(temperature):
+    """A row of nothing but −inf has no token; one −inf is a token that must not be sampled."""
+    logits = torch.full((4, 4500), -math.inf)
+    logits[1, 4400] = -3e38
+    logits[2, :10] = 0
+    batch = sampling([temperature] * 4)
+    tokens = fused(logits, batch).tolist()
+    assert tokens == sample(logits, batch).tolist()
+    assert tokens[0] == tokens[3] == -1 and tokens[1] == 4400 and tokens[2] < 10
+
+
+def test_fused_sampling_reads_a_slice_of_padded_logits():
+    """A vocabulary's projection may be wider than the vocabulary; a row then ends before the next begins."""
+    padded = random_tensor(6, 300)
+    padded[:, 250:] = 1e9
+    batch = sampling([0.0, 1.0] * 3)
+    assert fused(padded[:, :250], batch).tolist() == sample(padded[:, :250].contiguous(), batch).tolist()
+
+
+# All of it
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_engine_of_triton_kernels_gives_the_tokens_of_the_plain_one(tmp_path, overlap):
+    """Prefill, chunks, shared prefixes, decodes and preemption, by our attention and every fused kernel."""
+    save_model(tmp_path, seed=3)
+    prompts = [[5, 6, 7], [8], list(range(1, 40)), [*range(1, 33), 50], [9, 9, 9, 9]]
+    params = [
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=0.8, max_tokens=9, ignore_eos=True, seed=4),
+        SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
+        SamplingParams(temperature=0.9, top_k=5, max_tokens=5, ignore_eos=True, seed=8),
+        SamplingParams(temperature=1.1, max_tokens=14, ignore_eos=True, seed=9),
+    ]
+    options = {"device": "cpu", "kvcache_block_size": 16, "max_num_batched_tokens": 24, "max_model_len": 64}
+
+    def tokens(**more) -> list[list[int]]:
+        with LLM(str(tmp_path), **options, **more) as llm:
+            return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+    expected = tokens(attention_backend="torch")
+    with pytest.MonkeyPatch.context() as patch:
+        calls = use_fused_kernels(patch)
+        ours = tokens(attention_backend="triton", overlap=overlap, num_kvcache_blocks=6)
+    assert ours == expected
+    assert set(calls) == {"rms_norm", "add_rms_norm", "silu_and_mul", "qk_norm_rotate_store", "fused_sample"}
+
+
+def use_fused_kernels(patch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Makes the layers choose as on a GPU; counts the calls of each kernel."""
+    calls: dict[str, int] = {}
+
+    def counted(kernel):
+        def call(*args):
+            calls[kernel.__name__] = calls.get(kernel.__name__, 0) + 1
+            return kernel(*args)
+
+        return call
+
+    def attend(layer, qkv, qk_norm, rotary, kv_cache, context):
+        k_cache, v_cache = kv_cache[:, layer.layer_index]
+        num_kv_heads = k_cache.shape[2]
+        qk = counted(qk_norm_rotate_store)(
+            qkv, qk_norm.weight, qk_norm.eps, *rotary, k_cache, v_cache, context.slot_mapping
+        )
+        q, k = qk.split((qk.shape[1] - num_kv_heads, num_kv_heads), 1)
+        return layer.backend.attend(q, k, qkv[:, -num_kv_heads:], k_cache, v_cache, context)
+
+    patch.setattr(layernorm.RMSNorm, "forward", lambda norm, x: counted(rms_norm)(x, norm.weight, norm.eps))
+    patch.setattr(
+        layernorm.RMSNorm,
+        "add",
+        lambda norm, x, residual, following=None: (
+            (norm(x), x) if residual is None else counted(add_rms_norm)(x, residual, norm.weight, norm.eps)
+        ),
+    )
+    patch.setattr(activation.SiluAndMul, "forward", lambda gate, x: counted(silu_and_mul)(x))
+    patch.setattr(attention.Attention, "forward", attend)
+    patch.setattr(
+        "nanovllm.runner.model_runner.sample",
+        lambda logits, batch, _: counted(fused_sample)(logits, batch.temperatures, batch.seeds, batch.positions),
+    )
+    return calls
