@@ -1,8 +1,9 @@
 """Offline LLM inference: a list of prompts in, every completion out, in order."""
 
+from nanovllm.config import Config
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
-__all__ = ["LLM", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "Config", "RequestOutput", "SamplingParams"]
 __version__ = "0.1.0"

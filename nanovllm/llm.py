@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -17,8 +16,8 @@ from nanovllm.checks import suggests_names
 from nanovllm.config import MEANT_OPTIONS, Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence as EngineSequence
-from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.outputs import RequestOutput, describe_errors
+from nanovllm.sampling_params import SamplingParams, one_per_prompt
 from nanovllm.text import Row, Text, as_conversation_list, as_prompt_list
 
 if TYPE_CHECKING:
@@ -77,11 +76,9 @@ class LLM:
         # transformers reads the same file for the tokenizer; a mistake in it should be named by us.
         load_model_config(directory)
         self._text = Text.of_model(directory)
-        threads = CpuThreads()
         self.engine = LLMEngine(replace(config, model=str(directory)), self._text.eos_token_ids)
-        # Several ranks compute in processes of their own, a GPU without threads.
-        computes_here = self.engine.info.device == "cpu" and config.tensor_parallel_size == 1
-        self._cpu_threads = threads if computes_here else None
+        # Several ranks compute in processes of their own.
+        self._cpu_threads = CpuThreads(self.engine.info.device == "cpu" and config.tensor_parallel_size == 1)
         self._has_warned_of_recommendations = False
         # Reentrant: Ctrl-C between taking it and the `try` that gives it back must not lock its own thread out.
         self._lock = threading.RLock()
@@ -94,16 +91,13 @@ class LLM:
         use_tqdm: bool = True,
         raise_on_error: bool = False,
     ) -> list[RequestOutput]:
-        """Completes every prompt; the results are in the prompts' order.
+        """Completes every prompt; the results are in the prompts' order. Error rows are also logged, once per call.
 
         Args:
             prompts: one or many, each a string or a list of token ids.
             sampling_params: one for all, one per prompt, or None for what the model recommends.
             use_tqdm: show a progress bar.
             raise_on_error: raise for a prompt that cannot run, instead of returning it as an error row.
-
-        Returns:
-            One output per prompt. Error rows are also logged, as one warning per call.
 
         Raises:
             TypeError, ValueError: arguments of the wrong type, or another number of sampling_params than prompts.
@@ -189,19 +183,10 @@ class LLM:
     def _params_for(
         self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
     ) -> list[SamplingParams]:
+        self.engine.check_alive()  # before any work
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        if isinstance(sampling_params, SamplingParams):
-            return [sampling_params] * num_prompts
-        if not isinstance(sampling_params, (list, tuple)) or not all(
-            isinstance(params, SamplingParams) for params in sampling_params
-        ):
-            raise TypeError(f"sampling_params must be a SamplingParams or a list of them, not {sampling_params!r}")
-        if len(sampling_params) != num_prompts:
-            raise ValueError(
-                f"{len(sampling_params)} sampling_params for {num_prompts} prompts; give one for all, or one per prompt"
-            )
-        return list(sampling_params)
+        return one_per_prompt(sampling_params, num_prompts)
 
     def _run(
         self, rows: list[Row], params: list[SamplingParams], use_tqdm: bool, raise_on_error: bool
@@ -216,7 +201,8 @@ class LLM:
                 self.engine.reset()
                 raise
             finally:
-                _log_errors(outputs)
+                if errors := describe_errors(outputs):
+                    logger.warning(errors)
             return [outputs[index] for index in range(len(rows))]
 
     def _run_locked(
@@ -230,13 +216,12 @@ class LLM:
         """Puts the output of every row into `outputs`, those of the rows that cannot run first."""
         index_of = self._add_requests(rows, params, raise_on_error, outputs)
         finished: dict[int, EngineSequence] = {}
-        with _Progress(self.engine, len(rows), use_tqdm) as progress, self._chosen_threads() as adapt_threads:
+        with _Progress(self.engine, len(rows), use_tqdm) as progress, self._cpu_threads as threads:
             progress.add_finished(len(outputs), num_errors=len(outputs))
             while not self.engine.is_finished():
-                adapt_threads()
+                threads.adapt()
                 sequences = self.engine.step()
-                for seq in sequences:
-                    finished[index_of[seq.seq_id]] = seq
+                finished.update((index_of[seq.seq_id], seq) for seq in sequences)
                 progress.add_finished(len(sequences), sum(seq.finish_reason == "error" for seq in sequences))
         outputs.update(self._outputs(finished))
 
@@ -247,7 +232,7 @@ class LLM:
         try:
             # The lock does not refuse its own thread: a signal handler's call, or a stop predicate's.
             if self._is_on_this_stack():
-                raise RuntimeError("this LLM is in the middle of a call; a signal handler cannot call or close it")
+                raise RuntimeError("this LLM is in the middle of a call, so a signal handler cannot call or close it")
             yield
         finally:
             self._lock.release()
@@ -260,15 +245,6 @@ class LLM:
         ):
             frame = frame.f_back
         return frame is not None
-
-    @contextmanager
-    def _chosen_threads(self):
-        """For the duration of a call; gives what is to be called before each step."""
-        if self._cpu_threads is None:
-            yield lambda: None
-        else:
-            with self._cpu_threads:
-                yield self._cpu_threads.adapt
 
     def _add_requests(
         self, rows: list[Row], params: list[SamplingParams], raise_on_error: bool, outputs: dict[int, RequestOutput]
@@ -298,12 +274,7 @@ class LLM:
         texts = self._text.complete([(seq.completion_token_ids, seq.sampling_params) for seq in finished.values()])
         return {
             index: RequestOutput(
-                text=text,
-                token_ids=seq.completion_token_ids,
-                finish_reason=seq.finish_reason,
-                num_prompt_tokens=seq.num_prompt_tokens,
-                num_cached_tokens=seq.num_cached_tokens,
-                error=seq.error,
+                text, seq.completion_token_ids, seq.finish_reason, seq.num_prompt_tokens, seq.num_cached_tokens, seq.error
             )
             for (index, seq), text in zip(finished.items(), texts, strict=True)
         }
@@ -329,22 +300,3 @@ class _Progress(tqdm):
         errors = [f"{self._num_errors} errors"] if self._num_errors else []
         self.set_postfix_str(", ".join(speeds + errors), refresh=False)
         self.update(num_finished)
-
-
-def _log_errors(outputs: Mapping[int, RequestOutput], most_reasons: int = 5, most_indices: int = 5) -> None:
-    """One warning about the error rows of a call: how many there are, why, and the first of each kind."""
-    rows_of: dict[str, list[int]] = {}
-    for index, output in sorted(outputs.items()):
-        if output.error is not None:
-            # Reasons that differ only in their numbers or in the value that they show are one kind.
-            rows_of.setdefault(re.sub("-?[0-9]+", "0", output.error.split(", not ")[0]), []).append(index)
-    if not rows_of:
-        return
-    kinds = sorted(rows_of.values(), key=len, reverse=True)
-    lines = []
-    for rows in kinds[:most_reasons]:
-        first = ", ".join(map(str, rows[:most_indices])) + (", …" if len(rows) > most_indices else "")
-        lines.append(f"{len(rows)} × {outputs[rows[0]].error} (prompts {first})")
-    if len(kinds) > most_reasons:
-        lines.append(f"{sum(map(len, kinds[most_reasons:]))} more, for {len(kinds) - most_reasons} other reasons")
-    logger.warning("%d prompts ended in an error: %s", sum(map(len, kinds)), "; ".join(lines))

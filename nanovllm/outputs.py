@@ -1,5 +1,7 @@
 """What a request comes back as."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -35,3 +37,27 @@ class RequestOutput:
     def keys(self) -> list[str]:
         """The fields' names, so that `dict(output)` works."""
         return [field.name for field in fields(self)]
+
+
+def describe_errors(outputs: Mapping[int, RequestOutput], most_reasons: int = 5, most_indices: int = 5) -> str | None:
+    """How many rows of a call failed, why, and the first of each kind; None if none did.
+
+    Args:
+        outputs: row -> output.
+        most_reasons, most_indices: of the kinds, and of the rows of each kind, only the first so many are named.
+    """
+    rows_of: dict[str, list[int]] = {}
+    for row, output in sorted(outputs.items()):
+        if output.error is not None:
+            # Reasons that differ only in their numbers or in the value that they show are of one kind.
+            rows_of.setdefault(re.sub("-?[0-9]+", "0", output.error.split(", not ")[0]), []).append(row)
+    if not rows_of:
+        return None
+    kinds = sorted(rows_of.values(), key=len, reverse=True)
+    parts = []
+    for rows in kinds[:most_reasons]:
+        first = ", ".join(map(str, rows[:most_indices])) + (", …" if len(rows) > most_indices else "")
+        parts.append(f"{len(rows)} × {outputs[rows[0]].error} (prompts {first})")
+    if len(kinds) > most_reasons:
+        parts.append(f"{sum(map(len, kinds[most_reasons:]))} × {len(kinds) - most_reasons} other reasons")
+    return f"{sum(map(len, kinds))} prompts ended in an error: {'; '.join(parts)}"

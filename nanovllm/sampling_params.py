@@ -152,6 +152,19 @@ class SamplingParams:
         put("allowed_token_ids", None if allowed_token_ids is None else _allowed_token_ids(allowed_token_ids))
 
 
+def one_per_prompt(given: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> list[SamplingParams]:
+    """One for all prompts, or a list of one per prompt, as the latter; a TypeError or ValueError for anything else."""
+    if isinstance(given, SamplingParams):
+        return [given] * num_prompts
+    if not isinstance(given, (list, tuple)) or not all(isinstance(params, SamplingParams) for params in given):
+        raise TypeError(f"sampling_params must be a SamplingParams or a list of them, not {given!r}")
+    if len(given) != num_prompts:
+        raise ValueError(
+            f"{len(given)} sampling_params for {num_prompts} prompts; give one for all, or one per prompt"
+        )
+    return list(given)
+
+
 def _in_range(name: str, value: Any, least: float, least_means: str = "", most: float | None = None) -> float:
     number = real(name, value)
     if most is None and number < least:

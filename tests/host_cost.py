@@ -17,7 +17,7 @@ def microseconds_per_sequence(num_seqs: int, block_size: int, num_steps: int = 5
         prompt = [seq_id] + [7] * (seq_id * 3 % 257)
         scheduler.add(Sequence(seq_id, prompt, SamplingParams(), max_length=100_000, stop_token_ids=frozenset([1])))
     in_flight = deque([scheduler.schedule()])
-    assert len(in_flight[0]) == num_seqs
+    assert len(in_flight[0].chunks) == num_seqs
     sampled = [5] * num_seqs
     best = float("inf")
     for _ in range(num_repeats):
@@ -34,7 +34,7 @@ def main() -> None:
     for num_seqs in (512, 1024):
         for block_size in (256, 64):
             cost = microseconds_per_sequence(num_seqs, block_size)
-            print(f"{num_seqs} running, block size {block_size}: {cost:.2f} µs a sequence a step")
+            print(f"{num_seqs} running, block size {block_size}: {cost:.2f} µs per sequence and step")
 
 
 if __name__ == "__main__":

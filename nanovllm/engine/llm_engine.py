@@ -6,16 +6,19 @@ loop is the same.
 """
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NoReturn
 
 from nanovllm.config import Config
 from nanovllm.engine.runner import LaunchedStep, Runner, make_scheduler
 from nanovllm.engine.scheduler import SchedulerStats
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import Step
+from nanovllm.engine.step_stats import StepStats
 from nanovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -23,29 +26,12 @@ logger = logging.getLogger(__name__)
 _MASK = 2**64 - 1
 
 
-@dataclass
-class StepStats:
-    """Counters over the engine's life.
-
-    A step with nothing but single new tokens is a decode step; other steps may hold decodes too, which count as
-    decode tokens all the same. Seconds go to the step that was scheduled, launched or waited for.
-    """
-
-    num_prefill_steps: int = 0
-    num_decode_steps: int = 0
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-    num_decode_step_rows: int = 0
-    num_output_tokens: int = 0
-    max_batch_size: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-
-
 class LLMEngine:
     """Runs requests given as token ids; `LLM` puts text around it.
 
-    By hand: `add_request` as often as wanted, then `step` until `is_finished`; `exit` in the end.
+    By hand: `add_request` as often as wanted, then `step` until `is_finished`; `exit` in the end. These, `abort` and
+    `reset` raise a RuntimeError inside each other, as from a stop predicate or a signal handler during a step, and in
+    a fork of the process that made the engine. The engine goes on as if they had not been called.
 
     Args:
         config: the options.
@@ -70,9 +56,11 @@ class LLMEngine:
         self.step_stats = StepStats()
         self.scheduler_stats = SchedulerStats()
         self._num_requests = 0
-        self._in_flight: deque[tuple[Step, LaunchedStep]] = deque()
+        # A step, its result, and which part of its tokens are decodes.
+        self._in_flight: deque[tuple[Step, LaunchedStep, float]] = deque()
         self._unfinished: dict[int, Sequence] = {}
-        self._is_closed = False
+        self._process_id = os.getpid()
+        self._is_closed = self._is_changing = False
         self._renew_scheduler()
 
     # Requests
@@ -91,7 +79,7 @@ class LLMEngine:
             prompt_token_ids: the prompt.
             sampling_params: how to sample it.
             stop_predicate: called with each new token in order; True ends the request. An exception from it
-                is one of the step: it empties the engine.
+                is one of the step: it empties the engine. It cannot call the engine itself.
 
         Raises:
             TypeError: the prompt holds something else than integers.
@@ -101,7 +89,11 @@ class LLMEngine:
         self._check_usable()
         seq_id = self._num_requests
         self._num_requests += 1
-        self._check_prompt(prompt_token_ids, sampling_params)
+        try:
+            self._check_request(prompt_token_ids, sampling_params)
+        except (TypeError, ValueError):
+            self.step_stats.num_rejected_requests += 1
+            raise
         stop_token_ids = frozenset(sampling_params.stop_token_ids)
         if not sampling_params.ignore_eos:
             stop_token_ids |= self.eos_token_ids
@@ -116,11 +108,13 @@ class LLMEngine:
             stop_predicate,
         )
         try:
+            self._is_changing = True
             self.runner.request_added(seq)
             self._unfinished[seq_id] = seq
             self.scheduler.add(seq)
+            self._is_changing = False
         except BaseException:  # Ctrl-C: the runner may know of a request that the scheduler lacks
-            self.reset()
+            self._empty()
             raise
         return seq_id
 
@@ -130,11 +124,13 @@ class LLMEngine:
         seq = self._unfinished.get(seq_id)
         if seq is not None:
             try:
+                self._is_changing = True
                 self.runner.request_aborted(seq)
                 self.scheduler.abort(seq)
                 del self._unfinished[seq_id]
+                self._is_changing = False
             except BaseException:
-                self.reset()
+                self._empty()
                 raise
             self.step_stats.num_output_tokens += len(seq.token_ids) - seq.num_prompt_tokens
         return seq
@@ -153,39 +149,42 @@ class LLMEngine:
         self._check_usable()
         began = time.perf_counter()
         try:
-            scheduled = committed = self.scheduler.schedule()
+            self._is_changing = True
+            finished: list[Sequence] = []
+            scheduled = self.scheduler.schedule()
             if scheduled.chunks:
-                self._in_flight.append((scheduled, self.runner.launch(scheduled)))
-                self._count_step(scheduled)
+                launched = self.runner.launch(scheduled)
+                self._in_flight.append((scheduled, launched, self.step_stats.count(scheduled)))
+                began = self.step_stats.count_seconds(began, self._in_flight[-1][-1])
             elif not self._in_flight and self._unfinished:
                 raise RuntimeError(f"nothing can be scheduled, which is a bug: {list(self._unfinished.values())[:3]}")
-            self._count_seconds(scheduled, time.perf_counter() - began)
-            began = time.perf_counter()
-            finished: list[Sequence] = []
             if self._in_flight and (not scheduled.chunks or len(self._in_flight) > self.depth):
-                (committed, launched), scheduler = self._in_flight.popleft(), self.scheduler
+                committed, launched, decode_share = self._in_flight.popleft()
                 token_ids = launched.wait().token_ids
                 stopped = _ask_stop_predicates(committed, token_ids)
-                if scheduler is not self.scheduler:  # a stop predicate has reset this engine
-                    return []
-                finished = scheduler.commit(committed, token_ids, frozenset(stopped))
+                finished = self.scheduler.commit(committed, token_ids, frozenset(stopped))
                 self.runner.step_committed(stopped)
-            for seq in finished:
-                del self._unfinished[seq.seq_id]
-                self.step_stats.num_output_tokens += len(seq.token_ids) - seq.num_prompt_tokens
-            self._count_seconds(committed, time.perf_counter() - began)
+                for seq in finished:
+                    del self._unfinished[seq.seq_id]
+                    self.step_stats.num_output_tokens += len(seq.token_ids) - seq.num_prompt_tokens
+                self.step_stats.count_seconds(began, decode_share)
+            self._is_changing = False
         except BaseException:
-            self.reset()
+            self._empty()
             raise
         return finished
 
     def reset(self) -> None:
         """Drops every request, waits for what is in flight and starts with an empty cache."""
+        self._check_usable()
+        self._empty()
+
+    def _empty(self) -> None:
         in_flight = self._in_flight
         # One statement, so that a second Ctrl-C finds all of it done or none of it.
-        self._in_flight, self._unfinished, self._is_scheduler_stale = deque(), {}, True
+        self._in_flight, self._unfinished, self._is_scheduler_stale, self._is_changing = deque(), {}, True, False
         self._renew_scheduler()
-        for _, launched in in_flight:
+        for _, launched, _ in in_flight:
             try:
                 launched.wait()
             except Exception as error:  # the failure that led here is already on its way to the caller
@@ -193,13 +192,31 @@ class LLMEngine:
 
     def exit(self) -> None:
         """Frees the device's memory; the engine cannot be used afterwards. Calling it again does nothing."""
-        if not self._is_closed:
+        if self._is_closed:
+            return
+        if os.getpid() == self._process_id:  # what a fork has is its parent's
             self.reset()
             self.runner.close()
-            self._is_closed = True
+        self._is_closed = True
 
-    def metrics(self) -> dict[str, float | int | dict]:
-        """Counters since the engine's start; seconds by phase are wall time inside `step`."""
+    def check_alive(self) -> None:
+        """Raises a RuntimeError if the engine is closed, or another process's."""
+        if self._is_closed:
+            raise RuntimeError("the engine is closed; make a new one")
+        if os.getpid() != self._process_id:
+            raise RuntimeError(
+                "this process is a fork of the one that made the engine, whose threads and memory a fork cannot use; "
+                'start processes by the "spawn" method and make an engine in each'
+            )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an engine cannot be pickled or copied; make one in each process from the same Config")
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters since the engine's start, as in StepStats and SchedulerStats; bytes by use.
+
+        `mean_decode_batch_size` is the mean number of decodes over the steps that have any.
+        """
         steps, scheduled = self.step_stats, self.scheduler_stats
         return {
             "num_requests": self._num_requests,
@@ -208,7 +225,7 @@ class LLMEngine:
             "finish_reasons": dict(scheduled.finish_reasons),
             "prefix_cache_hit_rate": scheduled.num_cached_prompt_tokens / max(scheduled.num_prompt_tokens, 1),
             **vars(steps),
-            "mean_decode_batch_size": steps.num_decode_step_rows / max(steps.num_decode_steps, 1),
+            "mean_decode_batch_size": steps.num_decode_tokens / max(steps.num_steps_with_decodes, 1),
             "num_steps": steps.num_prefill_steps + steps.num_decode_steps,
             "num_kvcache_blocks": self.info.num_kvcache_blocks,
             "num_free_kvcache_blocks": self.scheduler.block_manager.num_free_blocks,
@@ -224,7 +241,7 @@ class LLMEngine:
     def _max_length(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         return min(num_prompt_tokens + params.max_tokens, self.info.max_model_len)
 
-    def _check_prompt(self, token_ids: list[int], params: SamplingParams) -> None:
+    def _check_request(self, token_ids: list[int], params: SamplingParams) -> None:
         info, num_tokens = self.info, len(token_ids)
         if num_tokens == 0:
             raise ValueError("the prompt is empty; it needs at least one token")
@@ -238,9 +255,17 @@ class LLMEngine:
         if min(token_ids) < 0 or max(token_ids) >= info.vocab_size:
             bad = next(token_id for token_id in token_ids if not 0 <= token_id < info.vocab_size)
             raise ValueError(f"token id {bad} is outside the vocabulary (0 to {info.vocab_size - 1})")
-        bad = next((token_id for token_id in params.stop_token_ids if not 0 <= token_id < info.vocab_size), None)
-        if bad is not None:
-            raise ValueError(f"stop token id {bad} is outside the vocabulary (0 to {info.vocab_size - 1})")
+        if any(isinstance(word, str) for word in params.bad_words):
+            raise ValueError("an engine knows no text; give bad_words as lists of token ids")
+        for what, ids in (
+            ("stop token id", params.stop_token_ids),
+            ("token id in logit_bias", params.logit_bias),
+            ("token id in allowed_token_ids", (params.allowed_token_ids or ())[-1:]),  # sorted, and not negative
+            ("token id in bad_words", chain.from_iterable(params.bad_words)),
+        ):
+            bad = next((token_id for token_id in ids if not 0 <= token_id < info.vocab_size), None)
+            if bad is not None:
+                raise ValueError(f"{what} {bad} is outside the vocabulary (0 to {info.vocab_size - 1})")
         # The last token's keys are never needed.
         num_blocks = -(-(self._max_length(num_tokens, params) - 1) // info.kvcache_block_size)
         if num_blocks > info.num_kvcache_blocks:
@@ -250,32 +275,14 @@ class LLMEngine:
             )
 
     def _check_usable(self) -> None:
-        if self._is_closed:
-            raise RuntimeError("the engine is closed; make a new one")
+        self.check_alive()
+        if self._is_changing:
+            raise RuntimeError(
+                "the engine is in the middle of a step or request; a stop predicate or signal handler cannot call it, "
+                "only set a mark for whoever calls it next"
+            )
         if self._is_scheduler_stale:  # its renewal was interrupted
             self._renew_scheduler()
-
-    def _count_step(self, step: Step) -> None:
-        stats, work = self.step_stats, step.chunks
-        num_tokens = num_decodes = 0
-        for seq, num_new_tokens, _ in work:
-            num_tokens += num_new_tokens
-            if num_new_tokens == 1 and seq.num_computed_tokens > seq.num_prompt_tokens:
-                num_decodes += 1
-        stats.max_batch_size = max(stats.max_batch_size, len(work))
-        stats.num_decode_tokens += num_decodes
-        stats.num_prefill_tokens += num_tokens - num_decodes
-        if num_tokens == len(work):
-            stats.num_decode_steps += 1
-            stats.num_decode_step_rows += len(work)
-        else:
-            stats.num_prefill_steps += 1
-
-    def _count_seconds(self, step: Step, seconds: float) -> None:
-        if step.num_decodes == len(step.chunks):
-            self.step_stats.decode_seconds += seconds
-        else:
-            self.step_stats.prefill_seconds += seconds
 
 
 def _ask_stop_predicates(step: Step, token_ids: list[int]) -> list[int]:

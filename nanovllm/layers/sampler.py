@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from nanovllm.attention.backend import is_fused
-from nanovllm.ops.collectives import BROKEN, NOTHING, Parallel
-from nanovllm.ops.collectives import SAMPLING_GROUP as GROUP
+from nanovllm.ops.kernel import is_fused
+from nanovllm.ops.collectives import Parallel
+BROKEN, NOTHING = 2**63 - 1, -0x7F800001
+GROUP = 16
 
 # As good as the least normal number of float32; also what divides where the temperature is 0.
 COLDEST = 1.2e-38

@@ -71,7 +71,7 @@ def expand_rows(
     """
     if fused:
         return _fused_expand_rows(rows, table, num_rows, num_tokens, num_sampled, block_size)
-    entry, context_lens, first_token = rows[: num_rows + 1, :3].t().long()
+    entry, context_lens, first_token = rows[: num_rows + 1, :3].t().contiguous().long()
     token = torch.arange(num_tokens, device=rows.device)
     row = torch.searchsorted(first_token, token, right=True) - 1
     is_real = token < first_token[-1]

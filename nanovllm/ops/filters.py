@@ -89,7 +89,7 @@ def _negated_in_order(logits: torch.Tensor, limits: torch.Tensor) -> torch.Tenso
 # exp((logit − largest) / temperature) for top-p. Every loop ends by its count or because a range of integers shrinks,
 # whatever the sums are; every sum has a fixed order, so the same row always gives the same threshold.
 _LANES = 4096  # logits that a program reads at once
-_FOUND = 8192  # places of the scratch row
+_SLOTS = 8  # per group of four lanes: places of the scratch row
 
 
 def fused_filter_thresholds(
@@ -100,11 +100,10 @@ def fused_filter_thresholds(
     thresholds = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     if not num_rows:
         return thresholds
-    scratch = torch.empty((num_rows, _LANES + _FOUND), dtype=logits.dtype, device=logits.device)
-    width = 16 // logits.itemsize
+    scratch = torch.empty((num_rows, _LANES + _LANES // 4 * _SLOTS), dtype=logits.dtype, device=logits.device)
     _filter_kernel[(num_rows,)](
         logits, temperatures, top_ks, top_ps, min_ps, scratch, thresholds, vocab_size, logits.stride(0), LANES=_LANES,
-        WIDTH=width, SLOTS=_FOUND * width // _LANES,
+        SLOTS=_SLOTS,
         SHIFT={torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}[logits.dtype], num_warps=_WARPS,
         **LAUNCH_OPTIONS,
     )  # fmt: skip
@@ -129,20 +128,20 @@ def _value(key, SHIFT: tl.constexpr):
 
 
 @jit
-def _places(LANES: tl.constexpr, WIDTH: tl.constexpr):
-    """[LANES // WIDTH, WIDTH], so that the second axis is what a thread reads at once."""
-    return tl.arange(0, LANES // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+def _places(LANES: tl.constexpr):
+    """[LANES // 4, 4]: a thread reads a group of four at once, and adds them up without asking other threads."""
+    return tl.arange(0, LANES // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
 
 
 @jit
 def _masses(
-    logits, length, cut1, cut2, cut3, cut4, top, scale, LANES: tl.constexpr, WIDTH: tl.constexpr
+    logits, length, cut1, cut2, cut3, cut4, top, scale, LANES: tl.constexpr
 ):  # fmt: skip
     """float64 [2, 2]: the weights of the logits from each cut on, in any order."""
-    mass1 = tl.zeros([LANES // WIDTH], tl.float32)
+    mass1 = tl.zeros([LANES // 4], tl.float32)
     mass2, mass3, mass4 = mass1, mass1, mass1
     for start in range(0, length, LANES):
-        place = start + _places(LANES, WIDTH)
+        place = start + _places(LANES)
         logit = tl.load(logits + place, place < length, float("-inf")).to(tl.float32)
         weight = tl.exp2(tl.maximum(logit - top, -3.4028234663852886e38) * scale)
         mass1 += tl.sum(tl.where(logit >= cut1, weight, 0.0), 1)
@@ -162,7 +161,7 @@ def _cut(low, high, part, by_value, SHIFT: tl.constexpr):
 
 @jit
 def _narrow(
-    logits, length, low, high, above, target, by_value, top, scale, LANES: tl.constexpr, WIDTH: tl.constexpr,
+    logits, length, low, high, above, target, by_value, top, scale, LANES: tl.constexpr,
     SHIFT: tl.constexpr,
 ):  # fmt: skip
     """One pass: the fifth of low … high in which the mass reaches the target, and the mass from its end on."""
@@ -170,7 +169,7 @@ def _narrow(
     cut2 = _value(_cut(low, high, 2, by_value, SHIFT), SHIFT)
     cut3 = _value(_cut(low, high, 3, by_value, SHIFT), SHIFT)
     cut4 = _value(_cut(low, high, 4, by_value, SHIFT), SHIFT)
-    masses = _masses(logits, length, cut1, cut2, cut3, cut4, top, scale, LANES, WIDTH)
+    masses = _masses(logits, length, cut1, cut2, cut3, cut4, top, scale, LANES)
     part = tl.sum(tl.sum((masses >= target).to(tl.int32), 1), 0)
     above = tl.maximum(above, tl.max(tl.max(tl.where(masses < target, masses, 0.0), 1), 0))
     new_low = tl.where(part == 0, low, _cut(low, high, part, by_value, SHIFT))
@@ -180,75 +179,83 @@ def _narrow(
 
 @jit
 def _search(
-    logits, length, low, high, target, most_steps, top, scale, LANES: tl.constexpr, WIDTH: tl.constexpr,
+    logits, length, low, high, target, most_steps, top, scale, LANES: tl.constexpr,
     SHIFT: tl.constexpr,
 ):  # fmt: skip
     """The largest key below high at which the mass reaches the target, or low; after most_steps, a bound for it."""
     step = 0
     while (high - low > 1) & (step < most_steps):
-        low, high, _ = _narrow(logits, length, low, high, target - target, target, False, top, scale, LANES, WIDTH, SHIFT)
+        low, high, _ = _narrow(logits, length, low, high, target - target, target, False, top, scale, LANES, SHIFT)
         step += 1
     return low
 
 
 @jit
-def _collect(
-    logits, length, low, high, found, LANES: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
-    SHIFT: tl.constexpr,
-):  # fmt: skip
+def _append(found, logit, first, end, count, SLOTS: tl.constexpr):
+    """Every group's logit goes to its next free slot if it is wanted; the groups' counts."""
+    is_wanted = (logit.to(tl.float32) >= first) & (logit.to(tl.float32) < end)
+    group = tl.arange(0, count.shape[0])
+    tl.store(found + count * count.shape[0] + group, logit, is_wanted & (count < SLOTS))
+    return count + is_wanted.to(tl.int32)
+
+
+@jit
+def _collect(logits, length, low, high, found, LANES: tl.constexpr, SLOTS: tl.constexpr, SHIFT: tl.constexpr):
     """Copies the logits from low on that are below high; 1 if all found room, in SLOTS slots per group of lanes."""
     first, end = _value(low, SHIFT), _value(high, SHIFT)
-    group = tl.arange(0, LANES // WIDTH)
-    count = tl.zeros([LANES // WIDTH], tl.int32)
+    count = tl.zeros([LANES // 4], tl.int32)
     for start in range(0, length, LANES):
-        place = start + _places(LANES, WIDTH)
+        place = start + _places(LANES)
         logit = tl.load(logits + place, place < length, float("-inf"))
-        is_wanted = (logit.to(tl.float32) >= first) & (logit.to(tl.float32) < end)
-        slot = count[:, None] + tl.cumsum(is_wanted.to(tl.int32), 1) - 1
-        tl.store(found + slot * (LANES // WIDTH) + group[:, None], logit, is_wanted & (slot < SLOTS))
-        count += tl.sum(is_wanted.to(tl.int32), 1)
+        pair1, pair2 = tl.split(tl.reshape(logit, [LANES // 4, 2, 2]))
+        logit1, logit2 = tl.split(pair1)
+        logit3, logit4 = tl.split(pair2)
+        count = _append(found, logit1, first, end, count, SLOTS)
+        count = _append(found, logit2, first, end, count, SLOTS)
+        count = _append(found, logit3, first, end, count, SLOTS)
+        count = _append(found, logit4, first, end, count, SLOTS)
     for slot in range(SLOTS):
-        tl.store(found + slot * (LANES // WIDTH) + group, float("-inf"), slot >= count)
+        tl.store(found + slot * (LANES // 4) + tl.arange(0, LANES // 4), float("-inf"), slot >= count)
     tl.debug_barrier()
     return (tl.max(count, 0) <= SLOTS).to(tl.int32)
 
 
 @jit
 def _filter(
-    logits, length, low, high, target, has_all, lanes, found, top, scale, LANES: tl.constexpr, WIDTH: tl.constexpr,
+    logits, length, low, high, target, has_all, lanes, found, top, scale, LANES: tl.constexpr,
     SLOTS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """(the largest key from low on at which the mass reaches the target, whether `found` holds all from it on)"""
     above = target - target
     fits = has_all
     if has_all == 0:
-        bound = _search(lanes, LANES, low, high, target, 6, top, scale, LANES, WIDTH, SHIFT)
+        bound = _search(lanes, LANES, low, high, target, 6, top, scale, LANES, SHIFT)
         end = high
         step = tl.where(bound > low, 0, 1)
         low = bound
         while (high - low > 1) & (fits == 0):
             if step % 5 == 0:
-                fits = _collect(logits, length, low, high, found, LANES, WIDTH, SLOTS, SHIFT)
+                fits = _collect(logits, length, low, high, found, LANES, SLOTS, SHIFT)
             else:
                 low, high, above = _narrow(
-                    logits, length, low, high, above, target, step < 5, top, scale, LANES, WIDTH, SHIFT
+                    logits, length, low, high, above, target, step < 5, top, scale, LANES, SHIFT
                 )
             step += 1
         has_all = fits & (high == end).to(tl.int32)
     if fits != 0:
-        low = _search(found, LANES // WIDTH * SLOTS, low, high, target - above, 32, top, scale, LANES, WIDTH, SHIFT)
+        low = _search(found, LANES // 4 * SLOTS, low, high, target - above, 32, top, scale, LANES, SHIFT)
     return low, has_all
 
 
 @jit
-def _largest_of_lanes(logits, length, lanes, LANES: tl.constexpr, WIDTH: tl.constexpr):
+def _largest_of_lanes(logits, length, lanes, LANES: tl.constexpr):
     """Leaves each lane's largest logit in `lanes`; (the largest, the least of the lanes', whether any is NaN)."""
-    largest = tl.full([LANES // WIDTH, WIDTH], float("-inf"), tl.float32)
+    largest = tl.full([LANES // 4, 4], float("-inf"), tl.float32)
     for start in range(0, length, LANES):
-        place = start + _places(LANES, WIDTH)
+        place = start + _places(LANES)
         logit = tl.load(logits + place, place < length, float("-inf")).to(tl.float32)
         largest = tl.maximum(largest, logit, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(lanes + _places(LANES, WIDTH), largest)
+    tl.store(lanes + _places(LANES), largest)
     tl.debug_barrier()
     is_broken = tl.max(tl.max((largest != largest).to(tl.int32), 1), 0) != 0
     return tl.max(tl.max(largest, 1), 0), tl.min(tl.min(largest, 1), 0), is_broken
@@ -256,11 +263,11 @@ def _largest_of_lanes(logits, length, lanes, LANES: tl.constexpr, WIDTH: tl.cons
 
 @jit
 def _threshold(
-    logits, length, temperature, top_k, top_p, min_p, lanes, found, LANES: tl.constexpr, WIDTH: tl.constexpr,
+    logits, length, temperature, top_k, top_p, min_p, lanes, found, LANES: tl.constexpr,
     SLOTS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """The threshold of a row that asks for one."""
-    top, least_of_lanes, is_broken = _largest_of_lanes(logits, length, lanes, LANES, WIDTH)
+    top, least_of_lanes, is_broken = _largest_of_lanes(logits, length, lanes, LANES)
     threshold = tl.full([], float("-inf"), tl.float32)
     if (top > float("-inf")) & (top < float("inf")) & (is_broken == 0):
         temperature = tl.maximum(temperature, 1.2e-38)
@@ -276,10 +283,10 @@ def _threshold(
                     first = _value(low, SHIFT)
                     if has_all != 0:
                         masses = _masses(
-                            found, LANES // WIDTH * SLOTS, first, first, first, first, top, scale, LANES, WIDTH
+                            found, LANES // 4 * SLOTS, first, first, first, first, top, scale, LANES
                         )
                     else:
-                        masses = _masses(logits, length, first, first, first, first, top, scale, LANES, WIDTH)
+                        masses = _masses(logits, length, first, first, first, first, top, scale, LANES)
                     total = tl.max(tl.max(masses, 1), 0)
                     target = top_p.to(tl.float64) * total
                     # Tokens below this bound are too light to make up the mass that top-p drops, were they all of them.
@@ -287,7 +294,7 @@ def _threshold(
                     bound = (top + temperature * spare).to(tl.float32)
                 low = tl.where(has_all != 0, low, tl.maximum(low, _key(bound, SHIFT)))
                 low, has_all = _filter(
-                    logits, length, low, high, target, has_all, lanes, found, top, scale, LANES, WIDTH, SLOTS, SHIFT
+                    logits, length, low, high, target, has_all, lanes, found, top, scale, LANES, SLOTS, SHIFT
                 )
         # Rounded up, so that no logit below the exact bound of min-p passes.
         least = top + temperature * tl.log(min_p.to(tl.float64))
@@ -300,7 +307,7 @@ def _threshold(
 @jit
 def _filter_kernel(
     logits, temperatures, top_ks, top_ps, min_ps, scratch, thresholds, vocab_size, row_stride, LANES: tl.constexpr,
-    WIDTH: tl.constexpr, SLOTS: tl.constexpr, SHIFT: tl.constexpr,
+    SLOTS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     begin()
     row = tl.program_id(0).to(tl.int64)
@@ -310,9 +317,9 @@ def _filter_kernel(
     min_p = tl.load(min_ps + row)
     threshold = tl.full([], float("-inf"), tl.float32)
     if (temperature > 0) & (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1) | (min_p > 0)):
-        lanes = scratch + row * (LANES + LANES // WIDTH * SLOTS)
+        lanes = scratch + row * (LANES + LANES // 4 * SLOTS)
         threshold = _threshold(
             logits + row * row_stride, vocab_size, temperature, top_k, top_p, min_p, lanes, lanes + LANES, LANES,
-            WIDTH, SLOTS, SHIFT,
+            SLOTS, SHIFT,
         )  # fmt: skip
     tl.store(thresholds + row, threshold)

@@ -61,6 +61,10 @@ class CudaGraphs:
     def __len__(self) -> int:
         return len(self._captured)
 
+    def holds(self, key: Hashable) -> bool:
+        """Whether `key` was captured; what it returns then lies in one place."""
+        return self._captured.get(key) is not None
+
     def run(self, key: Hashable, function: Callable[[], Any], kind: Hashable = None) -> Any:
         """Replays `function`, after capturing it if the key is new.
 

@@ -203,10 +203,10 @@ class ModelRunner(Runner):
         num_rows, num_decodes = len(step.chunks), step.num_decodes
         is_grouped = self._group_prefixes(step)
         num_new = [chunk.num_new_tokens for chunk in step.chunks]
-        if self._is_captured and num_decodes == num_rows:
+        if self.graphs is not None and num_decodes == num_rows:
             return self._decode_size(self._decode_sizes[bisect_left(self._decode_sizes, num_rows)], is_grouped), True
         num_tokens, num_tiles = sum(num_new), sum(-(-n // QUERY_TILE) for n in num_new[num_decodes:])
-        if self._token_sizes and num_tokens <= self._token_sizes[-1] and num_tiles <= self._most_tiles:
+        if self.graphs is not None and num_tokens <= max(self._token_sizes, default=0) and num_tiles <= self._most_tiles:
             num_tokens = self._token_sizes[bisect_left(self._token_sizes, num_tokens)]
             num_rows = min(self._most_rows, num_tokens)
             num_sampled = self._sampled_sizes[bisect_left(self._sampled_sizes, num_sampled)]
@@ -233,6 +233,8 @@ class ModelRunner(Runner):
         rows = run(("forward", size), lambda: self._forward(size), ("forward", kind))
         if not is_replayed:
             return None
+        if not self.graphs.holds(("forward", size)):  # the rows then lie elsewhere in each step
+            return self._sample(*rows, needs)
         sampling = ("sample", size, needs)
         return run(sampling, lambda: self._sample(*rows, needs), ("sample", size.num_sampled % 16, needs))
 
@@ -245,7 +247,7 @@ class ModelRunner(Runner):
         batch = self.table.batch(size, tenants)
         batch.metadata.plan = self.backend.plan(batch.metadata)
         hidden_states = self.model(batch.token_ids, batch.positions, self.kv_cache, batch.metadata)
-        hidden_states = hidden_states[batch.sampled_tokens]
+        hidden_states = hidden_states.index_select(0, batch.sampled_tokens)
         return self.model.compute_logits(hidden_states, self._logits), batch.sampled
 
     def _sample(self, logits: torch.Tensor, rows: SampledRows, needs: SamplingNeeds) -> torch.Tensor:

@@ -275,16 +275,18 @@ class SequenceTable:
 
     @contextmanager
     def parked(self) -> Iterator[None]:
-        """While this lasts, every row, tile and sampled row is padding, so that a step may be tried without a trace."""
-        lines, tiles = self._lines.clone(), self._tiles.clone()
-        self._lines.zero_()
+        """While this lasts, every row, tile and sampled row is padding and no keys are shared, so that a step may be
+        tried without a trace."""
+        places = self._lines, self._tiles, self._shared.num_items
+        saved = [place.clone() for place in places]
+        for place in places:
+            place.zero_()
         self._lines[1:, 0] = self._padding_entry
-        self._tiles.zero_()
         try:
             yield
         finally:
-            self._lines.copy_(lines)
-            self._tiles.copy_(tiles)
+            for place, values in zip(places, saved, strict=True):
+                place.copy_(values)
 
 
 def tenant_of(seq: Sequence) -> Tenant:

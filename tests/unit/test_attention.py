@@ -9,11 +9,12 @@ import pytest
 import torch
 from model_factory import one_thread  # noqa: F401
 
-from nanovllm.runner.batch import build_batch
-from nanovllm.engine.sequence import Sequence
 from nanovllm.attention.backend import AttentionBackend, AttentionShape, make_attention_backend
+from nanovllm.attention.metadata import QUERY_TILE, AttentionMetadata, query_tiles
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Chunk, Step
+from nanovllm.runner.sequence_table import SequenceTable, StepSize
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.attention.metadata import Context, query_tiles
 
 # `triton` runs in Triton's interpreter here (see conftest.py).
 BACKENDS = ["torch", "sdpa", "triton"]
@@ -46,7 +47,7 @@ class Case:
     num_new: list[int]
     k_cache: torch.Tensor
     v_cache: torch.Tensor
-    context: Context
+    metadata: AttentionMetadata
 
     def backend(self, name: str) -> AttentionBackend:
         """A backend for tensors like these."""
@@ -96,21 +97,27 @@ def make_case(
         k_cache.view(-1, num_kv_heads, head_dim)[old] = keys[row][: num_cached[row]]
         v_cache.view(-1, num_kv_heads, head_dim)[old] = values[row][: num_cached[row]]
         slot_mapping += slots[num_cached[row] :]
+    metadata = make_metadata(num_new, lengths, slot_mapping, torch.from_numpy(tables).int(), block_size)
+    return Case(queries, keys, values, num_new, k_cache, v_cache, metadata)
+
+
+def make_metadata(
+    num_new: list[int], lengths: list[int], slots: list[int], block_tables: torch.Tensor, block_size: int, **fields
+) -> AttentionMetadata:
     num_decodes = next((row for row, new in enumerate(num_new) if new > 1), len(num_new))
-    context = Context(
+    return AttentionMetadata(
         cu_seqlens_q=torch.tensor([0, *np.cumsum(num_new)], dtype=torch.int32),
-        cu_seqlens_k=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
+        context_lens=torch.tensor(lengths, dtype=torch.int32),
+        num_decodes=torch.tensor([num_decodes], dtype=torch.int32),
+        most_decodes=num_decodes,
         max_seqlen_q=max(num_new),
         max_seqlen_k=max(lengths),
-        slot_mapping=torch.tensor(slot_mapping),
-        context_lens=torch.tensor(lengths, dtype=torch.int32),
-        block_tables=torch.from_numpy(tables).int(),
+        slot_mapping=torch.tensor(slots),
+        block_tables=block_tables,
         block_size=block_size,
-        num_decodes=num_decodes,
         query_tiles=tiles(num_new, lengths, num_decodes),
-        has_cached_keys=any(num_cached[num_decodes:]),
+        **fields,
     )
-    return Case(queries, keys, values, num_new, k_cache, v_cache, context)
 
 
 def tiles(num_new: list[int], lengths: list[int], num_decodes: int) -> torch.Tensor | None:
@@ -121,11 +128,11 @@ def tiles(num_new: list[int], lengths: list[int], num_decodes: int) -> torch.Ten
 
 def run(backend_name: str, case: Case, backend: AttentionBackend | None = None) -> torch.Tensor:
     """What a layer does: store the new keys and values, then attend."""
-    backend, context = backend or case.backend(backend_name), case.context
-    context.plan = backend.plan(context)
+    backend, metadata = backend or case.backend(backend_name), case.metadata
+    metadata.plan = backend.plan(metadata)
     q, k, v = case.new(case.queries), case.new(case.keys), case.new(case.values)
-    backend.store_kvcache(k, v, case.k_cache, case.v_cache, context.slot_mapping)
-    return backend.attend(q, k, v, case.k_cache, case.v_cache, context)
+    backend.store_kvcache(k, v, case.k_cache, case.v_cache, metadata.slot_mapping)
+    return backend.attend(q, k, v, case.k_cache, case.v_cache, metadata)
 
 
 def formula(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int) -> np.ndarray:
@@ -258,7 +265,7 @@ def test_new_tokens_go_to_their_slots_and_nowhere_else(backend):
     case = make_case(MIXED, BLOCK_SIZE[backend])
     before = case.k_cache.clone(), case.v_cache.clone()
     run(backend, case)
-    slots = case.context.slot_mapping
+    slots = case.metadata.slot_mapping
     for cache, old, new in zip((case.k_cache, case.v_cache), before, (case.keys, case.values), strict=True):
         expected = old.flatten(0, 1)
         expected[slots] = case.new(new)
@@ -302,7 +309,7 @@ def test_a_prompt_in_chunks_attends_as_in_one_piece(backend):
         case.queries, case.keys, case.values = (
             [tensors[0][:end]] for tensors in (whole.queries, whole.keys, whole.values)
         )
-        table = case.context.block_tables[0].long()
+        table = case.metadata.block_tables[0].long()
         slots = (table[:, None] * block_size + torch.arange(block_size)).flatten()
         case.k_cache.flatten(0, 1)[slots[:start]] = whole.keys[0][:start]
         case.v_cache.flatten(0, 1)[slots[:start]] = whole.values[0][:start]
@@ -317,7 +324,7 @@ def test_sequences_may_share_blocks(backend):
     num_shared = 2 * block_size
     case = make_case([(num_shared, 1), (num_shared, 5), (num_shared, 1)], block_size)
     for row in (1, 2):
-        case.context.block_tables[row, :2] = case.context.block_tables[0, :2]
+        case.metadata.block_tables[row, :2] = case.metadata.block_tables[0, :2]
         for tensors in (case.keys, case.values):
             tensors[row][:num_shared] = tensors[0][:num_shared]
     # The copies that nobody points to any more must not matter either.
@@ -345,10 +352,10 @@ def test_inputs_are_not_changed(backend):
     case = make_case(MIXED)
     q, k, v = case.new(case.queries), case.new(case.keys), case.new(case.values)
     copies = [tensor.clone() for tensor in (q, k, v)]
-    attention, context = case.backend(backend), case.context
-    context.plan = attention.plan(context)
-    attention.store_kvcache(k, v, case.k_cache, case.v_cache, context.slot_mapping)
-    attention.attend(q, k, v, case.k_cache, case.v_cache, context)
+    attention, metadata = case.backend(backend), case.metadata
+    metadata.plan = attention.plan(metadata)
+    attention.store_kvcache(k, v, case.k_cache, case.v_cache, metadata.slot_mapping)
+    attention.attend(q, k, v, case.k_cache, case.v_cache, metadata)
     assert all(torch.equal(tensor, copy) for tensor, copy in zip((q, k, v), copies, strict=True))
 
 
@@ -360,8 +367,8 @@ def test_views_of_one_projection_are_attended_like_copies(backend):
     q, k, v = case.new(case.queries), case.new(case.keys), case.new(case.values)
     q, k, v = torch.cat((q, k, v), 1).split((4, 2, 2), 1)
     attention = case.backend(backend)
-    attention.store_kvcache(k, v, case.k_cache, case.v_cache, case.context.slot_mapping)
-    out = attention.attend(q, k, v, case.k_cache, case.v_cache, case.context)
+    attention.store_kvcache(k, v, case.k_cache, case.v_cache, case.metadata.slot_mapping)
+    out = attention.attend(q, k, v, case.k_cache, case.v_cache, case.metadata)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -378,6 +385,7 @@ class Running:
     values: torch.Tensor
     blocks: list[int]
     num_cached: int = 0
+    num_preemptions: int = 0
 
 
 class Steps:
@@ -410,7 +418,7 @@ class Steps:
         seq.blocks = []
 
     def move(self, seq: Running) -> None:
-        """It comes back from preemption to other blocks that hold the same keys."""
+        """Its keys move to other blocks: a place in a kept copy belongs to a tenant, whatever its blocks."""
         old = Running(0, seq.queries, seq.keys, seq.values, seq.blocks)
         seq.blocks = [self.free_blocks.pop(0) for _ in old.blocks]
         for cache in (self.cache, self.exact_cache):
@@ -433,40 +441,31 @@ class Steps:
             seq.blocks.append(self.free_blocks.pop())
         return [seq.blocks[i // self.block_size] * self.block_size + i % self.block_size for i in positions]
 
-    def step(self, work: list[tuple[Running, int]], has_ids: bool = True) -> bool:
+    def step(self, work: list[tuple[Running, int]], has_tenants: bool = True) -> bool:
         """Computes each sequence's next so many tokens; whether the keys were kept from the step before."""
         slots = [slot for seq, num_new in work for slot in self.slots(seq, num_new)]
         num_new, lengths = [n for _, n in work], [seq.num_cached + n for seq, n in work]
         tables = torch.zeros(len(work), max(len(seq.blocks) for seq, _ in work), dtype=torch.int32)
         for row, (seq, _) in enumerate(work):
             tables[row, : len(seq.blocks)] = torch.tensor(seq.blocks)
-        context = Context(
-            cu_seqlens_q=torch.tensor([0, *np.cumsum(num_new)], dtype=torch.int32),
-            cu_seqlens_k=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
-            max_seqlen_q=max(num_new),
-            max_seqlen_k=max(lengths),
-            slot_mapping=torch.tensor(slots),
-            context_lens=torch.tensor(lengths, dtype=torch.int32),
-            block_tables=tables,
-            block_size=self.block_size,
-            seq_ids=[seq.seq_id for seq, _ in work] if has_ids else None,
-        )
-        context.plan = self.ours.plan(context)
+        tenants = [(seq.seq_id, seq.num_preemptions) for seq, _ in work] if has_tenants else None
+        metadata = make_metadata(num_new, lengths, slots, tables, self.block_size, tenants=tenants)
+        metadata.plan = self.ours.plan(metadata)
         for layer in range(NUM_LAYERS):
             q, k, v = (
                 torch.cat([getattr(seq, name)[layer, seq.num_cached : seq.num_cached + n] for seq, n in work])
                 for name in ("queries", "keys", "values")
             )
-            self.ours.store_kvcache(k, v, *self.cache[:, layer], context.slot_mapping)
-            out = self.ours.attend(q, k, v, *self.cache[:, layer], context)
+            self.ours.store_kvcache(k, v, *self.cache[:, layer], metadata.slot_mapping)
+            out = self.ours.attend(q, k, v, *self.cache[:, layer], metadata)
             q, k, v = (x.double() for x in (q, k, v))
-            self.exact.store_kvcache(k, v, *self.exact_cache[:, layer], context.slot_mapping)
-            expected = self.exact.attend(q, k, v, *self.exact_cache[:, layer], context)
+            self.exact.store_kvcache(k, v, *self.exact_cache[:, layer], metadata.slot_mapping)
+            expected = self.exact.attend(q, k, v, *self.exact_cache[:, layer], metadata)
             assert out.dtype == self.dtype
             assert (out - expected).norm() <= TOLERANCE[self.dtype] * expected.norm(), (layer, lengths)
         for seq, n in work:
             seq.num_cached += n
-        return context.plan.decodes is not None and context.plan.decodes.source_rows is None
+        return metadata.plan.decodes is not None and metadata.plan.decodes.source_rows is None
 
     def decode(self, seqs: list[Running], **options) -> bool:
         return self.step([(seq, 1) for seq in seqs], **options)
@@ -583,33 +582,72 @@ def test_a_copy_that_would_take_much_of_the_memory_is_not_kept(num_blocks):
     assert kept == [False, *([num_blocks == 1500] * 5)]
 
 
-def test_nothing_is_kept_of_sequences_without_names():
-    """A benchmark's or a captured step's Context has no seq_ids; equal lengths prove nothing."""
+def test_nothing_is_kept_of_a_step_without_tenants():
+    """The metadata of a captured step has no tenants; equal lengths prove nothing."""
     steps = Steps()
     seqs = prefilled(steps, 12, 12, 12)
     assert not steps.decode(seqs) and steps.decode(seqs)
-    assert not any(steps.decode(seqs[::order], has_ids=False) for order in (1, -1, 1))
+    assert not any(steps.decode(seqs[::order], has_tenants=False) for order in (1, -1, 1))
     assert not steps.decode(seqs) and steps.decode(seqs)
 
 
-def test_build_batch_describes_the_step_that_the_formula_means():
-    """Prefill, chunk and decode in one step: the Context of scheduled work is the one written by hand here."""
+def test_the_table_describes_the_step_that_the_formula_means():
+    """Prefill, chunk and decode in one step: the metadata of scheduled work is the one written by hand here."""
     case = make_case(MIXED, block_size=4)
-    work = []
+    chunks = []
     for row, (cached, num_new) in enumerate(MIXED):
         seq = Sequence(row, list(range(cached + num_new)), SamplingParams(), 100)
-        seq.block_table = case.context.block_tables[row, : -(-(cached + num_new) // 4) + 1].tolist()
+        seq.block_table = case.metadata.block_tables[row, : -(-(cached + num_new) // 4) + 1].tolist()
         seq.num_computed_tokens = cached + num_new
-        seq.slot = row
-        work.append((seq, num_new, False))
-    batch = build_batch(work, 4, torch.device("cpu"))
-    for name, expected in vars(case.context).items():
-        actual = getattr(batch.context, name)
+        seq.entry = (3 * row) % len(MIXED)
+        chunks.append(Chunk(seq, num_new, False))
+    step, num_new = Step.of(chunks), [new for _, new in MIXED]
+    num_tiles = sum(-(-new // QUERY_TILE) for new in num_new[step.num_decodes :])
+    size = StepSize(len(chunks), sum(num_new), 0, num_tiles, step.num_decodes, max(num_new), False)
+    table = SequenceTable(len(MIXED), 100, 4, 61, 256, torch.device("cpu"))
+    table.send(step, size)
+    batch = table.batch(size, tenants=[(row, 0) for row in range(len(MIXED))])
+    for name, expected in vars(case.metadata).items():
+        actual = getattr(batch.metadata, name)
         if name == "block_tables":
             actual = actual[:, : expected.shape[1]]
         if isinstance(expected, torch.Tensor):
             assert actual.dtype == expected.dtype and torch.equal(actual, expected), name
+        elif name == "max_seqlen_k":
+            assert actual == 100, "as captured steps have it, no more than an upper bound"
         else:
-            assert actual == (list(range(len(MIXED))) if name == "seq_ids" else expected), name
+            assert actual == ([(row, 0) for row in range(len(MIXED))] if name == "tenants" else expected), name
     assert batch.positions.tolist() == [i for old, new in MIXED for i in range(old, old + new)]
     assert batch.token_ids.tolist() == batch.positions.tolist()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("sequences", [MIXED, [(30, 1), (0, 1)], [(0, 9), (3, 2)]], ids=["mixed", "decodes", "prompts"])
+def test_padding_behind_the_rows_and_tokens_changes_nothing(backend, sequences):
+    """A padding row has no queries and no keys, a padding token no slot, a padding tile no queries.
+
+    The backends that run captured steps, and the reference. In a captured step with prompts the host knows no more
+    than that there are no more decodes than rows.
+    """
+    case = make_case(sequences, BLOCK_SIZE[backend])
+    expected, metadata = run(backend, case), case.metadata
+    caches = case.k_cache.clone(), case.v_cache.clone()
+    num_rows, num_tokens, more = len(sequences), sum(case.num_new), 3
+    metadata.cu_seqlens_q = torch.cat((metadata.cu_seqlens_q, metadata.cu_seqlens_q[-1:].expand(more)))
+    metadata.context_lens = torch.cat((metadata.context_lens, torch.zeros(more, dtype=torch.int32)))
+    table = torch.full((more, metadata.block_tables.shape[1]), 10**6, dtype=torch.int32)
+    metadata.block_tables = torch.cat((metadata.block_tables, table))
+    metadata.slot_mapping = torch.cat((metadata.slot_mapping, torch.full((2 * more,), -1)))
+    if metadata.query_tiles is not None:
+        metadata.query_tiles = torch.cat((metadata.query_tiles, torch.zeros(more, 4, dtype=torch.int32)))
+        metadata.max_seqlen_q = num_tokens + 2 * more
+    metadata.most_decodes = num_rows + more
+    attention = case.backend(backend)
+    metadata.plan = attention.plan(metadata)
+    new = (case.new(case.queries), case.new(case.keys), case.new(case.values))
+    q, k, v = (torch.cat((x, x.new_full((2 * more, *x.shape[1:]), math.nan))) for x in new)
+    attention.store_kvcache(k, v, case.k_cache, case.v_cache, metadata.slot_mapping)
+    out = attention.attend(q, k, v, case.k_cache, case.v_cache, metadata)
+    assert out.shape == q.shape and torch.equal(out[:num_tokens], expected)
+    for cache, before in zip((case.k_cache, case.v_cache), caches, strict=True):
+        torch.testing.assert_close(cache, before, rtol=0, atol=0, equal_nan=True)

@@ -11,6 +11,7 @@ from host_cost import microseconds_per_sequence
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.step import Chunk, Step
 from nanovllm.engine.waiting_queue import WaitingQueue
 from nanovllm.sampling_params import SamplingParams
 
@@ -42,6 +43,33 @@ def check_right(engine: LLMEngine, finished) -> None:
 def rows_of(engine: LLMEngine, seq_id: int) -> list[tuple[int, bool]]:
     """(number of new tokens, samples) of each step that the request was in."""
     return [(num, samples) for step in engine.runner.log for row_id, num, samples in step if row_id == seq_id]
+
+
+# Steps
+
+
+@pytest.mark.parametrize(
+    "lengths, num_decodes",
+    [([], 0), ([1], 1), ([7], 0), ([1, 1, 1], 3), ([1, 1, 5], 2), ([1, 5, 1], 1), ([5, 1, 1], 0), ([1, 2, 3, 1], 1)],
+)
+def test_decodes_are_the_leading_chunks_of_one_new_token(lengths, num_decodes):
+    """A single token behind a longer chunk is attended with the prompts: rows are never sorted."""
+    chunks = [Chunk(Sequence(index, [0] * 9, None, 20), num, True) for index, num in enumerate(lengths)]
+    step = Step.of(chunks)
+    assert step.num_decodes == num_decodes and step.chunks == chunks
+
+
+@both_depths
+def test_every_step_of_the_scheduler_says_how_many_of_its_chunks_are_decodes(overlap):
+    """FakeRunner counts them in each launch; here all kinds of steps come."""
+    engine = make_engine(num_blocks=40, max_num_batched_tokens=12, overlap=overlap)
+    steps, launch = [], engine.runner.launch
+    engine.runner.launch = lambda step: steps.append((step.num_decodes, len(step.chunks))) or launch(step)
+    for index in range(6):
+        add(engine, [index] * (3 + 5 * index % 17), max_tokens=6)
+    check_right(engine, run_to_end(engine))
+    kinds = {(num_decodes > 0, num_decodes < num_rows) for num_decodes, num_rows in steps}
+    assert kinds == {(True, False), (True, True), (False, True)}
 
 
 # Prefix cache
@@ -173,12 +201,12 @@ def test_a_preempted_sequence_with_a_token_in_flight_waits_for_its_commit():
     first = scheduler.schedule()
     victim = scheduler.running[1]
     second = scheduler.schedule()  # both want a second block, and there is one
-    assert [seq.seq_id for seq, _, _ in first] == [0, 1] and [seq.seq_id for seq, _, _ in second] == [0]
+    assert [seq.seq_id for seq, _, _ in first.chunks] == [0, 1] and [seq.seq_id for seq, _, _ in second.chunks] == [0]
     assert victim.status is SequenceStatus.WAITING and victim.has_token_in_flight
     engine.abort(0)  # now there is room for it
-    assert scheduler.schedule() == []
+    assert scheduler.schedule() == Step([], 0)
     scheduler.commit(first, [7, 8])
-    ((seq, num_new_tokens, samples),) = scheduler.schedule()
+    ((seq, num_new_tokens, samples),) = scheduler.schedule().chunks
     assert seq is victim and seq.token_ids == [50, 51, 52, 53, 8] and (num_new_tokens, samples) == (1, True)
 
 
@@ -542,14 +570,14 @@ def note_steps(engine: LLMEngine) -> list[tuple[int, int, int]]:
 
     def noted():
         num_running, num_decodes, num_tokens = len(engine.scheduler.running), 0, 0
-        work = schedule()
-        for seq, num_new_tokens, samples in work:
+        step = schedule()
+        for seq, num_new_tokens, samples in step.chunks:
             admission = seq.seq_id, seq.num_preemptions
             num_decodes += has_sampled.get(admission, False)
             num_tokens += num_new_tokens
             has_sampled[admission] = samples
         steps.append((num_running, num_decodes, num_tokens))
-        return work
+        return step
 
     engine.scheduler.schedule = noted
     return steps
@@ -690,6 +718,47 @@ def test_the_stop_predicate_sees_every_token_of_its_request_once_and_in_order(ov
     assert all(seen[seq_id] == finished[seq_id].completion_token_ids for seq_id in (0, 1))
 
 
+@both_depths
+def test_the_stop_predicate_is_asked_before_min_tokens_and_of_no_token_after_the_end(overlap):
+    """A stop string may begin before min_tokens; the token of the step that ran over is no part of the text."""
+    engine = make_engine(overlap=overlap)
+    prompt, seen = [1, 2, 3], []
+
+    def asked(token_id: int) -> bool:
+        seen.append(token_id)
+        return True
+
+    engine.add_request(prompt, SamplingParams(max_tokens=20, min_tokens=3), asked)
+    (finished,) = run_to_end(engine).values()
+    assert seen == finished.completion_token_ids == expect(engine, prompt, max_tokens=3)
+
+
+@both_depths
+def test_the_stop_predicate_is_not_asked_of_what_is_no_token(overlap):
+    """−1 of broken logits went to the tokenizer."""
+    engine, seen = make_engine(overlap=overlap), []
+    engine.runner.is_broken = lambda seq: seq.num_computed_tokens >= 6
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=9), seen.append)
+    (finished,) = run_to_end(engine).values()
+    assert finished.finish_reason == "error" and len(seen) == 3 and seen == finished.completion_token_ids
+
+
+def test_commit_ends_what_the_engine_stops_and_knows_no_predicate():
+    """Each rank's Scheduler commits what the driver's commits, and has the ids of the stopped requests alone."""
+    engine = make_engine(overlap=False)
+    scheduler = engine.scheduler
+    for seq_id, min_tokens in enumerate((0, 0, 2)):
+        params = SamplingParams(max_tokens=9, min_tokens=min_tokens)
+        engine.add_request([seq_id], params, lambda token_id: pytest.fail("the scheduler asked"))
+    step = scheduler.schedule()
+    finished = scheduler.commit(step, [5, 6, 7], stopped=frozenset((1, 2)))
+    assert [(seq.seq_id, seq.finish_reason, seq.completion_token_ids) for seq in finished] == [(1, "stop", [6])]
+    step = scheduler.schedule()
+    assert [seq.seq_id for seq, _, _ in step.chunks] == [0, 2]
+    finished = scheduler.commit(step, [5, 7], stopped=frozenset((2,)))
+    assert [seq.completion_token_ids for seq in finished] == [[7, 7]]
+
+
 # What goes wrong
 
 
@@ -800,14 +869,14 @@ def test_an_abort_of_everything_leaves_an_engine_that_drains(overlap):
     assert run_to_end(engine) == {}
 
 
-def test_running_sequences_have_slots_of_their_own():
+def test_running_sequences_have_entries_of_their_own():
     engine = make_engine(max_num_seqs=3, num_blocks=4, max_model_len=16, overlap=True)
     for index in range(9):
         add(engine, [index] * 4, max_tokens=1 + index)
     while not engine.is_finished():
         engine.step()
         entries = [seq.entry for seq in engine.scheduler.running]
-        assert len(set(slots)) == len(slots) and set(slots) <= {0, 1, 2}
+        assert len(set(entries)) == len(entries) and set(entries) <= {0, 1, 2}
     assert engine.metrics()["num_preemptions"] > 0
 
 
@@ -889,10 +958,10 @@ def test_tokens_and_steps_are_counted_as_what_they_are(overlap):
     chunks = []  # of each step, the positions of each row's new tokens, from 0 at the first after the prompt
     launch = engine.runner.launch
 
-    def noted(work):
-        ends = [(num_new, seq.num_computed_tokens - seq.num_prompt_tokens) for seq, num_new, _ in work]
+    def noted(step):
+        ends = [(num_new, seq.num_computed_tokens - seq.num_prompt_tokens) for seq, num_new, _ in step.chunks]
         chunks.append([range(end - num_new, end) for num_new, end in ends])
-        return launch(work)
+        return launch(step)
 
     engine.runner.launch = noted
     at_start = engine.metrics()
@@ -943,8 +1012,8 @@ def test_a_closed_engine_says_so():
 # Host cost
 
 
-def test_a_decode_step_costs_the_host_at_most_two_microseconds_a_sequence():
+def test_a_decode_step_costs_the_host_at_most_two_microseconds_per_sequence():
     """The bound has room for a noisy machine; the figure itself is printed (and by host_cost.py)."""
     cost = microseconds_per_sequence(num_seqs=512, block_size=256)
-    print(f"\nhost cost: {cost:.2f} µs a running sequence a step")
+    print(f"\nhost cost: {cost:.2f} µs per running sequence and step")
     assert cost <= 4

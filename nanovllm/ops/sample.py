@@ -1,0 +1,246 @@
+"""From logits to tokens: greedy, or drawn with noise that belongs to the request alone.
+
+Noise comes from a counter-based generator keyed by (request seed, position, token id or group of ids), so a request's
+tokens do not depend on its neighbours, its arrival, preemption or the batch.
+
+Gumbel-max is done in two stages: one group of 16 ids is drawn by its total weight, and then one of its ids. The
+largest of a group's noisy scores is distributed as the group's log-sum-exp with noise of its own, and which id has it
+does not depend on how large it is (Maddison et al., 2014, use both for trees). So this is the same distribution, with a
+sixteenth of the noise and, in the kernel, a quarter of the generator's blocks.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
+from nanovllm.ops.kernel import is_fused, jit, tl, triton
+
+# What stands in the place of a token where there is none; engine/step.py has the same numbers.
+BROKEN_LOGITS, NO_TOKEN_LEFT = -1, -2
+# Temperatures are clamped to float32's normal range before they divide; also what divides where they are 0.
+COLDEST = 1.2e-38
+GROUP = 16  # successive ids that are drawn as one before one of them is drawn
+_MASK = 0xFFFFFFFF
+
+
+def sample(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    thresholds: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Draws one token per row. Equal scores go to the lowest id.
+
+    Args:
+        logits: [num_rows, vocab_size], float32, bfloat16 or float16; a row's logits are contiguous.
+        temperatures: float32 [num_rows], 0 for greedy rows.
+        seeds: int64 [num_rows], 64 bits each.
+        positions: int64 [num_rows], where in its sequence the sampled token will stand.
+        thresholds: float32 [num_rows], at most the row's largest logit, −inf for greedy rows: ids with a smaller logit
+            are not sampled (ops/filters.py). None if no row has one.
+
+    Returns:
+        int64 [num_rows]: token ids; BROKEN_LOGITS where any logit is NaN or +inf, NO_TOKEN_LEFT where all are −inf.
+    """
+    draw = fused_sample if is_fused(logits) else plain_sample
+    return draw(logits, temperatures, seeds, positions, thresholds)
+
+
+def plain_sample(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    thresholds: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The plain twin of the kernels."""
+    largest, token_ids = logits.max(-1)
+    rows = (temperatures > 0).nonzero()[:, 0]
+    if rows.numel():
+        kept = logits[rows].float()
+        if thresholds is not None:
+            kept.masked_fill_(kept < thresholds[rows, None], -torch.inf)
+        token_ids[rows] = _draw(kept, temperatures[rows, None], seeds[rows], positions[rows])
+    token_ids = token_ids.where(largest > -torch.inf, NO_TOKEN_LEFT)
+    return token_ids.where(largest < torch.inf, BROKEN_LOGITS)  # the largest is NaN if one is
+
+
+def _draw(
+    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """logits: float32 [num_rows, vocab_size], temperatures: [num_rows, 1] -> int64 [num_rows], what each row samples.
+
+    Scores are not divided by the temperature, which may be tiny: that of a group is
+    m + T × (log Σ exp((logits − m) / T) − log E), m its largest logit and E exponential noise; that of an id in it is
+    logit − T × log E with noise of its own.
+    """
+    groups = F.pad(logits, (0, -logits.shape[1] % GROUP), value=-torch.inf).unflatten(-1, (-1, GROUP))
+    largest = groups.amax(-1)
+    base = largest.masked_fill(largest == -torch.inf, 0)
+    weights = ((groups - base[..., None]) / temperatures.clamp(min=COLDEST)[..., None]).exp_().sum(-1)
+    blocks = torch.arange((groups.shape[1] + 3) // 4, device=logits.device)[None]
+    noise = exponential_noise(seeds, positions, blocks, 0)[:, : groups.shape[1]]
+    scores = (base + temperatures * (weights.log() - noise.log_())).masked_fill_(weights == 0, -torch.inf)
+    group = scores.argmax(-1)
+    members = groups.gather(1, group[:, None, None].expand(-1, 1, GROUP)).squeeze(1)
+    blocks = group[:, None] * (GROUP // 4) + torch.arange(GROUP // 4, device=logits.device)
+    noise = exponential_noise(seeds, positions, blocks, 1)
+    return group * GROUP + (members - temperatures * noise.log_()).argmax(-1)
+
+
+def exponential_noise(seeds: torch.Tensor, positions: torch.Tensor, blocks: torch.Tensor, stream: int) -> torch.Tensor:
+    """Independent Exp(1) noise, float32 [num_rows, 4 × n], of the ids 4 × block … 4 × block + 3 of each of `blocks`:
+    int64 [num_rows or 1, n]; seeds and positions: int64 [num_rows].
+
+    An id takes its word of the Philox block whose counter is (id // 4, position, stream, 0). Stream 0 is of groups of
+    token ids, 1 of token ids.
+    """
+    counter = (blocks, positions[:, None] & _MASK, torch.full_like(blocks, stream), torch.zeros_like(blocks))
+    words = philox4x32(counter, (seeds[:, None], seeds[:, None] >> 32))
+    bits = torch.stack(torch.broadcast_tensors(*words), -1).flatten(1)
+    # All 32 bits count, for the winner's E is tiny among many; the largest words would round to 1.
+    uniform = ((bits.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_()
+
+
+def philox4x32(
+    counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...], num_rounds: int = 7
+) -> tuple[torch.Tensor, ...]:
+    """Philox4x32 (Salmon et al., SC 2011): four words of 32 random bits, in int64, for each counter and key.
+
+    Seven rounds are the fewest that they report to pass BigCrush.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key[0] & _MASK, key[1] & _MASK
+    for _ in range(num_rounds):
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # wraps at 64 bits, which keeps all that is used
+        c0, c1, c2, c3 = (
+            ((product1 >> 32) & _MASK) ^ c1 ^ k0,
+            product1 & _MASK,
+            ((product0 >> 32) & _MASK) ^ c3 ^ k1,
+            product0 & _MASK,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    return c0, c1, c2, c3
+
+
+# The kernels read the logits once: a program takes a part of a row, scores its groups and reads only the best group
+# again. The same seed gives the tokens of the plain twin, up to the rounding of logarithms.
+_TOKENS = 4096  # of the vocabulary, for one program
+_NO_ID = tl.constexpr(2147483647)
+
+
+def fused_sample(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    thresholds: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See sample; the grids depend on shapes only."""
+    num_rows, vocab_size = logits.shape
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if not num_rows:
+        return tokens
+    num_parts = triton.cdiv(vocab_size, _TOKENS)
+    scores = torch.empty((num_rows, num_parts), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((num_rows, num_parts), dtype=torch.int32, device=logits.device)
+    _best_of_part_kernel[(num_parts, num_rows)](
+        logits, temperatures, seeds, positions, temperatures if thresholds is None else thresholds, scores, ids,
+        vocab_size, logits.stride(0), TOKENS=_TOKENS, GROUP=GROUP, HAS_THRESHOLDS=thresholds is not None, num_warps=8,
+        **LAUNCH_OPTIONS,
+    )  # fmt: skip
+    _best_kernel[(num_rows,)](
+        scores, ids, tokens, num_parts, BROKEN_LOGITS=BROKEN_LOGITS, NO_TOKEN_LEFT=NO_TOKEN_LEFT,
+        PARTS=triton.next_power_of_2(num_parts), num_warps=1, **LAUNCH_OPTIONS,
+    )  # fmt: skip
+    return tokens
+
+
+@jit
+def _pick(score, token):
+    """(largest score, lowest id that has it) of 1-d tensors."""
+    best = tl.max(score, 0)
+    return best, tl.min(tl.where(score == best, token, _NO_ID), 0)
+
+
+@jit
+def _log_of_noise(ids, position, seed, STREAM: tl.constexpr):
+    """log E of exponential_noise for int32 ids of a row."""
+    zero = tl.zeros_like(ids).to(tl.uint32)
+    word0, word1, word2, word3 = tl.philox(
+        seed, (ids // 4).to(tl.uint32), position.to(tl.uint32) + zero, zero + STREAM, zero, n_rounds=7
+    )
+    which = ids % 4
+    word = tl.where(which == 0, word0, tl.where(which == 1, word1, tl.where(which == 2, word2, word3)))
+    uniform = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
+    # −log1p(−u); the series where 1 − u would round.
+    series = 1 + uniform * (1 / 2 + uniform * (1 / 3 + uniform * (1 / 4 + uniform * (1 / 5 + uniform / 6))))
+    return tl.log(tl.where(uniform < 0.05, uniform * series, -tl.log(1.0 - uniform)))
+
+
+@jit
+def _load(logits, token, vocab_size, threshold, HAS_THRESHOLDS: tl.constexpr):
+    """A row's logits in float32, −inf for the ids that must not be sampled; NaN and +inf stay what they are."""
+    logit = tl.load(logits + token, token < vocab_size, float("-inf")).to(tl.float32)
+    return tl.where(logit < threshold, float("-inf"), logit) if HAS_THRESHOLDS else logit
+
+
+@jit
+def _best_of_part_kernel(
+    logits, temperatures, seeds, positions, thresholds, scores, ids, vocab_size, row_stride, TOKENS: tl.constexpr,
+    GROUP: tl.constexpr, HAS_THRESHOLDS: tl.constexpr,
+):  # fmt: skip
+    """The best token of a part of a row's vocabulary; score NaN if a logit there is NaN or +infinity."""
+    begin()
+    part = tl.program_id(0)
+    row = tl.program_id(1)
+    logits += row.to(tl.int64) * row_stride
+    temperature = tl.load(temperatures + row)
+    if temperature == 0:
+        every_token = part * TOKENS + tl.arange(0, TOKENS)
+        every_logit = _load(logits, every_token, vocab_size, 0.0, False)
+        is_broken = tl.max(((every_logit != every_logit) | (every_logit == float("inf"))).to(tl.int32), 0)
+        best, best_token = _pick(every_logit, every_token)
+    else:
+        seed = tl.load(seeds + row)
+        position = tl.load(positions + row)
+        threshold = tl.load(thresholds + row) if HAS_THRESHOLDS else 0.0
+        group = tl.arange(0, TOKENS // GROUP)
+        member = tl.arange(0, GROUP)
+        tokens = part * TOKENS + group[:, None] * GROUP + member[None, :]
+        of_groups = _load(logits, tokens, vocab_size, threshold, HAS_THRESHOLDS)
+        largest = tl.max(of_groups, 1)
+        base = tl.where(largest == float("-inf"), 0.0, largest)
+        scale = 1.4426950408889634 / tl.maximum(temperature, 1.2e-38)
+        weight = tl.sum(tl.exp2((of_groups - base[:, None]) * scale), 1)
+        noise = _log_of_noise(part * (TOKENS // GROUP) + group, position, seed, 0)
+        score = tl.where(weight == 0, float("-inf"), base + temperature * (tl.log(weight) - noise))
+        is_broken = tl.max((score != score).to(tl.int32), 0)
+        best, best_group = _pick(score, group)
+        # A broken row has no best group.
+        token = part * TOKENS + tl.minimum(best_group, TOKENS // GROUP - 1) * GROUP + member
+        logit = _load(logits, token, vocab_size, threshold, HAS_THRESHOLDS)
+        _, best_token = _pick(logit - temperature * _log_of_noise(token, position, seed, 1), token)
+    if is_broken != 0:
+        best = float("nan")
+    at = row * tl.num_programs(0) + part
+    tl.store(scores + at, best)
+    tl.store(ids + at, best_token)
+
+
+@jit(do_not_specialize=["num_parts"])
+def _best_kernel(
+    scores, ids, tokens, num_parts, BROKEN_LOGITS: tl.constexpr, NO_TOKEN_LEFT: tl.constexpr, PARTS: tl.constexpr
+):
+    """The best token of a row's parts."""
+    begin()
+    row = tl.program_id(0)
+    part = tl.arange(0, PARTS)
+    score = tl.load(scores + row * num_parts + part, part < num_parts, float("-inf"))
+    token = tl.load(ids + row * num_parts + part, part < num_parts, _NO_ID)
+    best_score, best_token = _pick(score, token)
+    best_token = tl.where(best_score == float("-inf"), NO_TOKEN_LEFT, best_token.to(tl.int64))
+    is_broken = tl.max((score != score).to(tl.int32), 0) != 0
+    tl.store(tokens + row, tl.where(is_broken, BROKEN_LOGITS, best_token))
