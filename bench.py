@@ -22,8 +22,9 @@ bandwidth measured here, plus the longer of reading the weights and doing the ar
 here.
 
 --vs starts the other engine after ours is closed, so that each has the machine to itself. Both get the same token ids,
-sampling, dtype, max_model_len, seed, prefix caching and number of GPUs; all else is each engine's own default. With
---size, transformers loads the same random weights as ours, vLLM makes up its own.
+sampling, dtype, max_model_len, seed, prefix caching and number of GPUs; all else is each engine's own default, threads
+of a CPU included unless --threads is given. With --size, transformers loads the same random weights as ours, vLLM makes
+up its own.
 
 The last line on stdout is JSON.
 """
@@ -262,7 +263,8 @@ class TransformersPeer:
             mask[row, longest - len(prompt) :] = 1
         sampling = dict(requests.sampling)
         if sampling["temperature"]:
-            sampling = {"do_sample": True, "top_k": 0, **sampling}  # its own default is 50
+            # Its own default is 50, and −1 is not its way to say "off".
+            sampling = {"do_sample": True, **sampling, "top_k": max(sampling.get("top_k", 0), 0)}
         else:
             sampling = {"do_sample": False, "repetition_penalty": sampling.get("repetition_penalty", 1.0)}
         outputs = self.model.generate(

@@ -14,9 +14,12 @@ from pathlib import Path
 PARTS = {
     "attention": ("_decode_kernel", "_grouped_kernel", "_merge_kernel", "_prefill_kernel", "flash_fwd"),
     "matrix products": ("nvjet", "splitKreduce", "gemm", "gemv", "_single_row_linear_kernel"),
-    "sampling": ("_best_of_part_kernel", "_best_kernel"),
-    "norms, rotation, store, SiLU": ("_rms_norm_kernel", "_qk_norm_rotate_store_kernel", "_silu_and_mul_kernel"),
-}
+    "sampling": (
+        "_allow_kernel", "_edit_and_count_kernel", "_penalise_kernel", "_filter_kernel", "_best_of_part_kernel",
+        "_best_kernel",
+    ),
+    "norms, rotation, store, SiLU": ("_norm_kernel", "_store_kernel", "_silu_and_mul_kernel"),
+}  # fmt: skip
 REST, IDLE = "the rest", "idle"
 
 

@@ -1,14 +1,16 @@
-"""What the frozen values share: checks of one argument, and the answer to a keyword that does not exist."""
+"""Checks that several modules share: of one argument, of a keyword that does not exist, of a call inside another."""
 
 import difflib
 import functools
 import inspect
 import math
 import numbers
+import sys
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any, TypeVar
 
-_Class = TypeVar("_Class", bound=type)
+_Class = TypeVar("_Class", bound=type[Any])
 
 
 def real(name: str, value: Any) -> float:
@@ -54,6 +56,21 @@ def seed_number(value: Any) -> int:
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed must be between 0 and 2**64 - 1, not {seed}")
     return seed
+
+
+def is_running(owner: object, *methods: Callable[..., Any]) -> bool:
+    """Whether one of the owner's methods is at work in this thread, and the caller's caller was called by it.
+
+    That is so for a callback of the method, and for a signal handler during it. Unlike a flag, the stack is right
+    wherever an exception ended the method.
+    """
+    codes = {id(method.__code__) for method in methods}
+    frame: FrameType | None = sys._getframe(2).f_back
+    while frame is not None:
+        if id(frame.f_code) in codes and frame.f_locals.get("self") is owner:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def suggests_names(noun: str, meant: Mapping[str, str]) -> Callable[[_Class], _Class]:

@@ -117,9 +117,7 @@ class Config:
             boolean(name, getattr(self, name))
         self._set("gpu_memory_utilization", real("gpu_memory_utilization", self.gpu_memory_utilization))
         if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}"
-            )
+            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}")
         self._set("seed", seed_number(self.seed))
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError("max_model_len must be at least 2: one token of prompt and one of completion")

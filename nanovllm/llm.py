@@ -2,21 +2,20 @@
 
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tqdm.auto import tqdm
 
-from nanovllm.checks import suggests_names
+from nanovllm.checks import is_running, suggests_names
 from nanovllm.config import MEANT_OPTIONS, Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence as EngineSequence
-from nanovllm.outputs import RequestOutput, describe_errors
+from nanovllm.outputs import FinishReason, RequestOutput, describe_errors
 from nanovllm.sampling_params import SamplingParams, one_per_prompt
 from nanovllm.text import Row, Text, as_conversation_list, as_prompt_list
 
@@ -223,7 +222,11 @@ class LLM:
                 sequences = self.engine.step()
                 finished.update((index_of[seq.seq_id], seq) for seq in sequences)
                 progress.add_finished(len(sequences), sum(seq.finish_reason == "error" for seq in sequences))
-        outputs.update(self._outputs(finished))
+        texts = self._text.complete([(seq.completion_token_ids, seq.sampling_params) for seq in finished.values()])
+        for (row, seq), text in zip(finished.items(), texts, strict=True):
+            counts = seq.num_prompt_tokens, seq.num_cached_tokens
+            reason = cast(FinishReason, seq.finish_reason)
+            outputs[row] = RequestOutput(text, seq.completion_token_ids, reason, *counts, seq.error)
 
     @contextmanager
     def _locked(self):
@@ -231,20 +234,11 @@ class LLM:
             raise RuntimeError("this LLM is busy with another call; call it from one thread at a time")
         try:
             # The lock does not refuse its own thread: a signal handler's call, or a stop predicate's.
-            if self._is_on_this_stack():
+            if is_running(self, LLM._run_locked):
                 raise RuntimeError("this LLM is in the middle of a call, so a signal handler cannot call or close it")
             yield
         finally:
             self._lock.release()
-
-    def _is_on_this_stack(self) -> bool:
-        # Unlike a flag, the stack is right wherever Ctrl-C has ended the last call.
-        frame = sys._getframe()
-        while frame is not None and (
-            frame.f_code is not LLM._run_locked.__code__ or frame.f_locals["self"] is not self
-        ):
-            frame = frame.f_back
-        return frame is not None
 
     def _add_requests(
         self, rows: list[Row], params: list[SamplingParams], raise_on_error: bool, outputs: dict[int, RequestOutput]
@@ -269,15 +263,6 @@ class LLM:
                     raise ValueError(f"prompt {index}: {reason}") from None
                 outputs[index] = RequestOutput("", [], "error", num_tokens, 0, reason)
         return index_of
-
-    def _outputs(self, finished: dict[int, EngineSequence]) -> dict[int, RequestOutput]:
-        texts = self._text.complete([(seq.completion_token_ids, seq.sampling_params) for seq in finished.values()])
-        return {
-            index: RequestOutput(
-                text, seq.completion_token_ids, seq.finish_reason, seq.num_prompt_tokens, seq.num_cached_tokens, seq.error
-            )
-            for (index, seq), text in zip(finished.items(), texts, strict=True)
-        }
 
 
 class _Progress(tqdm):

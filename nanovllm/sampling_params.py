@@ -143,8 +143,10 @@ class SamplingParams:
         put("seed", None if seed is None else seed_number(seed))
         put("skip_special_tokens", boolean("skip_special_tokens", skip_special_tokens))
         put("repetition_penalty", real("repetition_penalty", repetition_penalty))
-        if self.repetition_penalty <= 0:
-            raise ValueError(f"repetition_penalty must be above 0 (1 is off), not {self.repetition_penalty}")
+        if not 1e-30 <= self.repetition_penalty <= 1e30:  # what float32 can divide by
+            raise ValueError(
+                f"repetition_penalty must be above 0 (1 is off) and at most 1e30, not {self.repetition_penalty}"
+            )
         put("presence_penalty", _in_range("presence_penalty", presence_penalty, least=-2, most=2))
         put("frequency_penalty", _in_range("frequency_penalty", frequency_penalty, least=-2, most=2))
         put("logit_bias", _logit_bias(logit_bias))
@@ -159,9 +161,7 @@ def one_per_prompt(given: SamplingParams | Sequence[SamplingParams], num_prompts
     if not isinstance(given, (list, tuple)) or not all(isinstance(params, SamplingParams) for params in given):
         raise TypeError(f"sampling_params must be a SamplingParams or a list of them, not {given!r}")
     if len(given) != num_prompts:
-        raise ValueError(
-            f"{len(given)} sampling_params for {num_prompts} prompts; give one for all, or one per prompt"
-        )
+        raise ValueError(f"{len(given)} sampling_params for {num_prompts} prompts; give one for all, or one per prompt")
     return list(given)
 
 

@@ -129,7 +129,7 @@ def write_index(directory: Path, weight_map: Any) -> None:
 def perturbed(logits: torch.Tensor, temperature: float, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """[num_rows, vocab_size], what the sampled ids are the largest of, in temperatures: each group's best id has the
     group's score, and the others as much less as their own noise makes them."""
-    from nanovllm.layers.sampler import GROUP, exponential_noise
+    from nanovllm.ops.sample import GROUP, exponential_noise
 
     num_rows, vocab_size = logits.shape
     num_groups = -(-vocab_size // GROUP)

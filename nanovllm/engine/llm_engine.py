@@ -10,15 +10,16 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from itertools import chain
 from typing import Any, NoReturn
 
+from nanovllm.checks import is_running
 from nanovllm.config import Config
+from nanovllm.engine.limits import check_request, max_length
 from nanovllm.engine.runner import LaunchedStep, Runner, make_scheduler
 from nanovllm.engine.scheduler import SchedulerStats
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import Step
-from nanovllm.engine.step_stats import StepStats
+from nanovllm.engine.step_stats import StepStats, StepTokens, tokens_of
 from nanovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -56,11 +57,10 @@ class LLMEngine:
         self.step_stats = StepStats()
         self.scheduler_stats = SchedulerStats()
         self._num_requests = 0
-        # A step, its result, and which part of its tokens are decodes.
-        self._in_flight: deque[tuple[Step, LaunchedStep, float]] = deque()
+        self._in_flight: deque[tuple[Step, LaunchedStep, StepTokens]] = deque()
         self._unfinished: dict[int, Sequence] = {}
         self._process_id = os.getpid()
-        self._is_closed = self._is_changing = False
+        self._is_closed = False
         self._renew_scheduler()
 
     # Requests
@@ -90,7 +90,7 @@ class LLMEngine:
         seq_id = self._num_requests
         self._num_requests += 1
         try:
-            self._check_request(prompt_token_ids, sampling_params)
+            check_request(prompt_token_ids, sampling_params, self.info)
         except (TypeError, ValueError):
             self.step_stats.num_rejected_requests += 1
             raise
@@ -102,17 +102,15 @@ class LLMEngine:
             seq_id,
             prompt_token_ids,
             sampling_params,
-            self._max_length(len(prompt_token_ids), sampling_params),
+            max_length(len(prompt_token_ids), sampling_params, self.info),
             stop_token_ids,
             _mix(self.config.seed, seq_id) if seed is None else seed,
             stop_predicate,
         )
         try:
-            self._is_changing = True
             self.runner.request_added(seq)
             self._unfinished[seq_id] = seq
             self.scheduler.add(seq)
-            self._is_changing = False
         except BaseException:  # Ctrl-C: the runner may know of a request that the scheduler lacks
             self._empty()
             raise
@@ -124,11 +122,9 @@ class LLMEngine:
         seq = self._unfinished.get(seq_id)
         if seq is not None:
             try:
-                self._is_changing = True
                 self.runner.request_aborted(seq)
                 self.scheduler.abort(seq)
                 del self._unfinished[seq_id]
-                self._is_changing = False
             except BaseException:
                 self._empty()
                 raise
@@ -149,17 +145,17 @@ class LLMEngine:
         self._check_usable()
         began = time.perf_counter()
         try:
-            self._is_changing = True
             finished: list[Sequence] = []
             scheduled = self.scheduler.schedule()
             if scheduled.chunks:
-                launched = self.runner.launch(scheduled)
-                self._in_flight.append((scheduled, launched, self.step_stats.count(scheduled)))
-                began = self.step_stats.count_seconds(began, self._in_flight[-1][-1])
+                num_tokens = tokens_of(scheduled)
+                self._in_flight.append((scheduled, self.runner.launch(scheduled), num_tokens))
+                self.step_stats.count(scheduled, num_tokens)
+                began = self.step_stats.count_seconds(num_tokens, began)
             elif not self._in_flight and self._unfinished:
                 raise RuntimeError(f"nothing can be scheduled, which is a bug: {list(self._unfinished.values())[:3]}")
             if self._in_flight and (not scheduled.chunks or len(self._in_flight) > self.depth):
-                committed, launched, decode_share = self._in_flight.popleft()
+                committed, launched, num_tokens = self._in_flight.popleft()
                 token_ids = launched.wait().token_ids
                 stopped = _ask_stop_predicates(committed, token_ids)
                 finished = self.scheduler.commit(committed, token_ids, frozenset(stopped))
@@ -167,8 +163,7 @@ class LLMEngine:
                 for seq in finished:
                     del self._unfinished[seq.seq_id]
                     self.step_stats.num_output_tokens += len(seq.token_ids) - seq.num_prompt_tokens
-                self.step_stats.count_seconds(began, decode_share)
-            self._is_changing = False
+                self.step_stats.count_seconds(num_tokens, began)
         except BaseException:
             self._empty()
             raise
@@ -182,7 +177,7 @@ class LLMEngine:
     def _empty(self) -> None:
         in_flight = self._in_flight
         # One statement, so that a second Ctrl-C finds all of it done or none of it.
-        self._in_flight, self._unfinished, self._is_scheduler_stale, self._is_changing = deque(), {}, True, False
+        self._in_flight, self._unfinished, self._is_scheduler_stale = deque(), {}, True
         self._renew_scheduler()
         for _, launched, _ in in_flight:
             try:
@@ -238,51 +233,18 @@ class LLMEngine:
         self.scheduler = make_scheduler(self.config, self.info, self.scheduler_stats)
         self._is_scheduler_stale = False
 
-    def _max_length(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        return min(num_prompt_tokens + params.max_tokens, self.info.max_model_len)
-
-    def _check_request(self, token_ids: list[int], params: SamplingParams) -> None:
-        info, num_tokens = self.info, len(token_ids)
-        if num_tokens == 0:
-            raise ValueError("the prompt is empty; it needs at least one token")
-        if num_tokens >= info.max_model_len:
-            raise ValueError(
-                f"the prompt's {num_tokens} tokens leave no room for a new one within max_model_len="
-                f"{info.max_model_len}; shorten it, or raise max_model_len if the model was made for more"
-            )
-        if not set(map(type, token_ids)) <= {int}:
-            raise TypeError("token ids must be plain integers")
-        if min(token_ids) < 0 or max(token_ids) >= info.vocab_size:
-            bad = next(token_id for token_id in token_ids if not 0 <= token_id < info.vocab_size)
-            raise ValueError(f"token id {bad} is outside the vocabulary (0 to {info.vocab_size - 1})")
-        if any(isinstance(word, str) for word in params.bad_words):
-            raise ValueError("an engine knows no text; give bad_words as lists of token ids")
-        for what, ids in (
-            ("stop token id", params.stop_token_ids),
-            ("token id in logit_bias", params.logit_bias),
-            ("token id in allowed_token_ids", (params.allowed_token_ids or ())[-1:]),  # sorted, and not negative
-            ("token id in bad_words", chain.from_iterable(params.bad_words)),
-        ):
-            bad = next((token_id for token_id in ids if not 0 <= token_id < info.vocab_size), None)
-            if bad is not None:
-                raise ValueError(f"{what} {bad} is outside the vocabulary (0 to {info.vocab_size - 1})")
-        # The last token's keys are never needed.
-        num_blocks = -(-(self._max_length(num_tokens, params) - 1) // info.kvcache_block_size)
-        if num_blocks > info.num_kvcache_blocks:
-            raise ValueError(
-                f"the request may need {num_blocks} KV cache blocks of {info.kvcache_block_size} tokens, but there "
-                f"are {info.num_kvcache_blocks}; lower max_tokens, shorten the prompt or raise num_kvcache_blocks"
-            )
-
     def _check_usable(self) -> None:
         self.check_alive()
-        if self._is_changing:
+        if is_running(self, *_CHANGES):
             raise RuntimeError(
-                "the engine is in the middle of a step or request; a stop predicate or signal handler cannot call it, "
-                "only set a mark for whoever calls it next"
+                "the engine is in the middle of a step or request, so a stop predicate or a signal handler cannot "
+                "change it; do that between two steps"
             )
         if self._is_scheduler_stale:  # its renewal was interrupted
             self._renew_scheduler()
+
+
+_CHANGES = LLMEngine.add_request, LLMEngine.abort, LLMEngine.step  # none of them inside another
 
 
 def _ask_stop_predicates(step: Step, token_ids: list[int]) -> list[int]:

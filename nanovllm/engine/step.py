@@ -38,6 +38,11 @@ class Step(NamedTuple):
     chunks: list[Chunk]
     num_decodes: int
 
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens are computed."""
+        return sum(chunk.num_new_tokens for chunk in self.chunks)
+
     @classmethod
     def of(cls, chunks: list[Chunk]) -> "Step":
         """The step of these chunks, with its decodes counted."""

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nanovllm.engine.step import Step
 
@@ -26,27 +27,37 @@ class StepStats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
-    def count(self, step: Step) -> float:
-        """Counts a step that was launched; returns which part of its tokens are decodes."""
-        chunks = step.chunks
-        num_tokens = num_decodes = 0
-        for seq, num_new_tokens, _ in chunks:
-            num_tokens += num_new_tokens
-            if num_new_tokens == 1 and seq.num_computed_tokens > seq.num_prompt_tokens:
-                num_decodes += 1
-        self.max_batch_size = max(self.max_batch_size, len(chunks))
-        self.num_decode_tokens += num_decodes
-        self.num_prefill_tokens += num_tokens - num_decodes
-        self.num_steps_with_decodes += num_decodes > 0
-        if num_tokens == len(chunks):
-            self.num_decode_steps += 1
-        else:
-            self.num_prefill_steps += 1
-        return num_decodes / num_tokens
+    def count(self, step: Step, num_tokens: "StepTokens") -> None:
+        """Counts a step that was launched."""
+        self.max_batch_size = max(self.max_batch_size, len(step.chunks))
+        self.num_prefill_tokens += num_tokens.prefill
+        self.num_decode_tokens += num_tokens.decode
+        self.num_steps_with_decodes += num_tokens.decode > 0
+        is_decode_step = sum(num_tokens) == len(step.chunks)
+        self.num_decode_steps += is_decode_step
+        self.num_prefill_steps += not is_decode_step
 
-    def count_seconds(self, began: float, decode_share: float) -> float:
-        """Shares out the seconds since `began`, a `time.perf_counter()`; returns the time now."""
+    def count_seconds(self, num_tokens: "StepTokens", began: float) -> float:
+        """Shares out the seconds since `began`, a `time.perf_counter()`, which went to a step; returns the time now."""
         now = time.perf_counter()
-        self.decode_seconds += (now - began) * decode_share
-        self.prefill_seconds += (now - began) * (1 - decode_share)
+        of_decodes = (now - began) * num_tokens.decode / sum(num_tokens)
+        self.decode_seconds += of_decodes
+        self.prefill_seconds += now - began - of_decodes
         return now
+
+
+class StepTokens(NamedTuple):
+    """How many tokens a step computes, by phase."""
+
+    prefill: int
+    decode: int
+
+
+def tokens_of(step: Step) -> StepTokens:
+    """The tokens of a step that was just scheduled; later its sequences have gone on."""
+    num_tokens = num_decodes = 0
+    for seq, num_new_tokens, _ in step.chunks:
+        num_tokens += num_new_tokens
+        if num_new_tokens == 1 and seq.num_computed_tokens > seq.num_prompt_tokens:
+            num_decodes += 1
+    return StepTokens(num_tokens - num_decodes, num_decodes)

@@ -34,7 +34,9 @@ class Parallel:
         if self.size == 1:
             return tensor
         gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.group)
+        # Its name until PyTorch 2.13, which warns of the old one.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(gathered, tensor.contiguous(), group=self.group)
         return gathered
 
     def rows_of_columns(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -88,8 +88,9 @@ def _negated_in_order(logits: torch.Tensor, limits: torch.Tensor) -> torch.Tenso
 # largest key at which the weights of the logits from there on reach a target: with weight 1 for top-k, and
 # exp((logit − largest) / temperature) for top-p. Every loop ends by its count or because a range of integers shrinks,
 # whatever the sums are; every sum has a fixed order, so the same row always gives the same threshold.
-_LANES = 4096  # logits that a program reads at once
-_SLOTS = 8  # per group of four lanes: places of the scratch row
+_LANES = 8192  # logits that a program reads at once
+_SLOTS = 8  # of the scratch row, per group of four lanes
+_WARPS = 16
 
 
 def fused_filter_thresholds(
@@ -101,16 +102,12 @@ def fused_filter_thresholds(
     if not num_rows:
         return thresholds
     scratch = torch.empty((num_rows, _LANES + _LANES // 4 * _SLOTS), dtype=logits.dtype, device=logits.device)
+    shift = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}[logits.dtype]
     _filter_kernel[(num_rows,)](
-        logits, temperatures, top_ks, top_ps, min_ps, scratch, thresholds, vocab_size, logits.stride(0), LANES=_LANES,
-        SLOTS=_SLOTS,
-        SHIFT={torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}[logits.dtype], num_warps=_WARPS,
-        **LAUNCH_OPTIONS,
+        logits, temperatures, top_ks, top_ps, min_ps, scratch, thresholds, vocab_size, logits.stride(0),
+        GROUPS=_LANES // 4, SLOTS=_SLOTS, SHIFT=shift, num_warps=_WARPS, **LAUNCH_OPTIONS,
     )  # fmt: skip
     return thresholds
-
-
-_WARPS = 16
 
 
 @jit
@@ -128,21 +125,15 @@ def _value(key, SHIFT: tl.constexpr):
 
 
 @jit
-def _places(LANES: tl.constexpr):
-    """[LANES // 4, 4]: a thread reads a group of four at once, and adds them up without asking other threads."""
-    return tl.arange(0, LANES // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+def _masses(logits, length, places, cut1, cut2, cut3, cut4, top, scale):
+    """float64 [2, 2]: the weights of the logits from each cut on, in any order.
 
-
-@jit
-def _masses(
-    logits, length, cut1, cut2, cut3, cut4, top, scale, LANES: tl.constexpr
-):  # fmt: skip
-    """float64 [2, 2]: the weights of the logits from each cut on, in any order."""
-    mass1 = tl.zeros([LANES // 4], tl.float32)
+    places: [num_groups, 4]. A thread reads a group at once, and adds up its weights without asking other threads.
+    """
+    mass1 = tl.zeros([places.shape[0]], tl.float32)
     mass2, mass3, mass4 = mass1, mass1, mass1
-    for start in range(0, length, LANES):
-        place = start + _places(LANES)
-        logit = tl.load(logits + place, place < length, float("-inf")).to(tl.float32)
+    for start in range(0, length, places.shape[0] * 4):
+        logit = tl.load(logits + start + places, start + places < length, float("-inf")).to(tl.float32)
         weight = tl.exp2(tl.maximum(logit - top, -3.4028234663852886e38) * scale)
         mass1 += tl.sum(tl.where(logit >= cut1, weight, 0.0), 1)
         mass2 += tl.sum(tl.where(logit >= cut2, weight, 0.0), 1)
@@ -152,40 +143,36 @@ def _masses(
 
 
 @jit
-def _cut(low, high, part, by_value, SHIFT: tl.constexpr):
-    """The key at `part` fifths of the way from low to high, as keys or as numbers go."""
+def _between(low, high, fraction, SHIFT: tl.constexpr):
+    """The key that lies between low and high as numbers go, not as keys go."""
     first = _value(low, SHIFT)
-    by_values = _key(first + (_value(high, SHIFT) - first) * (part * 0.2), SHIFT)
-    return tl.where(by_value, tl.minimum(tl.maximum(by_values, low), high), low + (high - low) * part // 5)
+    key = _key(first + (_value(high, SHIFT) - first) * fraction, SHIFT)
+    return tl.minimum(tl.maximum(key, low), high)
 
 
 @jit
-def _narrow(
-    logits, length, low, high, above, target, by_value, top, scale, LANES: tl.constexpr,
-    SHIFT: tl.constexpr,
-):  # fmt: skip
+def _narrow(logits, length, places, low, high, above, target, by_value, top, scale, SHIFT: tl.constexpr):
     """One pass: the fifth of low … high in which the mass reaches the target, and the mass from its end on."""
-    cut1 = _value(_cut(low, high, 1, by_value, SHIFT), SHIFT)
-    cut2 = _value(_cut(low, high, 2, by_value, SHIFT), SHIFT)
-    cut3 = _value(_cut(low, high, 3, by_value, SHIFT), SHIFT)
-    cut4 = _value(_cut(low, high, 4, by_value, SHIFT), SHIFT)
-    masses = _masses(logits, length, cut1, cut2, cut3, cut4, top, scale, LANES)
-    part = tl.sum(tl.sum((masses >= target).to(tl.int32), 1), 0)
-    above = tl.maximum(above, tl.max(tl.max(tl.where(masses < target, masses, 0.0), 1), 0))
-    new_low = tl.where(part == 0, low, _cut(low, high, part, by_value, SHIFT))
-    new_high = tl.where(part == 4, high, _cut(low, high, part + 1, by_value, SHIFT))
-    return new_low, new_high, above
+    width = high - low
+    key1, key2, key3, key4 = low + width // 5, low + width * 2 // 5, low + width * 3 // 5, low + width * 4 // 5
+    if by_value:
+        key1, key2 = _between(low, high, 0.2, SHIFT), _between(low, high, 0.4, SHIFT)
+        key3, key4 = _between(low, high, 0.6, SHIFT), _between(low, high, 0.8, SHIFT)
+    cut1, cut2, cut3, cut4 = _value(key1, SHIFT), _value(key2, SHIFT), _value(key3, SHIFT), _value(key4, SHIFT)
+    masses = _masses(logits, length, places, cut1, cut2, cut3, cut4, top, scale)
+    above = tl.maximum(above, tl.max(tl.where(masses < target, masses, 0.0)))
+    part = tl.sum((masses >= target).to(tl.int32))
+    new_low = tl.where(part == 0, low, tl.where(part == 1, key1, tl.where(part == 2, key2, key3)))
+    new_high = tl.where(part == 0, key1, tl.where(part == 1, key2, tl.where(part == 2, key3, key4)))
+    return tl.where(part == 4, key4, new_low), tl.where(part == 4, high, new_high), above
 
 
 @jit
-def _search(
-    logits, length, low, high, target, most_steps, top, scale, LANES: tl.constexpr,
-    SHIFT: tl.constexpr,
-):  # fmt: skip
+def _search(logits, length, places, low, high, target, most_steps, top, scale, SHIFT: tl.constexpr):
     """The largest key below high at which the mass reaches the target, or low; after most_steps, a bound for it."""
     step = 0
     while (high - low > 1) & (step < most_steps):
-        low, high, _ = _narrow(logits, length, low, high, target - target, target, False, top, scale, LANES, SHIFT)
+        low, high, _ = _narrow(logits, length, places, low, high, target - target, target, False, top, scale, SHIFT)
         step += 1
     return low
 
@@ -200,74 +187,73 @@ def _append(found, logit, first, end, count, SLOTS: tl.constexpr):
 
 
 @jit
-def _collect(logits, length, low, high, found, LANES: tl.constexpr, SLOTS: tl.constexpr, SHIFT: tl.constexpr):
+def _collect(logits, length, places, low, high, found, SLOTS: tl.constexpr, SHIFT: tl.constexpr):
     """Copies the logits from low on that are below high; 1 if all found room, in SLOTS slots per group of lanes."""
     first, end = _value(low, SHIFT), _value(high, SHIFT)
-    count = tl.zeros([LANES // 4], tl.int32)
-    for start in range(0, length, LANES):
-        place = start + _places(LANES)
-        logit = tl.load(logits + place, place < length, float("-inf"))
-        pair1, pair2 = tl.split(tl.reshape(logit, [LANES // 4, 2, 2]))
+    count = tl.zeros([places.shape[0]], tl.int32)
+    for start in range(0, length, places.shape[0] * 4):
+        logit = tl.load(logits + start + places, start + places < length, float("-inf"))
+        pair1, pair2 = tl.split(tl.reshape(logit, [places.shape[0], 2, 2]))
         logit1, logit2 = tl.split(pair1)
         logit3, logit4 = tl.split(pair2)
         count = _append(found, logit1, first, end, count, SLOTS)
         count = _append(found, logit2, first, end, count, SLOTS)
         count = _append(found, logit3, first, end, count, SLOTS)
         count = _append(found, logit4, first, end, count, SLOTS)
-    for slot in range(SLOTS):
-        tl.store(found + slot * (LANES // 4) + tl.arange(0, LANES // 4), float("-inf"), slot >= count)
+    fits = tl.max(count) <= SLOTS
+    for _ in range(SLOTS):  # nothing is left of the row before in the free slots
+        tl.store(found + count * places.shape[0] + tl.arange(0, places.shape[0]), float("-inf"), count < SLOTS)
+        count += 1
     tl.debug_barrier()
-    return (tl.max(count, 0) <= SLOTS).to(tl.int32)
+    return fits.to(tl.int32)
 
 
 @jit
 def _filter(
-    logits, length, low, high, target, has_all, lanes, found, top, scale, LANES: tl.constexpr,
-    SLOTS: tl.constexpr, SHIFT: tl.constexpr,
+    logits, length, places, low, high, target, has_all, lanes, found, top, scale, SLOTS: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):  # fmt: skip
     """(the largest key from low on at which the mass reaches the target, whether `found` holds all from it on)"""
     above = target - target
     fits = has_all
     if has_all == 0:
-        bound = _search(lanes, LANES, low, high, target, 6, top, scale, LANES, SHIFT)
+        bound = _search(lanes, places.shape[0] * 4, places, low, high, target, 6, top, scale, SHIFT)
         end = high
         step = tl.where(bound > low, 0, 1)
         low = bound
         while (high - low > 1) & (fits == 0):
             if step % 5 == 0:
-                fits = _collect(logits, length, low, high, found, LANES, SLOTS, SHIFT)
+                fits = _collect(logits, length, places, low, high, found, SLOTS, SHIFT)
             else:
                 low, high, above = _narrow(
-                    logits, length, low, high, above, target, step < 5, top, scale, LANES, SHIFT
+                    logits, length, places, low, high, above, target, step < 5, top, scale, SHIFT
                 )
             step += 1
         has_all = fits & (high == end).to(tl.int32)
     if fits != 0:
-        low = _search(found, LANES // 4 * SLOTS, low, high, target - above, 32, top, scale, LANES, SHIFT)
+        low = _search(found, places.shape[0] * SLOTS, places, low, high, target - above, 32, top, scale, SHIFT)
     return low, has_all
 
 
 @jit
-def _largest_of_lanes(logits, length, lanes, LANES: tl.constexpr):
+def _largest_of_lanes(logits, length, places, lanes):
     """Leaves each lane's largest logit in `lanes`; (the largest, the least of the lanes', whether any is NaN)."""
-    largest = tl.full([LANES // 4, 4], float("-inf"), tl.float32)
-    for start in range(0, length, LANES):
-        place = start + _places(LANES)
-        logit = tl.load(logits + place, place < length, float("-inf")).to(tl.float32)
+    largest = tl.full(places.shape, float("-inf"), tl.float32)
+    for start in range(0, length, places.shape[0] * 4):
+        logit = tl.load(logits + start + places, start + places < length, float("-inf")).to(tl.float32)
         largest = tl.maximum(largest, logit, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(lanes + _places(LANES), largest)
+    tl.store(lanes + places, largest)
     tl.debug_barrier()
-    is_broken = tl.max(tl.max((largest != largest).to(tl.int32), 1), 0) != 0
-    return tl.max(tl.max(largest, 1), 0), tl.min(tl.min(largest, 1), 0), is_broken
+    return tl.max(largest), tl.min(largest), tl.max((largest != largest).to(tl.int32)) != 0
 
 
 @jit
 def _threshold(
-    logits, length, temperature, top_k, top_p, min_p, lanes, found, LANES: tl.constexpr,
-    SLOTS: tl.constexpr, SHIFT: tl.constexpr,
-):  # fmt: skip
-    """The threshold of a row that asks for one."""
-    top, least_of_lanes, is_broken = _largest_of_lanes(logits, length, lanes, LANES)
+    logits, length, temperature, top_k, top_p, min_p, lanes, places, SLOTS: tl.constexpr, SHIFT: tl.constexpr
+):
+    """The threshold of a row that asks for one; lanes: its scratch, the lanes' largest logits and then the copies."""
+    found = lanes + places.shape[0] * 4
+    top, least_of_lanes, is_broken = _largest_of_lanes(logits, length, places, lanes)
     threshold = tl.full([], float("-inf"), tl.float32)
     if (top > float("-inf")) & (top < float("inf")) & (is_broken == 0):
         temperature = tl.maximum(temperature, 1.2e-38)
@@ -278,23 +264,21 @@ def _threshold(
             if tl.where(by_mass == 0, (top_k > 0) & (top_k < length), top_p < 1):
                 scale = tl.where(by_mass == 0, 0.0, 1.4426950408889634 / temperature)
                 target = top_k.to(tl.float64)
-                bound = tl.where(top_k <= LANES, least_of_lanes, float("-inf"))
+                bound = tl.where(top_k <= places.shape[0] * 4, least_of_lanes, float("-inf"))
                 if by_mass == 1:
-                    first = _value(low, SHIFT)
+                    cut = _value(low, SHIFT)
                     if has_all != 0:
-                        masses = _masses(
-                            found, LANES // 4 * SLOTS, first, first, first, first, top, scale, LANES
-                        )
+                        masses = _masses(found, places.shape[0] * SLOTS, places, cut, cut, cut, cut, top, scale)
                     else:
-                        masses = _masses(logits, length, first, first, first, first, top, scale, LANES)
-                    total = tl.max(tl.max(masses, 1), 0)
+                        masses = _masses(logits, length, places, cut, cut, cut, cut, top, scale)
+                    total = tl.max(masses)
                     target = top_p.to(tl.float64) * total
                     # Tokens below this bound are too light to make up the mass that top-p drops, were they all of them.
                     spare = tl.log(0.5 * (1 - top_p.to(tl.float64)) * total / length)
                     bound = (top + temperature * spare).to(tl.float32)
                 low = tl.where(has_all != 0, low, tl.maximum(low, _key(bound, SHIFT)))
                 low, has_all = _filter(
-                    logits, length, low, high, target, has_all, lanes, found, top, scale, LANES, SLOTS, SHIFT
+                    logits, length, places, low, high, target, has_all, lanes, found, top, scale, SLOTS, SHIFT
                 )
         # Rounded up, so that no logit below the exact bound of min-p passes.
         least = top + temperature * tl.log(min_p.to(tl.float64))
@@ -306,7 +290,7 @@ def _threshold(
 
 @jit
 def _filter_kernel(
-    logits, temperatures, top_ks, top_ps, min_ps, scratch, thresholds, vocab_size, row_stride, LANES: tl.constexpr,
+    logits, temperatures, top_ks, top_ps, min_ps, scratch, thresholds, vocab_size, row_stride, GROUPS: tl.constexpr,
     SLOTS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     begin()
@@ -317,9 +301,8 @@ def _filter_kernel(
     min_p = tl.load(min_ps + row)
     threshold = tl.full([], float("-inf"), tl.float32)
     if (temperature > 0) & (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1) | (min_p > 0)):
-        lanes = scratch + row * (LANES + LANES // 4 * SLOTS)
-        threshold = _threshold(
-            logits + row * row_stride, vocab_size, temperature, top_k, top_p, min_p, lanes, lanes + LANES, LANES,
-            SLOTS, SHIFT,
-        )  # fmt: skip
+        places = tl.arange(0, GROUPS)[:, None] * 4 + tl.arange(0, 4)[None, :]
+        lanes = scratch + row * (GROUPS * (4 + SLOTS))
+        logits += row * row_stride
+        threshold = _threshold(logits, vocab_size, temperature, top_k, top_p, min_p, lanes, places, SLOTS, SHIFT)
     tl.store(thresholds + row, threshold)

@@ -218,7 +218,7 @@ def _allow_kernel(
         tl.store(counts + row * num_ids + used, 0, is_here)
 
 
-@jit
+@jit(do_not_specialize=["num_edits", "num_prefix_tokens"])
 def _edit_and_count_kernel(
     out, counts, entries, lengths, tokens, num_prompt_tokens, penalties, tokens_stride, num_ids, first_id, edit_ids,
     edit_values, edit_until, edit_prefix, prefix_tokens, num_edits, num_prefix_tokens, POSITIONS: tl.constexpr,

@@ -6,7 +6,9 @@ from bisect import bisect_left
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
+import numpy as np
 import torch
 
 from nanovllm.attention.backend import AttentionShape, make_attention_backend
@@ -26,7 +28,7 @@ from nanovllm.ops.sample import sample
 from nanovllm.ops.write_tokens import write_tokens
 from nanovllm.runner.cuda_graph import CudaGraphs, graph_sizes, quarters
 from nanovllm.runner.kv_cache import MemoryUse, explained_out_of_memory, free_bytes, measure_memory, num_kvcache_blocks
-from nanovllm.runner.sequence_table import SampledRows, SamplingNeeds, SequenceTable, StepSize, Tenant, tenant_of
+from nanovllm.runner.sequence_table import SampledRows, SamplingNeeds, SequenceTable, StepRows, StepSize
 from nanovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -77,6 +79,7 @@ class ModelRunner(Runner):
         self.model_config = model_config = load_model_config(directory)
         self.max_model_len = _max_model_len(config.max_model_len, model_config.max_position)
         self.dtype = _dtype(config.dtype, model_config.dtype, self.device)
+        self._compiling: list[Thread] = []
         self.model = self.graphs = self.kv_cache = self.table = self.backend = self._logits = None
         try:
             with self._on_device(), explained_out_of_memory("the engine", self.device):
@@ -127,6 +130,11 @@ class ModelRunner(Runner):
         )
         self.backend = make_attention_backend(config.attention_backend, shape, config.kvcache_block_size)
         self.block_size = config.kvcache_block_size or self.backend.default_block_size
+        self.table = SequenceTable(
+            config.max_num_seqs, self.max_model_len, self.block_size, model_config.vocab_size,
+            config.max_num_batched_tokens, self.device, self.backend.most_shared_splits, parallel.size, self._fused,
+        )  # fmt: skip
+        self._compile_sampling()
         with explained_out_of_memory("the model", self.device):
             self.model = CausalLM(
                 model_config, self.max_model_len, self.backend, parallel, self.dtype, self.device, self._fused
@@ -137,12 +145,8 @@ class ModelRunner(Runner):
             load_weights(self.model, directory)
         self._pack_weights()
         self._groups_prefixes, self.max_num_seqs = config.prefix_grouping, config.max_num_seqs
-        self._grouped_tenants: list[Tenant] = []
+        self._grouped_tenants = np.zeros((0, 2), np.int64)
         self._is_grouped = False
-        self.table = SequenceTable(
-            config.max_num_seqs, self.max_model_len, self.block_size, model_config.vocab_size,
-            config.max_num_batched_tokens, self.device, self.backend.most_shared_splits, parallel.size, self._fused,
-        )  # fmt: skip
         # What is captured samples without asking the device for a count, as our kernels do.
         self._is_captured = (
             self._is_gpu and self._fused and self.backend.can_be_captured and not config.enforce_eager
@@ -157,6 +161,28 @@ class ModelRunner(Runner):
                 self._capture(parallel.size == 1)
             self._check_memory_left()
         return num_blocks
+
+    def _compile_sampling(self) -> None:
+        """Begins to compile the kernels of every kind of sampling, while the model is loaded.
+
+        Without a cache of kernels they take seconds, and the first request may want any of them.
+        """
+
+        @torch.inference_mode()
+        def sample_a_row(needs: SamplingNeeds) -> None:
+            with self._on_device(), torch.cuda.stream(torch.cuda.Stream(self.device)):
+                logits = torch.zeros(1, self.model_config.vocab_size, dtype=self.dtype, device=self.device)
+                self._sample_rows(logits, self.table.padding_row(), needs)
+
+        def compile_both(rules_version: int) -> None:
+            for has_filters in (True, False):
+                sample_a_row(SamplingNeeds(has_filters, rules_version))
+
+        if self._is_gpu and self._fused:
+            for rules_version in (0, self.table.rules.version):
+                thread = Thread(target=compile_both, args=(rules_version,), daemon=True)
+                thread.start()
+                self._compiling.append(thread)
 
     def _choose_sizes(self, config: Config) -> None:
         """The sizes that steps are padded to where they are captured."""
@@ -188,35 +214,31 @@ class ModelRunner(Runner):
     def launch(self, step: Step) -> StepInFlight:
         """Starts a step and returns without waiting for the device."""
         with self._on_device():
-            num_sampled = sum(chunk.samples for chunk in step.chunks)
-            size, is_captured = self._size(step, num_sampled)
-            needs = self.table.send(step, size)
+            rows = StepRows.of(step)
+            num_sampled = int(rows.samples.sum())
+            is_grouped = self._group_prefixes(step, rows)
+            size, is_captured = self._size(rows, step.num_decodes, num_sampled, is_grouped)
+            needs = self.table.send(step, rows, size)
             if is_captured:
                 tokens = self._run_captured(size, needs)
             else:
-                tenants = [tenant_of(chunk.seq) for chunk in step.chunks]
-                tokens = self._sample(*self._forward(size, tenants), needs)
+                tokens = self._sample(*self._forward(size, list(map(tuple, rows.tenants.tolist()))), needs)
             return StepInFlight(tokens[:num_sampled])
 
-    def _size(self, step: Step, num_sampled: int) -> tuple[StepSize, bool]:
+    def _size(self, rows: StepRows, num_decodes: int, num_sampled: int, is_grouped: bool) -> tuple[StepSize, bool]:
         """How large the step is to be, and whether it is one of those that are captured."""
-        num_rows, num_decodes = len(step.chunks), step.num_decodes
-        is_grouped = self._group_prefixes(step)
-        num_new = [chunk.num_new_tokens for chunk in step.chunks]
+        num_rows, num_tokens = len(rows.entries), int(rows.num_new_tokens.sum())
+        num_tiles = int((-(-rows.num_new_tokens[num_decodes:] // QUERY_TILE)).sum())
         if self.graphs is not None and num_decodes == num_rows:
             return self._decode_size(self._decode_sizes[bisect_left(self._decode_sizes, num_rows)], is_grouped), True
-        num_tokens, num_tiles = sum(num_new), sum(-(-n // QUERY_TILE) for n in num_new[num_decodes:])
-        if self.graphs is not None and num_tokens <= max(self._token_sizes, default=0) and num_tiles <= self._most_tiles:
+        is_captured = self.graphs is not None and num_tokens <= max(self._token_sizes, default=0)
+        if is_captured and num_tiles <= self._most_tiles:
             num_tokens = self._token_sizes[bisect_left(self._token_sizes, num_tokens)]
-            num_rows = min(self._most_rows, num_tokens)
-            num_sampled = self._sampled_sizes[bisect_left(self._sampled_sizes, num_sampled)]
-            return StepSize(
-                num_rows, num_tokens, self._padded_sampled(num_sampled), self._most_tiles, num_rows, num_tokens,
-                is_grouped,
-            ), True  # fmt: skip
-        return StepSize(
-            num_rows, num_tokens, self._padded_sampled(num_sampled), num_tiles, num_decodes, max(num_new), is_grouped
-        ), False
+            num_rows, num_tiles = min(self._most_rows, num_tokens), self._most_tiles
+            num_sampled = self._padded_sampled(self._sampled_sizes[bisect_left(self._sampled_sizes, num_sampled)])
+            return StepSize(num_rows, num_tokens, num_sampled, num_tiles, num_rows, num_tokens, is_grouped), True
+        num_sampled, longest = self._padded_sampled(num_sampled), int(rows.num_new_tokens.max())
+        return StepSize(num_rows, num_tokens, num_sampled, num_tiles, num_decodes, longest, is_grouped), False
 
     def _decode_size(self, num_rows: int, is_grouped: bool) -> StepSize:
         return StepSize(num_rows, num_rows, self._padded_sampled(num_rows), 0, num_rows, 1, is_grouped)
@@ -238,7 +260,9 @@ class ModelRunner(Runner):
         sampling = ("sample", size, needs)
         return run(sampling, lambda: self._sample(*rows, needs), ("sample", size.num_sampled % 16, needs))
 
-    def _forward(self, size: StepSize, tenants: list[Tenant] | None = None) -> tuple[torch.Tensor, SampledRows]:
+    def _forward(
+        self, size: StepSize, tenants: list[tuple[int, int]] | None = None
+    ) -> tuple[torch.Tensor, SampledRows]:
         """Embeds, runs the layers, and projects the rows that sample.
 
         Returns:
@@ -251,36 +275,35 @@ class ModelRunner(Runner):
         return self.model.compute_logits(hidden_states, self._logits), batch.sampled
 
     def _sample(self, logits: torch.Tensor, rows: SampledRows, needs: SamplingNeeds) -> torch.Tensor:
-        """Samples: logits processors, then temperature, filters and noise; int64 [num_sampled], see StepOutput.
-
-        Each rank samples its part of the rows, and all of them get all tokens.
-        """
+        """What the step samples, int64 [num_sampled], see StepOutput. Each rank samples its part of the rows."""
         first = self._parallel.rank * len(logits)
         ours = SampledRows(*(value[first : first + len(logits)] for value in rows))
-        if needs.rules_version:
-            logits = process_logits(logits, ours.entries, ours.lengths, self.table.tokens, self.table.rules.tensors)
-        thresholds = None
-        if needs.has_filters:
-            thresholds = filter_thresholds(logits, ours.temperatures, ours.top_ks, ours.top_ps, ours.min_ps)
-        tokens = sample(logits, ours.temperatures, ours.seeds, ours.lengths, thresholds)
-        tokens = self._parallel.all_gather(tokens)
+        tokens = self._parallel.all_gather(self._sample_rows(logits, ours, needs))
         write_tokens(self.table.tokens, rows.entries, rows.lengths, tokens, self._fused)
         return tokens
 
-    def _group_prefixes(self, step: Step) -> bool:
+    def _sample_rows(self, logits: torch.Tensor, rows: SampledRows, needs: SamplingNeeds) -> torch.Tensor:
+        """Logits processors, then temperature, filters and noise: logits [num_rows, vocab_size] -> int64 [num_rows]."""
+        if needs.rules_version:
+            logits = process_logits(logits, rows.entries, rows.lengths, self.table.tokens, self.table.rules.tensors)
+        thresholds = None
+        if needs.has_filters:
+            thresholds = filter_thresholds(logits, rows.temperatures, rows.top_ks, rows.top_ps, rows.min_ps)
+        return sample(logits, rows.temperatures, rows.seeds, rows.lengths, thresholds)
+
+    def _group_prefixes(self, step: Step, rows: StepRows) -> bool:
         """Whether the step's decodes share keys that are read once for all of them; the table then knows which."""
-        decodes = [chunk.seq for chunk in step.chunks[: step.num_decodes]]
+        decodes = slice(step.num_decodes)
         # Without a hit nobody shares anything.
-        if not self._groups_prefixes or not any(seq.num_cached_tokens for seq in decodes):
+        if not self._groups_prefixes or not rows.num_cached[decodes].any():
             return False
-        tenants = [tenant_of(seq) for seq in decodes]
-        if tenants != self._grouped_tenants:
-            groups = self.backend.shared_prefixes(
-                [seq.block_table for seq in decodes], [seq.num_computed_tokens for seq in decodes], self.block_size
-            )
+        # What was found for some rows holds while they go on decoding.
+        if not np.array_equal(rows.tenants[decodes], self._grouped_tenants):
+            tables = [chunk.seq.block_table for chunk in step.chunks[decodes]]
+            groups = self.backend.shared_prefixes(tables, rows.keys[decodes].tolist(), self.block_size)
             if groups is not None:
                 self.table.send_shared_prefixes(groups)
-            self._grouped_tenants, self._is_grouped = tenants, groups is not None
+            self._grouped_tenants, self._is_grouped = rows.tenants[decodes], groups is not None
         return self._is_grouped
 
     def _on_device(self):
@@ -327,6 +350,8 @@ class ModelRunner(Runner):
 
         All sample with penalties and a top-p, which takes most memory.
         """
+        for thread in self._compiling:
+            thread.join()
         params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)
         chunks = []
         for entry, num_new_tokens in enumerate(sizes):

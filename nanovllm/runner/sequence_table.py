@@ -22,8 +22,39 @@ from nanovllm.ops.sample import COLDEST
 from nanovllm.ops.upload import upload
 from nanovllm.runner.token_rules import TokenRulesTable
 
-# One admission of one request, so one tenant of an entry: its id, and how often it was preempted before.
-Tenant = tuple[int, int]
+
+class StepRows(NamedTuple):
+    """A step's chunks as columns, int64 [num_rows] each: all that the host says of it, gathered in one pass.
+
+    tenants: [num_rows, 2], what names one admission of one request: its id, and how often it was preempted before.
+    entries: its place in the table.
+    num_new_tokens, keys: tokens to compute, and keys once they are.
+    samples: 1 for rows that sample.
+    num_blocks: in the row's block table.
+    num_cached: prompt tokens that the prefix cache served.
+    """
+
+    tenants: np.ndarray
+    entries: np.ndarray
+    num_new_tokens: np.ndarray
+    keys: np.ndarray
+    samples: np.ndarray
+    num_blocks: np.ndarray
+    num_cached: np.ndarray
+
+    @classmethod
+    def of(cls, step: Step) -> "StepRows":
+        """The rows of a step that was just scheduled."""
+        numbers = (
+            number
+            for seq, num_new, samples in step.chunks
+            for number in (
+                seq.seq_id, seq.num_preemptions, seq.entry, num_new, seq.num_computed_tokens, samples,
+                len(seq.block_table), seq.num_cached_tokens,
+            )
+        )  # fmt: skip
+        columns = np.fromiter(numbers, np.int64, 8 * len(step.chunks)).reshape(-1, 8).T
+        return cls(columns[:2].T, *columns[2:])
 
 
 class StepSize(NamedTuple):
@@ -135,9 +166,8 @@ class SequenceTable:
             members=zeros(torch.int32, most_shared_splits),
             num_shared=zeros(torch.int32, max_num_seqs),
         )
-        # What the device has, by entry.
-        self._tenants: dict[int, Tenant] = {}
-        self._last_tenants: list[Tenant] = []  # of the last step's rows
+        # What the device has, by entry: whose it is, and how much of the block table.
+        self._tenants = np.full((num_entries, 2), -1, np.int64)
         self._num_blocks = np.zeros(num_entries, np.int64)
         self._has_filters = np.zeros(num_entries, bool)
         self._ruled_until = np.zeros(num_entries, np.int64)
@@ -149,24 +179,20 @@ class SequenceTable:
 
     # From the host to the device
 
-    def send(self, step: Step, size: StepSize) -> SamplingNeeds:
+    def send(self, step: Step, rows: StepRows, size: StepSize) -> SamplingNeeds:
         """Brings entries up to date with the host's sequences, and puts the step's rows into place."""
-        sequences = [chunk.seq for chunk in step.chunks]
-        num_seqs = len(sequences)
-        entries = np.fromiter((seq.entry for seq in sequences), np.int64, num_seqs)
-        tenants = [tenant_of(seq) for seq in sequences]
-        if tenants != self._last_tenants:
-            self._last_tenants = []  # until all of it is sent
-            known = self._tenants
-            self._admit([seq for seq, tenant in zip(sequences, tenants, strict=True) if known.get(seq.entry) != tenant])
-        self._send_blocks(sequences, entries)
-        self._last_tenants = tenants
-        num_new = np.fromiter((chunk.num_new_tokens for chunk in step.chunks), np.int64, num_seqs)
-        keys = np.fromiter((seq.num_computed_tokens for seq in sequences), np.int64, num_seqs)
-        samples = np.fromiter((chunk.samples for chunk in step.chunks), bool, num_seqs)
-        self._send_rows(size, entries, num_new, keys, np.flatnonzero(samples), step.num_decodes)
-        sampling = entries[samples]
-        is_ruled = bool((keys[samples] < self._ruled_until[sampling]).any())
+        is_new = (self._tenants[rows.entries] != rows.tenants).any(1)
+        if is_new.any():
+            self._admit([step.chunks[row].seq for row in np.flatnonzero(is_new)], rows.entries[is_new])
+            self._tenants[rows.entries[is_new]] = rows.tenants[is_new]
+        has_grown = np.flatnonzero(self._num_blocks[rows.entries] != rows.num_blocks)
+        if len(has_grown):
+            self._send_blocks([step.chunks[row].seq for row in has_grown], rows.entries[has_grown])
+            self._num_blocks[rows.entries] = rows.num_blocks
+        self._send_rows(rows, size, step.num_decodes)
+        samples = rows.samples > 0
+        sampling = rows.entries[samples]
+        is_ruled = bool((rows.keys[samples] < self._ruled_until[sampling]).any())
         return SamplingNeeds(bool(self._has_filters[sampling].any()), self.rules.version if is_ruled else 0)
 
     def send_shared_prefixes(self, groups: PrefixGroups) -> None:
@@ -176,33 +202,31 @@ class SequenceTable:
         for place, new in zip(self._shared, upload(arrays, self._device), strict=True):
             place[: len(new)].copy_(new)
 
-    def _send_rows(self, size, entries, num_new, keys, sampled, num_decodes) -> None:
-        num_seqs, ends = len(entries), np.cumsum(num_new)
+    def _send_rows(self, rows: StepRows, size: StepSize, num_decodes: int) -> None:
+        num_rows, ends, sampled = len(rows.entries), np.cumsum(rows.num_new_tokens), np.flatnonzero(rows.samples)
         lines = np.zeros((1 + max(size.num_rows + 1, size.num_sampled), 4), np.int32)
         lines[0, 0] = num_decodes
-        rows = lines[1:]
-        rows[:num_seqs, 0], rows[num_seqs:, 0] = entries, self._padding_entry
-        rows[:num_seqs, 1] = keys
-        rows[:num_seqs, 2], rows[num_seqs:, 2] = ends - num_new, ends[-1]
-        rows[: len(sampled), 3], rows[len(sampled) :, 3] = sampled, size.num_rows
+        entry, keys, first_token, samples = lines[1:].T
+        entry[:num_rows], entry[num_rows:] = rows.entries, self._padding_entry
+        keys[:num_rows] = rows.keys
+        first_token[:num_rows], first_token[num_rows:] = ends - rows.num_new_tokens, ends[-1]
+        samples[: len(sampled)], samples[len(sampled) :] = sampled, size.num_rows
         upload([lines], self._device, into=self._lines)
         if size.num_tiles:
             tiles = np.zeros((size.num_tiles, 4), np.int32)
-            real = query_tiles(num_new, keys, num_decodes)
+            real = query_tiles(rows.num_new_tokens, rows.keys, num_decodes)
             tiles[: len(real)] = real
             upload([tiles], self._device, into=self._tiles)
 
-    def _admit(self, sequences: list[Sequence]) -> None:
+    def _admit(self, sequences: list[Sequence], entries: np.ndarray) -> None:
         """Sends all that the host knows of sequences that are new in their entries, but for their blocks."""
-        if not sequences:
-            return
-        entries = np.array([seq.entry for seq in sequences], np.int64)
         params = [seq.sampling_params for seq in sequences]
         temperatures = np.array([_temperature(p.temperature) for p in params], np.float32)
         top_ks = np.array([p.top_k if p.top_k < self._vocab_size else 0 for p in params], np.int32)
         top_ps, min_ps = (np.array([getattr(p, name) for p in params], np.float32) for name in ("top_p", "min_p"))
         self._has_filters[entries] = (temperatures > 0) & ((top_ks > 0) | (top_ps < 1) | (min_ps > 0))
         self._ruled_until[entries] = self.rules.admit(sequences, entries)
+        self._num_blocks[entries] = 0
         lengths = np.array([len(seq.token_ids) for seq in sequences])
         first = np.repeat(entries * self.tokens.shape[1] - (np.cumsum(lengths) - lengths), lengths)
         places, token_ids, on_device, settings, seeds = upload(
@@ -218,27 +242,21 @@ class SequenceTable:
         self.tokens.view(-1).index_copy_(0, places, token_ids)
         self._table.settings.index_copy_(1, on_device, settings)
         self._table.seeds.index_copy_(0, on_device, seeds)
-        self._num_blocks[entries] = 0
-        self._tenants.update((seq.entry, tenant_of(seq)) for seq in sequences)
 
     def _send_blocks(self, sequences: list[Sequence], entries: np.ndarray) -> None:
         """Sends the blocks that sequences got since the device last heard of them."""
-        num_blocks = np.fromiter((len(seq.block_table) for seq in sequences), np.int64, len(sequences))
-        num_known, width = self._num_blocks[entries], self._table.block_tables.shape[1]
+        width = self._table.block_tables.shape[1]
         places: list[int] = []
         blocks: list[int] = []
-        for row in np.flatnonzero(num_blocks != num_known).tolist():
-            table, known, first = sequences[row].block_table, int(num_known[row]), int(entries[row]) * width
-            places += range(first + known, first + len(table))
-            blocks += table[known:]
-        if places:
-            on_device, new = upload([np.array(places, np.int64), np.array(blocks, np.int32)], self._device)
-            self._table.block_tables.view(-1).index_copy_(0, on_device, new)
-            self._num_blocks[entries] = num_blocks
+        for seq, entry, num_known in zip(sequences, entries.tolist(), self._num_blocks[entries].tolist(), strict=True):
+            places += range(entry * width + num_known, entry * width + len(seq.block_table))
+            blocks += seq.block_table[num_known:]
+        on_device, new = upload([np.array(places, np.int64), np.array(blocks, np.int32)], self._device)
+        self._table.block_tables.view(-1).index_copy_(0, on_device, new)
 
     # On the device
 
-    def batch(self, size: StepSize, tenants: list[Tenant] | None = None) -> Batch:
+    def batch(self, size: StepSize, tenants: list[tuple[int, int]] | None = None) -> Batch:
         """The Batch of the step whose rows are in place; nothing is asked of the host.
 
         tenants: for AttentionMetadata.
@@ -273,6 +291,12 @@ class SequenceTable:
         )
         return Batch(made.token_ids, made.positions, metadata, made.sampled_tokens, sampled)
 
+    def padding_row(self) -> SampledRows:
+        """A sampled row of padding, whose token nobody reads."""
+        zero = torch.zeros(1, dtype=torch.int64, device=self._device)
+        none, one = zero.float(), zero.float() + 1
+        return SampledRows(zero + self._padding_entry, zero, zero, one, zero.int(), one, none)
+
     @contextmanager
     def parked(self) -> Iterator[None]:
         """While this lasts, every row, tile and sampled row is padding and no keys are shared, so that a step may be
@@ -287,10 +311,6 @@ class SequenceTable:
         finally:
             for place, values in zip(places, saved, strict=True):
                 place.copy_(values)
-
-
-def tenant_of(seq: Sequence) -> Tenant:
-    return seq.seq_id, seq.num_preemptions
 
 
 def _temperature(temperature: float) -> float:

@@ -1,7 +1,7 @@
 """The penalties, biases and bans of the running sequences, by entry of the SequenceTable.
 
-Most jobs have none, so the tensors are made when the first sequence brings some, and made wider when one brings more
-than fits. `version` names the tensors at hand: a captured step that reads them holds for one version.
+The tensors are made wider when a sequence brings more than fits. `version` names the tensors at hand: a captured step
+that reads them holds for one version.
 """
 
 import numpy as np
@@ -12,20 +12,21 @@ from nanovllm.ops.process_logits import ALWAYS, Edits, TokenRules, edits_of, pac
 from nanovllm.ops.upload import upload
 
 _NO_PENALTIES = (1.0, 0.0, 0.0)
+_NARROWEST = 8  # numbers that a row of edits, or of their prefixes, has room for at first
 
 
 class TokenRulesTable:
     """TokenRules for `num_entries` entries, the last of which is padding and stays without rules.
 
-    tensors: the rules; None before any sequence has some.
-    version: 0 then, and one more whenever the tensors are made anew.
+    tensors: the rules.
+    version: 1, and one more whenever the tensors are made anew.
     """
 
     def __init__(self, num_entries: int, vocab_size: int, device: torch.device):
         self._num_entries, self._vocab_size, self._device = num_entries, vocab_size, device
         self._is_ruled = np.zeros(num_entries, bool)
-        self.tensors: TokenRules | None = None
-        self.version = 0
+        self.tensors = self._empty(_NARROWEST, _NARROWEST)
+        self.version = 1
 
     def admit(self, sequences: list[Sequence], entries: np.ndarray) -> np.ndarray:
         """Takes the rules of sequences that are new in their entries.
@@ -72,19 +73,22 @@ class TokenRulesTable:
     def _wide_enough(self, num_edits: int, num_prefix_tokens: int) -> TokenRules:
         """The tensors, made wider if one sequence's edits would not fit."""
         old = self.tensors
-        if old is not None:
-            if num_edits <= old.edit_ids.shape[1] and num_prefix_tokens <= old.prefix_tokens.shape[1]:
-                return old
-            num_edits = max(num_edits, old.edit_ids.shape[1])
-            num_prefix_tokens = max(num_prefix_tokens, old.prefix_tokens.shape[1])
-        # A power of two, so that they are seldom made again.
-        num_edits, num_prefix_tokens = (1 << max(3, (n - 1).bit_length()) for n in (num_edits, num_prefix_tokens))
+        wanted = max(num_edits, old.edit_ids.shape[1]), max(num_prefix_tokens, old.prefix_tokens.shape[1])
+        if wanted != (old.edit_ids.shape[1], old.prefix_tokens.shape[1]):
+            # Powers of two, so that it seldom happens.
+            self.tensors = self._empty(*(1 << (width - 1).bit_length() for width in wanted))
+            self.version += 1
+            for wide, narrow in zip(vars(self.tensors).values(), vars(old).values(), strict=True):
+                (wide[:, : narrow.shape[1]] if narrow.ndim > 1 else wide).copy_(narrow)
+        return self.tensors
+
+    def _empty(self, num_edits: int, num_prefix_tokens: int) -> TokenRules:
+        """Tensors of entries without rules."""
 
         def full(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.full((self._num_entries, *shape), value, dtype=dtype, device=self._device)
 
-        self.version += 1
-        self.tensors = new = TokenRules(
+        return TokenRules(
             num_prompt_tokens=full(0, torch.int32),
             penalties=torch.tensor(_NO_PENALTIES, device=self._device).repeat(self._num_entries, 1),
             allowed=full(-1, torch.int32, -(-self._vocab_size // 32)),
@@ -94,10 +98,6 @@ class TokenRulesTable:
             edit_prefix=full(0, torch.int32, num_edits, 2),
             prefix_tokens=full(0, torch.int32, num_prefix_tokens),
         )
-        if old is not None:
-            for wide, narrow in zip(vars(new).values(), vars(old).values(), strict=True):
-                (wide[:, : narrow.shape[1]] if narrow.ndim > 1 else wide).copy_(narrow)
-        return new
 
 
 def _edits(seq: Sequence) -> Edits:

@@ -95,7 +95,7 @@ def test_a_bad_row_says_why_and_spares_its_neighbours(llm, kind):
     with pytest.MonkeyPatch.context() as patch:
         launched = []
         launch = llm.engine.runner.launch
-        patch.setattr(llm.engine.runner, "launch", lambda work: launched.append(len(work)) or launch(work))
+        patch.setattr(llm.engine.runner, "launch", lambda step: launched.append(len(step.chunks)) or launch(step))
         first, bad, second = llm.generate(["One", row, "Two"], [GREEDY, GREEDY, params], use_tqdm=False)
     assert [first.token_ids, second.token_ids] == [output.token_ids for output in good]
     assert [first.error, second.error, max(launched)] == [None, None, 2]

@@ -48,7 +48,7 @@ POINTS = {
     "model": (ModelRunner, "step"),
     "wait": (StepResult, "wait"),
     "commit": (Scheduler, "commit"),
-    "stop string": (nanovllm.llm._StopStrings, "__call__"),
+    "stop string": (StopStrings, "__call__"),
     "step": (LLMEngine, "step"),
     "progress": (nanovllm.llm._Progress, "add_finished"),
     "decode": (PreTrainedTokenizerBase, "batch_decode"),
@@ -198,7 +198,7 @@ def test_a_device_that_stays_broken_reports_its_first_error(llm, expected, at):
 
 
 PACKAGE = str(Path(nanovllm.llm.__file__).parent)
-FILES = tuple(f"{PACKAGE}/{name}" for name in ("llm.py", "engine/llm_engine.py"))
+FILES = tuple(f"{PACKAGE}/{name}" for name in ("llm.py", "text.py", "engine/llm_engine.py"))
 
 
 def run_traced(function, on_line) -> None:

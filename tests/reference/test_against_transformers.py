@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from batch_factory import make_batch
 from model_factory import edit_config, make_model, one_thread, random_model_options, save_model  # noqa: F401
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.runner.batch import build_batch
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Chunk
 
 NUM_CONFIGS = 220
 # Where two logits are closer than this, float32 does not say which is larger.
@@ -145,13 +146,13 @@ def teacher_forced_logits(llm: LLM, token_ids: list[int], chunks: list[int]) -> 
     runner = llm.engine.runner
     seq = Sequence(0, token_ids, SamplingParams(temperature=0), len(token_ids) + 1)
     seq.block_table = list(range(-(-len(token_ids) // runner.block_size)))[::-1]
-    seq.slot = 0
+    seq.entry = 0
     logits = []
     for num_new in chunks:
         seq.num_computed_tokens += num_new
-        batch = build_batch([(seq, num_new, False)], runner.block_size, runner.device)
-        batch.context.plan = runner.backend.plan(batch.context)
-        hidden_states = runner.model(batch.token_ids, batch.positions, runner.kv_cache, batch.context)
+        batch = make_batch([Chunk(seq, num_new, False)], runner.block_size)
+        batch.metadata.plan = runner.backend.plan(batch.metadata)
+        hidden_states = runner.model(batch.token_ids, batch.positions, runner.kv_cache, batch.metadata)
         logits.append(runner.model.compute_logits(hidden_states))
     return torch.cat(logits)
 

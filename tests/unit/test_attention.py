@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from batch_factory import make_batch
 from model_factory import one_thread  # noqa: F401
 
 from nanovllm.attention.backend import AttentionBackend, AttentionShape, make_attention_backend
-from nanovllm.attention.metadata import QUERY_TILE, AttentionMetadata, query_tiles
+from nanovllm.attention.metadata import AttentionMetadata, query_tiles
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import Chunk, Step
-from nanovllm.runner.sequence_table import SequenceTable, StepSize
+from nanovllm.engine.step import Chunk
 from nanovllm.sampling_params import SamplingParams
 
 # `triton` runs in Triton's interpreter here (see conftest.py).
@@ -418,7 +418,8 @@ class Steps:
         seq.blocks = []
 
     def move(self, seq: Running) -> None:
-        """Its keys move to other blocks: a place in a kept copy belongs to a tenant, whatever its blocks."""
+        """It comes back from preemption to other blocks that hold the same keys, as another tenant."""
+        seq.num_preemptions += 1
         old = Running(0, seq.queries, seq.keys, seq.values, seq.blocks)
         seq.blocks = [self.free_blocks.pop(0) for _ in old.blocks]
         for cache in (self.cache, self.exact_cache):
@@ -542,7 +543,7 @@ def test_a_finished_sequence_is_read_on_only_while_most_others_run():
 
 @pytest.mark.parametrize(
     "change",
-    ["it waits", "it moves", "it skips a key", "its blocks are used again", "a new one decodes", "a mixed step"],
+    ["it waits", "it was preempted", "it skips a key", "its blocks are used again", "a new one decodes", "a mixed step"],
 )
 def test_kept_keys_know_their_sequence(change):
     """The same number of sequences, of the same lengths, need not be the same sequences."""
@@ -552,8 +553,9 @@ def test_kept_keys_know_their_sequence(change):
     keeps = True
     if change == "it waits":
         assert steps.decode(seqs[1:])
-    elif change == "it moves":
+    elif change == "it was preempted":
         steps.move(seqs[0])
+        keeps = False
     elif change == "it skips a key":
         steps.skip(seqs[0], 1)
         keeps = False
@@ -601,12 +603,7 @@ def test_the_table_describes_the_step_that_the_formula_means():
         seq.num_computed_tokens = cached + num_new
         seq.entry = (3 * row) % len(MIXED)
         chunks.append(Chunk(seq, num_new, False))
-    step, num_new = Step.of(chunks), [new for _, new in MIXED]
-    num_tiles = sum(-(-new // QUERY_TILE) for new in num_new[step.num_decodes :])
-    size = StepSize(len(chunks), sum(num_new), 0, num_tiles, step.num_decodes, max(num_new), False)
-    table = SequenceTable(len(MIXED), 100, 4, 61, 256, torch.device("cpu"))
-    table.send(step, size)
-    batch = table.batch(size, tenants=[(row, 0) for row in range(len(MIXED))])
+    batch = make_batch(chunks, 4, 100)
     for name, expected in vars(case.metadata).items():
         actual = getattr(batch.metadata, name)
         if name == "block_tables":

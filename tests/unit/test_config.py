@@ -1,6 +1,7 @@
 """Config: what is accepted and what it becomes. What is refused stands in test_bad_input.py."""
 
 import dataclasses
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+import nanovllm
 from nanovllm import LLM, SamplingParams
-from nanovllm.config import Config
+from nanovllm.config import MEANT_OPTIONS, Config
 from nanovllm.demo import MODEL_DIRECTORY
 
 
@@ -62,8 +64,45 @@ def test_the_defaults_are_the_documented_ones():
     ids=str,
 )
 def test_the_ends_of_every_range_belong_to_it(values):
-    config = Config.from_options("m", **values)
+    config = Config("m", **values)
     assert {name: getattr(config, name) for name in values} == values
+
+
+@pytest.mark.parametrize(
+    ("names", "dtype"),
+    [
+        (("float32", "float", "fp32", "torch.float32", torch.float32, torch.float), "float32"),
+        (("float16", "half", "fp16", "torch.half", torch.float16, torch.half), "float16"),
+        (("bfloat16", "bf16", "torch.bfloat16", torch.bfloat16), "bfloat16"),
+    ],
+)
+def test_a_dtype_has_the_names_that_people_give_it(names, dtype):
+    """"half" and "bf16", which vLLM and transformers' scripts say, were refused."""
+    assert {Config("m", dtype=name).dtype for name in names} == {dtype}
+
+
+def test_the_options_of_llm_are_those_of_config_with_types_and_defaults():
+    """They were `**options`: no completion, no help(), and nothing that a type checker could check."""
+    ours = dict(inspect.signature(LLM).parameters)
+    theirs = inspect.signature(Config).parameters
+    assert list(ours) == list(theirs) == [field.name for field in dataclasses.fields(Config)]
+    for name, parameter in ours.items():
+        assert parameter.default == theirs[name].default, name
+        assert parameter.kind is (parameter.POSITIONAL_OR_KEYWORD if name == "model" else parameter.KEYWORD_ONLY)
+    # These three take more than what Config holds in the end.
+    for name in set(ours) - {"model", "dtype", "device"}:
+        assert ours[name].annotation == theirs[name].annotation, name
+    assert all(parameter.annotation is not parameter.empty for parameter in ours.values())
+
+
+def test_what_unknown_options_are_told_are_options_that_exist():
+    names = {field.name for field in dataclasses.fields(Config)}
+    assert not names & set(MEANT_OPTIONS), "a name of ours is in no need of a hint"
+    assert all(ours in names or " " in ours for ours in MEANT_OPTIONS.values())
+
+
+def test_config_is_public():
+    assert nanovllm.Config is Config and "Config" in nanovllm.__all__
 
 
 def test_torch_values_and_paths_may_stand_for_their_names():

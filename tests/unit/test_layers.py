@@ -12,27 +12,30 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from batch_factory import make_batch
 from model_factory import make_model, one_thread, save_model  # noqa: F401
 
-from nanovllm.runner.batch import build_batch
-from nanovllm.engine.sequence import Sequence
+import nanovllm
 from nanovllm.attention.torch_backend import TorchAttention
-from nanovllm.layers.activation import SiluAndMul
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Chunk
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
+    PartialSum,
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
 )
+from nanovllm.layers.norm import QKNorm, RMSNorm
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
-from nanovllm.models.decoder import CausalLM
 from nanovllm.models.config import load_model_config
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.ops.collectives import SAMPLING_GROUP, Parallel
+from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import load_weights
+from nanovllm.ops.collectives import Parallel
+from nanovllm.ops.silu_and_mul import silu_and_mul
+from nanovllm.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 FP32 = {"dtype": torch.float32, "device": CPU}
@@ -87,7 +90,8 @@ def test_rmsnorm_leaves_its_input_alone(dtype):
     x, residual = torch.randn(2, 6, 32).to(dtype).unbind()
     copies = x.clone(), residual.clone()
     norm(x)
-    norm.add(x, residual)
+    norm.reduce_add(PartialSum(x), residual)
+    norm.reduce_add(PartialSum(x), None)
     exactly(x, copies[0])
     exactly(residual, copies[1])
 
@@ -96,10 +100,38 @@ def test_rmsnorm_leaves_its_input_alone(dtype):
 def test_the_residual_form_returns_the_norm_of_the_sum_and_the_sum(dtype):
     norm = make_norm(32, dtype)
     x, residual = torch.randn(2, 6, 32).to(dtype).unbind()
-    normed, total = norm.add(x, residual)
+    normed, total = norm.reduce_add(PartialSum(x), residual)
     exactly(total, x + residual)
     exactly(normed, norm(x + residual))
     assert normed.data_ptr() != total.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_a_residual_the_sum_is_its_own(dtype):
+    """The embedding, which begins the residual."""
+    norm, x = make_norm(32, dtype), torch.randn(6, 32).to(dtype)
+    normed, total = norm.reduce_add(PartialSum(x), None)
+    exactly(total, x)
+    exactly(normed, norm(x))
+    assert normed.data_ptr() != total.data_ptr()
+
+
+def test_the_residual_form_sums_the_parts_of_all_ranks_before_it_norms():
+    """A norm of a part is no part of the norm."""
+
+    class Two(Parallel):
+        def all_reduce(self, tensor):
+            return tensor + 100 * torch.arange(32.0)
+
+    norm = RMSNorm(32, 1e-6, **FP32, parallel=Two(0, 2))
+    norm.weight.normal_(1, 0.3)
+    x, residual = torch.randn(2, 6, 32).unbind()
+    for of_call in (residual, None):
+        normed, total = norm.reduce_add(PartialSum(x), of_call)
+        expected = x + 100 * torch.arange(32.0)
+        expected = expected if of_call is None else expected + residual
+        exactly(total, expected)
+        exactly(normed, norm(expected))
 
 
 def test_rmsnorm_works_on_views_of_heads():
@@ -107,6 +139,22 @@ def test_rmsnorm_works_on_views_of_heads():
     norm = make_norm(16, torch.float32)
     q = torch.randn(5, 8, 16)[:, 2:5]
     exactly(norm(q), norm(q.contiguous()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_head_is_normed_by_itself_with_the_weight_of_its_kind(dtype):
+    """As one RMSNorm for the queries and one for the keys would do it; the loader fills one row per head."""
+    qk_norm, q_norm, k_norm = QKNorm(6, 2, 16, 1e-6, dtype, CPU), make_norm(16, dtype), make_norm(16, dtype)
+    for key, shard in qk_norm.shards("weight").items():
+        assert shard.shape == (16,)
+        shard.target.copy_({"q_norm": q_norm, "k_norm": k_norm}[key].weight)
+    qk = torch.randn(5, 10, 16).to(dtype)[:, 1:9]
+    copy = qk.clone()
+    normed = qk_norm(qk)
+    tolerance = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
+    torch.testing.assert_close(normed[:, :6], q_norm(qk[:, :6]), rtol=tolerance, atol=1e-6)
+    torch.testing.assert_close(normed[:, 6:], k_norm(qk[:, 6:]), rtol=tolerance, atol=1e-6)
+    exactly(qk, copy)
 
 
 # Rotary embedding and activation
@@ -160,7 +208,7 @@ def test_rotation_keeps_lengths_and_relative_positions():
 def test_silu_and_mul_gates_with_the_first_half():
     """Gate and up projections are merged in this order; swapped halves still look plausible."""
     gate, up = torch.randn(2, 9, 24).unbind()
-    closely(SiluAndMul()(torch.cat((gate, up), -1)), gate / (1 + (-gate).exp()) * up)
+    closely(silu_and_mul(torch.cat((gate, up), -1)), gate / (1 + (-gate).exp()) * up)
 
 
 # Shards. A rank whose collectives do nothing shows its own part, which the tests put together.
@@ -171,7 +219,7 @@ class LonelyRank(Parallel):
     def all_reduce(self, tensor):
         return tensor
 
-    def all_gather(self, tensor, dim=-1):
+    def all_gather(self, tensor):
         return tensor
 
 
@@ -265,8 +313,9 @@ def test_row_parallel_outputs_add_up_and_the_bias_counts_once(size, bias):
     whole = {"weight": torch.randn(6, 12), "bias": torch.randn(6)}
     x = torch.randn(3, 12)
     layers = [load(RowParallelLinear(12, 6, bias, rank, **FP32), whole) for rank in ranks(size)]
-    parts = [layer(part) for layer, part in zip(layers, x.chunk(size, -1), strict=True)]
-    closely(sum(parts), F.linear(x, whole["weight"], whole["bias"] if bias else None))
+    sums = [layer(part) for layer, part in zip(layers, x.chunk(size, -1), strict=True)]
+    assert all(isinstance(partial, PartialSum) for partial in sums), "it still lacks the other ranks' parts"
+    closely(sum(partial.part for partial in sums), F.linear(x, whole["weight"], whole["bias"] if bias else None))
 
 
 @SIZES
@@ -278,7 +327,7 @@ def test_a_vocabulary_of_any_size_is_divided(size, vocab_size):
     embedded = [load(VocabParallelEmbedding(vocab_size, 10, rank, **FP32), whole)(token_ids) for rank in ranks(size)]
     hidden_states = torch.randn(3, 10)
     # The loader leaves padding rows alone, so NaN stays in them: they must not reach anybody.
-    exactly(sum(embedded), F.embedding(token_ids, whole["weight"]))
+    exactly(sum(partial.part for partial in embedded), F.embedding(token_ids, whole["weight"]))
     heads = [load(ParallelLMHead(vocab_size, 10, rank, **FP32), whole) for rank in ranks(size)]
     logits = torch.cat([F.linear(hidden_states, head.weight) for head in heads], -1)[:, :vocab_size]
     closely(logits, F.linear(hidden_states, whole["weight"]))
@@ -287,7 +336,7 @@ def test_a_vocabulary_of_any_size_is_divided(size, vocab_size):
 def test_padding_rows_of_the_vocabulary_start_as_zeros():
     """Uninitialised memory may hold NaN, which no mask stops in a product."""
     head = ParallelLMHead(5, 4, LonelyRank(3, 4), **FP32)
-    assert head.num_rows == 0 and torch.equal(head.weight, torch.zeros(SAMPLING_GROUP, 4))
+    assert head.num_rows == 0 and torch.equal(head.weight, torch.zeros(16, 4))
 
 
 @pytest.mark.parametrize(
@@ -332,22 +381,29 @@ class ThreadRank(Parallel):
     def all_reduce(self, tensor):
         return tensor.copy_(sum(self._meet(tensor)))
 
-    def all_gather(self, tensor, dim=-1):
-        return torch.cat(self._meet(tensor), dim)
+    def all_gather(self, tensor):
+        return torch.cat(self._meet(tensor), 0)
+
+    def rows_of_columns(self, tensor, out=None):
+        rows = torch.cat(self._meet(tensor), 1).chunk(self.size)[self.rank]
+        return rows if out is None else out.copy_(rows)
 
 
 @torch.inference_mode()
 def logits_of(directory: Path, token_ids: list[int], parallel: Parallel) -> torch.Tensor:
-    """This rank's logits of a prompt, from its own shard of the checkpoint and of the cache."""
+    """A prompt's logits, as this rank gets them from its own shard of the checkpoint and of the cache, and the others."""
     config = load_model_config(directory)
     backend = TorchAttention(None)
     model = CausalLM(config, 64, backend, parallel, **FP32)
     load_weights(model, directory)
+    num_tokens = len(token_ids)
     seq = Sequence(0, token_ids, SamplingParams(), 64)
-    seq.block_table, seq.num_computed_tokens, seq.slot = [3, 0, 2, 1], len(token_ids), 0
-    batch = build_batch([(seq, len(token_ids), False)], 16, CPU)
+    seq.block_table, seq.num_computed_tokens, seq.entry = [3, 0, 2, 1], num_tokens, 0
+    batch = make_batch([Chunk(seq, num_tokens, False)], 16, 64)
     kv_cache = torch.full((2, config.num_hidden_layers, 4, 16, model.num_kv_heads, config.head_dim), float("nan"))
-    return model.lm_head.gather(model.compute_logits(model(batch.token_ids, batch.positions, kv_cache, batch.context)))
+    rows = model.compute_logits(model(batch.token_ids, batch.positions, kv_cache, batch.metadata))
+    assert rows.shape == (num_tokens // parallel.size, config.vocab_size)
+    return parallel.all_gather(rows)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -387,14 +443,19 @@ def test_a_model_over_several_ranks_is_the_model(tmp_path, size, tied):
 def test_collectives_do_nothing_at_size_1():
     """A single process has no process group, and must not need one."""
     alone, x = Parallel(), torch.randn(3, 4)
-    assert alone.all_reduce(x) is x and alone.all_gather(x) is x and alone.broadcast(x) is x
+    assert alone.all_reduce(x) is x and alone.all_gather(x) is x and alone.rows_of_columns(x) is x
     assert alone.minimum(3, torch.device("cpu")) == 3 and alone.shard(7, "heads") == (0, 7)
 
 
+# The package that is tested here, also where it is a copy.
+RANK_ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(nanovllm.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+if sys.platform == "linux":
+    RANK_ENVIRONMENT["GLOO_SOCKET_IFNAME"] = "lo"
 GLOO_RANK = """
     import datetime, sys
     import torch
     import torch.distributed as dist
+    from nanovllm.layers.embed_head import ParallelLMHead
     from nanovllm.ops.collectives import Parallel
 
     rank, size, meeting_point = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -407,33 +468,69 @@ GLOO_RANK = """
 
     x = own.clone()
     assert parallel.all_reduce(x) is x and torch.equal(x, sum(every))
-    assert torch.equal(parallel.all_gather(own), torch.cat(every, -1))
-    assert torch.equal(parallel.all_gather(own, 0), torch.cat(every, 0))
-    assert torch.equal(parallel.all_gather(own.T), torch.cat([e.T for e in every], -1))
+    assert torch.equal(parallel.all_gather(own), torch.cat(every))
+    assert torch.equal(parallel.all_gather(own.T), torch.cat([e.T for e in every]))
+    assert torch.equal(parallel.all_gather(torch.tensor([7, rank])).view(-1, 2)[:, 1], torch.arange(size))
     assert parallel.minimum(5 - rank, torch.device("cpu")) == 5 - (size - 1)
-    assert torch.equal(parallel.maximum(own.clone()), every[-1])
-    x = own.clone()
-    assert parallel.broadcast(x) is x and torch.equal(x, every[0])
-    assert parallel.shard(10, "heads") == (rank * 5, 5)
+    assert parallel.shard(size * 5, "heads") == (rank * 5, 5)
+
+    def ours_of(whole):
+        return whole.chunk(size)[rank]
+
+    for num_rows, num_columns in ((size, 1), (3 * size, 5), (0, 4)):
+        whole = torch.arange(float(num_rows * size * num_columns)).view(num_rows, size * num_columns)
+        columns = whole[:, rank * num_columns : (rank + 1) * num_columns]
+        rows = parallel.rows_of_columns(columns)
+        assert torch.equal(rows, whole[len(rows) * rank : len(rows) * (rank + 1)]) and len(rows) == num_rows // size
+        out = torch.full((num_rows // size, size * num_columns), 7.0)
+        given = parallel.rows_of_columns(columns.contiguous(), out)
+        assert torch.equal(out, rows) and torch.equal(given, rows) and given.data_ptr() == out.data_ptr()
+
+    # The vocabularies: of slices that are full, that are not, and of ranks that hold nothing.
+    for vocab_size in (16 * size, 61, 20, 7):
+        weight = torch.randn(vocab_size, 10, generator=torch.Generator().manual_seed(vocab_size))
+        one = ParallelLMHead(vocab_size, 10, Parallel(), dtype=torch.float32, device=torch.device("cpu"))
+        head = ParallelLMHead(vocab_size, 10, parallel, dtype=torch.float32, device=torch.device("cpu"))
+        one.weight.copy_(weight)
+        for shard in head.shards("weight").values():
+            (first, length), _ = shard.source
+            shard.target.copy_(weight[first : first + length])
+        memory = head.empty_logits(8 * size)
+        assert len(memory) == 8
+        for is_packed in (False, True):  # a packed weight is a CPU's, which has no captured steps to keep memory for
+            if is_packed:
+                head.pack()
+            for num_rows in (size, 5 * size, 8 * size):
+                hidden_states = torch.randn(num_rows, 10, generator=torch.Generator().manual_seed(num_rows))
+                expected = ours_of(one(hidden_states))
+                for out in (None,) if is_packed else (None, memory.fill_(float("nan"))):
+                    logits = head(hidden_states, out)
+                    assert logits.shape == (num_rows // size, vocab_size)
+                    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+                    assert (logits.data_ptr() == memory.data_ptr()) == (out is not None)
     dist.destroy_process_group()
     print("rank", rank, "agrees")
 """
 
 
-def test_collectives_over_real_processes(tmp_path):
-    """all_reduce, all_gather, minimum, maximum and broadcast on gloo, in a group of their own."""
+@pytest.mark.parametrize("size", [2, 4])
+def test_collectives_and_the_lm_head_over_real_processes(tmp_path, size):
+    """All of them on gloo, in a group of their own. Of the LM head, every rank gets whole rows of logits, and those of
+    all ranks are one rank's: sliced by rows of the weight, exchanged, and cut where the vocabulary ends.
+
+    A name that PyTorch has given up once wrote a warning per rank to the user's screen."""
     script = tmp_path / "rank.py"
     script.write_text(textwrap.dedent(GLOO_RANK))
     meeting_point = (tmp_path / "meeting_point").as_uri()
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script), str(rank), "2", meeting_point],
+            [sys.executable, "-W", "error::FutureWarning", str(script), str(rank), str(size), meeting_point],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else None,
+            env=RANK_ENVIRONMENT,
         )
-        for rank in range(2)
+        for rank in range(size)
     ]
     try:
         for rank, process in enumerate(processes):

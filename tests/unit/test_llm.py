@@ -16,14 +16,15 @@ import pytest
 import torch
 from model_factory import stable_id
 
+import nanovllm.llm
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.config import Config
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.demo.problems import problems
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.llm import _StopStrings
+from nanovllm.engine.step import StepOutput
 
-IM_END, END_OF_TEXT = 258, 256
+IM_END, IM_START, END_OF_TEXT = 258, 257, 256
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -348,13 +349,13 @@ def scripted(monkeypatch):
     with make_llm(enable_prefix_caching=False, num_kvcache_blocks=2048, kvcache_block_size=16) as llm:
 
         def set_script(script: dict[int, list[int]]) -> LLM:
-            def launch(work):
+            def launch(step):
                 sampled = []
-                for seq, _, samples in work:
+                for seq, _, samples in step.chunks:
                     index = seq.num_tokens - 1 - seq.num_prompt_tokens
                     if samples:
                         sampled.append((script[seq.token_ids[0]] + [0, 0])[index])
-                return SimpleNamespace(wait=lambda: sampled)
+                return SimpleNamespace(wait=lambda: StepOutput(sampled))
 
             monkeypatch.setattr(llm.engine.runner, "launch", launch)
             return llm
@@ -430,22 +431,22 @@ def test_stop_strings_see_the_text_that_the_caller_sees(scripted):
         assert (output.text, output.token_ids, output.finish_reason) == (text, script[:num_tokens], reason)
 
 
-def test_skipped_tokens_do_not_push_a_stop_string_out_of_sight(scripted):
-    """The engine searches a window of the last tokens; tokens without text once filled it."""
-    script = [*b"xa", *[IM_END] * 50, *b"bc"]
-    params = SamplingParams(temperature=0.0, stop="ab", ignore_eos=True, max_tokens=60)
-    (output,) = generate(scripted({ord("p"): script}), "p", params)
-    assert (output.text, output.token_ids, output.finish_reason) == ("x", script[:-1], "stop")
-
-
-def test_a_stop_string_may_begin_with_the_space_that_its_tokenizer_strips():
-    """SentencePiece drops the space before the first token, so the window must not begin with the stop string."""
-    tokenizer = SimpleNamespace(
-        all_special_ids=[],
-        batch_decode=lambda completions, **_: [bytes(token_ids).decode().lstrip(" ") for token_ids in completions],
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("textless", [(IM_END,), (IM_START,), (300,), (2**40,), (IM_END, 300, IM_START, 299)])
+def test_tokens_without_text_do_not_push_a_stop_string_out_of_sight(scripted, textless, skips):
+    """The search looks at the last tokens. Those without text once filled its window: special ones first, and later
+    still special ones that the tokenizer does not list (257) and ids beyond the tokenizer."""
+    script = [*b"xa", *textless * 40, *b"b", *textless, *b"c", *b"d"]
+    has_text = not skips and any(token_id <= IM_END for token_id in textless)
+    params = SamplingParams(
+        temperature=0.0, stop="abc", ignore_eos=True, max_tokens=len(script), skip_special_tokens=skips
     )
-    says_stop = _StopStrings(tokenizer, SamplingParams(stop=" b c"))
-    assert [says_stop(token_id) for token_id in b"aaaa b cd"] == [False] * 7 + [True] * 2
+    (output,) = generate(scripted({ord("p"): script}), "p", params)
+    if has_text:  # it stands between the letters, and no stop string is there to be found
+        assert (output.token_ids, output.finish_reason) == (script, "length")
+        assert output.text.startswith("xa<|im_") and output.text.endswith("cd")
+    else:
+        assert (output.text, output.token_ids, output.finish_reason) == ("x", script[:-1], "stop")
 
 
 def test_random_stop_strings_agree_with_a_search_of_the_whole_text(scripted):
@@ -620,23 +621,25 @@ def test_a_stop_string_without_tokenizer_spoils_only_its_own_row(model_copy):
 # Progress and metrics
 
 
-def test_the_progress_bar_shows_both_speeds_and_the_time_left(llm, capsys):
-    """Speeds are averages over this run, from the same counters as metrics()."""
+def test_the_progress_bar_shows_both_speeds_and_the_time_left(llm, capsys, monkeypatch):
+    """Speeds are the tokens of each phase per second of this run. Decode tokens were once divided by the seconds of
+    steps with nothing but decodes, of which there were none: 9,784,000,000,000 tok/s."""
     ask(llm, "What is 1 + 1?")
     assert capsys.readouterr().err == ""
     before = llm.metrics()
+    clock = iter([100.0, *([200.0] * 3), *([108.0] * 1000)])
+    monkeypatch.setattr(nanovllm.llm, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     llm.chat([[], *(conversation(f"What is {n} + 30?") for n in range(4))], GREEDY)  # a refused row counts as done
     after = llm.metrics()
     shown = capsys.readouterr()
     assert shown.out == ""
     last = shown.err.split("\r")[-1]
-    assert "5/5" in last
+    assert "5/5" in last and last.rstrip("] ").endswith(", 1 errors")
     assert re.search(r"\[\d\d:\d\d<\d\d:\d\d", last)
     for phase in ("prefill", "decode"):
         num_tokens = after[f"num_{phase}_tokens"] - before[f"num_{phase}_tokens"]
-        seconds = after[f"{phase}_seconds"] - before[f"{phase}_seconds"]
         assert num_tokens > 0
-        assert f"{phase} {num_tokens / seconds:,.0f} tok/s" in last
+        assert f"{phase} {num_tokens / 8:,.0f} tok/s" in last
 
 
 @pytest.mark.parametrize("call", ["generate", "chat"])
@@ -656,6 +659,7 @@ def test_metrics_tell_the_truth():
     assert outputs[1].error is not None
     assert start["num_requests"] == start["num_output_tokens"] == start["num_steps"] == 0
     assert metrics["num_requests"] == 5  # a refused row uses up a number
+    assert (start["num_rejected_requests"], metrics["num_rejected_requests"]) == (0, 1)
     assert metrics["num_unfinished_requests"] == 0
     assert metrics["finish_reasons"] == {"length": 3, "stop": 1}
     assert metrics["num_prompt_tokens"] == metrics["num_prefill_tokens"] == prompt_tokens
@@ -667,6 +671,7 @@ def test_metrics_tell_the_truth():
     assert metrics["max_batch_size"] == 3
     assert metrics["num_prefill_steps"] == 2
     assert metrics["num_steps"] == metrics["num_prefill_steps"] + metrics["num_decode_steps"]
+    assert metrics["num_steps_with_decodes"] == metrics["num_decode_steps"]
     assert metrics["mean_decode_batch_size"] == metrics["num_decode_tokens"] / metrics["num_decode_steps"]
     assert metrics["prefill_seconds"] > 0 < metrics["decode_seconds"]
     assert metrics["num_kvcache_blocks"] == metrics["num_free_kvcache_blocks"] == 40

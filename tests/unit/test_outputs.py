@@ -6,6 +6,7 @@ import pickle
 import pytest
 
 from nanovllm import RequestOutput
+from nanovllm.outputs import describe_errors
 
 OUTPUT = RequestOutput("42", [52, 50, 258], "stop", num_prompt_tokens=35, num_cached_tokens=0)
 FIELDS = ["text", "token_ids", "finish_reason", "num_prompt_tokens", "num_cached_tokens", "error"]
@@ -47,3 +48,35 @@ def test_it_survives_pickling_and_compares_by_value():
     """Results travel between processes."""
     assert pickle.loads(pickle.dumps(OUTPUT)) == OUTPUT
     assert dataclasses.replace(OUTPUT, text="43") != OUTPUT
+
+
+# What is said of the rows that failed
+
+
+def row(error: str | None) -> RequestOutput:
+    return RequestOutput("", [], "length" if error is None else "error", 0, 0, error)
+
+
+def test_rows_that_did_not_fail_are_not_spoken_of():
+    assert describe_errors({}) is None
+    assert describe_errors({0: row(None), 1: row(None)}) is None
+
+
+def test_errors_are_grouped_by_reason_with_the_first_rows_of_each():
+    """A million rows that are too long, each with its own length, are one reason and not a million lines."""
+    outputs = {index: row(None) for index in range(100)}
+    outputs.update({index: row(f"the prompt's {index} tokens leave no room") for index in range(90, 40, -5)})
+    outputs[7] = row("a prompt must be a string or a list of token ids, not None")
+    outputs[3] = row("a prompt must be a string or a list of token ids, not 1.5")
+    assert describe_errors(outputs) == (
+        "12 prompts ended in an error: 10 × the prompt's 45 tokens leave no room (prompts 45, 50, 55, 60, 65, …); "
+        "2 × a prompt must be a string or a list of token ids, not 1.5 (prompts 3, 7)"
+    )
+
+
+def test_of_many_reasons_only_the_most_frequent_are_named():
+    letters = "abcdefgh"
+    outputs = {index: row(f"reason {letters[index % 8]}") for index in range(20)}
+    text = describe_errors(outputs)
+    assert text.startswith("20 prompts ended in an error: 3 × reason a (prompts 0, 8, 16); 3 × reason b")
+    assert text.count("(prompts") == 5 and text.endswith("; 6 × 3 other reasons")

@@ -8,6 +8,7 @@ from model_factory import save_model
 from test_attention import Case, make_case, relative_error, run
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.attention.metadata import SharedPrefixes
 from nanovllm.attention.prefix_groups import find_prefix_groups
 
 
@@ -49,8 +50,8 @@ def test_a_split_is_shared_only_with_all_before_it():
 
 def share(case: Case, row: int, source: int, num_keys: int) -> None:
     """Makes the first keys of `row` those of `source`, in the same blocks."""
-    num_blocks = num_keys // case.context.block_size
-    case.context.block_tables[row, :num_blocks] = case.context.block_tables[source, :num_blocks]
+    num_blocks, tables = num_keys // case.metadata.block_size, case.metadata.block_tables
+    tables[row, :num_blocks] = tables[source, :num_blocks]
     for tensors in (case.keys, case.values):
         tensors[row][:num_keys] = tensors[source][:num_keys]
 
@@ -65,14 +66,17 @@ def test_shared_splits_attended_once_change_nothing(num_kv_heads, group_size, bl
         share(case, row, source, num_keys)
     for row in range(8, len(lengths)):
         share(case, row, 7, 512)
-    backend, context = case.backend("triton"), case.context
-    context.num_decodes = len(lengths)
-    tables = [context.block_tables[row, : length // block_size + 1].tolist() for row, length in enumerate(lengths)]
-    assert backend.group_prefixes(tables, [length + 1 for length in lengths], block_size, len(lengths))
-    context.is_grouped = True
+    backend, metadata = case.backend("triton"), case.metadata
+    tables = [metadata.block_tables[row, : length // block_size + 1].tolist() for row, length in enumerate(lengths)]
+    groups = backend.shared_prefixes(tables, [length + 1 for length in lengths], block_size)
+    assert len(groups.items) <= backend.most_shared_splits >= len(groups.members)
+    # In the table they stand in place of older ones, which were more.
+    on_device = [groups.items, groups.members, groups.num_shared]
+    items, members, num_shared = (torch.cat((torch.from_numpy(x), torch.from_numpy(x))) for x in on_device)
+    metadata.shared_prefixes = SharedPrefixes(torch.tensor([len(groups.items)]).int(), items, members, num_shared)
     grouped = run("triton", case, backend)
     assert relative_error(case, grouped) <= 1e-5
-    context.is_grouped = False
+    metadata.shared_prefixes = None
     torch.testing.assert_close(run("triton", case, backend), grouped, rtol=1e-5, atol=1e-6)
 
 
@@ -80,24 +84,28 @@ def test_the_engine_groups_and_its_tokens_stay(tmp_path, monkeypatch):
     """Rows join and leave the groups while two prefixes are decoded; the plain path gives the same tokens."""
     from nanovllm.attention.triton_backend import TritonAttention
 
+    monkeypatch.setattr("nanovllm.attention.triton_backend._SHORTEST_SPLIT", 32)  # the interpreter is slow
     save_model(tmp_path, seed=1, num_hidden_layers=1, max_position_embeddings=512)
     rng = random.Random(3)
-    prefixes = [[rng.randrange(50) for _ in range(length)] for length in (260, 300)]
+    prefixes = [[rng.randrange(50) for _ in range(length)] for length in (35, 70)]
     prompts = [prefixes[row % 2] + [rng.randrange(50) for _ in range(rng.randrange(1, 9))] for row in range(6)]
     params = [SamplingParams(temperature=0, max_tokens=2 + row % 4, ignore_eos=True) for row in range(6)]
     seen = []
-    group_prefixes = TritonAttention.group_prefixes
+    shared_prefixes = TritonAttention.shared_prefixes
 
-    def noted(self, *args) -> bool:
-        seen.append(group_prefixes(self, *args))
+    def noted(self, *args):
+        seen.append(shared_prefixes(self, *args))
         return seen[-1]
 
-    monkeypatch.setattr(TritonAttention, "group_prefixes", noted)
+    monkeypatch.setattr(TritonAttention, "shared_prefixes", noted)
     tokens = []
     for prefix_grouping in (True, False):
-        options = {"attention_backend": "triton", "device": "cpu", "max_model_len": 400, "max_num_seqs": 4}
-        with LLM(str(tmp_path), prefix_grouping=prefix_grouping, kvcache_block_size=64, **options) as llm:
+        options = {"attention_backend": "triton", "device": "cpu", "max_model_len": 100, "max_num_seqs": 4}
+        with LLM(str(tmp_path), prefix_grouping=prefix_grouping, kvcache_block_size=16, **options) as llm:
             tokens.append([output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
-        assert any(seen) == prefix_grouping
+        assert any(groups is not None for groups in seen) == prefix_grouping
+        assert not prefix_grouping or max(groups.num_shared.max() for groups in seen if groups is not None) == 2
         seen.clear()
     assert tokens[0] == tokens[1]
+    with LLM(str(tmp_path), attention_backend="torch", device="cpu", max_model_len=100) as llm:
+        assert tokens[0] == [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]

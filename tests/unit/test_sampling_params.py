@@ -1,12 +1,15 @@
 """SamplingParams: what is accepted and what it becomes. What is refused stands in test_bad_input.py."""
 
 import dataclasses
+import functools
+import inspect
+import json
 import pickle
 
 import numpy as np
 import pytest
 
-from nanovllm import SamplingParams
+from nanovllm import SamplingParams, sampling_params
 
 
 def test_the_defaults_are_the_documented_ones():
@@ -22,7 +25,21 @@ def test_the_defaults_are_the_documented_ones():
         "ignore_eos": False,
         "seed": None,
         "skip_special_tokens": True,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "bad_words": (),
+        "allowed_token_ids": None,
     }
+
+
+def test_the_signature_shows_every_field_in_its_order():
+    """Completion and help() once showed `*args, **kwargs` for a class whose constructor explained wrong names."""
+    parameters = inspect.signature(SamplingParams).parameters
+    assert list(parameters) == [field.name for field in dataclasses.fields(SamplingParams)]
+    assert parameters["temperature"].default == 1.0 and parameters["stop"].default is None
+    assert SamplingParams(0.5, 7) == SamplingParams(temperature=0.5, max_tokens=7)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +60,14 @@ def test_the_defaults_are_the_documented_ones():
         {"seed": 0},
         {"seed": 2**64 - 1},
         {"stop_token_ids": [0]},
+        {"repetition_penalty": 1e-30},
+        {"repetition_penalty": 1e30},
+        {"presence_penalty": -2},
+        {"presence_penalty": 2},
+        {"frequency_penalty": -2},
+        {"frequency_penalty": 2},
+        {"logit_bias": {0: -100, 1: 100}},
+        {"allowed_token_ids": [0]},
     ],
     ids=str,
 )
@@ -58,9 +83,95 @@ def test_a_stop_string_may_stand_alone(stop):
     assert SamplingParams(stop=stop).stop == ("end",)
 
 
-@pytest.mark.parametrize("kind", [list, tuple, set, frozenset])
-def test_stop_token_ids_may_be_any_collection(kind):
-    assert SamplingParams(stop_token_ids=kind([7])).stop_token_ids == (7,)
+@pytest.mark.parametrize("kind", [list, tuple, set, frozenset, np.array])
+def test_token_ids_may_be_any_collection(kind):
+    params = SamplingParams(stop_token_ids=kind([7]), allowed_token_ids=kind([7]), bad_words=[kind([7])])
+    assert (params.stop_token_ids, params.allowed_token_ids, params.bad_words) == ((7,), (7,), ((7,),))
+
+
+@pytest.mark.parametrize("top_k", [-1, 0])
+def test_both_ways_to_write_top_k_off_are_one(top_k):
+    """vLLM's −1 was refused, and once became the largest k of an unsigned number."""
+    assert SamplingParams(top_k=top_k) == SamplingParams() and SamplingParams(top_k=top_k).top_k == 0
+
+
+def test_logit_bias_may_have_the_string_keys_of_json():
+    """A biased id that stays a string is never found among the vocabulary's integers."""
+    biases = {3: -7.5, 250: 100}
+    expected = SamplingParams(logit_bias=biases)
+    assert expected.logit_bias == {3: -7.5, 250: 100.0}
+    assert SamplingParams(logit_bias=json.loads(json.dumps(biases))) == expected
+    assert [(type(key), type(value)) for key, value in expected.logit_bias.items()] == [(int, float)] * 2
+
+
+def test_a_bad_word_may_stand_alone_and_words_and_ids_may_mix():
+    """A bare string taken as a list would ban each of its letters."""
+    assert SamplingParams(bad_words="end").bad_words == ("end",)
+    assert SamplingParams(bad_words=["end", [3, 4], (5,)]).bad_words == ("end", (3, 4), (5,))
+
+
+def test_allowed_token_ids_are_sorted_and_single():
+    assert SamplingParams(allowed_token_ids=[9, 2, 9, 4]).allowed_token_ids == (2, 4, 9)
+
+
+def test_they_come_through_json_as_they_were():
+    """The ranks of a split model get every field but `stop` as JSON; None must not come back as an empty list."""
+    params = [
+        SamplingParams(),
+        SamplingParams(
+            temperature=0.3, top_k=-1, stop_token_ids={3}, repetition_penalty=1.1, presence_penalty=-0.5,
+            frequency_penalty=2, logit_bias={7: -100, 8: 0.25}, bad_words=[[1], "two", [3, 4]],
+            allowed_token_ids=range(5), seed=2**64 - 1,
+        ),
+    ]  # fmt: skip
+    for one in params:
+        fields = {field.name: getattr(one, field.name) for field in dataclasses.fields(SamplingParams)}
+        assert SamplingParams(**json.loads(json.dumps(fields))) == one
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("max_new_tokens", "max_tokens"),
+        ("max_completion_tokens", "max_tokens"),
+        ("min_new_tokens", "min_tokens"),
+        ("temp", "temperature"),
+        ("Temperature", "temperature"),
+        ("stop_strings", "stop"),
+        ("eos_token_id", "stop_token_ids"),
+        ("bad_words_ids", "bad_words"),
+        ("repeat_penalty", "repetition_penalty"),
+        ("presence_penality", "presence_penalty"),
+        ("topp", "top_p"),
+    ],
+)
+def test_an_unknown_name_is_told_the_right_one(name, ours):
+    """A name of another library's was answered by a bare "unexpected keyword argument"."""
+    for make in (SamplingParams, functools.partial(dataclasses.replace, SamplingParams())):
+        with pytest.raises(TypeError) as error:
+            make(**{name: 1})
+        assert str(error.value) == f"unknown parameter {name!r}; did you mean {ours}?"
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("do_sample", "temperature=0 is greedy"),
+        ("num_beams", "nanovllm has no beam search"),
+        ("suppress_tokens", "bad_words="),
+        ("quux", "the parameters are temperature, max_tokens, .*allowed_token_ids$"),
+    ],
+)
+def test_an_unknown_name_without_a_right_one_is_told_what_to_do(name, advice):
+    with pytest.raises(TypeError, match=f"unknown parameter '{name}'; {advice}"):
+        SamplingParams(**{name: 1})
+
+
+def test_what_unknown_names_are_told_are_names_that_exist():
+    """A table of hints is right only as long as the fields that it names."""
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert not names & set(sampling_params._MEANT), "a name of ours is in no need of a hint"
+    assert all(ours in names or " " in ours for ours in sampling_params._MEANT.values())
 
 
 def test_numpy_numbers_become_plain_ones():
@@ -72,30 +183,39 @@ def test_numpy_numbers_become_plain_ones():
         top_k=np.uint8(3),
         seed=np.uint64(2**64 - 1),
         stop_token_ids=[np.int64(4)],
+        logit_bias={np.int64(3): np.float32(0.5)},
+        allowed_token_ids=np.arange(2),
     )
     assert (params.temperature, params.top_p, params.max_tokens, params.top_k) == (0.5, 0.25, 9, 3)
     assert (params.seed, params.stop_token_ids) == (2**64 - 1, (4,))
     values = (params.temperature, params.max_tokens, params.top_k, params.seed, params.stop_token_ids[0])
     assert [type(value) for value in values] == [float, int, int, int, int]
+    ((token_id, bias),) = params.logit_bias.items()
+    assert (token_id, bias, type(token_id), type(bias)) == (3, 0.5, int, float)
+    assert [type(token_id) for token_id in params.allowed_token_ids] == [int, int]
 
 
 def test_they_are_frozen_and_hold_no_list_of_the_caller():
     """One object serves thousands of rows; a change in the middle of a run would reach all of them."""
-    stop, stop_token_ids = ["a"], [1]
-    params = SamplingParams(stop=stop, stop_token_ids=stop_token_ids)
+    stop, stop_token_ids, logit_bias, bad_word = ["a"], [1], {1: 2.0}, [5, 6]
+    params = SamplingParams(stop=stop, stop_token_ids=stop_token_ids, logit_bias=logit_bias, bad_words=[bad_word])
     stop.append("b")
     stop_token_ids.append(2)
+    logit_bias[3] = 4.0
+    bad_word.append(7)
     assert (params.stop, params.stop_token_ids) == (("a",), (1,))
+    assert (params.logit_bias, params.bad_words) == ({1: 2.0}, ((5, 6),))
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.temperature = 0.0
 
 
 def test_they_can_be_compared_hashed_pickled_and_replaced():
-    params = SamplingParams(temperature=0.3, stop=["x", "y"], stop_token_ids=[3], seed=1)
-    assert params == SamplingParams(temperature=0.3, stop=("x", "y"), stop_token_ids=(3,), seed=1)
+    params = SamplingParams(temperature=0.3, stop=["x", "y"], stop_token_ids=[3], seed=1, logit_bias={3: 1})
+    assert params == SamplingParams(temperature=0.3, stop=("x", "y"), stop_token_ids=(3,), seed=1, logit_bias={3: 1.0})
+    assert params != dataclasses.replace(params, logit_bias={3: 2.0})
     assert len({params, pickle.loads(pickle.dumps(params))}) == 1
     assert dataclasses.replace(params, seed=2) == SamplingParams(
-        temperature=0.3, stop=["x", "y"], stop_token_ids=[3], seed=2
+        temperature=0.3, stop=["x", "y"], stop_token_ids=[3], seed=2, logit_bias={3: 1}
     )
 
 

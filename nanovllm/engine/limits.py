@@ -1,0 +1,53 @@
+"""What a request may ask of an engine: decided before anything runs."""
+
+from collections.abc import Iterable
+
+from nanovllm.engine.runner import RunnerInfo
+from nanovllm.sampling_params import SamplingParams
+
+
+def max_length(num_prompt_tokens: int, params: SamplingParams, info: RunnerInfo) -> int:
+    """Most tokens of prompt + completion."""
+    return min(num_prompt_tokens + params.max_tokens, info.max_model_len)
+
+
+def check_request(token_ids: list[int], params: SamplingParams, info: RunnerInfo) -> None:
+    """Refuses what can never be run.
+
+    Raises:
+        TypeError: the prompt holds something else than plain integers.
+        ValueError: the prompt is empty or too long, a token id of prompt or parameters is outside of the vocabulary,
+            or the request might never fit in the KV cache.
+    """
+    num_tokens = len(token_ids)
+    if num_tokens == 0:
+        raise ValueError("the prompt is empty; it needs at least one token")
+    if num_tokens >= info.max_model_len:
+        raise ValueError(
+            f"the prompt's {num_tokens} tokens leave no room for a new one within max_model_len="
+            f"{info.max_model_len}; shorten it, or raise max_model_len if the model was made for more"
+        )
+    if not set(map(type, token_ids)) <= {int}:
+        raise TypeError("token ids must be plain integers")
+    if min(token_ids) < 0 or max(token_ids) >= info.vocab_size:
+        bad = next(token_id for token_id in token_ids if not 0 <= token_id < info.vocab_size)
+        raise ValueError(f"token id {bad} is outside the vocabulary (0 to {info.vocab_size - 1})")
+    if any(isinstance(word, str) for word in params.bad_words):
+        raise ValueError("an engine knows no text; give bad_words as lists of token ids")
+    named: dict[str, Iterable[int]] = {
+        "stop token id": params.stop_token_ids,
+        "token id in logit_bias": params.logit_bias,
+        "token id in allowed_token_ids": (params.allowed_token_ids or ())[-1:],  # they are sorted and not negative
+        "token id in bad_words": (each for word in params.bad_words if not isinstance(word, str) for each in word),
+    }
+    for what, ids in named.items():
+        for token_id in ids:
+            if not 0 <= token_id < info.vocab_size:
+                raise ValueError(f"{what} {token_id} is outside the vocabulary (0 to {info.vocab_size - 1})")
+    # The last token's keys are never needed.
+    num_blocks = -(-(max_length(num_tokens, params, info) - 1) // info.kvcache_block_size)
+    if num_blocks > info.num_kvcache_blocks:
+        raise ValueError(
+            f"the request may need {num_blocks} KV cache blocks of {info.kvcache_block_size} tokens, but there "
+            f"are {info.num_kvcache_blocks}; lower max_tokens, shorten the prompt or raise num_kvcache_blocks"
+        )

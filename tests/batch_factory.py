@@ -1,0 +1,18 @@
+"""The Batch of an eager step, as a SequenceTable of its own makes it."""
+
+import torch
+
+from nanovllm.attention.metadata import QUERY_TILE
+from nanovllm.engine.step import Chunk, Step
+from nanovllm.runner.sequence_table import Batch, SequenceTable, StepRows, StepSize
+
+
+def make_batch(chunks: list[Chunk], block_size: int, max_model_len: int = 128, device: str = "cpu") -> Batch:
+    """The Batch of a step of these chunks, whose sequences have entries."""
+    step, num_new = Step.of(chunks), [chunk.num_new_tokens for chunk in chunks]
+    num_sampled = sum(chunk.samples for chunk in chunks)
+    num_tiles = sum(-(-n // QUERY_TILE) for n in num_new[step.num_decodes :])
+    size = StepSize(len(chunks), sum(num_new), num_sampled, num_tiles, step.num_decodes, max(num_new), False)
+    table = SequenceTable(len(chunks), max_model_len, block_size, 1000, sum(num_new), torch.device(device))
+    table.send(step, StepRows.of(step), size)
+    return table.batch(size, [(chunk.seq.seq_id, chunk.seq.num_preemptions) for chunk in chunks])
