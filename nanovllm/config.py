@@ -53,7 +53,8 @@ class Config:
         load_format: "auto" reads safetensors; "dummy" needs only config.json and makes up random weights.
         max_model_len: most tokens of prompt + completion; None is the model's own limit, at most 32,768.
         max_num_batched_tokens: most tokens computed in one step; longer prompts are computed in chunks.
-        max_num_seqs: most sequences that run at a time.
+        max_num_seqs: most sequences that run at a time; None is 1,024 on a GPU and 512 on a CPU, or fewer if the KV cache
+            is too small to hold 256 tokens of each.
         gpu_memory_utilization: fraction of a GPU's memory that weights, activations and KV cache may take.
         kvcache_block_size: tokens in a block of the KV cache; None is the backend's own choice.
         num_kvcache_blocks: blocks in the KV cache; None is as many as fit.
@@ -77,7 +78,7 @@ class Config:
     load_format: str = "auto"
     max_model_len: int | None = None
     max_num_batched_tokens: int = 16384
-    max_num_seqs: int = 512
+    max_num_seqs: int | None = None
     gpu_memory_utilization: float = 0.9
     kvcache_block_size: int | None = None
     num_kvcache_blocks: int | None = None
@@ -104,9 +105,9 @@ class Config:
         self._set("device", device)
         if self.revision is not None and not isinstance(self.revision, str):
             raise TypeError(f"revision must be a string, not {self.revision!r}")
-        for name in ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size"):
+        for name in ("max_num_batched_tokens", "tensor_parallel_size"):
             self._set(name, integer(name, getattr(self, name), least=1))
-        for name in ("max_model_len", "kvcache_block_size", "num_kvcache_blocks"):
+        for name in ("max_model_len", "max_num_seqs", "kvcache_block_size", "num_kvcache_blocks"):
             if getattr(self, name) is not None:
                 self._set(name, integer(name, getattr(self, name), least=1))
         # Beyond these nothing is gained; state and grids are made for so many.

@@ -52,7 +52,7 @@ class LLM:
         load_format: str = "auto",
         max_model_len: int | None = None,
         max_num_batched_tokens: int = 16384,
-        max_num_seqs: int = 512,
+        max_num_seqs: int | None = None,
         gpu_memory_utilization: float = 0.9,
         kvcache_block_size: int | None = None,
         num_kvcache_blocks: int | None = None,
@@ -75,9 +75,11 @@ class LLM:
         # transformers reads the same file for the tokenizer; a mistake in it should be named by us.
         load_model_config(directory)
         self._text = Text.of_model(directory)
+        threads = CpuThreads()  # the first call knows the machine's load from the time that loading takes
         self.engine = LLMEngine(replace(config, model=str(directory)), self._text.eos_token_ids)
         # Several ranks compute in processes of their own.
-        self._cpu_threads = CpuThreads(self.engine.info.device == "cpu" and config.tensor_parallel_size == 1)
+        computes_here = self.engine.info.device == "cpu" and config.tensor_parallel_size == 1
+        self._cpu_threads = threads if computes_here else CpuThreads(is_used=False)
         self._has_warned_of_recommendations = False
         # Reentrant: Ctrl-C between taking it and the `try` that gives it back must not lock its own thread out.
         self._lock = threading.RLock()
@@ -200,7 +202,7 @@ class LLM:
                 self.engine.reset()
                 raise
             finally:
-                if errors := describe_errors(outputs):
+                if errors := describe_errors(outputs, len(rows)):
                     logger.warning(errors)
             return [outputs[index] for index in range(len(rows))]
 
@@ -282,6 +284,6 @@ class _Progress(tqdm):
             f"{phase} {(getattr(self._stats, name) - getattr(self._at_start, name)) / seconds:,.0f} tok/s"
             for phase, name in (("prefill", "num_prefill_tokens"), ("decode", "num_decode_tokens"))
         ]
-        errors = [f"{self._num_errors} errors"] if self._num_errors else []
+        errors = [f"errors: {self._num_errors}"] if self._num_errors else []
         self.set_postfix_str(", ".join(speeds + errors), refresh=False)
         self.update(num_finished)

@@ -39,11 +39,14 @@ class RequestOutput:
         return [field.name for field in fields(self)]
 
 
-def describe_errors(outputs: Mapping[int, RequestOutput], most_reasons: int = 5, most_indices: int = 5) -> str | None:
-    """How many rows of a call failed, why, and the first of each kind; None if none did.
+def describe_errors(
+    outputs: Mapping[int, RequestOutput], num_prompts: int, most_reasons: int = 5, most_indices: int = 5
+) -> str | None:
+    """How many rows of a call failed, why, and the indices of the first of each kind; None if none did.
 
     Args:
-        outputs: row -> output.
+        outputs: index -> output, as far as there are outputs.
+        num_prompts: of the call.
         most_reasons, most_indices: of the kinds, and of the rows of each kind, only the first so many are named.
     """
     rows_of: dict[str, list[int]] = {}
@@ -57,7 +60,7 @@ def describe_errors(outputs: Mapping[int, RequestOutput], most_reasons: int = 5,
     parts = []
     for rows in kinds[:most_reasons]:
         first = ", ".join(map(str, rows[:most_indices])) + (", …" if len(rows) > most_indices else "")
-        parts.append(f"{len(rows)} × {outputs[rows[0]].error} (prompts {first})")
+        parts.append(f"{len(rows)} × {outputs[rows[0]].error} (at {first})")
     if len(kinds) > most_reasons:
         parts.append(f"{sum(map(len, kinds[most_reasons:]))} × {len(kinds) - most_reasons} other reasons")
-    return f"{sum(map(len, kinds))} prompts ended in an error: {'; '.join(parts)}"
+    return f"{sum(map(len, kinds))} of {num_prompts} prompts ended in an error: {'; '.join(parts)}"

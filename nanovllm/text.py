@@ -61,7 +61,7 @@ class Text:
         options = {"add_special_tokens": add_special_tokens, "return_attention_mask": False, "verbose": False}
         try:
             return self.tokenizer(texts, **options)["input_ids"]
-        except (UnicodeError, TypeError, ValueError) as error:
+        except Exception as error:  # tokenizers raise what they like
             if len(texts) == 1:
                 return [ValueError(f"the prompt cannot be tokenized: {_why_no_text(texts[0]) or error}")]
             return [self._encode([text], add_special_tokens)[0] for text in texts]
@@ -114,11 +114,11 @@ class Text:
         if self.tokenizer is None:
             raise ValueError(f"{_NO_TOKENIZER}; give bad_words as lists of token ids")
         word = word.lstrip() or word  # a word may be nothing but spaces
-        encoded = self.tokenizer([word, " " + word], add_special_tokens=False)["input_ids"]
-        bare, spaced = (tuple(token_ids) for token_ids in encoded)
-        if not bare:
+        bare, spaced = self._encode([word, " " + word], add_special_tokens=False)
+        if isinstance(bare, ValueError) or isinstance(spaced, ValueError) or not bare:
             raise ValueError(f"the tokenizer has no tokens for the bad word {word!r}")
-        return [bare, spaced] if len(spaced) == len(bare) and spaced[0] != bare[0] else [bare]
+        ids = [bare, spaced] if len(spaced) == len(bare) and spaced[0] != bare[0] else [bare]
+        return [tuple(token_ids) for token_ids in ids]
 
     def stop_strings(self, params: SamplingParams) -> "StopStrings | None":
         """What looks for a request's stop strings, if it has any; a ValueError if there is no tokenizer."""

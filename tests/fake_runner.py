@@ -134,7 +134,7 @@ def make_engine(
     config = Config("fake", **options)
     info = RunnerInfo(num_blocks, block_size, max_model_len, vocab_size, eos_token_ids)
     info = replace(info, most_tokens_beside_decodes=most_tokens_beside_decodes)
-    return LLMEngine(config, runner=FakeRunner(info, config.max_num_seqs, keep_log))
+    return LLMEngine(config, runner=FakeRunner(info, config.max_num_seqs or info.max_num_seqs, keep_log))
 
 
 def run_to_end(engine: LLMEngine) -> dict[int, Sequence]:

@@ -1,5 +1,7 @@
-"""A rank with a planted fault, for ParallelRunner's `worker_module`: the environment variables FAULT and FAULTY_RANK
-say which fault, and whose."""
+"""A rank with a planted fault, for TensorParallelRunner's `worker_module`.
+
+The environment variables FAULT and FAULTY_RANK say which fault, and whose.
+"""
 
 import os
 import sys
@@ -7,10 +9,11 @@ from collections.abc import Callable
 
 import torch
 
-import nanovllm.runner.model_runner
 import nanovllm.parallel.worker
+import nanovllm.runner.model_runner
 from nanovllm.engine.runner import LaunchedStep
-from nanovllm.engine.scheduler import Scheduler, Work
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.step import Chunk, Step, StepOutput
 from nanovllm.ops.collectives import Parallel
 
 # A launch of this number is the first that goes wrong.
@@ -26,39 +29,39 @@ class Worker(nanovllm.parallel.worker.Worker):
         super().launch(number, expected)
 
 
-def _reschedule(change: Callable[[Work], Work]) -> Callable[[Worker], None]:
+def _reschedule(change: Callable[[list[Chunk]], list[Chunk]]) -> Callable[[Worker], None]:
     def fault(worker: Worker) -> None:
         real = Scheduler.schedule
-        worker._scheduler.schedule = lambda: change(real(worker._scheduler))
+        worker._scheduler.schedule = lambda: Step.of(change(real(worker._scheduler).chunks))
 
     return fault
 
 
-def _other_block(work: Work) -> Work:
-    work[-1][0].block_table[-1] ^= 1
-    return work
+def _other_block(chunks: list[Chunk]) -> list[Chunk]:
+    chunks[-1].seq.block_table[-1] ^= 1
+    return chunks
 
 
-def _other_slot(work: Work) -> Work:
-    work[-1][0].slot += 1
-    return work
+def _other_entry(chunks: list[Chunk]) -> list[Chunk]:
+    chunks[-1].seq.entry += 1
+    return chunks
 
 
 class _OtherTokens:
     def __init__(self, step: LaunchedStep):
         self._step = step
 
-    def wait(self) -> list[int]:
-        return [token_id ^ 1 for token_id in self._step.wait()]
+    def wait(self) -> StepOutput:
+        return StepOutput([token_id ^ 1 for token_id in self._step.wait().token_ids])
 
 
 def _other_token(worker: Worker) -> None:
     real = type(worker._runner).launch
-    worker._runner.launch = lambda work: _OtherTokens(real(worker._runner, work))
+    worker._runner.launch = lambda step: _OtherTokens(real(worker._runner, step))
 
 
 def _out_of_memory(worker: Worker) -> None:
-    def launch(work: Work) -> None:
+    def launch(step: Step) -> None:
         raise torch.OutOfMemoryError("out of memory: tried to allocate 3 GiB")
 
     worker._runner.launch = launch
@@ -69,11 +72,14 @@ def _exit_in_step(worker: Worker) -> None:
 
 
 FAULTS: dict[str, Callable[[Worker], None]] = {
-    "drops a row": _reschedule(lambda work: work[:-1]),
-    "reverses the rows": _reschedule(lambda work: work[::-1]),
-    "has one token more": _reschedule(lambda work: [(seq, num_new + 1, samples) for seq, num_new, samples in work]),
+    "drops a row": _reschedule(lambda chunks: chunks[:-1]),
+    "reverses the rows": _reschedule(lambda chunks: chunks[::-1]),
+    "has one token more": _reschedule(
+        lambda chunks: [it._replace(num_new_tokens=it.num_new_tokens + 1) for it in chunks]
+    ),
+    "samples nothing": _reschedule(lambda chunks: [it._replace(samples=False) for it in chunks]),
     "takes another block": _reschedule(_other_block),
-    "takes another slot": _reschedule(_other_slot),
+    "takes another entry": _reschedule(_other_entry),
     "samples another token": _other_token,
     "out of memory": _out_of_memory,
     "exits in a step": _exit_in_step,

@@ -298,8 +298,9 @@ def _merge_kernel(
     """One program per row and some heads: its splits' results, weighed by their sums. What is no decode is skipped."""
     begin()
     row = tl.program_id(0).to(tl.int64)
-    if row < tl.load(num_decodes):
-        num_splits = tl.cdiv(tl.load(context_lens + row), SPLIT)
+    is_decode = row < tl.load(num_decodes)
+    num_splits = tl.cdiv(tl.load(context_lens + row), SPLIT)  # not after the branch, so that both loads are under way
+    if is_decode:
         head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         split = tl.arange(0, MOST_SPLITS)
         column = tl.arange(0, WIDTH)

@@ -20,6 +20,7 @@ class RunnerInfo:
         vocab_size: token ids are below it.
         eos_token_ids: the model's own end-of-sequence ids.
         generation_config: the model's generation_config.json, for the sampling it recommends.
+        max_num_seqs: most sequences that run at a time.
         most_useful_batched_tokens: a larger step is no faster.
         most_tokens_beside_decodes: the Scheduler's.
         device, dtype, attention_backend: what it computes on, in and with; of several devices, the first.
@@ -31,6 +32,7 @@ class RunnerInfo:
     vocab_size: int
     eos_token_ids: frozenset[int]
     generation_config: dict[str, Any] = field(default_factory=dict)
+    max_num_seqs: int = 512
     most_useful_batched_tokens: int = 2**31
     most_tokens_beside_decodes: int = 2**31
     device: str = "cpu"
@@ -79,7 +81,7 @@ def make_scheduler(config: Config, info: RunnerInfo, stats: SchedulerStats | Non
     return Scheduler(
         block_manager,
         min(config.max_num_batched_tokens, info.most_useful_batched_tokens),
-        config.max_num_seqs,
+        config.max_num_seqs or info.max_num_seqs,
         stats,
         info.most_tokens_beside_decodes,
     )

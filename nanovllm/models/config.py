@@ -73,6 +73,13 @@ class ModelConfig:
         """Numbers that the KV cache keeps for one token, all layers and heads: 2 × layers × heads × head_dim."""
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
 
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all weight matrices."""
+        heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
+        layer = self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
+        return self.num_hidden_layers * layer + (2 - self.tie_word_embeddings) * self.vocab_size * self.hidden_size
+
     def check_parallel_size(self, size: int) -> None:
         """Raises a ValueError that names the sizes that work, unless the model can be split over `size` ranks."""
 

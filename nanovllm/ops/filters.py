@@ -11,9 +11,10 @@ So what a row keeps is {i: float32(logits[i]) ≥ threshold}, and the sampler ne
 import torch
 
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
-from nanovllm.ops.kernel import is_fused, jit, tl, triton
+from nanovllm.ops.kernel import is_fused, jit, tl
 
 _COLDEST = 1.2e-38  # about the least normal number of float32
+_NUM_SORTED = 2**18  # logits that the plain twin sorts at once: what fits a CPU's cache takes half the time
 _LOWEST = -3.4028234663852886e38  # the least finite one
 
 
@@ -51,17 +52,23 @@ def plain_filter_thresholds(
     rounded = least.float()
     rounded = rounded.where(rounded >= least, rounded.nextafter(largest))  # up, never to below the bound
     thresholds[is_filtered] = rounded.clamp(min=_LOWEST).minimum(largest)[is_filtered]
-    rows = (is_filtered & is_sorted).nonzero()[:, 0]
-    if rows.numel():
-        limits, temperatures, top_ps = limits[rows, None], temperatures[rows, None], top_ps[rows, None]
-        ordered = _negated_in_order(logits[rows].float(), limits)
-        last = ordered.gather(1, limits.clamp(max=ordered.shape[1]) - 1)
-        mass = ((ordered[:, :1] - ordered) / temperatures).exp_().cumsum(1)
-        total = mass.gather(1, torch.searchsorted(ordered, last, right=True) - 1)
-        crossing = torch.searchsorted(mass, top_ps * total).clamp_(max=ordered.shape[1] - 1)
-        found = ordered.gather(1, crossing).where(top_ps < 1, last)[:, 0]
-        thresholds[rows] = thresholds[rows].maximum(-found)
+    every_row = (is_filtered & is_sorted).nonzero()[:, 0]
+    for rows in every_row.split(max(1, _NUM_SORTED // logits.shape[1])) if every_row.numel() else ():
+        found = _crossing(logits[rows].float(), temperatures[rows, None], limits[rows, None], top_ps[rows, None])
+        thresholds[rows] = thresholds[rows].maximum(found)
     return thresholds
+
+
+def _crossing(
+    logits: torch.Tensor, temperatures: torch.Tensor, limits: torch.Tensor, top_ps: torch.Tensor
+) -> torch.Tensor:
+    """float32 [num_rows, vocab_size], and [num_rows, 1] each -> float32 [num_rows], what top-k and top-p keep last."""
+    ordered = _negated_in_order(logits, limits)
+    last = ordered.gather(1, limits.clamp(max=ordered.shape[1]) - 1)
+    mass = ((ordered[:, :1] - ordered) / temperatures).exp_().cumsum(1, dtype=torch.float64)
+    total = mass.gather(1, torch.searchsorted(ordered, last, right=True) - 1)
+    crossing = torch.searchsorted(mass, top_ps * total).clamp_(max=ordered.shape[1] - 1)
+    return -ordered.gather(1, crossing).where(top_ps < 1, last)[:, 0]
 
 
 def _negated_in_order(logits: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
@@ -88,9 +95,8 @@ def _negated_in_order(logits: torch.Tensor, limits: torch.Tensor) -> torch.Tenso
 # largest key at which the weights of the logits from there on reach a target: with weight 1 for top-k, and
 # exp((logit − largest) / temperature) for top-p. Every loop ends by its count or because a range of integers shrinks,
 # whatever the sums are; every sum has a fixed order, so the same row always gives the same threshold.
-_LANES = 8192  # logits that a program reads at once
-_SLOTS = 8  # of the scratch row, per group of four lanes
-_WARPS = 16
+_LANES = 4096  # logits that a program reads at once
+_SLOTS = 32  # of the scratch row, per group of four lanes
 
 
 def fused_filter_thresholds(
@@ -105,7 +111,7 @@ def fused_filter_thresholds(
     shift = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}[logits.dtype]
     _filter_kernel[(num_rows,)](
         logits, temperatures, top_ks, top_ps, min_ps, scratch, thresholds, vocab_size, logits.stride(0),
-        GROUPS=_LANES // 4, SLOTS=_SLOTS, SHIFT=shift, num_warps=_WARPS, **LAUNCH_OPTIONS,
+        GROUPS=_LANES // 4, SLOTS=_SLOTS, SHIFT=shift, num_warps=16, maxnreg=64, **LAUNCH_OPTIONS,
     )  # fmt: skip
     return thresholds
 
@@ -168,11 +174,11 @@ def _narrow(logits, length, places, low, high, above, target, by_value, top, sca
 
 
 @jit
-def _search(logits, length, places, low, high, target, most_steps, top, scale, SHIFT: tl.constexpr):
+def _search(logits, length, places, low, high, target, by_value, most_steps, top, scale, SHIFT: tl.constexpr):
     """The largest key below high at which the mass reaches the target, or low; after most_steps, a bound for it."""
     step = 0
     while (high - low > 1) & (step < most_steps):
-        low, high, _ = _narrow(logits, length, places, low, high, target - target, target, False, top, scale, SHIFT)
+        low, high, _ = _narrow(logits, length, places, low, high, target - target, target, by_value, top, scale, SHIFT)
         step += 1
     return low
 
@@ -188,7 +194,7 @@ def _append(found, logit, first, end, count, SLOTS: tl.constexpr):
 
 @jit
 def _collect(logits, length, places, low, high, found, SLOTS: tl.constexpr, SHIFT: tl.constexpr):
-    """Copies the logits from low on that are below high; 1 if all found room, in SLOTS slots per group of lanes."""
+    """Copies the logits from low on that are below high, group by group; how many slots it took, 0 if too many."""
     first, end = _value(low, SHIFT), _value(high, SHIFT)
     count = tl.zeros([places.shape[0]], tl.int32)
     for start in range(0, length, places.shape[0] * 4):
@@ -200,39 +206,44 @@ def _collect(logits, length, places, low, high, found, SLOTS: tl.constexpr, SHIF
         count = _append(found, logit2, first, end, count, SLOTS)
         count = _append(found, logit3, first, end, count, SLOTS)
         count = _append(found, logit4, first, end, count, SLOTS)
-    fits = tl.max(count) <= SLOTS
-    for _ in range(SLOTS):  # nothing is left of the row before in the free slots
-        tl.store(found + count * places.shape[0] + tl.arange(0, places.shape[0]), float("-inf"), count < SLOTS)
+    num_slots = tl.maximum(tl.max(count), 1)
+    num_slots = tl.where(num_slots <= SLOTS, num_slots, 0)
+    for _ in range(num_slots):  # nothing is left of the row before in slots that are free
+        tl.store(found + count * places.shape[0] + tl.arange(0, places.shape[0]), float("-inf"), count < num_slots)
         count += 1
     tl.debug_barrier()
-    return fits.to(tl.int32)
+    return num_slots
 
 
 @jit
 def _filter(
-    logits, length, places, low, high, target, has_all, lanes, found, top, scale, SLOTS: tl.constexpr,
+    logits, length, places, low, high, target, num_slots, lanes, found, top, scale, SLOTS: tl.constexpr,
     SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """(the largest key from low on at which the mass reaches the target, whether `found` holds all from it on)"""
+    """(the largest key from low on at which the mass reaches the target, slots of `found` with all logits from it on)
+
+    num_slots: slots of `found` with all logits from low on; 0 if it has not all.
+    """
     above = target - target
-    fits = has_all
-    if has_all == 0:
-        bound = _search(lanes, places.shape[0] * 4, places, low, high, target, 6, top, scale, SHIFT)
-        end = high
+    all_slots = num_slots
+    if num_slots == 0:
+        bound = _search(lanes, places.shape[0] * 4, places, low, high, target, True, 3, top, scale, SHIFT)
         step = tl.where(bound > low, 0, 1)
         low = bound
-        while (high - low > 1) & (fits == 0):
-            if step % 5 == 0:
-                fits = _collect(logits, length, places, low, high, found, SLOTS, SHIFT)
+        end = high
+        while (high - low > 1) & (num_slots == 0):
+            if step % 3 == 0:
+                num_slots = _collect(logits, length, places, low, high, found, SLOTS, SHIFT)
             else:
                 low, high, above = _narrow(
-                    logits, length, places, low, high, above, target, step < 5, top, scale, SHIFT
+                    logits, length, places, low, high, above, target, step < 6, top, scale, SHIFT
                 )
             step += 1
-        has_all = fits & (high == end).to(tl.int32)
-    if fits != 0:
-        low = _search(found, places.shape[0] * SLOTS, places, low, high, target - above, 32, top, scale, SHIFT)
-    return low, has_all
+        all_slots = tl.where(high == end, num_slots, 0)
+    if num_slots != 0:
+        size = num_slots * places.shape[0]
+        low = _search(found, size, places, low, high, target - above, False, 32, top, scale, SHIFT)
+    return low, all_slots
 
 
 @jit
@@ -259,7 +270,7 @@ def _threshold(
         temperature = tl.maximum(temperature, 1.2e-38)
         low = _key(tl.full([], -3.4028234663852886e38, tl.float32), SHIFT)
         high = _key(top, SHIFT) + 1
-        has_all = 0
+        num_slots = 0
         for by_mass in range(2):
             if tl.where(by_mass == 0, (top_k > 0) & (top_k < length), top_p < 1):
                 scale = tl.where(by_mass == 0, 0.0, 1.4426950408889634 / temperature)
@@ -267,8 +278,8 @@ def _threshold(
                 bound = tl.where(top_k <= places.shape[0] * 4, least_of_lanes, float("-inf"))
                 if by_mass == 1:
                     cut = _value(low, SHIFT)
-                    if has_all != 0:
-                        masses = _masses(found, places.shape[0] * SLOTS, places, cut, cut, cut, cut, top, scale)
+                    if num_slots != 0:
+                        masses = _masses(found, num_slots * places.shape[0], places, cut, cut, cut, cut, top, scale)
                     else:
                         masses = _masses(logits, length, places, cut, cut, cut, cut, top, scale)
                     total = tl.max(masses)
@@ -276,9 +287,9 @@ def _threshold(
                     # Tokens below this bound are too light to make up the mass that top-p drops, were they all of them.
                     spare = tl.log(0.5 * (1 - top_p.to(tl.float64)) * total / length)
                     bound = (top + temperature * spare).to(tl.float32)
-                low = tl.where(has_all != 0, low, tl.maximum(low, _key(bound, SHIFT)))
-                low, has_all = _filter(
-                    logits, length, places, low, high, target, has_all, lanes, found, top, scale, SLOTS, SHIFT
+                low = tl.where(num_slots != 0, low, tl.maximum(low, _key(bound, SHIFT)))
+                low, num_slots = _filter(
+                    logits, length, places, low, high, target, num_slots, lanes, found, top, scale, SLOTS, SHIFT
                 )
         # Rounded up, so that no logit below the exact bound of min-p passes.
         least = top + temperature * tl.log(min_p.to(tl.float64))

@@ -13,12 +13,12 @@ import pytest
 import torch
 from model_factory import stable_id
 
+import nanovllm.attention.backend
 import nanovllm.runner.model_runner
-import nanovllm.kernels
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.config import Config
 from nanovllm.demo import MODEL_DIRECTORY
-from nanovllm.engine import kv_cache
+from nanovllm.runner import kv_cache
 from nanovllm.runner.kv_cache import MemoryUse
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -144,6 +144,97 @@ def test_a_stop_token_outside_the_vocabulary_spoils_only_its_row(llm, token_id):
     first, second = llm.generate(["One", "One"], [bad, GREEDY], use_tqdm=False)
     assert (first.finish_reason, second.finish_reason) == ("error", "length")
     assert f"stop token id {token_id} is outside the vocabulary (0 to 258)" in first.error
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"logit_bias": {65: 1.0, 259: 2.0}}, "token id in logit_bias 259 is outside the vocabulary (0 to 258)"),
+        ({"allowed_token_ids": [2**31, 5]}, "token id in allowed_token_ids 2147483648 is outside the vocabulary"),
+        ({"bad_words": [[65], [66, 259]]}, "token id in bad_words 259 is outside the vocabulary"),
+    ],
+    ids=str,
+)
+def test_a_rule_about_a_token_outside_the_vocabulary_spoils_only_its_row(llm, params, reason):
+    """The model's vocabulary is not known when the parameters are made."""
+    bad = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, **params)
+    first, second = llm.generate(["One", "One"], [bad, GREEDY], use_tqdm=False)
+    assert (first.finish_reason, second.finish_reason) == ("error", "length")
+    assert reason in first.error
+    assert second == llm.generate("One", GREEDY, use_tqdm=False)[0]
+
+
+def test_an_engine_by_hand_refuses_bad_words_as_strings(llm):
+    """Only the facade knows what they are as tokens; an engine that skipped them would ban nothing."""
+    with pytest.raises(ValueError, match="an engine knows no text; give bad_words as lists of token ids"):
+        llm.engine.add_request([65], SamplingParams(bad_words=["no"]))
+    assert llm.engine.is_finished()
+
+
+# Error rows are seen
+
+
+def warnings_of(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("call", ["generate", "chat"])
+def test_error_rows_are_logged_once_per_call(llm, caplog, call):
+    """A job of a million prompts, all refused, once ended without a word."""
+    before = llm.metrics()["num_rejected_requests"]
+    if call == "generate":
+        llm.generate(["One", "", [65] * 300, "Two", "", [65] * 301, None], GREEDY, use_tqdm=False)
+        reasons = [
+            "2 × the prompt is empty; it needs at least one token (at 1, 4)",
+            "2 × the prompt's 300 tokens leave no room",
+            "1 × a prompt must be a string or a list of token ids, not None (at 6)",
+        ]
+        start, num_bad = "5 of 7 prompts ended in an error: ", 5
+    else:
+        llm.chat([[{"role": "user", "content": "Hi"}], []], GREEDY, use_tqdm=False)
+        reasons, start, num_bad = ["at least one message (at 1)"], "1 of 2 prompts ended in an error: ", 1
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith(start) and all(reason in warning for reason in reasons), warning
+    assert llm.metrics()["num_rejected_requests"] - before == num_bad
+
+
+def test_a_call_without_error_rows_logs_nothing(llm, caplog):
+    before = llm.metrics()["num_rejected_requests"]
+    llm.generate(["One", "Two"], GREEDY, use_tqdm=False)
+    llm.generate([], GREEDY, use_tqdm=False)
+    with pytest.raises(ValueError, match="prompt 0"):
+        llm.generate([""], GREEDY, use_tqdm=False, raise_on_error=True)
+    assert warnings_of(caplog) == []
+    assert llm.metrics()["num_rejected_requests"] - before == 1
+
+
+def test_rows_that_fail_while_they_run_are_logged_too(llm, caplog, monkeypatch):
+    """One warning for both kinds, and the good row is none of them."""
+    step = llm.engine.step
+
+    def failing_step():
+        finished = step()
+        for seq in finished:
+            if seq.token_ids[0] == ord("T"):
+                seq.finish_reason, seq.error = "error", "the model's logits were not finite (NaN or infinity)"
+        return finished
+
+    monkeypatch.setattr(llm.engine, "step", failing_step)
+    outputs = llm.generate(["One", "", "Two"], GREEDY, use_tqdm=False)
+    assert [output.finish_reason for output in outputs] == ["length", "error", "error"]
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith("2 of 3 prompts ended in an error: ")
+    assert "1 × the model's logits were not finite (NaN or infinity) (at 2)" in warning
+
+
+def test_what_was_refused_is_logged_even_if_the_call_is_interrupted(llm, caplog, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["One", ""], GREEDY, use_tqdm=False)
+    assert [warning[:35] for warning in warnings_of(caplog)] == ["1 of 2 prompts ended in an error: 1"]
 
 
 def test_a_subclass_of_str_is_a_string(llm):
@@ -286,7 +377,7 @@ def test_a_bad_conversation_spares_the_others(llm, conversation, reason):
         ({"min_p": 1.1}, ValueError, "min_p must be between 0"),
         ({"min_p": -INFINITY}, ValueError, "min_p must be finite"),
         ({"min_p": b"0"}, TypeError, "min_p must be a number"),
-        ({"top_k": -1}, ValueError, r"top_k must be 0 \(off\) or more, not -1"),
+        ({"top_k": -2}, ValueError, r"top_k must be 0 or -1 \(off\) or more, not -2"),
         ({"top_k": 2.0}, TypeError, "top_k must be an integer, not 2.0"),
         ({"top_k": "2"}, TypeError, "top_k must be an integer"),
         ({"top_k": None}, TypeError, "top_k must be an integer"),
@@ -323,7 +414,47 @@ def test_a_bad_conversation_spares_the_others(llm, conversation, reason):
         ({"seed": 1.0}, TypeError, "seed must be an integer, not 1.0"),
         ({"seed": "1"}, TypeError, "seed must be an integer"),
         ({"seed": True}, TypeError, "seed must be an integer"),
-        ({"max_new_tokens": 5}, TypeError, "max_new_tokens"),
+        ({"max_new_tokens": 5}, TypeError, "unknown parameter 'max_new_tokens'; did you mean max_tokens"),
+        ({"repetition_penalty": 0}, ValueError, r"repetition_penalty must be above 0 \(1 is off\) .* not 0.0"),
+        ({"repetition_penalty": -1.0}, ValueError, "repetition_penalty must be above 0"),
+        ({"repetition_penalty": 1e-300}, ValueError, "repetition_penalty must be above 0"),
+        ({"repetition_penalty": 1e300}, ValueError, r"repetition_penalty must be .* at most 1e30, not 1e\+300"),
+        ({"repetition_penalty": NAN}, ValueError, "repetition_penalty must be finite"),
+        ({"repetition_penalty": "1"}, TypeError, "repetition_penalty must be a number"),
+        ({"presence_penalty": 2.01}, ValueError, "presence_penalty must be between -2 and 2, not 2.01"),
+        ({"presence_penalty": -3}, ValueError, "presence_penalty must be between -2 and 2"),
+        ({"presence_penalty": None}, TypeError, "presence_penalty must be a number, not None"),
+        ({"frequency_penalty": -2.1}, ValueError, "frequency_penalty must be between -2 and 2, not -2.1"),
+        ({"frequency_penalty": NAN}, ValueError, "frequency_penalty must be finite"),
+        ({"frequency_penalty": True}, TypeError, "frequency_penalty must be a number"),
+        ({"logit_bias": {1: 101}}, ValueError, r"logit_bias\[1\] must be between -100 and 100, not 101"),
+        ({"logit_bias": {"7": -INFINITY}}, ValueError, r"logit_bias\[7\] .* not -inf; bad_words and allowed_token"),
+        ({"logit_bias": {1: NAN}}, ValueError, r"logit_bias\[1\] must be between -100 and 100, not nan"),
+        ({"logit_bias": {1: "5"}}, TypeError, r"logit_bias\[1\] must be a number, not '5'"),
+        ({"logit_bias": {1: True}}, TypeError, r"logit_bias\[1\] must be a number, not True"),
+        ({"logit_bias": {-1: 5}}, ValueError, "a key of logit_bias must be at least 0, not -1"),
+        ({"logit_bias": {"-1": 5}}, TypeError, "a key of logit_bias must be an integer, not '-1'"),
+        ({"logit_bias": {"the": 5}}, TypeError, "a key of logit_bias must be an integer, not 'the'"),
+        ({"logit_bias": {"²": 5}}, TypeError, "a key of logit_bias must be an integer"),
+        ({"logit_bias": {1.0: 5}}, TypeError, "a key of logit_bias must be an integer, not 1.0"),
+        ({"logit_bias": {5: 1, "5": 2}}, ValueError, "logit_bias names token 5 twice"),
+        ({"logit_bias": [(1, 5)]}, TypeError, "logit_bias must be a dict from token ids to numbers"),
+        ({"logit_bias": 5}, TypeError, "logit_bias must be a dict"),
+        ({"bad_words": [1, 2]}, TypeError, r"bad_words must be a list of strings or of lists .*, not \[1, 2\]"),
+        ({"bad_words": 5}, TypeError, "bad_words must be a list"),
+        ({"bad_words": {"a"}}, TypeError, "bad_words must be a list"),
+        ({"bad_words": [None]}, TypeError, "bad_words must be a list of token ids, not None"),
+        ({"bad_words": ["a", ""]}, ValueError, "bad_words must not hold an empty string"),
+        ({"bad_words": ["\ud800"]}, ValueError, "bad_words must be text"),
+        ({"bad_words": [[]]}, ValueError, "bad_words must not hold an empty list"),
+        ({"bad_words": [[1, -1]]}, ValueError, "bad_words must be at least 0, not -1"),
+        ({"bad_words": [[1.5]]}, TypeError, "bad_words must be an integer, not 1.5"),
+        ({"allowed_token_ids": []}, ValueError, "allowed_token_ids must hold at least one token id; None allows all"),
+        ({"allowed_token_ids": [-1]}, ValueError, "allowed_token_ids must be at least 0, not -1"),
+        ({"allowed_token_ids": [1.0]}, TypeError, "allowed_token_ids must be an integer"),
+        ({"allowed_token_ids": "abc"}, TypeError, "allowed_token_ids must be a list of token ids, not 'abc'"),
+        ({"allowed_token_ids": 5}, TypeError, "allowed_token_ids must be a list of token ids"),
+        ({"num_beams": 4}, TypeError, "nanovllm has no beam search"),
     ],
     ids=stable_id,
 )
@@ -342,7 +473,7 @@ def test_a_wrong_sampling_parameter_is_refused_when_it_is_made(values, error, me
         ({"gpu_memory_utilisation": 0.5}, TypeError, "did you mean gpu_memory_utilization"),
         ({"tensor_parallel": 2}, TypeError, "did you mean tensor_parallel_size"),
         ({"block_size": 16}, TypeError, "did you mean kvcache_block_size"),
-        ({"quux": 1}, TypeError, "unknown option 'quux'; the options are revision, dtype, .*seed"),
+        ({"quux": 1}, TypeError, "unknown option 'quux'; the options are model, revision, dtype, .*seed$"),
         ({"Seed": 1}, TypeError, "did you mean seed"),
         ({"max_model_len": 0}, ValueError, "max_model_len must be at least 1, not 0"),
         ({"max_model_len": 1}, ValueError, "max_model_len must be at least 2: one token of prompt"),
@@ -364,14 +495,17 @@ def test_a_wrong_sampling_parameter_is_refused_when_it_is_made(values, error, me
         ({"num_kvcache_blocks": 1e3}, TypeError, "num_kvcache_blocks must be an integer"),
         ({"gpu_memory_utilization": 0}, ValueError, "gpu_memory_utilization must be above 0 and at most 1, not 0"),
         ({"gpu_memory_utilization": 90}, ValueError, "gpu_memory_utilization must be above 0 and at most 1, not 90"),
-        ({"gpu_memory_utilization": NAN}, ValueError, "gpu_memory_utilization must be above 0"),
+        ({"gpu_memory_utilization": NAN}, ValueError, "gpu_memory_utilization must be finite, not nan"),
         ({"gpu_memory_utilization": "0.9"}, TypeError, "gpu_memory_utilization must be a number"),
         ({"gpu_memory_utilization": True}, TypeError, "gpu_memory_utilization must be a number"),
         ({"tensor_parallel_size": 0}, ValueError, "tensor_parallel_size must be at least 1"),
         ({"tensor_parallel_size": "2"}, TypeError, "tensor_parallel_size must be an integer"),
         ({"dtype": "int8"}, ValueError, "dtype must be one of auto, float32, bfloat16, float16, not 'int8'"),
         ({"dtype": torch.int64}, ValueError, "dtype must be one of"),
-        ({"dtype": "half"}, ValueError, "dtype must be one of"),
+        ({"dtype": "double"}, ValueError, "dtype must be one of"),
+        ({"trust_remote_code": True}, TypeError, "unknown option 'trust_remote_code'; nanovllm never runs code"),
+        ({"torch_dtype": "half"}, TypeError, "did you mean dtype"),
+        ({"tp_size": 2}, TypeError, "did you mean tensor_parallel_size"),
         ({"dtype": None}, ValueError, "dtype must be one of"),
         (
             {"attention_backend": "xformers"},
@@ -576,9 +710,9 @@ def test_a_backend_that_cannot_run_the_model_says_what_it_needs(
     )
     fields = {"dtype": torch.bfloat16, "device": torch.device("cuda", 0), **changes}
     with pytest.raises(error, match=f'attention_backend="{backend}" needs .*{message}'):
-        nanovllm.kernels.make_attention_backend(
+        nanovllm.attention.backend.make_attention_backend(
             backend,
-            nanovllm.kernels.AttentionShape(**{"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, **fields}),
+            nanovllm.attention.backend.AttentionShape(**{"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, **fields}),
             block_size,
         )
 

@@ -20,8 +20,9 @@ from nanovllm.config import Config
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.runner.model_runner import ModelRunner, StepResult
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.runner.model_runner import ModelRunner, StepInFlight
+from nanovllm.text import StopStrings, Text
 
 # Chunks, several steps, and a cache in which not everything fits at once.
 OPTIONS = {"device": "cpu", "kvcache_block_size": 8, "num_kvcache_blocks": 14, "max_num_batched_tokens": 24}
@@ -38,15 +39,16 @@ PARAMS = [
 ]
 
 POINTS = {
-    "tokenize": (PreTrainedTokenizerBase, "__call__"),
+    "tokenize": (Text, "encode"),
     "add_request": (LLMEngine, "add_request"),
     "schedule": (Scheduler, "schedule"),
     "allocate": (BlockManager, "allocate"),
     "append": (BlockManager, "append"),
     "deallocate": (BlockManager, "deallocate"),
     "launch": (ModelRunner, "launch"),
-    "model": (ModelRunner, "step"),
-    "wait": (StepResult, "wait"),
+    "model": (ModelRunner, "_forward"),
+    "sampling": (ModelRunner, "_sample"),
+    "wait": (StepInFlight, "wait"),
     "commit": (Scheduler, "commit"),
     "stop string": (StopStrings, "__call__"),
     "step": (LLMEngine, "step"),
@@ -66,6 +68,7 @@ def sigint():
 @pytest.fixture(scope="module", params=[True, False], ids=["overlap", "sync"])
 def llm(request):
     with LLM(MODEL_DIRECTORY, overlap=request.param, **OPTIONS) as llm:
+        run_victims(llm)  # what is found out once per tokenizer is found out
         yield llm
 
 
@@ -176,7 +179,7 @@ def test_after_a_fault_the_victims_themselves_come_out_right(llm):
 @pytest.mark.parametrize("at", [1, 2, 4])
 def test_a_device_that_stays_broken_reports_its_first_error(llm, expected, at):
     """Draining what is in flight fails as well; that must neither hide the cause nor leave anything behind."""
-    real, calls = StepResult.wait, count(1)
+    real, calls = StepInFlight.wait, count(1)
     errors = []
 
     def broken(result):
@@ -186,7 +189,7 @@ def test_a_device_that_stays_broken_reports_its_first_error(llm, expected, at):
         raise errors[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepResult, "wait", broken)
+        patch.setattr(StepInFlight, "wait", broken)
         with pytest.raises(RuntimeError, match="failure 1"):
             run_victims(llm)
     assert len(errors) == 1 + llm.engine.depth

@@ -9,26 +9,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import test_interrupts
-import torch
 from model_factory import one_thread, read_tensors, save_model, write_tensors  # noqa: F401
-from test_demo_model import CONVERSATIONS
 from test_interrupts import Fault, assert_empty, interrupt_at_random_moments, run_traced, sigint  # noqa: F401
 
 import nanovllm.parallel.parallel_runner
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.demo import MODEL_DIRECTORY
+from nanovllm.demo.problems import problems
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.parallel.parallel_runner import ParallelRunner
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.layers.sampler import SamplingBatch, VocabSlice, sample
-from nanovllm.ops.collectives import SAMPLING_GROUP, Parallel
+from nanovllm.parallel.parallel_runner import TensorParallelRunner
 
 # What a thread of the driver dies of would otherwise be no more than a line on the screen.
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -36,8 +34,8 @@ pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExce
 SIZES = (2, 4)
 # Hits, chunks, and a cache in which not everything fits at once.
 OPTIONS = {"device": "cpu", "kvcache_block_size": 4, "num_kvcache_blocks": 24, "max_num_batched_tokens": 32}
-# Of two key/value heads each, so that four ranks hold both twice. Slices are padded to 8 ids: of 61 the last rank has
-# few, of 20 the fourth none, of 7 the second none.
+# Of two key/value heads each, so that four ranks hold both twice. Slices are padded to 16 ids: of 61 the last rank has
+# fewer, of 20 the second few and the third none, of 7 the second none.
 MODELS: dict[str, dict[str, Any]] = {
     "61 ids": {"vocab_size": 61},
     "20 ids, tied, bias": {"vocab_size": 20, "tie_word_embeddings": True, "attention_bias": True},
@@ -184,7 +182,7 @@ def test_greedy_tokens_and_the_schedule_are_those_of_one_rank(engines):
         engines[size].engine.scheduler.check_integrity()
 
 
-NAN, INFINITY = float("nan"), float("inf")
+NAN = float("nan")
 FILTERS: dict[str, dict[str, Any]] = {
     "temperature alone": {},
     "top_p": {"top_p": 0.7},
@@ -195,11 +193,16 @@ FILTERS: dict[str, dict[str, Any]] = {
     "stop tokens": {"stop_token_ids": [0, 1, 2, 3]},
     "min_tokens": {"stop_token_ids": [0, 1, 2, 3], "min_tokens": 4},
     "greedy min_tokens": {"stop_token_ids": [0, 1, 2, 3], "min_tokens": 4, "temperature": 0.0},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
+    "greedy penalties": {"temperature": 0.0, "repetition_penalty": 2.0},
+    "biases and bans": {"logit_bias": {1: 3.0, 5: -100.0}, "bad_words": [[2], [1, 3]], "top_k": 6},
+    "allowed ids": {"allowed_token_ids": [6, 1, 3, 4], "temperature": 0.0},
 }
 
 
 def test_sampled_tokens_are_those_of_one_rank(engines):
-    """Noise belongs to a token's id, not to its place in a slice; filters and bans see the whole vocabulary."""
+    """Each rank samples its own part of the rows: with their own settings and rules, and the tokens so far, those that
+    other ranks have sampled too."""
     requests = make_requests(engines[1].engine.info.vocab_size, 2 * len(FILTERS))
     options = [{"temperature": 0.8, "max_tokens": 9, "ignore_eos": True, **changes} for changes in FILTERS.values()]
     requests = [(prompt, SamplingParams(**options[row % len(options)])) for row, (prompt, _) in enumerate(requests)]
@@ -227,7 +230,7 @@ def test_a_request_by_itself_and_one_beside_others_agree_at_every_size(engines):
 def test_stop_strings_are_those_of_one_rank(overlap, caching):
     """Only the driver knows text: the ranks must end a request in the very commit in which it did."""
     options = {**OPTIONS, "num_kvcache_blocks": 60, "overlap": overlap, "enable_prefix_caching": caching}
-    texts = ["".join(f"{part['role']}: {part['content']}\n" for part in it) for it in CONVERSATIONS[:3]]
+    texts = [f"user: {question}\n" for question, _ in islice(problems(seed=1, held_out=True), 3)]
     prompts = [*texts, "Count: 1 2 3", "Count: 1 2 4", "+"] * 2
     kinds = [{"stop": ["5 6", "t", "31"]}, {"stop": ["5", "t", " "], "min_tokens": 5}, {"stop": ["no such text"]}, {}]
     params = [
@@ -288,7 +291,7 @@ def test_requests_and_aborts_by_hand_between_steps_give_what_one_rank_gives(pair
 
 @pytest.mark.parametrize("where", ["embedding", "vocabulary"])
 def test_logits_that_are_not_finite_end_a_row_as_on_one_rank(tmp_path, where):
-    """NaN in a slice that only the last rank has is a candidate of its alone, and lost in a maximum of floats."""
+    """NaN in a slice of the vocabulary that only the last rank has must end the rows of all of them."""
     save(tmp_path)
     tensors = read_tensors(tmp_path)
     if where == "embedding":
@@ -312,6 +315,24 @@ def test_logits_that_are_not_finite_end_a_row_as_on_one_rank(tmp_path, where):
     assert {reason for _, reason, _ in found[0]} == ({"error", "length"} if where == "embedding" else {"error"})
 
 
+def test_a_row_whose_bans_leave_no_token_ends_as_on_one_rank(pair):
+    """Only the rank that samples the row knows of it; the others sample its neighbours."""
+    nothing = {"allowed_token_ids": [7], "logit_bias": {9: 4.0}}
+    params = [
+        SamplingParams(0.8, max_tokens=6, seed=row, ignore_eos=True, **(nothing if row % 3 == 1 else {}))
+        for row in range(7)
+    ]
+    params = [replace(row, bad_words=[[7]]) if row.allowed_token_ids else row for row in params]
+    found = []
+    for llm in pair:
+        outputs = llm.generate([[row, 3] for row in range(7)], params, use_tqdm=False)
+        found.append([(output.token_ids, output.finish_reason, output.error) for output in outputs])
+    assert found[0] == found[1]
+    reasons = [reason for _, reason, _ in found[0]]
+    assert reasons == ["length", "error", "length", "length", "error", "length", "length"]
+    assert all("no token is left" in error for _, reason, error in found[0] if reason == "error")
+
+
 def test_memory_is_the_sum_over_the_ranks(engines):
     """The whole model's share of each rank, or rank 0's alone, is not what the machine has to give."""
     of_sizes = {size: llm.metrics()["memory_bytes"] for size, llm in engines.items()}
@@ -319,107 +340,6 @@ def test_memory_is_the_sum_over_the_ranks(engines):
     assert [of_sizes[size]["kv_cache"] / of_sizes[1]["kv_cache"] for size in (1, *SIZES)] == [1, 1, 2]
     assert of_sizes[1]["weights"] < of_sizes[2]["weights"] < 2 * of_sizes[1]["weights"]
     assert of_sizes[2]["weights"] < of_sizes[4]["weights"] < 4 * of_sizes[1]["weights"]
-
-
-# Sampling over slices
-
-
-@dataclass(frozen=True)
-class FakeParallel(Parallel):
-    """A rank whose `maximum` keeps what it is given, or folds it into what the others gave before."""
-
-    given: list[torch.Tensor] = field(default_factory=list)
-    others: list[torch.Tensor] = field(default_factory=list)
-
-    def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.given.append(tensor.clone())
-        for other in self.others:
-            torch.maximum(tensor, other, out=tensor)
-        return tensor
-
-
-def sample_over_ranks(logits: torch.Tensor, batch: SamplingBatch, firsts: list[int]) -> torch.Tensor:
-    """`sample`, with the rank r holding the ids from firsts[r] on."""
-    given: list[torch.Tensor] = []
-    ends = [*firsts[1:], logits.shape[1]]
-    for others in ([], given):
-        found = []
-        for rank, (first, end) in enumerate(zip(firsts, ends, strict=True)):
-            parallel = FakeParallel(rank, len(firsts), others=list(others))
-            found.append(sample(logits[:, first:end].clone(), batch, VocabSlice(first, parallel)))
-            assert len(parallel.given) == 1
-            given += parallel.given if others is not given else []
-    assert all(torch.equal(tokens, found[0]) for tokens in found), "the ranks do not agree"
-    return found[0]
-
-
-def make_batch(temperatures: list[float], seed: int = 0) -> SamplingBatch:
-    generator = torch.Generator().manual_seed(seed)
-    seeds = torch.randint(-(2**63), 2**63 - 1, (len(temperatures),), generator=generator)
-    return SamplingBatch(torch.tensor(temperatures), seeds, torch.arange(len(temperatures)) * 17 + 1)
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-@pytest.mark.parametrize("temperature", [0.0, 1e-30, 0.8, 100.0])
-def test_sampling_over_slices_is_sampling_over_the_whole(size, temperature, runs):
-    """Of random logits, with many equal ones, and with values that are not finite anywhere."""
-    rng = random.Random(size)
-    num_broken = num_tokens = 0
-    for trial in range(60 * runs):
-        vocab_size, num_rows = rng.randrange(1, 90), rng.randrange(1, 8)
-        slice_size = (vocab_size + size - 1) // size
-        slice_size += -slice_size % SAMPLING_GROUP
-        firsts = [min(rank * slice_size, vocab_size) for rank in range(size)]
-        logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(trial)) * 10
-        if trial % 2:
-            logits = (logits / 8).round()  # ties, zeros of both signs
-        for _ in range(rng.randrange(4)):
-            spot = rng.randrange(num_rows), rng.randrange(vocab_size)
-            logits[spot] = rng.choice([NAN, INFINITY, -INFINITY])
-        if trial % 5 == 0:
-            logits[rng.randrange(num_rows)] = -INFINITY
-        temperatures = [rng.choice([0.0, temperature]) for _ in range(num_rows)]
-        batch = make_batch(temperatures, trial)
-        expected = sample(logits.clone(), batch)
-        assert sample_over_ranks(logits, batch, firsts).tolist() == expected.tolist(), (vocab_size, temperatures)
-        num_broken += int((expected < 0).sum())
-        num_tokens += int((expected >= 0).sum())
-    assert num_broken > 20 * runs and num_tokens > 60 * runs
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "expected"),
-    [
-        ([0.0, 5.0, 1.0, 2.0], [5.0, 0.0, 5.0, 4.0], 1),  # a tie goes to the lowest id
-        ([0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 5.0, 4.0], 5),
-        ([-1.0, -2.0, -3.0, -4.0], [-0.5, -0.25, -0.75, -1.0], 5),  # bits of negative floats run backwards
-        ([-1e38, -2.0, -3.0, -4.0], [1e-45, 0.0, -1e-45, -1.0], 4),
-        ([-0.0, -1.0, -1.0, -1.0], [0.0, -1.0, -1.0, -1.0], 0),  # the zeros are equal
-        ([0.0, -1.0, -1.0, -1.0], [-0.0, -1.0, -1.0, -1.0], 0),
-        ([-1.0, -1.0, -1.0, -0.0], [-0.0, 0.0, -1.0, -1.0], 3),
-        ([3.4e38] * 4, [3.4028234663852886e38] * 4, 4),  # the largest of floats is finite
-        ([-INFINITY] * 4, [-3.4028234663852886e38] * 4, 4),
-        ([-3.4028234663852886e38] * 4, [-INFINITY] * 4, 0),
-        ([-INFINITY] * 4, [-INFINITY, -INFINITY, -7.0, -INFINITY], 6),
-        ([-INFINITY] * 4, [-INFINITY] * 4, -1),
-        ([1.0] * 4, [1.0, NAN, 1.0, 1.0], -1),
-        ([1.0, NAN, 1.0, 1.0], [9.0] * 4, -1),
-        ([1.0, INFINITY, 1.0, 1.0], [9.0] * 4, -1),
-        ([1.0] * 4, [9.0, 9.0, 9.0, INFINITY], -1),
-        ([-INFINITY] * 4, [NAN] * 4, -1),
-        ([NAN] * 4, [INFINITY] * 4, -1),
-        ([-INFINITY] * 4, [INFINITY] * 4, -1),
-    ],
-    ids=str,
-)
-def test_the_best_of_two_ranks_is_the_best(left, right, expected):
-    """Known answers; beside an ordinary row, which must not notice, and with ranks that have no ids at all."""
-    rows = torch.tensor([left + right, [float(token) for token in range(8)]])
-    for firsts in ([0, 4], [0, 4, 8], [0, 4, 8, 8], [0, 0, 4], [0, 8]):
-        assert sample_over_ranks(rows, make_batch([0.0, 0.0]), firsts).tolist() == [expected, 7], firsts
-    hot = sample(rows, make_batch([0.7, 0.7]))
-    assert sample_over_ranks(rows, make_batch([0.7, 0.7]), [0, 4]).tolist() == hot.tolist()
-    assert (hot[0] < 0) == (expected < 0) and hot[1] >= 0
 
 
 # A rank that dies
@@ -499,7 +419,7 @@ def start_faulty(tiny: str, fault: str, rank: int, monkeypatch) -> LLMEngine:
     monkeypatch.setenv("FAULT", fault)
     monkeypatch.setenv("FAULTY_RANK", str(rank))
     config = Config(tiny, tensor_parallel_size=2, **OPTIONS)
-    return LLMEngine(config, runner=ParallelRunner(config, worker_module="faulty_worker"))
+    return LLMEngine(config, runner=TensorParallelRunner(config, worker_module="faulty_worker"))
 
 
 WOULD_COMPUTE = "the ranks diverged at step 4, which is a bug: rank {rank} would compute"
@@ -512,7 +432,8 @@ WOULD_COMPUTE = "the ranks diverged at step 4, which is a bug: rank {rank} would
         ("reverses the rows", 1, WOULD_COMPUTE),
         ("has one token more", 0, WOULD_COMPUTE),
         ("takes another block", 1, WOULD_COMPUTE),
-        ("takes another slot", 0, WOULD_COMPUTE),
+        ("samples nothing", 1, WOULD_COMPUTE),
+        ("takes another entry", 0, WOULD_COMPUTE),
         ("samples another token", 1, "the ranks diverged at step 4, which is a bug: rank 1 sampled other tokens"),
         ("out of memory", 1, r"^OutOfMemoryError: out of memory: tried to allocate 3 GiB \(rank 1 of 2\)$"),
         ("exits in a step", 1, "^rank 1 of 2 ended with exit status 7$"),
@@ -561,7 +482,7 @@ def test_a_module_that_is_not_there_is_an_error(tiny, tmp_path, monkeypatch, cap
         nothing_left_behind(tmp_path, monkeypatch),
         pytest.raises(RuntimeError, match=r"rank [01] of 2 ended with exit status 1"),
     ):
-        ParallelRunner(config, worker_module="no_such_worker")
+        TensorParallelRunner(config, worker_module="no_such_worker")
     assert "no_such_worker" in capfd.readouterr().err  # what a rank itself says is not swallowed
 
 
@@ -585,14 +506,14 @@ VICTIMS = [
 ]
 POINTS = {
     "add_request": (LLMEngine, "add_request"),
-    "request_added": (ParallelRunner, "request_added"),
+    "request_added": (TensorParallelRunner, "request_added"),
     "schedule": (Scheduler, "schedule"),
-    "launch": (ParallelRunner, "launch"),
-    "ask": (ParallelRunner, "tokens_of"),
-    "replies": (ParallelRunner, "_replies"),
+    "launch": (TensorParallelRunner, "launch"),
+    "ask": (TensorParallelRunner, "tokens_of"),
+    "replies": (TensorParallelRunner, "_replies"),
     "commit": (Scheduler, "commit"),
-    "step_committed": (ParallelRunner, "step_committed"),
-    "write": (ParallelRunner, "_write"),
+    "step_committed": (TensorParallelRunner, "step_committed"),
+    "write": (TensorParallelRunner, "_write"),
     "step": (LLMEngine, "step"),
 }
 
@@ -711,12 +632,15 @@ def test_a_fork_of_the_driver_may_close_what_is_not_its_own(pair, answers):
     assert run_victims(llm) == answers
 
 
-def test_a_stop_predicate_may_reset_the_engine(pair, answers):
+def test_a_stop_predicate_that_would_reset_the_engine_is_refused(pair, answers):
     """The ranks were told that a step was committed which they had dropped; the next call met a StopIteration."""
     for llm in pair:
+        llm.engine.reset()
         llm.engine.add_request([1, 2, 3], SamplingParams(0.0, max_tokens=8), lambda _, llm=llm: llm.engine.reset())
-        while not llm.engine.is_finished():
-            assert llm.engine.step() == []
+        with pytest.raises(RuntimeError, match="in the middle of a step"):
+            while not llm.engine.is_finished():
+                llm.engine.step()
+        assert_empty(llm.engine)
         assert run_victims(llm) == answers
 
 
@@ -810,7 +734,7 @@ def test_ctrl_c_while_a_failure_is_looked_into_does_not_make_the_next_call_hang(
         engine = start_faulty(tiny, "exits in a step" if is_dead else "out of memory", 1, monkeypatch)
         with monkeypatch.context() as patch:
             if is_dead:
-                patch.setattr(ParallelRunner, "_death_of", interrupted)
+                patch.setattr(TensorParallelRunner, "_death_of", interrupted)
             patch.setattr(nanovllm.parallel.parallel_runner.time, "sleep", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 run_by_hand(engine, make_requests(61))

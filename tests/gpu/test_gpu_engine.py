@@ -7,7 +7,7 @@ import logging
 import random
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -19,10 +19,11 @@ from test_interrupts import Fault
 from test_schedule_invariance import perturbed_scores
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.demo import MODEL_DIRECTORY
-from nanovllm.runner.model_runner import ModelRunner, StepResult
 from nanovllm.attention.triton_backend import TritonAttention
+from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.outputs import RequestOutput
+from nanovllm.runner.model_runner import ModelRunner, StepInFlight
+from nanovllm.runner.sequence_table import SamplingNeeds, StepSize
 
 pytestmark = pytest.mark.gpu
 
@@ -41,6 +42,18 @@ def demo(backend: str = "triton", dtype: str = "float32", **options) -> LLM:
 
 def generate(llm: LLM, prompts: list[list[int]], params) -> list[RequestOutput]:
     return llm.generate(prompts, params, use_tqdm=False)
+
+
+def captured_forwards(llm: LLM) -> list[StepSize]:
+    """The sizes of the steps that are captured."""
+    captured = llm.engine.runner.graphs._captured
+    return [key[1] for key, graph in captured.items() if key[0] == "forward" and graph is not None]
+
+
+def captured_samplings(llm: LLM) -> set[SamplingNeeds]:
+    """The kinds of sampling that are captured."""
+    captured = llm.engine.runner.graphs._captured
+    return {key[2] for key, graph in captured.items() if key[0] == "sample" and graph is not None}
 
 
 def free_memory() -> int:
@@ -340,7 +353,8 @@ def test_graphs_give_the_tokens_of_eager_steps_at_every_batch_size(prompts, para
     """A batch size without a graph of its own is padded; padding that samples, writes or is read shows here."""
     num_rows = num_ties = 0
     with demo(max_num_seqs=max_num_seqs) as llm:
-        assert llm.engine.runner.graphs.sizes[-1] == max_num_seqs
+        at_start = captured_forwards(llm)
+        assert max(size.num_rows for size in at_start) == max_num_seqs and not any(size.num_tiles for size in at_start)
         for size in BATCH_SIZES[max_num_seqs]:
             rows = [(7 * size + i) % NUM_REQUESTS for i in range(size)]
             outputs = generate(llm, [prompts[row] for row in rows], [params[row] for row in rows])
@@ -349,9 +363,7 @@ def test_graphs_give_the_tokens_of_eager_steps_at_every_batch_size(prompts, para
             num_rows += size
             num_ties += judge.count_ties(requests, ours, [eager[row] for row in rows], f"{size} rows")
         assert llm.metrics()["max_batch_size"] == max_num_seqs
-        assert any(size.num_tokens for size in llm.engine.runner.graphs._captured), (
-            "steps with prompts are captured too"
-        )
+        assert any(size.num_tiles for size in captured_forwards(llm)), "steps with prompts are captured too"
     assert num_ties <= 0.01 * num_rows
 
 
@@ -395,7 +407,8 @@ def test_graphs_reach_max_model_len_exactly(long_requests, long_completions, jud
     with demo(backend, dtype, **options) as llm:
         outputs = generate(llm, *map(list, zip(*long_requests, strict=True)))
         runner = llm.engine.runner
-        assert runner.graphs is not None and runner.state.block_tables.shape[1] == -(-max_model_len // block_size)
+        tables = runner.table.batch(runner._decode_size(1, False)).metadata.block_tables
+        assert runner.graphs is not None and tables.shape[1] == -(-max_model_len // block_size)
     for length, output in zip(LONGEST_PROMPTS, outputs, strict=True):
         assert output.error is None and output.finish_reason == "length"
         assert length + len(output.token_ids) == max_model_len
@@ -419,46 +432,204 @@ def test_a_prompt_of_all_but_one_token_of_max_model_len_gets_that_token():
     assert too_long.finish_reason == "error" and "max_model_len" in too_long.error
 
 
-def test_special_rows_beside_greedy_ones_are_those_of_eager_steps(prompts):
-    """Captured steps know nothing of top-k, top-p, min-p and bans, which are sampled anew and written over."""
-    kinds = [
-        {"temperature": 0.0},
-        {"temperature": 0.8},
-        {"temperature": 1.5, "top_k": 1},
-        {"temperature": 1.2, "top_p": 0.9},
-        {"temperature": 1.2, "top_k": 7},
-        {"temperature": 1.5, "min_p": 0.1},
-        {"temperature": 0.0, "min_tokens": 12},
-        {"temperature": 1.1, "min_tokens": 9, "top_p": 0.95, "top_k": 40, "min_p": 0.02},
-    ]
-    params = [SamplingParams(max_tokens=24, seed=row, **kinds[row % len(kinds)]) for row in range(160)]
-    prompts = prompts[:160]
-    outputs = {}
-    for enforce_eager, overlap in ((False, True), (False, False), (True, True)):
-        with demo(enforce_eager=enforce_eager, overlap=overlap, max_num_seqs=100) as llm:
-            outputs[enforce_eager, overlap] = [output.token_ids for output in generate(llm, prompts, params)]
-            greedy = [output.token_ids for output in generate(llm, prompts[2::8], SamplingParams(0.0, 24))]
-            assert outputs[enforce_eager, overlap][2::8] == greedy
-    expected = outputs.pop((True, True))
-    assert len({tuple(tokens) for tokens in expected}) > 100
-    for ours in outputs.values():
-        assert sum(a != b for a, b in zip(ours, expected, strict=True)) <= 1
-        assert all(len(tokens) > 12 for tokens in ours[6::8]) and all(len(tokens) > 9 for tokens in ours[7::8])
-        # A ban is lifted in time.
-        assert any(len(tokens) < 24 for tokens in ours[6::8])
+# Filters and rules
+
+PLAIN = [{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.2}]
+FILTERS = [
+    {"temperature": 1.5, "top_k": 1},
+    {"temperature": 1.2, "top_p": 0.9},
+    {"temperature": 1.2, "top_k": 7},
+    {"temperature": 1.5, "min_p": 0.1},
+    {"temperature": 1.1, "top_p": 0.95, "top_k": 40, "min_p": 0.02},
+    {"temperature": 0.0, "top_k": 3, "top_p": 0.5, "min_p": 0.5},
+]
+# The demo model's ids are bytes: digits are 48 to 57, and letters 97 to 122.
+LETTERS, DIGITS = list(range(97, 123)), list(range(48, 58))
+RULES = [
+    {"temperature": 0.0, "min_tokens": 12},
+    {"temperature": 0.0, "repetition_penalty": 1.4},
+    {"temperature": 0.9, "presence_penalty": 2.0, "frequency_penalty": 0.3},
+    {"temperature": 1.0, "logit_bias": {65: 100.0}, "ignore_eos": True},
+    {"temperature": 0.7, "logit_bias": dict.fromkeys(DIGITS, -2.5) | {32: 1.5}, "bad_words": [[49], [50, 51]]},
+    {"temperature": 1.0, "allowed_token_ids": LETTERS},
+    {"temperature": 1.1, "min_tokens": 9, "top_p": 0.95, "top_k": 40, "min_p": 0.02, "repetition_penalty": 1.1},
+    {"temperature": 1.3, "bad_words": [[digit] for digit in DIGITS], "top_k": 20},
+]
+# Odd numbers of kinds, so that each meets questions that the model is sure of and others.
+KINDS = {"filters": PLAIN + FILTERS, "rules": PLAIN + RULES, "all": PLAIN + FILTERS + RULES}
+
+
+def params_of(kind: str, num_rows: int) -> list[SamplingParams]:
+    """Plain, greedy and other rows in turn."""
+    kinds = KINDS[kind]
+    return [SamplingParams(**{"max_tokens": 24, "seed": row, **kinds[row % len(kinds)]}) for row in range(num_rows)]
+
+
+def assert_obeyed(params: SamplingParams, prompt: list[int], output: RequestOutput, eos_token_ids: set[int]) -> None:
+    """What a request's rules forbid does not occur."""
+    tokens = output.token_ids
+    assert output.error is None, output.error
+    if params.min_tokens:
+        # The end itself is not among the tokens that were banned.
+        assert len(tokens) > params.min_tokens and not set(tokens[: params.min_tokens]) & eos_token_ids
+    for *prefix, last in params.bad_words:
+        for at, token in enumerate(tokens):
+            assert token != last or tokens[max(0, at - len(prefix)) : at] != list(prefix), (prefix, last, tokens)
+    if params.allowed_token_ids is not None:
+        assert set(tokens) <= set(params.allowed_token_ids)
+    if params.logit_bias.get(65) == 100:
+        assert tokens == [65] * 24
+
+
+@dataclass
+class MixedRequests:
+    """kind: of KINDS; prompts, params: of the requests; alone: the tokens of each run by itself, eagerly."""
+
+    kind: str
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    alone: list[list[int]]
+
+
+NUM_MIXED = 160
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def mixed(request, prompts) -> MixedRequests:
+    params = params_of(request.param, NUM_MIXED)
+    with demo(enforce_eager=True, overlap=False, max_num_seqs=1, enable_prefix_caching=False) as llm:
+        outputs = [generate(llm, [ids], one)[0] for ids, one in zip(prompts, params, strict=False)]
+        for ids, one, output in zip(prompts, params, outputs, strict=False):
+            assert_obeyed(one, ids, output, llm.engine.eos_token_ids)
+    alone = [output.token_ids for output in outputs]
+    assert len({tuple(tokens) for tokens in alone}) > NUM_MIXED // 2
+    if request.param == "rules":  # each rule changes something, or the test says nothing
+        with demo(enforce_eager=True) as llm:
+            plain = [replace(one, **NO_RULES) for one in params]
+            without = [output.token_ids for output in generate(llm, prompts[:NUM_MIXED], plain)]
+        for number in range(len(PLAIN), len(KINDS["rules"])):
+            rows = range(number, NUM_MIXED, len(KINDS["rules"]))
+            assert any(alone[row] != without[row] for row in rows), KINDS["rules"][number]
+    return MixedRequests(request.param, prompts[:NUM_MIXED], params, alone)
+
+
+NO_RULES = {
+    "min_tokens": 0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": None,
+    "bad_words": None, "allowed_token_ids": None,
+}  # fmt: skip
+
+
+def num_different(ours: list[list[int]], theirs: list[list[int]]) -> int:
+    return sum(a != b for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("enforce_eager", "overlap", "options"),
+    [
+        *((enforce_eager, overlap, {}) for enforce_eager in (False, True) for overlap in (False, True)),
+        (False, True, {"max_num_batched_tokens": 50}),
+        (False, True, {"num_kvcache_blocks": 20, "max_num_seqs": 20}),
+    ],
+    ids=str,
+)
+def test_rows_with_filters_and_rules_are_those_of_the_request_alone(mixed, enforce_eager, overlap, options):
+    """Plain, greedy, filtered and ruled rows share batches, captured or not; the first call captures what the second
+    replays. Which tensors a captured step reads, and whose rules, shows here.
+
+    A row may differ where two candidates tie, or one lies at a filter's edge: one row of all.
+    """
+    options = {"max_num_seqs": 100, **options}
+    with demo(enforce_eager=enforce_eager, overlap=overlap, **options) as llm:
+        for call in ("first", "second"):
+            outputs = generate(llm, mixed.prompts, mixed.params)
+            for ids, params, output in zip(mixed.prompts, mixed.params, outputs, strict=True):
+                assert_obeyed(params, ids, output, llm.engine.eos_token_ids)
+            different = num_different([output.token_ids for output in outputs], mixed.alone)
+            print(f"{mixed.kind}, {call} call: {different} of {NUM_MIXED} rows differ")
+            assert different <= 1, call
+        # What is not wanted is not computed, and is captured by itself.
+        rows = range(0, NUM_MIXED, len(KINDS[mixed.kind]))
+        greedy = generate(llm, [mixed.prompts[row] for row in rows], SamplingParams(0.0, 24))
+        assert num_different([output.token_ids for output in greedy], [mixed.alone[row] for row in rows]) <= 1
+        if not enforce_eager:
+            found = {(needs.has_filters, needs.rules_version > 0) for needs in captured_samplings(llm)}
+            expected = {"filters": (True, False), "rules": (True, True), "all": (True, True)}[mixed.kind]
+            assert {(False, False), expected} <= found
+            assert mixed.kind != "filters" or not any(has_rules for _, has_rules in found)
+        assert "num_kvcache_blocks" not in options or llm.metrics()["num_preemptions"] > 0
+
+
+def test_a_top_k_of_one_is_greedy_and_a_rule_of_nothing_changes_nothing(prompts):
+    """Filtered and ruled rows take other kernels; on the same question they must say the same."""
+    with demo(max_num_seqs=100) as llm:
+        size = llm.engine.info.vocab_size
+        same = [
+            {"temperature": 0.0},
+            {"temperature": 1.5, "top_k": 1},
+            {"temperature": 0.0, "allowed_token_ids": list(range(size)), "logit_bias": {size - 1: 0.0}},
+            {"temperature": 0.7, "top_p": 1e-9},
+            {"temperature": 0.7, "min_p": 1.0, "bad_words": [[200, 201, 202]]},
+        ]
+        rows = [(ids, one) for ids in prompts[0:60:2] for one in same]
+        params = [SamplingParams(**{"max_tokens": 24, "seed": row, **one}) for row, (_, one) in enumerate(rows)]
+        outputs = [output.token_ids for output in generate(llm, [ids for ids, _ in rows], params)]
+    different = [num_different(outputs[i :: len(same)], outputs[:: len(same)]) for i in range(len(same))]
+    print(f"of 30 rows, {different} differ")
+    assert max(different) <= 1
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_rules_outgrow_their_tensors_while_steps_are_in_flight(prompts, overlap):
+    """A request with more edits than any before gets wider tensors. Steps that were captured with the narrow ones, and
+    one in flight that reads them, must not be mixed up with those to come."""
+    rng = random.Random(7)
+    params = [
+        SamplingParams(
+            temperature=0.8, max_tokens=40, ignore_eos=True, seed=row,
+            logit_bias={rng.randrange(97, 123): 2.0 for _ in range(1)}
+            | dict.fromkeys(rng.sample(range(128, 250), min(4 * row, 100)), -100.0),
+            bad_words=[[rng.randrange(32, 127) for _ in range(1 + row // 4)]],
+        )
+        for row in range(40)
+    ]  # fmt: skip
+    with demo(enforce_eager=True, overlap=False, max_num_seqs=1) as llm:
+        alone = [generate(llm, [ids], one)[0].token_ids for ids, one in zip(prompts, params, strict=False)]
+    with demo(max_num_seqs=8, overlap=overlap) as llm:
+        before = llm.engine.runner.table.rules.version
+        for _ in range(2):
+            ours = [output.token_ids for output in generate(llm, prompts[: len(params)], params)]
+            assert num_different(ours, alone) <= 1
+        assert llm.engine.runner.table.rules.version >= before + 3
+        versions = {needs.rules_version for needs in captured_samplings(llm)}
+        assert len(versions) > 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["plain", "all"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_first_call_after_the_start_equals_the_second(prompts, params, kind, dtype, overlap):
+    """The first call compiles and captures what the second replays: a trial that left its token or its keys behind, or
+    a graph that kept what the first step knew, would show. The schedule is the same, so that not a bit may differ."""
+    wanted = params[:120] if kind == "plain" else params_of(kind, 120)
+    with demo(dtype=dtype, max_num_seqs=50, overlap=overlap) as llm:
+        calls = []
+        for _ in range(3):
+            calls.append([output.token_ids for output in generate(llm, prompts[:120], wanted)])
+            llm.engine.reset()  # the next call finds no cached prefixes either
+    assert calls[0] == calls[1] == calls[2]
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_shared_prefixes_attended_once_change_no_token(enforce_eager, monkeypatch):
     """Groups of many sizes that rows join and leave; steps of groups are captured while others are in flight."""
     seen = []
-    group_prefixes = TritonAttention.group_prefixes
+    shared_prefixes = TritonAttention.shared_prefixes
 
-    def noted(self, *args) -> bool:
-        seen.append(group_prefixes(self, *args))
+    def noted(self, *args):
+        seen.append(shared_prefixes(self, *args))
         return seen[-1]
 
-    monkeypatch.setattr(TritonAttention, "group_prefixes", noted)
+    monkeypatch.setattr(TritonAttention, "shared_prefixes", noted)
     rng = random.Random(11)
     prefixes = [[rng.randrange(32, 127) for _ in range(length)] for length in (256, 300, 530, 600)]
     prefixes.append(prefixes[2][:512] + [rng.randrange(32, 127) for _ in range(256)])
@@ -473,15 +644,15 @@ def test_shared_prefixes_attended_once_change_no_token(enforce_eager, monkeypatc
             tokens.append([output.token_ids for output in generate(llm, prompts, params)])
             tokens.append([output.token_ids for output in generate(llm, prompts, params)])
             if not enforce_eager:
-                captured = [size for size in llm.engine.runner.graphs._captured if size.num_tokens]
+                captured = [size for size in captured_forwards(llm) if size.num_tiles]
                 assert captured and any(size.is_grouped for size in captured) == prefix_grouping
-        assert any(seen) == prefix_grouping, "or the test says nothing"
+        assert any(groups is not None for groups in seen) == prefix_grouping, "or the test says nothing"
         seen.clear()
     # Random prompts have ties; float32 leaves few rows to them.
     for others in tokens[:3]:
-        num_different = sum(ours != plain for ours, plain in zip(others, tokens[3], strict=True))
-        print(f"{num_different} of {len(prompts)} rows differ")
-        assert num_different <= len(prompts) // 50
+        different = num_different(others, tokens[3])
+        print(f"{different} of {len(prompts)} rows differ")
+        assert different <= len(prompts) // 50
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -534,7 +705,7 @@ def run_by_hand(llm: LLM, requests) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_aborted_rows_leave_the_others_as_they_were(prompts, params, eager, judge, overlap):
-    """A freed slot goes to the next request while a captured step that still writes to it is in flight."""
+    """A freed entry goes to the next request while a captured step that still writes to it is in flight."""
     rows = list(range(1, 80, 2))  # those that run for a while
     with demo(max_num_seqs=20, overlap=overlap) as llm:
         ids = {llm.engine.add_request(prompts[row], params[row]): row for row in rows}
@@ -564,9 +735,9 @@ def test_aborted_rows_leave_the_others_as_they_were(prompts, params, eager, judg
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the device is lost")], ids=repr)
-@pytest.mark.parametrize("point", [(ModelRunner, "launch"), (StepResult, "wait")], ids=["launch", "wait"])
+@pytest.mark.parametrize("point", [(ModelRunner, "launch"), (StepInFlight, "wait")], ids=["launch", "wait"])
 def test_after_an_exception_between_steps_the_next_call_is_right(prompts, params, eager, judge, point, error, overlap):
-    """Steps in flight when Ctrl-C comes go on writing to the cache and to the slots of the next call's rows."""
+    """Steps in flight when Ctrl-C comes go on writing to the cache and to the entries of the next call's rows."""
     rows = list(range(1, 61, 2))
     requests = [(prompts[row], params[row]) for row in rows]
     with demo(max_num_seqs=20, overlap=overlap) as llm:
@@ -581,7 +752,7 @@ def test_after_an_exception_between_steps_the_next_call_is_right(prompts, params
 
 @pytest.mark.parametrize("num_steps", [1, 2, 7])
 def test_a_reset_with_steps_in_flight_leaves_nothing_behind(prompts, params, eager, judge, num_steps):
-    """The device's own state of rows and tables must not be taken for that of the next requests in the same slots."""
+    """What the device knows of a sequence must not be taken for that of the next one in the same entry."""
     with demo(max_num_seqs=20) as llm:
         for row in range(40):
             llm.engine.add_request(prompts[row], params[row])
@@ -633,7 +804,7 @@ def test_two_engines_on_one_card_are_both_right(prompts, params, eager, judge):
 
 
 def test_memory_used_stays_within_utilization_and_makes_use_of_it(dummy_directory):
-    """After start-up with graphs, and after steps as large as any, sampled with top-p: never above the promise."""
+    """After start-up with graphs, and after steps as large as any, with penalties and top-p, never above the promise."""
     before, total = free_memory(), torch.cuda.mem_get_info()[1]
     promised = 0.12 * total
     options = {"max_num_seqs": 64, "max_model_len": 8192, "gpu_memory_utilization": 0.12, "load_format": "dummy"}
@@ -643,7 +814,7 @@ def test_memory_used_stays_within_utilization_and_makes_use_of_it(dummy_director
         assert llm.metrics()["memory_bytes"]["kv_cache"] > 0.5 * promised
         rng = random.Random(0)
         prompts = [[rng.randrange(151936) for _ in range(1500)] for _ in range(64)]
-        params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=8, ignore_eos=True)
+        params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, max_tokens=8, ignore_eos=True)
         outputs = generate(llm, prompts, params)
         used = before - torch.cuda.mem_get_info()[0]
         print(f"{used / MIB:.0f} MiB of {promised / MIB:.0f} MiB used")

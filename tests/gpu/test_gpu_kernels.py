@@ -1,4 +1,7 @@
-"""The GPU's kernels: attention against the formula in float64, fused kernels and sampler against their plain twins."""
+"""The GPU's kernels: attention against the formula in float64, all other kernels against their plain twins.
+
+The logits processors: test_gpu_process_logits.py. The filters: test_gpu_filters.py.
+"""
 
 import math
 import random
@@ -8,15 +11,21 @@ import numpy as np
 import pytest
 import torch
 from model_factory import perturbed
-from test_attention import TOLERANCE, Case, make_case, run, tiles
+from test_attention import TOLERANCE, Case, make_case, make_metadata, run
+from test_sequence_table import random_rows
 
-from nanovllm.attention.backend import AttentionBackend, AttentionShape, make_attention_backend, packed_linear
+from nanovllm.attention.backend import AttentionBackend, AttentionShape, make_attention_backend
+from nanovllm.layers.norm import QKNorm
+from nanovllm.layers.rope_config import RopeConfig
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.ops.expand_rows import Table, expand_rows
+from nanovllm.ops.filters import filter_thresholds
 from nanovllm.ops.linear import linear
-from nanovllm.layers import activation, sampler
-from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.norm import QKNorm, RMSNorm
-from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
-from nanovllm.layers.sampler import SamplingBatch, SpecialRows
+from nanovllm.ops.norm import add_rms_norm, rms_norm
+from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
+from nanovllm.ops.sample import BROKEN_LOGITS, NO_TOKEN_LEFT, plain_sample, sample
+from nanovllm.ops.silu_and_mul import silu_and_mul
+from nanovllm.ops.write_tokens import write_tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -45,15 +54,11 @@ MIXED = [
 
 
 def on_gpu(case: Case) -> Case:
-    """The case on the GPU, its context completed as build_batch does it."""
-    num_seqs = len(case.num_new)
-    num_decodes = next((row for row, num_new in enumerate(case.num_new) if num_new > 1), num_seqs)
-    context = replace(case.context, query_tiles=tiles(case.num_new, list(map(len, case.keys)), num_decodes))
-    tensors = {name: value.to(GPU) for name, value in vars(context).items() if isinstance(value, torch.Tensor)}
-    has_cached_keys = any(len(case.keys[row]) > case.num_new[row] for row in range(num_decodes, num_seqs))
-    context = replace(context, **tensors, num_decodes=num_decodes, has_cached_keys=has_cached_keys)
+    """The case on the GPU."""
+    tensors = {name: value.to(GPU) for name, value in vars(case.metadata).items() if isinstance(value, torch.Tensor)}
     sequences = ([tensor.to(GPU) for tensor in whole] for whole in (case.queries, case.keys, case.values))
-    return Case(*sequences, case.num_new, case.k_cache.to(GPU), case.v_cache.to(GPU), context)
+    caches = case.k_cache.to(GPU), case.v_cache.to(GPU)
+    return Case(*sequences, case.num_new, *caches, replace(case.metadata, **tensors))
 
 
 def make_gpu_case(sequences: list[tuple[int, int]], block_size: int, **options) -> Case:
@@ -62,28 +67,20 @@ def make_gpu_case(sequences: list[tuple[int, int]], block_size: int, **options) 
 
 def part(case: Case, rows: list[int]) -> Case:
     """A step of these sequences only, over the same cache."""
-    old, num_new = case.context, [case.num_new[row] for row in rows]
+    old, num_new = case.metadata, [case.num_new[row] for row in rows]
     sequences = [[whole[row] for row in rows] for whole in (case.queries, case.keys, case.values)]
+    ends, all_slots = np.cumsum(case.num_new), old.slot_mapping.tolist()
+    slots = [slot for row in rows for slot in all_slots[ends[row] - case.num_new[row] : ends[row]]]
     lengths = [len(keys) for keys in sequences[1]]
-    ends = np.cumsum(case.num_new)
-    context = replace(
-        old,
-        cu_seqlens_q=torch.tensor([0, *np.cumsum(num_new)], dtype=torch.int32),
-        cu_seqlens_k=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
-        max_seqlen_q=max(num_new),
-        max_seqlen_k=max(lengths),
-        slot_mapping=torch.cat([old.slot_mapping[ends[row] - case.num_new[row] : ends[row]] for row in rows]),
-        context_lens=old.context_lens[rows],
-        block_tables=old.block_tables[rows],
-    )
-    return on_gpu(Case(*sequences, num_new, case.k_cache, case.v_cache, context))
+    metadata = make_metadata(num_new, lengths, slots, old.block_tables[rows].cpu(), old.block_size)
+    return on_gpu(Case(*sequences, num_new, case.k_cache, case.v_cache, metadata))
 
 
 def make_backend(name: str, case: Case, max_model_len: int = 4096) -> AttentionBackend:
     (num_heads, head_dim), num_kv_heads = case.queries[0].shape[1:], case.keys[0].shape[1]
     dtype = case.queries[0].dtype
     shape = AttentionShape(num_heads, num_kv_heads, head_dim, dtype, GPU, 128, max_model_len)
-    return make_attention_backend(name, shape, case.context.block_size)
+    return make_attention_backend(name, shape, case.metadata.block_size)
 
 
 def formula(case: Case) -> torch.Tensor:
@@ -206,17 +203,17 @@ def test_views_of_one_projection_are_attended_like_copies(backend, dtype):
     """The model hands over slices of its fused projection; a kernel that takes rows to be dense reads other heads."""
     case = make_gpu_case(MIXED, BLOCK_SIZE[backend], num_kv_heads=2, dtype=dtype)
     q, k, v = torch.cat([case.new(x) for x in (case.queries, case.keys, case.values)], 1).split((4, 2, 2), 1)
-    attention, context = make_backend(backend, case), case.context
-    context.plan = attention.plan(context)
-    attention.store_kvcache(k, v, case.k_cache, case.v_cache, context.slot_mapping)
-    assert_close_to_formula(case, attention.attend(q, k, v, case.k_cache, case.v_cache, context))
+    attention, metadata = make_backend(backend, case), case.metadata
+    metadata.plan = attention.plan(metadata)
+    attention.store_kvcache(k, v, case.k_cache, case.v_cache, metadata.slot_mapping)
+    assert_close_to_formula(case, attention.attend(q, k, v, case.k_cache, case.v_cache, metadata))
 
 
 @pytest.mark.parametrize("backend", ["triton", "flash", "sdpa"])
 def test_new_tokens_go_to_their_slots_and_nowhere_else(backend):
     """A write one slot off reaches a neighbour's block, and a padding row's slot −1 is the last slot of the cache."""
     case = make_gpu_case(MIXED, BLOCK_SIZE[backend], num_kv_heads=3, dtype=torch.bfloat16)
-    slots = case.context.slot_mapping
+    slots = case.metadata.slot_mapping
     slots[::5] = -1
     before = case.k_cache.clone(), case.v_cache.clone()
     k, v = case.new(case.keys), case.new(case.values)
@@ -241,19 +238,18 @@ def test_padding_rows_change_nothing(backend, num_padding):
         return torch.cat((tensor, torch.full((num_padding, *tensor.shape[1:]), value, dtype=tensor.dtype, device=GPU)))
 
     num_rows = len(lengths) + num_padding
-    context = replace(
-        case.context,
-        cu_seqlens_q=torch.arange(num_rows + 1, dtype=torch.int32, device=GPU),
-        cu_seqlens_k=None,
-        slot_mapping=padded(case.context.slot_mapping, -1),
-        context_lens=padded(case.context.context_lens),
-        block_tables=padded(case.context.block_tables),
-        num_decodes=num_rows,
+    metadata = replace(
+        case.metadata,
+        cu_seqlens_q=padded(case.metadata.cu_seqlens_q, len(lengths)),
+        slot_mapping=padded(case.metadata.slot_mapping, -1),
+        context_lens=padded(case.metadata.context_lens),
+        block_tables=padded(case.metadata.block_tables),
+        most_decodes=num_rows,
     )
-    context.plan = attention.plan(context)
+    metadata.plan = attention.plan(metadata)
     q, k, v = (padded(case.new(x), 3.0) for x in (case.queries, case.keys, case.values))
-    attention.store_kvcache(k, v, case.k_cache, case.v_cache, context.slot_mapping)
-    out = attention.attend(q, k, v, case.k_cache, case.v_cache, context)
+    attention.store_kvcache(k, v, case.k_cache, case.v_cache, metadata.slot_mapping)
+    out = attention.attend(q, k, v, case.k_cache, case.v_cache, metadata)
     assert_close_to_formula(case, out[: len(lengths)])
     if backend == "triton":
         assert torch.equal(out[: len(lengths)], expected)
@@ -291,17 +287,18 @@ def test_a_captured_decode_serves_lengths_other_than_those_it_was_captured_with(
     """A grid, a split or a length fixed at capture loses the keys that come later."""
     lengths = [1, 3000, 64, 256, 4096, 700]
     case = make_gpu_case([(length - 1, 1) for length in lengths], 256, dtype=torch.bfloat16, num_kv_heads=2)
-    attention, context = make_backend(backend, case), case.context
-    context.max_seqlen_k = context.block_tables.shape[1] * context.block_size
+    attention, metadata = make_backend(backend, case), case.metadata
+    metadata.max_seqlen_k = metadata.block_tables.shape[1] * metadata.block_size
     q, k, v = case.new(case.queries), case.new(case.keys), case.new(case.values)
 
     def step() -> torch.Tensor:
-        context.plan = attention.plan(context)
-        return attention.attend(q, k, v, case.k_cache, case.v_cache, context)
+        metadata.plan = attention.plan(metadata)
+        return attention.attend(q, k, v, case.k_cache, case.v_cache, metadata)
 
-    attention.store_kvcache(k, v, case.k_cache, case.v_cache, context.slot_mapping)
-    final_lengths = context.context_lens.clone()
-    context.context_lens.zero_()  # as all rows are when the engine captures
+    attention.store_kvcache(k, v, case.k_cache, case.v_cache, metadata.slot_mapping)
+    final_lengths = metadata.context_lens.clone()
+    metadata.context_lens.zero_()  # as all rows are padding when the engine captures
+    metadata.num_decodes.zero_()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -310,11 +307,12 @@ def test_a_captured_decode_serves_lengths_other_than_those_it_was_captured_with(
         with torch.cuda.graph(graph, stream=stream):
             out = step()
     torch.cuda.current_stream().wait_stream(stream)
-    context.context_lens.copy_(final_lengths)
+    metadata.context_lens.copy_(final_lengths)
+    metadata.num_decodes.fill_(len(lengths))
     graph.replay()
     assert_close_to_formula(case, out)
     shorter = [1, 2, 64, 1, 257, 699]
-    context.context_lens.copy_(torch.tensor(shorter))
+    metadata.context_lens.copy_(torch.tensor(shorter))
     graph.replay()
     first = [[x[:n] for x, n in zip(whole, shorter, strict=True)] for whole in (case.keys, case.values)]
     # The formula's query stands last, which is where the captured one now stands.
@@ -363,13 +361,12 @@ NORM_SHAPES = pytest.mark.parametrize(
 @NORM_SHAPES
 def test_fused_norm_is_no_worse_than_its_twin(dtype, num_tokens, size):
     """Sizes that are no power of two are padded, and padding must weigh nothing in the mean."""
-    norm = RMSNorm(size, 1e-6, dtype, GPU)
-    norm.weight.data.copy_(1 + 0.3 * randn(size, dtype=torch.float32, seed=1))
+    weight = (1 + 0.3 * randn(size, dtype=torch.float32, seed=1)).to(dtype)
     for scale in (1e-3, 1.0, 300.0):
         x = randn(num_tokens, size, dtype=torch.float32).mul(scale).to(dtype)
         copy = x.clone()
-        fused, twin = norm(x), norm(x[None])[0]  # only rows of a matrix take the fused path
-        exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
+        fused, twin = (rms_norm(x, weight, 1e-6, fused) for fused in (True, False))
+        exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
         assert_no_worse(fused, twin, exact)
         assert torch.equal(x, copy)
 
@@ -378,27 +375,23 @@ def test_fused_norm_is_no_worse_than_its_twin(dtype, num_tokens, size):
 @NORM_SHAPES
 def test_fused_add_and_norm_is_no_worse_than_its_twin(dtype, num_tokens, size):
     """The sum that goes on as the residual is the one that is normed, rounded alike; the inputs stay as they are."""
-    norm = RMSNorm(size, 1e-6, dtype, GPU)
-    norm.weight.data.copy_(1 + 0.3 * randn(size, dtype=torch.float32, seed=1))
+    weight = (1 + 0.3 * randn(size, dtype=torch.float32, seed=1)).to(dtype)
     x, residual = randn(num_tokens, size, dtype=dtype, seed=2), 5 * randn(num_tokens, size, dtype=dtype, seed=3)
     copies = x.clone(), residual.clone()
-    fused, total = norm.add(x, residual)
-    twin, twin_total = (y[0] for y in norm.add(x[None], residual[None]))
+    (fused, total), (twin, twin_total) = (add_rms_norm(x, residual, weight, 1e-6, fused) for fused in (True, False))
     assert torch.equal(total, twin_total)
-    exact = total.double() / (total.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
+    exact = total.double() / (total.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
     assert_no_worse(fused, twin, exact)
     assert torch.equal(x, copies[0]) and torch.equal(residual, copies[1])
 
 
 @DTYPES
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 3072), (300, 448), (33, 1024), (5, 1025), (64, 7)])
-def test_fused_silu_and_mul_is_no_worse_than_its_twin(monkeypatch, dtype, num_tokens, size):
+def test_fused_silu_and_mul_is_no_worse_than_its_twin(dtype, num_tokens, size):
     """Gates far from 0 too: exp must not overflow to NaN."""
     gate_up = randn(num_tokens, 2 * size, dtype=torch.float32).mul(4).to(dtype)
     gate_up[:, 0], gate_up[:, 1] = -200.0, 200.0
-    fused = SiluAndMul()(gate_up)
-    monkeypatch.setattr(activation, "is_fused", lambda tensor: False)
-    twin = SiluAndMul()(gate_up)
+    fused, twin = silu_and_mul(gate_up, fused=True), silu_and_mul(gate_up)
     gate, up = gate_up.double().chunk(2, -1)
     assert_no_worse(fused, twin, gate * gate.sigmoid() * up)
 
@@ -407,13 +400,23 @@ def test_fused_silu_and_mul_is_no_worse_than_its_twin(monkeypatch, dtype, num_to
 @pytest.mark.parametrize(
     ("output_size", "input_size"), [(4096, 1024), (1024, 3072), (7, 33), (1001, 2049), (151936, 1024)]
 )
-def test_a_single_row_is_multiplied_no_worse_than_by_pytorch(monkeypatch, dtype, output_size, input_size):
+def test_a_single_row_is_multiplied_no_worse_than_by_pytorch(dtype, output_size, input_size):
     """Sums of thousands of bfloat16 products must be kept in float32."""
     x, weight = randn(1, input_size, dtype=dtype), randn(output_size, input_size, dtype=dtype, seed=1)
-    fused = linear(x, weight, None)
-    monkeypatch.setattr(packed_linear, "is_fused", lambda tensor: False)
-    twin = linear(x, weight, None)
+    place = torch.full((3, output_size), 7.0, dtype=dtype, device=GPU)
+    fused, twin = linear(x, weight, None, fused=True, out=place[1:2]), linear(x, weight, None)
     assert_no_worse(fused, twin, x.double() @ weight.double().T)
+    assert torch.equal(place[1:2], fused) and (place[::2] == 7).all()
+    assert torch.equal(linear(x, weight, None, fused=True), fused)
+
+
+@DTYPES
+def test_several_rows_are_put_where_they_are_wanted(dtype):
+    """The logits of captured steps lie in one place, whatever their number."""
+    x, weight = randn(5, 96, dtype=dtype), randn(1001, 96, dtype=dtype, seed=1)
+    place = torch.full((8, 1001), 7.0, dtype=dtype, device=GPU)
+    out = linear(x, weight, None, fused=True, out=place[:5])
+    assert out.data_ptr() == place.data_ptr() and torch.equal(out, linear(x, weight, None)) and (place[5:] == 7).all()
 
 
 @DTYPES
@@ -422,8 +425,6 @@ def test_a_single_row_is_multiplied_no_worse_than_by_pytorch(monkeypatch, dtype,
 )
 def test_fused_norm_rotation_and_store_is_no_worse_than_its_twins(dtype, num_heads, num_kv_heads, head_dim):
     """Padding heads must not be written, queries not go to the cache, slot −1 not be stored."""
-    from nanovllm.kernels.fused import qk_norm_rotate_store
-
     num_tokens, num_normed = 45, num_heads + num_kv_heads
     norm = QKNorm(num_heads, num_kv_heads, head_dim, 1e-6, dtype, GPU)
     norm.weight.data.copy_(1 + 0.3 * randn(num_normed, head_dim, dtype=torch.float32, seed=1))
@@ -452,41 +453,104 @@ def test_fused_norm_rotation_and_store_is_no_worse_than_its_twins(dtype, num_hea
 
 def test_rows_beyond_2_to_the_31_numbers_are_reached():
     """An offset of 32 bits wraps around and reads the first rows again, or faults."""
-    norm = RMSNorm(4096, 1e-6, torch.bfloat16, GPU)
-    norm.weight.data.fill_(1)
+    weight = torch.ones(4096, dtype=torch.bfloat16, device=GPU)
     x = torch.zeros((2**19 + 32, 4096), dtype=torch.bfloat16, device=GPU)
     x[-32:] = randn(32, 4096, dtype=torch.bfloat16)
-    assert torch.equal(norm(x)[-32:], norm(x[-32:].clone()))
-    assert torch.equal(SiluAndMul()(x)[-32:], SiluAndMul()(x[-32:].clone()))
+    assert torch.equal(rms_norm(x, weight, 1e-6, True)[-32:], rms_norm(x[-32:].clone(), weight, 1e-6, True))
+    assert torch.equal(silu_and_mul(x, True)[-32:], silu_and_mul(x[-32:].clone(), True))
     logits = x.view(-1, 4096 * 32)
     for token_id in (99, 131000):
         logits[:-1, token_id] += 50 + token_id // 1000
         logits[-1, token_id - 22] = 60 + token_id // 1000
         expected = [token_id] * (len(logits) - 1) + [token_id - 22]
-        assert sampler.sample(logits, sampling_batch(len(logits), 0.0)).tolist() == expected
+        assert sample(logits, *sampled_rows(len(logits), 0.0)).tolist() == expected
 
 
-# Sampler
+# The sequence table
 
 
-def sampling_batch(num_rows: int, temperature: float | torch.Tensor, seed: int = 0) -> SamplingBatch:
-    """64 random bits of seed a row, so that both halves and the sign count."""
+def on_device(table: Table) -> Table:
+    return Table(*(tensor.to(GPU) for tensor in table))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_tokens", "num_sampled", "max_blocks"),
+    [
+        (1, 1, 1, 1), (127, 128, 129, 130), (300, 900, 260, 3), (3, 700, 0, 129), (40, 256, 400, 2),
+        (1024, 4096, 1024, 64),
+    ],
+)  # fmt: skip
+def test_rows_are_expanded_as_by_the_twin(num_rows, num_tokens, num_sampled, max_blocks):
+    rows, table = random_rows(num_rows, num_tokens, num_sampled, max_blocks)
+    size = (num_rows, num_tokens, num_sampled, 16)
+    expected = expand_rows(rows, table, *size)
+    for fused in (True, False):
+        found = expand_rows(rows.to(GPU), on_device(table), *size, fused)
+        for name, tensor in expected._asdict().items():
+            assert found._asdict()[name].dtype == tensor.dtype, (name, fused)
+            assert torch.equal(found._asdict()[name].cpu(), tensor), (name, fused)
+
+
+def test_a_captured_expansion_follows_the_rows_and_the_table():
+    """Whatever the host knew at the capture must not be in the graph; all rows are padding then."""
+    size = (40, 200, 30, 16)
+    cases = [random_rows(40, 200, 30, 5, seed) for seed in range(4)]
+    rows = torch.zeros_like(cases[0][0], device=GPU)
+    rows[:, 0] = len(cases[0][1].tokens) - 1
+    table = on_device(Table(*map(torch.zeros_like, cases[0][1])))
+    sampled = torch.arange(100, 130, device=GPU)
+    expand_rows(rows, table, *size, True)
+    write_tokens(table.tokens, *expand_rows(rows, table, *size, True)[7:9], sampled, True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = expand_rows(rows, table, *size, True)
+        write_tokens(table.tokens, found.entries, found.lengths.clamp(max=table.tokens.shape[1] - 1), sampled, True)
+    for new_rows, new_table in cases:
+        rows.copy_(new_rows)
+        for place, new in zip(table, new_table, strict=True):
+            place.copy_(new)
+        graph.replay()
+        expected = expand_rows(new_rows, new_table, *size)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
+        tokens = new_table.tokens.clone()
+        lengths = expected.lengths.clamp(max=tokens.shape[1] - 1)
+        # Padding rows write to one place, the last of them or not.
+        tokens[expected.entries, lengths] = sampled.cpu().int()
+        assert torch.equal(table.tokens[:-1].cpu(), tokens[:-1])
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 128, 129, 1000])
+def test_sampled_tokens_are_written_as_by_the_twin(num_rows):
+    generator = torch.Generator().manual_seed(num_rows)
+    entries, lengths = (
+        torch.randperm(num_rows, generator=generator),
+        torch.randint(300, (num_rows,), generator=generator),
+    )
+    sampled = torch.randint(-2, 200_000, (num_rows,), generator=generator)
+    expected = torch.full((num_rows + 1, 300), 7, dtype=torch.int32)
+    tokens = expected.to(GPU)
+    write_tokens(expected, entries, lengths, sampled)
+    write_tokens(tokens, entries.to(GPU), lengths.to(GPU), sampled.to(GPU), fused=True)
+    assert torch.equal(tokens.cpu(), expected)
+
+
+# Sampling
+
+
+def sampled_rows(num_rows: int, temperature: float | torch.Tensor, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """(temperatures, seeds, positions); 64 random bits of seed per row, so that both halves and the sign count."""
     generator = torch.Generator().manual_seed(seed)
     seeds = torch.randint(-(2**63), 2**63 - 1, (num_rows,), generator=generator).to(GPU)
     positions = torch.randint(0, 40000, (num_rows,), generator=generator).to(GPU)
     temperatures = torch.as_tensor(temperature, dtype=torch.float32).expand(num_rows).contiguous().to(GPU)
-    return SamplingBatch(temperatures, seeds, positions)
+    return temperatures, seeds, positions
 
 
-def plain_sample(monkeypatch, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """The twin, a few rows at a time: it holds all noise."""
-    with monkeypatch.context() as patch:
-        patch.setattr(sampler, "is_fused", lambda tensor: False)
-        parts = range(0, len(logits), 250)
-        return torch.cat([
-            sampler.sample(logits[i : i + 250], SamplingBatch(*(x[i : i + 250] for x in vars(batch).values())))
-            for i in parts
-        ])  # fmt: skip
+def in_parts(draw, logits: torch.Tensor, *rows: torch.Tensor, size: int = 250) -> torch.Tensor:
+    """A few rows at a time: the twin holds all noise, and a grid has at most 65,535 rows."""
+    parts = [slice(first, first + size) for first in range(0, len(logits), size)]
+    return torch.cat([draw(logits[part], *(values[part] for values in rows)) for part in parts])
 
 
 @pytest.mark.parametrize(
@@ -497,21 +561,28 @@ def plain_sample(monkeypatch, logits: torch.Tensor, batch: SamplingBatch) -> tor
     ],
     ids=str,
 )  # fmt: skip
-def test_the_fused_sampler_gives_the_tokens_of_its_twin(monkeypatch, dtype, num_rows, vocab_size):
+@pytest.mark.parametrize("is_filtered", [False, True], ids=["all ids", "filtered"])
+def test_the_fused_sampler_gives_the_tokens_of_its_twin(dtype, num_rows, vocab_size, is_filtered):
     """Greedy rows equal ones among thousands of ties; sampled rows differ only where rounding decides."""
     logits = randn(num_rows, vocab_size, dtype=torch.float32).mul(3).to(dtype)
     temperatures = torch.tensor([0.0, 0.6, 1.0, 1.7]).repeat(num_rows // 4 + 1)[:num_rows]
-    batch = sampling_batch(num_rows, temperatures)
-    ours, theirs = sampler.sample(logits, batch), plain_sample(monkeypatch, logits, batch)
+    rows = temperatures, seeds, positions = sampled_rows(num_rows, temperatures)
+    if is_filtered:  # the half of the ids that are most probable, but for greedy rows
+        medians = logits.float().median(-1).values
+        rows = *rows, medians.masked_fill(temperatures == 0, -math.inf)
+    ours, theirs = sample(logits, *rows), in_parts(plain_sample, logits, *rows)
     assert ours.dtype == theirs.dtype == torch.int64
-    is_greedy = batch.temperatures == 0
+    is_greedy = temperatures == 0
     assert torch.equal(ours[is_greedy], theirs[is_greedy])
+    if is_filtered:
+        assert (logits.gather(1, ours[:, None]).float()[:, 0] >= rows[-1]).all()
+        logits = logits.masked_fill(logits.float() < rows[-1][:, None], -math.inf)
     differing = (ours != theirs).nonzero().squeeze(1)
     print(f"{len(differing)} of {num_rows} rows differ")
     assert len(differing) <= num_rows / 1000
     for row in differing.tolist():
         one = slice(row, row + 1)
-        scores = perturbed(logits[one], float(batch.temperatures[row]), batch.seeds[one], batch.positions[one])[0]
+        scores = perturbed(logits[one], float(temperatures[row]), seeds[one], positions[one])[0]
         assert abs(float(scores[ours[row]] - scores[theirs[row]])) < 1e-4, (row, ours[row], theirs[row])
 
 
@@ -519,18 +590,21 @@ def test_rows_of_a_wider_matrix_are_sampled_like_copies():
     """Logits of a padded vocabulary are a view; its row stride is not the vocabulary's size."""
     wide = randn(64, 5000, dtype=torch.bfloat16)
     wide[:, 4990:] = 100
-    batch = sampling_batch(64, torch.tensor([0.0, 1.0]).repeat(32))
+    rows = sampled_rows(64, torch.tensor([0.0, 1.0]).repeat(32))
     view = wide[:, :4990]
-    assert torch.equal(sampler.sample(view, batch), sampler.sample(view.contiguous(), batch))
+    assert torch.equal(sample(view, *rows), sample(view.contiguous(), *rows))
+    settings = torch.full((64,), 20, device=GPU).int(), torch.full((64,), 0.9, device=GPU), torch.zeros(64, device=GPU)
+    thresholds = filter_thresholds(view, rows[0], *settings)
+    assert torch.equal(thresholds, filter_thresholds(view.contiguous(), rows[0], *settings))
+    assert torch.equal(sample(view, *rows, thresholds), sample(view.contiguous(), *rows, thresholds))
 
 
 def test_a_row_is_sampled_alike_alone_and_in_any_batch():
     """The noise belongs to seed and position, not to the row's number."""
-    logits, batch = randn(300, 4999, dtype=torch.bfloat16), sampling_batch(300, 1.0)
-    together = sampler.sample(logits, batch)
+    logits, rows = randn(300, 4999, dtype=torch.bfloat16), sampled_rows(300, 1.0)
+    together = sample(logits, *rows)
     order = torch.randperm(300, generator=torch.Generator().manual_seed(0)).to(GPU)[:100]
-    shuffled = SamplingBatch(*(x[order] for x in vars(batch).values()))
-    assert torch.equal(sampler.sample(logits[order], shuffled), together[order])
+    assert torch.equal(sample(logits[order], *(values[order] for values in rows)), together[order])
     assert together.unique().numel() > 200
 
 
@@ -540,15 +614,10 @@ def test_sampled_frequencies_are_the_softmax(varies, temperature):
     """Noise that repeats, is biased or shared among tokens shifts them; chi-square over 200,000 draws."""
     num_rows, vocab_size = 200_000, 50
     row = randn(vocab_size, dtype=torch.float32).mul(1.5)
-    batch = sampling_batch(num_rows, temperature)
-    for name in ("seeds", "positions"):
-        values = torch.arange(num_rows, device=GPU) if name == varies else torch.full_like(batch.seeds, 12345)
-        setattr(batch, name, values)
-    # The kernel's grid has a row for each program of its second dimension, of which there are at most 65,535.
-    tokens = torch.cat([
-        sampler.sample(row.expand(50_000, -1), SamplingBatch(*(x[i : i + 50_000] for x in vars(batch).values())))
-        for i in range(0, num_rows, 50_000)
-    ])  # fmt: skip
+    number, same = torch.arange(num_rows, device=GPU), torch.full((num_rows,), 12345, device=GPU)
+    seeds, positions = (number, same) if varies == "seeds" else (same, number)
+    temperatures = torch.full((num_rows,), temperature, device=GPU)
+    tokens = in_parts(sample, row.expand(num_rows, -1), temperatures, seeds, positions, size=50_000)
     counts = torch.bincount(tokens, minlength=vocab_size).double()
     expected = (row.double() / temperature).softmax(-1) * num_rows
     rare = expected < 10
@@ -563,55 +632,49 @@ def test_sampled_frequencies_are_the_softmax(varies, temperature):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("vocab_size", [259, 20000])
-def test_broken_rows_are_minus_one_and_spare_the_others(monkeypatch, temperature, vocab_size):
+def test_broken_rows_are_marked_and_spare_the_others(temperature, vocab_size):
     """NaN loses every comparison, so that a plain argmax would name some token of a broken row."""
-    logits = randn(40, vocab_size, dtype=torch.bfloat16)
-    healthy = sampler.sample(logits, sampling_batch(40, temperature))
+    logits, rows = randn(40, vocab_size, dtype=torch.bfloat16), sampled_rows(40, temperature)
+    healthy = sample(logits, *rows)
     logits[3, 0] = math.nan
     logits[5, vocab_size - 1] = math.nan
     logits[8, 100] = math.inf
-    logits[9] = -math.inf
     logits[11] = math.nan
-    broken = [3, 5, 8, 9, 11]
+    logits[9] = -math.inf
+    logits[12], logits[12, 7] = -math.inf, math.nan
     expected = healthy.clone()
-    expected[broken] = -1
+    expected[[3, 5, 8, 11, 12]] = BROKEN_LOGITS
+    expected[9] = NO_TOKEN_LEFT
     # Banned tokens are no breakage.
     logits[20, : vocab_size // 2] = -math.inf
-    tokens = sampler.sample(logits, sampling_batch(40, temperature))
+    tokens = sample(logits, *rows)
     assert tokens[20] >= vocab_size // 2
     expected[20] = tokens[20]
     assert torch.equal(tokens, expected)
-    assert torch.equal(tokens, plain_sample(monkeypatch, logits, sampling_batch(40, temperature)))
+    assert torch.equal(tokens, plain_sample(logits, *rows))
 
 
 def test_no_rows_are_sampled_as_no_tokens():
     """A step of chunks that all go on samples nothing; a launch of no programs is an error to CUDA."""
-    tokens = sampler.sample(randn(0, 259, dtype=torch.bfloat16), sampling_batch(0, 1.0))
+    tokens = sample(randn(0, 259, dtype=torch.bfloat16), *sampled_rows(0, 1.0))
     assert tokens.shape == (0,) and tokens.dtype == torch.int64
 
 
-def test_special_rows_are_sampled_as_on_a_cpu():
-    """Top-k, top-p, min-p and bans: the same PyTorch code, but the GPU sorts and sums in another order."""
+def test_filtered_rows_are_sampled_as_on_a_cpu():
+    """Top-k, top-p and min-p, mixed: thresholds and tokens, though the GPU sums in another order."""
     num_rows, vocab_size = 400, 997
     logits = randn(num_rows, vocab_size, dtype=torch.float32).mul(2)
     rng = random.Random(0)
-    special = SpecialRows(
-        rows=torch.arange(num_rows, device=GPU),
-        slots=torch.arange(num_rows, device=GPU),
-        sampling=sampling_batch(num_rows, torch.tensor([0.0, 0.7, 1.0, 1.5]).repeat(num_rows // 4)),
-        top_ks=torch.tensor([rng.choice((1, 5, 50, vocab_size)) for _ in range(num_rows)], device=GPU),
-        top_ps=torch.tensor([rng.choice((0.1, 0.9, 1.0)) for _ in range(num_rows)], device=GPU),
-        min_ps=torch.tensor([rng.choice((0.0, 0.1)) for _ in range(num_rows)], device=GPU),
-        banned_rows=torch.arange(0, num_rows, 3, device=GPU),
-        banned_ids=logits[::3].argmax(-1),
+    rows = sampled_rows(num_rows, torch.tensor([0.0, 0.7, 1.0, 1.5]).repeat(num_rows // 4))
+    settings = (
+        torch.tensor([rng.choice((0, 1, 5, 50, vocab_size)) for _ in range(num_rows)], dtype=torch.int32),
+        torch.tensor([rng.choice((0.1, 0.9, 1.0)) for _ in range(num_rows)]),
+        torch.tensor([rng.choice((0.0, 0.1)) for _ in range(num_rows)]),
     )
-    of_cpu = replace(
-        special,
-        sampling=SamplingBatch(*(x.cpu() for x in vars(special.sampling).values())),
-        **{name: value.cpu() for name, value in vars(special).items() if name != "sampling"},
-    )
-    # It may write to float32 logits.
-    theirs = sampler.sample_special(logits.clone().cpu(), of_cpu)
-    ours = sampler.sample_special(logits.clone(), special).cpu()
-    assert (ours >= 0).all() and (ours != theirs).sum() <= num_rows / 100
-    assert (ours[::3] != special.banned_ids.cpu()).all()
+    ours = filter_thresholds(logits, rows[0], *(values.to(GPU) for values in settings))
+    theirs = filter_thresholds(logits.cpu(), rows[0].cpu(), *settings)
+    assert (ours.cpu() != theirs).sum() <= num_rows / 100
+    found = sample(logits, *rows, ours)
+    expected = sample(logits.cpu(), *(values.cpu() for values in rows), theirs)
+    assert (found >= 0).all() and (found.cpu() != expected).sum() <= num_rows / 100
+    assert (logits.gather(1, found[:, None])[:, 0] >= ours).all()

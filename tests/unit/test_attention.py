@@ -543,7 +543,14 @@ def test_a_finished_sequence_is_read_on_only_while_most_others_run():
 
 @pytest.mark.parametrize(
     "change",
-    ["it waits", "it was preempted", "it skips a key", "its blocks are used again", "a new one decodes", "a mixed step"],
+    [
+        "it waits",
+        "it was preempted",
+        "it skips a key",
+        "its blocks are used again",
+        "a new one decodes",
+        "a mixed step",
+    ],
 )
 def test_kept_keys_know_their_sequence(change):
     """The same number of sequences, of the same lengths, need not be the same sequences."""

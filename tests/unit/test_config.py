@@ -26,7 +26,7 @@ def test_the_defaults_are_the_documented_ones():
         "load_format": "auto",
         "max_model_len": None,
         "max_num_batched_tokens": 16384,
-        "max_num_seqs": 512,
+        "max_num_seqs": None,
         "gpu_memory_utilization": 0.9,
         "kvcache_block_size": None,
         "num_kvcache_blocks": None,

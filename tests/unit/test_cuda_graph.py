@@ -1,17 +1,53 @@
-"""Which batch sizes are captured, and what happens when memory ends; the captures themselves: test_gpu_engine.py."""
+"""What is captured, in which sizes, and what happens when memory ends: on a CPU, where a graph is the function itself.
 
+The captures on a GPU: test_gpu_engine.py.
+"""
+
+import logging
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from model_factory import save_model
+from test_sequence_table import scheduled, step_of
 
+from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.demo import MODEL_DIRECTORY
-from nanovllm.engine import cuda_graph, model_runner
-from nanovllm.runner.batch import special_rows
-from nanovllm.runner.cuda_graph import CudaGraphs, StepSize, graph_sizes
-from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.engine.step import Step
+from nanovllm.ops.collectives import Parallel
+from nanovllm.runner import cuda_graph, model_runner
+from nanovllm.runner.cuda_graph import CudaGraphs, graph_sizes, quarters
+from nanovllm.runner.model_runner import ModelRunner, StepInFlight
+from nanovllm.runner.sequence_table import SamplingNeeds, StepRows, StepSize
+
+# Sizes
+
+
+def make_runner(
+    max_num_seqs: int, most_tokens: int = 2**20, captures_prompts: bool = True, num_ranks: int = 1
+) -> ModelRunner:
+    """A ModelRunner that knows its sizes and nothing else."""
+    runner = ModelRunner.__new__(ModelRunner)
+    runner._parallel, runner._captures_prompts, runner.graphs = Parallel(0, num_ranks), captures_prompts, "captured"
+    runner.model_config = SimpleNamespace(hidden_size=1024)
+    runner._choose_sizes(Config("none", max_num_seqs=max_num_seqs, max_num_batched_tokens=most_tokens))
+    return runner
+
+
+def size_of(
+    runner: ModelRunner, *parts: tuple[int, int], num_sampled: int | None = None, is_grouped: bool = False
+) -> tuple[StepSize, bool]:
+    """Of a step of sequences with (new tokens, tokens before them), of which the first `num_sampled` sample."""
+    num_sampled = len(parts) if num_sampled is None else num_sampled
+    step = step_of(*(
+        (scheduled([1] * (new + before), [0], entry=row), new, row < num_sampled)
+        for row, (new, before) in enumerate(parts)
+    ))  # fmt: skip
+    return runner._size(StepRows.of(step), step.num_decodes, num_sampled, is_grouped)
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 7, 8, 12, 15, 16, 17, 20, 100, 256, 257, 300, 500, 512, 1024])
@@ -19,81 +55,69 @@ def test_every_batch_has_a_captured_size_and_little_padding(largest):
     """Sizes that stopped short of the largest batch once left it without a graph."""
     sizes = graph_sizes(largest)
     assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == largest
-    graphs = CudaGraphs.__new__(CudaGraphs)
-    graphs.sizes = sizes
-    for num_rows in range(1, largest + 1):
-        padded = graphs.padded_size(num_rows)
+    runner = make_runner(largest)
+    for num_rows in {*range(1, min(largest, 300) + 1), largest - 1 or 1, largest}:
+        size, is_captured = size_of(runner, *[(1, 3)] * num_rows)
+        padded = size.num_rows
+        assert is_captured and size == StepSize(padded, padded, padded, 0, padded, 1, False)
         assert padded in sizes and num_rows <= padded <= max(2 * num_rows - 1, num_rows + 15, int(num_rows * 1.125))
 
 
-def test_without_memory_for_a_grouped_graph_the_plain_one_serves(monkeypatch):
-    """Grouped steps are captured in the middle of a call, which must not end for want of a faster way."""
-
-    class Graph:
-        num_replays = 0
-
-        def replay(self) -> None:
-            self.num_replays += 1
-
-    def no_memory(self, size: StepSize) -> None:
-        raise torch.cuda.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(CudaGraphs, "_capture", no_memory)
-    graphs, plain = CudaGraphs.__new__(CudaGraphs), Graph()
-    plain_size, grouped_size = StepSize(4), StepSize(4, is_grouped=True)
-    graphs._captured, graphs._is_alone = {plain_size: (plain, "outputs")}, True
-    assert [graphs.replay(size) for size in (grouped_size, grouped_size, plain_size)] == ["outputs"] * 3
-    assert plain.num_replays == 3
-    # A step with prompts is then an eager one.
-    assert graphs.replay(StepSize(4, num_tokens=64)) is None and plain.num_replays == 3
-    # Other ranks would wait in the step that this one gave up.
-    graphs._captured, graphs._is_alone = {plain_size: (plain, "outputs")}, False
-    for size in (grouped_size, StepSize(4, num_tokens=64)):
-        with pytest.raises(torch.cuda.OutOfMemoryError):
-            graphs.replay(size)
+def test_no_more_rows_are_captured_than_a_step_has_tokens():
+    runner = make_runner(500, most_tokens=20)
+    assert runner._decode_sizes[-1] == 20
+    size, _ = size_of(runner, (1, 3), (19, 0))
+    assert size.num_rows == size.num_tokens == 20
 
 
-def test_a_capture_without_memory_is_tried_again_when_the_cache_is_empty(monkeypatch):
-    """The allocator gives its cache back by itself, but not during a capture. The trial step is not repeated: other
-    ranks take part in it."""
-    events = []
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("empty"))
-    monkeypatch.setattr(cuda_graph, "_cublas_lt", nullcontext)
-    graphs = CudaGraphs.__new__(CudaGraphs)
-    graphs._stream, graphs._device, graphs._captured = stream, torch.device("cpu"), {}
-    graphs._parked, graphs._step = nullcontext, lambda size: events.append("try")
-    num_failures = 1
-
-    def record(size: StepSize) -> None:
-        events.append("record")
-        if events.count("record") <= num_failures:
-            raise torch.cuda.OutOfMemoryError("out of memory")
-
-    graphs._record = record
-    graphs._capture(StepSize(4))
-    assert events == ["try", "record", "empty", "record"]
-    events.clear()
-    num_failures = 2
-    with pytest.raises(torch.cuda.OutOfMemoryError):
-        graphs._capture(StepSize(4))
-    assert events == ["try", "record", "empty", "record"]
+@pytest.mark.parametrize("largest", [1, 5, 16, 63, 64, 100, 256, 768, 3072])
+def test_sizes_are_few_and_reach_the_largest(largest):
+    sizes = quarters(largest)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == largest and len(sizes) <= 4
+    assert all(size % 16 == 0 for size in sizes[:-1]) and sizes[0] <= largest // 4 + 16
 
 
-@pytest.mark.parametrize("num_missing", [-1, 0, 1])
-def test_graphs_that_took_more_than_was_set_aside_are_an_error(monkeypatch, num_missing):
-    """The next large step would run out of memory, hours later."""
-    runner = ModelRunner.__new__(ModelRunner)
-    runner.device, runner._least_free = torch.device("cpu"), 2**30
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(model_runner, "free_bytes", lambda device: 2**30 - num_missing * 2**20)
-    if num_missing > 0:
-        with pytest.raises(RuntimeError, match="lower max_num_seqs or use enforce_eager=True"):
-            runner._check_memory_left()
-    else:
-        runner._check_memory_left()
+def test_a_step_with_prompts_takes_the_next_larger_size():
+    """Rows are as many as there may be, for only their attention is paid for. Tiles are the most there may be."""
+    runner = make_runner(8, most_tokens=256)
+    assert size_of(runner, (1, 9), (30, 0)) == (StepSize(8, 64, 8, 12, 8, 64, False), True)
+    assert size_of(runner, (1, 9), (63, 0), is_grouped=True) == (StepSize(8, 64, 8, 12, 8, 64, True), True)
+    assert size_of(runner, (1, 9), (64, 0)) == (StepSize(8, 128, 8, 12, 8, 128, False), True)
+    assert size_of(runner, (256, 0)) == (StepSize(8, 256, 8, 12, 8, 256, False), True)
+    # A larger one is not captured, and not padded.
+    assert size_of(runner, (1, 9), (256, 0)) == (StepSize(2, 257, 2, 4, 1, 256, False), False)
+    # 4 tiles of 64 queries and 9 prompts of 32 tokens or less; more of those take more tiles.
+    many = make_runner(100, most_tokens=256)
+    assert size_of(many, *[(2, 0)] * 13) == (StepSize(64, 64, 16, 13, 64, 64, False), True)
+    assert size_of(many, *[(2, 0)] * 14) == (StepSize(14, 28, 14, 14, 0, 2, False), False)
+    assert size_of(many, *[(1, 9)] * 17, (2, 0)) == (StepSize(64, 64, 32, 13, 64, 64, False), True)
+    assert size_of(many, *[(1, 9)] * 70, (2, 0)) == (StepSize(100, 128, 96, 13, 100, 128, False), True)
+    # What samples nothing has few logits.
+    assert size_of(many, (30, 0), num_sampled=0) == (StepSize(64, 64, 16, 13, 64, 64, False), True)
+
+
+def test_sampled_rows_are_padded_to_a_multiple_of_the_ranks():
+    """Each rank samples an equal part of them."""
+    runner = make_runner(10, most_tokens=256, num_ranks=4)
+    for num_rows, expected in ((1, 4), (2, 4), (4, 4), (5, 8), (9, 12), (10, 12)):
+        size, is_captured = size_of(runner, *[(1, 3)] * num_rows)
+        assert is_captured and size.num_sampled == expected
+    assert size_of(runner, (1, 9), (30, 0))[0].num_sampled == 12
+    runner.graphs = None
+    for num_sampled, expected in ((0, 0), (1, 4), (3, 4)):
+        assert size_of(runner, *[(1, 9)] * 3, num_sampled=num_sampled)[0].num_sampled == expected
+
+
+def test_steps_are_not_padded_where_nothing_is_captured():
+    """Before the captures, too: the step that is tried to see what memory it takes is one of these."""
+    runner = make_runner(8, most_tokens=256)
+    runner.graphs = None
+    assert size_of(runner, (1, 9), (1, 3), (1, 3)) == (StepSize(3, 3, 3, 0, 3, 1, False), False)
+    assert size_of(runner, (1, 9), (70, 0), num_sampled=1) == (StepSize(2, 71, 1, 2, 1, 70, False), False)
+    # A backend whose graphs hold decodes alone.
+    runner = make_runner(8, most_tokens=256, captures_prompts=False)
+    assert size_of(runner, (1, 9), (1, 3), (1, 3)) == (StepSize(4, 4, 4, 0, 4, 1, False), True)
+    assert size_of(runner, (1, 9), (30, 0)) == (StepSize(2, 31, 2, 1, 1, 30, False), False)
 
 
 @pytest.mark.parametrize(
@@ -123,33 +147,372 @@ def test_a_captured_step_beside_decodes_fills_its_matrix_products(hidden_size, n
     assert runner._most_tokens_beside_decodes() == num_tokens
 
 
-def test_memory_for_graphs_covers_logits_and_the_largest_captured_step_twice():
-    """Once for the trial and once for the capture; without the latter, graphs of prompts ran out of memory later."""
+# Captures
+
+
+def tensors_in(outputs: Any) -> list[torch.Tensor]:
+    if isinstance(outputs, torch.Tensor):
+        return [outputs]
+    return [tensor for part in outputs for tensor in tensors_in(part)]
+
+
+class Recording:
+    """In place of a CUDA graph: a replay calls the function that was captured, and leaves its results in one place."""
+
+    def __init__(self, function: Callable[[], Any], outputs: Any):
+        self._function, self._outputs = function, outputs
+        for output in tensors_in(outputs):  # which a capture does not compute
+            output.fill_(-77)
+        self.num_replays = 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        for place, result in zip(tensors_in(self._outputs), tensors_in(self._function()), strict=True):
+            place.copy_(result)
+
+
+class Recorder(CudaGraphs):
+    """CudaGraphs without a GPU. `events` lists (what was done, key); `fails` says for what memory is too short."""
+
+    def __init__(self, parked=nullcontext, is_alone=True, fails: Callable[[Hashable], bool] = lambda key: False):
+        self._parked, self._is_alone, self._fails = parked, is_alone, fails
+        self._captured, self._tried = {}, set()
+        self.events: list[tuple[str, Hashable]] = []
+        self._key: Hashable = None
+
+    def capture(self, key, function, kind=None) -> None:
+        self._key = key
+        super().capture(key, function, kind)
+
+    def _try(self, function) -> None:
+        self.events.append(("try", self._key))
+        with self._parked():
+            function()
+
+    def _record(self, function):
+        self.events.append(("record", self._key))
+        if self._fails(self._key):
+            raise torch.cuda.OutOfMemoryError("out of memory")
+        with self._parked():
+            outputs = function()
+        return Recording(function, outputs), outputs
+
+
+class Counter:
+    """A function to capture: it counts its calls and returns how many there were."""
+
+    num_calls = 0
+
+    def __call__(self) -> torch.Tensor:
+        self.num_calls += 1
+        return torch.tensor(self.num_calls)
+
+
+def test_a_function_is_captured_once_and_then_replayed():
+    graphs, function = Recorder(), Counter()
+    outputs = [graphs.run("four", function) for _ in range(3)]
+    assert graphs.events == [("try", "four"), ("record", "four")] and len(graphs) == 1 and graphs.holds("four")
+    assert function.num_calls == 2 + 3, "the trial, the recording and three replays"
+    assert outputs[0] is outputs[1] is outputs[2], "which a replay writes over"
+    assert outputs[0].item() == 5
+
+
+def test_a_capture_alone_computes_nothing():
+    """Steps of decodes are captured at the start, when there is nothing to compute."""
+    graphs, function = Recorder(), Counter()
+    assert not graphs.holds("four")
+    assert graphs.capture("four", function) is None
+    [(recording, outputs)] = graphs._captured.values()
+    assert recording.num_replays == 0 and outputs.item() == -77
+    graphs.run("four", function)
+    assert recording.num_replays == 1 and len(graphs.events) == 2
+
+
+def test_of_functions_of_one_kind_only_the_first_is_tried():
+    """A trial compiles what a capture may not; a second one of the same kernels would only take time."""
+    graphs = Recorder()
+    for key, kind in ((1, "a"), (2, "a"), (3, "b"), (4, "a"), (3, "b")):
+        graphs.run(key, Counter(), kind)
+    assert [key for what, key in graphs.events if what == "try"] == [1, 3]
+    assert [key for what, key in graphs.events if what == "record"] == [1, 2, 3, 4]
+
+
+def test_with_other_ranks_every_function_is_tried():
+    """A trial is the first time that the ranks meet in a collective of this size, which may take its own setting up."""
+    graphs = Recorder(is_alone=False)
+    for key in (1, 2, 1):
+        graphs.run(key, Counter(), "one kind")
+    assert [key for what, key in graphs.events if what == "try"] == [1, 2]
+
+
+def test_a_trial_that_failed_is_tried_again():
+    """What it was to compile is not compiled."""
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    graphs = Recorder()
+    with pytest.raises(ZeroDivisionError):
+        graphs.run(1, fail, "kind")
+    assert len(graphs) == 0 and not graphs.holds(1)
+    graphs.run(1, Counter(), "kind")
+    assert [what for what, _ in graphs.events] == ["try", "try", "record"]
+
+
+def test_a_trial_leaves_no_trace_and_works_on_parked_state(monkeypatch):
+    """The real trial, on a stream of its own that waits for the work before it and is waited for."""
+    events = []
+    current, own = (
+        SimpleNamespace(name=name, wait_stream=lambda other, name=name: events.append(f"{name} waits for {other.name}"))
+        for name in ("current", "own")
+    )
+
+    class Entered(nullcontext):
+        def __init__(self, name: str):
+            self._name = name
+
+        def __enter__(self) -> None:
+            events.append(f"enter {self._name}")
+
+        def __exit__(self, *exception: object) -> None:
+            events.append(f"leave {self._name}")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: Entered(stream.name))
+    monkeypatch.setattr(cuda_graph, "_cublas_lt", lambda: Entered("cuBLASLt"))
+    graphs = CudaGraphs.__new__(CudaGraphs)
+    graphs._stream, graphs._device, graphs._parked = own, torch.device("cpu"), lambda: Entered("parked")
+
+    def fail() -> None:
+        events.append("run")
+        raise ZeroDivisionError
+
+    expected = [
+        "own waits for current", "enter own", "enter parked", "enter cuBLASLt", "run", "leave cuBLASLt", "leave parked",
+        "leave own", "current waits for own",
+    ]  # fmt: skip
+    with pytest.raises(ZeroDivisionError):
+        graphs._try(fail)
+    assert events == expected
+    events.clear()
+    graphs._try(lambda: events.append("run"))
+    assert events == expected
+
+
+def test_a_capture_without_memory_is_tried_again_when_the_cache_is_empty(monkeypatch):
+    """The allocator gives its cache back by itself, but not during a capture. The trial is not repeated: other ranks
+    take part in it."""
+    num_failures = 1
+
+    def fails(key: Hashable) -> bool:
+        return [what for what, _ in graphs.events].count("record") <= num_failures
+
+    graphs = Recorder(is_alone=False, fails=fails)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: graphs.events.append(("empty", None)))
+    graphs.capture("key", Counter())
+    assert [what for what, _ in graphs.events] == ["try", "record", "empty", "record"] and graphs.holds("key")
+    graphs.events.clear()
+    num_failures = 2
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="lower gpu_memory_utilization or max_num_seqs"):
+        graphs.capture("other", Counter())
+    assert [what for what, _ in graphs.events] == ["try", "record", "empty", "record"] and not graphs.holds("other")
+
+
+def test_without_memory_for_a_graph_the_function_itself_serves(monkeypatch, caplog):
+    """Steps are captured in the middle of a call, which must not end for want of a faster way."""
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    graphs, function = Recorder(fails=lambda key: key == "large"), Counter()
+    with caplog.at_level(logging.WARNING, "nanovllm"):
+        outputs = [graphs.run("large", function, "kind") for _ in range(3)]
+    assert [output.item() for output in outputs] == [2, 3, 4], "each of its own, after the trial"
+    assert not graphs.holds("large") and len(graphs.events) == 3, "it is not tried again with every step"
+    assert caplog.text.count("too little GPU memory") == 1 and "enforce_eager=True" in caplog.text
+    assert graphs.run("small", Counter(), "kind").item() == 2
+    # Other ranks would wait in the step that this one gave up.
+    graphs = Recorder(is_alone=False, fails=lambda key: key == "large")
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="large"):
+        graphs.run("large", function)
+
+
+def test_a_trial_without_memory_leaves_the_function_itself():
+    def fail() -> None:
+        raise torch.cuda.OutOfMemoryError("out of memory")
+
+    graphs, function = Recorder(), Counter()
+    graphs.capture("large", fail)
+    assert not graphs.holds("large") and graphs.run("large", function).item() == 1
+
+
+# Steps
+
+
+def make_captured(runner: ModelRunner, config: Config, is_alone: bool, fails: Callable[[Hashable], bool]) -> Recorder:
+    """Has a runner on a CPU do as with CUDA graphs."""
+    runner._captures_prompts = runner._is_captured = True
+    runner._choose_sizes(config)
+    runner.graphs = graphs = Recorder(runner.table.parked, is_alone, fails)
+    runner.kv_cache.fill_(float("nan"))  # of which padding must not read
+    return graphs
+
+
+@pytest.mark.parametrize(
+    ("backend", "overlap", "num_blocks", "is_alone", "fails"),
+    [
+        ("torch", True, 9, True, None), ("torch", False, 9, False, None), ("torch", True, 24, True, None),
+        ("torch", True, 9, True, "forward"), ("torch", True, 24, True, "sample"), ("triton", True, 24, True, None),
+    ],
+)  # fmt: skip
+def test_padded_steps_give_the_tokens_of_eager_ones(
+    tmp_path, monkeypatch, backend, overlap, num_blocks, is_alone, fails
+):
+    """Chunks, hits, tokens in flight, rows that sample and rows that do not, filters and rules that some rows have;
+    preemption where there are few blocks, shared prefixes where there are many; memory that ends for some sizes: what
+    is captured once read the rows of the first step for ever if those lay elsewhere in each."""
+    monkeypatch.setattr("nanovllm.attention.triton_backend._SHORTEST_SPLIT", 64)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    # A GPU's tokens are copied to the host before the next step writes over them.
+    monkeypatch.setattr(model_runner, "StepInFlight", lambda token_ids: StepInFlight(token_ids.clone()))
+    save_model(tmp_path, seed=3, num_hidden_layers=1)
+    most_tokens = 16 if backend == "torch" else 8  # the interpreter is slow
+    prefix = [7 * i % 50 for i in range(68)]
+    prompts = [[*prefix, i, 2 * i] for i in range(2)]  # the first to run, as they are to generate most
+    prompts += [[i * j % 40 for j in range(1, length)] for i, length in enumerate((13, 36, 3, 20), 1)]
+    kinds = [{}, {"top_k": 5, "min_p": 0.02}, {"repetition_penalty": 1.3}, {"logit_bias": {7: 4.0}, "top_p": 0.9}]
+    params = [
+        SamplingParams(temperature=i % 3 / 2, seed=i, max_tokens=most_tokens - i, ignore_eos=True, **kinds[i % 4])
+        for i in range(len(prompts))
+    ]
+    options = {
+        "device": "cpu", "kvcache_block_size": 16, "max_num_batched_tokens": 32, "max_model_len": 96,
+        "max_num_seqs": 5, "num_kvcache_blocks": num_blocks, "overlap": overlap, "attention_backend": backend,
+    }  # fmt: skip
+
+    def tokens(is_captured: bool) -> tuple[list[list[int]], Recorder | None]:
+        with LLM(str(tmp_path), **options) as llm:
+            runner, graphs = llm.engine.runner, None
+            runner.backend._num_programs = 2  # Triton's are few, for the interpreter runs one after the other
+            if is_captured:
+                short_of = (lambda key: key[0] == fails and key[1].num_tokens == 16) if fails else (lambda key: False)
+                graphs = make_captured(runner, llm.engine.config, is_alone, short_of)
+            found = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+            found += [output.token_ids for output in llm.generate(prompts[:1], params[-1:], use_tqdm=False)]
+            assert (llm.metrics()["num_preemptions"] > 0) == (num_blocks == 9)
+        return found, graphs
+
+    expected, _ = tokens(False)
+    found, graphs = tokens(True)
+    assert found == expected
+    forwards = {key[1] for key in graphs._captured if key[0] == "forward"}
+    with_prompts = {size for size in forwards if size.num_tiles}
+    assert {size.num_tokens for size in with_prompts} == {16, 32}
+    assert any(size.is_grouped for size in with_prompts) == (backend == "triton")
+    kinds_of_sampling = {key[2] for key in graphs._captured if key[0] == "sample"}
+    assert len({(needs.has_filters, needs.rules_version > 0) for needs in kinds_of_sampling}) > 2
+    replays = [captured[0].num_replays for captured in graphs._captured.values() if captured]
+    assert max(replays) > 2 and (None in graphs._captured.values()) == (fails is not None)
+
+
+def test_decodes_of_every_size_are_captured_at_the_start_the_largest_first(monkeypatch):
+    """Smaller ones then fit into the memory of larger ones. Sampling is captured when it is first wanted."""
+    captured: list[Hashable] = []
+
+    class Captures(list):
+        def capture(self, key, function, kind) -> None:
+            captured.append(key)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(model_runner, "CudaGraphs", lambda *args: Captures())
+    runner = make_runner(20)
+    runner.table, runner.device = SimpleNamespace(parked=None), torch.device("cpu")
+    for groups_prefixes, most_splits in ((True, 8), (True, 0), (False, 8)):
+        runner._groups_prefixes, runner.backend = groups_prefixes, SimpleNamespace(most_shared_splits=most_splits)
+        captured.clear()
+        runner._capture(is_alone=True)
+        expected = [("forward", runner._decode_size(num_rows, False)) for num_rows in (20, 16, 8, 4, 2, 1)]
+        if groups_prefixes and most_splits:
+            expected += [("forward", runner._decode_size(num_rows, True)) for num_rows in (20, 16, 8, 4, 2, 1)]
+        assert captured == expected
+
+
+def test_what_needs_other_kernels_is_of_another_kind(monkeypatch):
+    """A single row, sizes that 16 divides and groups have kernels of their own; a capture may not compile."""
+    runner, kinds = make_runner(100), []
+    runner.graphs = SimpleNamespace(run=lambda key, function, kind: kinds.append(kind), holds=lambda key: True)
+
+    def kind_of(size: StepSize) -> Hashable:
+        kinds.clear()
+        runner._run_captured(size, SamplingNeeds())
+        return kinds[0]
+
+    sizes = [
+        StepSize(1, 1, 1, 0, 1, 1, False), StepSize(17, 17, 17, 0, 17, 1, False), StepSize(16, 16, 16, 0, 16, 1, False),
+        StepSize(16, 16, 16, 0, 16, 1, True), StepSize(16, 16, 16, 4, 16, 16, False), StepSize(8, 8, 8, 0, 8, 1, False),
+    ]  # fmt: skip
+    assert len({kind_of(size) for size in sizes}) == len(sizes)
+    assert kind_of(StepSize(32, 32, 32, 0, 32, 1, False)) == kind_of(sizes[2])
+    runner._run_captured(sizes[2], SamplingNeeds(True, 0))
+    of_filters = kinds[-1]
+    runner._run_captured(sizes[2], SamplingNeeds(True, 2))
+    assert len({kinds[1], of_filters, kinds[-1]}) == 3
+
+
+# Memory
+
+
+@pytest.mark.parametrize("num_missing", [-1, 0, 1])
+def test_graphs_that_took_more_than_was_set_aside_are_an_error(monkeypatch, num_missing):
+    """The next large step would run out of memory, hours later."""
     runner = ModelRunner.__new__(ModelRunner)
-    runner._is_captured, runner.max_num_seqs, runner.dtype, runner.inputs = True, 16, torch.bfloat16, None
-    runner.model_config = SimpleNamespace(vocab_size=1000)
-    for_decodes = 2**29 + 2 * 16 * 1000 * 2
-    assert runner._bytes_for_graphs(activations=6000, num_tokens=100) == for_decodes
-    runner.inputs = SimpleNamespace(token_sizes=[25, 50])
+    runner.device, runner._least_free = torch.device("cpu"), 2**30
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(model_runner, "free_bytes", lambda device: 2**30 - num_missing * 2**20)
+    if num_missing > 0:
+        with pytest.raises(RuntimeError, match="lower max_num_seqs or use enforce_eager=True"):
+            runner._check_memory_left()
+    else:
+        runner._check_memory_left()
+
+
+def test_memory_for_graphs_covers_logits_and_the_largest_captured_step_twice():
+    """Once for the trial and once for the capture; without the latter, graphs of prompts ran out of memory later.
+
+    Logits processors copy a rank's logits to float32 and count in as many integers.
+    """
+    runner = make_runner(16, most_tokens=50)
+    runner._is_captured, runner.model_config.vocab_size = True, 1000
+    for_decodes = 2**29 + 2 * 16 * 1000 * 4
+    assert runner._token_sizes[-1] == 50
     assert runner._bytes_for_graphs(activations=6000, num_tokens=100) == for_decodes + 2 * 3000
+    runner._token_sizes = []
+    assert runner._bytes_for_graphs(activations=6000, num_tokens=100) == for_decodes
+    runner._parallel = Parallel(1, 4)
+    assert runner._bytes_for_graphs(activations=6000, num_tokens=100) == 2**29 + 2 * 4 * 1000 * 4
     runner._is_captured = False
     assert runner._bytes_for_graphs(activations=6000, num_tokens=100) == 0
 
 
-def test_a_trial_step_samples_all_its_prompts_with_a_filter_within_one_block(monkeypatch):
-    """It measures what a step takes at most, on a cache of a single block."""
+def test_a_trial_step_samples_all_its_prompts_with_all_there_is_within_one_block(monkeypatch):
+    """It measures what a step takes at most, on a cache of a single block. It leaves nothing to the first requests."""
     runner = ModelRunner(Config(str(MODEL_DIRECTORY), device="cpu", max_num_seqs=4, num_kvcache_blocks=4))
-    launched, launch = [], runner.launch
-    monkeypatch.setattr(runner, "launch", lambda work: launched.append(work) or launch(work))
+    launched: list[Step] = []
+    needs: list[SamplingNeeds] = []
+    launch, send = runner.launch, runner.table.send
+    monkeypatch.setattr(runner, "launch", lambda step: launched.append(step) or launch(step))
+    monkeypatch.setattr(runner.table, "send", lambda *args: needs.append(send(*args)) or needs[-1])
     sizes = [1, 3, 2 * runner.block_size + 1]
     runner._try_step(sizes)
-    [work] = launched
-    assert [(num_new_tokens, samples) for _, num_new_tokens, samples in work] == [(size, True) for size in sizes]
-    assert [seq.block_table for seq, _, _ in work] == [[0], [0], [0, 0, 0]]
-    assert [(seq.slot, seq.num_computed_tokens) for seq, _, _ in work] == list(enumerate(sizes))
-    [special] = special_rows(work, 1000, runner.device)
-    assert special.rows.tolist() == [0, 1, 2] and (special.top_ps < 1).all()
-    assert runner.state.last_token_ids[:3].min() >= 0
+    [step] = launched
+    assert [(num_new_tokens, samples) for _, num_new_tokens, samples in step.chunks] == [(size, True) for size in sizes]
+    assert [seq.block_table for seq, _, _ in step.chunks] == [[0], [0], [0, 0, 0]]
+    assert [(seq.entry, seq.num_computed_tokens) for seq, _, _ in step.chunks] == list(enumerate(sizes))
+    assert needs == [SamplingNeeds(has_filters=True, rules_version=runner.table.rules.version)]
+    params = step.chunks[0].seq.sampling_params
+    assert params.top_p < 1 and params.repetition_penalty != 1 and params.temperature > 0
+    # A request of the same number and length, in the same place.
+    first = scheduled([5, 6, 7], [0], entry=1, seq_id=1, params=SamplingParams(temperature=0))
+    assert launch(step_of((first, 3, True))).wait().token_ids[0] >= 0
+    assert needs[-1] == SamplingNeeds(False, 0) and runner.table.tokens[1, :3].tolist() == [5, 6, 7]
+    assert runner.table.rules.tensors.penalties[1].tolist() == [1.0, 0.0, 0.0]
 
 
 def test_a_failed_start_keeps_nothing(monkeypatch):
@@ -157,7 +520,7 @@ def test_a_failed_start_keeps_nothing(monkeypatch):
     runners = []
 
     def fail(self, *args) -> int:
-        assert self.model is not None and self.state is not None
+        assert self.model is not None and self.table is not None and self.backend is not None
         runners.append(self)
         raise RuntimeError("too little memory")
 
@@ -165,4 +528,4 @@ def test_a_failed_start_keeps_nothing(monkeypatch):
     with pytest.raises(RuntimeError, match="too little memory"):
         ModelRunner(Config(str(MODEL_DIRECTORY), device="cpu"))
     [runner] = runners
-    assert runner.model is runner.state is runner.backend is runner.kv_cache is None
+    assert runner.model is runner.table is runner.backend is runner.kv_cache is runner.graphs is None

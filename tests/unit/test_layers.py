@@ -391,7 +391,7 @@ class ThreadRank(Parallel):
 
 @torch.inference_mode()
 def logits_of(directory: Path, token_ids: list[int], parallel: Parallel) -> torch.Tensor:
-    """A prompt's logits, as this rank gets them from its own shard of the checkpoint and of the cache, and the others."""
+    """A prompt's logits, from this rank's shard of the checkpoint and of the cache, and from the others'."""
     config = load_model_config(directory)
     backend = TorchAttention(None)
     model = CausalLM(config, 64, backend, parallel, **FP32)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import FrozenInstanceError
-from itertools import islice
+from itertools import chain, islice, repeat
 from types import SimpleNamespace
 
 import numpy as np
@@ -432,7 +432,7 @@ def test_stop_strings_see_the_text_that_the_caller_sees(scripted):
 
 
 @pytest.mark.parametrize("skips", [True, False])
-@pytest.mark.parametrize("textless", [(IM_END,), (IM_START,), (300,), (2**40,), (IM_END, 300, IM_START, 299)])
+@pytest.mark.parametrize("textless", [(IM_END,), (IM_START,), (300,), (IM_END, 300, IM_START, 299)])
 def test_tokens_without_text_do_not_push_a_stop_string_out_of_sight(scripted, textless, skips):
     """The search looks at the last tokens. Those without text once filled its window: special ones first, and later
     still special ones that the tokenizer does not list (257) and ids beyond the tokenizer."""
@@ -627,14 +627,14 @@ def test_the_progress_bar_shows_both_speeds_and_the_time_left(llm, capsys, monke
     ask(llm, "What is 1 + 1?")
     assert capsys.readouterr().err == ""
     before = llm.metrics()
-    clock = iter([100.0, *([200.0] * 3), *([108.0] * 1000)])
+    clock = chain([100.0], repeat(108.0))
     monkeypatch.setattr(nanovllm.llm, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     llm.chat([[], *(conversation(f"What is {n} + 30?") for n in range(4))], GREEDY)  # a refused row counts as done
     after = llm.metrics()
     shown = capsys.readouterr()
     assert shown.out == ""
     last = shown.err.split("\r")[-1]
-    assert "5/5" in last and last.rstrip("] ").endswith(", 1 errors")
+    assert "5/5" in last and last.rstrip().endswith(", errors: 1]")
     assert re.search(r"\[\d\d:\d\d<\d\d:\d\d", last)
     for phase in ("prefill", "decode"):
         num_tokens = after[f"num_{phase}_tokens"] - before[f"num_{phase}_tokens"]

@@ -58,8 +58,8 @@ def row(error: str | None) -> RequestOutput:
 
 
 def test_rows_that_did_not_fail_are_not_spoken_of():
-    assert describe_errors({}) is None
-    assert describe_errors({0: row(None), 1: row(None)}) is None
+    assert describe_errors({}, 2) is None
+    assert describe_errors({0: row(None), 1: row(None)}, 2) is None
 
 
 def test_errors_are_grouped_by_reason_with_the_first_rows_of_each():
@@ -68,15 +68,15 @@ def test_errors_are_grouped_by_reason_with_the_first_rows_of_each():
     outputs.update({index: row(f"the prompt's {index} tokens leave no room") for index in range(90, 40, -5)})
     outputs[7] = row("a prompt must be a string or a list of token ids, not None")
     outputs[3] = row("a prompt must be a string or a list of token ids, not 1.5")
-    assert describe_errors(outputs) == (
-        "12 prompts ended in an error: 10 × the prompt's 45 tokens leave no room (prompts 45, 50, 55, 60, 65, …); "
-        "2 × a prompt must be a string or a list of token ids, not 1.5 (prompts 3, 7)"
+    assert describe_errors(outputs, 200) == (
+        "12 of 200 prompts ended in an error: 10 × the prompt's 45 tokens leave no room (at 45, 50, 55, 60, 65, …); "
+        "2 × a prompt must be a string or a list of token ids, not 1.5 (at 3, 7)"
     )
 
 
 def test_of_many_reasons_only_the_most_frequent_are_named():
     letters = "abcdefgh"
     outputs = {index: row(f"reason {letters[index % 8]}") for index in range(20)}
-    text = describe_errors(outputs)
-    assert text.startswith("20 prompts ended in an error: 3 × reason a (prompts 0, 8, 16); 3 × reason b")
-    assert text.count("(prompts") == 5 and text.endswith("; 6 × 3 other reasons")
+    text = describe_errors(outputs, 200)
+    assert text.startswith("20 of 200 prompts ended in an error: 3 × reason a (at 0, 8, 16); 3 × reason b")
+    assert text.count("(at ") == 5 and text.endswith("; 6 × 3 other reasons")

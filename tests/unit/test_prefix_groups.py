@@ -84,10 +84,10 @@ def test_the_engine_groups_and_its_tokens_stay(tmp_path, monkeypatch):
     """Rows join and leave the groups while two prefixes are decoded; the plain path gives the same tokens."""
     from nanovllm.attention.triton_backend import TritonAttention
 
-    monkeypatch.setattr("nanovllm.attention.triton_backend._SHORTEST_SPLIT", 32)  # the interpreter is slow
+    monkeypatch.setattr("nanovllm.attention.triton_backend._SHORTEST_SPLIT", 64)  # the interpreter is slow
     save_model(tmp_path, seed=1, num_hidden_layers=1, max_position_embeddings=512)
     rng = random.Random(3)
-    prefixes = [[rng.randrange(50) for _ in range(length)] for length in (35, 70)]
+    prefixes = [[rng.randrange(50) for _ in range(length)] for length in (70, 130)]
     prompts = [prefixes[row % 2] + [rng.randrange(50) for _ in range(rng.randrange(1, 9))] for row in range(6)]
     params = [SamplingParams(temperature=0, max_tokens=2 + row % 4, ignore_eos=True) for row in range(6)]
     seen = []
@@ -100,12 +100,12 @@ def test_the_engine_groups_and_its_tokens_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(TritonAttention, "shared_prefixes", noted)
     tokens = []
     for prefix_grouping in (True, False):
-        options = {"attention_backend": "triton", "device": "cpu", "max_model_len": 100, "max_num_seqs": 4}
+        options = {"attention_backend": "triton", "device": "cpu", "max_model_len": 160, "max_num_seqs": 4}
         with LLM(str(tmp_path), prefix_grouping=prefix_grouping, kvcache_block_size=16, **options) as llm:
             tokens.append([output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
         assert any(groups is not None for groups in seen) == prefix_grouping
         assert not prefix_grouping or max(groups.num_shared.max() for groups in seen if groups is not None) == 2
         seen.clear()
     assert tokens[0] == tokens[1]
-    with LLM(str(tmp_path), attention_backend="torch", device="cpu", max_model_len=100) as llm:
+    with LLM(str(tmp_path), attention_backend="torch", device="cpu", max_model_len=160) as llm:
         assert tokens[0] == [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]

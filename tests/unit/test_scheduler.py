@@ -977,7 +977,9 @@ def test_tokens_and_steps_are_counted_as_what_they_are(overlap):
     assert metrics["num_prefill_tokens"] == sum(len(chunk) for step in chunks for chunk in step) - len(decodes)
     assert metrics["num_decode_steps"] == len(steps_of_singles)
     assert metrics["num_prefill_steps"] == len(chunks) - len(steps_of_singles)
-    assert metrics["num_decode_step_rows"] == sum(map(len, steps_of_singles))
+    has_decodes = [any(len(chunk) == 1 and chunk[0] >= 0 for chunk in step) for step in chunks]
+    assert metrics["num_steps_with_decodes"] == sum(has_decodes)
+    assert metrics["mean_decode_batch_size"] == len(decodes) / sum(has_decodes)
     assert at_start["finish_reasons"] == {} and at_start["num_steps"] == 0, "what was read changes later"
 
 

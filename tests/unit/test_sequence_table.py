@@ -359,7 +359,7 @@ def test_sampled_rows_are_padded_to_a_multiple_of_the_ranks(num_ranks, max_num_s
 
 
 def test_a_table_has_room_for_the_largest_step():
-    """One of the most sequences, each with a tile of its own, or of the most tokens; sampled rows padded for 8 ranks."""
+    """Of the most sequences, each with a tile of its own, or of the most tokens, with sampled rows for 8 ranks."""
     for max_num_seqs, most_tokens in ((1, 1), (9, 9), (9, 700), (700, 9), (3, 64)):
         table = make_table(max_num_seqs, 1024, 16, most_tokens=most_tokens, num_ranks=8)
         num_seqs = min(max_num_seqs, most_tokens)
@@ -417,37 +417,42 @@ def test_parked_rows_come_back_after_an_error():
 # The kernels in more than one program
 
 
+def random_rows(
+    num_rows: int, num_tokens: int, num_sampled: int, max_blocks: int, seed: int = 0
+) -> tuple[torch.Tensor, Table]:
+    """Rows as `expand_rows` takes them, a few of them padding, and a table of blocks of 16."""
+    rng = np.random.default_rng((num_rows, seed))
+    num_entries, max_model_len, num_real = num_rows + 2, max_blocks * 16, max(1, num_rows - 2)
+    table = Table(
+        torch.from_numpy(rng.integers(0, 1000, (num_entries, max_model_len), np.int32)),
+        torch.from_numpy(rng.integers(0, 2**28, (num_entries, max_blocks), np.int32)),
+        torch.from_numpy(rng.integers(-(2**31), 2**31, (4, num_entries), np.int32)),
+        torch.from_numpy(rng.integers(-(2**63), 2**63 - 1, num_entries)),
+    )
+    table.block_tables[-1] = 0
+    num_new = rng.integers(1, min(max(1, num_tokens // num_real), max_model_len), num_real, endpoint=True)
+    rows = np.zeros((max(num_rows + 1, num_sampled), 4), np.int32)
+    rows[:, 0], rows[:, 2], rows[:, 3] = num_entries - 1, num_new.sum(), num_rows
+    rows[:num_real, 0] = rng.permutation(num_entries - 1)[:num_real]
+    rows[:num_real, 1] = rng.integers(num_new, max_model_len, endpoint=True)
+    rows[:num_real, 2] = np.cumsum(num_new) - num_new
+    samples = np.flatnonzero(rng.random(num_real) < 0.8)[:num_sampled]
+    rows[: len(samples), 3] = samples
+    return torch.from_numpy(rows), table
+
+
 @pytest.mark.parametrize(
     ("num_rows", "num_tokens", "num_sampled", "max_blocks"),
     [(1, 1, 1, 1), (127, 128, 129, 130), (300, 900, 260, 3), (3, 700, 0, 129), (40, 256, 400, 2)],
 )
 def test_the_kernel_expands_rows_as_its_twin_does(num_rows, num_tokens, num_sampled, max_blocks):
     """A program takes 128 tokens, sampled rows or blocks at a time; a row's tokens lie in several programs."""
-    rng = np.random.default_rng(num_rows)
-    num_entries, block_size, num_real = num_rows + 2, 16, max(1, num_rows - 2)
-    table = Table(
-        torch.from_numpy(rng.integers(0, 1000, (num_entries, max_blocks * block_size), np.int32)),
-        torch.from_numpy(rng.integers(0, 2**28, (num_entries, max_blocks), np.int32)),
-        torch.from_numpy(rng.integers(-(2**31), 2**31, (4, num_entries), np.int32)),
-        torch.from_numpy(rng.integers(-(2**63), 2**63 - 1, num_entries)),
-    )
-    table.block_tables[-1] = 0
-    most_new = min(max(1, num_tokens // num_real), max_blocks * block_size)
-    num_new = rng.integers(1, most_new + 1, num_real)
-    keys = rng.integers(num_new, max_blocks * block_size, endpoint=True)
-    rows = np.zeros((max(num_rows + 1, num_sampled), 4), np.int32)
-    rows[:, 0], rows[:, 2], rows[:, 3] = num_entries - 1, num_new.sum(), num_rows
-    rows[:num_real, 0] = rng.permutation(num_entries - 1)[:num_real]
-    rows[:num_real, 1], rows[:num_real, 2] = keys, np.cumsum(num_new) - num_new
-    samples = np.flatnonzero(rng.random(num_real) < 0.8)[:num_sampled]
-    rows[: len(samples), 3] = samples
+    rows, table = random_rows(num_rows, num_tokens, num_sampled, max_blocks)
     plain, fused = (
-        expand_rows(torch.from_numpy(rows), table, num_rows, num_tokens, num_sampled, block_size, fused)
-        for fused in (False, True)
+        expand_rows(rows, table, num_rows, num_tokens, num_sampled, 16, fused)._asdict() for fused in (False, True)
     )
-    for name, expected in plain._asdict().items():
-        found = getattr(fused, name)
-        assert found.dtype == expected.dtype and torch.equal(found, expected), name
+    for name, expected in plain.items():
+        assert fused[name].dtype == expected.dtype and torch.equal(fused[name], expected), name
 
 
 @TWINS
@@ -766,7 +771,8 @@ class TableRunner(FakeRunner):
 
     def __init__(self, info, config, rng: random.Random | None, fused: bool, num_ranks: int):
         super().__init__(info, config.max_num_seqs)
-        self.max_num_seqs, self.most_tokens, self.num_ranks = config.max_num_seqs, config.max_num_batched_tokens, num_ranks
+        self.max_num_seqs, self.most_tokens = config.max_num_seqs, config.max_num_batched_tokens
+        self.num_ranks = num_ranks
         self.table = make_table(
             config.max_num_seqs, info.max_model_len, info.kvcache_block_size, fused=fused, num_ranks=num_ranks,
             most_tokens=self.most_tokens,
@@ -1003,7 +1009,7 @@ def test_the_device_knows_of_every_sequence_what_the_host_would_send(overlap, is
             overlap=overlap,
         )
         runner = engine.runner
-        runner.is_broken = lambda seq: seq.seq_id % 11 == 5 and len(seq.token_ids) > 9  # noqa: B023
+        runner.is_broken = lambda seq: seq.seq_id % 11 == 5 and len(seq.token_ids) > 9
         fail_at.append(runner)
         is_alike = rng.random() < 0.5  # prompts that share all their blocks, those of their completions too
         for _ in range(100):

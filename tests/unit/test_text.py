@@ -1,0 +1,209 @@
+"""Text: what the tokenizer makes of prompts, bad words and stop strings. As seen through an LLM: test_llm.py."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from nanovllm import SamplingParams
+from nanovllm.demo import MODEL_DIRECTORY
+from nanovllm.text import StopStrings, Text
+
+CORPUS = ["the cat sat on the mat and the hat", "a cat in a hat is not uncommon at all", "  two  spaces  \n\n lines"] * 4
+
+
+def trained(pre_tokenizer, decoder, alphabet) -> PreTrainedTokenizerFast:
+    """A BPE tokenizer of some 60 merges, with two special tokens that it does not list, and one that it does."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoder
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(alphabet) + 60, initial_alphabet=alphabet, special_tokens=["<eos>", "<a>", "<b>"]
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> dict[str, PreTrainedTokenizerFast]:
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters = sorted({letter for text in CORPUS for letter in text if letter != " "} | set("bcdfgjkpqvwxyz▁"))
+    return {
+        "bytes": AutoTokenizer.from_pretrained(MODEL_DIRECTORY),
+        "byte-level BPE": trained(byte_level, decoders.ByteLevel(), pre_tokenizers.ByteLevel.alphabet()),
+        "SentencePiece": trained(pre_tokenizers.Metaspace(), decoders.Metaspace(), letters),
+    }
+
+
+# Bad words
+
+
+def vllm_bad_words(tokenizer, bad_words: list[str]) -> tuple[tuple[int, ...], ...]:
+    """vLLM's SamplingParams.update_from_tokenizer, written down."""
+    found: list[list[int]] = []
+    for bad_word in bad_words:
+        for add_prefix_space in (False, True):
+            prompt = (" " if add_prefix_space else "") + bad_word.lstrip()
+            ids = tokenizer.encode(text=prompt, add_special_tokens=False)
+            if not add_prefix_space or (ids[0] != found[-1][0] and len(ids) == len(found[-1])):
+                found.append(ids)
+    return tuple(map(tuple, found))
+
+
+@pytest.mark.parametrize("name", ["bytes", "byte-level BPE", "SentencePiece"])
+def test_bad_words_become_the_token_ids_that_vllm_bans(tokenizers, name):
+    """A word has other tokens after a space than at the start of a text; banning one of them bans nothing."""
+    tokenizer, rng = tokenizers[name], random.Random(name)
+    text = Text(tokenizer)
+    words = ["cat", " cat", "hat", "  the", "uncommon", "a", "the cat", "cats\n"]
+    words += ["".join(rng.choices("theacno ", k=rng.randint(1, 6))).rstrip() or "x" for _ in range(200)]
+    for word in words:
+        assert text.bad_words_as_ids([word]) == vllm_bad_words(tokenizer, [word]), word
+    together = text.bad_words_as_ids(words)
+    assert together == tuple(ids for word in words for ids in text.bad_words_as_ids([word]))
+    has_pairs = len(together) > len(words)
+    assert has_pairs == (name == "byte-level BPE"), "elsewhere a space is a token of its own, or always there"
+
+
+def test_bad_words_that_are_ids_stay_as_they_are(tokenizers):
+    assert Text(tokenizers["bytes"]).bad_words_as_ids([(5, 6), "ab", (7,)]) == ((5, 6), (97, 98), (7,))
+
+
+@pytest.mark.parametrize("word", [" ", "\n", "\t \n"])
+def test_a_bad_word_may_be_nothing_but_spaces(tokenizers, word):
+    """Stripped of its leading spaces, as vLLM does, it has no tokens; vLLM raises an IndexError."""
+    text = Text(tokenizers["bytes"])
+    assert text.bad_words_as_ids([word])[0] == tuple(word.encode())
+
+
+def test_bad_words_and_stop_strings_without_a_tokenizer_are_errors():
+    text = Text(None)
+    assert text.bad_words_as_ids([(1, 2)]) == ((1, 2),)
+    assert text.stop_strings(SamplingParams()) is None
+    with pytest.raises(ValueError, match="no tokenizer; give bad_words as lists of token ids"):
+        text.bad_words_as_ids([(1, 2), "word"])
+    with pytest.raises(ValueError, match="no tokenizer, so stop strings cannot be found; use stop_token_ids"):
+        text.stop_strings(SamplingParams(stop="x"))
+
+
+@pytest.fixture(params=[models.WordLevel({"known": 0}), models.BPE({"k": 0}, [])], ids=["raises", "drops"])
+def ignorant(request) -> Text:
+    """A tokenizer without a token for what it does not know: the one raises a bare Exception, the other drops it."""
+    tokenizer = Tokenizer(request.param)
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return Text(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+
+
+def test_a_bad_word_that_the_tokenizer_does_not_know_is_an_error(ignorant):
+    """An empty list of tokens would ban nothing, or everything."""
+    assert ignorant.bad_words_as_ids(["known"]) == ((0,),)
+    with pytest.raises(ValueError, match="the tokenizer has no tokens for the bad word 'odd'"):
+        ignorant.bad_words_as_ids(["odd"])
+
+
+def test_a_prompt_that_the_tokenizer_does_not_know_spares_the_others(ignorant):
+    """What is no ValueError once went through, and took the whole call with it."""
+    first, bad, second = ignorant.encode(["known", "odd", "known"])
+    assert first == second == [0]
+    assert bad == [] or "cannot be tokenized: WordLevel error" in str(bad)
+
+
+# Stop strings
+
+
+def stop_at(says_stop: StopStrings, token_ids: list[int]) -> int | None:
+    """How many tokens were seen when it said stop; None if it did not."""
+    return next((index + 1 for index, token_id in enumerate(token_ids) if says_stop(token_id)), None)
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("name", ["bytes", "byte-level BPE", "SentencePiece"])
+def test_stop_strings_are_found_where_the_whole_text_has_them(tokenizers, name, skips):
+    """The reference decodes everything after every token, tokens without text among them; the window sees a few."""
+    tokenizer, rng = tokenizers[name], random.Random(f"{name} {skips}")
+    text = Text(tokenizer)
+    num_found = 0
+    for _ in range(150):
+        said = " ".join(rng.choices(["the", "cat", "sat", "é", "on", "mat", "😀", "hat"], k=6))
+        token_ids = []
+        for token_id in tokenizer(said, add_special_tokens=False)["input_ids"]:
+            textless = [len(tokenizer) + 3, 10**6, *(() if not skips else tokenizer.added_tokens_decoder)]
+            token_ids += [token_id, *rng.choices(textless, k=rng.choice((0, 0, 0, 1, 30)))]
+        start = rng.randrange(len(said))
+        stop = [said[start : start + rng.randint(1, 9)], "zz"]
+        expected = next(
+            (
+                end
+                for end in range(1, len(token_ids) + 1)
+                if any(one in text.decode([token_ids[:end]], skips)[0] for one in stop)
+            ),
+            None,
+        )
+        params = SamplingParams(stop=stop, skip_special_tokens=skips)
+        assert stop_at(StopStrings(text, params), token_ids) == expected, (said, stop)
+        num_found += expected is not None
+    assert num_found > 100
+
+
+def test_a_token_has_text_unless_it_adds_nothing(tokenizers):
+    """A space alone, half a character or a space that the beginning of a text swallows do add something."""
+    for name, tokenizer in tokenizers.items():
+        text, special = Text(tokenizer), set(tokenizer.added_tokens_decoder)
+        assert len(special) == 3 > len(set(tokenizer.all_special_ids)), "some are not listed"
+        for token_id in range(len(tokenizer)):
+            assert text.has_text(token_id, False), (name, token_id)
+            assert text.has_text(token_id, True) == (token_id not in special), (name, token_id)
+        for token_id in (len(tokenizer), len(tokenizer) + 1000, 2**31):
+            assert not text.has_text(token_id, True) and not text.has_text(token_id, False)
+
+
+def test_a_stop_string_may_begin_with_the_space_that_its_tokenizer_strips():
+    """SentencePiece drops the space before the first token, so the window must not begin with the stop string."""
+
+    class Stripping(SimpleNamespace):
+        def __call__(self, text, **_):
+            return {"input_ids": list(text.encode())}
+
+        def batch_decode(self, completions, **_):
+            return [bytes(token_ids).decode().lstrip(" ") for token_ids in completions]
+
+    says_stop = StopStrings(Text(Stripping()), SamplingParams(stop=" b c"))
+    assert [says_stop(token_id) for token_id in b"aaaa b cd"] == [False] * 7 + [True] * 2
+
+
+def test_the_search_for_stop_strings_costs_the_same_however_long_the_completion_is(tokenizers):
+    """A window that grew with the tokens without text would make a long completion quadratic."""
+    text = Text(tokenizers["bytes"])
+    decoded = []
+    decode = text.decode
+    text.decode = lambda completions, skips: decoded.append(max(map(len, completions))) or decode(completions, skips)
+    says_stop = StopStrings(text, SamplingParams(stop="never"))
+    assert stop_at(says_stop, [*b"abcdefghijkl", *[257, 300] * 500, *b"mnopqrst"] * 3) is None
+    assert max(decoded) == len(b"never") + 4
+    assert len(decoded) < 3 * 20 + 30, "one per token with text, and one per token id that was new"
+
+
+# Prompts and completions
+
+
+def test_completions_are_cut_each_by_its_own_parameters(tokenizers):
+    text = Text(tokenizers["bytes"])
+    said = [*b"one, two", 258]
+    params = [
+        SamplingParams(),
+        SamplingParams(skip_special_tokens=False),
+        SamplingParams(stop=","),
+        SamplingParams(stop=["two", "o"], min_tokens=1),
+    ]
+    texts = text.complete([(said, one) for one in params])
+    assert texts == ["one, two", "one, two<|im_end|>", "one", "one, "]
+    assert text.complete([]) == []
+
+
+def test_without_a_tokenizer_ids_are_rows_and_strings_are_errors():
+    text = Text(None)
+    ids, string, nothing = text.encode([[1, 2], "words", None])
+    assert ids == [1, 2] and "give the prompt as token ids" in str(string) and "not None" in str(nothing)
+    assert text.complete([([1, 2], SamplingParams())]) == [""]
+    assert text.eos_token_ids == ()
