@@ -146,7 +146,7 @@ def _problem(name: str, shape: AttentionShape, block_size: int | None) -> Except
             importlib.import_module("flash_attn")
         except ImportError as error:  # also one that was built for another PyTorch
             return RuntimeError(
-                'attention_backend="flash" needs the flash-attn package: pip install "nanovllm[flash-attn]"; '
+                'attention_backend="flash" needs the flash-attn package: pip install flash-attn; '
                 f'or use "triton" ({error})'
             )
         if torch.cuda.get_device_capability(shape.device) < (8, 0):

@@ -15,7 +15,6 @@ from nanovllm.ops.kernel import is_fused, jit, tl
 
 _COLDEST = 1.2e-38  # about the least normal number of float32
 _NUM_SORTED = 2**18  # logits that the plain twin sorts at once: what fits a CPU's cache takes half the time
-_LOWEST = -3.4028234663852886e38  # the least finite one
 
 
 def filter_thresholds(
@@ -51,24 +50,18 @@ def plain_filter_thresholds(
     least = largest.double() + temperatures * min_ps.double().log()
     rounded = least.float()
     rounded = rounded.where(rounded >= least, rounded.nextafter(largest))  # up, never to below the bound
-    thresholds[is_filtered] = rounded.clamp(min=_LOWEST).minimum(largest)[is_filtered]
+    thresholds[is_filtered] = rounded.clamp(min=torch.finfo(torch.float32).min).minimum(largest)[is_filtered]
     every_row = (is_filtered & is_sorted).nonzero()[:, 0]
     for rows in every_row.split(max(1, _NUM_SORTED // logits.shape[1])) if every_row.numel() else ():
-        found = _crossing(logits[rows].float(), temperatures[rows, None], limits[rows, None], top_ps[rows, None])
+        limit, temperature, top_p = limits[rows, None], temperatures[rows, None], top_ps[rows, None]
+        ordered = _negated_in_order(logits[rows].float(), limit)
+        last = ordered.gather(1, limit.clamp(max=ordered.shape[1]) - 1)
+        mass = ((ordered[:, :1] - ordered) / temperature).exp_().cumsum(1, dtype=torch.float64)
+        total = mass.gather(1, torch.searchsorted(ordered, last, right=True) - 1)
+        crossing = torch.searchsorted(mass, top_p * total).clamp_(max=ordered.shape[1] - 1)
+        found = -ordered.gather(1, crossing).where(top_p < 1, last)[:, 0]
         thresholds[rows] = thresholds[rows].maximum(found)
     return thresholds
-
-
-def _crossing(
-    logits: torch.Tensor, temperatures: torch.Tensor, limits: torch.Tensor, top_ps: torch.Tensor
-) -> torch.Tensor:
-    """float32 [num_rows, vocab_size], and [num_rows, 1] each -> float32 [num_rows], what top-k and top-p keep last."""
-    ordered = _negated_in_order(logits, limits)
-    last = ordered.gather(1, limits.clamp(max=ordered.shape[1]) - 1)
-    mass = ((ordered[:, :1] - ordered) / temperatures).exp_().cumsum(1, dtype=torch.float64)
-    total = mass.gather(1, torch.searchsorted(ordered, last, right=True) - 1)
-    crossing = torch.searchsorted(mass, top_ps * total).clamp_(max=ordered.shape[1] - 1)
-    return -ordered.gather(1, crossing).where(top_ps < 1, last)[:, 0]
 
 
 def _negated_in_order(logits: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
@@ -96,7 +89,7 @@ def _negated_in_order(logits: torch.Tensor, limits: torch.Tensor) -> torch.Tenso
 # exp((logit − largest) / temperature) for top-p. Every loop ends by its count or because a range of integers shrinks,
 # whatever the sums are; every sum has a fixed order, so the same row always gives the same threshold.
 _LANES = 4096  # logits that a program reads at once
-_SLOTS = 32  # of the scratch row, per group of four lanes
+_SLOTS = 16  # of the scratch row, per group of four lanes
 
 
 def fused_filter_thresholds(
@@ -105,8 +98,6 @@ def fused_filter_thresholds(
     """See filter_thresholds; the grid depends on shapes only."""
     num_rows, vocab_size = logits.shape
     thresholds = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    if not num_rows:
-        return thresholds
     scratch = torch.empty((num_rows, _LANES + _LANES // 4 * _SLOTS), dtype=logits.dtype, device=logits.device)
     shift = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}[logits.dtype]
     _filter_kernel[(num_rows,)](
@@ -117,14 +108,14 @@ def fused_filter_thresholds(
 
 
 @jit
-def _key(value, SHIFT: tl.constexpr):
+def _key(value, SHIFT):
     """float32 -> int64, in the same order; numbers of the logits' type lose nothing by the SHIFT."""
     bits = value.to(tl.int32, bitcast=True).to(tl.int64)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
 
 @jit
-def _value(key, SHIFT: tl.constexpr):
+def _value(key, SHIFT):
     """The number of the logits' type that has this key, in float32."""
     key = (key << SHIFT) | tl.where(key < 0, (1 << SHIFT) - 1, 0)
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.int32).to(tl.float32, bitcast=True)
@@ -149,7 +140,7 @@ def _masses(logits, length, places, cut1, cut2, cut3, cut4, top, scale):
 
 
 @jit
-def _between(low, high, fraction, SHIFT: tl.constexpr):
+def _between(low, high, fraction, SHIFT):
     """The key that lies between low and high as numbers go, not as keys go."""
     first = _value(low, SHIFT)
     key = _key(first + (_value(high, SHIFT) - first) * fraction, SHIFT)
@@ -157,7 +148,7 @@ def _between(low, high, fraction, SHIFT: tl.constexpr):
 
 
 @jit
-def _narrow(logits, length, places, low, high, above, target, by_value, top, scale, SHIFT: tl.constexpr):
+def _narrow(logits, length, places, low, high, above, target, by_value, top, scale, SHIFT):
     """One pass: the fifth of low … high in which the mass reaches the target, and the mass from its end on."""
     width = high - low
     key1, key2, key3, key4 = low + width // 5, low + width * 2 // 5, low + width * 3 // 5, low + width * 4 // 5
@@ -174,7 +165,7 @@ def _narrow(logits, length, places, low, high, above, target, by_value, top, sca
 
 
 @jit
-def _search(logits, length, places, low, high, target, by_value, most_steps, top, scale, SHIFT: tl.constexpr):
+def _search(logits, length, places, low, high, target, by_value, most_steps, top, scale, SHIFT):
     """The largest key below high at which the mass reaches the target, or low; after most_steps, a bound for it."""
     step = 0
     while (high - low > 1) & (step < most_steps):
@@ -184,7 +175,7 @@ def _search(logits, length, places, low, high, target, by_value, most_steps, top
 
 
 @jit
-def _append(found, logit, first, end, count, SLOTS: tl.constexpr):
+def _append(found, logit, first, end, count, SLOTS):
     """Every group's logit goes to its next free slot if it is wanted; the groups' counts."""
     is_wanted = (logit.to(tl.float32) >= first) & (logit.to(tl.float32) < end)
     group = tl.arange(0, count.shape[0])
@@ -193,7 +184,7 @@ def _append(found, logit, first, end, count, SLOTS: tl.constexpr):
 
 
 @jit
-def _collect(logits, length, places, low, high, found, SLOTS: tl.constexpr, SHIFT: tl.constexpr):
+def _collect(logits, length, places, low, high, found, SLOTS, SHIFT):
     """Copies the logits from low on that are below high, group by group; how many slots it took, 0 if too many."""
     first, end = _value(low, SHIFT), _value(high, SHIFT)
     count = tl.zeros([places.shape[0]], tl.int32)
@@ -216,10 +207,7 @@ def _collect(logits, length, places, low, high, found, SLOTS: tl.constexpr, SHIF
 
 
 @jit
-def _filter(
-    logits, length, places, low, high, target, num_slots, lanes, found, top, scale, SLOTS: tl.constexpr,
-    SHIFT: tl.constexpr,
-):  # fmt: skip
+def _filter(logits, length, places, low, high, target, num_slots, lanes, found, top, scale, SLOTS, SHIFT):
     """(the largest key from low on at which the mass reaches the target, slots of `found` with all logits from it on)
 
     num_slots: slots of `found` with all logits from low on; 0 if it has not all.
@@ -232,11 +220,11 @@ def _filter(
         low = bound
         end = high
         while (high - low > 1) & (num_slots == 0):
-            if step % 3 == 0:
+            if step % 4 == 0:
                 num_slots = _collect(logits, length, places, low, high, found, SLOTS, SHIFT)
             else:
                 low, high, above = _narrow(
-                    logits, length, places, low, high, above, target, step < 6, top, scale, SHIFT
+                    logits, length, places, low, high, above, target, step < 8, top, scale, SHIFT
                 )
             step += 1
         all_slots = tl.where(high == end, num_slots, 0)
@@ -259,13 +247,10 @@ def _largest_of_lanes(logits, length, places, lanes):
 
 
 @jit
-def _threshold(
-    logits, length, temperature, top_k, top_p, min_p, lanes, places, SLOTS: tl.constexpr, SHIFT: tl.constexpr
-):
-    """The threshold of a row that asks for one; lanes: its scratch, the lanes' largest logits and then the copies."""
+def _filter_row(logits, length, temperature, top_k, top_p, min_p, lanes, places, threshold, SLOTS, SHIFT):
+    """Stores the threshold of a row unless it is broken; lanes: scratch, for the lanes' largest logits and the copies."""
     found = lanes + places.shape[0] * 4
     top, least_of_lanes, is_broken = _largest_of_lanes(logits, length, places, lanes)
-    threshold = tl.full([], float("-inf"), tl.float32)
     if (top > float("-inf")) & (top < float("inf")) & (is_broken == 0):
         temperature = tl.maximum(temperature, 1.2e-38)
         low = _key(tl.full([], -3.4028234663852886e38, tl.float32), SHIFT)
@@ -278,16 +263,15 @@ def _threshold(
                 bound = tl.where(top_k <= places.shape[0] * 4, least_of_lanes, float("-inf"))
                 if by_mass == 1:
                     cut = _value(low, SHIFT)
-                    if num_slots != 0:
-                        masses = _masses(found, num_slots * places.shape[0], places, cut, cut, cut, cut, top, scale)
-                    else:
-                        masses = _masses(logits, length, places, cut, cut, cut, cut, top, scale)
+                    masses = _masses(found, num_slots * places.shape[0], places, cut, cut, cut, cut, top, scale)
+                    unseen = tl.where(num_slots == 0, length, 0)
+                    masses += _masses(logits, unseen, places, cut, cut, cut, cut, top, scale)
                     total = tl.max(masses)
                     target = top_p.to(tl.float64) * total
                     # Tokens below this bound are too light to make up the mass that top-p drops, were they all of them.
                     spare = tl.log(0.5 * (1 - top_p.to(tl.float64)) * total / length)
                     bound = (top + temperature * spare).to(tl.float32)
-                low = tl.where(num_slots != 0, low, tl.maximum(low, _key(bound, SHIFT)))
+                low = tl.maximum(low, _key(bound, SHIFT))
                 low, num_slots = _filter(
                     logits, length, places, low, high, target, num_slots, lanes, found, top, scale, SLOTS, SHIFT
                 )
@@ -295,8 +279,7 @@ def _threshold(
         least = top + temperature * tl.log(min_p.to(tl.float64))
         rounded = tl.maximum(least, -3.4028234663852886e38).to(tl.float32)
         rounded = tl.where(rounded < least, _value(_key(rounded, 0) + 1, 0), rounded)
-        threshold = tl.minimum(tl.maximum(rounded, _value(low, SHIFT)), top)
-    return threshold
+        tl.store(threshold, tl.minimum(tl.maximum(rounded, _value(low, SHIFT)), top))
 
 
 @jit
@@ -307,13 +290,12 @@ def _filter_kernel(
     begin()
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
-    top_k = tl.load(top_ks + row)
-    top_p = tl.load(top_ps + row)
-    min_p = tl.load(min_ps + row)
-    threshold = tl.full([], float("-inf"), tl.float32)
+    top_k, top_p, min_p = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(min_ps + row)
+    tl.store(thresholds + row, float("-inf"))
     if (temperature > 0) & (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1) | (min_p > 0)):
         places = tl.arange(0, GROUPS)[:, None] * 4 + tl.arange(0, 4)[None, :]
         lanes = scratch + row * (GROUPS * (4 + SLOTS))
-        logits += row * row_stride
-        threshold = _threshold(logits, vocab_size, temperature, top_k, top_p, min_p, lanes, places, SLOTS, SHIFT)
-    tl.store(thresholds + row, threshold)
+        _filter_row(
+            logits + row * row_stride, vocab_size, temperature, top_k, top_p, min_p, lanes, places, thresholds + row,
+            SLOTS, SHIFT,
+        )  # fmt: skip

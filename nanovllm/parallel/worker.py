@@ -136,7 +136,8 @@ def _run(inbox: Iterator, reply: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from nanovllm.runner.model_runner import ModelRunner, rank_device
+    from nanovllm.runner.device import rank_device
+    from nanovllm.runner.model_runner import ModelRunner
     from nanovllm.ops.collectives import Parallel
 
     device = rank_device(config.device, rank, size)

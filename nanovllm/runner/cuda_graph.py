@@ -14,8 +14,9 @@ _ADVICE = "lower gpu_memory_utilization or max_num_seqs, or use enforce_eager=Tr
 
 
 def graph_sizes(largest: int) -> list[int]:
-    """Batch sizes to capture, ascending: 1, 2, 4, 8, every 16 up to 256, then every 32, and the largest."""
-    sizes = [1, 2, 4, 8, *range(16, min(largest, 256) + 1, 16), *range(288, largest + 1, 32)]
+    """Batch sizes to capture, ascending: 1, 2, 4, 8, every 16 up to 256, every 32 up to 512, then every 64, and the
+    largest."""
+    sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(288, 513, 32), *range(576, largest + 1, 64)]
     return sorted({size for size in sizes if size < largest} | {largest})
 
 
@@ -60,6 +61,10 @@ class CudaGraphs:
 
     def __len__(self) -> int:
         return len(self._captured)
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether its capture was tried."""
+        return key in self._captured
 
     def holds(self, key: Hashable) -> bool:
         """Whether `key` was captured; what it returns then lies in one place."""

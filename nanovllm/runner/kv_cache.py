@@ -36,13 +36,14 @@ class MemoryUse:
 
 
 def num_kvcache_blocks(
-    config: Config, memory: MemoryUse, block_bytes: int, blocks_of_longest: int, is_gpu: bool
+    config: Config, memory: MemoryUse, block_bytes: int, blocks_of_longest: int, max_num_seqs: int, is_gpu: bool
 ) -> int:
     """Blocks of the KV cache: those asked for if they fit, else as many as fit and can be used.
 
     Args:
         block_bytes: 2 × layers × block_size × key/value heads of this rank × head_dim × bytes of a number.
         blocks_of_longest: blocks of one sequence of max_model_len tokens.
+        max_num_seqs: most sequences that run at a time.
 
     Raises:
         RuntimeError: too little memory; says how much is missing and what to lower.
@@ -64,7 +65,7 @@ def num_kvcache_blocks(
                 + (" or raise gpu_memory_utilization" if is_gpu else "")
             )
         return wanted
-    num_blocks = min(int(budget // block_bytes), config.max_num_seqs * blocks_of_longest)
+    num_blocks = min(int(budget // block_bytes), max_num_seqs * blocks_of_longest)
     if num_blocks < blocks_of_longest:
         missing = blocks_of_longest * block_bytes - budget
         raise RuntimeError(

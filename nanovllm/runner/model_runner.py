@@ -11,12 +11,14 @@ from threading import Thread
 import numpy as np
 import torch
 
-from nanovllm.attention.backend import AttentionShape, make_attention_backend
+from nanovllm.attention.backend import AttentionBackend, AttentionShape, make_attention_backend
 from nanovllm.attention.metadata import QUERY_TILE
 from nanovllm.config import Config
 from nanovllm.engine.runner import Runner, RunnerInfo
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Chunk, Step, StepOutput
+from nanovllm.layers.embed_head import ParallelLMHead
+from nanovllm.layers.linear import LinearBase
 from nanovllm.models.config import load_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import fill_dummy_weights, find_model, load_weights
@@ -27,6 +29,7 @@ from nanovllm.ops.process_logits import process_logits
 from nanovllm.ops.sample import sample
 from nanovllm.ops.write_tokens import write_tokens
 from nanovllm.runner.cuda_graph import CudaGraphs, graph_sizes, quarters
+from nanovllm.runner.device import dtype_of, max_model_len_of, rank_device
 from nanovllm.runner.kv_cache import (
     MemoryUse,
     default_max_num_seqs,
@@ -41,6 +44,7 @@ from nanovllm.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
+_ON_DEVICE = ("model", "backend", "table", "kv_cache", "graphs", "_logits")
 # Larger steps only push the activations out of a CPU's caches.
 _USEFUL_CPU_TOKENS = 2048
 # Arithmetic of an eager step that decodes beside prompts: enough to keep a fast GPU busy while the host launches the
@@ -49,7 +53,6 @@ _FLOP_BESIDE_DECODES = 12e12
 # Tokens × hidden size of a captured one: enough that its matrix products fill the GPU.
 _TOKEN_WIDTH_BESIDE_DECODES = 768 * 4096
 _FEWEST_TOKENS_BESIDE_DECODES = 512  # matrix products of fewer rows waste a GPU
-_LONGEST_DEFAULT_MODEL_LEN = 32768
 
 
 class StepInFlight:
@@ -78,18 +81,25 @@ class ModelRunner(Runner):
         RuntimeError: too little memory, or a device that is not there.
     """
 
+    # What lies on the device; None before the start and after `close`, when nobody asks for it.
+    model: CausalLM
+    backend: AttentionBackend
+    table: SequenceTable
+    kv_cache: torch.Tensor
+    graphs: CudaGraphs | None
+    _logits: torch.Tensor | None
+
     def __init__(self, config: Config, parallel: Parallel = Parallel()):  # noqa: B008 (frozen)
         self.device = rank_device(config.device, parallel.rank, parallel.size)
         self._parallel = parallel
         self._is_gpu = self.device.type == "cuda"
         directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")
         self.model_config = model_config = load_model_config(directory)
-        self.max_model_len = _max_model_len(config.max_model_len, model_config.max_position)
-        self.dtype = _dtype(config.dtype, model_config.dtype, self.device)
+        self.max_model_len = max_model_len_of(config.max_model_len, model_config.max_position)
+        self.dtype = dtype_of(config.dtype, model_config.dtype, self.device)
         self.max_num_seqs = config.max_num_seqs or self._default_max_num_seqs(config)
-        config = replace(config, max_num_seqs=self.max_num_seqs)
         self._compiling: list[Thread] = []
-        self.model = self.graphs = self.kv_cache = self.table = self.backend = self._logits = None
+        vars(self).update(dict.fromkeys(_ON_DEVICE))
         try:
             with self._on_device(), explained_out_of_memory("the engine", self.device):
                 num_blocks = self._start(config, parallel, directory)
@@ -135,13 +145,13 @@ class ModelRunner(Runner):
             head_dim=model_config.head_dim,
             dtype=self.dtype,
             device=self.device,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
         )
         self.backend = make_attention_backend(config.attention_backend, shape, config.kvcache_block_size)
         self.block_size = config.kvcache_block_size or self.backend.default_block_size
         self.table = SequenceTable(
-            config.max_num_seqs, self.max_model_len, self.block_size, model_config.vocab_size,
+            self.max_num_seqs, self.max_model_len, self.block_size, model_config.vocab_size,
             config.max_num_batched_tokens, self.device, self.backend.most_shared_splits, parallel.size, self._fused,
         )  # fmt: skip
         self._compile_sampling()
@@ -158,9 +168,7 @@ class ModelRunner(Runner):
         self._grouped_tenants = np.zeros((0, 2), np.int64)
         self._is_grouped = False
         # What is captured samples without asking the device for a count, as our kernels do.
-        self._is_captured = (
-            self._is_gpu and self._fused and self.backend.can_be_captured and not config.enforce_eager
-        )
+        self._is_captured = self._is_gpu and self._fused and self.backend.can_be_captured and not config.enforce_eager
         self._captures_prompts = self._is_captured and self.backend.can_capture_prompts
         self._choose_sizes(config)
         if self._is_captured:
@@ -180,8 +188,8 @@ class ModelRunner(Runner):
 
         @torch.inference_mode()
         def sample_a_row(needs: SamplingNeeds) -> None:
-            # On the stream that steps use, as every thread does: once another one had launched kernels, those of captured
-            # steps no longer began before the one before had ended, which took 2% (one H200, driver of CUDA 13.0).
+            # On the stream of the steps, as every thread is. Once another stream had launched kernels, those of captured
+            # steps no longer began before the one before had ended: 2% slower (H200, CUDA 13.0).
             with self._on_device():
                 logits = torch.zeros(1, self.model_config.vocab_size, dtype=self.dtype, device=self.device)
                 self._sample_rows(logits, self.table.padding_row(), needs)
@@ -198,11 +206,11 @@ class ModelRunner(Runner):
 
     def _choose_sizes(self, config: Config) -> None:
         """The sizes that steps are padded to where they are captured."""
-        self._most_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._most_rows = min(self.max_num_seqs, config.max_num_batched_tokens)
         self._decode_sizes = graph_sizes(self._most_rows)
         self._token_sizes: list[int] = []
         if self._captures_prompts:
-            most_tokens = max(self._most_tokens_beside_decodes(), 2 * config.max_num_seqs)
+            most_tokens = max(self._most_tokens_beside_decodes(), 2 * self.max_num_seqs)
             most_tokens = min(most_tokens, config.max_num_batched_tokens)
             most_rows = min(self._most_rows, most_tokens)
             self._token_sizes = quarters(most_tokens)
@@ -212,15 +220,26 @@ class ModelRunner(Runner):
             self._most_tiles = most_tokens // QUERY_TILE + min(most_rows, most_tokens // 32 + 1)
 
     def _capture(self, is_alone: bool) -> None:
-        """Captures the decodes of every size, largest first: smaller ones then fit into the memory of larger ones."""
+        """Captures what the first requests will want.
+
+        The largest step comes first: smaller ones then fit into its memory. Steps with prefix groups, and samplings,
+        are captured when they are first wanted, which takes milliseconds; their kernels are compiled here.
+        """
         began = time.perf_counter()
-        self.graphs = CudaGraphs(self.table.parked, self.device, is_alone)
-        can_group = self._groups_prefixes and self.backend.most_shared_splits > 0
-        for is_grouped in (False, True) if can_group else (False,):
-            for num_rows in reversed(self._decode_sizes):
-                self._run_captured(self._decode_size(num_rows, is_grouped), SamplingNeeds(), is_replayed=False)
+        self.graphs = graphs = CudaGraphs(self.table.parked, self.device, is_alone)
+        sizes = [
+            self._prompt_size(num_tokens, num_sampled)
+            for num_tokens in self._token_sizes
+            for num_sampled in self._sampled_sizes
+            if num_sampled <= num_tokens
+        ]
+        sizes += [self._decode_size(num_rows, False) for num_rows in self._decode_sizes]
+        for size in sorted(sizes, key=lambda size: size.num_tokens, reverse=True):
+            self._capture_forward(graphs, size)
+        if self._groups_prefixes and self.backend.most_shared_splits:
+            self._capture_forward(graphs, self._decode_size(self._decode_sizes[-1], True))
         torch.cuda.synchronize(self.device)
-        logger.info("captured %d CUDA graphs in %.1f s", len(self.graphs), time.perf_counter() - began)
+        logger.info("captured %d CUDA graphs in %.1f s", len(graphs), time.perf_counter() - began)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> StepInFlight:
@@ -231,8 +250,8 @@ class ModelRunner(Runner):
             is_grouped = self._group_prefixes(step, rows)
             size, is_captured = self._size(rows, step.num_decodes, num_sampled, is_grouped)
             needs = self.table.send(step, rows, size)
-            if is_captured:
-                tokens = self._run_captured(size, needs)
+            if is_captured and self.graphs is not None:
+                tokens = self._run_captured(self.graphs, size, needs)
             else:
                 tokens = self._sample(*self._forward(size, list(map(tuple, rows.tenants.tolist()))), needs)
             return StepInFlight(tokens[:num_sampled])
@@ -242,35 +261,42 @@ class ModelRunner(Runner):
         num_rows, num_tokens = len(rows.entries), int(rows.num_new_tokens.sum())
         num_tiles = int((-(-rows.num_new_tokens[num_decodes:] // QUERY_TILE)).sum())
         if self.graphs is not None and num_decodes == num_rows:
-            return self._decode_size(self._decode_sizes[bisect_left(self._decode_sizes, num_rows)], is_grouped), True
+            return self._decode_size(_next(self._decode_sizes, num_rows), is_grouped), True
         is_captured = self.graphs is not None and num_tokens <= max(self._token_sizes, default=0)
         if is_captured and num_tiles <= self._most_tiles:
-            num_tokens = self._token_sizes[bisect_left(self._token_sizes, num_tokens)]
-            num_rows, num_tiles = min(self._most_rows, num_tokens), self._most_tiles
-            num_sampled = self._padded_sampled(self._sampled_sizes[bisect_left(self._sampled_sizes, num_sampled)])
-            return StepSize(num_rows, num_tokens, num_sampled, num_tiles, num_rows, num_tokens, is_grouped), True
+            num_tokens, num_sampled = _next(self._token_sizes, num_tokens), _next(self._sampled_sizes, num_sampled)
+            return self._prompt_size(num_tokens, num_sampled, is_grouped), True
         num_sampled, longest = self._padded_sampled(num_sampled), int(rows.num_new_tokens.max())
         return StepSize(num_rows, num_tokens, num_sampled, num_tiles, num_decodes, longest, is_grouped), False
 
     def _decode_size(self, num_rows: int, is_grouped: bool) -> StepSize:
+        """Of a captured step of decodes alone."""
         return StepSize(num_rows, num_rows, self._padded_sampled(num_rows), 0, num_rows, 1, is_grouped)
+
+    def _prompt_size(self, num_tokens: int, num_sampled: int, is_grouped: bool = False) -> StepSize:
+        """Of a captured step that holds prompts: all its rows may be decodes, or prompts of any length."""
+        num_rows, num_sampled = min(self._most_rows, num_tokens), self._padded_sampled(num_sampled)
+        return StepSize(num_rows, num_tokens, num_sampled, self._most_tiles, num_rows, num_tokens, is_grouped)
 
     def _padded_sampled(self, num_sampled: int) -> int:
         """The ranks share the rows that sample evenly."""
         return -(-num_sampled // self._parallel.size) * self._parallel.size
 
-    def _run_captured(self, size: StepSize, needs: SamplingNeeds, is_replayed: bool = True) -> torch.Tensor | None:
+    def _run_captured(self, graphs: CudaGraphs, size: StepSize, needs: SamplingNeeds) -> torch.Tensor:
         """The step's two captured halves; sampling is captured by itself, for it has many kinds and is quick to."""
-        run = self.graphs.run if is_replayed else self.graphs.capture
+        forward = ("forward", size)
+        if forward not in graphs:
+            self._capture_forward(graphs, size)
+        logits, rows = graphs.run(forward, lambda: self._forward(size))
+        if not graphs.holds(forward):  # they then lie elsewhere in each step
+            return self._sample(logits, rows, needs)
+        kind = ("sample", size.num_sampled % 16, needs)
+        return graphs.run(("sample", size, needs), lambda: self._sample(logits, rows, needs), kind)
+
+    def _capture_forward(self, graphs: CudaGraphs, size: StepSize) -> None:
         remainders = tuple(number % 16 for number in size[:3])  # kernels differ by how their tensors are aligned
-        kind = (size.num_rows == 1, size.num_tiles > 0, size.is_grouped, remainders)
-        rows = run(("forward", size), lambda: self._forward(size), ("forward", kind))
-        if not is_replayed:
-            return None
-        if not self.graphs.holds(("forward", size)):  # the rows then lie elsewhere in each step
-            return self._sample(*rows, needs)
-        sampling = ("sample", size, needs)
-        return run(sampling, lambda: self._sample(*rows, needs), ("sample", size.num_sampled % 16, needs))
+        kind = ("forward", size.num_rows == 1, size.num_tiles > 0, size.is_grouped, remainders)
+        graphs.capture(("forward", size), lambda: self._forward(size), kind)
 
     def _forward(
         self, size: StepSize, tenants: list[tuple[int, int]] | None = None
@@ -330,14 +356,14 @@ class ModelRunner(Runner):
 
         if self._is_gpu:
             self.kv_cache = torch.zeros((2, num_layers, 1, *shape), dtype=self.dtype, device=self.device)
-            num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * (self.max_model_len - 1))
-            memory = measure_memory(self._try_step, num_tokens, config.max_num_seqs, free_at_start, self.device)
+            num_tokens = min(config.max_num_batched_tokens, self.max_num_seqs * (self.max_model_len - 1))
+            memory = measure_memory(self._try_step, num_tokens, self.max_num_seqs, free_at_start, self.device)
             memory = replace(memory, graphs=self._bytes_for_graphs(memory.activations, num_tokens))
-            self.kv_cache = None
+            del self.kv_cache
             torch.cuda.empty_cache()
         else:
             memory = MemoryUse(total=0, free_at_start=0, free=free_bytes(self.device) // self._parallel.size)
-        num_blocks = num_kvcache_blocks(config, memory, block_bytes, blocks_of_longest, self._is_gpu)
+        num_blocks = num_kvcache_blocks(config, memory, block_bytes, blocks_of_longest, self.max_num_seqs, self._is_gpu)
         num_blocks = self._parallel.minimum(num_blocks, self.device)
         self.kv_cache = torch.empty((2, num_layers, num_blocks, *shape), dtype=self.dtype, device=self.device)
         if self._is_gpu:
@@ -404,14 +430,12 @@ class ModelRunner(Runner):
     def memory(self) -> dict[str, int]:
         """Bytes on the device by use."""
         weights = {parameter.data_ptr(): parameter.nbytes for parameter in self.model.parameters()}
-        packed = sum(
-            module.packed.nbytes for module in self.model.modules() if getattr(module, "packed", None) is not None
-        )
+        packed = sum(module.packed.nbytes for module in self._packable() if module.packed is not None)
         return {"weights": sum(weights.values()) + packed, "kv_cache": self.kv_cache.nbytes}
 
     def close(self) -> None:
         """Gives the device's memory back; calling it again does nothing."""
-        self.graphs = self.model = self.kv_cache = self.table = self.backend = self._logits = None
+        vars(self).update(dict.fromkeys(_ON_DEVICE))
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
                 torch.cuda.empty_cache()
@@ -419,45 +443,13 @@ class ModelRunner(Runner):
     @torch.inference_mode()
     def _pack_weights(self) -> None:
         """Lets the linear layers trade their weights for a layout that the device multiplies faster."""
-        for module in self.model.modules():
-            if hasattr(module, "pack"):
-                module.pack()
+        for module in self._packable():
+            module.pack()
+
+    def _packable(self) -> list[LinearBase | ParallelLMHead]:
+        return [module for module in self.model.modules() if isinstance(module, LinearBase | ParallelLMHead)]
 
 
-def rank_device(name: str, rank: int = 0, size: int = 1) -> torch.device:
-    """The device that `name` means to a rank; a RuntimeError if there is none."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise RuntimeError(f'device={name!r}, but PyTorch finds no GPU; use device="cpu"')
-        if size > torch.cuda.device_count():
-            raise RuntimeError(
-                f"tensor_parallel_size={size}, but there are {torch.cuda.device_count()} GPUs; lower it, or let "
-                "CUDA_VISIBLE_DEVICES name more"
-            )
-        if size > 1:
-            return torch.device("cuda", rank)
-        if device.index is not None and device.index >= torch.cuda.device_count():
-            raise RuntimeError(f"device={name!r}, but there are {torch.cuda.device_count()} GPUs")
-        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-    return device
-
-
-def _dtype(wanted: str, of_checkpoint: str | None, device: torch.device) -> torch.dtype:
-    if wanted == "auto":
-        # CPUs compute bfloat16 slowly, and float32 loses nothing.
-        wanted = "float32" if device.type == "cpu" else of_checkpoint or "bfloat16"
-    dtype = getattr(torch, wanted, None)
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f'the checkpoint\'s dtype is {wanted!r}; name float32, bfloat16 or float16 with dtype="…"')
-    return dtype
-
-
-def _max_model_len(wanted: int | None, limit: int) -> int:
-    if wanted is None:
-        return min(limit, _LONGEST_DEFAULT_MODEL_LEN)
-    if wanted > limit:
-        raise ValueError(f"max_model_len={wanted} exceeds the {limit} tokens that the model was made for")
-    return wanted
+def _next(sizes: list[int], size: int) -> int:
+    """The smallest of the ascending sizes that is not below `size`."""
+    return sizes[bisect_left(sizes, size)]

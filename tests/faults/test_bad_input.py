@@ -598,7 +598,7 @@ GPU = MemoryUse(total=100, free_at_start=90, free=80, activations=15, graphs=5)
 def blocks_on_gpu(monkeypatch, memory: MemoryUse, **options) -> int:
     """Blocks of a byte on a GPU of `memory`, without a margin; the longest sequence takes 12."""
     monkeypatch.setattr(kv_cache, "_GPU_MARGIN", 0)
-    return kv_cache.num_kvcache_blocks(Config("m", **options), memory, 1, 12, True)
+    return kv_cache.num_kvcache_blocks(Config("m", **options), memory, 1, 12, 512, True)
 
 
 def test_a_gpu_gives_what_weights_activations_and_graphs_leave_of_its_share(monkeypatch):
@@ -690,7 +690,7 @@ def test_a_backend_for_gpus_is_refused_on_a_cpu(monkeypatch, backend):
     ("backend", "changes", "block_size", "error", "message"),
     [
         ("triton", {}, 24, ValueError, "kvcache_block_size to be a multiple of 16, not 24"),
-        ("flash", {}, 256, RuntimeError, 'pip install "nanovllm\\[flash-attn\\]"; or use "triton"'),
+        ("flash", {}, 256, RuntimeError, 'pip install flash-attn; or use "triton"'),
         ("flash", {"dtype": torch.float32}, 256, ValueError, "dtype bfloat16 or float16, not torch.float32"),
         ("flash", {"head_dim": 264}, 256, ValueError, "head_dim of at most 256 that 8 divides, not 264"),
         ("flash", {"head_dim": 36}, None, ValueError, "head_dim of at most 256 that 8 divides, not 36"),
@@ -877,3 +877,16 @@ def test_a_failed_start_leaves_no_trace(llm, directory):
     with LLM(MODEL_DIRECTORY, **OPTIONS) as other:
         for model in (llm, other):
             assert model.generate("One", GREEDY, use_tqdm=False)[0].token_ids == expected.token_ids
+
+
+def test_no_message_names_a_package_that_is_not_ours():
+    """Whoever follows `pip install nanovllm` gets whatever stranger's package has that name on the index."""
+    package = Path(nanovllm.__file__).parent
+    hints = [
+        (path.name, hint)
+        for path in sorted(package.rglob("*.py"))
+        for hint in re.findall(r"pip install[^\n]*", path.read_text(encoding="utf-8"))
+    ]
+    assert hints, "there are hints to look at"
+    for name, hint in hints:
+        assert re.match(r"pip install (flash-attn|triton)\b", hint), (name, hint)

@@ -1,4 +1,4 @@
-"""Calls inside calls, forks and copies: each is refused by one clear error, and the engine goes on as if nothing was."""
+"""Calls inside calls, forks and copies: each is refused by one clear error, and the engine goes on as before."""
 
 import copy
 import os

@@ -20,10 +20,11 @@ RANK = """
     from dataclasses import replace
     import torch
     import torch.distributed as dist
-    from nanovllm.attention.backend import exchange as kernels
-    from nanovllm.ops.exchange import make_exchange
+    from nanovllm.layers.linear import PartialSum
     from nanovllm.layers.norm import RMSNorm
+    from nanovllm.ops import exchange as kernels
     from nanovllm.ops.collectives import Parallel
+    from nanovllm.ops.exchange import make_exchange
 
     rank, size, meeting_point = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     is_shared = size > torch.cuda.device_count()
@@ -37,7 +38,7 @@ RANK = """
         for dtype, width in ((torch.bfloat16, 4096), (torch.float32, 72), (torch.bfloat16, 5120), (torch.float16, 64)):
             exchange = make_exchange(plain, width, dtype, device)
             fused = replace(plain, exchange=exchange)
-            twin, norm = (RMSNorm(width, 1e-6, dtype, device, parallel) for parallel in (plain, fused))
+            twin, norm = (RMSNorm(width, 1e-6, dtype, device, True, parallel) for parallel in (plain, fused))
             for it in (twin, norm):
                 it.weight.copy_(torch.linspace(0.5, 2, width))
                 it.weight[:2] = -1
@@ -49,18 +50,18 @@ RANK = """
                 for _ in range(4):
                     product = torch.randn(num_rows, width, device=device, generator=generator).to(dtype)
                     product[:, :5] = -0.0
-                    expected, theirs = twin.add(product.clone(), theirs)
-                    normed, ours = norm.add(product, ours)
+                    expected, theirs = twin.reduce_add(PartialSum(product.clone()), theirs)
+                    normed, ours = norm.reduce_add(PartialSum(product), ours)
                     error = ((normed - expected).abs() / (1 + expected.abs())).max().item()
                     # The twin rounds the sum of the ranks as well.
                     allowed = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.01}[dtype]
                     assert error <= allowed, (dtype, width, num_rows, error)
-                    everybody = plain.all_gather(normed.cpu()[None], 0)
+                    everybody = plain.all_gather(normed.cpu()[None])
                     assert all(torch.equal(other, normed.cpu()) for other in everybody), "the ranks differ"
         # Thousands of sums from a graph and between its replays, the ranks out of step: rank 0 has more to do.
         width = 4096
         exchange = make_exchange(plain, width, torch.bfloat16, device)
-        norm = RMSNorm(width, 1e-6, torch.bfloat16, device, replace(plain, exchange=exchange))
+        norm = RMSNorm(width, 1e-6, torch.bfloat16, device, True, replace(plain, exchange=exchange))
         norm.weight.fill_(1)
         source = torch.full((4099, width), float(rank + 1), device=device, dtype=torch.bfloat16)
         counter = torch.zeros((), device=device, dtype=torch.bfloat16)
@@ -73,7 +74,7 @@ RANK = """
                 busy @ busy
             wanted, residual = (counter > 0).to(torch.bfloat16), None
             for _ in range(3):
-                normed, residual = norm.add(source[:num_rows] * counter, residual)
+                normed, residual = norm.reduce_add(PartialSum(source[:num_rows] * counter), residual)
                 wrong.add_((normed != wanted).sum())
 
         def steps(num_rounds):
@@ -104,7 +105,7 @@ def test_the_exchange_is_the_all_reduce_and_the_norm(tmp_path, size):
     pytest.importorskip("triton")
     script = tmp_path / "rank.py"
     script.write_text(textwrap.dedent(RANK))
-    root = str(Path(__file__).parent.parent)
+    root = str(Path(__file__).parent.parent.parent)
     command = [sys.executable, script, "rank", str(size), f"file://{tmp_path}/meeting"]
     logs = [tmp_path / f"{rank}.log" for rank in range(size)]
     ranks = []

@@ -14,14 +14,14 @@ import pytest
 import torch
 from model_factory import save_model
 from test_demo_model import CONVERSATIONS
-from test_gpu_engine import Judge
+from test_gpu_engine import Judge, num_different
 from test_interrupts import Fault, assert_empty, interrupt_at_random_moments, sigint  # noqa: F401
 from test_tensor_parallel import FILTERS, assert_refuses_work, is_running, pids_of, wait_until
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.parallel.parallel_runner import ParallelRunner
+from nanovllm.parallel.parallel_runner import TensorParallelRunner
 
 pytestmark = pytest.mark.gpu
 
@@ -46,8 +46,8 @@ def skip_without(num_gpus: int) -> None:
 
 @dataclass
 class Workload:
-    """directory: of a model; prompts: token ids; judge: knows where two float32 completions tie; expected: the greedy
-    or sampled tokens of one GPU, by the name of `params_for`; memory: of that engine."""
+    """directory: of a model; prompts: token ids; judge: knows where two float32 completions tie; expected: the tokens
+    of one GPU, by the name of `params_for`; memory: of that engine."""
 
     directory: str
     prompts: list[list[int]]
@@ -57,6 +57,7 @@ class Workload:
 
 
 def params_for(kind: str) -> list[SamplingParams]:
+    """kind: "greedy", "sampled", or "filtered": with filters, penalties, biases and bans of many kinds, row by row."""
     options = {"temperature": 0.0 if kind == "greedy" else 0.8, "ignore_eos": True}
     filters = list(FILTERS.values()) if kind == "filtered" else [{}]
     return [
@@ -74,7 +75,7 @@ def tokens_of(llm: LLM, prompts: list[list[int]], kind: str) -> list[list[int]]:
 def assert_same(workload: Workload, kind: str, found: list[list[int]], what: str) -> None:
     expected = workload.expected[kind]
     if kind == "filtered":  # the judge knows of no filters; a tie would be one row
-        assert sum(a != b for a, b in zip(found, expected, strict=True)) <= 1, what
+        assert num_different(found, expected) <= 1, what
         return
     requests = list(zip(workload.prompts, params_for(kind), strict=True))
     assert workload.judge.count_ties(requests, found, expected, what) <= 1
@@ -167,9 +168,35 @@ def test_every_batch_size_gives_the_tokens_of_one_gpu(case):
         assert workload.judge.count_ties(requests, ours, expected, f"{num_rows} rows") <= 1
 
 
+def test_a_request_alone_gives_the_tokens_of_one_gpu(case):
+    """Each rank samples an equal part of the rows. Of one row, all ranks but the first sample padding."""
+    workload = case.workload
+    found = [
+        case.llm.generate([prompt], params, use_tqdm=False, raise_on_error=True)[0].token_ids
+        for prompt, params in zip(workload.prompts[: len(FILTERS)], params_for("filtered"), strict=False)
+    ]
+    assert num_different(found, workload.expected["filtered"][: len(FILTERS)]) <= 1
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_first_call_after_the_start_equals_the_second(workloads, overlap):
+    """The ranks try every step together before they capture it; a trial that leaves something behind, or that not all
+    of them make, would show. The schedule is the same, so that not a bit may differ."""
+    skip_without(2)
+    workload = workloads("demo")
+    with LLM(workload.directory, tensor_parallel_size=2, **{**OPTIONS, "overlap": overlap}) as llm:
+        calls = []
+        for _ in range(3):
+            calls.append([tokens_of(llm, workload.prompts, kind) for kind in ("filtered", "sampled")])
+            llm.engine.reset()
+    assert calls[0] == calls[1] == calls[2]
+    for kind, found in zip(("filtered", "sampled"), calls[0], strict=True):
+        assert_same(workload, kind, found, kind)
+
+
 @pytest.mark.parametrize(
     "point",
-    [(ParallelRunner, "launch"), (ParallelRunner, "_replies"), (LLMEngine, "add_request")],
+    [(TensorParallelRunner, "launch"), (TensorParallelRunner, "_replies"), (LLMEngine, "add_request")],
     ids=["launch", "wait", "add_request"],
 )
 def test_after_ctrl_c_between_two_entries_of_the_log_the_next_call_is_right(case, point):

@@ -21,6 +21,13 @@ def make_pool() -> Pool:
     return context.Pool(os.cpu_count(), maxtasksperchild=1)
 
 
+def path_of(killer: str) -> str:
+    """A test by its path: it is named by its file's name alone, which stands in one directory of the tests."""
+    file, *names = killer.split("::")
+    [path] = [Path(file)] if Path(file).is_absolute() else TESTS.rglob(file)
+    return "::".join([str(path), *names])
+
+
 def run_tests(directory: Path, killers: list[str]) -> tuple[int, str]:
     """pytest's exit status for the tests, with the package in `directory`, and what it printed."""
     import pytest
@@ -28,13 +35,14 @@ def run_tests(directory: Path, killers: list[str]) -> tuple[int, str]:
     assert not any(name.split(".")[0] == "nanovllm" for name in sys.modules), "the copy would not be found"
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # starts sooner
     os.chdir(directory)
-    sys.path[:0] = [str(directory), str(TESTS)]
+    # Tests share what stands in the directories of others.
+    sys.path[:0] = map(str, [directory, TESTS, *(path for path in TESTS.iterdir() if path.is_dir())])
     with tempfile.TemporaryFile() as output:
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
         options = ["-x", "-q", "-p", "no:cacheprovider", f"--rootdir={TESTS.parent}"]
         plainly = ["-o", "addopts=-m 'not gpu'"]  # without the plugins that the project's own options need
-        status = pytest.main([*options, *plainly, *(str(TESTS / killer) for killer in killers)])
+        status = pytest.main([*options, *plainly, *map(path_of, killers)])
         sys.stdout.flush()
         output.seek(0)
         return int(status), output.read().decode(errors="replace")

@@ -150,7 +150,7 @@ def teacher_forced_logits(llm: LLM, token_ids: list[int], chunks: list[int]) -> 
     logits = []
     for num_new in chunks:
         seq.num_computed_tokens += num_new
-        batch = make_batch([Chunk(seq, num_new, False)], runner.block_size)
+        batch = make_batch([Chunk(seq, num_new, False)], runner.block_size, runner.max_model_len, str(runner.device))
         batch.metadata.plan = runner.backend.plan(batch.metadata)
         hidden_states = runner.model(batch.token_ids, batch.positions, runner.kv_cache, batch.metadata)
         logits.append(runner.model.compute_logits(hidden_states))

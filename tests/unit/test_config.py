@@ -77,7 +77,7 @@ def test_the_ends_of_every_range_belong_to_it(values):
     ],
 )
 def test_a_dtype_has_the_names_that_people_give_it(names, dtype):
-    """"half" and "bf16", which vLLM and transformers' scripts say, were refused."""
+    """ "half" and "bf16", which vLLM and transformers' scripts say, were refused."""
     assert {Config("m", dtype=name).dtype for name in names} == {dtype}
 
 

@@ -194,7 +194,9 @@ def test_a_number_set_with_torch_stays(machine, monkeypatch, caplog):
         threads.adapt()
         assert torch.get_num_threads() == 3
     assert torch.get_num_threads() == 3
-    assert caplog.records[0].getMessage() == "computing with 3 CPU threads: the number was set with torch.set_num_threads"
+    assert (
+        caplog.records[0].getMessage() == "computing with 3 CPU threads: the number was set with torch.set_num_threads"
+    )
 
 
 def test_who_computes_elsewhere_changes_nothing(machine):
@@ -278,6 +280,18 @@ def test_a_call_computes_with_what_was_chosen_and_gives_it_back():
     before, *seen, after = map(int, result.stdout.split())
     assert seen == [choose_num_threads(before, len(cpu_threads._cpus()), 1e9)], result.stderr
     assert after == before
+
+
+def test_the_load_is_looked_at_before_each_step(monkeypatch):
+    """What comes and goes during a call of hours must not be met with what was right at its start."""
+    seen = []
+    adapt = CpuThreads.adapt
+    monkeypatch.setattr(CpuThreads, "adapt", lambda threads: seen.append("look") or adapt(threads))
+    with LLM(MODEL_DIRECTORY, device="cpu", num_kvcache_blocks=64) as llm:
+        step = llm.engine.step
+        monkeypatch.setattr(llm.engine, "step", lambda: seen.append("step") or step())
+        llm.generate("Hi", SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
+    assert seen == ["look", "step"] * (len(seen) // 2) and len(seen) >= 10
 
 
 def test_an_llm_honours_the_environment():

@@ -260,19 +260,27 @@ class TestBoth:
         settings = [Setting(top_k=4), Setting(top_p=0.4), Setting(min_p=0.5)]
         assert torch.equal(run(find, padded[:, :101], settings), run(find, padded[:, :101].contiguous(), settings))
 
+    def test_min_p_is_exact_where_float32_cannot_tell_the_bound_from_a_logit(self, find):
+        """largest + T × log(min_p), rounded to the nearest float32, once kept a logit below the bound."""
+        logits = (20.0 - torch.arange(8, dtype=torch.float64) * 2.0**-19).float().repeat(12, 1)
+        settings = [Setting(t, min_p=min_p) for t in (1e-6, 3e-6, 1e-5) for min_p in (0.02, 0.05, 0.3, 0.9)]
+        tally = Tally()
+        tally.check(logits, settings, run(find, logits, settings))
+        tally.assert_exact(12, at_most_near=0)
+
     def test_no_rows_have_no_thresholds(self, find):
         assert run(find, torch.zeros(0, 50), []).shape == (0,)
 
 
-def test_min_p_is_exact_where_float32_cannot_tell_the_bound_from_a_logit():
-    """largest + T × log(min_p), rounded to the nearest float32, once kept a logit below the bound."""
-    steps = torch.arange(8, dtype=torch.float64)
-    logits = (20.0 - steps * 2.0**-19).float()[None]
-    for temperature in (1e-6, 3e-6, 1e-5):
-        for min_p in (0.02, 0.05, 0.3, 0.9):
-            setting = Setting(temperature, min_p=min_p)
-            kept = kept_by_threshold(logits, run(plain_filter_thresholds, logits, [setting]))[0]
-            assert np.array_equal(kept, kept_by_definition(logits[0].numpy(), setting)), (temperature, min_p)
+def test_ties_with_the_last_token_of_a_small_top_k_are_all_found():
+    """The twin looks only at some of the largest logits where top-k is small; ties went on behind them."""
+    settings = [Setting(top_k=3), Setting(top_k=2, top_p=0.5), Setting(top_k=5, top_p=0.3), Setting(0.2, 4, 0.99, 0.1)]
+    tally = Tally()
+    for kind in ("tied at the top", "tied", "equal", "flat"):
+        logits = make_logits(kind, len(settings), 901)
+        logits[1:, 450] = 4.0  # above ties that weigh more than it, together
+        tally.check(logits, settings, run(plain_filter_thresholds, logits, settings))
+    tally.assert_exact(16)
 
 
 # The kernel
@@ -287,7 +295,7 @@ KERNEL_SETTINGS = [
     Setting(2.0, 130, 0.8, 0.01),
     Setting(1e3, 0, 0.3),
     Setting(1e-30, 5, 0.9),
-    Setting(1.0, 2**31 - 1, 0.1),
+    Setting(1.0, 200, 0.9),
 ]
 
 

@@ -490,6 +490,53 @@ def test_a_stop_string_frees_the_place_at_once(llm, questions):
     assert llm.metrics()["num_output_tokens"] - before == 5
 
 
+# Rules about single tokens, as far as the facade makes them; what they do to logits stands in test_process_logits.py
+
+
+def greedy(**rules) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=6, **rules)
+
+
+def test_rules_about_tokens_are_each_requests_own(llm):
+    """Six requests of one batch: a rule that reached its neighbour, or was lost on the way, changes an answer."""
+    params = {
+        "42": greedy(),
+        "43": greedy(bad_words=["42"]),
+        "777777": greedy(logit_bias={"55": 100}),
+        "44": greedy(allowed_token_ids=[ord("4"), IM_END], bad_words=["444"]),
+        "": greedy(bad_words=["4"], allowed_token_ids=[ord("4")]),
+        "4": greedy(stop_token_ids=[ord("4")], bad_words=["x", [5]]),
+    }
+    outputs = ask(llm, *["What is 12 + 30?"] * len(params), params=list(params.values()))
+    assert [output.text for output in outputs] == list(params)
+    assert [output.finish_reason for output in outputs] == ["stop", "stop", "length", "stop", "error", "stop"]
+    assert "no token is left to sample" in outputs[4].error
+
+
+def test_a_bad_word_is_banned_wherever_its_tokens_are_generated(llm):
+    """Not after other tokens, not in the prompt, and never the tokens themselves where they make no such word."""
+    question, answer_text = "Count from 7 to 12.", "7 8 9 10 11 12"
+    (output,) = ask(llm, question, params=greedy(bad_words=["9 1", "12 "]))
+    assert output.text[:5] == answer_text[:5] and "9 1" not in output.text
+    (output,) = ask(llm, question, params=SamplingParams(temperature=0.0, bad_words=["7 9", " 13"]))
+    assert output.text == answer_text
+
+
+def test_bad_words_that_are_strings_need_a_tokenizer(model_copy):
+    directory = model_copy(remove=["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+    with make_llm(directory) as llm:
+        refused, ids, plain = generate(llm, [[65]] * 3, [greedy(bad_words=["x"]), greedy(bad_words=[[5]]), greedy()])
+    assert "no tokenizer; give bad_words as lists of token ids" in refused.error
+    assert refused.finish_reason == "error" and ids.error is plain.error is None
+
+
+def test_the_callers_params_keep_their_words(llm):
+    """The token ids are the engine's; one object may serve two models with two tokenizers."""
+    params = greedy(bad_words=["42"])
+    generate(llm, "Hi", params)
+    assert params.bad_words == ("42",)
+
+
 # The prefix cache as seen from outside
 
 

@@ -455,6 +455,13 @@ def test_the_kernel_expands_rows_as_its_twin_does(num_rows, num_tokens, num_samp
         assert fused[name].dtype == expected.dtype and torch.equal(fused[name], expected), name
 
 
+def test_more_sampled_rows_than_rows_and_tokens_are_all_expanded():
+    """Those of many ranks are padded far beyond the step's."""
+    rows, table = random_rows(2, 3, 300, 2)
+    plain, fused = (expand_rows(rows, table, 2, 3, 300, 16, fused)._asdict() for fused in (False, True))
+    assert all(torch.equal(fused[name], expected) for name, expected in plain.items())
+
+
 @TWINS
 @pytest.mark.parametrize("num_rows", [0, 1, 127, 128, 129, 300])
 def test_what_a_step_sampled_is_written_behind_each_sequence(num_rows, fused):
@@ -582,6 +589,34 @@ def test_a_tenant_is_named_by_its_id_and_its_preemptions(fused):
     batch = build(table, step_of((seq, 6, True)))
     assert batch.metadata.block_tables[0, :2].tolist() == [2, 3]
     assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("where", range(4))
+def test_what_was_not_sent_because_of_an_error_is_sent_again(monkeypatch, where):
+    """Ctrl-C may come between any two things that are sent; the next step must not take them for known."""
+    table = make_table(4, 20, 4)
+    build(table, step_of((scheduled([9] * 10, [4, 2, 1]), 10, True), (scheduled([9] * 5, [0, 3], entry=1), 5, True)))
+    params = SamplingParams(temperature=0.5, logit_bias={3: 1.0})
+    one, two = scheduled([1, 2, 3, 4, 5], [7, 8], params=params), scheduled([6], [5], entry=1, params=params)
+    num_left, upload = where, sequence_table.upload
+
+    def failing(*args, **options) -> Any:
+        nonlocal num_left
+        num_left -= 1
+        if num_left == -1:
+            raise KeyboardInterrupt
+        return upload(*args, **options)
+
+    for module in (sequence_table, token_rules):
+        monkeypatch.setattr(module, "upload", failing)
+    step = step_of((two, 1, True), (one, 5, True))
+    with pytest.raises(KeyboardInterrupt):
+        send(table, step)
+    needs, batch = send(table, step), table.batch(exact_size(step))
+    assert needs.rules_version and batch.token_ids.tolist() == [6, 1, 2, 3, 4, 5]
+    assert batch.metadata.slot_mapping.tolist() == [20, 28, 29, 30, 31, 32]
+    assert batch.sampled.temperatures.tolist() == [0.5, 0.5]
+    assert all(rules_in(table.rules.tensors, entry) == rules_of(one) for entry in (0, 1))
 
 
 def test_an_equal_sequence_in_another_object_is_the_same_tenant(uploads):

@@ -11,7 +11,11 @@ from nanovllm import SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.text import StopStrings, Text
 
-CORPUS = ["the cat sat on the mat and the hat", "a cat in a hat is not uncommon at all", "  two  spaces  \n\n lines"] * 4
+CORPUS = [
+    "the cat sat on the mat and the hat",
+    "a cat in a hat is not uncommon at all",
+    "  two  spaces  \n\n lines",
+] * 4
 
 
 def trained(pre_tokenizer, decoder, alphabet) -> PreTrainedTokenizerFast:

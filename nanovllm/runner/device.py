@@ -1,0 +1,46 @@
+"""What an option means here: which device, which dtype, how long a sequence may be."""
+
+import torch
+
+_LONGEST_DEFAULT_MODEL_LEN = 32768
+
+
+def rank_device(name: str, rank: int = 0, size: int = 1) -> torch.device:
+    """The device that `name` means to a rank; a RuntimeError if there is none."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise RuntimeError(f'device={name!r}, but PyTorch finds no GPU; use device="cpu"')
+        if size > torch.cuda.device_count():
+            raise RuntimeError(
+                f"tensor_parallel_size={size}, but there are {torch.cuda.device_count()} GPUs; lower it, or let "
+                "CUDA_VISIBLE_DEVICES name more"
+            )
+        if size > 1:
+            return torch.device("cuda", rank)
+        if device.index is not None and device.index >= torch.cuda.device_count():
+            raise RuntimeError(f"device={name!r}, but there are {torch.cuda.device_count()} GPUs")
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    return device
+
+
+def dtype_of(wanted: str, of_checkpoint: str | None, device: torch.device) -> torch.dtype:
+    """The dtype of weights, activations and KV cache; a ValueError if the checkpoint's is none that we compute in."""
+    if wanted == "auto":
+        # CPUs compute bfloat16 slowly, and float32 loses nothing.
+        wanted = "float32" if device.type == "cpu" else of_checkpoint or "bfloat16"
+    dtype = getattr(torch, wanted, None)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f'the checkpoint\'s dtype is {wanted!r}; name float32, bfloat16 or float16 with dtype="…"')
+    return dtype
+
+
+def max_model_len_of(wanted: int | None, limit: int) -> int:
+    """Most tokens of prompt + completion; a ValueError if the model was not made for so many."""
+    if wanted is None:
+        return min(limit, _LONGEST_DEFAULT_MODEL_LEN)
+    if wanted > limit:
+        raise ValueError(f"max_model_len={wanted} exceeds the {limit} tokens that the model was made for")
+    return wanted
