@@ -53,8 +53,8 @@ class Config:
         load_format: "auto" reads safetensors; "dummy" needs only config.json and makes up random weights.
         max_model_len: most tokens of prompt + completion; None is the model's own limit, at most 32,768.
         max_num_batched_tokens: most tokens computed in one step; longer prompts are computed in chunks.
-        max_num_seqs: most sequences that run at a time; None is 1,024 on a GPU and 512 on a CPU, or fewer if the KV cache
-            is too small to hold 256 tokens of each.
+        max_num_seqs: most sequences that run at a time; None is 1,024 on a GPU and 512 on a CPU, or fewer if the KV
+            cache is too small to hold 256 tokens of each.
         gpu_memory_utilization: fraction of a GPU's memory that weights, activations and KV cache may take.
         kvcache_block_size: tokens in a block of the KV cache; None is the backend's own choice.
         num_kvcache_blocks: blocks in the KV cache; None is as many as fit.

@@ -1,10 +1,11 @@
 """`LLM`: prompts in, completions out, in order."""
 
+import gc
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -217,7 +218,7 @@ class LLM:
         """Puts the output of every row into `outputs`, those of the rows that cannot run first."""
         index_of = self._add_requests(rows, params, raise_on_error, outputs)
         finished: dict[int, EngineSequence] = {}
-        with _Progress(self.engine, len(rows), use_tqdm) as progress, self._cpu_threads as threads:
+        with _Progress(self.engine, len(rows), use_tqdm) as progress, self._cpu_threads as threads, _frozen_objects():
             progress.add_finished(len(outputs), num_errors=len(outputs))
             while not self.engine.is_finished():
                 threads.adapt()
@@ -265,6 +266,20 @@ class LLM:
                     raise ValueError(f"prompt {index}: {reason}") from None
                 outputs[index] = RequestOutput("", [], "error", num_tokens, 0, reason)
         return index_of
+
+
+@contextmanager
+def _frozen_objects() -> Iterator[None]:
+    """While this lasts, the garbage collector passes over what there was before. Else it would walk through thousands of
+    requests again and again."""
+    if gc.get_freeze_count():  # the user has frozen some, and would lose that
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class _Progress(tqdm):

@@ -97,14 +97,20 @@ def make_attention_backend(name: str, shape: AttentionShape, block_size: int | N
     if problem is not None:
         raise problem
     if name == "torch":
-        from nanovllm.attention.torch_backend import TorchAttention as Backend
-    elif name == "sdpa":
-        from nanovllm.attention.sdpa_backend import SDPAAttention as Backend
-    elif name == "triton":
-        from nanovllm.attention.triton_backend import TritonAttention as Backend
-    else:
-        from nanovllm.attention.flash_backend import FlashAttention as Backend
-    return Backend(shape)
+        from nanovllm.attention.torch_backend import TorchAttention
+
+        return TorchAttention(shape)
+    if name == "sdpa":
+        from nanovllm.attention.sdpa_backend import SDPAAttention
+
+        return SDPAAttention(shape)
+    if name == "triton":
+        from nanovllm.attention.triton_backend import TritonAttention
+
+        return TritonAttention(shape)
+    from nanovllm.attention.flash_backend import FlashAttention
+
+    return FlashAttention(shape)
 
 
 def _fastest(shape: AttentionShape, block_size: int | None) -> str:

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.attention.backend import AttentionShape
+from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.attention.torch_backend import store_kvcache as plain_store_kvcache
 from nanovllm.ops.kernel import has_triton
-from nanovllm.attention.metadata import AttentionMetadata
 
 
 @dataclass

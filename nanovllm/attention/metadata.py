@@ -45,8 +45,8 @@ class AttentionMetadata:
         query_tiles: int32 [num_tiles, 4], the queries of the rows that are not decodes; see `query_tiles`. A tile of
             padding has no queries. None if the step holds decodes alone.
         shared_prefixes: which keys several decodes share; None if none are.
-        tenants: which admission of which sequence each row is, as (id, preemptions), never used again by others, for a backend that
-            remembers keys from step to step; None if there are none.
+        tenants: which admission of which sequence each row is, as (id, preemptions), never used again by others, for a
+            backend that remembers keys from step to step; None if there are none.
         plan: what the attention backend's `plan` made of the rest.
     """
 

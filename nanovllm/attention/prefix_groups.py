@@ -47,7 +47,9 @@ def find_prefix_groups(
                 rows_of_prefix.append([])
                 splits.append(index)
             rows_of_prefix[number].append(row)
-    items, members, num_shared = [], [], np.zeros(len(block_tables), np.int32)
+    items: list[tuple[int, int, int]] = []
+    members: list[int] = []
+    num_shared = np.zeros(len(block_tables), np.int32)
     for index, rows in zip(splits, rows_of_prefix, strict=True):
         if len(rows) < 2:
             continue

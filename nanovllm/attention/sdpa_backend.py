@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.attention.backend import AttentionShape
-from nanovllm.attention.torch_backend import store_kvcache
 from nanovllm.attention.metadata import AttentionMetadata
+from nanovllm.attention.torch_backend import store_kvcache
 
 # A bucket is closed when the next sequence is shorter than this part of the bucket's longest: padding costs
 # memory traffic, another bucket costs a few small operations a layer.
@@ -139,7 +139,7 @@ class SDPAAttention:
         return SDPAPlan(prefills, plan)
 
     def _plan_decodes(self, kept, names, starts, lengths, tables, decodes, block_size) -> DecodePlan:
-        """The plan for the batch's sequences `decodes`, whose names are `names` if the next step may know them again."""
+        """The plan for the rows `decodes`, whose names are `names` if the next step may know them again."""
         places = _kept_places(kept, names, lengths[decodes])
         source_rows, num_kv_heads = None, self._shape.num_kv_heads
         if places is None:
@@ -183,7 +183,7 @@ class SDPAAttention:
 
     def attend(self, q, k, v, k_cache, v_cache, metadata: AttentionMetadata) -> torch.Tensor:
         plan: SDPAPlan = metadata.plan
-        if not plan.prefills:
+        if plan.decodes is not None and not plan.prefills:
             return self._attend_decodes(plan.decodes, q, k, v, k_cache, v_cache)
         out = torch.empty_like(q)
         for prefill in plan.prefills:
@@ -261,7 +261,9 @@ class SDPAAttention:
             )
             out[start + first : start + last] = attended[0].transpose(0, 1)
 
-    def _gather(self, k_cache, v_cache, rows: torch.Tensor, width: int, buffer: int = 0) -> tuple[torch.Tensor, ...]:
+    def _gather(
+        self, k_cache, v_cache, rows: torch.Tensor, width: int, buffer: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of the caches as [-1, width], each [num_rows, width], valid until the next call with that buffer."""
         size = rows.numel() * width
         buffers = self._buffers.get(buffer)
@@ -269,10 +271,11 @@ class SDPAAttention:
             # Half as much again for the next step's longer contexts; what is kept has room already.
             new = torch.empty(size if buffer else size + size // 2, dtype=k_cache.dtype, device=k_cache.device)
             self._buffers[buffer] = buffers = new, torch.empty_like(new)
-        return tuple(
+        keys, values = (
             torch.index_select(cache.view(-1, width), 0, rows, out=memory[:size].view(-1, width))
             for cache, memory in zip((k_cache, v_cache), buffers, strict=True)
         )
+        return keys, values
 
     def _on_device(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._shape.device)
@@ -281,9 +284,9 @@ class SDPAAttention:
 def _kept_places(
     kept: Gathered | None, names: list[tuple[int, int]] | None, lengths: np.ndarray
 ) -> np.ndarray | None:
-    """int64 [num_decodes], where the decodes of these names stand in what the last step gathered; None if that will not do.
+    """int64 [num_decodes], where the decodes of these names stand in what the last step gathered, or None.
 
-    It will if each of them has one more key than then, and room for it.
+    They do if each of them has one more key than then, and room for it.
     """
     if kept is None or names is None or len(names) < _FEWEST_STILL_RUNNING * len(kept.lengths):
         return None

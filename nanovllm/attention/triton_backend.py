@@ -110,7 +110,7 @@ class TritonAttention:
     def attend(self, q, k, v, k_cache, v_cache, metadata: AttentionMetadata) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if metadata.query_tiles is not None:
-            self._attend_prompts(q, k_cache, v_cache, metadata, out)
+            self._attend_prompts(q, k_cache, v_cache, metadata, metadata.query_tiles, out)
         if metadata.most_decodes:
             self._attend_decodes(q, k_cache, v_cache, metadata, out)
         return out
@@ -138,15 +138,15 @@ class TritonAttention:
             )  # fmt: skip
         heads = min(_HEADS_OF_MERGE, triton.next_power_of_2(shape.num_heads))
         _merge_kernel[(metadata.most_decodes, triton.cdiv(shape.num_heads, heads))](
-            self._partial, self._log_sums, metadata.context_lens, metadata.num_decodes, plan.first_items, out, NUM_HEADS=shape.num_heads,
-            HEAD_DIM=shape.head_dim, WIDTH=self._width, SPLIT=self._split, MOST_SPLITS=self._most_splits, HEADS=heads,
-            num_warps=heads, **LAUNCH_OPTIONS,
+            self._partial, self._log_sums, metadata.context_lens, metadata.num_decodes, plan.first_items, out,
+            NUM_HEADS=shape.num_heads, HEAD_DIM=shape.head_dim, WIDTH=self._width, SPLIT=self._split,
+            MOST_SPLITS=self._most_splits, HEADS=heads, num_warps=heads, **LAUNCH_OPTIONS,
         )  # fmt: skip
 
-    def _attend_prompts(self, q, k_cache, v_cache, metadata: AttentionMetadata, out) -> None:
+    def _attend_prompts(self, q, k_cache, v_cache, metadata: AttentionMetadata, tiles: torch.Tensor, out) -> None:
         shape = self._shape
-        _prefill_kernel[(len(metadata.query_tiles), shape.num_heads)](
-            q, k_cache, v_cache, out, metadata.block_tables, metadata.query_tiles, shape.head_dim**-0.5 * _LOG2_E,
+        _prefill_kernel[(len(tiles), shape.num_heads)](
+            q, k_cache, v_cache, out, metadata.block_tables, tiles, shape.head_dim**-0.5 * _LOG2_E,
             q.stride(0), metadata.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
             HEAD_DIM=shape.head_dim, WIDTH=self._width, BLOCK_SIZE=metadata.block_size, QUERIES=QUERY_TILE, KEYS=32,
             num_warps=4, num_stages=3, **LAUNCH_OPTIONS,

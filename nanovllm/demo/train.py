@@ -67,7 +67,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_config() -> Qwen3Config:
-    return Qwen3Config(
+    return Qwen3Config(  # type: ignore[call-arg]  # transformers 4 declares rope_theta, 5 accepts it undeclared
         vocab_size=259, hidden_size=160, intermediate_size=448, num_hidden_layers=6, num_attention_heads=8,
         num_key_value_heads=4, head_dim=32, max_position_embeddings=LONG_ROW_LENGTH, tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=IM_END, pad_token_id=END_OF_TEXT, rope_theta=ROPE_THETA,
@@ -86,7 +86,8 @@ def plain_turn(question: str, answer: str) -> tuple[list[int], list[int]]:
 def make_row(rng: random.Random, source, length: int = ROW_LENGTH) -> tuple[np.ndarray, np.ndarray]:
     """One conversation, (token_ids, labels) of `length` each; only answers carry labels."""
     turn, separator = (chat_turn, list(b"\n")) if rng.random() < 0.8 else (plain_turn, [])
-    ids, labels = [], []
+    ids: list[int] = []
+    labels: list[int] = []
     while True:
         asked, answered = turn(*next(source))
         if len(ids) + len(asked) + len(answered) > length:
@@ -110,7 +111,8 @@ def _fill(seed: int, batch_size: int, queue) -> None:
 def train(steps: int, batch_size: int, device: str, learning_rate: float, seed: int, minutes: float):
     torch.manual_seed(seed)
     torch.set_float32_matmul_precision("high")
-    model = Qwen3ForCausalLM(build_config()).to(device)
+    model = Qwen3ForCausalLM(build_config())
+    model.to(device)  # type: ignore[arg-type]  # transformers wraps it in a type that lost `self`
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     context = multiprocessing.get_context("spawn")
     queue = context.Queue(maxsize=64)
@@ -213,10 +215,10 @@ def main() -> None:
     tokenizer = build_tokenizer()
     model = train(args.steps, args.batch_size, args.device, args.learning_rate, args.seed, args.minutes)
     save(model.to(torch.bfloat16), tokenizer, args.out)
-    tokenizer = AutoTokenizer.from_pretrained(args.out)
+    saved_tokenizer = AutoTokenizer.from_pretrained(args.out)
     for dtype in (torch.float32, torch.bfloat16) if args.device != "cpu" else (torch.float32,):
         model = AutoModelForCausalLM.from_pretrained(args.out, dtype=dtype).to(args.device)
-        score = evaluate(model, tokenizer)
+        score = evaluate(model, saved_tokenizer)
         accuracy = sum(right for right, _ in score.values()) / sum(asked for _, asked in score.values())
         print(json.dumps({"run_in": str(dtype), "accuracy": accuracy, "right_of_asked": score}))
 

@@ -207,6 +207,7 @@ class BlockManager:
         return block_id
 
     def _unregister(self, block: Block) -> None:
+        assert block.hash is not None, "only registered blocks come here"
         del self._registered[block.hash]
         block.hash, block.token_ids, block.parent, block.serial = None, [], 0, 0
 

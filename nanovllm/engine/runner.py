@@ -64,15 +64,19 @@ class Runner(Protocol):
 
     def request_added(self, seq: Sequence) -> None:
         """The scheduler is about to get a new request."""
+        return None
 
     def request_aborted(self, seq: Sequence) -> None:
         """The scheduler is about to drop a request."""
+        return None
 
     def step_committed(self, stopped: list[int]) -> None:
         """The oldest step in flight was committed; these requests ended with it because the engine said so."""
+        return None
 
     def scheduler_renewed(self) -> None:
         """A new scheduler takes over; steps in flight will not be committed."""
+        return None
 
 
 def make_scheduler(config: Config, info: RunnerInfo, stats: SchedulerStats | None = None) -> Scheduler:

@@ -12,8 +12,13 @@ from nanovllm.ops.linear import linear, pack_weight
 _ROWS = 16
 
 
-class VocabParallelEmbedding(nn.Module):
-    """Each rank holds an equal slice of the vocabulary, padded with zeros where it does not divide."""
+class VocabParallel(nn.Module):
+    """A weight by rows of the vocabulary: each rank holds an equal slice, padded with zeros where it does not divide.
+
+    weight: [slice_size, hidden_size].
+    """
+
+    weight: nn.Parameter | None
 
     def __init__(
         self,
@@ -40,9 +45,16 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = weight
 
     def shards(self, name: str) -> Shards:
-        hidden_size = self.weight.shape[1]
+        weight = self.get_parameter(name)
+        hidden_size = weight.shape[1]
         source = ((min(self.first, self.vocab_size), self.num_rows), (0, hidden_size))
-        return {WHOLE: Shard((self.vocab_size, hidden_size), source, self.weight[: self.num_rows])}
+        return {WHOLE: Shard((self.vocab_size, hidden_size), source, weight[: self.num_rows])}
+
+
+class VocabParallelEmbedding(VocabParallel):
+    """Looks up tokens."""
+
+    weight: nn.Parameter
 
     def forward(self, token_ids: torch.Tensor) -> PartialSum:
         """token_ids: [num_tokens] -> [num_tokens, hidden_size], of several ranks zeros but for their tokens"""
@@ -54,8 +66,8 @@ class VocabParallelEmbedding(nn.Module):
         return PartialSum(F.embedding(clamped, self.weight).masked_fill_(~is_ours[:, None], 0))
 
 
-class ParallelLMHead(VocabParallelEmbedding):
-    """Projects onto the vocabulary; with tied embeddings it is given the embedding's `weight`."""
+class ParallelLMHead(VocabParallel):
+    """Projects onto the vocabulary; with tied embeddings it is given the embedding's `weight`, which packing drops."""
 
     def __init__(self, *args, **kw):
         super().__init__(*args, **kw)
@@ -63,14 +75,14 @@ class ParallelLMHead(VocabParallelEmbedding):
 
     def pack(self) -> None:
         """Like LinearBase.pack; a tied weight stays, for the embedding reads it."""
-        self.packed = pack_weight(self.weight)
+        self.packed = pack_weight(self.get_parameter("weight"))
         if self.packed is not None:
             self.weight = None
 
     def empty_logits(self, num_rows: int) -> torch.Tensor:
         """Memory for the logits of up to `num_rows` rows, to be given as `out`."""
         size = self.parallel.size
-        return self.weight.new_empty(num_rows // size, size * self.slice_size)
+        return self.get_parameter("weight").new_empty(num_rows // size, size * self.slice_size)
 
     def forward(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The logits of this rank's part of the rows.

@@ -52,31 +52,34 @@ def replicated_shards(parameter: torch.Tensor) -> Shards:
 
 
 class LinearBase(nn.Module):
-    """`y = x @ weight.T + bias`, weight: [output_size, input_size] of this rank; `fused` computes with our kernels."""
+    """The parameters of `y = x @ weight.T + bias`; `fused` computes with our kernels.
+
+    weight: [output_size, input_size] of this rank; None once packed.
+    """
 
     def __init__(self, input_size: int, output_size: int, bias: bool, fused: bool = False, **kw):
         super().__init__()
         self.fused = fused
-        self.weight = empty_parameter(output_size, input_size, **kw)
+        self.weight: nn.Parameter | None = empty_parameter(output_size, input_size, **kw)
         self.bias = empty_parameter(output_size, **kw) if bias else None
         self.packed: torch.Tensor | None = None
 
     def pack(self) -> None:
         """Trades the loaded weight for a layout that multiplies faster, where there is one for it."""
-        self.packed = pack_weight(self.weight)
+        self.packed = pack_weight(self.get_parameter("weight"))
         if self.packed is not None:
             self.weight = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., input_size] -> [..., output_size]"""
-        return linear(x, self.weight, self.packed, self.bias, self.fused)
 
 
 class ReplicatedLinear(LinearBase):
     """Every rank computes the whole product."""
 
     def shards(self, name: str) -> Shards:
-        return replicated_shards(getattr(self, name))
+        return replicated_shards(self.get_parameter(name))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., input_size] -> [..., output_size]"""
+        return linear(x, self.weight, self.packed, self.bias, self.fused)
 
 
 class MergedColumnParallelLinear(LinearBase):
@@ -102,7 +105,7 @@ class MergedColumnParallelLinear(LinearBase):
         super().__init__(input_size, sum(length for _, length in self.parts.values()), bias, **kw)
 
     def shards(self, name: str) -> Shards:
-        parameter, shards, offset = getattr(self, name), {}, 0
+        parameter, shards, offset = self.get_parameter(name), {}, 0
         for key, (start, length) in self.parts.items():
             rest = tuple(parameter.shape[1:])
             shards[key] = Shard(
@@ -112,6 +115,10 @@ class MergedColumnParallelLinear(LinearBase):
             )
             offset += length
         return shards
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., input_size] -> [..., output_size / ranks]"""
+        return linear(x, self.weight, self.packed, self.bias, self.fused)
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
@@ -163,11 +170,12 @@ class RowParallelLinear(LinearBase):
         self.parallel = parallel
 
     def shards(self, name: str) -> Shards:
+        parameter = self.get_parameter(name)
         if name == "bias":
-            return replicated_shards(self.bias)
-        output_size = self.weight.shape[0]
+            return replicated_shards(parameter)
+        output_size = parameter.shape[0]
         shape = (output_size, self.full_input_size)
-        return {WHOLE: Shard(shape, ((0, output_size), self.part), self.weight)}
+        return {WHOLE: Shard(shape, ((0, output_size), self.part), parameter)}
 
     def forward(self, x: torch.Tensor) -> PartialSum:
         """x: [num_tokens, input_size / ranks] -> [num_tokens, output_size]"""

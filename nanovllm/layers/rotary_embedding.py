@@ -11,6 +11,8 @@ from nanovllm.layers.rope_config import RopeConfig
 class RotaryEmbedding(nn.Module):
     """Rotates queries and keys by their positions, from a table of cosines and sines."""
 
+    table: torch.Tensor  # [2, max_position, head_dim]
+
     def __init__(self, head_dim: int, max_position: int, rope: RopeConfig, dtype: torch.dtype, device: torch.device):
         super().__init__()
         inv_freq, scale = inverse_frequencies(head_dim, rope)

@@ -1,5 +1,5 @@
-"""Every decoder, on one page. Today that is Qwen3 (dense) as transformers has it: pre-norm, QK-norm on every head, grouped
-queries, SwiGLU.
+"""Every decoder, on one page. Today that is Qwen3 (dense) as transformers has it: pre-norm, QK-norm on every head,
+grouped queries, SwiGLU.
 
 `kw` is where and how layers compute: dtype and device of parameters, and whether with our kernels (`fused`).
 """
@@ -68,9 +68,9 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, backend: AttentionBackend, parallel: Parallel, **kw):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel, **kw)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, index, backend, parallel, **kw) for index in range(config.num_hidden_layers)
-        )
+        layers = [DecoderLayer(config, index, backend, parallel, **kw) for index in range(config.num_hidden_layers)]
+        self.num_kv_heads = layers[0].self_attn.qkv_proj.num_kv_heads  # of this rank
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, parallel=parallel, **kw)
 
     def forward(self, token_ids, rotary, kv_cache, metadata):
@@ -106,7 +106,7 @@ class CausalLM(nn.Module):
         kw = {"dtype": dtype, "device": device, "fused": fused}
         self.model = Decoder(config, backend, parallel, **kw)
         self.rotary_emb = RotaryEmbedding(config.head_dim, max_position, config.rope, dtype, device)
-        self.num_kv_heads = self.model.layers[0].self_attn.qkv_proj.num_kv_heads  # of this rank
+        self.num_kv_heads = self.model.num_kv_heads
         tied = config.tie_word_embeddings
         weight = self.model.embed_tokens.weight if tied else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, parallel, weight, **kw)

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.layers.linear import Shard
+from nanovllm.models.decoder import CausalLM
 
 INDEX_FILE = "model.safetensors.index.json"
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]  # config, tokenizer, chat template
@@ -40,7 +41,7 @@ def find_model(model: str, revision: str | None, with_weights: bool = True) -> P
         ) from error
 
 
-def load_weights(model: nn.Module, directory: Path) -> None:
+def load_weights(model: CausalLM, directory: Path) -> None:
     """Fills `model` from the safetensors files in `directory`; each rank reads only its own slices.
 
     Raises:
@@ -76,7 +77,7 @@ def load_weights(model: nn.Module, directory: Path) -> None:
                 )
 
 
-def expected_tensors(model: nn.Module) -> dict[str, Shard]:
+def expected_tensors(model: CausalLM) -> dict[str, Shard]:
     """Checkpoint tensor name -> the shard it fills; every parameter of the model is covered."""
     expected: dict[str, Shard] = {}
     for prefix, module in model.named_modules():

@@ -20,9 +20,9 @@ import logging
 
 import torch
 
+from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.ops.kernel import jit, tl, triton
-from nanovllm.ops.collectives import Parallel
 
 logger = logging.getLogger(__name__)
 

@@ -104,8 +104,8 @@ def expand_rows(
 def _expand_rows_kernel(
     rows, tokens, block_tables, settings, seeds, token_ids, positions, slot_mapping, cu_seqlens_q, context_lens,
     row_tables, sampled_tokens, entries, lengths, row_settings, row_seeds, num_rows, num_tokens, num_sampled,
-    num_halvings, max_model_len, max_blocks, num_entries, settings_stride, NUM_SETTINGS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
+    num_halvings, max_model_len, max_blocks, num_entries, settings_stride, NUM_SETTINGS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Each program has one row, as many tokens as it is wide, and as many sampled rows."""
     begin()
@@ -164,16 +164,18 @@ def _fused_expand_rows(rows, table, num_rows, num_tokens, num_sampled, block_siz
         padded = torch.empty(*shape[:-1], -(-shape[-1] // 16) * 16, dtype=dtype, device=rows.device)
         return padded[..., : shape[-1]]
 
-    by_sampled = empty(torch.int64, 4, num_sampled)
+    token_ids, positions, slot_mapping = empty(torch.int64, 3, num_tokens)
+    sampled_tokens, entries, lengths, seeds = empty(torch.int64, 4, num_sampled)
     row_settings = empty(torch.int32, num_settings, num_sampled)
     row_tables = torch.empty((num_rows, max_blocks), dtype=torch.int32, device=rows.device)
     out = Expanded(
-        *empty(torch.int64, 3, num_tokens), empty(torch.int32, num_rows + 1), empty(torch.int32, num_rows), row_tables,
-        *by_sampled[:3], row_settings, by_sampled[3],
+        token_ids, positions, slot_mapping, empty(torch.int32, num_rows + 1), empty(torch.int32, num_rows), row_tables,
+        sampled_tokens, entries, lengths, row_settings, seeds,
     )  # fmt: skip
     num_programs = max(num_rows + 1, triton.cdiv(num_tokens, _WIDTH), triton.cdiv(num_sampled, _WIDTH))
     _expand_rows_kernel[(num_programs,)](
         rows, *table, *out, num_rows, num_tokens, num_sampled, num_rows.bit_length(), table.tokens.shape[1], max_blocks,
-        num_entries, row_settings.stride(0), NUM_SETTINGS=num_settings, BLOCK_SIZE=block_size, WIDTH=_WIDTH, num_warps=4, **LAUNCH_OPTIONS,
+        num_entries, row_settings.stride(0), NUM_SETTINGS=num_settings, BLOCK_SIZE=block_size, WIDTH=_WIDTH,
+        num_warps=4, **LAUNCH_OPTIONS,
     )  # fmt: skip
     return out

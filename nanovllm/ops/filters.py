@@ -248,7 +248,7 @@ def _largest_of_lanes(logits, length, places, lanes):
 
 @jit
 def _filter_row(logits, length, temperature, top_k, top_p, min_p, lanes, places, threshold, SLOTS, SHIFT):
-    """Stores the threshold of a row unless it is broken; lanes: scratch, for the lanes' largest logits and the copies."""
+    """Stores the threshold of a row, unless it is broken; lanes: scratch, for the largest of each and the copies."""
     found = lanes + places.shape[0] * 4
     top, least_of_lanes, is_broken = _largest_of_lanes(logits, length, places, lanes)
     if (top > float("-inf")) & (top < float("inf")) & (is_broken == 0):
@@ -262,9 +262,8 @@ def _filter_row(logits, length, temperature, top_k, top_p, min_p, lanes, places,
                 target = top_k.to(tl.float64)
                 bound = tl.where(top_k <= places.shape[0] * 4, least_of_lanes, float("-inf"))
                 if by_mass == 1:
-                    cut = _value(low, SHIFT)
+                    cut, unseen = _value(low, SHIFT), tl.where(num_slots == 0, length, 0)
                     masses = _masses(found, num_slots * places.shape[0], places, cut, cut, cut, cut, top, scale)
-                    unseen = tl.where(num_slots == 0, length, 0)
                     masses += _masses(logits, unseen, places, cut, cut, cut, cut, top, scale)
                     total = tl.max(masses)
                     target = top_p.to(tl.float64) * total

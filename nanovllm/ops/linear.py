@@ -41,7 +41,7 @@ def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | No
 
 def linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     packed: torch.Tensor | None,
     bias: torch.Tensor | None = None,
     fused: bool = False,
@@ -51,7 +51,7 @@ def linear(
 
     Args:
         x: [..., input_size].
-        weight: [output_size, input_size].
+        weight: [output_size, input_size]; may be None if there is `packed`.
         packed: what `pack_weight` made of it, or None.
         bias: [output_size] or None.
         fused: compute with our kernel where there is one: for a single row without a bias.
@@ -59,6 +59,7 @@ def linear(
     """
     if packed is not None:
         return packed_linear(x, packed, bias)
+    assert weight is not None, "only a packed weight may be gone"
     if fused and bias is None and x.shape[:-1] == (1,):
         return single_row_linear(x, weight, out)
     return F.linear(x, weight, bias) if out is None else torch.mm(x, weight.mT, out=out)

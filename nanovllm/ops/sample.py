@@ -141,8 +141,6 @@ def fused_sample(
     """See sample; the grids depend on shapes only."""
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    if not num_rows:
-        return tokens
     num_parts = triton.cdiv(vocab_size, _TOKENS)
     scores = torch.empty((num_rows, num_parts), dtype=torch.float32, device=logits.device)
     ids = torch.empty((num_rows, num_parts), dtype=torch.int32, device=logits.device)

@@ -17,7 +17,7 @@ import weakref
 from dataclasses import dataclass, fields
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
 import nanovllm
 from nanovllm.config import Config
@@ -160,7 +160,7 @@ class TensorParallelRunner(Runner):
                 replies[rank] = message[1]
         return [replies[rank] for rank in range(self._size)]
 
-    def _explain(self, rank: int, message: dict[str, str] | None) -> None:
+    def _explain(self, rank: int, message: dict[str, str] | None) -> NoReturn:
         """Ends all ranks because of what was heard of one: its error, or nothing more at all."""
         if message is None:
             self._fail(self._death_of(rank))
@@ -180,7 +180,7 @@ class TensorParallelRunner(Runner):
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit status {code}"
         return f"rank {rank} of {self._size} {how}"
 
-    def _fail(self, message: str, kind: type[Exception] = RuntimeError) -> None:
+    def _fail(self, message: str, kind: type[Exception] = RuntimeError) -> NoReturn:
         self._failure = message
         self._end()
         raise kind(message)

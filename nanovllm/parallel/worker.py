@@ -61,7 +61,7 @@ def fingerprint(step: Step) -> int:
     """
     return hash(
         tuple(
-            (seq.seq_id, num_new, samples, seq.num_computed_tokens, seq.entry, len(seq.block_table), seq.block_table[-1])
+            (seq.seq_id, num_new, samples, seq.num_computed_tokens, seq.entry, len(table := seq.block_table), table[-1])
             for seq, num_new, samples in step.chunks
         )
     )
@@ -136,9 +136,9 @@ def _run(inbox: Iterator, reply: Any) -> None:
     import torch
     import torch.distributed as dist
 
+    from nanovllm.ops.collectives import Parallel
     from nanovllm.runner.device import rank_device
     from nanovllm.runner.model_runner import ModelRunner
-    from nanovllm.ops.collectives import Parallel
 
     device = rank_device(config.device, rank, size)
     if device.type == "cuda":
@@ -154,8 +154,8 @@ def _run(inbox: Iterator, reply: Any) -> None:
     reply([0, port])
     (port,) = next(inbox)
     store = store or dist.TCPStore("127.0.0.1", port, size, is_master=False)
-    kind, of_gpu = ("nccl", {"device_id": device}) if device.type == "cuda" else ("gloo", {})
-    dist.init_process_group(kind, store=store, rank=rank, world_size=size, **of_gpu)
+    kind, own_gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    dist.init_process_group(kind, store=store, rank=rank, world_size=size, device_id=own_gpu)
     runner = ModelRunner(config, Parallel(rank, size, dist.group.WORLD))
     info = runner.info
     reply([1, [{**vars(info), "eos_token_ids": sorted(info.eos_token_ids)}, runner.memory()]])

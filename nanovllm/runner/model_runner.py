@@ -231,10 +231,9 @@ class ModelRunner(Runner):
             self._prompt_size(num_tokens, num_sampled)
             for num_tokens in self._token_sizes
             for num_sampled in self._sampled_sizes
-            if num_sampled <= num_tokens
         ]
         sizes += [self._decode_size(num_rows, False) for num_rows in self._decode_sizes]
-        for size in sorted(sizes, key=lambda size: size.num_tokens, reverse=True):
+        for size in sorted(dict.fromkeys(sizes), key=lambda size: size.num_tokens, reverse=True):
             self._capture_forward(graphs, size)
         if self._groups_prefixes and self.backend.most_shared_splits:
             self._capture_forward(graphs, self._decode_size(self._decode_sizes[-1], True))
@@ -275,7 +274,8 @@ class ModelRunner(Runner):
 
     def _prompt_size(self, num_tokens: int, num_sampled: int, is_grouped: bool = False) -> StepSize:
         """Of a captured step that holds prompts: all its rows may be decodes, or prompts of any length."""
-        num_rows, num_sampled = min(self._most_rows, num_tokens), self._padded_sampled(num_sampled)
+        num_rows = min(self._most_rows, num_tokens)
+        num_sampled = self._padded_sampled(min(num_sampled, num_rows))
         return StepSize(num_rows, num_tokens, num_sampled, self._most_tiles, num_rows, num_tokens, is_grouped)
 
     def _padded_sampled(self, num_sampled: int) -> int:

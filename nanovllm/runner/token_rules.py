@@ -56,19 +56,20 @@ class TokenRulesTable:
             prefix_tokens[row, : len(e.prefix_tokens)] = e.prefix_tokens
         params = [seq.sampling_params for seq in sequences]
         penalties = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
-        new = TokenRules(
-            num_prompt_tokens=np.array([seq.num_prompt_tokens for seq in sequences], np.int32),
-            penalties=np.array(penalties, np.float32),
-            allowed=np.stack([pack_allowed(p.allowed_token_ids, self._vocab_size) for p in params]),
-            edit_ids=ids,
-            edit_values=values,
-            edit_until=until,
-            edit_prefix=prefixes,
-            prefix_tokens=prefix_tokens,
-        )
-        on_device, *sent = upload([entries, *vars(new).values()], self._device)
-        for place, values_of_entries in zip(vars(rules).values(), sent, strict=True):
-            place.index_copy_(0, on_device, values_of_entries)
+        new = {
+            "num_prompt_tokens": np.array([seq.num_prompt_tokens for seq in sequences], np.int32),
+            "penalties": np.array(penalties, np.float32),
+            "allowed": np.stack([pack_allowed(p.allowed_token_ids, self._vocab_size) for p in params]),
+            "edit_ids": ids,
+            "edit_values": values,
+            "edit_until": until,
+            "edit_prefix": prefixes,
+            "prefix_tokens": prefix_tokens,
+        }
+        on_device, *sent = upload([entries, *new.values()], self._device)
+        sent_of = dict(zip(new, sent, strict=True))
+        for name, place in vars(rules).items():
+            place.index_copy_(0, on_device, sent_of[name])
 
     def _wide_enough(self, num_edits: int, num_prefix_tokens: int) -> TokenRules:
         """The tensors, made wider if one sequence's edits would not fit."""
@@ -102,7 +103,8 @@ class TokenRulesTable:
 
 def _edits(seq: Sequence) -> Edits:
     params = seq.sampling_params
-    return edits_of(params.logit_bias or {}, params.bad_words or (), sorted(seq.stop_token_ids), params.min_tokens)
+    bad_words = [word for word in params.bad_words or () if not isinstance(word, str)]  # the engine takes no strings
+    return edits_of(params.logit_bias or {}, bad_words, sorted(seq.stop_token_ids), params.min_tokens)
 
 
 def _ruled_until(seq: Sequence) -> int:

@@ -353,8 +353,8 @@ def test_graphs_give_the_tokens_of_eager_steps_at_every_batch_size(prompts, para
     """A batch size without a graph of its own is padded; padding that samples, writes or is read shows here."""
     num_rows = num_ties = 0
     with demo(max_num_seqs=max_num_seqs) as llm:
-        at_start = captured_forwards(llm)
-        assert max(size.num_rows for size in at_start) == max_num_seqs and not any(size.num_tiles for size in at_start)
+        at_start = set(captured_forwards(llm))
+        assert max(size.num_rows for size in at_start) == max_num_seqs and any(size.num_tiles for size in at_start)
         for size in BATCH_SIZES[max_num_seqs]:
             rows = [(7 * size + i) % NUM_REQUESTS for i in range(size)]
             outputs = generate(llm, [prompts[row] for row in rows], [params[row] for row in rows])
@@ -363,7 +363,8 @@ def test_graphs_give_the_tokens_of_eager_steps_at_every_batch_size(prompts, para
             num_rows += size
             num_ties += judge.count_ties(requests, ours, [eager[row] for row in rows], f"{size} rows")
         assert llm.metrics()["max_batch_size"] == max_num_seqs
-        assert any(size.num_tiles for size in captured_forwards(llm)), "steps with prompts are captured too"
+        later = {size for size in captured_forwards(llm) if not size.is_grouped} - at_start
+        assert not later, "a capture in the middle of a call takes its time"
     assert num_ties <= 0.01 * num_rows
 
 

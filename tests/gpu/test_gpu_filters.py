@@ -163,3 +163,11 @@ def test_broken_and_empty_rows_are_flagged(dtype):
             tokens = fused_sample(logits, temperatures, seeds, seeds, given)
             assert tokens[1:5].tolist() == [BROKEN_LOGITS, BROKEN_LOGITS, NO_TOKEN_LEFT, BROKEN_LOGITS]
             assert tokens[0] >= 0 and tokens[5] >= 0
+
+
+def test_no_rows_launch_nothing():
+    logits, empty = torch.zeros(0, 300, device="cuda"), [tensor[:0] for tensor in tensors_of(SETTINGS)]
+    thresholds = fused_filter_thresholds(logits, *empty)
+    seeds = torch.zeros(0, dtype=torch.int64, device="cuda")
+    assert fused_sample(logits, empty[0], seeds, seeds, thresholds).shape == (0,)
+    torch.cuda.synchronize()

@@ -464,8 +464,8 @@ MUTANTS = [
     Mutant(
         "a rule about a token outside of the vocabulary is let in",
         LIMITS,
-        "if not 0 <= token_id < info.vocab_size), None)",
-        "if not 0 <= token_id <= info.vocab_size), None)",
+        'if not 0 <= token_id < info.vocab_size:\n                raise ValueError(f"{what}',
+        'if not 0 <= token_id <= info.vocab_size:\n                raise ValueError(f"{what}',
         ("test_bad_input.py::test_a_rule_about_a_token_outside_the_vocabulary_spoils_only_its_row",),
     ),
     # From a step to tensors: the sequence table
@@ -849,8 +849,8 @@ MUTANTS = [
     Mutant(
         "a token is written over the last one",
         WRITE_TOKENS,
-        "tokens[entries, lengths] = ",
-        "tokens[entries, (lengths - 1).clamp(min=0)] = ",
+        "tokens[entries, lengths] = sampled.clamp",
+        "tokens[entries, (lengths - 1).clamp(min=0)] = sampled.clamp",
         (
             "test_sequence_table.py::test_a_token_in_flight_is_read_from_where_the_step_before_left_it[plain]",
             "test_sequence_table.py::test_what_a_step_sampled_is_written_behind_each_sequence[300-plain]",
@@ -1023,10 +1023,10 @@ MUTANTS = [
         ("test_cuda_graph.py::test_a_step_with_prompts_takes_the_next_larger_size",),
     ),
     Mutant(
-        "a captured step knows how many decodes its first one had",
+        "a captured step with prompts has room for one decode",
         RUNNER,
-        "num_tiles, num_rows, num_tokens, is_grouped), True",
-        "num_tiles, num_decodes, num_tokens, is_grouped), True",
+        "self._most_tiles, num_rows, num_tokens, is_grouped)",
+        "self._most_tiles, 1, num_tokens, is_grouped)",
         ("test_cuda_graph.py::test_a_step_with_prompts_takes_the_next_larger_size",),
     ),
     Mutant(
@@ -1053,29 +1053,36 @@ MUTANTS = [
     Mutant(
         "small graphs are captured before the large ones",
         RUNNER,
-        "for num_rows in reversed(self._decode_sizes):",
-        "for num_rows in self._decode_sizes:",
-        ("test_cuda_graph.py::test_decodes_of_every_size_are_captured_at_the_start_the_largest_first",),
+        "key=lambda size: size.num_tokens, reverse=True)",
+        "key=lambda size: size.num_tokens)",
+        ("test_cuda_graph.py::test_what_the_first_requests_want_is_captured_at_the_start_the_largest_first",),
+    ),
+    Mutant(
+        "steps of few rows that sample are captured in the middle of a call",
+        RUNNER,
+        "            for num_sampled in self._sampled_sizes\n",
+        "            for num_sampled in self._sampled_sizes[-1:]\n",
+        ("test_cuda_graph.py::test_every_step_with_prompts_has_one_of_the_sizes_captured_at_the_start",),
     ),
     Mutant(
         "sampling is captured with rows that lie elsewhere in the next step",
         RUNNER,
-        'if not self.graphs.holds(("forward", size)):',
+        "if not graphs.holds(forward):",
         "if False:",
         ("test_cuda_graph.py::test_padded_steps_give_the_tokens_of_eager_ones[torch-True-9-True-forward]",),
     ),
     Mutant(
         "a captured step samples as the first one of its size did",
         RUNNER,
-        'sampling = ("sample", size, needs)',
-        'sampling = ("sample", size)',
+        'graphs.run(("sample", size, needs),',
+        'graphs.run(("sample", size),',
         ("test_cuda_graph.py::test_padded_steps_give_the_tokens_of_eager_ones[torch-True-9-True-None]",),
     ),
     Mutant(
         "a kind of sampling is captured without its kernels",
         RUNNER,
-        '("sample", size.num_sampled % 16, needs))',
-        '("sample", size.num_sampled % 16))',
+        'kind = ("sample", size.num_sampled % 16, needs)',
+        'kind = ("sample", size.num_sampled % 16)',
         ("test_cuda_graph.py::test_what_needs_other_kernels_is_of_another_kind",),
     ),
     Mutant(
@@ -1296,8 +1303,8 @@ MUTANTS = [
     Mutant(
         "top-p drops the token that crosses p",
         FILTERS,
-        "torch.searchsorted(mass, top_ps * total)",
-        "torch.searchsorted(mass, top_ps * total).sub(1).clamp(min=0)",
+        "torch.searchsorted(mass, top_p * total)",
+        "torch.searchsorted(mass, top_p * total).sub(1).clamp(min=0)",
         ("test_filters.py::TestBoth::test_top_p_keeps_what_crosses_p_and_ties_with_it_stay",),
     ),
     Mutant(

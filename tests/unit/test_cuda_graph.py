@@ -33,7 +33,7 @@ def make_runner(
     """A ModelRunner that knows its sizes and nothing else."""
     runner = ModelRunner.__new__(ModelRunner)
     runner._parallel, runner._captures_prompts, runner.graphs = Parallel(0, num_ranks), captures_prompts, "captured"
-    runner.model_config = SimpleNamespace(hidden_size=1024)
+    runner.model_config, runner.max_num_seqs = SimpleNamespace(hidden_size=1024), max_num_seqs
     runner._choose_sizes(Config("none", max_num_seqs=max_num_seqs, max_num_batched_tokens=most_tokens))
     return runner
 
@@ -412,48 +412,86 @@ def test_padded_steps_give_the_tokens_of_eager_ones(
     assert max(replays) > 2 and (None in graphs._captured.values()) == (fails is not None)
 
 
-def test_decodes_of_every_size_are_captured_at_the_start_the_largest_first(monkeypatch):
-    """Smaller ones then fit into the memory of larger ones. Sampling is captured when it is first wanted."""
-    captured: list[Hashable] = []
+class Captures(dict):
+    """In place of CudaGraphs: notes the kind of each function and calls none of them."""
 
-    class Captures(list):
-        def capture(self, key, function, kind) -> None:
-            captured.append(key)
+    def __init__(self, *args):
+        pass
 
+    def capture(self, key, function, kind) -> None:
+        self[key] = kind
+
+    def run(self, key, function, kind=None) -> tuple[None, None]:
+        self.setdefault(key, kind)
+        return None, None
+
+    def holds(self, key) -> bool:
+        return True
+
+
+def test_what_the_first_requests_want_is_captured_at_the_start_the_largest_first(monkeypatch):
+    """Smaller steps then fit into the memory of larger ones. Other steps with groups, and samplings, are captured when
+    they are first wanted; of a step with groups the kernels are compiled here."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(model_runner, "CudaGraphs", lambda *args: Captures())
-    runner = make_runner(20)
-    runner.table, runner.device = SimpleNamespace(parked=None), torch.device("cpu")
-    for groups_prefixes, most_splits in ((True, 8), (True, 0), (False, 8)):
+    monkeypatch.setattr(model_runner, "CudaGraphs", Captures)
+    for captures_prompts, groups_prefixes, most_splits in (
+        (False, True, 8), (False, True, 0), (False, False, 8), (True, True, 8), (True, False, 0),
+    ):  # fmt: skip
+        runner = make_runner(20, most_tokens=256, captures_prompts=captures_prompts)
+        runner.table, runner.device = SimpleNamespace(parked=None), torch.device("cpu")
         runner._groups_prefixes, runner.backend = groups_prefixes, SimpleNamespace(most_shared_splits=most_splits)
-        captured.clear()
         runner._capture(is_alone=True)
-        expected = [("forward", runner._decode_size(num_rows, False)) for num_rows in (20, 16, 8, 4, 2, 1)]
-        if groups_prefixes and most_splits:
-            expected += [("forward", runner._decode_size(num_rows, True)) for num_rows in (20, 16, 8, 4, 2, 1)]
-        assert captured == expected
+        assert {what for what, _ in runner.graphs} == {"forward"}
+        sizes = [size for _, size in runner.graphs]
+        plain = [size for size in sizes if not size.is_grouped]
+        assert [size.num_tokens for size in plain] == sorted((size.num_tokens for size in plain), reverse=True)
+        assert {size for size in plain if not size.num_tiles} == {
+            runner._decode_size(num_rows, False) for num_rows in (1, 2, 4, 8, 16, 20)
+        }
+        with_prompts = {(size.num_tokens, size.num_sampled) for size in plain if size.num_tiles}
+        sampled = (16, 20) if captures_prompts else ()
+        assert with_prompts == {(tokens, rows) for tokens in (64, 128, 192, 256) for rows in sampled}
+        grouped = [runner._decode_size(20, True)] if groups_prefixes and most_splits else []
+        assert [size for size in sizes if size.is_grouped] == grouped and sizes[len(plain) :] == grouped
 
 
-def test_what_needs_other_kernels_is_of_another_kind(monkeypatch):
+def test_every_step_with_prompts_has_one_of_the_sizes_captured_at_the_start(monkeypatch):
+    """A size that is met later is captured in the middle of a call."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(model_runner, "CudaGraphs", Captures)
+    for max_num_seqs, most_tokens in ((1, 100), (5, 3), (20, 256), (100, 256), (300, 256), (150, 256)):
+        runner = make_runner(max_num_seqs, most_tokens)
+        runner.table, runner.device = SimpleNamespace(parked=None), torch.device("cpu")
+        runner._groups_prefixes = False
+        runner._capture(is_alone=True)
+        at_start = set(runner.graphs)
+        for num_rows in range(1, min(max_num_seqs, most_tokens), 6):
+            for num_new in {2, 16}:
+                parts = [(1, 2)] * (num_rows - 1) + [(num_new, 0)]
+                for num_sampled in {0, num_rows}:
+                    size, is_captured = size_of(runner, *parts, num_sampled=num_sampled)
+                    assert not is_captured or ("forward", size) in at_start, (num_rows, num_new, num_sampled)
+
+
+def test_what_needs_other_kernels_is_of_another_kind():
     """A single row, sizes that 16 divides and groups have kernels of their own; a capture may not compile."""
-    runner, kinds = make_runner(100), []
-    runner.graphs = SimpleNamespace(run=lambda key, function, kind: kinds.append(kind), holds=lambda key: True)
+    runner = make_runner(100)
 
-    def kind_of(size: StepSize) -> Hashable:
-        kinds.clear()
-        runner._run_captured(size, SamplingNeeds())
-        return kinds[0]
+    def kinds_of(size: StepSize, needs: SamplingNeeds = SamplingNeeds()) -> list[Hashable]:  # noqa: B008 (a value)
+        graphs = Captures()
+        runner._run_captured(graphs, size, needs)
+        assert list(graphs) == [("forward", size), ("sample", size, needs)]
+        return list(graphs.values())
 
     sizes = [
         StepSize(1, 1, 1, 0, 1, 1, False), StepSize(17, 17, 17, 0, 17, 1, False), StepSize(16, 16, 16, 0, 16, 1, False),
         StepSize(16, 16, 16, 0, 16, 1, True), StepSize(16, 16, 16, 4, 16, 16, False), StepSize(8, 8, 8, 0, 8, 1, False),
     ]  # fmt: skip
-    assert len({kind_of(size) for size in sizes}) == len(sizes)
-    assert kind_of(StepSize(32, 32, 32, 0, 32, 1, False)) == kind_of(sizes[2])
-    runner._run_captured(sizes[2], SamplingNeeds(True, 0))
-    of_filters = kinds[-1]
-    runner._run_captured(sizes[2], SamplingNeeds(True, 2))
-    assert len({kinds[1], of_filters, kinds[-1]}) == 3
+    assert len({kinds_of(size)[0] for size in sizes}) == len(sizes)
+    assert kinds_of(StepSize(32, 32, 32, 0, 32, 1, False)) == kinds_of(sizes[2])
+    several = [SamplingNeeds(), SamplingNeeds(True, 0), SamplingNeeds(True, 1), SamplingNeeds(True, 2)]
+    assert len({kinds_of(sizes[2], needs)[1] for needs in several}) == len(several)
+    assert kinds_of(sizes[0])[1] != kinds_of(sizes[2])[1]
 
 
 # Memory
