@@ -17,7 +17,7 @@ from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.attention.torch_backend import store_kvcache
 
 # A bucket is closed when the next sequence is shorter than this part of the bucket's longest: padding costs
-# memory traffic, another bucket costs a few small operations a layer.
+# memory traffic, another bucket costs a few small operations per layer.
 _SHORTEST_IN_BUCKET = 0.5
 _SMALLEST_BUCKET = 16
 # Gathered keys are kept until fewer than this part of their sequences still run, for the rest is read in vain …

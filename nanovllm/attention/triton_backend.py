@@ -155,7 +155,7 @@ class TritonAttention:
 
 @jit(do_not_specialize=["k_stride", "v_stride"])
 def _store_kernel(k, v, k_cache, v_cache, slot_mapping, k_stride, v_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """One program a token: its keys and values of all heads, `WIDTH` numbers, to its slot."""
+    """One program per token: its keys and values of all heads, `WIDTH` numbers, go to its slot."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot >= 0:
@@ -246,7 +246,7 @@ def _decode_kernel(
             summed = summed * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
             largest = new_largest
         place = (tl.load(first_items + row) + split).to(tl.int64) * NUM_HEADS + head
-        # To stay in the L2 cache until they are merged, whatever keys and values pass through it meanwhile.
+        # To stay in the L2 cache until they are merged, whatever keys and values pass through it by then.
         result = partial + place[:, None] * HEAD_DIM + column[None, :]
         tl.store(result, summed / total[:, None], is_member, eviction_policy="evict_last")
         tl.store(log_sums + place, largest + tl.log2(total), member < GROUP)
@@ -350,7 +350,7 @@ def _prefill_kernel(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of a sequence's queries and a head."""
+    """One program per head and tile of a sequence's queries."""
     wait()  # before the next may come, which does not wait
     let_next_come()
     head = tl.program_id(1)

@@ -37,7 +37,7 @@ class Block:
 
 
 class BlockManager:
-    """Gives out the blocks of one KV cache. Every operation is O(1) a block.
+    """Gives out the blocks of one KV cache. Every operation is O(1) per block.
 
     Args:
         num_blocks: blocks in the pool.
@@ -191,7 +191,7 @@ class BlockManager:
         return prefix
 
     def _hash(self, seq: Sequence, index: int) -> int:
-        """Hash of the full block `index`, computed once a request."""
+        """Hash of the full block `index`, computed once per request."""
         hashes, block_size = seq.block_hashes, self.block_size
         while len(hashes) <= index:
             start = len(hashes) * block_size

@@ -23,7 +23,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("table", table.to(device=device, dtype=dtype), persistent=False)
 
     def lookup(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions: [num_tokens] -> cos and signed sin: [num_tokens, 1, head_dim], to be looked up once a step"""
+        """positions: [num_tokens] -> cos and signed sin: [num_tokens, 1, head_dim], to be looked up once per step"""
         cos, sin = self.table[:, positions].unsqueeze(2)
         return cos, sin
 

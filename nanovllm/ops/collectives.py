@@ -15,7 +15,7 @@ class Parallel:
         rank: this process, 0 ≤ rank < size.
         size: processes that share the model.
         group: the torch.distributed process group; None at size 1.
-        exchange: a kernels.exchange.Exchange, where the ranks' GPUs can reach each other's memory.
+        exchange: an ops.exchange.Exchange, where the ranks' GPUs can reach each other's memory.
     """
 
     rank: int = 0

@@ -18,7 +18,12 @@ _NUM_SORTED = 2**18  # logits that the plain twin sorts at once: what fits a CPU
 
 
 def filter_thresholds(
-    logits: torch.Tensor, temperatures: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
+    min_ps: torch.Tensor,
+    fused: bool | None = None,
 ) -> torch.Tensor:
     """The smallest logit that each row may sample.
 
@@ -28,12 +33,13 @@ def filter_thresholds(
         top_ks: int32 [num_rows]; off at 0, and at vocab_size or more.
         top_ps: float32 [num_rows]; off at 1.
         min_ps: float32 [num_rows], of the largest probability; off at 0.
+        fused: compute with our kernels; None is wherever they can.
 
     Returns:
         float32 [num_rows]; −inf where nothing is filtered, and where the logits hold NaN or +inf, or nothing but −inf.
         Sums in float32 may round: if a token's place is within about 1e-6 of p, it may be kept or not.
     """
-    find = fused_filter_thresholds if is_fused(logits) else plain_filter_thresholds
+    find = fused_filter_thresholds if (is_fused(logits) if fused is None else fused) else plain_filter_thresholds
     return find(logits, temperatures, top_ks, top_ps, min_ps)
 
 

@@ -278,16 +278,23 @@ def _penalise_kernel(
 
 
 def process_logits(
-    logits: Tensor, entries: Tensor, lengths: Tensor, tokens: Tensor, rules: TokenRules, first_id: int = 0
+    logits: Tensor,
+    entries: Tensor,
+    lengths: Tensor,
+    tokens: Tensor,
+    rules: TokenRules,
+    first_id: int = 0,
+    fused: bool | None = None,
 ) -> Tensor:
     """Applies each row's rules to its logits.
 
     Args:
         logits: [num_rows, num_ids], float32, bfloat16 or float16; a row's logits are contiguous.
         entries: int64 [num_rows], the entry of each row.
-        lengths: int32 [num_rows], tokens known: the token to sample comes at this position. 0 for a padding row.
+        lengths: int32 or int64 [num_rows], tokens known: the token to sample comes at this position. 0 for a padding row.
         tokens: int32 [num_entries, max_len], each entry's prompt and completion.
         first_id: the id of the first logit, where a rank has only a part of the vocabulary.
+        fused: compute with our kernels; None is wherever they can.
 
     Returns:
         float32 [num_rows, num_ids], a new tensor. The kernels give the twin's numbers, but where an entry names one
@@ -295,5 +302,5 @@ def process_logits(
     """
     if not logits.numel():
         return torch.empty_like(logits, dtype=torch.float32)
-    process = fused_process_logits if is_fused(logits) else plain_process_logits
+    process = fused_process_logits if (is_fused(logits) if fused is None else fused) else plain_process_logits
     return process(logits, entries, lengths, tokens, rules, first_id)

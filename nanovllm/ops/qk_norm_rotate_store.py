@@ -17,7 +17,7 @@ def _qk_norm_rotate_store_kernel(
     qkv, weight, cos, sin, out, k_cache, v_cache, slot_mapping, eps, NUM_NORMED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One program a token and some of its heads; the values, which come last, are only stored."""
+    """One program per token and some of its heads; the values, which come last, are only stored."""
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     column = tl.arange(0, WIDTH)[None, :]

@@ -29,6 +29,7 @@ def sample(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     thresholds: torch.Tensor | None = None,
+    fused: bool | None = None,
 ) -> torch.Tensor:
     """Draws one token per row. Equal scores go to the lowest id.
 
@@ -39,11 +40,12 @@ def sample(
         positions: int64 [num_rows], where in its sequence the sampled token will stand.
         thresholds: float32 [num_rows], at most the row's largest logit, −inf for greedy rows: ids with a smaller logit
             are not sampled (ops/filters.py). None if no row has one.
+        fused: compute with our kernels; None is wherever they can.
 
     Returns:
         int64 [num_rows]: token ids; BROKEN_LOGITS where any logit is NaN or +inf, NO_TOKEN_LEFT where all are −inf.
     """
-    draw = fused_sample if is_fused(logits) else plain_sample
+    draw = fused_sample if (is_fused(logits) if fused is None else fused) else plain_sample
     return draw(logits, temperatures, seeds, positions, thresholds)
 
 

@@ -151,7 +151,7 @@ class TensorParallelRunner(Runner):
         """Every rank's answer."""
         replies: dict[int, Any] = {}
         while len(replies) < self._size:
-            if self._failure is not None:  # closed meanwhile, by another thread or a signal's handler
+            if self._failure is not None:  # closed during the wait, by another thread or a signal's handler
                 raise RuntimeError(self._failure)
             if self._troubles:
                 self._explain(*self._troubles[0])

@@ -1,6 +1,6 @@
 """One rank of a model that is split over several devices, as a process of its own.
 
-`ParallelRunner` starts it and writes it a log of what happens to the schedule: requests added and aborted, steps
+`TensorParallelRunner` starts it and writes it a log of what happens to the schedule: requests added and aborted, steps
 launched and committed. Each rank follows that log with a Scheduler of its own, which decides as the driver's did, so
 that no step sends any state of its requests; the ranks' collectives do the rest. A log entry and a reply are JSON.
 """

@@ -16,7 +16,7 @@ _GIB = 2**30
 _USUAL_CPU_CACHE_BYTES = 4 * _GIB
 # Left free on a GPU whatever else holds: kernels are loaded late, and other programs grow.
 _GPU_MARGIN = _GIB // 2
-# More sequences bring nothing more (docs/performance.md), and fewer are better than ones that wait for blocks.
+# More sequences bring little (docs/performance.md), and fewer are better than ones that wait for blocks.
 _MOST_SEQS_ON_GPU, _MOST_SEQS_ON_CPU, _FEWEST_SEQS, _TOKENS_OF_A_SEQUENCE = 1024, 512, 16, 256
 
 
@@ -130,7 +130,7 @@ def measure_memory(
 
 @contextmanager
 def explained_out_of_memory(what: str, device: torch.device) -> Iterator[None]:
-    """A GPU's lack of memory meanwhile becomes a RuntimeError that says `what` did not fit, and what to do."""
+    """While this lasts, a GPU's lack of memory becomes a RuntimeError that says `what` did not fit, and what to do."""
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:

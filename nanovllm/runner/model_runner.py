@@ -323,11 +323,13 @@ class ModelRunner(Runner):
     def _sample_rows(self, logits: torch.Tensor, rows: SampledRows, needs: SamplingNeeds) -> torch.Tensor:
         """Logits processors, then temperature, filters and noise: logits [num_rows, vocab_size] -> int64 [num_rows]."""
         if needs.rules_version:
-            logits = process_logits(logits, rows.entries, rows.lengths, self.table.tokens, self.table.rules.tensors)
+            rules = self.table.rules.tensors
+            logits = process_logits(logits, rows.entries, rows.lengths, self.table.tokens, rules, fused=self._fused)
         thresholds = None
         if needs.has_filters:
-            thresholds = filter_thresholds(logits, rows.temperatures, rows.top_ks, rows.top_ps, rows.min_ps)
-        return sample(logits, rows.temperatures, rows.seeds, rows.lengths, thresholds)
+            settings = rows.temperatures, rows.top_ks, rows.top_ps, rows.min_ps
+            thresholds = filter_thresholds(logits, *settings, fused=self._fused)
+        return sample(logits, rows.temperatures, rows.seeds, rows.lengths, thresholds, self._fused)
 
     def _group_prefixes(self, step: Step, rows: StepRows) -> bool:
         """Whether the step's decodes share keys that are read once for all of them; the table then knows which."""
