@@ -270,8 +270,8 @@ class LLM:
 
 @contextmanager
 def _frozen_objects() -> Iterator[None]:
-    """While this lasts, the garbage collector passes over what there was before. Else it would walk through thousands of
-    requests again and again."""
+    """While this lasts, the garbage collector passes over what there was before. Else it would walk through thousands
+    of requests again and again."""
     if gc.get_freeze_count():  # the user has frozen some, and would lose that
         yield
         return

@@ -281,9 +281,7 @@ class SDPAAttention:
         return torch.from_numpy(values).to(self._shape.device)
 
 
-def _kept_places(
-    kept: Gathered | None, names: list[tuple[int, int]] | None, lengths: np.ndarray
-) -> np.ndarray | None:
+def _kept_places(kept: Gathered | None, names: list[tuple[int, int]] | None, lengths: np.ndarray) -> np.ndarray | None:
     """int64 [num_decodes], where the decodes of these names stand in what the last step gathered, or None.
 
     They do if each of them has one more key than then, and room for it.

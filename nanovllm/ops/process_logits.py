@@ -291,7 +291,8 @@ def process_logits(
     Args:
         logits: [num_rows, num_ids], float32, bfloat16 or float16; a row's logits are contiguous.
         entries: int64 [num_rows], the entry of each row.
-        lengths: int32 or int64 [num_rows], tokens known: the token to sample comes at this position. 0 for a padding row.
+        lengths: int32 or int64 [num_rows], tokens known: the token to sample comes at this position. 0 for a padding
+            row.
         tokens: int32 [num_entries, max_len], each entry's prompt and completion.
         first_id: the id of the first logit, where a rank has only a part of the vocabulary.
         fused: compute with our kernels; None is wherever they can.

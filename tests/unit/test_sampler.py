@@ -45,7 +45,12 @@ def sample_rows(logits: torch.Tensor, params, seeds=None, prompts=None, stop_tok
     seeds = list(range(num_rows)) if seeds is None else seeds
     prompts = [[0] * 5] * num_rows if prompts is None else prompts
     table, rows, needs = table_of(vocab_size, params, seeds, prompts, stop_token_ids)
-    return ModelRunner._sample_rows(SimpleNamespace(table=table), logits.clone(), rows, needs).tolist()
+    return sampled(table, logits.clone(), rows, needs).tolist()
+
+
+def sampled(table: SequenceTable, logits: torch.Tensor, rows: SampledRows, needs: SamplingNeeds) -> torch.Tensor:
+    """As a ModelRunner on a CPU samples them: it needs no more of the runner than this."""
+    return ModelRunner._sample_rows(SimpleNamespace(table=table, _fused=False), logits, rows, needs)
 
 
 def exact_probabilities(logits: list[float], params: SamplingParams) -> np.ndarray:
@@ -114,8 +119,7 @@ def test_tokens_have_exactly_the_probabilities_asked_for(params):
     for numbers in ({"seeds": count, "lengths": fixed}, {"seeds": fixed, "lengths": count}):
         rows = SampledRows(*(value.expand(num_rows) for value in one))._replace(**numbers)
         logits = torch.tensor(LOGITS).repeat(num_rows, 1)
-        tokens = ModelRunner._sample_rows(SimpleNamespace(table=table), logits, rows, needs)
-        assert_distributed(tokens.tolist(), exact_probabilities(LOGITS, params))
+        assert_distributed(sampled(table, logits, rows, needs).tolist(), exact_probabilities(LOGITS, params))
 
 
 def test_a_filter_larger_than_the_vocabulary_is_off():
