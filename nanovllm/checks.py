@@ -59,10 +59,10 @@ def seed_number(value: Any) -> int:
 
 
 def is_running(owner: object, *methods: Callable[..., Any]) -> bool:
-    """Whether one of the owner's methods is at work in this thread, and the caller's caller was called by it.
+    """Whether the caller's caller was called, directly or not, by one of the owner's `methods` in this thread.
 
-    That is so for a callback of the method, and for a signal handler during it. Unlike a flag, the stack is right
-    wherever an exception ended the method.
+    That is true in a callback of such a method, and in a signal handler that runs during it. Unlike a flag, the stack
+    is right wherever an exception ended the method.
     """
     codes = {id(method.__code__) for method in methods}
     frame: FrameType | None = sys._getframe(2).f_back

@@ -14,7 +14,7 @@ ATTENTION_BACKENDS = ("auto", "triton", "flash", "sdpa", "torch")
 LOAD_FORMATS = ("auto", "dummy")
 _MOST = 65535
 
-# What other libraries call our options, or what to do instead of theirs.
+# Other libraries' names for our options, or what to do instead of using theirs.
 MEANT_OPTIONS = {
     "max_seq_len": "max_model_len",
     "max_length": "max_model_len",
@@ -110,7 +110,7 @@ class Config:
         for name in ("max_model_len", "max_num_seqs", "kvcache_block_size", "num_kvcache_blocks"):
             if getattr(self, name) is not None:
                 self._set(name, integer(name, getattr(self, name), least=1))
-        # Beyond these nothing is gained; state and grids are made for so many.
+        # Larger values gain nothing, and memory and grids are sized by them.
         for name in ("max_num_seqs", "kvcache_block_size"):
             if (getattr(self, name) or 0) > _MOST:
                 raise ValueError(f"{name} must be at most {_MOST}, not {getattr(self, name)}")
@@ -124,8 +124,8 @@ class Config:
             raise ValueError("max_model_len must be at least 2: one token of prompt and one of completion")
         if self.tensor_parallel_size > 1 and ":" in self.device:
             raise ValueError(
-                f"device={self.device!r} is one GPU, but tensor_parallel_size={self.tensor_parallel_size} takes the "
-                'first so many; use device="cuda", and CUDA_VISIBLE_DEVICES to choose which those are'
+                f"device={self.device!r} is one GPU, but tensor_parallel_size={self.tensor_parallel_size} takes that "
+                'many GPUs from the first on; use device="cuda", and CUDA_VISIBLE_DEVICES to choose which those are'
             )
         if self.deterministic:
             raise ValueError("deterministic=True is not available yet; leave it False")

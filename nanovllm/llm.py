@@ -65,9 +65,9 @@ class LLM:
         deterministic: bool = False,
         seed: int = 0,
     ):
-        # All of them, under their names: a test sees to it that they are Config's.
+        # All options by name; a test checks that they are Config's.
         config = Config(**{name: value for name, value in locals().items() if name != "self"})
-        # These import torch; wrong options fail without it.
+        # The last two import torch, which a wrong option fails without.
         from nanovllm.models.config import load_model_config
         from nanovllm.models.loader import find_model
         from nanovllm.runner.cpu_threads import CpuThreads
@@ -76,7 +76,7 @@ class LLM:
         # transformers reads the same file for the tokenizer; a mistake in it should be named by us.
         load_model_config(directory)
         self._text = Text.of_model(directory)
-        threads = CpuThreads()  # the first call knows the machine's load from the time that loading takes
+        threads = CpuThreads()  # measures the machine's load while the model is loaded
         self.engine = LLMEngine(replace(config, model=str(directory)), self._text.eos_token_ids)
         # Several ranks compute in processes of their own.
         computes_here = self.engine.info.device == "cpu" and config.tensor_parallel_size == 1
@@ -102,7 +102,7 @@ class LLM:
             raise_on_error: raise for a prompt that cannot run, instead of returning it as an error row.
 
         Raises:
-            TypeError, ValueError: arguments of the wrong type, or another number of sampling_params than prompts.
+            TypeError, ValueError: arguments of the wrong type, or not as many sampling_params as prompts.
             RuntimeError: the engine is closed, or busy with another call; or this process is a fork of the LLM's.
         """
         prompts = as_prompt_list(prompts)
@@ -144,7 +144,7 @@ class LLM:
         Raises:
             ValueError: a recommended value is out of range.
         """
-        from nanovllm.models.config import recommended_sampling  # imports torch
+        from nanovllm.models.config import recommended_sampling
 
         values, others = recommended_sampling(self.engine.info.generation_config)
         if others and not self._has_warned_of_recommendations:
@@ -166,7 +166,7 @@ class LLM:
         """Frees the model's memory; the LLM cannot be used afterwards. Calling it again does nothing.
 
         Raises:
-            RuntimeError: a call is not at its end: another thread's, or the one that a signal handler interrupted.
+            RuntimeError: a call is still running: in another thread, or interrupted by the signal handler at work.
         """
         with self._locked():
             self.engine.exit()
@@ -246,7 +246,7 @@ class LLM:
     def _add_requests(
         self, rows: list[Row], params: list[SamplingParams], raise_on_error: bool, outputs: dict[int, RequestOutput]
     ) -> dict[int, int]:
-        """Request id -> row; what cannot run gets its output."""
+        """Adds every row's request and returns request id -> row; a row that cannot run gets its output."""
         index_of: dict[int, int] = {}
         for index, (row, row_params) in enumerate(zip(rows, params, strict=True)):
             num_tokens, predicate = 0 if isinstance(row, ValueError) else len(row), None
@@ -270,8 +270,8 @@ class LLM:
 
 @contextmanager
 def _frozen_objects() -> Iterator[None]:
-    """While this lasts, the garbage collector passes over what there was before. Else it would walk through thousands
-    of requests again and again."""
+    """While this lasts, the garbage collector skips the objects that existed before. Otherwise it would walk through
+    thousands of requests again and again."""
     if gc.get_freeze_count():  # the user has frozen some, and would lose that
         yield
         return

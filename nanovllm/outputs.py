@@ -45,9 +45,9 @@ def describe_errors(
     """How many rows of a call failed, why, and the indices of the first of each kind; None if none did.
 
     Args:
-        outputs: index -> output, as far as there are outputs.
+        outputs: index -> output, for the rows that have one.
         num_prompts: of the call.
-        most_reasons, most_indices: of the kinds, and of the rows of each kind, only the first so many are named.
+        most_reasons, most_indices: how many kinds, and how many rows of each kind, are named at most.
     """
     rows_of: dict[str, list[int]] = {}
     for row, output in sorted(outputs.items()):

@@ -9,7 +9,7 @@ from nanovllm.checks import boolean, integer, real, seed_number, suggests_names
 
 _BEAMS = "nanovllm has no beam search; leave it out"
 
-# What other libraries call our parameters, or what to do instead of theirs.
+# Other libraries' names for our parameters, or what to do instead of using theirs.
 _MEANT = {
     "max_new_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
@@ -61,14 +61,14 @@ class SamplingParams:
     Args:
         temperature: divides the logits; 0 is greedy.
         max_tokens: most tokens to generate, at least 1.
-        min_tokens: stop tokens and stop strings are not possible before this many tokens were generated.
+        min_tokens: until so many tokens are generated, stop tokens are banned and stop strings do not count.
         top_k: sample among the k most probable tokens; 0 or −1 is off.
         top_p: sample among the fewest most probable tokens whose probabilities reach p; 1 is off.
         min_p: drop tokens less probable than min_p × the most probable one; 0 is off.
         stop: string or strings that end the completion; the text is cut before the first of them.
         stop_token_ids: token ids that end the completion, besides the model's own end-of-sequence ids.
         ignore_eos: go on after the model's end-of-sequence ids (`stop_token_ids` still stop).
-        seed: the same seed gives the same tokens whatever runs beside the request; None takes one from the
+        seed: the same seed gives the same noise whatever runs beside the request; None takes one from the
             engine's seed and the request's number.
         skip_special_tokens: leave special tokens out of the text (`token_ids` always keeps them).
         repetition_penalty: above 0. The logits of tokens that prompt or completion hold are divided by it if they are
@@ -78,8 +78,8 @@ class SamplingParams:
             off.
         logit_bias: {token id: number from −100 to 100}, added to the logits. As from JSON, ids may be strings.
         bad_words: what must not be generated: each a string or a list of token ids. A string is banned as it is
-            tokenized at the start of a text, and after a space where that is another single way to write it (vLLM's
-            rule); other ways to spell it remain.
+            tokenized at the start of a text. It is also banned as it is tokenized after a space, if that gives as many
+            tokens and another first one (vLLM's rule). Other ways to spell it remain.
         allowed_token_ids: the only token ids that may be generated, at least one; None allows all.
 
     Raises:
@@ -155,7 +155,7 @@ class SamplingParams:
 
 
 def one_per_prompt(given: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> list[SamplingParams]:
-    """One for all prompts, or a list of one per prompt, as the latter; a TypeError or ValueError for anything else."""
+    """A list with one per prompt, from such a list or from one for all; a TypeError or ValueError for anything else."""
     if isinstance(given, SamplingParams):
         return [given] * num_prompts
     if not isinstance(given, (list, tuple)) or not all(isinstance(params, SamplingParams) for params in given):

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
 
-# What a prompt became before anything runs: token ids, or why it cannot run.
+# What a prompt becomes before anything runs: token ids, or the reason why it cannot run.
 Row = list[int] | ValueError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -49,7 +49,7 @@ class Text:
     # From prompts to rows
 
     def encode(self, prompts: Sequence[Any], add_special_tokens: bool = True) -> list[Row]:
-        """Token ids of every prompt: strings or ids. A ValueError stays one; whatever can be no prompt becomes one."""
+        """Token ids of every prompt: strings or ids. A ValueError stays; what cannot be a prompt becomes one."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(self._encode(texts, add_special_tokens) if texts else ())
         return [next(encoded) if isinstance(prompt, str) else _as_token_ids(prompt) for prompt in prompts]
@@ -73,7 +73,7 @@ class Text:
 
         Raises:
             ValueError: the tokenizer has no chat template.
-            TypeError: `template_kwargs` is no dict, or holds what is set here.
+            TypeError: `template_kwargs` is not a dict, or holds what is set here.
         """
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ValueError("the model's tokenizer has no chat template; use generate with a prompt of your own")
@@ -99,8 +99,8 @@ class Text:
     def bad_words_as_ids(self, bad_words: Iterable[str | tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         """SamplingParams.bad_words with every string replaced by its token ids; ids stay as they are.
 
-        Each string gives its ids without the spaces before it and, if that is as many tokens and begins with another
-        one, with a single space before it: vLLM's `SamplingParams.update_from_tokenizer`.
+        Each string gives its ids without leading spaces. It also gives its ids with one leading space, if those are as
+        many and begin with another id. This is vLLM's rule, `SamplingParams.update_from_tokenizer`.
 
         Raises:
             ValueError: there is no tokenizer, or it knows no tokens for a string.
@@ -121,7 +121,7 @@ class Text:
         return [tuple(token_ids) for token_ids in ids]
 
     def stop_strings(self, params: SamplingParams) -> "StopStrings | None":
-        """What looks for a request's stop strings, if it has any; a ValueError if there is no tokenizer."""
+        """A predicate that finds a request's stop strings, or None if it has none; a ValueError without a tokenizer."""
         if not params.stop:
             return None
         if self.tokenizer is None:

@@ -1,4 +1,4 @@
-"""The protocol of attention backends, plan, store_kvcache and attend, and the choice between them.
+"""The protocol of attention backends (plan, store_kvcache, attend) and the choice between them.
 
 `torch` is the plain reference, `sdpa` what runs fast on a CPU; `triton` (our own kernels) and `flash`
 (FlashAttention 2) are for GPUs.
@@ -39,7 +39,7 @@ class AttentionBackend(Protocol):
     name: str
     default_block_size: int
     can_be_captured: bool  # whether plan and attend of decodes only launch kernels, so that a CUDA graph can hold them
-    can_capture_prompts: bool  # the same of any queries, given as query_tiles
+    can_capture_prompts: bool  # the same for any queries, given as query_tiles
     most_shared_splits: int  # capacity of what `shared_prefixes` can return; 0 if the backend reads every key by itself
 
     def shared_prefixes(
@@ -85,7 +85,7 @@ def make_attention_backend(name: str, shape: AttentionShape, block_size: int | N
     """The backend that `attention_backend` asks for; "auto" is the fastest that can run here.
 
     Args:
-        block_size: tokens in a block, if the caller wants a certain number.
+        block_size: tokens in a block; None leaves it to the backend.
 
     Raises:
         ValueError: the backend cannot run this model, dtype or block size here; the message says what can.

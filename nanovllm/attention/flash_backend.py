@@ -1,6 +1,6 @@
 """Attention through FlashAttention 2 (Dao, 2023), the optional flash-attn package, on GPUs.
 
-Prefill and decode read the paged cache, where the new keys are by then. The plain twin is TorchAttention.
+Prefill and decode read the paged cache, which holds the new keys by then. The plain twin is TorchAttention.
 """
 
 from dataclasses import dataclass

@@ -29,15 +29,15 @@ class SharedPrefixes(NamedTuple):
 class AttentionMetadata:
     """Ragged queries over paged keys. Row i is one sequence; a decode is a row with a single query.
 
-    The step's decodes come first. Rows and tokens may be followed by padding, of a captured step: a padding row has
+    The step's decodes come first. In a captured step, padding may follow the rows and the tokens: a padding row has
     no queries and no keys, a padding token no slot. `attend` leaves the output of padding tokens undefined.
 
     Args:
         cu_seqlens_q: int32 [num_rows + 1], where each row's queries begin in the flat batch, and where the last end.
         context_lens: int32 [num_rows], keys of each row, those of its queries included.
         num_decodes: int32 [1], leading rows that are decodes.
-        most_decodes: the same as the host knows it: exact, except that in a captured step that holds prompts it is the
-            number of rows.
+        most_decodes: an upper bound of it that the host knows: exact, except that in a captured step with prompts it
+            is the number of rows.
         max_seqlen_q, max_seqlen_k: no row has more queries or keys.
         slot_mapping: int64 [num_tokens], block × block_size + offset, where each token's keys go; −1 for padding.
         block_tables: int32 [num_rows, max_blocks], padded with 0.
@@ -45,8 +45,8 @@ class AttentionMetadata:
         query_tiles: int32 [num_tiles, 4], the queries of the rows that are not decodes; see `query_tiles`. A tile of
             padding has no queries. None if the step holds decodes alone.
         shared_prefixes: which keys several decodes share; None if none are.
-        tenants: which admission of which sequence each row is, as (id, preemptions), never used again by others, for a
-            backend that remembers keys from step to step; None if there are none.
+        tenants: each row's admission as (request id, number of preemptions), which no other admission ever has: for a
+            backend that keeps keys from step to step. None where they are not known, as in a captured step.
         plan: what the attention backend's `plan` made of the rest.
     """
 

@@ -1,7 +1,7 @@
 """Finds the decodes that share their first keys, so that attention reads those once for all of them.
 
-Keys are split at multiples of a fixed length. Rows share a split if they share its blocks and every split before it:
-a block alone proves nothing of those before it, since a block's equal twin may stand in its place.
+Keys are split at multiples of a fixed length. Rows share a split if they share its blocks and every split before it.
+Sharing a block does not prove sharing those before it: a row may hold an equal copy of one of them.
 """
 
 from dataclasses import dataclass

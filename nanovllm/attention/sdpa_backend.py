@@ -20,9 +20,9 @@ from nanovllm.attention.torch_backend import store_kvcache
 # memory traffic, another bucket costs a few small operations per layer.
 _SHORTEST_IN_BUCKET = 0.5
 _SMALLEST_BUCKET = 16
-# Gathered keys are kept until fewer than this part of their sequences still run, for the rest is read in vain …
+# Gathered keys are kept while at least this part of their sequences still runs: those of the others are read in vain.
 _FEWEST_STILL_RUNNING = 0.75
-# … and only on a CPU, if they take no more than this part of the KV cache, as more memory.
+# They are kept only on a CPU, and only if they take at most this part of the KV cache's memory, in addition to it.
 _MOST_KEPT = 0.25
 # Queries of a chunk over cached keys that share one mask; bounds the mask's memory.
 _QUERIES_PER_MASK = 512
@@ -139,7 +139,7 @@ class SDPAAttention:
         return SDPAPlan(prefills, plan)
 
     def _plan_decodes(self, kept, names, starts, lengths, tables, decodes, block_size) -> DecodePlan:
-        """The plan for the rows `decodes`, whose names are `names` if the next step may know them again."""
+        """The plan for the rows `decodes`, whose tenants are `names` if the next step may reuse what it gathers."""
         places = _kept_places(kept, names, lengths[decodes])
         source_rows, num_kv_heads = None, self._shape.num_kv_heads
         if places is None:
@@ -197,7 +197,7 @@ class SDPAAttention:
         """q: every row of the batch; k, v: the decodes' alone -> [num_decodes, num_heads, head_dim]"""
         keys, values = self._decode_keys(plan, k, v, k_cache, v_cache)
         num_kv_heads, scale = k.shape[1], q.shape[-1] ** -0.5
-        # A group's query heads are so many queries of its key head: [num_places, num_kv_heads, group_size, head_dim].
+        # The query heads of a group are queries of its one key head: [num_places, num_kv_heads, group_size, head_dim].
         queries = q.index_select(0, plan.place_rows).unflatten(1, (num_kv_heads, -1))
         attended = torch.empty_like(queries)
         for bucket, mask in zip(plan.gathered.buckets, plan.masks, strict=True):

@@ -18,7 +18,7 @@ from nanovllm.attention.prefix_groups import PrefixGroups, find_prefix_groups
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin, let_next_come, wait
 from nanovllm.ops.kernel import jit, tl, triton
 
-# A split is as long as this or, so that a row has no more than so many of them, longer.
+# Keys of a split; it is longer where a row would otherwise have more splits than _MOST_SPLITS.
 _SHORTEST_SPLIT = 256
 _MOST_SPLITS = 16
 # Queries (rows that share a split × the heads of a group) that one program attends together.
@@ -170,7 +170,7 @@ def _plan_kernel(
     context_lens, num_decodes, num_shared, num_items, first_items, item_rows, item_splits, SPLIT: tl.constexpr,
     ROWS: tl.constexpr, IS_GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """Lists every decode's splits, row by row, but for those that it shares."""
+    """Lists every decode's splits, row by row, except those that it shares."""
     begin()
     row = tl.arange(0, ROWS)
     is_row = row < tl.load(num_decodes)
@@ -208,7 +208,8 @@ def _decode_kernel(
 ):  # fmt: skip
     """A fixed number of programs share the list of splits × key/value heads; neighbours read neighbouring heads.
 
-    They run beside _prefill_kernel, which has waited for all they read: prompts compute, decodes read memory.
+    In a step with prompts they run beside _prefill_kernel, which has waited for all that they read: prompts keep the
+    arithmetic units busy, decodes the memory.
     """
     let_next_come()
     if not IS_BESIDE_PROMPTS:
@@ -246,7 +247,7 @@ def _decode_kernel(
             summed = summed * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
             largest = new_largest
         place = (tl.load(first_items + row) + split).to(tl.int64) * NUM_HEADS + head
-        # To stay in the L2 cache until they are merged, whatever keys and values pass through it by then.
+        # Kept in the L2 cache until they are merged, although keys and values pass through it until then.
         result = partial + place[:, None] * HEAD_DIM + column[None, :]
         tl.store(result, summed / total[:, None], is_member, eviction_policy="evict_last")
         tl.store(log_sums + place, largest + tl.log2(total), member < GROUP)
@@ -295,11 +296,11 @@ def _merge_kernel(
     partial, log_sums, context_lens, num_decodes, first_items, out, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr, SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and some heads: its splits' results, weighed by their sums. What is no decode is skipped."""
+    """One program per row and some heads: its splits' results, weighted by their sums. Only decodes have any."""
     begin()
     row = tl.program_id(0).to(tl.int64)
     is_decode = row < tl.load(num_decodes)
-    num_splits = tl.cdiv(tl.load(context_lens + row), SPLIT)  # not after the branch, so that both loads are under way
+    num_splits = tl.cdiv(tl.load(context_lens + row), SPLIT)  # before the branch, so that both loads are under way
     if is_decode:
         head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         split = tl.arange(0, MOST_SPLITS)
@@ -351,7 +352,7 @@ def _prefill_kernel(
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """One program per head and tile of a sequence's queries."""
-    wait()  # before the next may come, which does not wait
+    wait()  # before the next kernel may start, which does not wait
     let_next_come()
     head = tl.program_id(1)
     tile = query_tiles + tl.program_id(0) * 4

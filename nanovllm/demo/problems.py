@@ -1,7 +1,7 @@
 """The problems that the bundled model was trained on: made on the spot, with their right answers.
 
-A question belongs either to training or to the test, decided by a hash of its text (`is_held_out`), so no
-test question can have been trained on. Every answer follows from its question alone, so it can be checked
+A question belongs either to training or to the test, decided by a hash of its text (`is_held_out`), so the
+model was trained on no test question. Every answer follows from its question alone, so it can be checked
 without a person.
 """
 

@@ -33,7 +33,7 @@ class Block:
         self.hash: int | None = None
         self.token_ids: list[int] = []
         self.parent = 0  # serial of the registration before this one in the prefix, 0 for the first block
-        self.serial = 0  # of the registration; never used twice, so that it proves what a block id cannot
+        self.serial = 0  # of the registration; never used twice, while a block id is
 
 
 class BlockManager:
@@ -43,7 +43,7 @@ class BlockManager:
         num_blocks: blocks in the pool.
         block_size: tokens in a block.
         enable_prefix_caching: whether equal prefixes share blocks.
-        block_hash: (hash of the previous block, tokens) -> hash of the block; tests put in a weak one.
+        block_hash: (hash of the previous block, tokens) -> hash of the block; tests pass a weak one.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class BlockManager:
     def can_allocate(self, seq: Sequence, num_reserved_blocks: int = 0) -> bool:
         """Whether `allocate` would leave at least `num_reserved_blocks` free.
 
-        Shared blocks that are in use cost nothing; revived ones cost a free block.
+        A shared block that is in use costs nothing; a cached one that nobody holds costs a free block.
         """
         num_needed = self._num_blocks_for(seq.num_tokens)
         num_available = len(self._free) - num_reserved_blocks
@@ -107,7 +107,7 @@ class BlockManager:
         """Advances `num_computed_tokens`, with new blocks where needed; blocks that became full are registered.
 
         To be called when the step that computes the tokens is certain to be launched: from then on later
-        sequences, of the same step too, may share the registered blocks.
+        sequences, also those of the same step, may share the registered blocks.
         """
         seq.num_computed_tokens += num_new_tokens
         while seq.num_computed_tokens > len(seq.block_table) * self.block_size:
@@ -158,7 +158,7 @@ class BlockManager:
         seq.last_registration = 0
 
     def forget(self, seq: Sequence) -> None:
-        """Takes everything that begins as `seq` does out of the prefix cache, whether it holds blocks or not."""
+        """Takes everything that begins as `seq` does out of the prefix cache, whether or not `seq` holds blocks."""
         if self.enable_prefix_caching and len(seq.token_ids) >= self.block_size:
             first = self._registered.get(self._hash(seq, 0))
             if first is not None:  # without it nothing behind it can be reached

@@ -15,8 +15,8 @@ def check_request(token_ids: list[int], params: SamplingParams, info: RunnerInfo
     """Refuses what can never be run.
 
     Raises:
-        TypeError: the prompt holds something else than plain integers.
-        ValueError: the prompt is empty or too long, a token id of prompt or parameters is outside of the vocabulary,
+        TypeError: the prompt holds something other than plain integers.
+        ValueError: the prompt is empty or too long, a token id of prompt or parameters is outside the vocabulary,
             or the request might never fit in the KV cache.
     """
     num_tokens = len(token_ids)

@@ -30,9 +30,10 @@ _MASK = 2**64 - 1
 class LLMEngine:
     """Runs requests given as token ids; `LLM` puts text around it.
 
-    By hand: `add_request` as often as wanted, then `step` until `is_finished`; `exit` in the end. These, `abort` and
-    `reset` raise a RuntimeError inside each other, as from a stop predicate or a signal handler during a step, and in
-    a fork of the process that made the engine. The engine goes on as if they had not been called.
+    To drive it by hand, call `add_request` as often as wanted, then `step` until `is_finished`, and `exit` at the end.
+    These methods, `abort` and `reset` raise a RuntimeError if a stop predicate or a signal handler calls them during
+    a step or a request. All but `exit` also raise one in a fork of the process that made the engine. The engine goes
+    on as if they had not been called.
 
     Args:
         config: the options.
@@ -50,7 +51,7 @@ class LLMEngine:
         self.runner = runner
         self.info = runner.info
         self.depth = 1 if config.overlap else 0
-        # An id that the vocabulary lacks can never be sampled, nor be banned.
+        # An id that the vocabulary lacks can be neither sampled nor banned.
         self.eos_token_ids = frozenset(
             token_id for token_id in (*self.info.eos_token_ids, *eos_token_ids) if 0 <= token_id < self.info.vocab_size
         )
@@ -73,16 +74,16 @@ class LLMEngine:
     ) -> int:
         """Queues a request and returns its id: its number in the engine's life.
 
-        Those that may generate most are begun first; while such keep coming, a short one waits.
+        Requests that may generate most are started first. A short one waits as long as longer ones keep coming.
 
         Args:
             prompt_token_ids: the prompt.
             sampling_params: how to sample it.
             stop_predicate: called with each new token in order; True ends the request. An exception from it
-                is one of the step: it empties the engine. It cannot call the engine itself.
+                fails the step and empties the engine. It cannot call the engine itself.
 
         Raises:
-            TypeError: the prompt holds something else than integers.
+            TypeError: the prompt holds something other than integers.
             ValueError: the prompt can never be run. The number is used up all the same, so that one bad
                 request does not change the seeds of those after it.
         """
@@ -117,7 +118,7 @@ class LLMEngine:
         return seq_id
 
     def abort(self, seq_id: int) -> Sequence | None:
-        """Ends a request between two steps and returns it with what it has; None if it is not unfinished."""
+        """Ends a request between two steps and returns it with what it has; None if no unfinished one has this id."""
         self._check_usable()
         seq = self._unfinished.get(seq_id)
         if seq is not None:

@@ -1,4 +1,4 @@
-"""What the loop needs of whoever computes its steps: a ModelRunner, or in tests something without a model."""
+"""What the loop needs from whatever computes its steps: one device, several, or in tests something without a model."""
 
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,8 +22,8 @@ class RunnerInfo:
         generation_config: the model's generation_config.json, for the sampling it recommends.
         max_num_seqs: most sequences that run at a time.
         most_useful_batched_tokens: a larger step is no faster.
-        most_tokens_beside_decodes: the Scheduler's.
-        device, dtype, attention_backend: what it computes on, in and with; of several devices, the first.
+        most_tokens_beside_decodes: see Scheduler.
+        device, dtype, attention_backend: where and how it computes; of several devices, the first is named.
     """
 
     num_kvcache_blocks: int
@@ -48,7 +48,11 @@ class LaunchedStep(Protocol):
 
 
 class Runner(Protocol):
-    """Computes steps. One that computes in other processes also hears what else happens to the schedule, in order."""
+    """Computes steps.
+
+    The methods from `request_added` on tell it, in order, what else happens to the schedule. Only a runner that
+    computes in other processes needs them.
+    """
 
     info: RunnerInfo
 
@@ -80,7 +84,7 @@ class Runner(Protocol):
 
 
 def make_scheduler(config: Config, info: RunnerInfo, stats: SchedulerStats | None = None) -> Scheduler:
-    """An empty scheduler for a runner; equal ones, given the same requests, decide alike in any process."""
+    """An empty scheduler for a runner. From the same arguments and requests it decides alike in any process."""
     block_manager = BlockManager(info.num_kvcache_blocks, info.kvcache_block_size, config.enable_prefix_caching)
     return Scheduler(
         block_manager,

@@ -37,9 +37,9 @@ class Scheduler:
         max_num_batched_tokens: most tokens of one step.
         max_num_seqs: most running sequences.
         stats: counters to add to.
-        most_tokens_beside_decodes: of a step that has decodes to do, or twice the decodes if that is more. Decodes
-            ride along with a prompt's tokens for little more than their attention, so prompts are spread over
-            steps that are just large enough.
+        most_tokens_beside_decodes: most tokens of a step that has decodes to do, or twice the running sequences if
+            that is more. Decodes ride along with a prompt's tokens for little more than their attention, so prompts
+            are spread over steps that are just large enough.
     """
 
     def __init__(
@@ -158,12 +158,12 @@ class Scheduler:
                 self._is_admitting = True
                 return
             seq = self.waiting.peek()
-            # Each running sequence will want another block sooner or later; without that reserve an
-            # admission would be preempted at once. A sequence that would be alone needs no reserve.
             if seq.has_token_in_flight:
                 return
+            # Each running sequence will want another block sooner or later; without that reserve an
+            # admission would be preempted at once. A sequence that would be alone needs no reserve.
             if not block_manager.can_allocate(seq, len(self.running)):
-                # Otherwise each finished sequence would let in the next one, a step of prefill for each.
+                # Without this, each sequence that finishes would admit one other, with a prefill step of its own.
                 num_blocks = len(block_manager.blocks)
                 self._num_free_blocks_wanted = min(block_manager.num_free_blocks + num_blocks // 16 + 1, num_blocks)
                 return
@@ -188,7 +188,7 @@ class Scheduler:
             seq.num_tokens += 1
 
     def _preempt(self, seq: Sequence) -> None:
-        """Takes back the blocks of a sequence that left `running`; it returns first, with every token it has."""
+        """Takes back the blocks of a sequence that left `running`; it is admitted next, with every token it has."""
         self.block_manager.deallocate(seq)
         self._release_entry(seq)
         seq.status = SequenceStatus.WAITING

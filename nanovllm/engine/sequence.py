@@ -38,8 +38,8 @@ class Sequence:
         "entry",  # its place in the SequenceTable while running, else -1
         "num_preemptions",  # with seq_id, names one admission
         "block_table",  # logical block -> physical block
-        "block_hashes",  # chained hash of each leading full block, as far as anyone asked
-        "num_registered_blocks",  # leading blocks that are in the prefix cache (or whose equals are)
+        "block_hashes",  # chained hashes of the leading full blocks, as far as they were needed
+        "num_registered_blocks",  # leading blocks that are in the prefix cache, or have an equal there
         "last_registration",  # serial number of the last of those, 0 for none
     )
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from nanovllm.engine.sequence import Sequence
 
-# What stands in the place of a sampled token that there is none of: both are below every token id.
+# What stands where a row sampled no token; both are below every token id.
 BROKEN_LOGITS, NO_TOKEN_LEFT = -1, -2
 
 
@@ -31,8 +31,8 @@ class Step(NamedTuple):
     """What the device computes at once.
 
     Args:
-        chunks: one per sequence; those of a single new token that come before all longer ones are the decodes.
-        num_decodes: how many those are. Only here is it said what a decode is.
+        chunks: one per sequence; the decodes are those of a single new token that come before all longer ones.
+        num_decodes: how many those are. A decode is defined here and nowhere else.
     """
 
     chunks: list[Chunk]

@@ -13,7 +13,7 @@ class StepStats:
 
     A decode token is a sampled one that is computed alone; all others are prefill tokens. A step with nothing but
     single new tokens is a decode step, any other a prefill step, which may hold decodes as well. The seconds of
-    scheduling, launching and waiting for a step are shared between the phases as its tokens are.
+    scheduling, launching and waiting for a step are divided between the phases in proportion to its tokens.
     """
 
     num_rejected_requests: int = 0
@@ -38,7 +38,7 @@ class StepStats:
         self.num_prefill_steps += not is_decode_step
 
     def count_seconds(self, num_tokens: "StepTokens", began: float) -> float:
-        """Shares out the seconds since `began`, a `time.perf_counter()`, which went to a step; returns the time now."""
+        """Divides a step's seconds since `began`, a `time.perf_counter()`, between the phases; returns the time now."""
         now = time.perf_counter()
         of_decodes = (now - began) * num_tokens.decode / sum(num_tokens)
         self.decode_seconds += of_decodes
@@ -54,7 +54,7 @@ class StepTokens(NamedTuple):
 
 
 def tokens_of(step: Step) -> StepTokens:
-    """The tokens of a step that was just scheduled; later its sequences have gone on."""
+    """The tokens of a step that was just scheduled: its sequences' counters must still be those of the step."""
     num_tokens = num_decodes = 0
     for seq, num_new_tokens, _ in step.chunks:
         num_tokens += num_new_tokens

@@ -1,4 +1,4 @@
-"""Which request is admitted next. Like the scheduler plain Python, and the same everywhere."""
+"""Which request is admitted next. Plain Python like the scheduler, and the same in every process."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -8,12 +8,12 @@ from nanovllm.engine.sequence import Sequence
 
 
 class WaitingQueue:
-    """Preempted sequences, then those with most tokens to generate, then first come, first served.
+    """Preempted sequences first, then those with most tokens to generate; among equals, first come, first served.
 
     The longest go first so that a run does not end with a few of them decoding alone (the LPT rule: Graham, 1969).
     Sequences that share their first block stand where the longest of them stands. A group that has begun to be
-    served is served to its end and takes no more members. Nobody waits for one request here, so none is kept from
-    waiting while longer ones keep coming.
+    served is served to its end and takes no more members. Offline, nobody waits for a single request, so a short one
+    may wait as long as longer ones keep coming.
     """
 
     def __init__(self):

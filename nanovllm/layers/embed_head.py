@@ -8,7 +8,7 @@ from nanovllm.layers.linear import WHOLE, PartialSum, Shard, Shards, empty_param
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.linear import linear, pack_weight
 
-# Each rank's part of the vocabulary is a multiple of this: matrix products like such sizes.
+# Each rank's part of the vocabulary is a multiple of this, because matrix products are faster at such sizes.
 _ROWS = 16
 
 
@@ -57,7 +57,7 @@ class VocabParallelEmbedding(VocabParallel):
     weight: nn.Parameter
 
     def forward(self, token_ids: torch.Tensor) -> PartialSum:
-        """token_ids: [num_tokens] -> [num_tokens, hidden_size], of several ranks zeros but for their tokens"""
+        """token_ids: [num_tokens] -> [num_tokens, hidden_size]; zeros for tokens that another rank holds"""
         if self.parallel.size == 1:
             return PartialSum(F.embedding(token_ids, self.weight))
         local = token_ids - self.first
@@ -67,14 +67,14 @@ class VocabParallelEmbedding(VocabParallel):
 
 
 class ParallelLMHead(VocabParallel):
-    """Projects onto the vocabulary; with tied embeddings it is given the embedding's `weight`, which packing drops."""
+    """Projects onto the vocabulary. With tied embeddings it shares the embedding's `weight` until it packs its own."""
 
     def __init__(self, *args, **kw):
         super().__init__(*args, **kw)
         self.packed: torch.Tensor | None = None
 
     def pack(self) -> None:
-        """Like LinearBase.pack; a tied weight stays, for the embedding reads it."""
+        """Like LinearBase.pack; a tied weight stays in memory, because the embedding reads it."""
         self.packed = pack_weight(self.get_parameter("weight"))
         if self.packed is not None:
             self.weight = None
@@ -93,7 +93,7 @@ class ParallelLMHead(VocabParallel):
 
         Returns:
             [num_rows / ranks, vocab_size]: rank r has the r-th part of the rows, each with its whole vocabulary. So no
-            rank holds all logits, and what samples need not know of ranks.
+            rank holds all logits, and whatever samples knows nothing of ranks.
         """
         size = self.parallel.size
         out = None if out is None else out[: len(hidden_states) // size]

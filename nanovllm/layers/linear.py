@@ -31,7 +31,7 @@ class Shard:
 
 
 class PartialSum(NamedTuple):
-    """A tensor of which every rank holds one summand; RMSNorm.reduce_add takes the sum over the ranks."""
+    """One rank's summand of a tensor; RMSNorm.reduce_add takes the sum over the ranks."""
 
     part: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""RMSNorm as layers: of what the layer before left, and of every query and key head."""
+"""RMSNorm as layers: of hidden states, after the residual is added, and of every query and key head."""
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ class RMSNorm(nn.Module):
     Args:
         size: of a row.
         fused: compute with our kernels.
-        parallel: the ranks whose sums `reduce_add` takes.
+        parallel: the ranks whose parts `reduce_add` sums.
     """
 
     def __init__(

@@ -170,7 +170,7 @@ def _rope(raw: dict[str, Any], max_position: int) -> RopeConfig:
     if factor < 1:
         raise ValueError(f"rope scaling {kind!r} needs a factor of at least 1, not {factor!r}")
     names = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
-    given = {name: _number(fields, name) for name in names if fields.get(name)}  # 0 is as good as absent
+    given = {name: _number(fields, name) for name in names if fields.get(name)}  # 0 counts as absent
     original = _count(fields, "original_max_position_embeddings", default=max_position)
     return RopeConfig(theta, kind, factor, original, truncate=_flag(fields, "truncate", default=True), **given)
 

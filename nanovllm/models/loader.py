@@ -95,7 +95,7 @@ def expected_tensors(model: CausalLM) -> dict[str, Shard]:
 
 
 def fill_dummy_weights(model: nn.Module, seed: int) -> None:
-    """Small random numbers (norm weights one), for benchmarks without a checkpoint."""
+    """Small random numbers, and 1 for the weights of norms: for benchmarks without a checkpoint."""
     with torch.no_grad():
         generator = torch.Generator(next(model.parameters()).device).manual_seed(seed % 2**63)
         for name, parameter in model.named_parameters():

@@ -1,1 +1,1 @@
-"""Context of a step's attention, weight loading, and the collectives."""
+"""Stateless operations, one per file: the plain twin, its kernel, and the function that chooses."""

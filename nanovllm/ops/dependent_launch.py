@@ -1,14 +1,15 @@
-"""Programmatic dependent launch (CUDA, compute capability 9.0): a kernel's blocks are put in place while the kernel
-before it still ends, which saves most of the gap between two short kernels.
+"""Programmatic dependent launch (CUDA, compute capability 9.0): a kernel is set up while the kernel before it is still
+ending, which saves most of the gap between two short kernels.
 
-A kernel launched with `LAUNCH_OPTIONS` calls `begin()` before it touches memory that a kernel before it writes:
-every one of its programs lets the kernel after it come, and waits for the kernel before to have ended. Weights, which
-no kernel of a step writes, may be read earlier.
+A kernel launched with `LAUNCH_OPTIONS` calls `begin()` before it touches memory that a kernel before it writes: each of
+its programs lets the next kernel start, and waits until the preceding kernel has ended. Weights, which no kernel of a
+step writes, may be read earlier.
 
-A kernel may run beside the one before it if it reads nothing of that one: then the one before waits first and only then
-lets it come, so that what both read is complete, and one program of it waits at its end, so that whoever waits for it
-has waited for both. CUDA promises what was written before to a grid that waits itself; that one which does not sees it
-too rests on its starting, with empty first-level caches, after those writes were flushed.
+A kernel may run beside the preceding one if it reads nothing that the preceding one writes. Then the preceding kernel
+waits first and only then lets the other start, so that whatever both read is complete. One program of the other waits
+at its end, so that whoever waits for it has waited for both. CUDA promises earlier writes only to a grid that waits
+itself. A kernel that does not wait sees them all the same, because it starts, with empty first-level caches, after
+those writes were flushed; this is trust in the hardware.
 """
 
 import os

@@ -1,16 +1,16 @@
 """The ranks' sum of a layer's output, the residual and the RMSNorm after it in one kernel, over memory that all GPUs of
 the model reach directly (NVLink).
 
-Two ways, of which the one that takes less time is chosen by what is to be sent. Directly, every rank sends its product
-to all, and each sums, adds the residual and norms for itself. By owner, every rank sends each row to the rank whose row
-it is; that one sums them, adds the residual, norms the sum and sends the result to all: a reduce-scatter and an
-all-gather with the norm between them. With more than two ranks that sends less, and it takes two trips instead of one.
-The residual of a row is then known to its owner alone. NCCL's all-reduce with RMSNorm.add is the plain twin.
+There are two ways, and the number of bytes decides which one takes less time. Directly, every rank sends its product
+to all, and each sums, adds the residual and norms for itself. By owner, every rank sends each row to the rank that owns
+it; that one sums them, adds the residual, norms the sum and sends the result to all: a reduce-scatter and an all-gather
+with the norm between them. With more than two ranks that sends less, and it takes two trips instead of one. The
+residual of a row is then known to its owner alone. The plain twin is `Parallel.all_reduce`, then `add_rms_norm`.
 
 No rank says that it has sent. A mailbox holds −0.0 wherever nothing has come, nobody sends −0.0 (0.0 goes in its
 place), and whoever waits reads until none is left, then writes −0.0 anew; TensorRT-LLM calls such an all-reduce
-Lamport's. No sum uses the mailbox of the sum before: a rank has emptied that one before it sends in this sum, and no
-rank ends this sum before all have sent in it, so that whoever sends in the next finds it empty.
+Lamport's. Successive sums use different mailboxes. A rank empties the mailbox of one sum before it sends in the next,
+and no rank ends that next sum before all have sent in it. So whoever sends in the sum after that finds it empty.
 
 Some of this rests on what the hardware does, not on what CUDA promises: plain stores arrive at another GPU while the
 sender waits, a number arrives whole, and a grid's programs start in the order of their numbers.
@@ -26,9 +26,9 @@ from nanovllm.ops.kernel import jit, tl, triton
 
 logger = logging.getLogger(__name__)
 
-# Rows of half a mailbox. More go in parts: so many take far longer than the wait for the ranks that each part costs.
+# Rows of half a mailbox. More go in parts. Each part costs a wait for the ranks, little beside the time of its rows.
 _MOST_ROWS = 2048
-# What NVLink carries while a row is on its way: so much more may be sent to save a trip.
+# What NVLink carries while a row is on its way: this much more may be sent to save a trip.
 _BYTES_OF_A_TRIP = 2**20
 
 
@@ -38,7 +38,7 @@ class Exchange:
     Args:
         parallel: this rank's place.
         mail: this rank's memory, `mail_shape(width)`, which all ranks reach; is filled with −0.0.
-        addresses: where this process finds each rank's.
+        addresses: where this process finds each rank's memory.
     """
 
     def __init__(self, parallel: Parallel, mail: torch.Tensor, addresses: list[int]):
@@ -56,13 +56,13 @@ class Exchange:
 
         Args:
             product: this rank's, contiguous [num_rows, width].
-            residual: None in the first call of a step, and only there. A step has two calls at least, all with as
-                many rows, and none is left out.
+            residual: None in the first call of a step, and only there. A step makes at least two calls, all with the
+                same number of rows, and skips none.
             weight: [width].
         """
         num_rows, width = product.shape
         normed, total = torch.empty_like(product), torch.empty_like(product)
-        # At least as many numbers as threads: of a number that two threads read, each might see another state.
+        # At least as many numbers as threads: two threads that read one number might see different states of it.
         padded = max(128, triton.next_power_of_2(width))
         num_warps = 4 if padded <= 1024 else min(16, max(8, self._size * padded // 2048))
         is_direct = _is_direct(self._size, num_rows, product.nbytes)
@@ -103,14 +103,14 @@ def _sum_add_norm_kernel(
 ):  # fmt: skip
     """Directly, a program has the row of its number; by owner it has one row of each rank, and sums this rank's.
 
-    It waits for the others' programs of the same number alone, so that it matters not how many run at once.
+    It waits for the others' programs of the same number alone, so that it does not matter how many run at once.
 
     mail: a mailbox, [2, most rows, WIDTH]; distances: [SIZE]; product, residual, total, normed: [num_rows, WIDTH].
     """
     program = tl.program_id(0)
     column = tl.arange(0, PADDED)
     is_real = column < WIDTH
-    weights = tl.load(weight + column, is_real, 0.0).to(tl.float32)  # nothing before writes them
+    weights = tl.load(weight + column, is_real, 0.0).to(tl.float32)  # no earlier kernel writes them
     ranks = tl.arange(0, SIZE)
     mails = mail + tl.multiple_of(tl.load(distances + ranks), 16)[:, None] + column
     begin()
@@ -184,9 +184,9 @@ def make_exchange(parallel: Parallel, width: int, dtype: torch.dtype, device: to
         exchange = Exchange(parallel, mail, addresses)
         torch.cuda.synchronize(device)
     except torch.cuda.OutOfMemoryError:
-        raise  # of this rank alone, perhaps
+        raise  # perhaps on this rank alone
     except RuntimeError as error:
-        logger.warning("the GPUs cannot reach each other's memory, so NCCL sums instead, slower: %s", error)
+        logger.warning("the GPUs cannot reach each other's memory, so NCCL takes the sums, which is slower: %s", error)
         exchange = None
-    # Nobody sends before all mailboxes are empty, for all ranks meet here.
+    # All ranks meet here, so that nobody sends before all mailboxes are empty.
     return exchange if parallel.minimum(exchange is not None, device) else None

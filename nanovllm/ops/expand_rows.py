@@ -59,13 +59,13 @@ def expand_rows(
     block_size: int,
     fused: bool = False,
 ) -> Expanded:
-    """Expands rows through the table that they name entries of.
+    """Expands rows, each of which names an entry of the table.
 
     Args:
         rows: int32 [at least num_rows + 1 and num_sampled, 4]. Row i has its entry, its keys once the step is computed,
             its first token in the flat batch, and, as the fourth number, the i-th row that samples. Row `num_rows` ends
-            the list: the table's last entry, which belongs to nobody, no keys, and the number of real tokens. So does
-            every row of padding before it. It also pads the rows that sample.
+            the list. It has the table's last entry, which belongs to nobody, no keys, and the number of real tokens
+            as its first token; so has every row of padding before it. It also pads the rows that sample.
         num_rows, num_tokens, num_sampled: padding included.
         fused: compute with the kernel.
     """
@@ -107,7 +107,7 @@ def _expand_rows_kernel(
     num_halvings, max_model_len, max_blocks, num_entries, settings_stride, NUM_SETTINGS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Each program has one row, as many tokens as it is wide, and as many sampled rows."""
+    """Each program expands one row, WIDTH tokens and WIDTH sampled rows."""
     begin()
     program = tl.program_id(0)
     lane = tl.arange(0, WIDTH)
@@ -160,7 +160,7 @@ def _fused_expand_rows(rows, table, num_rows, num_tokens, num_sampled, block_siz
     max_blocks, (num_settings, num_entries) = table.block_tables.shape[1], table.settings.shape
 
     def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        # Rows begin where Triton takes them for aligned, so that no size has kernels of its own.
+        # Rows begin where Triton takes them for aligned, so that all sizes share their kernels.
         padded = torch.empty(*shape[:-1], -(-shape[-1] // 16) * 16, dtype=dtype, device=rows.device)
         return padded[..., : shape[-1]]
 

@@ -37,7 +37,7 @@ def filter_thresholds(
 
     Returns:
         float32 [num_rows]; −inf where nothing is filtered, and where the logits hold NaN or +inf, or nothing but −inf.
-        Sums in float32 may round: if a token's place is within about 1e-6 of p, it may be kept or not.
+        Sums in float32 round: a token at which the mass reaches p to within about 1e-6 may be kept or not.
     """
     find = fused_filter_thresholds if (is_fused(logits) if fused is None else fused) else plain_filter_thresholds
     return find(logits, temperatures, top_ks, top_ps, min_ps)
@@ -89,13 +89,13 @@ def _negated_in_order(logits: torch.Tensor, limits: torch.Tensor) -> torch.Tenso
 
 
 # The kernel: one program per row. A first pass notes the largest logit of each of _LANES lanes, which bounds the
-# threshold from below. What lies above the bound is copied to a small scratch row, and searched there. Only where too
-# much lies above it do further passes over all logits narrow the range first. Both filters are the same search, for the
+# threshold from below. What lies above the bound is copied to a small scratch row, and searched there. If too much
+# lies above it, further passes over all logits narrow the range first. Both filters are the same search, for the
 # largest key at which the weights of the logits from there on reach a target: with weight 1 for top-k, and
 # exp((logit − largest) / temperature) for top-p. Every loop ends by its count or because a range of integers shrinks,
 # whatever the sums are; every sum has a fixed order, so the same row always gives the same threshold.
 _LANES = 4096  # logits that a program reads at once
-_SLOTS = 16  # of the scratch row, per group of four lanes
+_SLOTS = 16  # copies that the scratch row has room for, per group of four lanes
 
 
 def fused_filter_thresholds(
@@ -182,7 +182,7 @@ def _search(logits, length, places, low, high, target, by_value, most_steps, top
 
 @jit
 def _append(found, logit, first, end, count, SLOTS):
-    """Every group's logit goes to its next free slot if it is wanted; the groups' counts."""
+    """Appends each group's logit to the group's copies if it is wanted; returns how many copies each group has."""
     is_wanted = (logit.to(tl.float32) >= first) & (logit.to(tl.float32) < end)
     group = tl.arange(0, count.shape[0])
     tl.store(found + count * count.shape[0] + group, logit, is_wanted & (count < SLOTS))
@@ -191,7 +191,7 @@ def _append(found, logit, first, end, count, SLOTS):
 
 @jit
 def _collect(logits, length, places, low, high, found, SLOTS, SHIFT):
-    """Copies the logits from low on that are below high, group by group; how many slots it took, 0 if too many."""
+    """Copies the logits from low on that are below high; the most copies of any group, or 0 if they are too many."""
     first, end = _value(low, SHIFT), _value(high, SHIFT)
     count = tl.zeros([places.shape[0]], tl.int32)
     for start in range(0, length, places.shape[0] * 4):
@@ -205,7 +205,7 @@ def _collect(logits, length, places, low, high, found, SLOTS, SHIFT):
         count = _append(found, logit4, first, end, count, SLOTS)
     num_slots = tl.maximum(tl.max(count), 1)
     num_slots = tl.where(num_slots <= SLOTS, num_slots, 0)
-    for _ in range(num_slots):  # nothing is left of the row before in slots that are free
+    for _ in range(num_slots):  # where a group has fewer copies, clears what the previous row left
         tl.store(found + count * places.shape[0] + tl.arange(0, places.shape[0]), float("-inf"), count < num_slots)
         count += 1
     tl.debug_barrier()
@@ -214,9 +214,9 @@ def _collect(logits, length, places, low, high, found, SLOTS, SHIFT):
 
 @jit
 def _filter(logits, length, places, low, high, target, num_slots, lanes, found, top, scale, SLOTS, SHIFT):
-    """(the largest key from low on at which the mass reaches the target, slots of `found` with all logits from it on)
+    """(the largest key from low on at which the mass reaches the target, `num_slots` for the logits from it on)
 
-    num_slots: slots of `found` with all logits from low on; 0 if it has not all.
+    num_slots: most copies of any group, if `found` has all logits from low on; 0 if it has not.
     """
     above = target - target
     all_slots = num_slots
@@ -254,7 +254,7 @@ def _largest_of_lanes(logits, length, places, lanes):
 
 @jit
 def _filter_row(logits, length, temperature, top_k, top_p, min_p, lanes, places, threshold, SLOTS, SHIFT):
-    """Stores the threshold of a row, unless it is broken; lanes: scratch, for the largest of each and the copies."""
+    """Stores the threshold of a row, unless it is broken; lanes: scratch, for each lane's largest and the copies."""
     found = lanes + places.shape[0] * 4
     top, least_of_lanes, is_broken = _largest_of_lanes(logits, length, places, lanes)
     if (top > float("-inf")) & (top < float("inf")) & (is_broken == 0):
@@ -273,7 +273,7 @@ def _filter_row(logits, length, temperature, top_k, top_p, min_p, lanes, places,
                     masses += _masses(logits, unseen, places, cut, cut, cut, cut, top, scale)
                     total = tl.max(masses)
                     target = top_p.to(tl.float64) * total
-                    # Tokens below this bound are too light to make up the mass that top-p drops, were they all of them.
+                    # Even if all tokens lay below this bound, they would be lighter than the mass that top-p drops.
                     spare = tl.log(0.5 * (1 - top_p.to(tl.float64)) * total / length)
                     bound = (top + temperature * spare).to(tl.float32)
                 low = tl.maximum(low, _key(bound, SHIFT))

@@ -19,7 +19,7 @@ _ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32), 5
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor | None:
-    """weight: float32 [output_size, input_size] on a CPU -> the same in oneDNN's own layout; None if that cannot be."""
+    """weight: float32 [output_size, input_size] on a CPU -> the same in oneDNN's own layout; None if it has none."""
     # The operators are the ones that torch.compile uses; a build of PyTorch may lack them.
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
         return None
@@ -73,7 +73,7 @@ def _single_row_linear_kernel(
     column = tl.arange(0, INPUTS)
     is_output = output < output_size
     at = weight + output[:, None].to(tl.int64) * SIZE + column[None, :]
-    weights = tl.load(at, is_output[:, None] & (column < SIZE)[None, :], 0.0)  # nothing before writes them
+    weights = tl.load(at, is_output[:, None] & (column < SIZE)[None, :], 0.0)  # no earlier kernel writes them
     begin()
     products = weights.to(tl.float32) * tl.load(x + column, column < SIZE, 0.0).to(tl.float32)[None, :]
     for first in tl.static_range(INPUTS, SIZE, INPUTS):
@@ -86,8 +86,8 @@ def _single_row_linear_kernel(
 def single_row_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """x: [1, input_size], weight: [output_size, input_size] -> `x @ weight.T`, [1, output_size]
 
-    With one row there is nothing to reuse: all that counts is to read the weights without a pause. Each program's
-    first ones are on their way before the kernel before has ended. The plain twin is `F.linear`.
+    With one row there is nothing to reuse: all that counts is to read the weights without a pause. Each program asks
+    for its first weights before the preceding kernel has ended. The plain twin is `F.linear`.
     """
     output_size, input_size = weight.shape
     out = torch.empty((1, output_size), dtype=x.dtype, device=x.device) if out is None else out

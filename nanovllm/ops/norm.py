@@ -41,7 +41,7 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64) * SIZE
     column = tl.arange(0, PADDED)
     is_real = column < SIZE
-    weights = tl.load(weight + column, is_real, 0.0).to(tl.float32)  # nothing before writes it
+    weights = tl.load(weight + column, is_real, 0.0).to(tl.float32)  # no earlier kernel writes it
     begin()
     values = tl.load(x + row + column, is_real, 0.0).to(tl.float32)
     if ADDS:

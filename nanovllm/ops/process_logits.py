@@ -21,8 +21,8 @@ from nanovllm.ops.kernel import is_fused, jit, tl, triton
 ALWAYS = 2**31 - 1  # as edit_until: however many tokens were generated
 
 _IDS = 4096  # of the vocabulary, per program of the dense kernel
-_POSITIONS = 256  # of a history, or edits: what a program of the sparse kernels does at once
-_PROGRAMS = 2048  # about so many in a sparse kernel, shared by the rows
+_POSITIONS = 256  # of a history, or edits, that a program of the sparse kernels takes at once
+_PROGRAMS = 2048  # of a sparse kernel, about; the rows share them
 
 
 @dataclass
@@ -30,7 +30,7 @@ class TokenRules:
     """What each entry's sampling parameters say of single tokens; contiguous tensors, by entry.
 
     An edit applies while fewer completion tokens than its `until` were generated, and only where the completion ends
-    with the tokens of its prefix, if it has one. Ids outside of the vocabulary are ignored.
+    with the tokens of its prefix, if it has one. Ids outside the vocabulary are ignored.
     """
 
     num_prompt_tokens: Tensor  # int32 [num_entries]
@@ -103,7 +103,7 @@ def plain_process_logits(
 
 
 def _rows_where(asks: Tensor) -> Tensor:
-    """bool [num_rows] -> int64, the rows that ask for something; on a GPU all rows, since to look would be to wait."""
+    """bool [num_rows] -> int64, the rows that ask for something; on a GPU all rows: looking would mean waiting."""
     return asks.nonzero()[:, 0] if asks.device.type == "cpu" else torch.arange(len(asks), device=asks.device)
 
 
@@ -298,8 +298,8 @@ def process_logits(
         fused: compute with our kernels; None is wherever they can.
 
     Returns:
-        float32 [num_rows, num_ids], a new tensor. The kernels give the twin's numbers, but where an entry names one
-        id in several edits of finite values: their sum may then differ in its last bits.
+        float32 [num_rows, num_ids], a new tensor. The kernels give the twin's numbers, except where an entry names one
+        id in several edits of finite values: their sum may differ in its last bits.
     """
     if not logits.numel():
         return torch.empty_like(logits, dtype=torch.float32)

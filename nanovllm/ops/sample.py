@@ -4,8 +4,8 @@ Noise comes from a counter-based generator keyed by (request seed, position, tok
 tokens do not depend on its neighbours, its arrival, preemption or the batch.
 
 Gumbel-max is done in two stages: one group of 16 ids is drawn by its total weight, and then one of its ids. The
-largest of a group's noisy scores is distributed as the group's log-sum-exp with noise of its own, and which id has it
-does not depend on how large it is (Maddison et al., 2014, use both for trees). So this is the same distribution, with a
+largest of a group's noisy scores is distributed as the group's log-sum-exp with noise of its own, and its size does not
+depend on which id has it (Maddison et al., 2014, use both for trees). So this is the same distribution, with a
 sixteenth of the noise and, in the kernel, a quarter of the generator's blocks.
 """
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.ops.kernel import is_fused, jit, tl, triton
 
-# What stands in the place of a token where there is none; engine/step.py has the same numbers.
+# What stands where a row has no token; engine/step.py has the same numbers.
 BROKEN_LOGITS, NO_TOKEN_LEFT = -1, -2
 # Temperatures are clamped to float32's normal range before they divide; also what divides where they are 0.
 COLDEST = 1.2e-38
@@ -101,7 +101,7 @@ def exponential_noise(seeds: torch.Tensor, positions: torch.Tensor, blocks: torc
     counter = (blocks, positions[:, None] & _MASK, torch.full_like(blocks, stream), torch.zeros_like(blocks))
     words = philox4x32(counter, (seeds[:, None], seeds[:, None] >> 32))
     bits = torch.stack(torch.broadcast_tensors(*words), -1).flatten(1)
-    # All 32 bits count, for the winner's E is tiny among many; the largest words would round to 1.
+    # All 32 bits count, because among many ids the winner's E is tiny. The largest words would round to 1.
     uniform = ((bits.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_()
 

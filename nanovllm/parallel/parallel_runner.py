@@ -1,8 +1,8 @@
 """Runs steps on several devices: starts a Worker process for each rank, writes them the log of the schedule, collects
 their tokens, and ends them all when one of them fails.
 
-The driver, too, is only a process that follows the schedule: its LLMEngine holds requests and tokens, its Scheduler
-decides what every rank's own Scheduler decides as well. Each entry of the log stands where it took effect.
+The driver's LLMEngine holds requests and tokens. Its Scheduler takes the same decisions as every rank's own Scheduler,
+because each entry of the log stands at the point of the schedule where it took effect.
 """
 
 import contextlib
@@ -81,7 +81,7 @@ class TensorParallelRunner(Runner):
                 self._ranks.append(_start_rank(worker_module, rank, self._size))
                 level = logging.getLogger("nanovllm").getEffectiveLevel()
                 _start_thread(_read, self._ranks[rank].socket, rank, self._inbox, self._troubles)
-                with contextlib.suppress(OSError):  # it is gone already, of which its reader hears
+                with contextlib.suppress(OSError):  # its reader hears that it is gone
                     self._ranks[rank].socket.sendall(frame([vars(config), rank, self._size, level]))
             _start_thread(_write, [rank.socket for rank in self._ranks], self._outbox)
             self._outbox.put(frame([self._replies(0)[0]]))
@@ -197,7 +197,7 @@ def _start_rank(module: str, rank: int, size: int) -> _Rank:
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     }
     # What can be imported here can be imported there, and nothing from the working directory besides. PYTHONPATH would
-    # come before the standard library. This very package, wherever it is, not another of its name.
+    # come before the standard library. The rank gets this very package, not another of the same name.
     path, package = [entry for entry in sys.path if isinstance(entry, str) and entry], Path(nanovllm.__file__).parent
     program = f"""import sys; sys.path[:] = {path!r}
 import importlib.util, runpy
@@ -251,6 +251,6 @@ def _end(ranks: list[_Rank], outbox: SimpleQueue, driver: int) -> None:
         rank.process.kill()
     for rank in ranks:
         rank.process.wait()
-        # Its reader closes it; earlier, its number might be another file's while the reader still looks at it.
+        # Its reader closes it. Closed here, its number might become another file's while the reader still uses it.
         with contextlib.suppress(OSError):
             rank.socket.shutdown(socket.SHUT_RDWR)

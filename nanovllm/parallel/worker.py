@@ -68,11 +68,11 @@ def fingerprint(step: Step) -> int:
 
 
 class Worker:
-    """Follows the driver's log: each method but `follow` is one kind of entry.
+    """Follows the driver's log: each method except `follow` is one kind of entry.
 
     Args:
-        config, runner: as an LLMEngine's.
-        rank: this one's.
+        config, runner: as for an LLMEngine.
+        rank: this process's.
     """
 
     def __init__(self, config: Config, runner: Runner, rank: int):
@@ -82,7 +82,7 @@ class Worker:
         self.renew()
 
     def follow(self, log: Iterator[list], reply: Any) -> None:
-        """Until the log says "close"; an entry is [tag, kind, its arguments]. What has a tag is answered."""
+        """Follows the log until "close". An entry is [tag, kind, its arguments]; one that has a tag is answered."""
         for tag, kind, *arguments in log:
             if kind == "close":
                 return

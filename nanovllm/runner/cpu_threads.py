@@ -22,10 +22,10 @@ _LEAST_FREE = 0.7
 
 
 def choose_num_threads(most: int, num_cpus: int, num_busy: float) -> int:
-    """As many threads as CPUs are free, from 1 to `most`, in at most eight different numbers.
+    """As many threads as CPUs are free, from 1 to `most`; rounded down, so that few different numbers occur.
 
-    The numbers are few because oneDNN compiles and keeps its kernels anew for each. A fourth of the CPUs always counts
-    as free: of two engines that share a machine, the second would else stay at one thread.
+    They are few because oneDNN compiles and keeps its kernels anew for each number. A fourth of the CPUs always counts
+    as free: otherwise, of two engines that share a machine, the second would stay at one thread.
 
     Args:
         most: threads that PyTorch itself would use.
@@ -40,8 +40,8 @@ def choose_num_threads(most: int, num_cpus: int, num_busy: float) -> int:
 class CpuThreads:
     """Sets PyTorch's number of threads for the duration of a `with` block; `adapt` checks it between steps.
 
-    A number that the user chose stays: OMP_NUM_THREADS, MKL_NUM_THREADS, or `torch.set_num_threads` with another
-    number than PyTorch's own. Where the system does not tell its load, PyTorch's own choice stays, too.
+    A number that the user chose stays: OMP_NUM_THREADS, MKL_NUM_THREADS, or `torch.set_num_threads` with a
+    number other than PyTorch's own. Where the system does not tell its load, PyTorch's own choice stays, too.
 
     Args:
         is_used: False makes the `with` block do nothing.

@@ -28,8 +28,8 @@ def quarters(largest: int) -> list[int]:
 
 @contextmanager
 def _cublas_lt() -> Iterator[None]:
-    """While this lasts, matrix products come from cuBLASLt, which chooses better kernels for few rows than cuBLAS, and
-    for many rows hardly others.
+    """While this lasts, matrix products come from cuBLASLt. For few rows it chooses better kernels than cuBLAS, and for
+    many rows nearly always the same.
 
     PyTorch knows this choice only for the process as a whole: another thread's products may come from there too.
     """
@@ -49,7 +49,7 @@ class CudaGraphs:
     Args:
         parked: while it lasts, the state is one on which a step may be tried.
         device: the GPU.
-        is_alone: no other rank takes part in the steps, so that this one may do without a graph.
+        is_alone: no other rank takes part in the steps, so that this one may go on without a graph.
     """
 
     def __init__(self, parked: Callable[[], AbstractContextManager], device: torch.device, is_alone: bool = True):
@@ -63,7 +63,7 @@ class CudaGraphs:
         return len(self._captured)
 
     def __contains__(self, key: Hashable) -> bool:
-        """Whether its capture was tried."""
+        """Whether the capture of `key` was tried."""
         return key in self._captured
 
     def holds(self, key: Hashable) -> bool:

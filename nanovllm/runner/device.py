@@ -27,7 +27,7 @@ def rank_device(name: str, rank: int = 0, size: int = 1) -> torch.device:
 
 
 def dtype_of(wanted: str, of_checkpoint: str | None, device: torch.device) -> torch.dtype:
-    """The dtype of weights, activations and KV cache; a ValueError if the checkpoint's is none that we compute in."""
+    """The dtype of weights, activations and KV cache; a ValueError if we cannot compute in the checkpoint's."""
     if wanted == "auto":
         # CPUs compute bfloat16 slowly, and float32 loses nothing.
         wanted = "float32" if device.type == "cpu" else of_checkpoint or "bfloat16"
@@ -38,7 +38,7 @@ def dtype_of(wanted: str, of_checkpoint: str | None, device: torch.device) -> to
 
 
 def max_model_len_of(wanted: int | None, limit: int) -> int:
-    """Most tokens of prompt + completion; a ValueError if the model was not made for so many."""
+    """Most tokens of prompt + completion; a ValueError if the model was made for fewer."""
     if wanted is None:
         return min(limit, _LONGEST_DEFAULT_MODEL_LEN)
     if wanted > limit:

@@ -25,7 +25,7 @@ class MemoryUse:
     """What was seen of the device's memory, in bytes.
 
     total: all there is; free_at_start: before anything was loaded; free: with weights and libraries loaded;
-    activations: what a largest step takes for a while; graphs: kept for captured steps.
+    activations: what the largest step takes while it runs; graphs: kept for captured steps.
     """
 
     total: int
@@ -82,7 +82,7 @@ def num_kvcache_blocks(
 
 
 def default_max_num_seqs(config: Config, weight_bytes: int, token_bytes: int, free: int, is_gpu: bool) -> int:
-    """How many sequences run at a time if nobody says: as many as keep the device busy, if the cache holds them.
+    """How many sequences run at a time by default: as many as keep the device busy, if the cache holds them.
 
     Args:
         weight_bytes: of the model, about.
@@ -102,7 +102,7 @@ def measure_memory(
     """Runs a step that is as large as any in tokens and in sampled rows, on a GPU with a cache of one block.
 
     Args:
-        run_step: computes prompts of so many tokens each and waits for them.
+        run_step: computes prompts of the given lengths and waits for them.
         num_tokens, max_num_seqs: most tokens and most sequences of a step.
         free_at_start: bytes that were free before anything was loaded.
 
@@ -117,13 +117,13 @@ def measure_memory(
     allocated = torch.cuda.memory_allocated(device)
     num_seqs = min(max_num_seqs, num_tokens)
     if num_seqs > 1 and num_tokens > 2:
-        run_step([1, 2])  # compiles what decodes beside prompts take
+        run_step([1, 2])  # compiles what decodes beside prompts need
     torch.cuda.reset_peak_memory_stats(device)
     with explained_out_of_memory(f"a step of {num_tokens} tokens and {num_seqs} sampled rows", device):
         run_step([num_tokens // num_seqs + (index < num_tokens % num_seqs) for index in range(num_seqs)])
     activations = torch.cuda.max_memory_allocated(device) - allocated
     torch.cuda.empty_cache()
-    # What libraries and kernels took by the way stays taken.
+    # What libraries and kernels allocated during the step stays allocated.
     free = min(free, torch.cuda.mem_get_info(device)[0])
     return MemoryUse(total, free_at_start, free, activations)
 

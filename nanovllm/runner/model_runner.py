@@ -167,7 +167,7 @@ class ModelRunner(Runner):
         self._groups_prefixes = config.prefix_grouping
         self._grouped_tenants = np.zeros((0, 2), np.int64)
         self._is_grouped = False
-        # What is captured samples without asking the device for a count, as our kernels do.
+        # A captured step must not ask the device for a count; only our kernels sample without one.
         self._is_captured = self._is_gpu and self._fused and self.backend.can_be_captured and not config.enforce_eager
         self._captures_prompts = self._is_captured and self.backend.can_capture_prompts
         self._choose_sizes(config)
@@ -183,13 +183,13 @@ class ModelRunner(Runner):
     def _compile_sampling(self) -> None:
         """Begins to compile the kernels of every kind of sampling, while the model is loaded.
 
-        Without a cache of kernels they take seconds, and the first request may want any of them.
+        Without cached kernels that takes seconds, and the first request may want any of them.
         """
 
         @torch.inference_mode()
         def sample_a_row(needs: SamplingNeeds) -> None:
-            # On the stream of the steps, as every thread is. Once another stream had launched kernels, those of captured
-            # steps no longer began before the one before had ended: 2% slower (H200, CUDA 13.0).
+            # Every thread stays on the stream of the steps. After another stream had launched kernels, kernels of
+            # captured steps no longer started before the preceding one had ended: 2% slower (H200, CUDA 13.0).
             with self._on_device():
                 logits = torch.zeros(1, self.model_config.vocab_size, dtype=self.dtype, device=self.device)
                 self._sample_rows(logits, self.table.padding_row(), needs)
@@ -204,6 +204,10 @@ class ModelRunner(Runner):
                 thread.start()
                 self._compiling.append(thread)
 
+    def _await_compiling(self) -> None:
+        while self._compiling:
+            self._compiling.pop().join()
+
     def _choose_sizes(self, config: Config) -> None:
         """The sizes that steps are padded to where they are captured."""
         self._most_rows = min(self.max_num_seqs, config.max_num_batched_tokens)
@@ -216,7 +220,7 @@ class ModelRunner(Runner):
             self._token_sizes = quarters(most_tokens)
             # A chunk in the middle of a prompt samples nothing.
             self._sampled_sizes = sorted({min(16, most_rows), *quarters(most_rows)})
-            # Prompts of 32 tokens and longer ones; every tile costs a program per head, whether it is used or not.
+            # Enough for prompts of 32 tokens and more; every tile costs a program per head, whether it is used or not.
             self._most_tiles = most_tokens // QUERY_TILE + min(most_rows, most_tokens // 32 + 1)
 
     def _capture(self, is_alone: bool) -> None:
@@ -269,26 +273,26 @@ class ModelRunner(Runner):
         return StepSize(num_rows, num_tokens, num_sampled, num_tiles, num_decodes, longest, is_grouped), False
 
     def _decode_size(self, num_rows: int, is_grouped: bool) -> StepSize:
-        """Of a captured step of decodes alone."""
+        """The size of a captured step of decodes alone."""
         return StepSize(num_rows, num_rows, self._padded_sampled(num_rows), 0, num_rows, 1, is_grouped)
 
     def _prompt_size(self, num_tokens: int, num_sampled: int, is_grouped: bool = False) -> StepSize:
-        """Of a captured step that holds prompts: all its rows may be decodes, or prompts of any length."""
+        """The size of a captured step with prompts: all its rows may be decodes, or prompts of any length."""
         num_rows = min(self._most_rows, num_tokens)
         num_sampled = self._padded_sampled(min(num_sampled, num_rows))
         return StepSize(num_rows, num_tokens, num_sampled, self._most_tiles, num_rows, num_tokens, is_grouped)
 
     def _padded_sampled(self, num_sampled: int) -> int:
-        """The ranks share the rows that sample evenly."""
+        """The next multiple of the number of ranks, which share the rows that sample evenly."""
         return -(-num_sampled // self._parallel.size) * self._parallel.size
 
     def _run_captured(self, graphs: CudaGraphs, size: StepSize, needs: SamplingNeeds) -> torch.Tensor:
-        """The step's two captured halves; sampling is captured by itself, for it has many kinds and is quick to."""
+        """Runs both captured halves of a step. Sampling is captured apart: it has many kinds and takes milliseconds."""
         forward = ("forward", size)
         if forward not in graphs:
             self._capture_forward(graphs, size)
         logits, rows = graphs.run(forward, lambda: self._forward(size))
-        if not graphs.holds(forward):  # they then lie elsewhere in each step
+        if not graphs.holds(forward):  # logits and rows then lie elsewhere in each step
             return self._sample(logits, rows, needs)
         kind = ("sample", size.num_sampled % 16, needs)
         return graphs.run(("sample", size, needs), lambda: self._sample(logits, rows, needs), kind)
@@ -334,7 +338,7 @@ class ModelRunner(Runner):
     def _group_prefixes(self, step: Step, rows: StepRows) -> bool:
         """Whether the step's decodes share keys that are read once for all of them; the table then knows which."""
         decodes = slice(step.num_decodes)
-        # Without a hit nobody shares anything.
+        # Without a hit in the prefix cache, no keys are shared.
         if not self._groups_prefixes or not rows.num_cached[decodes].any():
             return False
         # What was found for some rows holds while they go on decoding.
@@ -369,7 +373,7 @@ class ModelRunner(Runner):
         num_blocks = self._parallel.minimum(num_blocks, self.device)
         self.kv_cache = torch.empty((2, num_layers, num_blocks, *shape), dtype=self.dtype, device=self.device)
         if self._is_gpu:
-            # With the graphs captured, at least this must be left: activations, and what is not ours to take.
+            # Once the graphs are captured, this must still be free: for activations, and what is not ours to take.
             self._least_free = free_bytes(self.device) - memory.graphs
         return num_blocks
 
@@ -382,8 +386,8 @@ class ModelRunner(Runner):
         return self._parallel.minimum(chosen, self.device)
 
     def _bytes_for_graphs(self, activations: int, num_tokens: int) -> int:
-        """Set aside for captured steps, if a step of `num_tokens` takes `activations`: for kernels' code, what the
-        steps keep, what logits processors need, and the largest one's activations, once tried and once captured."""
+        """Bytes to set aside for captured steps, if a step of `num_tokens` takes `activations`: kernels' code, what the
+        steps keep, what logits processors need, and the largest step's activations twice (trial and capture)."""
         if not self._is_captured:
             return 0
         of_processors = 2 * self._most_rows // self._parallel.size * self.model_config.vocab_size * 4
@@ -394,12 +398,11 @@ class ModelRunner(Runner):
 
     @torch.inference_mode()
     def _try_step(self, sizes: list[int]) -> None:
-        """Computes prompts of so many tokens each, all over each other in the cache, for their results are thrown away.
+        """Computes prompts of these lengths, all in the same block of the cache, as their results are thrown away.
 
-        All sample with penalties and a top-p, which takes most memory.
+        All of them sample with penalties and a top-p, which takes most memory.
         """
-        for thread in self._compiling:
-            thread.join()
+        self._await_compiling()
         params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)
         chunks = []
         for entry, num_new_tokens in enumerate(sizes):
@@ -437,6 +440,7 @@ class ModelRunner(Runner):
 
     def close(self) -> None:
         """Gives the device's memory back; calling it again does nothing."""
+        self._await_compiling()
         vars(self).update(dict.fromkeys(_ON_DEVICE))
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):

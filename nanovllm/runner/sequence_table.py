@@ -24,7 +24,7 @@ from nanovllm.runner.token_rules import TokenRulesTable
 
 
 class StepRows(NamedTuple):
-    """A step's chunks as columns, int64 [num_rows] each: all that the host says of it, gathered in one pass.
+    """A step's chunks as columns, int64 [num_rows] each: all that the host says about it, gathered in one pass.
 
     tenants: [num_rows, 2], what names one admission of one request: its id, and how often it was preempted before.
     entries: its place in the table.
@@ -98,7 +98,7 @@ class Batch:
     token_ids, positions: int64 [num_tokens].
     metadata: for attention; its plan is still to be made.
     sampled_tokens: int64 [num_sampled], the tokens in the batch after which one is sampled.
-    sampled: how.
+    sampled: how to sample those.
     """
 
     token_ids: torch.Tensor
@@ -126,7 +126,7 @@ class SequenceTable:
         max_num_seqs: entries; one more stands for padding.
         max_model_len: tokens of an entry.
         vocab_size: token ids are below it.
-        most_tokens: of a step.
+        most_tokens: of a step, at most.
         most_shared_splits: the attention backend's.
         num_ranks: the number of sampled rows is padded to a multiple of it.
         fused: compute with our kernels.
@@ -219,7 +219,7 @@ class SequenceTable:
             upload([tiles], self._device, into=self._tiles)
 
     def _admit(self, sequences: list[Sequence], entries: np.ndarray) -> None:
-        """Sends all that the host knows of sequences that are new in their entries, but for their blocks."""
+        """Sends all that the host knows of sequences that are new in their entries, except their blocks."""
         params = [seq.sampling_params for seq in sequences]
         temperatures = np.array([_temperature(p.temperature) for p in params], np.float32)
         top_ks = np.array([p.top_k if p.top_k < self._vocab_size else 0 for p in params], np.int32)
@@ -259,7 +259,7 @@ class SequenceTable:
     def batch(self, size: StepSize, tenants: list[tuple[int, int]] | None = None) -> Batch:
         """The Batch of the step whose rows are in place; nothing is asked of the host.
 
-        tenants: for AttentionMetadata.
+        tenants: see AttentionMetadata.
         """
         made = expand_rows(
             self._lines[1:], self._table, size.num_rows, size.num_tokens, size.num_sampled, self._block_size,
@@ -314,5 +314,5 @@ class SequenceTable:
 
 
 def _temperature(temperature: float) -> float:
-    """A temperature, clamped to where float32 neither makes it 0 nor infinite."""
+    """The temperature, clamped to float32's normal range; 0 stays 0, which is greedy."""
     return min(max(temperature, COLDEST), 1e30) if temperature > 0 else 0.0

@@ -12,7 +12,7 @@ from nanovllm.ops.process_logits import ALWAYS, Edits, TokenRules, edits_of, pac
 from nanovllm.ops.upload import upload
 
 _NO_PENALTIES = (1.0, 0.0, 0.0)
-_NARROWEST = 8  # numbers that a row of edits, or of their prefixes, has room for at first
+_NARROWEST = 8  # edits, and numbers of their prefixes, that an entry has room for at first
 
 
 class TokenRulesTable:
@@ -35,7 +35,7 @@ class TokenRulesTable:
             int64 [num_seqs], the length from which on a sequence's rules no longer change anything; 0 without rules.
         """
         until = np.array([_ruled_until(seq) for seq in sequences], np.int64)
-        # An entry whose last tenant had rules must lose them, for a row's neighbours may have some.
+        # An entry whose last tenant had rules must lose them: if one row of a step has rules, all rows are processed.
         changed = np.flatnonzero((until > 0) | self._is_ruled[entries])
         if len(changed):
             self._send([sequences[index] for index in changed], entries[changed])

@@ -14,11 +14,15 @@ TESTS = Path(__file__).parent.parent
 _PRELOADED = ["torch", "pytest", "numpy", "triton", "transformers.models.auto.tokenization_auto", "hypothesis"]
 
 
+# As many at a time as there are processors; of pytest-xdist's workers, which share them, each has one.
+NUM_PROCESSES = 1 if "PYTEST_XDIST_WORKER" in os.environ else os.cpu_count() or 1
+
+
 def make_pool() -> Pool:
     """Of processes that each run one task."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    return context.Pool(os.cpu_count(), maxtasksperchild=1)
+    return context.Pool(NUM_PROCESSES, maxtasksperchild=1)
 
 
 def path_of(killer: str) -> str:

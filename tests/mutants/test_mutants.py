@@ -1,11 +1,12 @@
 """The tests have teeth: each planted bug makes them fail, and without one they pass."""
 
 import shutil
+from collections.abc import Callable, Iterator
 from multiprocessing.pool import AsyncResult
 from pathlib import Path
 
 import pytest
-from mutant_run import make_pool, run_tests
+from mutant_run import NUM_PROCESSES, make_pool, run_tests
 from mutants import MUTANTS, Mutant
 
 import nanovllm
@@ -29,22 +30,28 @@ def plant(mutant: Mutant, directory: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(request, tmp_path_factory) -> dict[str, AsyncResult]:
-    """Of every mutant that is to be tested, by name; as many at a time as there are processors."""
+def result_of(request, tmp_path_factory) -> Iterator[Callable[[Mutant], tuple[int, str]]]:
+    """What came of a mutant's tests; those of the next mutants are begun. Other workers may take the ones after."""
     of_items = (getattr(item, "callspec", None) for item in request.session.items if item.path == Path(__file__))
     selected = [callspec.params["mutant"] for callspec in of_items if callspec and "mutant" in callspec.params]
+    started: dict[str, AsyncResult] = {}
     with make_pool() as pool:
-        started = {}
-        for mutant in selected:
-            directory = tmp_path_factory.mktemp("mutant")
-            plant(mutant, directory)
-            started[mutant.name] = pool.apply_async(run_tests, (directory, list(mutant.killers)))
-        yield started
+
+        def result_of(mutant: Mutant) -> tuple[int, str]:
+            first = selected.index(mutant)
+            for each in selected[first : first + NUM_PROCESSES + 1]:
+                if each.name not in started:
+                    directory = tmp_path_factory.mktemp("mutant")
+                    plant(each, directory)
+                    started[each.name] = pool.apply_async(run_tests, (directory, list(each.killers)))
+            return started[mutant.name].get()
+
+        yield result_of
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
-def test_a_planted_bug_is_noticed(mutant, results):
-    status, output = results[mutant.name].get()
+def test_a_planted_bug_is_noticed(mutant, result_of):
+    status, output = result_of(mutant)
     # 1 is "tests failed"; anything else means that they could not be run.
     assert status == 1, f"survived, or could not be run ({status}):\n{output[-3000:]}"
 

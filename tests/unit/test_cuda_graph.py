@@ -9,14 +9,17 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from model_factory import save_model
 from test_sequence_table import scheduled, step_of
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.attention.prefix_groups import PrefixGroups
 from nanovllm.config import Config
 from nanovllm.demo import MODEL_DIRECTORY
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.ops.collectives import Parallel
 from nanovllm.runner import cuda_graph, model_runner
@@ -492,6 +495,35 @@ def test_what_needs_other_kernels_is_of_another_kind():
     several = [SamplingNeeds(), SamplingNeeds(True, 0), SamplingNeeds(True, 1), SamplingNeeds(True, 2)]
     assert len({kinds_of(sizes[2], needs)[1] for needs in several}) == len(several)
     assert kinds_of(sizes[0])[1] != kinds_of(sizes[2])[1]
+
+
+def test_what_rows_share_is_looked_for_once_while_they_go_on():
+    """The search walks through all block tables, which takes longer than the rest of a decode step on the host."""
+    asked: list[list[int]] = []
+
+    def shared_prefixes(tables, context_lens, block_size) -> PrefixGroups | None:
+        asked.append(context_lens)
+        return PrefixGroups(*(np.zeros((1, 1), np.int32) for _ in range(3))) if len(tables) > 1 else None
+
+    runner, sent = make_runner(8), []
+    runner.table, runner.block_size = SimpleNamespace(send_shared_prefixes=sent.append), 4
+    runner.backend = SimpleNamespace(shared_prefixes=shared_prefixes)
+    runner._groups_prefixes, runner._is_grouped, runner._grouped_tenants = True, False, np.zeros((0, 2), np.int64)
+    one, two, other = (scheduled([1] * (5 + i), [0, 1], entry=i) for i in range(3))
+
+    def is_grouped(*seqs: Sequence) -> bool:
+        step = step_of(*((seq, 1, True) for seq in seqs))
+        return runner._group_prefixes(step, StepRows.of(step))
+
+    assert not is_grouped(one, two) and not asked, "without a hit nobody shares anything"
+    one.num_cached_tokens = 4
+    assert [is_grouped(one, two) for _ in range(3)] == [True] * 3 and asked == [[5, 6]] and len(sent) == 1
+    assert is_grouped(two, one) and is_grouped(one, two, other) and len(asked) == len(sent) == 3, "other rows"
+    two.num_preemptions += 1  # and so has other blocks
+    assert is_grouped(one, two, other) and len(asked) == 4
+    assert not is_grouped(one) and not is_grouped(one) and len(asked) == 5 and len(sent) == 4
+    runner._groups_prefixes = False
+    assert not is_grouped(one, two, other) and len(asked) == 5
 
 
 # Memory

@@ -368,8 +368,8 @@ def test_rows_may_lie_apart(draw):
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_kernel_gives_the_tokens_of_its_twin(dtype):
-    """Of parts that are full, of a last one with a single id, and of a vocabulary smaller than a group."""
-    for vocab_size in (1, 15, 4097):
+    """Of several parts that are full, of a last one with a single id, and of a vocabulary smaller than a group."""
+    for vocab_size in (1, 15, 4097, 9000):
         case = random_case(vocab_size, 8, dtype)
         assert torch.equal(fused_sample(*case), plain_sample(*case))
         without = case[:4]

@@ -457,8 +457,8 @@ def test_the_kernel_expands_rows_as_its_twin_does(num_rows, num_tokens, num_samp
 
 def test_more_sampled_rows_than_rows_and_tokens_are_all_expanded():
     """Those of many ranks are padded far beyond the step's."""
-    rows, table = random_rows(2, 3, 300, 2)
-    plain, fused = (expand_rows(rows, table, 2, 3, 300, 16, fused)._asdict() for fused in (False, True))
+    rows, table = random_rows(2, 3, 500, 2)
+    plain, fused = (expand_rows(rows, table, 2, 3, 500, 16, fused)._asdict() for fused in (False, True))
     assert all(torch.equal(fused[name], expected) for name, expected in plain.items())
 
 

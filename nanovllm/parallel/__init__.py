@@ -1,0 +1,1 @@
+"""The same step on several devices: the ranks' processes and their messages."""
