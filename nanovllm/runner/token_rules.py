@@ -38,6 +38,7 @@ class TokenRulesTable:
         # An entry whose last tenant had rules must lose them: if one row of a step has rules, all rows are processed.
         changed = np.flatnonzero((until > 0) | self._is_ruled[entries])
         if len(changed):
+            self._is_ruled[entries[changed]] = True  # until all of it is sent: Ctrl-C may come in between
             self._send([sequences[index] for index in changed], entries[changed])
         self._is_ruled[entries] = until > 0
         return until
@@ -77,10 +78,10 @@ class TokenRulesTable:
         wanted = max(num_edits, old.edit_ids.shape[1]), max(num_prefix_tokens, old.prefix_tokens.shape[1])
         if wanted != (old.edit_ids.shape[1], old.prefix_tokens.shape[1]):
             # Powers of two, so that it seldom happens.
-            self.tensors = self._empty(*(1 << (width - 1).bit_length() for width in wanted))
-            self.version += 1
-            for wide, narrow in zip(vars(self.tensors).values(), vars(old).values(), strict=True):
+            new = self._empty(*(1 << (width - 1).bit_length() for width in wanted))
+            for wide, narrow in zip(vars(new).values(), vars(old).values(), strict=True):
                 (wide[:, : narrow.shape[1]] if narrow.ndim > 1 else wide).copy_(narrow)
+            self.version, self.tensors = self.version + 1, new
         return self.tensors
 
     def _empty(self, num_edits: int, num_prefix_tokens: int) -> TokenRules:

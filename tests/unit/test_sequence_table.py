@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
@@ -789,6 +790,58 @@ def test_rules_are_sent_with_the_admission_and_not_again(uploads):
     assert rules.admit([plain], np.array([3])).tolist() == [0] and uploads[0][0].tolist() == [3]
     uploads.clear()
     assert rules.admit([plain], np.array([3])).tolist() == [0] and not uploads
+
+
+def test_rules_that_were_being_sent_when_an_error_came_are_not_the_next_tenants(monkeypatch):
+    """Ctrl-C after the rules had reached the device and before the host had noted it: the next request in that entry,
+    which has none, was not sent any, and inherited them."""
+    table, send_rules = make_table(), TokenRulesTable._send
+    ruled = scheduled([1], [0], params=SamplingParams(logit_bias={7: 5.0}, repetition_penalty=2.0), entry=2)
+    plain, other = scheduled([1], [0], entry=2), scheduled([1], [1], params=SamplingParams(bad_words=[[3]]), entry=1)
+
+    def interrupted(self, *args) -> None:
+        send_rules(self, *args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(TokenRulesTable, "_send", interrupted)
+        send(table, step_of((ruled, 1, True)))
+    assert needs_of(table, (plain, 1, True), (other, 1, True)).rules_version
+    assert rules_in(table.rules.tensors, 2) == NEUTRAL and rules_in(table.rules.tensors, 1) == rules_of(other)
+
+
+def test_tensors_never_go_by_the_version_of_others(monkeypatch):
+    """Ctrl-C at any line while they are made wider: a step that was captured for the old ones would be replayed."""
+    nine = scheduled([1], [0], params=SamplingParams(logit_bias=dict.fromkeys(range(9), 2.0)), entry=2)
+    few = scheduled([1], [0], params=SamplingParams(logit_bias={1: 1.0}, bad_words=[[1, 2]]))
+    for num_lines in range(1, 400):
+        table, num_left = make_table(), num_lines
+        send(table, step_of((few, 1, True)))
+        of_version = {table.rules.version: table.rules.tensors}
+
+        def on_line(frame, event, argument):
+            nonlocal num_left
+            if frame.f_code.co_filename != token_rules.__file__:
+                return None
+            num_left -= event == "line"
+            if num_left == 0:
+                raise KeyboardInterrupt
+            return on_line
+
+        sys.settrace(on_line)
+        try:
+            table.rules.admit([nine], np.array([2]))
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        finally:
+            sys.settrace(None)
+        assert of_version.setdefault(table.rules.version, table.rules.tensors) is table.rules.tensors
+        assert table.rules.admit([nine], np.array([2])).tolist() == [ALWAYS]
+        assert of_version.setdefault(table.rules.version, table.rules.tensors) is table.rules.tensors
+        assert rules_in(table.rules.tensors, 0) == rules_of(few) and rules_in(table.rules.tensors, 2) == rules_of(nine)
+    assert 20 < num_lines < 399, "every line was tried"
 
 
 # Random runs
