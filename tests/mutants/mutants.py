@@ -862,9 +862,16 @@ MUTANTS = [
     Mutant(
         "wider tensors go by the name of the narrow ones",
         RULES,
-        "            self.version += 1\n",
-        "",
+        "self.version, self.tensors = self.version + 1, new",
+        "self.tensors = new",
         ("test_sequence_table.py::test_rules_that_need_more_room_get_tensors_of_a_new_version",),
+    ),
+    Mutant(
+        "an interrupt leaves its rules to the next tenant",
+        RULES,
+        "self._is_ruled[entries[changed]] = True",
+        "pass",
+        ("test_sequence_table.py::test_rules_that_were_being_sent_when_an_error_came_are_not_the_next_tenants",),
     ),
     Mutant(
         "tensors are made anew for every request with more edits",
