@@ -6,6 +6,7 @@ rows oneDNN takes half to a third of its time (docs/performance.md). The plain t
 """
 
 from bisect import bisect_left
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -28,15 +29,18 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor | None:
     return torch.ops.mkldnn._reorder_linear_weight(weight)
 
 
-def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x: [num_rows, input_size] -> [num_rows, output_size]"""
+def in_few_sizes(x: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """`multiply(x)`, which works row by row, called with few different numbers of rows only.
+
+    x: [num_rows, input_size] -> [num_rows, output_size]
+    """
     num_rows = x.shape[0]
     if num_rows > _ROWS[-1]:
-        return torch.cat([packed_linear(part, packed, bias) for part in x.split(_ROWS[-1])])
+        return torch.cat([in_few_sizes(part, multiply) for part in x.split(_ROWS[-1])])
     num_padded = _ROWS[bisect_left(_ROWS, num_rows)]
     if num_padded > num_rows:
         x = F.pad(x, (0, 0, 0, num_padded - num_rows))
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")[:num_rows]
+    return multiply(x)[:num_rows]
 
 
 def linear(
@@ -58,8 +62,10 @@ def linear(
         out: [num_rows, output_size], where to put the result; only without a bias.
     """
     if packed is not None:
-        return packed_linear(x, packed, bias)
+        return in_few_sizes(x, lambda rows: torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], ""))
     assert weight is not None, "only a packed weight may be gone"
+    if x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.ndim == 2:  # PyTorch takes oneDNN for these too
+        return in_few_sizes(x, lambda rows: F.linear(rows, weight, bias))
     if fused and bias is None and x.shape[:-1] == (1,):
         return single_row_linear(x, weight, out)
     return F.linear(x, weight, bias) if out is None else torch.mm(x, weight.mT, out=out)

@@ -29,6 +29,24 @@ def test_what_has_no_packed_form_stays_plain():
 
 
 @torch.inference_mode()
+def test_bfloat16_is_computed_in_few_sizes_too(monkeypatch):
+    """900 different lengths left 1.5 GB of kernels behind."""
+    compute, sizes = F.linear, set()
+
+    def recording(x, *args):
+        sizes.add(x.shape[0])
+        return compute(x, *args)
+
+    weight, bias, x = (torch.randn(shape).bfloat16() for shape in ((5, 7), (5,), (3000, 7)))
+    expected = F.linear(x, weight, bias)
+    monkeypatch.setattr(F, "linear", recording)
+    for num_rows in range(1, 3001, 7):
+        found = linear(x[:num_rows], weight, None, bias)
+        torch.testing.assert_close(found, expected[:num_rows], rtol=2e-2, atol=2e-2)
+    assert len(sizes) <= 24 and max(sizes) == 1024
+
+
+@torch.inference_mode()
 def test_any_number_of_rows_is_computed_in_few_sizes(monkeypatch):
     """oneDNN kept half a megabyte for every number of rows it ever saw: prefills of all lengths ate gigabytes."""
     compute, sizes = torch.ops.mkldnn._linear_pointwise, []
