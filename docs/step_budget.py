@@ -16,7 +16,7 @@ PARTS = {
     "matrix products": ("nvjet", "splitKreduce", "gemm", "gemv", "_single_row_linear_kernel"),
     "sampling": (
         "_allow_kernel", "_edit_and_count_kernel", "_penalise_kernel", "_filter_kernel", "_best_of_part_kernel",
-        "_best_kernel",
+        "_best_part_kernel",
     ),
     "norms, rotation, store, SiLU": ("_norm_kernel", "_store_kernel", "_silu_and_mul_kernel"),
 }  # fmt: skip

@@ -1,5 +1,7 @@
 """Token embedding and LM head, divided over the ranks by rows of the vocabulary."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -12,10 +14,29 @@ from nanovllm.ops.linear import linear, pack_weight
 _ROWS = 16
 
 
-class VocabParallel(nn.Module):
-    """A weight by rows of the vocabulary: each rank holds an equal slice, padded with zeros where it does not divide.
+class VocabSlice(NamedTuple):
+    """The part of the vocabulary that a rank holds: `num_ids` ids from `first` on, then padding up to `size`, which is
+    the same on every rank."""
 
-    weight: [slice_size, hidden_size].
+    vocab_size: int
+    size: int
+    first: int
+    num_ids: int
+
+    @classmethod
+    def of(cls, vocab_size: int, parallel: Parallel) -> "VocabSlice":
+        """An equal slice for each rank, padded where the vocabulary does not divide."""
+        size = vocab_size
+        if parallel.size > 1:
+            size = -(-vocab_size // (parallel.size * _ROWS)) * _ROWS
+        first = min(parallel.rank * size, vocab_size)
+        return cls(vocab_size, size, first, min(size, vocab_size - first))
+
+
+class VocabParallel(nn.Module):
+    """A weight by rows of the vocabulary: each rank holds its VocabSlice, padded with zeros.
+
+    weight: [vocab.size, hidden_size].
     """
 
     weight: nn.Parameter | None
@@ -31,24 +52,18 @@ class VocabParallel(nn.Module):
     ):
         super().__init__()
         self.fused = fused
-        self.vocab_size = vocab_size
         self.parallel = parallel
-        slice_size = -(-vocab_size // parallel.size)
-        if parallel.size > 1:
-            slice_size = -(-slice_size // _ROWS) * _ROWS
-        self.slice_size = slice_size
-        self.first = parallel.rank * slice_size
-        self.num_rows = max(0, min(slice_size, vocab_size - self.first))  # real rows of this rank
+        self.vocab = VocabSlice.of(vocab_size, parallel)
         if weight is None:
-            weight = empty_parameter(slice_size, hidden_size, **kw)
-            weight[self.num_rows :].zero_()
+            weight = empty_parameter(self.vocab.size, hidden_size, **kw)
+            weight[self.vocab.num_ids :].zero_()
         self.weight = weight
 
     def shards(self, name: str) -> Shards:
-        weight = self.get_parameter(name)
+        weight, vocab = self.get_parameter(name), self.vocab
         hidden_size = weight.shape[1]
-        source = ((min(self.first, self.vocab_size), self.num_rows), (0, hidden_size))
-        return {WHOLE: Shard((self.vocab_size, hidden_size), source, weight[: self.num_rows])}
+        source = ((vocab.first, vocab.num_ids), (0, hidden_size))
+        return {WHOLE: Shard((vocab.vocab_size, hidden_size), source, weight[: vocab.num_ids])}
 
 
 class VocabParallelEmbedding(VocabParallel):
@@ -60,9 +75,10 @@ class VocabParallelEmbedding(VocabParallel):
         """token_ids: [num_tokens] -> [num_tokens, hidden_size]; zeros for tokens that another rank holds"""
         if self.parallel.size == 1:
             return PartialSum(F.embedding(token_ids, self.weight))
-        local = token_ids - self.first
-        clamped = local.clamp(0, max(self.num_rows - 1, 0))
-        is_ours = clamped == local if self.num_rows else torch.zeros_like(local, dtype=torch.bool)
+        num_ids = self.vocab.num_ids
+        local = token_ids - self.vocab.first
+        clamped = local.clamp(0, max(num_ids - 1, 0))
+        is_ours = clamped == local if num_ids else torch.zeros_like(local, dtype=torch.bool)
         return PartialSum(F.embedding(clamped, self.weight).masked_fill_(~is_ours[:, None], 0))
 
 
@@ -80,24 +96,23 @@ class ParallelLMHead(VocabParallel):
             self.weight = None
 
     def empty_logits(self, num_rows: int) -> torch.Tensor:
-        """Memory for the logits of up to `num_rows` rows, to be given as `out`."""
-        size = self.parallel.size
-        return self.get_parameter("weight").new_empty(num_rows // size, size * self.slice_size)
+        """Memory for what `forward` returns of up to `num_rows` rows, to be given as `out`."""
+        exchange = self.parallel.sampling_exchange
+        if exchange is not None:
+            return exchange.columns[:num_rows]
+        return self.get_parameter("weight").new_empty(num_rows, self.vocab.size)
 
     def forward(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The logits of this rank's part of the rows.
+        """This rank's columns of the logits: those of its slice of the vocabulary.
 
         Args:
-            hidden_states: [num_rows, hidden_size]; the number of ranks divides num_rows.
-            out: where to put them, from `empty_logits`; None takes new memory.
+            hidden_states: [num_rows, hidden_size].
+            out: where to put them, from `empty_logits`. None takes new memory, or the ranks' exchange if there is one.
 
         Returns:
-            [num_rows / ranks, vocab_size]: rank r has the r-th part of the rows, each with its whole vocabulary. So no
-            rank holds all logits, and whatever samples knows nothing of ranks.
+            [num_rows, vocab.size]; the first `vocab.num_ids` columns stand for ids. layers/sampler.py knows the rest.
         """
-        size = self.parallel.size
-        out = None if out is None else out[: len(hidden_states) // size]
-        if size == 1:
-            return linear(hidden_states, self.weight, self.packed, fused=self.fused, out=out)
-        rows = self.parallel.rows_of_columns(linear(hidden_states, self.weight, self.packed, fused=self.fused), out)
-        return rows[:, : self.vocab_size]
+        if out is None and self.parallel.sampling_exchange is not None:
+            out = self.empty_logits(len(hidden_states))
+        out = None if out is None else out[: len(hidden_states)]
+        return linear(hidden_states, self.weight, self.packed, fused=self.fused, out=out)

@@ -120,5 +120,5 @@ class CausalLM(nn.Module):
         return self.model(token_ids, self.rotary_emb.lookup(positions), kv_cache, metadata)
 
     def compute_logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden_states: [num_rows, hidden_size] -> logits [num_rows / ranks, vocab_size]; see ParallelLMHead."""
+        """hidden_states: [num_rows, hidden_size] -> this rank's columns of the logits; see ParallelLMHead."""
         return self.lm_head(hidden_states, out)

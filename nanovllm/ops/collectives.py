@@ -15,13 +15,20 @@ class Parallel:
         rank: this process, 0 ≤ rank < size.
         size: processes that share the model.
         group: the torch.distributed process group; None at size 1.
-        exchange: an ops.exchange.Exchange, where the ranks' GPUs can reach each other's memory.
+        exchange, sampling_exchange: an ops.exchange.Exchange and an ops.sampling_exchange.SamplingExchange, where the
+            ranks' GPUs can reach each other's memory.
     """
 
     rank: int = 0
     size: int = 1
     group: Any = None
     exchange: Any = None
+    sampling_exchange: Any = None
+
+    @property
+    def calls_nccl(self) -> bool:
+        """Whether a step on GPUs calls NCCL, because not every collective has an exchange."""
+        return self.size > 1 and (self.exchange is None or self.sampling_exchange is None)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums `tensor` over the ranks, in place, and returns it."""
@@ -39,23 +46,20 @@ class Parallel:
         gather(gathered, tensor.contiguous(), group=self.group)
         return gathered
 
-    def rows_of_columns(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def rows_of_columns(self, columns: torch.Tensor) -> torch.Tensor:
         """From all rows of some columns to some rows of all columns.
 
         Args:
-            tensor: [num_rows, num_columns], this rank's columns; the number of ranks divides num_rows.
-            out: where to put the result, or None.
+            columns: [num_rows, num_columns], this rank's columns; the number of ranks divides num_rows.
 
         Returns:
             [num_rows / size, size × num_columns], this rank's rows, with the ranks' columns in rank order.
         """
         if self.size == 1:
-            return tensor
-        num_rows, num_columns = tensor.shape
-        received = torch.empty_like(tensor)
-        dist.all_to_all_single(received, tensor.contiguous(), group=self.group)
-        rows = received.view(self.size, num_rows // self.size, num_columns).transpose(0, 1)
-        return rows.flatten(1) if out is None else out.view(rows.shape).copy_(rows).flatten(1)
+            return columns
+        received = torch.empty_like(columns, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, columns.contiguous(), group=self.group)
+        return received.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1)
 
     def minimum(self, value: int, device: torch.device) -> int:
         """The smallest `value` of any rank."""

@@ -141,21 +141,55 @@ def fused_sample(
     thresholds: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See sample; the grids depend on shapes only."""
-    num_rows, vocab_size = logits.shape
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    num_parts = triton.cdiv(vocab_size, _TOKENS)
-    scores = torch.empty((num_rows, num_parts), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((num_rows, num_parts), dtype=torch.int32, device=logits.device)
+    return best_part(best_of_parts(logits, temperatures, seeds, positions, thresholds)[None])
+
+
+def best_of_parts(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    thresholds: torch.Tensor | None = None,
+    first_id: int = 0,
+    num_parts: int | None = None,
+) -> torch.Tensor:
+    """What each row would sample from each part of its vocabulary, or of a slice of it.
+
+    Args:
+        logits: [num_rows, num_ids].
+        temperatures, seeds, positions, thresholds: as in `sample`.
+        first_id: the id of the slice's first column, a multiple of GROUP.
+        num_parts: how many to return, which may be more than there are; None is as many as there are.
+
+    Returns:
+        int32 [2, num_rows, num_parts]: scores, which are the bits of float32, and ids.
+    """
+    num_rows, num_ids = logits.shape
+    num_parts = num_parts or num_sampled_parts(num_ids)
+    parts = torch.empty((2, num_rows, num_parts), dtype=torch.int32, device=logits.device)
     _best_of_part_kernel[(num_parts, num_rows)](
-        logits, temperatures, seeds, positions, temperatures if thresholds is None else thresholds, scores, ids,
-        vocab_size, logits.stride(0), TOKENS=_TOKENS, GROUP=GROUP, HAS_THRESHOLDS=thresholds is not None, num_warps=8,
+        logits, temperatures, seeds, positions, temperatures if thresholds is None else thresholds,
+        parts, num_ids, first_id, logits.stride(0),
+        TOKENS=_TOKENS, GROUP=GROUP, HAS_THRESHOLDS=thresholds is not None, num_warps=8, **LAUNCH_OPTIONS,
+    )  # fmt: skip
+    return parts
+
+
+def best_part(parts: torch.Tensor) -> torch.Tensor:
+    """The best of all slices' parts: int32 [num_slices, 2, num_rows, num_parts] -> int64 [num_rows], as `sample`."""
+    num_slices, _, num_rows, num_parts = parts.shape
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=parts.device)
+    _best_part_kernel[(num_rows,)](
+        parts, tokens, num_rows, num_parts, num_slices * num_parts, BROKEN_LOGITS=BROKEN_LOGITS,
+        NO_TOKEN_LEFT=NO_TOKEN_LEFT, PARTS=triton.next_power_of_2(num_slices * num_parts), num_warps=1,
         **LAUNCH_OPTIONS,
     )  # fmt: skip
-    _best_kernel[(num_rows,)](
-        scores, ids, tokens, num_parts, BROKEN_LOGITS=BROKEN_LOGITS, NO_TOKEN_LEFT=NO_TOKEN_LEFT,
-        PARTS=triton.next_power_of_2(num_parts), num_warps=1, **LAUNCH_OPTIONS,
-    )  # fmt: skip
     return tokens
+
+
+def num_sampled_parts(num_ids: int) -> int:
+    """How many parts `best_of_parts` makes of so many ids."""
+    return -(-num_ids // _TOKENS)
 
 
 @jit
@@ -181,18 +215,18 @@ def _log_of_noise(ids, position, seed, STREAM: tl.constexpr):
 
 
 @jit
-def _load(logits, token, vocab_size, threshold, HAS_THRESHOLDS: tl.constexpr):
+def _load(logits, token, num_ids, threshold, HAS_THRESHOLDS: tl.constexpr):
     """A row's logits in float32, −inf for the ids that must not be sampled; NaN and +inf stay what they are."""
-    logit = tl.load(logits + token, token < vocab_size, float("-inf")).to(tl.float32)
+    logit = tl.load(logits + token, token < num_ids, float("-inf")).to(tl.float32)
     return tl.where(logit < threshold, float("-inf"), logit) if HAS_THRESHOLDS else logit
 
 
 @jit
 def _best_of_part_kernel(
-    logits, temperatures, seeds, positions, thresholds, scores, ids, vocab_size, row_stride, TOKENS: tl.constexpr,
-    GROUP: tl.constexpr, HAS_THRESHOLDS: tl.constexpr,
+    logits, temperatures, seeds, positions, thresholds, parts, num_ids, first_id, row_stride,
+    TOKENS: tl.constexpr, GROUP: tl.constexpr, HAS_THRESHOLDS: tl.constexpr,
 ):  # fmt: skip
-    """The best token of a part of a row's vocabulary; score NaN if a logit there is NaN or +infinity."""
+    """The best token of a part of a row's slice; score NaN if a logit there is NaN or +infinity."""
     begin()
     part = tl.program_id(0)
     row = tl.program_id(1)
@@ -200,7 +234,7 @@ def _best_of_part_kernel(
     temperature = tl.load(temperatures + row)
     if temperature == 0:
         every_token = part * TOKENS + tl.arange(0, TOKENS)
-        every_logit = _load(logits, every_token, vocab_size, 0.0, False)
+        every_logit = _load(logits, every_token, num_ids, 0.0, False)
         is_broken = tl.max(((every_logit != every_logit) | (every_logit == float("inf"))).to(tl.int32), 0)
         best, best_token = _pick(every_logit, every_token)
     else:
@@ -210,36 +244,39 @@ def _best_of_part_kernel(
         group = tl.arange(0, TOKENS // GROUP)
         member = tl.arange(0, GROUP)
         tokens = part * TOKENS + group[:, None] * GROUP + member[None, :]
-        of_groups = _load(logits, tokens, vocab_size, threshold, HAS_THRESHOLDS)
+        of_groups = _load(logits, tokens, num_ids, threshold, HAS_THRESHOLDS)
         largest = tl.max(of_groups, 1)
         base = tl.where(largest == float("-inf"), 0.0, largest)
         scale = 1.4426950408889634 / tl.maximum(temperature, 1.2e-38)
         weight = tl.sum(tl.exp2((of_groups - base[:, None]) * scale), 1)
-        noise = _log_of_noise(part * (TOKENS // GROUP) + group, position, seed, 0)
+        noise = _log_of_noise((first_id + part * TOKENS) // GROUP + group, position, seed, 0)
         score = tl.where(weight == 0, float("-inf"), base + temperature * (tl.log(weight) - noise))
         is_broken = tl.max((score != score).to(tl.int32), 0)
         best, best_group = _pick(score, group)
         # A broken row has no best group.
         token = part * TOKENS + tl.minimum(best_group, TOKENS // GROUP - 1) * GROUP + member
-        logit = _load(logits, token, vocab_size, threshold, HAS_THRESHOLDS)
-        _, best_token = _pick(logit - temperature * _log_of_noise(token, position, seed, 1), token)
+        logit = _load(logits, token, num_ids, threshold, HAS_THRESHOLDS)
+        _, best_token = _pick(logit - temperature * _log_of_noise(first_id + token, position, seed, 1), token)
     if is_broken != 0:
         best = float("nan")
     at = row * tl.num_programs(0) + part
-    tl.store(scores + at, best)
-    tl.store(ids + at, best_token)
+    tl.store(parts + at, best.to(tl.int32, bitcast=True))
+    tl.store(parts + tl.num_programs(0) * tl.num_programs(1) + at, first_id + best_token)
 
 
-@jit(do_not_specialize=["num_parts"])
-def _best_kernel(
-    scores, ids, tokens, num_parts, BROKEN_LOGITS: tl.constexpr, NO_TOKEN_LEFT: tl.constexpr, PARTS: tl.constexpr
-):
-    """The best token of a row's parts."""
+@jit(do_not_specialize=["num_rows", "num_parts", "num_all"])
+def _best_part_kernel(
+    parts, tokens, num_rows, num_parts, num_all, BROKEN_LOGITS: tl.constexpr, NO_TOKEN_LEFT: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """The best token of a row's `num_all` parts; parts: [slices, 2, num_rows, num_parts]."""
     begin()
     row = tl.program_id(0)
     part = tl.arange(0, PARTS)
-    score = tl.load(scores + row * num_parts + part, part < num_parts, float("-inf"))
-    token = tl.load(ids + row * num_parts + part, part < num_parts, _NO_ID)
+    at = (part // num_parts * 2 * num_rows + row) * num_parts + part % num_parts
+    score = tl.load(parts + at, part < num_all, 0).to(tl.float32, bitcast=True)
+    score = tl.where(part < num_all, score, float("-inf"))
+    token = tl.load(parts + num_rows * num_parts + at, part < num_all, _NO_ID)
     best_score, best_token = _pick(score, token)
     best_token = tl.where(best_score == float("-inf"), NO_TOKEN_LEFT, best_token.to(tl.int64))
     is_broken = tl.max((score != score).to(tl.int32), 0) != 0

@@ -50,10 +50,18 @@ class CudaGraphs:
         parked: while it lasts, the state is one on which a step may be tried.
         device: the GPU.
         is_alone: no other rank takes part in the steps, so that this one may go on without a graph.
+        tries_all: every function is tried before its capture, not only the first of a kind: NCCL sets itself up anew
+            for other sizes.
     """
 
-    def __init__(self, parked: Callable[[], AbstractContextManager], device: torch.device, is_alone: bool = True):
-        self._parked, self._device, self._is_alone = parked, device, is_alone
+    def __init__(
+        self,
+        parked: Callable[[], AbstractContextManager],
+        device: torch.device,
+        is_alone: bool = True,
+        tries_all: bool = False,
+    ):
+        self._parked, self._device, self._is_alone, self._tries_all = parked, device, is_alone, tries_all
         self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any] | None] = {}
         self._tried: set[Hashable] = set()
         self._pool = torch.cuda.graph_pool_handle()
@@ -93,7 +101,7 @@ class CudaGraphs:
     def capture(self, key: Hashable, function: Callable[[], Any], kind: Hashable = None) -> None:
         """Captures `function`, and launches nothing that leaves a trace."""
         try:
-            if not self._is_alone or kind not in self._tried:
+            if self._tries_all or kind not in self._tried:
                 self._try(function)
                 self._tried.add(kind)
             try:
@@ -102,7 +110,7 @@ class CudaGraphs:
                 torch.cuda.empty_cache()  # which the allocator does by itself, but not during a capture
                 self._captured[key] = self._record(function)
         except torch.cuda.OutOfMemoryError:
-            if not self._is_alone:  # the others have begun the trial step
+            if not self._is_alone:  # the others count on this rank to take part
                 raise torch.cuda.OutOfMemoryError(f"too little GPU memory to capture {key}; {_ADVICE}") from None
             logger.warning("too little GPU memory to capture %s, which is slower without; %s", key, _ADVICE)
             self._captured[key] = None

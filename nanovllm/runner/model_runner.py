@@ -17,16 +17,14 @@ from nanovllm.config import Config
 from nanovllm.engine.runner import Runner, RunnerInfo
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Chunk, Step, StepOutput
-from nanovllm.layers.embed_head import ParallelLMHead
+from nanovllm.layers.embed_head import ParallelLMHead, VocabSlice
 from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.sampler import SampledRows, Sampler, SamplingNeeds, row_multiple
 from nanovllm.models.config import load_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import fill_dummy_weights, find_model, load_weights
 from nanovllm.ops.collectives import Parallel
-from nanovllm.ops.filters import filter_thresholds
 from nanovllm.ops.kernel import has_kernels
-from nanovllm.ops.process_logits import process_logits
-from nanovllm.ops.sample import sample
 from nanovllm.ops.write_tokens import write_tokens
 from nanovllm.runner.cuda_graph import CudaGraphs, graph_sizes, quarters
 from nanovllm.runner.device import dtype_of, max_model_len_of, rank_device
@@ -38,13 +36,13 @@ from nanovllm.runner.kv_cache import (
     measure_memory,
     num_kvcache_blocks,
 )
-from nanovllm.runner.sequence_table import SampledRows, SamplingNeeds, SequenceTable, StepRows, StepSize
+from nanovllm.runner.sequence_table import SequenceTable, StepRows, StepSize
 from nanovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
-_ON_DEVICE = ("model", "backend", "table", "kv_cache", "graphs", "_logits")
+_ON_DEVICE = ("model", "backend", "table", "kv_cache", "graphs", "sampler", "_logits")
 # Larger steps only push the activations out of a CPU's caches.
 _USEFUL_CPU_TOKENS = 2048
 # Arithmetic of an eager step that decodes beside prompts: enough to keep a fast GPU busy while the host launches the
@@ -87,6 +85,7 @@ class ModelRunner(Runner):
     table: SequenceTable
     kv_cache: torch.Tensor
     graphs: CudaGraphs | None
+    sampler: Sampler
     _logits: torch.Tensor | None
 
     def __init__(self, config: Config, parallel: Parallel = Parallel()):  # noqa: B008 (frozen)
@@ -135,10 +134,7 @@ class ModelRunner(Runner):
         self._fused = has_kernels() and config.attention_backend != "torch"
         self._fused &= self._is_gpu or config.attention_backend == "triton"  # interpreted, on a CPU
         if self._fused and self._is_gpu and parallel.size > 1:
-            from nanovllm.ops.exchange import make_exchange
-
-            exchange = make_exchange(parallel, model_config.hidden_size, self.dtype, self.device)
-            parallel = replace(parallel, exchange=exchange)
+            self._parallel = parallel = self._with_exchanges(parallel)
         shape = AttentionShape(
             num_heads=model_config.num_attention_heads // parallel.size,
             num_kv_heads=max(1, model_config.num_key_value_heads // parallel.size),
@@ -152,8 +148,10 @@ class ModelRunner(Runner):
         self.block_size = config.kvcache_block_size or self.backend.default_block_size
         self.table = SequenceTable(
             self.max_num_seqs, self.max_model_len, self.block_size, model_config.vocab_size,
-            config.max_num_batched_tokens, self.device, self.backend.most_shared_splits, parallel.size, self._fused,
+            config.max_num_batched_tokens, self.device, self.backend.most_shared_splits, row_multiple(parallel),
+            self._fused,
         )  # fmt: skip
+        self.sampler = Sampler(VocabSlice.of(model_config.vocab_size, parallel), parallel, self._fused)
         self._compile_sampling()
         with explained_out_of_memory("the model", self.device):
             self.model = CausalLM(
@@ -176,9 +174,22 @@ class ModelRunner(Runner):
         num_blocks = self._allocate_kv_cache(config, free_at_start)
         if self._is_captured:
             with torch.inference_mode(), explained_out_of_memory("capturing CUDA graphs", self.device):
-                self._capture(parallel.size == 1)
+                self._capture()
             self._check_memory_left()
         return num_blocks
+
+    def _with_exchanges(self, parallel: Parallel) -> Parallel:
+        """The same ranks, which reach each other's memory without NCCL where the GPUs can."""
+        from nanovllm.ops.exchange import make_exchange
+        from nanovllm.ops.sampling_exchange import make_sampling_exchange
+
+        width, vocab = self.model_config.hidden_size, VocabSlice.of(self.model_config.vocab_size, parallel)
+        most_rows = self._padded_sampled(self.max_num_seqs)
+        return replace(
+            parallel,
+            exchange=make_exchange(parallel, width, self.dtype, self.device),
+            sampling_exchange=make_sampling_exchange(parallel, most_rows, vocab.size, self.dtype, self.device),
+        )
 
     def _compile_sampling(self) -> None:
         """Begins to compile the kernels of every kind of sampling, while the model is loaded.
@@ -187,16 +198,13 @@ class ModelRunner(Runner):
         """
 
         @torch.inference_mode()
-        def sample_a_row(needs: SamplingNeeds) -> None:
+        def compile_both(rules_version: int) -> None:
             # Every thread stays on the stream of the steps. After another stream had launched kernels, kernels of
             # captured steps no longer started before the preceding one had ended: 2% slower (H200, CUDA 13.0).
             with self._on_device():
-                logits = torch.zeros(1, self.model_config.vocab_size, dtype=self.dtype, device=self.device)
-                self._sample_rows(logits, self.table.padding_row(), needs)
-
-        def compile_both(rules_version: int) -> None:
-            for has_filters in (True, False):
-                sample_a_row(SamplingNeeds(has_filters, rules_version))
+                for has_filters in (True, False):
+                    row, needs = self.table.padding_row(), SamplingNeeds(has_filters, rules_version)
+                    self.sampler.compile(row, needs, self.table.tokens, self.table.rules.tensors, self.dtype)
 
         if self._is_gpu and self._fused:
             for rules_version in (0, self.table.rules.version):
@@ -214,23 +222,26 @@ class ModelRunner(Runner):
         self._decode_sizes = graph_sizes(self._most_rows)
         self._token_sizes: list[int] = []
         if self._captures_prompts:
-            most_tokens = max(self._most_tokens_beside_decodes(), 2 * self.max_num_seqs)
-            most_tokens = min(most_tokens, config.max_num_batched_tokens)
+            usual_tokens = min(self._most_tokens_beside_decodes(), config.max_num_batched_tokens)
+            most_tokens = min(max(usual_tokens, 2 * self.max_num_seqs), config.max_num_batched_tokens)
             most_rows = min(self._most_rows, most_tokens)
-            self._token_sizes = quarters(most_tokens)
+            # Steps of the usual size are not padded. Larger ones come where very many sequences run.
+            self._token_sizes = quarters(usual_tokens) + [size for size in quarters(most_tokens) if size > usual_tokens]
             # A chunk in the middle of a prompt samples nothing.
-            self._sampled_sizes = sorted({min(16, most_rows), *quarters(most_rows)})
+            few = {min(size, most_rows) for size in (16, 64, 128)}
+            self._sampled_sizes = sorted(few) + [size for size in quarters(most_rows) if size > 128]
             # Enough for prompts of 32 tokens and more; every tile costs a program per head, whether it is used or not.
             self._most_tiles = most_tokens // QUERY_TILE + min(most_rows, most_tokens // 32 + 1)
 
-    def _capture(self, is_alone: bool) -> None:
+    def _capture(self) -> None:
         """Captures what the first requests will want.
 
         The largest step comes first: smaller ones then fit into its memory. Steps with prefix groups, and samplings,
         are captured when they are first wanted, which takes milliseconds; their kernels are compiled here.
         """
         began = time.perf_counter()
-        self.graphs = graphs = CudaGraphs(self.table.parked, self.device, is_alone)
+        parallel = self._parallel
+        self.graphs = graphs = CudaGraphs(self.table.parked, self.device, parallel.size == 1, parallel.calls_nccl)
         sizes = [
             self._prompt_size(num_tokens, num_sampled)
             for num_tokens in self._token_sizes
@@ -283,19 +294,20 @@ class ModelRunner(Runner):
         return StepSize(num_rows, num_tokens, num_sampled, self._most_tiles, num_rows, num_tokens, is_grouped)
 
     def _padded_sampled(self, num_sampled: int) -> int:
-        """The next multiple of the number of ranks, which share the rows that sample evenly."""
-        return -(-num_sampled // self._parallel.size) * self._parallel.size
+        """The next number of rows that the ranks can share evenly."""
+        multiple = row_multiple(self._parallel)
+        return -(-num_sampled // multiple) * multiple
 
     def _run_captured(self, graphs: CudaGraphs, size: StepSize, needs: SamplingNeeds) -> torch.Tensor:
         """Runs both captured halves of a step. Sampling is captured apart: it has many kinds and takes milliseconds."""
         forward = ("forward", size)
         if forward not in graphs:
             self._capture_forward(graphs, size)
-        logits, rows = graphs.run(forward, lambda: self._forward(size))
-        if not graphs.holds(forward):  # logits and rows then lie elsewhere in each step
-            return self._sample(logits, rows, needs)
+        columns, rows = graphs.run(forward, lambda: self._forward(size))
+        if not graphs.holds(forward):  # columns and rows then lie elsewhere in each step
+            return self._sample(columns, rows, needs)
         kind = ("sample", size.num_sampled % 16, needs)
-        return graphs.run(("sample", size, needs), lambda: self._sample(logits, rows, needs), kind)
+        return graphs.run(("sample", size, needs), lambda: self._sample(columns, rows, needs), kind)
 
     def _capture_forward(self, graphs: CudaGraphs, size: StepSize) -> None:
         remainders = tuple(number % 16 for number in size[:3])  # kernels differ by how their tensors are aligned
@@ -308,7 +320,7 @@ class ModelRunner(Runner):
         """Embeds, runs the layers, and projects the rows that sample.
 
         Returns:
-            The logits of this rank's part of those rows, [num_sampled / ranks, vocab_size], and how to sample the rows.
+            This rank's columns of the logits, [num_sampled, vocab.size], and how to sample the rows.
         """
         batch = self.table.batch(size, tenants)
         batch.metadata.plan = self.backend.plan(batch.metadata)
@@ -316,24 +328,11 @@ class ModelRunner(Runner):
         hidden_states = hidden_states.index_select(0, batch.sampled_tokens)
         return self.model.compute_logits(hidden_states, self._logits), batch.sampled
 
-    def _sample(self, logits: torch.Tensor, rows: SampledRows, needs: SamplingNeeds) -> torch.Tensor:
-        """What the step samples, int64 [num_sampled], see StepOutput. Each rank samples its part of the rows."""
-        first = self._parallel.rank * len(logits)
-        ours = SampledRows(*(value[first : first + len(logits)] for value in rows))
-        tokens = self._parallel.all_gather(self._sample_rows(logits, ours, needs))
+    def _sample(self, columns: torch.Tensor, rows: SampledRows, needs: SamplingNeeds) -> torch.Tensor:
+        """What the step samples, int64 [num_sampled], see StepOutput; the table gets it too."""
+        tokens = self.sampler.sample(columns, rows, needs, self.table.tokens, self.table.rules.tensors)
         write_tokens(self.table.tokens, rows.entries, rows.lengths, tokens, self._fused)
         return tokens
-
-    def _sample_rows(self, logits: torch.Tensor, rows: SampledRows, needs: SamplingNeeds) -> torch.Tensor:
-        """Logits processors, then temperature, filters and noise: logits [num_rows, vocab_size] -> int64 [num_rows]."""
-        if needs.rules_version:
-            rules = self.table.rules.tensors
-            logits = process_logits(logits, rows.entries, rows.lengths, self.table.tokens, rules, fused=self._fused)
-        thresholds = None
-        if needs.has_filters:
-            settings = rows.temperatures, rows.top_ks, rows.top_ps, rows.min_ps
-            thresholds = filter_thresholds(logits, *settings, fused=self._fused)
-        return sample(logits, rows.temperatures, rows.seeds, rows.lengths, thresholds, self._fused)
 
     def _group_prefixes(self, step: Step, rows: StepRows) -> bool:
         """Whether the step's decodes share keys that are read once for all of them; the table then knows which."""
@@ -390,8 +389,10 @@ class ModelRunner(Runner):
         steps keep, what logits processors need, and the largest step's activations twice (trial and capture)."""
         if not self._is_captured:
             return 0
-        of_processors = 2 * self._most_rows // self._parallel.size * self.model_config.vocab_size * 4
-        num_bytes = _GIB // 2 + of_processors
+        # Logits processors keep a row's logits in float32 and count its tokens; ranks fetch the row before that.
+        token_bytes = 4 + 4 + (self.dtype.itemsize if self._parallel.size > 1 else 0)
+        num_rows = self._padded_sampled(self._most_rows) // self._parallel.size
+        num_bytes = _GIB // 2 + num_rows * self.model_config.vocab_size * token_bytes
         if self._token_sizes:
             num_bytes += 2 * activations * self._token_sizes[-1] // num_tokens
         return num_bytes

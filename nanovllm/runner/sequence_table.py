@@ -17,6 +17,7 @@ from nanovllm.attention.metadata import QUERY_TILE, AttentionMetadata, SharedPre
 from nanovllm.attention.prefix_groups import PrefixGroups
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
+from nanovllm.layers.sampler import SampledRows, SamplingNeeds
 from nanovllm.ops.expand_rows import Table, expand_rows
 from nanovllm.ops.sample import COLDEST
 from nanovllm.ops.upload import upload
@@ -75,22 +76,6 @@ class StepSize(NamedTuple):
     is_grouped: bool
 
 
-class SampledRows(NamedTuple):
-    """The rows of a step that sample, [num_sampled] each.
-
-    entries, lengths: int64, whose token it is, and where in the sequence it will stand.
-    seeds: int64; temperatures, top_ps, min_ps: float32; top_ks: int32; as ops/sample.py and ops/filters.py have them.
-    """
-
-    entries: torch.Tensor
-    lengths: torch.Tensor
-    seeds: torch.Tensor
-    temperatures: torch.Tensor
-    top_ks: torch.Tensor
-    top_ps: torch.Tensor
-    min_ps: torch.Tensor
-
-
 @dataclass
 class Batch:
     """The inputs of one step, on the device.
@@ -108,17 +93,6 @@ class Batch:
     sampled: SampledRows
 
 
-class SamplingNeeds(NamedTuple):
-    """What the rows of a step ask for beyond a temperature. What nobody asks for is not computed.
-
-    has_filters: whether some have a top-k, top-p or min-p.
-    rules_version: which tensors hold the penalties, biases and bans of these rows; 0 if they have none.
-    """
-
-    has_filters: bool = False
-    rules_version: int = 0
-
-
 class SequenceTable:
     """The entries of the running sequences, and the inputs of a step in fixed places.
 
@@ -128,7 +102,7 @@ class SequenceTable:
         vocab_size: token ids are below it.
         most_tokens: of a step, at most.
         most_shared_splits: the attention backend's.
-        num_ranks: the number of sampled rows is padded to a multiple of it.
+        sampled_multiple: the number of sampled rows is padded to a multiple of it.
         fused: compute with our kernels.
     """
 
@@ -141,7 +115,7 @@ class SequenceTable:
         most_tokens: int,
         device: torch.device,
         most_shared_splits: int = 0,
-        num_ranks: int = 1,
+        sampled_multiple: int = 1,
         fused: bool = False,
     ):
         self._block_size, self._vocab_size, self._device, self._fused = block_size, vocab_size, device, fused
@@ -158,7 +132,7 @@ class SequenceTable:
         )
         self.rules = TokenRulesTable(num_entries, vocab_size, device)
         # The step's inputs: a first line with the number of decodes, then the rows that `expand_rows` describes.
-        self._lines = zeros(torch.int32, 1 + num_entries + num_ranks, 4)
+        self._lines = zeros(torch.int32, 1 + num_entries + sampled_multiple, 4)
         self._tiles = zeros(torch.int32, most_tokens // QUERY_TILE + min(max_num_seqs, most_tokens) + 1, 4)
         self._shared = SharedPrefixes(
             num_items=zeros(torch.int32, 1),
@@ -292,7 +266,7 @@ class SequenceTable:
         return Batch(made.token_ids, made.positions, metadata, made.sampled_tokens, sampled)
 
     def padding_row(self) -> SampledRows:
-        """A sampled row of padding, whose token nobody reads."""
+        """One sampled row of padding, whose token nobody reads."""
         zero = torch.zeros(1, dtype=torch.int64, device=self._device)
         none, one = zero.float(), zero.float() + 1
         return SampledRows(zero + self._padding_entry, zero, zero, one, zero.int(), one, none)

@@ -21,9 +21,10 @@ from test_schedule_invariance import perturbed_scores
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.triton_backend import TritonAttention
 from nanovllm.demo import MODEL_DIRECTORY
+from nanovllm.layers.sampler import SamplingNeeds
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner.model_runner import ModelRunner, StepInFlight
-from nanovllm.runner.sequence_table import SamplingNeeds, StepSize
+from nanovllm.runner.sequence_table import StepSize
 
 pytestmark = pytest.mark.gpu
 

@@ -25,6 +25,7 @@ RANK = """
     from nanovllm.ops import exchange as kernels
     from nanovllm.ops.collectives import Parallel
     from nanovllm.ops.exchange import make_exchange
+    from nanovllm.ops.sampling_exchange import make_sampling_exchange
 
     rank, size, meeting_point = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     is_shared = size > torch.cuda.device_count()
@@ -93,6 +94,52 @@ RANK = """
             for _ in range(2 if is_shared else 60):
                 graph.replay()
                 steps(1)
+        torch.cuda.synchronize()
+        assert wrong.item() == 0, wrong
+        # Columns to rows, and everybody's tokens.
+        for dtype, num_columns in ((torch.bfloat16, 18992), (torch.float32, 16)):
+            sampling = make_sampling_exchange(plain, 64 * size, num_columns, dtype, device)
+            assert sampling.columns.shape == (64 * size, num_columns)
+            for num_rows in (64 * size, size, 0, 5 * size):
+                whole = torch.arange(num_rows * size * num_columns, device=device) % 251
+                whole = whole.view(num_rows, size * num_columns).to(dtype)
+                columns = sampling.columns[:num_rows].copy_(whole[:, rank * num_columns : (rank + 1) * num_columns])
+                mine = slice(rank * num_rows // size, (rank + 1) * num_rows // size)
+                assert torch.equal(sampling.rows_of_columns(columns), whole[mine])
+                own = torch.arange(num_rows // size, device=device) + 1000 * rank
+                gathered = sampling.all_gather(own).clone()
+                expected = [1000 * r + i for r in range(size) for i in range(num_rows // size)]
+                assert gathered.tolist() == expected
+                plain.all_gather(torch.zeros(1))  # in place of the sums of the next step
+        # Thousands of steps from a graph, the ranks out of step: sums, then columns and tokens that count the steps.
+        num_rows, num_columns = 64 * size, 1024
+        sampling = make_sampling_exchange(plain, num_rows, num_columns, torch.bfloat16, device)
+        wrong, count = torch.zeros((), device=device, dtype=torch.int64), torch.zeros((), device=device)
+        ranks_of_columns = torch.arange(size, device=device).repeat_interleave(num_columns)
+
+        def sampling_step():
+            count.add_(1).remainder_(16)
+            if rank == 0:
+                busy @ busy
+            residual = None
+            for _ in range(2):
+                normed, residual = norm.reduce_add(PartialSum(source[:7]), residual)
+            rows = sampling.rows_of_columns(sampling.columns.copy_((count + 16 * rank).expand(num_rows, num_columns)))
+            wrong.add_((rows != count + 16 * ranks_of_columns).sum())
+            tokens = sampling.all_gather((count + 16 * rank).long().expand(64))
+            expected = (count + 16 * torch.arange(size, device=device)).long().repeat_interleave(64)
+            wrong.add_((tokens != expected).sum())
+
+        with torch.cuda.stream(stream):
+            sampling_step()
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(capture_error_mode="thread_local")
+            for _ in range(8):
+                sampling_step()
+            graph.capture_end()
+            for _ in range(2 if is_shared else 100):
+                graph.replay()
+                sampling_step()
         torch.cuda.synchronize()
         assert wrong.item() == 0, wrong
     print("right")

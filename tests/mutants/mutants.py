@@ -28,6 +28,8 @@ RULES = "runner/token_rules.py"
 KV_CACHE = "runner/kv_cache.py"
 RUNNER = "runner/model_runner.py"
 GRAPHS = "runner/cuda_graph.py"
+SAMPLER = "layers/sampler.py"
+SAMPLING_EXCHANGE = "ops/sampling_exchange.py"
 EXPAND_ROWS = "ops/expand_rows.py"
 WRITE_TOKENS = "ops/write_tokens.py"
 PROCESS_LOGITS = "ops/process_logits.py"
@@ -670,7 +672,7 @@ MUTANTS = [
     Mutant(
         "a table of few rows has no room for the ranks' padding",
         TABLE,
-        "zeros(torch.int32, 1 + num_entries + num_ranks, 4)",
+        "zeros(torch.int32, 1 + num_entries + sampled_multiple, 4)",
         "zeros(torch.int32, 1 + num_entries, 4)",
         (
             "test_sequence_table.py::test_sampled_rows_are_padded_to_a_multiple_of_the_ranks",
@@ -978,14 +980,14 @@ MUTANTS = [
     Mutant(
         "a step that samples nothing is captured with many logits",
         RUNNER,
-        "sorted({min(16, most_rows), *quarters(most_rows)})",
-        "[most_rows]",
+        "few = {min(size, most_rows) for size in (16, 64, 128)}",
+        "few = {min(128, most_rows)}",
         ("test_cuda_graph.py::test_a_step_with_prompts_takes_the_next_larger_size",),
     ),
     Mutant(
         "the rows that sample do not divide over the ranks",
         RUNNER,
-        "return -(-num_sampled // self._parallel.size) * self._parallel.size",
+        "return -(-num_sampled // multiple) * multiple",
         "return num_sampled",
         ("test_cuda_graph.py::test_sampled_rows_are_padded_to_a_multiple_of_the_ranks",),
     ),
@@ -1047,14 +1049,14 @@ MUTANTS = [
     ),
     Mutant(
         "all ranks sample the first rank's rows",
-        RUNNER,
-        "first = self._parallel.rank * len(logits)",
-        "first = 0",
+        SAMPLER,
+        "value.narrow(0, parallel.rank * num_rows, num_rows)",
+        "value.narrow(0, 0, num_rows)",
         ("test_tensor_parallel.py::test_sampled_tokens_are_those_of_one_rank[61 ids]",),
     ),
     Mutant(
         "filters see the logits before the rules",
-        RUNNER,
+        SAMPLER,
         "thresholds = filter_thresholds(logits,",
         "thresholds = filter_thresholds(original,",
         ("test_sampler.py::test_filters_see_what_the_rules_leave",),
@@ -1091,16 +1093,16 @@ MUTANTS = [
     Mutant(
         "every function is tried before its capture",
         GRAPHS,
-        "if not self._is_alone or kind not in self._tried:",
+        "if self._tries_all or kind not in self._tried:",
         "if True:",
         ("test_cuda_graph.py::test_of_functions_of_one_kind_only_the_first_is_tried",),
     ),
     Mutant(
         "the ranks do not try their steps together",
         GRAPHS,
-        "if not self._is_alone or kind not in self._tried:",
+        "if self._tries_all or kind not in self._tried:",
         "if kind not in self._tried:",
-        ("test_cuda_graph.py::test_with_other_ranks_every_function_is_tried",),
+        ("test_cuda_graph.py::test_with_nccl_every_function_is_tried",),
     ),
     Mutant(
         "a kind is tried though its trial failed",
@@ -1399,9 +1401,58 @@ MUTANTS = [
     Mutant(
         "the noise of a part of the vocabulary is that of the first",
         SAMPLE,
-        "_log_of_noise(part * (TOKENS // GROUP) + group, position, seed, 0)",
-        "_log_of_noise(group, position, seed, 0)",
+        "_log_of_noise((first_id + part * TOKENS) // GROUP + group, position, seed, 0)",
+        "_log_of_noise(first_id // GROUP + group, position, seed, 0)",
         ("test_sample.py::test_the_kernel_gives_the_tokens_of_its_twin",),
+    ),
+    Mutant(
+        "the noise of a rank's groups is that of the first rank's",
+        SAMPLE,
+        "_log_of_noise((first_id + part * TOKENS) // GROUP + group, position, seed, 0)",
+        "_log_of_noise(part * (TOKENS // GROUP) + group, position, seed, 0)",
+        ("test_sample.py::test_the_best_of_all_ranks_columns_are_one_ranks_tokens",),
+    ),
+    Mutant(
+        "the noise of a rank's ids is that of the first rank's",
+        SAMPLE,
+        "_log_of_noise(first_id + token, position, seed, 1)",
+        "_log_of_noise(token, position, seed, 1)",
+        ("test_sample.py::test_the_best_of_all_ranks_columns_are_one_ranks_tokens",),
+    ),
+    Mutant(
+        "a rank's ids are counted from 0",
+        SAMPLE,
+        "+ at, first_id + best_token)",
+        "+ at, best_token)",
+        ("test_sample.py::test_the_best_of_all_ranks_columns_are_one_ranks_tokens",),
+    ),
+    Mutant(
+        "a rank's padding is sampled",
+        SAMPLER,
+        "columns[:, : vocab.num_ids], rows",
+        "columns, rows",
+        ("test_sample.py::test_the_best_of_all_ranks_columns_are_one_ranks_tokens",),
+    ),
+    Mutant(
+        "a rank's rules begin at the first id",
+        SAMPLER,
+        "needs, tokens, rules, vocab.first)",
+        "needs, tokens, rules, 0)",
+        ("test_sample.py::test_the_best_of_all_ranks_columns_are_one_ranks_tokens",),
+    ),
+    Mutant(
+        "a rank sends as many parts as its own ids have",
+        SAMPLER,
+        "num_parts=num_parts)",
+        "num_parts=None)",
+        ("test_sample.py::test_the_best_of_all_ranks_columns_are_one_ranks_tokens",),
+    ),
+    Mutant(
+        "the best part is taken of one rank alone",
+        SAMPLE,
+        "num_rows, num_parts, num_slices * num_parts, BROKEN",
+        "num_rows, num_parts, num_parts, BROKEN",
+        ("test_sample.py::test_the_best_of_all_ranks_columns_are_one_ranks_tokens",),
     ),
     Mutant(
         "a group is drawn by its best id alone",
@@ -1792,29 +1843,47 @@ MUTANTS = [
     Mutant(
         "a rank's columns are taken for its rows",
         COLLECTIVES,
-        "received.view(self.size, num_rows // self.size, num_columns).transpose(0, 1)",
-        "received.view(num_rows // self.size, self.size, num_columns)",
+        "received.unflatten(0, (self.size, -1)).transpose(0, 1)",
+        "received.unflatten(0, (-1, self.size))",
         (
             "test_layers.py::test_a_model_over_several_ranks_is_the_model",
             "test_layers.py::test_collectives_and_the_lm_head_over_real_processes[2]",
         ),
     ),
     Mutant(
-        "logits of several ranks are not put where they are wanted",
-        COLLECTIVES,
-        "out.view(rows.shape).copy_(rows).flatten(1)",
-        "rows.flatten(1)",
-        ("test_layers.py::test_collectives_and_the_lm_head_over_real_processes[2]",),
+        "a rank takes the first rank's rows from its peers",
+        SAMPLING_EXCHANGE,
+        "mine = slice(self._rank * num_rows, (self._rank + 1) * num_rows)",
+        "mine = slice(0, num_rows)",
+        ("test_layers.py::test_a_model_over_several_ranks_is_the_model",),
+    ),
+    Mutant(
+        "a rank's columns stand where they were read last",
+        SAMPLING_EXCHANGE,
+        "rows[:, peer].view",
+        "rows[:, distance].view",
+        ("test_layers.py::test_a_model_over_several_ranks_is_the_model",),
+    ),
+    Mutant(
+        "a rank reads before its peers have written",
+        SAMPLING_EXCHANGE,
+        "        self._barrier()\n        for distance",
+        "        for distance",
+        ("test_layers.py::test_a_model_over_several_ranks_is_the_model",),
+    ),
+    Mutant(
+        "every rank's tokens go where the first rank's belong",
+        SAMPLING_EXCHANGE,
+        "mine = slice(self._rank * len(flat), (self._rank + 1) * len(flat))",
+        "mine = slice(0, len(flat))",
+        ("test_layers.py::test_a_model_over_several_ranks_is_the_model",),
     ),
     Mutant(
         "the vocabulary's padding is sampled",
-        EMBED_HEAD,
-        "return rows[:, : self.vocab_size]",
-        "return rows",
-        (
-            "test_layers.py::test_a_model_over_several_ranks_is_the_model",
-            "test_layers.py::test_collectives_and_the_lm_head_over_real_processes[2]",
-        ),
+        SAMPLER,
+        "rows_of_columns(columns)[:, : self._vocab.vocab_size]",
+        "rows_of_columns(columns)",
+        ("test_layers.py::test_collectives_and_the_lm_head_over_real_processes[2]",),
     ),
     Mutant(
         "a rank embeds the tokens of others",

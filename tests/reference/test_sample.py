@@ -10,17 +10,24 @@ import pytest
 import torch
 
 from nanovllm.engine import step
+from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.embed_head import VocabSlice
+from nanovllm.layers.sampler import SampledRows, Sampler, SamplingNeeds
 from nanovllm.ops import sample as sampling
+from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.filters import filter_thresholds
 from nanovllm.ops.kernel import has_kernels
 from nanovllm.ops.sample import (
     BROKEN_LOGITS,
     NO_TOKEN_LEFT,
+    best_part,
     exponential_noise,
     fused_sample,
     philox4x32,
     plain_sample,
 )
+from nanovllm.runner.token_rules import TokenRulesTable
+from nanovllm.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of infinities that are meant
 
@@ -374,3 +381,37 @@ def test_the_kernel_gives_the_tokens_of_its_twin(dtype):
         assert torch.equal(fused_sample(*case), plain_sample(*case))
         without = case[:4]
         assert torch.equal(fused_sample(*without), plain_sample(*without))
+
+
+@needs_kernels
+@pytest.mark.parametrize(("vocab_size", "size"), [(9000, 2), (8193, 4), (40, 4), (70, 2)])
+@pytest.mark.parametrize("has_rules", [False, True], ids=["plain", "rules"])
+def test_the_best_of_all_ranks_columns_are_one_ranks_tokens(vocab_size, size, has_rules):
+    """Of slices in several parts, of a last one that is shorter or empty; what stands in their padding is not sampled,
+    and rules keep to their ids."""
+    logits, temperatures, seeds, positions, _ = random_case(vocab_size, 8, torch.float32)
+    num_rows = len(logits)
+    logits[1, vocab_size - 1] = torch.nan
+    logits[2] = -torch.inf
+    zeros, ones = torch.zeros(num_rows), torch.ones(num_rows)
+    entries, positions = torch.arange(num_rows).flip(0), torch.arange(num_rows) % 3 + 2
+    rows = SampledRows(entries, positions, seeds, temperatures, zeros.int(), ones, zeros)
+    table = TokenRulesTable(num_rows + 1, vocab_size, torch.device("cpu"))
+    params = [
+        SamplingParams(repetition_penalty=1.5, logit_bias={vocab_size - 1: 9.0, 0: -9.0}, allowed_token_ids=allowed)
+        for allowed in [None, list(range(vocab_size // 2, vocab_size))] * (num_rows // 2)
+    ]
+    tokens = (torch.arange(num_rows * 9).view(num_rows, 9) * 7 % vocab_size).int()
+    table.admit([Sequence(i, [1, 2], p, 9) for i, p in enumerate(params)], np.arange(num_rows))
+    needs = SamplingNeeds(rules_version=table.version if has_rules else 0)
+    alone = Sampler(VocabSlice.of(vocab_size, Parallel()), Parallel(), fused=True)
+    expected = alone.sample(logits, rows, needs, tokens, table.tensors)
+    found = []
+    for rank in range(size):  # one after the other: the interpreter is no friend of threads
+        parallel = Parallel(rank, size, None, None, "an exchange")
+        vocab = VocabSlice.of(vocab_size, parallel)
+        columns = torch.full((num_rows, vocab.size), 99.0)
+        columns[:, : vocab.num_ids] = logits[:, vocab.first : vocab.first + vocab.num_ids]
+        found.append(Sampler(vocab, parallel, fused=True)._best_of_columns(columns, rows, needs, tokens, table.tensors))
+    assert torch.equal(best_part(torch.stack(found)), expected)
+    assert expected[1] == BROKEN_LOGITS and expected[2] == NO_TOKEN_LEFT and (expected >= 0).sum() == num_rows - 2

@@ -18,12 +18,13 @@ from nanovllm.attention.prefix_groups import PrefixGroups
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Chunk, Step
+from nanovllm.layers.sampler import SamplingNeeds
 from nanovllm.models.config import load_model_config
 from nanovllm.ops.expand_rows import Table, expand_rows
 from nanovllm.ops.process_logits import ALWAYS, TokenRules
 from nanovllm.ops.write_tokens import write_tokens
 from nanovllm.runner import sequence_table, token_rules
-from nanovllm.runner.sequence_table import Batch, SamplingNeeds, SequenceTable, StepRows, StepSize
+from nanovllm.runner.sequence_table import Batch, SequenceTable, StepRows, StepSize
 from nanovllm.runner.token_rules import TokenRulesTable
 from nanovllm.sampling_params import SamplingParams
 
@@ -344,7 +345,7 @@ def test_decodes_are_padded_to_the_rows_of_a_captured_step(num_rows, fused):
 )
 def test_sampled_rows_are_padded_to_a_multiple_of_the_ranks(num_ranks, max_num_seqs, num_rows, num_sampled, fused):
     """There may then be more sampled rows than rows; those too many belong to nobody."""
-    table = make_table(max_num_seqs, block_size=4, num_ranks=num_ranks, fused=fused)
+    table = make_table(max_num_seqs, block_size=4, sampled_multiple=num_ranks, fused=fused)
     seqs = [scheduled([9] * (1 + i), [i], params=SamplingParams(), seed=i, entry=i) for i in range(num_rows)]
     step = step_of(*((seq, 1, True) for seq in seqs))
     assert exact_size(step, num_ranks).num_sampled == num_sampled
@@ -362,7 +363,7 @@ def test_sampled_rows_are_padded_to_a_multiple_of_the_ranks(num_ranks, max_num_s
 def test_a_table_has_room_for_the_largest_step():
     """Of the most sequences, each with a tile of its own, or of the most tokens, with sampled rows for 8 ranks."""
     for max_num_seqs, most_tokens in ((1, 1), (9, 9), (9, 700), (700, 9), (3, 64)):
-        table = make_table(max_num_seqs, 1024, 16, most_tokens=most_tokens, num_ranks=8)
+        table = make_table(max_num_seqs, 1024, 16, most_tokens=most_tokens, sampled_multiple=8)
         num_seqs = min(max_num_seqs, most_tokens)
         for length in {1, most_tokens // num_seqs}:
             seqs = [scheduled([1] * length, list(range(64)), entry=i) for i in range(num_seqs)]
@@ -899,7 +900,8 @@ class TableRunner(FakeRunner):
         self.max_num_seqs, self.most_tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.num_ranks = num_ranks
         self.table = make_table(
-            config.max_num_seqs, info.max_model_len, info.kvcache_block_size, fused=fused, num_ranks=num_ranks,
+            config.max_num_seqs, info.max_model_len, info.kvcache_block_size, fused=fused,
+            sampled_multiple=num_ranks,
             most_tokens=self.most_tokens,
         )  # fmt: skip
         self.rng, self.fused = rng, fused  # sizes are exact without rng

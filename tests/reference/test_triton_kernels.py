@@ -498,5 +498,5 @@ def test_an_engine_of_triton_kernels_gives_the_tokens_of_the_plain_one(tmp_path,
         "_rms_norm_kernel", "_silu_and_mul_kernel", "_qk_norm_rotate_store_kernel", "_expand_rows_kernel",
         "_write_tokens_kernel", "_plan_kernel", "_decode_kernel", "_merge_kernel", "_prefill_kernel",
         "_allow_kernel", "_edit_and_count_kernel", "_penalise_kernel", "_filter_kernel", "_best_of_part_kernel",
-        "_best_kernel",
+        "_best_part_kernel",
     }  # fmt: skip

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import nanovllm
 from nanovllm.attention.torch_backend import TorchAttention
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Chunk
-from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding, VocabSlice
 from nanovllm.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -34,6 +34,7 @@ from nanovllm.models.config import load_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import load_weights
 from nanovllm.ops.collectives import Parallel
+from nanovllm.ops.sampling_exchange import SamplingExchange
 from nanovllm.ops.silu_and_mul import silu_and_mul
 from nanovllm.sampling_params import SamplingParams
 
@@ -336,7 +337,7 @@ def test_a_vocabulary_of_any_size_is_divided(size, vocab_size):
 def test_padding_rows_of_the_vocabulary_start_as_zeros():
     """Uninitialised memory may hold NaN, which no mask stops in a product."""
     head = ParallelLMHead(5, 4, LonelyRank(3, 4), **FP32)
-    assert head.num_rows == 0 and torch.equal(head.weight, torch.zeros(16, 4))
+    assert head.vocab.num_ids == 0 and torch.equal(head.weight, torch.zeros(16, 4))
 
 
 @pytest.mark.parametrize(
@@ -384,9 +385,8 @@ class ThreadRank(Parallel):
     def all_gather(self, tensor):
         return torch.cat(self._meet(tensor), 0)
 
-    def rows_of_columns(self, tensor, out=None):
-        rows = torch.cat(self._meet(tensor), 1).chunk(self.size)[self.rank]
-        return rows if out is None else out.copy_(rows)
+    def rows_of_columns(self, columns):
+        return torch.cat(self._meet(columns), 1).chunk(self.size)[self.rank]
 
 
 @torch.inference_mode()
@@ -401,14 +401,16 @@ def logits_of(directory: Path, token_ids: list[int], parallel: Parallel) -> torc
     seq.block_table, seq.num_computed_tokens, seq.entry = [3, 0, 2, 1], num_tokens, 0
     batch = make_batch([Chunk(seq, num_tokens, False)], 16, 64)
     kv_cache = torch.full((2, config.num_hidden_layers, 4, 16, model.num_kv_heads, config.head_dim), float("nan"))
-    rows = model.compute_logits(model(batch.token_ids, batch.positions, kv_cache, batch.metadata))
-    assert rows.shape == (num_tokens // parallel.size, config.vocab_size)
-    return parallel.all_gather(rows)
+    columns = model.compute_logits(model(batch.token_ids, batch.positions, kv_cache, batch.metadata))
+    assert columns.shape == (num_tokens, model.lm_head.vocab.size)
+    rows = (parallel.sampling_exchange or parallel).rows_of_columns(columns)
+    assert len(rows) == num_tokens // parallel.size
+    return parallel.all_gather(rows[:, : config.vocab_size])
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_model_over_several_ranks_is_the_model(tmp_path, size, tied):
+@pytest.mark.parametrize(("tied", "exchanges"), [(False, False), (True, False), (False, True)])
+def test_a_model_over_several_ranks_is_the_model(tmp_path, size, tied, exchanges):
     """With biases, replicated key heads and a vocabulary that does not divide; every rank reads one checkpoint.
     The ranks that do not add the row-parallel bias once called it an unexpected tensor."""
     shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 61, "intermediate_size": 40}
@@ -417,10 +419,27 @@ def test_a_model_over_several_ranks_is_the_model(tmp_path, size, tied):
     with torch.inference_mode():
         expected = model(torch.tensor([token_ids])).logits[0]
     exchange, logits, errors = Exchange(size), [None] * size, []
+    columns = [torch.full((48, VocabSlice.of(61, Parallel(0, size)).size), float("nan")) for _ in range(size)]
+    gathered = [torch.full((48,), -7) for _ in range(size)]
 
     def run_rank(rank: int) -> None:
         try:
-            logits[rank] = logits_of(tmp_path, token_ids, ThreadRank(rank, size, exchange))
+            parallel = ThreadRank(rank, size, exchange)
+            if exchanges:
+                own = SamplingExchange(parallel, columns, gathered, exchange.barrier.wait)
+                parallel = replace(parallel, sampling_exchange=own)
+            logits[rank] = logits_of(tmp_path, token_ids, parallel)
+            if exchanges:
+                exchange.barrier.wait()  # as the layers' sums of the next step
+                for num_rows in (3, 1, 0):
+                    found = own.all_gather(torch.arange(num_rows) + 10 * rank)
+                    assert found.tolist() == [10 * r + i for r in range(size) for i in range(num_rows)]
+                    exchange.barrier.wait()
+                    pairs = torch.full((1, num_rows, 2), rank, dtype=torch.int32)
+                    found = own.all_gather(pairs)
+                    assert found.shape == (size, num_rows, 2) and found.dtype == torch.int32
+                    assert all((found[r] == r).all() for r in range(size))
+                    exchange.barrier.wait()
         except BaseException as error:  # the test reports it; the others must not wait
             errors.append(error)
             exchange.barrier.abort()
@@ -456,6 +475,7 @@ GLOO_RANK = """
     import torch
     import torch.distributed as dist
     from nanovllm.layers.embed_head import ParallelLMHead
+    from nanovllm.layers.sampler import SampledRows, Sampler, SamplingNeeds
     from nanovllm.ops.collectives import Parallel
 
     rank, size, meeting_point = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -482,9 +502,6 @@ GLOO_RANK = """
         columns = whole[:, rank * num_columns : (rank + 1) * num_columns]
         rows = parallel.rows_of_columns(columns)
         assert torch.equal(rows, whole[len(rows) * rank : len(rows) * (rank + 1)]) and len(rows) == num_rows // size
-        out = torch.full((num_rows // size, size * num_columns), 7.0)
-        given = parallel.rows_of_columns(columns.contiguous(), out)
-        assert torch.equal(out, rows) and torch.equal(given, rows) and given.data_ptr() == out.data_ptr()
 
     # The vocabularies: of slices that are full, that are not, and of ranks that hold nothing.
     for vocab_size in (16 * size, 61, 20, 7):
@@ -496,18 +513,28 @@ GLOO_RANK = """
             (first, length), _ = shard.source
             shard.target.copy_(weight[first : first + length])
         memory = head.empty_logits(8 * size)
-        assert len(memory) == 8
+        assert memory.shape == (8 * size, head.vocab.size)
         for is_packed in (False, True):  # a packed weight is a CPU's, which has no captured steps to keep memory for
             if is_packed:
                 head.pack()
             for num_rows in (size, 5 * size, 8 * size):
                 hidden_states = torch.randn(num_rows, 10, generator=torch.Generator().manual_seed(num_rows))
-                expected = ours_of(one(hidden_states))
+                whole = one(hidden_states)
                 for out in (None,) if is_packed else (None, memory.fill_(float("nan"))):
-                    logits = head(hidden_states, out)
-                    assert logits.shape == (num_rows // size, vocab_size)
-                    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-                    assert (logits.data_ptr() == memory.data_ptr()) == (out is not None)
+                    columns = head(hidden_states, out)
+                    assert columns.shape == (num_rows, head.vocab.size)
+                    logits = parallel.rows_of_columns(columns)[:, :vocab_size]
+                    torch.testing.assert_close(logits, ours_of(whole), rtol=1e-5, atol=1e-5)
+                    assert (columns.data_ptr() == memory.data_ptr()) == (out is not None)
+                seeds, temperatures = torch.arange(num_rows), torch.arange(num_rows) % 3 / 2
+                zeros, ones = torch.zeros(num_rows), torch.ones(num_rows)
+                rows = SampledRows(seeds, seeds, seeds, temperatures, (seeds % 4).int(), ones, zeros)
+                for needs in (SamplingNeeds(), SamplingNeeds(has_filters=True)):
+                    tokens, expected = (
+                        Sampler(it.vocab, it.parallel).sample(logits, rows, needs, None, None)
+                        for it, logits in ((head, columns), (one, whole))
+                    )
+                    assert torch.equal(tokens, expected), (vocab_size, num_rows, needs)
     dist.destroy_process_group()
     print("rank", rank, "agrees")
 """

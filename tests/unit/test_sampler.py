@@ -4,7 +4,6 @@ What a step calls, each by itself: test_process_logits.py, test_filters.py and t
 """
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,8 +13,10 @@ from model_factory import one_thread, save_model  # noqa: F401
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import BROKEN_LOGITS, NO_TOKEN_LEFT, Chunk, Step
-from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.sequence_table import SampledRows, SamplingNeeds, SequenceTable, StepRows, StepSize
+from nanovllm.layers.embed_head import VocabSlice
+from nanovllm.layers.sampler import SampledRows, Sampler, SamplingNeeds
+from nanovllm.ops.collectives import Parallel
+from nanovllm.runner.sequence_table import SequenceTable, StepRows, StepSize
 
 CPU = torch.device("cpu")
 
@@ -49,8 +50,10 @@ def sample_rows(logits: torch.Tensor, params, seeds=None, prompts=None, stop_tok
 
 
 def sampled(table: SequenceTable, logits: torch.Tensor, rows: SampledRows, needs: SamplingNeeds) -> torch.Tensor:
-    """As a ModelRunner on a CPU samples them: it needs no more of the runner than this."""
-    return ModelRunner._sample_rows(SimpleNamespace(table=table, _fused=False), logits, rows, needs)
+    """As a ModelRunner on a CPU samples them."""
+    parallel = Parallel()
+    sampler = Sampler(VocabSlice.of(logits.shape[1], parallel), parallel)
+    return sampler.sample(logits, rows, needs, table.tokens, table.rules.tensors)
 
 
 def exact_probabilities(logits: list[float], params: SamplingParams) -> np.ndarray:
