@@ -198,7 +198,8 @@ class LLM:
                 raise RuntimeError("the engine has requests that were added by hand; finish or abort them first")
             outputs: dict[int, RequestOutput] = {}
             try:
-                self._run_locked(rows, params, use_tqdm, raise_on_error, outputs)
+                with _frozen_objects():
+                    self._run_locked(rows, params, use_tqdm, raise_on_error, outputs)
             except BaseException:
                 self.engine.reset()
                 raise
@@ -218,7 +219,7 @@ class LLM:
         """Puts the output of every row into `outputs`, those of the rows that cannot run first."""
         index_of = self._add_requests(rows, params, raise_on_error, outputs)
         finished: dict[int, EngineSequence] = {}
-        with _Progress(self.engine, len(rows), use_tqdm) as progress, self._cpu_threads as threads, _frozen_objects():
+        with _Progress(self.engine, len(rows), use_tqdm) as progress, self._cpu_threads as threads:
             progress.add_finished(len(outputs), num_errors=len(outputs))
             while not self.engine.is_finished():
                 threads.adapt()

@@ -1,9 +1,12 @@
-"""The Batch of an eager step, as a SequenceTable of its own makes it."""
+"""The Batch of an eager step, as a SequenceTable of its own makes it, and all that rows expand to."""
+
+from typing import NamedTuple
 
 import torch
 
 from nanovllm.attention.metadata import QUERY_TILE
 from nanovllm.engine.step import Chunk, Step
+from nanovllm.ops.expand_rows import ExpandedSamples, Table, expand_rows
 from nanovllm.runner.sequence_table import Batch, SequenceTable, StepRows, StepSize
 
 
@@ -16,3 +19,33 @@ def make_batch(chunks: list[Chunk], block_size: int, max_model_len: int = 128, d
     table = SequenceTable(len(chunks), max_model_len, block_size, 1000, sum(num_new), torch.device(device))
     table.send(step, StepRows.of(step), size)
     return table.batch(size, [(chunk.seq.seq_id, chunk.seq.num_preemptions) for chunk in chunks])
+
+
+class WholeExpansion(NamedTuple):
+    """Expanded and ExpandedSamples together."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    sampled_tokens: torch.Tensor
+    entries: torch.Tensor
+    lengths: torch.Tensor
+    settings: torch.Tensor
+    seeds: torch.Tensor
+
+
+def expanded(
+    rows: torch.Tensor,
+    table: Table,
+    num_rows: int,
+    num_tokens: int,
+    num_sampled: int,
+    block_size: int,
+    fused: bool = False,
+) -> WholeExpansion:
+    """`expand_rows` with memory of its own for the rows that sample."""
+    samples = ExpandedSamples.empty(num_sampled, len(table.settings), rows.device)
+    return WholeExpansion(*expand_rows(rows, table, num_rows, num_tokens, samples, block_size, fused), *samples)

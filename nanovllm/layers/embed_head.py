@@ -95,24 +95,16 @@ class ParallelLMHead(VocabParallel):
         if self.packed is not None:
             self.weight = None
 
-    def empty_logits(self, num_rows: int) -> torch.Tensor:
-        """Memory for what `forward` returns of up to `num_rows` rows, to be given as `out`."""
-        exchange = self.parallel.sampling_exchange
-        if exchange is not None:
-            return exchange.columns[:num_rows]
-        return self.get_parameter("weight").new_empty(num_rows, self.vocab.size)
-
-    def forward(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """This rank's columns of the logits: those of its slice of the vocabulary.
 
         Args:
             hidden_states: [num_rows, hidden_size].
-            out: where to put them, from `empty_logits`. None takes new memory, or the ranks' exchange if there is one.
 
         Returns:
-            [num_rows, vocab.size]; the first `vocab.num_ids` columns stand for ids. layers/sampler.py knows the rest.
+            [num_rows, vocab.size]; the first `vocab.num_ids` columns stand for ids. They lie where the ranks exchange
+            them, if they can; see layers/sampler.py.
         """
-        if out is None and self.parallel.sampling_exchange is not None:
-            out = self.empty_logits(len(hidden_states))
-        out = None if out is None else out[: len(hidden_states)]
+        exchange = self.parallel.sampling_exchange
+        out = None if exchange is None else exchange.columns[: len(hidden_states)]
         return linear(hidden_states, self.weight, self.packed, fused=self.fused, out=out)

@@ -119,6 +119,6 @@ class CausalLM(nn.Module):
         """token_ids, positions: [num_tokens] -> hidden_states [num_tokens, hidden_size]"""
         return self.model(token_ids, self.rotary_emb.lookup(positions), kv_cache, metadata)
 
-    def compute_logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [num_rows, hidden_size] -> this rank's columns of the logits; see ParallelLMHead."""
-        return self.lm_head(hidden_states, out)
+        return self.lm_head(hidden_states)

@@ -31,10 +31,6 @@ class Expanded(NamedTuple):
 
     token_ids, positions, slot_mapping: int64 [num_tokens]; padding tokens have id and position 0 and slot −1.
     cu_seqlens_q: int32 [num_rows + 1]; context_lens: int32 [num_rows]; block_tables: int32 [num_rows, max_blocks].
-    sampled_tokens: int64 [num_sampled], the last token of each row that samples, in the flat batch.
-    entries: int64 [num_sampled], its entry; the last one for padding.
-    lengths: int64 [num_sampled], its tokens so far, so where in its sequence the sampled token will stand.
-    settings: int32 [num_settings, num_sampled]; seeds: int64 [num_sampled].
     """
 
     token_ids: torch.Tensor
@@ -43,11 +39,31 @@ class Expanded(NamedTuple):
     cu_seqlens_q: torch.Tensor
     context_lens: torch.Tensor
     block_tables: torch.Tensor
-    sampled_tokens: torch.Tensor
+
+
+class ExpandedSamples(NamedTuple):
+    """What the rows that sample stand for. A row of settings begins where 16 bytes divide the address.
+
+    tokens: int64 [num_sampled], the last token of each row that samples, in the flat batch.
+    entries: int64 [num_sampled], its entry; the last one for padding.
+    lengths: int64 [num_sampled], its tokens so far, so where in its sequence the sampled token will stand.
+    settings: int32 [num_settings, num_sampled]; seeds: int64 [num_sampled].
+    """
+
+    tokens: torch.Tensor
     entries: torch.Tensor
     lengths: torch.Tensor
     settings: torch.Tensor
     seeds: torch.Tensor
+
+    @classmethod
+    def empty(cls, num_sampled: int, num_settings: int, device: torch.device) -> "ExpandedSamples":
+        tokens, entries, lengths, seeds = _aligned(torch.int64, device, 4, num_sampled)
+        return cls(tokens, entries, lengths, _aligned(torch.int32, device, num_settings, num_sampled), seeds)
+
+    def first(self, num_sampled: int) -> "ExpandedSamples":
+        """Of the first `num_sampled` of them, in the same memory."""
+        return ExpandedSamples(*(values[..., :num_sampled] for values in self))
 
 
 def expand_rows(
@@ -55,7 +71,7 @@ def expand_rows(
     table: Table,
     num_rows: int,
     num_tokens: int,
-    num_sampled: int,
+    samples: ExpandedSamples,
     block_size: int,
     fused: bool = False,
 ) -> Expanded:
@@ -66,11 +82,12 @@ def expand_rows(
             its first token in the flat batch, and, as the fourth number, the i-th row that samples. Row `num_rows` ends
             the list. It has the table's last entry, which belongs to nobody, no keys, and the number of real tokens
             as its first token; so has every row of padding before it. It also pads the rows that sample.
-        num_rows, num_tokens, num_sampled: padding included.
+        num_rows, num_tokens: padding included.
+        samples: is filled with the rows that sample, padding included.
         fused: compute with the kernel.
     """
     if fused:
-        return _fused_expand_rows(rows, table, num_rows, num_tokens, num_sampled, block_size)
+        return _fused_expand_rows(rows, table, num_rows, num_tokens, samples, block_size)
     entry, context_lens, first_token = rows[: num_rows + 1, :3].t().contiguous().long()
     token = torch.arange(num_tokens, device=rows.device)
     row = torch.searchsorted(first_token, token, right=True) - 1
@@ -78,8 +95,13 @@ def expand_rows(
     after = torch.cat((first_token[1:], first_token[-1:]))  # where the row's tokens end
     positions = torch.where(is_real, context_lens[row] - after[row] + token, 0)
     block = table.block_tables[entry[row], positions // block_size].long()
-    sampled = rows[:num_sampled, 3].long()
+    sampled = rows[: len(samples.tokens), 3].long()
     entries = entry[sampled]
+    samples.tokens.copy_(torch.where(context_lens > 0, after - 1, 0)[sampled])
+    samples.entries.copy_(entries)
+    samples.lengths.copy_(context_lens[sampled])
+    samples.settings.copy_(table.settings[:, entries])
+    samples.seeds.copy_(table.seeds[entries])
     return Expanded(
         token_ids=torch.where(is_real, table.tokens[entry[row], positions], 0).long(),
         positions=positions,
@@ -87,12 +109,13 @@ def expand_rows(
         cu_seqlens_q=first_token.int(),
         context_lens=context_lens[:-1].int(),
         block_tables=table.block_tables[entry[:-1]],
-        sampled_tokens=torch.where(context_lens > 0, after - 1, 0)[sampled],
-        entries=entries,
-        lengths=context_lens[sampled],
-        settings=table.settings[:, entries],
-        seeds=table.seeds[entries],
     )
+
+
+def _aligned(dtype: torch.dtype, device: torch.device, *shape: int) -> torch.Tensor:
+    """Memory in which rows begin where Triton takes them for aligned, so that all sizes share their kernels."""
+    padded = torch.empty(*shape[:-1], -(-shape[-1] // 16) * 16, dtype=dtype, device=device)
+    return padded[..., : shape[-1]]
 
 
 @jit(
@@ -156,26 +179,19 @@ def _expand_rows_kernel(
             tl.store(row_settings + setting * settings_stride + index, value, is_sampled)
 
 
-def _fused_expand_rows(rows, table, num_rows, num_tokens, num_sampled, block_size) -> Expanded:
+def _fused_expand_rows(
+    rows: torch.Tensor, table: Table, num_rows: int, num_tokens: int, samples: ExpandedSamples, block_size: int
+) -> Expanded:
     max_blocks, (num_settings, num_entries) = table.block_tables.shape[1], table.settings.shape
-
-    def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        # Rows begin where Triton takes them for aligned, so that all sizes share their kernels.
-        padded = torch.empty(*shape[:-1], -(-shape[-1] // 16) * 16, dtype=dtype, device=rows.device)
-        return padded[..., : shape[-1]]
-
-    token_ids, positions, slot_mapping = empty(torch.int64, 3, num_tokens)
-    sampled_tokens, entries, lengths, seeds = empty(torch.int64, 4, num_sampled)
-    row_settings = empty(torch.int32, num_settings, num_sampled)
-    row_tables = torch.empty((num_rows, max_blocks), dtype=torch.int32, device=rows.device)
-    out = Expanded(
-        token_ids, positions, slot_mapping, empty(torch.int32, num_rows + 1), empty(torch.int32, num_rows), row_tables,
-        sampled_tokens, entries, lengths, row_settings, seeds,
-    )  # fmt: skip
+    device, num_sampled = rows.device, len(samples.tokens)
+    row_tables = torch.empty((num_rows, max_blocks), dtype=torch.int32, device=device)
+    cu_seqlens_q, context_lens = _aligned(torch.int32, device, num_rows + 1), _aligned(torch.int32, device, num_rows)
+    token_ids, positions, slots = _aligned(torch.int64, device, 3, num_tokens)
+    out = Expanded(token_ids, positions, slots, cu_seqlens_q, context_lens, row_tables)
     num_programs = max(num_rows + 1, triton.cdiv(num_tokens, _WIDTH), triton.cdiv(num_sampled, _WIDTH))
     _expand_rows_kernel[(num_programs,)](
-        rows, *table, *out, num_rows, num_tokens, num_sampled, num_rows.bit_length(), table.tokens.shape[1], max_blocks,
-        num_entries, row_settings.stride(0), NUM_SETTINGS=num_settings, BLOCK_SIZE=block_size, WIDTH=_WIDTH,
-        num_warps=4, **LAUNCH_OPTIONS,
+        rows, *table, *out, *samples, num_rows, num_tokens, num_sampled, num_rows.bit_length(), table.tokens.shape[1],
+        max_blocks, num_entries, samples.settings.stride(0), NUM_SETTINGS=num_settings, BLOCK_SIZE=block_size,
+        WIDTH=_WIDTH, num_warps=4, **LAUNCH_OPTIONS,
     )  # fmt: skip
     return out

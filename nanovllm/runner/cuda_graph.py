@@ -20,10 +20,12 @@ def graph_sizes(largest: int) -> list[int]:
     return sorted({size for size in sizes if size < largest} | {largest})
 
 
-def quarters(largest: int) -> list[int]:
-    """The multiples of a quarter of `largest`, rounded up to multiples of 16, and it itself last."""
-    quarter = -(-largest // 64) * 16
-    return [*range(quarter, largest, quarter), largest]
+def prompt_sizes(usual: int, largest: int) -> list[int]:
+    """Numbers of tokens to capture, ascending: the multiples of a sixteenth of `usual`, rounded up to a multiple of 64
+    as matrix products are, and beyond that the multiples of a quarter of `largest`."""
+    part, quarter = -(-usual // 1024) * 64, -(-largest // 256) * 64
+    beyond = [size for size in (*range(quarter, largest, quarter), largest) if size > usual]
+    return [*range(part, usual, part), usual, *beyond]
 
 
 @contextmanager
@@ -69,14 +71,6 @@ class CudaGraphs:
 
     def __len__(self) -> int:
         return len(self._captured)
-
-    def __contains__(self, key: Hashable) -> bool:
-        """Whether the capture of `key` was tried."""
-        return key in self._captured
-
-    def holds(self, key: Hashable) -> bool:
-        """Whether `key` was captured; what it returns then lies in one place."""
-        return self._captured.get(key) is not None
 
     def run(self, key: Hashable, function: Callable[[], Any], kind: Hashable = None) -> Any:
         """Replays `function`, after capturing it if the key is new.

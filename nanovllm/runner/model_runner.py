@@ -3,6 +3,7 @@
 import logging
 import time
 from bisect import bisect_left
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,14 +20,14 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Chunk, Step, StepOutput
 from nanovllm.layers.embed_head import ParallelLMHead, VocabSlice
 from nanovllm.layers.linear import LinearBase
-from nanovllm.layers.sampler import SampledRows, Sampler, SamplingNeeds, row_multiple
+from nanovllm.layers.sampler import Sampler, SamplingNeeds, row_multiple
 from nanovllm.models.config import load_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import fill_dummy_weights, find_model, load_weights
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.kernel import has_kernels
 from nanovllm.ops.write_tokens import write_tokens
-from nanovllm.runner.cuda_graph import CudaGraphs, graph_sizes, quarters
+from nanovllm.runner.cuda_graph import CudaGraphs, graph_sizes, prompt_sizes
 from nanovllm.runner.device import dtype_of, max_model_len_of, rank_device
 from nanovllm.runner.kv_cache import (
     MemoryUse,
@@ -42,7 +43,7 @@ from nanovllm.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
-_ON_DEVICE = ("model", "backend", "table", "kv_cache", "graphs", "sampler", "_logits")
+_ON_DEVICE = ("model", "backend", "table", "kv_cache", "graphs", "sampler", "_hidden_states")
 # Larger steps only push the activations out of a CPU's caches.
 _USEFUL_CPU_TOKENS = 2048
 # Arithmetic of an eager step that decodes beside prompts: enough to keep a fast GPU busy while the host launches the
@@ -86,7 +87,7 @@ class ModelRunner(Runner):
     kv_cache: torch.Tensor
     graphs: CudaGraphs | None
     sampler: Sampler
-    _logits: torch.Tensor | None
+    _hidden_states: torch.Tensor
 
     def __init__(self, config: Config, parallel: Parallel = Parallel()):  # noqa: B008 (frozen)
         self.device = rank_device(config.device, parallel.rank, parallel.size)
@@ -99,6 +100,7 @@ class ModelRunner(Runner):
         self.max_num_seqs = config.max_num_seqs or self._default_max_num_seqs(config)
         self._compiling: list[Thread] = []
         vars(self).update(dict.fromkeys(_ON_DEVICE))
+        self._no_tokens = torch.empty(0, dtype=torch.int64)
         try:
             with self._on_device(), explained_out_of_memory("the engine", self.device):
                 num_blocks = self._start(config, parallel, directory)
@@ -170,7 +172,9 @@ class ModelRunner(Runner):
         self._captures_prompts = self._is_captured and self.backend.can_capture_prompts
         self._choose_sizes(config)
         if self._is_captured:
-            self._logits = self.model.lm_head.empty_logits(self._padded_sampled(self._most_rows))
+            num_tokens = max(self._row_sizes[-1], *self._token_sizes[-1:])
+            width = model_config.hidden_size
+            self._hidden_states = torch.zeros(num_tokens, width, dtype=self.dtype, device=self.device)
         num_blocks = self._allocate_kv_cache(config, free_at_start)
         if self._is_captured:
             with torch.inference_mode(), explained_out_of_memory("capturing CUDA graphs", self.device):
@@ -219,39 +223,30 @@ class ModelRunner(Runner):
     def _choose_sizes(self, config: Config) -> None:
         """The sizes that steps are padded to where they are captured."""
         self._most_rows = min(self.max_num_seqs, config.max_num_batched_tokens)
-        self._decode_sizes = graph_sizes(self._most_rows)
+        self._row_sizes = graph_sizes(self._most_rows)
         self._token_sizes: list[int] = []
         if self._captures_prompts:
-            usual_tokens = min(self._most_tokens_beside_decodes(), config.max_num_batched_tokens)
-            most_tokens = min(max(usual_tokens, 2 * self.max_num_seqs), config.max_num_batched_tokens)
-            most_rows = min(self._most_rows, most_tokens)
-            # Steps of the usual size are not padded. Larger ones come where very many sequences run.
-            self._token_sizes = quarters(usual_tokens) + [size for size in quarters(most_tokens) if size > usual_tokens]
-            # A chunk in the middle of a prompt samples nothing.
-            few = {min(size, most_rows) for size in (16, 64, 128)}
-            self._sampled_sizes = sorted(few) + [size for size in quarters(most_rows) if size > 128]
-            # Enough for prompts of 32 tokens and more; every tile costs a program per head, whether it is used or not.
-            self._most_tiles = most_tokens // QUERY_TILE + min(most_rows, most_tokens // 32 + 1)
+            usual = min(self._most_tokens_beside_decodes(), config.max_num_batched_tokens)
+            most = min(max(usual, 2 * self.max_num_seqs), config.max_num_batched_tokens)
+            self._token_sizes = prompt_sizes(usual, most)
 
     def _capture(self) -> None:
         """Captures what the first requests will want.
 
-        The largest step comes first: smaller ones then fit into its memory. Steps with prefix groups, and samplings,
-        are captured when they are first wanted, which takes milliseconds; their kernels are compiled here.
+        The largest step comes first: smaller ones then fit into its memory. Steps with prefix groups, and samplings
+        with rules, are captured when they are first wanted, which takes milliseconds; their kernels are compiled here.
         """
-        began = time.perf_counter()
-        parallel = self._parallel
+        began, parallel = time.perf_counter(), self._parallel
         self.graphs = graphs = CudaGraphs(self.table.parked, self.device, parallel.size == 1, parallel.calls_nccl)
-        sizes = [
-            self._prompt_size(num_tokens, num_sampled)
-            for num_tokens in self._token_sizes
-            for num_sampled in self._sampled_sizes
-        ]
-        sizes += [self._decode_size(num_rows, False) for num_rows in self._decode_sizes]
-        for size in sorted(dict.fromkeys(sizes), key=lambda size: size.num_tokens, reverse=True):
-            self._capture_forward(graphs, size)
+        sizes = [self._prompt_size(num_tokens) for num_tokens in self._token_sizes]
+        sizes += [self._decode_size(num_rows) for num_rows in self._row_sizes]
+        for size in sorted(sizes, key=lambda size: size.num_tokens, reverse=True):
+            graphs.capture(*self._forward_half(size))
         if self._groups_prefixes and self.backend.most_shared_splits:
-            self._capture_forward(graphs, self._decode_size(self._decode_sizes[-1], True))
+            graphs.capture(*self._forward_half(self._decode_size(self._row_sizes[-1], True)))
+        for num_sampled in dict.fromkeys(map(self._padded_sampled, reversed(self._row_sizes))):
+            for has_filters in (True, False):
+                graphs.capture(*self._sampling_half(num_sampled, SamplingNeeds(has_filters)))
         torch.cuda.synchronize(self.device)
         logger.info("captured %d CUDA graphs in %.1f s", len(graphs), time.perf_counter() - began)
 
@@ -265,71 +260,72 @@ class ModelRunner(Runner):
             size, is_captured = self._size(rows, step.num_decodes, num_sampled, is_grouped)
             needs = self.table.send(step, rows, size)
             if is_captured and self.graphs is not None:
-                tokens = self._run_captured(self.graphs, size, needs)
+                self.graphs.run(*self._forward_half(size))
+                num_padded = self._padded_sampled(_next(self._row_sizes, num_sampled))
+                tokens = self.graphs.run(*self._sampling_half(num_padded, needs)) if num_sampled else self._no_tokens
             else:
-                tokens = self._sample(*self._forward(size, list(map(tuple, rows.tenants.tolist()))), needs)
+                hidden_states = self._forward(size, list(map(tuple, rows.tenants.tolist())))
+                tokens = self._sample(hidden_states, size.num_sampled, needs) if num_sampled else self._no_tokens
             return StepInFlight(tokens[:num_sampled])
 
     def _size(self, rows: StepRows, num_decodes: int, num_sampled: int, is_grouped: bool) -> tuple[StepSize, bool]:
         """How large the step is to be, and whether it is one of those that are captured."""
         num_rows, num_tokens = len(rows.entries), int(rows.num_new_tokens.sum())
-        num_tiles = int((-(-rows.num_new_tokens[num_decodes:] // QUERY_TILE)).sum())
         if self.graphs is not None and num_decodes == num_rows:
-            return self._decode_size(_next(self._decode_sizes, num_rows), is_grouped), True
-        is_captured = self.graphs is not None and num_tokens <= max(self._token_sizes, default=0)
-        if is_captured and num_tiles <= self._most_tiles:
-            num_tokens, num_sampled = _next(self._token_sizes, num_tokens), _next(self._sampled_sizes, num_sampled)
-            return self._prompt_size(num_tokens, num_sampled, is_grouped), True
+            return self._decode_size(_next(self._row_sizes, num_rows), is_grouped), True
+        num_tiles = int((-(-rows.num_new_tokens[num_decodes:] // QUERY_TILE)).sum())
+        if self.graphs is not None:
+            for size in map(self._prompt_size, self._token_sizes[bisect_left(self._token_sizes, num_tokens) :]):
+                if num_tiles <= size.num_tiles:
+                    return size._replace(is_grouped=is_grouped), True
         num_sampled, longest = self._padded_sampled(num_sampled), int(rows.num_new_tokens.max())
         return StepSize(num_rows, num_tokens, num_sampled, num_tiles, num_decodes, longest, is_grouped), False
 
-    def _decode_size(self, num_rows: int, is_grouped: bool) -> StepSize:
+    def _decode_size(self, num_rows: int, is_grouped: bool = False) -> StepSize:
         """The size of a captured step of decodes alone."""
         return StepSize(num_rows, num_rows, self._padded_sampled(num_rows), 0, num_rows, 1, is_grouped)
 
-    def _prompt_size(self, num_tokens: int, num_sampled: int, is_grouped: bool = False) -> StepSize:
+    def _prompt_size(self, num_tokens: int) -> StepSize:
         """The size of a captured step with prompts: all its rows may be decodes, or prompts of any length."""
         num_rows = min(self._most_rows, num_tokens)
-        num_sampled = self._padded_sampled(min(num_sampled, num_rows))
-        return StepSize(num_rows, num_tokens, num_sampled, self._most_tiles, num_rows, num_tokens, is_grouped)
+        # Enough for prompts of 32 tokens and more; every tile costs a program per head, whether it is used or not.
+        num_tiles = num_tokens // QUERY_TILE + min(num_rows, num_tokens // 32 + 1)
+        return StepSize(num_rows, num_tokens, self._padded_sampled(num_rows), num_tiles, num_rows, num_tokens, False)
 
     def _padded_sampled(self, num_sampled: int) -> int:
         """The next number of rows that the ranks can share evenly."""
         multiple = row_multiple(self._parallel)
         return -(-num_sampled // multiple) * multiple
 
-    def _run_captured(self, graphs: CudaGraphs, size: StepSize, needs: SamplingNeeds) -> torch.Tensor:
-        """Runs both captured halves of a step. Sampling is captured apart: it has many kinds and takes milliseconds."""
-        forward = ("forward", size)
-        if forward not in graphs:
-            self._capture_forward(graphs, size)
-        columns, rows = graphs.run(forward, lambda: self._forward(size))
-        if not graphs.holds(forward):  # columns and rows then lie elsewhere in each step
-            return self._sample(columns, rows, needs)
-        kind = ("sample", size.num_sampled % 16, needs)
-        return graphs.run(("sample", size, needs), lambda: self._sample(columns, rows, needs), kind)
+    # A step has two halves, which are captured apart: there are many sizes of the first and many kinds of the second.
 
-    def _capture_forward(self, graphs: CudaGraphs, size: StepSize) -> None:
+    def _forward_half(self, size: StepSize) -> tuple[Hashable, Callable[[], None], Hashable]:
+        """What CudaGraphs.run needs to leave the hidden states of a step of this size in their fixed place."""
+
+        def forward() -> None:
+            self._hidden_states[: size.num_tokens].copy_(self._forward(size))
+
         remainders = tuple(number % 16 for number in size[:3])  # kernels differ by how their tensors are aligned
-        kind = ("forward", size.num_rows == 1, size.num_tiles > 0, size.is_grouped, remainders)
-        graphs.capture(("forward", size), lambda: self._forward(size), kind)
+        kind = "forward", size.num_rows == 1, size.num_tiles > 0, size.is_grouped, remainders
+        return ("forward", size), forward, kind
 
-    def _forward(
-        self, size: StepSize, tenants: list[tuple[int, int]] | None = None
-    ) -> tuple[torch.Tensor, SampledRows]:
-        """Embeds, runs the layers, and projects the rows that sample.
+    def _sampling_half(
+        self, num_sampled: int, needs: SamplingNeeds
+    ) -> tuple[Hashable, Callable[[], torch.Tensor], Hashable]:
+        """What CudaGraphs.run needs to sample from the hidden states that the first half left."""
+        key, kind = ("sample", num_sampled, needs), ("sample", num_sampled == 1, num_sampled % 16, needs)
+        return key, lambda: self._sample(self._hidden_states, num_sampled, needs), kind
 
-        Returns:
-            This rank's columns of the logits, [num_sampled, vocab.size], and how to sample the rows.
-        """
+    def _forward(self, size: StepSize, tenants: list[tuple[int, int]] | None = None) -> torch.Tensor:
+        """Embeds and runs the layers: hidden states [num_tokens, hidden_size]."""
         batch = self.table.batch(size, tenants)
         batch.metadata.plan = self.backend.plan(batch.metadata)
-        hidden_states = self.model(batch.token_ids, batch.positions, self.kv_cache, batch.metadata)
-        hidden_states = hidden_states.index_select(0, batch.sampled_tokens)
-        return self.model.compute_logits(hidden_states, self._logits), batch.sampled
+        return self.model(batch.token_ids, batch.positions, self.kv_cache, batch.metadata)
 
-    def _sample(self, columns: torch.Tensor, rows: SampledRows, needs: SamplingNeeds) -> torch.Tensor:
+    def _sample(self, hidden_states: torch.Tensor, num_sampled: int, needs: SamplingNeeds) -> torch.Tensor:
         """What the step samples, int64 [num_sampled], see StepOutput; the table gets it too."""
+        after, rows = self.table.sampled(num_sampled)
+        columns = self.model.compute_logits(hidden_states.index_select(0, after))
         tokens = self.sampler.sample(columns, rows, needs, self.table.tokens, self.table.rules.tensors)
         write_tokens(self.table.tokens, rows.entries, rows.lengths, tokens, self._fused)
         return tokens
@@ -389,10 +385,10 @@ class ModelRunner(Runner):
         steps keep, what logits processors need, and the largest step's activations twice (trial and capture)."""
         if not self._is_captured:
             return 0
-        # Logits processors keep a row's logits in float32 and count its tokens; ranks fetch the row before that.
-        token_bytes = 4 + 4 + (self.dtype.itemsize if self._parallel.size > 1 else 0)
+        # Logits processors copy a row's logits to float32 and count its tokens.
+        logit_bytes = self.dtype.itemsize + 4 + 4
         num_rows = self._padded_sampled(self._most_rows) // self._parallel.size
-        num_bytes = _GIB // 2 + num_rows * self.model_config.vocab_size * token_bytes
+        num_bytes = _GIB // 2 + num_rows * self.model_config.vocab_size * logit_bytes
         if self._token_sizes:
             num_bytes += 2 * activations * self._token_sizes[-1] // num_tokens
         return num_bytes

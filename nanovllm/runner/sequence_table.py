@@ -18,7 +18,7 @@ from nanovllm.attention.prefix_groups import PrefixGroups
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.layers.sampler import SampledRows, SamplingNeeds
-from nanovllm.ops.expand_rows import Table, expand_rows
+from nanovllm.ops.expand_rows import ExpandedSamples, Table, expand_rows
 from nanovllm.ops.sample import COLDEST
 from nanovllm.ops.upload import upload
 from nanovllm.runner.token_rules import TokenRulesTable
@@ -61,7 +61,7 @@ class StepRows(NamedTuple):
 class StepSize(NamedTuple):
     """How large a step is, padding included. Eager, padded and captured steps differ in nothing else.
 
-    num_rows, num_tokens, num_sampled: sequences, their new tokens, and how many of them sample.
+    num_rows, num_tokens, num_sampled: sequences, their new tokens, and how many of them may sample.
     num_tiles: tiles of the queries of prompts; 0 for decodes alone.
     most_decodes, max_seqlen_q: as in AttentionMetadata.
     is_grouped: whether keys that decodes share are read once for all of them.
@@ -82,15 +82,11 @@ class Batch:
 
     token_ids, positions: int64 [num_tokens].
     metadata: for attention; its plan is still to be made.
-    sampled_tokens: int64 [num_sampled], the tokens in the batch after which one is sampled.
-    sampled: how to sample those.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     metadata: AttentionMetadata
-    sampled_tokens: torch.Tensor
-    sampled: SampledRows
 
 
 class SequenceTable:
@@ -133,6 +129,7 @@ class SequenceTable:
         self.rules = TokenRulesTable(num_entries, vocab_size, device)
         # The step's inputs: a first line with the number of decodes, then the rows that `expand_rows` describes.
         self._lines = zeros(torch.int32, 1 + num_entries + sampled_multiple, 4)
+        self._samples = ExpandedSamples.empty(num_entries + sampled_multiple, len(self._table.settings), device)
         self._tiles = zeros(torch.int32, most_tokens // QUERY_TILE + min(max_num_seqs, most_tokens) + 1, 4)
         self._shared = SharedPrefixes(
             num_items=zeros(torch.int32, 1),
@@ -235,11 +232,10 @@ class SequenceTable:
 
         tenants: see AttentionMetadata.
         """
+        samples = self._samples.first(size.num_sampled)
         made = expand_rows(
-            self._lines[1:], self._table, size.num_rows, size.num_tokens, size.num_sampled, self._block_size,
-            self._fused,
-        )  # fmt: skip
-        temperatures, top_ks, top_ps, min_ps = made.settings
+            self._lines[1:], self._table, size.num_rows, size.num_tokens, samples, self._block_size, self._fused
+        )
         metadata = AttentionMetadata(
             cu_seqlens_q=made.cu_seqlens_q,
             context_lens=made.context_lens,
@@ -254,16 +250,15 @@ class SequenceTable:
             shared_prefixes=self._shared if size.is_grouped else None,
             tenants=tenants,
         )
-        sampled = SampledRows(
-            made.entries,
-            made.lengths,
-            made.seeds,
-            temperatures.view(torch.float32),
-            top_ks,
-            top_ps.view(torch.float32),
-            min_ps.view(torch.float32),
+        return Batch(made.token_ids, made.positions, metadata)
+
+    def sampled(self, num_sampled: int) -> tuple[torch.Tensor, SampledRows]:
+        """After which tokens of the last Batch to sample, int64 [num_sampled], and how; in fixed places."""
+        samples = self._samples.first(num_sampled)
+        floats, top_ks = samples.settings.view(torch.float32), samples.settings[1]
+        return samples.tokens, SampledRows(
+            samples.entries, samples.lengths, samples.seeds, floats[0], top_ks, floats[2], floats[3]
         )
-        return Batch(made.token_ids, made.positions, metadata, made.sampled_tokens, sampled)
 
     def padding_row(self) -> SampledRows:
         """One sampled row of padding, whose token nobody reads."""

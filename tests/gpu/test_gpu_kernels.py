@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from batch_factory import expanded
 from model_factory import perturbed
 from test_attention import TOLERANCE, Case, make_case, make_metadata, run
 from test_sequence_table import random_rows
@@ -18,7 +19,7 @@ from nanovllm.attention.backend import AttentionBackend, AttentionShape, make_at
 from nanovllm.layers.norm import QKNorm
 from nanovllm.layers.rope_config import RopeConfig
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.ops.expand_rows import Table, expand_rows
+from nanovllm.ops.expand_rows import Table
 from nanovllm.ops.filters import filter_thresholds
 from nanovllm.ops.linear import linear
 from nanovllm.ops.norm import add_rms_norm, rms_norm
@@ -483,9 +484,9 @@ def on_device(table: Table) -> Table:
 def test_rows_are_expanded_as_by_the_twin(num_rows, num_tokens, num_sampled, max_blocks):
     rows, table = random_rows(num_rows, num_tokens, num_sampled, max_blocks)
     size = (num_rows, num_tokens, num_sampled, 16)
-    expected = expand_rows(rows, table, *size)
+    expected = expanded(rows, table, *size)
     for fused in (True, False):
-        found = expand_rows(rows.to(GPU), on_device(table), *size, fused)
+        found = expanded(rows.to(GPU), on_device(table), *size, fused)
         for name, tensor in expected._asdict().items():
             assert found._asdict()[name].dtype == tensor.dtype, (name, fused)
             assert torch.equal(found._asdict()[name].cpu(), tensor), (name, fused)
@@ -499,19 +500,19 @@ def test_a_captured_expansion_follows_the_rows_and_the_table():
     rows[:, 0] = len(cases[0][1].tokens) - 1
     table = on_device(Table(*map(torch.zeros_like, cases[0][1])))
     sampled = torch.arange(100, 130, device=GPU)
-    expand_rows(rows, table, *size, True)
-    write_tokens(table.tokens, *expand_rows(rows, table, *size, True)[7:9], sampled, True)
+    expanded(rows, table, *size, True)
+    write_tokens(table.tokens, *expanded(rows, table, *size, True)[7:9], sampled, True)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = expand_rows(rows, table, *size, True)
+        found = expanded(rows, table, *size, True)
         write_tokens(table.tokens, found.entries, found.lengths.clamp(max=table.tokens.shape[1] - 1), sampled, True)
     for new_rows, new_table in cases:
         rows.copy_(new_rows)
         for place, new in zip(table, new_table, strict=True):
             place.copy_(new)
         graph.replay()
-        expected = expand_rows(new_rows, new_table, *size)
+        expected = expanded(new_rows, new_table, *size)
         assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
         tokens = new_table.tokens.clone()
         lengths = expected.lengths.clamp(max=tokens.shape[1] - 1)

@@ -6,6 +6,7 @@ The captures on a GPU: test_gpu_engine.py.
 import logging
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from nanovllm.engine.step import Step
 from nanovllm.layers.sampler import SamplingNeeds
 from nanovllm.ops.collectives import Parallel
 from nanovllm.runner import cuda_graph, model_runner
-from nanovllm.runner.cuda_graph import CudaGraphs, graph_sizes, quarters
+from nanovllm.runner.cuda_graph import CudaGraphs, graph_sizes, prompt_sizes
 from nanovllm.runner.model_runner import ModelRunner, StepInFlight
 from nanovllm.runner.sequence_table import StepRows, StepSize
 
@@ -69,35 +70,39 @@ def test_every_batch_has_a_captured_size_and_little_padding(largest):
 
 def test_no_more_rows_are_captured_than_a_step_has_tokens():
     runner = make_runner(500, most_tokens=20)
-    assert runner._decode_sizes[-1] == 20
+    assert runner._row_sizes[-1] == 20
     size, _ = size_of(runner, (1, 3), (19, 0))
     assert size.num_rows == size.num_tokens == 20
 
 
-@pytest.mark.parametrize("largest", [1, 5, 16, 63, 64, 100, 256, 768, 3072])
-def test_sizes_are_few_and_reach_the_largest(largest):
-    sizes = quarters(largest)
-    assert sizes == sorted(set(sizes)) and sizes[-1] == largest and len(sizes) <= 4
-    assert all(size % 16 == 0 for size in sizes[:-1]) and sizes[0] <= largest // 4 + 16
+@pytest.mark.parametrize(
+    ("usual", "largest"), [(1, 1), (5, 5), (63, 64), (256, 256), (768, 2048), (512, 2048), (3072, 3072), (1000, 1001)]
+)
+def test_steps_with_prompts_have_few_sizes_and_little_padding(usual, largest):
+    """A model with large layers once had its usual step of 768 tokens padded to 1,024, for the sizes were quarters of
+    what very many sequences need."""
+    sizes = prompt_sizes(usual, largest)
+    assert sizes == sorted(set(sizes)) and usual in sizes and sizes[-1] == largest and len(sizes) <= 20
+    assert all(size % 64 == 0 for size in sizes if size not in (usual, largest))
+    assert all(after - before <= max(64, usual / 16 + 63) for before, after in pairwise(sizes) if after <= usual)
 
 
 def test_a_step_with_prompts_takes_the_next_larger_size():
     """Rows are as many as there may be, for only their attention is paid for. Tiles are the most there may be."""
     runner = make_runner(8, most_tokens=256)
-    assert size_of(runner, (1, 9), (30, 0)) == (StepSize(8, 64, 8, 12, 8, 64, False), True)
-    assert size_of(runner, (1, 9), (63, 0), is_grouped=True) == (StepSize(8, 64, 8, 12, 8, 64, True), True)
-    assert size_of(runner, (1, 9), (64, 0)) == (StepSize(8, 128, 8, 12, 8, 128, False), True)
+    assert size_of(runner, (1, 9), (30, 0)) == (StepSize(8, 64, 8, 4, 8, 64, False), True)
+    assert size_of(runner, (1, 9), (63, 0), is_grouped=True) == (StepSize(8, 64, 8, 4, 8, 64, True), True)
+    assert size_of(runner, (1, 9), (64, 0)) == (StepSize(8, 128, 8, 7, 8, 128, False), True)
     assert size_of(runner, (256, 0)) == (StepSize(8, 256, 8, 12, 8, 256, False), True)
     # A larger one is not captured, and not padded.
     assert size_of(runner, (1, 9), (256, 0)) == (StepSize(2, 257, 2, 4, 1, 256, False), False)
-    # 4 tiles of 64 queries and 9 prompts of 32 tokens or less; more of those take more tiles.
+    # 64 tokens have a tile of 64 queries and 3 prompts of 32 tokens or less; more of those take a larger size.
     many = make_runner(100, most_tokens=256)
-    assert size_of(many, *[(2, 0)] * 13) == (StepSize(64, 64, 16, 13, 64, 64, False), True)
+    assert size_of(many, *[(2, 0)] * 4) == (StepSize(64, 64, 64, 4, 64, 64, False), True)
+    assert size_of(many, *[(2, 0)] * 5) == (StepSize(100, 128, 100, 7, 100, 128, False), True)
+    assert size_of(many, *[(2, 0)] * 13) == (StepSize(100, 256, 100, 13, 100, 256, False), True)
     assert size_of(many, *[(2, 0)] * 14) == (StepSize(14, 28, 14, 14, 0, 2, False), False)
-    assert size_of(many, *[(1, 9)] * 17, (2, 0)) == (StepSize(64, 64, 64, 13, 64, 64, False), True)
-    assert size_of(many, *[(1, 9)] * 70, (2, 0)) == (StepSize(100, 128, 100, 13, 100, 128, False), True)
-    # What samples nothing has few logits.
-    assert size_of(many, (30, 0), num_sampled=0) == (StepSize(64, 64, 16, 13, 64, 64, False), True)
+    assert size_of(many, *[(1, 9)] * 70, (2, 0)) == (StepSize(100, 128, 100, 7, 100, 128, False), True)
 
 
 def test_sampled_rows_are_padded_to_a_multiple_of_the_ranks():
@@ -107,7 +112,7 @@ def test_sampled_rows_are_padded_to_a_multiple_of_the_ranks():
     for num_rows, expected in ((1, 16), (2, 16), (16, 16), (17, 32), (20, 32)):
         size, is_captured = size_of(runner, *[(1, 3)] * num_rows)
         assert is_captured and size.num_sampled == expected
-    assert size_of(runner, (1, 9), (30, 0))[0].num_sampled == 16
+    assert size_of(runner, (1, 9), (30, 0))[0].num_sampled == 32, "as many as may sample"
     runner.graphs = None
     for num_sampled, expected in ((0, 0), (1, 16), (3, 16)):
         assert size_of(runner, *[(1, 9)] * 3, num_sampled=num_sampled)[0].num_sampled == expected
@@ -155,10 +160,8 @@ def test_a_captured_step_beside_decodes_fills_its_matrix_products(hidden_size, n
 # Captures
 
 
-def tensors_in(outputs: Any) -> list[torch.Tensor]:
-    if isinstance(outputs, torch.Tensor):
-        return [outputs]
-    return [tensor for part in outputs for tensor in tensors_in(part)]
+def tensors_in(outputs: torch.Tensor | None) -> list[torch.Tensor]:
+    return [] if outputs is None else [outputs]
 
 
 class Recording:
@@ -209,6 +212,10 @@ class Recorder(CudaGraphs):
         return Recording(function, outputs), outputs
 
 
+def holds(graphs: CudaGraphs, key: Hashable) -> bool:
+    return graphs._captured.get(key) is not None
+
+
 class Counter:
     """A function to capture: it counts its calls and returns how many there were."""
 
@@ -222,7 +229,7 @@ class Counter:
 def test_a_function_is_captured_once_and_then_replayed():
     graphs, function = Recorder(), Counter()
     outputs = [graphs.run("four", function) for _ in range(3)]
-    assert graphs.events == [("try", "four"), ("record", "four")] and len(graphs) == 1 and graphs.holds("four")
+    assert graphs.events == [("try", "four"), ("record", "four")] and len(graphs) == 1 and holds(graphs, "four")
     assert function.num_calls == 2 + 3, "the trial, the recording and three replays"
     assert outputs[0] is outputs[1] is outputs[2], "which a replay writes over"
     assert outputs[0].item() == 5
@@ -231,7 +238,7 @@ def test_a_function_is_captured_once_and_then_replayed():
 def test_a_capture_alone_computes_nothing():
     """Steps of decodes are captured at the start, when there is nothing to compute."""
     graphs, function = Recorder(), Counter()
-    assert not graphs.holds("four")
+    assert not holds(graphs, "four")
     assert graphs.capture("four", function) is None
     [(recording, outputs)] = graphs._captured.values()
     assert recording.num_replays == 0 and outputs.item() == -77
@@ -265,7 +272,7 @@ def test_a_trial_that_failed_is_tried_again():
     graphs = Recorder()
     with pytest.raises(ZeroDivisionError):
         graphs.run(1, fail, "kind")
-    assert len(graphs) == 0 and not graphs.holds(1)
+    assert len(graphs) == 0 and not holds(graphs, 1)
     graphs.run(1, Counter(), "kind")
     assert [what for what, _ in graphs.events] == ["try", "try", "record"]
 
@@ -321,12 +328,12 @@ def test_a_capture_without_memory_is_tried_again_when_the_cache_is_empty(monkeyp
     graphs = Recorder(is_alone=False, tries_all=True, fails=fails)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: graphs.events.append(("empty", None)))
     graphs.capture("key", Counter())
-    assert [what for what, _ in graphs.events] == ["try", "record", "empty", "record"] and graphs.holds("key")
+    assert [what for what, _ in graphs.events] == ["try", "record", "empty", "record"] and holds(graphs, "key")
     graphs.events.clear()
     num_failures = 2
     with pytest.raises(torch.cuda.OutOfMemoryError, match="lower gpu_memory_utilization or max_num_seqs"):
         graphs.capture("other", Counter())
-    assert [what for what, _ in graphs.events] == ["try", "record", "empty", "record"] and not graphs.holds("other")
+    assert [what for what, _ in graphs.events] == ["try", "record", "empty", "record"] and not holds(graphs, "other")
 
 
 def test_without_memory_for_a_graph_the_function_itself_serves(monkeypatch, caplog):
@@ -336,7 +343,7 @@ def test_without_memory_for_a_graph_the_function_itself_serves(monkeypatch, capl
     with caplog.at_level(logging.WARNING, "nanovllm"):
         outputs = [graphs.run("large", function, "kind") for _ in range(3)]
     assert [output.item() for output in outputs] == [2, 3, 4], "each of its own, after the trial"
-    assert not graphs.holds("large") and len(graphs.events) == 3, "it is not tried again with every step"
+    assert not holds(graphs, "large") and len(graphs.events) == 3, "it is not tried again with every step"
     assert caplog.text.count("too little GPU memory") == 1 and "enforce_eager=True" in caplog.text
     assert graphs.run("small", Counter(), "kind").item() == 2
     # Other ranks would wait in the step that this one gave up.
@@ -351,7 +358,7 @@ def test_a_trial_without_memory_leaves_the_function_itself():
 
     graphs, function = Recorder(), Counter()
     graphs.capture("large", fail)
-    assert not graphs.holds("large") and graphs.run("large", function).item() == 1
+    assert not holds(graphs, "large") and graphs.run("large", function).item() == 1
 
 
 # Steps
@@ -361,6 +368,7 @@ def make_captured(runner: ModelRunner, config: Config, is_alone: bool, fails: Ca
     """Has a runner on a CPU do as with CUDA graphs."""
     runner._captures_prompts = runner._is_captured = True
     runner._choose_sizes(config)
+    runner._hidden_states = torch.full((64, runner.model_config.hidden_size), float("nan"))
     runner.graphs = graphs = Recorder(runner.table.parked, is_alone, not is_alone, fails)
     runner.kv_cache.fill_(float("nan"))  # of which padding must not read
     return graphs
@@ -403,7 +411,8 @@ def test_padded_steps_give_the_tokens_of_eager_ones(
             runner, graphs = llm.engine.runner, None
             runner.backend._num_programs = 2  # Triton's are few, for the interpreter runs one after the other
             if is_captured:
-                short_of = (lambda key: key[0] == fails and key[1].num_tokens == 16) if fails else (lambda key: False)
+                which = {"forward": "num_tokens=32", "sample": "('sample', 4,"}.get(fails)
+                short_of = (lambda key: which in repr(key)) if which else (lambda key: False)
                 graphs = make_captured(runner, llm.engine.config, is_alone, short_of)
             found = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
             found += [output.token_ids for output in llm.generate(prompts[:1], params[-1:], use_tqdm=False)]
@@ -415,12 +424,28 @@ def test_padded_steps_give_the_tokens_of_eager_ones(
     assert found == expected
     forwards = {key[1] for key in graphs._captured if key[0] == "forward"}
     with_prompts = {size for size in forwards if size.num_tiles}
-    assert {size.num_tokens for size in with_prompts} == {16, 32}
+    assert {size.num_tokens for size in with_prompts} == {32}
     assert any(size.is_grouped for size in with_prompts) == (backend == "triton")
-    kinds_of_sampling = {key[2] for key in graphs._captured if key[0] == "sample"}
-    assert len({(needs.has_filters, needs.rules_version > 0) for needs in kinds_of_sampling}) > 2
+    samplings = [key[1:] for key in graphs._captured if key[0] == "sample"]
+    assert len({(needs.has_filters, needs.rules_version > 0) for _, needs in samplings}) > 1
+    assert len({num_sampled for num_sampled, _ in samplings}) > 2
     replays = [captured[0].num_replays for captured in graphs._captured.values() if captured]
     assert max(replays) > 2 and (None in graphs._captured.values()) == (fails is not None)
+
+
+def test_the_rows_that_sample_lie_in_one_place(tmp_path):
+    """Graphs of sampling were captured with the rows of another step: what is captured reads one place for ever."""
+    runner = ModelRunner(Config(str(MODEL_DIRECTORY), device="cpu", max_num_seqs=4, num_kvcache_blocks=4))
+    places = []
+    for tokens in ([1, 2, 3], [4]):
+        step = step_of((scheduled(tokens, [0], entry=1), len(tokens), True))
+        size, _ = runner._size(StepRows.of(step), step.num_decodes, 1, False)
+        runner.table.send(step, StepRows.of(step), size)
+        runner.table.batch(size)
+        after, rows = runner.table.sampled(1)
+        assert after.tolist() == [len(tokens) - 1] and rows.lengths.tolist() == [len(tokens)]
+        places.append([tensor.data_ptr() for tensor in (after, *rows)])
+    assert places[0] == places[1]
 
 
 class Captures(dict):
@@ -432,17 +457,10 @@ class Captures(dict):
     def capture(self, key, function, kind) -> None:
         self[key] = kind
 
-    def run(self, key, function, kind=None) -> tuple[None, None]:
-        self.setdefault(key, kind)
-        return None, None
-
-    def holds(self, key) -> bool:
-        return True
-
 
 def test_what_the_first_requests_want_is_captured_at_the_start_the_largest_first(monkeypatch):
-    """Smaller steps then fit into the memory of larger ones. Other steps with groups, and samplings, are captured when
-    they are first wanted; of a step with groups the kernels are compiled here."""
+    """Smaller steps then fit into the memory of larger ones. Other steps with groups, and samplings with rules, are
+    captured when they are first wanted; of a step with groups the kernels are compiled here."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(model_runner, "CudaGraphs", Captures)
     for captures_prompts, groups_prefixes, most_splits in (
@@ -452,18 +470,19 @@ def test_what_the_first_requests_want_is_captured_at_the_start_the_largest_first
         runner.table, runner.device = SimpleNamespace(parked=None), torch.device("cpu")
         runner._groups_prefixes, runner.backend = groups_prefixes, SimpleNamespace(most_shared_splits=most_splits)
         runner._capture()
-        assert {what for what, _ in runner.graphs} == {"forward"}
-        sizes = [size for _, size in runner.graphs]
+        sizes = [key[1] for key in runner.graphs if key[0] == "forward"]
         plain = [size for size in sizes if not size.is_grouped]
         assert [size.num_tokens for size in plain] == sorted((size.num_tokens for size in plain), reverse=True)
         assert {size for size in plain if not size.num_tiles} == {
             runner._decode_size(num_rows, False) for num_rows in (1, 2, 4, 8, 16, 20)
         }
-        with_prompts = {(size.num_tokens, size.num_sampled) for size in plain if size.num_tiles}
-        sampled = (16, 20) if captures_prompts else ()
-        assert with_prompts == {(tokens, rows) for tokens in (64, 128, 192, 256) for rows in sampled}
+        with_prompts = {size for size in plain if size.num_tiles}
+        assert {size.num_tokens for size in with_prompts} == ({64, 128, 192, 256} if captures_prompts else set())
         grouped = [runner._decode_size(20, True)] if groups_prefixes and most_splits else []
         assert [size for size in sizes if size.is_grouped] == grouped and sizes[len(plain) :] == grouped
+        samplings = [key[1:] for key in runner.graphs if key[0] == "sample"]
+        assert samplings == [(n, SamplingNeeds(f)) for n in (20, 16, 8, 4, 2, 1) for f in (True, False)]
+        assert len(sizes) + len(samplings) == len(runner.graphs)
 
 
 def test_every_step_with_prompts_has_one_of_the_sizes_captured_at_the_start(monkeypatch):
@@ -478,31 +497,26 @@ def test_every_step_with_prompts_has_one_of_the_sizes_captured_at_the_start(monk
         at_start = set(runner.graphs)
         for num_rows in range(1, min(max_num_seqs, most_tokens), 6):
             for num_new in {2, 16}:
-                parts = [(1, 2)] * (num_rows - 1) + [(num_new, 0)]
-                for num_sampled in {0, num_rows}:
-                    size, is_captured = size_of(runner, *parts, num_sampled=num_sampled)
-                    assert not is_captured or ("forward", size) in at_start, (num_rows, num_new, num_sampled)
+                size, is_captured = size_of(runner, *[(1, 2)] * (num_rows - 1), (num_new, 0))
+                assert not is_captured or ("forward", size) in at_start, (num_rows, num_new)
 
 
 def test_what_needs_other_kernels_is_of_another_kind():
     """A single row, sizes that 16 divides and groups have kernels of their own; a capture may not compile."""
     runner = make_runner(100)
 
-    def kinds_of(size: StepSize, needs: SamplingNeeds = SamplingNeeds()) -> list[Hashable]:  # noqa: B008 (a value)
-        graphs = Captures()
-        runner._run_captured(graphs, size, needs)
-        assert list(graphs) == [("forward", size), ("sample", size, needs)]
-        return list(graphs.values())
-
     sizes = [
         StepSize(1, 1, 1, 0, 1, 1, False), StepSize(17, 17, 17, 0, 17, 1, False), StepSize(16, 16, 16, 0, 16, 1, False),
         StepSize(16, 16, 16, 0, 16, 1, True), StepSize(16, 16, 16, 4, 16, 16, False), StepSize(8, 8, 8, 0, 8, 1, False),
     ]  # fmt: skip
-    assert len({kinds_of(size)[0] for size in sizes}) == len(sizes)
-    assert kinds_of(StepSize(32, 32, 32, 0, 32, 1, False)) == kinds_of(sizes[2])
-    several = [SamplingNeeds(), SamplingNeeds(True, 0), SamplingNeeds(True, 1), SamplingNeeds(True, 2)]
-    assert len({kinds_of(sizes[2], needs)[1] for needs in several}) == len(several)
-    assert kinds_of(sizes[0])[1] != kinds_of(sizes[2])[1]
+    keys, _, kinds = zip(*map(runner._forward_half, sizes), strict=True)
+    assert keys == tuple(("forward", size) for size in sizes) and len(set(kinds)) == len(sizes)
+    assert runner._forward_half(StepSize(32, 32, 32, 0, 32, 1, False))[2] == kinds[2]
+    needs = [SamplingNeeds(), SamplingNeeds(True, 0), SamplingNeeds(True, 1), SamplingNeeds(True, 2)]
+    samplings = [(16, need) for need in needs] + [(1, needs[0]), (17, needs[0])]
+    keys, _, kinds = zip(*(runner._sampling_half(*sampling) for sampling in samplings), strict=True)
+    assert keys == tuple(("sample", *sampling) for sampling in samplings) and len(set(kinds)) == len(samplings)
+    assert runner._sampling_half(32, needs[0])[2] == kinds[0]
 
 
 def test_what_rows_share_is_looked_for_once_while_they_go_on():
@@ -558,13 +572,13 @@ def test_memory_for_graphs_covers_logits_and_the_largest_captured_step_twice():
     """
     runner = make_runner(16, most_tokens=50)
     runner._is_captured, runner.model_config.vocab_size, runner.dtype = True, 1000, torch.bfloat16
-    for_decodes = 2**29 + 16 * 1000 * 8
+    for_decodes = 2**29 + 16 * 1000 * (2 + 4 + 4)
     assert runner._token_sizes[-1] == 50
     assert runner._bytes_for_graphs(activations=6000, num_tokens=100) == for_decodes + 2 * 3000
     runner._token_sizes = []
     assert runner._bytes_for_graphs(activations=6000, num_tokens=100) == for_decodes
     runner._parallel = Parallel(1, 4)
-    assert runner._bytes_for_graphs(activations=6000, num_tokens=100) == 2**29 + 4 * 1000 * (8 + 2)
+    assert runner._bytes_for_graphs(activations=6000, num_tokens=100) == 2**29 + 4 * 1000 * (2 + 4 + 4)
     runner._is_captured = False
     assert runner._bytes_for_graphs(activations=6000, num_tokens=100) == 0
 

@@ -5,12 +5,14 @@ import random
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from batch_factory import expanded
 from fake_runner import FakeRunner, make_engine, run_to_end
 
 from nanovllm.attention.metadata import QUERY_TILE, query_tiles
@@ -18,9 +20,9 @@ from nanovllm.attention.prefix_groups import PrefixGroups
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Chunk, Step
-from nanovllm.layers.sampler import SamplingNeeds
+from nanovllm.layers.sampler import SampledRows, SamplingNeeds
 from nanovllm.models.config import load_model_config
-from nanovllm.ops.expand_rows import Table, expand_rows
+from nanovllm.ops.expand_rows import Table
 from nanovllm.ops.process_logits import ALWAYS, TokenRules
 from nanovllm.ops.write_tokens import write_tokens
 from nanovllm.runner import sequence_table, token_rules
@@ -87,18 +89,32 @@ def send(table: SequenceTable, step: Step, size: StepSize | None = None) -> Samp
     return table.send(step, StepRows.of(step), size or exact_size(step))
 
 
-def build(table: SequenceTable, step: Step, size: StepSize | None = None) -> Batch:
+@dataclass
+class WholeBatch(Batch):
+    """A Batch, and what the table says of its rows that sample."""
+
+    sampled_tokens: torch.Tensor
+    sampled: SampledRows
+
+
+def batch_of(table: SequenceTable, size: StepSize, tenants: list[tuple[int, int]] | None = None) -> WholeBatch:
+    return WholeBatch(**vars(table.batch(size, tenants)), **dict(zip(
+        ("sampled_tokens", "sampled"), table.sampled(size.num_sampled), strict=True,
+    )))  # fmt: skip
+
+
+def build(table: SequenceTable, step: Step, size: StepSize | None = None) -> WholeBatch:
     send(table, step, size)
-    return table.batch(size or exact_size(step))
+    return batch_of(table, size or exact_size(step))
 
 
-def sample(table: SequenceTable, batch: Batch, token_ids: list[int], fused: bool = False) -> None:
+def sample(table: SequenceTable, batch: WholeBatch, token_ids: list[int], fused: bool = False) -> None:
     """Leaves what the step samples, as the runner does; padding samples something too."""
     padding = [77] * (len(batch.sampled.entries) - len(token_ids))
     write_tokens(table.tokens, batch.sampled.entries, batch.sampled.lengths, torch.tensor(token_ids + padding), fused)
 
 
-def tensors_of(batch: Batch) -> dict[str, torch.Tensor]:
+def tensors_of(batch: WholeBatch) -> dict[str, torch.Tensor]:
     """Every tensor of a batch by name; shared prefixes aside."""
     found = {**vars(batch), **vars(batch.metadata), **batch.sampled._asdict()}
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
@@ -387,9 +403,9 @@ def test_parked_rows_leave_no_trace_and_come_back(size, fused):
     send(table, step, size)
     table.send_shared_prefixes(PrefixGroups(np.ones((2, 3), np.int32), np.ones(2, np.int32), np.ones(2, np.int32)))
     size = size._replace(is_grouped=True)
-    before = {name: tensor.clone() for name, tensor in tensors_of(table.batch(size)).items()}
+    before = {name: tensor.clone() for name, tensor in tensors_of(batch_of(table, size)).items()}
     with table.parked():
-        batch = table.batch(size)
+        batch = batch_of(table, size)
         metadata = batch.metadata
         assert (metadata.slot_mapping == -1).all() and (batch.sampled.entries == 5).all()
         unset = [batch.token_ids, batch.positions, batch.sampled_tokens, batch.sampled.lengths, metadata.context_lens]
@@ -401,7 +417,7 @@ def test_parked_rows_leave_no_trace_and_come_back(size, fused):
         tokens = table.tokens[:5].clone()
         sample(table, batch, [8] * size.num_sampled, fused)
         assert torch.equal(table.tokens[:5], tokens)
-    batch = table.batch(size)
+    batch = batch_of(table, size)
     assert before.keys() == tensors_of(batch).keys()
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(batch).items())
     assert batch.metadata.shared_prefixes.num_items.tolist() == [2]
@@ -413,7 +429,7 @@ def test_parked_rows_come_back_after_an_error():
     send(table, step)
     with suppress(ZeroDivisionError), table.parked():
         raise ZeroDivisionError
-    assert table.batch(exact_size(step)).token_ids.tolist() == [9]
+    assert batch_of(table, exact_size(step)).token_ids.tolist() == [9]
 
 
 # The kernels in more than one program
@@ -451,7 +467,7 @@ def test_the_kernel_expands_rows_as_its_twin_does(num_rows, num_tokens, num_samp
     """A program takes 128 tokens, sampled rows or blocks at a time; a row's tokens lie in several programs."""
     rows, table = random_rows(num_rows, num_tokens, num_sampled, max_blocks)
     plain, fused = (
-        expand_rows(rows, table, num_rows, num_tokens, num_sampled, 16, fused)._asdict() for fused in (False, True)
+        expanded(rows, table, num_rows, num_tokens, num_sampled, 16, fused)._asdict() for fused in (False, True)
     )
     for name, expected in plain.items():
         assert fused[name].dtype == expected.dtype and torch.equal(fused[name], expected), name
@@ -460,7 +476,7 @@ def test_the_kernel_expands_rows_as_its_twin_does(num_rows, num_tokens, num_samp
 def test_more_sampled_rows_than_rows_and_tokens_are_all_expanded():
     """Those of many ranks are padded far beyond the step's."""
     rows, table = random_rows(2, 3, 500, 2)
-    plain, fused = (expand_rows(rows, table, 2, 3, 500, 16, fused)._asdict() for fused in (False, True))
+    plain, fused = (expanded(rows, table, 2, 3, 500, 16, fused)._asdict() for fused in (False, True))
     assert all(torch.equal(fused[name], expected) for name, expected in plain.items())
 
 
@@ -567,7 +583,7 @@ def test_an_entrys_last_tenant_is_forgotten(fused):
     for blocks, token, params in (([4, 2, 1], 3, params), ([3, 0], 8, GREEDY)):  # noqa: B020
         seq = scheduled([token] * (len(blocks) * 4), blocks, entry=2, params=params, seed=token)
         step = step_of((seq, 1, True))
-        needs, batch = send(table, step), table.batch(exact_size(step))
+        needs, batch = send(table, step), batch_of(table, exact_size(step))
         rows = batch.sampled
         assert batch.token_ids.tolist() == [token] and rows.seeds.tolist() == [token]
         assert batch.metadata.block_tables[0, : len(blocks)].tolist() == blocks
@@ -614,7 +630,7 @@ def test_what_was_not_sent_because_of_an_error_is_sent_again(monkeypatch, where)
     step = step_of((two, 1, True), (one, 5, True))
     with pytest.raises(KeyboardInterrupt):
         send(table, step)
-    needs, batch = send(table, step), table.batch(exact_size(step))
+    needs, batch = send(table, step), batch_of(table, exact_size(step))
     assert needs.rules_version and batch.token_ids.tolist() == [6, 1, 2, 3, 4, 5]
     assert batch.metadata.slot_mapping.tolist() == [20, 28, 29, 30, 31, 32]
     assert batch.sampled.temperatures.tolist() == [0.5, 0.5]
@@ -638,10 +654,11 @@ def test_the_batch_of_a_step_stays_when_the_table_moves_on(num_rows, fused):
     table = make_table(4, 20, 4, fused=fused)
     seq = scheduled([7] * 5, [3, 4], entry=1, seed=9, params=SamplingParams(temperature=0.25))
     batch = build(table, step_of((seq, 1, True)), decode_size(num_rows))
-    # The number of decodes lies where the next step puts its own, in the order of the device's work.
-    tensors = {name: tensor for name, tensor in tensors_of(batch).items() if name != "num_decodes"}
+    # These lie where the next step puts its own, in the order of the device's work.
+    moving = {"num_decodes", "sampled_tokens", *SampledRows._fields}
+    tensors = {name: tensor for name, tensor in tensors_of(batch).items() if name not in moving}
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    assert [before[name][0].item() for name in ("positions", "context_lens", "lengths")] == [4, 5, 5]
+    assert [before[name][0].item() for name in ("positions", "context_lens")] == [4, 5]
     sample(table, batch, [11], fused)
     build(table, step_of((decode_on(seq, 4), 1, True)), decode_size(num_rows))
     other = scheduled([8] * 9, [1, 2, 0], entry=1, seed=4)
@@ -868,9 +885,9 @@ def test_ctrl_c_at_any_line_leaves_a_table_that_the_next_step_puts_right():
             )
             was_interrupted = is_interrupted(lambda: send(table, step), num_lines)  # noqa: B023
             fresh = make_table(4, 20, 4)
-            needs, expected = send(fresh, follower), fresh.batch(exact_size(follower))
+            needs, expected = send(fresh, follower), batch_of(fresh, exact_size(follower))
             assert send(table, follower) == needs
-            found = table.batch(exact_size(follower))
+            found = batch_of(table, exact_size(follower))
             for name in ("token_ids", "positions", "sampled_tokens"):
                 assert torch.equal(getattr(found, name), getattr(expected, name)), (num_lines, name)
             assert torch.equal(found.metadata.slot_mapping, expected.metadata.slot_mapping), num_lines
@@ -921,7 +938,7 @@ class TableRunner(FakeRunner):
             self.fail_when_sent = False
             raise LostError
         tenants = [(chunk.seq.seq_id, chunk.seq.num_preemptions) for chunk in step.chunks]
-        batch = self.table.batch(size, tenants)
+        batch = batch_of(self.table, size, tenants)
         self.check(step, size, batch)
         self.check_needs(step, needs)
         assert batch.metadata.tenants is tenants
@@ -947,7 +964,7 @@ class TableRunner(FakeRunner):
         self.num_in_flight += 1
         return self._in_flight_token(seq, position)
 
-    def check(self, step: Step, size: StepSize, batch: Batch) -> None:
+    def check(self, step: Step, size: StepSize, batch: WholeBatch) -> None:
         block_size, metadata, rows = self.info.kvcache_block_size, batch.metadata, batch.sampled
         tokens, positions, slots, starts, tiles = [], [], [], [0], []
         sampled: list[tuple[int, Sequence]] = []

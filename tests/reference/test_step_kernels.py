@@ -7,9 +7,10 @@ import random
 
 import pytest
 import torch
+from batch_factory import WholeExpansion, expanded
 
 from nanovllm.ops import expand_rows as module
-from nanovllm.ops.expand_rows import Expanded, Table, expand_rows
+from nanovllm.ops.expand_rows import Table
 from nanovllm.ops.kernel import has_kernels
 from nanovllm.ops.write_tokens import write_tokens
 
@@ -52,8 +53,8 @@ def random_rows(
     return rows, num_rows, sum(num_new) + more_tokens, num_sampled
 
 
-def assert_same(ours: Expanded, expected: Expanded) -> None:
-    for name, actual, twin in zip(Expanded._fields, ours, expected, strict=True):
+def assert_same(ours: WholeExpansion, expected: WholeExpansion) -> None:
+    for name, actual, twin in zip(WholeExpansion._fields, ours, expected, strict=True):
         assert actual.dtype == twin.dtype and torch.equal(actual, twin), name
 
 
@@ -68,8 +69,8 @@ def test_the_kernel_expands_rows_as_its_twin_does(block_size, num_padding, runs)
         case = random_rows(rng, table, num_decodes, num_prompts, num_padding)
         before = [tensor.clone() for tensor in (case[0], *table)]
         rows, *sizes = case
-        expected = expand_rows(rows, table, *sizes, block_size)
-        assert_same(expand_rows(rows, table, *sizes, block_size, fused=True), expected)
+        expected = expanded(rows, table, *sizes, block_size)
+        assert_same(expanded(rows, table, *sizes, block_size, fused=True), expected)
         assert all(map(torch.equal, (rows, *table), before)), "what is read is not changed"
         # What padding stands for, whatever entries hold.
         num_tokens = int(expected.cu_seqlens_q[-1])
@@ -88,8 +89,8 @@ def test_the_kernel_expands_rows_that_are_all_padding():
     table = random_table(6, 40, 4)
     rows = torch.tensor([[5, 0, 0, 0]], dtype=torch.int32).repeat(20, 1)
     for sizes in ((4, 4, 4), (5, 150, 3), (1, 1, 1), (3, 7, 0)):
-        ours = expand_rows(rows, table, *sizes, 4, fused=True)
-        assert_same(ours, expand_rows(rows, table, *sizes, 4))
+        ours = expanded(rows, table, *sizes, 4, fused=True)
+        assert_same(ours, expanded(rows, table, *sizes, 4))
         assert (ours.slot_mapping == -1).all() and not ours.sampled_tokens.any() and (ours.entries == 5).all()
 
 
@@ -97,10 +98,10 @@ def test_the_outputs_of_two_steps_do_not_share_memory():
     """A step that was launched reads its inputs while the next one is expanded."""
     table = random_table(6, 40, 4)
     rows, *sizes = random_rows(random.Random(0), table, 2, 1, (1, 5, 1))
-    first = expand_rows(rows, table, *sizes, 4, fused=True)
+    first = expanded(rows, table, *sizes, 4, fused=True)
     copies = [tensor.clone() for tensor in first]
     others, *_ = random_rows(random.Random(1), table, 2, 1, (1, 5, 1))
-    expand_rows(others, table, *sizes, 4, fused=True)
+    expanded(others, table, *sizes, 4, fused=True)
     assert all(map(torch.equal, first, copies))
 
 
@@ -109,8 +110,8 @@ def test_slots_and_places_beyond_32_bits_do_not_wrap():
     table = random_table(3, 8, 64)
     table.block_tables[:] = 2**31 - 1
     rows = torch.tensor([[1, 6, 0, 0], [0, 3, 2, 1], [2, 0, 5, 0]], dtype=torch.int32)
-    ours = expand_rows(rows, table, 2, 5, 2, 64, fused=True)
-    assert_same(ours, expand_rows(rows, table, 2, 5, 2, 64))
+    ours = expanded(rows, table, 2, 5, 2, 64, fused=True)
+    assert_same(ours, expanded(rows, table, 2, 5, 2, 64))
     assert ours.slot_mapping.tolist() == [(2**31 - 1) * 64 + position for position in (4, 5, 0, 1, 2)]
 
 
@@ -119,7 +120,7 @@ def test_tokens_and_sampled_rows_fill_more_than_one_program():
     assert module._WIDTH == 128
     table = random_table(4, 400, 16)
     rows = torch.tensor([[2, 400, 0, 0], [0, 390, 390, 1], [3, 0, 520, 0]], dtype=torch.int32)
-    assert_same(expand_rows(rows, table, 2, 520, 2, 16, fused=True), expand_rows(rows, table, 2, 520, 2, 16))
+    assert_same(expanded(rows, table, 2, 520, 2, 16, fused=True), expanded(rows, table, 2, 520, 2, 16))
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 5, 128, 129, 300])

@@ -36,7 +36,8 @@ def table_of(
     step, size = Step.of(chunks), StepSize(num_rows, num_rows, num_rows, 0, num_rows, 1, False)
     table = SequenceTable(num_rows, longest, longest, vocab_size, num_rows, CPU)
     needs = table.send(step, StepRows.of(step), size)
-    return table, table.batch(size).sampled, needs
+    table.batch(size)
+    return table, table.sampled(num_rows)[1], needs
 
 
 def sample_rows(logits: torch.Tensor, params, seeds=None, prompts=None, stop_token_ids=frozenset()) -> list[int]:
