@@ -172,7 +172,7 @@ class ModelRunner(Runner):
         self._captures_prompts = self._is_captured and self.backend.can_capture_prompts
         self._choose_sizes(config)
         if self._is_captured:
-            num_tokens = max(self._row_sizes[-1], *self._token_sizes[-1:])
+            num_tokens = max(self._row_sizes + self._token_sizes)
             width = model_config.hidden_size
             self._hidden_states = torch.zeros(num_tokens, width, dtype=self.dtype, device=self.device)
         num_blocks = self._allocate_kv_cache(config, free_at_start)
