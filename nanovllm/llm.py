@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from nanovllm.checks import is_running, suggests_names
 from nanovllm.config import MEANT_OPTIONS, Config
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.runner import Runner
 from nanovllm.engine.sequence import Sequence as EngineSequence
 from nanovllm.outputs import FinishReason, RequestOutput, describe_errors
 from nanovllm.sampling_params import SamplingParams, one_per_prompt
@@ -68,16 +69,17 @@ class LLM:
         # All options by name; a test checks that they are Config's.
         config = Config(**{name: value for name, value in locals().items() if name != "self"})
         # The last two import torch, which a wrong option fails without.
+        from nanovllm.cpu_threads import CpuThreads
         from nanovllm.models.config import load_model_config
         from nanovllm.models.loader import find_model
-        from nanovllm.runner.cpu_threads import CpuThreads
 
         directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")
         # transformers reads the same file for the tokenizer; a mistake in it should be named by us.
         load_model_config(directory)
         self._text = Text.of_model(directory)
         threads = CpuThreads()  # measures the machine's load while the model is loaded
-        self.engine = LLMEngine(replace(config, model=str(directory)), self._text.eos_token_ids)
+        config = replace(config, model=str(directory))
+        self.engine = LLMEngine(config, make_runner(config), self._text.eos_token_ids)
         # Several ranks compute in processes of their own.
         computes_here = self.engine.info.device == "cpu" and config.tensor_parallel_size == 1
         self._cpu_threads = threads if computes_here else CpuThreads(is_used=False)
@@ -267,6 +269,22 @@ class LLM:
                     raise ValueError(f"prompt {index}: {reason}") from None
                 outputs[index] = RequestOutput("", [], "error", num_tokens, 0, reason)
         return index_of
+
+
+def make_runner(config: Config) -> Runner:
+    """The runner of an LLMEngine with these options: on one device, or on several.
+
+    Raises:
+        ValueError, RuntimeError: from loading the model or sizing the cache.
+    """
+    # Each imports torch, which a wrong option fails without.
+    if config.tensor_parallel_size > 1:
+        from nanovllm.parallel.parallel_runner import TensorParallelRunner
+
+        return TensorParallelRunner(config)
+    from nanovllm.runner.model_runner import ModelRunner
+
+    return ModelRunner(config)
 
 
 @contextmanager

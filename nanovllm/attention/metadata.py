@@ -40,7 +40,7 @@ class AttentionMetadata:
             is the number of rows.
         max_seqlen_q, max_seqlen_k: no row has more queries or keys.
         slot_mapping: int64 [num_tokens], block × block_size + offset, where each token's keys go; −1 for padding.
-        block_tables: int32 [num_rows, max_blocks], padded with 0.
+        block_tables: int32 [num_rows, max_blocks]; what stands behind a row's own blocks is not read.
         block_size: tokens per block.
         query_tiles: int32 [num_tiles, 4], the queries of the rows that are not decodes; see `query_tiles`. A tile of
             padding has no queries. None if the step holds decodes alone.

@@ -37,16 +37,11 @@ class LLMEngine:
 
     Args:
         config: the options.
+        runner: computes the steps, as `nanovllm.llm.make_runner` makes it for `config`.
         eos_token_ids: ids that end a completion besides the model's own (the tokenizer's, say).
-        runner: computes the steps; None makes one for `config`.
-
-    Raises:
-        ValueError, RuntimeError: from loading the model or sizing the cache.
     """
 
-    def __init__(self, config: Config, eos_token_ids: Iterable[int] = (), runner: Runner | None = None):
-        if runner is None:
-            runner = _make_runner(config)
+    def __init__(self, config: Config, runner: Runner, eos_token_ids: Iterable[int] = ()):
         self.config = config
         self.runner = runner
         self.info = runner.info
@@ -262,17 +257,6 @@ def _ask_stop_predicates(step: Step, token_ids: list[int]) -> list[int]:
         and token_id >= 0
         and seq.stop_predicate(token_id)
     ]
-
-
-def _make_runner(config: Config) -> Runner:
-    # The loop itself needs no torch.
-    if config.tensor_parallel_size > 1:
-        from nanovllm.parallel.parallel_runner import TensorParallelRunner
-
-        return TensorParallelRunner(config)
-    from nanovllm.runner.model_runner import ModelRunner
-
-    return ModelRunner(config)
 
 
 def _mix(seed: int, number: int) -> int:

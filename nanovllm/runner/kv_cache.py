@@ -1,5 +1,5 @@
-"""How many blocks the KV cache gets: from what a GPU has left after weights and a largest step, which is tried, or from
-a CPU's RAM."""
+"""The KV cache: its tensor, and how many blocks it gets. That follows from what a GPU has left after weights and a
+largest step, which is tried, or from a CPU's RAM."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -18,6 +18,26 @@ _USUAL_CPU_CACHE_BYTES = 4 * _GIB
 _GPU_MARGIN = _GIB // 2
 # More sequences bring little (docs/performance.md), and fewer are better than ones that wait for blocks.
 _MOST_SEQS_ON_GPU, _MOST_SEQS_ON_CPU, _FEWEST_SEQS, _TOKENS_OF_A_SEQUENCE = 1024, 512, 16, 256
+
+
+@dataclass(frozen=True)
+class KVCacheLayout:
+    """All that a cache consists of but its number of blocks; heads are those of this rank."""
+
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def empty(self, num_blocks: int, device: torch.device) -> torch.Tensor:
+        """Keys, then values: [2, num_layers, num_blocks, block_size, num_kv_heads, head_dim], uninitialised."""
+        shape = 2, self.num_layers, num_blocks, self.block_size, self.num_kv_heads, self.head_dim
+        return torch.empty(shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -41,7 +61,7 @@ def num_kvcache_blocks(
     """Blocks of the KV cache: those asked for if they fit, else as many as fit and can be used.
 
     Args:
-        block_bytes: 2 × layers × block_size × key/value heads of this rank × head_dim × bytes of a number.
+        block_bytes: of a block in all layers.
         blocks_of_longest: blocks of one sequence of max_model_len tokens.
         max_num_seqs: most sequences that run at a time.
 
@@ -116,7 +136,7 @@ def measure_memory(
     free, total = torch.cuda.mem_get_info(device)
     allocated = torch.cuda.memory_allocated(device)
     num_seqs = min(max_num_seqs, num_tokens)
-    if num_seqs > 1 and num_tokens > 2:
+    if num_tokens > num_seqs > 1:  # so that two tokens fit into a sequence
         run_step([1, 2])  # compiles what decodes beside prompts need
     torch.cuda.reset_peak_memory_stats(device)
     with explained_out_of_memory(f"a step of {num_tokens} tokens and {num_seqs} sampled rows", device):

@@ -30,6 +30,7 @@ from nanovllm.ops.write_tokens import write_tokens
 from nanovllm.runner.cuda_graph import CudaGraphs, graph_sizes, prompt_sizes
 from nanovllm.runner.device import dtype_of, max_model_len_of, rank_device
 from nanovllm.runner.kv_cache import (
+    KVCacheLayout,
     MemoryUse,
     default_max_num_seqs,
     explained_out_of_memory,
@@ -351,12 +352,12 @@ class ModelRunner(Runner):
 
     def _allocate_kv_cache(self, config: Config, free_at_start: int) -> int:
         """Makes the cache as large as memory allows and returns its number of blocks."""
-        shape = (self.block_size, self.model.num_kv_heads, self.model_config.head_dim)
-        num_layers, blocks_of_longest = self.model_config.num_hidden_layers, -(-self.max_model_len // self.block_size)
-        block_bytes = 2 * num_layers * shape[0] * shape[1] * shape[2] * self.dtype.itemsize
-
+        model_config, blocks_of_longest = self.model_config, -(-self.max_model_len // self.block_size)
+        layout = KVCacheLayout(
+            model_config.num_hidden_layers, self.block_size, self.model.num_kv_heads, model_config.head_dim, self.dtype
+        )
         if self._is_gpu:
-            self.kv_cache = torch.zeros((2, num_layers, 1, *shape), dtype=self.dtype, device=self.device)
+            self.kv_cache = layout.empty(1, self.device).zero_()
             num_tokens = min(config.max_num_batched_tokens, self.max_num_seqs * (self.max_model_len - 1))
             memory = measure_memory(self._try_step, num_tokens, self.max_num_seqs, free_at_start, self.device)
             memory = replace(memory, graphs=self._bytes_for_graphs(memory.activations, num_tokens))
@@ -364,9 +365,11 @@ class ModelRunner(Runner):
             torch.cuda.empty_cache()
         else:
             memory = MemoryUse(total=0, free_at_start=0, free=free_bytes(self.device) // self._parallel.size)
-        num_blocks = num_kvcache_blocks(config, memory, block_bytes, blocks_of_longest, self.max_num_seqs, self._is_gpu)
+        num_blocks = num_kvcache_blocks(
+            config, memory, layout.block_bytes, blocks_of_longest, self.max_num_seqs, self._is_gpu
+        )
         num_blocks = self._parallel.minimum(num_blocks, self.device)
-        self.kv_cache = torch.empty((2, num_layers, num_blocks, *shape), dtype=self.dtype, device=self.device)
+        self.kv_cache = layout.empty(num_blocks, self.device)
         if self._is_gpu:
             # Once the graphs are captured, this must still be free: for activations, and what is not ours to take.
             self._least_free = free_bytes(self.device) - memory.graphs

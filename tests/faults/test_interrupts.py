@@ -21,6 +21,7 @@ from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.llm import make_runner
 from nanovllm.runner.model_runner import ModelRunner, StepInFlight
 from nanovllm.text import StopStrings, Text
 
@@ -307,7 +308,8 @@ def test_a_second_ctrl_c_during_the_clean_up_is_as_harmless(llm, expected, point
 @pytest.mark.parametrize("point", ["schedule", "allocate", "launch", "wait", "commit"])
 def test_a_step_by_hand_that_fails_empties_the_engine(point):
     owner, name = POINTS[point]
-    engine = LLMEngine(Config(str(MODEL_DIRECTORY), **OPTIONS))
+    config = Config(str(MODEL_DIRECTORY), **OPTIONS)
+    engine = LLMEngine(config, make_runner(config))
     prompt = list(b"By hand")
 
     def run() -> list[int]:

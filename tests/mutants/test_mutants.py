@@ -48,7 +48,8 @@ def result_of(request, tmp_path_factory) -> Iterator[Callable[[Mutant], tuple[in
                     directory = tmp_path_factory.mktemp("mutant")
                     plant(each, directory)
                     started[each.name] = pool.apply_async(run_tests, (directory, list(each.killers)))
-            return started[mutant.name].get()
+            # A process that dies of its mutant leaves no result.
+            return started[mutant.name].get(timeout=200)
 
         yield result_of
 

@@ -8,10 +8,9 @@ import time
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, cpu_threads
+from nanovllm.cpu_threads import CpuThreads, choose_num_threads
 from nanovllm.demo import MODEL_DIRECTORY
-from nanovllm.runner import cpu_threads
-from nanovllm.runner.cpu_threads import CpuThreads, choose_num_threads
 
 # The choice
 
@@ -257,7 +256,7 @@ def test_the_systems_counters_tell_busy_from_idle():
 PROGRAM = """
 import itertools, sys, torch
 from nanovllm import LLM, SamplingParams
-from nanovllm.runner import cpu_threads
+from nanovllm import cpu_threads
 
 seconds = itertools.count(0.0, 1e9)
 cpu_threads._cpu_seconds = lambda: (next(seconds), 0.0)  # others are busy without end

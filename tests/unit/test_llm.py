@@ -24,6 +24,7 @@ from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.demo.problems import problems
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.step import StepOutput
+from nanovllm.llm import make_runner
 
 IM_END, IM_START, END_OF_TEXT = 258, 257, 256
 GREEDY = SamplingParams(temperature=0.0)
@@ -888,7 +889,8 @@ def test_requests_added_by_hand_are_not_mixed_with_a_call(llm):
 
 @pytest.fixture
 def engine():
-    engine = LLMEngine(Config(str(MODEL_DIRECTORY), device="cpu", num_kvcache_blocks=64, kvcache_block_size=16))
+    config = Config(str(MODEL_DIRECTORY), device="cpu", num_kvcache_blocks=64, kvcache_block_size=16)
+    engine = LLMEngine(config, make_runner(config))
     yield engine
     engine.exit()
 
