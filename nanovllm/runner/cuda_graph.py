@@ -105,7 +105,9 @@ class CudaGraphs:
                 self._captured[key] = self._record(function)
         except torch.cuda.OutOfMemoryError:
             if not self._is_alone:  # the others count on this rank to take part
-                raise torch.cuda.OutOfMemoryError(f"too little GPU memory for a CUDA graph of {key}; {_ADVICE}") from None
+                raise torch.cuda.OutOfMemoryError(
+                    f"too little GPU memory for a CUDA graph of {key}; {_ADVICE}"
+                ) from None
             logger.warning("too little GPU memory for a CUDA graph of %s, which is slower without; %s", key, _ADVICE)
             self._captured[key] = None
 

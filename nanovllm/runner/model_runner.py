@@ -173,9 +173,8 @@ class ModelRunner(Runner):
         self._captures_prompts = self._is_captured and self.backend.can_capture_prompts
         self._choose_sizes(config)
         if self._is_captured:
-            num_tokens = max(self._row_sizes + self._token_sizes)
-            width = model_config.hidden_size
-            self._hidden_states = torch.zeros(num_tokens, width, dtype=self.dtype, device=self.device)
+            num_rows, width = self._padded_sampled(self._most_rows), model_config.hidden_size
+            self._hidden_states = torch.zeros(num_rows, width, dtype=self.dtype, device=self.device)
         num_blocks = self._allocate_kv_cache(config, free_at_start)
         if self._is_captured:
             with torch.inference_mode(), explained_out_of_memory("capturing CUDA graphs", self.device):
@@ -266,7 +265,7 @@ class ModelRunner(Runner):
                 tokens = self.graphs.run(*self._sampling_half(num_padded, needs)) if num_sampled else self._no_tokens
             else:
                 hidden_states = self._forward(size, list(map(tuple, rows.tenants.tolist())))
-                tokens = self._sample(hidden_states, size.num_sampled, needs) if num_sampled else self._no_tokens
+                tokens = self._sample(hidden_states, needs) if num_sampled else self._no_tokens
             return StepInFlight(tokens[:num_sampled])
 
     def _size(self, rows: StepRows, num_decodes: int, num_sampled: int, is_grouped: bool) -> tuple[StepSize, bool]:
@@ -301,10 +300,10 @@ class ModelRunner(Runner):
     # A step has two halves, which are captured apart: there are many sizes of the first and many kinds of the second.
 
     def _forward_half(self, size: StepSize) -> tuple[Hashable, Callable[[], None], Hashable]:
-        """What CudaGraphs.run needs to leave the hidden states of a step of this size in their fixed place."""
+        """What CudaGraphs.run needs to leave the hidden states of all rows that may sample in their fixed place."""
 
         def forward() -> None:
-            self._hidden_states[: size.num_tokens].copy_(self._forward(size))
+            self._forward(size, out=self._hidden_states[: size.num_sampled])
 
         remainders = tuple(number % 16 for number in size[:3])  # kernels differ by how their tensors are aligned
         kind = "forward", size.num_rows == 1, size.num_tiles > 0, size.is_grouped, remainders
@@ -315,18 +314,23 @@ class ModelRunner(Runner):
     ) -> tuple[Hashable, Callable[[], torch.Tensor], Hashable]:
         """What CudaGraphs.run needs to sample from the hidden states that the first half left."""
         key, kind = ("sample", num_sampled, needs), ("sample", num_sampled == 1, num_sampled % 16, needs)
-        return key, lambda: self._sample(self._hidden_states, num_sampled, needs), kind
+        return key, lambda: self._sample(self._hidden_states[:num_sampled], needs), kind
 
-    def _forward(self, size: StepSize, tenants: list[tuple[int, int]] | None = None) -> torch.Tensor:
-        """Embeds and runs the layers: hidden states [num_tokens, hidden_size]."""
+    def _forward(
+        self, size: StepSize, tenants: list[tuple[int, int]] | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Embeds and runs the layers; returns the hidden states of the rows that sample, [num_sampled, hidden_size]."""
         batch = self.table.batch(size, tenants)
         batch.metadata.plan = self.backend.plan(batch.metadata)
-        return self.model(batch.token_ids, batch.positions, self.kv_cache, batch.metadata)
+        hidden_states = self.model(batch.token_ids, batch.positions, self.kv_cache, batch.metadata)
+        after, _ = self.table.sampled(size.num_sampled)
+        return torch.index_select(hidden_states, 0, after, out=out)
 
-    def _sample(self, hidden_states: torch.Tensor, num_sampled: int, needs: SamplingNeeds) -> torch.Tensor:
-        """What the step samples, int64 [num_sampled], see StepOutput; the table gets it too."""
-        after, rows = self.table.sampled(num_sampled)
-        columns = self.model.compute_logits(hidden_states.index_select(0, after))
+    def _sample(self, hidden_states: torch.Tensor, needs: SamplingNeeds) -> torch.Tensor:
+        """What the step samples from [num_sampled, hidden_size]: int64 [num_sampled], see StepOutput; the table gets it
+        too."""
+        _, rows = self.table.sampled(len(hidden_states))
+        columns = self.model.compute_logits(hidden_states)
         tokens = self.sampler.sample(columns, rows, needs, self.table.tokens, self.table.rules.tensors)
         write_tokens(self.table.tokens, rows.entries, rows.lengths, tokens, self._fused)
         return tokens

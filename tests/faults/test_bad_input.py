@@ -666,9 +666,7 @@ def test_the_step_that_is_measured_is_as_large_as_any(monkeypatch, num_tokens, m
     memory = kv_cache.measure_memory(gpu.run_step, num_tokens, max_num_seqs, 9_950, torch.device("cuda", 0))
     *small, largest = gpu.steps
     assert sum(largest) == num_tokens and len(largest) == num_seqs and max(largest) - min(largest) <= 1
-    assert small == ([[1, 2]] if num_tokens > num_seqs > 1 else []), (
-        "what decodes beside prompts take is compiled too"
-    )
+    assert small == ([[1, 2]] if num_tokens > num_seqs > 1 else []), "what decodes beside prompts take is compiled too"
     # What kernels took by the way is no longer free, and is not an activation either.
     assert memory == MemoryUse(10_000, 9_950, 10_000 - 140, activations=3 * num_tokens)
 

@@ -368,7 +368,7 @@ def make_captured(runner: ModelRunner, config: Config, is_alone: bool, fails: Ca
     """Has a runner on a CPU do as with CUDA graphs."""
     runner._captures_prompts = runner._is_captured = True
     runner._choose_sizes(config)
-    runner._hidden_states = torch.full((64, runner.model_config.hidden_size), float("nan"))
+    runner._hidden_states = torch.full((8, runner.model_config.hidden_size), float("nan"))
     runner.graphs = graphs = Recorder(runner.table.parked, is_alone, not is_alone, fails)
     runner.kv_cache.fill_(float("nan"))  # of which padding must not read
     return graphs
