@@ -570,11 +570,11 @@ def test_memory_for_graphs_covers_logits_and_the_largest_captured_step_twice():
 
     Logits processors copy a rank's logits to float32 and count in as many integers.
     """
-    runner = make_runner(16, most_tokens=50)
+    runner = make_runner(16, most_tokens=100)
     runner._is_captured, runner.model_config.vocab_size, runner.dtype = True, 1000, torch.bfloat16
     for_decodes = 2**29 + 16 * 1000 * (2 + 4 + 4)
-    assert runner._token_sizes[-1] == 50
-    assert runner._bytes_for_graphs(activations=6000, num_tokens=100) == for_decodes + 2 * 3000
+    assert runner._token_sizes == [64, 100]
+    assert runner._bytes_for_graphs(activations=6000, num_tokens=200) == for_decodes + 2 * 3000
     runner._token_sizes = []
     assert runner._bytes_for_graphs(activations=6000, num_tokens=100) == for_decodes
     runner._parallel = Parallel(1, 4)
