@@ -50,8 +50,8 @@ def is_input(workload: str) -> bool:
     return WORKLOADS[workload].endswith("input")
 
 
-def our_figures(workload: str) -> tuple[Figure, Figure] | None:
-    """(ours, roofline) as bench.py wrote them, or None if it has not."""
+def our_figures(workload: str) -> tuple[Figure, Figure | None] | None:
+    """(ours, roofline) as bench.py wrote them, or None if it has not. A run's roofline may be unknown."""
     path = DOCS / "measurements" / f"{workload}.json"
     if not path.exists():
         return None
@@ -59,8 +59,8 @@ def our_figures(workload: str) -> tuple[Figure, Figure] | None:
     kind = "input" if is_input(workload) else "output"
     # Files that precede the first call's figures have output tokens alone.
     rate, first = report[f"{kind}_tokens_per_second"], report.get(f"first_{kind}_tokens_per_second")
-    roofline = report["roofline_input_tokens_per_second" if is_input(workload) else "roofline_tokens_per_second"]
-    return Figure(rate, rate, first), Figure(roofline, roofline)
+    roofline = report.get("roofline_input_tokens_per_second" if is_input(workload) else "roofline_tokens_per_second")
+    return Figure(rate, rate, first), None if roofline is None else Figure(roofline, roofline)
 
 
 def read_figures() -> dict[str, dict[str, Figure]]:
@@ -76,7 +76,9 @@ def read_figures() -> dict[str, dict[str, Figure]]:
     for workload in WORKLOADS:
         ours = our_figures(workload)
         if ours is not None:
-            series["nanovllm"][workload], series[ROOFLINE][workload] = ours
+            series["nanovllm"][workload], roofline = ours
+            if roofline is not None:
+                series[ROOFLINE][workload] = roofline
         elif workload in earlier:
             print(f"no docs/measurements/{workload}.json: drawn with the figure of {EARLIER}", file=sys.stderr)
             series["nanovllm"][workload] = earlier[workload]
