@@ -23,10 +23,10 @@ FAULTY_STEP = 4
 class Worker(nanovllm.parallel.worker.Worker):
     """Goes wrong in the launch of FAULTY_STEP and all later ones."""
 
-    def launch(self, number: int, expected: int) -> None:
+    def _launch(self, number: int, expected: int) -> None:
         if self._rank == FAULTY_RANK and number >= FAULTY_STEP:
             FAULTS[FAULT](self)
-        super().launch(number, expected)
+        super()._launch(number, expected)
 
 
 def _reschedule(change: Callable[[list[Chunk]], list[Chunk]]) -> Callable[[Worker], None]:

@@ -47,7 +47,7 @@ class AttentionMetadata:
         shared_prefixes: which keys several decodes share; None if none are.
         tenants: each row's admission as (request id, number of preemptions), which no other admission ever has: for a
             backend that keeps keys from step to step. None where they are not known, as in a captured step.
-        plan: what the attention backend's `plan` made of the rest.
+        plan: what the attention backend's `plan` made of the rest; None until then.
     """
 
     cu_seqlens_q: torch.Tensor

@@ -68,7 +68,7 @@ def fingerprint(step: Step) -> int:
 
 
 class Worker:
-    """Follows the driver's log: each method except `follow` is one kind of entry.
+    """Follows the driver's log.
 
     Args:
         config, runner: as for an LLMEngine.
@@ -79,34 +79,42 @@ class Worker:
         self._config, self._runner, self._rank = config, runner, rank
         self._in_flight: dict[int, tuple[Step, LaunchedStep]] = {}
         self._sampled: dict[int, list[int]] = {}  # by step, once it was waited for
-        self.renew()
+        self._renew()
 
     def follow(self, log: Iterator[list], reply: Any) -> None:
         """Follows the log until "close". An entry is [tag, kind, its arguments]; one that has a tag is answered."""
+        entries = {
+            "add": self._add,
+            "abort": self._abort,
+            "launch": self._launch,
+            "wait": self._wait,
+            "commit": self._commit,
+            "renew": self._renew,
+        }
         for tag, kind, *arguments in log:
             if kind == "close":
                 return
-            answer = getattr(self, kind)(*arguments)
+            answer = entries[kind](*arguments)
             if tag is not None:
                 reply([tag, answer])
 
-    def renew(self) -> None:
+    def _renew(self) -> None:
         for _, launched in self._in_flight.values():
             launched.wait()
         self._in_flight, self._sampled = {}, {}
         self._unfinished: dict[int, Sequence] = {}
         self._scheduler = make_scheduler(self._config, self._runner.info)
 
-    def add(self, seq_id, token_ids, params, max_length, stop_token_ids, seed) -> None:
+    def _add(self, seq_id, token_ids, params, max_length, stop_token_ids, seed) -> None:
         self._unfinished[seq_id] = seq = Sequence(
             seq_id, token_ids, SamplingParams(**params), max_length, frozenset(stop_token_ids), seed
         )
         self._scheduler.add(seq)
 
-    def abort(self, seq_id: int) -> None:
+    def _abort(self, seq_id: int) -> None:
         self._scheduler.abort(self._unfinished.pop(seq_id))
 
-    def launch(self, number: int, expected: int) -> None:
+    def _launch(self, number: int, expected: int) -> None:
         step = self._scheduler.schedule()
         if fingerprint(step) != expected:
             raise RuntimeError(
@@ -116,12 +124,12 @@ class Worker:
             )
         self._in_flight[number] = step, self._runner.launch(step)
 
-    def wait(self, number: int) -> list:
+    def _wait(self, number: int) -> list:
         """A number for the step's tokens, and on rank 0 the tokens."""
         self._sampled[number] = token_ids = self._in_flight[number][1].wait().token_ids
         return [hash(tuple(token_ids)), token_ids if self._rank == 0 else None]
 
-    def commit(self, number: int, stopped: list[int]) -> None:
+    def _commit(self, number: int, stopped: list[int]) -> None:
         step, _ = self._in_flight.pop(number)
         for seq in self._scheduler.commit(step, self._sampled.pop(number), set(stopped)):
             del self._unfinished[seq.seq_id]

@@ -321,8 +321,8 @@ class ModelRunner(Runner):
     ) -> torch.Tensor:
         """Embeds and runs the layers; returns the hidden states of the rows that sample, [num_sampled, hidden_size]."""
         batch = self.table.batch(size, tenants)
-        batch.metadata.plan = self.backend.plan(batch.metadata)
-        hidden_states = self.model(batch.token_ids, batch.positions, self.kv_cache, batch.metadata)
+        metadata = replace(batch.metadata, plan=self.backend.plan(batch.metadata))
+        hidden_states = self.model(batch.token_ids, batch.positions, self.kv_cache, metadata)
         after, _ = self.table.sampled(size.num_sampled)
         return torch.index_select(hidden_states, 0, after, out=out)
 

@@ -205,7 +205,7 @@ def test_views_of_one_projection_are_attended_like_copies(backend, dtype):
     case = make_gpu_case(MIXED, BLOCK_SIZE[backend], num_kv_heads=2, dtype=dtype)
     q, k, v = torch.cat([case.new(x) for x in (case.queries, case.keys, case.values)], 1).split((4, 2, 2), 1)
     attention, metadata = make_backend(backend, case), case.metadata
-    metadata.plan = attention.plan(metadata)
+    metadata = replace(metadata, plan=attention.plan(metadata))
     attention.store_kvcache(k, v, case.k_cache, case.v_cache, metadata.slot_mapping)
     assert_close_to_formula(case, attention.attend(q, k, v, case.k_cache, case.v_cache, metadata))
 
@@ -247,7 +247,7 @@ def test_padding_rows_change_nothing(backend, num_padding):
         block_tables=padded(case.metadata.block_tables),
         most_decodes=num_rows,
     )
-    metadata.plan = attention.plan(metadata)
+    metadata = replace(metadata, plan=attention.plan(metadata))
     q, k, v = (padded(case.new(x), 3.0) for x in (case.queries, case.keys, case.values))
     attention.store_kvcache(k, v, case.k_cache, case.v_cache, metadata.slot_mapping)
     out = attention.attend(q, k, v, case.k_cache, case.v_cache, metadata)
@@ -289,12 +289,12 @@ def test_a_captured_decode_serves_lengths_other_than_those_it_was_captured_with(
     lengths = [1, 3000, 64, 256, 4096, 700]
     case = make_gpu_case([(length - 1, 1) for length in lengths], 256, dtype=torch.bfloat16, num_kv_heads=2)
     attention, metadata = make_backend(backend, case), case.metadata
-    metadata.max_seqlen_k = metadata.block_tables.shape[1] * metadata.block_size
+    metadata = replace(metadata, max_seqlen_k=metadata.block_tables.shape[1] * metadata.block_size)
     q, k, v = case.new(case.queries), case.new(case.keys), case.new(case.values)
 
     def step() -> torch.Tensor:
-        metadata.plan = attention.plan(metadata)
-        return attention.attend(q, k, v, case.k_cache, case.v_cache, metadata)
+        planned = replace(metadata, plan=attention.plan(metadata))
+        return attention.attend(q, k, v, case.k_cache, case.v_cache, planned)
 
     attention.store_kvcache(k, v, case.k_cache, case.v_cache, metadata.slot_mapping)
     final_lengths = metadata.context_lens.clone()

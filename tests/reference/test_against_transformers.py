@@ -1,7 +1,7 @@
 """The engine's tokens and logits are those of transformers, in float32 on the CPU."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -151,8 +151,8 @@ def teacher_forced_logits(llm: LLM, token_ids: list[int], chunks: list[int]) -> 
     for num_new in chunks:
         seq.num_computed_tokens += num_new
         batch = make_batch([Chunk(seq, num_new, False)], runner.block_size, runner.max_model_len, str(runner.device))
-        batch.metadata.plan = runner.backend.plan(batch.metadata)
-        hidden_states = runner.model(batch.token_ids, batch.positions, runner.kv_cache, batch.metadata)
+        metadata = replace(batch.metadata, plan=runner.backend.plan(batch.metadata))
+        hidden_states = runner.model(batch.token_ids, batch.positions, runner.kv_cache, metadata)
         logits.append(runner.model.compute_logits(hidden_states))
     return torch.cat(logits)
 

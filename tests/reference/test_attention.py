@@ -2,7 +2,7 @@
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -129,7 +129,7 @@ def tiles(num_new: list[int], lengths: list[int], num_decodes: int) -> torch.Ten
 def run(backend_name: str, case: Case, backend: AttentionBackend | None = None) -> torch.Tensor:
     """What a layer does: store the new keys and values, then attend."""
     backend, metadata = backend or case.backend(backend_name), case.metadata
-    metadata.plan = backend.plan(metadata)
+    metadata = replace(metadata, plan=backend.plan(metadata))
     q, k, v = case.new(case.queries), case.new(case.keys), case.new(case.values)
     backend.store_kvcache(k, v, case.k_cache, case.v_cache, metadata.slot_mapping)
     return backend.attend(q, k, v, case.k_cache, case.v_cache, metadata)
@@ -353,7 +353,7 @@ def test_inputs_are_not_changed(backend):
     q, k, v = case.new(case.queries), case.new(case.keys), case.new(case.values)
     copies = [tensor.clone() for tensor in (q, k, v)]
     attention, metadata = case.backend(backend), case.metadata
-    metadata.plan = attention.plan(metadata)
+    metadata = replace(metadata, plan=attention.plan(metadata))
     attention.store_kvcache(k, v, case.k_cache, case.v_cache, metadata.slot_mapping)
     attention.attend(q, k, v, case.k_cache, case.v_cache, metadata)
     assert all(torch.equal(tensor, copy) for tensor, copy in zip((q, k, v), copies, strict=True))
@@ -451,7 +451,7 @@ class Steps:
             tables[row, : len(seq.blocks)] = torch.tensor(seq.blocks)
         tenants = [(seq.seq_id, seq.num_preemptions) for seq, _ in work] if has_tenants else None
         metadata = make_metadata(num_new, lengths, slots, tables, self.block_size, tenants=tenants)
-        metadata.plan = self.ours.plan(metadata)
+        metadata = replace(metadata, plan=self.ours.plan(metadata))
         for layer in range(NUM_LAYERS):
             q, k, v = (
                 torch.cat([getattr(seq, name)[layer, seq.num_cached : seq.num_cached + n] for seq, n in work])
@@ -647,7 +647,7 @@ def test_padding_behind_the_rows_and_tokens_changes_nothing(backend, sequences):
         metadata.max_seqlen_q = num_tokens + 2 * more
     metadata.most_decodes = num_rows + more
     attention = case.backend(backend)
-    metadata.plan = attention.plan(metadata)
+    metadata = replace(metadata, plan=attention.plan(metadata))
     new = (case.new(case.queries), case.new(case.keys), case.new(case.values))
     q, k, v = (torch.cat((x, x.new_full((2 * more, *x.shape[1:]), math.nan))) for x in new)
     attention.store_kvcache(k, v, case.k_cache, case.v_cache, metadata.slot_mapping)
