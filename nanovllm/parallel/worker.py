@@ -12,7 +12,7 @@ import os
 import select
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Thread
@@ -83,7 +83,7 @@ class Worker:
 
     def follow(self, log: Iterator[list], reply: Any) -> None:
         """Follows the log until "close". An entry is [tag, kind, its arguments]; one that has a tag is answered."""
-        entries = {
+        entries: dict[str, Callable[..., Any]] = {
             "add": self._add,
             "abort": self._abort,
             "launch": self._launch,

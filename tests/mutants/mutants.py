@@ -1583,10 +1583,10 @@ MUTANTS = [
         ("test_attention.py::test_long_prompts_and_chunks_of_them",),
     ),
     Mutant(
-        "a padding row writes over what a prompt attended",
+        "a prompt's row is merged as if it were a decode",
         TRITON,
         "    if is_decode:\n",
-        "    if is_decode | (row >= 0):\n",
+        "    if is_decode | (num_splits > 0):\n",
         (
             "test_triton_kernels.py::test_rows_that_are_not_decodes_are_left_to_the_other_kernel",
             "test_attention.py::test_padding_behind_the_rows_and_tokens_changes_nothing",

@@ -367,8 +367,9 @@ def test_views_of_one_projection_are_attended_like_copies(backend):
     q, k, v = case.new(case.queries), case.new(case.keys), case.new(case.values)
     q, k, v = torch.cat((q, k, v), 1).split((4, 2, 2), 1)
     attention = case.backend(backend)
-    attention.store_kvcache(k, v, case.k_cache, case.v_cache, case.metadata.slot_mapping)
-    out = attention.attend(q, k, v, case.k_cache, case.v_cache, case.metadata)
+    metadata = replace(case.metadata, plan=attention.plan(case.metadata))
+    attention.store_kvcache(k, v, case.k_cache, case.v_cache, metadata.slot_mapping)
+    out = attention.attend(q, k, v, case.k_cache, case.v_cache, metadata)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
 
 
