@@ -1,9 +1,9 @@
 """Draws docs/throughput.svg: `pip install matplotlib`, then `python docs/plot.py`. `--table` prints Markdown instead.
 
-Our figures are what `bench.py --output docs/measurements/NAME.json` wrote, one file per workload, with the roofline of
-that very run. The other engines' figures stand in docs/measurements/peers.json with how and when each was measured.
-There a pair is the lowest and highest of several runs. A workload that has no file of ours yet is drawn with the
-earlier figures of `nanovllm at …` in peers.json.
+Our figures are in docs/measurements/NAME.json, one file per workload, in the format of `bench.py --output`. The
+roofline may be that of an earlier run. The other engines' figures stand in docs/measurements/peers.json with how and
+when each was measured. There a pair is the lowest and highest of several runs. A workload that has no file of ours yet
+is drawn with the earlier figures of `nanovllm at …` in peers.json.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def is_input(workload: str) -> bool:
 
 
 def our_figures(workload: str) -> tuple[Figure, Figure | None] | None:
-    """(ours, roofline) as bench.py wrote them, or None if it has not. A run's roofline may be unknown."""
+    """(ours, roofline) from the workload's file, or None if there is none. A run's roofline may be unknown."""
     path = DOCS / "measurements" / f"{workload}.json"
     if not path.exists():
         return None

@@ -68,7 +68,7 @@ class LLM:
     ):
         # All options by name; a test checks that they are Config's.
         config = Config(**{name: value for name, value in locals().items() if name != "self"})
-        # The last two import torch, which a wrong option fails without.
+        # Imported here because they import torch: a wrong option fails without loading it.
         from nanovllm.cpu_threads import CpuThreads
         from nanovllm.models.config import load_model_config
         from nanovllm.models.loader import find_model
@@ -277,7 +277,7 @@ def make_runner(config: Config) -> Runner:
     Raises:
         ValueError, RuntimeError: from loading the model or sizing the cache.
     """
-    # Each imports torch, which a wrong option fails without.
+    # Imported here because each imports torch: a wrong option fails without loading it.
     if config.tensor_parallel_size > 1:
         from nanovllm.parallel.parallel_runner import TensorParallelRunner
 
@@ -289,8 +289,8 @@ def make_runner(config: Config) -> Runner:
 
 @contextmanager
 def _few_full_collections() -> Iterator[None]:
-    """While this lasts, the garbage collector walks through all objects a hundred times less often than before. Each
-    walk takes a tenth of a second where PyTorch and thousands of requests are loaded."""
+    """While this lasts, the garbage collector walks through all objects a hundred times less often than before. With
+    PyTorch loaded and thousands of requests, each walk takes a tenth of a second."""
     young, middle, old = gc.get_threshold()
     gc.set_threshold(young, middle, 100 * old)
     try:

@@ -1,4 +1,4 @@
-"""From the ranks' columns of the logits to a token for every row: rules, filters, temperature."""
+"""Turns the ranks' columns of the logits into one token per row: logits processors, filters, and the draw."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from nanovllm.ops.sample import best_of_parts, best_part, num_sampled_parts, sam
 class SampledRows(NamedTuple):
     """How to sample each row, [num_rows] each.
 
-    entries, lengths: int64, whose token it is, and where in the sequence it will stand.
+    entries, lengths: int64, the table's entry that gets the token, and the token's position in its sequence.
     seeds: int64; temperatures, top_ps, min_ps: float32; top_ks: int32; as ops/sample.py and ops/filters.py have them.
     """
 
@@ -41,7 +41,8 @@ class SamplingNeeds(NamedTuple):
 def row_multiple(parallel: Parallel) -> int:
     """The number of rows must be a multiple of this, so that every rank gets an equal share.
 
-    Each share begins where 16 bytes divide the address. Triton compiles kernels anew for other alignments.
+    Each share begins at an address that is a multiple of 16 bytes, because Triton compiles another kernel for other
+    alignments.
     """
     return 1 if parallel.size == 1 else 4 * parallel.size
 
@@ -50,11 +51,12 @@ class Sampler:
     """Samples rows of logits of which each rank holds some columns.
 
     Filters look at a row's whole vocabulary, so each rank then takes a share of the rows, with all their columns.
-    Otherwise each rank finds the best of its own columns, and the ranks exchange those, if they have an exchange.
+    Without filters, ranks that have a `sampling_exchange` each find the best of their own columns and exchange only
+    those; ranks that have none share the rows here too.
 
     Args:
         vocab: this rank's columns.
-        parallel: its place.
+        parallel: this rank's place.
         fused: compute with our kernels.
     """
 
@@ -75,7 +77,7 @@ class Sampler:
             columns: [num_rows, vocab.size], see ParallelLMHead; num_rows is a multiple of `row_multiple`.
             rows: how to sample each.
             needs: what they ask for.
-            tokens: the table's, see ops/process_logits.py.
+            tokens: int32 [num_entries, max_model_len], the table's.
             rules: of the table's entries.
         """
         parallel, exchange = self._parallel, self._parallel.sampling_exchange
@@ -101,7 +103,8 @@ class Sampler:
     def _best_of_columns(
         self, columns: torch.Tensor, rows: SampledRows, needs: SamplingNeeds, tokens: torch.Tensor, rules: TokenRules
     ) -> torch.Tensor:
-        """What this rank sends the others when nobody filters: `best_of_parts` of its columns of all rows."""
+        """What this rank sends the others when no row has a filter: `best_of_parts` of its columns, int32 [2, num_rows,
+        num_parts]."""
         vocab = self._vocab
         logits = self._processed(columns[:, : vocab.num_ids], rows, needs, tokens, rules, vocab.first)
         settings, num_parts = (rows.temperatures, rows.seeds, rows.lengths), num_sampled_parts(vocab.size)

@@ -1,1 +1,1 @@
-"""Stateless operations, one per file: the plain twin, its kernel, and the function that chooses."""
+"""Operations, one per file: the plain twin, its kernel, and the function that chooses."""

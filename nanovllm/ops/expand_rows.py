@@ -1,4 +1,5 @@
-"""From the rows of a step to what its layers and its sampler read: by token, by row and by sampled row."""
+"""Expands the rows of a step into the tensors that its layers and its sampler read: one value per token, per row or per
+sampled row."""
 
 from typing import NamedTuple
 
@@ -42,11 +43,11 @@ class Expanded(NamedTuple):
 
 
 class ExpandedSamples(NamedTuple):
-    """What the rows that sample stand for. A row of settings begins where 16 bytes divide the address.
+    """What the rows that sample stand for. Each row of `settings` begins at a multiple of 16 bytes.
 
-    tokens: int64 [num_sampled], the last token of each row that samples, in the flat batch.
+    tokens: int64 [num_sampled], the index in the flat batch of the last token of each row that samples.
     entries: int64 [num_sampled], its entry; the last one for padding.
-    lengths: int64 [num_sampled], its tokens so far, so where in its sequence the sampled token will stand.
+    lengths: int64 [num_sampled], its number of tokens so far, which is the position of the sampled token.
     settings: int32 [num_settings, num_sampled]; seeds: int64 [num_sampled].
     """
 
@@ -62,7 +63,7 @@ class ExpandedSamples(NamedTuple):
         return cls(tokens, entries, lengths, _aligned(torch.int32, device, num_settings, num_sampled), seeds)
 
     def first(self, num_sampled: int) -> "ExpandedSamples":
-        """Of the first `num_sampled` of them, in the same memory."""
+        """The first `num_sampled` rows, in the same memory."""
         return ExpandedSamples(*(values[..., :num_sampled] for values in self))
 
 
@@ -78,10 +79,12 @@ def expand_rows(
     """Expands rows, each of which names an entry of the table.
 
     Args:
-        rows: int32 [at least num_rows + 1 and num_sampled, 4]. Row i has its entry, its keys once the step is computed,
-            its first token in the flat batch, and, as the fourth number, the i-th row that samples. Row `num_rows` ends
-            the list. It has the table's last entry, which belongs to nobody, no keys, and the number of real tokens
-            as its first token; so has every row of padding before it. It also pads the rows that sample.
+        rows: int32 [n, 4], where n is at least num_rows + 1 and at least num_sampled. The first three numbers of row i
+            are its entry, its number of keys once the step is computed, and the index of its first token in the flat
+            batch. The fourth belongs to the list of sampled rows: it is the number of the i-th row that samples. Row
+            `num_rows` ends the list. It has the table's last entry, which belongs to nobody, no keys, and the number of
+            real tokens as its first token; every padding row before it has the same. The list of sampled rows is padded
+            with `num_rows`.
         num_rows, num_tokens: padding included.
         samples: is filled with the rows that sample, padding included.
         fused: compute with the kernel.
@@ -113,7 +116,8 @@ def expand_rows(
 
 
 def _aligned(dtype: torch.dtype, device: torch.device, *shape: int) -> torch.Tensor:
-    """Memory in which rows begin where Triton takes them for aligned, so that all sizes share their kernels."""
+    """Uninitialised memory whose rows all begin at addresses that Triton treats as aligned, so that all sizes share one
+    kernel."""
     padded = torch.empty(*shape[:-1], -(-shape[-1] // 16) * 16, dtype=dtype, device=device)
     return padded[..., : shape[-1]]
 

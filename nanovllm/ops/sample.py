@@ -1,7 +1,7 @@
 """From logits to tokens: greedy, or drawn with noise that belongs to the request alone.
 
 Noise comes from a counter-based generator keyed by (request seed, position, token id or group of ids), so a request's
-tokens do not depend on its neighbours, its arrival, preemption or the batch.
+noise does not depend on its neighbours, its arrival, preemption or the batch.
 
 Gumbel-max is done in two stages: one group of 16 ids is drawn by its total weight, and then one of its ids. The
 largest of a group's noisy scores is distributed as the group's log-sum-exp with noise of its own, and its size does not
@@ -159,10 +159,10 @@ def best_of_parts(
         logits: [num_rows, num_ids].
         temperatures, seeds, positions, thresholds: as in `sample`.
         first_id: the id of the slice's first column, a multiple of GROUP.
-        num_parts: how many to return, which may be more than there are; None is as many as there are.
+        num_parts: how many parts to return; parts beyond the ids score −inf. None means as many as the ids fill.
 
     Returns:
-        int32 [2, num_rows, num_parts]: scores, which are the bits of float32, and ids.
+        int32 [2, num_rows, num_parts]: the bits of the float32 scores, and the ids.
     """
     num_rows, num_ids = logits.shape
     num_parts = num_parts or num_sampled_parts(num_ids)

@@ -1,13 +1,14 @@
-"""What the ranks exchange to sample, over memory that all GPUs of the model reach directly (NVLink).
+"""Exchanges what the ranks need to sample, through memory that all GPUs of the model reach directly (NVLink).
 
-A rank has some columns of the logits of all rows. Where a temperature is all that a step asks for, it finds the best of
-them, and the ranks exchange those. Otherwise the ranks exchange the columns, so that each has some rows with all their
-columns, samples those rows, and sends the others their tokens.
+A rank has some columns of the logits of all rows. If no row of the step has a filter, each rank finds the best of its
+columns, and the ranks exchange only those. Otherwise the ranks exchange the columns, so that each has some rows with
+all their columns, samples those rows, and sends the others their tokens.
 
-A rank writes into memory of its own that the others read, or reads into its own what they wrote, and a barrier stands
-between. No second barrier protects the memory from the next step's writes: every step begins with the layers' sums, in
-which a rank takes part after it has read, and which no rank ends before all have taken part. The plain twins are
-`Parallel.rows_of_columns` and `Parallel.all_gather`, which NCCL does in several times the time.
+A rank writes its columns into its own memory, and the others read them there. It writes its tokens or scores into every
+rank's memory, and each rank reads its own. A barrier separates writing from reading. No second barrier protects the
+memory from the next step's writes: every step begins with the layers' sums, in which a rank takes part after it has
+read, and which no rank finishes before all have taken part. The plain twins are `Parallel.rows_of_columns` and
+`Parallel.all_gather`, which take several times as long through NCCL.
 """
 
 import logging
@@ -22,13 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class SamplingExchange:
-    """This rank's side.
+    """This rank's side of the exchange.
 
     Args:
         parallel: this rank's place.
-        columns: each rank's memory for its columns of the logits, [most_rows, num_columns]; 8 bytes divide a row.
+        columns: each rank's memory for its columns of the logits, [most_rows, num_columns]; the bytes of a row are a
+            multiple of 8.
         gathered: each rank's memory for what `all_gather` returns, int64 of one dimension.
-        barrier: puts a kernel into the stream that ends when every rank's stream has come to its own.
+        barrier: launches a kernel that ends only when every rank's stream has reached its own such kernel.
     """
 
     def __init__(
@@ -52,14 +54,16 @@ class SamplingExchange:
         mine = slice(self._rank * num_rows, (self._rank + 1) * num_rows)
         rows = columns.new_empty(num_rows, self._size, num_columns)
         self._barrier()
-        for distance in range(self._size):  # so that the ranks do not all read from one at once
+        # They begin with different peers, so that they do not all read from the same one at once.
+        for distance in range(self._size):
             peer = (self._rank + distance) % self._size
-            # Eight bytes at a time: NVLink carries them in half the time of two.
+            # Eight bytes at a time, because copies of two keep NVLink busy for longer.
             rows[:, peer].view(torch.int64).copy_(self._columns[peer][mine].view(torch.int64))
         return rows.flatten(1)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As Parallel.all_gather, of contiguous tensors whose bytes 8 divides; the next call writes over the result."""
+        """As Parallel.all_gather. `tensor` is contiguous and its bytes are a multiple of 8; the next call overwrites
+        the result."""
         flat = tensor.view(-1).view(torch.int64)
         mine = slice(self._rank * len(flat), (self._rank + 1) * len(flat))
         for of_rank in self._gathered:
@@ -76,7 +80,8 @@ def make_sampling_exchange(
     import torch.distributed._symmetric_memory as symmetric_memory
 
     try:
-        num_gathered = parallel.size * most_rows * num_sampled_parts(num_columns)  # more than one token for each row
+        # 8 bytes per row and part, for a score and an id; tokens need no more.
+        num_gathered = parallel.size * most_rows * num_sampled_parts(num_columns)
         memory = [
             symmetric_memory.empty(*shape, dtype=of_dtype, device=device)
             for shape, of_dtype in (((most_rows, num_columns), dtype), ((num_gathered,), torch.int64))

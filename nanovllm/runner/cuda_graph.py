@@ -21,8 +21,9 @@ def graph_sizes(largest: int) -> list[int]:
 
 
 def prompt_sizes(usual: int, largest: int) -> list[int]:
-    """Numbers of tokens to capture, ascending: the multiples of a sixteenth of `usual`, rounded up to a multiple of 64
-    as matrix products are, and beyond that the multiples of a quarter of `largest`."""
+    """Numbers of tokens to capture, ascending: `usual` and the smaller multiples of its sixteenth, then `largest` and
+    the multiples of its quarter. Sixteenth and quarter are rounded up to multiples of 64, the tile of matrix
+    products."""
     part, quarter = -(-usual // 1024) * 64, -(-largest // 256) * 64
     beyond = [size for size in (*range(quarter, largest, quarter), largest) if size > usual]
     return [*range(part, usual, part), usual, *beyond]
@@ -49,11 +50,11 @@ class CudaGraphs:
     """Captured functions that share one pool of memory.
 
     Args:
-        parked: while it lasts, the state is one on which a step may be tried.
+        parked: a context in which a step may be tried without leaving a trace.
         device: the GPU.
-        is_alone: no other rank takes part in the steps, so that this one may go on without a graph.
-        tries_all: every function is tried before its capture, not only the first of a kind: NCCL sets itself up anew
-            for other sizes.
+        is_alone: no other rank takes part in the steps, so if memory is short this one may run without a graph.
+        tries_all: every function is tried before its capture, not only the first of a kind: NCCL initialises itself for
+            each new size.
     """
 
     def __init__(
@@ -77,11 +78,12 @@ class CudaGraphs:
 
         Args:
             key: names the function and every size in it.
-            function: only launches kernels, on state that lies in fixed places; returns tensors.
+            function: only launches kernels, on state that lies in fixed places; returns a tensor or None.
             kind: functions of one kind need the same kernels, so that only the first one is tried before its capture.
 
         Returns:
-            What the function returned when it was captured; the next replay writes over it.
+            What the function returned when it was captured, which the next replay overwrites; without a graph, what it
+            returns now.
         """
         if key not in self._captured:
             self.capture(key, function, kind)
@@ -108,7 +110,8 @@ class CudaGraphs:
                 raise torch.cuda.OutOfMemoryError(
                     f"too little GPU memory for a CUDA graph of {key}; {_ADVICE}"
                 ) from None
-            logger.warning("too little GPU memory for a CUDA graph of %s, which is slower without; %s", key, _ADVICE)
+            message = "too little GPU memory for a CUDA graph of %s; it runs without one, which is slower; %s"
+            logger.warning(message, key, _ADVICE)
             self._captured[key] = None
 
     def _try(self, function: Callable[[], Any]) -> None:

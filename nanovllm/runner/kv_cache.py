@@ -1,5 +1,5 @@
-"""The KV cache: its tensor, and how many blocks it gets. That follows from what a GPU has left after weights and a
-largest step, which is tried, or from a CPU's RAM."""
+"""The KV cache: its tensor, and how many blocks it gets. The number follows from what a GPU has left after the weights
+and a trial of the largest step, or from a CPU's free RAM."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ _MOST_SEQS_ON_GPU, _MOST_SEQS_ON_CPU, _FEWEST_SEQS, _TOKENS_OF_A_SEQUENCE = 1024
 
 @dataclass(frozen=True)
 class KVCacheLayout:
-    """All that a cache consists of but its number of blocks; heads are those of this rank."""
+    """The shape and dtype of a cache, except its number of blocks; `num_kv_heads` counts this rank's heads."""
 
     num_layers: int
     block_size: int

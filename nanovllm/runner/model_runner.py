@@ -50,7 +50,7 @@ _USEFUL_CPU_TOKENS = 2048
 # Arithmetic of an eager step that decodes beside prompts: enough to keep a fast GPU busy while the host launches the
 # next.
 _FLOP_BESIDE_DECODES = 12e12
-# Tokens × hidden size of a captured one: enough that its matrix products fill the GPU.
+# Tokens × hidden size of a captured step that decodes beside prompts: enough that its matrix products fill the GPU.
 _TOKEN_WIDTH_BESIDE_DECODES = 768 * 4096
 _FEWEST_TOKENS_BESIDE_DECODES = 512  # matrix products of fewer rows waste a GPU
 
@@ -196,7 +196,7 @@ class ModelRunner(Runner):
         )
 
     def _compile_sampling(self) -> None:
-        """Begins to compile the kernels of every kind of sampling, while the model is loaded.
+        """Starts threads that compile the kernels of every kind of sampling while the model loads.
 
         Without cached kernels that takes seconds, and the first request may want any of them.
         """
@@ -233,8 +233,9 @@ class ModelRunner(Runner):
     def _capture(self) -> None:
         """Captures what the first requests will want.
 
-        The largest step comes first: smaller ones then fit into its memory. Steps with prefix groups, and samplings
-        with rules, are captured when they are first wanted, which takes milliseconds; their kernels are compiled here.
+        The largest step comes first: smaller ones then fit into its memory. Other steps with prefix groups, and
+        sampling halves with rules, are captured when they are first wanted, which takes milliseconds. The kernels of
+        grouped decodes are compiled here; `_compile_sampling` compiles those of rules.
         """
         began, parallel = time.perf_counter(), self._parallel
         self.graphs = graphs = CudaGraphs(self.table.parked, self.device, parallel.size == 1, parallel.calls_nccl)
@@ -300,7 +301,8 @@ class ModelRunner(Runner):
     # A step has two halves, which are captured apart: there are many sizes of the first and many kinds of the second.
 
     def _forward_half(self, size: StepSize) -> tuple[Hashable, Callable[[], None], Hashable]:
-        """What CudaGraphs.run needs to leave the hidden states of all rows that may sample in their fixed place."""
+        """(key, function, kind) for CudaGraphs.run. The function writes the hidden states of all rows that may sample
+        to `_hidden_states`."""
 
         def forward() -> None:
             self._forward(size, out=self._hidden_states[: size.num_sampled])
@@ -312,7 +314,7 @@ class ModelRunner(Runner):
     def _sampling_half(
         self, num_sampled: int, needs: SamplingNeeds
     ) -> tuple[Hashable, Callable[[], torch.Tensor], Hashable]:
-        """What CudaGraphs.run needs to sample from the hidden states that the first half left."""
+        """(key, function, kind) for CudaGraphs.run. The function samples from what the forward half left."""
         key, kind = ("sample", num_sampled, needs), ("sample", num_sampled == 1, num_sampled % 16, needs)
         return key, lambda: self._sample(self._hidden_states[:num_sampled], needs), kind
 
@@ -327,8 +329,8 @@ class ModelRunner(Runner):
         return torch.index_select(hidden_states, 0, after, out=out)
 
     def _sample(self, hidden_states: torch.Tensor, needs: SamplingNeeds) -> torch.Tensor:
-        """What the step samples from [num_sampled, hidden_size]: int64 [num_sampled], see StepOutput; the table gets it
-        too."""
+        """Samples from hidden states [num_sampled, hidden_size]. Returns int64 [num_sampled], see StepOutput, and
+        writes the tokens to the table."""
         _, rows = self.table.sampled(len(hidden_states))
         columns = self.model.compute_logits(hidden_states)
         tokens = self.sampler.sample(columns, rows, needs, self.table.tokens, self.table.rules.tensors)
@@ -392,7 +394,7 @@ class ModelRunner(Runner):
         steps keep, what logits processors need, and the largest step's activations twice (trial and capture)."""
         if not self._is_captured:
             return 0
-        # Logits processors copy a row's logits to float32 and count its tokens.
+        # Per logit: itself, the float32 copy of the logits processors, and their int32 count of tokens.
         logit_bytes = self.dtype.itemsize + 4 + 4
         num_rows = self._padded_sampled(self._most_rows) // self._parallel.size
         num_bytes = _GIB // 2 + num_rows * self.model_config.vocab_size * logit_bytes
@@ -404,7 +406,7 @@ class ModelRunner(Runner):
     def _try_step(self, sizes: list[int]) -> None:
         """Computes prompts of these lengths, all in the same block of the cache, as their results are thrown away.
 
-        All of them sample with penalties and a top-p, which takes most memory.
+        All of them sample with penalties and a top-p, which takes the most memory.
         """
         self._await_compiling()
         params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)

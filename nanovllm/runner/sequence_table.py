@@ -61,7 +61,7 @@ class StepRows(NamedTuple):
 class StepSize(NamedTuple):
     """How large a step is, padding included. Eager, padded and captured steps differ in nothing else.
 
-    num_rows, num_tokens, num_sampled: sequences, their new tokens, and how many of them may sample.
+    num_rows, num_tokens, num_sampled: rows, their new tokens, and how many of the rows may sample.
     num_tiles: tiles of the queries of prompts; 0 for decodes alone.
     most_decodes, max_seqlen_q: as in AttentionMetadata.
     is_grouped: whether keys that decodes share are read once for all of them.
@@ -253,7 +253,8 @@ class SequenceTable:
         return Batch(made.token_ids, made.positions, metadata)
 
     def sampled(self, num_sampled: int) -> tuple[torch.Tensor, SampledRows]:
-        """After which tokens of the last Batch to sample, int64 [num_sampled], and how; in fixed places."""
+        """For the rows of the last Batch that may sample: the index of each one's last token, int64 [num_sampled], and
+        how to sample. Both lie in fixed places."""
         samples = self._samples.first(num_sampled)
         floats, top_ks = samples.settings.view(torch.float32), samples.settings[1]
         return samples.tokens, SampledRows(

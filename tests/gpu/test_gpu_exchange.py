@@ -111,7 +111,8 @@ RANK = """
                 expected = [1000 * r + i for r in range(size) for i in range(num_rows // size)]
                 assert gathered.tolist() == expected
                 plain.all_gather(torch.zeros(1))  # in place of the sums of the next step
-        # Thousands of steps from a graph, the ranks out of step: sums, then columns and tokens that count the steps.
+        # Hundreds of steps, most from a graph, while rank 0 lags behind: sums, then columns and tokens that count the
+        # steps.
         num_rows, num_columns = 64 * size, 1024
         sampling = make_sampling_exchange(plain, num_rows, num_columns, torch.bfloat16, device)
         wrong, count = torch.zeros((), device=device, dtype=torch.int64), torch.zeros((), device=device)

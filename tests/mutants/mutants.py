@@ -1868,8 +1868,8 @@ MUTANTS = [
     Mutant(
         "a rank reads before its peers have written",
         SAMPLING_EXCHANGE,
-        "        self._barrier()\n        for distance",
-        "        for distance",
+        "        self._barrier()\n        # They begin",
+        "        # They begin",
         ("test_layers.py::test_a_model_over_several_ranks_is_the_model",),
     ),
     Mutant(

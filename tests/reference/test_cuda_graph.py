@@ -79,8 +79,8 @@ def test_no_more_rows_are_captured_than_a_step_has_tokens():
     ("usual", "largest"), [(1, 1), (5, 5), (63, 64), (256, 256), (768, 2048), (512, 2048), (3072, 3072), (1000, 1001)]
 )
 def test_steps_with_prompts_have_few_sizes_and_little_padding(usual, largest):
-    """A model with large layers once had its usual step of 768 tokens padded to 1,024, for the sizes were quarters of
-    what very many sequences need."""
+    """A model with large layers once had its usual step of 768 tokens padded to 1,024, because the sizes were quarters
+    of what very many sequences need."""
     sizes = prompt_sizes(usual, largest)
     assert sizes == sorted(set(sizes)) and usual in sizes and sizes[-1] == largest and len(sizes) <= 20
     assert all(size % 64 == 0 for size in sizes if size not in (usual, largest))
@@ -88,7 +88,8 @@ def test_steps_with_prompts_have_few_sizes_and_little_padding(usual, largest):
 
 
 def test_a_step_with_prompts_takes_the_next_larger_size():
-    """Rows are as many as there may be, for only their attention is paid for. Tiles are the most there may be."""
+    """There are as many rows as the step may have, because an unused row costs only its attention. The tiles suffice
+    for prompts of 32 tokens and more."""
     runner = make_runner(8, most_tokens=256)
     assert size_of(runner, (1, 9), (30, 0)) == (StepSize(8, 64, 8, 4, 8, 64, False), True)
     assert size_of(runner, (1, 9), (63, 0), is_grouped=True) == (StepSize(8, 64, 8, 4, 8, 64, True), True)
@@ -106,8 +107,8 @@ def test_a_step_with_prompts_takes_the_next_larger_size():
 
 
 def test_sampled_rows_are_padded_to_a_multiple_of_the_ranks():
-    """Each rank samples an equal part of them, which begins where 16 bytes divide the addresses of all tensors: kernels
-    that were compiled for another alignment once cost two ranks' first call a second."""
+    """Each rank samples an equal share, which begins at a multiple of 16 bytes in every tensor. At another alignment it
+    would need kernels of its own, which were compiled in the middle of a call."""
     runner = make_runner(20, most_tokens=256, num_ranks=4)
     for num_rows, expected in ((1, 16), (2, 16), (16, 16), (17, 32), (20, 32)):
         size, is_captured = size_of(runner, *[(1, 3)] * num_rows)
@@ -434,7 +435,8 @@ def test_padded_steps_give_the_tokens_of_eager_ones(
 
 
 def test_the_rows_that_sample_lie_in_one_place(tmp_path):
-    """Graphs of sampling were captured with the rows of another step: what is captured reads one place for ever."""
+    """A graph always reads the places of its capture. Sampling graphs once read the rows of the step in which they were
+    captured."""
     runner = ModelRunner(Config(str(MODEL_DIRECTORY), device="cpu", max_num_seqs=4, num_kvcache_blocks=4))
     places = []
     for tokens in ([1, 2, 3], [4]):

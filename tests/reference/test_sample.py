@@ -387,8 +387,8 @@ def test_the_kernel_gives_the_tokens_of_its_twin(dtype):
 @pytest.mark.parametrize(("vocab_size", "size"), [(9000, 2), (8193, 4), (40, 4), (70, 2)])
 @pytest.mark.parametrize("has_rules", [False, True], ids=["plain", "rules"])
 def test_the_best_of_all_ranks_columns_are_one_ranks_tokens(vocab_size, size, has_rules):
-    """Of slices in several parts, of a last one that is shorter or empty; what stands in their padding is not sampled,
-    and rules keep to their ids."""
+    """Slices may have several parts, and the last slice may be shorter or empty. Padding is never sampled, and each
+    rule applies to its own id."""
     logits, temperatures, seeds, positions, _ = random_case(vocab_size, 8, torch.float32)
     num_rows = len(logits)
     logits[1, vocab_size - 1] = torch.nan
@@ -407,7 +407,7 @@ def test_the_best_of_all_ranks_columns_are_one_ranks_tokens(vocab_size, size, ha
     alone = Sampler(VocabSlice.of(vocab_size, Parallel()), Parallel(), fused=True)
     expected = alone.sample(logits, rows, needs, tokens, table.tensors)
     found = []
-    for rank in range(size):  # one after the other: the interpreter is no friend of threads
+    for rank in range(size):  # one after the other: Triton's interpreter does not run in several threads
         parallel = Parallel(rank, size, None, None, "an exchange")
         vocab = VocabSlice.of(vocab_size, parallel)
         columns = torch.full((num_rows, vocab.size), 99.0)

@@ -88,8 +88,8 @@ def test_the_bundled_model_answers(llm):
 
 
 def test_full_garbage_collections_are_rare_during_a_call_and_come_back_after_it(llm, monkeypatch):
-    """Each took a tenth of a second, and a call with thousands of requests had several. Objects were frozen instead,
-    unless the user had frozen some; but Python 3.12 starts with a few that are."""
+    """A full collection took a tenth of a second, and a call with thousands of requests had several. The LLM once froze
+    all objects instead, unless some were frozen already; Python 3.12 starts with some frozen, so it froze none."""
     before, step, during = gc.get_threshold(), llm.engine.step, []
 
     def spy():
