@@ -5,7 +5,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -200,7 +200,7 @@ class LLM:
                 raise RuntimeError("the engine has requests that were added by hand; finish or abort them first")
             outputs: dict[int, RequestOutput] = {}
             try:
-                with _few_full_collections():
+                with _few_full_collections:
                     self._run_locked(rows, params, use_tqdm, raise_on_error, outputs)
             except BaseException:
                 self.engine.reset()
@@ -287,16 +287,31 @@ def make_runner(config: Config) -> Runner:
     return ModelRunner(config)
 
 
-@contextmanager
-def _few_full_collections() -> Iterator[None]:
-    """While this lasts, the garbage collector walks through all objects a hundred times less often than before. With
-    PyTorch loaded and thousands of requests, each walk takes a tenth of a second."""
-    young, middle, old = gc.get_threshold()
-    gc.set_threshold(young, middle, 100 * old)
-    try:
-        yield
-    finally:
-        gc.set_threshold(young, middle, old)
+class _FewFullCollections:
+    """While it is entered, the garbage collector walks through all objects a hundred times less often than before. With
+    PyTorch loaded and thousands of requests, each walk takes a tenth of a second.
+
+    The process has one collector, which the LLMs of several threads share: the last to leave restores the thresholds.
+    """
+
+    def __init__(self):
+        self._lock, self._num_calls, self._before = threading.RLock(), 0, gc.get_threshold()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._num_calls == 0:
+                self._before = young, middle, old = gc.get_threshold()
+                gc.set_threshold(young, middle, min(100 * old, 2**31 - 1))
+            self._num_calls += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._num_calls -= 1
+            if self._num_calls == 0:
+                gc.set_threshold(*self._before)
+
+
+_few_full_collections = _FewFullCollections()
 
 
 class _Progress(tqdm):

@@ -32,7 +32,7 @@ class Step(NamedTuple):
 
     Args:
         chunks: one per sequence; the decodes are those of a single new token that come before all longer ones.
-        num_decodes: how many those are. A decode is defined here and nowhere else.
+        num_decodes: how many those are. This is what the device calls a decode; StepStats counts tokens by phase.
     """
 
     chunks: list[Chunk]

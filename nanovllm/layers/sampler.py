@@ -8,7 +8,7 @@ from nanovllm.layers.embed_head import VocabSlice
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.filters import filter_thresholds
 from nanovllm.ops.process_logits import TokenRules, process_logits
-from nanovllm.ops.sample import best_of_parts, best_part, num_sampled_parts, sample
+from nanovllm.ops.sample import best_of_parts, best_part, num_parts_of, sample
 
 
 class SampledRows(NamedTuple):
@@ -81,7 +81,7 @@ class Sampler:
             rules: of the table's entries.
         """
         parallel, exchange = self._parallel, self._parallel.sampling_exchange
-        if exchange is not None and not needs.has_filters:
+        if self._exchanges_best(needs):
             return best_part(exchange.all_gather(self._best_of_columns(columns, rows, needs, tokens, rules)[None]))
         num_rows = len(columns) // parallel.size
         ours = SampledRows(*(value.narrow(0, parallel.rank * num_rows, num_rows) for value in rows))
@@ -95,10 +95,13 @@ class Sampler:
     ) -> None:
         """Compiles the kernels that `sample` calls for such needs, by sampling one row of zeros without other ranks."""
         columns = torch.zeros(1, self._parallel.size * self._vocab.size, dtype=dtype, device=tokens.device)
-        if self._parallel.sampling_exchange is not None and not needs.has_filters:
+        if self._exchanges_best(needs):
             best_part(self._best_of_columns(columns[:, : self._vocab.size], row, needs, tokens, rules)[None])
         else:
             self._sample_rows(columns[:, : self._vocab.vocab_size], row, needs, tokens, rules)
+
+    def _exchanges_best(self, needs: SamplingNeeds) -> bool:
+        return self._parallel.sampling_exchange is not None and not needs.has_filters
 
     def _best_of_columns(
         self, columns: torch.Tensor, rows: SampledRows, needs: SamplingNeeds, tokens: torch.Tensor, rules: TokenRules
@@ -107,7 +110,7 @@ class Sampler:
         num_parts]."""
         vocab = self._vocab
         logits = self._processed(columns[:, : vocab.num_ids], rows, needs, tokens, rules, vocab.first)
-        settings, num_parts = (rows.temperatures, rows.seeds, rows.lengths), num_sampled_parts(vocab.size)
+        settings, num_parts = (rows.temperatures, rows.seeds, rows.lengths), num_parts_of(vocab.size)
         return best_of_parts(logits, *settings, first_id=vocab.first, num_parts=num_parts)
 
     def _sample_rows(

@@ -65,7 +65,7 @@ class Exchange:
         # At least as many numbers as threads: two threads that read one number might see different states of it.
         padded = max(128, triton.next_power_of_2(width))
         num_warps = 4 if padded <= 1024 else min(16, max(8, self._size * padded // 2048))
-        is_direct = _is_direct(self._size, num_rows, product.nbytes)
+        is_direct = self.sends_directly(num_rows, product.nbytes)
         for first in range(0, num_rows, _MOST_ROWS):
             part = slice(first, min(first + _MOST_ROWS, num_rows))
             # Captured steps keep the mailboxes they were captured with. So each begins with 2, and as it has two sums
@@ -80,6 +80,10 @@ class Exchange:
                 **LAUNCH_OPTIONS,
             )  # fmt: skip
         return normed, total
+
+    def sends_directly(self, num_rows: int, num_bytes: int) -> bool:
+        """Whether products of `num_rows` rows and `num_bytes` bytes go directly; either way has a kernel of its own."""
+        return _is_direct(self._size, num_rows, num_bytes)
 
 
 def mail_shape(width: int) -> tuple[int, ...]:

@@ -45,13 +45,13 @@ class Expanded(NamedTuple):
 class ExpandedSamples(NamedTuple):
     """What the rows that sample stand for. Each row of `settings` begins at a multiple of 16 bytes.
 
-    tokens: int64 [num_sampled], the index in the flat batch of the last token of each row that samples.
+    token_indices: int64 [num_sampled], the index in the flat batch of the last token of each row that samples.
     entries: int64 [num_sampled], its entry; the last one for padding.
     lengths: int64 [num_sampled], its number of tokens so far, which is the position of the sampled token.
     settings: int32 [num_settings, num_sampled]; seeds: int64 [num_sampled].
     """
 
-    tokens: torch.Tensor
+    token_indices: torch.Tensor
     entries: torch.Tensor
     lengths: torch.Tensor
     settings: torch.Tensor
@@ -59,8 +59,8 @@ class ExpandedSamples(NamedTuple):
 
     @classmethod
     def empty(cls, num_sampled: int, num_settings: int, device: torch.device) -> "ExpandedSamples":
-        tokens, entries, lengths, seeds = _aligned(torch.int64, device, 4, num_sampled)
-        return cls(tokens, entries, lengths, _aligned(torch.int32, device, num_settings, num_sampled), seeds)
+        indices, entries, lengths, seeds = _aligned(torch.int64, device, 4, num_sampled)
+        return cls(indices, entries, lengths, _aligned(torch.int32, device, num_settings, num_sampled), seeds)
 
     def first(self, num_sampled: int) -> "ExpandedSamples":
         """The first `num_sampled` rows, in the same memory."""
@@ -98,9 +98,9 @@ def expand_rows(
     after = torch.cat((first_token[1:], first_token[-1:]))  # where the row's tokens end
     positions = torch.where(is_real, context_lens[row] - after[row] + token, 0)
     block = table.block_tables[entry[row], positions // block_size].long()
-    sampled = rows[: len(samples.tokens), 3].long()
+    sampled = rows[: len(samples.token_indices), 3].long()
     entries = entry[sampled]
-    samples.tokens.copy_(torch.where(context_lens > 0, after - 1, 0)[sampled])
+    samples.token_indices.copy_(torch.where(context_lens > 0, after - 1, 0)[sampled])
     samples.entries.copy_(entries)
     samples.lengths.copy_(context_lens[sampled])
     samples.settings.copy_(table.settings[:, entries])
@@ -187,7 +187,7 @@ def _fused_expand_rows(
     rows: torch.Tensor, table: Table, num_rows: int, num_tokens: int, samples: ExpandedSamples, block_size: int
 ) -> Expanded:
     max_blocks, (num_settings, num_entries) = table.block_tables.shape[1], table.settings.shape
-    device, num_sampled = rows.device, len(samples.tokens)
+    device, num_sampled = rows.device, len(samples.token_indices)
     row_tables = torch.empty((num_rows, max_blocks), dtype=torch.int32, device=device)
     cu_seqlens_q, context_lens = _aligned(torch.int32, device, num_rows + 1), _aligned(torch.int32, device, num_rows)
     token_ids, positions, slots = _aligned(torch.int64, device, 3, num_tokens)

@@ -165,7 +165,7 @@ def best_of_parts(
         int32 [2, num_rows, num_parts]: the bits of the float32 scores, and the ids.
     """
     num_rows, num_ids = logits.shape
-    num_parts = num_parts or num_sampled_parts(num_ids)
+    num_parts = num_parts or num_parts_of(num_ids)
     parts = torch.empty((2, num_rows, num_parts), dtype=torch.int32, device=logits.device)
     _best_of_part_kernel[(num_parts, num_rows)](
         logits, temperatures, seeds, positions, temperatures if thresholds is None else thresholds,
@@ -187,7 +187,7 @@ def best_part(parts: torch.Tensor) -> torch.Tensor:
     return tokens
 
 
-def num_sampled_parts(num_ids: int) -> int:
+def num_parts_of(num_ids: int) -> int:
     """How many parts `best_of_parts` makes of so many ids."""
     return -(-num_ids // _TOKENS)
 

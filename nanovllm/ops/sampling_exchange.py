@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from nanovllm.ops.collectives import Parallel
-from nanovllm.ops.sample import num_sampled_parts
+from nanovllm.ops.sample import num_parts_of
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class SamplingExchange:
 
     def rows_of_columns(self, columns: torch.Tensor) -> torch.Tensor:
         """As Parallel.rows_of_columns, but `columns` must be the leading rows of `self.columns`."""
+        assert columns.data_ptr() == self.columns.data_ptr(), "the other ranks read these columns in their fixed place"
         num_rows, num_columns = len(columns) // self._size, columns.shape[1]
         mine = slice(self._rank * num_rows, (self._rank + 1) * num_rows)
         rows = columns.new_empty(num_rows, self._size, num_columns)
@@ -81,7 +82,7 @@ def make_sampling_exchange(
 
     try:
         # 8 bytes per row and part, for a score and an id; tokens need no more.
-        num_gathered = parallel.size * most_rows * num_sampled_parts(num_columns)
+        num_gathered = parallel.size * most_rows * num_parts_of(num_columns)
         memory = [
             symmetric_memory.empty(*shape, dtype=of_dtype, device=device)
             for shape, of_dtype in (((most_rows, num_columns), dtype), ((num_gathered,), torch.int64))

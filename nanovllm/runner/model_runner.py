@@ -44,7 +44,7 @@ from nanovllm.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
-_ON_DEVICE = ("model", "backend", "table", "kv_cache", "graphs", "sampler", "_hidden_states")
+_ON_DEVICE = ("model", "backend", "table", "kv_cache", "graphs", "sampler", "_hidden_states", "_no_tokens")
 # Larger steps only push the activations out of a CPU's caches.
 _USEFUL_CPU_TOKENS = 2048
 # Arithmetic of an eager step that decodes beside prompts: enough to keep a fast GPU busy while the host launches the
@@ -89,6 +89,7 @@ class ModelRunner(Runner):
     graphs: CudaGraphs | None
     sampler: Sampler
     _hidden_states: torch.Tensor
+    _no_tokens: torch.Tensor
 
     def __init__(self, config: Config, parallel: Parallel = Parallel()):  # noqa: B008 (frozen)
         self.device = rank_device(config.device, parallel.rank, parallel.size)
@@ -101,7 +102,6 @@ class ModelRunner(Runner):
         self.max_num_seqs = config.max_num_seqs or self._default_max_num_seqs(config)
         self._compiling: list[Thread] = []
         vars(self).update(dict.fromkeys(_ON_DEVICE))
-        self._no_tokens = torch.empty(0, dtype=torch.int64)
         try:
             with self._on_device(), explained_out_of_memory("the engine", self.device):
                 num_blocks = self._start(config, parallel, directory)
@@ -155,6 +155,7 @@ class ModelRunner(Runner):
             self._fused,
         )  # fmt: skip
         self.sampler = Sampler(VocabSlice.of(model_config.vocab_size, parallel), parallel, self._fused)
+        self._no_tokens = torch.empty(0, dtype=torch.int64, device=self.device)
         self._compile_sampling()
         with explained_out_of_memory("the model", self.device):
             self.model = CausalLM(
@@ -226,8 +227,9 @@ class ModelRunner(Runner):
         self._row_sizes = graph_sizes(self._most_rows)
         self._token_sizes: list[int] = []
         if self._captures_prompts:
-            usual = min(self._most_tokens_beside_decodes(), config.max_num_batched_tokens)
-            most = min(max(usual, 2 * self.max_num_seqs), config.max_num_batched_tokens)
+            limit = min(config.max_num_batched_tokens, self.max_num_seqs * max(1, self.max_model_len - 1))
+            usual = min(self._most_tokens_beside_decodes(), limit)
+            most = min(max(usual, 2 * self.max_num_seqs), limit)
             self._token_sizes = prompt_sizes(usual, most)
 
     def _capture(self) -> None:
@@ -308,7 +310,9 @@ class ModelRunner(Runner):
             self._forward(size, out=self._hidden_states[: size.num_sampled])
 
         remainders = tuple(number % 16 for number in size[:3])  # kernels differ by how their tensors are aligned
-        kind = "forward", size.num_rows == 1, size.num_tiles > 0, size.is_grouped, remainders
+        exchange, row_bytes = self._parallel.exchange, self.model_config.hidden_size * self.dtype.itemsize
+        is_direct = exchange is not None and exchange.sends_directly(size.num_tokens, size.num_tokens * row_bytes)
+        kind = "forward", size.num_rows == 1, size.num_tiles > 0, size.is_grouped, is_direct, remainders
         return ("forward", size), forward, kind
 
     def _sampling_half(
@@ -321,7 +325,10 @@ class ModelRunner(Runner):
     def _forward(
         self, size: StepSize, tenants: list[tuple[int, int]] | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Embeds and runs the layers; returns the hidden states of the rows that sample, [num_sampled, hidden_size]."""
+        """Embeds and runs the layers; returns the hidden states of the rows that may sample.
+
+        tenants: see AttentionMetadata; out: where to put the result, [size.num_sampled, hidden_size], or None.
+        """
         batch = self.table.batch(size, tenants)
         metadata = replace(batch.metadata, plan=self.backend.plan(batch.metadata))
         hidden_states = self.model(batch.token_ids, batch.positions, self.kv_cache, metadata)
@@ -394,8 +401,9 @@ class ModelRunner(Runner):
         steps keep, what logits processors need, and the largest step's activations twice (trial and capture)."""
         if not self._is_captured:
             return 0
-        # Per logit: itself, the float32 copy of the logits processors, and their int32 count of tokens.
-        logit_bytes = self.dtype.itemsize + 4 + 4
+        # Per logit: itself, the float32 copy of the logits processors, and their int32 count of tokens. NCCL receives
+        # another rank's columns before they are put in order.
+        logit_bytes = (3 if self._parallel.calls_nccl else 1) * self.dtype.itemsize + 4 + 4
         num_rows = self._padded_sampled(self._most_rows) // self._parallel.size
         num_bytes = _GIB // 2 + num_rows * self.model_config.vocab_size * logit_bytes
         if self._token_sizes:

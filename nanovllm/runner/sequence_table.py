@@ -256,10 +256,10 @@ class SequenceTable:
         """For the rows of the last Batch that may sample: the index of each one's last token, int64 [num_sampled], and
         how to sample. Both lie in fixed places."""
         samples = self._samples.first(num_sampled)
-        floats, top_ks = samples.settings.view(torch.float32), samples.settings[1]
-        return samples.tokens, SampledRows(
-            samples.entries, samples.lengths, samples.seeds, floats[0], top_ks, floats[2], floats[3]
-        )
+        _, top_ks, _, _ = samples.settings
+        temperatures, _, top_ps, min_ps = samples.settings.view(torch.float32)
+        how = SampledRows(samples.entries, samples.lengths, samples.seeds, temperatures, top_ks, top_ps, min_ps)
+        return samples.token_indices, how
 
     def padding_row(self) -> SampledRows:
         """One sampled row of padding, whose token nobody reads."""
@@ -271,11 +271,12 @@ class SequenceTable:
     def parked(self) -> Iterator[None]:
         """While this lasts, every row, tile and sampled row is padding and no keys are shared, so that a step may be
         tried without a trace."""
-        places = self._lines, self._tiles, self._shared.num_items
+        places = self._lines, self._tiles, self._shared.num_items, *self._samples
         saved = [place.clone() for place in places]
         for place in places:
             place.zero_()
         self._lines[1:, 0] = self._padding_entry
+        self._samples.entries.fill_(self._padding_entry)
         try:
             yield
         finally:

@@ -39,6 +39,7 @@ def make_runner(
     runner = ModelRunner.__new__(ModelRunner)
     runner._parallel, runner._captures_prompts, runner.graphs = Parallel(0, num_ranks), captures_prompts, "captured"
     runner.model_config, runner.max_num_seqs = SimpleNamespace(hidden_size=1024), max_num_seqs
+    runner.max_model_len, runner.dtype = 4096, torch.bfloat16
     runner._choose_sizes(Config("none", max_num_seqs=max_num_seqs, max_num_batched_tokens=most_tokens))
     return runner
 
@@ -519,6 +520,32 @@ def test_what_needs_other_kernels_is_of_another_kind():
     keys, _, kinds = zip(*(runner._sampling_half(*sampling) for sampling in samplings), strict=True)
     assert keys == tuple(("sample", *sampling) for sampling in samplings) and len(set(kinds)) == len(samplings)
     assert runner._sampling_half(32, needs[0])[2] == kinds[0]
+    # The ranks' sums go by other kernels where they take other ways.
+    exchange = SimpleNamespace(sends_directly=lambda num_rows, num_bytes: num_bytes <= 100 * 2048)
+    runner._parallel = Parallel(0, 4, None, exchange)
+    small, large = (StepSize(n, n, n, 0, n, 1, False) for n in (96, 112))
+    assert runner._forward_half(small)[2] != runner._forward_half(large)[2]
+
+
+def test_no_step_is_captured_that_is_larger_than_any():
+    """Memory was set aside for graphs of thousands of tokens where sequences had room for two."""
+    runner = make_runner(2)
+    runner.max_model_len = 3
+    runner._choose_sizes(Config("none", max_num_seqs=2))
+    assert runner._token_sizes == [4]
+
+
+def test_no_more_rows_are_sampled_than_may_sample():
+    """Behind the rows that may sample the table holds those of an earlier step, which would get tokens."""
+    for max_num_seqs in (*range(1, 40), 100, 255, 300, 1000):
+        for most_tokens in (1, 3, 50, 64, 100, 1000, 2**20):
+            for num_ranks in (1, 2, 8):
+                runner = make_runner(max_num_seqs, most_tokens, num_ranks=num_ranks)
+                sizes = [runner._prompt_size(num_tokens) for num_tokens in runner._token_sizes]
+                sizes += map(runner._decode_size, runner._row_sizes)
+                for size in sizes:
+                    padded = runner._padded_sampled(model_runner._next(runner._row_sizes, size.num_rows))
+                    assert padded <= size.num_sampled, (max_num_seqs, most_tokens, num_ranks, size)
 
 
 def test_what_rows_share_is_looked_for_once_while_they_go_on():
@@ -573,14 +600,14 @@ def test_memory_for_graphs_covers_logits_and_the_largest_captured_step_twice():
     Logits processors copy a rank's logits to float32 and count in as many integers.
     """
     runner = make_runner(16, most_tokens=100)
-    runner._is_captured, runner.model_config.vocab_size, runner.dtype = True, 1000, torch.bfloat16
+    runner._is_captured, runner.model_config.vocab_size = True, 1000
     for_decodes = 2**29 + 16 * 1000 * (2 + 4 + 4)
     assert runner._token_sizes == [64, 100]
     assert runner._bytes_for_graphs(activations=6000, num_tokens=200) == for_decodes + 2 * 3000
     runner._token_sizes = []
     assert runner._bytes_for_graphs(activations=6000, num_tokens=100) == for_decodes
     runner._parallel = Parallel(1, 4)
-    assert runner._bytes_for_graphs(activations=6000, num_tokens=100) == 2**29 + 4 * 1000 * (2 + 4 + 4)
+    assert runner._bytes_for_graphs(activations=6000, num_tokens=100) == 2**29 + 4 * 1000 * (3 * 2 + 4 + 4)
     runner._is_captured = False
     assert runner._bytes_for_graphs(activations=6000, num_tokens=100) == 0
 

@@ -405,6 +405,9 @@ def test_parked_rows_leave_no_trace_and_come_back(size, fused):
     size = size._replace(is_grouped=True)
     before = {name: tensor.clone() for name, tensor in tensors_of(batch_of(table, size)).items()}
     with table.parked():
+        # The sampling half is tried by itself: the rows of the last forward half must not be sampled.
+        after, rows = table.sampled(size.num_sampled)
+        assert not after.any() and (rows.entries == 5).all() and not rows.lengths.any()
         batch = batch_of(table, size)
         metadata = batch.metadata
         assert (metadata.slot_mapping == -1).all() and (batch.sampled.entries == 5).all()
@@ -417,6 +420,8 @@ def test_parked_rows_leave_no_trace_and_come_back(size, fused):
         tokens = table.tokens[:5].clone()
         sample(table, batch, [8] * size.num_sampled, fused)
         assert torch.equal(table.tokens[:5], tokens)
+    after, rows = table.sampled(size.num_sampled)
+    assert torch.equal(after, before["sampled_tokens"]) and torch.equal(rows.entries, before["entries"])
     batch = batch_of(table, size)
     assert before.keys() == tensors_of(batch).keys()
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(batch).items())

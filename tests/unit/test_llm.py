@@ -104,6 +104,22 @@ def test_full_garbage_collections_are_rare_during_a_call_and_come_back_after_it(
     assert set(during) == {(before[0], before[1], 100 * before[2])} and gc.get_threshold() == before
 
 
+def test_calls_in_two_threads_leave_the_garbage_collector_as_it_was():
+    """Each call restored what it had found, so that the one that ended last left the other's thresholds."""
+    before, collections = gc.get_threshold(), nanovllm.llm._few_full_collections
+    try:
+        gc.set_threshold(before[0], before[1], 2**30)  # a hundred times more is no C int
+        collections.__enter__()
+        collections.__enter__()
+        assert gc.get_threshold() == (before[0], before[1], 2**31 - 1)
+        collections.__exit__()
+        assert gc.get_threshold()[2] == 2**31 - 1
+        collections.__exit__()
+        assert gc.get_threshold() == (before[0], before[1], 2**30)
+    finally:
+        gc.set_threshold(*before)
+
+
 def test_results_keep_the_order_of_the_prompts_whatever_finishes_first(llm, monkeypatch):
     """Completions collected as they finish once came back in that order."""
     lengths = [30, 1, 12, 25, 3, 18, 2]
