@@ -7,6 +7,8 @@ from typing import Any
 
 from nanovllm.checks import boolean, integer, real, seed_number, suggests_names
 
+# Of one request. Each running sequence keeps as many on the device as the longest list has, 20 bytes each.
+_MOST_EDITS = 4096
 _BEAMS = "nanovllm has no beam search; leave it out"
 
 # Other libraries' names for our parameters, or what to do instead of using theirs.
@@ -76,10 +78,11 @@ class SamplingParams:
         presence_penalty: −2 to 2, subtracted from the logits of tokens that the completion holds; 0 is off.
         frequency_penalty: −2 to 2, subtracted from a token's logit once per time that the completion holds it; 0 is
             off.
-        logit_bias: {token id: number from −100 to 100}, added to the logits. As from JSON, ids may be strings.
-        bad_words: what must not be generated: each a string or a list of token ids. A string is banned as it is
-            tokenized at the start of a text. It is also banned as it is tokenized after a space, if that gives as many
-            tokens and another first one (vLLM's rule). Other ways to spell it remain.
+        logit_bias: {token id: number from −100 to 100}, added to the logits; at most 4,096. As from JSON, ids may be
+            strings.
+        bad_words: what must not be generated, at most 4,096: each a string or a list of token ids. A string is banned
+            as it is tokenized at the start of a text. It is also banned as it is tokenized after a space, if that gives
+            as many tokens and another first one (vLLM's rule). Other ways to spell it remain.
         allowed_token_ids: the only token ids that may be generated, at least one; None allows all.
 
     Raises:
@@ -158,8 +161,11 @@ def one_per_prompt(given: SamplingParams | Sequence[SamplingParams], num_prompts
     """A list with one per prompt, from such a list or from one for all; a TypeError or ValueError for anything else."""
     if isinstance(given, SamplingParams):
         return [given] * num_prompts
-    if not isinstance(given, (list, tuple)) or not all(isinstance(params, SamplingParams) for params in given):
-        raise TypeError(f"sampling_params must be a SamplingParams or a list of them, not {given!r}")
+    if not isinstance(given, (list, tuple)):
+        raise TypeError(f"sampling_params must be a SamplingParams or a list of them, not a {type(given).__name__}")
+    for index, params in enumerate(given):
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params[{index}] must be a SamplingParams, not {repr(params)[:200]}")
     if len(given) != num_prompts:
         raise ValueError(f"{len(given)} sampling_params for {num_prompts} prompts; give one for all, or one per prompt")
     return list(given)
@@ -210,6 +216,10 @@ def _allowed_token_ids(value: Any) -> tuple[int, ...]:
 def _logit_bias(value: Any) -> dict[int, float]:
     if value is not None and not isinstance(value, Mapping):
         raise TypeError(f"logit_bias must be a dict from token ids to numbers, not {value!r}")
+    if value is not None and len(value) > _MOST_EDITS:
+        raise ValueError(
+            f"logit_bias holds {len(value)} ids, and at most {_MOST_EDITS} are possible; allowed_token_ids bans more"
+        )
     biases: dict[int, float] = {}
     for key, bias in (value or {}).items():
         # JSON's keys are strings.
@@ -231,6 +241,10 @@ def _bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:
     words = (value,) if isinstance(value, str) else () if value is None else value
     if not isinstance(words, (list, tuple)) or any(isinstance(word, numbers.Number) for word in words):
         raise TypeError(f"bad_words must be a list of strings or of lists of token ids, not {value!r}")
+    if len(words) > _MOST_EDITS:
+        raise ValueError(
+            f"bad_words holds {len(words)} words, and at most {_MOST_EDITS} are possible; allowed_token_ids bans more"
+        )
     checked: list[str | tuple[int, ...]] = []
     for word in words:
         checked += _strings("bad_words", word) if isinstance(word, str) else [_token_ids("bad_words", word, least=0)]

@@ -207,7 +207,7 @@ class Scheduler:
             self._release_entry(seq)
             if remove:
                 self.running.remove(seq)
-        if reason == "error":  # what a sequence with broken logits wrote must not be served to others
+        if seq.error == _BROKEN_LOGITS:  # what it wrote must not be served to others
             self.block_manager.forget(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason

@@ -16,7 +16,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, head_dim: int, max_position: int, rope: RopeConfig, dtype: torch.dtype, device: torch.device):
         super().__init__()
         inv_freq, scale = inverse_frequencies(head_dim, rope)
-        angles = torch.arange(max_position, dtype=torch.float32)[:, None] * inv_freq
+        angles = torch.arange(max_position, dtype=torch.float32, device="cpu")[:, None] * inv_freq
         cos, sin = angles.cos() * scale, angles.sin() * scale
         # Each [max_position, head_dim]: x rotated is x × cos + (x with its halves swapped) × (−sin, sin).
         table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
@@ -36,7 +36,7 @@ class RotaryEmbedding(nn.Module):
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[torch.Tensor, float]:
     """(frequencies float32 [head_dim / 2], factor on cosines and sines)."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     base = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
         return base / rope.factor, 1.0
@@ -62,7 +62,8 @@ def _yarn(head_dim: int, rope: RopeConfig, base: torch.Tensor) -> tuple[torch.Te
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001  # a step, not a division by zero
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    dimension = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
+    ramp = ((dimension - low) / (high - low)).clamp(0, 1)
     frequencies = base / rope.factor * ramp + base * (1 - ramp)
     scale = rope.attention_factor
     if scale is None:

@@ -138,7 +138,7 @@ def _penalise(out: Tensor, entries: Tensor, lengths: Tensor, tokens: Tensor, rul
     is_token = (position < lengths) & (columns >= 0) & (columns < out.shape[1])
     is_generated = is_token & (position >= rules.num_prompt_tokens[entries, None])
     columns = torch.where(is_token, columns, 0)
-    nothing = torch.zeros((len(rows), out.shape[1]), device=out.device)
+    nothing = torch.zeros((len(rows), out.shape[1]), dtype=torch.float32, device=out.device)
     occurs = nothing.scatter_add(1, columns, is_token.float()) > 0
     counts = nothing.scatter_add_(1, columns, is_generated.float())
     repetition, presence, frequency = (each[rows, None] for each in (repetition, presence, frequency))

@@ -13,7 +13,7 @@ def upload(arrays: list[np.ndarray], device: torch.device, into: torch.Tensor | 
     if device.type == "cpu" and into is None:
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     num_bytes = sum(map(_aligned, arrays))
-    pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    pinned = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     sent = torch.empty_like(pinned, device=device) if into is None else into.view(-1).view(torch.uint8)[:num_bytes]
     host, on_device, start = pinned.numpy(), [], 0
     for array in arrays:

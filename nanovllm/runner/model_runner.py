@@ -3,8 +3,8 @@
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Hashable
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -151,8 +151,8 @@ class ModelRunner(Runner):
         self.block_size = config.kvcache_block_size or self.backend.default_block_size
         self.table = SequenceTable(
             self.max_num_seqs, self.max_model_len, self.block_size, model_config.vocab_size,
-            config.max_num_batched_tokens, self.device, self.backend.most_shared_splits, row_multiple(parallel),
-            self._fused,
+            min(config.max_num_batched_tokens, self.max_num_seqs * self.max_model_len), self.device,
+            self.backend.most_shared_splits, row_multiple(parallel), self._fused,
         )  # fmt: skip
         self.sampler = Sampler(VocabSlice.of(model_config.vocab_size, parallel), parallel, self._fused)
         self._no_tokens = torch.empty(0, dtype=torch.int64, device=self.device)
@@ -359,9 +359,12 @@ class ModelRunner(Runner):
             self._grouped_tenants, self._is_grouped = rows.tenants[decodes], groups is not None
         return self._is_grouped
 
-    def _on_device(self):
-        # Triton launches on the current device, whatever its tensors say.
-        return torch.cuda.device(self.device) if self._is_gpu else nullcontext()
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        # Triton launches on the current device, whatever its tensors say. Autocast is the caller's, not ours.
+        device = torch.cuda.device(self.device) if self._is_gpu else nullcontext()
+        with torch.autocast(self.device.type, enabled=False), device:
+            yield
 
     def _allocate_kv_cache(self, config: Config, free_at_start: int) -> int:
         """Makes the cache as large as memory allows and returns its number of blocks."""

@@ -90,9 +90,10 @@ class TokenRulesTable:
         def full(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.full((self._num_entries, *shape), value, dtype=dtype, device=self._device)
 
+        no_penalties = torch.tensor(_NO_PENALTIES, dtype=torch.float32, device=self._device)
         return TokenRules(
             num_prompt_tokens=full(0, torch.int32),
-            penalties=torch.tensor(_NO_PENALTIES, device=self._device).repeat(self._num_entries, 1),
+            penalties=no_penalties.repeat(self._num_entries, 1),
             allowed=full(-1, torch.int32, -(-self._vocab_size // 32)),
             edit_ids=full(-1, torch.int32, num_edits),
             edit_values=full(0, torch.float32, num_edits),
@@ -113,4 +114,5 @@ def _ruled_until(seq: Sequence) -> int:
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     if penalties != _NO_PENALTIES or params.logit_bias or params.bad_words or params.allowed_token_ids:
         return ALWAYS
-    return seq.num_prompt_tokens + params.min_tokens if params.min_tokens and seq.stop_token_ids else 0
+    min_tokens = min(params.min_tokens, ALWAYS)
+    return seq.num_prompt_tokens + min_tokens if min_tokens and seq.stop_token_ids else 0

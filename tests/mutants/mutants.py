@@ -179,6 +179,13 @@ MUTANTS = [
         "            pass\n",
         ("test_scheduler.py::test_broken_logits_end_their_row_with_an_error_and_not_the_batch",),
     ),
+    Mutant(
+        "a row without a token throws a sound prefix away",
+        SCHEDULER,
+        "if seq.error == _BROKEN_LOGITS:",
+        "if seq.error is not None:",
+        ("test_llm.py::test_a_row_whose_bans_leave_no_token_leaves_its_prefix_to_others",),
+    ),
     # Scheduler
     Mutant(
         "generated blocks are never registered while steps overlap",
@@ -913,8 +920,8 @@ MUTANTS = [
     Mutant(
         "a ban of stop tokens ends a token early",
         RULES,
-        "seq.num_prompt_tokens + params.min_tokens if",
-        "seq.num_prompt_tokens + params.min_tokens - 1 if",
+        "seq.num_prompt_tokens + min_tokens if",
+        "seq.num_prompt_tokens + min_tokens - 1 if",
         ("test_sequence_table.py::test_stop_tokens_are_banned_until_min_tokens_have_been_generated",),
     ),
     Mutant(

@@ -548,6 +548,16 @@ def test_rules_about_tokens_are_each_requests_own(llm):
     assert "no token is left to sample" in outputs[4].error
 
 
+def test_a_row_whose_bans_leave_no_token_leaves_its_prefix_to_others():
+    """Its keys are sound. Every such row once threw the prefix away that all rows of a job shared."""
+    prefix = "x" * 40
+    with make_llm(kvcache_block_size=16, num_kvcache_blocks=64) as llm:
+        none_left = greedy(allowed_token_ids=[5], bad_words=[[5]])
+        outputs = generate(llm, [prefix + "1"], [none_left])
+        assert outputs[0].finish_reason == "error"
+        assert generate(llm, [prefix + "2"], [greedy()])[0].num_cached_tokens == 32
+
+
 def test_a_bad_word_is_banned_wherever_its_tokens_are_generated(llm):
     """Not after other tokens, not in the prompt, and never the tokens themselves where they make no such word."""
     question, answer_text = "Count from 7 to 12.", "7 8 9 10 11 12"
@@ -1098,15 +1108,27 @@ def test_nothing_ambient_is_changed():
 
 def test_an_llm_works_under_other_ambient_settings(llm):
     """A default dtype or device of the caller's must not leak into the engine's tensors either."""
-    expected = tokens(ask(llm, "What is 12 + 30?", params=seeded(1)))
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.no_grad(), torch.inference_mode(), make_llm() as other:
-            assert tokens(ask(other, "What is 12 + 30?", params=seeded(1))) == expected
-        assert tokens(ask(llm, "What is 12 + 30?", params=seeded(1))) == expected
-    finally:
-        torch.set_default_dtype(default)
+    ruled = SamplingParams(
+        temperature=0.9, seed=1, max_tokens=8, repetition_penalty=1.2, presence_penalty=0.3, logit_bias={49: 2.0},
+        bad_words=["7"], allowed_token_ids=range(250), top_p=0.9, min_tokens=3,
+    )  # fmt: skip
+
+    def answers(llm: LLM) -> list[list[int]]:
+        return [output.token_ids for output in generate(llm, ["What is 12 + 30?"] * 2, [seeded(1), ruled])]
+
+    expected, default = answers(llm), torch.get_default_dtype()
+    for dtype in (torch.float64, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.no_grad(), torch.inference_mode(), make_llm() as other:
+                assert answers(other) == expected
+            assert answers(llm) == expected
+        finally:
+            torch.set_default_dtype(default)
+    with torch.device("meta"):
+        assert answers(llm) == expected
+    with torch.autocast("cpu", torch.bfloat16):
+        assert answers(llm) == expected
 
 
 def test_importing_is_cheap():

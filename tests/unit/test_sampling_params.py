@@ -222,3 +222,18 @@ def test_they_can_be_compared_hashed_pickled_and_replaced():
 def test_replace_checks_again():
     with pytest.raises(ValueError, match="max_tokens"):
         dataclasses.replace(SamplingParams(), max_tokens=0)
+
+
+def test_too_many_edits_are_refused_with_what_to_do():
+    """Each running sequence keeps as many on the device as the longest list has: gigabytes, for one long list."""
+    SamplingParams(logit_bias=dict.fromkeys(range(4096), 1), bad_words=[[i] for i in range(4096)])
+    with pytest.raises(ValueError, match=r"logit_bias holds 4097 ids.*allowed_token_ids"):
+        SamplingParams(logit_bias=dict.fromkeys(range(4097), 1))
+    with pytest.raises(ValueError, match=r"bad_words holds 4097 words.*allowed_token_ids"):
+        SamplingParams(bad_words=[[i] for i in range(4097)])
+
+
+def test_a_wrong_item_among_many_is_named_by_its_index():
+    """The message once held all ten thousand of them."""
+    with pytest.raises(TypeError, match=r"^sampling_params\[3\] must be a SamplingParams, not None$"):
+        sampling_params.one_per_prompt([SamplingParams()] * 3 + [None] * 9997, 10_000)

@@ -162,3 +162,11 @@ def test_entries_that_change_hands_at_random_always_hold_their_tenants_rules(run
             admit(table, new)
             tenants |= new
             assert_everybody_has_their_own(table, tenants)
+
+
+def test_min_tokens_beyond_every_integer_of_the_device_is_for_ever():
+    """2**63 and more ended the whole call."""
+    table = TokenRulesTable(3, 100, torch.device("cpu"))
+    params = SamplingParams(min_tokens=2**70, max_tokens=2**70)
+    until = table.admit([Sequence(0, [1, 2], params, 9, frozenset([5]))], np.arange(1))
+    assert until.tolist() == [2 + 2**31 - 1]
