@@ -73,6 +73,8 @@ class LLM:
         from nanovllm.models.config import load_model_config
         from nanovllm.models.loader import find_model
 
+        if config.tensor_parallel_size == 1:  # ranks are processes of their own, and no forks
+            _forks.check()
         directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")
         # transformers reads the same file for the tokenizer; a mistake in it should be named by us.
         load_model_config(directory)
@@ -80,6 +82,7 @@ class LLM:
         threads = CpuThreads()  # measures the machine's load while the model is loaded
         config = replace(config, model=str(directory))
         self.engine = LLMEngine(config, make_runner(config), self._text.eos_token_ids)
+        _forks.has_computed = True
         # Several ranks compute in processes of their own.
         computes_here = self.engine.info.device == "cpu" and config.tensor_parallel_size == 1
         self._cpu_threads = threads if computes_here else CpuThreads(is_used=False)
@@ -285,6 +288,34 @@ def make_runner(config: Config) -> Runner:
     from nanovllm.runner.model_runner import ModelRunner
 
     return ModelRunner(config)
+
+
+class _Forks:
+    """Refuses to compute in a fork of a process that has computed: PyTorch's threads and the GPU do not survive a fork,
+    and whoever asks them waits for ever."""
+
+    def __init__(self):
+        self.has_computed = self._is_broken = False
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._begin)
+
+    def _begin(self) -> None:
+        self._is_broken = self.has_computed
+
+    def check(self) -> None:
+        """Raises a RuntimeError in such a fork, unless PyTorch has a single thread there."""
+        if not self._is_broken:
+            return
+        import torch
+
+        if torch.get_num_threads() > 1:
+            raise RuntimeError(
+                "this process is a fork of one that has run a model, whose threads a fork lacks; start processes "
+                'by the "spawn" method'
+            )
+
+
+_forks = _Forks()
 
 
 class _FewFullCollections:

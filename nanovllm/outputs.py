@@ -34,6 +34,9 @@ class RequestOutput:
             raise KeyError(f"{name!r} is not a field of RequestOutput, which has {', '.join(self.keys())}")
         return getattr(self, name)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.keys()
+
     def keys(self) -> list[str]:
         """The fields' names, so that `dict(output)` works."""
         return [field.name for field in fields(self)]

@@ -80,3 +80,9 @@ def test_of_many_reasons_only_the_most_frequent_are_named():
     text = describe_errors(outputs, 200)
     assert text.startswith("20 of 200 prompts ended in an error: 3 × reason a (at 0, 8, 16); 3 × reason b")
     assert text.count("(at ") == 5 and text.endswith("; 6 × 3 other reasons")
+
+
+def test_in_asks_for_a_field():
+    """Without an answer of its own, `in` tried the index 0."""
+    output = RequestOutput("42", [52, 50], "stop", 3, 0)
+    assert "text" in output and "prompt" not in output and 0 not in output
