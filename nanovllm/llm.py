@@ -5,7 +5,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -203,7 +204,7 @@ class LLM:
                 raise RuntimeError("the engine has requests that were added by hand; finish or abort them first")
             outputs: dict[int, RequestOutput] = {}
             try:
-                with _few_full_collections:
+                with _collector.eased(self):
                     self._run_locked(rows, params, use_tqdm, raise_on_error, outputs)
             except BaseException:
                 self.engine.reset()
@@ -318,31 +319,35 @@ class _Forks:
 _forks = _Forks()
 
 
-class _FewFullCollections:
-    """While it is entered, the garbage collector walks through all objects a hundred times less often than before. With
-    PyTorch loaded and thousands of requests, each walk takes a tenth of a second.
+class _Collector:
+    """Has the garbage collector walk through all objects a hundred times less often while some LLM runs. With PyTorch
+    loaded and thousands of requests, each walk takes a tenth of a second.
 
-    The process has one collector, which the LLMs of several threads share: the last to leave restores the thresholds.
+    The process has one collector, which the LLMs of several threads share: the last to end restores the thresholds. No
+    lock and no count, which Ctrl-C could leave behind: whatever it leaves here, the next call of an LLM puts right.
     """
 
     def __init__(self):
-        self._lock, self._num_calls, self._before = threading.RLock(), 0, gc.get_threshold()
+        self._users: weakref.WeakSet[LLM] = weakref.WeakSet()
+        self._before = self._raised = (0, 0, 0)
 
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._num_calls == 0:
-                self._before = young, middle, old = gc.get_threshold()
-                gc.set_threshold(young, middle, min(100 * old, 2**31 - 1))
-            self._num_calls += 1
-
-    def __exit__(self, *exception: object) -> None:
-        with self._lock:
-            self._num_calls -= 1
-            if self._num_calls == 0:
+    @contextmanager
+    def eased(self, user: LLM) -> Iterator[None]:
+        """While this lasts, `user` runs."""
+        now = gc.get_threshold()
+        if now != self._raised:
+            self._before, self._raised = now, (now[0], now[1], min(100 * now[2], 2**31 - 1))
+        self._users.add(user)
+        gc.set_threshold(*self._raised)
+        try:
+            yield
+        finally:
+            if set(self._users) <= {user}:
                 gc.set_threshold(*self._before)
+            self._users.discard(user)
 
 
-_few_full_collections = _FewFullCollections()
+_collector = _Collector()
 
 
 class _Progress(tqdm):

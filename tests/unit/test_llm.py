@@ -106,15 +106,26 @@ def test_full_garbage_collections_are_rare_during_a_call_and_come_back_after_it(
 
 def test_calls_in_two_threads_leave_the_garbage_collector_as_it_was():
     """Each call restored what it had found, so that the one that ended last left the other's thresholds."""
-    before, collections = gc.get_threshold(), nanovllm.llm._few_full_collections
+
+    class User:
+        pass
+
+    before, collector, first, second = gc.get_threshold(), nanovllm.llm._Collector(), User(), User()
     try:
         gc.set_threshold(before[0], before[1], 2**30)  # a hundred times more is no C int
-        collections.__enter__()
-        collections.__enter__()
+        of_first, of_second = collector.eased(first), collector.eased(second)
+        of_first.__enter__()
+        of_second.__enter__()
         assert gc.get_threshold() == (before[0], before[1], 2**31 - 1)
-        collections.__exit__()
+        of_first.__exit__(None, None, None)
         assert gc.get_threshold()[2] == 2**31 - 1
-        collections.__exit__()
+        of_second.__exit__(None, None, None)
+        assert gc.get_threshold() == (before[0], before[1], 2**30)
+        # Ctrl-C can leave thresholds raised, and a user behind; the next call knows them for its own.
+        collector._users.add(first)
+        gc.set_threshold(before[0], before[1], 2**31 - 1)
+        with collector.eased(first):
+            assert gc.get_threshold()[2] == 2**31 - 1
         assert gc.get_threshold() == (before[0], before[1], 2**30)
     finally:
         gc.set_threshold(*before)
