@@ -1618,10 +1618,12 @@ MUTANTS = [
         ("test_attention.py::test_long_prompts_and_chunks_of_them",),
     ),
     Mutant(
-        "a prompt's row is merged as if it were a decode",
+        "what a prompt attended is cleared by the kernel of decodes",
         TRITON,
         "    if is_decode:\n",
-        "    if is_decode | (num_splits > 0):\n",
+        "    if is_decode == 0:\n"
+        "        tl.store(out + row * NUM_HEADS * HEAD_DIM + tl.arange(0, WIDTH), 0.0)\n"
+        "    if is_decode:\n",
         (
             "test_triton_kernels.py::test_rows_that_are_not_decodes_are_left_to_the_other_kernel",
             "test_attention.py::test_padding_behind_the_rows_and_tokens_changes_nothing",
