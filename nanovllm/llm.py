@@ -1,12 +1,10 @@
 """`LLM`: prompts in, completions out, in order."""
 
-import gc
 import logging
 import os
 import threading
 import time
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -19,6 +17,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.runner import Runner
 from nanovllm.engine.sequence import Sequence as EngineSequence
 from nanovllm.outputs import FinishReason, RequestOutput, describe_errors
+from nanovllm.process import COLLECTOR, FORKS
 from nanovllm.sampling_params import SamplingParams, one_per_prompt
 from nanovllm.text import Row, Text, as_conversation_list, as_prompt_list
 
@@ -74,8 +73,8 @@ class LLM:
         from nanovllm.models.config import load_model_config
         from nanovllm.models.loader import find_model
 
-        if config.tensor_parallel_size == 1:  # ranks are processes of their own, and no forks
-            _forks.check()
+        if config.tensor_parallel_size == 1:
+            FORKS.check()
         directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")
         # transformers reads the same file for the tokenizer; a mistake in it should be named by us.
         load_model_config(directory)
@@ -83,8 +82,8 @@ class LLM:
         threads = CpuThreads()  # measures the machine's load while the model is loaded
         config = replace(config, model=str(directory))
         self.engine = LLMEngine(config, make_runner(config), self._text.eos_token_ids)
-        _forks.has_computed = True
         # Several ranks compute in processes of their own.
+        FORKS.has_computed |= config.tensor_parallel_size == 1
         computes_here = self.engine.info.device == "cpu" and config.tensor_parallel_size == 1
         self._cpu_threads = threads if computes_here else CpuThreads(is_used=False)
         self._has_warned_of_recommendations = False
@@ -204,7 +203,7 @@ class LLM:
                 raise RuntimeError("the engine has requests that were added by hand; finish or abort them first")
             outputs: dict[int, RequestOutput] = {}
             try:
-                with _collector.eased(self):
+                with COLLECTOR.eased(self):
                     self._run_locked(rows, params, use_tqdm, raise_on_error, outputs)
             except BaseException:
                 self.engine.reset()
@@ -289,65 +288,6 @@ def make_runner(config: Config) -> Runner:
     from nanovllm.runner.model_runner import ModelRunner
 
     return ModelRunner(config)
-
-
-class _Forks:
-    """Refuses to compute in a fork of a process that has computed: PyTorch's threads and the GPU do not survive a fork,
-    and whoever asks them waits for ever."""
-
-    def __init__(self):
-        self.has_computed = self._is_broken = False
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._begin)
-
-    def _begin(self) -> None:
-        self._is_broken = self.has_computed
-
-    def check(self) -> None:
-        """Raises a RuntimeError in such a fork, unless PyTorch has a single thread there."""
-        if not self._is_broken:
-            return
-        import torch
-
-        if torch.get_num_threads() > 1:
-            raise RuntimeError(
-                "this process is a fork of one that has run a model, whose threads a fork lacks; start processes "
-                'by the "spawn" method'
-            )
-
-
-_forks = _Forks()
-
-
-class _Collector:
-    """Has the garbage collector walk through all objects a hundred times less often while some LLM runs. With PyTorch
-    loaded and thousands of requests, each walk takes a tenth of a second.
-
-    The process has one collector, which the LLMs of several threads share: the last to end restores the thresholds. No
-    lock and no count, which Ctrl-C could leave behind: whatever it leaves here, the next call of an LLM puts right.
-    """
-
-    def __init__(self):
-        self._users: weakref.WeakSet[LLM] = weakref.WeakSet()
-        self._before = self._raised = (0, 0, 0)
-
-    @contextmanager
-    def eased(self, user: LLM) -> Iterator[None]:
-        """While this lasts, `user` runs."""
-        now = gc.get_threshold()
-        if now != self._raised:
-            self._before, self._raised = now, (now[0], now[1], min(100 * now[2], 2**31 - 1))
-        self._users.add(user)
-        gc.set_threshold(*self._raised)
-        try:
-            yield
-        finally:
-            if set(self._users) <= {user}:
-                gc.set_threshold(*self._before)
-            self._users.discard(user)
-
-
-_collector = _Collector()
 
 
 class _Progress(tqdm):

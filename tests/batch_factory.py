@@ -1,12 +1,12 @@
 """The Batch of an eager step, as a SequenceTable of its own makes it, and all that rows expand to."""
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import torch
 
 from nanovllm.attention.metadata import QUERY_TILE
 from nanovllm.engine.step import Chunk, Step
-from nanovllm.ops.expand_rows import ExpandedSamples, Table, expand_rows
+from nanovllm.ops.expand_rows import Expanded, ExpandedSamples, Table, expand_rows
 from nanovllm.runner.sequence_table import Batch, SequenceTable, StepRows, StepSize
 
 
@@ -21,20 +21,8 @@ def make_batch(chunks: list[Chunk], block_size: int, max_model_len: int = 128, d
     return table.batch(size, [(chunk.seq.seq_id, chunk.seq.num_preemptions) for chunk in chunks])
 
 
-class WholeExpansion(NamedTuple):
-    """Expanded and ExpandedSamples together."""
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    context_lens: torch.Tensor
-    block_tables: torch.Tensor
-    sampled_tokens: torch.Tensor
-    entries: torch.Tensor
-    lengths: torch.Tensor
-    settings: torch.Tensor
-    seeds: torch.Tensor
+# Expanded and ExpandedSamples together.
+WholeExpansion = namedtuple("WholeExpansion", (*Expanded._fields, *ExpandedSamples._fields))
 
 
 def expanded(

@@ -17,6 +17,8 @@ sender waits, a number arrives whole, and a grid's programs start in the order o
 """
 
 import logging
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -25,6 +27,8 @@ from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.ops.kernel import jit, tl, triton
 
 logger = logging.getLogger(__name__)
+
+_Made = TypeVar("_Made")
 
 # Rows of half a mailbox. More go in parts. Each part costs a wait for the ranks, little beside the time of its rows.
 _MOST_ROWS = 2048
@@ -180,17 +184,24 @@ def make_exchange(parallel: Parallel, width: int, dtype: torch.dtype, device: to
     """An Exchange, or None where the GPUs cannot reach each other's memory or their number is no power of 2."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    if parallel.size & (parallel.size - 1):
-        return None
-    try:
+    def make() -> Exchange:
         mail = symmetric_memory.empty(*mail_shape(width), dtype=dtype, device=device)
         addresses = symmetric_memory.rendezvous(mail, parallel.group.group_name).buffer_ptrs
         exchange = Exchange(parallel, mail, addresses)
         torch.cuda.synchronize(device)
+        return exchange
+
+    # All ranks meet in there, so that nobody sends before all mailboxes are empty.
+    return None if parallel.size & (parallel.size - 1) else made_by_all(make, parallel, device)
+
+
+def made_by_all(make: Callable[[], _Made], parallel: Parallel, device: torch.device) -> _Made | None:
+    """What `make` makes over memory that all GPUs reach, once every rank has made it; None if some rank cannot."""
+    made = None
+    try:
+        made = make()
     except torch.cuda.OutOfMemoryError:
-        raise  # perhaps on this rank alone
+        raise  # no missing link: the other ranks may have memory left
     except RuntimeError as error:
-        logger.warning("the GPUs cannot reach each other's memory, so NCCL takes the sums, which is slower: %s", error)
-        exchange = None
-    # All ranks meet here, so that nobody sends before all mailboxes are empty.
-    return exchange if parallel.minimum(exchange is not None, device) else None
+        logger.warning("the GPUs cannot reach each other's memory, so they exchange through NCCL: %s", error)
+    return made if parallel.minimum(made is not None, device) else None

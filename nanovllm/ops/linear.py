@@ -62,11 +62,11 @@ def linear(
         out: [num_rows, output_size], where to put the result; only without a bias.
     """
     if packed is not None:
-        assert out is None, "oneDNN puts its results where it likes"
+        assert out is None, "oneDNN allocates its results"
         return in_few_sizes(x, lambda rows: torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], ""))
     assert weight is not None, "only a packed weight may be gone"
     if x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.ndim == 2:  # PyTorch takes oneDNN for these too
-        assert out is None, "rows are padded"
+        assert out is None, "padded rows do not fit into it"
         return in_few_sizes(x, lambda rows: F.linear(rows, weight, bias))
     if fused and bias is None and x.shape[:-1] == (1,):
         return single_row_linear(x, weight, out)

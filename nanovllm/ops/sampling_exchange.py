@@ -8,18 +8,16 @@ A rank writes its columns into its own memory, and the others read them there. I
 rank's memory, and each rank reads its own. A barrier separates writing from reading. No second barrier protects the
 memory from the next step's writes: every step begins with the layers' sums, in which a rank takes part after it has
 read, and which no rank finishes before all have taken part. The plain twins are `Parallel.rows_of_columns` and
-`Parallel.all_gather`, which take several times as long through NCCL.
+`Parallel.all_gather`.
 """
 
-import logging
 from collections.abc import Callable
 
 import torch
 
 from nanovllm.ops.collectives import Parallel
+from nanovllm.ops.exchange import made_by_all
 from nanovllm.ops.sample import num_parts_of
-
-logger = logging.getLogger(__name__)
 
 
 class SamplingExchange:
@@ -58,7 +56,7 @@ class SamplingExchange:
         # They begin with different peers, so that they do not all read from the same one at once.
         for distance in range(self._size):
             peer = (self._rank + distance) % self._size
-            # Eight bytes at a time, because copies of two keep NVLink busy for longer.
+            # As numbers of 8 bytes, because the copy moves one number at a time.
             rows[:, peer].view(torch.int64).copy_(self._columns[peer][mine].view(torch.int64))
         return rows.flatten(1)
 
@@ -80,23 +78,18 @@ def make_sampling_exchange(
     """A SamplingExchange for `most_rows` rows, or None where the GPUs cannot reach each other's memory."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    try:
+    def shared(dtype: torch.dtype, *shape: int) -> tuple[list[torch.Tensor], Callable[[], object]]:
+        """Each rank's memory, and a barrier."""
+        own = symmetric_memory.empty(*shape, dtype=dtype, device=device)
+        handle = symmetric_memory.rendezvous(own, parallel.group.group_name)
+        memory = [handle.get_buffer(rank, own.shape, own.dtype) for rank in range(parallel.size)]
+        memory[parallel.rank] = own  # which also keeps it
+        return memory, handle.barrier
+
+    def make() -> SamplingExchange:
+        columns, barrier = shared(dtype, most_rows, num_columns)
         # 8 bytes per row and part, for a score and an id; tokens need no more.
-        num_gathered = parallel.size * most_rows * num_parts_of(num_columns)
-        memory = [
-            symmetric_memory.empty(*shape, dtype=of_dtype, device=device)
-            for shape, of_dtype in (((most_rows, num_columns), dtype), ((num_gathered,), torch.int64))
-        ]
-        handles = [symmetric_memory.rendezvous(tensor, parallel.group.group_name) for tensor in memory]
-        columns, gathered = (
-            [handle.get_buffer(rank, tensor.shape, tensor.dtype) for rank in range(parallel.size)]
-            for handle, tensor in zip(handles, memory, strict=True)
-        )
-        columns[parallel.rank], gathered[parallel.rank] = memory  # which also keeps it
-        exchange = SamplingExchange(parallel, columns, gathered, handles[0].barrier)
-    except torch.cuda.OutOfMemoryError:
-        raise  # perhaps on this rank alone
-    except RuntimeError as error:
-        logger.warning("the GPUs cannot reach each other's memory, so NCCL moves logits, which is slower: %s", error)
-        exchange = None
-    return exchange if parallel.minimum(exchange is not None, device) else None
+        gathered, _ = shared(torch.int64, parallel.size * most_rows * num_parts_of(num_columns))
+        return SamplingExchange(parallel, columns, gathered, barrier)
+
+    return made_by_all(make, parallel, device)

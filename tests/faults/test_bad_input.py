@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -300,6 +301,12 @@ def test_what_is_no_sampling_params_is_a_type_error(idle_llm, params):
         idle_llm.generate(["Hi"], params, use_tqdm=False)
     with pytest.raises(TypeError, match=r"sampling_params(\[\d\])? must be a SamplingParams"):
         idle_llm.chat([{"role": "user", "content": "Hi"}], params, use_tqdm=False)
+
+
+def test_a_step_of_any_number_of_tokens_may_be_allowed():
+    """Memory was allocated for as many tiles as the option said: petabytes, and an error of the allocator."""
+    with LLM(str(MODEL_DIRECTORY), device="cpu", max_num_batched_tokens=sys.maxsize, num_kvcache_blocks=8) as llm:
+        assert llm.generate("Hi", SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)[0].error is None
 
 
 @pytest.mark.parametrize("option", ["temperature", "max_tokens", "sampling_param"])
@@ -654,6 +661,12 @@ class FakeGpu:
 
     def max_memory_allocated(self, device):
         return self.peak
+
+
+def test_a_layouts_bytes_are_those_of_its_tensor():
+    layout = kv_cache.KVCacheLayout(3, 16, 2, 8, torch.bfloat16)
+    tensor = layout.empty(5, torch.device("cpu"))
+    assert tensor.shape == (2, 3, 5, 16, 2, 8) and tensor.nbytes == 5 * layout.block_bytes
 
 
 @pytest.mark.parametrize(

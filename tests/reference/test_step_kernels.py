@@ -91,7 +91,7 @@ def test_the_kernel_expands_rows_that_are_all_padding():
     for sizes in ((4, 4, 4), (5, 150, 3), (1, 1, 1), (3, 7, 0)):
         ours = expanded(rows, table, *sizes, 4, fused=True)
         assert_same(ours, expanded(rows, table, *sizes, 4))
-        assert (ours.slot_mapping == -1).all() and not ours.sampled_tokens.any() and (ours.entries == 5).all()
+        assert (ours.slot_mapping == -1).all() and not ours.token_indices.any() and (ours.entries == 5).all()
 
 
 def test_the_outputs_of_two_steps_do_not_share_memory():

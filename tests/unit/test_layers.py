@@ -34,6 +34,7 @@ from nanovllm.models.config import load_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import load_weights
 from nanovllm.ops.collectives import Parallel
+from nanovllm.ops.exchange import made_by_all
 from nanovllm.ops.sampling_exchange import SamplingExchange
 from nanovllm.ops.silu_and_mul import silu_and_mul
 from nanovllm.sampling_params import SamplingParams
@@ -454,6 +455,40 @@ def test_a_model_over_several_ranks_is_the_model(tmp_path, size, tied, exchanges
     for rank in range(size):
         torch.testing.assert_close(logits[rank], expected, rtol=1e-4, atol=1e-4)
         exactly(logits[rank], logits[0])
+
+
+def test_a_rank_gathers_what_a_slow_rank_sends():
+    """A rank that read before the barrier found what stood there from the step before."""
+    gathered = [torch.full((2,), -7) for _ in range(2)]
+
+    def barrier() -> None:  # the other rank sends at the last moment
+        gathered[0][1] = 11
+
+    own = SamplingExchange(Parallel(0, 2), [], gathered, barrier)
+    assert own.all_gather(torch.tensor([10])).tolist() == [10, 11]
+    assert gathered[1].tolist() == [10, -7]
+
+
+def test_what_one_rank_cannot_make_no_rank_has(caplog):
+    """The others would wait for it in their first exchange."""
+
+    class Lonely(Parallel):
+        def minimum(self, value: int, device: torch.device) -> int:
+            return min(value, others)
+
+    def fail() -> str:
+        raise RuntimeError("no link")
+
+    for others in (0, 1):
+        assert made_by_all(lambda: "an exchange", Lonely(), CPU) == ("an exchange" if others else None)
+        assert made_by_all(fail, Lonely(), CPU) is None
+    assert "no link" in caplog.text
+
+    def lack_memory() -> str:
+        raise torch.cuda.OutOfMemoryError("out of memory")
+
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        made_by_all(lack_memory, Lonely(), CPU)
 
 
 # The collectives

@@ -25,6 +25,7 @@ from nanovllm.demo.problems import problems
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.step import StepOutput
 from nanovllm.llm import make_runner
+from nanovllm.process import Collector
 
 IM_END, IM_START, END_OF_TEXT = 258, 257, 256
 GREEDY = SamplingParams(temperature=0.0)
@@ -110,7 +111,7 @@ def test_calls_in_two_threads_leave_the_garbage_collector_as_it_was():
     class User:
         pass
 
-    before, collector, first, second = gc.get_threshold(), nanovllm.llm._Collector(), User(), User()
+    before, collector, first, second = gc.get_threshold(), Collector(), User(), User()
     try:
         gc.set_threshold(before[0], before[1], 2**30)  # a hundred times more is no C int
         of_first, of_second = collector.eased(first), collector.eased(second)
