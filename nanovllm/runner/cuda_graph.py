@@ -115,14 +115,20 @@ class CudaGraphs:
             self._captured[key] = None
 
     def _try(self, function: Callable[[], Any]) -> None:
-        """Compiles kernels and loads libraries, which a capture may not."""
+        """Compiles kernels and loads libraries, which a capture may not.
+
+        The step is parked on the current stream, and only `function` runs on the stream of the captures. With both
+        there, captured decodes of many rows were 2% slower (H200, CUDA 13.0), because kernels began later. The cause is
+        unknown; docs/performance.md has the figures.
+        """
         current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(self._stream), self._parked(), _cublas_lt():
-                function()
-        finally:
-            current.wait_stream(self._stream)
+        with self._parked():
+            self._stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(self._stream), _cublas_lt():
+                    function()
+            finally:
+                current.wait_stream(self._stream)
 
     def _record(self, function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         with torch.cuda.stream(self._stream), _cublas_lt():

@@ -347,7 +347,8 @@ class ModelRunner(Runner):
     def _group_prefixes(self, step: Step, rows: StepRows) -> bool:
         """Whether the step's decodes share keys that are read once for all of them; the table then knows which."""
         decodes = slice(step.num_decodes)
-        # Without a hit in the prefix cache, no keys are shared.
+        # Without a hit when they were admitted, sequences seldom share keys. One that came back after preemption may;
+        # it is not looked for.
         if not self._groups_prefixes or not rows.num_cached[decodes].any():
             return False
         # What was found for some rows holds while they go on decoding.
