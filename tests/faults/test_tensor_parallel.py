@@ -364,7 +364,7 @@ def test_a_rank_killed_at_a_random_moment_ends_the_run_with_its_name(tiny, rank,
     rng = random.Random(rank)
     prompts = [[token, 1, 2] for token in range(4)]
     slowest = 0.0
-    for _ in range(20 * runs):
+    for _ in range(10 * runs):
         with nothing_left_behind(tmp_path, monkeypatch):
             llm = LLM(tiny, tensor_parallel_size=2, overlap=rng.random() < 0.7, **DEATH_OPTIONS)
             pids = pids_of(llm)

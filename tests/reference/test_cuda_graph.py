@@ -308,8 +308,8 @@ def test_a_trial_leaves_no_trace_and_works_on_parked_state(monkeypatch):
         raise ZeroDivisionError
 
     expected = [
-        "own waits for current", "enter own", "enter parked", "enter cuBLASLt", "run", "leave cuBLASLt", "leave parked",
-        "leave own", "current waits for own",
+        "enter parked", "own waits for current", "enter own", "enter cuBLASLt", "run", "leave cuBLASLt", "leave own",
+        "current waits for own", "leave parked",
     ]  # fmt: skip
     with pytest.raises(ZeroDivisionError):
         graphs._try(fail)
