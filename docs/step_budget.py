@@ -18,7 +18,7 @@ PARTS = {
         "_allow_kernel", "_edit_and_count_kernel", "_penalise_kernel", "_filter_kernel", "_best_of_part_kernel",
         "_best_part_kernel",
     ),
-    "norms, rotation, store, SiLU": ("_norm_kernel", "_store_kernel", "_silu_and_mul_kernel"),
+    "norms, rotation, store, SiLU": ("_norm_kernel", "_store_kernel", "_act_and_mul_kernel"),
 }  # fmt: skip
 REST, IDLE = "the rest", "idle"
 

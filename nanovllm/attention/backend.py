@@ -21,7 +21,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What all attention layers of a model have in common; heads are those of this rank."""
+    """What all attention layers of a model have in common; heads are those of this rank.
+
+    scale: of the scores; None is 1 / sqrt(head_dim).
+    windows: those of the layers, see AttentionBackend.attend, each once.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -30,6 +34,12 @@ class AttentionShape:
     device: torch.device
     max_num_seqs: int = 512
     max_model_len: int = 4096
+    scale: float | None = None
+    windows: tuple[int, ...] = (0,)
+
+    @property
+    def score_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
 
 class AttentionBackend(Protocol):
@@ -73,11 +83,13 @@ class AttentionBackend(Protocol):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         metadata: AttentionMetadata,
+        window: int = 0,
     ) -> torch.Tensor:
         """q: [num_tokens, num_heads, head_dim] -> the same; the new k, v are in the cache already.
 
-        A sequence's queries are its last ones: query i of n sees keys 0 … context_len − n + i. Scores are
-        scaled by 1 / sqrt(head_dim). Nothing beyond a sequence's own keys is read: other slots may hold NaN.
+        A sequence's queries are its last ones: query i of n sees keys 0 … context_len − n + i, and with a sliding
+        window only the last `window` of those; 0 is no window. Scores are scaled by `shape.score_scale`. Nothing
+        beyond a sequence's own keys is read: other slots may hold NaN.
         """
 
 

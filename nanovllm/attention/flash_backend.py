@@ -36,6 +36,7 @@ class FlashAttention:
         import flash_attn
 
         self._flash = flash_attn
+        self._scale = shape.score_scale
         self.store_kvcache = plain_store_kvcache
         if has_triton():
             from nanovllm.attention.triton_backend import store_kvcache
@@ -53,26 +54,28 @@ class FlashAttention:
         keys = F.pad(metadata.context_lens[first:].cumsum(0, dtype=torch.int32), (1, 0))
         return PrefillPlan(starts, keys)
 
-    def attend(self, q, k, v, k_cache, v_cache, metadata: AttentionMetadata) -> torch.Tensor:
+    def attend(self, q, k, v, k_cache, v_cache, metadata: AttentionMetadata, window: int = 0) -> torch.Tensor:
         num_decodes = metadata.most_decodes
+        # How many keys before its own a query sees, and how many after it; −1 is all of them.
+        options = {"causal": True, "softmax_scale": self._scale, "window_size": (window - 1, 0 if window else -1)}
         if metadata.query_tiles is None:
-            return self._attend_decodes(q, k_cache, v_cache, metadata)
+            return self._attend_decodes(q, k_cache, v_cache, metadata, options)
         if num_decodes == 0:
-            return self._attend_prefills(q, k_cache, v_cache, metadata)
-        decodes = self._attend_decodes(q[:num_decodes], k_cache, v_cache, metadata)
-        return torch.cat((decodes, self._attend_prefills(q[num_decodes:], k_cache, v_cache, metadata)))
+            return self._attend_prefills(q, k_cache, v_cache, metadata, options)
+        decodes = self._attend_decodes(q[:num_decodes], k_cache, v_cache, metadata, options)
+        return torch.cat((decodes, self._attend_prefills(q[num_decodes:], k_cache, v_cache, metadata, options)))
 
-    def _attend_decodes(self, q, k_cache, v_cache, metadata: AttentionMetadata) -> torch.Tensor:
+    def _attend_decodes(self, q, k_cache, v_cache, metadata: AttentionMetadata, options) -> torch.Tensor:
         decodes = slice(metadata.most_decodes)
         out = self._flash.flash_attn_with_kvcache(
             q.unsqueeze(1), k_cache, v_cache, cache_seqlens=metadata.context_lens[decodes],
-            block_table=metadata.block_tables[decodes], causal=True,
+            block_table=metadata.block_tables[decodes], **options,
         )  # fmt: skip
         return out.squeeze(1)
 
-    def _attend_prefills(self, q, k_cache, v_cache, metadata: AttentionMetadata) -> torch.Tensor:
+    def _attend_prefills(self, q, k_cache, v_cache, metadata: AttentionMetadata, options) -> torch.Tensor:
         plan: PrefillPlan = metadata.plan
         return self._flash.flash_attn_varlen_func(
             q, k_cache, v_cache, plan.cu_seqlens_q, plan.cu_seqlens_k, metadata.max_seqlen_q, metadata.max_seqlen_k,
-            causal=True, block_table=metadata.block_tables[metadata.most_decodes :],
+            block_table=metadata.block_tables[metadata.most_decodes :], **options,
         )  # fmt: skip

@@ -6,7 +6,9 @@ sequences and little is padded. While the same sequences decode on, the gathered
 appends its new keys to it. The plain twin is TorchAttention.
 """
 
+import itertools
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -77,7 +79,8 @@ class DecodePlan:
     rows: int64 [num_decodes], their rows in the flat batch.
     places: int64 [num_decodes], where each stands in `gathered`.
     place_rows: int64 [num_places], the row whose query is computed in each place (a finished sequence's: any).
-    masks: for each bucket [size × num_kv_heads, 1, longest], −inf where a shorter sequence is padded.
+    masks: for each window and bucket [size × num_kv_heads, 1, longest], −inf where a shorter sequence is padded and
+        before the window.
     source_rows: int64 [num_rows], which rows [num_blocks × block_size × num_kv_heads] of the cache to gather; None
         if they were kept from the last step.
     new_rows: int64 [num_decodes × num_kv_heads], the gathered rows that the decodes' new keys become.
@@ -88,7 +91,7 @@ class DecodePlan:
     rows: torch.Tensor
     places: torch.Tensor
     place_rows: torch.Tensor
-    masks: list[torch.Tensor]
+    masks: dict[int, list[torch.Tensor]]
     source_rows: torch.Tensor | None
     new_rows: torch.Tensor
     may_keep: bool
@@ -156,11 +159,13 @@ class SDPAAttention:
         rows = starts[decodes]
         place_rows = np.full(len(gathered.lengths), rows[0])
         place_rows[places] = rows
-        masks = []
-        for bucket in gathered.buckets:
+        masks: dict[int, list[torch.Tensor]] = {window: [] for window in self._shape.windows}
+        for window, bucket in itertools.product(masks, gathered.buckets):
             of_bucket = gathered.lengths[bucket.first : bucket.first + bucket.size, None]
-            mask = np.where(np.arange(of_bucket.max()) < of_bucket, np.float32(0), np.float32(-np.inf))
-            masks.append(mask.repeat(num_kv_heads, 0)[:, None])
+            distance = of_bucket - 1 - np.arange(of_bucket.max())
+            is_seen = (distance >= 0) & (distance < (window or of_bucket))
+            mask = np.where(is_seen, np.float32(0), np.float32(-np.inf)).repeat(num_kv_heads, 0)[:, None]
+            masks[window].append(self._on_device(mask).to(self._shape.dtype))
         new_rows = (gathered.first_rows + gathered.lengths - 1)[places, None]
         new_rows = new_rows + np.arange(num_kv_heads) * gathered.capacities[places, None]
         return DecodePlan(
@@ -168,7 +173,7 @@ class SDPAAttention:
             self._on_device(rows),
             self._on_device(places),
             self._on_device(place_rows),
-            [self._on_device(mask).to(self._shape.dtype) for mask in masks],
+            masks,
             None if source_rows is None else self._on_device(source_rows),
             self._on_device(new_rows.ravel()),
             names is not None,
@@ -181,26 +186,26 @@ class SDPAAttention:
             k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k)
             v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)
 
-    def attend(self, q, k, v, k_cache, v_cache, metadata: AttentionMetadata) -> torch.Tensor:
+    def attend(self, q, k, v, k_cache, v_cache, metadata: AttentionMetadata, window: int = 0) -> torch.Tensor:
         plan: SDPAPlan = metadata.plan
         if plan.decodes is not None and not plan.prefills:
-            return self._attend_decodes(plan.decodes, q, k, v, k_cache, v_cache)
+            return self._attend_decodes(plan.decodes, q, k, v, k_cache, v_cache, window)
         out = torch.empty_like(q)
         for prefill in plan.prefills:
-            self._attend_prefill(out, prefill, q, k, v, k_cache, v_cache)
+            self._attend_prefill(out, prefill, q, k, v, k_cache, v_cache, window)
         if plan.decodes is not None:
             rows = plan.decodes.rows
-            out.index_copy_(0, rows, self._attend_decodes(plan.decodes, q, k[rows], v[rows], k_cache, v_cache))
+            out.index_copy_(0, rows, self._attend_decodes(plan.decodes, q, k[rows], v[rows], k_cache, v_cache, window))
         return out
 
-    def _attend_decodes(self, plan: DecodePlan, q, k, v, k_cache, v_cache) -> torch.Tensor:
+    def _attend_decodes(self, plan: DecodePlan, q, k, v, k_cache, v_cache, window: int) -> torch.Tensor:
         """q: every row of the batch; k, v: the decodes' alone -> [num_decodes, num_heads, head_dim]"""
         keys, values = self._decode_keys(plan, k, v, k_cache, v_cache)
-        num_kv_heads, scale = k.shape[1], q.shape[-1] ** -0.5
+        num_kv_heads, scale = k.shape[1], self._shape.score_scale
         # The query heads of a group are queries of its one key head: [num_places, num_kv_heads, group_size, head_dim].
         queries = q.index_select(0, plan.place_rows).unflatten(1, (num_kv_heads, -1))
         attended = torch.empty_like(queries)
-        for bucket, mask in zip(plan.gathered.buckets, plan.masks, strict=True):
+        for bucket, mask in zip(plan.gathered.buckets, plan.masks[window], strict=True):
             of_bucket = slice(bucket.first, bucket.first + bucket.size)
             rows, shape = (
                 slice(bucket.first_row, bucket.first_row + bucket.num_rows),
@@ -215,7 +220,7 @@ class SDPAAttention:
                 by_head = (x.unflatten(0, (-1, num_kv_heads)) for x in (bucket_keys, bucket_values, mask))
                 keys_of_head, values_of_head, mask_of_head = by_head
                 attended[of_bucket] = F.scaled_dot_product_attention(
-                    queries[of_bucket], keys_of_head, values_of_head, attn_mask=mask_of_head
+                    queries[of_bucket], keys_of_head, values_of_head, attn_mask=mask_of_head, scale=scale
                 )
         return attended.flatten(1, 2).index_select(0, plan.places)
 
@@ -232,33 +237,34 @@ class SDPAAttention:
         self._kept.layers[layer] = self._gather(k_cache, v_cache, plan.source_rows, head_dim, buffer=layer)
         return self._kept.layers[layer]
 
-    def _attend_prefill(self, out, prefill: Prefill, q, k, v, k_cache, v_cache) -> None:
+    def _attend_prefill(self, out, prefill: Prefill, q, k, v, k_cache, v_cache, window: int) -> None:
         """Writes one sequence's rows of `out`: [num_tokens, num_heads, head_dim]."""
         start, end = prefill.start, prefill.end
+        attend = partial(F.scaled_dot_product_attention, enable_gqa=True, scale=self._shape.score_scale)
         queries = q[start:end].transpose(0, 1).unsqueeze(0)  # [1, num_heads, num_queries, head_dim]
+        num_queries = end - start
         if prefill.slots is None:
             keys, values = (new[start:end].transpose(0, 1).unsqueeze(0) for new in (k, v))
-            attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
-            out[start:end] = attended[0].transpose(0, 1)
-            return
-        num_kv_heads, head_dim = k.shape[1:]
-        keys, values = (
-            x.view(1, -1, num_kv_heads, head_dim).transpose(1, 2)
-            for x in self._gather(k_cache, v_cache, prefill.slots, num_kv_heads * head_dim)
-        )
-        num_queries = end - start
-        num_before = len(prefill.slots) - num_queries
+            if not window or num_queries <= window:
+                attended = attend(queries, keys, values, is_causal=True)
+                out[start:end] = attended[0].transpose(0, 1)
+                return
+        else:
+            num_kv_heads, head_dim = k.shape[1:]
+            keys, values = (
+                x.view(1, -1, num_kv_heads, head_dim).transpose(1, 2)
+                for x in self._gather(k_cache, v_cache, prefill.slots, num_kv_heads * head_dim)
+            )
+        num_before = keys.shape[2] - num_queries
         for first in range(0, num_queries, _QUERIES_PER_MASK):
             last = min(first + _QUERIES_PER_MASK, num_queries)
-            num_keys = num_before + last
-            is_seen = torch.ones(last - first, num_keys, dtype=torch.bool, device=q.device).tril(num_before + first)
-            attended = F.scaled_dot_product_attention(
-                queries[:, :, first:last],
-                keys[:, :, :num_keys],
-                values[:, :, :num_keys],
-                attn_mask=is_seen,
-                enable_gqa=True,
-            )
+            first_key = max(num_before + first + 1 - window, 0) if window else 0
+            seen = slice(first_key, num_before + last)
+            diagonal = num_before + first - first_key
+            is_seen = torch.ones(last - first, seen.stop - first_key, dtype=torch.bool, device=q.device).tril(diagonal)
+            if window:
+                is_seen = is_seen.triu(diagonal + 1 - window)
+            attended = attend(queries[:, :, first:last], keys[:, :, seen], values[:, :, seen], attn_mask=is_seen)
             out[start + first : start + last] = attended[0].transpose(0, 1)
 
     def _gather(

@@ -17,7 +17,7 @@ def store_kvcache(
 
 
 class TorchAttention:
-    """softmax(q kᵀ / sqrt(head_dim)) v in float32 (float64 stays float64)."""
+    """softmax(scale × q kᵀ) v in float32 (float64 stays float64)."""
 
     name = "torch"
     default_block_size = 64
@@ -26,7 +26,7 @@ class TorchAttention:
     most_shared_splits = 0
 
     def __init__(self, shape: AttentionShape):
-        pass
+        self._scale = shape.score_scale
 
     def shared_prefixes(self, block_tables, context_lens, block_size) -> None:
         return None
@@ -37,7 +37,7 @@ class TorchAttention:
     def store_kvcache(self, k, v, k_cache, v_cache, slot_mapping) -> None:
         store_kvcache(k, v, k_cache, v_cache, slot_mapping)
 
-    def attend(self, q, k, v, k_cache, v_cache, metadata: AttentionMetadata) -> torch.Tensor:
+    def attend(self, q, k, v, k_cache, v_cache, metadata: AttentionMetadata, window: int = 0) -> torch.Tensor:
         out = torch.empty_like(q)
         group_size = q.shape[1] // k_cache.shape[2]
         precision = torch.promote_types(q.dtype, torch.float32)
@@ -49,10 +49,11 @@ class TorchAttention:
                 cache[table].flatten(0, 1)[:length].repeat_interleave(group_size, 1).to(precision)
                 for cache in (k_cache, v_cache)
             )
-            scores = torch.einsum("qhd,khd->hqk", queries, keys) * q.shape[-1] ** -0.5
+            scores = torch.einsum("qhd,khd->hqk", queries, keys) * self._scale
             num_queries = len(queries)
             position = torch.arange(length - num_queries, length, device=q.device)
-            is_future = torch.arange(length, device=q.device) > position[:, None]
-            weights = scores.masked_fill(is_future, float("-inf")).softmax(-1)
+            distance = position[:, None] - torch.arange(length, device=q.device)
+            is_unseen = (distance < 0) | (distance >= (window or length))
+            weights = scores.masked_fill(is_unseen, float("-inf")).softmax(-1)
             out[starts[row] : starts[row + 1]] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
         return out

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.attention.backend import AttentionShape
-from nanovllm.attention.metadata import QUERY_TILE, AttentionMetadata
+from nanovllm.attention.metadata import QUERY_TILE, AttentionMetadata, SharedPrefixes
 from nanovllm.attention.prefix_groups import PrefixGroups, find_prefix_groups
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin, let_next_come, wait
 from nanovllm.ops.kernel import jit, tl, triton
@@ -30,7 +30,7 @@ _LOG2_E = 1.4426950408889634
 
 @dataclass
 class DecodePlan:
-    """The decodes' splits, all int32.
+    """The decodes' splits of layers with one window, all int32.
 
     num_items: [1]; item_rows, item_splits: [capacity], whose split it is and which one; without those that rows share.
     first_items: [most_decodes], where each row's partial results begin.
@@ -71,7 +71,9 @@ class TritonAttention:
             (capacity, shape.num_heads, shape.head_dim), dtype=torch.float32, device=shape.device
         )
         self._log_sums = torch.empty((capacity, shape.num_heads), dtype=torch.float32, device=shape.device)
-        self._items = torch.empty((2, capacity), dtype=torch.int32, device=shape.device)
+        self._items = {
+            window: torch.empty((2, capacity), dtype=torch.int32, device=shape.device) for window in shape.windows
+        }
         self.most_shared_splits = capacity
         on_gpu = shape.device.type == "cuda"
         num_processors = torch.cuda.get_device_properties(shape.device).multi_processor_count if on_gpu else 1
@@ -89,48 +91,53 @@ class TritonAttention:
         most_members = max(1, _QUERIES_OF_GROUP // group_size)
         return find_prefix_groups(block_tables, context_lens, block_size, self._split, most_members)
 
-    def plan(self, metadata: AttentionMetadata) -> DecodePlan | None:
-        num_rows, shared = metadata.most_decodes, metadata.shared_prefixes
-        if num_rows == 0:
-            return None
+    def plan(self, metadata: AttentionMetadata) -> dict[int, DecodePlan]:
+        """By window."""
+        if metadata.most_decodes == 0:
+            return {}
+        return {window: self._plan_decodes(metadata, window) for window in self._shape.windows}
+
+    def _plan_decodes(self, metadata: AttentionMetadata, window: int) -> DecodePlan:
+        num_rows, shared = metadata.most_decodes, _shared(metadata, window)
         num_items, first_items = torch.empty(num_rows + 1, dtype=torch.int32, device=self._shape.device).split(
             (1, num_rows)
         )
-        plan = DecodePlan(num_items, self._items[0], self._items[1], first_items)
+        plan = DecodePlan(num_items, self._items[window][0], self._items[window][1], first_items)
         _plan_kernel[(1,)](
             metadata.context_lens, metadata.num_decodes, None if shared is None else shared.num_shared, num_items,
             first_items, plan.item_rows, plan.item_splits, SPLIT=self._split, ROWS=self._rows,
-            IS_GROUPED=shared is not None, **LAUNCH_OPTIONS,
+            IS_GROUPED=shared is not None, WINDOW=window, **LAUNCH_OPTIONS,
         )  # fmt: skip
         return plan
 
     def store_kvcache(self, k, v, k_cache, v_cache, slot_mapping) -> None:
         store_kvcache(k, v, k_cache, v_cache, slot_mapping)
 
-    def attend(self, q, k, v, k_cache, v_cache, metadata: AttentionMetadata) -> torch.Tensor:
+    def attend(self, q, k, v, k_cache, v_cache, metadata: AttentionMetadata, window: int = 0) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if metadata.query_tiles is not None:
-            self._attend_prompts(q, k_cache, v_cache, metadata, metadata.query_tiles, out)
+            self._attend_prompts(q, k_cache, v_cache, metadata, metadata.query_tiles, window, out)
         if metadata.most_decodes:
-            self._attend_decodes(q, k_cache, v_cache, metadata, out)
+            self._attend_decodes(q, k_cache, v_cache, metadata, window, out)
         return out
 
-    def _attend_decodes(self, q, k_cache, v_cache, metadata: AttentionMetadata, out) -> None:
-        shape, plan, shared = self._shape, metadata.plan, metadata.shared_prefixes
+    def _attend_decodes(self, q, k_cache, v_cache, metadata: AttentionMetadata, window: int, out) -> None:
+        shape, plan, shared = self._shape, metadata.plan[window], _shared(metadata, window)
         group_size = shape.num_heads // shape.num_kv_heads
         _decode_kernel[(self._num_programs,)](
             q, k_cache, v_cache, metadata.block_tables, metadata.context_lens, plan.num_items, plan.item_rows,
-            plan.item_splits, plan.first_items, self._partial, self._log_sums, shape.head_dim**-0.5 * _LOG2_E,
+            plan.item_splits, plan.first_items, self._partial, self._log_sums, shape.score_scale * _LOG2_E,
             q.stride(0), metadata.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
             GROUP=group_size, PADDED_GROUP=max(16, triton.next_power_of_2(group_size)), HEAD_DIM=shape.head_dim,
             WIDTH=self._width, BLOCK_SIZE=metadata.block_size, SPLIT=self._split, KEYS=64,
-            IS_BESIDE_PROMPTS=metadata.query_tiles is not None, num_warps=4, num_stages=2, **LAUNCH_OPTIONS,
+            IS_BESIDE_PROMPTS=metadata.query_tiles is not None, WINDOW=window, num_warps=4, num_stages=2,
+            **LAUNCH_OPTIONS,
         )  # fmt: skip
         if shared is not None:
             queries = max(16, triton.next_power_of_2(max(1, _QUERIES_OF_GROUP // group_size) * group_size))
             _grouped_kernel[(self._num_grouped_programs,)](
                 q, k_cache, v_cache, metadata.block_tables, shared.num_items, shared.items, shared.members,
-                plan.first_items, self._partial, self._log_sums, shape.head_dim**-0.5 * _LOG2_E, q.stride(0),
+                plan.first_items, self._partial, self._log_sums, shape.score_scale * _LOG2_E, q.stride(0),
                 metadata.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
                 GROUP=group_size, QUERIES=queries, HEAD_DIM=shape.head_dim, WIDTH=self._width,
                 BLOCK_SIZE=metadata.block_size, SPLIT=self._split, KEYS=64, num_warps=4, num_stages=2,
@@ -140,17 +147,25 @@ class TritonAttention:
         _merge_kernel[(metadata.most_decodes, triton.cdiv(shape.num_heads, heads))](
             self._partial, self._log_sums, metadata.context_lens, metadata.num_decodes, plan.first_items, out,
             NUM_HEADS=shape.num_heads, HEAD_DIM=shape.head_dim, WIDTH=self._width, SPLIT=self._split,
-            MOST_SPLITS=self._most_splits, HEADS=heads, num_warps=heads, **LAUNCH_OPTIONS,
+            MOST_SPLITS=self._most_splits, HEADS=heads, WINDOW=window, num_warps=heads, **LAUNCH_OPTIONS,
         )  # fmt: skip
 
-    def _attend_prompts(self, q, k_cache, v_cache, metadata: AttentionMetadata, tiles: torch.Tensor, out) -> None:
+    def _attend_prompts(
+        self, q, k_cache, v_cache, metadata: AttentionMetadata, tiles: torch.Tensor, window: int, out
+    ) -> None:
         shape = self._shape
         _prefill_kernel[(len(tiles), shape.num_heads)](
-            q, k_cache, v_cache, out, metadata.block_tables, tiles, shape.head_dim**-0.5 * _LOG2_E,
+            q, k_cache, v_cache, out, metadata.block_tables, tiles, shape.score_scale * _LOG2_E,
             q.stride(0), metadata.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
             HEAD_DIM=shape.head_dim, WIDTH=self._width, BLOCK_SIZE=metadata.block_size, QUERIES=QUERY_TILE, KEYS=32,
-            num_warps=4, num_stages=3, **LAUNCH_OPTIONS,
+            WINDOW=window, num_warps=4 if self._width <= 128 else 8, num_stages=3 if self._width <= 128 else 2,
+            **LAUNCH_OPTIONS,
         )  # fmt: skip
+
+
+def _shared(metadata: AttentionMetadata, window: int) -> SharedPrefixes | None:
+    # What rows share is their first keys, which a window soon leaves behind.
+    return None if window else metadata.shared_prefixes
 
 
 @jit(do_not_specialize=["k_stride", "v_stride"])
@@ -168,17 +183,20 @@ def _store_kernel(k, v, k_cache, v_cache, slot_mapping, k_stride, v_stride, WIDT
 @jit
 def _plan_kernel(
     context_lens, num_decodes, num_shared, num_items, first_items, item_rows, item_splits, SPLIT: tl.constexpr,
-    ROWS: tl.constexpr, IS_GROUPED: tl.constexpr,
+    ROWS: tl.constexpr, IS_GROUPED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Lists every decode's splits, row by row, except those that it shares."""
+    """Lists every decode's splits, row by row, except those that it shares and those before its window."""
     begin()
     row = tl.arange(0, ROWS)
     is_row = row < tl.load(num_decodes)
-    num_splits = tl.cdiv(tl.load(context_lens + row, is_row, 0), SPLIT)
+    length = tl.load(context_lens + row, is_row, 0)
+    num_splits = tl.cdiv(length, SPLIT)
     tl.store(first_items + row, tl.cumsum(num_splits, 0) - num_splits, is_row)
     first_split = row * 0
     if IS_GROUPED:
         first_split = tl.load(num_shared + row, is_row, 0)
+    if WINDOW:
+        first_split = tl.maximum(length - WINDOW, 0) // SPLIT
     num_own = tl.maximum(num_splits - first_split, 0)  # a parked row has none
     first = tl.cumsum(num_own, 0) - num_own
     tl.store(num_items, tl.sum(num_own, 0))
@@ -204,7 +222,7 @@ def _decode_kernel(
     q, k_cache, v_cache, block_tables, context_lens, num_items, item_rows, item_splits, first_items, partial,
     log_sums, scale, q_stride, table_stride, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     PADDED_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    SPLIT: tl.constexpr, KEYS: tl.constexpr, IS_BESIDE_PROMPTS: tl.constexpr,
+    SPLIT: tl.constexpr, KEYS: tl.constexpr, IS_BESIDE_PROMPTS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """A fixed number of programs share the list of splits × key/value heads; neighbours read neighbouring heads.
 
@@ -224,7 +242,11 @@ def _decode_kernel(
         row = tl.load(item_rows + item).to(tl.int64)
         split = tl.load(item_splits + item)
         first = split * SPLIT
-        last = tl.minimum(first + SPLIT, tl.load(context_lens + row))
+        length = tl.load(context_lens + row)
+        last = tl.minimum(first + SPLIT, length)
+        first_seen = tl.maximum(length - WINDOW, 0) if WINDOW else 0
+        if WINDOW:
+            first = tl.maximum(first, first_seen // KEYS * KEYS)
         head = kv_head * GROUP + member
         queries = tl.load(q + row * q_stride + head[:, None] * HEAD_DIM + column[None, :], is_member, 0.0)
         largest = tl.full([PADDED_GROUP], float("-inf"), tl.float32)
@@ -232,7 +254,7 @@ def _decode_kernel(
         summed = tl.zeros([PADDED_GROUP, WIDTH], tl.float32)
         for start in range(first, last, KEYS):
             position = start + tl.arange(0, KEYS)
-            is_key = position < last
+            is_key = (position < last) & (position >= first_seen) if WINDOW else position < last
             slot = _slots(block_tables + row * table_stride, position, is_key, BLOCK_SIZE, KEYS)
             at = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + column[None, :]
             is_read = is_key[:, None] & is_column[None, :]
@@ -284,7 +306,7 @@ def _grouped_kernel(
         summed = tl.zeros([QUERIES, WIDTH], tl.float32)
         largest, total, summed = _attend_tile(
             queries, query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale, split * SPLIT,
-            (split + 1) * SPLIT, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, False,
+            (split + 1) * SPLIT, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, False, 0,
         )  # fmt: skip
         place = (tl.load(first_items + row, is_query, 0) + split).to(tl.int64) * NUM_HEADS + head
         tl.store(partial + place[:, None] * HEAD_DIM + column[None, :], summed / total[:, None], is_real)
@@ -294,19 +316,23 @@ def _grouped_kernel(
 @jit
 def _merge_kernel(
     partial, log_sums, context_lens, num_decodes, first_items, out, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr, SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr, HEADS: tl.constexpr,
+    WIDTH: tl.constexpr, SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr, HEADS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One program per row and some heads: its splits' results, weighted by their sums. Only decodes have any."""
     begin()
     row = tl.program_id(0).to(tl.int64)
     is_decode = row < tl.load(num_decodes)
-    num_splits = tl.cdiv(tl.load(context_lens + row), SPLIT)  # before the branch, so that both loads are under way
+    length = tl.load(context_lens + row)  # before the branch, so that both loads are under way
+    num_splits = tl.cdiv(length, SPLIT)
     if is_decode:
         head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         split = tl.arange(0, MOST_SPLITS)
         column = tl.arange(0, WIDTH)
         is_head, is_column = head < NUM_HEADS, column < HEAD_DIM
-        is_read = (split < num_splits)[None, :] & is_head[:, None]
+        is_split = split < num_splits
+        if WINDOW:
+            is_split &= split >= tl.maximum(length - WINDOW, 0) // SPLIT
+        is_read = is_split[None, :] & is_head[:, None]
         place = (tl.load(first_items + row) + split).to(tl.int64)[None, :] * NUM_HEADS + head[:, None]
         log_sum = tl.load(log_sums + place, is_read, float("-inf"))
         weight = tl.where(is_read, tl.exp2(log_sum - tl.max(log_sum, 1)[:, None]), 0.0)
@@ -321,9 +347,10 @@ def _merge_kernel(
 def _attend_tile(
     queries, query_position, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale, first, last,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr, IS_MASKED: tl.constexpr,
+    KEYS: tl.constexpr, IS_MASKED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Takes keys first … last into a tile of queries; masked, each query sees those up to its own position."""
+    """Takes keys first … last into a tile of queries; masked, each query sees those up to its own position, in its
+    window if there is one."""
     column = tl.arange(0, WIDTH)
     for start in range(first, last, KEYS):
         position = start + tl.arange(0, KEYS)
@@ -335,9 +362,14 @@ def _attend_tile(
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
         if IS_MASKED:
             scores = tl.where(position[None, :] <= query_position[:, None], scores, float("-inf"))
+            if WINDOW:
+                scores = tl.where(position[None, :] > query_position[:, None] - WINDOW, scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_largest[:, None])
-        shrink = tl.exp2(largest - new_largest)
+        shift = new_largest
+        if IS_MASKED and WINDOW:  # a query may not have seen any key yet
+            shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weights = tl.exp2(scores - shift[:, None])
+        shrink = tl.exp2(largest - shift)
         total = total * shrink + tl.sum(weights, 1)
         values = tl.load(v_cache + at, is_read, 0.0)
         summed = summed * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
@@ -349,7 +381,7 @@ def _attend_tile(
 def _prefill_kernel(
     q, k_cache, v_cache, out, block_tables, query_tiles, scale, q_stride, table_stride, NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One program per head and tile of a sequence's queries."""
     wait()  # before the next kernel may start, which does not wait
@@ -366,20 +398,32 @@ def _prefill_kernel(
         is_query = (query < num_queries)[:, None] & (column < HEAD_DIM)[None, :]
         token = first_token + query
         queries = tl.load(q + token[:, None] * q_stride + head * HEAD_DIM + column[None, :], is_query, 0.0)
-        # Keys below this are seen by every query of the tile.
+        # Keys below this are seen by every query of the tile, unless they lie before its window.
         last_of_all = (first_position + 1) // KEYS * KEYS
+        first_of_all = 0
         largest = tl.full([QUERIES], float("-inf"), tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         summed = tl.zeros([QUERIES, WIDTH], tl.float32)
         block_table = block_tables + seq * table_stride
         kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
-        largest, total, summed = _attend_tile(
-            queries, first_position + query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale, 0,
-            last_of_all, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, False,
-        )  # fmt: skip
+        if WINDOW:
+            # From here on, keys lie in the window of the tile's last query too.
+            first_of_all = tl.cdiv(tl.maximum(first_position + num_queries - WINDOW, 0), KEYS) * KEYS
+            first_seen = tl.maximum(first_position + 1 - WINDOW, 0) // KEYS * KEYS
+            largest, total, summed = _attend_tile(
+                queries, first_position + query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale,
+                first_seen, tl.minimum(first_of_all, first_position + num_queries), NUM_KV_HEADS, HEAD_DIM, WIDTH,
+                BLOCK_SIZE, KEYS, True, WINDOW,
+            )  # fmt: skip
         largest, total, summed = _attend_tile(
             queries, first_position + query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale,
-            last_of_all, first_position + num_queries, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, True,
+            first_of_all, last_of_all, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, False, WINDOW,
+        )  # fmt: skip
+        if WINDOW:
+            last_of_all = tl.maximum(last_of_all, first_of_all)
+        largest, total, summed = _attend_tile(
+            queries, first_position + query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale,
+            last_of_all, first_position + num_queries, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, True, WINDOW,
         )  # fmt: skip
         at = token[:, None] * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + column[None, :]
         tl.store(out + at, summed / total[:, None], is_query)

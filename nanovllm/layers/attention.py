@@ -6,7 +6,7 @@ from torch import nn
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.layers.norm import QKNorm
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.rotary_embedding import Rotary
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
 
 
@@ -16,18 +16,19 @@ class Attention(nn.Module):
     Args:
         layer_index: which layer of the cache is this one's.
         backend: attends.
+        window: how many keys a query sees, its own included; 0 is all.
+        fused: norm, rotate and store in one kernel of ours.
     """
 
-    def __init__(self, layer_index: int, backend: AttentionBackend):
+    def __init__(self, layer_index: int, backend: AttentionBackend, window: int = 0, fused: bool = False):
         super().__init__()
-        self.layer_index = layer_index
-        self.backend = backend
+        self.layer_index, self.backend, self.window, self.fused = layer_index, backend, window, fused
 
     def forward(
         self,
         qkv: torch.Tensor,
-        qk_norm: QKNorm,
-        rotary: tuple[torch.Tensor, torch.Tensor],
+        qk_norm: QKNorm | None,
+        rotary: Rotary,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
@@ -35,7 +36,7 @@ class Attention(nn.Module):
 
         Args:
             qkv: [num_tokens, num_heads + 2 × num_kv_heads, head_dim], as projected.
-            qk_norm: the layer's.
+            qk_norm: the layer's, or None.
             rotary: what RotaryEmbedding.lookup gives for the tokens' positions.
             kv_cache: [2, num_layers, num_blocks, block_size, num_kv_heads, head_dim].
             metadata: the step's.
@@ -46,11 +47,12 @@ class Attention(nn.Module):
         k_cache, v_cache = kv_cache[0, self.layer_index], kv_cache[1, self.layer_index]
         num_kv_heads, slots = k_cache.shape[2], metadata.slot_mapping
         qk, v = qkv.split((qkv.shape[1] - num_kv_heads, num_kv_heads), 1)
-        if qk_norm.fused:
-            qk = qk_norm_rotate_store(qkv, qk_norm.weight, qk_norm.eps, *rotary, k_cache, v_cache, slots)
+        if self.fused:
+            weight, eps = (None, 0.0) if qk_norm is None else (qk_norm.weight, qk_norm.eps)
+            qk = qk_norm_rotate_store(qkv, weight, eps, *rotary, k_cache, v_cache, slots)
         else:
-            qk = RotaryEmbedding.rotate(qk_norm(qk), *rotary)
+            qk = rotary.rotate(qk if qk_norm is None else qk_norm(qk))
         q, k = qk.split((qk.shape[1] - num_kv_heads, num_kv_heads), 1)
-        if not qk_norm.fused:
+        if not self.fused:
             self.backend.store_kvcache(k, v, k_cache, v_cache, slots)
-        return self.backend.attend(q, k, v, k_cache, v_cache, metadata)
+        return self.backend.attend(q, k, v, k_cache, v_cache, metadata, self.window)

@@ -63,23 +63,44 @@ class VocabParallel(nn.Module):
         weight, vocab = self.get_parameter(name), self.vocab
         hidden_size = weight.shape[1]
         source = ((vocab.first, vocab.num_ids), (0, hidden_size))
-        return {WHOLE: Shard((vocab.vocab_size, hidden_size), source, weight[: vocab.num_ids])}
+        return {WHOLE: [Shard((vocab.vocab_size, hidden_size), source, weight[: vocab.num_ids])]}
 
 
 class VocabParallelEmbedding(VocabParallel):
-    """Looks up tokens."""
+    """Looks up tokens.
+
+    Args:
+        scale: multiplies the embeddings.
+    """
 
     weight: nn.Parameter
+
+    def __init__(self, *args, scale: float = 1.0, **kw):
+        super().__init__(*args, **kw)
+        self._scale = scale
+
+    def reduce(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids: [num_tokens] -> [num_tokens, hidden_size], whole on every rank."""
+        part, exchange = self(token_ids).part, self.parallel.exchange
+        if exchange is not None:
+            return exchange.sum_add_norm(part, None, None, 0.0, begins_step=True)[0]
+        return self.parallel.all_reduce(part)
 
     def forward(self, token_ids: torch.Tensor) -> PartialSum:
         """token_ids: [num_tokens] -> [num_tokens, hidden_size]; zeros for tokens that another rank holds"""
         if self.parallel.size == 1:
-            return PartialSum(F.embedding(token_ids, self.weight))
+            return PartialSum(self._scaled(F.embedding(token_ids, self.weight)))
         num_ids = self.vocab.num_ids
         local = token_ids - self.vocab.first
         clamped = local.clamp(0, max(num_ids - 1, 0))
         is_ours = clamped == local if num_ids else torch.zeros_like(local, dtype=torch.bool)
-        return PartialSum(F.embedding(clamped, self.weight).masked_fill_(~is_ours[:, None], 0))
+        return PartialSum(self._scaled(F.embedding(clamped, self.weight).masked_fill_(~is_ours[:, None], 0)))
+
+    def _scaled(self, embedded: torch.Tensor) -> torch.Tensor:
+        if self._scale == 1:
+            return embedded
+        # transformers rounds the scale to the dtype of the weights, and models were trained so.
+        return embedded * torch.tensor(self._scale, dtype=embedded.dtype, device="cpu").item()
 
 
 class ParallelLMHead(VocabParallel):

@@ -17,17 +17,19 @@ from nanovllm.ops.linear import linear, pack_weight
 
 @dataclass(frozen=True)
 class Shard:
-    """One checkpoint tensor's way into a parameter.
+    """The way of a checkpoint tensor, or of a part of it, into a parameter.
 
     Args:
         shape: the tensor's whole shape in the checkpoint.
         source: what this rank reads of it, a (start, length) for each dimension.
         target: the part of the parameter that it fills.
+        offset: is added to it.
     """
 
     shape: tuple[int, ...]
     source: tuple[tuple[int, int], ...]
     target: torch.Tensor
+    offset: float = 0.0
 
 
 class PartialSum(NamedTuple):
@@ -38,17 +40,18 @@ class PartialSum(NamedTuple):
 
 # Key of a parameter that is one checkpoint tensor of the same name; fused layers use names such as "q_proj".
 WHOLE = ""
-Shards = dict[str, Shard]
+# What each tensor fills; only a tensor that the checkpoint stores fused has several shards.
+Shards = dict[str, list[Shard]]
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
-def replicated_shards(parameter: torch.Tensor) -> Shards:
+def replicated_shards(parameter: torch.Tensor, offset: float = 0.0) -> Shards:
     """The rule of a parameter that every rank holds whole."""
     shape = tuple(parameter.shape)
-    return {WHOLE: Shard(shape, tuple((0, size) for size in shape), parameter)}
+    return {WHOLE: [Shard(shape, tuple((0, size) for size in shape), parameter, offset)]}
 
 
 class LinearBase(nn.Module):
@@ -89,6 +92,7 @@ class MergedColumnParallelLinear(LinearBase):
         input_size: width of the input.
         output_sizes: width of each output over all ranks, by the name of its checkpoint tensor.
         parts: what this rank holds of each, as (start, length); None divides each equally.
+        packed: the checkpoint holds them as one tensor of this name, one after the other.
     """
 
     def __init__(
@@ -98,22 +102,26 @@ class MergedColumnParallelLinear(LinearBase):
         bias: bool,
         parallel: Parallel,
         parts: dict[str, tuple[int, int]] | None = None,
+        packed: str | None = None,
         **kw,
     ):
         self.output_sizes = output_sizes
+        self.stored_as = packed
         self.parts = parts or {name: parallel.shard(size, name) for name, size in output_sizes.items()}
         super().__init__(input_size, sum(length for _, length in self.parts.values()), bias, **kw)
 
     def shards(self, name: str) -> Shards:
-        parameter, shards, offset = self.get_parameter(name), {}, 0
-        for key, (start, length) in self.parts.items():
-            rest = tuple(parameter.shape[1:])
-            shards[key] = Shard(
-                (self.output_sizes[key], *rest),
-                ((start, length), *((0, size) for size in rest)),
-                parameter[offset : offset + length],
-            )
-            offset += length
+        parameter, first, first_stored = self.get_parameter(name), 0, 0
+        rest, shards = tuple(parameter.shape[1:]), Shards()
+        for part, (start, length) in self.parts.items():
+            key, num_rows = part, self.output_sizes[part]
+            if self.stored_as is not None:
+                start += first_stored
+                first_stored += num_rows
+                key, num_rows = self.stored_as, sum(self.output_sizes.values())
+            source = ((start, length), *((0, width) for width in rest))
+            shards.setdefault(key, []).append(Shard((num_rows, *rest), source, parameter[first : first + length]))
+            first += length
         return shards
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -142,6 +150,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         num_kv_heads: int,
         bias: bool,
         parallel: Parallel,
+        packed: str | None = None,
         **kw,
     ):
         q_start, self.num_heads = parallel.shard(num_heads, "num_attention_heads")
@@ -154,7 +163,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         kv_part = (kv_start * head_dim, self.num_kv_heads * head_dim)
         parts = {"q_proj": (q_start * head_dim, self.num_heads * head_dim), "k_proj": kv_part, "v_proj": kv_part}
         sizes = {"q_proj": num_heads * head_dim, "k_proj": num_kv_heads * head_dim, "v_proj": num_kv_heads * head_dim}
-        super().__init__(hidden_size, sizes, bias, parallel, parts, **kw)
+        super().__init__(hidden_size, sizes, bias, parallel, parts, packed, **kw)
 
 
 class RowParallelLinear(LinearBase):
@@ -175,7 +184,7 @@ class RowParallelLinear(LinearBase):
             return replicated_shards(parameter)
         output_size = parameter.shape[0]
         shape = (output_size, self.full_input_size)
-        return {WHOLE: Shard(shape, ((0, output_size), self.part), parameter)}
+        return {WHOLE: [Shard(shape, ((0, output_size), self.part), parameter)]}
 
     def forward(self, x: torch.Tensor) -> PartialSum:
         """x: [num_tokens, input_size / ranks] -> [num_tokens, output_size]"""

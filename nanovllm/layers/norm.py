@@ -14,6 +14,7 @@ class RMSNorm(nn.Module):
 
     Args:
         size: of a row.
+        offset: what the checkpoint's weights lack, 1 for Gemma. Such weights are kept in float32.
         fused: compute with our kernels.
         parallel: the ranks whose parts `reduce_add` sums.
     """
@@ -26,43 +27,60 @@ class RMSNorm(nn.Module):
         device: torch.device,
         fused: bool = False,
         parallel: Parallel | None = None,
+        offset: float = 0.0,
     ):
         super().__init__()
-        self.weight = empty_parameter(size, dtype=dtype, device=device)
+        self.weight = empty_parameter(size, dtype=torch.float32 if offset else dtype, device=device)
+        self.offset = offset
         self.eps = eps
         self.fused = fused
         self.parallel = parallel or Parallel()
 
     def shards(self, name: str) -> Shards:
-        return replicated_shards(self.weight)
+        return replicated_shards(self.weight, self.offset)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., size] -> the same; x itself is not changed."""
         return rms_norm(x, self.weight, self.eps, self.fused)
 
-    def reduce_add(self, x: PartialSum, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def reduce_add(
+        self, x: PartialSum | torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual), with the ranks' parts of x summed: the residual form of pre-norm layers.
 
         Args:
-            x: [num_tokens, size].
-            residual: [num_tokens, size], not changed; None is zeros.
+            x: [num_tokens, size]; one that is no PartialSum is whole on every rank, and so is `residual` then.
+            residual: [num_tokens, size], not changed; None in the first call of a step.
 
         Returns:
-            The second result is a residual for the next call and nothing else: it may lack other ranks' rows.
+            The second result is a residual for the next call and nothing else: that of a PartialSum may lack other
+            ranks' rows.
         """
+        if not isinstance(x, PartialSum):
+            return self._add(x, residual)
         if self.parallel.exchange is not None:
-            return self.parallel.exchange.sum_add_norm(x.part, residual, self.weight, self.eps)
+            return self.parallel.exchange.sum_add_norm(x.part, residual, self.weight, self.eps, residual is None)
         total = self.parallel.all_reduce(x.part)
+        return self._add(total, residual)
+
+    def reduce(self, x: PartialSum) -> torch.Tensor:
+        """x: [num_tokens, size] -> norm(x) with the ranks' parts summed, which is whole on every rank."""
+        if self.parallel.exchange is not None:
+            return self.parallel.exchange.sum_add_norm(x.part, None, self.weight, self.eps, False)[0]
+        return self(self.parallel.all_reduce(x.part))
+
+    def _add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is None:
-            return self(total), total
-        return add_rms_norm(total, residual, self.weight, self.eps, self.fused)
+            return self(x), x
+        return add_rms_norm(x, residual, self.weight, self.eps, self.fused)
 
 
 class QKNorm(nn.Module):
     """RMSNorm of every query and key head, with one weight for the queries and one for the keys.
 
     weight: [num_heads + num_kv_heads, head_dim], the same row for all query heads and for all key heads.
-    fused: Attention norms, rotates and stores in one kernel of ours instead of calling this layer.
+    offset: see RMSNorm. Attention's kernel norms, rotates and stores at once; it reads `weight`, and nobody calls
+    `forward` then.
     """
 
     def __init__(
@@ -73,20 +91,20 @@ class QKNorm(nn.Module):
         eps: float,
         dtype: torch.dtype,
         device: torch.device,
-        fused: bool = False,
+        offset: float = 0.0,
     ):
         super().__init__()
-        self.fused = fused
-        self.num_heads = num_heads
-        self.weight = empty_parameter(num_heads + num_kv_heads, head_dim, dtype=dtype, device=device)
+        self.num_heads, self.offset = num_heads, offset
+        weight_dtype = torch.float32 if offset else dtype
+        self.weight = empty_parameter(num_heads + num_kv_heads, head_dim, dtype=weight_dtype, device=device)
         self.eps = eps
 
     def shards(self, name: str) -> Shards:
         head_dim = self.weight.shape[1]
         heads = {"q_norm": self.weight[: self.num_heads], "k_norm": self.weight[self.num_heads :]}
-        return {key: Shard((head_dim,), ((0, head_dim),), target) for key, target in heads.items()}
+        return {key: [Shard((head_dim,), ((0, head_dim),), target, self.offset)] for key, target in heads.items()}
 
     def forward(self, qk: torch.Tensor) -> torch.Tensor:
         """qk: [num_tokens, num_heads + num_kv_heads, head_dim] -> the same; qk itself is not changed."""
         normed = F.rms_norm(qk.float(), (qk.shape[-1],), None, self.eps)
-        return normed.to(qk.dtype).mul_(self.weight)
+        return normed.to(self.weight.dtype).mul_(self.weight).to(qk.dtype)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+ROPE_KINDS = ("default", "linear", "yarn", "llama3", "longrope")
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -9,14 +11,16 @@ class RopeConfig:
 
     Args:
         theta: base of the frequencies.
-        kind: "default", "linear" or "yarn".
+        rotary_dim: leading columns of a head that are rotated, an even number.
+        kind: one of ROPE_KINDS.
         factor: how far the context is stretched.
-        original_max_position: context length before stretching (yarn).
-        beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim, truncate: YaRN's own, as transformers
-            names them.
+        original_max_position: context length before stretching (yarn, llama3, longrope).
+        beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim, truncate, low_freq_factor, high_freq_factor,
+            short_factor, long_factor: of some kinds, as transformers names them.
     """
 
-    theta: float = 10000.0
+    theta: float
+    rotary_dim: int
     kind: str = "default"
     factor: float = 1.0
     original_max_position: int = 0
@@ -26,3 +30,7 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()

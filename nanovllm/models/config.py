@@ -1,16 +1,75 @@
 """Reads a model's config.json and generation_config.json: the only place that knows Hugging Face's quirks."""
 
 import json
-import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from nanovllm.layers.rope_config import RopeConfig
+from nanovllm.layers.rope_config import ROPE_KINDS, RopeConfig
 
-ARCHITECTURES = ("Qwen3ForCausalLM",)
-ROPE_KINDS = ("default", "linear", "yarn")
+
+@dataclass(frozen=True)
+class Family:
+    """How an architecture differs from Llama.
+
+    Args:
+        defaults: what its config.json may leave out, where transformers' default is not Llama's.
+        windows: which layers have a sliding window if layer_types does not say: "none", "all" (if there is a
+            sliding_window), "upper" (from max_window_layers on, if use_sliding_window), or "pattern" (all but every
+            sixth; they have a rotary embedding of their own).
+        qkv_bias: whether queries, keys and values have a bias, and the attention's output none; None does what
+            attention_bias says, for all four.
+        qk_norm: every query and key head is normed.
+        is_packed: the checkpoint holds queries, keys and values as one tensor, and gate and up as another.
+        norm_offset: what the stored weights of norms lack.
+        has_post_norms: the outputs of attention and MLP are normed before they are added.
+        scales_embedding: embeddings are multiplied by sqrt(hidden_size).
+    """
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    windows: str = "none"
+    qkv_bias: bool | None = None
+    qk_norm: bool = False
+    is_packed: bool = False
+    norm_offset: float = 0.0
+    has_post_norms: bool = False
+    scales_embedding: bool = False
+
+
+FAMILIES = {
+    "Gemma3ForCausalLM": Family(
+        {
+            "head_dim": 256, "max_position_embeddings": 131072, "tie_word_embeddings": True, "sliding_window": 4096,
+            "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rope_theta": 1e6,
+        },
+        windows="pattern", qk_norm=True, norm_offset=1.0, has_post_norms=True, scales_embedding=True,
+    ),
+    "LlamaForCausalLM": Family({"max_position_embeddings": 2048}),
+    "MistralForCausalLM": Family(
+        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}, windows="all"
+    ),
+    "Phi3ForCausalLM": Family(
+        {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
+        windows="all", is_packed=True,
+    ),
+    "Qwen2ForCausalLM": Family(
+        {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
+        windows="upper", qkv_bias=True,
+    ),
+    "Qwen3ForCausalLM": Family(
+        {"head_dim": 128, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
+        windows="upper", qk_norm=True,
+    ),
+}  # fmt: skip
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+# What some configs ask for and nothing here does.
+_REFUSED = ("quantization_config", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+# Numbers beyond these are mistakes, and would end in a lack of memory that names nothing.
+_LARGEST_NUMBER, _MOST_LAYERS = 1e18, 10_000
+_YARN_NUMBERS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+_LLAMA3_NUMBERS = ("low_freq_factor", "high_freq_factor")
 
 # generation_config.json's names -> SamplingParams'.
 _SAMPLING_NAMES = {
@@ -47,26 +106,46 @@ _NEUTRAL = {
 }
 
 
+class LayerConfig(NamedTuple):
+    """What layers of one model may differ in.
+
+    window: how many keys a query sees, its own included; 0 is all.
+    rope: the rotary embedding.
+    """
+
+    window: int
+    rope: RopeConfig
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The numbers of one model, checked. Names are the Hugging Face ones."""
 
     architecture: str
+    family: Family
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    layers: tuple[LayerConfig, ...]
     rms_norm_eps: float
-    attention_bias: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    hidden_act: str
+    attention_scale: float  # of the scores
     tie_word_embeddings: bool
-    rope: RopeConfig
     max_position: int  # most tokens the model was made for, scaling included
+    usual_max_position: int  # most tokens by default: LongRoPE has other factors for more
     dtype: str | None  # of the checkpoint, as "bfloat16"
     eos_token_ids: frozenset[int]
     generation: dict[str, Any]  # generation_config.json, for the recommended sampling
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.layers)
 
     @property
     def num_kv_values_per_token(self) -> int:
@@ -107,72 +186,142 @@ def load_model_config(directory: Path) -> ModelConfig:
     generation_file = directory / "generation_config.json"
     generation = _read_json(generation_file) if generation_file.exists() else {}
     found = _list(raw, "architectures")
-    architecture = next((name for name in found if name in ARCHITECTURES), None)
+    architecture = next((name for name in found if name in FAMILIES), None)
     if architecture is None:
-        raise ValueError(f"{directory} holds the architecture {found}; supported: {', '.join(ARCHITECTURES)}")
-    if raw.get("use_sliding_window") or any(kind != "full_attention" for kind in _list(raw, "layer_types")):
-        raise ValueError("sliding-window attention is not supported (use_sliding_window, layer_types)")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act={raw['hidden_act']!r} is not supported; silu is")
-    if raw.get("quantization_config"):
-        raise ValueError("quantized checkpoints are not supported (quantization_config)")
+        remote = "; it needs code of its own (auto_map), which is never run" if raw.get("auto_map") else ""
+        raise ValueError(f"{directory} holds the architecture {found}{remote}; supported: {', '.join(FAMILIES)}")
+    family = FAMILIES[architecture]
+    # null is absent, except for a window: there it means none.
+    raw = {
+        **family.defaults,
+        **{key: value for key, value in raw.items() if value is not None or key == "sliding_window"},
+    }
+    for name in _REFUSED:
+        if raw.get(name):
+            raise ValueError(f"{name}={raw[name]!r} in config.json is not supported")
+    hidden_act = raw.get("hidden_activation", raw.get("hidden_act", "silu"))
+    if hidden_act not in ACTIVATIONS:
+        raise ValueError(f"hidden_act={hidden_act!r} is not supported; {', '.join(ACTIVATIONS)} are")
 
     num_heads = _count(raw, "num_attention_heads")
     num_kv_heads = _count(raw, "num_key_value_heads", default=num_heads)
     hidden_size = _count(raw, "hidden_size")
     if num_heads % num_kv_heads:
         raise ValueError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
-    # Qwen3 checkpoints always name head_dim; transformers' default for one that does not is 128.
-    head_dim = _count(raw, "head_dim", default=128)
+    if "head_dim" not in raw and hidden_size % num_heads:
+        raise ValueError(f"config.json has no head_dim, and {num_heads} heads do not divide hidden_size={hidden_size}")
+    head_dim = _count(raw, "head_dim", default=hidden_size // num_heads)
     if head_dim % 2:
         raise ValueError(f"head_dim={head_dim} must be even for rotary embedding")
-    max_position = _count(raw, "max_position_embeddings", default=32768)
-    rope = _rope(raw, max_position)
-    if rope.kind != "default":
-        max_position = max(max_position, int(rope.original_max_position * rope.factor))
+    max_position = _count(raw, "max_position_embeddings")
+    windows = _windows(raw, family, _count(raw, "num_hidden_layers", most=_MOST_LAYERS))
+    ropes = {is_local: _rope(raw, family, is_local, head_dim, max_position) for is_local in set(map(bool, windows))}
+    stretched = [
+        int(rope.original_max_position * rope.factor) for rope in ropes.values() if rope.kind in ("linear", "yarn")
+    ]
+    unstretched = [rope.original_max_position for rope in ropes.values() if rope.kind == "longrope"]
+    max_position = max([max_position, *stretched])
+    has_bias = _flag(raw, "attention_bias", default=False)
     return ModelConfig(
         architecture=architecture,
+        family=family,
         vocab_size=_count(raw, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=_count(raw, "intermediate_size"),
-        num_hidden_layers=_count(raw, "num_hidden_layers"),
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
+        layers=tuple(LayerConfig(window, ropes[window > 0]) for window in windows),
         rms_norm_eps=_number(raw, "rms_norm_eps", default=1e-6),
-        attention_bias=_flag(raw, "attention_bias", default=False),
+        qkv_bias=has_bias if family.qkv_bias is None else family.qkv_bias,
+        o_bias=has_bias if family.qkv_bias is None else False,
+        mlp_bias=_flag(raw, "mlp_bias", default=False),
+        hidden_act=hidden_act,
+        attention_scale=_number(raw, "query_pre_attn_scalar", default=head_dim) ** -0.5,
         tie_word_embeddings=_flag(raw, "tie_word_embeddings", default=False),
-        rope=rope,
         max_position=max_position,
+        usual_max_position=min([max_position, *unstretched]),
         dtype=raw.get("dtype") or raw.get("torch_dtype"),
         eos_token_ids=_eos_token_ids(generation) or _eos_token_ids(raw),
         generation=generation,
     )
 
 
-def _rope(raw: dict[str, Any], max_position: int) -> RopeConfig:
-    """transformers 4: rope_theta and rope_scaling; 5: both in rope_parameters."""
+def _windows(raw: dict[str, Any], family: Family, num_layers: int) -> list[int]:
+    """Each layer's sliding window, 0 for none."""
+    has_window = raw.get("sliding_window") is not None
+    if family.windows == "upper":
+        has_window = has_window and _flag(raw, "use_sliding_window", default=False)
+    if family.windows == "pattern":
+        period = _count(raw, "sliding_window_pattern", default=6)
+        is_local = [has_window and (index + 1) % period > 0 for index in range(num_layers)]
+    else:
+        first = {"none": num_layers, "all": 0, "upper": raw.get("max_window_layers", 0)}[family.windows]
+        is_local = [has_window and index >= first for index in range(num_layers)]
+    kinds = _list(raw, "layer_types")
+    if kinds:
+        given = [kind == "sliding_attention" for kind in kinds]
+        is_known = len(kinds) == num_layers and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
+        # transformers follows layer_types in these families alone.
+        is_followed = family.windows in ("upper", "pattern") and (has_window or not any(given))
+        if not is_known or (not is_followed and given != is_local):
+            raise ValueError(
+                f"layer_types={kinds} in config.json is not supported with {num_layers} layers of this architecture, "
+                f"sliding_window={raw.get('sliding_window')} and use_sliding_window={raw.get('use_sliding_window')}"
+            )
+        is_local = given
+    window = _count(raw, "sliding_window") if any(is_local) else 0
+    return [window if local else 0 for local in is_local]
+
+
+def _rope(raw: dict[str, Any], family: Family, is_local: bool, head_dim: int, max_position: int) -> RopeConfig:
+    """The rotary embedding of layers with or without a window.
+
+    transformers 4: rope_theta and rope_scaling; 5: both in rope_parameters.
+    """
+    has_own = is_local and family.windows == "pattern"
     fields: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         given = raw.get(name) or {}
-        if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+        is_nested = isinstance(given, dict) and any(isinstance(value, dict) for value in given.values())
+        if not isinstance(given, dict) or (is_nested and family.windows != "pattern"):
             raise ValueError(f"{name} in config.json must be one object for all layers, not {given!r}")
+        if is_nested:
+            given = given.get("sliding_attention" if is_local else "full_attention") or {}
+        elif has_own:
+            given = {}  # it speaks of the layers without a window
         fields.update(given)
+    theta_name, theta_default = ("rope_local_base_freq", 1e4) if has_own else ("rope_theta", 1e4)
+    theta = _number(fields, "rope_theta") if "rope_theta" in fields else _number(raw, theta_name, theta_default)
+    partial = _number({**raw, **fields}, "partial_rotary_factor", default=1.0)
+    rotary_dim = int(head_dim * partial)
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise ValueError(
+            f"partial_rotary_factor={partial} of head_dim={head_dim} in config.json must be an even number from 2 to it"
+        )
     kind = fields.get("rope_type", fields.get("type", "default"))
+    if kind == "su" or (kind == "yarn" and family.is_packed):
+        kind = "longrope"  # older names of it
+    if kind == "dynamic":
+        kind = "default"  # changes nothing up to max_position_embeddings, and we go no further
     if kind not in ROPE_KINDS:
-        raise ValueError(f"rope type {kind!r} is not supported; {', '.join(ROPE_KINDS)} are")
-    theta = _number(fields if "rope_theta" in fields else raw, "rope_theta", default=10000.0)
-    if fields.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ValueError("partial_rotary_factor other than 1 is not supported")
+        raise ValueError(f"rope type {kind!r} is not supported; {', '.join(ROPE_KINDS)} and dynamic are")
     if kind == "default":
-        return RopeConfig(theta)
-    factor = _number(fields, "factor")
+        return RopeConfig(theta, rotary_dim)
+    original = _count({**fields, **raw}, "original_max_position_embeddings", default=max_position)
+    factor = _number(fields, "factor", default=max_position / original if kind == "longrope" else None)
     if factor < 1:
         raise ValueError(f"rope scaling {kind!r} needs a factor of at least 1, not {factor!r}")
-    names = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
-    given = {name: _number(fields, name) for name in names if fields.get(name)}  # 0 counts as absent
-    original = _count(fields, "original_max_position_embeddings", default=max_position)
-    return RopeConfig(theta, kind, factor, original, truncate=_flag(fields, "truncate", default=True), **given)
+    names = {"yarn": _YARN_NUMBERS, "llama3": _LLAMA3_NUMBERS, "longrope": ("attention_factor",)}.get(kind, ())
+    numbers: dict[str, Any] = {name: _number(fields, name) for name in names if fields.get(name) or kind == "llama3"}
+    if kind == "yarn" and theta <= 1:
+        raise ValueError(f"rope_theta={theta} in config.json must be larger than 1 for yarn")
+    if kind == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
+        raise ValueError(f"low_freq_factor must be smaller than high_freq_factor in config.json, not {numbers}")
+    if kind == "longrope":
+        numbers.update({name: _numbers(fields, name, rotary_dim // 2) for name in ("short_factor", "long_factor")})
+    truncate = _flag(fields, "truncate", default=True)
+    return RopeConfig(theta, rotary_dim, kind, factor, original, truncate=truncate, **numbers)
 
 
 def recommended_sampling(generation: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -223,26 +372,40 @@ def _flag(raw: dict[str, Any], name: str, default: bool) -> bool:
 
 def _number(raw: dict[str, Any], name: str, default: float | None = None) -> float:
     value = _given(raw, name, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ValueError(f"{name} in config.json must be a positive number, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < _LARGEST_NUMBER:
+        raise ValueError(f"{name} in config.json must be a positive number, not {_shown(value)}")
     return float(value)
 
 
-def _count(raw: dict[str, Any], name: str, default: int | None = None) -> int:
+def _numbers(raw: dict[str, Any], name: str, length: int) -> tuple[float, ...]:
+    values = _list(raw, name)
+    if len(values) != length:
+        raise ValueError(f"{name} in config.json must hold {length} numbers, not {len(values)}")
+    return tuple(_number({name: value}, name) for value in values)
+
+
+def _count(raw: dict[str, Any], name: str, default: int | None = None, most: int = 2**31 - 1) -> int:
     value = _given(raw, name, default)
     if value is None:
         raise ValueError(f"config.json has no {name}")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} in config.json must be a positive integer, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ValueError(f"{name} in config.json must be a positive integer up to {most}, not {_shown(value)}")
     return value
 
 
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) < 100 else f"{shown[:40]}… ({len(shown)} characters)"
+
+
 def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise ValueError(f"{path} is missing; model must be a directory in the Hugging Face layout")
+    if not path.is_file():
+        raise ValueError(f"{path} is no regular file")  # a pipe would be waited for
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing; model must be a directory in the Hugging Face layout") from None
-    except (OSError, ValueError) as error:  # unreadable, not UTF-8 or not JSON
+    except (OSError, ValueError, RecursionError) as error:  # unreadable, not UTF-8, not JSON, or nested too deep
         raise ValueError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object")

@@ -1,5 +1,4 @@
-"""Every decoder, on one page. Today that is Qwen3 (dense) as transformers has it: pre-norm, QK-norm on every head,
-grouped queries, SwiGLU.
+"""Every decoder, on one page: Llama's, and where a Family's flags say so, something else.
 
 `kw` is where and how layers compute: dtype and device of parameters, and whether with our kernels (`fused`).
 """
@@ -15,8 +14,8 @@ from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from nanovllm.layers.norm import QKNorm, RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.config import ModelConfig
+from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.ops.collectives import Parallel
-from nanovllm.ops.silu_and_mul import silu_and_mul
 
 
 class DecoderAttention(nn.Module):
@@ -24,13 +23,17 @@ class DecoderAttention(nn.Module):
         super().__init__()
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.head_dim = head_dim
+        packed = "qkv_proj" if config.family.is_packed else None
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, head_dim, heads, kv_heads, config.attention_bias, parallel, **kw
+            config.hidden_size, head_dim, heads, kv_heads, config.qkv_bias, parallel, packed, **kw
         )
-        self.o_proj = RowParallelLinear(heads * head_dim, config.hidden_size, config.attention_bias, parallel, **kw)
+        self.o_proj = RowParallelLinear(heads * head_dim, config.hidden_size, config.o_bias, parallel, **kw)
         num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads  # of this rank
-        self.qk_norm = QKNorm(num_heads, num_kv_heads, head_dim, config.rms_norm_eps, **kw)
-        self.attn = Attention(layer_index, backend)
+        fused, offset = kw.pop("fused"), config.family.norm_offset
+        self.qk_norm = None
+        if config.family.qk_norm:
+            self.qk_norm = QKNorm(num_heads, num_kv_heads, head_dim, config.rms_norm_eps, offset=offset, **kw)
+        self.attn = Attention(layer_index, backend, config.layers[layer_index].window, fused)
 
     def forward(self, hidden_states, rotary, kv_cache, metadata):
         qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # [num_tokens, all heads, head_dim]
@@ -40,44 +43,65 @@ class DecoderAttention(nn.Module):
 class DecoderMLP(nn.Module):
     def __init__(self, config: ModelConfig, parallel: Parallel, **kw):
         super().__init__()
-        sizes = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
-        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, sizes, False, parallel, **kw)
-        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, False, parallel, **kw)
+        hidden_size, size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        packed = "gate_up_proj" if config.family.is_packed else None
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden_size, {"gate_proj": size, "up_proj": size}, bias, parallel, packed=packed, **kw
+        )
+        self.down_proj = RowParallelLinear(size, hidden_size, bias, parallel, **kw)
+        self.hidden_act = config.hidden_act
 
     def forward(self, hidden_states):
-        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden_states), self.gate_up_proj.fused))
+        gate_up = self.gate_up_proj(hidden_states)
+        return self.down_proj(act_and_mul(gate_up, self.hidden_act, self.gate_up_proj.fused))
 
 
 class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer_index: int, backend: AttentionBackend, parallel: Parallel, **kw):
         super().__init__()
+
+        def norm() -> RMSNorm:
+            offset = config.family.norm_offset
+            return RMSNorm(config.hidden_size, config.rms_norm_eps, parallel=parallel, offset=offset, **kw)
+
+        self.rope = config.layers[layer_index].rope
         self.self_attn = DecoderAttention(config, layer_index, backend, parallel, **kw)
         self.mlp = DecoderMLP(config, parallel, **kw)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, parallel=parallel, **kw)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, parallel=parallel, **kw)
+        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+        self.has_post_norms = config.family.has_post_norms
+        if self.has_post_norms:  # the checkpoint's names: post_attention_layernorm comes before the addition then
+            self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
 
-    def forward(self, partial, residual, rotary, kv_cache, metadata):
-        """(output of the layer before, residual) -> the same of this layer; an output is a PartialSum."""
-        hidden_states, residual = self.input_layernorm.reduce_add(partial, residual)
-        partial = self.self_attn(hidden_states, rotary, kv_cache, metadata)
-        hidden_states, residual = self.post_attention_layernorm.reduce_add(partial, residual)
-        return self.mlp(hidden_states), residual
+    def forward(self, output, residual, rotary, kv_cache, metadata):
+        """(output of the layer before, residual) -> the same of this layer; see RMSNorm.reduce_add."""
+        hidden_states, residual = self.input_layernorm.reduce_add(output, residual)
+        output = self.self_attn(hidden_states, rotary[self.rope], kv_cache, metadata)
+        if not self.has_post_norms:
+            hidden_states, residual = self.post_attention_layernorm.reduce_add(output, residual)
+            return self.mlp(hidden_states), residual
+        output = self.post_attention_layernorm.reduce(output)
+        hidden_states, residual = self.pre_feedforward_layernorm.reduce_add(output, residual)
+        return self.post_feedforward_layernorm.reduce(self.mlp(hidden_states)), residual
 
 
 class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, backend: AttentionBackend, parallel: Parallel, **kw):
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel, **kw)
+        family, hidden_size = config.family, config.hidden_size
+        scale = hidden_size**0.5 if family.scales_embedding else 1.0
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, hidden_size, parallel, scale=scale, **kw)
         layers = [DecoderLayer(config, index, backend, parallel, **kw) for index in range(config.num_hidden_layers)]
         self.num_kv_heads = layers[0].self_attn.qkv_proj.num_kv_heads  # of this rank
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, parallel=parallel, **kw)
+        self.norm = RMSNorm(hidden_size, config.rms_norm_eps, parallel=parallel, offset=family.norm_offset, **kw)
+        # Norms after a block need its whole output, so the residual is whole from the beginning.
+        self.embed = self.embed_tokens.reduce if family.has_post_norms else self.embed_tokens
 
     def forward(self, token_ids, rotary, kv_cache, metadata):
-        partial, residual = self.embed_tokens(token_ids), None
+        output, residual = self.embed(token_ids), None
         for layer in self.layers:
-            partial, residual = layer(partial, residual, rotary, kv_cache, metadata)
-        return self.norm.reduce_add(partial, residual)[0]
+            output, residual = layer(output, residual, rotary, kv_cache, metadata)
+        return self.norm.reduce_add(output, residual)[0]
 
 
 class CausalLM(nn.Module):
@@ -105,7 +129,10 @@ class CausalLM(nn.Module):
         super().__init__()
         kw = {"dtype": dtype, "device": device, "fused": fused}
         self.model = Decoder(config, backend, parallel, **kw)
-        self.rotary_emb = RotaryEmbedding(config.head_dim, max_position, config.rope, dtype, device)
+        self.rotary_embs = {
+            rope: RotaryEmbedding(config.head_dim, max_position, rope, dtype, device)
+            for rope in dict.fromkeys(layer.rope for layer in config.layers)
+        }
         self.num_kv_heads = self.model.num_kv_heads
         tied = config.tie_word_embeddings
         weight = self.model.embed_tokens.weight if tied else None
@@ -117,7 +144,8 @@ class CausalLM(nn.Module):
         self, token_ids: torch.Tensor, positions: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """token_ids, positions: [num_tokens] -> hidden_states [num_tokens, hidden_size]"""
-        return self.model(token_ids, self.rotary_emb.lookup(positions), kv_cache, metadata)
+        rotary = {rope: embedding.lookup(positions) for rope, embedding in self.rotary_embs.items()}
+        return self.model(token_ids, rotary, kv_cache, metadata)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [num_rows, hidden_size] -> this rank's columns of the logits; see ParallelLMHead."""

@@ -60,7 +60,8 @@ def load_weights(model: CausalLM, directory: Path) -> None:
                     raise ValueError(f"tensor {name} is in {seen[name].name} and again in {path.name}")
                 seen[name] = path
                 if name in expected:
-                    _load(name, expected[name], files[path], path)
+                    for shard in expected[name]:
+                        _load(name, shard, files[path], path)
                 elif name in model.tied_weights:
                     tied.append((name, model.tied_weights[name], files[path], path))
                 else:
@@ -77,9 +78,9 @@ def load_weights(model: CausalLM, directory: Path) -> None:
                 )
 
 
-def expected_tensors(model: CausalLM) -> dict[str, Shard]:
-    """Checkpoint tensor name -> the shard it fills; every parameter of the model is covered."""
-    expected: dict[str, Shard] = {}
+def expected_tensors(model: CausalLM) -> dict[str, list[Shard]]:
+    """Checkpoint tensor name -> the shards it fills; every parameter of the model is covered."""
+    expected: dict[str, list[Shard]] = {}
     for prefix, module in model.named_modules():
         if not hasattr(module, "shards"):
             continue
@@ -87,10 +88,10 @@ def expected_tensors(model: CausalLM) -> dict[str, Shard]:
         if own_name == "lm_head" and "lm_head.weight" in model.tied_weights:
             continue
         for parameter_name, _ in module.named_parameters(recurse=False):
-            for key, shard in module.shards(parameter_name).items():
+            for key, shards in module.shards(parameter_name).items():
                 # A fused parameter's parts stand beside it in the checkpoint, under names of their own.
                 path = (f"{parent}.{key}" if parent else key) if key else prefix
-                expected[f"{path}.{parameter_name}"] = shard
+                expected[f"{path}.{parameter_name}"] = shards
     return expected
 
 
@@ -147,6 +148,8 @@ def _load(name: str, shard: Shard, file, path: Path) -> None:
     if not tensor.is_floating_point():
         raise ValueError(f"tensor {name} in {path} is {tensor.dtype}; only floating-point weights are supported")
     shard.target.copy_(tensor)
+    if shard.offset:
+        shard.target.add_(shard.offset)
 
 
 def _read(name: str, file, path: Path) -> torch.Tensor:

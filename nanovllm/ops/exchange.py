@@ -52,17 +52,23 @@ class Exchange:
         self._distances = torch.tensor(distances, device=mail.device)
 
     def sum_add_norm(
-        self, product: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+        self,
+        product: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        eps: float,
+        begins_step: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(the ranks' products + residual), that sum): [num_rows, width] each
 
-        The sum is a residual for the next call and nothing else: it may lack the rows of other ranks.
+        The second is a residual for the next call and nothing else: it may lack the rows of other ranks.
 
         Args:
             product: this rank's, contiguous [num_rows, width].
-            residual: None in the first call of a step, and only there. A step makes at least two calls, all with the
-                same number of rows, and skips none.
-            weight: [width].
+            residual: as the last call returned it; None is zeros.
+            weight: [width]; None does not norm, so that the first result is the whole sum.
+            begins_step: whether it is the first call of a step. A step makes at least two calls, all with the same
+                number of rows, and skips none.
         """
         num_rows, width = product.shape
         normed, total = torch.empty_like(product), torch.empty_like(product)
@@ -74,14 +80,14 @@ class Exchange:
             part = slice(first, min(first + _MOST_ROWS, num_rows))
             # Captured steps keep the mailboxes they were captured with. So each begins with 2, and as it has two sums
             # at least, it ends with 0 or 1: whatever step comes next, its first mailbox is not the last one used.
-            self._mailbox = 2 if residual is None and first == 0 else int(self._mailbox == 0)
+            self._mailbox = 2 if begins_step and first == 0 else int(self._mailbox == 0)
             num_programs = part.stop - first if is_direct else -(-(part.stop - first) // self._size)
             _sum_add_norm_kernel[(num_programs,)](
                 self._mail[self._mailbox], self._distances, product[part],
                 product[part] if residual is None else residual[part], total[part], normed[part], weight,
-                part.stop - first, num_programs, eps, ADDS=residual is not None, IS_DIRECT=is_direct, RANK=self._rank,
-                SIZE=self._size, WIDTH=width, PADDED=padded, HALF=self._mail[0, 0].numel(), num_warps=num_warps,
-                **LAUNCH_OPTIONS,
+                part.stop - first, num_programs, eps, ADDS=residual is not None, NORMS=weight is not None,
+                IS_DIRECT=is_direct, RANK=self._rank, SIZE=self._size, WIDTH=width, PADDED=padded,
+                HALF=self._mail[0, 0].numel(), num_warps=num_warps, **LAUNCH_OPTIONS,
             )  # fmt: skip
         return normed, total
 
@@ -106,8 +112,8 @@ def _is_direct(size: int, num_rows: int, num_bytes: int) -> bool:
 @jit(do_not_specialize=["num_rows", "num_programs"])
 def _sum_add_norm_kernel(
     mail, distances, product, residual, total, normed, weight, num_rows, num_programs, eps, ADDS: tl.constexpr,
-    IS_DIRECT: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    HALF: tl.constexpr,
+    NORMS: tl.constexpr, IS_DIRECT: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Directly, a program has the row of its number; by owner it has one row of each rank, and sums this rank's.
 
@@ -118,7 +124,8 @@ def _sum_add_norm_kernel(
     program = tl.program_id(0)
     column = tl.arange(0, PADDED)
     is_real = column < WIDTH
-    weights = tl.load(weight + column, is_real, 0.0).to(tl.float32)  # no earlier kernel writes them
+    if NORMS:
+        weights = tl.load(weight + column, is_real, 0.0).to(tl.float32)  # no earlier kernel writes them
     ranks = tl.arange(0, SIZE)
     mails = mail + tl.multiple_of(tl.load(distances + ranks), 16)[:, None] + column
     begin()
@@ -142,7 +149,8 @@ def _sum_add_norm_kernel(
         rounded = values.to(total.dtype.element_ty)
         tl.store(total + row_at, rounded, is_real)
         values = rounded.to(tl.float32)  # what is normed is the sum as it is kept
-        values *= tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps) * weights
+        if NORMS:
+            values *= tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps) * weights
         if IS_DIRECT:
             tl.store(normed + row_at, values, is_real)
         else:

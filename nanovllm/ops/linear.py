@@ -58,7 +58,7 @@ def linear(
         weight: [output_size, input_size]; may be None if there is `packed`.
         packed: what `pack_weight` made of it, or None.
         bias: [output_size] or None.
-        fused: compute with our kernel where there is one: for a single row without a bias.
+        fused: compute with our kernel where there is one: for a single row.
         out: [num_rows, output_size], where to put the result; only without a bias.
     """
     if packed is not None:
@@ -68,15 +68,17 @@ def linear(
     if x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.ndim == 2:  # PyTorch takes oneDNN for these too
         assert out is None, "padded rows do not fit into it"
         return in_few_sizes(x, lambda rows: F.linear(rows, weight, bias))
-    if fused and bias is None and x.shape[:-1] == (1,):
-        return single_row_linear(x, weight, out)
+    if fused and x.shape[:-1] == (1,):
+        return single_row_linear(x, weight, bias, out)
+    assert out is None or bias is None, "torch.mm adds no bias"
     return F.linear(x, weight, bias) if out is None else torch.mm(x, weight.mT, out=out)
 
 
 @jit(do_not_specialize=["output_size"])
 def _single_row_linear_kernel(
-    x, weight, out, output_size, SIZE: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr
-):
+    x, weight, bias, out, output_size, SIZE: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):  # fmt: skip
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     column = tl.arange(0, INPUTS)
     is_output = output < output_size
@@ -88,11 +90,16 @@ def _single_row_linear_kernel(
         is_real = first + column < SIZE
         weights = tl.load(at + first, is_output[:, None] & is_real[None, :], 0.0)
         products += weights.to(tl.float32) * tl.load(x + first + column, is_real, 0.0).to(tl.float32)[None, :]
-    tl.store(out + output, tl.sum(products, 1), is_output)
+    total = tl.sum(products, 1)
+    if HAS_BIAS:
+        total += tl.load(bias + output, is_output, 0.0).to(tl.float32)
+    tl.store(out + output, total, is_output)
 
 
-def single_row_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """x: [1, input_size], weight: [output_size, input_size] -> `x @ weight.T`, [1, output_size]
+def single_row_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x: [1, input_size], weight: [output_size, input_size] -> `x @ weight.T + bias`, [1, output_size]
 
     With one row there is nothing to reuse: all that counts is to read the weights without a pause. Each program asks
     for its first weights before the preceding kernel has ended. The plain twin is `F.linear`.
@@ -100,7 +107,8 @@ def single_row_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor |
     output_size, input_size = weight.shape
     out = torch.empty((1, output_size), dtype=x.dtype, device=x.device) if out is None else out
     _single_row_linear_kernel[(triton.cdiv(output_size, 8),)](
-        x, weight, out, output_size, SIZE=input_size, OUTPUTS=8,
-        INPUTS=min(1024, triton.next_power_of_2(input_size)), num_warps=4, **LAUNCH_OPTIONS,
+        x, weight, bias, out, output_size, SIZE=input_size, OUTPUTS=8,
+        INPUTS=min(1024, triton.next_power_of_2(input_size)), HAS_BIAS=bias is not None, num_warps=4,
+        **LAUNCH_OPTIONS,
     )  # fmt: skip
     return out

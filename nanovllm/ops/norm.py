@@ -10,17 +10,17 @@ from nanovllm.ops.kernel import jit, tl, triton
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, fused: bool = False) -> torch.Tensor:
     """`x / sqrt(mean(x²) + eps) × weight`, computed in float32; x itself is not changed.
 
-    The kernel rounds once; plain PyTorch, like transformers, also before the weight is applied.
+    The kernel rounds once. Plain PyTorch, like transformers, also rounds before it applies a weight of x's dtype.
 
     Args:
         x: [..., size]; the kernel takes [num_rows, size].
-        weight: [size].
+        weight: [size], of x's dtype or float32.
         fused: compute with the kernel.
     """
     if fused and x.ndim == 2:
         return _fused_rms_norm(x, weight, eps)
-    if x.dtype == torch.float32:
-        return F.rms_norm(x, weight.shape, weight, eps)
+    if weight.dtype == torch.float32:
+        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
     return F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
 
 

@@ -37,10 +37,13 @@ def dtype_of(wanted: str, of_checkpoint: str | None, device: torch.device) -> to
     return dtype
 
 
-def max_model_len_of(wanted: int | None, limit: int) -> int:
-    """Most tokens of prompt + completion; a ValueError if the model was made for fewer."""
+def max_model_len_of(wanted: int | None, usual: int, limit: int) -> int:
+    """Most tokens of prompt + completion; a ValueError if the model was made for fewer.
+
+    usual: the default, if it is not very long; limit: what the model was made for.
+    """
     if wanted is None:
-        return min(limit, _LONGEST_DEFAULT_MODEL_LEN)
+        return min(usual, _LONGEST_DEFAULT_MODEL_LEN)
     if wanted > limit:
         raise ValueError(f"max_model_len={wanted} exceeds the {limit} tokens that the model was made for")
     return wanted

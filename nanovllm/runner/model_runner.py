@@ -97,7 +97,9 @@ class ModelRunner(Runner):
         self._is_gpu = self.device.type == "cuda"
         directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")
         self.model_config = model_config = load_model_config(directory)
-        self.max_model_len = max_model_len_of(config.max_model_len, model_config.max_position)
+        self.max_model_len = max_model_len_of(
+            config.max_model_len, model_config.usual_max_position, model_config.max_position
+        )
         self.dtype = dtype_of(config.dtype, model_config.dtype, self.device)
         self.max_num_seqs = config.max_num_seqs or self._default_max_num_seqs(config)
         self._compiling: list[Thread] = []
@@ -146,6 +148,8 @@ class ModelRunner(Runner):
             device=self.device,
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
+            scale=model_config.attention_scale,
+            windows=tuple({layer.window: None for layer in model_config.layers}),
         )
         self.backend = make_attention_backend(config.attention_backend, shape, config.kvcache_block_size)
         self.block_size = config.kvcache_block_size or self.backend.default_block_size

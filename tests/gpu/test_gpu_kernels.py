@@ -25,7 +25,7 @@ from nanovllm.ops.linear import linear
 from nanovllm.ops.norm import add_rms_norm, rms_norm
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
 from nanovllm.ops.sample import BROKEN_LOGITS, NO_TOKEN_LEFT, plain_sample, sample
-from nanovllm.ops.silu_and_mul import silu_and_mul
+from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.ops.write_tokens import write_tokens
 
 pytestmark = pytest.mark.gpu
@@ -388,11 +388,11 @@ def test_fused_add_and_norm_is_no_worse_than_its_twin(dtype, num_tokens, size):
 
 @DTYPES
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 3072), (300, 448), (33, 1024), (5, 1025), (64, 7)])
-def test_fused_silu_and_mul_is_no_worse_than_its_twin(dtype, num_tokens, size):
+def test_fused_act_and_mul_is_no_worse_than_its_twin(dtype, num_tokens, size):
     """Gates far from 0 too: exp must not overflow to NaN."""
     gate_up = randn(num_tokens, 2 * size, dtype=torch.float32).mul(4).to(dtype)
     gate_up[:, 0], gate_up[:, 1] = -200.0, 200.0
-    fused, twin = silu_and_mul(gate_up, fused=True), silu_and_mul(gate_up)
+    fused, twin = act_and_mul(gate_up, fused=True), act_and_mul(gate_up)
     gate, up = gate_up.double().chunk(2, -1)
     assert_no_worse(fused, twin, gate * gate.sigmoid() * up)
 
@@ -458,7 +458,7 @@ def test_rows_beyond_2_to_the_31_numbers_are_reached():
     x = torch.zeros((2**19 + 32, 4096), dtype=torch.bfloat16, device=GPU)
     x[-32:] = randn(32, 4096, dtype=torch.bfloat16)
     assert torch.equal(rms_norm(x, weight, 1e-6, True)[-32:], rms_norm(x[-32:].clone(), weight, 1e-6, True))
-    assert torch.equal(silu_and_mul(x, True)[-32:], silu_and_mul(x[-32:].clone(), True))
+    assert torch.equal(act_and_mul(x, fused=True)[-32:], act_and_mul(x[-32:].clone(), fused=True))
     logits = x.view(-1, 4096 * 32)
     for token_id in (99, 131000):
         logits[:-1, token_id] += 50 + token_id // 1000

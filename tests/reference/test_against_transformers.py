@@ -29,7 +29,8 @@ def reference_completions(model, prompts: list[list[int]], max_tokens: int) -> l
     longest = max(map(len, prompts))
     token_ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    options = {"max_new_tokens": max_tokens, "do_sample": False, "pad_token_id": 0}
+    # With its cache, transformers forgets that a window of 1 ends.
+    options = {"max_new_tokens": max_tokens, "do_sample": False, "pad_token_id": 0, "use_cache": False}
     return model.generate(token_ids, attention_mask=mask, **options)[:, longest:].tolist()
 
 

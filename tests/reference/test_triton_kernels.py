@@ -35,7 +35,7 @@ from nanovllm.ops.exchange import Exchange, _is_direct, mail_shape
 from nanovllm.ops.linear import linear, single_row_linear
 from nanovllm.ops.norm import add_rms_norm, rms_norm
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
-from nanovllm.ops.silu_and_mul import silu_and_mul
+from nanovllm.ops.act_and_mul import act_and_mul
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of infinities that are meant
 
@@ -210,7 +210,7 @@ def test_the_gate_is_that_of_the_layer(size, dtype):
     """Sizes around the 1,024 columns of a program, and gates so large that their exp overflows."""
     gate_up = random_tensor(4, 2 * size, dtype=dtype) * 4
     gate_up[1, 0], gate_up[2, 0] = -300, 300
-    assert_near(silu_and_mul(gate_up, fused=True), silu_and_mul(gate_up))
+    assert_near(act_and_mul(gate_up, fused=True), act_and_mul(gate_up))
 
 
 @DTYPES
@@ -495,7 +495,7 @@ def test_an_engine_of_triton_kernels_gives_the_tokens_of_the_plain_one(tmp_path,
     assert not launched
     assert tokens(attention_backend="triton", overlap=overlap, num_kvcache_blocks=3) == expected
     assert launched == {
-        "_rms_norm_kernel", "_silu_and_mul_kernel", "_qk_norm_rotate_store_kernel", "_expand_rows_kernel",
+        "_rms_norm_kernel", "_act_and_mul_kernel", "_qk_norm_rotate_store_kernel", "_expand_rows_kernel",
         "_write_tokens_kernel", "_plan_kernel", "_decode_kernel", "_merge_kernel", "_prefill_kernel",
         "_allow_kernel", "_edit_and_count_kernel", "_penalise_kernel", "_filter_kernel", "_best_of_part_kernel",
         "_best_part_kernel",

@@ -36,7 +36,7 @@ from nanovllm.models.loader import load_weights
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.exchange import made_by_all
 from nanovllm.ops.sampling_exchange import SamplingExchange
-from nanovllm.ops.silu_and_mul import silu_and_mul
+from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -207,10 +207,10 @@ def test_rotation_keeps_lengths_and_relative_positions():
     assert float(near) == pytest.approx(float(far), rel=1e-4)
 
 
-def test_silu_and_mul_gates_with_the_first_half():
+def test_act_and_mul_gates_with_the_first_half():
     """Gate and up projections are merged in this order; swapped halves still look plausible."""
     gate, up = torch.randn(2, 9, 24).unbind()
-    closely(silu_and_mul(torch.cat((gate, up), -1)), gate / (1 + (-gate).exp()) * up)
+    closely(act_and_mul(torch.cat((gate, up), -1)), gate / (1 + (-gate).exp()) * up)
 
 
 # Shards. A rank whose collectives do nothing shows its own part, which the tests put together.

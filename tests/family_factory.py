@@ -1,0 +1,160 @@
+"""Tiny random checkpoints of every family, written by transformers: what the engine is compared with."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Prompts of the comparisons have up to 40 tokens and chunks 7 to 39, so windows are shorter and longer than both.
+WINDOWS = (1, 2, 3, 5, 8, 16, 33, 60, 200)
+
+
+def random_rope(rng: random.Random, rotary_dim: int, kinds: tuple[str, ...]) -> dict[str, Any]:
+    """rope_parameters as transformers 5 has them, for models of 512 positions."""
+    kind = rng.choice(kinds)
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": rng.choice((100.0, 10000.0, 5e5, 1e6))}
+    if kind in ("linear", "yarn", "llama3"):
+        rope["factor"] = rng.choice((2.0, 4.0, 8.0))
+    if kind in ("yarn", "llama3"):
+        rope["original_max_position_embeddings"] = rng.choice((16, 64, 128))
+    if kind == "dynamic":
+        rope["factor"] = 2.0
+    if kind == "llama3":
+        low = rng.choice((1.0, 0.5, 2.0))
+        rope |= {"low_freq_factor": low, "high_freq_factor": low * rng.choice((1.5, 4.0))}
+    if kind == "longrope":
+        for name in ("short_factor", "long_factor"):
+            rope[name] = [rng.uniform(1, 4) for _ in range(rotary_dim // 2)]
+    return rope
+
+
+SCALED = ("default", "linear", "yarn", "llama3", "dynamic")
+
+
+def _common(rng: random.Random, **kinds) -> dict[str, Any]:
+    num_kv_heads, head_dim = rng.choice((1, 2, 3)), rng.choice((8, 10, 16, 24))
+    num_heads = num_kv_heads * rng.choice((1, 2, 4))
+    return {
+        "vocab_size": rng.randrange(31, 160),
+        "hidden_size": num_heads * head_dim,  # some configs insist on it
+        "intermediate_size": rng.randrange(16, 80),
+        "num_hidden_layers": rng.choice((1, 2, 3)),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": rng.choice((1e-6, 1e-5)),
+        "tie_word_embeddings": rng.random() < 0.5,
+        "rope_parameters": random_rope(rng, head_dim, SCALED),
+    }
+
+
+def _free_head_dim(rng: random.Random, options: dict[str, Any]) -> None:
+    """A head_dim that is not hidden_size / num_attention_heads."""
+    options["head_dim"] = head_dim = rng.choice((8, 10, 16, 24))
+    options["rope_parameters"] = random_rope(rng, head_dim, SCALED)
+
+
+def llama(rng: random.Random) -> dict[str, Any]:
+    options = _common(rng)
+    if rng.random() < 0.3:
+        _free_head_dim(rng, options)
+    return options | {"attention_bias": rng.random() < 0.3, "mlp_bias": rng.random() < 0.3}
+
+
+def mistral(rng: random.Random) -> dict[str, Any]:
+    options = _common(rng)
+    if rng.random() < 0.5:
+        _free_head_dim(rng, options)
+    return options | {"sliding_window": rng.choice((None, *WINDOWS))}
+
+
+def qwen2(rng: random.Random) -> dict[str, Any]:
+    options = _common(rng)
+    num_layers = options["num_hidden_layers"]
+    options |= {
+        "use_sliding_window": rng.random() < 0.7,
+        "sliding_window": rng.choice(WINDOWS),
+        "max_window_layers": rng.randrange(num_layers + 1),
+    }
+    if options["use_sliding_window"] and rng.random() < 0.4:
+        options["layer_types"] = [rng.choice(("full_attention", "sliding_attention")) for _ in range(num_layers)]
+    return options
+
+
+def qwen3(rng: random.Random) -> dict[str, Any]:
+    options = qwen2(rng) | {"attention_bias": rng.random() < 0.5}
+    _free_head_dim(rng, options)
+    return options
+
+
+def phi3(rng: random.Random) -> dict[str, Any]:
+    options = _common(rng)
+    head_dim = options["head_dim"]
+    partial = rng.choice((1.0, 1.0, 0.75, 0.5))
+    rotary_dim = int(head_dim * partial)
+    if rotary_dim % 2:
+        partial, rotary_dim = 1.0, head_dim
+    rope = random_rope(rng, rotary_dim, ("default", "longrope"))
+    rope["partial_rotary_factor"] = partial
+    options |= {"rope_parameters": rope, "original_max_position_embeddings": rng.choice((128, 256, 512))}
+    del options["head_dim"]
+    return options | {"sliding_window": rng.choice((None, *WINDOWS)), "pad_token_id": 0}
+
+
+def gemma3(rng: random.Random) -> dict[str, Any]:
+    options = _common(rng)
+    head_dim, num_layers = options["head_dim"], options["num_hidden_layers"]
+    options["num_hidden_layers"] = num_layers = num_layers + rng.choice((0, 3))
+    options["tie_word_embeddings"] = rng.random() < 0.2  # scaled, a tied embedding mostly repeats its token
+    ropes = {
+        "full_attention": random_rope(rng, head_dim, ("default", "linear")),
+        "sliding_attention": random_rope(rng, head_dim, ("default",)),
+    }
+    options |= {
+        "rope_parameters": ropes,
+        "sliding_window": rng.choice(WINDOWS),
+        "query_pre_attn_scalar": rng.choice((head_dim, 4 * head_dim, 7)),
+        "attention_bias": rng.random() < 0.3,
+        "pad_token_id": 0,
+    }
+    if rng.random() < 0.5:
+        options["layer_types"] = [rng.choice(("full_attention", "sliding_attention")) for _ in range(num_layers)]
+    return options
+
+
+# Family -> (transformers' config and model, random options).
+FAMILIES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", llama),
+    "mistral": ("MistralConfig", "MistralForCausalLM", mistral),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", qwen2),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", qwen3),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", phi3),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", gemma3),
+}
+
+
+def make_family_model(family: str, options: dict[str, Any], seed: int = 0) -> Any:
+    """A float32 model, every parameter random: norms and biases too, so that none can be lost."""
+    import transformers  # slow to import
+
+    transformers.utils.logging.disable_progress_bar()
+    config_name, model_name, _ = FAMILIES[family]
+    config = getattr(transformers, config_name)(bos_token_id=None, eos_token_id=None, **options)
+    model = getattr(transformers, model_name)(config).float().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Large enough that greedy completions wander instead of repeating one token.
+            parameter.normal_(0, 0.3, generator=generator)
+            if "norm" in name and family != "gemma3":
+                parameter.add_(1)
+    return model
+
+
+def save_family_model(directory: Path, family: str, options: dict[str, Any], seed: int = 0) -> Any:
+    """Writes `make_family_model`'s checkpoint into `directory` and returns the model."""
+    model = make_family_model(family, options, seed)
+    model.save_pretrained(directory)
+    return model
