@@ -260,13 +260,17 @@ def _windows(raw: dict[str, Any], family: Family, num_layers: int) -> list[int]:
         is_local = [has_window and index >= first for index in range(num_layers)]
     kinds = _list(raw, "layer_types")
     if kinds:
+        if len(kinds) != num_layers or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
+            raise ValueError(
+                f"layer_types in config.json must say full_attention or sliding_attention for each of the "
+                f"{num_layers} layers, not {_shown(kinds)}"
+            )
         given = [kind == "sliding_attention" for kind in kinds]
-        is_known = len(kinds) == num_layers and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
         # transformers follows layer_types in these families alone.
         is_followed = family.windows in ("upper", "pattern") and (has_window or not any(given))
-        if not is_known or (not is_followed and given != is_local):
+        if not is_followed and given != is_local:
             raise ValueError(
-                f"layer_types={kinds} in config.json is not supported with {num_layers} layers of this architecture, "
+                f"layer_types={_shown(kinds)} in config.json does not fit "
                 f"sliding_window={raw.get('sliding_window')} and use_sliding_window={raw.get('use_sliding_window')}"
             )
         is_local = given

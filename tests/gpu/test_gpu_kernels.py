@@ -18,14 +18,14 @@ from test_sequence_table import random_rows
 from nanovllm.attention.backend import AttentionBackend, AttentionShape, make_attention_backend
 from nanovllm.layers.norm import QKNorm
 from nanovllm.layers.rope_config import RopeConfig
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.rotary_embedding import Rotary, RotaryEmbedding
+from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.ops.expand_rows import Table
 from nanovllm.ops.filters import filter_thresholds
 from nanovllm.ops.linear import linear
 from nanovllm.ops.norm import add_rms_norm, rms_norm
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
 from nanovllm.ops.sample import BROKEN_LOGITS, NO_TOKEN_LEFT, plain_sample, sample
-from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.ops.write_tokens import write_tokens
 
 pytestmark = pytest.mark.gpu
@@ -59,7 +59,7 @@ def on_gpu(case: Case) -> Case:
     tensors = {name: value.to(GPU) for name, value in vars(case.metadata).items() if isinstance(value, torch.Tensor)}
     sequences = ([tensor.to(GPU) for tensor in whole] for whole in (case.queries, case.keys, case.values))
     caches = case.k_cache.to(GPU), case.v_cache.to(GPU)
-    return Case(*sequences, case.num_new, *caches, replace(case.metadata, **tensors))
+    return Case(*sequences, case.num_new, *caches, replace(case.metadata, **tensors), case.window, case.scale)
 
 
 def make_gpu_case(sequences: list[tuple[int, int]], block_size: int, **options) -> Case:
@@ -74,25 +74,27 @@ def part(case: Case, rows: list[int]) -> Case:
     slots = [slot for row in rows for slot in all_slots[ends[row] - case.num_new[row] : ends[row]]]
     lengths = [len(keys) for keys in sequences[1]]
     metadata = make_metadata(num_new, lengths, slots, old.block_tables[rows].cpu(), old.block_size)
-    return on_gpu(Case(*sequences, num_new, case.k_cache, case.v_cache, metadata))
+    return on_gpu(Case(*sequences, num_new, case.k_cache, case.v_cache, metadata, case.window, case.scale))
 
 
 def make_backend(name: str, case: Case, max_model_len: int = 4096) -> AttentionBackend:
     (num_heads, head_dim), num_kv_heads = case.queries[0].shape[1:], case.keys[0].shape[1]
     dtype = case.queries[0].dtype
-    shape = AttentionShape(num_heads, num_kv_heads, head_dim, dtype, GPU, 128, max_model_len)
+    windows = tuple({0, case.window})
+    shape = AttentionShape(num_heads, num_kv_heads, head_dim, dtype, GPU, 128, max_model_len, case.scale, windows)
     return make_attention_backend(name, shape, case.metadata.block_size)
 
 
 def formula(case: Case) -> torch.Tensor:
-    """softmax(q kᵀ / sqrt(d)) v in float64: [num_tokens, num_heads, head_dim]."""
+    """softmax(scale × q kᵀ) v in float64: [num_tokens, num_heads, head_dim]."""
     out = []
     for q, k, v, num_new in zip(case.queries, case.keys, case.values, case.num_new, strict=True):
         group_size = q.shape[1] // k.shape[1]
         q, k, v = q[len(q) - num_new :].double(), *(x.double().repeat_interleave(group_size, 1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
+        scores = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[-1] ** -0.5 if case.scale is None else case.scale)
         key = torch.arange(len(k), device=q.device)
-        scores.masked_fill_(key > key[len(k) - num_new :, None], float("-inf"))
+        distance = key[len(k) - num_new :, None] - key
+        scores.masked_fill_((distance < 0) | (distance >= (case.window or len(k))), float("-inf"))
         out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
     return torch.cat(out)
 
@@ -124,6 +126,16 @@ def test_grouped_queries_attend_as_the_formula_says(backend, dtype, head_dim, gr
     """A query head must read the key head of its own group, in decodes, prompts and chunks; unused slots are NaN."""
     options = {"num_kv_heads": 1 + group_size % 3, "group_size": group_size, "head_dim": head_dim, "dtype": dtype}
     assert_exact(backend, make_gpu_case(MIXED, BLOCK_SIZE[backend], seed=head_dim + group_size, **options))
+
+
+@pytest.mark.parametrize("window", [0, 1, 20, 64, 100, 500])
+@pytest.mark.parametrize(("backend", "dtype"), BACKEND_DTYPES, ids=lambda value: str(value))
+def test_windows_scales_and_head_sizes_of_every_family(backend, dtype, window):
+    """A window leaves some tiles without a key for some of their queries. Gemma's heads are 256 wide."""
+    sequences = [(250, 1), (256, 1), (900, 1), *MIXED, (30, 100), (0, 150), (290, 40), (500, 70)]
+    for head_dim in (64, 80, 96, 128) if backend == "flash" else (64, 80, 96, 128, 256):
+        options = {"num_kv_heads": 2, "group_size": 3, "head_dim": head_dim, "dtype": dtype, "scale": 0.1}
+        assert_exact(backend, make_gpu_case(sequences, BLOCK_SIZE[backend], window=window, **options))
 
 
 @pytest.mark.parametrize(
@@ -429,19 +441,19 @@ def test_fused_norm_rotation_and_store_is_no_worse_than_its_twins(dtype, num_hea
     num_tokens, num_normed = 45, num_heads + num_kv_heads
     norm = QKNorm(num_heads, num_kv_heads, head_dim, 1e-6, dtype, GPU)
     norm.weight.data.copy_(1 + 0.3 * randn(num_normed, head_dim, dtype=torch.float32, seed=1))
-    rotary = RotaryEmbedding(head_dim, 4096, RopeConfig(theta=1e6), dtype, GPU)
+    rotary = RotaryEmbedding(head_dim, 4096, RopeConfig(1e6, head_dim), dtype, GPU)
     generator = torch.Generator().manual_seed(0)
-    cos, sin = rotary.lookup(torch.randint(4096, (num_tokens,), generator=generator).to(GPU))
+    rotations = rotary.lookup(torch.randint(4096, (num_tokens,), generator=generator).to(GPU))
     qkv = 3 * randn(num_tokens, num_normed + num_kv_heads, head_dim, dtype=dtype, seed=2)
     copy = qkv.clone()
     caches = [torch.full((6, 16, num_kv_heads, head_dim), 7.0, dtype=dtype, device=GPU) for _ in range(2)]
     slots = torch.randperm(96, generator=generator)[:num_tokens].to(GPU)
     slots[::7] = -1
-    fused = qk_norm_rotate_store(qkv, norm.weight, 1e-6, cos, sin, *caches, slots)
+    fused = qk_norm_rotate_store(qkv, norm.weight, 1e-6, *rotations, *caches, slots)
     qk = qkv[:, :num_normed]
-    twin = RotaryEmbedding.rotate(norm(qk), cos, sin)
+    twin = rotations.rotate(norm(qk))
     exact = qk.double() / (qk.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
-    exact = RotaryEmbedding.rotate(exact, cos.double(), sin.double())
+    exact = Rotary(rotations.cos.double(), rotations.sin.double(), rotations.rotary_dim).rotate(exact)
     assert error_of(fused, exact) <= 1.1 * error_of(twin, exact) + 1e-7
     # A rotated number is a sum of two products, so what counts is the size of its head, not its own.
     assert ((fused.double() - exact).abs() <= 8 * torch.finfo(dtype).eps * exact.abs().amax(-1, keepdim=True)).all()

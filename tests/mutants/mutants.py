@@ -47,6 +47,9 @@ SDPA = "attention/sdpa_backend.py"
 TRITON = "attention/triton_backend.py"
 PREFIX_GROUPS = "attention/prefix_groups.py"
 LOADER = "models/loader.py"
+MODEL_CONFIG = "models/config.py"
+DECODER = "models/decoder.py"
+ROTARY = "layers/rotary_embedding.py"
 
 MUTANTS = [
     # Block manager
@@ -1613,9 +1616,100 @@ MUTANTS = [
     Mutant(
         "queries of a long chunk after the first mask see too little",
         SDPA,
-        "tril(num_before + first)",
-        "tril(num_before)",
+        "diagonal = num_before + first - first_key",
+        "diagonal = num_before - first_key",
         ("test_attention.py::test_long_prompts_and_chunks_of_them",),
+    ),
+    Mutant(
+        "a chunk's window is one key too long",
+        SDPA,
+        "triu(diagonal + 1 - window)",
+        "triu(diagonal - window)",
+        ("test_attention.py::test_a_query_sees_the_last_keys_of_its_window",),
+    ),
+    Mutant(
+        "a decode's window is one key too long",
+        SDPA,
+        "(distance < (window or of_bucket))",
+        "(distance <= (window or of_bucket))",
+        ("test_attention.py::test_a_query_sees_the_last_keys_of_its_window",),
+    ),
+    Mutant(
+        "a kernel's decode sees the tile before its window",
+        TRITON,
+        "(position < last) & (position >= first_seen) if WINDOW else position < last",
+        "position < last",
+        ("test_attention.py::test_a_query_sees_the_last_keys_of_its_window",),
+    ),
+    Mutant(
+        "results of splits before the window are merged",
+        TRITON,
+        "            is_split &= split >= tl.maximum(length - WINDOW, 0) // SPLIT\n",
+        "            pass\n",
+        ("test_attention.py::test_a_query_sees_the_last_keys_of_its_window",),
+    ),
+    Mutant(
+        "a kernel's prompt has a window that is one key too long",
+        TRITON,
+        "position[None, :] > query_position[:, None] - WINDOW",
+        "position[None, :] >= query_position[:, None] - WINDOW",
+        ("test_attention.py::test_a_query_sees_the_last_keys_of_its_window",),
+    ),
+    Mutant(
+        "a query without a key yet is not a number",
+        TRITON,
+        'shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)',
+        "shift = new_largest",
+        ("test_attention.py::test_a_query_sees_the_last_keys_of_its_window",),
+    ),
+    Mutant(
+        "the last query's window is not asked for the tile's unmasked keys",
+        TRITON,
+        "first_position + num_queries - WINDOW, 0), KEYS) * KEYS",
+        "first_position + 1 - WINDOW, 0), KEYS) * KEYS",
+        ("test_attention.py::test_a_query_sees_the_last_keys_of_its_window",),
+    ),
+    Mutant(
+        "columns that are not rotated disappear",
+        ROTARY,
+        "torch.cat((cos, cos, rest + 1), -1)",
+        "torch.cat((cos, cos, rest), -1)",
+        ("test_families.py::test_teacher_forced_logits_are_those_of_transformers",),
+    ),
+    Mutant(
+        "Llama 3's slow dimensions are not interpolated",
+        ROTARY,
+        "    kept = kept.clamp(0, 1)\n",
+        "    kept = kept.clamp(1, 1)\n",
+        ("test_families.py::test_teacher_forced_logits_are_those_of_transformers",),
+    ),
+    Mutant(
+        "a packed tensor's parts all begin at its first row",
+        LINEAR,
+        "                start += first_stored\n",
+        "                start += 0\n",
+        ("test_families.py::test_teacher_forced_logits_are_those_of_transformers",),
+    ),
+    Mutant(
+        "what norms' weights lack is not added",
+        LOADER,
+        "        shard.target.add_(shard.offset)\n",
+        "        pass\n",
+        ("test_families.py::test_teacher_forced_logits_are_those_of_transformers",),
+    ),
+    Mutant(
+        "layers with a window rotate as the others",
+        MODEL_CONFIG,
+        '("rope_local_base_freq", 1e4) if has_own else ("rope_theta", 1e4)',
+        '("rope_theta", 1e4)',
+        ("test_model_config.py::test_gemmas_local_layers_have_a_theta_of_their_own",),
+    ),
+    Mutant(
+        "embeddings are not scaled",
+        DECODER,
+        "hidden_size**0.5 if family.scales_embedding else 1.0",
+        "1.0",
+        ("test_families.py::test_teacher_forced_logits_are_those_of_transformers",),
     ),
     Mutant(
         "what a prompt attended is cleared by the kernel of decodes",
@@ -1632,7 +1726,7 @@ MUTANTS = [
     Mutant(
         "a decode reads beyond its last key",
         TRITON,
-        "last = tl.minimum(first + SPLIT, tl.load(context_lens + row))",
+        "last = tl.minimum(first + SPLIT, length)",
         "last = first + SPLIT",
         (
             "test_attention.py::test_padding_behind_the_rows_and_tokens_changes_nothing",
@@ -1704,7 +1798,7 @@ MUTANTS = [
     Mutant(
         "halves are swapped over the padded width",
         QK_NORM,
-        "(column + HEAD_DIM // 2) % HEAD_DIM",
+        "(column + ROTARY_DIM // 2) % ROTARY_DIM",
         "(column + WIDTH // 2) % WIDTH",
         ("test_triton_kernels.py::test_queries_and_keys_are_normed_rotated_and_stored_as_by_the_layers",),
     ),
@@ -1718,9 +1812,9 @@ MUTANTS = [
     Mutant(
         "a single row loses its bias",
         OPS_LINEAR,
-        "if fused and bias is None and x.shape",
-        "if fused and x.shape",
-        ("test_triton_kernels.py::test_only_a_single_row_without_a_bias_takes_the_kernel_for_it",),
+        "    if HAS_BIAS:\n",
+        "    if HAS_BIAS and SIZE < 0:\n",
+        ("test_triton_kernels.py::test_a_single_row_is_multiplied_as_by_pytorch",),
     ),
     Mutant(
         "oneDNN keeps a kernel for every number of rows",

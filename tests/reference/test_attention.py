@@ -39,6 +39,7 @@ class Case:
     queries, keys, values: a tensor [length, heads, head_dim] for each sequence, whole; those are the truth.
     num_new: how many of each sequence's tokens are new.
     k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], the old tokens in their slots, else NaN.
+    window: how many keys a query sees; 0 is all. scale: of the scores; None is 1 / sqrt(head_dim).
     """
 
     queries: list[torch.Tensor]
@@ -48,11 +49,14 @@ class Case:
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     metadata: AttentionMetadata
+    window: int = 0
+    scale: float | None = None
 
     def backend(self, name: str) -> AttentionBackend:
         """A backend for tensors like these."""
         (num_heads, head_dim), num_kv_heads = self.queries[0].shape[1:], self.keys[0].shape[1]
-        shape = AttentionShape(num_heads, num_kv_heads, head_dim, self.queries[0].dtype, torch.device("cpu"))
+        options = {"scale": self.scale, "windows": tuple({0, self.window})}
+        shape = AttentionShape(num_heads, num_kv_heads, head_dim, self.queries[0].dtype, torch.device("cpu"), **options)
         return make_attention_backend(name, shape)
 
     def new(self, sequences: list[torch.Tensor]) -> torch.Tensor:
@@ -69,6 +73,8 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     num_blocks_ahead: int = 1,
     seed: int = 0,
+    window: int = 0,
+    scale: float | None = None,
 ) -> Case:
     """A step over `sequences`, each (cached tokens, new tokens), in blocks dealt at random.
 
@@ -98,7 +104,7 @@ def make_case(
         v_cache.view(-1, num_kv_heads, head_dim)[old] = values[row][: num_cached[row]]
         slot_mapping += slots[num_cached[row] :]
     metadata = make_metadata(num_new, lengths, slot_mapping, torch.from_numpy(tables).int(), block_size)
-    return Case(queries, keys, values, num_new, k_cache, v_cache, metadata)
+    return Case(queries, keys, values, num_new, k_cache, v_cache, metadata, window, scale)
 
 
 def make_metadata(
@@ -132,18 +138,20 @@ def run(backend_name: str, case: Case, backend: AttentionBackend | None = None) 
     metadata = replace(metadata, plan=backend.plan(metadata))
     q, k, v = case.new(case.queries), case.new(case.keys), case.new(case.values)
     backend.store_kvcache(k, v, case.k_cache, case.v_cache, metadata.slot_mapping)
-    return backend.attend(q, k, v, case.k_cache, case.v_cache, metadata)
+    return backend.attend(q, k, v, case.k_cache, case.v_cache, metadata, case.window)
 
 
-def formula(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int) -> np.ndarray:
-    """softmax(q kᵀ / sqrt(d)) v over keys 0 … position; q: [heads, d], k and v: [length, kv_heads, d]."""
+def formula(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, case: Case) -> np.ndarray:
+    """softmax(scale × q kᵀ) v over keys 0 … position; q: [heads, d], k and v: [length, kv_heads, d]."""
     num_heads, head_dim = q.shape
     out = np.empty_like(q)
+    seen = slice(max(0, position + 1 - (case.window or position + 1)), position + 1)
+    scale = 1 / math.sqrt(head_dim) if case.scale is None else case.scale
     for head in range(num_heads):
         kv_head = head // (num_heads // k.shape[1])
-        scores = k[: position + 1, kv_head] @ q[head] / math.sqrt(head_dim)
+        scores = k[seen, kv_head] @ q[head] * scale
         weights = np.exp(scores - scores.max())
-        out[head] = weights @ v[: position + 1, kv_head] / weights.sum()
+        out[head] = weights @ v[seen, kv_head] / weights.sum()
     return out
 
 
@@ -160,7 +168,7 @@ def relative_error(case: Case, out: torch.Tensor) -> float:
         for row in rows:
             position = len(q) - num_new + row
             ours.append(out[start + row].double().numpy())
-            exact.append(formula(q[position], k, v, position))
+            exact.append(formula(q[position], k, v, position, case))
         start += num_new
     ours, exact = np.stack(ours), np.stack(exact)
     return float(np.linalg.norm(ours - exact) / np.linalg.norm(exact))
@@ -244,6 +252,25 @@ def test_any_mix_of_prefill_chunk_and_decode(backend, seed):
             seed=seed,
         ),
     )
+
+
+@BACKENDS_AND_DTYPES
+@pytest.mark.parametrize("window", [1, 2, 16, 31, 32, 33, 64, 65, 300, 900])
+def test_a_query_sees_the_last_keys_of_its_window(backend, dtype, window):
+    """Windows around tiles and blocks, shorter and longer than prompts, chunks and contexts. A tile of queries that a
+    window leaves without a key has no largest score."""
+    sequences = [(250, 1), (256, 1), (600, 1), *MIXED, (30, 100), (0, 150), (290, 40), (300, 70)]
+    block_size = 64 if window % 2 else 16
+    assert_exact(backend, make_case(sequences, block_size, 2, 2, 32, dtype, seed=window, window=window))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 256])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_other_head_sizes_and_scales(backend, head_dim, scale):
+    """Gemma scales by a number of its own, and its heads are wide."""
+    assert_exact(backend, make_case(MIXED, 16, 1, 3, head_dim, scale=scale, window=20))
+    assert_exact(backend, make_case(MIXED, 16, 2, 1, head_dim, scale=scale))
 
 
 def test_the_reference_keeps_float64():
@@ -399,7 +426,7 @@ class Steps:
         self.dtype, self.block_size, self.num_kv_heads = dtype, block_size, 2
         self.generator, self.rng, self.num_admitted = torch.Generator().manual_seed(seed), random.Random(seed), 0
         self.free_blocks = self.rng.sample(range(num_blocks), num_blocks)
-        shape = AttentionShape(4, self.num_kv_heads, 16, dtype, torch.device("cpu"))
+        shape = AttentionShape(4, self.num_kv_heads, 16, dtype, torch.device("cpu"), windows=(0, 9))
         self.ours, self.exact = make_attention_backend("sdpa", shape), make_attention_backend("torch", shape)
         # [keys and values, layer, …]
         cache_shape = (2, NUM_LAYERS, num_blocks, block_size, self.num_kv_heads, 16)
@@ -459,10 +486,11 @@ class Steps:
                 for name in ("queries", "keys", "values")
             )
             self.ours.store_kvcache(k, v, *self.cache[:, layer], metadata.slot_mapping)
-            out = self.ours.attend(q, k, v, *self.cache[:, layer], metadata)
+            window = (0, 9)[layer % 2]
+            out = self.ours.attend(q, k, v, *self.cache[:, layer], metadata, window)
             q, k, v = (x.double() for x in (q, k, v))
             self.exact.store_kvcache(k, v, *self.exact_cache[:, layer], metadata.slot_mapping)
-            expected = self.exact.attend(q, k, v, *self.exact_cache[:, layer], metadata)
+            expected = self.exact.attend(q, k, v, *self.exact_cache[:, layer], metadata, window)
             assert out.dtype == self.dtype
             assert (out - expected).norm() <= TOLERANCE[self.dtype] * expected.norm(), (layer, lengths)
         for seq, n in work:

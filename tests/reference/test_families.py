@@ -27,7 +27,7 @@ def test_greedy_completions_are_those_of_transformers(tmp_path, family, backend,
     print(tally)  # pytest -rP shows it
     assert tally.num_ties <= tally.num_rows / 100
     # The comparison proves something only if completions vary and the schedules were not trivial.
-    assert tally.num_repeating < tally.num_rows / 5
+    assert tally.num_repeating < tally.num_rows / 3
     assert tally.num_cached_tokens > tally.num_rows
     assert tally.num_chunked_prompts > 5
     assert tally.num_preemptions > 10

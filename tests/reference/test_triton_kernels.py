@@ -30,12 +30,12 @@ from nanovllm.attention.triton_backend import TritonAttention, store_kvcache
 from nanovllm.layers.linear import PartialSum
 from nanovllm.layers.norm import QKNorm, RMSNorm
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
+from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.exchange import Exchange, _is_direct, mail_shape
 from nanovllm.ops.linear import linear, single_row_linear
 from nanovllm.ops.norm import add_rms_norm, rms_norm
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
-from nanovllm.ops.act_and_mul import act_and_mul
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of infinities that are meant
 
@@ -96,21 +96,23 @@ def take_rows(case: Case, rows: list[int]) -> Case:
             block_tables=metadata.block_tables[rows],
             block_size=metadata.block_size,
         ),
+        case.window,
     )
 
 
+@pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_a_decode_is_bitwise_independent_of_its_neighbours(dtype):
+def test_a_decode_is_bitwise_independent_of_its_neighbours(dtype, window):
     """Where a row is split must follow from its own length, or a neighbour's arrival changes a request's tokens."""
     lengths = [255, 3, 256, 257, 0, 700, 511, 512, 63, 1200]
-    case = make_case([(length, 1) for length in lengths], 16, 2, 3, 32, dtype)
+    case = make_case([(length, 1) for length in lengths], 16, 2, 3, 32, dtype, window=window)
     together = run_case("triton", case)
     assert relative_error(case, together) < 1e-3
     for rows in ([[row] for row in range(len(lengths))], [[9, 0, 5]], [list(range(10))[::-1]]):
         for some in rows:
             assert torch.equal(run_case("triton", take_rows(case, some)), together[some]), some
     # The same decodes beside a prefill.
-    mixed = make_case([(length, 1) for length in lengths] + [(20, 30)], 16, 2, 3, 32, dtype)
+    mixed = make_case([(length, 1) for length in lengths] + [(20, 30)], 16, 2, 3, 32, dtype, window=window)
     out = run_case("triton", mixed)
     alone = run_case("triton", take_rows(mixed, list(range(10))))
     assert torch.equal(out[:10], alone)
@@ -215,28 +217,30 @@ def test_the_gate_is_that_of_the_layer(size, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("output_size, input_size", [(1, 1), (8, 1024), (13, 700), (40, 1024), (21, 3000), (9, 1025)])
-def test_a_single_row_is_multiplied_as_by_pytorch(output_size, input_size, dtype):
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_single_row_is_multiplied_as_by_pytorch(output_size, input_size, has_bias, dtype):
     """Neither the last outputs, which do not fill a program, nor the last inputs may be lost or read twice."""
     x, weight = random_tensor(1, input_size, dtype=dtype), random_tensor(output_size, input_size, dtype=dtype, seed=1)
-    ours = single_row_linear(x, weight)
-    expected = x.double() @ weight.double().T
+    bias = random_tensor(output_size, dtype=dtype, seed=2) if has_bias else None
+    ours = single_row_linear(x, weight, bias)
+    expected = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
     assert ours.dtype == dtype and ours.shape == expected.shape
     # What rounding the result costs, and a little for the sum.
     limit = torch.finfo(dtype).eps * expected.abs() + 1e-6 * input_size
     assert ((ours.double() - expected).abs() <= limit).all()
     memory = torch.full((3, output_size), 7.0, dtype=dtype)
-    given = single_row_linear(x, weight, memory[1:2])
+    given = single_row_linear(x, weight, bias, memory[1:2])
     assert torch.equal(given, ours) and given.data_ptr() == memory[1].data_ptr() and (memory[[0, 2]] == 7).all()
 
 
-def test_only_a_single_row_without_a_bias_takes_the_kernel_for_it(monkeypatch):
-    """The kernel computes one row, and no bias."""
+def test_only_a_single_row_takes_the_kernel_for_it(monkeypatch):
+    """The kernel computes one row."""
     weight, bias = random_tensor(6, 32), random_tensor(6, seed=1)
     asked = []
 
-    def counted(x, weight, out=None):
-        asked.append((tuple(x.shape), out is not None))
-        return x @ weight.T if out is None else torch.mm(x, weight.T, out=out)
+    def counted(x, weight, bias, out=None):
+        asked.append((tuple(x.shape), bias is not None, out is not None))
+        return torch.nn.functional.linear(x, weight, bias) if out is None else torch.mm(x, weight.T, out=out)
 
     monkeypatch.setattr(sys.modules["nanovllm.ops.linear"], "single_row_linear", counted)
     for shape in [(1, 32), (2, 32), (3, 32), (1, 2, 32)]:
@@ -249,29 +253,37 @@ def test_only_a_single_row_without_a_bias_takes_the_kernel_for_it(monkeypatch):
             memory = torch.empty(len(x), 6)
             assert linear(x, weight, None, fused=True, out=memory) is memory
             torch.testing.assert_close(memory, x @ weight.T)
-    assert asked == [((1, 32), False), ((1, 32), True)]
+    assert asked == [((1, 32), False, False), ((1, 32), True, False), ((1, 32), False, True)]
 
 
 @DTYPES
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 32), (3, 1, 40), (5, 5, 64), (16, 8, 128), (6, 3, 10)]
+    ("num_heads", "num_kv_heads", "head_dim", "rotary_dim"),
+    [(4, 2, 32, 32), (3, 1, 40, 40), (5, 5, 64, 64), (16, 8, 128, 128), (6, 3, 10, 10), (4, 2, 96, 72), (2, 1, 80, 2)],
 )
-def test_queries_and_keys_are_normed_rotated_and_stored_as_by_the_layers(num_heads, num_kv_heads, head_dim, dtype):
-    """One kernel for four steps of the layer; heads and head sizes that are no powers of 2."""
+@pytest.mark.parametrize("offset", [None, 0.0, 1.0], ids=["no norm", "norm", "norm + 1"])
+def test_queries_and_keys_are_normed_rotated_and_stored_as_by_the_layers(
+    num_heads, num_kv_heads, head_dim, rotary_dim, offset, dtype
+):
+    """One kernel for four steps of the layer; heads and head sizes that are no powers of 2, and heads of which only a
+    part is rotated."""
     num_tokens, block_size = 7, 4
-    qk_norm = QKNorm(num_heads, num_kv_heads, head_dim, 1e-6, dtype, CPU)
-    weights = random_tensor(2, head_dim, seed=1) + 1
-    qk_norm.weight.data[:num_heads], qk_norm.weight.data[num_heads:] = weights
-    rope = RotaryEmbedding(head_dim, 5000, RopeConfig(theta=10000.0), dtype, CPU)
-    cos, sin = rope.lookup(torch.tensor([0, 1, 2, 17, 4999, 300, 0]))
+    weight, eps, norm = None, 0.0, lambda qk: qk
+    if offset is not None:
+        norm = QKNorm(num_heads, num_kv_heads, head_dim, 1e-6, dtype, CPU, offset)
+        weights = random_tensor(2, head_dim, seed=1) + 1
+        norm.weight.data[:num_heads], norm.weight.data[num_heads:] = weights
+        weight, eps = norm.weight, norm.eps
+    rope = RotaryEmbedding(head_dim, 5000, RopeConfig(10000.0, rotary_dim), dtype, CPU)
+    rotary = rope.lookup(torch.tensor([0, 1, 2, 17, 4999, 300, 0]))
     qkv = random_tensor(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, seed=2) * 3
     slots = torch.tensor([5, 11, -1, 0, 1, 4, -1])
     shape = (3, block_size, num_kv_heads, head_dim)
     k_cache, v_cache, exact_k_cache, exact_v_cache = (torch.full(shape, 7.0, dtype=dtype) for _ in range(4))
     before = qkv.clone()
-    out = qk_norm_rotate_store(qkv, qk_norm.weight, qk_norm.eps, cos, sin, k_cache, v_cache, slots)
+    out = qk_norm_rotate_store(qkv, weight, eps, *rotary, k_cache, v_cache, slots)
     assert torch.equal(qkv, before)
-    expected = RotaryEmbedding.rotate(qk_norm(qkv[:, :-num_kv_heads]), cos, sin)
+    expected = rotary.rotate(norm(qkv[:, :-num_kv_heads]))
     plain_store(expected[:, num_heads:], qkv[:, -num_kv_heads:], exact_k_cache, exact_v_cache, slots)
     assert_near(out, expected)
     assert_near(k_cache, exact_k_cache)
@@ -388,7 +400,7 @@ def check_exchange(monkeypatch, rank, calls, is_direct, most_rows=8, eps=1e-6) -
         parts = [(next(mailboxes), slice(first, first + most_rows)) for first in range(0, num_rows, most_rows)]
         with monkeypatch.context() as patch, Peers(mails, rank, parts, products, expected, is_direct) as peers:
             patch.setattr(torch, "empty_like", guarded)
-            normed, residual = exchange.sum_add_norm(products[rank], residual, weight, eps)
+            normed, residual = exchange.sum_add_norm(products[rank], residual, weight, eps, residual is None)
         for sent, right in [*peers.compared, (normed, expected)]:
             assert_near(sent, right)
         for _, part in parts:

@@ -16,6 +16,7 @@ from batch_factory import make_batch
 from model_factory import make_model, one_thread, save_model  # noqa: F401
 
 import nanovllm
+from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.torch_backend import TorchAttention
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Chunk
@@ -29,14 +30,14 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
 )
 from nanovllm.layers.norm import QKNorm, RMSNorm
-from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
+from nanovllm.layers.rotary_embedding import RopeConfig, Rotary, RotaryEmbedding
 from nanovllm.models.config import load_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import load_weights
+from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.exchange import made_by_all
 from nanovllm.ops.sampling_exchange import SamplingExchange
-from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -147,7 +148,7 @@ def test_rmsnorm_works_on_views_of_heads():
 def test_every_head_is_normed_by_itself_with_the_weight_of_its_kind(dtype):
     """As one RMSNorm for the queries and one for the keys would do it; the loader fills one row per head."""
     qk_norm, q_norm, k_norm = QKNorm(6, 2, 16, 1e-6, dtype, CPU), make_norm(16, dtype), make_norm(16, dtype)
-    for key, shard in qk_norm.shards("weight").items():
+    for key, (shard,) in qk_norm.shards("weight").items():
         assert shard.shape == (16,)
         shard.target.copy_({"q_norm": q_norm, "k_norm": k_norm}[key].weight)
     qk = torch.randn(5, 10, 16).to(dtype)[:, 1:9]
@@ -175,9 +176,9 @@ def test_rotary_embedding_is_that_of_transformers(dtype, head_dim, theta):
     cos, sin = Qwen3RotaryEmbedding(config)(q.float(), positions[None])
     exact = apply_rotary_pos_emb(q.double(), k.double(), cos.double(), sin.double())
     expected = apply_rotary_pos_emb(q, k, cos.to(dtype), sin.to(dtype))
-    rotary = RotaryEmbedding(head_dim, 4096, RopeConfig(theta), dtype, CPU)
+    rotary = RotaryEmbedding(head_dim, 4096, RopeConfig(theta, head_dim), dtype, CPU)
     for x, truth, theirs in zip((q, k), exact, expected, strict=True):
-        ours = rotary.rotate(x[0].transpose(0, 1), *rotary.lookup(positions)).transpose(0, 1)
+        ours = rotary.lookup(positions).rotate(x[0].transpose(0, 1)).transpose(0, 1)
         assert ours.dtype == dtype
         our_error, their_error = ((y.double() - truth[0]).norm() for y in (ours, theirs[0]))
         assert our_error <= 1.1 * their_error + 1e-6 * truth.norm(), (our_error, their_error)
@@ -185,22 +186,23 @@ def test_rotary_embedding_is_that_of_transformers(dtype, head_dim, theta):
 
 def test_rotation_leaves_its_input_alone():
     """It reads both halves of every head to write either."""
-    rotary = RotaryEmbedding(16, 50, RopeConfig(), **FP32)
+    rotary = RotaryEmbedding(16, 50, RopeConfig(10000.0, 16), **FP32)
     x = torch.randn(5, 3, 16)
     copy = x.clone()
-    cos_and_sin = rotary.lookup(torch.arange(5) + 7)
-    first = rotary.rotate(x, *cos_and_sin)
+    rotations = rotary.lookup(torch.arange(5) + 7)
+    first = rotations.rotate(x)
     exactly(x, copy)
-    exactly(rotary.rotate(x, *cos_and_sin), first)
+    exactly(rotations.rotate(x), first)
 
 
 def test_rotation_keeps_lengths_and_relative_positions():
     """q at m and k at n meet in a score that knows only m − n."""
-    rotary = RotaryEmbedding(32, 500, RopeConfig(10000.0), **FP32)
+    rotary = RotaryEmbedding(32, 500, RopeConfig(10000.0, 32), **FP32)
     q, k = torch.randn(2, 1, 1, 32).double().unbind()
 
     def rotated(x, position):
-        return rotary.rotate(x, *(part.double() for part in rotary.lookup(torch.tensor([position]))))
+        cos, sin, rotary_dim = rotary.lookup(torch.tensor([position]))
+        return Rotary(cos.double(), sin.double(), rotary_dim).rotate(x)
 
     assert rotated(q, 333).norm() == pytest.approx(float(q.norm()), rel=1e-6)
     near, far = ((rotated(q, m) * rotated(k, n)).sum() for m, n in ((17, 5), (412, 400)))
@@ -229,11 +231,12 @@ def load(layer: torch.nn.Module, whole: dict[str, torch.Tensor]) -> torch.nn.Mod
     """Fills a layer from whole tensors (by shard key and parameter name), as the loader does."""
     for name, parameter in layer.named_parameters():
         parameter.fill_(float("nan"))
-        for key, shard in layer.shards(name).items():
+        for key, shards in layer.shards(name).items():
             tensor = whole[f"{key}.{name}" if key else name]
-            assert tuple(tensor.shape) == shard.shape, (key, name)
-            part = tensor[tuple(slice(start, start + length) for start, length in shard.source)]
-            shard.target.copy_(part)
+            for shard in shards:
+                assert tuple(tensor.shape) == shard.shape, (key, name)
+                part = tensor[tuple(slice(start, start + length) for start, length in shard.source)]
+                shard.target.copy_(part)
     return layer
 
 
@@ -394,7 +397,7 @@ class ThreadRank(Parallel):
 def logits_of(directory: Path, token_ids: list[int], parallel: Parallel) -> torch.Tensor:
     """A prompt's logits, from this rank's shard of the checkpoint and of the cache, and from the others'."""
     config = load_model_config(directory)
-    backend = TorchAttention(None)
+    backend = TorchAttention(AttentionShape(1, 1, config.head_dim, torch.float32, CPU))
     model = CausalLM(config, 64, backend, parallel, **FP32)
     load_weights(model, directory)
     num_tokens = len(token_ids)
@@ -544,7 +547,7 @@ GLOO_RANK = """
         one = ParallelLMHead(vocab_size, 10, Parallel(), dtype=torch.float32, device=torch.device("cpu"))
         head = ParallelLMHead(vocab_size, 10, parallel, dtype=torch.float32, device=torch.device("cpu"))
         one.weight.copy_(weight)
-        for shard in head.shards("weight").values():
+        for (shard,) in head.shards("weight").values():
             (first, length), _ = shard.source
             shard.target.copy_(weight[first : first + length])
         for is_packed in (False, True):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from model_factory import TINY, save_model
 from transformers import Qwen3Config
 
 from nanovllm import LLM
-from nanovllm.models.config import ModelConfig, load_model_config
+from nanovllm.layers.rope_config import RopeConfig
+from nanovllm.models.config import ACTIVATIONS, FAMILIES, LayerConfig, ModelConfig, load_model_config
+from nanovllm.ops import act_and_mul
 
 FIELDS = {**TINY, "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-6}
 
@@ -20,6 +23,11 @@ def read(directory: Path, remove: str = "", **changes) -> ModelConfig:
     fields = {name: value for name, value in {**FIELDS, **changes}.items() if name != remove}
     (directory / "config.json").write_text(json.dumps(fields))
     return load_model_config(directory)
+
+
+def rope_of(directory: Path, **changes) -> RopeConfig:
+    """The rotary embedding of the first layer."""
+    return read(directory, **changes).layers[0].rope
 
 
 def error_of(directory: Path, remove: str = "", **changes) -> str:
@@ -37,21 +45,22 @@ def test_what_transformers_writes_is_what_is_read(tmp_path):
     ours = load_model_config(tmp_path)
     for name in (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "rms_norm_eps", "attention_bias", "tie_word_embeddings",
+        "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "hidden_act",
     ):  # fmt: skip
         assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.qkv_bias and ours.o_bias and not ours.mlp_bias
     assert ours.architecture == "Qwen3ForCausalLM" and ours.dtype == "float32"
-    assert ours.max_position == theirs.max_position_embeddings and ours.rope.theta == 77.0
+    assert ours.max_position == theirs.max_position_embeddings and ours.layers[0].rope.theta == 77.0
 
 
 def test_fields_that_transformers_has_defaults_for_may_be_absent(tmp_path):
     """null is absent: transformers 4 writes rope_scaling: null and sliding_window: null."""
-    absent = {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": False}
+    absent = {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "mlp_bias": False, "tie_word_embeddings": False}
     for name, default in absent.items():
         for config in (read(tmp_path, remove=name), read(tmp_path, **{name: None})):
             assert getattr(config, name) == default
     config = read(tmp_path, rope_scaling=None, sliding_window=None, layer_types=None, quantization_config=None)
-    assert config.rope.kind == "default" and config.rope.theta == 10000.0
+    assert config.layers[0] == config.layers[1] == LayerConfig(0, RopeConfig(10000.0, 16))
     assert read(tmp_path, remove="head_dim").head_dim == Qwen3Config().head_dim == 128
 
 
@@ -65,14 +74,14 @@ def test_kv_values_per_token_are_those_of_qwen3_0_6b(tmp_path):
 def test_both_layouts_of_rope_are_read(tmp_path):
     """Reading only one of them leaves the other at a theta of 10,000, and the model answers nonsense."""
     yarn = {"factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 16, "truncate": False}
-    old = read(tmp_path, rope_theta=1e6, rope_scaling={"rope_type": "yarn", **yarn}).rope
-    oldest = read(tmp_path, rope_theta=1e6, rope_scaling={"type": "yarn", **yarn}).rope
-    new = read(tmp_path, rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, **yarn}).rope
+    old = rope_of(tmp_path, rope_theta=1e6, rope_scaling={"rope_type": "yarn", **yarn})
+    oldest = rope_of(tmp_path, rope_theta=1e6, rope_scaling={"type": "yarn", **yarn})
+    new = rope_of(tmp_path, rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, **yarn})
     assert old == oldest == new
     assert (new.kind, new.theta, new.factor, new.original_max_position) == ("yarn", 1e6, 4.0, 128)
     assert (new.beta_fast, new.beta_slow, new.truncate) == (16.0, 1.0, False)
-    assert read(tmp_path, rope_theta=5000000).rope.theta == 5e6
-    assert read(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 5e6}, rope_theta=1.5).rope.theta == 5e6
+    assert rope_of(tmp_path, rope_theta=5000000).theta == 5e6
+    assert rope_of(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 5e6}, rope_theta=1.5).theta == 5e6
 
 
 @pytest.mark.parametrize(
@@ -113,13 +122,14 @@ def test_a_model_without_generation_config_recommends_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "architectures", [["LlamaForCausalLM"], ["Qwen3MoeForCausalLM"], [], None, "Qwen3ForCausalLM", 5, {"a": 1}]
+    "architectures",
+    [["GPT2LMHeadModel"], ["Gemma3ForConditionalGeneration"], [], None, "Qwen3ForCausalLM", 5, {"a": 1}],
 )
 def test_an_unknown_architecture_is_named_beside_those_there_are(tmp_path, architectures):
     """Running it as Qwen3 would answer nonsense."""
     message = error_of(tmp_path, architectures=architectures)
     if isinstance(architectures, (list, type(None))):
-        assert "Qwen3ForCausalLM" in message and str(architectures or []) in message
+        assert all(name in message for name in FAMILIES) and str(architectures or []) in message
     else:
         assert "architectures" in message and repr(architectures) in message
 
@@ -153,12 +163,20 @@ WRONG: list[tuple[str, Any]] = [
     ("rope_parameters", {"full_attention": {"rope_type": "default", "rope_theta": 5e6}}),
     ("hidden_act", "gelu"),
     ("hidden_act", 5),
-    ("use_sliding_window", True),
-    ("layer_types", ["full_attention", "sliding_attention"]),
+    ("use_sliding_window", 1),
+    ("layer_types", ["full_attention", "sliding_attention"]),  # without use_sliding_window
     ("layer_types", ["chunked_attention", "full_attention"]),
+    ("layer_types", ["full_attention"]),
+    ("attn_logit_softcapping", 50.0),
+    ("final_logit_softcapping", 30.0),
+    ("use_bidirectional_attention", True),
+    *(("mlp_bias", value) for value in ("false", 0)),
+    *(("query_pre_attn_scalar", value) for value in (0, "256", -1)),
+    *((name, 10**400) for name in ("rope_theta", "rms_norm_eps", "vocab_size", "query_pre_attn_scalar")),
+    ("num_hidden_layers", 10**9),
     ("quantization_config", {"quant_method": "fp8"}),
     ("quantization_config", {"quant_method": "awq", "bits": 4}),
-    ("partial_rotary_factor", 0.5),
+    *(("partial_rotary_factor", value) for value in (0.0, 1.5, 0.06, 0.2, "half")),
 ]
 
 
@@ -174,9 +192,14 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
 @pytest.mark.parametrize(
     ("rope", "named"),
     [
-        ({"rope_type": "llama3", "factor": 8.0}, "llama3"),
-        ({"rope_type": "dynamic", "factor": 2.0}, "dynamic"),
-        ({"type": "longrope"}, "longrope"),
+        ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor"),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}, "high_freq_factor"),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4}, "low_freq_factor"),
+        ({"rope_type": "proportional", "factor": 2.0}, "proportional"),
+        ({"type": "longrope"}, "short_factor"),
+        ({"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7}, "long_factor"),
+        ({"type": "longrope", "short_factor": [1.0] * 7 + [0], "long_factor": [1.0] * 8}, "short_factor"),
+        ({"type": "su", "short_factor": 5, "long_factor": [1.0] * 8}, "short_factor"),
         ({"rope_type": None}, "None"),
         ({"rope_type": ["yarn"]}, "yarn"),
         ({"rope_type": "linear"}, "factor"),
@@ -193,7 +216,9 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
         ({**YARN, "mscale": "x"}, "mscale"),
         ({**YARN, "truncate": "no"}, "truncate"),
         ({**YARN, "rope_theta": "x"}, "rope_theta"),
-        ({**YARN, "partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+        ({**YARN, "partial_rotary_factor": 0.2}, "partial_rotary_factor"),
+        ({**YARN, "rope_theta": 1.0}, "rope_theta"),
+        ({**YARN, "factor": 10**400}, "factor"),
     ],
     ids=str,
 )
@@ -216,14 +241,99 @@ def test_heads_that_do_not_divide_are_named(tmp_path, num_heads, num_kv_heads, h
     assert all(part in message for part in named)
 
 
+NESTED = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
+
+
 @pytest.mark.parametrize("file_name", ["config.json", "generation_config.json"])
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"3", b'"text"', b"\xff\xfe\x00", b"<html>"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"null", b"3", b'"text"', b"\xff\xfe\x00", b"<html>", NESTED], ids=lambda c: c[:9]
+)
 def test_a_file_that_is_no_json_object_is_named(tmp_path, file_name, content):
     """An error page of a proxy, or a download that stopped."""
     read(tmp_path)
     (tmp_path / file_name).write_bytes(content)
     with pytest.raises(ValueError, match=file_name):
         load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("file_name", ["config.json", "generation_config.json"])
+def test_a_pipe_is_no_config(tmp_path, file_name):
+    """Opening one waits for somebody to write into it, for ever."""
+    read(tmp_path)
+    (tmp_path / file_name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / file_name)
+    with pytest.raises(ValueError, match=f"{file_name} is no regular file"):
+        load_model_config(tmp_path)
+
+
+def test_code_of_the_models_own_is_refused_by_name(tmp_path):
+    message = error_of(tmp_path, architectures=["MyLM"], auto_map={"AutoModelForCausalLM": "modeling.MyLM"})
+    assert "auto_map" in message and "never run" in message
+
+
+def test_the_activations_of_configs_are_those_of_the_kernel():
+    assert set(ACTIVATIONS) == set(act_and_mul.ACTIVATIONS)
+
+
+def test_llama3_and_longrope_do_not_stretch_what_the_config_says(tmp_path):
+    """Llama 3.2 names 131,072 tokens, which its factor of 32 times 8,192 would exceed."""
+    llama3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {**llama3, "original_max_position_embeddings": 8192}
+    config = read(tmp_path, max_position_embeddings=131072, rope_scaling=rope)
+    assert config.max_position == config.usual_max_position == 131072
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    config = read(
+        tmp_path, max_position_embeddings=131072, original_max_position_embeddings=4096,
+        rope_scaling={"type": "longrope", **factors},
+    )  # fmt: skip
+    assert (config.max_position, config.usual_max_position) == (131072, 4096)
+    assert config.layers[0].rope.factor == 32
+
+
+WINDOWED = {"num_hidden_layers": 7, "sliding_window": 5}
+
+
+def test_gemmas_local_layers_have_a_theta_of_their_own(tmp_path):
+    """transformers 4 names it rope_local_base_freq; rope_scaling is for the other layers alone."""
+    fields = {
+        **WINDOWED,
+        "architectures": ["Gemma3ForCausalLM"],
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    local, whole = (read(tmp_path, **fields, rope_local_base_freq=7.0).layers[index].rope for index in (0, 5))
+    assert local == RopeConfig(7.0, 16) and (whole.theta, whole.kind, whole.factor) == (1e6, "linear", 8.0)
+    assert read(tmp_path, **fields).layers[0].rope.theta == 10000.0
+    nested = {"sliding_attention": {"rope_type": "default", "rope_theta": 3.0}, "full_attention": {"rope_theta": 5.0}}
+    ropes = [layer.rope for layer in read(tmp_path, **{**fields, "rope_scaling": None}, rope_parameters=nested).layers]
+    assert ropes == [RopeConfig(3.0, 16)] * 5 + [RopeConfig(5.0, 16), RopeConfig(3.0, 16)]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "expected"),
+    [
+        ("LlamaForCausalLM", {}, [0] * 7),
+        ("MistralForCausalLM", {}, [5] * 7),
+        ("MistralForCausalLM", {"sliding_window": None}, [0] * 7),
+        ("Phi3ForCausalLM", {}, [5] * 7),
+        ("Qwen2ForCausalLM", {"max_window_layers": 4}, [0] * 7),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True, "max_window_layers": 4}, [0] * 4 + [5] * 3),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True, "max_window_layers": 9}, [0] * 7),
+        ("Gemma3ForCausalLM", {}, [5] * 5 + [0, 5]),
+        ("Gemma3ForCausalLM", {"sliding_window_pattern": 2}, [5, 0, 5, 0, 5, 0, 5]),
+        ("Gemma3ForCausalLM", {"layer_types": ["full_attention"] * 6 + ["sliding_attention"]}, [0] * 6 + [5]),
+    ],
+    ids=str,
+)
+def test_windows_are_where_each_family_has_them(tmp_path, architecture, fields, expected):
+    fields = {**WINDOWED, "architectures": [architecture], **fields}
+    assert [layer.window for layer in read(tmp_path, **fields).layers] == expected
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM"])
+def test_layer_types_that_transformers_would_not_follow_are_refused(tmp_path, architecture):
+    kinds = ["sliding_attention", "full_attention"]
+    message = error_of(tmp_path, architectures=[architecture], layer_types=kinds, sliding_window=8)
+    assert "layer_types" in message
 
 
 def test_a_missing_config_is_named(tmp_path):
