@@ -124,6 +124,31 @@ def gemma3(rng: random.Random) -> dict[str, Any]:
     return options
 
 
+def _experts(rng: random.Random, options: dict[str, Any], name: str) -> dict[str, Any]:
+    num_experts = rng.choice((1, 2, 3, 5, 7, 8, 11, 16))
+    options |= {name: num_experts, "num_experts_per_tok": min(num_experts, rng.randrange(1, 9))}
+    return options
+
+
+def qwen3_moe(rng: random.Random) -> dict[str, Any]:
+    options = _experts(rng, _common(rng), "num_experts")
+    _free_head_dim(rng, options)
+    return options | {
+        "attention_bias": rng.random() < 0.3,
+        "moe_intermediate_size": rng.randrange(6, 50),
+        "norm_topk_prob": rng.random() < 0.7,
+        "decoder_sparse_step": rng.choice((1, 1, 2)),
+        "mlp_only_layers": [] if rng.random() < 0.7 else [0],
+        "use_sliding_window": rng.random() < 0.3,
+        "sliding_window": rng.choice(WINDOWS),
+    }
+
+
+def mixtral(rng: random.Random) -> dict[str, Any]:
+    options = _experts(rng, _common(rng), "num_local_experts")
+    return options | {"sliding_window": rng.choice((None, *WINDOWS))}
+
+
 # Family -> (transformers' config and model, random options).
 FAMILIES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", llama),
@@ -131,6 +156,8 @@ FAMILIES = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", qwen2),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", qwen3),
     "phi3": ("Phi3Config", "Phi3ForCausalLM", phi3),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", qwen3_moe),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", mixtral),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", gemma3),
 }
 
@@ -143,6 +170,8 @@ def make_family_model(family: str, options: dict[str, Any], seed: int = 0) -> An
     config_name, model_name, _ = FAMILIES[family]
     config = getattr(transformers, config_name)(bos_token_id=None, eos_token_id=None, **options)
     model = getattr(transformers, model_name)(config).float().eval()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the others want sizes that are multiples of 16 bytes
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

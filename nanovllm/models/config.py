@@ -17,8 +17,8 @@ class Family:
     Args:
         defaults: what its config.json may leave out, where transformers' default is not Llama's.
         windows: which layers have a sliding window if layer_types does not say: "none", "all" (if there is a
-            sliding_window), "upper" (from max_window_layers on, if use_sliding_window), or "pattern" (all but every
-            sixth; they have a rotary embedding of their own).
+            sliding_window), "switched" (all, if use_sliding_window), "upper" (from max_window_layers on, if
+            use_sliding_window), or "pattern" (all but every sixth; they have a rotary embedding of their own).
         qkv_bias: whether queries, keys and values have a bias, and the attention's output none; None does what
             attention_bias says, for all four.
         qk_norm: every query and key head is normed.
@@ -26,6 +26,8 @@ class Family:
         norm_offset: what the stored weights of norms lack.
         has_post_norms: the outputs of attention and MLP are normed before they are added.
         scales_embedding: embeddings are multiplied by sqrt(hidden_size).
+        has_experts: layers have a mixture of experts instead of an MLP; Qwen's can have MLPs too.
+        renames: parts of our tensors' names, and what the checkpoint calls them.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -36,6 +38,8 @@ class Family:
     norm_offset: float = 0.0
     has_post_norms: bool = False
     scales_embedding: bool = False
+    has_experts: bool = False
+    renames: tuple[tuple[str, str], ...] = ()
 
 
 FAMILIES = {
@@ -50,6 +54,16 @@ FAMILIES = {
     "MistralForCausalLM": Family(
         {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}, windows="all"
     ),
+    "MixtralForCausalLM": Family(
+        {
+            "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+            "num_experts_per_tok": 2, "num_local_experts": 8, "norm_topk_prob": True,
+        },
+        windows="all", has_experts=True,
+        renames=(
+            (".mlp.", ".block_sparse_moe."), (".gate_proj.", ".w1."), (".up_proj.", ".w3."), (".down_proj.", ".w2."),
+        ),
+    ),
     "Phi3ForCausalLM": Family(
         {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
         windows="all", is_packed=True,
@@ -61,6 +75,9 @@ FAMILIES = {
     "Qwen3ForCausalLM": Family(
         {"head_dim": 128, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
         windows="upper", qk_norm=True,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        {"max_position_embeddings": 32768, "sliding_window": 4096}, windows="switched", qk_norm=True, has_experts=True
     ),
 }  # fmt: skip
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -111,10 +128,27 @@ class LayerConfig(NamedTuple):
 
     window: how many keys a query sees, its own included; 0 is all.
     rope: the rotary embedding.
+    has_experts: a mixture of experts instead of an MLP.
     """
 
     window: int
     rope: RopeConfig
+    has_experts: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The mixture of experts of a model's layers.
+
+    num_experts, top_k: how many there are, and how many a token chooses.
+    size: of an expert's MLP.
+    renormalizes: a token's weights add up to 1.
+    """
+
+    num_experts: int
+    top_k: int
+    size: int
+    renormalizes: bool
 
 
 @dataclass(frozen=True)
@@ -130,6 +164,7 @@ class ModelConfig:
     num_key_value_heads: int
     head_dim: int
     layers: tuple[LayerConfig, ...]
+    experts: ExpertsConfig | None
     rms_norm_eps: float
     qkv_bias: bool
     o_bias: bool
@@ -156,22 +191,33 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """Numbers in all weight matrices."""
         heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
-        layer = self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
-        return self.num_hidden_layers * layer + (2 - self.tie_word_embeddings) * self.vocab_size * self.hidden_size
+        num_rows = (2 - self.tie_word_embeddings) * self.vocab_size + self.num_hidden_layers * heads * self.head_dim
+        for layer in self.layers:
+            if self.experts is not None and layer.has_experts:
+                num_rows += self.experts.num_experts * (3 * self.experts.size + 1)
+            else:
+                num_rows += 3 * self.intermediate_size
+        return num_rows * self.hidden_size
 
     def check_parallel_size(self, size: int) -> None:
         """Raises a ValueError that names the sizes that work, unless the model can be split over `size` ranks."""
 
+        mlp_sizes = {
+            self.experts.size if self.experts is not None and layer.has_experts else self.intermediate_size
+            for layer in self.layers
+        }
+
         def divides(n: int) -> bool:
             num_kv_heads = self.num_key_value_heads  # of which several ranks may hold the same
-            is_even = self.num_attention_heads % n == 0 and self.intermediate_size % n == 0
+            is_even = all(size % n == 0 for size in (self.num_attention_heads, *mlp_sizes))
             return is_even and (num_kv_heads % n == 0 or n % num_kv_heads == 0)
 
         if not divides(size):
             sizes = ", ".join(str(n) for n in range(1, self.num_attention_heads + 1) if divides(n))
             raise ValueError(
                 f"tensor_parallel_size={size} does not divide the model's {self.num_attention_heads} attention heads, "
-                f"{self.num_key_value_heads} key/value heads and intermediate size {self.intermediate_size}; {sizes} do"
+                f"{self.num_key_value_heads} key/value heads and intermediate size "
+                f"{' and '.join(map(str, sorted(mlp_sizes)))}; {sizes} do"
             )
 
 
@@ -222,6 +268,8 @@ def load_model_config(directory: Path) -> ModelConfig:
     unstretched = [rope.original_max_position for rope in ropes.values() if rope.kind == "longrope"]
     max_position = max([max_position, *stretched])
     has_bias = _flag(raw, "attention_bias", default=False)
+    experts = _experts(raw) if family.has_experts else None
+    sparse = _sparse_layers(raw, len(windows)) if experts is not None else set()
     return ModelConfig(
         architecture=architecture,
         family=family,
@@ -231,7 +279,8 @@ def load_model_config(directory: Path) -> ModelConfig:
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
-        layers=tuple(LayerConfig(window, ropes[window > 0]) for window in windows),
+        layers=tuple(LayerConfig(window, ropes[window > 0], i in sparse) for i, window in enumerate(windows)),
+        experts=experts,
         rms_norm_eps=_number(raw, "rms_norm_eps", default=1e-6),
         qkv_bias=has_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=has_bias if family.qkv_bias is None else False,
@@ -250,13 +299,13 @@ def load_model_config(directory: Path) -> ModelConfig:
 def _windows(raw: dict[str, Any], family: Family, num_layers: int) -> list[int]:
     """Each layer's sliding window, 0 for none."""
     has_window = raw.get("sliding_window") is not None
-    if family.windows == "upper":
+    if family.windows in ("upper", "switched"):
         has_window = has_window and _flag(raw, "use_sliding_window", default=False)
     if family.windows == "pattern":
         period = _count(raw, "sliding_window_pattern", default=6)
         is_local = [has_window and (index + 1) % period > 0 for index in range(num_layers)]
     else:
-        first = {"none": num_layers, "all": 0, "upper": raw.get("max_window_layers", 0)}[family.windows]
+        first = {"none": num_layers, "upper": raw.get("max_window_layers", 0)}.get(family.windows, 0)
         is_local = [has_window and index >= first for index in range(num_layers)]
     kinds = _list(raw, "layer_types")
     if kinds:
@@ -276,6 +325,20 @@ def _windows(raw: dict[str, Any], family: Family, num_layers: int) -> list[int]:
         is_local = given
     window = _count(raw, "sliding_window") if any(is_local) else 0
     return [window if local else 0 for local in is_local]
+
+
+def _experts(raw: dict[str, Any]) -> ExpertsConfig:
+    num_experts = _count(raw, "num_experts", default=_given(raw, "num_local_experts", None))
+    size = _count(raw, "moe_intermediate_size", default=_given(raw, "intermediate_size", None))
+    top_k = _count(raw, "num_experts_per_tok", most=num_experts)
+    return ExpertsConfig(num_experts, top_k, size, _flag(raw, "norm_topk_prob", default=False))
+
+
+def _sparse_layers(raw: dict[str, Any], num_layers: int) -> set[int]:
+    """The layers with experts: all, unless Qwen's fields say otherwise."""
+    period = _count(raw, "decoder_sparse_step", default=1)
+    dense = _list(raw, "mlp_only_layers")
+    return {index for index in range(num_layers) if (index + 1) % period == 0 and index not in dense}
 
 
 def _rope(raw: dict[str, Any], family: Family, is_local: bool, head_dim: int, max_position: int) -> RopeConfig:

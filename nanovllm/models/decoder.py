@@ -10,6 +10,7 @@ from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.experts import Experts
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import QKNorm, RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
@@ -66,11 +67,21 @@ class DecoderLayer(nn.Module):
 
         self.rope = config.layers[layer_index].rope
         self.self_attn = DecoderAttention(config, layer_index, backend, parallel, **kw)
-        self.mlp = DecoderMLP(config, parallel, **kw)
+        self.mlp = self._make_mlp(config, layer_index, parallel, **kw)
         self.input_layernorm, self.post_attention_layernorm = norm(), norm()
         self.has_post_norms = config.family.has_post_norms
         if self.has_post_norms:  # the checkpoint's names: post_attention_layernorm comes before the addition then
             self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
+
+    @staticmethod
+    def _make_mlp(config: ModelConfig, layer_index: int, parallel: Parallel, **kw) -> nn.Module:
+        experts = config.experts
+        if experts is None or not config.layers[layer_index].has_experts:
+            return DecoderMLP(config, parallel, **kw)
+        return Experts(
+            config.hidden_size, experts.size, experts.num_experts, experts.top_k, experts.renormalizes,
+            config.hidden_act, parallel, **kw,
+        )  # fmt: skip
 
     def forward(self, output, residual, rotary, kv_cache, metadata):
         """(output of the layer before, residual) -> the same of this layer; see RMSNorm.reduce_add."""
@@ -137,6 +148,7 @@ class CausalLM(nn.Module):
         tied = config.tie_word_embeddings
         weight = self.model.embed_tokens.weight if tied else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, parallel, weight, **kw)
+        self.renames = config.family.renames
         # Checkpoint tensor -> the one it must equal when a tied model stores it all the same.
         self.tied_weights = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
 

@@ -91,7 +91,10 @@ def expected_tensors(model: CausalLM) -> dict[str, list[Shard]]:
             for key, shards in module.shards(parameter_name).items():
                 # A fused parameter's parts stand beside it in the checkpoint, under names of their own.
                 path = (f"{parent}.{key}" if parent else key) if key else prefix
-                expected[f"{path}.{parameter_name}"] = shards
+                name = f"{path}.{parameter_name}"
+                for ours, theirs in model.renames:
+                    name = name.replace(ours, theirs)
+                expected[name] = shards
     return expected
 
 

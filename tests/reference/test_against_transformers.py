@@ -52,7 +52,7 @@ class Tally:
     num_preemptions: int = 0
 
 
-def compare(model, directory, prompts, rng: random.Random, backend: str, overlap: bool, tally: Tally) -> None:
+def compare(model, directory, prompts, rng: random.Random, backend: str, overlap: bool, tally: Tally, **more) -> None:
     """Runs the prompts twice on one engine with a random schedule and checks every completion."""
     block_size = rng.choice((1, 2, 3, 4, 5, 7, 16))
     budget = rng.randrange(7, 40)
@@ -66,6 +66,7 @@ def compare(model, directory, prompts, rng: random.Random, backend: str, overlap
         "max_num_batched_tokens": budget,
         "max_num_seqs": rng.choice((2, 3, 8)),
         "num_kvcache_blocks": longest * rng.choice((1, 1, 2, 3, 8)),
+        **more,
     }
     expected = reference_completions(model, prompts, max_tokens)
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)

@@ -1,14 +1,27 @@
 """Every family's tokens and logits are those of transformers, in float32 on the CPU."""
 
 import random
+import threading
 
 import pytest
 import torch
 from family_factory import FAMILIES, save_family_model
 from model_factory import one_thread  # noqa: F401
-from test_against_transformers import Tally, compare, ragged_prompts, teacher_forced_logits
+from test_against_transformers import (
+    TIE,
+    Tally,
+    compare,
+    logit_gap,
+    ragged_prompts,
+    reference_completions,
+    teacher_forced_logits,
+)
+from test_layers import Exchange, ThreadRank, logits_of
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
+from nanovllm.models.config import load_model_config
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 NUM_CONFIGS = 60
 
@@ -50,3 +63,69 @@ def test_teacher_forced_logits_are_those_of_transformers(tmp_path, family, backe
             theirs = model(torch.tensor([token_ids])).logits[0]
         error = float((ours - theirs).abs().max() / theirs.abs().max())
         assert error < 1e-4, (error, options)
+
+
+def divisible_models(tmp_path, family: str, rng: random.Random, number: int):
+    """Checkpoints of a family that two ranks can share: (directory, options, model)."""
+    while number:
+        options = FAMILIES[family][2](rng)
+        directory = tmp_path / str(rng.random())
+        model = save_family_model(directory, family, options, seed=number)
+        try:
+            load_model_config(directory).check_parallel_size(2)
+        except ValueError:
+            continue
+        number -= 1
+        yield directory, options, model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_over_two_ranks_are_those_of_transformers(tmp_path, family, runs):
+    """Every rank reads its part of packed tensors, of biases and of each expert."""
+    rng = random.Random(family)
+    for directory, options, model in divisible_models(tmp_path, family, rng, 6 * runs):
+        token_ids = [rng.randrange(options["vocab_size"]) for _ in range(40)]
+        exchange, logits = Exchange(2), [None] * 2
+
+        def run_rank(rank: int, directory=directory, token_ids=token_ids, exchange=exchange, logits=logits) -> None:
+            try:
+                logits[rank] = logits_of(directory, token_ids, ThreadRank(rank, 2, exchange))
+            except BaseException:
+                exchange.barrier.abort()  # the other must not wait
+                raise
+
+        threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        with torch.inference_mode():
+            theirs = model(torch.tensor([token_ids])).logits[0]
+        for ours in logits:
+            assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-4, options
+
+
+@pytest.mark.parametrize("family", ["gemma3", "phi3", "qwen3_moe"])
+def test_two_ranks_give_the_tokens_of_transformers(tmp_path, family):
+    """Whole engines over gloo, with chunks, prefix hits and preemption."""
+    rng, tally = random.Random(family), Tally()
+    ((directory, options, model),) = divisible_models(tmp_path, family, rng, 1)
+    prompts = ragged_prompts(rng, options["vocab_size"])
+    compare(model, directory, prompts, rng, "sdpa", True, tally, tensor_parallel_size=2)
+    assert tally.num_ties == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_engine_of_our_kernels_gives_the_tokens_of_the_plain_one(tmp_path, family):
+    """Windows, wide and partly rotated heads, experts and norms after blocks, in Triton's interpreter."""
+    rng = random.Random(family)
+    options = FAMILIES[family][2](rng)
+    model = save_family_model(tmp_path, family, options, seed=1)
+    prompts = [prompt[:20] for prompt in ragged_prompts(rng, options["vocab_size"])[:4]]
+    expected = reference_completions(model, prompts, 6)
+    engine = {"device": "cpu", "kvcache_block_size": 16, "max_num_batched_tokens": 24, "max_model_len": 64}
+    with LLM(str(tmp_path), attention_backend="triton", **engine) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False)
+    for prompt, output, theirs in zip(prompts, outputs, expected, strict=True):
+        if output.token_ids != theirs:
+            assert logit_gap(model, prompt, output.token_ids, theirs) < TIE, options

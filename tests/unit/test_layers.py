@@ -397,7 +397,7 @@ class ThreadRank(Parallel):
 def logits_of(directory: Path, token_ids: list[int], parallel: Parallel) -> torch.Tensor:
     """A prompt's logits, from this rank's shard of the checkpoint and of the cache, and from the others'."""
     config = load_model_config(directory)
-    backend = TorchAttention(AttentionShape(1, 1, config.head_dim, torch.float32, CPU))
+    backend = TorchAttention(AttentionShape(1, 1, config.head_dim, torch.float32, CPU, scale=config.attention_scale))
     model = CausalLM(config, 64, backend, parallel, **FP32)
     load_weights(model, directory)
     num_tokens = len(token_ids)

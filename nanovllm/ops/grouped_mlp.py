@@ -1,0 +1,190 @@
+"""The experts' gated MLPs, each on the tokens that chose it, and their weighted sum.
+
+A pair is a token and one of its experts: pair i belongs to token i // top_k. One kernel lists each expert's pairs. The
+two grouped products have a fixed grid and read on the device how many pairs an expert has, so a captured step serves
+any choice. They read only the weights of experts that somebody chose, and write their results by pair. So nothing is
+sorted, and a token's results are added in the order of its experts, whatever its neighbours chose.
+"""
+
+import torch
+
+from nanovllm.ops.act_and_mul import act_and_mul, activated
+from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
+from nanovllm.ops.kernel import jit, tl, triton
+from nanovllm.ops.linear import linear
+from nanovllm.ops.route import Routes
+
+
+def grouped_mlp(
+    x: torch.Tensor,
+    routes: Routes,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    activation: str = "silu",
+    fused: bool = False,
+) -> torch.Tensor:
+    """The sum over each token's experts of weight × down(activation(gate) × up), added in float32.
+
+    Args:
+        x: [num_tokens, hidden_size].
+        routes: the tokens' experts.
+        gate_up: [num_experts, 2 × size, hidden_size].
+        down: [num_experts, hidden_size, size].
+        activation: see act_and_mul.
+        fused: compute with our kernels.
+
+    Returns:
+        [num_tokens, hidden_size].
+    """
+    if fused:
+        return _fused_grouped_mlp(x, routes, gate_up, down, activation)
+    outputs = x.new_zeros(*routes.experts.shape, x.shape[1])
+    for expert in routes.experts.unique().tolist():
+        token, place = torch.where(routes.experts == expert)
+        hidden = act_and_mul(linear(x[token], gate_up[expert], None), activation)
+        outputs[token, place] = linear(hidden, down[expert], None)
+    return (outputs.float() * routes.weights[:, :, None]).sum(1).to(x.dtype)
+
+
+@jit(do_not_specialize=["num_pairs", "num_tokens"])
+def _pairs_kernel(experts, pairs, counts, num_pairs, num_tokens, CHUNK: tl.constexpr):
+    """One program per expert lists its pairs in order.
+
+    experts: [num_pairs]; pairs: [num_experts, num_tokens]; counts: [num_experts].
+    """
+    begin()
+    expert = tl.program_id(0)
+    count = 0
+    for first in range(0, num_pairs, CHUNK):
+        pair = first + tl.arange(0, CHUNK)
+        is_ours = (tl.load(experts + pair, pair < num_pairs, -1) == expert).to(tl.int32)
+        place = count + tl.cumsum(is_ours, 0) - is_ours
+        tl.store(pairs + expert.to(tl.int64) * num_tokens + place, pair, is_ours > 0)
+        count += tl.sum(is_ours, 0)
+    tl.store(counts + expert, count)
+
+
+@jit
+def _tile(counts, tile, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
+    """(expert, first of its pairs, how many pairs it has) of a tile of at most PAIRS pairs of one expert; without any
+    pairs if the tile is beyond the last one."""
+    expert = tl.arange(0, EXPERTS)
+    count = tl.load(counts + expert, expert < NUM_EXPERTS, 0)
+    num_tiles = (count + PAIRS - 1) // PAIRS
+    end = tl.cumsum(num_tiles, 0)
+    ours = tl.sum((end <= tile).to(tl.int32), 0)
+    is_ours = expert == ours
+    first = (tile - tl.sum(tl.where(is_ours, end - num_tiles, 0), 0)) * PAIRS
+    return ours, first, tl.sum(tl.where(is_ours, count, 0), 0)
+
+
+@jit(do_not_specialize=["num_tokens"])
+def _gate_up_kernel(
+    x, gate_up, pairs, counts, hidden, num_tokens, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIZE: tl.constexpr,
+    HIDDEN_SIZE: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr, IS_GELU: tl.constexpr,
+):  # fmt: skip
+    """hidden: [num_pairs, SIZE]; one program per tile of pairs and of the columns of `hidden`."""
+    begin()
+    expert, first, count = _tile(counts, tl.program_id(0), NUM_EXPERTS, EXPERTS, PAIRS)
+    if first < count:
+        row = first + tl.arange(0, PAIRS)
+        is_row = row < count
+        pair = tl.load(pairs + expert.to(tl.int64) * num_tokens + row, is_row, 0).to(tl.int64)
+        output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+        column = tl.arange(0, INPUTS)
+        is_output = output < SIZE
+        at_x = x + (pair // TOP_K)[:, None] * HIDDEN_SIZE + column[None, :]
+        weights = gate_up + expert.to(tl.int64) * (2 * SIZE * HIDDEN_SIZE)
+        at_gate = weights + output[None, :] * HIDDEN_SIZE + column[:, None]
+        gate = tl.zeros([PAIRS, OUTPUTS], tl.float32)
+        up = tl.zeros([PAIRS, OUTPUTS], tl.float32)
+        for start in range(0, HIDDEN_SIZE, INPUTS):
+            is_real = column < HIDDEN_SIZE - start
+            values = tl.load(at_x + start, is_row[:, None] & is_real[None, :], 0.0)
+            is_weight = is_real[:, None] & is_output[None, :]
+            gate += tl.dot(values, tl.load(at_gate + start, is_weight, 0.0), input_precision="ieee")
+            of_up = tl.load(at_gate + SIZE * HIDDEN_SIZE + start, is_weight, 0.0)
+            up += tl.dot(values, of_up, input_precision="ieee")
+        at = hidden + pair[:, None] * SIZE + output[None, :]
+        tl.store(at, activated(gate, IS_GELU) * up, is_row[:, None] & is_output[None, :])
+
+
+@jit(do_not_specialize=["num_tokens"])
+def _down_kernel(
+    hidden, down, pairs, counts, outputs, num_tokens, NUM_EXPERTS: tl.constexpr, SIZE: tl.constexpr,
+    HIDDEN_SIZE: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):  # fmt: skip
+    """outputs: [num_pairs, HIDDEN_SIZE]; one program per tile of pairs and of the columns of `outputs`."""
+    begin()
+    expert, first, count = _tile(counts, tl.program_id(0), NUM_EXPERTS, EXPERTS, PAIRS)
+    if first < count:
+        row = first + tl.arange(0, PAIRS)
+        is_row = row < count
+        pair = tl.load(pairs + expert.to(tl.int64) * num_tokens + row, is_row, 0).to(tl.int64)
+        output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+        column = tl.arange(0, INPUTS)
+        is_output = output < HIDDEN_SIZE
+        at_hidden = hidden + pair[:, None] * SIZE + column[None, :]
+        at_down = down + expert.to(tl.int64) * (SIZE * HIDDEN_SIZE) + output[None, :] * SIZE + column[:, None]
+        total = tl.zeros([PAIRS, OUTPUTS], tl.float32)
+        for start in range(0, SIZE, INPUTS):
+            is_real = column < SIZE - start
+            values = tl.load(at_hidden + start, is_row[:, None] & is_real[None, :], 0.0)
+            weights = tl.load(at_down + start, is_real[:, None] & is_output[None, :], 0.0)
+            total += tl.dot(values, weights, input_precision="ieee")
+        tl.store(outputs + pair[:, None] * HIDDEN_SIZE + output[None, :], total, is_row[:, None] & is_output[None, :])
+
+
+@jit
+def _combine_kernel(outputs, weights, out, TOP_K: tl.constexpr, HIDDEN_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """One program per token and block of columns."""
+    begin()
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_real = column < HIDDEN_SIZE
+    total = tl.zeros([BLOCK], tl.float32)
+    for place in tl.static_range(TOP_K):
+        pair = token * TOP_K + place
+        values = tl.load(outputs + pair * HIDDEN_SIZE + column, is_real, 0.0).to(tl.float32)
+        total += values * tl.load(weights + pair)
+    tl.store(out + token * HIDDEN_SIZE + column, total, is_real)
+
+
+def _fused_grouped_mlp(
+    x: torch.Tensor, routes: Routes, gate_up: torch.Tensor, down: torch.Tensor, activation: str
+) -> torch.Tensor:
+    (num_tokens, top_k), (num_experts, hidden_size, size), device = routes.experts.shape, down.shape, x.device
+    num_pairs = num_tokens * top_k
+    pairs = torch.empty((num_experts, num_tokens), dtype=torch.int32, device=device)
+    counts = torch.empty(num_experts, dtype=torch.int32, device=device)
+    hidden = torch.empty((num_pairs, size), dtype=x.dtype, device=device)
+    outputs = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=device)
+    out = torch.empty_like(x)
+    _pairs_kernel[(num_experts,)](
+        routes.experts, pairs, counts, num_pairs, num_tokens, CHUNK=1024, num_warps=4, **LAUNCH_OPTIONS
+    )
+    # So that few experts have more pairs than one tile, or the weights would be read again.
+    pairs_of_tile = min(128, max(16, triton.next_power_of_2(2 * num_pairs // num_experts)))
+    num_tiles = num_pairs // pairs_of_tile + min(num_experts, num_pairs)
+    is_large = pairs_of_tile >= 64
+    shape = {
+        "NUM_EXPERTS": num_experts, "SIZE": size, "HIDDEN_SIZE": hidden_size, "PAIRS": pairs_of_tile,
+        "EXPERTS": triton.next_power_of_2(num_experts), "num_warps": 8 if is_large else 4, **LAUNCH_OPTIONS,
+    }  # fmt: skip
+    block = 64 if is_large else 32
+    _gate_up_kernel[(num_tiles, triton.cdiv(size, block))](
+        x, gate_up, pairs, counts, hidden, num_tokens, TOP_K=top_k, OUTPUTS=block, INPUTS=64 if is_large else 128,
+        IS_GELU=activation != "silu", num_stages=3 if is_large else 4, **shape,
+    )  # fmt: skip
+    block = 128 if is_large else 64
+    _down_kernel[(num_tiles, triton.cdiv(hidden_size, block))](
+        hidden, down, pairs, counts, outputs, num_tokens, OUTPUTS=block, INPUTS=64 if is_large else 128,
+        num_stages=3 if is_large else 4, **shape,
+    )  # fmt: skip
+    block = min(1024, triton.next_power_of_2(hidden_size))
+    _combine_kernel[(num_tokens, triton.cdiv(hidden_size, block))](
+        outputs, routes.weights, out, TOP_K=top_k, HIDDEN_SIZE=hidden_size, BLOCK=block, num_warps=4, **LAUNCH_OPTIONS
+    )
+    return out

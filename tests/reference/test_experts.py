@@ -1,0 +1,97 @@
+"""The router and the experts' kernels, interpreted, against their plain twins, and those against the formula."""
+
+import pytest
+import torch
+from model_factory import one_thread  # noqa: F401
+
+from nanovllm.ops.grouped_mlp import grouped_mlp
+from nanovllm.ops.route import Routes, route
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+
+def randn(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+SHAPES = [(1, 1, 1), (8, 3, 2), (16, 16, 8), (17, 5, 1), (37, 11, 4), (3, 128, 8)]  # tokens, experts, top_k
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), SHAPES)
+@pytest.mark.parametrize("renormalizes", [False, True])
+def test_the_likeliest_experts_are_chosen(num_tokens, num_experts, top_k, renormalizes):
+    x, weight = randn(num_tokens, 300, seed=1), randn(num_experts, 300, seed=2, scale=0.1)
+    plain, fused = (route(x, weight, top_k, renormalizes, is_fused) for is_fused in (False, True))
+    chances = (x.double() @ weight.double().T).softmax(-1)
+    expected, experts = chances.topk(top_k, -1)
+    if renormalizes:
+        expected = expected / expected.sum(-1, keepdim=True)
+    for routes in (plain, fused):
+        assert routes.experts.dtype == torch.int32 and torch.equal(routes.experts.long(), experts)
+        torch.testing.assert_close(routes.weights.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_equals_are_chosen_in_order_and_broken_tokens_choose_experts(fused):
+    """A row that is not a number must neither leave the weights' memory nor change its neighbours."""
+    x, weight = torch.zeros(4, 32), randn(6, 32, seed=3)
+    x[1, 5], x[2, 7], x[3] = float("nan"), float("inf"), randn(32, seed=4)
+    routes = route(x, weight, 4, True, fused)
+    assert routes.experts[0].tolist() == [0, 1, 2, 3]
+    assert torch.equal(routes.weights[0], torch.full((4,), 0.25))
+    for broken in (1, 2):
+        chosen = routes.experts[broken].tolist()
+        assert len(set(chosen)) == 4 and all(0 <= expert < 6 for expert in chosen)
+        assert routes.weights[broken].isnan().all()
+    alone = route(x[3:], weight, 4, True, fused)
+    assert torch.equal(routes.experts[3:], alone.experts)
+    torch.testing.assert_close(routes.weights[3:], alone.weights)
+
+
+def exact_mlp(x, routes: Routes, gate_up, down, activation: str) -> torch.Tensor:
+    """Token by token and expert by expert, in float64."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    act = (
+        torch.nn.functional.silu if activation == "silu" else lambda g: torch.nn.functional.gelu(g, approximate="tanh")
+    )
+    for token, (experts, weights) in enumerate(zip(*routes, strict=True)):
+        for expert, weight in zip(experts.tolist(), weights.double(), strict=True):
+            gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
+            out[token] += weight * (down[expert].double() @ (act(gate) * up))
+    return out
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), SHAPES)
+@pytest.mark.parametrize(("hidden_size", "size", "activation"), [(40, 24, "silu"), (130, 70, "gelu_pytorch_tanh")])
+def test_experts_compute_what_the_formula_says(num_tokens, num_experts, top_k, hidden_size, size, activation):
+    """Sizes that no tile divides, experts without tokens, and more experts than tokens."""
+    x = randn(num_tokens, hidden_size, seed=5)
+    gate_up = randn(num_experts, 2 * size, hidden_size, seed=6, scale=0.1)
+    down = randn(num_experts, hidden_size, size, seed=7, scale=0.1)
+    routes = route(x, randn(num_experts, hidden_size, seed=8), top_k, True)
+    exact = exact_mlp(x, routes, gate_up, down, activation)
+    for fused in (False, True):
+        out = grouped_mlp(x, routes, gate_up, down, activation, fused)
+        assert out.shape == x.shape and out.dtype == x.dtype
+        assert (out.double() - exact).norm() <= 1e-5 * exact.norm()
+
+
+def test_one_expert_may_have_all_tokens():
+    """Its pairs take many tiles, and the others none."""
+    num_tokens = 150
+    x, gate_up, down = randn(num_tokens, 32, seed=1), randn(4, 32, 32, seed=2), randn(4, 32, 16, seed=3)
+    experts = torch.full((num_tokens, 2), 2, dtype=torch.int32)
+    experts[:, 1] = torch.arange(num_tokens) % 2 * 3
+    routes = Routes(experts, torch.rand(num_tokens, 2, generator=torch.Generator().manual_seed(1)))
+    exact = exact_mlp(x, routes, gate_up, down, "silu")
+    assert (grouped_mlp(x, routes, gate_up, down, fused=True).double() - exact).norm() <= 1e-5 * exact.norm()
+
+
+def test_a_token_does_not_depend_on_what_its_neighbours_choose():
+    x, gate_up, down = randn(20, 32, seed=1), randn(6, 32, 32, seed=2), randn(6, 32, 16, seed=3)
+    routes = route(x, randn(6, 32, seed=4), 3, True)
+    together = grouped_mlp(x, routes, gate_up, down, fused=True)
+    for token in (0, 7, 19):
+        alone = Routes(routes.experts[[token]], routes.weights[[token]])
+        out = grouped_mlp(x[[token]], alone, gate_up, down, fused=True)
+        torch.testing.assert_close(out[0], together[token], rtol=1e-6, atol=1e-6)
