@@ -43,7 +43,8 @@ class Config:
 
     Args:
         model: a directory in the Hugging Face layout, or a hub name such as "Qwen/Qwen3-0.6B".
-        revision: branch, tag or commit of a hub name; a directory has none.
+        tokenizer: directory or hub name of the tokenizer; None is the model's own.
+        revision: branch, tag or commit of the model's hub name; a directory has none.
         dtype: of weights, activations and KV cache: "float32" ("float", "fp32"), "bfloat16" ("bf16"), "float16"
             ("half", "fp16"), or one of torch's; "auto" is the checkpoint's on a GPU, float32 on a CPU.
         device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1".
@@ -71,6 +72,7 @@ class Config:
     """
 
     model: str
+    tokenizer: str | None = None
     revision: str | None = None
     dtype: str = "auto"
     device: str = "auto"
@@ -94,6 +96,10 @@ class Config:
         if not isinstance(self.model, (str, os.PathLike)) or not os.fspath(self.model):
             raise TypeError(f"model must be a directory or a hub name, not {self.model!r}")
         self._set("model", os.fspath(self.model))
+        if self.tokenizer is not None:
+            if not isinstance(self.tokenizer, (str, os.PathLike)) or not os.fspath(self.tokenizer):
+                raise TypeError(f"tokenizer must be a directory or a hub name, not {self.tokenizer!r}")
+            self._set("tokenizer", os.fspath(self.tokenizer))
         dtype = str(self.dtype).removeprefix("torch.")  # torch.bfloat16 and its like, without importing torch
         self._set("dtype", _DTYPE_NAMES.get(dtype, dtype))
         self._check_choice("dtype", DTYPES)

@@ -47,6 +47,7 @@ class LLM:
         self,
         model: str | os.PathLike[str],
         *,
+        tokenizer: str | os.PathLike[str] | None = None,
         revision: str | None = None,
         dtype: "str | torch.dtype" = "auto",
         device: "str | torch.device" = "auto",
@@ -79,6 +80,10 @@ class LLM:
         # transformers reads the same file for the tokenizer; a mistake in it should be named by us.
         load_model_config(directory)
         self._text = Text.of_model(directory)
+        if config.tokenizer is not None:
+            self._text = Text.of_model(find_model(config.tokenizer, None, with_weights=False))
+            if self._text.tokenizer is None:
+                raise ValueError(f"tokenizer={config.tokenizer!r} holds no tokenizer")
         threads = CpuThreads()  # measures the machine's load while the model is loaded
         config = replace(config, model=str(directory))
         self.engine = LLMEngine(config, make_runner(config), self._text.eos_token_ids)

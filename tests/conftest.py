@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--runs", type=int, default=1, help="multiplies the random workloads (default 1)")
+    parser.addoption("--real-model", help="directory of a trained model, for -m real; see tests/real")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -4,6 +4,7 @@ Nothing is unpickled, and no name in an index may lead out of the model's direct
 """
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,8 @@ from torch import nn
 
 from nanovllm.layers.linear import Shard
 from nanovllm.models.decoder import CausalLM
+
+logger = logging.getLogger(__name__)
 
 INDEX_FILE = "model.safetensors.index.json"
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]  # config, tokenizer, chat template
@@ -110,12 +113,16 @@ def fill_dummy_weights(model: nn.Module, seed: int) -> None:
 
 
 def checkpoint_files(directory: Path) -> Iterator[Path]:
-    """The safetensors files of a checkpoint: those its index names, or all there are."""
-    index_path = directory / INDEX_FILE
+    """The safetensors files of a checkpoint: model.safetensors, those its index names, or all there are."""
+    index_path, whole = directory / INDEX_FILE, directory / "model.safetensors"
     if not index_path.exists():
-        files = sorted(directory.glob("*.safetensors"))
+        files = [whole] if whole.exists() else sorted(directory.glob("*.safetensors"))
         if not files:
-            raise ValueError(f"{directory} holds no .safetensors file (other formats are not read)")
+            others = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in directory.glob(kind))
+            hint = (
+                f", only {', '.join(others[:3])}; save them anew with transformers' save_pretrained" if others else ""
+            )
+            raise ValueError(f"{directory} holds no .safetensors file{hint}")
         yield from files
         return
     try:
@@ -126,6 +133,12 @@ def checkpoint_files(directory: Path) -> Iterator[Path]:
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise ValueError(f"{index_path} names the file {name!r}, which is not a .safetensors file beside it")
+    if whole.exists() and whole.name not in names:
+        # As transformers does: the index is left over from an older checkpoint.
+        logger.warning("%s does not name %s, which is read instead", index_path, whole.name)
+        yield whole
+        return
+    for name in names:
         path = directory / name
         if not path.is_file():
             raise ValueError(f"{index_path} names {name}, which is missing")
@@ -133,6 +146,8 @@ def checkpoint_files(directory: Path) -> Iterator[Path]:
 
 
 def _open(path: Path):
+    if not path.is_file():
+        raise ValueError(f"{path} is no regular file")  # a pipe would be waited for
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import sys
@@ -480,7 +481,7 @@ def test_a_wrong_sampling_parameter_is_refused_when_it_is_made(values, error, me
         ({"gpu_memory_utilisation": 0.5}, TypeError, "did you mean gpu_memory_utilization"),
         ({"tensor_parallel": 2}, TypeError, "did you mean tensor_parallel_size"),
         ({"block_size": 16}, TypeError, "did you mean kvcache_block_size"),
-        ({"quux": 1}, TypeError, "unknown option 'quux'; the options are model, revision, dtype, .*seed$"),
+        ({"quux": 1}, TypeError, "unknown option 'quux'; the options are model, tokenizer, revision, .*seed$"),
         ({"Seed": 1}, TypeError, "did you mean seed"),
         ({"max_model_len": 0}, ValueError, "max_model_len must be at least 1, not 0"),
         ({"max_model_len": 1}, ValueError, "max_model_len must be at least 2: one token of prompt"),
@@ -836,15 +837,28 @@ def _write_index(path: Path, weight_map) -> None:
         (_truncate, r"model.safetensors is truncated or not a safetensors file"),
         (lambda path: path.write_bytes(b""), r"model.safetensors is truncated or not a safetensors file"),
         (lambda path: path.write_bytes(b"\x80\x04pickle" * 99), r"model.safetensors is truncated or not a safetensors"),
-        (lambda path: path.rename(path.with_name("pytorch_model.bin")), r"holds no .safetensors file"),
-        (lambda path: shutil.copy(path, path.with_name("more.safetensors")), r"tensor .* is in .* and again in"),
+        (
+            lambda path: path.rename(path.with_name("pytorch_model.bin")),
+            r"holds no .safetensors file, only pytorch_mod",
+        ),
+        (lambda path: (path.unlink(), os.mkfifo(path)), r"model.safetensors is no regular file"),
+        (
+            lambda path: (
+                shutil.copy(path, path.with_name("a.safetensors")),
+                path.rename(path.with_name("b.safetensors")),
+            ),
+            r"tensor .* is in .* and again in",
+        ),
         (
             lambda path: _write_index(path, {"w": "../model.safetensors"}),
             r"names the file '../model.safetensors', which",
         ),
         (lambda path: _write_index(path, {"w": "/etc/passwd"}), r"names the file '/etc/passwd', which is not"),
         (lambda path: _write_index(path, {"w": "model.bin"}), r"names the file 'model.bin', which is not"),
-        (lambda path: _write_index(path, {"w": "gone.safetensors"}), r"names gone.safetensors, which is missing"),
+        (
+            lambda path: (path.unlink(), _write_index(path, {"w": "gone.safetensors"})),
+            r"names gone.safetensors, which is missing",
+        ),
         (lambda path: _write_index(path, ["model.safetensors"]), r"index.json cannot be read"),
         (lambda path: _write_index(path, None), r"index.json cannot be read"),
     ],

@@ -19,6 +19,7 @@ from nanovllm.demo import MODEL_DIRECTORY
 def test_the_defaults_are_the_documented_ones():
     assert dataclasses.asdict(Config("m")) == {
         "model": "m",
+        "tokenizer": None,
         "revision": None,
         "dtype": "auto",
         "device": "auto",
@@ -89,8 +90,8 @@ def test_the_options_of_llm_are_those_of_config_with_types_and_defaults():
     for name, parameter in ours.items():
         assert parameter.default == theirs[name].default, name
         assert parameter.kind is (parameter.POSITIONAL_OR_KEYWORD if name == "model" else parameter.KEYWORD_ONLY)
-    # These three take more than what Config holds in the end.
-    for name in set(ours) - {"model", "dtype", "device"}:
+    # These take more than what Config holds in the end.
+    for name in set(ours) - {"model", "tokenizer", "dtype", "device"}:
         assert ours[name].annotation == theirs[name].annotation, name
     assert all(parameter.annotation is not parameter.empty for parameter in ours.values())
 

@@ -235,6 +235,21 @@ def test_results_are_frozen_and_answer_like_a_dict(llm):
         output.text = "43"
 
 
+def test_another_tokenizer_may_be_named(model_copy):
+    """Checkpoints come without one, or with one that lacks the chat template."""
+    bare = model_copy(remove=["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+    with LLM(bare, tokenizer=MODEL_DIRECTORY) as llm:
+        (output,) = llm.chat([{"role": "user", "content": "What is 1 + 2?"}], use_tqdm=False)
+        assert output.text == "3"
+    with pytest.raises(ValueError, match=f"tokenizer='{bare}' holds no tokenizer"):
+        LLM(MODEL_DIRECTORY, tokenizer=bare)
+    with pytest.raises(ValueError, match="'/nowhere' is not a directory"):
+        LLM(MODEL_DIRECTORY, tokenizer="/nowhere")
+    for wrong in ("", 5):
+        with pytest.raises(TypeError, match="tokenizer must be a directory or a hub name"):
+            LLM(MODEL_DIRECTORY, tokenizer=wrong)
+
+
 def test_get_tokenizer_gives_the_models_own(llm):
     assert llm.get_tokenizer()("é<|im_end|>")["input_ids"] == [0xC3, 0xA9, IM_END]
 

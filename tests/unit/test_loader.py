@@ -125,6 +125,17 @@ def test_files_that_the_index_does_not_name_are_not_opened(checkpoint):
     assert_equal_to(load(checkpoint), tensors)
 
 
+def test_a_whole_file_counts_before_others_and_before_an_old_index(checkpoint, caplog):
+    """Mistral's repositories hold consolidated.safetensors too; and whoever saves anew leaves the old index there."""
+    tensors = read_tensors(checkpoint)
+    write_tensors(checkpoint, {"old": torch.zeros(1)}, "consolidated.safetensors")
+    assert_equal_to(load(checkpoint), tensors)
+    assert not caplog.records
+    write_index(checkpoint, {"old": "consolidated.safetensors"})
+    assert_equal_to(load(checkpoint), tensors)
+    assert INDEX in caplog.text and "model.safetensors" in caplog.text
+
+
 def test_links_into_a_cache_are_followed(checkpoint, tmp_path_factory):
     """The hub's cache is a directory of links to files elsewhere; only names in the index are judged."""
     tensors = read_tensors(checkpoint)
@@ -344,6 +355,7 @@ def test_a_malformed_index_is_named(checkpoint, content):
 
 
 def test_an_index_of_nothing_leaves_everything_missing(checkpoint):
+    (checkpoint / "model.safetensors").rename(checkpoint / "other.safetensors")
     write_index(checkpoint, {})
     assert "missing" in error_of(checkpoint)
 

@@ -1,0 +1,117 @@
+"""A trained model, whose logits are peaked and whose answers end: `pytest -m real --real-model=DIRECTORY`.
+
+`tests/real/make_smollm2.py` makes the directory.
+"""
+
+import random
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from test_against_transformers import teacher_forced_logits
+
+from nanovllm import LLM, SamplingParams
+
+pytestmark = pytest.mark.real
+
+NUM_PROMPTS, NUM_TOKENS = 200, 128
+# Where two float32 logits of about 20 are closer than this, rounding decides.
+TIE = 2e-4
+TOPICS = [
+    "rain", "the number seven", "a bicycle", "Paris", "bread", "the moon", "chess", "a river", "winter", "algebra",
+    "a violin", "volcanoes", "honey", "the alphabet", "sleep", "a lighthouse", "cats", "iron", "maps", "tea",
+]  # fmt: skip
+FORMS = [
+    "What is {}?", "Tell me a fact about {}.", "Write two sentences about {}.", "Why do people like {}?",
+    "Explain {} to a child.", "Name three things that have to do with {}.", "Is {} important?",
+    "Write a short poem about {}.", "Where can one find {}?", "How would you describe {} in five words?",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def directory(request: pytest.FixtureRequest) -> Path:
+    given = request.config.getoption("--real-model")
+    if given is None:
+        pytest.fail("give --real-model=DIRECTORY; tests/real/make_smollm2.py makes one")
+    return Path(given)
+
+
+@pytest.fixture(scope="module")
+def theirs(directory):
+    from transformers import AutoModelForCausalLM  # slow to import
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).eval()
+
+
+def long_text() -> str:
+    """The descriptions of installed packages, which are their README files."""
+    texts = [str(package.metadata.get_payload()) for package in metadata.distributions()]
+    return "\n\n".join(sorted(text for text in texts if len(text) > 2000))
+
+
+def conversations() -> list[list[dict[str, str]]]:
+    return [[{"role": "user", "content": form.format(topic)}] for form in FORMS for topic in TOPICS]
+
+
+def raw_prompts() -> list[str]:
+    rng, text = random.Random(0), long_text()
+    starts = [rng.randrange(len(text) - 1000) for _ in range(NUM_PROMPTS)]
+    return [text[start : start + rng.randrange(20, 800)] for start in starts]
+
+
+@torch.inference_mode()
+def assert_greedy(theirs, outputs) -> int:
+    """Every token is the one that transformers finds likeliest after the same prompt and completion. Greedy search
+    then gives the same completion. Returns the number of ties."""
+    num_ties = 0
+    for output in outputs:
+        assert output.error is None
+        ids = [*output.prompt_token_ids, *output.token_ids]
+        logits = theirs(torch.tensor([ids], device=theirs.device)).logits[0, len(output.prompt_token_ids) - 1 : -1]
+        ours = logits.gather(1, torch.tensor(output.token_ids, device=theirs.device)[:, None])[:, 0]
+        gaps = logits.amax(1) - ours
+        assert float(gaps.max()) < TIE, (float(gaps.max()), output.text)
+        num_ties += int((gaps > 0).sum())
+    return num_ties
+
+
+def test_chats_and_raw_prompts_are_those_of_transformers(directory, theirs):
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
+    with LLM(directory, dtype="float32", max_model_len=2048) as llm:
+        chats = llm.chat(conversations(), params, use_tqdm=False)
+        raw = llm.generate(raw_prompts(), params, use_tqdm=False)
+    assert len(chats) == len(raw) == NUM_PROMPTS
+    assert sum(output.finish_reason == "stop" for output in chats) > NUM_PROMPTS / 2, "answers end by themselves"
+    num_ties = assert_greedy(theirs, chats) + assert_greedy(theirs, raw)
+    print(f"{num_ties} ties in {sum(len(output.token_ids) for output in [*chats, *raw])} tokens")
+
+
+@torch.inference_mode()
+def test_the_perplexity_of_a_long_text_is_that_of_transformers(directory, theirs):
+    with LLM(directory, dtype="float32", max_model_len=4096, enforce_eager=True) as llm:
+        ids = llm.get_tokenizer()(long_text())["input_ids"][:20_000]
+        parts = [ids[first : first + 4000] for first in range(0, len(ids), 4000)]
+        ours = [teacher_forced_logits(llm, part, [1500, 1, 1499, 1000]) for part in parts]
+    losses = []
+    for part, logits in zip(parts, ours, strict=True):
+        targets = torch.tensor(part[1:], device=logits.device)
+        exact = theirs(torch.tensor([part], device=theirs.device)).logits[0].to(logits.device)
+        losses.append([torch.nn.functional.cross_entropy(x[:-1].float(), targets) for x in (logits, exact)])
+    our_loss, their_loss = (torch.stack(of_engine).double().mean() for of_engine in zip(*losses, strict=True))
+    print(f"perplexity {float(our_loss.exp()):.6f}, transformers {float(their_loss.exp()):.6f}")
+    assert len(ids) == 20_000
+    assert abs(float((our_loss - their_loss).exp()) - 1) < 1e-4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="bfloat16 is for GPUs")
+def test_answers_in_bfloat16_mostly_agree_with_float32(directory):
+    params, answers = SamplingParams(temperature=0, max_tokens=32), []
+    for dtype in ("float32", "bfloat16"):
+        with LLM(directory, dtype=dtype, max_model_len=2048) as llm:
+            answers.append([output.token_ids for output in llm.chat(conversations(), params, use_tqdm=False)])
+    pairs = [pair for row in zip(*answers, strict=True) for pair in zip(*row, strict=False)]
+    agreeing = sum(exact == rounded for exact, rounded in pairs) / len(pairs)
+    print(f"{agreeing:.3f} of the first 32 tokens agree")
+    assert agreeing >= 0.9
