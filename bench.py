@@ -53,8 +53,19 @@ from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.engine.step import Step
 from nanovllm.models.config import ModelConfig, load_model_config
 
-# hidden size, layers, heads, key/value heads, head_dim, intermediate size, vocabulary, tied embeddings
-SIZES = {
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+}  # fmt: skip
+_QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False}
+_QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+# Hidden size, layers, heads, key/value heads, head_dim, intermediate size, vocabulary, tied embeddings; then what
+# differs from Qwen3.
+SIZES: dict[str, tuple[Any, ...]] = {
     "40M": (512, 8, 8, 4, 64, 1536, 32000, True),  # no published model; small enough for a CPU
     "0.6B": (1024, 28, 16, 8, 128, 3072, 151936, True),
     "1.7B": (2048, 28, 16, 8, 128, 6144, 151936, True),
@@ -62,6 +73,10 @@ SIZES = {
     "8B": (4096, 36, 32, 8, 128, 12288, 151936, False),
     "14B": (5120, 40, 40, 8, 128, 17408, 151936, False),
     "32B": (5120, 64, 64, 8, 128, 25600, 151936, False),
+    "30B-A3B": (2048, 48, 32, 4, 128, 6144, 151936, False, _QWEN3_MOE),
+    "llama-1B": (2048, 16, 32, 8, 64, 8192, 128256, True, {**_LLAMA, "rope_parameters": {**_LLAMA3, "factor": 32.0}}),
+    "llama-8B": (4096, 32, 32, 8, 128, 14336, 128256, False, {**_LLAMA, "rope_parameters": {**_LLAMA3, "factor": 8.0}}),
+    "qwen2.5-7B": (3584, 28, 28, 4, 128, 18944, 152064, False, _QWEN2),
 }
 # Options of this script that every request's sampling gets, by the names of SamplingParams.
 SAMPLING_OPTIONS = {
@@ -143,7 +158,7 @@ def make_requests(workload: str, vocab_size: int, sampling: dict[str, Any] | Non
 
 def write_config(size: str, directory: Path) -> None:
     """Writes a config.json of the size's shape, which is all that load_format="dummy" needs."""
-    hidden, layers, heads, kv_heads, head_dim, intermediate, vocab, tied = SIZES[size]
+    hidden, layers, heads, kv_heads, head_dim, intermediate, vocab, tied, *more = SIZES[size]
     config = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": hidden,
         "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
@@ -152,6 +167,8 @@ def write_config(size: str, directory: Path) -> None:
         "max_position_embeddings": 40960, "attention_bias": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
         "dtype": "bfloat16",
     }  # fmt: skip
+    for fields in more:
+        config |= fields
     (directory / "config.json").write_text(json.dumps(config))
 
 
@@ -438,11 +455,22 @@ def device_rates(device: torch.device) -> tuple[float, float]:
     return bandwidth, 2 * 8192**3 / best_seconds(torch.matmul, left, right)
 
 
-def num_weights(config: ModelConfig) -> int:
-    """Numbers in the matrices of the layers and the LM head: what a decode step multiplies with."""
-    attention = config.hidden_size * (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
-    layers = config.num_hidden_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
-    return layers + config.vocab_size * config.hidden_size
+def num_weights(config: ModelConfig, num_tokens: int = 1) -> int:
+    """Numbers in the matrices of the layers and the LM head that a step of so many tokens reads.
+
+    Of a layer's experts it counts those that the tokens choose if each expert is as likely as the others: one token
+    chooses `top_k`. So with one token this is also what a token is multiplied with.
+    """
+    attention = (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
+    num_rows = config.vocab_size + config.num_hidden_layers * attention
+    for layer in config.layers:
+        if config.experts is not None and layer.has_experts:
+            num_experts = config.experts.num_experts
+            num_chosen = num_experts * (1 - (1 - config.experts.top_k / num_experts) ** num_tokens)
+            num_rows += round(3 * num_chosen * config.experts.size) + num_experts
+        else:
+            num_rows += 3 * config.intermediate_size
+    return num_rows * config.hidden_size
 
 
 def matrix_operations(log: StepLog, config: ModelConfig) -> list[int]:
@@ -462,12 +490,12 @@ def score_operations(log: StepLog, config: ModelConfig) -> list[int]:
 
 def roofline_seconds(log: StepLog, config: ModelConfig, itemsize: int, bandwidth: float, matrix_rate: float) -> float:
     """What the steps of `log` take at least on a chip of these rates."""
-    weight_seconds = num_weights(config) * itemsize / bandwidth
+    weight_seconds = {n: num_weights(config, n) * itemsize / bandwidth for n in set(log.num_tokens)}
     key_seconds = config.num_kv_values_per_token * itemsize / bandwidth
-    steps = zip(log.num_keys, matrix_operations(log, config), score_operations(log, config), strict=True)
+    operations = matrix_operations(log, config), score_operations(log, config)
     return sum(
-        num_keys * key_seconds + max(weight_seconds, (products + scores) / matrix_rate)
-        for num_keys, products, scores in steps
+        num_keys * key_seconds + max(weight_seconds[num_tokens], (products + scores) / matrix_rate)
+        for num_tokens, num_keys, products, scores in zip(log.num_tokens, log.num_keys, *operations, strict=True)
     )
 
 
@@ -532,7 +560,7 @@ def write_profile(llm: LLM, requests: Requests, params: list[SamplingParams], di
             "mean_rows": statistics.mean(log.num_sampled),
             "key_value_bytes": statistics.mean(log.num_keys) * config.num_kv_values_per_token * itemsize,
             "score_operations": statistics.mean(score_operations(log, config)),
-            "weight_bytes": num_weights(config) * itemsize,
+            "weight_bytes": statistics.mean(num_weights(config, n) for n in log.num_tokens) * itemsize,
             "matrix_operations": statistics.mean(matrix_operations(log, config)),
             "logit_bytes": statistics.mean(log.num_sampled) * config.vocab_size * itemsize,
             "bytes_per_second": bandwidth,

@@ -13,7 +13,10 @@ from pathlib import Path
 # Parts by what their kernels' names contain. The first that fits counts.
 PARTS = {
     "attention": ("_decode_kernel", "_grouped_kernel", "_merge_kernel", "_prefill_kernel", "flash_fwd"),
-    "matrix products": ("nvjet", "splitKreduce", "gemm", "gemv", "_single_row_linear_kernel"),
+    "matrix products": (
+        "nvjet", "splitKreduce", "gemm", "gemv", "_single_row_linear_kernel", "_gate_up_kernel", "_down_kernel",
+    ),
+    "routing": ("_router_kernel", "_top_experts_kernel", "_pairs_kernel", "_combine_kernel"),
     "sampling": (
         "_allow_kernel", "_edit_and_count_kernel", "_penalise_kernel", "_filter_kernel", "_best_of_part_kernel",
         "_best_part_kernel",

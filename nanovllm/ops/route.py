@@ -13,7 +13,7 @@ _TOKENS, _INPUTS = 16, 256
 
 
 class Routes(NamedTuple):
-    """Each token's experts, likeliest first; among equals the one with the lower number.
+    """Each token's experts, likeliest first; among equals the one with the lower number. Both lie contiguous.
 
     experts: int32 [num_tokens, top_k], all of a token's different.
     weights: float32 [num_tokens, top_k].
@@ -38,7 +38,7 @@ def route(x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalizes: bool,
     weights, experts = (part[:, :top_k] for part in probabilities.sort(dim=-1, descending=True, stable=True))
     if renormalizes:
         weights = weights / weights.sum(-1, keepdim=True)
-    return Routes(experts.int(), weights)
+    return Routes(experts.int(), weights.contiguous())
 
 
 @jit(do_not_specialize=["num_tokens"])

@@ -49,6 +49,8 @@ PREFIX_GROUPS = "attention/prefix_groups.py"
 LOADER = "models/loader.py"
 MODEL_CONFIG = "models/config.py"
 DECODER = "models/decoder.py"
+ROUTE = "ops/route.py"
+GROUPED = "ops/grouped_mlp.py"
 ROTARY = "layers/rotary_embedding.py"
 
 MUTANTS = [
@@ -1703,6 +1705,62 @@ MUTANTS = [
         '("rope_local_base_freq", 1e4) if has_own else ("rope_theta", 1e4)',
         '("rope_theta", 1e4)',
         ("test_model_config.py::test_gemmas_local_layers_have_a_theta_of_their_own",),
+    ),
+    Mutant(
+        "a layer without experts has them all the same",
+        DECODER,
+        "if experts is None or not config.layers[layer_index].has_experts:",
+        "if experts is None:",
+        ("test_families.py::test_teacher_forced_logits_are_those_of_transformers",),
+    ),
+    Mutant(
+        "a token's weights never add up to 1",
+        ROUTE,
+        "    if renormalizes:\n",
+        "    if False:\n",
+        ("test_experts.py::test_the_likeliest_experts_are_chosen",),
+    ),
+    Mutant(
+        "an expert is chosen twice",
+        ROUTE,
+        '        left = tl.where(expert == best, float("-inf"), left)\n',
+        "        left = tl.where(expert > best, float('-inf'), left)\n",
+        ("test_experts.py::test_the_likeliest_experts_are_chosen",),
+    ),
+    Mutant(
+        "a broken token's weights look sound",
+        ROUTE,
+        '    chosen_weights = tl.where(is_broken, float("nan"), chosen_weights)\n',
+        "",
+        ("test_experts.py::test_equals_are_chosen_in_order_and_broken_tokens_choose_experts",),
+    ),
+    Mutant(
+        "an expert's pairs beyond the first chunk overwrite its first ones",
+        GROUPED,
+        "        count += tl.sum(is_ours, 0)\n",
+        "        count = tl.sum(is_ours, 0)\n",
+        ("test_experts.py::test_experts_take_more_pairs_than_one_chunk",),
+    ),
+    Mutant(
+        "an expert's second tile is its first one again",
+        GROUPED,
+        "    first = (tile - tl.sum(tl.where(is_ours, end - num_tiles, 0), 0)) * PAIRS\n",
+        "    first = tile * 0\n",
+        ("test_experts.py::test_one_expert_may_have_all_tokens",),
+    ),
+    Mutant(
+        "a tile too few",
+        GROUPED,
+        "num_tiles = num_pairs // pairs_of_tile + min(num_experts, num_pairs)",
+        "num_tiles = num_pairs // pairs_of_tile",
+        ("test_experts.py::test_experts_compute_what_the_formula_says",),
+    ),
+    Mutant(
+        "up is read where gate is",
+        GROUPED,
+        "at_gate + SIZE * HIDDEN_SIZE + start",
+        "at_gate + start",
+        ("test_experts.py::test_experts_compute_what_the_formula_says",),
     ),
     Mutant(
         "embeddings are not scaled",

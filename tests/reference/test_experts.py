@@ -87,6 +87,15 @@ def test_one_expert_may_have_all_tokens():
     assert (grouped_mlp(x, routes, gate_up, down, fused=True).double() - exact).norm() <= 1e-5 * exact.norm()
 
 
+def test_experts_take_more_pairs_than_one_chunk():
+    """The kernel that lists pairs reads 1,024 at a time."""
+    num_tokens = 700
+    x, gate_up, down = randn(num_tokens, 16, seed=1), randn(3, 16, 16, seed=2), randn(3, 16, 8, seed=3)
+    routes = route(x, randn(3, 16, seed=4), 2, False)
+    exact = exact_mlp(x, routes, gate_up, down, "silu")
+    assert (grouped_mlp(x, routes, gate_up, down, fused=True).double() - exact).norm() <= 1e-5 * exact.norm()
+
+
 def test_a_token_does_not_depend_on_what_its_neighbours_choose():
     x, gate_up, down = randn(20, 32, seed=1), randn(6, 32, 32, seed=2), randn(6, 32, 16, seed=3)
     routes = route(x, randn(6, 32, seed=4), 3, True)

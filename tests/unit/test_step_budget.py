@@ -87,7 +87,7 @@ def test_a_parts_roofline_is_its_bytes_or_its_arithmetic():
 # The roofline of a run
 
 
-@pytest.mark.parametrize("size", ["40M", "8B"])
+@pytest.mark.parametrize("size", ["40M", "8B", "llama-1B", "llama-8B", "qwen2.5-7B"])
 def test_the_roofline_counts_every_matrix_once(tmp_path, size):
     """Tied embeddings are multiplied with once, as the LM head; untied ones are only looked up."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -100,6 +100,23 @@ def test_the_roofline_counts_every_matrix_once(tmp_path, size):
     assert len(matrices) == 7 * config.num_hidden_layers
     expected = sum(weight.numel() for weight in matrices.values()) + model.lm_head.weight.numel()
     assert bench.num_weights(config) == expected
+
+
+def test_the_roofline_counts_the_experts_that_are_read(tmp_path):
+    """One token reads 8 of 128 experts, many tokens read all; the weights of 30B-A3B are 30.5 billion numbers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    bench.write_config("30B-A3B", tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    numbers = {name: weight.numel() for name, weight in model.named_parameters() if weight.ndim > 1}
+    config = load_model_config(tmp_path)
+    embedding = config.vocab_size * config.hidden_size
+    assert bench.num_weights(config, 10**6) == sum(numbers.values()) - embedding
+    assert config.num_parameters == sum(numbers.values()) and 30.5e9 < config.num_parameters < 30.6e9
+    of_experts = sum(number for name, number in numbers.items() if ".experts." in name)
+    assert bench.num_weights(config) == sum(numbers.values()) - embedding - of_experts * 15 // 16
+    assert bench.num_weights(config, 2) - bench.num_weights(config) == pytest.approx(of_experts / 16 * 15 / 16)
 
 
 def test_a_shared_block_is_read_once():
