@@ -65,6 +65,8 @@ def load_weights(model: CausalLM, directory: Path) -> None:
                 if name in expected:
                     for shard in expected[name]:
                         _load(name, shard, files[path], path)
+                elif name.endswith(".rotary_emb.inv_freq"):
+                    continue  # old Llama checkpoints store what follows from the config
                 elif name in model.tied_weights:
                     tied.append((name, model.tied_weights[name], files[path], path))
                 else:

@@ -83,7 +83,7 @@ def test_chats_and_raw_prompts_are_those_of_transformers(directory, theirs):
         chats = llm.chat(conversations(), params, use_tqdm=False)
         raw = llm.generate(raw_prompts(), params, use_tqdm=False)
     assert len(chats) == len(raw) == NUM_PROMPTS
-    assert sum(output.finish_reason == "stop" for output in chats) > NUM_PROMPTS / 2, "answers end by themselves"
+    assert sum(output.finish_reason == "stop" for output in chats) > NUM_PROMPTS / 4, "answers end by themselves"
     num_ties = assert_greedy(theirs, chats) + assert_greedy(theirs, raw)
     print(f"{num_ties} ties in {sum(len(output.token_ids) for output in [*chats, *raw])} tokens")
 

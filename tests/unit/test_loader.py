@@ -212,7 +212,7 @@ def test_many_missing_tensors_are_counted_and_not_all_listed(checkpoint):
 
 
 @pytest.mark.parametrize(
-    "name", ["model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.rotary_emb.inv_freq", "weight", "lm_head"]
+    "name", ["model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.rotary_emb.cos", "weight", "lm_head"]
 )
 def test_an_unexpected_tensor_is_named(checkpoint, name):
     """A layer more than the config says is a config of another model."""
@@ -303,6 +303,14 @@ def test_nothing_is_ever_unpickled(checkpoint, monkeypatch):
     (checkpoint / "model.safetensors").write_bytes(pickle.dumps(Trap()))
     assert str(checkpoint / "model.safetensors") in error_of(checkpoint)
     assert not (checkpoint / "unpickled").exists()
+
+
+def test_stored_frequencies_are_passed_over(checkpoint):
+    """Llama 2's checkpoints hold them for every layer."""
+    tensors = read_tensors(checkpoint)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    write_tensors(checkpoint, {**tensors, name: torch.ones(8)})
+    assert_equal_to(load(checkpoint), tensors)
 
 
 # The index

@@ -1,0 +1,157 @@
+"""Every family on a GPU in bfloat16: logits as good as those of transformers, and greedy tokens through graphs."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from family_factory import make_family_model
+from test_against_transformers import teacher_forced_logits
+from test_experts import exact_mlp
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.ops.grouped_mlp import grouped_mlp
+from nanovllm.ops.route import route
+
+pytestmark = pytest.mark.gpu
+
+DEVICE, VOCAB_SIZE = "cuda", 1013
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 384, "intermediate_size": 512, "num_hidden_layers": 3,
+    "max_position_embeddings": 1024, "tie_word_embeddings": False,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}  # fmt: skip
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(36)], "long_factor": [2.0] * 36}
+# Each with the head sizes and windows that its models have, or shorter windows.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64, "rope_parameters": LLAMA3}),
+    "llama, heads of 80": ("llama", {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 80}),
+    "mistral": (
+        "mistral", {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128, "sliding_window": 100},
+    ),
+    "qwen2": (
+        "qwen2",
+        {
+            "num_attention_heads": 6, "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 256,
+            "max_window_layers": 1,
+        },
+    ),
+    "phi3": (
+        "phi3",
+        {
+            "num_attention_heads": 4, "num_key_value_heads": 2, "original_max_position_embeddings": 1024,
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, **FACTORS},
+        },
+    ),
+    "gemma3": (
+        "gemma3",
+        {
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256, "num_hidden_layers": 7,
+            "sliding_window": 70, "query_pre_attn_scalar": 256,
+        },
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128, "num_experts": 24,
+            "num_experts_per_tok": 5, "moe_intermediate_size": 200, "norm_topk_prob": True,
+        },
+    ),
+    "mixtral": (
+        "mixtral",
+        {"num_attention_heads": 6, "num_key_value_heads": 3, "num_local_experts": 7, "num_experts_per_tok": 2},
+    ),
+}  # fmt: skip
+CHUNKS = {"one prefill": [700], "chunks": [100, 1, 256, 3, 200, 140], "decodes": [20] + [1] * 380}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def checkpoint(request, tmp_path_factory):
+    """(directory, token ids, transformers' model in float32, its logits, and those in bfloat16)"""
+    from transformers import AutoModelForCausalLM
+
+    family, options = MODELS[request.param]
+    directory = tmp_path_factory.mktemp("model")
+    options = {**COMMON, "rope_parameters": PLAIN, **options}
+    if family == "gemma3":
+        options["rope_parameters"] = {"full_attention": {**PLAIN, "rope_theta": 1e6}, "sliding_attention": PLAIN}
+    if family in ("phi3", "gemma3"):
+        options["pad_token_id"] = 0
+    model = make_family_model(family, options, seed=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(0.2)  # as spread as those of trained models of this width
+    model.bfloat16().save_pretrained(directory)
+    rng = random.Random(request.param)
+    token_ids = [rng.randrange(VOCAB_SIZE) for _ in range(700)]
+    logits = []
+    for dtype in (torch.bfloat16, torch.float32):  # float32 widens the same weights
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval().to(DEVICE)
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")
+        with torch.inference_mode():
+            logits.append(model(torch.tensor([token_ids], device=DEVICE)).logits[0].float())
+    return str(directory), token_ids, model, logits[1], logits[0]
+
+
+@pytest.mark.parametrize("backend", ["triton", "flash", "sdpa"])
+@pytest.mark.parametrize("path", CHUNKS)
+def test_bfloat16_logits_are_as_good_as_those_of_transformers(checkpoint, backend, path):
+    directory, token_ids, model, exact, theirs = checkpoint
+    if backend == "flash" and getattr(model.config, "head_dim", 0) > 128:
+        pytest.skip("the flash-attn at hand has kernels for heads of up to 128")
+    token_ids = token_ids[: sum(CHUNKS[path])]
+    options = {"device": DEVICE, "attention_backend": backend, "kvcache_block_size": 256, "max_num_seqs": 4}
+    with LLM(directory, dtype="bfloat16", enforce_eager=True, **options) as llm:
+        ours = teacher_forced_logits(llm, token_ids, CHUNKS[path]).float()
+    exact, theirs = exact[: len(ours)], theirs[: len(ours)]
+    our_error, their_error = (float((x - exact).norm() / exact.norm()) for x in (ours, theirs))
+    print(f"{backend}, {path}: relative error {our_error:.5f}, transformers {their_error:.5f}")
+    assert our_error <= 1.1 * their_error
+
+
+def test_greedy_tokens_through_graphs_are_best_up_to_noise(checkpoint):
+    """Captured decodes and prompts, chunks and preemption."""
+    directory, _, model, exact, theirs = checkpoint
+    rng = random.Random(7)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 400))] for _ in range(23)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    noise = 2 * float((theirs - exact).abs().max())
+    options = {"device": DEVICE, "max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 512}
+    with LLM(directory, dtype="bfloat16", **options) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        with torch.inference_mode():
+            ids = torch.tensor([prompt + output.token_ids], device=DEVICE)
+            logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+        ours = logits.gather(1, torch.tensor(output.token_ids, device=DEVICE)[:, None])[:, 0]
+        assert float((logits.amax(1) - ours).max()) <= noise
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 7, 64, 300, 2000])
+@pytest.mark.parametrize(("num_experts", "top_k", "size"), [(128, 8, 96), (8, 2, 200), (60, 4, 72)])
+def test_experts_compute_what_the_formula_says(dtype, num_tokens, num_experts, top_k, size):
+    generator = torch.Generator().manual_seed(num_tokens)
+    hidden_size = 320
+
+    def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(DEVICE, dtype)
+
+    x, weight = randn(num_tokens, hidden_size), randn(num_experts, hidden_size, scale=0.1)
+    gate_up = randn(num_experts, 2 * size, hidden_size, scale=0.05)
+    down = randn(num_experts, hidden_size, size, scale=0.05)
+    routes, plain = (route(x, weight, top_k, True, fused) for fused in (True, False))
+    torch.testing.assert_close(routes.weights, plain.weights, rtol=2e-3, atol=1e-5)
+    rows = torch.randperm(num_tokens, generator=generator)[:50].to(DEVICE)
+    chosen = type(routes)(routes.experts[rows], routes.weights[rows])
+    exact = exact_mlp(x[rows].cpu(), chosen._replace(experts=chosen.experts.cpu(), weights=chosen.weights.cpu()),
+                      gate_up.cpu(), down.cpu(), "silu").to(DEVICE)  # fmt: skip
+    fused, twin = (grouped_mlp(x, routes, gate_up, down, "silu", is_fused)[rows].double() for is_fused in (True, False))
+    our_error, twin_error = (float((out - exact).norm() / exact.norm()) for out in (fused, twin))
+    assert our_error <= 1.1 * twin_error + 1e-6, (our_error, twin_error)
