@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tqdm.auto import tqdm
 
-from nanovllm.checks import is_running, suggests_names
+from nanovllm.checks import boolean, is_running, suggests_names
 from nanovllm.config import MEANT_OPTIONS, Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.runner import Runner
@@ -100,6 +100,7 @@ class LLM:
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        split_special_tokens: bool = False,
         use_tqdm: bool = True,
         raise_on_error: bool = False,
     ) -> list[RequestOutput]:
@@ -108,6 +109,7 @@ class LLM:
         Args:
             prompts: one or many, each a string or a list of token ids.
             sampling_params: one for all, one per prompt, or None for what the model recommends.
+            split_special_tokens: take special tokens in the prompts' text, such as "<|im_end|>", for ordinary text.
             use_tqdm: show a progress bar.
             raise_on_error: raise for a prompt that cannot run, instead of returning it as an error row.
 
@@ -117,7 +119,8 @@ class LLM:
         """
         prompts = as_prompt_list(prompts)
         params = self._params_for(sampling_params, len(prompts))
-        return self._run(self._text.encode(prompts), params, use_tqdm, raise_on_error)
+        rows = self._text.encode(prompts, splits_special=boolean("split_special_tokens", split_special_tokens))
+        return self._run(rows, params, use_tqdm, raise_on_error)
 
     def chat(
         self,
@@ -126,6 +129,7 @@ class LLM:
         *,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        split_special_tokens: bool = False,
         use_tqdm: bool = True,
         raise_on_error: bool = False,
     ) -> list[RequestOutput]:
@@ -135,11 +139,15 @@ class LLM:
             conversations: one or many, each a list of messages {"role": …, "content": …}.
             add_generation_prompt: end with the header of the assistant's turn.
             chat_template_kwargs: for the template, such as {"enable_thinking": False}.
+            split_special_tokens: take special tokens in the messages' text for ordinary text; the template's own stay.
             sampling_params, use_tqdm, raise_on_error: as in `generate`, which also lists the errors.
         """
         conversations = as_conversation_list(conversations)
         params = self._params_for(sampling_params, len(conversations))
-        rows = self._text.encode_conversations(conversations, add_generation_prompt, chat_template_kwargs)
+        splits_special = boolean("split_special_tokens", split_special_tokens)
+        rows = self._text.encode_conversations(
+            conversations, add_generation_prompt, chat_template_kwargs, splits_special
+        )
         return self._run(rows, params, use_tqdm, raise_on_error)
 
     def get_tokenizer(self) -> Any:

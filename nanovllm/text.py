@@ -1,7 +1,8 @@
 """Text: tokenizer, chat template, stop strings, detokenizing. Nothing else of nanovllm knows what a token says."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence, Set
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from numbers import Integral, Number
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from nanovllm.sampling_params import SamplingParams
 Row = list[int] | ValueError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_PRIVATE = 0xF0000  # the first character of Unicode's first plane for private use
 _NO_TOKENIZER = "the model has no tokenizer"
 
 
@@ -48,28 +50,41 @@ class Text:
 
     # From prompts to rows
 
-    def encode(self, prompts: Sequence[Any], add_special_tokens: bool = True) -> list[Row]:
-        """Token ids of every prompt: strings or ids. A ValueError stays; what cannot be a prompt becomes one."""
+    def encode(
+        self, prompts: Sequence[Any], add_special_tokens: bool = True, splits_special: bool = False
+    ) -> list[Row]:
+        """Token ids of every prompt: strings or ids. A ValueError stays; what cannot be a prompt becomes one.
+
+        splits_special: a special token in a string is ordinary text.
+        """
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        encoded = iter(self._encode(texts, add_special_tokens) if texts else ())
+        encoded = iter(self._encode(texts, add_special_tokens, splits_special) if texts else ())
         return [next(encoded) if isinstance(prompt, str) else _as_token_ids(prompt) for prompt in prompts]
 
-    def _encode(self, texts: list[str], add_special_tokens: bool) -> list[Row]:
+    def _encode(self, texts: list[str], add_special_tokens: bool, splits_special: bool = False) -> list[Row]:
         if self.tokenizer is None:
             error = ValueError(f"{_NO_TOKENIZER}; give the prompt as token ids")
             return [error] * len(texts)
         options = {"add_special_tokens": add_special_tokens, "return_attention_mask": False, "verbose": False}
+        if splits_special:
+            options["split_special_tokens"] = True
         try:
             return self.tokenizer(texts, **options)["input_ids"]
         except Exception as error:  # tokenizers raise what they like
             if len(texts) == 1:
                 return [ValueError(f"the prompt cannot be tokenized: {_why_no_text(texts[0]) or error}")]
-            return [self._encode([text], add_special_tokens)[0] for text in texts]
+            return [self._encode([text], add_special_tokens, splits_special)[0] for text in texts]
 
     def encode_conversations(
-        self, conversations: Sequence[Any], add_generation_prompt: bool, template_kwargs: Mapping[str, Any] | None
+        self,
+        conversations: Sequence[Any],
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, Any] | None,
+        splits_special: bool = False,
     ) -> list[Row]:
         """Token ids of every conversation, through the chat template; a ValueError where that cannot be.
+
+        splits_special: a special token in a message is ordinary text.
 
         Raises:
             ValueError: the tokenizer has no chat template.
@@ -84,15 +99,39 @@ class Text:
         if taken:
             raise TypeError(f"chat_template_kwargs must not hold {', '.join(sorted(taken))}; chat sets that itself")
         texts: list[str | ValueError] = []
+        stand_ins = self._stand_ins if splits_special else {}
         for messages in conversations:
             try:
                 _check_messages(messages)
+                messages = _replaced(messages, stand_ins)
                 text = self.tokenizer.apply_chat_template(messages, **(template_kwargs or {}), **options)
             except Exception as error:  # templates raise what they like
                 text = ValueError(f"the chat template cannot render the conversation: {error}")
             texts.append(text)
         # The template writes its special tokens itself.
-        return self.encode(texts, add_special_tokens=False)
+        if not stand_ins:
+            return self.encode(texts, add_special_tokens=False)
+        return [self._encode_with_stand_ins(text, stand_ins) for text in texts]
+
+    @cached_property
+    def _stand_ins(self) -> dict[str, str]:
+        """Special token -> a character for private use that no tokenizer treats specially."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
+        return {token.content: chr(_PRIVATE + index) for index, token in enumerate(added) if token.special}
+
+    def _encode_with_stand_ins(self, text: str | ValueError, stand_ins: dict[str, str]) -> Row:
+        """The tokens of a rendered conversation, with the text that stand-ins stand for."""
+        if isinstance(text, ValueError):
+            return text
+        texts_of = {stand_in: token for token, stand_in in stand_ins.items()}
+        ids: list[int] = []
+        for part in re.split(f"([{''.join(texts_of)}])", text):
+            if part:
+                (row,) = self._encode([texts_of.get(part, part)], False, splits_special=part in texts_of)
+                if isinstance(row, ValueError):
+                    return row
+                ids += row
+        return ids
 
     # What parameters say about text
 
@@ -256,3 +295,16 @@ def _check_messages(messages: Any) -> None:
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             raise ValueError(f'a message must be a dict with "role" and "content", not {message!r}')
+
+
+def _replaced(value: Any, texts: Mapping[str, str]) -> Any:
+    """`value` with every key of `texts` in its strings, at any depth, replaced."""
+    if isinstance(value, str):
+        for old, new in texts.items():
+            value = value.replace(old, new)
+        return value
+    if isinstance(value, Mapping):
+        return {key: _replaced(part, texts) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_replaced(part, texts) for part in value]
+    return value

@@ -62,14 +62,14 @@ def raw_prompts() -> list[str]:
 
 
 @torch.inference_mode()
-def assert_greedy(theirs, outputs) -> int:
+def assert_greedy(theirs, prompts: list[list[int]], outputs) -> int:
     """Every token is the one that transformers finds likeliest after the same prompt and completion. Greedy search
     then gives the same completion. Returns the number of ties."""
     num_ties = 0
-    for output in outputs:
-        assert output.error is None
-        ids = [*output.prompt_token_ids, *output.token_ids]
-        logits = theirs(torch.tensor([ids], device=theirs.device)).logits[0, len(output.prompt_token_ids) - 1 : -1]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.error is None and output.num_prompt_tokens == len(prompt)
+        ids = [*prompt, *output.token_ids]
+        logits = theirs(torch.tensor([ids], device=theirs.device)).logits[0, len(prompt) - 1 : -1]
         ours = logits.gather(1, torch.tensor(output.token_ids, device=theirs.device)[:, None])[:, 0]
         gaps = logits.amax(1) - ours
         assert float(gaps.max()) < TIE, (float(gaps.max()), output.text)
@@ -82,9 +82,12 @@ def test_chats_and_raw_prompts_are_those_of_transformers(directory, theirs):
     with LLM(directory, dtype="float32", max_model_len=2048) as llm:
         chats = llm.chat(conversations(), params, use_tqdm=False)
         raw = llm.generate(raw_prompts(), params, use_tqdm=False)
+        tokenizer = llm.get_tokenizer()
+    texts = tokenizer.apply_chat_template(conversations(), tokenize=False, add_generation_prompt=True)
+    chat_ids, raw_ids = tokenizer(texts, add_special_tokens=False)["input_ids"], tokenizer(raw_prompts())["input_ids"]
     assert len(chats) == len(raw) == NUM_PROMPTS
     assert sum(output.finish_reason == "stop" for output in chats) > NUM_PROMPTS / 4, "answers end by themselves"
-    num_ties = assert_greedy(theirs, chats) + assert_greedy(theirs, raw)
+    num_ties = assert_greedy(theirs, chat_ids, chats) + assert_greedy(theirs, raw_ids, raw)
     print(f"{num_ties} ties in {sum(len(output.token_ids) for output in [*chats, *raw])} tokens")
 
 
