@@ -99,7 +99,7 @@ class VocabParallelEmbedding(VocabParallel):
     def _scaled(self, embedded: torch.Tensor) -> torch.Tensor:
         if self._scale == 1:
             return embedded
-        # transformers rounds the scale to the dtype of the weights, and models were trained so.
+        # Gemma's code rounds the scale to the dtype of the weights.
         return embedded * torch.tensor(self._scale, dtype=embedded.dtype, device="cpu").item()
 
 

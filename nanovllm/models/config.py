@@ -15,16 +15,17 @@ class Family:
     """How an architecture differs from Llama.
 
     Args:
-        defaults: what its config.json may leave out, where transformers' default is not Llama's.
+        defaults: what its config.json may leave out, where transformers' default is not the one of `load_model_config`;
+            always max_position_embeddings.
         windows: which layers have a sliding window if layer_types does not say: "none", "all" (if there is a
             sliding_window), "switched" (all, if use_sliding_window), "upper" (from max_window_layers on, if
             use_sliding_window), or "pattern" (all but every sixth; they have a rotary embedding of their own).
         qkv_bias: whether queries, keys and values have a bias, and the attention's output none; None does what
             attention_bias says, for all four.
-        qk_norm: every query and key head is normed.
+        qk_norm: every query and key head is normed by itself.
         is_packed: the checkpoint holds queries, keys and values as one tensor, and gate and up as another.
         norm_offset: what the stored weights of norms lack.
-        has_post_norms: the outputs of attention and MLP are normed before they are added.
+        has_post_norms: the outputs of attention and MLP are normed too, before they are added.
         scales_embedding: embeddings are multiplied by sqrt(hidden_size).
         has_experts: layers have a mixture of experts instead of an MLP; Qwen's can have MLPs too.
         renames: parts of our tensors' names, and what the checkpoint calls them.

@@ -30,11 +30,11 @@ class DecoderAttention(nn.Module):
         )
         self.o_proj = RowParallelLinear(heads * head_dim, config.hidden_size, config.o_bias, parallel, **kw)
         num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads  # of this rank
-        fused, offset = kw.pop("fused"), config.family.norm_offset
+        self.attn = Attention(layer_index, backend, config.layers[layer_index].window, kw.pop("fused"))
         self.qk_norm = None
-        if config.family.qk_norm:
+        if config.family.qk_norm:  # Attention's kernel does its work, so it is not asked to be fused itself
+            offset = config.family.norm_offset
             self.qk_norm = QKNorm(num_heads, num_kv_heads, head_dim, config.rms_norm_eps, offset=offset, **kw)
-        self.attn = Attention(layer_index, backend, config.layers[layer_index].window, fused)
 
     def forward(self, hidden_states, rotary, kv_cache, metadata):
         qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # [num_tokens, all heads, head_dim]
