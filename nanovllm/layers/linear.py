@@ -33,8 +33,8 @@ class Shard:
 
 
 class PartialSum(NamedTuple):
-    """One rank's summand of a tensor; `RMSNorm.reduce_add`, `RMSNorm.reduce` and `VocabParallelEmbedding.reduce` take the
-    sum over the ranks. It may be multiplied by a number before that, but nothing that is not linear may happen to it."""
+    """One rank's summand of a tensor. `RMSNorm.reduce_add`, `RMSNorm.reduce` and `VocabParallelEmbedding.reduce` sum it
+    over the ranks. Before that it may be multiplied by a number, but nothing that is not linear may happen to it."""
 
     part: torch.Tensor
 

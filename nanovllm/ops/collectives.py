@@ -29,7 +29,7 @@ class Parallel:
     def calls_nccl(self) -> bool:
         """Whether a step on GPUs calls NCCL, because not every collective has an exchange.
 
-        A layer that calls `all_reduce` or `all_gather` itself is not counted. It must refuse to be made for several GPUs.
+        A layer that calls `all_reduce` or `all_gather` itself is not counted, and must not be made for several GPUs.
         """
         return self.size > 1 and (self.exchange is None or self.sampling_exchange is None)
 
