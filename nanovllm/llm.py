@@ -79,9 +79,10 @@ class LLM:
         directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")
         # transformers reads the same file for the tokenizer; a mistake in it should be named by us.
         load_model_config(directory)
-        self._text = Text.of_model(directory)
-        if config.tokenizer is not None:
-            self._text = Text.of_model(find_model(config.tokenizer, None, with_weights=False))
+        if config.tokenizer is None:
+            self._text = Text.of_model(directory)
+        else:
+            self._text = Text.of_model(find_model(config.tokenizer, None, with_weights=False, option="tokenizer"))
             if self._text.tokenizer is None:
                 raise ValueError(f"tokenizer={config.tokenizer!r} holds no tokenizer")
         threads = CpuThreads()  # measures the machine's load while the model is loaded

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ class Family:
         scales_embedding: embeddings are multiplied by sqrt(hidden_size).
         has_experts: layers have a mixture of experts instead of an MLP; Qwen's can have MLPs too.
         renames: parts of our tensors' names, and what the checkpoint calls them.
+        reads: which fields of _OPTIONAL the architecture reads.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -41,17 +42,19 @@ class Family:
     scales_embedding: bool = False
     has_experts: bool = False
     renames: tuple[tuple[str, str], ...] = ()
+    reads: tuple[str, ...] = ()
 
 
 FAMILIES = {
     "Gemma3ForCausalLM": Family(
         {
             "head_dim": 256, "max_position_embeddings": 131072, "tie_word_embeddings": True, "sliding_window": 4096,
-            "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rope_theta": 1e6,
+            "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rope_theta": 1e6,
         },
         windows="pattern", qk_norm=True, norm_offset=1.0, has_post_norms=True, scales_embedding=True,
+        reads=("attention_bias", "query_pre_attn_scalar", "hidden_activation"),
     ),
-    "LlamaForCausalLM": Family({"max_position_embeddings": 2048}),
+    "LlamaForCausalLM": Family({"max_position_embeddings": 2048}, reads=("attention_bias", "mlp_bias")),
     "MistralForCausalLM": Family(
         {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}, windows="all"
     ),
@@ -67,25 +70,35 @@ FAMILIES = {
     ),
     "Phi3ForCausalLM": Family(
         {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
-        windows="all", is_packed=True,
+        windows="all", is_packed=True, reads=("partial_rotary_factor",),
     ),
     "Qwen2ForCausalLM": Family(
         {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
-        windows="upper", qkv_bias=True,
+        windows="upper", qkv_bias=True, reads=("attention_bias",),
     ),
     "Qwen3ForCausalLM": Family(
         {"head_dim": 128, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
-        windows="upper", qk_norm=True,
+        windows="upper", qk_norm=True, reads=("attention_bias",),
     ),
     "Qwen3MoeForCausalLM": Family(
-        {"max_position_embeddings": 32768, "sliding_window": 4096}, windows="switched", qk_norm=True, has_experts=True
+        {"max_position_embeddings": 32768, "sliding_window": 4096, "moe_intermediate_size": 768},
+        windows="switched", qk_norm=True, has_experts=True,
+        reads=("attention_bias", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
     ),
 }  # fmt: skip
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 # What some configs ask for and nothing here does.
 _REFUSED = ("quantization_config", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
-# Numbers beyond these are mistakes, and would end in a lack of memory that names nothing.
-_LARGEST_NUMBER, _MOST_LAYERS = 1e18, 10_000
+# Fields that only some architectures read, and their values that change nothing. transformers ignores them elsewhere; a
+# model that was made with another value would answer nonsense.
+_OPTIONAL: dict[str, Any] = {
+    "attention_bias": False, "mlp_bias": False, "query_pre_attn_scalar": None, "hidden_activation": None,
+    "partial_rotary_factor": 1, "moe_intermediate_size": None, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+# Numbers beyond these are mistakes, and would end in a lack of memory or of time that names nothing.
+_SMALLEST_NUMBER, _LARGEST_NUMBER = 1e-12, 1e18
+_MOST_LAYERS = _MOST_EXPERTS = _MOST_HEADS = 1024
+_LARGEST_SIZE, _LARGEST_POSITION = 2**24, 2**31 - 1
 _YARN_NUMBERS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 _LLAMA3_NUMBERS = ("low_freq_factor", "high_freq_factor")
 
@@ -200,6 +213,11 @@ class ModelConfig:
                 num_rows += 3 * self.intermediate_size
         return num_rows * self.hidden_size
 
+    def without_idle_windows(self, max_model_len: int) -> "ModelConfig":
+        """The same, without the windows that no sequence of so many tokens outgrows."""
+        layers = (layer if layer.window < max_model_len else layer._replace(window=0) for layer in self.layers)
+        return replace(self, layers=tuple(layers))
+
     def check_parallel_size(self, size: int) -> None:
         """Raises a ValueError that names the sizes that work, unless the model can be split over `size` ranks."""
 
@@ -214,7 +232,7 @@ class ModelConfig:
             return is_even and (num_kv_heads % n == 0 or n % num_kv_heads == 0)
 
         if not divides(size):
-            sizes = ", ".join(str(n) for n in range(1, self.num_attention_heads + 1) if divides(n))
+            sizes = ", ".join(str(n) for n in range(1, min(self.num_attention_heads, 64) + 1) if divides(n))
             raise ValueError(
                 f"tensor_parallel_size={size} does not divide the model's {self.num_attention_heads} attention heads, "
                 f"{self.num_key_value_heads} key/value heads and intermediate size "
@@ -229,14 +247,16 @@ def load_model_config(directory: Path) -> ModelConfig:
         ValueError: the file is missing or not JSON, a field is missing or wrong, or the model needs something
             that is not implemented; the message says which and what there is.
     """
-    raw = _read_json(directory / "config.json")
+    raw = read_json(directory / "config.json")
     generation_file = directory / "generation_config.json"
-    generation = _read_json(generation_file) if generation_file.exists() else {}
+    generation = read_json(generation_file) if generation_file.exists() else {}
     found = _list(raw, "architectures")
-    architecture = next((name for name in found if name in FAMILIES), None)
+    architecture = next((name for name in found if isinstance(name, str) and name in FAMILIES), None)
     if architecture is None:
         remote = "; it needs code of its own (auto_map), which is never run" if raw.get("auto_map") else ""
-        raise ValueError(f"{directory} holds the architecture {found}{remote}; supported: {', '.join(FAMILIES)}")
+        raise ValueError(
+            f"{directory} holds the architecture {_shown(found)}{remote}; supported: {', '.join(FAMILIES)}"
+        )
     family = FAMILIES[architecture]
     # null is absent, except for a window: there it means none.
     raw = {
@@ -245,12 +265,19 @@ def load_model_config(directory: Path) -> ModelConfig:
     }
     for name in _REFUSED:
         if raw.get(name):
-            raise ValueError(f"{name}={raw[name]!r} in config.json is not supported")
-    hidden_act = raw.get("hidden_activation", raw.get("hidden_act", "silu"))
+            raise ValueError(f"{name}={_shown(raw[name])} in config.json is not supported")
+    for name, neutral in _OPTIONAL.items():
+        if name not in family.reads and raw.get(name, neutral) != neutral:
+            raise ValueError(f"{name}={_shown(raw[name])} in config.json is not supported for {architecture}")
+    act_name = "hidden_activation" if "hidden_activation" in family.reads else "hidden_act"
+    hidden_act = raw.get(act_name, "silu")
     if hidden_act not in ACTIVATIONS:
-        raise ValueError(f"hidden_act={hidden_act!r} is not supported; {', '.join(ACTIVATIONS)} are")
+        raise ValueError(f"{act_name}={_shown(hidden_act)} is not supported; {', '.join(ACTIVATIONS)} are")
+    dtype = raw.get("dtype") or raw.get("torch_dtype")
+    if dtype is not None and not isinstance(dtype, str):
+        raise ValueError(f"dtype in config.json must be a name such as bfloat16, not {_shown(dtype)}")
 
-    num_heads = _count(raw, "num_attention_heads")
+    num_heads = _count(raw, "num_attention_heads", most=_MOST_HEADS)
     num_kv_heads = _count(raw, "num_key_value_heads", default=num_heads)
     hidden_size = _count(raw, "hidden_size")
     if num_heads % num_kv_heads:
@@ -260,16 +287,16 @@ def load_model_config(directory: Path) -> ModelConfig:
     head_dim = _count(raw, "head_dim", default=hidden_size // num_heads)
     if head_dim % 2:
         raise ValueError(f"head_dim={head_dim} must be even for rotary embedding")
-    max_position = _count(raw, "max_position_embeddings")
+    max_position = _count(raw, "max_position_embeddings", most=_LARGEST_POSITION)
     windows = _windows(raw, family, _count(raw, "num_hidden_layers", most=_MOST_LAYERS))
     ropes = {is_local: _rope(raw, family, is_local, head_dim, max_position) for is_local in set(map(bool, windows))}
-    stretched = [
-        int(rope.original_max_position * rope.factor) for rope in ropes.values() if rope.kind in ("linear", "yarn")
-    ]
+    # Llama 3's, LongRoPE's and Gemma's configs name the length after stretching.
+    kinds = () if family.windows == "pattern" else ("linear", "yarn")
+    stretched = [int(rope.original_max_position * rope.factor) for rope in ropes.values() if rope.kind in kinds]
     unstretched = [rope.original_max_position for rope in ropes.values() if rope.kind == "longrope"]
     max_position = max([max_position, *stretched])
     has_bias = _flag(raw, "attention_bias", default=False)
-    experts = _experts(raw) if family.has_experts else None
+    experts = _experts(raw, family) if family.has_experts else None
     sparse = _sparse_layers(raw, len(windows)) if experts is not None else set()
     return ModelConfig(
         architecture=architecture,
@@ -291,7 +318,7 @@ def load_model_config(directory: Path) -> ModelConfig:
         tie_word_embeddings=_flag(raw, "tie_word_embeddings", default=False),
         max_position=max_position,
         usual_max_position=min([max_position, *unstretched]),
-        dtype=raw.get("dtype") or raw.get("torch_dtype"),
+        dtype=dtype,
         eos_token_ids=_eos_token_ids(generation) or _eos_token_ids(raw),
         generation=generation,
     )
@@ -306,7 +333,9 @@ def _windows(raw: dict[str, Any], family: Family, num_layers: int) -> list[int]:
         period = _count(raw, "sliding_window_pattern", default=6)
         is_local = [has_window and (index + 1) % period > 0 for index in range(num_layers)]
     else:
-        first = {"none": num_layers, "upper": raw.get("max_window_layers", 0)}.get(family.windows, 0)
+        first = {"none": num_layers, "all": 0, "switched": 0}.get(family.windows)
+        if first is None:
+            first = _count(raw, "max_window_layers", least=0)
         is_local = [has_window and index >= first for index in range(num_layers)]
     kinds = _list(raw, "layer_types")
     if kinds:
@@ -328,9 +357,10 @@ def _windows(raw: dict[str, Any], family: Family, num_layers: int) -> list[int]:
     return [window if local else 0 for local in is_local]
 
 
-def _experts(raw: dict[str, Any]) -> ExpertsConfig:
-    num_experts = _count(raw, "num_experts", default=_given(raw, "num_local_experts", None))
-    size = _count(raw, "moe_intermediate_size", default=_given(raw, "intermediate_size", None))
+def _experts(raw: dict[str, Any], family: Family) -> ExpertsConfig:
+    num_experts = _count(raw, "num_experts" if "num_experts" in raw else "num_local_experts", most=_MOST_EXPERTS)
+    has_own_size = "moe_intermediate_size" in family.reads
+    size = _count(raw, "moe_intermediate_size" if has_own_size else "intermediate_size")
     top_k = _count(raw, "num_experts_per_tok", most=num_experts)
     return ExpertsConfig(num_experts, top_k, size, _flag(raw, "norm_topk_prob", default=False))
 
@@ -339,6 +369,8 @@ def _sparse_layers(raw: dict[str, Any], num_layers: int) -> set[int]:
     """The layers with experts: all, unless Qwen's fields say otherwise."""
     period = _count(raw, "decoder_sparse_step", default=1)
     dense = _list(raw, "mlp_only_layers")
+    if any(isinstance(index, bool) or not isinstance(index, int) for index in dense):
+        raise ValueError(f"mlp_only_layers in config.json must be a list of layers' numbers, not {_shown(dense)}")
     return {index for index in range(num_layers) if (index + 1) % period == 0 and index not in dense}
 
 
@@ -348,17 +380,24 @@ def _rope(raw: dict[str, Any], family: Family, is_local: bool, head_dim: int, ma
     transformers 4: rope_theta and rope_scaling; 5: both in rope_parameters.
     """
     has_own = is_local and family.windows == "pattern"
-    fields: dict[str, Any] = {}
+    found: dict[str, dict[str, Any]] = {}
     for name in ("rope_scaling", "rope_parameters"):
         given = raw.get(name) or {}
-        is_nested = isinstance(given, dict) and any(isinstance(value, dict) for value in given.values())
-        if not isinstance(given, dict) or (is_nested and family.windows != "pattern"):
-            raise ValueError(f"{name} in config.json must be one object for all layers, not {given!r}")
-        if is_nested:
+        is_nested = isinstance(given, dict) and not given.keys().isdisjoint(("full_attention", "sliding_attention"))
+        if is_nested and family.windows == "pattern":
             given = given.get("sliding_attention" if is_local else "full_attention") or {}
-        elif has_own:
+        elif has_own and isinstance(given, dict):
             given = {}  # it speaks of the layers without a window
-        fields.update(given)
+        if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+            raise ValueError(f"{name} in config.json must be one object for all layers, not {_shown(given)}")
+        found[name] = {"rope_type" if key == "type" else key: value for key, value in given.items()}
+    fields = {**found["rope_parameters"], **found["rope_scaling"]}
+    if found["rope_parameters"] and fields != found["rope_parameters"]:
+        raise ValueError(
+            "config.json has rope_scaling beside other rope_parameters; put all of it into rope_parameters"
+        )
+    if "partial_rotary_factor" not in family.reads and fields.get("partial_rotary_factor", 1) != 1:
+        raise ValueError("partial_rotary_factor in config.json is not supported for this architecture")
     theta_name, theta_default = ("rope_local_base_freq", 1e4) if has_own else ("rope_theta", 1e4)
     theta = _number(fields, "rope_theta") if "rope_theta" in fields else _number(raw, theta_name, theta_default)
     partial = _number({**raw, **fields}, "partial_rotary_factor", default=1.0)
@@ -367,19 +406,24 @@ def _rope(raw: dict[str, Any], family: Family, is_local: bool, head_dim: int, ma
         raise ValueError(
             f"partial_rotary_factor={partial} of head_dim={head_dim} in config.json must be an even number from 2 to it"
         )
-    kind = fields.get("rope_type", fields.get("type", "default"))
+    kind = fields.get("rope_type", "default")
     if kind == "su" or (kind == "yarn" and family.is_packed):
         kind = "longrope"  # older names of it
     if kind == "dynamic":
         kind = "default"  # changes nothing up to max_position_embeddings, and we go no further
     if kind not in ROPE_KINDS:
-        raise ValueError(f"rope type {kind!r} is not supported; {', '.join(ROPE_KINDS)} and dynamic are")
+        raise ValueError(f"rope type {_shown(kind)} is not supported; {', '.join(ROPE_KINDS)} and dynamic are")
     if kind == "default":
         return RopeConfig(theta, rotary_dim)
-    original = _count({**fields, **raw}, "original_max_position_embeddings", default=max_position)
-    factor = _number(fields, "factor", default=max_position / original if kind == "longrope" else None)
+    name = "original_max_position_embeddings"
+    original = _count({**fields, **raw}, name, default=max_position, least=2, most=_LARGEST_POSITION)
+    is_implied = kind == "longrope" or (kind == "yarn" and name in fields)
+    factor = _number(fields, "factor", default=max_position / original if is_implied else None)
     if factor < 1:
-        raise ValueError(f"rope scaling {kind!r} needs a factor of at least 1, not {factor!r}")
+        raise ValueError(
+            f"rope scaling {kind!r} needs a factor of at least 1, not {factor!r} (max_position_embeddings is "
+            f"{max_position}, {name} {original})"
+        )
     names = {"yarn": _YARN_NUMBERS, "llama3": _LLAMA3_NUMBERS, "longrope": ("attention_factor",)}.get(kind, ())
     numbers: dict[str, Any] = {name: _number(fields, name) for name in names if fields.get(name) or kind == "llama3"}
     if kind == "yarn" and theta <= 1:
@@ -422,7 +466,7 @@ def _eos_token_ids(raw: dict[str, Any]) -> frozenset[int]:
 def _list(raw: dict[str, Any], name: str) -> list[Any]:
     value = raw.get(name) or []
     if not isinstance(value, list):
-        raise ValueError(f"{name} in config.json must be a list, not {value!r}")
+        raise ValueError(f"{name} in config.json must be a list, not {_shown(value)}")
     return value
 
 
@@ -434,13 +478,17 @@ def _given(raw: dict[str, Any], name: str, default: Any) -> Any:
 def _flag(raw: dict[str, Any], name: str, default: bool) -> bool:
     value = _given(raw, name, default)
     if not isinstance(value, bool):
-        raise ValueError(f"{name} in config.json must be true or false, not {value!r}")
+        raise ValueError(f"{name} in config.json must be true or false, not {_shown(value)}")
     return value
 
 
 def _number(raw: dict[str, Any], name: str, default: float | None = None) -> float:
     value = _given(raw, name, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < _LARGEST_NUMBER:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not _SMALLEST_NUMBER <= value <= _LARGEST_NUMBER
+    ):
         raise ValueError(f"{name} in config.json must be a positive number, not {_shown(value)}")
     return float(value)
 
@@ -452,12 +500,14 @@ def _numbers(raw: dict[str, Any], name: str, length: int) -> tuple[float, ...]:
     return tuple(_number({name: value}, name) for value in values)
 
 
-def _count(raw: dict[str, Any], name: str, default: int | None = None, most: int = 2**31 - 1) -> int:
+def _count(
+    raw: dict[str, Any], name: str, default: int | None = None, least: int = 1, most: int = _LARGEST_SIZE
+) -> int:
     value = _given(raw, name, default)
     if value is None:
         raise ValueError(f"config.json has no {name}")
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise ValueError(f"{name} in config.json must be a positive integer up to {most}, not {_shown(value)}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{name} in config.json must be an integer from {least} to {most}, not {_shown(value)}")
     return value
 
 
@@ -466,7 +516,8 @@ def _shown(value: Any) -> str:
     return shown if len(shown) < 100 else f"{shown[:40]}… ({len(shown)} characters)"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; a ValueError that names the file if there is none."""
     if not path.exists():
         raise ValueError(f"{path} is missing; model must be a directory in the Hugging Face layout")
     if not path.is_file():

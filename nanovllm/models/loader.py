@@ -3,7 +3,6 @@
 Nothing is unpickled, and no name in an index may lead out of the model's directory.
 """
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.layers.linear import Shard
+from nanovllm.models.config import read_json
 from nanovllm.models.decoder import CausalLM
 
 logger = logging.getLogger(__name__)
@@ -22,8 +22,10 @@ INDEX_FILE = "model.safetensors.index.json"
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]  # config, tokenizer, chat template
 
 
-def find_model(model: str, revision: str | None, with_weights: bool = True) -> Path:
+def find_model(model: str, revision: str | None, with_weights: bool = True, option: str = "model") -> Path:
     """The directory of a model: `model` itself, or a hub name's files, fetched if they are not there yet.
+
+    option: the one that names it, for errors.
 
     Raises:
         ValueError: it is neither a directory nor a name that the hub knows.
@@ -32,7 +34,7 @@ def find_model(model: str, revision: str | None, with_weights: bool = True) -> P
     if path.is_dir():
         return path
     if path.is_absolute() or path.exists() or model.startswith((".", "~")) or model.count("/") > 1:
-        raise ValueError(f"model {model!r} is not a directory")
+        raise ValueError(f"{option} {model!r} is not a directory")
     from huggingface_hub import snapshot_download  # slow to import, and most models are directories
 
     patterns = [*_TEXT_FILES, "*.safetensors"] if with_weights else _TEXT_FILES
@@ -40,7 +42,7 @@ def find_model(model: str, revision: str | None, with_weights: bool = True) -> P
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub client has dozens of kinds; all mean that there is no model
         raise ValueError(
-            f"model {model!r} is not a directory, and the hub does not give it: {type(error).__name__}: {error}"
+            f"{option} {model!r} is not a directory, and the hub does not give it: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -76,7 +78,9 @@ def load_weights(model: CausalLM, directory: Path) -> None:
             names = ", ".join(missing[:5])
             raise ValueError(f"{len(missing)} tensors are missing from {directory}: {names}{' …' * (len(missing) > 5)}")
         for name, target, file, path in tied:
-            if not torch.equal(_read(name, file, path), _read(target, files[seen[target]], seen[target])):
+            stored, used = _read(name, file, path), _read(target, files[seen[target]], seen[target])
+            is_alike = stored.shape == used.shape and stored.dtype == used.dtype
+            if not is_alike or not torch.equal(stored.view(torch.uint8), used.view(torch.uint8)):
                 raise ValueError(
                     f"{name} in {path} differs from {target}, but config.json says tie_word_embeddings; "
                     "set it to false to use both"
@@ -128,9 +132,8 @@ def checkpoint_files(directory: Path) -> Iterator[Path]:
         yield from files
         return
     try:
-        weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        names = sorted(set(read_json(index_path)["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index_path} cannot be read: {error!r}") from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
@@ -140,11 +143,11 @@ def checkpoint_files(directory: Path) -> Iterator[Path]:
         logger.warning("%s does not name %s, which is read instead", index_path, whole.name)
         yield whole
         return
+    present = {path.name for path in directory.iterdir()}
     for name in names:
-        path = directory / name
-        if not path.is_file():
-            raise ValueError(f"{index_path} names {name}, which is missing")
-        yield path
+        if name not in present:
+            raise ValueError(f"{index_path} names {name[:100]}, which is missing")
+        yield directory / name
 
 
 def _open(path: Path):
@@ -165,8 +168,10 @@ def _load(name: str, shard: Shard, file, path: Path) -> None:
         tensor = whole[tuple(slice(start, start + length) for start, length in shard.source)]
     except (SafetensorError, RuntimeError) as error:  # a type of number that PyTorch lacks, say
         raise ValueError(f"tensor {name} in {path} cannot be read: {error}") from None
-    if not tensor.is_floating_point():
-        raise ValueError(f"tensor {name} in {path} is {tensor.dtype}; only floating-point weights are supported")
+    if not tensor.is_floating_point() or tensor.itemsize < 2:
+        raise ValueError(
+            f"tensor {name} in {path} is {tensor.dtype}; only floating-point weights of 16 bits and more are read"
+        )
     shard.target.copy_(tensor)
     if shard.offset:
         shard.target.add_(shard.offset)

@@ -100,6 +100,7 @@ class ModelRunner(Runner):
         self.max_model_len = max_model_len_of(
             config.max_model_len, model_config.usual_max_position, model_config.max_position
         )
+        self.model_config = model_config = model_config.without_idle_windows(self.max_model_len)
         self.dtype = dtype_of(config.dtype, model_config.dtype, self.device)
         self.max_num_seqs = config.max_num_seqs or self._default_max_num_seqs(config)
         self._compiling: list[Thread] = []
@@ -170,7 +171,8 @@ class ModelRunner(Runner):
         else:
             load_weights(self.model, directory)
         self._pack_weights()
-        self._groups_prefixes = config.prefix_grouping
+        # Layers with a window share no keys for long.
+        self._groups_prefixes = config.prefix_grouping and 0 in shape.windows
         self._grouped_tenants = np.zeros((0, 2), np.int64)
         self._is_grouped = False
         # A captured step must not ask the device for a count; only our kernels sample without one.

@@ -1,6 +1,7 @@
 """Every tensor of a checkpoint is loaded exactly once, and a checkpoint with anything wrong in it says what."""
 
 import json
+import os
 import pickle
 import re
 from pathlib import Path
@@ -292,6 +293,20 @@ def test_a_directory_under_a_files_name_is_named(checkpoint):
 class Trap:
     def __reduce__(self):
         return (Path.touch, (Path("unpickled"),))
+
+
+def test_a_pipe_is_no_index(checkpoint):
+    (checkpoint / "model.safetensors").rename(checkpoint / "a.safetensors")
+    os.mkfifo(checkpoint / INDEX)
+    assert f"{INDEX} is no regular file" in error_of(checkpoint)
+
+
+def test_weights_of_eight_bits_are_refused(checkpoint):
+    """They are quantized, and no scale would be read."""
+    tensors = read_tensors(checkpoint)
+    tensors[NAMES[1]] = tensors[NAMES[1]].to(torch.float8_e4m3fn)
+    write_tensors(checkpoint, tensors)
+    assert "float8_e4m3fn; only floating-point weights of 16 bits" in error_of(checkpoint)
 
 
 def test_nothing_is_ever_unpickled(checkpoint, monkeypatch):

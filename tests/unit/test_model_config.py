@@ -170,13 +170,16 @@ WRONG: list[tuple[str, Any]] = [
     ("attn_logit_softcapping", 50.0),
     ("final_logit_softcapping", 30.0),
     ("use_bidirectional_attention", True),
-    *(("mlp_bias", value) for value in ("false", 0)),
-    *(("query_pre_attn_scalar", value) for value in (0, "256", -1)),
+    *(("mlp_bias", value) for value in ("false", True)),
+    *(("query_pre_attn_scalar", value) for value in (0, "256", 5e-324)),
     *((name, 10**400) for name in ("rope_theta", "rms_norm_eps", "vocab_size", "query_pre_attn_scalar")),
-    ("num_hidden_layers", 10**9),
+    *((name, 10**9) for name in ("num_hidden_layers", "num_attention_heads", "head_dim", "hidden_size")),
+    *(("dtype", value) for value in (5, [1])),
+    ("rope_theta", 1e-300),
+    ("layer_types", ["full_attention", {}]),
     ("quantization_config", {"quant_method": "fp8"}),
     ("quantization_config", {"quant_method": "awq", "bits": 4}),
-    *(("partial_rotary_factor", value) for value in (0.0, 1.5, 0.06, 0.2, "half")),
+    *(("partial_rotary_factor", value) for value in (0.0, 1.5, 0.5, "half")),
 ]
 
 
@@ -256,6 +259,12 @@ def test_a_file_that_is_no_json_object_is_named(tmp_path, file_name, content):
         load_model_config(tmp_path)
 
 
+@pytest.mark.parametrize("architectures", [[[]], [{}], ["x" * 10**6]], ids=["list", "dict", "long"])
+def test_an_architecture_of_any_kind_is_refused_briefly(tmp_path, architectures):
+    message = error_of(tmp_path, architectures=architectures)
+    assert "architecture" in message and len(message) < 1000
+
+
 @pytest.mark.parametrize("file_name", ["config.json", "generation_config.json"])
 def test_a_pipe_is_no_config(tmp_path, file_name):
     """Opening one waits for somebody to write into it, for ever."""
@@ -288,6 +297,54 @@ def test_llama3_and_longrope_do_not_stretch_what_the_config_says(tmp_path):
     )  # fmt: skip
     assert (config.max_position, config.usual_max_position) == (131072, 4096)
     assert config.layers[0].rope.factor == 32
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [
+        ("Qwen2ForCausalLM", {"query_pre_attn_scalar": 7}),
+        ("MistralForCausalLM", {"partial_rotary_factor": 0.5}),
+        ("LlamaForCausalLM", {"rope_parameters": {"rope_theta": 5.0, "partial_rotary_factor": 0.5}}),
+        ("LlamaForCausalLM", {"hidden_activation": "gelu_pytorch_tanh"}),
+        ("MistralForCausalLM", {"attention_bias": True}),
+        ("Qwen3ForCausalLM", {"mlp_bias": True}),
+        ("MixtralForCausalLM", {"num_local_experts": 4, "moe_intermediate_size": 9}),
+        ("MixtralForCausalLM", {"decoder_sparse_step": 2}),
+    ],
+    ids=str,
+)
+def test_a_field_that_transformers_ignores_is_refused(tmp_path, architecture, fields):
+    """We once followed it, and gave other tokens than transformers."""
+    assert list(fields)[-1].replace("rope_parameters", "partial_rotary_factor") in error_of(
+        tmp_path, architectures=[architecture], **fields
+    )
+
+
+def test_rope_scaling_beside_other_rope_parameters_is_refused(tmp_path):
+    """Qwen's model cards say to add rope_scaling. Beside what transformers 5 writes, it was silently ignored."""
+    default, yarn = {"rope_type": "default", "rope_theta": 1e6}, {"type": "yarn", "factor": 4.0}
+    assert "put all of it into rope_parameters" in error_of(tmp_path, rope_parameters=default, rope_scaling=yarn)
+    same = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
+    assert rope_of(tmp_path, rope_parameters=same, rope_scaling=yarn).kind == "yarn"
+
+
+def test_a_missing_factor_of_yarn_follows_from_the_lengths(tmp_path):
+    rope = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 128}
+    assert rope_of(tmp_path, max_position_embeddings=512, rope_scaling=rope).factor == 4
+
+
+def test_windows_that_no_sequence_outgrows_are_none(tmp_path):
+    """Phi-3's windows are longer than its contexts; kernels for windows would share no prefixes."""
+    config = read(tmp_path, architectures=["Phi3ForCausalLM"], sliding_window=100)
+    assert [layer.window for layer in config.without_idle_windows(101).layers] == [100, 100]
+    assert [layer.window for layer in config.without_idle_windows(100).layers] == [0, 0]
+
+
+def test_the_sizes_that_divide_are_found_at_once(tmp_path):
+    """The list in the message once tried every number of heads."""
+    config = read(tmp_path, num_attention_heads=1024, num_key_value_heads=1, intermediate_size=2**20)
+    with pytest.raises(ValueError, match=r"1, 2, 4, 8, 16, 32, 64 do$"):
+        config.check_parallel_size(3)
 
 
 WINDOWED = {"num_hidden_layers": 7, "sliding_window": 5}
