@@ -16,7 +16,7 @@ PACKAGE = Path(nanovllm.__file__).parent
 
 def copy_package(directory: Path) -> Path:
     copy = directory / "nanovllm"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, copy)  # with what Python compiled: it looks at the files' times
     return copy
 
 
