@@ -29,8 +29,9 @@ def reference_completions(model, prompts: list[list[int]], max_tokens: int) -> l
     longest = max(map(len, prompts))
     token_ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    # With its cache, transformers forgets that a window of 1 ends.
-    options = {"max_new_tokens": max_tokens, "do_sample": False, "pad_token_id": 0, "use_cache": False}
+    options = {"max_new_tokens": max_tokens, "do_sample": False, "pad_token_id": 0}
+    if getattr(model.config, "sliding_window", None) == 1:
+        options["use_cache"] = False  # with its cache, transformers forgets that such a window ends
     return model.generate(token_ids, attention_mask=mask, **options)[:, longest:].tolist()
 
 
