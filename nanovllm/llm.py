@@ -110,7 +110,7 @@ class LLM:
         Args:
             prompts: one or many, each a string or a list of token ids.
             sampling_params: one for all, one per prompt, or None for what the model recommends.
-            split_special_tokens: take special tokens in the prompts' text, such as "<|im_end|>", for ordinary text.
+            split_special_tokens: treat special tokens in the prompts' text, such as "<|im_end|>", as ordinary text.
             use_tqdm: show a progress bar.
             raise_on_error: raise for a prompt that cannot run, instead of returning it as an error row.
 
@@ -140,7 +140,7 @@ class LLM:
             conversations: one or many, each a list of messages {"role": …, "content": …}.
             add_generation_prompt: end with the header of the assistant's turn.
             chat_template_kwargs: for the template, such as {"enable_thinking": False}.
-            split_special_tokens: take special tokens in the messages' text for ordinary text; the template's own stay.
+            split_special_tokens: treat special tokens in the messages' text as ordinary text, except the template's.
             sampling_params, use_tqdm, raise_on_error: as in `generate`, which also lists the errors.
         """
         conversations = as_conversation_list(conversations)

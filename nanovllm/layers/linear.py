@@ -17,7 +17,7 @@ from nanovllm.ops.linear import linear, pack_weight
 
 @dataclass(frozen=True)
 class Shard:
-    """The way of a checkpoint tensor, or of a part of it, into a parameter.
+    """How a checkpoint tensor, or a part of it, gets into a parameter.
 
     Args:
         shape: the tensor's whole shape in the checkpoint.
@@ -41,7 +41,7 @@ class PartialSum(NamedTuple):
 
 # Key of a parameter that is one checkpoint tensor of the same name; fused layers use names such as "q_proj".
 WHOLE = ""
-# What each tensor fills; only a tensor that the checkpoint stores fused has several shards.
+# What each checkpoint tensor fills. Only one that the checkpoint stores packed has several shards.
 Shards = dict[str, list[Shard]]
 
 

@@ -14,7 +14,7 @@ class RMSNorm(nn.Module):
 
     Args:
         size: of a row.
-        offset: what the checkpoint's weights lack, 1 for Gemma. Such weights are kept in float32.
+        offset: is added to the checkpoint's weights, 1 for Gemma. The sums are kept in float32.
         fused: compute with our kernels.
         parallel: the ranks whose parts `reduce_add` sums.
     """

@@ -37,7 +37,7 @@ class RotaryEmbedding(nn.Module):
 class Rotary(NamedTuple):
     """The rotations of a step's tokens.
 
-    cos, sin: [num_tokens, 1, head_dim], where `sin` has its sign.
+    cos, sin: [num_tokens, 1, head_dim]; `sin` is signed, see RotaryEmbedding.
     rotary_dim: leading columns of a head that are rotated.
     """
 

@@ -24,7 +24,7 @@ class Family:
             attention_bias says, for all four.
         qk_norm: every query and key head is normed by itself.
         is_packed: the checkpoint holds queries, keys and values as one tensor, and gate and up as another.
-        norm_offset: what the stored weights of norms lack.
+        norm_offset: is added to the stored weights of norms.
         has_post_norms: the outputs of attention and MLP are normed too, before they are added.
         scales_embedding: embeddings are multiplied by sqrt(hidden_size).
         has_experts: layers have a mixture of experts instead of an MLP; Qwen's can have MLPs too.
@@ -95,7 +95,7 @@ _OPTIONAL: dict[str, Any] = {
     "attention_bias": False, "mlp_bias": False, "query_pre_attn_scalar": None, "hidden_activation": None,
     "partial_rotary_factor": 1, "moe_intermediate_size": None, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
-# Numbers beyond these are mistakes, and would end in a lack of memory or of time that names nothing.
+# Numbers beyond these are mistakes. They would exhaust the memory or take minutes, and no error would name the field.
 _SMALLEST_NUMBER, _LARGEST_NUMBER = 1e-12, 1e18
 _MOST_LAYERS = _MOST_EXPERTS = _MOST_HEADS = 1024
 _LARGEST_SIZE, _LARGEST_POSITION = 2**24, 2**31 - 1
@@ -250,25 +250,8 @@ def load_model_config(directory: Path) -> ModelConfig:
     raw = read_json(directory / "config.json")
     generation_file = directory / "generation_config.json"
     generation = read_json(generation_file) if generation_file.exists() else {}
-    found = _list(raw, "architectures")
-    architecture = next((name for name in found if isinstance(name, str) and name in FAMILIES), None)
-    if architecture is None:
-        remote = "; it needs code of its own (auto_map), which is never run" if raw.get("auto_map") else ""
-        raise ValueError(
-            f"{directory} holds the architecture {_shown(found)}{remote}; supported: {', '.join(FAMILIES)}"
-        )
+    architecture, raw = _fields_of_architecture(raw, directory)
     family = FAMILIES[architecture]
-    # null is absent, except for a window: there it means none.
-    raw = {
-        **family.defaults,
-        **{key: value for key, value in raw.items() if value is not None or key == "sliding_window"},
-    }
-    for name in _REFUSED:
-        if raw.get(name):
-            raise ValueError(f"{name}={_shown(raw[name])} in config.json is not supported")
-    for name, neutral in _OPTIONAL.items():
-        if name not in family.reads and raw.get(name, neutral) != neutral:
-            raise ValueError(f"{name}={_shown(raw[name])} in config.json is not supported for {architecture}")
     act_name = "hidden_activation" if "hidden_activation" in family.reads else "hidden_act"
     hidden_act = raw.get(act_name, "silu")
     if hidden_act not in ACTIVATIONS:
@@ -290,11 +273,7 @@ def load_model_config(directory: Path) -> ModelConfig:
     max_position = _count(raw, "max_position_embeddings", most=_LARGEST_POSITION)
     windows = _windows(raw, family, _count(raw, "num_hidden_layers", most=_MOST_LAYERS))
     ropes = {is_local: _rope(raw, family, is_local, head_dim, max_position) for is_local in set(map(bool, windows))}
-    # Llama 3's, LongRoPE's and Gemma's configs name the length after stretching.
-    kinds = () if family.windows == "pattern" else ("linear", "yarn")
-    stretched = [int(rope.original_max_position * rope.factor) for rope in ropes.values() if rope.kind in kinds]
-    unstretched = [rope.original_max_position for rope in ropes.values() if rope.kind == "longrope"]
-    max_position = max([max_position, *stretched])
+    longest, usual = _lengths(max_position, set(ropes.values()), family)
     has_bias = _flag(raw, "attention_bias", default=False)
     experts = _experts(raw, family) if family.has_experts else None
     sparse = _sparse_layers(raw, len(windows)) if experts is not None else set()
@@ -316,12 +295,44 @@ def load_model_config(directory: Path) -> ModelConfig:
         hidden_act=hidden_act,
         attention_scale=_number(raw, "query_pre_attn_scalar", default=head_dim) ** -0.5,
         tie_word_embeddings=_flag(raw, "tie_word_embeddings", default=False),
-        max_position=max_position,
-        usual_max_position=min([max_position, *unstretched]),
+        max_position=longest,
+        usual_max_position=usual,
         dtype=dtype,
         eos_token_ids=_eos_token_ids(generation) or _eos_token_ids(raw),
         generation=generation,
     )
+
+
+def _fields_of_architecture(raw: dict[str, Any], directory: Path) -> tuple[str, dict[str, Any]]:
+    """The architecture, and its fields with defaults; a ValueError if there is one that changes the model unread."""
+    found = _list(raw, "architectures")
+    architecture = next((name for name in found if isinstance(name, str) and name in FAMILIES), None)
+    if architecture is None:
+        remote = "; it needs code of its own (auto_map), which is never run" if raw.get("auto_map") else ""
+        raise ValueError(
+            f"{directory} holds the architecture {_shown(found)}{remote}; supported: {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[architecture]
+    # null is absent, except for a window: there it means none.
+    given = {key: value for key, value in raw.items() if value is not None or key == "sliding_window"}
+    raw = {**family.defaults, **given}
+    for name in _REFUSED:
+        if raw.get(name):
+            raise ValueError(f"{name}={_shown(raw[name])} in config.json is not supported")
+    for name, neutral in _OPTIONAL.items():
+        if name not in family.reads and raw.get(name, neutral) != neutral:
+            raise ValueError(f"{name}={_shown(raw[name])} in config.json is not supported for {architecture}")
+    return architecture, raw
+
+
+def _lengths(max_position: int, ropes: set[RopeConfig], family: Family) -> tuple[int, int]:
+    """(most tokens that the model was made for, most tokens by default), where config.json says `max_position`."""
+    # Llama 3's, LongRoPE's and Gemma's configs name the length after stretching.
+    kinds = () if family.windows == "pattern" else ("linear", "yarn")
+    longest = max(
+        [max_position, *(int(rope.original_max_position * rope.factor) for rope in ropes if rope.kind in kinds)]
+    )
+    return longest, min([longest, *(rope.original_max_position for rope in ropes if rope.kind == "longrope")])
 
 
 def _windows(raw: dict[str, Any], family: Family, num_layers: int) -> list[int]:
@@ -374,19 +385,18 @@ def _sparse_layers(raw: dict[str, Any], num_layers: int) -> set[int]:
     return {index for index in range(num_layers) if (index + 1) % period == 0 and index not in dense}
 
 
-def _rope(raw: dict[str, Any], family: Family, is_local: bool, head_dim: int, max_position: int) -> RopeConfig:
-    """The rotary embedding of layers with or without a window.
+def _rope_fields(raw: dict[str, Any], family: Family, is_local: bool) -> dict[str, Any]:
+    """What config.json says of the rotary embedding of layers with or without a window.
 
     transformers 4: rope_theta and rope_scaling; 5: both in rope_parameters.
     """
-    has_own = is_local and family.windows == "pattern"
     found: dict[str, dict[str, Any]] = {}
     for name in ("rope_scaling", "rope_parameters"):
         given = raw.get(name) or {}
         is_nested = isinstance(given, dict) and not given.keys().isdisjoint(("full_attention", "sliding_attention"))
         if is_nested and family.windows == "pattern":
             given = given.get("sliding_attention" if is_local else "full_attention") or {}
-        elif has_own and isinstance(given, dict):
+        elif is_local and family.windows == "pattern" and isinstance(given, dict):
             given = {}  # it speaks of the layers without a window
         if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
             raise ValueError(f"{name} in config.json must be one object for all layers, not {_shown(given)}")
@@ -398,13 +408,20 @@ def _rope(raw: dict[str, Any], family: Family, is_local: bool, head_dim: int, ma
         )
     if "partial_rotary_factor" not in family.reads and fields.get("partial_rotary_factor", 1) != 1:
         raise ValueError("partial_rotary_factor in config.json is not supported for this architecture")
+    return fields
+
+
+def _rope(raw: dict[str, Any], family: Family, is_local: bool, head_dim: int, max_position: int) -> RopeConfig:
+    """The rotary embedding of layers with or without a window."""
+    fields, has_own = _rope_fields(raw, family, is_local), is_local and family.windows == "pattern"
     theta_name, theta_default = ("rope_local_base_freq", 1e4) if has_own else ("rope_theta", 1e4)
     theta = _number(fields, "rope_theta") if "rope_theta" in fields else _number(raw, theta_name, theta_default)
     partial = _number({**raw, **fields}, "partial_rotary_factor", default=1.0)
     rotary_dim = int(head_dim * partial)
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
         raise ValueError(
-            f"partial_rotary_factor={partial} of head_dim={head_dim} in config.json must be an even number from 2 to it"
+            f"partial_rotary_factor={partial} of head_dim={head_dim} in config.json must give an even "
+            f"number of rotated columns, at least 2 and at most {head_dim}"
         )
     kind = fields.get("rope_type", "default")
     if kind == "su" or (kind == "yarn" and family.is_packed):

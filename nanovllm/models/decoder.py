@@ -105,11 +105,12 @@ class Decoder(nn.Module):
         self.num_kv_heads = layers[0].self_attn.qkv_proj.num_kv_heads  # of this rank
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(hidden_size, config.rms_norm_eps, parallel=parallel, offset=family.norm_offset, **kw)
-        # Norms after a block need its whole output, so the residual is whole from the beginning.
-        self.embed = self.embed_tokens.reduce if family.has_post_norms else self.embed_tokens
+        self.has_post_norms = family.has_post_norms
 
     def forward(self, token_ids, rotary, kv_cache, metadata):
-        output, residual = self.embed(token_ids), None
+        # What a norm after a block gives is whole, so the residual that it is added to must be whole too.
+        embed = self.embed_tokens.reduce if self.has_post_norms else self.embed_tokens
+        output, residual = embed(token_ids), None
         for layer in self.layers:
             output, residual = layer(output, residual, rotary, kv_cache, metadata)
         return self.norm.reduce_add(output, residual)[0]

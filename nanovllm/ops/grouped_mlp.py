@@ -65,17 +65,20 @@ def _pairs_kernel(experts, pairs, counts, num_pairs, num_tokens, CHUNK: tl.const
 
 
 @jit
-def _tile(counts, tile, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
-    """(expert, first of its pairs, how many pairs it has) of a tile of at most PAIRS pairs of one expert; without any
-    pairs if the tile is beyond the last one."""
+def _tile(pairs, counts, num_tokens, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
+    """(expert, its pairs in this program's tile, which of them are real, whether any is); a tile has PAIRS pairs of one
+    expert at most, and none if all tiles are taken."""
     expert = tl.arange(0, EXPERTS)
     count = tl.load(counts + expert, expert < NUM_EXPERTS, 0)
     num_tiles = (count + PAIRS - 1) // PAIRS
     end = tl.cumsum(num_tiles, 0)
-    ours = tl.sum((end <= tile).to(tl.int32), 0)
+    ours = tl.sum((end <= tl.program_id(0)).to(tl.int32), 0).to(tl.int64)
     is_ours = expert == ours
-    first = (tile - tl.sum(tl.where(is_ours, end - num_tiles, 0), 0)) * PAIRS
-    return ours, first, tl.sum(tl.where(is_ours, count, 0), 0)
+    first = (tl.program_id(0) - tl.sum(tl.where(is_ours, end - num_tiles, 0), 0)) * PAIRS
+    num_pairs = tl.sum(tl.where(is_ours, count, 0), 0)
+    place = first + tl.arange(0, PAIRS)
+    pair = tl.load(pairs + ours * num_tokens + place, place < num_pairs, 0).to(tl.int64)
+    return ours, pair, place < num_pairs, first < num_pairs
 
 
 @jit(do_not_specialize=["num_tokens"])
@@ -86,28 +89,25 @@ def _gate_up_kernel(
 ):  # fmt: skip
     """hidden: [num_pairs, SIZE]; one program per tile of pairs and of the columns of `hidden`."""
     begin()
-    expert, first, count = _tile(counts, tl.program_id(0), NUM_EXPERTS, EXPERTS, PAIRS)
-    if first < count:
-        row = first + tl.arange(0, PAIRS)
-        is_row = row < count
-        pair = tl.load(pairs + expert.to(tl.int64) * num_tokens + row, is_row, 0).to(tl.int64)
+    expert, pair, is_pair, has_pairs = _tile(pairs, counts, num_tokens, NUM_EXPERTS, EXPERTS, PAIRS)
+    if has_pairs:
         output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
         column = tl.arange(0, INPUTS)
         is_output = output < SIZE
         at_x = x + (pair // TOP_K)[:, None] * HIDDEN_SIZE + column[None, :]
-        weights = gate_up + expert.to(tl.int64) * (2 * SIZE * HIDDEN_SIZE)
+        weights = gate_up + expert * (2 * SIZE * HIDDEN_SIZE)
         at_gate = weights + output[None, :] * HIDDEN_SIZE + column[:, None]
         gate = tl.zeros([PAIRS, OUTPUTS], tl.float32)
         up = tl.zeros([PAIRS, OUTPUTS], tl.float32)
         for start in range(0, HIDDEN_SIZE, INPUTS):
             is_real = column < HIDDEN_SIZE - start
-            values = tl.load(at_x + start, is_row[:, None] & is_real[None, :], 0.0)
+            values = tl.load(at_x + start, is_pair[:, None] & is_real[None, :], 0.0)
             is_weight = is_real[:, None] & is_output[None, :]
             gate += tl.dot(values, tl.load(at_gate + start, is_weight, 0.0), input_precision="ieee")
             of_up = tl.load(at_gate + SIZE * HIDDEN_SIZE + start, is_weight, 0.0)
             up += tl.dot(values, of_up, input_precision="ieee")
         at = hidden + pair[:, None] * SIZE + output[None, :]
-        tl.store(at, activated(gate, IS_GELU) * up, is_row[:, None] & is_output[None, :])
+        tl.store(at, activated(gate, IS_GELU) * up, is_pair[:, None] & is_output[None, :])
 
 
 @jit(do_not_specialize=["num_tokens"])
@@ -118,23 +118,20 @@ def _down_kernel(
 ):  # fmt: skip
     """outputs: [num_pairs, HIDDEN_SIZE]; one program per tile of pairs and of the columns of `outputs`."""
     begin()
-    expert, first, count = _tile(counts, tl.program_id(0), NUM_EXPERTS, EXPERTS, PAIRS)
-    if first < count:
-        row = first + tl.arange(0, PAIRS)
-        is_row = row < count
-        pair = tl.load(pairs + expert.to(tl.int64) * num_tokens + row, is_row, 0).to(tl.int64)
+    expert, pair, is_pair, has_pairs = _tile(pairs, counts, num_tokens, NUM_EXPERTS, EXPERTS, PAIRS)
+    if has_pairs:
         output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
         column = tl.arange(0, INPUTS)
         is_output = output < HIDDEN_SIZE
         at_hidden = hidden + pair[:, None] * SIZE + column[None, :]
-        at_down = down + expert.to(tl.int64) * (SIZE * HIDDEN_SIZE) + output[None, :] * SIZE + column[:, None]
+        at_down = down + expert * (SIZE * HIDDEN_SIZE) + output[None, :] * SIZE + column[:, None]
         total = tl.zeros([PAIRS, OUTPUTS], tl.float32)
         for start in range(0, SIZE, INPUTS):
             is_real = column < SIZE - start
-            values = tl.load(at_hidden + start, is_row[:, None] & is_real[None, :], 0.0)
+            values = tl.load(at_hidden + start, is_pair[:, None] & is_real[None, :], 0.0)
             weights = tl.load(at_down + start, is_real[:, None] & is_output[None, :], 0.0)
             total += tl.dot(values, weights, input_precision="ieee")
-        tl.store(outputs + pair[:, None] * HIDDEN_SIZE + output[None, :], total, is_row[:, None] & is_output[None, :])
+        tl.store(outputs + pair[:, None] * HIDDEN_SIZE + output[None, :], total, is_pair[:, None] & is_output[None, :])
 
 
 @jit

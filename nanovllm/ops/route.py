@@ -13,7 +13,7 @@ _TOKENS, _INPUTS = 16, 256
 
 
 class Routes(NamedTuple):
-    """Each token's experts, likeliest first; among equals the one with the lower number. Both lie contiguous.
+    """Each token's experts, likeliest first; among equals the one with the lower number. Both are contiguous.
 
     experts: int32 [num_tokens, top_k], all of a token's different.
     weights: float32 [num_tokens, top_k].
@@ -24,7 +24,8 @@ class Routes(NamedTuple):
 
 
 def route(x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalizes: bool, fused: bool = False) -> Routes:
-    """The `top_k` largest of softmax(x @ weight.T); numbers that are no numbers give a token weights that are none.
+    """The `top_k` largest of softmax(x @ weight.T). If a token's logits are not finite, its weights are NaN, and its
+    experts are valid all the same.
 
     Args:
         x: [num_tokens, hidden_size].

@@ -1672,6 +1672,27 @@ MUTANTS = [
         ("test_attention.py::test_a_query_sees_the_last_keys_of_its_window",),
     ),
     Mutant(
+        "layers with and without a window share their lists of splits",
+        TRITON,
+        "DecodePlan(num_items, self._items[window][0], self._items[window][1], first_items)",
+        "DecodePlan(num_items, *next(iter(self._items.values())), first_items)",
+        ("test_attention.py::test_one_plan_serves_layers_with_and_without_a_window",),
+    ),
+    Mutant(
+        "every sum without a residual begins a step",
+        EXCHANGE,
+        "self._mailbox = 2 if begins_step and first == 0 else",
+        "self._mailbox = 2 if residual is None and first == 0 else",
+        ("test_triton_kernels.py::test_norms_after_blocks_are_sums_without_residuals",),
+    ),
+    Mutant(
+        "a window longer than any sequence stays",
+        RUNNER,
+        "model_config.without_idle_windows(self.max_model_len)",
+        "model_config",
+        ("test_families.py::test_a_window_that_no_sequence_outgrows_costs_nothing",),
+    ),
+    Mutant(
         "columns that are not rotated disappear",
         ROTARY,
         "torch.cat((cos, cos, rest + 1), -1)",
@@ -1744,8 +1765,8 @@ MUTANTS = [
     Mutant(
         "an expert's second tile is its first one again",
         GROUPED,
-        "    first = (tile - tl.sum(tl.where(is_ours, end - num_tiles, 0), 0)) * PAIRS\n",
-        "    first = tile * 0\n",
+        "    first = (tl.program_id(0) - tl.sum(tl.where(is_ours, end - num_tiles, 0), 0)) * PAIRS\n",
+        "    first = tl.program_id(0) * 0\n",
         ("test_experts.py::test_one_expert_may_have_all_tokens",),
     ),
     Mutant(

@@ -265,6 +265,20 @@ def test_a_query_sees_the_last_keys_of_its_window(backend, dtype, window):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_one_plan_serves_layers_with_and_without_a_window(backend):
+    """Their decodes have other splits, so the lists of them must not lie in the same memory."""
+    sequences = [(900, 1), (256, 1), (40, 1), (700, 1), (0, 70), (300, 20)]
+    case = make_case(sequences, 16, 2, 2, 32, window=100)
+    shared = case.backend(backend)
+    metadata = replace(case.metadata, plan=shared.plan(case.metadata))
+    q, k, v = case.new(case.queries), case.new(case.keys), case.new(case.values)
+    shared.store_kvcache(k, v, case.k_cache, case.v_cache, metadata.slot_mapping)
+    for window in (0, 100, 0):
+        out = shared.attend(q, k, v, case.k_cache, case.v_cache, metadata, window)
+        assert relative_error(replace(case, window=window), out) < 1e-5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 256])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_other_head_sizes_and_scales(backend, head_dim, scale):

@@ -105,6 +105,16 @@ def test_logits_over_two_ranks_are_those_of_transformers(tmp_path, family, runs)
             assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-4, options
 
 
+def test_a_window_that_no_sequence_outgrows_costs_nothing(tmp_path):
+    """Phi-3's windows are longer than its contexts. Layers with windows share no prefixes."""
+    options = {**FAMILIES["mistral"][2](random.Random(0)), "sliding_window": 50}
+    save_family_model(tmp_path, "mistral", options)
+    for max_model_len, window in ((50, 0), (51, 50)):
+        with LLM(str(tmp_path), device="cpu", max_model_len=max_model_len) as llm:
+            assert {layer.self_attn.attn.window for layer in llm.engine.runner.model.model.layers} == {window}
+            assert llm.engine.runner._groups_prefixes == (window == 0)
+
+
 @pytest.mark.parametrize("family", ["gemma3", "phi3", "qwen3_moe"])
 def test_two_ranks_give_the_tokens_of_transformers(tmp_path, family):
     """Whole engines over gloo, with chunks, prefix hits and preemption."""

@@ -379,8 +379,11 @@ def is_nothing(mail: torch.Tensor) -> torch.Tensor:
     return (mail == 0) & mail.signbit()
 
 
-def check_exchange(monkeypatch, rank, calls, is_direct, most_rows=8, eps=1e-6) -> None:
-    """Makes the calls of one step as `rank`, beside plain peers: every rank's products of each."""
+def check_exchange(monkeypatch, rank, calls, is_direct, most_rows=8, eps=1e-6, has_post_norms=False) -> None:
+    """Makes the calls of one step as `rank`, beside plain peers: every rank's products of each.
+
+    has_post_norms: the first call only sums, and no call has a residual, as in models with norms after their blocks.
+    """
     size, dtype, (num_rows, width) = len(calls[0]), calls[0][0].dtype, calls[0][0].shape
     weight = torch.linspace(0.5, 2, width).to(dtype)
     weight[:2] = torch.tensor([-1.0, 0.0])  # which make −0.0 of 0.0 and of a number below 0
@@ -389,9 +392,12 @@ def check_exchange(monkeypatch, rank, calls, is_direct, most_rows=8, eps=1e-6) -
     exchange = [Exchange(Parallel(other, size), mails[other], addresses) for other in range(size)][rank]
     mailboxes = itertools.chain((2,), itertools.cycle((0, 1)))
     exact, residual = torch.zeros(num_rows, width), None
-    for products in calls:
-        exact = (exact + sum(product.float() for product in products)).to(dtype).float()
-        expected, results = torch.nn.functional.rms_norm(exact, (width,), weight.float(), eps).to(dtype), []
+    for index, products in enumerate(calls):
+        before = torch.zeros(num_rows, width) if has_post_norms else exact
+        exact = (before + sum(product.float() for product in products)).to(dtype).float()
+        of_call, results = None if has_post_norms and index == 0 else weight, []
+        expected = exact if of_call is None else torch.nn.functional.rms_norm(exact, (width,), weight.float(), eps)
+        expected = expected.to(dtype)
 
         def guarded(tensor, results=results):
             results.append(torch.full((len(tensor) + 4, width), math.nan, dtype=dtype))
@@ -400,7 +406,8 @@ def check_exchange(monkeypatch, rank, calls, is_direct, most_rows=8, eps=1e-6) -
         parts = [(next(mailboxes), slice(first, first + most_rows)) for first in range(0, num_rows, most_rows)]
         with monkeypatch.context() as patch, Peers(mails, rank, parts, products, expected, is_direct) as peers:
             patch.setattr(torch, "empty_like", guarded)
-            normed, residual = exchange.sum_add_norm(products[rank], residual, weight, eps, residual is None)
+            given = None if has_post_norms else residual
+            normed, residual = exchange.sum_add_norm(products[rank], given, of_call, eps, index == 0)
         for sent, right in [*peers.compared, (normed, expected)]:
             assert_near(sent, right)
         for _, part in parts:
@@ -435,6 +442,19 @@ def test_the_exchange_is_the_sum_and_the_norm(monkeypatch, is_direct, dtype, siz
         for product in itertools.chain(*calls):
             product[0, :5] = -0.0
         check_exchange(monkeypatch, rank, calls, is_direct, eps=0.1)
+
+
+@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by owner"])
+def test_norms_after_blocks_are_sums_without_residuals(monkeypatch, is_direct):
+    """A call without a residual once began a step, so all sums of such a model would have used the first mailbox."""
+    monkeypatch.setattr("nanovllm.ops.exchange._MOST_ROWS", 8)
+    monkeypatch.setattr("nanovllm.ops.exchange._BYTES_OF_A_TRIP", 2**20 if is_direct else -1)
+    for rank in range(2):
+        calls = [
+            [(random_tensor(3, 72, seed=10 * call + other) * 8).round().div(8) for other in range(2)]
+            for call in range(4)
+        ]
+        check_exchange(monkeypatch, rank, calls, is_direct, eps=0.1, has_post_norms=True)
 
 
 @pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by owner"])
