@@ -247,10 +247,9 @@ def load_model_config(directory: Path) -> ModelConfig:
         ValueError: the file is missing or not JSON, a field is missing or wrong, or the model needs something
             that is not implemented; the message says which and what there is.
     """
-    raw = read_json(directory / "config.json")
+    architecture, raw = _fields_of_architecture(read_json(directory / "config.json"), directory)
     generation_file = directory / "generation_config.json"
     generation = read_json(generation_file) if generation_file.exists() else {}
-    architecture, raw = _fields_of_architecture(raw, directory)
     family = FAMILIES[architecture]
     act_name = "hidden_activation" if "hidden_activation" in family.reads else "hidden_act"
     hidden_act = raw.get(act_name, "silu")
