@@ -169,6 +169,15 @@ def _problem(name: str, shape: AttentionShape, block_size: int | None) -> Except
             )
         if torch.cuda.get_device_capability(shape.device) < (8, 0):
             return ValueError('attention_backend="flash" needs a GPU of compute capability 8.0 or newer; use "triton"')
+        from nanovllm.attention.flash_backend import find_fault
+
+        fault = find_fault(shape)
+        if fault is not None:
+            windows = " and sliding windows" if any(shape.windows) else ""
+            return ValueError(
+                f'attention_backend="flash" needs a build of flash-attn for heads of {shape.head_dim}{windows}; with '
+                f'the installed one, {fault}; use "triton"'
+            )
     return None
 
 

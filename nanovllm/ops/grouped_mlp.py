@@ -6,6 +6,9 @@ any choice. They read only the weights of experts that somebody chose, and write
 sorted, and a token's results are added in the order of its experts, whatever its neighbours chose.
 """
 
+from functools import cache
+from typing import NamedTuple
+
 import torch
 
 from nanovllm.ops.act_and_mul import act_and_mul, activated
@@ -13,6 +16,26 @@ from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.ops.kernel import jit, tl, triton
 from nanovllm.ops.linear import linear
 from nanovllm.ops.route import Routes
+
+
+class _Tile(NamedTuple):
+    """How a program of a grouped product works: on so many columns of its result, with so many bytes of each row of
+    its inputs at a time, `num_stages` of them under way."""
+
+    columns: int
+    input_bytes: int
+    num_stages: int
+    num_warps: int
+
+
+# By the pairs of a tile: of the product that makes `hidden`, and of the one that makes `outputs`. The fastest of 250 on
+# an H200 with the experts of Qwen3-30B-A3B (docs/performance.md).
+_TILES = {
+    16: (_Tile(32, 256, 4, 4), _Tile(128, 256, 4, 4)),
+    32: (_Tile(64, 256, 3, 4), _Tile(128, 256, 3, 4)),
+    64: (_Tile(64, 128, 3, 4), _Tile(128, 128, 3, 4)),
+    128: (_Tile(128, 128, 4, 8), _Tile(256, 128, 4, 8)),
+}
 
 
 def grouped_mlp(
@@ -159,29 +182,49 @@ def _fused_grouped_mlp(
     hidden = torch.empty((num_pairs, size), dtype=x.dtype, device=device)
     outputs = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=device)
     out = torch.empty_like(x)
+    chunk = min(8192, max(1024, triton.next_power_of_2(num_pairs)))
     _pairs_kernel[(num_experts,)](
-        routes.experts, pairs, counts, num_pairs, num_tokens, CHUNK=1024, num_warps=4, **LAUNCH_OPTIONS
-    )
-    # So that few experts have more pairs than one tile, or the weights would be read again.
-    pairs_of_tile = min(128, max(16, triton.next_power_of_2(2 * num_pairs // num_experts)))
+        routes.experts, pairs, counts, num_pairs, num_tokens, CHUNK=chunk, num_warps=8 if chunk == 8192 else 4,
+        **LAUNCH_OPTIONS,
+    )  # fmt: skip
+    # So that few experts have more pairs than one tile, or the weights would be read again. Products of float32 would
+    # keep too much in registers with the largest tile.
+    most_pairs = 128 if x.itemsize == 2 else 64
+    pairs_of_tile = min(most_pairs, max(16, triton.next_power_of_2(2 * num_pairs // num_experts)))
     num_tiles = num_pairs // pairs_of_tile + min(num_experts, num_pairs)
-    is_large = pairs_of_tile >= 64
+    of_hidden, of_outputs = _TILES[pairs_of_tile]
     shape = {
         "NUM_EXPERTS": num_experts, "SIZE": size, "HIDDEN_SIZE": hidden_size, "PAIRS": pairs_of_tile,
-        "EXPERTS": triton.next_power_of_2(num_experts), "num_warps": 8 if is_large else 4, **LAUNCH_OPTIONS,
+        "EXPERTS": triton.next_power_of_2(num_experts), **LAUNCH_OPTIONS,
     }  # fmt: skip
-    block = 64 if is_large else 32
-    _gate_up_kernel[(num_tiles, triton.cdiv(size, block))](
-        x, gate_up, pairs, counts, hidden, num_tokens, TOP_K=top_k, OUTPUTS=block, INPUTS=64 if is_large else 128,
-        IS_GELU=activation != "silu", num_stages=3 if is_large else 4, **shape,
+    _gate_up_kernel[(num_tiles, triton.cdiv(size, of_hidden.columns))](
+        x, gate_up, pairs, counts, hidden, num_tokens, TOP_K=top_k, IS_GELU=activation != "silu",
+        **_launch_options(of_hidden, pairs_of_tile + 2 * of_hidden.columns, x), **shape,
     )  # fmt: skip
-    block = 128 if is_large else 64
-    _down_kernel[(num_tiles, triton.cdiv(hidden_size, block))](
-        hidden, down, pairs, counts, outputs, num_tokens, OUTPUTS=block, INPUTS=64 if is_large else 128,
-        num_stages=3 if is_large else 4, **shape,
+    _down_kernel[(num_tiles, triton.cdiv(hidden_size, of_outputs.columns))](
+        hidden, down, pairs, counts, outputs, num_tokens,
+        **_launch_options(of_outputs, pairs_of_tile + of_outputs.columns, x), **shape,
     )  # fmt: skip
     block = min(1024, triton.next_power_of_2(hidden_size))
     _combine_kernel[(num_tokens, triton.cdiv(hidden_size, block))](
         outputs, routes.weights, out, TOP_K=top_k, HIDDEN_SIZE=hidden_size, BLOCK=block, num_warps=4, **LAUNCH_OPTIONS
     )
     return out
+
+
+def _launch_options(tile: _Tile, num_rows: int, x: torch.Tensor) -> dict[str, int]:
+    """num_rows: of the inputs and weights that a program holds; it holds as many stages as fit into a processor."""
+    return {
+        "OUTPUTS": tile.columns,
+        "INPUTS": tile.input_bytes // x.itemsize,
+        "num_stages": min(tile.num_stages, _shared_memory(x.device) // (num_rows * tile.input_bytes)),
+        "num_warps": tile.num_warps,
+    }
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program can have; the interpreter has no limit."""
+    if device.type == "cpu":
+        return 2**20
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

@@ -82,7 +82,12 @@ def make_backend(name: str, case: Case, max_model_len: int = 4096) -> AttentionB
     dtype = case.queries[0].dtype
     windows = tuple({0, case.window})
     shape = AttentionShape(num_heads, num_kv_heads, head_dim, dtype, GPU, 128, max_model_len, case.scale, windows)
-    return make_attention_backend(name, shape, case.metadata.block_size)
+    try:
+        return make_attention_backend(name, shape, case.metadata.block_size)
+    except ValueError as error:
+        if "needs a build of flash-attn" in str(error):
+            pytest.skip(str(error))
+        raise
 
 
 def formula(case: Case) -> torch.Tensor:
@@ -128,14 +133,14 @@ def test_grouped_queries_attend_as_the_formula_says(backend, dtype, head_dim, gr
     assert_exact(backend, make_gpu_case(MIXED, BLOCK_SIZE[backend], seed=head_dim + group_size, **options))
 
 
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("window", [0, 1, 20, 64, 100, 500])
 @pytest.mark.parametrize(("backend", "dtype"), BACKEND_DTYPES, ids=lambda value: str(value))
-def test_windows_scales_and_head_sizes_of_every_family(backend, dtype, window):
+def test_windows_scales_and_head_sizes_of_every_family(backend, dtype, window, head_dim):
     """A window leaves some tiles without a key for some of their queries. Gemma's heads are 256 wide."""
     sequences = [(250, 1), (256, 1), (900, 1), *MIXED, (30, 100), (0, 150), (290, 40), (500, 70)]
-    for head_dim in (64, 80, 96, 128) if backend == "flash" else (64, 80, 96, 128, 256):
-        options = {"num_kv_heads": 2, "group_size": 3, "head_dim": head_dim, "dtype": dtype, "scale": 0.1}
-        assert_exact(backend, make_gpu_case(sequences, BLOCK_SIZE[backend], window=window, **options))
+    options = {"num_kv_heads": 2, "group_size": 3, "head_dim": head_dim, "dtype": dtype, "scale": 0.1}
+    assert_exact(backend, make_gpu_case(sequences, BLOCK_SIZE[backend], window=window, **options))
 
 
 @pytest.mark.parametrize(
