@@ -24,7 +24,7 @@ def find_fault(shape: AttentionShape) -> str | None:
     import flash_attn
 
     length, num_splits = 700, 2
-    options = {"dtype": shape.dtype, "device": shape.device}
+    options: dict[str, Any] = {"dtype": shape.dtype, "device": shape.device}
     generator = torch.Generator(shape.device).manual_seed(0)
     q = torch.randn(1, 1, 1, shape.head_dim, generator=generator, **options)
     k, v = torch.randn(2, 3, 256, 1, shape.head_dim, generator=generator, **options)

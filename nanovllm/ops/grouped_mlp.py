@@ -7,7 +7,7 @@ sorted, and a token's results are added in the order of its experts, whatever it
 """
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -227,4 +227,5 @@ def _shared_memory(device: torch.device) -> int:
     """Bytes that a program can have; the interpreter has no limit."""
     if device.type == "cpu":
         return 2**20
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's types do not name all of them
+    return properties.shared_memory_per_block_optin

@@ -108,13 +108,25 @@ def test_the_perplexity_of_a_long_text_is_that_of_transformers(directory, theirs
     assert abs(float((our_loss - their_loss).exp()) - 1) < 1e-4
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="bfloat16 is for GPUs")
 def test_answers_in_bfloat16_mostly_agree_with_float32(directory):
-    params, answers = SamplingParams(temperature=0, max_tokens=32), []
-    for dtype in ("float32", "bfloat16"):
-        with LLM(directory, dtype=dtype, max_model_len=2048) as llm:
-            answers.append([output.token_ids for output in llm.chat(conversations(), params, use_tqdm=False)])
-    pairs = [pair for row in zip(*answers, strict=True) for pair in zip(*row, strict=False)]
-    agreeing = sum(exact == rounded for exact, rounded in pairs) / len(pairs)
-    print(f"{agreeing:.3f} of the first 32 tokens agree")
-    assert agreeing >= 0.9
+    """Each of the first 32 tokens is asked for after those of float32, because an answer that has once taken another
+    word goes on differently."""
+    params = SamplingParams(temperature=0, max_tokens=32)
+    with LLM(directory, dtype="float32", max_model_len=2048) as llm:
+        answers = [output.token_ids for output in llm.chat(conversations(), params, use_tqdm=False)]
+        tokenizer = llm.get_tokenizer()
+    texts = tokenizer.apply_chat_template(conversations(), tokenize=False, add_generation_prompt=True)
+    prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    with LLM(directory, dtype="bfloat16", max_model_len=2048, enforce_eager=True) as llm:
+        rounded = [output.token_ids for output in llm.chat(conversations(), params, use_tqdm=False)]
+        after_exact = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            logits = teacher_forced_logits(llm, prompt + answer, [len(prompt), *[1] * len(answer)])
+            after_exact.append(logits[len(prompt) - 1 : -1].argmax(1).tolist())
+
+    def agreeing(others: list[list[int]]) -> float:
+        pairs = [pair for row in zip(answers, others, strict=True) for pair in zip(*row, strict=False)]
+        return sum(exact == other for exact, other in pairs) / len(pairs)
+
+    print(f"{agreeing(after_exact):.3f} of the first 32 tokens agree, {agreeing(rounded):.3f} without being led")
+    assert agreeing(after_exact) >= 0.9
