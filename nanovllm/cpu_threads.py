@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from nanovllm.machine import cpu_quotas, cpus, num_cores
+
 logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_CHECKS = 0.2  # the system counts CPU time in hundredths of a second
@@ -56,7 +58,7 @@ class CpuThreads:
         cpu_seconds: Callable[[], tuple[float, float] | None] | None = None,
     ):
         self._is_used, self._clock, self._cpu_seconds = is_used, clock, cpu_seconds or _cpu_seconds
-        self._num_cpus = len(_cpus())
+        self._num_cpus = len(cpus())
         self._num_busy = 0.0
         self._measured_at, self._measured = clock(), self._cpu_seconds()
         self._before = self._most = 0  # threads; 0 while there is nothing to choose or to give back
@@ -70,7 +72,7 @@ class CpuThreads:
             if reason:
                 self._log(before, reason)
             else:
-                self._before, self._most = before, max(1, min([before, *_quotas()]))
+                self._before, self._most = before, max(1, min([before, *cpu_quotas()]))
                 self._wanted = self._most
                 self._next_check = self._clock()
                 self.adapt()
@@ -115,45 +117,16 @@ def _users_choice(num_threads: int) -> str | None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         if os.environ.get(name):
             return f"{name} is set"
-    if num_threads in (os.cpu_count(), len(_cpus()), _num_cores()):
+    if num_threads in (os.cpu_count(), len(cpus()), num_cores()):
         return None
     return "the number was set with torch.set_num_threads"
-
-
-def _cpus() -> set[int]:
-    """The CPUs that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
-
-
-def _num_cores() -> int:
-    """The physical cores among them: hyperthreads of one core name the same siblings."""
-    try:
-        directories = (Path(f"/sys/devices/system/cpu/cpu{cpu}/topology") for cpu in _cpus())
-        return len({(directory / "thread_siblings_list").read_text() for directory in directories})
-    except OSError:
-        return len(_cpus())
-
-
-def _quotas() -> list[int]:
-    """CPUs that the quotas of this process's container amount to, if it has any (cgroup version 2 and 1)."""
-    quotas = []
-    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        try:
-            quota, period = " ".join((Path("/sys/fs/cgroup") / name).read_text() for name in names).split()
-            if int(quota) > 0:
-                quotas.append(int(quota) // int(period))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-    return quotas
 
 
 def _cpu_seconds() -> tuple[float, float] | None:
     """CPU seconds of (all processes on our CPUs, this process) since their start; None where /proc does not tell."""
     try:
         lines = Path("/proc/stat").read_text().splitlines()
-        ours = {f"cpu{cpu}" for cpu in _cpus()}
+        ours = {f"cpu{cpu}" for cpu in cpus()}
         fields = [[int(value) for value in line.split()[1:9]] for line in lines if line.split(maxsplit=1)[0] in ours]
         # user, nice, system, idle, iowait, irq, softirq, steal
         ticks = sum(sum(values) - values[3] - values[4] for values in fields)

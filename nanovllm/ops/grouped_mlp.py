@@ -36,6 +36,8 @@ _TILES = {
     64: (_Tile(64, 128, 3, 4), _Tile(128, 128, 3, 4)),
     128: (_Tile(128, 128, 4, 8), _Tile(256, 128, 4, 8)),
 }
+# Pairs that the kernel which lists them reads at a time, at most.
+_PAIRS_OF_CHUNK = 8192
 
 
 def grouped_mlp(
@@ -182,9 +184,9 @@ def _fused_grouped_mlp(
     hidden = torch.empty((num_pairs, size), dtype=x.dtype, device=device)
     outputs = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=device)
     out = torch.empty_like(x)
-    chunk = min(8192, max(1024, triton.next_power_of_2(num_pairs)))
+    chunk = min(_PAIRS_OF_CHUNK, max(1024, triton.next_power_of_2(num_pairs)))
     _pairs_kernel[(num_experts,)](
-        routes.experts, pairs, counts, num_pairs, num_tokens, CHUNK=chunk, num_warps=8 if chunk == 8192 else 4,
+        routes.experts, pairs, counts, num_pairs, num_tokens, CHUNK=chunk, num_warps=max(4, chunk // 1024),
         **LAUNCH_OPTIONS,
     )  # fmt: skip
     # So that few experts have more pairs than one tile, or the weights would be read again. Products of float32 would

@@ -1,11 +1,9 @@
 """The KV cache: its tensor, and how many blocks it gets. The number follows from what a GPU has left after the weights
 and a trial of the largest step, or from a CPU's free RAM."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -101,6 +99,19 @@ def num_kvcache_blocks(
     return num_blocks
 
 
+def check_weights_fit(weight_bytes: int, free: int, what: str) -> None:
+    """Raises a RuntimeError, before anything is allocated, if the weights need more bytes than are free.
+
+    what: dtype and device, for the message.
+    """
+    if weight_bytes > free:
+        raise RuntimeError(
+            f"the model's weights take about {weight_bytes / _GIB:.2f} GiB in {what}, which has {free / _GIB:.2f} GiB "
+            "free for them; take a smaller model, a smaller dtype or a higher tensor_parallel_size, or check the sizes "
+            "in config.json"
+        )
+
+
 def default_max_num_seqs(config: Config, weight_bytes: int, token_bytes: int, free: int, is_gpu: bool) -> int:
     """How many sequences run at a time by default: as many as keep the device busy, if the cache holds them.
 
@@ -160,22 +171,3 @@ def explained_out_of_memory(what: str, device: torch.device) -> Iterator[None]:
             "free; lower max_num_batched_tokens or max_num_seqs, take a smaller model, or free what other "
             f"programs hold ({error})"
         ) from None
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that is free on the device; on a CPU, what the system and its control group (version 2) leave."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        free = min(free, int(fields["MemAvailable"].split()[0]) * 1024)
-    group = Path("/sys/fs/cgroup")
-    limit, used, stat = (group / name for name in ("memory.max", "memory.current", "memory.stat"))
-    if limit.exists() and used.exists() and limit.read_text().strip().isdigit():
-        # Cached file pages, such as the checkpoint just read, are given up when memory is wanted.
-        lines = stat.read_text().splitlines() if stat.exists() else []
-        cached = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
-        free = min(free, int(limit.read_text()) - int(used.read_text()) + cached)
-    return max(free, 0)

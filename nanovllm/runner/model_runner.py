@@ -21,6 +21,7 @@ from nanovllm.engine.step import Chunk, Step, StepOutput
 from nanovllm.layers.embed_head import ParallelLMHead, VocabSlice
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.sampler import Sampler, SamplingNeeds, row_multiple
+from nanovllm.machine import free_bytes
 from nanovllm.models.config import load_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import fill_dummy_weights, find_model, load_weights
@@ -32,9 +33,9 @@ from nanovllm.runner.device import dtype_of, max_model_len_of, rank_device
 from nanovllm.runner.kv_cache import (
     KVCacheLayout,
     MemoryUse,
+    check_weights_fit,
     default_max_num_seqs,
     explained_out_of_memory,
-    free_bytes,
     measure_memory,
     num_kvcache_blocks,
 )
@@ -102,6 +103,7 @@ class ModelRunner(Runner):
         )
         self.model_config = model_config = model_config.without_idle_windows(self.max_model_len)
         self.dtype = dtype_of(config.dtype, model_config.dtype, self.device)
+        check_weights_fit(self._weight_bytes(), self._free_bytes(), f"{self.dtype} on {self.device}")
         self.max_num_seqs = config.max_num_seqs or self._default_max_num_seqs(config)
         self._compiling: list[Thread] = []
         vars(self).update(dict.fromkeys(_ON_DEVICE))
@@ -387,7 +389,7 @@ class ModelRunner(Runner):
             del self.kv_cache
             torch.cuda.empty_cache()
         else:
-            memory = MemoryUse(total=0, free_at_start=0, free=free_bytes(self.device) // self._parallel.size)
+            memory = MemoryUse(total=0, free_at_start=0, free=self._free_bytes())
         num_blocks = num_kvcache_blocks(
             config, memory, layout.block_bytes, blocks_of_longest, self.max_num_seqs, self._is_gpu
         )
@@ -399,12 +401,17 @@ class ModelRunner(Runner):
         return num_blocks
 
     def _default_max_num_seqs(self, config: Config) -> int:
-        model, size = self.model_config, self._parallel.size
-        weight_bytes = model.num_parameters * self.dtype.itemsize // size
-        token_bytes = -(-model.num_kv_values_per_token * self.dtype.itemsize // size)
-        free = free_bytes(self.device) // (1 if self._is_gpu else size)
-        chosen = default_max_num_seqs(config, weight_bytes, token_bytes, free, self._is_gpu)
+        token_bytes = -(-self.model_config.num_kv_values_per_token * self.dtype.itemsize // self._parallel.size)
+        chosen = default_max_num_seqs(config, self._weight_bytes(), token_bytes, self._free_bytes(), self._is_gpu)
         return self._parallel.minimum(chosen, self.device)
+
+    def _weight_bytes(self) -> int:
+        """About what this rank's weights take."""
+        return self.model_config.num_parameters * self.dtype.itemsize // self._parallel.size
+
+    def _free_bytes(self) -> int:
+        """This rank's share of the memory that is free: the ranks have a GPU each, or one CPU together."""
+        return free_bytes(self.device) // (1 if self._is_gpu else self._parallel.size)
 
     def _bytes_for_graphs(self, activations: int, num_tokens: int) -> int:
         """Bytes to set aside for captured steps, if a step of `num_tokens` takes `activations`: kernels' code, what the

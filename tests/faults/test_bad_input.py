@@ -592,9 +592,11 @@ def test_more_cache_than_memory_says_how_much_and_what_to_lower(num_blocks):
         LLM(MODEL_DIRECTORY, device="cpu", num_kvcache_blocks=num_blocks)
 
 
-@pytest.mark.parametrize("free_bytes", [0, 4 * 2**20])
-def test_too_little_memory_for_one_sequence_says_how_much_and_what_to_lower(monkeypatch, free_bytes):
-    monkeypatch.setattr(nanovllm.runner.model_runner, "free_bytes", lambda device: free_bytes)
+@pytest.mark.parametrize("left", [0, 2 * 2**20])
+def test_too_little_memory_for_one_sequence_says_how_much_and_what_to_lower(monkeypatch, left):
+    """The weights of the bundled model take 7.9 MiB, and the cache gets half of what they leave."""
+    answers = iter([2**23, 2**23])
+    monkeypatch.setattr(nanovllm.runner.model_runner, "free_bytes", lambda device: next(answers, left))
     message = r"one sequence of 16 blocks .*needs [\d.]+ GiB more than the [\d.]+ GiB .*; lower max_model_len$"
     with pytest.raises(RuntimeError, match=message):
         LLM(MODEL_DIRECTORY, device="cpu")
@@ -820,6 +822,18 @@ def test_a_config_that_cannot_work_names_the_field(directory, changes, message):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(ValueError, match=message):
         LLM(directory)
+
+
+@pytest.mark.parametrize("sizes", [{"vocab_size": 2**24, "hidden_size": 2**18}, {"intermediate_size": 2**24}], ids=str)
+def test_weights_that_memory_cannot_hold_are_refused_before_they_are_allocated(directory, monkeypatch, sizes):
+    """Linux may promise more than it has, and kill the process that takes it."""
+    monkeypatch.setattr(nanovllm.runner.model_runner, "free_bytes", lambda device: 2**34)
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **sizes}))
+    with pytest.raises(
+        RuntimeError, match=r"weights take about \d+\.\d\d GiB in torch.float32 on cpu, which has 16.00 "
+    ):
+        LLM(directory, device="cpu", load_format="dummy")
 
 
 def _truncate(path: Path) -> None:

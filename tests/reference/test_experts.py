@@ -1,5 +1,7 @@
 """The router and the experts' kernels, interpreted, against their plain twins, and those against the formula."""
 
+import sys
+
 import pytest
 import torch
 from model_factory import one_thread  # noqa: F401
@@ -87,8 +89,9 @@ def test_one_expert_may_have_all_tokens():
     assert (grouped_mlp(x, routes, gate_up, down, fused=True).double() - exact).norm() <= 1e-5 * exact.norm()
 
 
-def test_experts_take_more_pairs_than_one_chunk():
-    """The kernel that lists pairs reads 1,024 at a time."""
+def test_experts_take_more_pairs_than_one_chunk(monkeypatch):
+    """The kernel that lists pairs reads a chunk of them at a time."""
+    monkeypatch.setattr(sys.modules["nanovllm.ops.grouped_mlp"], "_PAIRS_OF_CHUNK", 1024)
     num_tokens = 700
     x, gate_up, down = randn(num_tokens, 16, seed=1), randn(3, 16, 16, seed=2), randn(3, 16, 8, seed=3)
     routes = route(x, randn(3, 16, seed=4), 2, False)

@@ -76,8 +76,8 @@ def machine(monkeypatch) -> Machine:
     machine = Machine()
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cpu_threads, "_cpus", lambda: set(range(machine.num_cpus)))
-    monkeypatch.setattr(cpu_threads, "_quotas", lambda: [])
+    monkeypatch.setattr(cpu_threads, "cpus", lambda: set(range(machine.num_cpus)))
+    monkeypatch.setattr(cpu_threads, "cpu_quotas", lambda: [])
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     yield machine
@@ -158,10 +158,10 @@ def test_a_system_that_does_not_tell_its_load_keeps_pytorchs_choice(machine):
 
 def test_a_containers_quota_is_a_limit(machine, monkeypatch):
     """PyTorch takes a thread per CPU of the host, which a container of two CPUs' worth then lets wait in turn."""
-    monkeypatch.setattr(cpu_threads, "_quotas", lambda: [2])
+    monkeypatch.setattr(cpu_threads, "cpu_quotas", lambda: [2])
     with threads_of(machine):
         assert torch.get_num_threads() == 2
-    monkeypatch.setattr(cpu_threads, "_quotas", lambda: [0, 8])
+    monkeypatch.setattr(cpu_threads, "cpu_quotas", lambda: [0, 8])
     with threads_of(machine):
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 4
@@ -183,7 +183,7 @@ def test_the_environments_number_stays(machine, monkeypatch, name, caplog):
 
 
 def test_a_number_set_with_torch_stays(machine, monkeypatch, caplog):
-    monkeypatch.setattr(cpu_threads, "_num_cores", lambda: 2)
+    monkeypatch.setattr(cpu_threads, "num_cores", lambda: 2)
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     threads = threads_of(machine)
     machine.busy = 4.0
@@ -277,7 +277,7 @@ def test_a_call_computes_with_what_was_chosen_and_gives_it_back():
         env={name: value for name, value in os.environ.items() if name not in names},
     )  # fmt: skip
     before, *seen, after = map(int, result.stdout.split())
-    assert seen == [choose_num_threads(before, len(cpu_threads._cpus()), 1e9)], result.stderr
+    assert seen == [choose_num_threads(before, len(cpu_threads.cpus()), 1e9)], result.stderr
     assert after == before
 
 

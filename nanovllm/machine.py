@@ -1,0 +1,91 @@
+"""What the machine leaves to this process: CPUs, and memory of a CPU or of a GPU.
+
+On Linux, control groups (versions 1 and 2) limit both. A group's limits hold for all groups below it.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+_MEMBERSHIP, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+def cpus() -> set[int]:
+    """The CPUs that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def num_cores() -> int:
+    """The physical cores among them: hyperthreads of one core name the same siblings."""
+    try:
+        directories = (Path(f"/sys/devices/system/cpu/cpu{cpu}/topology") for cpu in cpus())
+        return len({(directory / "thread_siblings_list").read_text() for directory in directories})
+    except OSError:
+        return len(cpus())
+
+
+def cpu_quotas() -> list[int]:
+    """CPUs that the quotas of this process's control groups amount to, each rounded down."""
+    quotas = []
+    for group in _control_groups("cpu"):
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+            try:
+                quota, period = " ".join((group / name).read_text() for name in names).split()
+                if int(quota) > 0:
+                    quotas.append(int(quota) // int(period))
+            except (OSError, ValueError):  # no such file, or "max"
+                continue
+    return quotas
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on the device; on a CPU, what the system and the control groups leave."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        free = min(free, int(fields["MemAvailable"].split()[0]) * 1024)
+    return max(0, min([free, *_free_of_groups()]))
+
+
+def _free_of_groups() -> Iterator[int]:
+    """Bytes that each limited control group has left."""
+    for group in _control_groups("memory"):
+        for limit, used, cached in (
+            ("memory.max", "memory.current", "inactive_file "),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "),
+        ):
+            try:
+                free = int((group / limit).read_text()) - int((group / used).read_text())
+                lines = (group / "memory.stat").read_text().splitlines()
+            except (OSError, ValueError):  # no such file, or "max"
+                continue
+            # Cached file pages, such as the checkpoint just read, are given up when memory is wanted.
+            yield free + sum(int(line.split()[1]) for line in lines if line.startswith(cached))
+
+
+def _control_groups(controller: str) -> Iterator[Path]:
+    """The directories of this process's control groups that may limit it, and of those above them.
+
+    In a container the path may be the host's, which is not there; the groups above it are.
+    """
+    try:
+        lines = _MEMBERSHIP.read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = _GROUPS / controller if controllers else _GROUPS  # version 1 has a tree for each controller
+        group = Path(os.path.normpath(f"{root}/{path}"))
+        while group != root and root in group.parents:
+            yield group
+            group = group.parent
+        yield root
