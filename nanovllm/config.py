@@ -44,7 +44,7 @@ class Config:
     Args:
         model: a directory in the Hugging Face layout, or a hub name such as "Qwen/Qwen3-0.6B".
         tokenizer: directory or hub name of the tokenizer; None is the model's own.
-        revision: branch, tag or commit of the model's hub name; a directory has none.
+        revision: branch, tag or commit of the model's hub name; a directory and `tokenizer` have none.
         dtype: of weights, activations and KV cache: "float32" ("float", "fp32"), "bfloat16" ("bf16"), "float16"
             ("half", "fp16"), or one of torch's; "auto" is the checkpoint's on a GPU, float32 on a CPU.
         device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1".
@@ -52,7 +52,8 @@ class Config:
             "sdpa" (PyTorch's own operators over gathered blocks, the fast one on a CPU), "torch" (the plain
             reference) or "auto", the fastest that can run.
         load_format: "auto" reads safetensors; "dummy" needs only config.json and makes up random weights.
-        max_model_len: most tokens of prompt + completion; None is the model's own limit, at most 32,768.
+        max_model_len: most tokens of prompt + completion; None is the model's own limit, at most
+            32,768, and with LongRoPE at most the original length.
         max_num_batched_tokens: most tokens computed in one step; longer prompts are computed in chunks.
         max_num_seqs: most sequences that run at a time; None is 1,024 on a GPU and 512 on a CPU, or fewer if the KV
             cache is too small to hold 256 tokens of each.

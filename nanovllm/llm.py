@@ -152,7 +152,7 @@ class LLM:
         return self._run(rows, params, use_tqdm, raise_on_error)
 
     def get_tokenizer(self) -> Any:
-        """The model's transformers tokenizer, or None if its directory has none."""
+        """transformers' tokenizer: that of the option `tokenizer`, else the model's own; None if it has none."""
         return self._text.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -1,6 +1,7 @@
 """What the machine leaves to this process: CPUs, and memory of a CPU or of a GPU.
 
-On Linux, control groups (versions 1 and 2) limit both. A group's limits hold for all groups below it.
+On Linux, control groups (versions 1 and 2) may limit the CPUs and the host's memory. A group's limits hold for all
+groups below it.
 """
 
 import os

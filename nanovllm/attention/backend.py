@@ -173,10 +173,10 @@ def _problem(name: str, shape: AttentionShape, block_size: int | None) -> Except
 
         fault = find_fault(shape)
         if fault is not None:
-            windows = " and sliding windows" if any(shape.windows) else ""
+            windows = " with sliding windows" if any(shape.windows) else ""
             return ValueError(
-                f'attention_backend="flash" needs a build of flash-attn for heads of {shape.head_dim}{windows}; with '
-                f'the installed one, {fault}; use "triton"'
+                f'attention_backend="flash" needs another build of flash-attn: the installed one cannot compute heads '
+                f'of {shape.head_dim}{windows} ({fault}); or use "triton"'
             )
     return None
 

@@ -16,7 +16,8 @@ from nanovllm.ops.kernel import has_triton
 
 
 def find_fault(shape: AttentionShape) -> str | None:
-    """What the installed flash-attn gets wrong for such layers, found by one small decode; None if nothing.
+    """Why the installed flash-attn cannot compute such layers, or None. Tries one small decode without a window, and
+    one with a window if a layer has one.
 
     Builds differ: some lack windows or large heads, and one was seen whose decodes with heads of 80 and 96 are wrong
     where their keys are split.

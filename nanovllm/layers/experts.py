@@ -21,7 +21,8 @@ class Router(nn.Module):
 
 
 class ExpertColumns(nn.Module):
-    """The gate and up projections of all experts, one after the other; the ranks share each expert's columns.
+    """The gate and up projections of all experts, one after the other; each expert's columns are divided over the
+    ranks.
 
     weight: [num_experts, 2 × this rank's part of size, hidden_size].
     """
@@ -63,7 +64,7 @@ class Experts(nn.Module):
         size: of an expert's MLP.
         renormalizes: a token's weights add up to 1.
         activation: see ops/act_and_mul.py.
-        parallel: the ranks that share each expert's columns.
+        parallel: the ranks over which each expert's columns are divided.
         fused: compute with our kernels.
     """
 

@@ -34,7 +34,8 @@ class Shard:
 
 class PartialSum(NamedTuple):
     """One rank's summand of a tensor. `RMSNorm.reduce_add`, `RMSNorm.reduce` and `VocabParallelEmbedding.reduce` sum it
-    over the ranks. Before that it may be multiplied by a number, but nothing that is not linear may happen to it."""
+    over the ranks. Until then code may multiply it by a number, but must not apply a nonlinear function to it, or
+    add a tensor that every rank holds."""
 
     part: torch.Tensor
 

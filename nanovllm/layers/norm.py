@@ -14,9 +14,9 @@ class RMSNorm(nn.Module):
 
     Args:
         size: of a row.
-        offset: is added to the checkpoint's weights, 1 for Gemma. The sums are kept in float32.
+        offset: the loader adds it to the checkpoint's weights (1 for Gemma); such weights are kept in float32.
         fused: compute with our kernels.
-        parallel: the ranks whose parts `reduce_add` sums.
+        parallel: the ranks whose parts `reduce_add` and `reduce` sum.
     """
 
     def __init__(

@@ -15,13 +15,14 @@ class Family:
     """How an architecture differs from Llama.
 
     Args:
-        defaults: what its config.json may leave out, where transformers' default is not the one of `load_model_config`;
-            always max_position_embeddings.
+        defaults: transformers' defaults of fields that config.json may leave out, where `load_model_config` has
+            others. It must name max_position_embeddings.
         windows: which layers have a sliding window if layer_types does not say: "none", "all" (if there is a
             sliding_window), "switched" (all, if use_sliding_window), "upper" (from max_window_layers on, if
-            use_sliding_window), or "pattern" (all but every sixth; they have a rotary embedding of their own).
-        qkv_bias: whether queries, keys and values have a bias, and the attention's output none; None does what
-            attention_bias says, for all four.
+            use_sliding_window), or "pattern" (all layers but every sixth; those with a window have a rotary embedding
+            of their own).
+        qkv_bias: True: queries, keys and values have a bias, and the attention's output has none. None: attention_bias
+            decides for all four.
         qk_norm: every query and key head is normed by itself.
         is_packed: the checkpoint holds queries, keys and values as one tensor, and gate and up as another.
         norm_offset: is added to the stored weights of norms.
@@ -167,7 +168,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The numbers of one model, checked. Names are the Hugging Face ones."""
+    """The checked numbers of one model. Fields that config.json also has keep their Hugging Face names."""
 
     architecture: str
     family: Family
@@ -214,7 +215,7 @@ class ModelConfig:
         return num_rows * self.hidden_size
 
     def without_idle_windows(self, max_model_len: int) -> "ModelConfig":
-        """The same, without the windows that no sequence of so many tokens outgrows."""
+        """The same config, but a window that no sequence of `max_model_len` tokens outgrows becomes 0."""
         layers = (layer if layer.window < max_model_len else layer._replace(window=0) for layer in self.layers)
         return replace(self, layers=tuple(layers))
 
@@ -234,9 +235,9 @@ class ModelConfig:
         if not divides(size):
             sizes = ", ".join(str(n) for n in range(1, min(self.num_attention_heads, 64) + 1) if divides(n))
             raise ValueError(
-                f"tensor_parallel_size={size} does not divide the model's {self.num_attention_heads} attention heads, "
-                f"{self.num_key_value_heads} key/value heads and intermediate size "
-                f"{' and '.join(map(str, sorted(mlp_sizes)))}; {sizes} do"
+                f"the model cannot be divided over tensor_parallel_size={size}: it has {self.num_attention_heads} "
+                f"attention heads, {self.num_key_value_heads} key/value heads and MLPs of size "
+                f"{' and '.join(map(str, sorted(mlp_sizes)))}; sizes that work: {sizes}"
             )
 
 
@@ -303,7 +304,8 @@ def load_model_config(directory: Path) -> ModelConfig:
 
 
 def _fields_of_architecture(raw: dict[str, Any], directory: Path) -> tuple[str, dict[str, Any]]:
-    """The architecture, and its fields with defaults; a ValueError if there is one that changes the model unread."""
+    """The architecture, and its fields with defaults. Raises a ValueError if a field that this architecture does not
+    read would change the model."""
     found = _list(raw, "architectures")
     architecture = next((name for name in found if isinstance(name, str) and name in FAMILIES), None)
     if architecture is None:
@@ -402,9 +404,7 @@ def _rope_fields(raw: dict[str, Any], family: Family, is_local: bool) -> dict[st
         found[name] = {"rope_type" if key == "type" else key: value for key, value in given.items()}
     fields = {**found["rope_parameters"], **found["rope_scaling"]}
     if found["rope_parameters"] and fields != found["rope_parameters"]:
-        raise ValueError(
-            "config.json has rope_scaling beside other rope_parameters; put all of it into rope_parameters"
-        )
+        raise ValueError("rope_scaling and rope_parameters in config.json differ; keep only rope_parameters")
     if "partial_rotary_factor" not in family.reads and fields.get("partial_rotary_factor", 1) != 1:
         raise ValueError("partial_rotary_factor in config.json is not supported for this architecture")
     return fields
@@ -505,7 +505,8 @@ def _number(raw: dict[str, Any], name: str, default: float | None = None) -> flo
         or not isinstance(value, (int, float))
         or not _SMALLEST_NUMBER <= value <= _LARGEST_NUMBER
     ):
-        raise ValueError(f"{name} in config.json must be a positive number, not {_shown(value)}")
+        limits = f"{_SMALLEST_NUMBER:g} to {_LARGEST_NUMBER:g}"
+        raise ValueError(f"{name} in config.json must be a number from {limits}, not {_shown(value)}")
     return float(value)
 
 

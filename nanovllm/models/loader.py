@@ -25,7 +25,7 @@ _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]  # config, tokenizer, ch
 def find_model(model: str, revision: str | None, with_weights: bool = True, option: str = "model") -> Path:
     """The directory of a model: `model` itself, or a hub name's files, fetched if they are not there yet.
 
-    option: the one that names it, for errors.
+    with_weights: also fetch the weights. option: the option that holds `model`, for errors.
 
     Raises:
         ValueError: it is neither a directory nor a name that the hub knows.
@@ -119,7 +119,8 @@ def fill_dummy_weights(model: nn.Module, seed: int) -> None:
 
 
 def checkpoint_files(directory: Path) -> Iterator[Path]:
-    """The safetensors files of a checkpoint: model.safetensors, those its index names, or all there are."""
+    """The safetensors files of a checkpoint: those that its index names; without an index, or if the index leaves out a
+    model.safetensors that exists, that file alone; without either, all there are."""
     index_path, whole = directory / INDEX_FILE, directory / "model.safetensors"
     if not index_path.exists():
         files = [whole] if whole.exists() else sorted(directory.glob("*.safetensors"))

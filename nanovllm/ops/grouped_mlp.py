@@ -19,8 +19,10 @@ from nanovllm.ops.route import Routes
 
 
 class _Tile(NamedTuple):
-    """How a program of a grouped product works: on so many columns of its result, with so many bytes of each row of
-    its inputs at a time, `num_stages` of them under way."""
+    """What a program of a grouped product works on.
+
+    columns: of the result; input_bytes: of each row of inputs and weights, per stage; num_stages: loaded at a time.
+    """
 
     columns: int
     input_bytes: int
@@ -28,8 +30,8 @@ class _Tile(NamedTuple):
     num_warps: int
 
 
-# By the pairs of a tile: of the product that makes `hidden`, and of the one that makes `outputs`. The fastest of 250 on
-# an H200 with the experts of Qwen3-30B-A3B (docs/performance.md).
+# Pairs of a tile -> (tile of the product that makes `hidden`, tile of the one that makes `outputs`). The fastest of 121
+# and of 131 shapes on an H200 with the experts of Qwen3-30B-A3B (docs/performance.md).
 _TILES = {
     16: (_Tile(32, 256, 4, 4), _Tile(128, 256, 4, 4)),
     32: (_Tile(64, 256, 3, 4), _Tile(128, 256, 3, 4)),
@@ -189,8 +191,8 @@ def _fused_grouped_mlp(
         routes.experts, pairs, counts, num_pairs, num_tokens, CHUNK=chunk, num_warps=max(4, chunk // 1024),
         **LAUNCH_OPTIONS,
     )  # fmt: skip
-    # So that few experts have more pairs than one tile, or the weights would be read again. Products of float32 would
-    # keep too much in registers with the largest tile.
+    # A tile holds about twice the average number of pairs per expert, because each further tile of an expert reads its
+    # weights again. Products of float32 would keep too much in registers with the largest tile.
     most_pairs = 128 if x.itemsize == 2 else 64
     pairs_of_tile = min(most_pairs, max(16, triton.next_power_of_2(2 * num_pairs // num_experts)))
     num_tiles = num_pairs // pairs_of_tile + min(num_experts, num_pairs)
@@ -215,7 +217,7 @@ def _fused_grouped_mlp(
 
 
 def _launch_options(tile: _Tile, num_rows: int, x: torch.Tensor) -> dict[str, int]:
-    """num_rows: of the inputs and weights that a program holds; it holds as many stages as fit into a processor."""
+    """num_rows: rows of inputs and weights that a program loads per stage; as many stages as fit are loaded."""
     return {
         "OUTPUTS": tile.columns,
         "INPUTS": tile.input_bytes // x.itemsize,

@@ -13,7 +13,8 @@ _TOKENS, _INPUTS = 16, 256
 
 
 class Routes(NamedTuple):
-    """Each token's experts, likeliest first; among equals the one with the lower number. Both are contiguous.
+    """Each token's experts, likeliest first; of equally likely ones, the lower number first. Both tensors are
+    contiguous.
 
     experts: int32 [num_tokens, top_k], all of a token's different.
     weights: float32 [num_tokens, top_k].
@@ -24,8 +25,8 @@ class Routes(NamedTuple):
 
 
 def route(x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalizes: bool, fused: bool = False) -> Routes:
-    """The `top_k` largest of softmax(x @ weight.T). If a token's logits are not finite, its weights are NaN, and its
-    experts are valid all the same.
+    """The `top_k` largest of softmax(x @ weight.T). If a token's logits hold NaN or +∞, its weights are NaN. Its
+    experts are still valid and different numbers.
 
     Args:
         x: [num_tokens, hidden_size].

@@ -99,16 +99,14 @@ def num_kvcache_blocks(
     return num_blocks
 
 
-def check_weights_fit(weight_bytes: int, free: int, what: str) -> None:
-    """Raises a RuntimeError, before anything is allocated, if the weights need more bytes than are free.
-
-    what: dtype and device, for the message.
-    """
+def check_weights_fit(weight_bytes: int, free: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises a RuntimeError, before anything is allocated, if a rank's weights need more bytes than are free for it."""
     if weight_bytes > free:
         raise RuntimeError(
-            f"the model's weights take about {weight_bytes / _GIB:.2f} GiB in {what}, which has {free / _GIB:.2f} GiB "
-            "free for them; take a smaller model, a smaller dtype or a higher tensor_parallel_size, or check the sizes "
-            "in config.json"
+            f"a rank's weights need about {weight_bytes / _GIB:.2f} GiB of {device} in {dtype}, but {free / _GIB:.2f} "
+            "GiB are free for them; take a smaller model or dtype"
+            + (" or a higher tensor_parallel_size" if device.type == "cuda" else "")
+            + ", or check the sizes in config.json"
         )
 
 

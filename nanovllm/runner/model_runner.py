@@ -103,7 +103,7 @@ class ModelRunner(Runner):
         )
         self.model_config = model_config = model_config.without_idle_windows(self.max_model_len)
         self.dtype = dtype_of(config.dtype, model_config.dtype, self.device)
-        check_weights_fit(self._weight_bytes(), self._free_bytes(), f"{self.dtype} on {self.device}")
+        check_weights_fit(self._weight_bytes(), self._free_bytes(), self.dtype, self.device)
         self.max_num_seqs = config.max_num_seqs or self._default_max_num_seqs(config)
         self._compiling: list[Thread] = []
         vars(self).update(dict.fromkeys(_ON_DEVICE))
