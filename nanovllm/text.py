@@ -1,6 +1,8 @@
 """Text: tokenizer, chat template, stop strings, detokenizing. Nothing else of nanovllm knows what a token says."""
 
+import copy
 import re
+import secrets
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cached_property, lru_cache
 from numbers import Integral, Number
@@ -13,7 +15,6 @@ from nanovllm.sampling_params import SamplingParams
 Row = list[int] | ValueError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-_PRIVATE = 0xF0000  # the first character of Unicode's first plane for private use
 _NO_TOKENIZER = "the model has no tokenizer"
 
 
@@ -99,39 +100,21 @@ class Text:
         if taken:
             raise TypeError(f"chat_template_kwargs must not hold {', '.join(sorted(taken))}; chat sets that itself")
         texts: list[str | ValueError] = []
-        stand_ins = self._stand_ins if splits_special else {}
+        marks = self._marks if splits_special else None
         for messages in conversations:
             try:
                 _check_messages(messages)
-                messages = _replaced(messages, stand_ins)
+                messages = messages if marks is None else marks.hide(messages)
                 text = self.tokenizer.apply_chat_template(messages, **(template_kwargs or {}), **options)
             except Exception as error:  # templates raise what they like
                 text = ValueError(f"the chat template cannot render the conversation: {error}")
             texts.append(text)
         # The template writes its special tokens itself.
-        if not stand_ins:
-            return self.encode(texts, add_special_tokens=False)
-        return [self._encode_with_stand_ins(text, stand_ins) for text in texts]
+        return self.encode(texts, add_special_tokens=False) if marks is None else marks.encode(texts)
 
     @cached_property
-    def _stand_ins(self) -> dict[str, str]:
-        """Special token -> a character for private use that no tokenizer treats specially."""
-        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
-        return {token.content: chr(_PRIVATE + index) for index, token in enumerate(added) if token.special}
-
-    def _encode_with_stand_ins(self, text: str | ValueError, stand_ins: dict[str, str]) -> Row:
-        """The tokens of a rendered conversation, with the text that stand-ins stand for."""
-        if isinstance(text, ValueError):
-            return text
-        texts_of = {stand_in: token for token, stand_in in stand_ins.items()}
-        ids: list[int] = []
-        for part in re.split(f"([{''.join(texts_of)}])", text):
-            if part:
-                (row,) = self._encode([texts_of.get(part, part)], False, splits_special=part in texts_of)
-                if isinstance(row, ValueError):
-                    return row
-                ids += row
-        return ids
+    def _marks(self) -> "Marks":
+        return Marks(self.tokenizer)
 
     # What parameters say about text
 
@@ -203,6 +186,53 @@ class Text:
         start = len(self.decode([before], params.skip_special_tokens)[0]) if before else 0
         ends = [end for end in (text.find(stop, start) for stop in params.stop) if end >= 0]
         return text[: min(ends)] if ends else text
+
+
+class Marks:
+    """Tells the special tokens that a chat template writes from text in messages that looks like them.
+
+    In the messages, a mark takes the place of such text. Once the template is rendered, these marks become the text
+    again, and other marks take the place of the template's own special tokens. A copy of the tokenizer knows those
+    marks as tokens, so it takes everything else for ordinary text. A mark is made of characters for private use, of
+    which some are random: no text from outside holds one.
+
+    Raises:
+        ValueError: the tokenizer is not one of the tokenizers library.
+    """
+
+    def __init__(self, tokenizer: Any):
+        from tokenizers import AddedToken  # slow to import
+
+        if not tokenizer.is_fast:
+            raise ValueError("split_special_tokens=True needs a model with a tokenizer.json")
+        special = {token_id: token for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        # Longer ones first, because one may begin another.
+        contents = sorted({token.content for token in special.values()}, key=len, reverse=True)
+        in_messages, in_templates = ("".join(chr(0xF0000 + secrets.randbelow(0xFFFE)) for _ in range(6)) for _ in "12")
+        self._hidden = {content: in_messages + chr(0x100000 + index) for index, content in enumerate(contents)}
+        of_template = {content: in_templates + chr(0x100000 + index) for index, content in enumerate(contents)}
+        self._shown = {mark: content for content, mark in self._hidden.items()} | of_template
+        self._pattern = re.compile("|".join(map(re.escape, self._shown)) or "(?!)")
+        tokenizer = copy.deepcopy(tokenizer)
+        for token in special.values():
+            options = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized")}
+            tokenizer.add_tokens([AddedToken(of_template[token.content], special=False, **options)])
+        marks = [of_template[token.content] for token in special.values()]
+        self._ids = dict(zip(tokenizer.convert_tokens_to_ids(marks), special, strict=True))
+        self._text = Text(tokenizer)
+
+    def hide(self, messages: Any) -> Any:
+        """The messages, with a mark for each text that is a special token."""
+        return _replaced(messages, self._hidden)
+
+    def encode(self, texts: Sequence[str | ValueError]) -> list[Row]:
+        """The token ids of rendered conversations; a ValueError stays."""
+        marked = [text if isinstance(text, ValueError) else self._pattern.sub(self._show, text) for text in texts]
+        rows = self._text.encode(marked, add_special_tokens=False, splits_special=True)
+        return [row if isinstance(row, ValueError) else [self._ids.get(each, each) for each in row] for row in rows]
+
+    def _show(self, found: re.Match[str]) -> str:
+        return self._shown[found[0]]
 
 
 class StopStrings:

@@ -211,3 +211,26 @@ def test_without_a_tokenizer_ids_are_rows_and_strings_are_errors():
     assert ids == [1, 2] and "give the prompt as token ids" in str(string) and "not None" in str(nothing)
     assert text.complete([([1, 2], SamplingParams())]) == [""]
     assert text.eos_token_ids == ()
+
+
+@pytest.mark.parametrize("prepend", ["first", "always"])
+def test_splitting_special_tokens_changes_nothing_else(prepend):
+    """Text was once encoded in pieces, each of which got the space that a sentencepiece tokenizer puts before the
+    first; and characters that the code used itself were once taken for special tokens."""
+    backend = Tokenizer(models.BPE({chr(code): code - 32 for code in range(32, 127)} | {"\u2581": 95, "?": 31}, []))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend)
+    backend.add_special_tokens(["<s>", "</s>", "</s>2"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = "<s>{% for m in messages %}[{{ m['content'] }}]{{ '</s>' }} {% endfor %}"
+    text = Text(tokenizer)
+    plain = [[{"role": "user", "content": content}] for content in ("Hello, you", "a", "")]
+    assert text.encode_conversations(plain, False, None, True) == text.encode_conversations(plain, False, None)
+    (row,) = text.encode_conversations([[{"role": "user", "content": "see,</s>2now <s>"}]], False, None, True)
+    space = ["\u2581"] if prepend == "always" else []
+    expected = ["<s>", *space, *"[see,</s>2now\u2581<s>]", "</s>", "\u2581"]
+    assert tokenizer.convert_ids_to_tokens(row) == expected
+    special = tokenizer.convert_tokens_to_ids(["<s>", "</s>"])
+    private = "".join(map(chr, (0xE000, 0xF0000, 0xF0001, 0x100000, 0x100001)))
+    (row,) = text.encode_conversations([[{"role": "user", "content": private}]], False, None, True)
+    assert row == text.encode_conversations([[{"role": "user", "content": private}]], False, None)[0]
+    assert [token for token in row if token in special] == special
