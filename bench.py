@@ -19,7 +19,7 @@ for classify and docs input tokens per second.
 On a GPU the report also has the roofline of the run: the throughput that this chip allows for the very steps that were
 run. A step takes at least the time to read the keys and values of its decodes, each shared one once, at the memory
 bandwidth measured here, plus the longer of reading the weights and doing the arithmetic at the matrix rate measured
-here.
+here. Of experts it counts as many as the tokens would choose if each were as likely as the others.
 
 --vs starts the other engine after ours is closed, so that each has the machine to itself. Both get the same token ids,
 sampling, dtype, max_model_len, seed, prefix caching and number of GPUs; all else is each engine's own default, threads
@@ -40,6 +40,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -56,7 +57,7 @@ from nanovllm.models.config import ModelConfig, load_model_config
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131072,
+    "max_position_embeddings": 131072, "original_max_position_embeddings": 8192,
 }  # fmt: skip
 _QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False}
 _QWEN3_MOE = {
@@ -376,10 +377,12 @@ class StepLog:
 
     num_tokens: list[int] = field(default_factory=list)
     num_sampled: list[int] = field(default_factory=list)
-    # Different keys of the sequences with one new token: what decode attention reads.
-    num_keys: list[int] = field(default_factory=list)
-    # Query-key pairs of the other sequences.
-    prefill_scores: list[int] = field(default_factory=list)
+    # Different keys of the sequences with one new token: what decode attention reads. The mean of the layers.
+    num_keys: list[float] = field(default_factory=list)
+    # Query-key pairs of the other sequences. The mean of the layers.
+    prefill_scores: list[float] = field(default_factory=list)
+    # Each layer's sliding window, 0 for none.
+    windows: tuple[int, ...] = (0,)
     # Before and after each step.
     events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
@@ -389,16 +392,22 @@ class StepLog:
         self.num_tokens.append(sum(chunk.num_new_tokens for chunk in chunks))
         self.num_sampled.append(sum(chunk.samples for chunk in chunks))
         single = [chunk.seq for chunk in chunks if chunk.num_new_tokens == 1]
-        num_keys = sum(seq.num_computed_tokens for seq in single)
+        longer = [(chunk.seq.num_computed_tokens, chunk.num_new_tokens) for chunk in chunks if chunk.num_new_tokens > 1]
+        num_repeated = 0
         if any(seq.num_cached_tokens for seq in single):
             # What several share need be read once.
             num_blocks, distinct = sum(len(seq.block_table) for seq in single), set()
             for seq in single:
                 distinct.update(seq.block_table)
-            num_keys -= (num_blocks - len(distinct)) * block_size
-        self.num_keys.append(num_keys)
-        longer = ((chunk.seq.num_computed_tokens, chunk.num_new_tokens) for chunk in chunks if chunk.num_new_tokens > 1)
-        self.prefill_scores.append(sum(num_new * end - num_new * (num_new - 1) // 2 for end, num_new in longer))
+            num_repeated = (num_blocks - len(distinct)) * block_size
+        num_keys = num_scores = 0
+        for window, num_layers in Counter(self.windows).items():
+            read = sum(min(seq.num_computed_tokens, window or 2**31) for seq in single)
+            num_keys += num_layers * (read if window else read - num_repeated)
+            pairs = (num_pairs(end, window) - num_pairs(end - num_new, window) for end, num_new in longer)
+            num_scores += num_layers * sum(pairs)
+        self.num_keys.append(num_keys / len(self.windows))
+        self.prefill_scores.append(num_scores / len(self.windows))
 
     def idle_seconds(self) -> float:
         """Time between the end of a step and the beginning of the next."""
@@ -407,10 +416,17 @@ class StepLog:
         return sum(gaps) / 1e3
 
 
+def num_pairs(num_tokens: int, window: int) -> int:
+    """Query-key pairs of a prompt: token i sees itself and all before it, or the last `window` of these."""
+    growing = min(num_tokens, window or num_tokens)
+    return growing * (growing + 1) // 2 + (num_tokens - growing) * growing
+
+
 @contextmanager
 def logged_steps(llm: LLM) -> Iterator[StepLog]:
     """A log of the steps that are launched in the `with` block."""
-    runner, log = llm.engine.runner, StepLog()
+    layers = load_model_config(Path(llm.engine.config.model)).layers
+    runner, log = llm.engine.runner, StepLog(windows=tuple(layer.window for layer in layers))
     launch, block_size = runner.launch, llm.engine.info.kvcache_block_size
     # The GPUs of several ranks are other processes'.
     is_timed = llm.engine.info.device.startswith("cuda") and llm.engine.config.tensor_parallel_size == 1
@@ -456,21 +472,8 @@ def device_rates(device: torch.device) -> tuple[float, float]:
 
 
 def num_weights(config: ModelConfig, num_tokens: int = 1) -> int:
-    """Numbers in the matrices of the layers and the LM head that a step of so many tokens reads.
-
-    Of a layer's experts it counts those that the tokens choose if each expert is as likely as the others: one token
-    chooses `top_k`. So with one token this is also what a token is multiplied with.
-    """
-    attention = (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
-    num_rows = config.vocab_size + config.num_hidden_layers * attention
-    for layer in config.layers:
-        if config.experts is not None and layer.has_experts:
-            num_experts = config.experts.num_experts
-            num_chosen = num_experts * (1 - (1 - config.experts.top_k / num_experts) ** num_tokens)
-            num_rows += round(3 * num_chosen * config.experts.size) + num_experts
-        else:
-            num_rows += 3 * config.intermediate_size
-    return num_rows * config.hidden_size
+    """Numbers in the matrices of the layers and the LM head that a step of so many tokens reads."""
+    return config.num_layer_parameters(num_tokens) + config.vocab_size * config.hidden_size
 
 
 def matrix_operations(log: StepLog, config: ModelConfig) -> list[int]:
@@ -481,7 +484,7 @@ def matrix_operations(log: StepLog, config: ModelConfig) -> list[int]:
     return [2 * (num_tokens * layers + num_sampled * head) for num_tokens, num_sampled in steps]
 
 
-def score_operations(log: StepLog, config: ModelConfig) -> list[int]:
+def score_operations(log: StepLog, config: ModelConfig) -> list[float]:
     """Operations of each step's attention over prompts: per query-key pair, head and layer, a product with the key and
     one with the value."""
     per_pair = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim

@@ -46,6 +46,7 @@ def cpu_quotas() -> list[int]:
 def free_bytes(device: torch.device) -> int:
     """Memory that is free on the device; on a CPU, what the system and the control groups leave."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what PyTorch holds and does not use is free as well
         return torch.cuda.mem_get_info(device)[0]
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")

@@ -37,7 +37,7 @@ def find_fault(shape: AttentionShape) -> str | None:
                 q, k, v, cache_seqlens=context_lens, block_table=blocks, num_splits=num_splits,
                 softmax_scale=shape.score_scale, **_mask_options(window),
             )  # fmt: skip
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:  # TypeError: a version with other arguments
             return str(error)
         seen = slice(length - (window or length), length)
         keys, values = (cache.flatten(0, 2)[seen].float() for cache in (k, v))

@@ -70,14 +70,14 @@ class VocabParallelEmbedding(VocabParallel):
     """Looks up tokens.
 
     Args:
-        scale: multiplies the embeddings.
+        scale: multiplies the embeddings. Gemma's code rounds it to their dtype.
     """
 
     weight: nn.Parameter
 
     def __init__(self, *args, scale: float = 1.0, **kw):
         super().__init__(*args, **kw)
-        self._scale = scale
+        self._scale = torch.tensor(scale, dtype=self.weight.dtype, device="cpu").item()
 
     def reduce(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids: [num_tokens] -> [num_tokens, hidden_size], whole on every rank."""
@@ -97,10 +97,7 @@ class VocabParallelEmbedding(VocabParallel):
         return PartialSum(self._scaled(F.embedding(clamped, self.weight).masked_fill_(~is_ours[:, None], 0)))
 
     def _scaled(self, embedded: torch.Tensor) -> torch.Tensor:
-        if self._scale == 1:
-            return embedded
-        # Gemma's code rounds the scale to the dtype of the weights.
-        return embedded * torch.tensor(self._scale, dtype=embedded.dtype, device="cpu").item()
+        return embedded if self._scale == 1 else embedded * self._scale
 
 
 class ParallelLMHead(VocabParallel):

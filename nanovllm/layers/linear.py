@@ -42,7 +42,7 @@ class PartialSum(NamedTuple):
 
 # Key of a parameter that is one checkpoint tensor of the same name; fused layers use names such as "q_proj".
 WHOLE = ""
-# What each checkpoint tensor fills. Only one that the checkpoint stores packed has several shards.
+# What each checkpoint tensor fills. Only one that holds several projections has several shards.
 Shards = dict[str, list[Shard]]
 
 
@@ -94,7 +94,7 @@ class MergedColumnParallelLinear(LinearBase):
         input_size: width of the input.
         output_sizes: width of each output over all ranks, by the name of its checkpoint tensor.
         parts: what this rank holds of each, as (start, length); None divides each equally.
-        packed: the checkpoint holds them as one tensor of this name, one after the other.
+        stored_as: the checkpoint holds them as one tensor of this name, one after the other.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class MergedColumnParallelLinear(LinearBase):
         bias: bool,
         parallel: Parallel,
         parts: dict[str, tuple[int, int]] | None = None,
-        packed: str | None = None,
+        stored_as: str | None = None,
         **kw,
     ):
         self.output_sizes = output_sizes
-        self.stored_as = packed
+        self.stored_as = stored_as
         self.parts = parts or {name: parallel.shard(size, name) for name, size in output_sizes.items()}
         super().__init__(input_size, sum(length for _, length in self.parts.values()), bias, **kw)
 
@@ -152,7 +152,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         num_kv_heads: int,
         bias: bool,
         parallel: Parallel,
-        packed: str | None = None,
+        stored_as: str | None = None,
         **kw,
     ):
         q_start, self.num_heads = parallel.shard(num_heads, "num_attention_heads")
@@ -165,7 +165,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         kv_part = (kv_start * head_dim, self.num_kv_heads * head_dim)
         parts = {"q_proj": (q_start * head_dim, self.num_heads * head_dim), "k_proj": kv_part, "v_proj": kv_part}
         sizes = {"q_proj": num_heads * head_dim, "k_proj": num_kv_heads * head_dim, "v_proj": num_kv_heads * head_dim}
-        super().__init__(hidden_size, sizes, bias, parallel, parts, packed, **kw)
+        super().__init__(hidden_size, sizes, bias, parallel, parts, stored_as, **kw)
 
 
 class RowParallelLinear(LinearBase):

@@ -24,24 +24,25 @@ class Family:
         qkv_bias: True: queries, keys and values have a bias, and the attention's output has none. None: attention_bias
             decides for all four.
         qk_norm: every query and key head is normed by itself.
-        is_packed: the checkpoint holds queries, keys and values as one tensor, and gate and up as another.
+        stores_merged: the checkpoint holds queries, keys and values as one tensor, and gate and up as another.
         norm_offset: is added to the stored weights of norms.
         has_post_norms: the outputs of attention and MLP are normed too, before they are added.
         scales_embedding: embeddings are multiplied by sqrt(hidden_size).
-        has_experts: layers have a mixture of experts instead of an MLP; Qwen's can have MLPs too.
+        num_experts_name: layers have a mixture of experts instead of an MLP, and config.json says with this name how
+            many; None: no experts. Qwen's models can have layers with MLPs too.
         renames: parts of our tensors' names, and what the checkpoint calls them.
-        reads: which fields of _OPTIONAL the architecture reads.
+        reads: which fields of _OPTIONAL the architecture reads, or has and ignores, as Qwen2 its attention_bias.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     windows: str = "none"
     qkv_bias: bool | None = None
     qk_norm: bool = False
-    is_packed: bool = False
+    stores_merged: bool = False
     norm_offset: float = 0.0
     has_post_norms: bool = False
     scales_embedding: bool = False
-    has_experts: bool = False
+    num_experts_name: str | None = None
     renames: tuple[tuple[str, str], ...] = ()
     reads: tuple[str, ...] = ()
 
@@ -62,16 +63,16 @@ FAMILIES = {
     "MixtralForCausalLM": Family(
         {
             "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
-            "num_experts_per_tok": 2, "num_local_experts": 8, "norm_topk_prob": True,
+            "num_experts_per_tok": 2, "num_local_experts": 8,
         },
-        windows="all", has_experts=True,
+        windows="all", num_experts_name="num_local_experts",
         renames=(
             (".mlp.", ".block_sparse_moe."), (".gate_proj.", ".w1."), (".up_proj.", ".w3."), (".down_proj.", ".w2."),
         ),
     ),
     "Phi3ForCausalLM": Family(
         {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
-        windows="all", is_packed=True, reads=("partial_rotary_factor",),
+        windows="all", stores_merged=True, reads=("partial_rotary_factor",),
     ),
     "Qwen2ForCausalLM": Family(
         {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
@@ -83,8 +84,10 @@ FAMILIES = {
     ),
     "Qwen3MoeForCausalLM": Family(
         {"max_position_embeddings": 32768, "sliding_window": 4096, "moe_intermediate_size": 768},
-        windows="switched", qk_norm=True, has_experts=True,
-        reads=("attention_bias", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
+        windows="switched", qk_norm=True, num_experts_name="num_experts",
+        reads=(
+            "attention_bias", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob",
+        ),
     ),
 }  # fmt: skip
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -95,6 +98,7 @@ _REFUSED = ("quantization_config", "attn_logit_softcapping", "final_logit_softca
 _OPTIONAL: dict[str, Any] = {
     "attention_bias": False, "mlp_bias": False, "query_pre_attn_scalar": None, "hidden_activation": None,
     "partial_rotary_factor": 1, "moe_intermediate_size": None, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "norm_topk_prob": True,
 }  # fmt: skip
 # Numbers beyond these are mistakes. They would exhaust the memory or take minutes, and no error would name the field.
 _SMALLEST_NUMBER, _LARGEST_NUMBER = 1e-12, 1e18
@@ -205,11 +209,22 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Numbers in all weight matrices."""
+        num_embeddings = 2 - self.tie_word_embeddings
+        return self.num_layer_parameters(2**31) + num_embeddings * self.vocab_size * self.hidden_size
+
+    def num_layer_parameters(self, num_tokens: int) -> int:
+        """Numbers in the layers' weight matrices that a step of so many tokens reads.
+
+        Of a layer's experts it counts those that the tokens choose if each expert is as likely as the others: one token
+        chooses `top_k`. So with one token this is also what a token is multiplied with.
+        """
         heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
-        num_rows = (2 - self.tie_word_embeddings) * self.vocab_size + self.num_hidden_layers * heads * self.head_dim
+        num_rows = self.num_hidden_layers * heads * self.head_dim
         for layer in self.layers:
             if self.experts is not None and layer.has_experts:
-                num_rows += self.experts.num_experts * (3 * self.experts.size + 1)
+                num_experts = self.experts.num_experts
+                num_chosen = num_experts * (1 - (1 - self.experts.top_k / num_experts) ** num_tokens)
+                num_rows += round(3 * num_chosen * self.experts.size) + num_experts
             else:
                 num_rows += 3 * self.intermediate_size
         return num_rows * self.hidden_size
@@ -275,7 +290,7 @@ def load_model_config(directory: Path) -> ModelConfig:
     ropes = {is_local: _rope(raw, family, is_local, head_dim, max_position) for is_local in set(map(bool, windows))}
     longest, usual = _lengths(max_position, set(ropes.values()), family)
     has_bias = _flag(raw, "attention_bias", default=False)
-    experts = _experts(raw, family) if family.has_experts else None
+    experts = _experts(raw, family)
     sparse = _sparse_layers(raw, len(windows)) if experts is not None else set()
     return ModelConfig(
         architecture=architecture,
@@ -342,6 +357,8 @@ def _windows(raw: dict[str, Any], family: Family, num_layers: int) -> list[int]:
     if family.windows in ("upper", "switched"):
         has_window = has_window and _flag(raw, "use_sliding_window", default=False)
     if family.windows == "pattern":
+        if not has_window:
+            raise ValueError("sliding_window in config.json must be an integer: some layers need it")
         period = _count(raw, "sliding_window_pattern", default=6)
         is_local = [has_window and (index + 1) % period > 0 for index in range(num_layers)]
     else:
@@ -369,12 +386,16 @@ def _windows(raw: dict[str, Any], family: Family, num_layers: int) -> list[int]:
     return [window if local else 0 for local in is_local]
 
 
-def _experts(raw: dict[str, Any], family: Family) -> ExpertsConfig:
-    num_experts = _count(raw, "num_experts" if "num_experts" in raw else "num_local_experts", most=_MOST_EXPERTS)
+def _experts(raw: dict[str, Any], family: Family) -> ExpertsConfig | None:
+    if family.num_experts_name is None:
+        return None
+    num_experts = _count(raw, family.num_experts_name, most=_MOST_EXPERTS)
     has_own_size = "moe_intermediate_size" in family.reads
     size = _count(raw, "moe_intermediate_size" if has_own_size else "intermediate_size")
     top_k = _count(raw, "num_experts_per_tok", most=num_experts)
-    return ExpertsConfig(num_experts, top_k, size, _flag(raw, "norm_topk_prob", default=False))
+    # Where config.json does not say, a token's weights add up to 1.
+    renormalizes = "norm_topk_prob" not in family.reads or _flag(raw, "norm_topk_prob", default=False)
+    return ExpertsConfig(num_experts, top_k, size, renormalizes)
 
 
 def _sparse_layers(raw: dict[str, Any], num_layers: int) -> set[int]:
@@ -423,7 +444,7 @@ def _rope(raw: dict[str, Any], family: Family, is_local: bool, head_dim: int, ma
             f"number of rotated columns, at least 2 and at most {head_dim}"
         )
     kind = fields.get("rope_type", "default")
-    if kind == "su" or (kind == "yarn" and family.is_packed):
+    if kind == "su" or (kind == "yarn" and family.stores_merged):
         kind = "longrope"  # older names of it
     if kind == "dynamic":
         kind = "default"  # changes nothing up to max_position_embeddings, and we go no further

@@ -20,17 +20,19 @@ from nanovllm.ops.collectives import Parallel
 
 
 class DecoderAttention(nn.Module):
-    def __init__(self, config: ModelConfig, layer_index: int, backend: AttentionBackend, parallel: Parallel, **kw):
+    def __init__(
+        self, config: ModelConfig, layer_index: int, backend: AttentionBackend, parallel: Parallel, fused: bool, **kw
+    ):
         super().__init__()
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.head_dim = head_dim
-        packed = "qkv_proj" if config.family.is_packed else None
+        stored_as = "qkv_proj" if config.family.stores_merged else None
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, head_dim, heads, kv_heads, config.qkv_bias, parallel, packed, **kw
+            config.hidden_size, head_dim, heads, kv_heads, config.qkv_bias, parallel, stored_as, **kw
         )
         self.o_proj = RowParallelLinear(heads * head_dim, config.hidden_size, config.o_bias, parallel, **kw)
         num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads  # of this rank
-        self.attn = Attention(layer_index, backend, config.layers[layer_index].window, kw.pop("fused"))
+        self.attn = Attention(layer_index, backend, config.layers[layer_index].window, fused)
         self.qk_norm = None
         if config.family.qk_norm:  # Attention's kernel does its work, so it is not asked to be fused itself
             offset = config.family.norm_offset
@@ -45,9 +47,9 @@ class DecoderMLP(nn.Module):
     def __init__(self, config: ModelConfig, parallel: Parallel, **kw):
         super().__init__()
         hidden_size, size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        packed = "gate_up_proj" if config.family.is_packed else None
+        stored_as = "gate_up_proj" if config.family.stores_merged else None
         self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size, {"gate_proj": size, "up_proj": size}, bias, parallel, packed=packed, **kw
+            hidden_size, {"gate_proj": size, "up_proj": size}, bias, parallel, stored_as=stored_as, **kw
         )
         self.down_proj = RowParallelLinear(size, hidden_size, bias, parallel, **kw)
         self.hidden_act = config.hidden_act

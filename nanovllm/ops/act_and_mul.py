@@ -21,23 +21,24 @@ def act_and_mul(gate_up: torch.Tensor, activation: str = "silu", fused: bool = F
 
 
 @jit
-def activated(gate, IS_GELU: tl.constexpr):
+def activated(gate, ACTIVATION: tl.constexpr):
     """gate: float32 -> its activation."""
-    if IS_GELU:
+    tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "gelu_pytorch_tanh", "an activation of ACTIVATIONS")
+    if ACTIVATION == "gelu_pytorch_tanh":
         # (1 + tanh(x)) / 2 is sigmoid(2 x), and 2 sqrt(2 / π) is 1.5957…
         return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
     return gate / (1.0 + tl.exp(-gate))
 
 
 @jit
-def _act_and_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_GELU: tl.constexpr):
+def _act_and_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
     begin()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_real = column < SIZE
     gate = tl.load(gate_up + row * 2 * SIZE + column, is_real, 0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * SIZE + SIZE + column, is_real, 0.0).to(tl.float32)
-    tl.store(out + row * SIZE + column, activated(gate, IS_GELU) * up, is_real)
+    tl.store(out + row * SIZE + column, activated(gate, ACTIVATION) * up, is_real)
 
 
 def _fused_act_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -45,6 +46,6 @@ def _fused_act_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(size))
     _act_and_mul_kernel[(num_tokens, triton.cdiv(size, block))](
-        gate_up, out, SIZE=size, BLOCK=block, IS_GELU=activation != "silu", **LAUNCH_OPTIONS
+        gate_up, out, SIZE=size, BLOCK=block, ACTIVATION=activation, **LAUNCH_OPTIONS
     )
     return out

@@ -6,14 +6,13 @@ any choice. They read only the weights of experts that somebody chose, and write
 sorted, and a token's results are added in the order of its experts, whatever its neighbours chose.
 """
 
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from nanovllm.ops.act_and_mul import act_and_mul, activated
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
-from nanovllm.ops.kernel import jit, tl, triton
+from nanovllm.ops.kernel import jit, shared_memory, tl, triton
 from nanovllm.ops.linear import linear
 from nanovllm.ops.route import Routes
 
@@ -112,7 +111,7 @@ def _tile(pairs, counts, num_tokens, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.cons
 def _gate_up_kernel(
     x, gate_up, pairs, counts, hidden, num_tokens, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIZE: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr, IS_GELU: tl.constexpr,
+    INPUTS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """hidden: [num_pairs, SIZE]; one program per tile of pairs and of the columns of `hidden`."""
     begin()
@@ -134,7 +133,7 @@ def _gate_up_kernel(
             of_up = tl.load(at_gate + SIZE * HIDDEN_SIZE + start, is_weight, 0.0)
             up += tl.dot(values, of_up, input_precision="ieee")
         at = hidden + pair[:, None] * SIZE + output[None, :]
-        tl.store(at, activated(gate, IS_GELU) * up, is_pair[:, None] & is_output[None, :])
+        tl.store(at, activated(gate, ACTIVATION) * up, is_pair[:, None] & is_output[None, :])
 
 
 @jit(do_not_specialize=["num_tokens"])
@@ -202,7 +201,7 @@ def _fused_grouped_mlp(
         "EXPERTS": triton.next_power_of_2(num_experts), **LAUNCH_OPTIONS,
     }  # fmt: skip
     _gate_up_kernel[(num_tiles, triton.cdiv(size, of_hidden.columns))](
-        x, gate_up, pairs, counts, hidden, num_tokens, TOP_K=top_k, IS_GELU=activation != "silu",
+        x, gate_up, pairs, counts, hidden, num_tokens, TOP_K=top_k, ACTIVATION=activation,
         **_launch_options(of_hidden, pairs_of_tile + 2 * of_hidden.columns, x), **shape,
     )  # fmt: skip
     _down_kernel[(num_tiles, triton.cdiv(hidden_size, of_outputs.columns))](
@@ -221,15 +220,6 @@ def _launch_options(tile: _Tile, num_rows: int, x: torch.Tensor) -> dict[str, in
     return {
         "OUTPUTS": tile.columns,
         "INPUTS": tile.input_bytes // x.itemsize,
-        "num_stages": min(tile.num_stages, _shared_memory(x.device) // (num_rows * tile.input_bytes)),
+        "num_stages": min(tile.num_stages, shared_memory(x.device) // (num_rows * tile.input_bytes)),
         "num_warps": tile.num_warps,
     }
-
-
-@cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program can have; the interpreter has no limit."""
-    if device.type == "cpu":
-        return 2**20
-    properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's types do not name all of them
-    return properties.shared_memory_per_block_optin

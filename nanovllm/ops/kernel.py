@@ -25,6 +25,15 @@ def has_kernels() -> bool:
     return has_triton() and (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1")
 
 
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program of a kernel can share between its threads; the interpreter has no limit."""
+    if device.type == "cpu":
+        return 2**20
+    properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's types do not name all of them
+    return properties.shared_memory_per_block_optin
+
+
 def is_fused(tensor: torch.Tensor) -> bool:
     """Whether our kernels shall compute with `tensor`, rather than PyTorch."""
     return tensor.is_cuda and has_triton()

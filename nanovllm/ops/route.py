@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
-from nanovllm.ops.kernel import jit, tl, triton
+from nanovllm.ops.kernel import jit, shared_memory, tl, triton
 
-# Tokens and inputs of a program that multiplies with the router's weights.
-_TOKENS, _INPUTS = 16, 256
+# Tokens, and at most so many inputs, of a program that multiplies with the router's weights.
+_TOKENS, _MOST_INPUTS = 16, 256
 
 
 class Routes(NamedTuple):
@@ -98,13 +98,16 @@ def _top_experts_kernel(
 
 def _fused_route(x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalizes: bool) -> Routes:
     (num_tokens, size), num_experts, device = x.shape, len(weight), x.device
-    num_parts, padded = triton.cdiv(size, _INPUTS), max(16, triton.next_power_of_2(num_experts))
+    padded, num_inputs = max(16, triton.next_power_of_2(num_experts)), _MOST_INPUTS
+    while (_TOKENS + padded) * num_inputs * x.itemsize > shared_memory(device):
+        num_inputs //= 2
+    num_parts = triton.cdiv(size, num_inputs)
     parts = torch.empty((num_parts, num_tokens, num_experts), dtype=torch.float32, device=device)
     experts = torch.empty((num_tokens, top_k), dtype=torch.int32, device=device)
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=device)
     _router_kernel[(triton.cdiv(num_tokens, _TOKENS), num_parts)](
         x, weight, parts, num_tokens, NUM_EXPERTS=num_experts, SIZE=size, TOKENS=_TOKENS, EXPERTS=padded,
-        INPUTS=_INPUTS, num_warps=4, **LAUNCH_OPTIONS,
+        INPUTS=num_inputs, num_warps=4, **LAUNCH_OPTIONS,
     )  # fmt: skip
     _top_experts_kernel[(num_tokens,)](
         parts, experts, weights, num_tokens, NUM_PARTS=num_parts, NUM_EXPERTS=num_experts, TOP_K=top_k, EXPERTS=padded,

@@ -458,7 +458,7 @@ class ModelRunner(Runner):
         if self._captures_prompts:
             num_tokens = _TOKEN_WIDTH_BESIDE_DECODES // self.model_config.hidden_size
         else:
-            num_weights = sum(weight.numel() for weight in self.model.model.layers.parameters())
+            num_weights = self.model_config.num_layer_parameters(1) / self._parallel.size
             num_tokens = int(_FLOP_BESIDE_DECODES / (2 * num_weights))
         # A multiple of what fills the tiles of a matrix product.
         return max(num_tokens // 256 * 256, _FEWEST_TOKENS_BESIDE_DECODES)

@@ -138,14 +138,12 @@ def test_steps_are_not_padded_where_nothing_is_captured():
 )
 def test_a_step_beside_decodes_is_as_large_as_its_arithmetic_allows(hidden_size, num_layers, num_tokens):
     """12 TFLOP, two for each weight and token, in multiples of 256; a large model's steps are not split too small."""
-    layers = torch.nn.ModuleList(
-        torch.nn.Linear(12 * hidden_size, hidden_size, bias=False, device="meta") for _ in range(num_layers)
-    )
-    runner = ModelRunner.__new__(ModelRunner)
-    runner.model = SimpleNamespace(model=SimpleNamespace(layers=layers))
-    runner._captures_prompts = False
-    found = runner._most_tokens_beside_decodes()
     num_weights = 12 * hidden_size**2 * num_layers
+    runner = ModelRunner.__new__(ModelRunner)
+    # Two ranks have half of the weights each.
+    runner.model_config = SimpleNamespace(num_layer_parameters={1: 2 * num_weights}.get)
+    runner._captures_prompts, runner._parallel = False, SimpleNamespace(size=2)
+    found = runner._most_tokens_beside_decodes()
     assert found % 256 == 0 and (found == 512 or 0 <= 12e12 / (2 * num_weights) - found < 256)
     assert found == num_tokens
 

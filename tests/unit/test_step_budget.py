@@ -37,8 +37,8 @@ def sequence(num_computed_tokens: int, block_table=(), num_cached_tokens: int = 
     )
 
 
-def log_of(*chunks: Chunk, block_size: int = 16):
-    log = bench.StepLog()
+def log_of(*chunks: Chunk, block_size: int = 16, windows: tuple[int, ...] = (0,)):
+    log = bench.StepLog(windows=windows)
     log.note(Step(list(chunks), sum(chunk.num_new_tokens == 1 for chunk in chunks)), block_size)
     return log
 
@@ -131,6 +131,16 @@ def test_a_prompts_queries_count_the_keys_that_they_see():
     log = log_of(Chunk(sequence(20), 5, False), Chunk(sequence(9), 1, True))
     assert log.prefill_scores == [16 + 17 + 18 + 19 + 20]
     assert (log.num_tokens, log.num_sampled, log.num_keys) == ([6], [1], [9])
+
+
+def test_layers_with_a_window_read_the_keys_in_it():
+    """Two layers of three have a window of 8 keys. The roofline once counted all keys in every layer."""
+    chunks = Chunk(sequence(20), 5, False), Chunk(sequence(9), 9, False), Chunk(sequence(30), 1, True)
+    log = log_of(*chunks, windows=(8, 0, 8))
+    assert log.num_keys == [pytest.approx((8 + 30 + 8) / 3)]
+    of_all = 16 + 17 + 18 + 19 + 20 + sum(range(1, 10))
+    of_window = 5 * 8 + sum(range(1, 9)) + 8
+    assert log.prefill_scores == [pytest.approx((of_window + of_all + of_window) / 3)]
 
 
 def test_a_steps_roofline_is_reading_keys_plus_the_longer_of_weights_and_arithmetic(tmp_path):
