@@ -7,7 +7,7 @@ python example.py --model Qwen/Qwen3-0.6B
 import argparse
 from dataclasses import replace
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
 
 PROMPTS = ["Q: What is 12 + 30?\nA:", "Q: Reverse the word planet.\nA:", "Q: Count from 7 to 12.\nA:"]
@@ -34,8 +34,12 @@ def main() -> None:
     prompts, questions = (PROMPTS, QUESTIONS) if arguments.model is None else (REAL_PROMPTS, REAL_QUESTIONS)
 
     with LLM(arguments.model or str(MODEL_DIRECTORY)) as llm:
-        # As the model recommends: greedy for the bundled one, whose answers are right or wrong.
-        params = replace(llm.get_default_sampling_params(), max_tokens=arguments.max_tokens)
+        # As the model recommends: greedy for the bundled one, whose answers are right or wrong. A model without a
+        # recommendation would sample at temperature 1, which is wild for a small one.
+        recommended = llm.get_default_sampling_params()
+        if recommended == SamplingParams():
+            recommended = SamplingParams(temperature=0)
+        params = replace(recommended, max_tokens=arguments.max_tokens)
 
         for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
             print(f"{prompt!r} -> {output.text!r} ({output.finish_reason})")

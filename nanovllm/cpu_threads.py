@@ -109,7 +109,7 @@ class CpuThreads:
     def _log(self, num_threads: int, reason: str) -> None:
         if num_threads != self._num_logged:
             self._num_logged = num_threads
-            logger.info("computing with %d CPU threads: %s", num_threads, reason)
+            logger.info("number of CPU threads is %d: %s", num_threads, reason)
 
 
 def _users_choice(num_threads: int) -> str | None:

@@ -18,6 +18,7 @@ from nanovllm.engine.runner import Runner
 from nanovllm.engine.sequence import Sequence as EngineSequence
 from nanovllm.outputs import FinishReason, RequestOutput, describe_errors
 from nanovllm.process import COLLECTOR, FORKS
+from nanovllm.recommended_sampling import recommended_sampling
 from nanovllm.sampling_params import SamplingParams, one_per_prompt
 from nanovllm.text import Row, Text, as_conversation_list, as_prompt_list
 
@@ -163,8 +164,6 @@ class LLM:
         Raises:
             ValueError: a recommended value is out of range.
         """
-        from nanovllm.models.config import recommended_sampling
-
         values, others = recommended_sampling(self.engine.info.generation_config)
         if others and not self._has_warned_of_recommendations:
             self._has_warned_of_recommendations = True

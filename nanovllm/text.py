@@ -64,7 +64,7 @@ class Text:
 
     def _encode(self, texts: list[str], add_special_tokens: bool, splits_special: bool = False) -> list[Row]:
         if self.tokenizer is None:
-            error = ValueError(f"{_NO_TOKENIZER}; give the prompt as token ids")
+            error = ValueError(f"{_NO_TOKENIZER}; give the prompt as token ids, or LLM(tokenizer=…) another one")
             return [error] * len(texts)
         options = {"add_special_tokens": add_special_tokens, "return_attention_mask": False, "verbose": False}
         if splits_special:
@@ -91,6 +91,8 @@ class Text:
             ValueError: the tokenizer has no chat template.
             TypeError: `template_kwargs` is not a dict, or holds what is set here.
         """
+        if self.tokenizer is None:
+            raise ValueError(f"{_NO_TOKENIZER}; give LLM(tokenizer=…) one with a chat template")
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ValueError("the model's tokenizer has no chat template; use generate with a prompt of your own")
         if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
@@ -227,12 +229,13 @@ class Marks:
 
     def encode(self, texts: Sequence[str | ValueError]) -> list[Row]:
         """The token ids of rendered conversations; a ValueError stays."""
-        marked = [text if isinstance(text, ValueError) else self._pattern.sub(self._show, text) for text in texts]
+
+        def show(text: str) -> str:
+            return self._pattern.sub(lambda found: self._shown[found[0]], text)
+
+        marked = [text if isinstance(text, ValueError) else show(text) for text in texts]
         rows = self._text.encode(marked, add_special_tokens=False, splits_special=True)
         return [row if isinstance(row, ValueError) else [self._ids.get(each, each) for each in row] for row in rows]
-
-    def _show(self, found: re.Match[str]) -> str:
-        return self._shown[found[0]]
 
 
 class StopStrings:

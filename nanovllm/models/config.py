@@ -1,7 +1,6 @@
 """Reads a model's config.json and generation_config.json: the only place that knows Hugging Face's quirks."""
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,8 +18,10 @@ class Family:
             others. It must name max_position_embeddings.
         windows: which layers have a sliding window if layer_types does not say: "none", "all" (if there is a
             sliding_window), "switched" (all, if use_sliding_window), "upper" (from max_window_layers on, if
-            use_sliding_window), or "pattern" (all layers but every sixth; those with a window have a rotary embedding
-            of their own).
+            use_sliding_window), or "pattern" (all layers but every sixth).
+        has_local_rope: layers with a window have a rotary embedding of their own.
+        names_stretched_length: max_position_embeddings is the length after linear stretching.
+        longrope_names: other names of LongRoPE, beside su.
         qkv_bias: True: queries, keys and values have a bias, and the attention's output has none. None: attention_bias
             decides for all four.
         qk_norm: every query and key head is normed by itself.
@@ -36,6 +37,9 @@ class Family:
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     windows: str = "none"
+    has_local_rope: bool = False
+    names_stretched_length: bool = False
+    longrope_names: tuple[str, ...] = ()
     qkv_bias: bool | None = None
     qk_norm: bool = False
     stores_merged: bool = False
@@ -53,7 +57,8 @@ FAMILIES = {
             "head_dim": 256, "max_position_embeddings": 131072, "tie_word_embeddings": True, "sliding_window": 4096,
             "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rope_theta": 1e6,
         },
-        windows="pattern", qk_norm=True, norm_offset=1.0, has_post_norms=True, scales_embedding=True,
+        windows="pattern", has_local_rope=True, names_stretched_length=True, qk_norm=True, norm_offset=1.0,
+        has_post_norms=True, scales_embedding=True,
         reads=("attention_bias", "query_pre_attn_scalar", "hidden_activation"),
     ),
     "LlamaForCausalLM": Family({"max_position_embeddings": 2048}, reads=("attention_bias", "mlp_bias")),
@@ -72,7 +77,7 @@ FAMILIES = {
     ),
     "Phi3ForCausalLM": Family(
         {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
-        windows="all", stores_merged=True, reads=("partial_rotary_factor",),
+        windows="all", longrope_names=("yarn",), stores_merged=True, reads=("partial_rotary_factor",),
     ),
     "Qwen2ForCausalLM": Family(
         {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
@@ -106,40 +111,6 @@ _MOST_LAYERS = _MOST_EXPERTS = _MOST_HEADS = 1024
 _LARGEST_SIZE, _LARGEST_POSITION = 2**24, 2**31 - 1
 _YARN_NUMBERS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 _LLAMA3_NUMBERS = ("low_freq_factor", "high_freq_factor")
-
-# generation_config.json's names -> SamplingParams'.
-_SAMPLING_NAMES = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "bad_words_ids": "bad_words",
-    "stop_strings": "stop",
-}
-_ONLY_WHEN_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-# What changes no token: ids, caches, speed, what else is returned, and settings of beams alone.
-_NO_SAMPLING_NAMES = re.compile(
-    "do_sample|max_length|(pad|bos|eos|decoder_start)_token_id|transformers_version|_from_model_config|use_cache|"
-    "cache_.*|max_cache_len|output_.*|return_.*|remove_invalid_values|renormalize_logits|length_penalty|early_stopping|"
-    "low_memory|compile_config|disable_compile|prefill_chunk_size|continuous_batching_config|use_mtp|is_assistant|"
-    ".*assistant_.*|.*_lookbehind|speculation_type|prompt_lookup_num_tokens|max_matching_ngram_size|_.*|chat_format|"
-    "max_window_size"
-)
-# What changes tokens unless it has this value, or is null, false, 0 or empty.
-_NEUTRAL = {
-    "typical_p": 1,
-    "num_beams": 1,
-    "num_beam_groups": 1,
-    "num_return_sequences": 1,
-    "encoder_repetition_penalty": 1,
-    "guidance_scale": 1,
-    "top_h": 1,
-}
 
 
 class LayerConfig(NamedTuple):
@@ -322,6 +293,8 @@ def _fields_of_architecture(raw: dict[str, Any], directory: Path) -> tuple[str, 
     """The architecture, and its fields with defaults. Raises a ValueError if a field that this architecture does not
     read would change the model."""
     found = _list(raw, "architectures")
+    if not found:
+        raise ValueError(f"config.json in {directory} has no architectures")
     architecture = next((name for name in found if isinstance(name, str) and name in FAMILIES), None)
     if architecture is None:
         remote = "; it needs code of its own (auto_map), which is never run" if raw.get("auto_map") else ""
@@ -334,7 +307,8 @@ def _fields_of_architecture(raw: dict[str, Any], directory: Path) -> tuple[str, 
     raw = {**family.defaults, **given}
     for name in _REFUSED:
         if raw.get(name):
-            raise ValueError(f"{name}={_shown(raw[name])} in config.json is not supported")
+            hint = "; take the checkpoint whose weights are not quantized" * name.startswith("quantization")
+            raise ValueError(f"{name}={_shown(raw[name])} in config.json is not supported{hint}")
     for name, neutral in _OPTIONAL.items():
         if name not in family.reads and raw.get(name, neutral) != neutral:
             raise ValueError(f"{name}={_shown(raw[name])} in config.json is not supported for {architecture}")
@@ -343,8 +317,8 @@ def _fields_of_architecture(raw: dict[str, Any], directory: Path) -> tuple[str, 
 
 def _lengths(max_position: int, ropes: set[RopeConfig], family: Family) -> tuple[int, int]:
     """(most tokens that the model was made for, most tokens by default), where config.json says `max_position`."""
-    # Llama 3's, LongRoPE's and Gemma's configs name the length after stretching.
-    kinds = () if family.windows == "pattern" else ("linear", "yarn")
+    # Llama 3's and LongRoPE's configs always name the length after stretching.
+    kinds = () if family.names_stretched_length else ("linear", "yarn")
     longest = max(
         [max_position, *(int(rope.original_max_position * rope.factor) for rope in ropes if rope.kind in kinds)]
     )
@@ -416,9 +390,9 @@ def _rope_fields(raw: dict[str, Any], family: Family, is_local: bool) -> dict[st
     for name in ("rope_scaling", "rope_parameters"):
         given = raw.get(name) or {}
         is_nested = isinstance(given, dict) and not given.keys().isdisjoint(("full_attention", "sliding_attention"))
-        if is_nested and family.windows == "pattern":
+        if is_nested and family.has_local_rope:
             given = given.get("sliding_attention" if is_local else "full_attention") or {}
-        elif is_local and family.windows == "pattern" and isinstance(given, dict):
+        elif is_local and family.has_local_rope and isinstance(given, dict):
             given = {}  # it speaks of the layers without a window
         if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
             raise ValueError(f"{name} in config.json must be one object for all layers, not {_shown(given)}")
@@ -433,9 +407,9 @@ def _rope_fields(raw: dict[str, Any], family: Family, is_local: bool) -> dict[st
 
 def _rope(raw: dict[str, Any], family: Family, is_local: bool, head_dim: int, max_position: int) -> RopeConfig:
     """The rotary embedding of layers with or without a window."""
-    fields, has_own = _rope_fields(raw, family, is_local), is_local and family.windows == "pattern"
-    theta_name, theta_default = ("rope_local_base_freq", 1e4) if has_own else ("rope_theta", 1e4)
-    theta = _number(fields, "rope_theta") if "rope_theta" in fields else _number(raw, theta_name, theta_default)
+    fields, has_own = _rope_fields(raw, family, is_local), is_local and family.has_local_rope
+    theta_name = "rope_local_base_freq" if has_own else "rope_theta"
+    theta = _number(fields, "rope_theta") if "rope_theta" in fields else _number(raw, theta_name, 1e4)
     partial = _number({**raw, **fields}, "partial_rotary_factor", default=1.0)
     rotary_dim = int(head_dim * partial)
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
@@ -444,8 +418,8 @@ def _rope(raw: dict[str, Any], family: Family, is_local: bool, head_dim: int, ma
             f"number of rotated columns, at least 2 and at most {head_dim}"
         )
     kind = fields.get("rope_type", "default")
-    if kind == "su" or (kind == "yarn" and family.stores_merged):
-        kind = "longrope"  # older names of it
+    if kind == "su" or kind in family.longrope_names:
+        kind = "longrope"
     if kind == "dynamic":
         kind = "default"  # changes nothing up to max_position_embeddings, and we go no further
     if kind not in ROPE_KINDS:
@@ -471,25 +445,6 @@ def _rope(raw: dict[str, Any], family: Family, is_local: bool, head_dim: int, ma
         numbers.update({name: _numbers(fields, name, rotary_dim // 2) for name in ("short_factor", "long_factor")})
     truncate = _flag(fields, "truncate", default=True)
     return RopeConfig(theta, rotary_dim, kind, factor, original, truncate=truncate, **numbers)
-
-
-def recommended_sampling(generation: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a generation_config.json recommends: (parameters of SamplingParams, settings that we cannot follow).
-
-    The second are those that change which tokens come out and that we lack or do not know.
-    """
-    is_greedy = generation.get("do_sample") is False
-    params, others = {}, {}
-    for name, value in generation.items():
-        if name in _SAMPLING_NAMES:
-            # transformers leaves the filters in the file when do_sample is false; they mean nothing then.
-            if value is not None and not (is_greedy and name in _ONLY_WHEN_SAMPLING):
-                params[_SAMPLING_NAMES[name]] = value
-        elif value and value != _NEUTRAL.get(name) and not _NO_SAMPLING_NAMES.fullmatch(name):
-            others[name] = value
-    if is_greedy:
-        params["temperature"] = 0.0
-    return params, others
 
 
 def _eos_token_ids(raw: dict[str, Any]) -> frozenset[int]:

@@ -76,7 +76,8 @@ def load_weights(model: CausalLM, directory: Path) -> None:
         missing = [name for name in expected if name not in seen]
         if missing:
             names = ", ".join(missing[:5])
-            raise ValueError(f"{len(missing)} tensors are missing from {directory}: {names}{' …' * (len(missing) > 5)}")
+            number = "a tensor is" if len(missing) == 1 else f"{len(missing)} tensors are"
+            raise ValueError(f"{number} missing from {directory}: {names}{' …' * (len(missing) > 5)}")
         for name, target, file, path in tied:
             stored, used = _read(name, file, path), _read(target, files[seen[target]], seen[target])
             is_alike = stored.shape == used.shape and stored.dtype == used.dtype
@@ -125,11 +126,7 @@ def checkpoint_files(directory: Path) -> Iterator[Path]:
     if not index_path.exists():
         files = [whole] if whole.exists() else sorted(directory.glob("*.safetensors"))
         if not files:
-            others = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in directory.glob(kind))
-            hint = (
-                f", only {', '.join(others[:3])}; save them anew with transformers' save_pretrained" if others else ""
-            )
-            raise ValueError(f"{directory} holds no .safetensors file{hint}")
+            raise ValueError(f"{directory} holds no .safetensors file{_hint_of_others(directory)}")
         yield from files
         return
     try:
@@ -151,13 +148,25 @@ def checkpoint_files(directory: Path) -> Iterator[Path]:
         yield directory / name
 
 
+def _hint_of_others(directory: Path) -> str:
+    """What to do with the files that a directory holds in place of safetensors."""
+    pickled = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth") for path in directory.glob(kind))
+    if pickled:
+        return f", only {', '.join(pickled[:3])}; save them anew with transformers' save_pretrained"
+    gguf = sorted(path.name for path in directory.glob("*.gguf"))
+    return f", only {gguf[0]}; GGUF is not supported, get the model's safetensors" if gguf else ""
+
+
 def _open(path: Path):
     if not path.is_file():
         raise ValueError(f"{path} is no regular file")  # a pipe would be waited for
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from None
+        with path.open("rb") as file:
+            is_pointer = file.read(24).startswith(b"version https://git-lfs")
+        hint = "it is a pointer of Git LFS; run git lfs pull" if is_pointer else str(error)
+        raise ValueError(f"{path} is truncated or not a safetensors file: {hint}") from None
 
 
 def _load(name: str, shard: Shard, file, path: Path) -> None:

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import numpy as np
@@ -18,6 +19,7 @@ from model_factory import stable_id
 import nanovllm.attention.backend
 import nanovllm.runner.model_runner
 from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.attention.flash_backend import find_fault
 from nanovllm.config import Config
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.runner import kv_cache
@@ -731,6 +733,35 @@ def test_a_backend_that_cannot_run_the_model_says_what_it_needs(
         )
 
 
+def test_a_build_of_flash_attn_that_computes_wrongly_is_found(monkeypatch):
+    """One decode is tried without a window and, where layers have one, with one; a build may lack either."""
+
+    def decode(q, k, v, cache_seqlens, block_table, causal, softmax_scale, window_size, num_splits):
+        length, left = int(cache_seqlens), window_size[0]
+        seen = slice(0 if left < 0 else length - 1 - left, length)
+        keys, values = (x[block_table[0].long()].flatten(0, 1)[seen, 0].float() for x in (k, v))
+        weights = (q[0, 0].float() @ keys.T * softmax_scale).softmax(-1)
+        return (weights @ values)[None, None].to(q.dtype)
+
+    def lacks_windows(q, *more, window_size, **options):
+        if window_size != (-1, -1):
+            raise RuntimeError("no local attention")
+        return decode(q, *more, window_size=window_size, **options)
+
+    def of(windows: tuple[int, ...], function) -> str | None:
+        monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_with_kvcache=function))
+        fields = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16, "scale": 0.3}
+        shape = nanovllm.attention.backend.AttentionShape(device=torch.device("cpu"), windows=windows, **fields)
+        return find_fault(shape)
+
+    for windows in ((0,), (0, 50)):
+        assert of(windows, decode) is None
+        assert of(windows, lambda *args, **options: decode(*args, **options) * 1.05) == "its results are wrong"
+        assert of(windows, lambda *args, **options: decode(*args, **options) * float("nan")) == "its results are wrong"
+        assert "argument" in of(windows, lambda q, k, v: q)
+    assert of((0,), lacks_windows) is None and of((0, 50), lacks_windows) == "no local attention"
+
+
 @pytest.mark.parametrize("max_model_len", [1025, 32768, 2**70])
 def test_max_model_len_never_exceeds_what_the_model_was_made_for(max_model_len):
     """Positions beyond it have no meaning to the model; the table of cosines would end there too."""
@@ -785,7 +816,7 @@ def test_a_broken_config_names_its_file(directory, name, content):
     ("changes", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, r"architecture \['GPT2LMHeadModel'\]; supported: Gemma3ForCausalLM"),
-        ({"architectures": None}, r"architecture \[\]; supported"),
+        ({"architectures": None}, "config.json in .* has no architectures"),
         ({"rope_parameters": {"rope_type": "mrope", "factor": 8.0}}, "rope type 'mrope' is not supported; default"),
         ({"rope_parameters": None, "rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
         ({"rope_parameters": None, "rope_scaling": {"type": "longrope", "factor": 2.0}}, "short_factor"),
@@ -813,7 +844,7 @@ def test_a_broken_config_names_its_file(directory, name, content):
         ({"num_hidden_layers": 5, "layer_types": None}, r"unexpected tensor model.layers.5"),
         ({"intermediate_size": 449}, r"tensor model.layers.0.mlp.\w+.weight in .* has shape \[.*\], the model needs"),
         ({"vocab_size": 260}, r"tensor model.embed_tokens.weight .* has shape \[259, 160\].* needs \[260, 160\]"),
-        ({"tie_word_embeddings": False}, r"1 tensors are missing from .*: lm_head.weight"),
+        ({"tie_word_embeddings": False}, r"a tensor is missing from .*: lm_head.weight"),
     ],
     ids=str,
 )

@@ -493,7 +493,7 @@ def test_a_broken_checkpoint_is_the_loaders_own_error(tmp_path, monkeypatch):
     del tensors["model.layers.1.mlp.down_proj.weight"]
     write_tensors(tmp_path / "model", tensors)
     (tmp_path / "temporary").mkdir()
-    message = "1 tensors are missing from .*: model.layers.1.mlp.down_proj.weight"
+    message = "a tensor is missing from .*: model.layers.1.mlp.down_proj.weight"
     with nothing_left_behind(tmp_path / "temporary", monkeypatch), pytest.raises(ValueError, match=message) as caught:
         LLM(str(tmp_path / "model"), tensor_parallel_size=2, **OPTIONS)
     assert "Traceback" not in str(caught.value)

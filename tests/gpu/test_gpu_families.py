@@ -142,7 +142,7 @@ def test_greedy_tokens_through_graphs_are_best_up_to_noise(checkpoint):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 7, 64, 300, 2000])
-@pytest.mark.parametrize(("num_experts", "top_k", "size"), [(128, 8, 96), (8, 2, 200), (60, 4, 72)])
+@pytest.mark.parametrize(("num_experts", "top_k", "size"), [(128, 8, 96), (8, 2, 200), (60, 4, 72), (512, 10, 24)])
 def test_experts_compute_what_the_formula_says(dtype, num_tokens, num_experts, top_k, size):
     generator = torch.Generator().manual_seed(num_tokens)
     hidden_size = 320

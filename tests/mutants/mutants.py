@@ -48,6 +48,7 @@ TRITON = "attention/triton_backend.py"
 PREFIX_GROUPS = "attention/prefix_groups.py"
 LOADER = "models/loader.py"
 MODEL_CONFIG = "models/config.py"
+TEXT = "text.py"
 DECODER = "models/decoder.py"
 ROUTE = "ops/route.py"
 GROUPED = "ops/grouped_mlp.py"
@@ -1723,9 +1724,23 @@ MUTANTS = [
     Mutant(
         "layers with a window rotate as the others",
         MODEL_CONFIG,
-        '("rope_local_base_freq", 1e4) if has_own else ("rope_theta", 1e4)',
-        '("rope_theta", 1e4)',
+        '"rope_local_base_freq" if has_own else "rope_theta"',
+        '"rope_theta"',
         ("test_model_config.py::test_gemmas_local_layers_have_a_theta_of_their_own",),
+    ),
+    Mutant(
+        "text that looks like a special token becomes one again",
+        TEXT,
+        "AddedToken(of_template[token.content], special=False, **options)",
+        "AddedToken(self._hidden[token.content], special=False, **options)",
+        ("test_text.py::test_splitting_special_tokens_changes_nothing_else",),
+    ),
+    Mutant(
+        "a special token that begins another is found first",
+        TEXT,
+        "key=len, reverse=True)",
+        "key=len)",
+        ("test_text.py::test_splitting_special_tokens_changes_nothing_else",),
     ),
     Mutant(
         "a layer without experts has them all the same",

@@ -89,6 +89,17 @@ def test_one_expert_may_have_all_tokens():
     assert (grouped_mlp(x, routes, gate_up, down, fused=True).double() - exact).norm() <= 1e-5 * exact.norm()
 
 
+def test_a_router_of_many_experts_reads_fewer_inputs_at_a_time(monkeypatch):
+    """The weights of 512 experts once did not fit into what a program can share."""
+    x, weight = randn(5, 300, seed=1), randn(40, 300, seed=2)
+    plain = route(x, weight, 3, True)
+    for limit in (2**20, 2**15):
+        monkeypatch.setattr(sys.modules["nanovllm.ops.route"], "shared_memory", lambda device, limit=limit: limit)
+        routes = route(x, weight, 3, True, fused=True)
+        assert torch.equal(routes.experts, plain.experts)
+        torch.testing.assert_close(routes.weights, plain.weights)
+
+
 def test_experts_take_more_pairs_than_one_chunk(monkeypatch):
     """The kernel that lists pairs reads a chunk of them at a time."""
     monkeypatch.setattr(sys.modules["nanovllm.ops.grouped_mlp"], "_PAIRS_OF_CHUNK", 1024)

@@ -179,7 +179,7 @@ def test_the_environments_number_stays(machine, monkeypatch, name, caplog):
     with caplog.at_level("INFO"), threads:
         threads.adapt()
         assert torch.get_num_threads() == 4
-    assert [record.getMessage() for record in caplog.records] == [f"computing with 4 CPU threads: {name} is set"]
+    assert [record.getMessage() for record in caplog.records] == [f"number of CPU threads is 4: {name} is set"]
 
 
 def test_a_number_set_with_torch_stays(machine, monkeypatch, caplog):
@@ -193,9 +193,7 @@ def test_a_number_set_with_torch_stays(machine, monkeypatch, caplog):
         threads.adapt()
         assert torch.get_num_threads() == 3
     assert torch.get_num_threads() == 3
-    assert (
-        caplog.records[0].getMessage() == "computing with 3 CPU threads: the number was set with torch.set_num_threads"
-    )
+    assert caplog.records[0].getMessage() == "number of CPU threads is 3: the number was set with torch.set_num_threads"
 
 
 def test_who_computes_elsewhere_changes_nothing(machine):
@@ -232,8 +230,8 @@ def test_the_log_says_what_was_chosen_and_why_once_per_change(machine, caplog):
             with threads:
                 threads.adapt()
     assert [record.getMessage() for record in caplog.records] == [
-        "computing with 4 CPU threads: other processes use 0.0 of 4 CPUs",
-        "computing with 2 CPU threads: other processes use 2.0 of 4 CPUs",
+        "number of CPU threads is 4: other processes use 0.0 of 4 CPUs",
+        "number of CPU threads is 2: other processes use 2.0 of 4 CPUs",
     ]
 
 

@@ -718,7 +718,7 @@ def test_a_model_without_tokenizer_works_with_token_ids(model_copy):
         assert tokens(outputs) == [expected, [], expected]
         assert [output.text for output in outputs] == ["", "", ""]
         assert "no tokenizer; give the prompt as token ids" in outputs[1].error
-        with pytest.raises(ValueError, match="no chat template"):
+        with pytest.raises(ValueError, match="no tokenizer; give LLM"):
             ask(llm, "What is 12 + 30?")
 
 

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
-from nanovllm.models.config import recommended_sampling
+from nanovllm.recommended_sampling import recommended_sampling
 
 # A setting -> a value that changes which tokens come out.
 NOT_FOLLOWED = {

@@ -221,15 +221,15 @@ def test_splitting_special_tokens_changes_nothing_else(prepend):
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend)
     backend.add_special_tokens(["<s>", "</s>", "</s>2"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-    tokenizer.chat_template = "<s>{% for m in messages %}[{{ m['content'] }}]{{ '</s>' }} {% endfor %}"
+    tokenizer.chat_template = "<s>{% for m in messages %}[{{ m['content'] }}]{{ '</s>' }} {% endfor %}</s>2"
     text = Text(tokenizer)
     plain = [[{"role": "user", "content": content}] for content in ("Hello, you", "a", "")]
     assert text.encode_conversations(plain, False, None, True) == text.encode_conversations(plain, False, None)
     (row,) = text.encode_conversations([[{"role": "user", "content": "see,</s>2now <s>"}]], False, None, True)
     space = ["\u2581"] if prepend == "always" else []
-    expected = ["<s>", *space, *"[see,</s>2now\u2581<s>]", "</s>", "\u2581"]
+    expected = ["<s>", *space, *"[see,</s>2now\u2581<s>]", "</s>", "\u2581", "</s>2"]
     assert tokenizer.convert_ids_to_tokens(row) == expected
-    special = tokenizer.convert_tokens_to_ids(["<s>", "</s>"])
+    special = tokenizer.convert_tokens_to_ids(["<s>", "</s>", "</s>2"])
     private = "".join(map(chr, (0xE000, 0xF0000, 0xF0001, 0x100000, 0x100001)))
     (row,) = text.encode_conversations([[{"role": "user", "content": private}]], False, None, True)
     assert row == text.encode_conversations([[{"role": "user", "content": private}]], False, None)[0]
