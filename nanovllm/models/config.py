@@ -29,8 +29,8 @@ class Family:
         norm_offset: is added to the stored weights of norms.
         has_post_norms: the outputs of attention and MLP are normed too, before they are added.
         scales_embedding: embeddings are multiplied by sqrt(hidden_size).
-        num_experts_name: layers have a mixture of experts instead of an MLP, and config.json says with this name how
-            many; None: no experts. Qwen's models can have layers with MLPs too.
+        num_experts_names: layers have a mixture of experts instead of an MLP, and config.json says with one of these
+            names how many there are. Qwen's models can have layers with MLPs too.
         renames: parts of our tensors' names, and what the checkpoint calls them.
         reads: which fields of _OPTIONAL the architecture reads, or has and ignores, as Qwen2 its attention_bias.
     """
@@ -46,7 +46,7 @@ class Family:
     norm_offset: float = 0.0
     has_post_norms: bool = False
     scales_embedding: bool = False
-    num_experts_name: str | None = None
+    num_experts_names: tuple[str, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
     reads: tuple[str, ...] = ()
 
@@ -70,7 +70,7 @@ FAMILIES = {
             "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
             "num_experts_per_tok": 2, "num_local_experts": 8,
         },
-        windows="all", num_experts_name="num_local_experts",
+        windows="all", num_experts_names=("num_local_experts",),
         renames=(
             (".mlp.", ".block_sparse_moe."), (".gate_proj.", ".w1."), (".up_proj.", ".w3."), (".down_proj.", ".w2."),
         ),
@@ -89,7 +89,7 @@ FAMILIES = {
     ),
     "Qwen3MoeForCausalLM": Family(
         {"max_position_embeddings": 32768, "sliding_window": 4096, "moe_intermediate_size": 768},
-        windows="switched", qk_norm=True, num_experts_name="num_experts",
+        windows="switched", qk_norm=True, num_experts_names=("num_experts", "num_local_experts"),
         reads=(
             "attention_bias", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob",
         ),
@@ -361,9 +361,10 @@ def _windows(raw: dict[str, Any], family: Family, num_layers: int) -> list[int]:
 
 
 def _experts(raw: dict[str, Any], family: Family) -> ExpertsConfig | None:
-    if family.num_experts_name is None:
+    names = family.num_experts_names
+    if not names:
         return None
-    num_experts = _count(raw, family.num_experts_name, most=_MOST_EXPERTS)
+    num_experts = _count(raw, next((name for name in names if name in raw), names[0]), most=_MOST_EXPERTS)
     has_own_size = "moe_intermediate_size" in family.reads
     size = _count(raw, "moe_intermediate_size" if has_own_size else "intermediate_size")
     top_k = _count(raw, "num_experts_per_tok", most=num_experts)

@@ -737,11 +737,19 @@ def test_a_build_of_flash_attn_that_computes_wrongly_is_found(monkeypatch):
     """One decode is tried without a window and, where layers have one, with one; a build may lack either."""
 
     def decode(q, k, v, cache_seqlens, block_table, causal, softmax_scale, window_size, num_splits):
-        length, left = int(cache_seqlens), window_size[0]
-        seen = slice(0 if left < 0 else length - 1 - left, length)
-        keys, values = (x[block_table[0].long()].flatten(0, 1)[seen, 0].float() for x in (k, v))
-        weights = (q[0, 0].float() @ keys.T * softmax_scale).softmax(-1)
-        return (weights @ values)[None, None].to(q.dtype)
+        left, rows = window_size[0], []
+        for row, length in enumerate(cache_seqlens.tolist()):
+            seen = slice(0 if left < 0 else length - 1 - left, length)
+            keys, values = (x[block_table[row].long()].flatten(0, 1)[seen].transpose(0, 1) for x in (k, v))
+            options = {"scale": softmax_scale, "enable_gqa": True}
+            rows.append(torch.nn.functional.scaled_dot_product_attention(q[row].transpose(0, 1), keys, values, **options))
+        return torch.stack(rows).transpose(1, 2)
+
+    def lacks_room(*args, **options):
+        """A row's second head is overwritten by another."""
+        out = decode(*args, **options)
+        out[:, :, 1] = out[:, :, 0]
+        return out
 
     def lacks_windows(q, *more, window_size, **options):
         if window_size != (-1, -1):
@@ -758,6 +766,7 @@ def test_a_build_of_flash_attn_that_computes_wrongly_is_found(monkeypatch):
         assert of(windows, decode) is None
         assert of(windows, lambda *args, **options: decode(*args, **options) * 1.05) == "its results are wrong"
         assert of(windows, lambda *args, **options: decode(*args, **options) * float("nan")) == "its results are wrong"
+        assert of(windows, lacks_room) == "its results are wrong"
         assert "argument" in of(windows, lambda q, k, v: q)
     assert of((0,), lacks_windows) is None and of((0, 50), lacks_windows) == "no local attention"
 

@@ -71,8 +71,9 @@ def divisible_models(tmp_path, family: str, rng: random.Random, number: int):
         options = FAMILIES[family][2](rng)
         directory = tmp_path / str(rng.random())
         model = save_family_model(directory, family, options, seed=number)
+        config = load_model_config(directory)
         try:
-            load_model_config(directory).check_parallel_size(2)
+            config.check_parallel_size(2)
         except ValueError:
             continue
         number -= 1
