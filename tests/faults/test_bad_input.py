@@ -742,8 +742,9 @@ def test_a_build_of_flash_attn_that_computes_wrongly_is_found(monkeypatch):
             seen = slice(0 if left < 0 else length - 1 - left, length)
             keys, values = (x[block_table[row].long()].flatten(0, 1)[seen].transpose(0, 1) for x in (k, v))
             options = {"scale": softmax_scale, "enable_gqa": True}
-            rows.append(torch.nn.functional.scaled_dot_product_attention(q[row].transpose(0, 1), keys, values, **options))
-        return torch.stack(rows).transpose(1, 2)
+            attended = torch.nn.functional.scaled_dot_product_attention(q[row].transpose(0, 1), keys, values, **options)
+            rows.append(attended.transpose(0, 1))
+        return torch.stack(rows)
 
     def lacks_room(*args, **options):
         """A row's second head is overwritten by another."""
