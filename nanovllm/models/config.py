@@ -334,7 +334,7 @@ def _windows(raw: dict[str, Any], family: Family, num_layers: int) -> list[int]:
         if not has_window:
             raise ValueError("sliding_window in config.json must be an integer: some layers need it")
         period = _count(raw, "sliding_window_pattern", default=6)
-        is_local = [has_window and (index + 1) % period > 0 for index in range(num_layers)]
+        is_local = [(index + 1) % period > 0 for index in range(num_layers)]
     else:
         first = {"none": num_layers, "all": 0, "switched": 0}.get(family.windows)
         if first is None:
@@ -368,7 +368,7 @@ def _experts(raw: dict[str, Any], family: Family) -> ExpertsConfig | None:
     has_own_size = "moe_intermediate_size" in family.reads
     size = _count(raw, "moe_intermediate_size" if has_own_size else "intermediate_size")
     top_k = _count(raw, "num_experts_per_tok", most=num_experts)
-    # Where config.json does not say, a token's weights add up to 1.
+    # In families without this field a token's weights always add up to 1.
     renormalizes = "norm_topk_prob" not in family.reads or _flag(raw, "norm_topk_prob", default=False)
     return ExpertsConfig(num_experts, top_k, size, renormalizes)
 

@@ -28,9 +28,11 @@ class DecoderAttention(nn.Module):
         self.head_dim = head_dim
         stored_as = "qkv_proj" if config.family.stores_merged else None
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, head_dim, heads, kv_heads, config.qkv_bias, parallel, stored_as, **kw
+            config.hidden_size, head_dim, heads, kv_heads, config.qkv_bias, parallel, stored_as, fused=fused, **kw
         )
-        self.o_proj = RowParallelLinear(heads * head_dim, config.hidden_size, config.o_bias, parallel, **kw)
+        self.o_proj = RowParallelLinear(
+            heads * head_dim, config.hidden_size, config.o_bias, parallel, fused=fused, **kw
+        )
         num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads  # of this rank
         self.attn = Attention(layer_index, backend, config.layers[layer_index].window, fused)
         self.qk_norm = None

@@ -446,7 +446,6 @@ class ModelRunner(Runner):
 
     def _check_memory_left(self) -> None:
         """Raises a RuntimeError if the captured graphs took more than was set aside for them."""
-        torch.cuda.empty_cache()
         missing = self._least_free - free_bytes(self.device)
         if missing > 0:
             raise RuntimeError(

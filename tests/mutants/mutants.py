@@ -1743,6 +1743,13 @@ MUTANTS = [
         ("test_text.py::test_splitting_special_tokens_changes_nothing_else",),
     ),
     Mutant(
+        "attention's projections do without their kernel",
+        DECODER,
+        "config.o_bias, parallel, fused=fused, **kw",
+        "config.o_bias, parallel, **kw",
+        ("test_families.py::test_every_layer_of_a_fused_model_is_fused",),
+    ),
+    Mutant(
         "a layer without experts has them all the same",
         DECODER,
         "if experts is None or not config.layers[layer_index].has_experts:",

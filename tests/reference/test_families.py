@@ -19,8 +19,14 @@ from test_against_transformers import (
 from test_layers import Exchange, ThreadRank, logits_of
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.attention.backend import AttentionShape
+from nanovllm.attention.torch_backend import TorchAttention
+from nanovllm.layers.norm import QKNorm
 from nanovllm.models.config import load_model_config
+from nanovllm.models.decoder import CausalLM
+from nanovllm.ops.collectives import Parallel
 
+CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 NUM_CONFIGS = 60
@@ -63,6 +69,23 @@ def test_teacher_forced_logits_are_those_of_transformers(tmp_path, family, backe
             theirs = model(torch.tensor([token_ids])).logits[0]
         error = float((ours - theirs).abs().max() / theirs.abs().max())
         assert error < 1e-4, (error, options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layer_of_a_fused_model_is_fused(tmp_path, family):
+    """One that is not gives the same tokens, only later: attention's projections once missed the kernel for one row."""
+    save_family_model(tmp_path, family, FAMILIES[family][2](random.Random(family)), seed=0)
+    config, backend = load_model_config(tmp_path), TorchAttention(AttentionShape(1, 1, 2, torch.float32, CPU))
+    for fused in (True, False):
+        model = CausalLM(config, 64, backend, Parallel(), torch.float32, CPU, fused)
+        found = {
+            name: getattr(module, "fused", getattr(module, "_fused", None))
+            for name, module in model.named_modules()
+            if not isinstance(module, QKNorm)  # Attention's kernel does its work
+        }
+        assert {name for name, is_fused in found.items() if is_fused is not None and is_fused is not fused} == set()
+        kinds = {name.rsplit(".", 1)[-1] for name, is_fused in found.items() if is_fused is not None}
+        assert {"embed_tokens", "qkv_proj", "o_proj", "attn", "input_layernorm", "norm", "lm_head"} <= kinds
 
 
 def divisible_models(tmp_path, family: str, rng: random.Random, number: int):
