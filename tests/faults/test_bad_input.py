@@ -877,6 +877,13 @@ def test_weights_that_memory_cannot_hold_are_refused_before_they_are_allocated(d
         LLM(directory, device="cpu", load_format="dummy")
 
 
+def test_weights_that_just_fit_are_allowed():
+    for device, hint in (("cpu", "model or dtype, or check"), ("cuda", "or a higher tensor_parallel_size, or check")):
+        kv_cache.check_weights_fit(100, 100, torch.float32, torch.device(device))
+        with pytest.raises(RuntimeError, match=hint):
+            kv_cache.check_weights_fit(101, 100, torch.float32, torch.device(device))
+
+
 def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
 

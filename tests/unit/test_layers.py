@@ -601,3 +601,12 @@ def test_collectives_and_the_lm_head_over_real_processes(tmp_path, size):
         for process in processes:
             process.kill()
             process.wait()
+
+
+def test_the_scale_of_embeddings_is_rounded_as_by_transformers():
+    """sqrt(1152) is 33.94, and 34 in bfloat16; Gemma was trained with the latter."""
+    embed = VocabParallelEmbedding(1, 128, Parallel(), dtype=torch.bfloat16, device=CPU, scale=1152**0.5)
+    embed.weight.data.copy_(torch.arange(1, 2, 1 / 128))
+    expected = embed.weight * torch.tensor(1152**0.5).bfloat16()
+    assert torch.equal(embed(torch.tensor([0])).part, expected)
+    assert not torch.equal(embed.weight * 1152**0.5, expected), "the rounding shows"
