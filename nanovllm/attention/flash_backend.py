@@ -3,7 +3,7 @@
 Prefill and decode read the paged cache, which holds the new keys by then. The plain twin is TorchAttention.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,51 +11,9 @@ import torch.nn.functional as F
 
 from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.metadata import AttentionMetadata
+from nanovllm.attention.torch_backend import TorchAttention
 from nanovllm.attention.torch_backend import store_kvcache as plain_store_kvcache
 from nanovllm.ops.kernel import has_triton
-
-
-def find_fault(shape: AttentionShape) -> str | None:
-    """Why the installed flash-attn cannot compute such layers, or None. Tries one small decode without a window, and
-    one with a window if a layer has one.
-
-    Builds differ: some lack windows or large heads, and one was seen whose decodes with heads of 80 and 96 are wrong
-    where their keys are split.
-    """
-    import flash_attn
-
-    # Several rows and heads: where results of splits lie too close together, a single one is right all the same.
-    num_heads, group_size, lengths = 6, 3, (700, 300)
-    options: dict[str, Any] = {"dtype": shape.dtype, "device": shape.device}
-    generator = torch.Generator(shape.device).manual_seed(0)
-    q = torch.randn(len(lengths), 1, num_heads, shape.head_dim, generator=generator, **options)
-    k, v = torch.randn(2, 6, 256, num_heads // group_size, shape.head_dim, generator=generator, **options)
-    blocks = torch.arange(6, dtype=torch.int32, device=shape.device).view(2, 3)
-    context_lens = torch.tensor(lengths, dtype=torch.int32, device=shape.device)
-    for window in (0, 200) if any(shape.windows) else (0,):
-        try:
-            out = flash_attn.flash_attn_with_kvcache(
-                q, k, v, cache_seqlens=context_lens, block_table=blocks, num_splits=2,
-                softmax_scale=shape.score_scale, **_mask_options(window),
-            )  # fmt: skip
-        except (RuntimeError, TypeError) as error:  # TypeError: a version with other arguments
-            return str(error)
-        for row, length in enumerate(lengths):
-            seen = slice(length - (window or length), length)
-            keys, values = (
-                cache[3 * row : 3 * row + 3].flatten(0, 1)[seen].repeat_interleave(group_size, 1).float()
-                for cache in (k, v)
-            )
-            scores = torch.einsum("hd,khd->hk", q[row, 0].float(), keys) * shape.score_scale
-            expected = torch.einsum("hk,khd->hd", scores.softmax(-1), values)
-            if not (out[row, 0].float() - expected).norm() <= 0.02 * expected.norm():  # NaN is a fault too
-                return "its results are wrong"
-    return None
-
-
-def _mask_options(window: int) -> dict[str, Any]:
-    """How many keys before its own a query sees, and how many after it; −1 is all of them."""
-    return {"causal": True, "window_size": (window - 1, 0 if window else -1)}
 
 
 @dataclass
@@ -100,7 +58,8 @@ class FlashAttention:
 
     def attend(self, q, k, v, k_cache, v_cache, metadata: AttentionMetadata, window: int = 0) -> torch.Tensor:
         num_decodes = metadata.most_decodes
-        options = {"softmax_scale": self._scale, **_mask_options(window)}
+        # How many keys before its own a query sees, and how many after it; −1 is all of them.
+        options = {"causal": True, "softmax_scale": self._scale, "window_size": (window - 1, 0 if window else -1)}
         if metadata.query_tiles is None:
             return self._attend_decodes(q, k_cache, v_cache, metadata, options)
         if num_decodes == 0:
@@ -122,3 +81,37 @@ class FlashAttention:
             q, k_cache, v_cache, plan.cu_seqlens_q, plan.cu_seqlens_k, metadata.max_seqlen_q, metadata.max_seqlen_k,
             block_table=metadata.block_tables[metadata.most_decodes :], **options,
         )  # fmt: skip
+
+
+def find_fault(shape: AttentionShape) -> str | None:
+    """Why the installed flash-attn cannot compute such layers, or None. Tries two small decodes for each window.
+
+    Builds differ: some lack windows or large heads, and one was seen whose decodes with heads of 80 and 96 are wrong
+    where their keys are split.
+    """
+    # Several rows and heads: where results of splits lie too close together, a single one is right all the same.
+    shape = replace(shape, num_heads=6, num_kv_heads=2)
+    lengths = 700, 300
+    integers: dict[str, Any] = {"dtype": torch.int32, "device": shape.device}
+    metadata = AttentionMetadata(
+        cu_seqlens_q=torch.arange(3, **integers), context_lens=torch.tensor(lengths, **integers),
+        num_decodes=torch.tensor([2], **integers), most_decodes=2, max_seqlen_q=1, max_seqlen_k=max(lengths),
+        slot_mapping=torch.zeros(2, dtype=torch.int64, device=shape.device),
+        block_tables=torch.arange(6, **integers).view(2, 3), block_size=256,
+    )  # fmt: skip
+    generator = torch.Generator(shape.device).manual_seed(0)
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device=shape.device).to(shape.dtype)
+
+    q, k, v = randn(2, 6, shape.head_dim), randn(6, 256, 2, shape.head_dim), randn(6, 256, 2, shape.head_dim)
+    for window in dict.fromkeys(min(window, 200) for window in shape.windows):
+        expected = TorchAttention(shape).attend(q, k, v, k, v, metadata, window)
+        try:
+            out = FlashAttention(shape).attend(q, k, v, k, v, metadata, window)
+        except (RuntimeError, TypeError) as error:  # TypeError: a version with other arguments
+            return str(error)
+        error_norm, norm = (float(x.float().norm()) for x in (out - expected, expected))
+        if not error_norm <= 0.02 * norm:  # NaN is a fault too
+            return "its results are wrong"
+    return None

@@ -736,7 +736,7 @@ def test_a_backend_that_cannot_run_the_model_says_what_it_needs(
 def test_a_build_of_flash_attn_that_computes_wrongly_is_found(monkeypatch):
     """One decode is tried without a window and, where layers have one, with one; a build may lack either."""
 
-    def decode(q, k, v, cache_seqlens, block_table, causal, softmax_scale, window_size, num_splits):
+    def decode(q, k, v, cache_seqlens, block_table, causal, softmax_scale, window_size):
         left, rows = window_size[0], []
         for row, length in enumerate(cache_seqlens.tolist()):
             seen = slice(0 if left < 0 else length - 1 - left, length)
