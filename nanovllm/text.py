@@ -210,9 +210,9 @@ class Marks:
         special = {token_id: token for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
         # Longer ones first, because one may begin another.
         contents = sorted({token.content for token in special.values()}, key=len, reverse=True)
-        in_messages, in_template = (_random_characters() for _ in range(2))
-        self._hidden = {content: in_messages + chr(0x100000 + index) for index, content in enumerate(contents)}
-        of_template = {content: in_template + chr(0x100000 + index) for index, content in enumerate(contents)}
+        secret = "".join(chr(0xF0000 + secrets.randbelow(0xFFFE)) for _ in range(6))
+        self._hidden = {content: secret + chr(0x100000 + 2 * index) for index, content in enumerate(contents)}
+        of_template = {content: secret + chr(0x100001 + 2 * index) for index, content in enumerate(contents)}
         self._shown = {mark: content for content, mark in self._hidden.items()} | of_template
         self._pattern = re.compile("|".join(map(re.escape, self._shown)) or "(?!)")
         tokenizer = copy.deepcopy(tokenizer)
@@ -328,11 +328,6 @@ def _check_messages(messages: Any) -> None:
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             raise ValueError(f'a message must be a dict with "role" and "content", not {message!r}')
-
-
-def _random_characters() -> str:
-    """Six of the 65,534 characters of Unicode's first plane for private use."""
-    return "".join(chr(0xF0000 + secrets.randbelow(0xFFFE)) for _ in range(6))
 
 
 def _replaced(value: Any, texts: Mapping[str, str]) -> Any:
