@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from nanovllm.attention.metadata import AttentionMetadata
@@ -57,9 +58,12 @@ class AttentionBackend(Protocol):
     ) -> PrefixGroups | None:
         """Which of these decodes share leading blocks, so that `attend` can read those once for all of them.
 
-        The answer holds while the same rows go on decoding. It goes into the metadata, and the backend keeps nothing.
-        None if nothing is shared.
+        The answer holds while the same rows go on decoding and their `split_lengths` stay. It goes into the metadata,
+        and the backend keeps nothing. None if nothing is shared.
         """
+
+    def split_lengths(self, context_lens: np.ndarray) -> np.ndarray:
+        """Keys of each split of sequences with so many keys, for a backend that reads shared splits once: int, [n]."""
 
     def plan(self, metadata: AttentionMetadata) -> Any:
         """What `attend` wants to know beforehand, once per step for all layers; goes into `metadata.plan`."""

@@ -48,6 +48,9 @@ class FlashAttention:
     def shared_prefixes(self, block_tables, context_lens, block_size) -> None:
         return None
 
+    def split_lengths(self, context_lens):
+        return context_lens
+
     def plan(self, metadata: AttentionMetadata) -> PrefillPlan | None:
         if metadata.query_tiles is None:
             return None

@@ -1,6 +1,7 @@
 """Finds the decodes that share their first keys, so that attention reads those once for all of them.
 
-Keys are split at multiples of a fixed length. Rows share a split if they share its blocks and every split before it.
+A row's keys are split at multiples of a length. Rows share a split if it has the same length for them, and if they share
+its blocks and every split before it.
 Sharing a block does not prove sharing those before it: a row may hold an equal copy of one of them.
 """
 
@@ -24,23 +25,23 @@ class PrefixGroups:
 
 
 def find_prefix_groups(
-    block_tables: list[list[int]], context_lens: list[int], block_size: int, split: int, most_members: int
+    block_tables: list[list[int]], context_lens: list[int], block_size: int, split_lengths: list[int], most_members: int
 ) -> PrefixGroups | None:
     """The groups among decodes with these block tables; None if nothing is shared.
 
     Args:
-        split: keys in a split, a multiple of block_size.
+        split_lengths: keys in a split of each row, multiples of block_size.
         most_members: rows of one item.
     """
-    blocks_per_split = split // block_size
     # A prefix is known by the prefix before it (-1: none) and its own last split's blocks.
     numbers: dict[tuple[int, tuple[int, ...]], int] = {}
     rows_of_prefix: list[list[int]] = []
     splits: list[int] = []  # of each prefix, which split its last one is
-    for row, (table, length) in enumerate(zip(block_tables, context_lens, strict=True)):
-        number = -1
+    rows = zip(block_tables, context_lens, split_lengths, strict=True)
+    for row, (table, length, split_length) in enumerate(rows):
+        number, blocks_per_split = -1, split_length // block_size
         # Only whole splits: a row still writes to its last block.
-        for index in range(length // split):
+        for index in range(length // split_length):
             blocks = tuple(table[index * blocks_per_split : (index + 1) * blocks_per_split])
             number = numbers.setdefault((number, blocks), len(numbers))
             if number == len(rows_of_prefix):
@@ -50,12 +51,12 @@ def find_prefix_groups(
     items: list[tuple[int, int, int]] = []
     members: list[int] = []
     num_shared = np.zeros(len(block_tables), np.int32)
-    for index, rows in zip(splits, rows_of_prefix, strict=True):
-        if len(rows) < 2:
+    for index, sharers in zip(splits, rows_of_prefix, strict=True):
+        if len(sharers) < 2:
             continue
-        num_shared[rows] = np.maximum(num_shared[rows], index + 1)
-        for first in range(0, len(rows), most_members):
-            part = rows[first : first + most_members]
+        num_shared[sharers] = np.maximum(num_shared[sharers], index + 1)
+        for first in range(0, len(sharers), most_members):
+            part = sharers[first : first + most_members]
             items.append((index, len(members), len(part)))
             members += part
     if not items:

@@ -121,6 +121,9 @@ class SDPAAttention:
     def shared_prefixes(self, block_tables, context_lens, block_size) -> None:
         return None
 
+    def split_lengths(self, context_lens):
+        return context_lens
+
     def plan(self, metadata: AttentionMetadata) -> SDPAPlan:
         starts = metadata.cu_seqlens_q.cpu().numpy().astype(np.int64)
         lengths = metadata.context_lens.cpu().numpy().astype(np.int64)

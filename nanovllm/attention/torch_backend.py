@@ -31,6 +31,9 @@ class TorchAttention:
     def shared_prefixes(self, block_tables, context_lens, block_size) -> None:
         return None
 
+    def split_lengths(self, context_lens):
+        return context_lens
+
     def plan(self, metadata: AttentionMetadata) -> None:
         return None
 

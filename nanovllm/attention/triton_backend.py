@@ -1,30 +1,40 @@
 """Attention by kernels of our own, in Triton: any GPU, dtype and block size that is a multiple of 16.
 
-Decodes are split over their keys at multiples of a length that is fixed for the engine's life, and the partial
-results are merged in order: where a sequence is split does not depend on its neighbours. `plan` lists the
-splits on the device, and a fixed grid works the list off, so a captured step serves any lengths. One program
-reads a split's keys once for all query heads of their group, and once for all decodes that share it: the idea of
-cascade inference (Ye et al., FlashInfer, 2024), with any number of prefixes. The softmax is the online one of
-FlashAttention (Dao, 2023), in base 2; the plain twin is TorchAttention.
+Decodes are split over their keys, and the partial results are merged in order. How long the splits of a sequence are
+follows from its own length, so it does not depend on its neighbours. `plan` lists the splits on the device, and a fixed
+grid works the list off, so a captured step serves any lengths. One program reads a split's keys once for all query
+heads of their group, and once for all decodes that share it: the idea of cascade inference (Ye et al., FlashInfer,
+2024), with any number of prefixes. The softmax is the online one of FlashAttention (Dao, 2023), in base 2; the plain
+twin is TorchAttention.
 """
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.metadata import QUERY_TILE, AttentionMetadata, SharedPrefixes
 from nanovllm.attention.prefix_groups import PrefixGroups, find_prefix_groups
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin, let_next_come, wait
-from nanovllm.ops.kernel import jit, tl, triton
+from nanovllm.ops.kernel import jit, shared_memory, tl, triton
 
-# Keys of a split; it is longer where a row would otherwise have more splits than _MOST_SPLITS.
+# Keys of a split, up to so many splits; then it is twice as long, and longer only to stay within _MOST_SPLITS. Short
+# splits give few sequences to all processors. Each costs a partial result, which long sequences feel.
 _SHORTEST_SPLIT = 256
-_MOST_SPLITS = 16
+_SHORT_SPLITS = tl.constexpr(4)
+_MOST_SPLITS = tl.constexpr(32)
+# Keys of a tile.
+_KEYS = 64
+# Tiles that a program of the decode kernel reads ahead, if they fit: 5 occupy a processor. The list's short splits of
+# more decodes than this, and prompts beside them, are served better by several programs per processor.
+_MOST_TILES_AHEAD = 5
+_MOST_DECODES_AHEAD = 256
 # Queries (rows that share a split × the heads of a group) that one program attends together.
 _QUERIES_OF_GROUP = 64
-# Heads that a program merges, a warp for each.
+# Heads that a program merges, a warp for each, and how many of their splits at a time.
 _HEADS_OF_MERGE = 4
+_SPLITS_OF_MERGE = 8
 _LOG2_E = 1.4426950408889634
 
 
@@ -61,11 +71,9 @@ class TritonAttention:
 
     def __init__(self, shape: AttentionShape):
         self._shape = shape
-        self._split = _SHORTEST_SPLIT
-        while self._split * _MOST_SPLITS < shape.max_model_len:
-            self._split *= 2
-        self._most_splits = triton.next_power_of_2(-(-shape.max_model_len // self._split))
-        capacity = shape.max_num_seqs * -(-shape.max_model_len // self._split)
+        self._most_splits = most_splits(shape.max_model_len)  # of a sequence
+        self._split = {"SHORTEST": _SHORTEST_SPLIT, "LONGEST": int(self.split_lengths(np.array(shape.max_model_len)))}
+        capacity = shape.max_num_seqs * self._most_splits
         # Partial results live here between two kernels; a captured step needs them in one place.
         self._partial = torch.empty(
             (capacity, shape.num_heads, shape.head_dim), dtype=torch.float32, device=shape.device
@@ -81,15 +89,21 @@ class TritonAttention:
         self._num_programs, self._num_grouped_programs = 32 * num_processors, 2 * num_processors
         self._rows = triton.next_power_of_2(shape.max_num_seqs)  # always the same, for one compilation
         self._width = triton.next_power_of_2(shape.head_dim)
+        tile = 2 * _KEYS * self._width * shape.dtype.itemsize
+        self._tiles_ahead = max(2, min(_MOST_TILES_AHEAD, (shared_memory(shape.device) - 2**14) // tile))
+
+    def split_lengths(self, context_lens: np.ndarray) -> np.ndarray:
+        return split_lengths(context_lens)
 
     def shared_prefixes(
         self, block_tables: list[list[int]], context_lens: list[int], block_size: int
     ) -> PrefixGroups | None:
-        if self._split % block_size:
+        if _SHORTEST_SPLIT % block_size:
             return None
         group_size = self._shape.num_heads // self._shape.num_kv_heads
         most_members = max(1, _QUERIES_OF_GROUP // group_size)
-        return find_prefix_groups(block_tables, context_lens, block_size, self._split, most_members)
+        lengths = split_lengths(np.array(context_lens)).tolist()
+        return find_prefix_groups(block_tables, context_lens, block_size, lengths, most_members)
 
     def plan(self, metadata: AttentionMetadata) -> dict[int, DecodePlan]:
         """By window."""
@@ -105,8 +119,8 @@ class TritonAttention:
         plan = DecodePlan(num_items, self._items[window][0], self._items[window][1], first_items)
         _plan_kernel[(1,)](
             metadata.context_lens, metadata.num_decodes, None if shared is None else shared.num_shared, num_items,
-            first_items, plan.item_rows, plan.item_splits, SPLIT=self._split, ROWS=self._rows,
-            IS_GROUPED=shared is not None, WINDOW=window, **LAUNCH_OPTIONS,
+            first_items, plan.item_rows, plan.item_splits, ROWS=self._rows, IS_GROUPED=shared is not None,
+            WINDOW=window, **self._split, **LAUNCH_OPTIONS,
         )  # fmt: skip
         return plan
 
@@ -124,30 +138,34 @@ class TritonAttention:
     def _attend_decodes(self, q, k_cache, v_cache, metadata: AttentionMetadata, window: int, out) -> None:
         shape, plan, shared = self._shape, metadata.plan[window], _shared(metadata, window)
         group_size = shape.num_heads // shape.num_kv_heads
-        _decode_kernel[(self._num_programs,)](
+        is_beside_prompts = metadata.query_tiles is not None
+        reads_ahead = metadata.most_decodes <= _MOST_DECODES_AHEAD and not is_beside_prompts
+        most_items = metadata.most_decodes * self._most_splits * shape.num_kv_heads
+        _decode_kernel[(min(self._num_programs, most_items),)](
             q, k_cache, v_cache, metadata.block_tables, metadata.context_lens, plan.num_items, plan.item_rows,
             plan.item_splits, plan.first_items, self._partial, self._log_sums, shape.score_scale * _LOG2_E,
             q.stride(0), metadata.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
             GROUP=group_size, PADDED_GROUP=max(16, triton.next_power_of_2(group_size)), HEAD_DIM=shape.head_dim,
-            WIDTH=self._width, BLOCK_SIZE=metadata.block_size, SPLIT=self._split, KEYS=64,
-            IS_BESIDE_PROMPTS=metadata.query_tiles is not None, WINDOW=window, num_warps=4, num_stages=2,
+            WIDTH=self._width, BLOCK_SIZE=metadata.block_size, KEYS=_KEYS, IS_BESIDE_PROMPTS=is_beside_prompts,
+            WINDOW=window, num_warps=4, num_stages=self._tiles_ahead if reads_ahead else 2, **self._split,
             **LAUNCH_OPTIONS,
         )  # fmt: skip
         if shared is not None:
             queries = max(16, triton.next_power_of_2(max(1, _QUERIES_OF_GROUP // group_size) * group_size))
             _grouped_kernel[(self._num_grouped_programs,)](
-                q, k_cache, v_cache, metadata.block_tables, shared.num_items, shared.items, shared.members,
-                plan.first_items, self._partial, self._log_sums, shape.score_scale * _LOG2_E, q.stride(0),
-                metadata.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
-                GROUP=group_size, QUERIES=queries, HEAD_DIM=shape.head_dim, WIDTH=self._width,
-                BLOCK_SIZE=metadata.block_size, SPLIT=self._split, KEYS=64, num_warps=4, num_stages=2,
-                **LAUNCH_OPTIONS,
+                q, k_cache, v_cache, metadata.block_tables, metadata.context_lens, shared.num_items, shared.items,
+                shared.members, plan.first_items, self._partial, self._log_sums, shape.score_scale * _LOG2_E,
+                q.stride(0), metadata.block_tables.stride(0), NUM_HEADS=shape.num_heads,
+                NUM_KV_HEADS=shape.num_kv_heads, GROUP=group_size, QUERIES=queries, HEAD_DIM=shape.head_dim,
+                WIDTH=self._width, BLOCK_SIZE=metadata.block_size, KEYS=_KEYS, num_warps=4, num_stages=2,
+                **self._split, **LAUNCH_OPTIONS,
             )  # fmt: skip
         heads = min(_HEADS_OF_MERGE, triton.next_power_of_2(shape.num_heads))
         _merge_kernel[(metadata.most_decodes, triton.cdiv(shape.num_heads, heads))](
             self._partial, self._log_sums, metadata.context_lens, metadata.num_decodes, plan.first_items, out,
-            NUM_HEADS=shape.num_heads, HEAD_DIM=shape.head_dim, WIDTH=self._width, SPLIT=self._split,
-            MOST_SPLITS=self._most_splits, HEADS=heads, WINDOW=window, num_warps=heads, **LAUNCH_OPTIONS,
+            NUM_HEADS=shape.num_heads, HEAD_DIM=shape.head_dim, WIDTH=self._width,
+            MOST_SPLITS=triton.next_power_of_2(self._most_splits), SPLITS=_SPLITS_OF_MERGE, HEADS=heads, WINDOW=window,
+            num_warps=heads, **self._split, **LAUNCH_OPTIONS,
         )  # fmt: skip
 
     def _attend_prompts(
@@ -180,23 +198,48 @@ def _store_kernel(k, v, k_cache, v_cache, slot_mapping, k_stride, v_stride, WIDT
         tl.store(v_cache + slot * WIDTH + column, tl.load(v + token * v_stride + column, is_real), is_real)
 
 
+def split_lengths(context_lens: np.ndarray) -> np.ndarray:
+    """Keys of each split of sequences with so many keys: int64, the same shape."""
+    lengths = np.where(context_lens > int(_SHORT_SPLITS) * _SHORTEST_SPLIT, 2 * _SHORTEST_SPLIT, _SHORTEST_SPLIT)
+    while (is_short := lengths * int(_MOST_SPLITS) < context_lens).any():
+        lengths = np.where(is_short, 2 * lengths, lengths)
+    return lengths
+
+
+def most_splits(max_model_len: int) -> int:
+    """Splits of a sequence of at most so many keys."""
+    in_short, in_long = (-(-max_model_len // (times * _SHORTEST_SPLIT)) for times in (1, 2))
+    return min(max(min(in_short, int(_SHORT_SPLITS)), in_long), int(_MOST_SPLITS))
+
+
+@jit
+def _split_length(length, SHORTEST: tl.constexpr, LONGEST: tl.constexpr):
+    """`split_lengths` on the device, for sequences whose splits have LONGEST keys at most."""
+    split = tl.where(length > _SHORT_SPLITS * SHORTEST, 2 * SHORTEST, SHORTEST)
+    for doublings in tl.static_range(2, 32):
+        if SHORTEST * 2**doublings <= LONGEST:
+            split = tl.where(length > split * _MOST_SPLITS, 2 * split, split)
+    return split
+
+
 @jit
 def _plan_kernel(
-    context_lens, num_decodes, num_shared, num_items, first_items, item_rows, item_splits, SPLIT: tl.constexpr,
-    ROWS: tl.constexpr, IS_GROUPED: tl.constexpr, WINDOW: tl.constexpr,
+    context_lens, num_decodes, num_shared, num_items, first_items, item_rows, item_splits, ROWS: tl.constexpr,
+    IS_GROUPED: tl.constexpr, WINDOW: tl.constexpr, SHORTEST: tl.constexpr, LONGEST: tl.constexpr,
 ):  # fmt: skip
     """Lists every decode's splits, row by row, except those that it shares and those before its window."""
     begin()
     row = tl.arange(0, ROWS)
     is_row = row < tl.load(num_decodes)
     length = tl.load(context_lens + row, is_row, 0)
-    num_splits = tl.cdiv(length, SPLIT)
+    split_length = _split_length(length, SHORTEST, LONGEST)
+    num_splits = tl.cdiv(length, split_length)
     tl.store(first_items + row, tl.cumsum(num_splits, 0) - num_splits, is_row)
     first_split = row * 0
     if IS_GROUPED:
         first_split = tl.load(num_shared + row, is_row, 0)
     if WINDOW:
-        first_split = tl.maximum(length - WINDOW, 0) // SPLIT
+        first_split = tl.maximum(length - WINDOW, 0) // split_length
     num_own = tl.maximum(num_splits - first_split, 0)  # a parked row has none
     first = tl.cumsum(num_own, 0) - num_own
     tl.store(num_items, tl.sum(num_own, 0))
@@ -222,7 +265,8 @@ def _decode_kernel(
     q, k_cache, v_cache, block_tables, context_lens, num_items, item_rows, item_splits, first_items, partial,
     log_sums, scale, q_stride, table_stride, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     PADDED_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    SPLIT: tl.constexpr, KEYS: tl.constexpr, IS_BESIDE_PROMPTS: tl.constexpr, WINDOW: tl.constexpr,
+    KEYS: tl.constexpr, IS_BESIDE_PROMPTS: tl.constexpr, WINDOW: tl.constexpr, SHORTEST: tl.constexpr,
+    LONGEST: tl.constexpr,
 ):  # fmt: skip
     """A fixed number of programs share the list of splits × key/value heads; neighbours read neighbouring heads.
 
@@ -241,9 +285,10 @@ def _decode_kernel(
         kv_head = work % NUM_KV_HEADS
         row = tl.load(item_rows + item).to(tl.int64)
         split = tl.load(item_splits + item)
-        first = split * SPLIT
         length = tl.load(context_lens + row)
-        last = tl.minimum(first + SPLIT, length)
+        split_length = _split_length(length, SHORTEST, LONGEST)
+        first = split * split_length
+        last = tl.minimum(first + split_length, length)
         first_seen = tl.maximum(length - WINDOW, 0) if WINDOW else 0
         if WINDOW:
             first = tl.maximum(first, first_seen // KEYS * KEYS)
@@ -279,12 +324,13 @@ def _decode_kernel(
 
 @jit(do_not_specialize=["q_stride", "table_stride"])
 def _grouped_kernel(
-    q, k_cache, v_cache, block_tables, num_groups, groups, members, first_items, partial, log_sums, scale, q_stride,
-    table_stride, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPLIT: tl.constexpr, KEYS: tl.constexpr,
+    q, k_cache, v_cache, block_tables, context_lens, num_groups, groups, members, first_items, partial, log_sums,
+    scale, q_stride, table_stride, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
+    SHORTEST: tl.constexpr, LONGEST: tl.constexpr,
 ):  # fmt: skip
     """Like _decode_kernel for splits that several rows share: their queries form one tile."""
-    tl.static_assert(SPLIT % KEYS == 0, "every key of a tile counts")
+    tl.static_assert(SHORTEST % KEYS == 0, "every key of a tile counts")
     begin()
     query = tl.arange(0, QUERIES)
     member = query // GROUP
@@ -300,13 +346,15 @@ def _grouped_kernel(
         head = kv_head * GROUP + query % GROUP
         is_real = is_query[:, None] & is_column[None, :]
         queries = tl.load(q + row[:, None] * q_stride + head[:, None] * HEAD_DIM + column[None, :], is_real, 0.0)
-        block_table = block_tables + tl.load(members + first_member).to(tl.int64) * table_stride
+        one_of_them = tl.load(members + first_member).to(tl.int64)
+        block_table = block_tables + one_of_them * table_stride
+        split_length = _split_length(tl.load(context_lens + one_of_them), SHORTEST, LONGEST)  # the same for all
         largest = tl.full([QUERIES], float("-inf"), tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         summed = tl.zeros([QUERIES, WIDTH], tl.float32)
         largest, total, summed = _attend_tile(
-            queries, query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale, split * SPLIT,
-            (split + 1) * SPLIT, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, False, 0,
+            queries, query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale,
+            split * split_length, (split + 1) * split_length, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, False, 0,
         )  # fmt: skip
         place = (tl.load(first_items + row, is_query, 0) + split).to(tl.int64) * NUM_HEADS + head
         tl.store(partial + place[:, None] * HEAD_DIM + column[None, :], summed / total[:, None], is_real)
@@ -316,31 +364,40 @@ def _grouped_kernel(
 @jit
 def _merge_kernel(
     partial, log_sums, context_lens, num_decodes, first_items, out, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr, SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr, HEADS: tl.constexpr, WINDOW: tl.constexpr,
+    WIDTH: tl.constexpr, MOST_SPLITS: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, WINDOW: tl.constexpr,
+    SHORTEST: tl.constexpr, LONGEST: tl.constexpr,
 ):  # fmt: skip
     """One program per row and some heads: its splits' results, weighted by their sums. Only decodes have any."""
     begin()
     row = tl.program_id(0).to(tl.int64)
     is_decode = row < tl.load(num_decodes)
     length = tl.load(context_lens + row)  # before the branch, so that both loads are under way
-    num_splits = tl.cdiv(length, SPLIT)
+    split_length = _split_length(length, SHORTEST, LONGEST)
+    first_split, num_splits = 0, tl.cdiv(length, split_length)
+    if WINDOW:
+        first_split = tl.maximum(length - WINDOW, 0) // split_length
     if is_decode:
         head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-        split = tl.arange(0, MOST_SPLITS)
         column = tl.arange(0, WIDTH)
         is_head, is_column = head < NUM_HEADS, column < HEAD_DIM
-        is_split = split < num_splits
-        if WINDOW:
-            is_split &= split >= tl.maximum(length - WINDOW, 0) // SPLIT
-        is_read = is_split[None, :] & is_head[:, None]
-        place = (tl.load(first_items + row) + split).to(tl.int64)[None, :] * NUM_HEADS + head[:, None]
-        log_sum = tl.load(log_sums + place, is_read, float("-inf"))
-        weight = tl.where(is_read, tl.exp2(log_sum - tl.max(log_sum, 1)[:, None]), 0.0)
-        is_number = is_read[:, :, None] & is_column[None, None, :]
-        results = tl.load(partial + place[:, :, None] * HEAD_DIM + column[None, None, :], is_number, 0.0)
-        merged = tl.sum(weight[:, :, None] * results, 1) / tl.sum(weight, 1)[:, None]
+        row_place = (tl.load(first_items + row).to(tl.int64) * NUM_HEADS + head)[:, None]
+        split = tl.arange(0, MOST_SPLITS)
+        is_split = ((split >= first_split) & (split < num_splits))[None, :] & is_head[:, None]
+        largest = tl.max(tl.load(log_sums + row_place + split[None, :] * NUM_HEADS, is_split, float("-inf")), 1)
+        total = tl.zeros([HEADS], tl.float32)
+        merged = tl.zeros([HEADS, WIDTH], tl.float32)
+        for start in range(first_split, num_splits, SPLITS):
+            some = start + tl.arange(0, SPLITS)
+            is_read = (some < num_splits)[None, :] & is_head[:, None]
+            place = row_place + some[None, :] * NUM_HEADS
+            log_sum = tl.load(log_sums + place, is_read, float("-inf"))
+            weight = tl.where(is_read, tl.exp2(log_sum - largest[:, None]), 0.0)
+            is_number = is_read[:, :, None] & is_column[None, None, :]
+            results = tl.load(partial + place[:, :, None] * HEAD_DIM + column[None, None, :], is_number, 0.0)
+            merged += tl.sum(weight[:, :, None] * results, 1)
+            total += tl.sum(weight, 1)
         at = (row * NUM_HEADS + head[:, None]) * HEAD_DIM + column[None, :]
-        tl.store(out + at, merged, is_head[:, None] & is_column[None, :])
+        tl.store(out + at, merged / total[:, None], is_head[:, None] & is_column[None, :])
 
 
 @jit

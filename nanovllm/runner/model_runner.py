@@ -175,7 +175,7 @@ class ModelRunner(Runner):
         self._pack_weights()
         # Layers with a window share no keys for long.
         self._groups_prefixes = config.prefix_grouping and 0 in shape.windows
-        self._grouped_tenants = np.zeros((0, 2), np.int64)
+        self._grouped = np.zeros((0, 3), np.int64)  # tenants and split lengths of the decodes last looked at
         self._is_grouped = False
         # A captured step must not ask the device for a count; only our kernels sample without one.
         self._is_captured = self._is_gpu and self._fused and self.backend.can_be_captured and not config.enforce_eager
@@ -359,13 +359,15 @@ class ModelRunner(Runner):
         # it is not looked for.
         if not self._groups_prefixes or not rows.num_cached[decodes].any():
             return False
-        # What was found for some rows holds while they go on decoding.
-        if not np.array_equal(rows.tenants[decodes], self._grouped_tenants):
+        # What was found for some rows holds while they go on decoding, until one of them is split otherwise.
+        context_lens = rows.keys[decodes]
+        grouped = np.column_stack((rows.tenants[decodes], self.backend.split_lengths(context_lens)))
+        if not np.array_equal(grouped, self._grouped):
             tables = [chunk.seq.block_table for chunk in step.chunks[decodes]]
-            groups = self.backend.shared_prefixes(tables, rows.keys[decodes].tolist(), self.block_size)
+            groups = self.backend.shared_prefixes(tables, context_lens.tolist(), self.block_size)
             if groups is not None:
                 self.table.send_shared_prefixes(groups)
-            self._grouped_tenants, self._is_grouped = rows.tenants[decodes], groups is not None
+            self._grouped, self._is_grouped = grouped, groups is not None
         return self._is_grouped
 
     @contextmanager

@@ -1113,9 +1113,16 @@ MUTANTS = [
     Mutant(
         "what rows share is looked for with every step",
         RUNNER,
-        "if not np.array_equal(rows.tenants[decodes], self._grouped_tenants):",
+        "if not np.array_equal(grouped, self._grouped):",
         "if True:",
         ("test_cuda_graph.py::test_what_rows_share_is_looked_for_once_while_they_go_on",),
+    ),
+    Mutant(
+        "what rows share is not looked for again when a row is split otherwise",
+        RUNNER,
+        "if not np.array_equal(grouped, self._grouped):",
+        "if not np.array_equal(grouped[:, :2], self._grouped[:, :2]):",
+        ("test_cuda_graph.py::test_what_rows_share_is_looked_for_again_when_a_row_is_split_otherwise",),
     ),
     # Captures
     Mutant(
@@ -1647,8 +1654,8 @@ MUTANTS = [
     Mutant(
         "results of splits before the window are merged",
         TRITON,
-        "            is_split &= split >= tl.maximum(length - WINDOW, 0) // SPLIT\n",
-        "            pass\n",
+        "split_length)\n    if WINDOW:\n        first_split = tl.maximum(length - WINDOW, 0) // split_length\n    if is_d",
+        "split_length)\n    if is_d",
         ("test_attention.py::test_a_query_sees_the_last_keys_of_its_window",),
     ),
     Mutant(
@@ -1827,8 +1834,8 @@ MUTANTS = [
     Mutant(
         "a decode reads beyond its last key",
         TRITON,
-        "last = tl.minimum(first + SPLIT, length)",
-        "last = first + SPLIT",
+        "last = tl.minimum(first + split_length, length)",
+        "last = first + split_length",
         (
             "test_attention.py::test_padding_behind_the_rows_and_tokens_changes_nothing",
             "test_triton_kernels.py::test_a_table_wider_than_needed_changes_nothing",
@@ -1837,9 +1844,30 @@ MUTANTS = [
     Mutant(
         "splits are merged as if all were of one weight",
         TRITON,
-        "weight = tl.where(is_read, tl.exp2(log_sum - tl.max(log_sum, 1)[:, None]), 0.0)",
+        "weight = tl.where(is_read, tl.exp2(log_sum - largest[:, None]), 0.0)",
         "weight = tl.where(is_read, 1.0, 0.0)",
-        ("test_triton_kernels.py::test_splits_grow_with_the_longest_sequence_but_results_do_not_change",),
+        ("test_triton_kernels.py::test_long_sequences_have_longer_splits[0]",),
+    ),
+    Mutant(
+        "only the first results of a long sequence are merged",
+        TRITON,
+        "for start in range(first_split, num_splits, SPLITS):",
+        "for start in range(first_split, first_split + SPLITS, SPLITS):",
+        ("test_triton_kernels.py::test_long_sequences_have_longer_splits[0]",),
+    ),
+    Mutant(
+        "the device's splits grow one key too early",
+        TRITON,
+        "split = tl.where(length > split * _MOST_SPLITS, 2 * split, split)",
+        "split = tl.where(length >= split * _MOST_SPLITS, 2 * split, split)",
+        ("test_triton_kernels.py::test_long_sequences_have_longer_splits[0]",),
+    ),
+    Mutant(
+        "there is no room for the splits of middling contexts",
+        TRITON,
+        "return min(max(min(in_short, int(_SHORT_SPLITS)), in_long), int(_MOST_SPLITS))",
+        "return min(in_long, int(_MOST_SPLITS))",
+        ("test_triton_kernels.py::test_the_longest_context_has_as_many_splits_as_there_is_room_for[100]",),
     ),
     Mutant(
         "queries see keys of the future up to the next tile",
@@ -1854,7 +1882,7 @@ MUTANTS = [
     Mutant(
         "a split that a row still writes to is shared",
         PREFIX_GROUPS,
-        "range(length // split)",
+        "range(length // split_length)",
         "range(len(table) // blocks_per_split)",
         (
             "test_prefix_groups.py::test_only_whole_splits_of_written_keys_are_shared",
@@ -1871,8 +1899,8 @@ MUTANTS = [
     Mutant(
         "a shared split is attended again by itself",
         PREFIX_GROUPS,
-        "np.maximum(num_shared[rows], index + 1)",
-        "np.maximum(num_shared[rows], index)",
+        "np.maximum(num_shared[sharers], index + 1)",
+        "np.maximum(num_shared[sharers], index)",
         (
             "test_prefix_groups.py::test_only_whole_splits_of_written_keys_are_shared",
             "test_prefix_groups.py::test_prefixes_may_branch_and_groups_may_be_larger_than_a_tile",

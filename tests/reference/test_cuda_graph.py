@@ -556,8 +556,8 @@ def test_what_rows_share_is_looked_for_once_while_they_go_on():
 
     runner, sent = make_runner(8), []
     runner.table, runner.block_size = SimpleNamespace(send_shared_prefixes=sent.append), 4
-    runner.backend = SimpleNamespace(shared_prefixes=shared_prefixes)
-    runner._groups_prefixes, runner._is_grouped, runner._grouped_tenants = True, False, np.zeros((0, 2), np.int64)
+    runner.backend = SimpleNamespace(shared_prefixes=shared_prefixes, split_lengths=lambda keys: keys // 100)
+    runner._groups_prefixes, runner._is_grouped, runner._grouped = True, False, np.zeros((0, 3), np.int64)
     one, two, other = (scheduled([1] * (5 + i), [0, 1], entry=i) for i in range(3))
 
     def is_grouped(*seqs: Sequence) -> bool:
@@ -573,6 +573,26 @@ def test_what_rows_share_is_looked_for_once_while_they_go_on():
     assert not is_grouped(one) and not is_grouped(one) and len(asked) == 5 and len(sent) == 4
     runner._groups_prefixes = False
     assert not is_grouped(one, two, other) and len(asked) == 5
+
+
+def test_what_rows_share_is_looked_for_again_when_a_row_is_split_otherwise(tmp_path):
+    """Its number of shared splits would count splits of another length."""
+    asked: list[list[int]] = []
+    runner = make_runner(8)
+    runner.table, runner.block_size = SimpleNamespace(send_shared_prefixes=None), 4
+    runner.backend = SimpleNamespace(
+        shared_prefixes=lambda tables, context_lens, block_size: asked.append(context_lens),
+        split_lengths=lambda keys: np.where(keys > 7, 8, 4),
+    )
+    runner._groups_prefixes, runner._is_grouped, runner._grouped = True, False, np.zeros((0, 3), np.int64)
+    seqs = [scheduled([1] * (5 + i), [0, 1], entry=i) for i in range(2)]
+    seqs[0].num_cached_tokens = 4
+    for _ in range(3):
+        step = step_of(*((seq, 1, True) for seq in seqs))
+        runner._group_prefixes(step, StepRows.of(step))
+        for seq in seqs:
+            seq.num_computed_tokens += 1
+    assert asked == [[5, 6], [7, 8]]
 
 
 # Memory

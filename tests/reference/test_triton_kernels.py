@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from model_factory import one_thread, save_model  # noqa: F401
@@ -145,17 +146,37 @@ def test_a_captured_step_with_prompts_attends_every_row_once():
     assert torch.equal(run_case("triton", case), expected)
 
 
-def test_splits_grow_with_the_longest_sequence_but_results_do_not_change():
-    """A row of the longest context has as many splits as one program merges; one more would be lost."""
-    exact = []
-    for max_model_len in (512, 2048, 8192):
-        case = make_case([(max_model_len - 1, 1), (1, 1), (510, 1)], 64, 1, 2, 32)
-        shape = AttentionShape(2, 1, 32, torch.float32, CPU, max_num_seqs=3, max_model_len=max_model_len)
-        backend = make_attention_backend("triton", shape, 64)
-        assert isinstance(backend, TritonAttention)
-        out = run_case("triton", case, backend)
-        assert relative_error(case, out) < 1e-6
-        exact.append(out)
+@pytest.mark.parametrize("window", [0, 700])
+def test_long_sequences_have_longer_splits(monkeypatch, window):
+    """A sixteenth of the real lengths: splits of 16 keys up to key 64, then of 32 up to 1,024, of 64 up to 2,048."""
+    monkeypatch.setattr(triton_backend, "_SHORTEST_SPLIT", 16)
+    edges = {16: 16, 64: 16, 1024: 32, 2048: 64, 4096: 128}  # the last length with splits of so many keys
+    lengths = [edge + more for edge in edges for more in (-1, 0, 1)] + [1, 33, 1500, 5000]
+    case = make_case([(length - 1, 1) for length in lengths], 16, 1, 2, 32, window=window)
+    backend = TritonAttention(AttentionShape(2, 1, 32, torch.float32, CPU, len(lengths), 5000, windows=(window,)))
+    assert relative_error(case, run_case("triton", case, backend)) < 1e-6
+    split_lengths = [next((keys for edge, keys in edges.items() if length <= edge), 256) for length in lengths]
+    assert backend.split_lengths(np.array(lengths)).tolist() == split_lengths
+    plan = backend.plan(case.metadata)[window]
+    found = list(zip(plan.item_rows.tolist(), plan.item_splits.tolist(), strict=True))[: int(plan.num_items)]
+    assert sorted(found) == [
+        (row, split)
+        for row, (length, keys) in enumerate(zip(lengths, split_lengths, strict=True))
+        for split in range(max(length - window, 0) // keys if window else 0, -(-length // keys))
+    ]
+
+
+@pytest.mark.parametrize("max_model_len", [1, 16, 17, 65, 100, 129, 700, 1024, 1025, 3000])
+def test_the_longest_context_has_as_many_splits_as_there_is_room_for(monkeypatch, max_model_len):
+    """One more would be lost, or written into the next row's."""
+    monkeypatch.setattr(triton_backend, "_SHORTEST_SPLIT", 16)
+    lengths = np.arange(1, max_model_len + 1)
+    num_splits = -(-lengths // triton_backend.split_lengths(lengths))
+    assert triton_backend.most_splits(max_model_len) == num_splits.max()
+    rows = [(max_model_len - 1, 1), (int(lengths[num_splits.argmax()]) - 1, 1)] * 2
+    case = make_case(rows, 16, 1, 2, 32)
+    backend = TritonAttention(AttentionShape(2, 1, 32, torch.float32, CPU, len(rows), max_model_len))
+    assert relative_error(case, run_case("triton", case, backend)) < 1e-6
 
 
 def test_a_full_engine_has_room_for_all_its_splits():
