@@ -1,8 +1,8 @@
 """Finds the decodes that share their first keys, so that attention reads those once for all of them.
 
-A row's keys are split at multiples of a length. Rows share a split if it has the same length for them, and if they share
-its blocks and every split before it.
-Sharing a block does not prove sharing those before it: a row may hold an equal copy of one of them.
+A row's keys are split at multiples of a length. Rows with the same length share a split if they share its blocks and
+every split before it. Sharing a block does not prove sharing those before
+it: a row may hold an equal copy of one of them.
 """
 
 from dataclasses import dataclass

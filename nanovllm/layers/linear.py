@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nanovllm.ops.collectives import Parallel
-from nanovllm.ops.linear import linear, pack_weight
+from nanovllm.ops.linear import linear, linear_in_parts, num_input_parts, pack_weight
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,11 @@ class Shard:
 class PartialSum(NamedTuple):
     """One rank's summand of a tensor. `RMSNorm.reduce_add`, `RMSNorm.reduce` and `VocabParallelEmbedding.reduce` sum it
     over the ranks. Until then code may multiply it by a number, but must not apply a nonlinear function to it, or
-    add a tensor that every rank holds."""
+    add a tensor that every rank holds.
+
+    part: [num_tokens, size]; for `RMSNorm.reduce_add` on one rank also float32 [num_parts, num_tokens, size], summands
+    of that.
+    """
 
     part: torch.Tensor
 
@@ -171,14 +175,15 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 class RowParallelLinear(LinearBase):
     """The inputs are divided over the ranks; the norm that reads their products sums them over the ranks.
 
-    Rank 0 alone adds the bias.
+    Rank 0 alone adds the bias. With `in_parts`, the fused product of a single rank may come in several parts.
     """
 
-    def __init__(self, input_size: int, output_size: int, bias: bool, parallel: Parallel, **kw):
+    def __init__(self, input_size: int, output_size: int, bias: bool, parallel: Parallel, in_parts: bool = False, **kw):
         self.full_input_size = input_size
         self.part = parallel.shard(input_size, "input size")
         super().__init__(self.part[1], output_size, bias, **kw)
         self.parallel = parallel
+        self.in_parts = in_parts and self.fused and parallel.size == 1 and not bias
 
     def shards(self, name: str) -> Shards:
         parameter = self.get_parameter(name)
@@ -190,6 +195,10 @@ class RowParallelLinear(LinearBase):
 
     def forward(self, x: torch.Tensor) -> PartialSum:
         """x: [num_tokens, input_size / ranks] -> [num_tokens, output_size]"""
+        if self.in_parts and self.weight is not None:
+            num_parts = num_input_parts(x.shape[0], *self.weight.shape[::-1])
+            if num_parts > 1:
+                return PartialSum(linear_in_parts(x, self.weight, num_parts))
         # Every rank holds the bias, but the sum may count it only once.
         bias = self.bias if self.parallel.rank == 0 else None
         return PartialSum(linear(x, self.weight, self.packed, bias, self.fused))

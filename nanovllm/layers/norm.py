@@ -49,7 +49,7 @@ class RMSNorm(nn.Module):
         """(norm(x + residual), x + residual), with the ranks' parts of x summed: the residual form of pre-norm layers.
 
         Args:
-            x: [num_tokens, size]; one that is no PartialSum is whole on every rank, and so is `residual` then.
+            x: [num_tokens, size], or a PartialSum; one that is none is whole on every rank, and so is `residual` then.
             residual: [num_tokens, size], not changed; None in the first call of a step.
 
         Returns:

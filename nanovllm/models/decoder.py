@@ -31,8 +31,9 @@ class DecoderAttention(nn.Module):
             config.hidden_size, head_dim, heads, kv_heads, config.qkv_bias, parallel, stored_as, fused=fused, **kw
         )
         self.o_proj = RowParallelLinear(
-            heads * head_dim, config.hidden_size, config.o_bias, parallel, fused=fused, **kw
-        )
+            heads * head_dim, config.hidden_size, config.o_bias, parallel,
+            in_parts=not config.family.has_post_norms, fused=fused, **kw,
+        )  # fmt: skip
         num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads  # of this rank
         self.attn = Attention(layer_index, backend, config.layers[layer_index].window, fused)
         self.qk_norm = None
@@ -53,7 +54,8 @@ class DecoderMLP(nn.Module):
         self.gate_up_proj = MergedColumnParallelLinear(
             hidden_size, {"gate_proj": size, "up_proj": size}, bias, parallel, stored_as=stored_as, **kw
         )
-        self.down_proj = RowParallelLinear(size, hidden_size, bias, parallel, **kw)
+        in_parts = not config.family.has_post_norms
+        self.down_proj = RowParallelLinear(size, hidden_size, bias, parallel, in_parts=in_parts, **kw)
         self.hidden_act = config.hidden_act
 
     def forward(self, hidden_states):

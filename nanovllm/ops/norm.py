@@ -27,23 +27,31 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, fused: bool = Fa
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, fused: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + residual), x + residual); x, residual: [num_rows, size], neither is changed."""
+    """(norm(x + residual), x + residual), neither is changed.
+
+    Args:
+        x: [num_rows, size], or float32 [num_parts, num_rows, size], whose sum is rounded with the residual.
+        residual: [num_rows, size].
+    """
     if fused:
         return _fused_add_rms_norm(x, residual, weight, eps)
-    total = x + residual
+    total = x + residual if x.ndim == 2 else (x.sum(0) + residual).to(residual.dtype)
     return rms_norm(total, weight, eps), total
 
 
-@jit
+@jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
-    x, residual, weight, out, total, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr
-):
+    x, residual, weight, out, total, eps, num_rows, SIZE: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr,
+    ADDS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * SIZE
     column = tl.arange(0, PADDED)
     is_real = column < SIZE
     weights = tl.load(weight + column, is_real, 0.0).to(tl.float32)  # no earlier kernel writes it
     begin()
     values = tl.load(x + row + column, is_real, 0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        values += tl.load(x + part * num_rows * SIZE + row + column, is_real, 0.0)
     if ADDS:
         values += tl.load(residual + row + column, is_real, 0.0).to(tl.float32)
         # What is normed is the sum as it is kept.
@@ -58,7 +66,7 @@ def _fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
     out = torch.empty_like(x)
     num_tokens, size = x.shape
     _rms_norm_kernel[(num_tokens,)](
-        x, x, weight, out, out, eps, SIZE=size, PADDED=triton.next_power_of_2(size), ADDS=False,
+        x, x, weight, out, out, eps, num_tokens, SIZE=size, PADDED=triton.next_power_of_2(size), PARTS=1, ADDS=False,
         num_warps=_num_warps(size), **LAUNCH_OPTIONS,
     )  # fmt: skip
     return out
@@ -67,11 +75,11 @@ def _fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
 def _fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, total = torch.empty_like(x), torch.empty_like(x)
-    num_tokens, size = x.shape
+    out, total = torch.empty_like(residual), torch.empty_like(residual)
+    num_tokens, size = residual.shape
     _rms_norm_kernel[(num_tokens,)](
-        x, residual, weight, out, total, eps, SIZE=size, PADDED=triton.next_power_of_2(size), ADDS=True,
-        num_warps=_num_warps(size), **LAUNCH_OPTIONS,
+        x, residual, weight, out, total, eps, num_tokens, SIZE=size, PADDED=triton.next_power_of_2(size),
+        PARTS=len(x) if x.ndim == 3 else 1, ADDS=True, num_warps=_num_warps(size), **LAUNCH_OPTIONS,
     )  # fmt: skip
     return out, total
 

@@ -22,7 +22,7 @@ from nanovllm.layers.rotary_embedding import Rotary, RotaryEmbedding
 from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.ops.expand_rows import Table
 from nanovllm.ops.filters import filter_thresholds
-from nanovllm.ops.linear import linear
+from nanovllm.ops.linear import linear, linear_in_parts
 from nanovllm.ops.norm import add_rms_norm, rms_norm
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
 from nanovllm.ops.sample import BROKEN_LOGITS, NO_TOKEN_LEFT, plain_sample, sample
@@ -426,6 +426,23 @@ def test_a_single_row_is_multiplied_no_worse_than_by_pytorch(dtype, output_size,
     assert_no_worse(fused, twin, x.double() @ weight.double().T)
     assert torch.equal(place[1:2], fused) and (place[::2] == 7).all()
     assert torch.equal(linear(x, weight, None, fused=True), fused)
+
+
+@DTYPES
+@pytest.mark.parametrize(("output_size", "input_size"), [(1024, 3072), (2048, 768), (3584, 18944), (96, 64)])
+@pytest.mark.parametrize("num_rows", [2, 7, 66, 256])
+def test_a_product_in_parts_is_no_worse_than_a_whole_one(dtype, output_size, input_size, num_rows):
+    """The parts are kept in float32, and rounded once with the residual."""
+    x, weight = randn(num_rows, input_size, dtype=dtype), randn(output_size, input_size, dtype=dtype, seed=1)
+    residual = randn(num_rows, output_size, dtype=dtype, seed=2)
+    ones = torch.ones(output_size, dtype=dtype, device=GPU)
+    product = x.double() @ weight.double().T
+    for num_parts in (2, 4):
+        parts = linear_in_parts(x, weight, num_parts)
+        assert parts.shape == (num_parts, num_rows, output_size) and parts.dtype == torch.float32
+        assert_no_worse(parts.sum(0), linear(x, weight, None), product)
+        totals = [add_rms_norm(part, residual, ones, 1e-6, True)[1] for part in (parts, linear(x, weight, None))]
+        assert_no_worse(*totals, product + residual)
 
 
 @DTYPES

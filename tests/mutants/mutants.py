@@ -1654,8 +1654,8 @@ MUTANTS = [
     Mutant(
         "results of splits before the window are merged",
         TRITON,
-        "split_length)\n    if WINDOW:\n        first_split = tl.maximum(length - WINDOW, 0) // split_length\n    if is_d",
-        "split_length)\n    if is_d",
+        "    if WINDOW:\n        first_split = tl.maximum(length - WINDOW, 0) // split_length\n    if is_decode",
+        "    if is_decode",
         ("test_attention.py::test_a_query_sees_the_last_keys_of_its_window",),
     ),
     Mutant(
@@ -1752,8 +1752,8 @@ MUTANTS = [
     Mutant(
         "attention's projections do without their kernel",
         DECODER,
-        "config.o_bias, parallel, fused=fused, **kw",
-        "config.o_bias, parallel, **kw",
+        "has_post_norms, fused=fused, **kw",
+        "has_post_norms, **kw",
         ("test_families.py::test_every_layer_of_a_fused_model_is_fused",),
     ),
     Mutant(
@@ -1867,7 +1867,7 @@ MUTANTS = [
         TRITON,
         "return min(max(min(in_short, int(_SHORT_SPLITS)), in_long), int(_MOST_SPLITS))",
         "return min(in_long, int(_MOST_SPLITS))",
-        ("test_triton_kernels.py::test_the_longest_context_has_as_many_splits_as_there_is_room_for[100]",),
+        ("test_triton_kernels.py::test_the_longest_context_has_as_many_splits_as_there_is_room_for[65]",),
     ),
     Mutant(
         "queries see keys of the future up to the next tile",
@@ -1917,6 +1917,34 @@ MUTANTS = [
         ),
     ),
     # Layers, their kernels, the loader
+    Mutant(
+        "the norm reads the first part of a product alone",
+        OPS_NORM,
+        "values += tl.load(x + part * num_rows * SIZE + row + column, is_real, 0.0)",
+        "values += 0.0",
+        ("test_triton_kernels.py::test_the_parts_of_a_product_are_summed_by_the_norm[2-160-torch.float32]",),
+    ),
+    Mutant(
+        "the bias of a product in parts is lost",
+        LINEAR,
+        "self.fused and parallel.size == 1 and not bias",
+        "self.fused and parallel.size == 1",
+        ("test_layers.py::test_a_fused_product_of_few_rows_comes_in_parts_for_the_norm[torch.float32]",),
+    ),
+    Mutant(
+        "every rank's product comes in parts",
+        LINEAR,
+        "self.fused and parallel.size == 1 and not bias",
+        "self.fused and not bias",
+        ("test_layers.py::test_a_fused_product_of_few_rows_comes_in_parts_for_the_norm[torch.float32]",),
+    ),
+    Mutant(
+        "norms after the blocks get products in parts",
+        DECODER,
+        "in_parts=not config.family.has_post_norms, fused",
+        "in_parts=True, fused",
+        ("test_families.py::test_every_layer_of_a_fused_model_is_fused",),
+    ),
     Mutant(
         "keys are stored as values",
         QK_NORM,

@@ -21,6 +21,7 @@ from test_layers import Exchange, ThreadRank, logits_of
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.torch_backend import TorchAttention
+from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.norm import QKNorm
 from nanovllm.models.config import load_model_config
 from nanovllm.models.decoder import CausalLM
@@ -86,6 +87,10 @@ def test_every_layer_of_a_fused_model_is_fused(tmp_path, family):
         assert {name for name, is_fused in found.items() if is_fused is not None and is_fused is not fused} == set()
         kinds = {name.rsplit(".", 1)[-1] for name, is_fused in found.items() if is_fused is not None}
         assert {"embed_tokens", "qkv_proj", "o_proj", "attn", "input_layernorm", "norm", "lm_head"} <= kinds
+        # A norm after a block does not take products in parts.
+        may_split = fused and not config.family.has_post_norms
+        products = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
+        assert products and all(each.in_parts == (may_split and each.bias is None) for each in products)
 
 
 def divisible_models(tmp_path, family: str, rng: random.Random, number: int):

@@ -228,6 +228,22 @@ def test_norms_are_those_of_the_layer(size, dtype):
 
 
 @DTYPES
+@pytest.mark.parametrize("num_parts, size", [(2, 160), (4, 7), (3, 1000)])
+def test_the_parts_of_a_product_are_summed_by_the_norm(num_parts, size, dtype):
+    """Only their sum with the residual is rounded: parts may be large where it is small."""
+    weight = random_tensor(size, dtype=dtype, seed=1) + 1
+    parts, residual = 30 * random_tensor(num_parts, 5, size, seed=2), random_tensor(5, size, dtype=dtype, seed=3)
+    parts[1] = 0.5 - parts[0]
+    copies = parts.clone(), residual.clone()
+    (ours, total), (expected, exact) = (add_rms_norm(parts, residual, weight, 1e-6, fused) for fused in (True, False))
+    assert total.dtype == ours.dtype == dtype
+    assert_near(total, exact)
+    assert_near(ours, expected)
+    assert_near(exact, (parts.double().sum(0) + residual.double()).to(dtype))
+    assert torch.equal(parts, copies[0]) and torch.equal(residual, copies[1])
+
+
+@DTYPES
 @pytest.mark.parametrize("size", [1, 3, 40, 1024, 1025, 3000])
 def test_the_gate_is_that_of_the_layer(size, dtype):
     """Sizes around the 1,024 columns of a program, and gates so large that their exp overflows."""

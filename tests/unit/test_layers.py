@@ -37,6 +37,7 @@ from nanovllm.models.loader import load_weights
 from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.exchange import made_by_all
+from nanovllm.ops.linear import num_input_parts
 from nanovllm.ops.sampling_exchange import SamplingExchange
 from nanovllm.sampling_params import SamplingParams
 
@@ -321,6 +322,50 @@ def test_row_parallel_outputs_add_up_and_the_bias_counts_once(size, bias):
     sums = [layer(part) for layer, part in zip(layers, x.chunk(size, -1), strict=True)]
     assert all(isinstance(partial, PartialSum) for partial in sums), "it still lacks the other ranks' parts"
     closely(sum(partial.part for partial in sums), F.linear(x, whole["weight"], whole["bias"] if bias else None))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_fused_product_of_few_rows_comes_in_parts_for_the_norm(dtype):
+    """Not in parts: a single row, for which there is a kernel; many rows; inputs that do not divide; a bias, which only
+    one part may count; packed weights; ranks, whose exchange sums one part of each; norms that do not take parts."""
+    kw = {"dtype": dtype, "device": CPU}
+    layer = RowParallelLinear(64, 24, False, Parallel(), in_parts=True, fused=True, **kw)
+    layer.weight.normal_()
+    x, residual = torch.randn(5, 64).to(dtype), torch.randn(5, 24).to(dtype)
+    part = layer(x).part
+    assert part.shape == (4, 5, 24) and part.dtype == torch.float32
+    exact = x.double() @ layer.weight.double().T
+    torch.testing.assert_close(part.double().sum(0), exact, rtol=0, atol=1e-5)
+    for index in range(4):
+        inputs = slice(16 * index, 16 * index + 16)
+        torch.testing.assert_close(part[index], x[:, inputs].float() @ layer.weight[:, inputs].float().T)
+    norm = make_norm(24, dtype)
+    normed, total = norm.reduce_add(PartialSum(part), residual)
+    exactly(total, (part.sum(0) + residual).to(dtype))
+    exactly(normed, norm(total))
+
+    def num_dims(rows: int, inputs: int = 64, bias: bool = False, num_ranks: int = 1, **options) -> int:
+        parallel = LonelyRank(0, num_ranks)
+        layer = RowParallelLinear(inputs, 24, bias, parallel, **{"in_parts": True, "fused": True, **options}, **kw)
+        layer.weight.normal_()
+        return layer(torch.randn(rows, layer.weight.shape[1]).to(dtype)).part.ndim
+
+    assert num_dims(256) == 3 and num_dims(2) == 3
+    assert num_dims(257) == num_dims(5, 72) == num_dims(5, bias=True) == num_dims(5, num_ranks=2) == 2
+    assert num_dims(5, in_parts=False) == num_dims(5, fused=False) == 2
+    if dtype == torch.float32:
+        layer.pack()
+        assert layer.packed is None or layer(x).part.ndim == 2
+
+
+@pytest.mark.parametrize(
+    "outputs, rows, num_parts",
+    [(1024, 1, 1), (1024, 2, 4), (2048, 256, 4), (2048, 257, 1), (2049, 2, 2), (3072, 256, 2), (3584, 64, 1),
+     (4096, 65, 2), (5120, 192, 1), (5120, 193, 2), (5121, 256, 1)],
+)  # fmt: skip
+def test_parts_of_products_where_they_pay(outputs, rows, num_parts):
+    assert num_input_parts(rows, 4096, outputs) == num_parts
+    assert num_input_parts(rows, 4096 + 8, outputs) == 1
 
 
 @SIZES
