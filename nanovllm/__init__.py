@@ -2,8 +2,8 @@
 
 from nanovllm.config import Config
 from nanovllm.llm import LLM
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
-__all__ = ["LLM", "Config", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "Config", "RequestOutput", "SamplingParams"]
 __version__ = "0.1.0"

@@ -16,18 +16,19 @@ from nanovllm.config import MEANT_OPTIONS, Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.runner import Runner
 from nanovllm.engine.sequence import Sequence as EngineSequence
-from nanovllm.outputs import FinishReason, RequestOutput, describe_errors
+from nanovllm.outputs import CompletionOutput, FinishReason, RequestOutput, describe_errors
 from nanovllm.process import COLLECTOR, FORKS
+from nanovllm.prompts import Row, as_conversation_list, as_prompt_list
 from nanovllm.recommended_sampling import recommended_sampling
-from nanovllm.sampling_params import SamplingParams, one_per_prompt
-from nanovllm.text import Row, Text, as_conversation_list, as_prompt_list
+from nanovllm.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams, one_per_prompt
+from nanovllm.text import Text
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 
@@ -109,7 +110,8 @@ class LLM:
         """Completes every prompt; the results are in the prompts' order. Error rows are also logged, once per call.
 
         Args:
-            prompts: one or many, each a string or a list of token ids.
+            prompts: one or many, each a string, a list of token ids, or a dict {"prompt": string} or
+                {"prompt_token_ids": list}.
             sampling_params: one for all, one per prompt, or None for what the model recommends.
             split_special_tokens: treat special tokens in the prompts' text, such as "<|im_end|>", as ordinary text.
             use_tqdm: show a progress bar.
@@ -171,7 +173,7 @@ class LLM:
             logger.warning("generation_config.json asks for sampling that is not available: %s", settings)
         try:
             if "min_tokens" in values:
-                values.setdefault("max_tokens", max(SamplingParams().max_tokens, values["min_tokens"]))
+                values.setdefault("max_tokens", max(DEFAULT_MAX_TOKENS, values["min_tokens"]))
             return SamplingParams(**values)
         except (TypeError, ValueError) as error:
             raise ValueError(f"generation_config.json: {error}; give sampling_params of your own") from None
@@ -245,10 +247,20 @@ class LLM:
                 finished.update((index_of[seq.seq_id], seq) for seq in sequences)
                 progress.add_finished(len(sequences), sum(seq.finish_reason == "error" for seq in sequences))
         texts = self._text.complete([(seq.completion_token_ids, seq.sampling_params) for seq in finished.values()])
-        for (row, seq), text in zip(finished.items(), texts, strict=True):
-            counts = seq.num_prompt_tokens, seq.num_cached_tokens
+        for (index, seq), (text, stop) in zip(finished.items(), texts, strict=True):
             reason = cast(FinishReason, seq.finish_reason)
-            outputs[row] = RequestOutput(text, seq.completion_token_ids, reason, *counts, seq.error)
+            completion = CompletionOutput(0, text, seq.completion_token_ids, reason, self._stop_reason(seq, stop))
+            outputs[index] = _output(index, rows[index], completion, seq.num_cached_tokens, seq.error)
+
+    def _stop_reason(self, seq: EngineSequence, stop: str | None) -> int | str | None:
+        """See CompletionOutput; `stop` is the stop string in the text."""
+        if seq.finish_reason != "stop":
+            return None
+        last, params = seq.token_ids[-1], seq.sampling_params
+        if last not in seq.stop_token_ids:
+            return stop
+        is_models_own = last in self.engine.eos_token_ids and not params.ignore_eos
+        return None if is_models_own else last
 
     @contextmanager
     def _locked(self):
@@ -268,23 +280,29 @@ class LLM:
         """Adds every row's request and returns request id -> row; a row that cannot run gets its output."""
         index_of: dict[int, int] = {}
         for index, (row, row_params) in enumerate(zip(rows, params, strict=True)):
-            num_tokens, predicate = 0 if isinstance(row, ValueError) else len(row), None
+            error, predicate = row.error, None
             try:
                 predicate = self._text.stop_strings(row_params)
                 if row_params.bad_words:
                     row_params = replace(row_params, bad_words=self._text.bad_words_as_ids(row_params.bad_words))
-            except ValueError as error:
-                row = error
+            except ValueError as problem:
+                error = error or problem
             try:
                 # A row that cannot run goes to the engine as an empty prompt, so that it uses up its number too.
-                token_ids = [] if isinstance(row, ValueError) else row
+                token_ids = row.token_ids if error is None else []
                 index_of[self.engine.add_request(token_ids, row_params, predicate)] = index
-            except ValueError as error:
-                reason = str(row if isinstance(row, ValueError) else error)
+            except ValueError as problem:
+                reason = str(error or problem)
                 if raise_on_error:
                     raise ValueError(f"prompt {index}: {reason}") from None
-                outputs[index] = RequestOutput("", [], "error", num_tokens, 0, reason)
+                outputs[index] = _output(index, row, CompletionOutput(0, "", [], "error"), 0, reason)
         return index_of
+
+
+def _output(
+    index: int, row: Row, completion: CompletionOutput, num_cached_tokens: int, error: str | None
+) -> RequestOutput:
+    return RequestOutput(str(index), row.text, row.token_ids, [completion], num_cached_tokens, error)
 
 
 def make_runner(config: Config) -> Runner:

@@ -9,6 +9,7 @@ from nanovllm.checks import boolean, integer, real, seed_number, suggests_names
 
 # Of one request. Each running sequence keeps as many on the device as the longest list has, 20 bytes each.
 _MOST_EDITS = 4096
+DEFAULT_MAX_TOKENS = 64
 _BEAMS = "nanovllm has no beam search; leave it out"
 
 # Other libraries' names for our parameters, or what to do instead of using theirs.
@@ -62,17 +63,19 @@ class SamplingParams:
 
     Args:
         temperature: divides the logits; 0 is greedy.
-        max_tokens: most tokens to generate, at least 1.
+        max_tokens: most tokens to generate, at least 1; None is as many as fit within `max_model_len`.
         min_tokens: until so many tokens are generated, stop tokens are banned and stop strings do not count.
         top_k: sample among the k most probable tokens; 0 or −1 is off.
         top_p: sample among the fewest most probable tokens whose probabilities reach p; 1 is off.
         min_p: drop tokens less probable than min_p × the most probable one; 0 is off.
         stop: string or strings that end the completion; the text is cut before the first of them.
+        include_stop_str_in_output: cut the text after the stop string instead.
         stop_token_ids: token ids that end the completion, besides the model's own end-of-sequence ids.
         ignore_eos: go on after the model's end-of-sequence ids (`stop_token_ids` still stop).
         seed: the same seed gives the same noise whatever runs beside the request; None takes one from the
             engine's seed and the request's number.
         skip_special_tokens: leave special tokens out of the text (`token_ids` always keeps them).
+        detokenize: make the text; False saves its time and leaves it empty, and `stop` cannot be used then.
         repetition_penalty: above 0. The logits of tokens that prompt or completion hold are divided by it if they are
             positive and multiplied if they are negative; 1 is off.
         presence_penalty: −2 to 2, subtracted from the logits of tokens that the completion holds; 0 is off.
@@ -90,7 +93,7 @@ class SamplingParams:
     """
 
     temperature: float
-    max_tokens: int
+    max_tokens: int | None
     min_tokens: int
     top_k: int
     top_p: float
@@ -106,11 +109,13 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(hash=False)
     bad_words: tuple[str | tuple[int, ...], ...]
     allowed_token_ids: tuple[int, ...] | None
+    include_stop_str_in_output: bool
+    detokenize: bool
 
     def __init__(
         self,
         temperature: float = 1.0,
-        max_tokens: int = 64,
+        max_tokens: int | None = DEFAULT_MAX_TOKENS,
         min_tokens: int = 0,
         top_k: int = 0,
         top_p: float = 1.0,
@@ -126,14 +131,17 @@ class SamplingParams:
         logit_bias: Mapping[int, float] | Mapping[str, float] | None = None,
         bad_words: str | Sequence[str | Sequence[int]] | None = None,
         allowed_token_ids: Collection[int] | None = None,
+        include_stop_str_in_output: bool = False,
+        detokenize: bool = True,
     ):
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
         put("temperature", _in_range("temperature", temperature, least=0, least_means=" (greedy)"))
-        put("max_tokens", integer("max_tokens", max_tokens, least=1))
+        put("max_tokens", None if max_tokens is None else integer("max_tokens", max_tokens, least=1))
         put("min_tokens", integer("min_tokens", min_tokens))
-        if not 0 <= self.min_tokens <= self.max_tokens:
+        most = self.min_tokens if self.max_tokens is None else self.max_tokens
+        if not 0 <= self.min_tokens <= most:
             raise ValueError(f"min_tokens must be between 0 and max_tokens ({self.max_tokens}), not {self.min_tokens}")
         put("top_k", max(_top_k(top_k), 0))
         put("top_p", real("top_p", top_p))
@@ -141,10 +149,14 @@ class SamplingParams:
             raise ValueError(f"top_p must be above 0 and at most 1 (off), not {self.top_p}")
         put("min_p", _in_range("min_p", min_p, least=0, least_means=" (off)", most=1))
         put("stop", _strings("stop", stop))
+        put("include_stop_str_in_output", boolean("include_stop_str_in_output", include_stop_str_in_output))
         put("stop_token_ids", () if stop_token_ids is None else _token_ids("stop_token_ids", stop_token_ids))
         put("ignore_eos", boolean("ignore_eos", ignore_eos))
         put("seed", None if seed is None else seed_number(seed))
         put("skip_special_tokens", boolean("skip_special_tokens", skip_special_tokens))
+        put("detokenize", boolean("detokenize", detokenize))
+        if self.stop and not self.detokenize:
+            raise ValueError("stop strings are found in the text; use stop_token_ids, or leave out detokenize=False")
         put("repetition_penalty", real("repetition_penalty", repetition_penalty))
         if not 1e-30 <= self.repetition_penalty <= 1e30:  # what float32 can divide by
             raise ValueError(

@@ -3,16 +3,13 @@
 import copy
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
-from numbers import Integral, Number
 from pathlib import Path
 from typing import Any
 
+from nanovllm.prompts import Row, as_token_ids, check_messages, without_dict
 from nanovllm.sampling_params import SamplingParams
-
-# What a prompt becomes before anything runs: token ids, or the reason why it cannot run.
-Row = list[int] | ValueError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _NO_TOKENIZER = "the model has no tokenizer"
@@ -54,15 +51,25 @@ class Text:
     def encode(
         self, prompts: Sequence[Any], add_special_tokens: bool = True, splits_special: bool = False
     ) -> list[Row]:
-        """Token ids of every prompt: strings or ids. A ValueError stays; what cannot be a prompt becomes one.
+        """The row of every prompt: strings, token ids or dicts of either. A ValueError is a row that cannot run.
 
         splits_special: a special token in a string is ordinary text.
         """
+        prompts = [without_dict(prompt) for prompt in prompts]
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(self._encode(texts, add_special_tokens, splits_special) if texts else ())
-        return [next(encoded) if isinstance(prompt, str) else _as_token_ids(prompt) for prompt in prompts]
+        rows = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                rows.append(Row.of(prompt, next(encoded)))
+            else:
+                rows.append(prompt if isinstance(prompt, Row) else Row.of(None, as_token_ids(prompt)))
+        return rows
 
-    def _encode(self, texts: list[str], add_special_tokens: bool, splits_special: bool = False) -> list[Row]:
+    def _encode(
+        self, texts: list[str], add_special_tokens: bool, splits_special: bool = False
+    ) -> list[list[int] | ValueError]:
+        """Token ids of every text, or the reason why it has none."""
         if self.tokenizer is None:
             error = ValueError(f"{_NO_TOKENIZER}; give the prompt as token ids, or LLM(tokenizer=…) another one")
             return [error] * len(texts)
@@ -83,7 +90,7 @@ class Text:
         template_kwargs: Mapping[str, Any] | None,
         splits_special: bool = False,
     ) -> list[Row]:
-        """Token ids of every conversation, through the chat template; a ValueError where that cannot be.
+        """The row of every conversation, through the chat template.
 
         splits_special: a special token in a message is ordinary text.
 
@@ -105,7 +112,7 @@ class Text:
         marks = self._marks if splits_special else None
         for messages in conversations:
             try:
-                _check_messages(messages)
+                check_messages(messages)
                 messages = messages if marks is None else marks.hide(messages)
                 text = self.tokenizer.apply_chat_template(messages, **(template_kwargs or {}), **options)
             except Exception as error:  # templates raise what they like
@@ -154,11 +161,16 @@ class Text:
 
     # From completions to text
 
-    def complete(self, completions: Sequence[tuple[list[int], SamplingParams]]) -> list[str]:
-        """Each completion's text, cut before its first stop string; empty without a tokenizer."""
-        texts = [""] * len(completions)
+    def complete(self, completions: Sequence[tuple[list[int], SamplingParams]]) -> list[tuple[str, str | None]]:
+        """Each completion's text, cut at its first stop string, and that string, or None if there is none. The text is
+        empty without a tokenizer and with `detokenize=False`."""
+        texts: list[tuple[str, str | None]] = [("", None)] * len(completions)
         for skips in (True, False) if self.tokenizer is not None else ():
-            rows = [row for row, (_, params) in enumerate(completions) if params.skip_special_tokens is skips]
+            rows = [
+                row
+                for row, (_, params) in enumerate(completions)
+                if params.detokenize and params.skip_special_tokens is skips
+            ]
             decoded = self.decode([completions[row][0] for row in rows], skips) if rows else []
             for row, text in zip(rows, decoded, strict=True):
                 texts[row] = self._cut(text, *completions[row])
@@ -180,14 +192,18 @@ class Text:
         without, with_it = [*neighbour, *neighbour], [*neighbour, token_id, *neighbour]
         return len(set(self.decode([without, with_it], skip_special_tokens))) == 2
 
-    def _cut(self, text: str, token_ids: list[int], params: SamplingParams) -> str:
-        """The text before the first stop string that could count."""
+    def _cut(self, text: str, token_ids: list[int], params: SamplingParams) -> tuple[str, str | None]:
+        """The text cut at the first stop string that could count, and that string; of several that begin there, the
+        shortest."""
         if not params.stop:
-            return text
+            return text, None
         before = token_ids[: params.min_tokens]
         start = len(self.decode([before], params.skip_special_tokens)[0]) if before else 0
-        ends = [end for end in (text.find(stop, start) for stop in params.stop) if end >= 0]
-        return text[: min(ends)] if ends else text
+        ends = [(end, len(stop), stop) for stop in params.stop if (end := text.find(stop, start)) >= 0]
+        if not ends:
+            return text, None
+        end, length, stop = min(ends)
+        return text[: end + length if params.include_stop_str_in_output else end], stop
 
 
 class Marks:
@@ -228,14 +244,23 @@ class Marks:
         return _replaced(messages, self._hidden)
 
     def encode(self, texts: Sequence[str | ValueError]) -> list[Row]:
-        """The token ids of rendered conversations; a ValueError stays."""
+        """The rows of rendered conversations; a ValueError is a row that cannot run."""
 
         def show(text: str) -> str:
             return self._pattern.sub(lambda found: self._shown[found[0]], text)
 
         marked = [text if isinstance(text, ValueError) else show(text) for text in texts]
-        rows = self._text.encode(marked, add_special_tokens=False, splits_special=True)
-        return [row if isinstance(row, ValueError) else [self._ids.get(each, each) for each in row] for row in rows]
+        contents = {mark: content for content, mark in self._hidden.items()}
+        return [
+            Row(
+                _replaced(text, contents) if isinstance(text, str) else None,
+                [self._ids.get(each, each) for each in row.token_ids],
+                row.error,
+            )
+            for text, row in zip(
+                texts, self._text.encode(marked, add_special_tokens=False, splits_special=True), strict=True
+            )
+        ]
 
 
 class StopStrings:
@@ -267,33 +292,6 @@ class StopStrings:
         return any(stop in text for stop in self._params.stop)
 
 
-def as_prompt_list(prompts: Any) -> list[Any]:
-    """One or many prompts as a list of prompts; a TypeError for what can be neither."""
-    if hasattr(prompts, "tolist"):  # an array or tensor of token ids, or a column of strings
-        prompts = prompts.tolist()
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Iterable) or isinstance(prompts, (Mapping, Set, bytes, bytearray)):
-        raise TypeError(f"prompts must be a string, a list of token ids, or a list of those, not {prompts!r}")
-    prompts = list(prompts)
-    if prompts and all(_is_token_id(prompt) for prompt in prompts):
-        return [prompts]
-    if prompts and all(isinstance(prompt, Number) for prompt in prompts):
-        raise TypeError(f"a prompt of token ids must hold integers only, not {prompts[:8]!r}")
-    return prompts
-
-
-def as_conversation_list(conversations: Any) -> list[Any]:
-    """One or many conversations as a list of conversations; a TypeError for what can be neither."""
-    if not isinstance(conversations, (list, tuple)):
-        raise TypeError(
-            f"conversations must be a list of messages or a list of such lists, not {type(conversations).__name__}"
-        )
-    if conversations and all(isinstance(message, Mapping) for message in conversations):
-        return [conversations]
-    return list(conversations)
-
-
 def _why_no_text(text: str) -> str | None:
     """What is wrong with a string that has no UTF-8 form; the tokenizer would only speak of its own types."""
     try:
@@ -301,33 +299,6 @@ def _why_no_text(text: str) -> str | None:
     except UnicodeEncodeError as error:
         return f"{text[error.start]!r} at position {error.start} is half a surrogate pair, not a character"
     return None
-
-
-def _as_token_ids(prompt: Any) -> Row:
-    if isinstance(prompt, ValueError):
-        return prompt
-    if hasattr(prompt, "tolist"):
-        prompt = prompt.tolist()
-    if not isinstance(prompt, (list, tuple, range)):
-        return ValueError(f"a prompt must be a string or a list of token ids, not {prompt!r}"[:200])
-    if set(map(type, prompt)) == {int}:  # nearly always, and prompts can be long
-        return list(prompt)
-    bad = next((token_id for token_id in prompt if not _is_token_id(token_id)), None)
-    if bad is not None or None in prompt:
-        return ValueError(f"token ids must be integers, not {bad!r}"[:200])
-    return [int(token_id) for token_id in prompt]
-
-
-def _is_token_id(value: Any) -> bool:
-    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
-
-
-def _check_messages(messages: Any) -> None:
-    if not isinstance(messages, (list, tuple)) or not messages:
-        raise ValueError("a conversation must be a list of at least one message")
-    for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise ValueError(f'a message must be a dict with "role" and "content", not {message!r}')
 
 
 def _replaced(value: Any, texts: Mapping[str, str]) -> Any:

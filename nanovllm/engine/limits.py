@@ -8,6 +8,8 @@ from nanovllm.sampling_params import SamplingParams
 
 def max_length(num_prompt_tokens: int, params: SamplingParams, info: RunnerInfo) -> int:
     """Most tokens of prompt + completion."""
+    if params.max_tokens is None:
+        return info.max_model_len
     return min(num_prompt_tokens + params.max_tokens, info.max_model_len)
 
 

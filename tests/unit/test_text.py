@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
+from nanovllm.prompts import Row
 from nanovllm.text import StopStrings, Text
 
 CORPUS = [
@@ -109,8 +110,8 @@ def test_a_bad_word_that_the_tokenizer_does_not_know_is_an_error(ignorant):
 def test_a_prompt_that_the_tokenizer_does_not_know_spares_the_others(ignorant):
     """What is no ValueError once went through, and took the whole call with it."""
     first, bad, second = ignorant.encode(["known", "odd", "known"])
-    assert first == second == [0]
-    assert bad == [] or "cannot be tokenized: WordLevel error" in str(bad)
+    assert first == second == Row("known", [0])
+    assert bad == Row("odd", []) or "cannot be tokenized: WordLevel error" in str(bad.error)
 
 
 # Stop strings
@@ -199,17 +200,25 @@ def test_completions_are_cut_each_by_its_own_parameters(tokenizers):
         SamplingParams(skip_special_tokens=False),
         SamplingParams(stop=","),
         SamplingParams(stop=["two", "o"], min_tokens=1),
+        SamplingParams(stop=["two", "t"], include_stop_str_in_output=True),
+        SamplingParams(stop="three"),
+        SamplingParams(detokenize=False),
     ]
     texts = text.complete([(said, one) for one in params])
-    assert texts == ["one, two", "one, two<|im_end|>", "one", "one, "]
+    assert texts == [
+        ("one, two", None), ("one, two<|im_end|>", None), ("one", ","), ("one, ", "two"), ("one, t", "t"),
+        ("one, two", None), ("", None),
+    ]  # fmt: skip
     assert text.complete([]) == []
 
 
 def test_without_a_tokenizer_ids_are_rows_and_strings_are_errors():
     text = Text(None)
     ids, string, nothing = text.encode([[1, 2], "words", None])
-    assert ids == [1, 2] and "give the prompt as token ids" in str(string) and "not None" in str(nothing)
-    assert text.complete([([1, 2], SamplingParams())]) == [""]
+    assert ids == Row(None, [1, 2])
+    assert string.text == "words" and "give the prompt as token ids" in str(string.error)
+    assert nothing.text is None and "not None" in str(nothing.error)
+    assert text.complete([([1, 2], SamplingParams())]) == [("", None)]
     assert text.eos_token_ids == ()
 
 
@@ -228,9 +237,10 @@ def test_splitting_special_tokens_changes_nothing_else(prepend):
     (row,) = text.encode_conversations([[{"role": "user", "content": "see,</s>2now <s>"}]], False, None, True)
     space = ["\u2581"] if prepend == "always" else []
     expected = ["<s>", *space, *"[see,</s>2now\u2581<s>]", "</s>", "\u2581", "</s>2"]
-    assert tokenizer.convert_ids_to_tokens(row) == expected
+    assert tokenizer.convert_ids_to_tokens(row.token_ids) == expected
+    assert row.text == "<s>[see,</s>2now <s>]</s> </s>2"
     special = tokenizer.convert_tokens_to_ids(["<s>", "</s>", "</s>2"])
     private = "".join(map(chr, (0xE000, 0xF0000, 0xF0001, 0x100000, 0x100001)))
     (row,) = text.encode_conversations([[{"role": "user", "content": private}]], False, None, True)
     assert row == text.encode_conversations([[{"role": "user", "content": private}]], False, None)[0]
-    assert [token for token in row if token in special] == special
+    assert [token for token in row.token_ids if token in special] == special

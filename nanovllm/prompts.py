@@ -1,0 +1,93 @@
+"""What a caller may give as a prompt, and what it becomes before anything runs."""
+
+from collections.abc import Iterable, Mapping, Set
+from numbers import Integral, Number
+from typing import Any, NamedTuple
+
+# The keys of a prompt that is a dict, as vLLM names them.
+_PROMPT_KEYS = ("prompt", "prompt_token_ids")
+
+
+class Row(NamedTuple):
+    """What a prompt becomes before anything runs.
+
+    text: of the prompt; None for token ids.
+    token_ids: empty if there is an error.
+    error: why it cannot run, or None.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    error: ValueError | None = None
+
+    @classmethod
+    def of(cls, text: str | None, found: list[int] | ValueError) -> "Row":
+        return cls(text, [], found) if isinstance(found, ValueError) else cls(text, found)
+
+
+def as_prompt_list(prompts: Any) -> list[Any]:
+    """One or many prompts as a list of prompts; a TypeError for what can be neither."""
+    if hasattr(prompts, "tolist"):  # an array or tensor of token ids, or a column of strings
+        prompts = prompts.tolist()
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, (Set, bytes, bytearray)):
+        raise TypeError(f"prompts must be a string, a list of token ids, a dict of one, or a list, not {prompts!r}")
+    prompts = list(prompts)
+    if prompts and all(_is_token_id(prompt) for prompt in prompts):
+        return [prompts]
+    if prompts and all(isinstance(prompt, Number) for prompt in prompts):
+        raise TypeError(f"a prompt of token ids must hold integers only, not {prompts[:8]!r}")
+    return prompts
+
+
+def as_conversation_list(conversations: Any) -> list[Any]:
+    """One or many conversations as a list of conversations; a TypeError for what can be neither."""
+    if not isinstance(conversations, (list, tuple)):
+        raise TypeError(
+            f"conversations must be a list of messages or a list of such lists, not {type(conversations).__name__}"
+        )
+    if conversations and all(isinstance(message, Mapping) for message in conversations):
+        return [conversations]
+    return list(conversations)
+
+
+def without_dict(prompt: Any) -> Any:
+    """What a prompt that is a dict holds: its text, or its row if it gives token ids; any other prompt as it is."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    others = [key for key, value in prompt.items() if key not in _PROMPT_KEYS and value is not None]
+    text, token_ids = (prompt.get(key) for key in _PROMPT_KEYS)
+    if others or (text is None and token_ids is None):
+        found = f"holds {', '.join(map(repr, others))}" if others else "holds neither"
+        return ValueError(f'a prompt that is a dict has "prompt" or "prompt_token_ids"; this one {found}'[:200])
+    if text is not None and not isinstance(text, str):
+        return ValueError(f'"prompt" must be a string, not {text!r}'[:200])
+    return text if token_ids is None else Row.of(text, as_token_ids(token_ids))
+
+
+def as_token_ids(prompt: Any) -> list[int] | ValueError:
+    if isinstance(prompt, ValueError):
+        return prompt
+    if hasattr(prompt, "tolist"):
+        prompt = prompt.tolist()
+    if not isinstance(prompt, (list, tuple, range)):
+        return ValueError(f"a prompt must be a string or a list of token ids, not {prompt!r}"[:200])
+    if set(map(type, prompt)) == {int}:  # nearly always, and prompts can be long
+        return list(prompt)
+    bad = next((token_id for token_id in prompt if not _is_token_id(token_id)), None)
+    if bad is not None or None in prompt:
+        return ValueError(f"token ids must be integers, not {bad!r}"[:200])
+    return [int(token_id) for token_id in prompt]
+
+
+def _is_token_id(value: Any) -> bool:
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def check_messages(messages: Any) -> None:
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise ValueError("a conversation must be a list of at least one message")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise ValueError(f'a message must be a dict with "role" and "content", not {message!r}')
