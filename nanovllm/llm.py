@@ -4,10 +4,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
@@ -15,12 +17,12 @@ from nanovllm.checks import boolean, is_running, suggests_names
 from nanovllm.config import MEANT_OPTIONS, Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.runner import Runner
-from nanovllm.engine.sequence import Sequence as EngineSequence
-from nanovllm.outputs import CompletionOutput, FinishReason, RequestOutput, describe_errors
+from nanovllm.outputs import RequestOutput
 from nanovllm.process import COLLECTOR, FORKS
-from nanovllm.prompts import Row, as_conversation_list, as_prompt_list
+from nanovllm.prompts import Row, as_conversation_list, as_prompt_iterator, as_prompt_list
 from nanovllm.recommended_sampling import recommended_sampling
-from nanovllm.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams, one_per_prompt
+from nanovllm.row_stream import OutputIterator, RowStream, keep_outputs
+from nanovllm.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams, one_per_prompt, with_params
 from nanovllm.text import Text
 
 if TYPE_CHECKING:
@@ -97,6 +99,9 @@ class LLM:
         self._has_warned_of_recommendations = False
         # Reentrant: Ctrl-C between taking it and the `try` that gives it back must not lock its own thread out.
         self._lock = threading.RLock()
+        # The rows of an iterator that has not finished, and the iterator itself, which its user may drop.
+        self._iterated: RowStream | None = None
+        self._iterator: weakref.ref[OutputIterator] | None = None
 
     def generate(
         self,
@@ -123,8 +128,47 @@ class LLM:
         """
         prompts = as_prompt_list(prompts)
         params = self._params_for(sampling_params, len(prompts))
-        rows = self._text.encode(prompts, splits_special=boolean("split_special_tokens", split_special_tokens))
-        return self._run(rows, params, use_tqdm, raise_on_error)
+        encode = partial(self._text.encode, splits_special=boolean("split_special_tokens", split_special_tokens))
+        return self._run(prompts, params, encode, use_tqdm, raise_on_error)
+
+    def generate_iter(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        ordered: bool = True,
+        split_special_tokens: bool = False,
+    ) -> OutputIterator:
+        """Completes prompts as their results are asked for, and reads the prompts as they are needed.
+
+        An iterator of prompts may be endless. Memory stays flat: reading runs ahead of the oldest prompt that has not
+        finished by a fixed number of prompts. Until the iterator is exhausted, dropped or closed, the LLM refuses other
+        calls. What cannot run is an error row; error rows are also logged at the end.
+
+        Args:
+            prompts: as in `generate`, or an iterator of such prompts.
+            sampling_params: one for all, an iterable with one per prompt, or None for what the model recommends.
+            ordered: give the results in the prompts' order; False gives them as they finish, and `request_id` tells the
+                prompt's number.
+            split_special_tokens: as in `generate`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as in `generate`. What only the iteration can tell, such as too few
+                sampling_params, is raised during it. The exception's `finished_outputs` holds results that had finished
+                and were not yet given out, by the prompt's number.
+        """
+        self.engine.check_alive()
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        is_ordered = boolean("ordered", ordered)
+        encode = partial(self._text.encode, splits_special=boolean("split_special_tokens", split_special_tokens))
+        source = with_params(as_prompt_iterator(prompts), sampling_params)
+        rows = RowStream(self.engine, self._text, source, encode)
+        with self._locked():
+            self._check_idle()
+            iterator = OutputIterator(rows, partial(self._advancing, rows), self._end_iteration, is_ordered)
+            self._iterated, self._iterator = rows, weakref.ref(iterator)
+        return iterator
 
     def chat(
         self,
@@ -149,10 +193,14 @@ class LLM:
         conversations = as_conversation_list(conversations)
         params = self._params_for(sampling_params, len(conversations))
         splits_special = boolean("split_special_tokens", split_special_tokens)
-        rows = self._text.encode_conversations(
-            conversations, add_generation_prompt, chat_template_kwargs, splits_special
+        encode = partial(
+            self._text.encode_conversations,
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=chat_template_kwargs,
+            splits_special=splits_special,
         )
-        return self._run(rows, params, use_tqdm, raise_on_error)
+        encode([])  # refuses what would refuse every conversation
+        return self._run(conversations, params, encode, use_tqdm, raise_on_error)
 
     def get_tokenizer(self) -> Any:
         """transformers' tokenizer: that of the option `tokenizer`, else the model's own; None if it has none."""
@@ -188,7 +236,7 @@ class LLM:
         Raises:
             RuntimeError: a call is still running: in another thread, or interrupted by the signal handler at work.
         """
-        with self._locked():
+        with self._locked(self._iterated):
             self.engine.exit()
 
     def __enter__(self) -> "LLM":
@@ -211,98 +259,79 @@ class LLM:
         return one_per_prompt(sampling_params, num_prompts)
 
     def _run(
-        self, rows: list[Row], params: list[SamplingParams], use_tqdm: bool, raise_on_error: bool
-    ) -> list[RequestOutput]:
-        with self._locked():
-            if not self.engine.is_finished():
-                raise RuntimeError("the engine has requests that were added by hand; finish or abort them first")
-            outputs: dict[int, RequestOutput] = {}
-            try:
-                with COLLECTOR.eased(self):
-                    self._run_locked(rows, params, use_tqdm, raise_on_error, outputs)
-            except BaseException:
-                self.engine.reset()
-                raise
-            finally:
-                if errors := describe_errors(outputs, len(rows)):
-                    logger.warning(errors)
-            return [outputs[index] for index in range(len(rows))]
-
-    def _run_locked(
         self,
-        rows: list[Row],
+        prompts: list[Any],
         params: list[SamplingParams],
+        encode: Callable[[list[Any]], list[Row]],
         use_tqdm: bool,
         raise_on_error: bool,
-        outputs: dict[int, RequestOutput],
-    ) -> None:
-        """Puts the output of every row into `outputs`, those of the rows that cannot run first."""
-        index_of = self._add_requests(rows, params, raise_on_error, outputs)
-        finished: dict[int, EngineSequence] = {}
-        with _Progress(self.engine, len(rows), use_tqdm) as progress, self._cpu_threads as threads:
-            progress.add_finished(len(outputs), num_errors=len(outputs))
-            while not self.engine.is_finished():
-                threads.adapt()
-                sequences = self.engine.step()
-                finished.update((index_of[seq.seq_id], seq) for seq in sequences)
-                progress.add_finished(len(sequences), sum(seq.finish_reason == "error" for seq in sequences))
-        texts = self._text.complete([(seq.completion_token_ids, seq.sampling_params) for seq in finished.values()])
-        for (index, seq), (text, stop) in zip(finished.items(), texts, strict=True):
-            reason = cast(FinishReason, seq.finish_reason)
-            completion = CompletionOutput(0, text, seq.completion_token_ids, reason, self._stop_reason(seq, stop))
-            outputs[index] = _output(index, rows[index], completion, seq.num_cached_tokens, seq.error)
+    ) -> list[RequestOutput]:
+        rows = RowStream(self.engine, self._text, zip(prompts, params, strict=True), encode, raise_on_error)
+        outputs: dict[int, RequestOutput] = {}
+        with self._locked():
+            self._check_idle()
+            try:
+                with COLLECTOR.eased(self):
+                    self._run_locked(rows, len(prompts), use_tqdm, outputs)
+            except BaseException as error:
+                self.engine.reset()
+                keep_outputs(error, outputs)
+                raise
+            finally:
+                _log_errors(rows, len(prompts))
+            return [outputs[index] for index in range(len(prompts))]
 
-    def _stop_reason(self, seq: EngineSequence, stop: str | None) -> int | str | None:
-        """See CompletionOutput; `stop` is the stop string in the text."""
-        if seq.finish_reason != "stop":
-            return None
-        last, params = seq.token_ids[-1], seq.sampling_params
-        if last not in seq.stop_token_ids:
-            return stop
-        is_models_own = last in self.engine.eos_token_ids and not params.ignore_eos
-        return None if is_models_own else last
+    def _run_locked(self, rows: RowStream, num_prompts: int, use_tqdm: bool, outputs: dict[int, RequestOutput]) -> None:
+        """Puts the output of every row into `outputs`, those of the rows that cannot run first."""
+        with _Progress(self.engine, num_prompts, use_tqdm) as progress, self._cpu_threads as threads:
+            for finished in rows.run():
+                outputs.update(finished)
+                progress.add_finished(len(finished), sum(output.error is not None for output in finished.values()))
+                threads.adapt()
+
+    # Iterating over rows
 
     @contextmanager
-    def _locked(self):
+    def _advancing(self, rows: RowStream) -> Iterator[Callable[[], None]]:
+        """While this lasts, an iterator computes; it calls what this gives before each step."""
+        with self._locked(rows), COLLECTOR.eased(self), self._cpu_threads as threads:
+            yield threads.adapt
+
+    def _end_iteration(self, was_cut: bool) -> None:
+        rows, self._iterated = self._iterated, None
+        if was_cut:
+            self.engine.reset()
+        if rows is not None:
+            _log_errors(rows, rows.num_read)
+
+    def _check_idle(self) -> None:
+        if not self.engine.is_finished():
+            raise RuntimeError("the engine has requests that were added by hand; finish or abort them first")
+
+    @contextmanager
+    def _locked(self, rows: RowStream | None = None) -> Iterator[None]:
+        """While this lasts, no other call may use the engine. `rows` are those of the iterator that asks."""
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("this LLM is busy with another call; call it from one thread at a time")
         try:
-            # The lock does not refuse its own thread: a signal handler's call, or a stop predicate's.
-            if is_running(self, LLM._run_locked):
+            # The lock does not refuse its own thread: the call of a signal handler or of a source of prompts.
+            iterator = self._iterator and self._iterator()
+            if is_running(self, LLM._run_locked) or (
+                iterator is not None and is_running(iterator, OutputIterator._advance, OutputIterator.close)
+            ):
                 raise RuntimeError("this LLM is in the middle of a call, so a signal handler cannot call or close it")
+            if self._iterated is not None and self._iterated is not rows:
+                if iterator is not None:
+                    raise RuntimeError("an iterator of generate_iter has not finished: exhaust it, or close() it")
+                self._end_iteration(was_cut=True)  # it was dropped while another thread had the lock
             yield
         finally:
             self._lock.release()
 
-    def _add_requests(
-        self, rows: list[Row], params: list[SamplingParams], raise_on_error: bool, outputs: dict[int, RequestOutput]
-    ) -> dict[int, int]:
-        """Adds every row's request and returns request id -> row; a row that cannot run gets its output."""
-        index_of: dict[int, int] = {}
-        for index, (row, row_params) in enumerate(zip(rows, params, strict=True)):
-            error, predicate = row.error, None
-            try:
-                predicate = self._text.stop_strings(row_params)
-                if row_params.bad_words:
-                    row_params = replace(row_params, bad_words=self._text.bad_words_as_ids(row_params.bad_words))
-            except ValueError as problem:
-                error = error or problem
-            try:
-                # A row that cannot run goes to the engine as an empty prompt, so that it uses up its number too.
-                token_ids = row.token_ids if error is None else []
-                index_of[self.engine.add_request(token_ids, row_params, predicate)] = index
-            except ValueError as problem:
-                reason = str(error or problem)
-                if raise_on_error:
-                    raise ValueError(f"prompt {index}: {reason}") from None
-                outputs[index] = _output(index, row, CompletionOutput(0, "", [], "error"), 0, reason)
-        return index_of
 
-
-def _output(
-    index: int, row: Row, completion: CompletionOutput, num_cached_tokens: int, error: str | None
-) -> RequestOutput:
-    return RequestOutput(str(index), row.text, row.token_ids, [completion], num_cached_tokens, error)
+def _log_errors(rows: RowStream, num_prompts: int) -> None:
+    if errors := rows.errors.describe(num_prompts):
+        logger.warning(errors)
 
 
 def make_runner(config: Config) -> Runner:

@@ -1,11 +1,13 @@
 """What a request comes back as."""
 
 import re
-from collections.abc import Mapping
+from bisect import insort
 from dataclasses import dataclass, fields
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "error", "abort"]
+# Reasons that are told apart, and rows of each that are named.
+_MOST_KINDS, _MOST_INDICES = 1000, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,28 +91,49 @@ _OF_FIRST = ("text", "token_ids", "finish_reason", "num_prompt_tokens")
 _KEYS = (*_OF_FIRST, *(field.name for field in fields(RequestOutput)), "finished")
 
 
-def describe_errors(
-    outputs: Mapping[int, RequestOutput], num_prompts: int, most_reasons: int = 5, most_indices: int = 5
-) -> str | None:
-    """How many rows of a call failed, why, and the indices of the first of each kind; None if none did.
+class ErrorSummary:
+    """The rows of a call that failed, by reason. Its memory does not grow with their number."""
 
-    Args:
-        outputs: index -> output, for the rows that have one.
-        num_prompts: of the call.
-        most_reasons, most_indices: how many kinds, and how many rows of each kind, are named at most.
-    """
-    rows_of: dict[str, list[int]] = {}
-    for row, output in sorted(outputs.items()):
-        if output.error is not None:
-            # Reasons that differ only in their numbers or in the value that they show are of one kind.
-            rows_of.setdefault(re.sub("-?[0-9]+", "0", output.error.split(", not ")[0]), []).append(row)
-    if not rows_of:
-        return None
-    kinds = sorted(rows_of.values(), key=len, reverse=True)
-    parts = []
-    for rows in kinds[:most_reasons]:
-        first = ", ".join(map(str, rows[:most_indices])) + (", …" if len(rows) > most_indices else "")
-        parts.append(f"{len(rows)} × {outputs[rows[0]].error} (at {first})")
-    if len(kinds) > most_reasons:
-        parts.append(f"{sum(map(len, kinds[most_reasons:]))} × {len(kinds) - most_reasons} other reasons")
-    return f"{sum(map(len, kinds))} of {num_prompts} prompts ended in an error: {'; '.join(parts)}"
+    def __init__(self):
+        self._rows_of: dict[str, _Kind] = {}
+        self._num_others = 0
+
+    def add(self, index: int, error: str) -> None:
+        # Reasons that differ only in their numbers or in the value that they show are of one kind.
+        key = re.sub("-?[0-9]+", "0", error.split(", not ")[0])
+        if key not in self._rows_of and len(self._rows_of) == _MOST_KINDS:
+            self._num_others += 1
+            return
+        kind = self._rows_of.setdefault(key, _Kind([]))
+        kind.num_rows += 1
+        insort(kind.first, (index, error))
+        del kind.first[_MOST_INDICES:]
+
+    def describe(self, num_prompts: int, most_reasons: int = 5) -> str | None:
+        """How many of a call's rows failed, why, and the indices of the first of each kind; None if none did.
+
+        Args:
+            num_prompts: of the call.
+            most_reasons: how many kinds are named at most.
+        """
+        kinds = sorted(self._rows_of.values(), key=lambda kind: (-kind.num_rows, kind.first))
+        if not kinds:
+            return None
+        parts = []
+        for kind in kinds[:most_reasons]:
+            first = ", ".join(str(index) for index, _ in kind.first) + (", …" if kind.num_rows > _MOST_INDICES else "")
+            parts.append(f"{kind.num_rows} × {kind.first[0][1]} (at {first})")
+        num_named = sum(kind.num_rows for kind in kinds[:most_reasons])
+        num_errors = sum(kind.num_rows for kind in kinds) + self._num_others
+        if num_errors > num_named:
+            many = "many" if self._num_others else len(kinds) - most_reasons
+            parts.append(f"{num_errors - num_named} × {many} other reasons")
+        return f"{num_errors} of {num_prompts} prompts ended in an error: {'; '.join(parts)}"
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Errors of one reason: the first by index, with their texts, and how many there are."""
+
+    first: list[tuple[int, str]]
+    num_rows: int = 0

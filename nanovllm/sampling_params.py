@@ -1,8 +1,9 @@
 """How one request is to be sampled: a frozen value, checked when it is made."""
 
 import numbers
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 from nanovllm.checks import boolean, integer, real, seed_number, suggests_names
@@ -181,6 +182,32 @@ def one_per_prompt(given: SamplingParams | Sequence[SamplingParams], num_prompts
     if len(given) != num_prompts:
         raise ValueError(f"{len(given)} sampling_params for {num_prompts} prompts; give one for all, or one per prompt")
     return list(given)
+
+
+def with_params(prompts: Iterator[Any], given: Any) -> Iterator[tuple[Any, SamplingParams]]:
+    """Each prompt with its parameters: `given` is one for all, or an iterable with one per prompt.
+
+    Raises:
+        TypeError: `given` is neither.
+        ValueError, TypeError: raised as the pairs are read: it ends before the prompts, or holds something else.
+    """
+    if isinstance(given, SamplingParams):
+        return zip(prompts, repeat(given), strict=False)
+    if not isinstance(given, Iterable):
+        raise TypeError(
+            f"sampling_params must be a SamplingParams or an iterable of them, not a {type(given).__name__}"
+        )
+    return _zip_params(prompts, iter(given))
+
+
+def _zip_params(prompts: Iterator[Any], given: Iterator[Any]) -> Iterator[tuple[Any, SamplingParams]]:
+    for index, prompt in enumerate(prompts):
+        params = next(given, None)
+        if params is None:
+            raise ValueError(f"sampling_params end before prompt {index}; give one for all, or one per prompt")
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params[{index}] must be a SamplingParams, not {repr(params)[:200]}")
+        yield prompt, params
 
 
 def _in_range(name: str, value: Any, least: float, least_means: str = "", most: float | None = None) -> float:

@@ -12,6 +12,8 @@ from nanovllm.prompts import Row, as_token_ids, check_messages, without_dict
 from nanovllm.sampling_params import SamplingParams
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+# What ends the program or its generators, and is no fault of a row.
+_EXITS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 _NO_TOKENIZER = "the model has no tokenizer"
 
 
@@ -78,7 +80,9 @@ class Text:
             options["split_special_tokens"] = True
         try:
             return self.tokenizer(texts, **options)["input_ids"]
-        except Exception as error:  # tokenizers raise what they like
+        except BaseException as error:  # tokenizers raise what they like, and a panic of theirs is no Exception
+            if isinstance(error, _EXITS):
+                raise
             if len(texts) == 1:
                 return [ValueError(f"the prompt cannot be tokenized: {_why_no_text(texts[0]) or error}")]
             return [self._encode([text], add_special_tokens, splits_special)[0] for text in texts]
@@ -161,20 +165,32 @@ class Text:
 
     # From completions to text
 
-    def complete(self, completions: Sequence[tuple[list[int], SamplingParams]]) -> list[tuple[str, str | None]]:
+    def complete(
+        self, completions: Sequence[tuple[list[int], SamplingParams]]
+    ) -> list[tuple[str | ValueError, str | None]]:
         """Each completion's text, cut at its first stop string, and that string, or None if there is none. The text is
-        empty without a tokenizer and with `detokenize=False`."""
-        texts: list[tuple[str, str | None]] = [("", None)] * len(completions)
+        empty without a tokenizer and with `detokenize=False`, and a ValueError where the tokenizer fails."""
+        texts: list[tuple[str | ValueError, str | None]] = [("", None)] * len(completions)
         for skips in (True, False) if self.tokenizer is not None else ():
             rows = [
                 row
                 for row, (_, params) in enumerate(completions)
                 if params.detokenize and params.skip_special_tokens is skips
             ]
-            decoded = self.decode([completions[row][0] for row in rows], skips) if rows else []
+            decoded = self._decode_each([completions[row][0] for row in rows], skips) if rows else []
             for row, text in zip(rows, decoded, strict=True):
-                texts[row] = self._cut(text, *completions[row])
+                texts[row] = (text, None) if isinstance(text, ValueError) else self._cut(text, *completions[row])
         return texts
+
+    def _decode_each(self, completions: list[list[int]], skip_special_tokens: bool) -> Sequence[str | ValueError]:
+        try:
+            return self.decode(completions, skip_special_tokens)
+        except BaseException as error:  # as in `_encode`
+            if isinstance(error, _EXITS):
+                raise
+            if len(completions) == 1:
+                return [ValueError(f"the completion cannot be decoded: {error}")]
+            return [self._decode_each([completion], skip_special_tokens)[0] for completion in completions]
 
     def decode(self, completions: list[list[int]], skip_special_tokens: bool) -> list[str]:
         """The text of each list of token ids."""
@@ -283,6 +299,14 @@ class StopStrings:
         self._num_tokens = 0
 
     def __call__(self, token_id: int) -> bool:
+        try:
+            return self._ends(token_id)
+        except BaseException as error:
+            if isinstance(error, _EXITS):
+                raise
+            return True  # the tokenizer fails; the whole completion's text will say so
+
+    def _ends(self, token_id: int) -> bool:
         self._num_tokens += 1
         skips = self._params.skip_special_tokens
         if self._num_tokens <= self._params.min_tokens or not self._text.has_text(token_id, skips):

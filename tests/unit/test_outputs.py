@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from nanovllm import CompletionOutput, RequestOutput
-from nanovllm.outputs import describe_errors
+from nanovllm.outputs import ErrorSummary
 
 COMPLETION = CompletionOutput(0, "42", [52, 50, 258], "stop", 258)
 OUTPUT = RequestOutput("7", "What?", [1, 2, 3], [COMPLETION, CompletionOutput(1, "6", [54], "length")], 2)
@@ -71,23 +71,24 @@ def test_it_survives_pickling_and_compares_by_value():
 # What is said of the rows that failed
 
 
-def row(error: str | None) -> RequestOutput:
-    completion = CompletionOutput(0, "", [], "length" if error is None else "error")
-    return RequestOutput("0", None, [], [completion], error=error)
+def summary(errors: dict[int, str]) -> ErrorSummary:
+    """In no order: rows fail when they fail."""
+    found = ErrorSummary()
+    for index in sorted(errors, key=lambda index: index * 7 % 11):
+        found.add(index, errors[index])
+    return found
 
 
 def test_rows_that_did_not_fail_are_not_spoken_of():
-    assert describe_errors({}, 2) is None
-    assert describe_errors({0: row(None), 1: row(None)}, 2) is None
+    assert summary({}).describe(2) is None
 
 
 def test_errors_are_grouped_by_reason_with_the_first_rows_of_each():
     """A million rows that are too long, each with its own length, are one reason and not a million lines."""
-    outputs = {index: row(None) for index in range(100)}
-    outputs.update({index: row(f"the prompt's {index} tokens leave no room") for index in range(90, 40, -5)})
-    outputs[7] = row("a prompt must be a string or a list of token ids, not None")
-    outputs[3] = row("a prompt must be a string or a list of token ids, not 1.5")
-    assert describe_errors(outputs, 200) == (
+    errors = {index: f"the prompt's {index} tokens leave no room" for index in range(90, 40, -5)}
+    errors[7] = "a prompt must be a string or a list of token ids, not None"
+    errors[3] = "a prompt must be a string or a list of token ids, not 1.5"
+    assert summary(errors).describe(200) == (
         "12 of 200 prompts ended in an error: 10 × the prompt's 45 tokens leave no room (at 45, 50, 55, 60, 65, …); "
         "2 × a prompt must be a string or a list of token ids, not 1.5 (at 3, 7)"
     )
@@ -95,10 +96,23 @@ def test_errors_are_grouped_by_reason_with_the_first_rows_of_each():
 
 def test_of_many_reasons_only_the_most_frequent_are_named():
     letters = "abcdefgh"
-    outputs = {index: row(f"reason {letters[index % 8]}") for index in range(20)}
-    text = describe_errors(outputs, 200)
+    text = summary({index: f"reason {letters[index % 8]}" for index in range(20)}).describe(200)
     assert text.startswith("20 of 200 prompts ended in an error: 3 × reason a (at 0, 8, 16); 3 × reason b")
     assert text.count("(at ") == 5 and text.endswith("; 6 × 3 other reasons")
+
+
+def test_a_million_reasons_take_no_more_memory_than_a_thousand():
+    """The tokenizer's words may differ from row to row."""
+    found = summary({})
+    for index in range(5000):
+        found.add(index, "x" * index)
+    assert len(found._rows_of) == 1000
+    assert found.describe(6000).startswith("5000 of 6000 prompts") and "4995 × many other reasons" in found.describe(
+        6000
+    )
+    for index in range(5000, 6000):
+        found.add(index, "")
+    assert found.describe(6000).startswith("6000 of 6000 prompts ended in an error: 1001 ×  (at 0, 5000, 5001,")
 
 
 def test_in_asks_for_a_field():

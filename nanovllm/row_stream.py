@@ -1,0 +1,232 @@
+"""Rows through the engine: prompts are read ahead within a window, computed together, and come back as they finish."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from itertools import islice
+from typing import Any, cast
+
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import CompletionOutput, ErrorSummary, FinishReason, RequestOutput
+from nanovllm.prompts import Row
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text import Text
+
+# Texts are tokenized in pieces of so many: a tokenizer takes ten times a text's memory while it works.
+_ROWS_OF_PIECE = 256
+# Rows that are read before the oldest one has finished, for each that can run at a time.
+_ROWS_AHEAD = 16
+
+
+class RowStream:
+    """The rows of one call.
+
+    A row's number is its place in the call; the window keeps what is read within reach of the oldest row that has not
+    finished. So memory stays flat however many rows there are, and no row waits for ever behind longer ones.
+
+    Args:
+        engine: computes them.
+        text: tokenizes and decodes.
+        source: prompts or conversations, each with its parameters; may be endless.
+        encode: makes rows of some of them.
+        raises: raise for a row that cannot run, before any row runs; all rows are read first then.
+    """
+
+    def __init__(
+        self,
+        engine: LLMEngine,
+        text: Text,
+        source: Iterator[tuple[Any, SamplingParams]],
+        encode: Callable[[list[Any]], list[Row]],
+        raises: bool = False,
+    ):
+        self.num_read = 0
+        self.errors = ErrorSummary()
+        self._engine, self._text, self._source, self._encode, self._raises = engine, text, source, encode, raises
+        self._window = None if raises else _ROWS_AHEAD * engine.info.max_num_seqs
+        self._is_exhausted = False
+        self._running: dict[int, tuple[int, Row]] = {}  # request id -> its row, with the row's number; in their order
+
+    def run(self) -> Iterator[dict[int, RequestOutput]]:
+        """After each step, what has finished, by number. First the rows that cannot run."""
+        while True:
+            refused = self._read()
+            if refused:
+                yield refused
+            if self._engine.is_finished():
+                if self._running:
+                    raise RuntimeError("the engine was emptied while this call had requests in it")
+                if self._is_exhausted:
+                    return
+                continue
+            finished = self._outputs_of(self._engine.step())
+            if finished:
+                yield finished
+
+    def abort(self) -> None:
+        """Ends what runs, between two steps; the cache keeps what was computed."""
+        for seq_id in list(self._running):
+            self._engine.abort(seq_id)
+        while not self._engine.is_finished():  # a step may be in flight
+            self._engine.step()
+        self._running.clear()
+
+    # Reading
+
+    def _read(self) -> dict[int, RequestOutput]:
+        """Adds rows until the window is full; returns those that cannot run."""
+        refused: dict[int, RequestOutput] = {}
+        while not self._is_exhausted and len(refused) < _ROWS_OF_PIECE and (room := self._room()) > 0:
+            piece = list(islice(self._source, room))
+            self._is_exhausted = len(piece) < room
+            rows = self._encode([prompt for prompt, _ in piece])
+            for row, (_, params) in zip(rows, piece, strict=True):
+                if (output := self._add(row, params)) is not None:
+                    refused[self.num_read] = output
+                self.num_read += 1
+            # Tokenizing takes long, and enough rows are there to begin with.
+            has_text = any(row.text is not None for row in rows)
+            if has_text and not self._raises and len(self._running) >= self._engine.info.max_num_seqs:
+                break
+        return refused
+
+    def _room(self) -> int:
+        if self._window is None:
+            return _ROWS_OF_PIECE
+        oldest = next(iter(self._running.values()))[0] if self._running else self.num_read
+        return min(_ROWS_OF_PIECE, oldest + self._window - self.num_read)
+
+    def _add(self, row: Row, params: SamplingParams) -> RequestOutput | None:
+        """Adds a row's request, or returns the output of a row that cannot run."""
+        error, predicate = row.error, None
+        try:
+            predicate = self._text.stop_strings(params)
+            if params.bad_words:
+                params = replace(params, bad_words=self._text.bad_words_as_ids(params.bad_words))
+        except ValueError as problem:
+            error = error or problem
+        try:
+            # A row that cannot run goes to the engine as an empty prompt, so that it uses up its number too.
+            seq_id = self._engine.add_request(row.token_ids if error is None else [], params, predicate)
+            self._running[seq_id] = self.num_read, row
+            return None
+        except ValueError as problem:
+            reason = str(error or problem)
+            if self._raises:
+                raise ValueError(f"prompt {self.num_read}: {reason}") from None
+            return self._output(self.num_read, row, CompletionOutput(0, "", [], "error"), 0, reason)
+
+    # Finished rows
+
+    def _outputs_of(self, sequences: list[Sequence]) -> dict[int, RequestOutput]:
+        texts = self._text.complete([(seq.completion_token_ids, seq.sampling_params) for seq in sequences])
+        outputs: dict[int, RequestOutput] = {}
+        for seq, (text, stop) in zip(sequences, texts, strict=True):
+            number, row = self._running.pop(seq.seq_id)
+            reason, error = cast(FinishReason, seq.finish_reason), seq.error
+            if isinstance(text, ValueError):
+                text, reason, error = "", "error", error or str(text)
+            completion = CompletionOutput(0, text, seq.completion_token_ids, reason, self._stop_reason(seq, stop))
+            outputs[number] = self._output(number, row, completion, seq.num_cached_tokens, error)
+        return outputs
+
+    def _stop_reason(self, seq: Sequence, stop: str | None) -> int | str | None:
+        """See CompletionOutput; `stop` is the stop string in the text."""
+        if seq.finish_reason != "stop":
+            return None
+        last = seq.token_ids[-1]
+        if last not in seq.stop_token_ids:
+            return stop
+        is_models_own = last in self._engine.eos_token_ids and not seq.sampling_params.ignore_eos
+        return None if is_models_own else last
+
+    def _output(
+        self, number: int, row: Row, completion: CompletionOutput, num_cached_tokens: int, error: str | None
+    ) -> RequestOutput:
+        if error is not None:
+            self.errors.add(number, error)
+        return RequestOutput(str(number), row.text, row.token_ids, [completion], num_cached_tokens, error)
+
+
+def keep_outputs(error: BaseException, outputs: dict[int, RequestOutput]) -> None:
+    """Lets an exception carry what had finished: its `finished_outputs`, by number."""
+    error.finished_outputs = outputs  # type: ignore[attr-defined]
+
+
+class OutputIterator(Iterator[RequestOutput]):
+    """What `LLM.generate_iter` returns: computes as far as the next output needs.
+
+    Dropping it, or `close()`, aborts what runs. An exception ends it; `finished_outputs` of the exception holds outputs
+    that had finished and were not yet given out, by number.
+
+    Args:
+        rows: the call's.
+        running: guards the engine while this iterator uses it.
+        finish: is called once, at the end; True if the rows were cut off by an exception.
+        is_ordered: give outputs in the prompts' order, else as they finish.
+    """
+
+    def __init__(
+        self,
+        rows: RowStream,
+        running: Callable[[], AbstractContextManager[Callable[[], None]]],
+        finish: Callable[[bool], None],
+        is_ordered: bool,
+    ):
+        self._rows, self._steps = rows, rows.run()
+        self._running, self._finish, self._is_ordered = running, finish, is_ordered
+        self._held: dict[int, RequestOutput] = {}
+        self._ready: deque[int] = deque()  # numbers of held outputs that may be given out
+        self._next = 0
+        self._is_open = True
+
+    def __next__(self) -> RequestOutput:
+        while not self._ready:
+            if not self._is_open:
+                raise StopIteration
+            self._advance()
+        return self._held.pop(self._ready.popleft())
+
+    def _advance(self) -> None:
+        with self._running() as before_step:
+            try:
+                before_step()
+                finished = next(self._steps, None)
+                if finished is None:
+                    self._end(was_cut=False)
+                    return
+                self._held.update(finished)
+                if not self._is_ordered:
+                    self._ready.extend(finished)
+                while self._is_ordered and self._next in self._held:
+                    self._ready.append(self._next)
+                    self._next += 1
+            except BaseException as error:
+                keep_outputs(error, self._held)
+                self._end(was_cut=True)
+                raise
+
+    def close(self) -> None:
+        """Aborts what has not finished, and ends the iteration. Calling it again does nothing."""
+        if not self._is_open:
+            return
+        with self._running():
+            is_aborted = False
+            try:
+                self._rows.abort()
+                is_aborted = True
+            finally:
+                self._held, self._ready = {}, deque()
+                self._end(was_cut=not is_aborted)
+
+    def _end(self, was_cut: bool) -> None:
+        self._is_open = False
+        self._finish(was_cut)
+
+    def __del__(self) -> None:
+        # Also of an object whose constructor failed. Another thread's call may be running, which then cleans up.
+        if getattr(self, "_is_open", False):
+            with suppress(Exception):
+                self.close()
