@@ -7,6 +7,7 @@
 import importlib
 import logging
 import os
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -58,12 +59,16 @@ class AttentionBackend(Protocol):
     ) -> PrefixGroups | None:
         """Which of these decodes share leading blocks, so that `attend` can read those once for all of them.
 
-        The answer holds while the same rows go on decoding and their `split_lengths` stay. It goes into the metadata,
-        and the backend keeps nothing. None if nothing is shared.
+        The answer holds while the same rows go on decoding and their `split_lengths` do not change. It goes into the
+        metadata, and the backend keeps nothing. None if nothing is shared.
         """
 
     def split_lengths(self, context_lens: np.ndarray) -> np.ndarray:
-        """Keys of each split of sequences with so many keys, for a backend that reads shared splits once: int, [n]."""
+        """How many keys a split has in sequences of `context_lens` keys: int, [n]. Only a backend with
+        `most_shared_splits` is asked."""
+
+    def kernels(self, most_decodes: int, has_prompts: bool) -> Hashable:
+        """What captured steps of other sizes differ in, if they need other kernels."""
 
     def plan(self, metadata: AttentionMetadata) -> Any:
         """What `attend` wants to know beforehand, once per step for all layers; goes into `metadata.plan`."""

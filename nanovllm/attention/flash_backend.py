@@ -51,6 +51,9 @@ class FlashAttention:
     def split_lengths(self, context_lens):
         return context_lens
 
+    def kernels(self, most_decodes: int, has_prompts: bool) -> None:
+        return None
+
     def plan(self, metadata: AttentionMetadata) -> PrefillPlan | None:
         if metadata.query_tiles is None:
             return None

@@ -1,8 +1,8 @@
 """Finds the decodes that share their first keys, so that attention reads those once for all of them.
 
-A row's keys are split at multiples of a length. Rows with the same length share a split if they share its blocks and
-every split before it. Sharing a block does not prove sharing those before
-it: a row may hold an equal copy of one of them.
+A row's keys are split at multiples of its split length. Rows with the same split length share a split if they share its
+blocks and every split before it. Sharing a block does not prove sharing those before it: a row may hold an equal copy
+of one of them.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def find_prefix_groups(
     """The groups among decodes with these block tables; None if nothing is shared.
 
     Args:
-        split_lengths: keys in a split of each row, multiples of block_size.
+        split_lengths: of each row, how many keys a split has; multiples of block_size.
         most_members: rows of one item.
     """
     # A prefix is known by the prefix before it (-1: none) and its own last split's blocks.

@@ -124,6 +124,9 @@ class SDPAAttention:
     def split_lengths(self, context_lens):
         return context_lens
 
+    def kernels(self, most_decodes: int, has_prompts: bool) -> None:
+        return None
+
     def plan(self, metadata: AttentionMetadata) -> SDPAPlan:
         starts = metadata.cu_seqlens_q.cpu().numpy().astype(np.int64)
         lengths = metadata.context_lens.cpu().numpy().astype(np.int64)

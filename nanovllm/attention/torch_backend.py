@@ -34,6 +34,9 @@ class TorchAttention:
     def split_lengths(self, context_lens):
         return context_lens
 
+    def kernels(self, most_decodes: int, has_prompts: bool) -> None:
+        return None
+
     def plan(self, metadata: AttentionMetadata) -> None:
         return None
 

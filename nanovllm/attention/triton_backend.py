@@ -1,11 +1,10 @@
 """Attention by kernels of our own, in Triton: any GPU, dtype and block size that is a multiple of 16.
 
-Decodes are split over their keys, and the partial results are merged in order. How long the splits of a sequence are
-follows from its own length, so it does not depend on its neighbours. `plan` lists the splits on the device, and a fixed
-grid works the list off, so a captured step serves any lengths. One program reads a split's keys once for all query
-heads of their group, and once for all decodes that share it: the idea of cascade inference (Ye et al., FlashInfer,
-2024), with any number of prefixes. The softmax is the online one of FlashAttention (Dao, 2023), in base 2; the plain
-twin is TorchAttention.
+Decodes are split over their keys, and the partial results are merged in order. A sequence's own length decides how long
+its splits are; its neighbours have no influence. `plan` lists the splits on the device, and a fixed grid works the list
+off, so a captured step serves any lengths. One program reads a split's keys once for all query heads of their group,
+and once for all decodes that share it: the idea of cascade inference (Ye et al., FlashInfer, 2024), with any number of
+prefixes. The softmax is the online one of FlashAttention (Dao, 2023), in base 2; the plain twin is TorchAttention.
 """
 
 from dataclasses import dataclass
@@ -19,17 +18,18 @@ from nanovllm.attention.prefix_groups import PrefixGroups, find_prefix_groups
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin, let_next_come, wait
 from nanovllm.ops.kernel import jit, shared_memory, tl, triton
 
-# Keys of a split, up to so many splits; then it is twice as long, and longer only to stay within _MOST_SPLITS. Short
-# splits give few sequences to all processors. Each costs a partial result, which long sequences feel.
+# A sequence of up to _SHORT_SPLITS × _SHORTEST_SPLIT keys has splits of _SHORTEST_SPLIT keys. A longer one has splits
+# of twice that, doubled further only to stay within _MOST_SPLITS. Short splits let few sequences occupy all processors.
+# But each split costs a partial result, and long sequences have many.
 _SHORTEST_SPLIT = 256
 _SHORT_SPLITS = tl.constexpr(4)
 _MOST_SPLITS = tl.constexpr(32)
 # Keys of a tile.
 _KEYS = 64
-# Tiles that a program of the decode kernel reads ahead, if they fit: 5 occupy a processor. The list's short splits of
-# more decodes than this, and prompts beside them, are served better by several programs per processor.
-_MOST_TILES_AHEAD = 5
-_MOST_DECODES_AHEAD = 256
+# Pipeline stages of the decode kernel, if shared memory allows. Beside prompts, or with more decodes than this, two
+# stages and more programs per processor are faster.
+_NUM_STAGES = 5
+_MOST_DECODES_OF_STAGES = 256
 # Queries (rows that share a split × the heads of a group) that one program attends together.
 _QUERIES_OF_GROUP = 64
 # Heads that a program merges, a warp for each, and how many of their splits at a time.
@@ -89,11 +89,15 @@ class TritonAttention:
         self._num_programs, self._num_grouped_programs = 32 * num_processors, 2 * num_processors
         self._rows = triton.next_power_of_2(shape.max_num_seqs)  # always the same, for one compilation
         self._width = triton.next_power_of_2(shape.head_dim)
+        # Triton 3.4 buffers one tile of keys and values less than there are stages, later versions half as many.
         tile = 2 * _KEYS * self._width * shape.dtype.itemsize
-        self._tiles_ahead = max(2, min(_MOST_TILES_AHEAD, (shared_memory(shape.device) - 2**14) // tile))
+        self._has_stages = (_NUM_STAGES - 1) * tile + 2**13 <= shared_memory(shape.device)
 
     def split_lengths(self, context_lens: np.ndarray) -> np.ndarray:
         return split_lengths(context_lens)
+
+    def kernels(self, most_decodes: int, has_prompts: bool) -> int:
+        return _NUM_STAGES if self._has_stages and most_decodes <= _MOST_DECODES_OF_STAGES and not has_prompts else 2
 
     def shared_prefixes(
         self, block_tables: list[list[int]], context_lens: list[int], block_size: int
@@ -139,7 +143,7 @@ class TritonAttention:
         shape, plan, shared = self._shape, metadata.plan[window], _shared(metadata, window)
         group_size = shape.num_heads // shape.num_kv_heads
         is_beside_prompts = metadata.query_tiles is not None
-        reads_ahead = metadata.most_decodes <= _MOST_DECODES_AHEAD and not is_beside_prompts
+        num_stages = self.kernels(metadata.most_decodes, is_beside_prompts)
         most_items = metadata.most_decodes * self._most_splits * shape.num_kv_heads
         _decode_kernel[(min(self._num_programs, most_items),)](
             q, k_cache, v_cache, metadata.block_tables, metadata.context_lens, plan.num_items, plan.item_rows,
@@ -147,8 +151,7 @@ class TritonAttention:
             q.stride(0), metadata.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
             GROUP=group_size, PADDED_GROUP=max(16, triton.next_power_of_2(group_size)), HEAD_DIM=shape.head_dim,
             WIDTH=self._width, BLOCK_SIZE=metadata.block_size, KEYS=_KEYS, IS_BESIDE_PROMPTS=is_beside_prompts,
-            WINDOW=window, num_warps=4, num_stages=self._tiles_ahead if reads_ahead else 2, **self._split,
-            **LAUNCH_OPTIONS,
+            WINDOW=window, num_warps=4, num_stages=num_stages, **self._split, **LAUNCH_OPTIONS,
         )  # fmt: skip
         if shared is not None:
             queries = max(16, triton.next_power_of_2(max(1, _QUERIES_OF_GROUP // group_size) * group_size))
@@ -199,7 +202,7 @@ def _store_kernel(k, v, k_cache, v_cache, slot_mapping, k_stride, v_stride, WIDT
 
 
 def split_lengths(context_lens: np.ndarray) -> np.ndarray:
-    """Keys of each split of sequences with so many keys: int64, the same shape."""
+    """How many keys a split has in sequences of `context_lens` keys: int64, the same shape."""
     lengths = np.where(context_lens > int(_SHORT_SPLITS) * _SHORTEST_SPLIT, 2 * _SHORTEST_SPLIT, _SHORTEST_SPLIT)
     while (is_short := lengths * int(_MOST_SPLITS) < context_lens).any():
         lengths = np.where(is_short, 2 * lengths, lengths)
@@ -207,7 +210,7 @@ def split_lengths(context_lens: np.ndarray) -> np.ndarray:
 
 
 def most_splits(max_model_len: int) -> int:
-    """Splits of a sequence of at most so many keys."""
+    """The most splits that a sequence of up to `max_model_len` keys can have."""
     in_short, in_long = (-(-max_model_len // (times * _SHORTEST_SPLIT)) for times in (1, 2))
     return min(max(min(in_short, int(_SHORT_SPLITS)), in_long), int(_MOST_SPLITS))
 

@@ -5,7 +5,7 @@ from torch import nn
 
 from nanovllm.layers.linear import PartialSum, Shard, Shards, empty_parameter, replicated_shards
 from nanovllm.ops.collectives import Parallel
-from nanovllm.ops.grouped_mlp import grouped_mlp
+from nanovllm.ops.grouped_mlp import find_pairs_of_tile, grouped_mlp
 from nanovllm.ops.route import route
 
 
@@ -86,6 +86,11 @@ class Experts(nn.Module):
         self.gate = Router(hidden_size, num_experts, **kw)
         self.gate_up_proj = ExpertColumns(num_experts, hidden_size, size, part, **kw)
         self.down_proj = ExpertRows(num_experts, hidden_size, size, part, **kw)
+
+    def kernels(self, num_tokens: int) -> int:
+        """See CausalLM.kernels."""
+        num_experts, dtype = len(self.gate.weight), self.gate_up_proj.weight.dtype
+        return find_pairs_of_tile(num_tokens * self._top_k, num_experts, dtype) if self._fused else 0
 
     def forward(self, hidden_states: torch.Tensor) -> PartialSum:
         """hidden_states: [num_tokens, hidden_size] -> the same shape"""

@@ -37,8 +37,8 @@ class PartialSum(NamedTuple):
     over the ranks. Until then code may multiply it by a number, but must not apply a nonlinear function to it, or
     add a tensor that every rank holds.
 
-    part: [num_tokens, size]; for `RMSNorm.reduce_add` on one rank also float32 [num_parts, num_tokens, size], summands
-    of that.
+    part: [num_tokens, size]. On one rank `RMSNorm.reduce_add` also takes float32 [num_parts, num_tokens, size], to be
+        summed over the parts.
     """
 
     part: torch.Tensor
@@ -175,7 +175,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 class RowParallelLinear(LinearBase):
     """The inputs are divided over the ranks; the norm that reads their products sums them over the ranks.
 
-    Rank 0 alone adds the bias. With `in_parts`, the fused product of a single rank may come in several parts.
+    Rank 0 alone adds the bias. With `in_parts`, a single rank's fused product may come as several parts, which only
+    `RMSNorm.reduce_add` sums.
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool, parallel: Parallel, in_parts: bool = False, **kw):
@@ -193,12 +194,15 @@ class RowParallelLinear(LinearBase):
         shape = (output_size, self.full_input_size)
         return {WHOLE: [Shard(shape, ((0, output_size), self.part), parameter)]}
 
+    def kernels(self, num_tokens: int) -> int:
+        """In how many parts it multiplies; see CausalLM.kernels."""
+        return num_input_parts(num_tokens, *self.weight.shape[::-1]) if self.in_parts and self.weight is not None else 1
+
     def forward(self, x: torch.Tensor) -> PartialSum:
-        """x: [num_tokens, input_size / ranks] -> [num_tokens, output_size]"""
-        if self.in_parts and self.weight is not None:
-            num_parts = num_input_parts(x.shape[0], *self.weight.shape[::-1])
-            if num_parts > 1:
-                return PartialSum(linear_in_parts(x, self.weight, num_parts))
+        """x: [num_tokens, input_size / ranks] -> [num_tokens, output_size], perhaps in parts"""
+        num_parts = self.kernels(x.shape[0])
+        if num_parts > 1 and self.weight is not None:
+            return PartialSum(linear_in_parts(x, self.weight, num_parts))
         # Every rank holds the bias, but the sum may count it only once.
         bias = self.bias if self.parallel.rank == 0 else None
         return PartialSum(linear(x, self.weight, self.packed, bias, self.fused))

@@ -49,7 +49,8 @@ class RMSNorm(nn.Module):
         """(norm(x + residual), x + residual), with the ranks' parts of x summed: the residual form of pre-norm layers.
 
         Args:
-            x: [num_tokens, size], or a PartialSum; one that is none is whole on every rank, and so is `residual` then.
+            x: a PartialSum, or a tensor [num_tokens, size] that is whole on every rank; `residual` must then be whole
+                too.
             residual: [num_tokens, size], not changed; None in the first call of a step.
 
         Returns:
@@ -65,6 +66,7 @@ class RMSNorm(nn.Module):
 
     def reduce(self, x: PartialSum) -> torch.Tensor:
         """x: [num_tokens, size] -> norm(x) with the ranks' parts summed, which is whole on every rank."""
+        assert x.part.ndim == 2, "only reduce_add takes a product in several parts"
         if self.parallel.exchange is not None:
             return self.parallel.exchange.sum_add_norm(x.part, None, self.weight, self.eps, False)[0]
         return self(self.parallel.all_reduce(x.part))

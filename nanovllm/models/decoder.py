@@ -166,6 +166,11 @@ class CausalLM(nn.Module):
         rotary = {rope: embedding.lookup(positions) for rope, embedding in self.rotary_embs.items()}
         return self.model(token_ids, rotary, kv_cache, metadata)
 
+    def kernels(self, num_tokens: int) -> tuple[int, ...]:
+        """What the layers choose by the number of tokens: steps in which it differs need different kernels."""
+        choosers = (getattr(module, "kernels", None) for module in self.model.modules())
+        return tuple(choose(num_tokens) for choose in choosers if choose is not None)
+
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [num_rows, hidden_size] -> this rank's columns of the logits; see ParallelLMHead."""
         return self.lm_head(hidden_states)

@@ -16,11 +16,13 @@ import os
 
 import torch
 
-from nanovllm.ops.kernel import jit, tl
+from nanovllm.ops.kernel import has_triton, jit, tl, triton
 
 
 def _is_supported() -> bool:
-    if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
+    if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available() or not has_triton():
+        return False
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 5):  # its kernels cannot ask for it
         return False
     every = (torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
     return min(every) >= (9, 0)

@@ -190,10 +190,7 @@ def _fused_grouped_mlp(
         routes.experts, pairs, counts, num_pairs, num_tokens, CHUNK=chunk, num_warps=max(4, chunk // 1024),
         **LAUNCH_OPTIONS,
     )  # fmt: skip
-    # A tile holds about twice the average number of pairs per expert, because each further tile of an expert reads its
-    # weights again. Products of float32 would keep too much in registers with the largest tile.
-    most_pairs = 128 if x.itemsize == 2 else 64
-    pairs_of_tile = min(most_pairs, max(16, triton.next_power_of_2(2 * num_pairs // num_experts)))
+    pairs_of_tile = find_pairs_of_tile(num_pairs, num_experts, x.dtype)
     num_tiles = num_pairs // pairs_of_tile + min(num_experts, num_pairs)
     of_hidden, of_outputs = _TILES[pairs_of_tile]
     shape = {
@@ -213,6 +210,14 @@ def _fused_grouped_mlp(
         outputs, routes.weights, out, TOP_K=top_k, HIDDEN_SIZE=hidden_size, BLOCK=block, num_warps=4, **LAUNCH_OPTIONS
     )
     return out
+
+
+def find_pairs_of_tile(num_pairs: int, num_experts: int, dtype: torch.dtype) -> int:
+    """Pairs of a token and an expert that a program takes."""
+    # A tile holds about twice the average number of pairs per expert, because each further tile of an expert reads its
+    # weights again. Products of float32 would keep too much in registers with the largest tile.
+    most_pairs = 128 if dtype.itemsize == 2 else 64
+    return min(most_pairs, max(16, triton.next_power_of_2(2 * num_pairs // num_experts)))
 
 
 def _launch_options(tile: _Tile, num_rows: int, x: torch.Tensor) -> dict[str, int]:

@@ -17,7 +17,7 @@ from nanovllm.ops.kernel import jit, tl, triton
 # oneDNN compiles and keeps a kernel, half a megabyte, for each weight shape and number of rows. So only these
 # numbers are ever asked for: fewer rows are padded, more are cut into pieces of the largest.
 _ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32), 512, 1024)
-# Where parts of the inputs pay, as measured on an H200: at most so many outputs, at least so many rows, how many parts.
+# (most outputs, fewest rows, parts) for which parts were faster on an H200; the first line that fits counts.
 _INPUT_PARTS = ((2048, 2, 4), (3072, 2, 2), (4096, 65, 2), (5120, 193, 2))
 _MOST_ROWS_IN_PARTS = 256
 
@@ -80,20 +80,20 @@ def linear(
 def num_input_parts(num_rows: int, input_size: int, output_size: int) -> int:
     """In how many parts `linear_in_parts` is to multiply; 1 if the product as a whole is as fast.
 
-    The outputs of a narrow product of few rows are too few tiles for all processors of a GPU. So several programs share
+    A narrow product of few rows has too few output tiles to occupy all processors of a GPU. So several programs share
     the inputs of a tile (split-K), and the norm that reads the product sums their parts.
     """
     if num_rows > _MOST_ROWS_IN_PARTS:
         return 1
     for most_outputs, least_rows, num_parts in _INPUT_PARTS:
         if output_size <= most_outputs and num_rows >= least_rows:
-            return num_parts if input_size % (8 * num_parts) == 0 else 1  # 16 bytes of 16-bit numbers
+            return num_parts if input_size % (8 * num_parts) == 0 else 1  # every part starts at a multiple of 16 bytes
     return 1
 
 
 def linear_in_parts(x: torch.Tensor, weight: torch.Tensor, num_parts: int) -> torch.Tensor:
     """x: [num_rows, input_size], weight: [output_size, input_size] -> float32 [num_parts, num_rows, output_size], whose
-    sum over the parts is `x @ weight.T`; each part has its share of the inputs."""
+    sum over the parts is `x @ weight.T`; each part has its share of the inputs. The plain twin is `F.linear`."""
     inputs, weights = x.unflatten(1, (num_parts, -1)), weight.unflatten(1, (num_parts, -1))
     inputs, weights = inputs.transpose(0, 1), weights.permute(1, 2, 0)
     if x.is_cuda and x.dtype != torch.float32:

@@ -27,10 +27,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, fused: bool = Fa
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, fused: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + residual), x + residual), neither is changed.
+    """(norm(x + residual), x + residual); neither input is changed.
 
     Args:
-        x: [num_rows, size], or float32 [num_parts, num_rows, size], whose sum is rounded with the residual.
+        x: [num_rows, size], or float32 [num_parts, num_rows, size], which is summed with the residual before it is
+            rounded.
         residual: [num_rows, size].
     """
     if fused:

@@ -174,7 +174,8 @@ class ModelRunner(Runner):
             load_weights(self.model, directory)
         self._pack_weights()
         # Layers with a window share no keys for long.
-        self._groups_prefixes = config.prefix_grouping and 0 in shape.windows
+        may_share = self.backend.most_shared_splits > 0 and 0 in shape.windows
+        self._groups_prefixes = config.prefix_grouping and may_share
         self._grouped = np.zeros((0, 3), np.int64)  # tenants and split lengths of the decodes last looked at
         self._is_grouped = False
         # A captured step must not ask the device for a count; only our kernels sample without one.
@@ -234,6 +235,7 @@ class ModelRunner(Runner):
         self._most_rows = min(self.max_num_seqs, config.max_num_batched_tokens)
         self._row_sizes = graph_sizes(self._most_rows)
         self._token_sizes: list[int] = []
+        self._kernels_of: dict[StepSize, Hashable] = {}
         if self._captures_prompts:
             limit = min(config.max_num_batched_tokens, self.max_num_seqs * max(1, self.max_model_len - 1))
             usual = min(self._most_tokens_beside_decodes(), limit)
@@ -253,7 +255,7 @@ class ModelRunner(Runner):
         sizes += [self._decode_size(num_rows) for num_rows in self._row_sizes]
         for size in sorted(sizes, key=lambda size: size.num_tokens, reverse=True):
             graphs.capture(*self._forward_half(size))
-        if self._groups_prefixes and self.backend.most_shared_splits:
+        if self._groups_prefixes:
             graphs.capture(*self._forward_half(self._decode_size(self._row_sizes[-1], True)))
         for num_sampled in dict.fromkeys(map(self._padded_sampled, reversed(self._row_sizes))):
             for has_filters in (True, False):
@@ -320,8 +322,16 @@ class ModelRunner(Runner):
         remainders = tuple(number % 16 for number in size[:3])  # kernels differ by how their tensors are aligned
         exchange, row_bytes = self._parallel.exchange, self.model_config.hidden_size * self.dtype.itemsize
         is_direct = exchange is not None and exchange.sends_directly(size.num_tokens, size.num_tokens * row_bytes)
-        kind = "forward", size.num_rows == 1, size.num_tiles > 0, size.is_grouped, is_direct, remainders
+        kind = "forward", size.num_rows == 1, size.is_grouped, is_direct, remainders, self._kernels(size)
         return ("forward", size), forward, kind
+
+    def _kernels(self, size: StepSize) -> Hashable:
+        """What layers and attention choose by the size."""
+        if size not in self._kernels_of:
+            has_prompts = size.num_tiles > 0
+            attention = self.backend.kernels(size.most_decodes, has_prompts)
+            self._kernels_of[size] = has_prompts, attention, self.model.kernels(size.num_tokens)
+        return self._kernels_of[size]
 
     def _sampling_half(
         self, num_sampled: int, needs: SamplingNeeds
@@ -359,7 +369,7 @@ class ModelRunner(Runner):
         # it is not looked for.
         if not self._groups_prefixes or not rows.num_cached[decodes].any():
             return False
-        # What was found for some rows holds while they go on decoding, until one of them is split otherwise.
+        # What was found for some rows holds while they go on decoding, until one of them gets longer splits.
         context_lens = rows.keys[decodes]
         grouped = np.column_stack((rows.tenants[decodes], self.backend.split_lengths(context_lens)))
         if not np.array_equal(grouped, self._grouped):

@@ -1064,15 +1064,29 @@ MUTANTS = [
     Mutant(
         "a grouped step is captured without its kernels",
         RUNNER,
-        "size.num_tiles > 0, size.is_grouped, is_direct, remainders",
-        "size.num_tiles > 0, is_direct, remainders",
+        "size.is_grouped, is_direct, remainders, self",
+        "is_direct, remainders, self",
         ("test_cuda_graph.py::test_what_needs_other_kernels_is_of_another_kind",),
     ),
     Mutant(
         "sums that take another way are captured without their kernel",
         RUNNER,
-        "size.num_tiles > 0, size.is_grouped, is_direct, remainders",
-        "size.num_tiles > 0, size.is_grouped, remainders",
+        "size.is_grouped, is_direct, remainders, self",
+        "size.is_grouped, remainders, self",
+        ("test_cuda_graph.py::test_what_needs_other_kernels_is_of_another_kind",),
+    ),
+    Mutant(
+        "products in other parts are captured without their kernels",
+        RUNNER,
+        "has_prompts, attention, self.model.kernels(size.num_tokens)",
+        "has_prompts, attention",
+        ("test_cuda_graph.py::test_what_needs_other_kernels_is_of_another_kind",),
+    ),
+    Mutant(
+        "attention of fewer decodes is captured without its kernel",
+        RUNNER,
+        "has_prompts, attention, self.model.kernels(size.num_tokens)",
+        "has_prompts, self.model.kernels(size.num_tokens)",
         ("test_cuda_graph.py::test_what_needs_other_kernels_is_of_another_kind",),
     ),
     Mutant(

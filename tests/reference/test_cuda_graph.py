@@ -40,6 +40,8 @@ def make_runner(
     runner._parallel, runner._captures_prompts, runner.graphs = Parallel(0, num_ranks), captures_prompts, "captured"
     runner.model_config, runner.max_num_seqs = SimpleNamespace(hidden_size=1024), max_num_seqs
     runner.max_model_len, runner.dtype = 4096, torch.bfloat16
+    runner.model = SimpleNamespace(kernels=lambda num_tokens: num_tokens > 64)
+    runner.backend = SimpleNamespace(kernels=lambda most_decodes, has_prompts: most_decodes > 256, most_shared_splits=8)
     runner._choose_sizes(Config("none", max_num_seqs=max_num_seqs, max_num_batched_tokens=most_tokens))
     return runner
 
@@ -464,12 +466,10 @@ def test_what_the_first_requests_want_is_captured_at_the_start_the_largest_first
     captured when they are first wanted; of a step with groups the kernels are compiled here."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(model_runner, "CudaGraphs", Captures)
-    for captures_prompts, groups_prefixes, most_splits in (
-        (False, True, 8), (False, True, 0), (False, False, 8), (True, True, 8), (True, False, 0),
-    ):  # fmt: skip
+    for captures_prompts, groups_prefixes in ((False, True), (False, False), (True, True), (True, False)):
         runner = make_runner(20, most_tokens=256, captures_prompts=captures_prompts)
         runner.table, runner.device = SimpleNamespace(parked=None), torch.device("cpu")
-        runner._groups_prefixes, runner.backend = groups_prefixes, SimpleNamespace(most_shared_splits=most_splits)
+        runner._groups_prefixes = groups_prefixes
         runner._capture()
         sizes = [key[1] for key in runner.graphs if key[0] == "forward"]
         plain = [size for size in sizes if not size.is_grouped]
@@ -479,7 +479,7 @@ def test_what_the_first_requests_want_is_captured_at_the_start_the_largest_first
         }
         with_prompts = {size for size in plain if size.num_tiles}
         assert {size.num_tokens for size in with_prompts} == ({64, 128, 192, 256} if captures_prompts else set())
-        grouped = [runner._decode_size(20, True)] if groups_prefixes and most_splits else []
+        grouped = [runner._decode_size(20, True)] if groups_prefixes else []
         assert [size for size in sizes if size.is_grouped] == grouped and sizes[len(plain) :] == grouped
         samplings = [key[1:] for key in runner.graphs if key[0] == "sample"]
         assert samplings == [(n, SamplingNeeds(f)) for n in (20, 16, 8, 4, 2, 1) for f in (True, False)]
@@ -513,6 +513,9 @@ def test_what_needs_other_kernels_is_of_another_kind():
     keys, _, kinds = zip(*map(runner._forward_half, sizes), strict=True)
     assert keys == tuple(("forward", size) for size in sizes) and len(set(kinds)) == len(sizes)
     assert runner._forward_half(StepSize(32, 32, 32, 0, 32, 1, False))[2] == kinds[2]
+    # Narrow products of few rows come in parts, and attention of few decodes has more stages.
+    large = [runner._forward_half(StepSize(n, n, n, 0, n, 1, False))[2] for n in (64, 80, 256, 272)]
+    assert large[0] == kinds[2] != large[1] == large[2] != large[3] and large[3] != kinds[2]
     needs = [SamplingNeeds(), SamplingNeeds(True, 0), SamplingNeeds(True, 1), SamplingNeeds(True, 2)]
     samplings = [(16, need) for need in needs] + [(1, needs[0]), (17, needs[0])]
     keys, _, kinds = zip(*(runner._sampling_half(*sampling) for sampling in samplings), strict=True)

@@ -139,9 +139,12 @@ def test_a_window_that_no_sequence_outgrows_costs_nothing(tmp_path):
     options = {**FAMILIES["mistral"][2](random.Random(0)), "sliding_window": 50}
     save_family_model(tmp_path, "mistral", options)
     for max_model_len, window in ((50, 0), (51, 50)):
-        with LLM(str(tmp_path), device="cpu", max_model_len=max_model_len) as llm:
+        with LLM(str(tmp_path), device="cpu", attention_backend="triton", max_model_len=max_model_len) as llm:
             assert {layer.self_attn.attn.window for layer in llm.engine.runner.model.model.layers} == {window}
             assert llm.engine.runner._groups_prefixes == (window == 0)
+    # A backend that reads every key by itself is not asked.
+    with LLM(str(tmp_path), device="cpu", attention_backend="sdpa", max_model_len=50) as llm:
+        assert not llm.engine.runner._groups_prefixes
 
 
 @pytest.mark.parametrize("family", ["gemma3", "phi3", "qwen3_moe"])

@@ -166,6 +166,19 @@ def test_long_sequences_have_longer_splits(monkeypatch, window):
     ]
 
 
+@pytest.mark.parametrize(
+    "head_dim, dtype, num_bytes, num_stages",
+    [(128, torch.bfloat16, 232448, 5), (128, torch.bfloat16, 166912, 5), (128, torch.bfloat16, 101376, 2),
+     (256, torch.bfloat16, 232448, 2), (128, torch.float32, 232448, 2), (64, torch.float16, 101376, 5)],
+)  # fmt: skip
+def test_few_decodes_are_attended_in_more_stages_where_they_fit(monkeypatch, head_dim, dtype, num_bytes, num_stages):
+    """The shared memory of an H200, an A100 and a consumer's card."""
+    monkeypatch.setattr(triton_backend, "shared_memory", lambda device: num_bytes)
+    backend = TritonAttention(AttentionShape(8, 1, head_dim, dtype, CPU))
+    assert [backend.kernels(rows, False) for rows in (1, 256, 257)] == [num_stages, num_stages, 2]
+    assert backend.kernels(1, True) == 2
+
+
 @pytest.mark.parametrize("max_model_len", [1, 16, 17, 65, 100, 129, 700, 1024, 1025, 3000])
 def test_the_longest_context_has_as_many_splits_as_there_is_room_for(monkeypatch, max_model_len):
     """One more would be lost, or written into the next row's."""

@@ -351,6 +351,7 @@ def test_a_fused_product_of_few_rows_comes_in_parts_for_the_norm(dtype):
         return layer(torch.randn(rows, layer.weight.shape[1]).to(dtype)).part.ndim
 
     assert num_dims(256) == 3 and num_dims(2) == 3
+    assert [layer.kernels(rows) for rows in (1, 2, 256, 257)] == [1, 4, 4, 1]
     assert num_dims(257) == num_dims(5, 72) == num_dims(5, bias=True) == num_dims(5, num_ranks=2) == 2
     assert num_dims(5, in_parts=False) == num_dims(5, fused=False) == 2
     if dtype == torch.float32:
