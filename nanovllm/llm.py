@@ -317,7 +317,7 @@ class LLM:
             # The lock does not refuse its own thread: the call of a signal handler or of a source of prompts.
             iterator = self._iterator and self._iterator()
             if is_running(self, LLM._run_locked) or (
-                iterator is not None and is_running(iterator, OutputIterator._advance, OutputIterator.close)
+                iterator is not None and is_running(iterator, OutputIterator._compute, OutputIterator._abort)
             ):
                 raise RuntimeError("this LLM is in the middle of a call, so a signal handler cannot call or close it")
             if self._iterated is not None and self._iterated is not rows:

@@ -191,35 +191,41 @@ class OutputIterator(Iterator[RequestOutput]):
 
     def _advance(self) -> None:
         with self._running() as before_step:
-            try:
-                before_step()
-                finished = next(self._steps, None)
-                if finished is None:
-                    self._end(was_cut=False)
-                    return
-                self._held.update(finished)
-                if not self._is_ordered:
-                    self._ready.extend(finished)
-                while self._is_ordered and self._next in self._held:
-                    self._ready.append(self._next)
-                    self._next += 1
-            except BaseException as error:
-                keep_outputs(error, self._held)
-                self._end(was_cut=True)
-                raise
+            self._compute(before_step)
+
+    def _compute(self, before_step: Callable[[], None]) -> None:
+        """Goes on until some rows have finished. The engine is this iterator's while it runs."""
+        try:
+            before_step()
+            finished = next(self._steps, None)
+            if finished is None:
+                self._end(was_cut=False)
+                return
+            self._held.update(finished)
+            if not self._is_ordered:
+                self._ready.extend(finished)
+            while self._is_ordered and self._next in self._held:
+                self._ready.append(self._next)
+                self._next += 1
+        except BaseException as error:
+            keep_outputs(error, self._held)
+            self._end(was_cut=True)
+            raise
 
     def close(self) -> None:
         """Aborts what has not finished, and ends the iteration. Calling it again does nothing."""
-        if not self._is_open:
-            return
-        with self._running():
-            is_aborted = False
-            try:
-                self._rows.abort()
-                is_aborted = True
-            finally:
-                self._held, self._ready = {}, deque()
-                self._end(was_cut=not is_aborted)
+        if self._is_open:
+            with self._running():
+                self._abort()
+
+    def _abort(self) -> None:
+        is_aborted = False
+        try:
+            self._rows.abort()
+            is_aborted = True
+        finally:
+            self._held, self._ready = {}, deque()
+            self._end(was_cut=not is_aborted)
 
     def _end(self, was_cut: bool) -> None:
         self._is_open = False

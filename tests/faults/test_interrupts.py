@@ -147,9 +147,14 @@ def test_after_an_exception_anywhere_the_next_call_is_right(llm, expected, point
     assert probe.num_calls > 0
     for at in {1, probe.num_calls, rng.randint(1, probe.num_calls)}:
         kind = KeyboardInterrupt if error is signal.SIGINT else type(error)
-        with pytest.raises(kind) as caught, Fault(owner, name, at, error, rng.random() < 0.5):
-            run_victims(llm)
-        assert error is signal.SIGINT or caught.value is error
+        fault = Fault(owner, name, at, error, rng.random() < 0.5)
+        if (point, kind) == ("decode", RuntimeError):  # a completion that cannot be decoded is a row's own fault
+            with fault:
+                assert len(run_victims(llm)) == len(VICTIMS)
+        else:
+            with pytest.raises(kind) as caught, fault:
+                run_victims(llm)
+            assert error is signal.SIGINT or caught.value is error
         assert_empty(llm.engine)
         assert answer(llm) == expected
         assert_empty(llm.engine)

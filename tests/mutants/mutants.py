@@ -49,6 +49,8 @@ PREFIX_GROUPS = "attention/prefix_groups.py"
 LOADER = "models/loader.py"
 MODEL_CONFIG = "models/config.py"
 TEXT = "text.py"
+ROWS = "row_stream.py"
+LLM_PY = "llm.py"
 DECODER = "models/decoder.py"
 ROUTE = "ops/route.py"
 GROUPED = "ops/grouped_mlp.py"
@@ -1929,6 +1931,35 @@ MUTANTS = [
             "test_prefix_groups.py::test_only_whole_splits_of_written_keys_are_shared",
             "test_prefix_groups.py::test_prefixes_may_branch_and_groups_may_be_larger_than_a_tile",
         ),
+    ),
+    # Rows
+    Mutant(
+        "a row waits for ever behind longer ones of an endless stream",
+        ROWS,
+        "oldest + self._window - self.num_read",
+        "self._window - len(self._running)",
+        ("test_generate_iter.py::test_a_row_waits_no_longer_than_the_window_behind_longer_ones",),
+    ),
+    Mutant(
+        "what was finished is lost with an interrupted call",
+        LLM_PY,
+        "keep_outputs(error, outputs)",
+        "keep_outputs(error, {})",
+        ("test_generate_iter.py::test_generate_keeps_what_was_finished_when_it_is_interrupted",),
+    ),
+    Mutant(
+        "rows that an emptied engine lost are not missed",
+        ROWS,
+        'raise RuntimeError("the engine was emptied while this call had requests in it")',
+        "return",
+        ("test_generate_iter.py::test_an_engine_emptied_by_hand_is_noticed",),
+    ),
+    Mutant(
+        "a dropped iterator leaves its requests behind",
+        ROWS,
+        "            with suppress(Exception):\n                self.close()",
+        "            pass",
+        ("test_generate_iter.py::test_dropping_it_aborts_what_runs",),
     ),
     # Layers, their kernels, the loader
     Mutant(

@@ -1,0 +1,315 @@
+"""LLM.generate_iter: any iterable in, results as they finish or in order; and what an interrupted call keeps."""
+
+import gc
+import itertools
+import resource
+from types import SimpleNamespace
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.demo import MODEL_DIRECTORY
+from nanovllm.engine.sequence import Sequence
+from nanovllm.row_stream import RowStream
+from nanovllm.text import Text
+
+# Few at a time, so that the window of 32 rows is soon full.
+OPTIONS = {"device": "cpu", "max_num_seqs": 2, "max_model_len": 64}
+PROMPTS = [f"Row {index}" for index in range(40)]
+PARAMS = [SamplingParams(temperature=0, max_tokens=1 + index * 5 % 7, ignore_eos=True) for index in range(40)]
+SHORT = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+
+
+class Panic(BaseException):
+    """What a tokenizer written in Rust raises."""
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(MODEL_DIRECTORY, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(llm):
+    return llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(llm):
+    yield
+    gc.collect()
+    assert llm.engine.is_finished() and not llm.engine.scheduler.running
+    assert llm.generate("Hi", SHORT, use_tqdm=False)[0].error is None
+
+
+def plain(output):
+    """Without what depends on the cache."""
+    return output.request_id, output.prompt, output.token_ids, output.finish_reason, output.error
+
+
+def counted(prompts, seen: list):
+    for prompt in prompts:
+        seen.append(prompt)
+        yield prompt
+
+
+# Results
+
+
+@pytest.mark.parametrize("as_iterator", [list, iter, tuple])
+def test_in_order_it_gives_what_generate_gives(llm, expected, as_iterator):
+    outputs = list(llm.generate_iter(as_iterator(PROMPTS), as_iterator(PARAMS)))
+    assert list(map(plain, outputs)) == list(map(plain, expected))
+
+
+def test_as_they_finish_it_gives_the_same_with_their_numbers(llm, expected):
+    outputs = list(llm.generate_iter(PROMPTS, PARAMS, ordered=False))
+    numbers = [int(output.request_id) for output in outputs]
+    assert numbers != sorted(numbers) == list(range(40))
+    assert sorted(map(plain, outputs)) == sorted(map(plain, expected))
+
+
+def test_a_single_prompt_and_none(llm):
+    assert [plain(output) for output in llm.generate_iter("Row 0", SHORT)] == [
+        plain(output) for output in llm.generate("Row 0", SHORT, use_tqdm=False)
+    ]
+    assert list(llm.generate_iter([])) == list(llm.generate_iter(iter(()))) == []
+
+
+def test_an_endless_source_is_read_as_it_is_needed(llm):
+    """Reading runs ahead of the oldest row by 16 times the sequences that run."""
+    seen = []
+    outputs = llm.generate_iter(counted((f"Row {n}" for n in itertools.count()), seen), itertools.cycle(PARAMS))
+    assert not seen, "nothing is read before the first result is asked for"
+    for number, output in enumerate(itertools.islice(outputs, 100)):
+        assert output.request_id == str(number) and output.error is None
+        assert number < len(seen) <= number + 1 + 32 + 7
+    outputs.close()
+    assert list(outputs) == []
+    outputs.close()
+
+
+def test_a_row_waits_no_longer_than_the_window_behind_longer_ones(llm):
+    """The longest go first, and in an endless stream there is always a longer one."""
+    params = itertools.chain([SHORT], itertools.repeat(SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)))
+    outputs = llm.generate_iter((f"Row {n}" for n in itertools.count()), params, ordered=False)
+    numbers = [int(output.request_id) for output in itertools.islice(outputs, 40)]
+    assert 0 in numbers[:34]
+
+
+def test_bad_rows_come_in_their_places_and_are_logged_at_the_end(llm, caplog):
+    prompts = ["One", "", None, "Two", [70000], "Three"]
+    outputs = list(llm.generate_iter(iter(prompts), SHORT))
+    assert [output.finish_reason for output in outputs] == ["length", "error", "error", "length", "error", "length"]
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "nanovllm.llm"]
+    assert message.startswith("3 of 6 prompts ended in an error")
+
+
+def test_an_endless_source_of_bad_rows_gives_error_rows(llm):
+    outputs = llm.generate_iter(itertools.repeat(""), SHORT)
+    errors = {output.error for output in itertools.islice(outputs, 1000)}
+    assert errors == {"the prompt is empty; it needs at least one token"}
+
+
+# One call at a time
+
+
+def test_until_it_ends_the_llm_refuses_other_calls(llm):
+    outputs = llm.generate_iter(PROMPTS, PARAMS)
+    first = next(outputs)
+    for call in (lambda: llm.generate("Hi", SHORT, use_tqdm=False), lambda: llm.generate_iter("Hi", SHORT)):
+        with pytest.raises(RuntimeError, match="an iterator of generate_iter has not finished: exhaust it, or close"):
+            call()
+    assert [first, *outputs][-1].request_id == "39"
+    llm.generate("Hi", SHORT, use_tqdm=False)
+
+
+def test_dropping_it_aborts_what_runs(llm):
+    first = next(llm.generate_iter(PROMPTS, PARAMS))
+    assert first.request_id == "0" and llm.engine.is_finished()
+    outputs = llm.generate_iter(PROMPTS, PARAMS)
+    next(outputs)
+    assert not llm.engine.is_finished()
+    del outputs
+    assert llm.engine.is_finished()
+    never = llm.generate_iter(PROMPTS, PARAMS)  # not even begun
+    del never
+
+
+def test_the_source_may_not_call_the_llm(llm):
+    def prompts():
+        yield "One"
+        yield llm.generate("Two", SHORT, use_tqdm=False)[0].text
+
+    with pytest.raises(RuntimeError, match="in the middle of a call"):
+        list(llm.generate_iter(prompts(), SHORT))
+
+
+def test_an_engine_emptied_by_hand_is_noticed(llm):
+    """The rest of the rows would be missing."""
+    outputs = llm.generate_iter(PROMPTS, PARAMS)
+    next(outputs)
+    llm.engine.reset()
+    with pytest.raises(RuntimeError, match="the engine was emptied while this call had requests in it"):
+        list(outputs)
+    assert list(outputs) == []
+
+
+def test_closing_the_llm_ends_it():
+    with LLM(MODEL_DIRECTORY, **OPTIONS) as llm:
+        outputs = llm.generate_iter(PROMPTS, PARAMS)
+        next(outputs)
+    with pytest.raises(RuntimeError):
+        list(outputs)
+
+
+# Arguments
+
+
+def test_what_is_wrong_at_once_is_said_at_once(llm):
+    with pytest.raises(TypeError, match="ordered must be True or False"):
+        llm.generate_iter(PROMPTS, SHORT, ordered="yes")
+    with pytest.raises(TypeError, match="sampling_params must be a SamplingParams or an iterable of them, not a int"):
+        llm.generate_iter(PROMPTS, 5)
+    with pytest.raises(TypeError, match="prompts must be a string"):
+        llm.generate_iter({"a", "b"}, SHORT)
+
+
+def test_parameters_that_end_too_soon_are_an_error_that_keeps_what_was_finished(llm):
+    with pytest.raises(ValueError, match="sampling_params end before prompt 3; give one for all, or one per prompt"):
+        list(llm.generate_iter(PROMPTS, PARAMS[:3]))
+    with pytest.raises(TypeError, match=r"sampling_params\[1\] must be a SamplingParams, not 5"):
+        list(llm.generate_iter(PROMPTS, [SHORT, 5]))
+
+
+# What an interrupted call keeps
+
+
+def test_a_source_that_fails_ends_it_with_what_was_finished(llm, expected):
+    def prompts():
+        yield from PROMPTS[:39]
+        raise OSError("the disk is gone")
+
+    found = []
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        found.extend(llm.generate_iter(prompts(), PARAMS))
+    kept = caught.value.finished_outputs
+    assert found and all(plain(output) == plain(expected[number]) for number, output in kept.items())
+    assert not {int(output.request_id) for output in found} & set(kept)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the device is lost")], ids=repr)
+def test_generate_keeps_what_was_finished_when_it_is_interrupted(llm, expected, monkeypatch, error):
+    """Hours of work were once lost to one key."""
+    step, num_steps = llm.engine.step, itertools.count()
+
+    def interrupted():
+        if next(num_steps) == 60:
+            raise error
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(type(error)) as caught:
+        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    monkeypatch.undo()
+    kept = caught.value.finished_outputs
+    assert 5 < len(kept) < 40
+    assert all(plain(output) == plain(expected[number]) for number, output in kept.items())
+
+
+# Faults of the tokenizer are those of a row
+
+
+@pytest.mark.parametrize("error", [Panic("11 million spaces"), ValueError("no"), RuntimeError("no")], ids=repr)
+def test_a_tokenizer_that_fails_on_a_prompt_spares_the_others(llm, monkeypatch, error):
+    tokenizer = llm.get_tokenizer()
+    real = type(tokenizer).__call__
+
+    def failing(self, texts, **options):
+        if "bad" in texts:
+            raise error
+        return real(self, texts, **options)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", failing)
+    outputs = llm.generate(["One", "bad", "Two"], SHORT, use_tqdm=False)
+    assert [output.error is None for output in outputs] == [True, False, True]
+    assert f"cannot be tokenized: {error}" in outputs[1].error and outputs[1].prompt == "bad"
+
+
+@pytest.mark.parametrize("stop", [None, "never"])
+@pytest.mark.parametrize("error", [Panic("no"), TypeError("NoneType")], ids=repr)
+def test_a_completion_that_cannot_be_decoded_keeps_its_tokens(llm, monkeypatch, error, stop):
+    """With a padded vocabulary a byte tokenizer lost all rows of a call for one."""
+    greedy = {"temperature": 0, "max_tokens": 3, "ignore_eos": True}
+    params = [
+        SamplingParams(**greedy, logit_bias={65: 100}),
+        SamplingParams(**greedy, logit_bias={66: 100}, stop=stop),
+    ]
+    real = Text.decode
+
+    def failing(self, completions, skip_special_tokens):
+        if any(66 in completion for completion in completions):
+            raise error
+        return real(self, completions, skip_special_tokens)
+
+    monkeypatch.setattr(Text, "decode", failing)
+    good, bad = llm.generate(["One", "Two"], params, use_tqdm=False)
+    assert good.text == "AAA" and good.error is None
+    assert bad.finish_reason == "error" and f"the completion cannot be decoded: {error}" in bad.error
+    assert bad.text == "" and bad.token_ids == [66] * (3 if stop is None else 1)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit()], ids=repr)
+def test_what_ends_the_program_is_no_fault_of_a_row(llm, monkeypatch, error):
+    def failing(*args, **options):
+        raise error
+
+    for owner, name in ((type(llm.get_tokenizer()), "__call__"), (Text, "decode")):
+        with monkeypatch.context() as patch, pytest.raises(type(error)):
+            patch.setattr(owner, name, failing)
+            llm.generate(["One", "Two"], SHORT, use_tqdm=False)
+
+
+# Memory
+
+
+class FakeEngine:
+    """Each step finishes everything that it has."""
+
+    def __init__(self):
+        self.info, self.eos_token_ids = SimpleNamespace(max_num_seqs=512), frozenset()
+        self.num_requests, self.waiting = 0, []
+
+    def add_request(self, token_ids, params, predicate):
+        seq = Sequence(self.num_requests, token_ids, params, 64)
+        seq.token_ids.append(7)
+        seq.finish_reason = "length"
+        self.num_requests += 1
+        self.waiting.append(seq)
+        return seq.seq_id
+
+    def is_finished(self):
+        return not self.waiting
+
+    def step(self):
+        finished, self.waiting = self.waiting, []
+        return finished
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def test_memory_stays_flat_however_many_rows_there_are():
+    params, engine = SamplingParams(max_tokens=1), FakeEngine()
+    source = (([index % 50] * 20, params) for index in range(150_000))
+    rows = RowStream(engine, Text(None), source, Text(None).encode)
+    num_found, at_start = 0, None
+    for finished in rows.run():
+        num_found += len(finished)
+        if at_start is None and num_found > 30_000:
+            at_start = resident_bytes()
+    assert num_found == rows.num_read == 150_000
+    assert resident_bytes() - at_start < 30 * 2**20
