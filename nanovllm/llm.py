@@ -19,7 +19,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.runner import Runner
 from nanovllm.outputs import RequestOutput
 from nanovllm.process import COLLECTOR, FORKS
-from nanovllm.prompts import Row, as_conversation_list, as_prompt_iterator, as_prompt_list
+from nanovllm.prompts import Row, as_conversation_list, as_prompt_list
 from nanovllm.recommended_sampling import recommended_sampling
 from nanovllm.row_stream import OutputIterator, RowStream, keep_outputs
 from nanovllm.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams, one_per_prompt, with_params
@@ -162,7 +162,11 @@ class LLM:
             sampling_params = self.get_default_sampling_params()
         is_ordered = boolean("ordered", ordered)
         encode = partial(self._text.encode, splits_special=boolean("split_special_tokens", split_special_tokens))
-        source = with_params(as_prompt_iterator(prompts), sampling_params)
+        if not isinstance(prompts, Iterator):
+            prompts = as_prompt_list(prompts)
+            if isinstance(sampling_params, (list, tuple)):
+                sampling_params = one_per_prompt(sampling_params, len(prompts))
+        source = with_params(iter(prompts), sampling_params)
         rows = RowStream(self.engine, self._text, source, encode)
         with self._locked():
             self._check_idle()

@@ -1,6 +1,6 @@
 """What a caller may give as a prompt, and what it becomes before anything runs."""
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from numbers import Integral, Number
 from typing import Any, NamedTuple
 
@@ -39,11 +39,6 @@ def as_prompt_list(prompts: Any) -> list[Any]:
     if prompts and all(isinstance(prompt, Number) for prompt in prompts):
         raise TypeError(f"a prompt of token ids must hold integers only, not {prompts[:8]!r}")
     return prompts
-
-
-def as_prompt_iterator(prompts: Any) -> Iterator[Any]:
-    """Like `as_prompt_list`, but an iterator is read as it is needed: it may be endless."""
-    return prompts if isinstance(prompts, Iterator) else iter(as_prompt_list(prompts))
 
 
 def as_conversation_list(conversations: Any) -> list[Any]:

@@ -174,13 +174,16 @@ def test_what_is_wrong_at_once_is_said_at_once(llm):
         llm.generate_iter(PROMPTS, 5)
     with pytest.raises(TypeError, match="prompts must be a string"):
         llm.generate_iter({"a", "b"}, SHORT)
+    for num_params in (39, 41):
+        with pytest.raises(ValueError, match=f"{num_params} sampling_params for 40 prompts"):
+            llm.generate_iter(PROMPTS, [SHORT] * num_params)
 
 
 def test_parameters_that_end_too_soon_are_an_error_that_keeps_what_was_finished(llm):
     with pytest.raises(ValueError, match="sampling_params end before prompt 3; give one for all, or one per prompt"):
-        list(llm.generate_iter(PROMPTS, PARAMS[:3]))
+        list(llm.generate_iter(iter(PROMPTS), PARAMS[:3]))
     with pytest.raises(TypeError, match=r"sampling_params\[1\] must be a SamplingParams, not 5"):
-        list(llm.generate_iter(PROMPTS, [SHORT, 5]))
+        list(llm.generate_iter(iter(PROMPTS), [SHORT, 5]))
 
 
 # What an interrupted call keeps
