@@ -167,7 +167,7 @@ class LLM:
             if isinstance(sampling_params, (list, tuple)):
                 sampling_params = one_per_prompt(sampling_params, len(prompts))
         source = with_params(iter(prompts), sampling_params)
-        rows = RowStream(self.engine, self._text, source, encode)
+        rows = RowStream(self.engine, self._text, source, encode, self._cpu_threads.adapt)
         with self._locked():
             self._check_idle()
             iterator = OutputIterator(rows, partial(self._advancing, rows), self._end_iteration, is_ordered)
@@ -270,7 +270,8 @@ class LLM:
         use_tqdm: bool,
         raise_on_error: bool,
     ) -> list[RequestOutput]:
-        rows = RowStream(self.engine, self._text, zip(prompts, params, strict=True), encode, raise_on_error)
+        source, adapt = zip(prompts, params, strict=True), self._cpu_threads.adapt
+        rows = RowStream(self.engine, self._text, source, encode, adapt, raise_on_error)
         outputs: dict[int, RequestOutput] = {}
         with self._locked():
             self._check_idle()
@@ -287,19 +288,18 @@ class LLM:
 
     def _run_locked(self, rows: RowStream, num_prompts: int, use_tqdm: bool, outputs: dict[int, RequestOutput]) -> None:
         """Puts the output of every row into `outputs`, those of the rows that cannot run first."""
-        with _Progress(self.engine, num_prompts, use_tqdm) as progress, self._cpu_threads as threads:
+        with _Progress(self.engine, num_prompts, use_tqdm) as progress, self._cpu_threads:
             for finished in rows.run():
                 outputs.update(finished)
                 progress.add_finished(len(finished), sum(output.error is not None for output in finished.values()))
-                threads.adapt()
 
     # Iterating over rows
 
     @contextmanager
-    def _advancing(self, rows: RowStream) -> Iterator[Callable[[], None]]:
-        """While this lasts, an iterator computes; it calls what this gives before each step."""
-        with self._locked(rows), COLLECTOR.eased(self), self._cpu_threads as threads:
-            yield threads.adapt
+    def _advancing(self, rows: RowStream) -> Iterator[None]:
+        """While this lasts, an iterator computes."""
+        with self._locked(rows), COLLECTOR.eased(self), self._cpu_threads:
+            yield
 
     def _end_iteration(self, was_cut: bool) -> None:
         rows, self._iterated = self._iterated, None

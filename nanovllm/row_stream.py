@@ -31,6 +31,7 @@ class RowStream:
         text: tokenizes and decodes.
         source: prompts or conversations, each with its parameters; may be endless.
         encode: makes rows of some of them.
+        before_step: is called before each step.
         raises: raise for a row that cannot run, before any row runs; all rows are read first then.
     """
 
@@ -40,17 +41,19 @@ class RowStream:
         text: Text,
         source: Iterator[tuple[Any, SamplingParams]],
         encode: Callable[[list[Any]], list[Row]],
+        before_step: Callable[[], None] = lambda: None,
         raises: bool = False,
     ):
         self.num_read = 0
         self.errors = ErrorSummary()
         self._engine, self._text, self._source, self._encode, self._raises = engine, text, source, encode, raises
         self._window = None if raises else _ROWS_AHEAD * engine.info.max_num_seqs
+        self._before_step = before_step
         self._is_exhausted = False
         self._running: dict[int, tuple[int, Row]] = {}  # request id -> its row, with the row's number; in their order
 
     def run(self) -> Iterator[dict[int, RequestOutput]]:
-        """After each step, what has finished, by number. First the rows that cannot run."""
+        """After each step, what has finished, by number; before that, the rows that cannot run."""
         while True:
             refused = self._read()
             if refused:
@@ -61,9 +64,8 @@ class RowStream:
                 if self._is_exhausted:
                     return
                 continue
-            finished = self._outputs_of(self._engine.step())
-            if finished:
-                yield finished
+            self._before_step()
+            yield self._outputs_of(self._engine.step())
 
     def abort(self) -> None:
         """Ends what runs, between two steps; the cache keeps what was computed."""
@@ -121,6 +123,8 @@ class RowStream:
     # Finished rows
 
     def _outputs_of(self, sequences: list[Sequence]) -> dict[int, RequestOutput]:
+        if not sequences:
+            return {}
         texts = self._text.complete([(seq.completion_token_ids, seq.sampling_params) for seq in sequences])
         outputs: dict[int, RequestOutput] = {}
         for seq, (text, stop) in zip(sequences, texts, strict=True):
@@ -171,7 +175,7 @@ class OutputIterator(Iterator[RequestOutput]):
     def __init__(
         self,
         rows: RowStream,
-        running: Callable[[], AbstractContextManager[Callable[[], None]]],
+        running: Callable[[], AbstractContextManager[None]],
         finish: Callable[[bool], None],
         is_ordered: bool,
     ):
@@ -190,13 +194,12 @@ class OutputIterator(Iterator[RequestOutput]):
         return self._held.pop(self._ready.popleft())
 
     def _advance(self) -> None:
-        with self._running() as before_step:
-            self._compute(before_step)
+        with self._running():
+            self._compute()
 
-    def _compute(self, before_step: Callable[[], None]) -> None:
-        """Goes on until some rows have finished. The engine is this iterator's while it runs."""
+    def _compute(self) -> None:
+        """Computes a step. The engine is this iterator's while it runs."""
         try:
-            before_step()
             finished = next(self._steps, None)
             if finished is None:
                 self._end(was_cut=False)
