@@ -1,6 +1,5 @@
 """Rows through the engine: prompts are read ahead within a window, computed together, and come back as they finish."""
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -12,7 +11,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, ErrorSummary, FinishReason, RequestOutput
 from nanovllm.prompts import Row
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text import Text
+from nanovllm.text import StopStrings, Text
 
 # Texts are tokenized in pieces of so many: a tokenizer takes ten times a text's memory while it works.
 _ROWS_OF_PIECE = 256
@@ -23,8 +22,8 @@ _ROWS_AHEAD = 16
 class RowStream:
     """The rows of one call.
 
-    A row's number is its place in the call; the window keeps what is read within reach of the oldest row that has not
-    finished. So memory stays flat however many rows there are, and no row waits for ever behind longer ones.
+    A row's number is its place in the call. Reading stops a fixed number of rows, the window, after the oldest row that
+    has not finished. So memory stays flat however many rows there are, and no row waits for ever behind longer ones.
 
     Args:
         engine: computes them.
@@ -130,9 +129,12 @@ class RowStream:
         for seq, (text, stop) in zip(sequences, texts, strict=True):
             number, row = self._running.pop(seq.seq_id)
             reason, error = cast(FinishReason, seq.finish_reason), seq.error
+            if isinstance(seq.stop_predicate, StopStrings) and seq.stop_predicate.error is not None:
+                text = seq.stop_predicate.error
             if isinstance(text, ValueError):
                 text, reason, error = "", "error", error or str(text)
-            completion = CompletionOutput(0, text, seq.completion_token_ids, reason, self._stop_reason(seq, stop))
+            stop_reason = self._stop_reason(seq, stop) if error is None else None
+            completion = CompletionOutput(0, text, seq.completion_token_ids, reason, stop_reason)
             outputs[number] = self._output(number, row, completion, seq.num_cached_tokens, error)
         return outputs
 
@@ -181,21 +183,20 @@ class OutputIterator(Iterator[RequestOutput]):
     ):
         self._rows, self._steps = rows, rows.run()
         self._running, self._finish, self._is_ordered = running, finish, is_ordered
-        self._held: dict[int, RequestOutput] = {}
-        self._ready: deque[int] = deque()  # numbers of held outputs that may be given out
-        self._next = 0
+        self._held: dict[int, RequestOutput] = {}  # has finished and was not given out, as it finished
+        self._next = 0  # the row to give out next, if they are ordered
         self._is_open = True
 
     def __next__(self) -> RequestOutput:
-        while not self._ready:
+        while True:
+            number = self._next if self._is_ordered else next(iter(self._held), None)
+            if number in self._held:
+                self._next += 1
+                return self._held.pop(number)
             if not self._is_open:
                 raise StopIteration
-            self._advance()
-        return self._held.pop(self._ready.popleft())
-
-    def _advance(self) -> None:
-        with self._running():
-            self._compute()
+            with self._running():
+                self._compute()
 
     def _compute(self) -> None:
         """Computes a step. The engine is this iterator's while it runs."""
@@ -203,13 +204,8 @@ class OutputIterator(Iterator[RequestOutput]):
             finished = next(self._steps, None)
             if finished is None:
                 self._end(was_cut=False)
-                return
-            self._held.update(finished)
-            if not self._is_ordered:
-                self._ready.extend(finished)
-            while self._is_ordered and self._next in self._held:
-                self._ready.append(self._next)
-                self._next += 1
+            else:
+                self._held.update(finished)
         except BaseException as error:
             keep_outputs(error, self._held)
             self._end(was_cut=True)
@@ -227,7 +223,7 @@ class OutputIterator(Iterator[RequestOutput]):
             self._rows.abort()
             is_aborted = True
         finally:
-            self._held, self._ready = {}, deque()
+            self._held = {}
             self._end(was_cut=not is_aborted)
 
     def _end(self, was_cut: bool) -> None:

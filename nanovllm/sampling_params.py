@@ -176,12 +176,10 @@ def one_per_prompt(given: SamplingParams | Sequence[SamplingParams], num_prompts
         return [given] * num_prompts
     if not isinstance(given, (list, tuple)):
         raise TypeError(f"sampling_params must be a SamplingParams or a list of them, not a {type(given).__name__}")
-    for index, params in enumerate(given):
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params[{index}] must be a SamplingParams, not {repr(params)[:200]}")
+    params = [_checked(params, index) for index, params in enumerate(given)]
     if len(given) != num_prompts:
         raise ValueError(f"{len(given)} sampling_params for {num_prompts} prompts; give one for all, or one per prompt")
-    return list(given)
+    return params
 
 
 def with_params(prompts: Iterator[Any], given: Any) -> Iterator[tuple[Any, SamplingParams]]:
@@ -205,9 +203,13 @@ def _zip_params(prompts: Iterator[Any], given: Iterator[Any]) -> Iterator[tuple[
         params = next(given, None)
         if params is None:
             raise ValueError(f"sampling_params end before prompt {index}; give one for all, or one per prompt")
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params[{index}] must be a SamplingParams, not {repr(params)[:200]}")
-        yield prompt, params
+        yield prompt, _checked(params, index)
+
+
+def _checked(params: Any, index: int) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"sampling_params[{index}] must be a SamplingParams, not {repr(params)[:200]}")
+    return params
 
 
 def _in_range(name: str, value: Any, least: float, least_means: str = "", most: float | None = None) -> float:

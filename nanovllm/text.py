@@ -177,20 +177,25 @@ class Text:
                 for row, (_, params) in enumerate(completions)
                 if params.detokenize and params.skip_special_tokens is skips
             ]
-            decoded = self._decode_each([completions[row][0] for row in rows], skips) if rows else []
-            for row, text in zip(rows, decoded, strict=True):
-                texts[row] = (text, None) if isinstance(text, ValueError) else self._cut(text, *completions[row])
+            for row, text in zip(rows, self._cut_texts([completions[row] for row in rows], skips), strict=True):
+                texts[row] = text
         return texts
 
-    def _decode_each(self, completions: list[list[int]], skip_special_tokens: bool) -> Sequence[str | ValueError]:
+    def _cut_texts(
+        self, completions: list[tuple[list[int], SamplingParams]], skip_special_tokens: bool
+    ) -> list[tuple[str | ValueError, str | None]]:
+        """As `complete`, of completions that all have a text."""
+        if not completions:
+            return []
         try:
-            return self.decode(completions, skip_special_tokens)
+            decoded = self.decode([token_ids for token_ids, _ in completions], skip_special_tokens)
+            return [self._cut(text, *completion) for text, completion in zip(decoded, completions, strict=True)]
         except BaseException as error:  # as in `_encode`
             if isinstance(error, _EXITS):
                 raise
             if len(completions) == 1:
-                return [ValueError(f"the completion cannot be decoded: {error}")]
-            return [self._decode_each([completion], skip_special_tokens)[0] for completion in completions]
+                return [(_undecodable(error), None)]
+            return [self._cut_texts([completion], skip_special_tokens)[0] for completion in completions]
 
     def decode(self, completions: list[list[int]], skip_special_tokens: bool) -> list[str]:
         """The text of each list of token ids."""
@@ -286,6 +291,8 @@ class StopStrings:
     newest token completes lies within as many tokens as it has bytes; four more make the first character of that
     window whole.
 
+    A tokenizer that fails ends the request; `error` then says so.
+
     Args:
         text: of the model.
         params: the request's; `stop` is not empty.
@@ -297,6 +304,7 @@ class StopStrings:
         self._window_size = max(len(stop.encode()) for stop in params.stop) + 4
         self._window: list[int] = []
         self._num_tokens = 0
+        self.error: ValueError | None = None
 
     def __call__(self, token_id: int) -> bool:
         try:
@@ -304,7 +312,8 @@ class StopStrings:
         except BaseException as error:
             if isinstance(error, _EXITS):
                 raise
-            return True  # the tokenizer fails; the whole completion's text will say so
+            self.error = _undecodable(error)
+            return True
 
     def _ends(self, token_id: int) -> bool:
         self._num_tokens += 1
@@ -314,6 +323,10 @@ class StopStrings:
         self._window = [*self._window[1 - self._window_size :], token_id]
         text = self._text.decode([self._window], skips)[0]
         return any(stop in text for stop in self._params.stop)
+
+
+def _undecodable(error: BaseException) -> ValueError:
+    return ValueError(f"the completion cannot be decoded: {error}")
 
 
 def _why_no_text(text: str) -> str | None:

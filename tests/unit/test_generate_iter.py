@@ -3,6 +3,7 @@
 import gc
 import itertools
 import resource
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from nanovllm import LLM, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.engine.sequence import Sequence
+from nanovllm.prompts import Row
 from nanovllm.row_stream import RowStream
 from nanovllm.text import Text
 
@@ -98,6 +100,20 @@ def test_a_row_waits_no_longer_than_the_window_behind_longer_ones(llm):
     assert 0 in numbers[:34]
 
 
+@pytest.mark.parametrize("text, num_read", [("Row", 512), (None, 16 * 512)])
+def test_texts_are_tokenized_as_they_are_needed(text, num_read):
+    """The first step does not wait for the tokens of the whole window, and token ids wait for nothing."""
+    source = itertools.repeat((Row(text, [1]), SamplingParams(max_tokens=1)))
+    rows = RowStream(FakeEngine(), Text(None), source, list)
+    assert len(next(rows.run())) == rows.num_read == num_read
+
+
+def test_what_cannot_run_is_raised_before_anything_runs_even_beyond_the_window(llm, monkeypatch):
+    monkeypatch.setattr(llm.engine, "step", lambda: pytest.fail("a row ran"))
+    with pytest.raises(ValueError, match="prompt 39: the prompt is empty"):
+        llm.generate([*PROMPTS[:39], ""], PARAMS, use_tqdm=False, raise_on_error=True)
+
+
 def test_bad_rows_come_in_their_places_and_are_logged_at_the_end(llm, caplog):
     prompts = ["One", "", None, "Two", [70000], "Three"]
     outputs = list(llm.generate_iter(iter(prompts), SHORT))
@@ -135,6 +151,36 @@ def test_dropping_it_aborts_what_runs(llm):
     assert llm.engine.is_finished()
     never = llm.generate_iter(PROMPTS, PARAMS)  # not even begun
     del never
+
+
+def test_between_two_results_the_process_is_the_callers(llm, monkeypatch):
+    """Its garbage collector and its threads: the loop's body may compute, too."""
+    during, step = [], llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda: during.append(gc.get_threshold()) or step())
+    before = gc.get_threshold()
+    for _ in itertools.islice(llm.generate_iter(PROMPTS, PARAMS), 5):
+        assert gc.get_threshold() == before
+    assert during and all(threshold != before for threshold in during)
+
+
+def test_one_dropped_while_another_thread_has_the_llm_is_cleaned_up_by_the_next_call(llm):
+    outputs = llm.generate_iter(PROMPTS, PARAMS)
+    next(outputs)
+    has_it, may_go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with llm._lock:
+            has_it.set()
+            may_go.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    has_it.wait()
+    del outputs
+    may_go.set()
+    thread.join()
+    assert not llm.engine.is_finished()
+    assert llm.generate("Hi", SHORT, use_tqdm=False)[0].error is None
 
 
 def test_the_source_may_not_call_the_llm(llm):
@@ -194,12 +240,15 @@ def test_a_source_that_fails_ends_it_with_what_was_finished(llm, expected):
         yield from PROMPTS[:39]
         raise OSError("the disk is gone")
 
-    found = []
+    found, outputs = [], llm.generate_iter(prompts(), PARAMS)
     with pytest.raises(OSError, match="the disk is gone") as caught:
-        found.extend(llm.generate_iter(prompts(), PARAMS))
+        found.extend(outputs)
     kept = caught.value.finished_outputs
-    assert found and all(plain(output) == plain(expected[number]) for number, output in kept.items())
-    assert not {int(output.request_id) for output in found} & set(kept)
+    assert [int(output.request_id) for output in found] == list(range(len(found)))
+    assert kept and min(kept) >= len(found)
+    for output in [*found, *kept.values()]:
+        assert plain(output) == plain(expected[int(output.request_id)])
+    assert list(outputs) == [], "what the exception holds is not given out again"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the device is lost")], ids=repr)
@@ -261,6 +310,36 @@ def test_a_completion_that_cannot_be_decoded_keeps_its_tokens(llm, monkeypatch, 
     assert good.text == "AAA" and good.error is None
     assert bad.finish_reason == "error" and f"the completion cannot be decoded: {error}" in bad.error
     assert bad.text == "" and bad.token_ids == [66] * (3 if stop is None else 1)
+    assert bad.outputs[0].stop_reason is None
+
+
+def test_a_tokenizer_that_fails_while_a_stop_string_is_looked_for_is_seen(llm, monkeypatch):
+    """The row ends there. The text of all its tokens may be fine, and would hide that some are missing."""
+
+    def failing(self, token_id, skip_special_tokens):
+        raise Panic("no such token")
+
+    monkeypatch.setattr(Text, "has_text", failing)
+    params = [SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, stop=stop) for stop in ("never", None)]
+    bad, good = llm.generate(["One", "One"], params, use_tqdm=False)
+    assert bad.error == "the completion cannot be decoded: no such token" and bad.finish_reason == "error"
+    assert bad.token_ids == good.token_ids[:1] and good.error is None
+
+
+def test_a_completion_whose_beginning_cannot_be_decoded_spares_the_others(llm, monkeypatch):
+    """Before `min_tokens` stop strings do not count, so the text of the first tokens is decoded, too."""
+    real = Text.decode
+
+    def failing(self, completions, skip_special_tokens):
+        if any(len(completion) == 6 for completion in completions):
+            raise TypeError("NoneType")
+        return real(self, completions, skip_special_tokens)
+
+    monkeypatch.setattr(Text, "decode", failing)
+    greedy = {"temperature": 0, "max_tokens": 7, "ignore_eos": True}
+    params = [SamplingParams(**greedy), SamplingParams(**greedy, min_tokens=6, stop="never")]
+    good, bad = llm.generate(["One", "Two"], params, use_tqdm=False)
+    assert good.error is None and "cannot be decoded" in bad.error and len(bad.token_ids) == 7
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit()], ids=repr)
