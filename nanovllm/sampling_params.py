@@ -10,6 +10,8 @@ from nanovllm.checks import boolean, integer, real, seed_number, suggests_names
 
 # Of one request. Each running sequence keeps as many on the device as the longest list has, 20 bytes each.
 _MOST_EDITS = 4096
+_MOST_COMPLETIONS = 16384
+_MASK = 2**64 - 1
 DEFAULT_MAX_TOKENS = 64
 _BEAMS = "nanovllm has no beam search; leave it out"
 
@@ -49,7 +51,8 @@ _MEANT = {
     "beam_width": _BEAMS,
     "length_penalty": _BEAMS,
     "early_stopping": _BEAMS,
-    "num_return_sequences": "give the prompt several times",
+    "num_return_sequences": "n",
+    "best_of": "n",
 }
 
 
@@ -63,6 +66,8 @@ class SamplingParams:
     then `min_p`.
 
     Args:
+        n: completions per prompt, 1 to 16,384; not with temperature 0, where all would be equal. They share the
+            computation of the prompt. Completion i is the one that a request with `completion_seed(seed, i)` gets.
         temperature: divides the logits; 0 is greedy.
         max_tokens: most tokens to generate, at least 1; None is as many as fit within `max_model_len`.
         min_tokens: until so many tokens are generated, stop tokens are banned and stop strings do not count.
@@ -112,6 +117,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None
     include_stop_str_in_output: bool
     detokenize: bool
+    n: int
 
     def __init__(
         self,
@@ -134,11 +140,17 @@ class SamplingParams:
         allowed_token_ids: Collection[int] | None = None,
         include_stop_str_in_output: bool = False,
         detokenize: bool = True,
+        n: int = 1,
     ):
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
         put("temperature", _in_range("temperature", temperature, least=0, least_means=" (greedy)"))
+        put("n", integer("n", n, least=1))
+        if self.n > _MOST_COMPLETIONS:
+            raise ValueError(f"n must be at most {_MOST_COMPLETIONS}, not {self.n}")
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(f"n={self.n} greedy completions would all be equal; set a temperature above 0, or n=1")
         put("max_tokens", None if max_tokens is None else integer("max_tokens", max_tokens, least=1))
         put("min_tokens", integer("min_tokens", min_tokens))
         most = self.min_tokens if self.max_tokens is None else self.max_tokens
@@ -168,6 +180,19 @@ class SamplingParams:
         put("logit_bias", _logit_bias(logit_bias))
         put("bad_words", _bad_words(bad_words))
         put("allowed_token_ids", None if allowed_token_ids is None else _allowed_token_ids(allowed_token_ids))
+
+
+def completion_seed(seed: int, index: int) -> int:
+    """The 64-bit seed of completion `index` of a request with `seed`; completion 0 has the request's own."""
+    return mixed_seed(seed, index) if index else seed
+
+
+def mixed_seed(seed: int, number: int) -> int:
+    """A 64-bit seed for each number: SplitMix64's finaliser (Steele, Lea and Flood, 2014) over seed and number."""
+    z = (seed + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
 
 
 def one_per_prompt(given: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> list[SamplingParams]:

@@ -155,10 +155,8 @@ class Text:
         ids = [bare, spaced] if len(spaced) == len(bare) and spaced[0] != bare[0] else [bare]
         return [tuple(token_ids) for token_ids in ids]
 
-    def stop_strings(self, params: SamplingParams) -> "StopStrings | None":
-        """A predicate that finds a request's stop strings, or None if it has none; a ValueError without a tokenizer."""
-        if not params.stop:
-            return None
+    def stop_strings(self, params: SamplingParams) -> "StopStrings":
+        """A predicate that finds the stop strings of one completion; a ValueError without a tokenizer."""
         if self.tokenizer is None:
             raise ValueError(f"{_NO_TOKENIZER}, so stop strings cannot be found; use stop_token_ids")
         return StopStrings(self, params)

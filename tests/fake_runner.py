@@ -51,7 +51,7 @@ class FakeRunner(Runner):
         self.is_broken: Callable[[Sequence], bool] = lambda seq: False
         self.is_closed = False
         self.num_steps = self.num_computed_tokens = self.num_sampled_tokens = 0
-        self.num_chunks = self.num_same_step_hits = 0
+        self.num_chunks = self.num_same_step_hits = self.num_copies = self.num_forks = 0
 
     def launch(self, step: Step) -> FakeStep:
         work = step.chunks
@@ -65,7 +65,9 @@ class FakeRunner(Runner):
         assert num_single.index(False) == step.num_decodes, "decodes are the leading chunks of a single new token"
         if self.log is not None:
             self.log.append([(seq.seq_id, num_new_tokens, samples) for seq, num_new_tokens, samples in work])
+        self._check_forks(work)
         self._store(work)
+        self._copy(step)
         sampled = [self._sample(seq) for seq, _, samples in work if samples]
         self.num_steps += 1
         self.num_sampled_tokens += len(sampled)
@@ -73,6 +75,17 @@ class FakeRunner(Runner):
         launched = FakeStep(self, sampled)
         self.in_flight.append(launched)
         return launched
+
+    def _check_forks(self, work: list[Chunk]) -> None:
+        """Whoever computes nothing samples from the row before it, which must have the same prompt."""
+        leader = None
+        for seq, num_new_tokens, samples in work:
+            if num_new_tokens > 0:
+                leader = seq if samples else None
+                continue
+            self.num_forks += 1
+            assert samples and leader is not None and seq in leader.siblings, f"{seq} samples from another's logits"
+            assert seq.num_computed_tokens == leader.num_computed_tokens == seq.num_prompt_tokens
 
     def _store(self, work: list[Chunk]) -> None:
         """All keys are written before anything is sampled, as every layer stores keys before it attends.
@@ -85,7 +98,9 @@ class FakeRunner(Runner):
         for seq, num_new_tokens, _ in work:
             table, token_ids, end = seq.block_table, seq.token_ids, seq.num_computed_tokens
             start = end - num_new_tokens
-            assert num_new_tokens > 0 and start >= 0, f"{num_new_tokens} new tokens for {seq}"
+            assert num_new_tokens >= 0 and start >= 0, f"{num_new_tokens} new tokens for {seq}"
+            if num_new_tokens == 0:
+                continue
             key = 0
             if start > 0:
                 block = table[(start - 1) // block_size]
@@ -97,6 +112,14 @@ class FakeRunner(Runner):
                 keys[table[position // block_size] * block_size + position % block_size] = key
             written_blocks.update(table[start // block_size : (end - 1) // block_size + 1])
             self.num_computed_tokens += num_new_tokens
+
+    def _copy(self, step: Step) -> None:
+        keys, block_size = self.keys, self.info.kvcache_block_size
+        for source, target in step.copies:
+            assert source != target
+            start = target * block_size
+            keys[start : start + block_size] = keys[source * block_size : (source + 1) * block_size]
+        self.num_copies += len(step.copies)
 
     def _in_flight_token(self, seq: Sequence, position: int) -> int:
         """The token that the host does not know yet, from where the step before left it."""

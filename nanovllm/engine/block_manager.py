@@ -96,6 +96,32 @@ class BlockManager:
         while len(seq.block_table) < self._num_blocks_for(seq.num_tokens):
             seq.block_table.append(self._take_free_block())
 
+    def can_fork(self, source: Sequence, num_reserved_blocks: int = 0) -> bool:
+        """Whether `fork` would leave at least `num_reserved_blocks` free."""
+        has_partial_block = source.num_computed_tokens % self.block_size > 0
+        return len(self._free) - has_partial_block >= num_reserved_blocks
+
+    def fork(self, source: Sequence, seq: Sequence) -> list[tuple[int, int]]:
+        """Gives `seq`, which has the same tokens, what `source` has computed: its full blocks, shared, and a new block
+        for the tokens behind them.
+
+        Returns:
+            The copy that fills the new block, as (source, copy), if there is one.
+        """
+        if seq.block_table:
+            raise RuntimeError(f"{seq} already has blocks")
+        num_full = source.num_computed_tokens // self.block_size
+        seq.block_table = source.block_table[:num_full]
+        for block_id in seq.block_table:
+            self.blocks[block_id].ref_count += 1
+        seq.block_hashes = source.block_hashes[:num_full]
+        seq.num_computed_tokens = source.num_computed_tokens
+        seq.num_registered_blocks, seq.last_registration = source.num_registered_blocks, source.last_registration
+        if source.num_computed_tokens % self.block_size == 0:
+            return []
+        seq.block_table.append(self._take_free_block())
+        return [(source.block_table[num_full], seq.block_table[num_full])]
+
     # Growth
 
     def can_append(self, seq: Sequence, num_new_tokens: int) -> bool:
@@ -176,7 +202,7 @@ class BlockManager:
         """The registered blocks that hold the beginning of `seq`, leaving at least one token to compute."""
         prefix: list[Block] = []
         if not self.enable_prefix_caching:
-            return prefix
+            return self._prompt_of_siblings(seq)
         parent, block_size = 0, self.block_size
         for index in range((len(seq.token_ids) - 1) // block_size):
             block = self._registered.get(self._hash(seq, index))
@@ -189,6 +215,12 @@ class BlockManager:
             prefix.append(block)
             parent = block.serial
         return prefix
+
+    def _prompt_of_siblings(self, seq: Sequence) -> list[Block]:
+        """The full blocks of its prompt that a running sibling holds, leaving at least one token to compute."""
+        num_tokens = (seq.num_prompt_tokens - 1) // self.block_size * self.block_size
+        source = next((other for other in seq.siblings if 0 < num_tokens <= other.num_computed_tokens), None)
+        return [] if source is None else [self.blocks[i] for i in source.block_table[: num_tokens // self.block_size]]
 
     def _hash(self, seq: Sequence, index: int) -> int:
         """Hash of the full block `index`, computed once per request."""

@@ -17,14 +17,14 @@ from nanovllm.config import Config
 from nanovllm.engine.limits import check_request, max_length
 from nanovllm.engine.runner import LaunchedStep, Runner, make_scheduler
 from nanovllm.engine.scheduler import SchedulerStats
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import Sequence, SequenceStatus, make_sequences
 from nanovllm.engine.step import Step
 from nanovllm.engine.step_stats import StepStats, StepTokens, tokens_of
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, mixed_seed
 
 logger = logging.getLogger(__name__)
 
-_MASK = 2**64 - 1
+StopPredicate = Callable[[int], bool]
 
 
 class LLMEngine:
@@ -52,7 +52,7 @@ class LLMEngine:
         )
         self.step_stats = StepStats()
         self.scheduler_stats = SchedulerStats()
-        self._num_requests = 0
+        self._num_requests = self._num_sequences = 0
         self._in_flight: deque[tuple[Step, LaunchedStep, StepTokens]] = deque()
         self._unfinished: dict[int, Sequence] = {}
         self._process_id = os.getpid()
@@ -65,17 +65,18 @@ class LLMEngine:
         self,
         prompt_token_ids: list[int],
         sampling_params: SamplingParams,
-        stop_predicate: Callable[[int], bool] | None = None,
+        stop_predicates: StopPredicate | list[StopPredicate] | None = None,
     ) -> int:
-        """Queues a request and returns its id: its number in the engine's life.
+        """Queues a request and returns its id, which is the id of its first completion; the others' ids follow it.
 
         Requests that may generate most are started first. A short one waits as long as longer ones keep coming.
 
         Args:
             prompt_token_ids: the prompt.
             sampling_params: how to sample it.
-            stop_predicate: called with each new token in order; True ends the request. An exception from it
-                fails the step and empties the engine. It cannot call the engine itself.
+            stop_predicates: one for each of its `n` completions, or one for the only completion. It is called with
+                each new token in order; True ends the completion. An exception from it fails the step and empties the
+                engine. It cannot call the engine itself.
 
         Raises:
             TypeError: the prompt holds something other than integers.
@@ -83,8 +84,9 @@ class LLMEngine:
                 request does not change the seeds of those after it.
         """
         self._check_usable()
-        seq_id = self._num_requests
+        number, seq_id, n = self._num_requests, self._num_sequences, sampling_params.n
         self._num_requests += 1
+        self._num_sequences += n
         try:
             check_request(prompt_token_ids, sampling_params, self.info)
         except (TypeError, ValueError):
@@ -93,27 +95,25 @@ class LLMEngine:
         stop_token_ids = frozenset(sampling_params.stop_token_ids)
         if not sampling_params.ignore_eos:
             stop_token_ids |= self.eos_token_ids
-        seed = sampling_params.seed
-        seq = Sequence(
-            seq_id,
-            prompt_token_ids,
-            sampling_params,
-            max_length(len(prompt_token_ids), sampling_params, self.info),
-            stop_token_ids,
-            _mix(self.config.seed, seq_id) if seed is None else seed,
-            stop_predicate,
-        )
+        seed = mixed_seed(self.config.seed, number) if sampling_params.seed is None else sampling_params.seed
+        most_tokens = max_length(len(prompt_token_ids), sampling_params, self.info)
+        sequences = make_sequences(seq_id, prompt_token_ids, sampling_params, most_tokens, stop_token_ids, seed)
+        if stop_predicates is not None:
+            given = [stop_predicates] if callable(stop_predicates) else stop_predicates
+            for seq, predicate in zip(sequences, given, strict=True):
+                seq.stop_predicate = predicate
         try:
-            self.runner.request_added(seq)
-            self._unfinished[seq_id] = seq
-            self.scheduler.add(seq)
+            self.runner.request_added(sequences)
+            for seq in sequences:
+                self._unfinished[seq.seq_id] = seq
+                self.scheduler.add(seq)
         except BaseException:  # Ctrl-C: the runner may know of a request that the scheduler lacks
             self._empty()
             raise
         return seq_id
 
     def abort(self, seq_id: int) -> Sequence | None:
-        """Ends a request between two steps and returns it with what it has; None if no unfinished one has this id."""
+        """Ends a completion between two steps and returns it with what it has; None if no such one is unfinished."""
         self._check_usable()
         seq = self._unfinished.get(seq_id)
         if seq is not None:
@@ -134,7 +134,7 @@ class LLMEngine:
     # The loop
 
     def step(self) -> list[Sequence]:
-        """Launches the next step and commits the oldest in flight; returns the requests that finished.
+        """Launches the next step and commits the oldest in flight; returns the completions that finished.
 
         If anything fails, the engine is emptied (all requests are dropped) before the exception goes on.
         """
@@ -257,11 +257,3 @@ def _ask_stop_predicates(step: Step, token_ids: list[int]) -> list[int]:
         and token_id >= 0
         and seq.stop_predicate(token_id)
     ]
-
-
-def _mix(seed: int, number: int) -> int:
-    """A request's own 64-bit seed: SplitMix64's finaliser (Steele, Lea and Flood, 2014) over seed and number."""
-    z = (seed + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)

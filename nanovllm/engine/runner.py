@@ -66,16 +66,16 @@ class Runner(Protocol):
     def close(self) -> None:
         """Gives the device's memory back; calling it again does nothing."""
 
-    def request_added(self, seq: Sequence) -> None:
-        """The scheduler is about to get a new request."""
+    def request_added(self, sequences: list[Sequence]) -> None:
+        """The scheduler is about to get a new request, which has these completions."""
         return None
 
     def request_aborted(self, seq: Sequence) -> None:
-        """The scheduler is about to drop a request."""
+        """The scheduler is about to drop a completion."""
         return None
 
     def step_committed(self, stopped: list[int]) -> None:
-        """The oldest step in flight was committed; these requests ended with it because the engine said so."""
+        """The oldest step in flight was committed; these completions ended with it because the engine said so."""
         return None
 
     def scheduler_renewed(self) -> None:

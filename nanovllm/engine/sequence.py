@@ -1,9 +1,9 @@
-"""One request as the engine sees it: its tokens, how far they are computed, and where their keys live."""
+"""One completion of a request as the engine sees it: its tokens, how far they are computed, where their keys live."""
 
 from collections.abc import Callable
 from enum import Enum
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, completion_seed
 
 
 class SequenceStatus(Enum):
@@ -13,7 +13,7 @@ class SequenceStatus(Enum):
 
 
 class Sequence:
-    """One request.
+    """One completion of a request.
 
     `num_tokens` counts a placeholder for every token that is being sampled by a step in flight;
     `token_ids` holds only the tokens that are known. The Scheduler moves `num_computed_tokens` towards
@@ -22,6 +22,7 @@ class Sequence:
 
     __slots__ = (
         "seq_id",
+        "siblings",  # all completions of its request, itself among them; empty if it is the only one
         "token_ids",  # prompt + completion, as far as known
         "num_prompt_tokens",
         "num_tokens",  # len(token_ids) + tokens in flight
@@ -54,6 +55,7 @@ class Sequence:
         stop_predicate: Callable[[int], bool] | None = None,
     ):
         self.seq_id = seq_id
+        self.siblings: list[Sequence] = []
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = self.num_tokens = len(prompt_token_ids)
         self.num_computed_tokens = self.num_cached_tokens = 0
@@ -78,8 +80,39 @@ class Sequence:
     def has_token_in_flight(self) -> bool:
         return self.num_tokens > len(self.token_ids)
 
+    @property
+    def waits_for_prompt(self) -> bool:
+        """Whether it has neither blocks nor a token yet."""
+        return self.status is SequenceStatus.WAITING and self.num_tokens == self.num_prompt_tokens
+
     def __repr__(self) -> str:
         return (
             f"Sequence({self.seq_id}, {self.status.value}, {self.num_prompt_tokens} prompt tokens, "
             f"{self.num_computed_tokens}/{self.num_tokens} computed, blocks {self.block_table})"
         )
+
+
+def make_sequences(
+    first_id: int,
+    prompt_token_ids: list[int],
+    sampling_params: SamplingParams,
+    max_length: int,
+    stop_token_ids: frozenset[int],
+    seed: int,
+) -> list[Sequence]:
+    """The completions of one request: their ids follow `first_id`, their seeds derive from the request's."""
+    sequences = [
+        Sequence(
+            first_id + index,
+            prompt_token_ids,
+            sampling_params,
+            max_length,
+            stop_token_ids,
+            completion_seed(seed, index),
+        )
+        for index in range(sampling_params.n)
+    ]
+    if len(sequences) > 1:
+        for seq in sequences:
+            seq.siblings = sequences
+    return sequences

@@ -4,6 +4,7 @@ A step moves some sequences forward. `num_computed_tokens` of each sequence alre
 the Scheduler returns it.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +19,8 @@ class Chunk(NamedTuple):
 
     Args:
         seq: the sequence.
-        num_new_tokens: how many tokens are computed, at least 1; they end at `seq.num_computed_tokens`.
+        num_new_tokens: how many tokens are computed; they end at `seq.num_computed_tokens`. It is 0 for a sibling of
+            the chunk before, which has just been forked from it and samples from the same logits.
         samples: whether the step samples the token after them.
     """
 
@@ -31,12 +33,14 @@ class Step(NamedTuple):
     """What the device computes at once.
 
     Args:
-        chunks: one per sequence; the decodes are those of a single new token that come before all longer ones.
+        chunks: one per sequence; the decodes are those of a single new token that come before all others.
         num_decodes: how many those are. This is what the device calls a decode; StepStats counts tokens by phase.
+        copies: blocks to copy once the step's keys are stored, as (source, copy).
     """
 
     chunks: list[Chunk]
     num_decodes: int
+    copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -44,9 +48,10 @@ class Step(NamedTuple):
         return sum(chunk.num_new_tokens for chunk in self.chunks)
 
     @classmethod
-    def of(cls, chunks: list[Chunk]) -> "Step":
+    def of(cls, chunks: list[Chunk], copies: Iterable[tuple[int, int]] = ()) -> "Step":
         """The step of these chunks, with its decodes counted."""
-        return cls(chunks, next((i for i, chunk in enumerate(chunks) if chunk.num_new_tokens > 1), len(chunks)))
+        num_decodes = next((i for i, chunk in enumerate(chunks) if chunk.num_new_tokens != 1), len(chunks))
+        return cls(chunks, num_decodes, tuple(copies))
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,8 @@ class TensorParallelRunner(Runner):
                 self._fail(f"the ranks diverged at step {number}, which is a bug: rank {rank} sampled other tokens")
         return token_ids
 
-    def request_added(self, seq: Sequence) -> None:
+    def request_added(self, sequences: list[Sequence]) -> None:
+        seq = sequences[0]
         params = {name: getattr(seq.sampling_params, name) for name in _SAMPLING_FIELDS}
         self._write("add", seq.seq_id, seq.token_ids, params, seq.max_length, list(seq.stop_token_ids), seq.seed)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.runner import LaunchedStep, Runner, make_scheduler
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Sequence, make_sequences
 from nanovllm.engine.step import Step
 from nanovllm.sampling_params import SamplingParams
 
@@ -64,6 +64,7 @@ def fingerprint(step: Step) -> int:
             (seq.seq_id, num_new, samples, seq.num_computed_tokens, seq.entry, len(table := seq.block_table), table[-1])
             for seq, num_new, samples in step.chunks
         )
+        + step.copies
     )
 
 
@@ -105,11 +106,12 @@ class Worker:
         self._unfinished: dict[int, Sequence] = {}
         self._scheduler = make_scheduler(self._config, self._runner.info)
 
-    def _add(self, seq_id, token_ids, params, max_length, stop_token_ids, seed) -> None:
-        self._unfinished[seq_id] = seq = Sequence(
-            seq_id, token_ids, SamplingParams(**params), max_length, frozenset(stop_token_ids), seed
-        )
-        self._scheduler.add(seq)
+    def _add(self, first_id, token_ids, params, max_length, stop_token_ids, seed) -> None:
+        for seq in make_sequences(
+            first_id, token_ids, SamplingParams(**params), max_length, frozenset(stop_token_ids), seed
+        ):
+            self._unfinished[seq.seq_id] = seq
+            self._scheduler.add(seq)
 
     def _abort(self, seq_id: int) -> None:
         self._scheduler.abort(self._unfinished.pop(seq_id))

@@ -26,6 +26,7 @@ from nanovllm.models.config import load_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import fill_dummy_weights, find_model, load_weights
 from nanovllm.ops.collectives import Parallel
+from nanovllm.ops.copy_blocks import copy_blocks
 from nanovllm.ops.kernel import has_kernels
 from nanovllm.ops.write_tokens import write_tokens
 from nanovllm.runner.cuda_graph import CudaGraphs, graph_sizes, prompt_sizes
@@ -232,7 +233,7 @@ class ModelRunner(Runner):
 
     def _choose_sizes(self, config: Config) -> None:
         """The sizes that steps are padded to where they are captured."""
-        self._most_rows = min(self.max_num_seqs, config.max_num_batched_tokens)
+        self._most_rows = self.max_num_seqs  # siblings that have just been forked are rows without a token
         self._row_sizes = graph_sizes(self._most_rows)
         self._token_sizes: list[int] = []
         self._kernels_of: dict[StepSize, Hashable] = {}
@@ -274,12 +275,18 @@ class ModelRunner(Runner):
             needs = self.table.send(step, rows, size)
             if is_captured and self.graphs is not None:
                 self.graphs.run(*self._forward_half(size))
+                self._copy_blocks(step)
                 num_padded = self._padded_sampled(_next(self._row_sizes, num_sampled))
                 tokens = self.graphs.run(*self._sampling_half(num_padded, needs)) if num_sampled else self._no_tokens
             else:
                 hidden_states = self._forward(size, list(map(tuple, rows.tenants.tolist())))
+                self._copy_blocks(step)
                 tokens = self._sample(hidden_states, needs) if num_sampled else self._no_tokens
             return StepInFlight(tokens[:num_sampled])
+
+    def _copy_blocks(self, step: Step) -> None:
+        if step.copies:
+            copy_blocks(self.kv_cache, step.copies, self._fused)
 
     def _size(self, rows: StepRows, num_decodes: int, num_sampled: int, is_grouped: bool) -> tuple[StepSize, bool]:
         """How large the step is to be, and whether it is one of those that are captured."""
@@ -289,7 +296,7 @@ class ModelRunner(Runner):
         num_tiles = int((-(-rows.num_new_tokens[num_decodes:] // QUERY_TILE)).sum())
         if self.graphs is not None:
             for size in map(self._prompt_size, self._token_sizes[bisect_left(self._token_sizes, num_tokens) :]):
-                if num_tiles <= size.num_tiles:
+                if num_tiles <= size.num_tiles and num_rows <= size.num_rows:
                     return size._replace(is_grouped=is_grouped), True
         num_sampled, longest = self._padded_sampled(num_sampled), int(rows.num_new_tokens.max())
         return StepSize(num_rows, num_tokens, num_sampled, num_tiles, num_decodes, longest, is_grouped), False

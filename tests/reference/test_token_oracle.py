@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from fake_runner import FakeRunner, Predicate, expected_completion, make_engine
@@ -19,6 +19,7 @@ AT_LEAST = {
     "hits": 14_000, "cached tokens": 300_000, "preemptions": 700, "chunks": 50_000, "evictions": 30_000,
     "same-step hits": 400, "refused": 4_000, "aborted": 600, "stop": 10_000, "length": 16_000,
     "error": 200, "stopped by a predicate": 1_500, "ended by max_model_len": 5_000,
+    "forks": 4_000, "copies": 2_000,
 }  # fmt: skip
 
 
@@ -116,6 +117,7 @@ class Workload:
                 min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.3 else 0,
                 stop_token_ids=self.random_tokens(rng.randint(0, 2)),
                 ignore_eos=rng.random() < 0.5,
+                n=rng.choice([2, 3, 9]) if rng.random() < 0.1 else 1,
             ),
             modulus=rng.randint(2, 30) if rng.random() < 0.3 else 0,
         )
@@ -130,7 +132,7 @@ class Workload:
             for seq in engine.step():
                 self.check(seq)
             if rng.random() < 0.01:
-                self.abort(rng.randrange(engine.metrics()["num_requests"] + 1))
+                self.abort(rng.randrange(engine._num_sequences + 1))
             if self.runner.num_steps % 8 == 0:
                 engine.scheduler.check_integrity()
         self.check_idle()
@@ -149,13 +151,16 @@ class Workload:
         tokens, reason = expected_completion(request.prompt, request.params, info, request.stop_predicate())
         if self.rng.random() < 0.2:  # the next turn of a conversation begins with this one
             self.prefixes[self.rng.randrange(len(self.prefixes))] = request.prompt + tokens
-        seq_id = self.engine.add_request(request.prompt, request.params, request.stop_predicate())
-        for index in range(len(tokens)):
-            if self.is_broken(seq_id, len(request.prompt) + index):
-                tokens, reason = tokens[:index], "error"
-                break
-        request.expected = tokens, reason
-        self.unfinished[seq_id] = request
+        n = request.params.n
+        predicates = [request.stop_predicate() for _ in range(n)] if request.modulus else None
+        first_id = self.engine.add_request(request.prompt, request.params, predicates)
+        for seq_id in range(first_id, first_id + n):
+            expected = tokens, reason
+            for index in range(len(tokens)):
+                if self.is_broken(seq_id, len(request.prompt) + index):
+                    expected = tokens[:index], "error"
+                    break
+            self.unfinished[seq_id] = replace(request, expected=expected)
 
     def abort(self, seq_id: int) -> None:
         seq = self.engine.abort(seq_id)
@@ -173,7 +178,7 @@ class Workload:
         assert (seq.completion_token_ids, seq.finish_reason) == request.expected, seq
         assert (seq.error is None) == (seq.finish_reason != "error")
         assert seq.status is SequenceStatus.FINISHED and seq.num_tokens == len(seq.token_ids)
-        assert seq.num_cached_tokens < seq.num_prompt_tokens, "nothing was left to compute"
+        assert seq.num_cached_tokens < seq.num_prompt_tokens or seq.siblings, "nothing was left to compute"
         self.counts[seq.finish_reason] += 1
         self.counts["hits"] += seq.num_cached_tokens > 0
         self.counts["cached tokens"] += seq.num_cached_tokens
@@ -195,6 +200,8 @@ class Workload:
                 "computed": self.runner.num_computed_tokens,
                 "chunks": self.runner.num_chunks,
                 "same-step hits": self.runner.num_same_step_hits,
+                "forks": self.runner.num_forks,
+                "copies": self.runner.num_copies,
                 "preemptions": self.engine.scheduler_stats.num_preemptions,
                 "evictions": self.engine.scheduler.block_manager.num_evictions,
             }
