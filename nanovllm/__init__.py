@@ -2,8 +2,19 @@
 
 from nanovllm.config import Config
 from nanovllm.llm import LLM
+from nanovllm.loglikelihood import Loglikelihood
+from nanovllm.logprobs import Logprob, TokenLogprobs
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "Config", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Config",
+    "Logprob",
+    "Loglikelihood",
+    "RequestOutput",
+    "SamplingParams",
+    "TokenLogprobs",
+]
 __version__ = "0.1.0"

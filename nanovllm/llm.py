@@ -17,6 +17,7 @@ from nanovllm.checks import boolean, is_running, suggests_names
 from nanovllm.config import MEANT_OPTIONS, Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.runner import Runner
+from nanovllm.loglikelihood import Loglikelihood
 from nanovllm.outputs import RequestOutput
 from nanovllm.process import COLLECTOR, FORKS
 from nanovllm.prompts import Row, as_conversation_list, as_prompt_list
@@ -205,6 +206,36 @@ class LLM:
         )
         encode([])  # refuses what would refuse every conversation
         return self._run(conversations, params, encode, use_tqdm, raise_on_error)
+
+    def loglikelihood(
+        self,
+        contexts: Prompt | Iterable[Prompt],
+        continuations: Prompt | Iterable[Prompt],
+        *,
+        use_tqdm: bool = True,
+        raise_on_error: bool = False,
+    ) -> list[Loglikelihood]:
+        """How probable each continuation is after its context; in their order, and without generating anything.
+
+        Contexts that begin alike are computed once, as far as the KV cache holds them. Only the continuations are
+        projected onto the vocabulary.
+
+        Args:
+            contexts: one or many, each a string or a list of token ids. After an empty string, the continuation begins
+                a text.
+            continuations: as many, each at least one token. A context and a continuation that are both strings are
+                tokenized as one text, by lm-evaluation-harness's rules; see Text.encode_pairs.
+            use_tqdm, raise_on_error: as in `generate`, which also lists the errors.
+        """
+        before, after = as_prompt_list(contexts), as_prompt_list(continuations)
+        if len(before) != len(after):
+            raise ValueError(f"{len(before)} contexts for {len(after)} continuations; give one per continuation")
+        params = self._params_for(SamplingParams(max_tokens=0, prompt_logprobs=1), len(before))
+        pairs = list(zip(before, after, strict=True))
+        return [
+            Loglikelihood.of(output)
+            for output in self._run(pairs, params, self._text.encode_pairs, use_tqdm, raise_on_error)
+        ]
 
     def get_tokenizer(self) -> Any:
         """transformers' tokenizer: that of the option `tokenizer`, else the model's own; None if it has none."""

@@ -6,8 +6,11 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, cast
 
+import numpy as np
+
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
+from nanovllm.logprobs import TokenLogprobs
 from nanovllm.outputs import CompletionOutput, ErrorSummary, FinishReason, RequestOutput
 from nanovllm.prompts import Row
 from nanovllm.sampling_params import SamplingParams
@@ -127,7 +130,9 @@ class RowStream:
             error = error or problem
         try:
             # A row that cannot run goes to the engine as an empty prompt, so that it uses up its number too.
-            request_id = self._engine.add_request(row.token_ids if error is None else [], params, predicates)
+            request_id = self._engine.add_request(
+                row.token_ids if error is None else [], params, predicates, row.first_scored
+            )
             self._running[request_id] = _RunningRow(self.num_read, row, params)
             return None
         except ValueError as problem:
@@ -152,14 +157,25 @@ class RowStream:
             stop_reason = self._stop_reason(seq, stop) if error is None else None
             first = seq.siblings[0] if seq.siblings else seq
             index, running = seq.seq_id - first.seq_id, self._running[first.seq_id]
-            running.completions[index] = CompletionOutput(index, text, seq.completion_token_ids, reason, stop_reason)
+            logprobs = self._logprobs(seq.logprobs, seq.sampling_params.logprobs)
+            total = None if logprobs is None else float(logprobs.of_tokens.sum(dtype=np.float64))
+            running.completions[index] = CompletionOutput(
+                index, text, seq.completion_token_ids, reason, stop_reason, total, logprobs
+            )
             running.error = running.error or error
             if len(running.completions) == running.params.n:
                 del self._running[first.seq_id]
                 completions = [running.completions[index] for index in range(running.params.n)]
                 number, num_cached_tokens = running.number, first.num_cached_tokens
-                outputs[number] = self._output(number, running.row, completions, num_cached_tokens, running.error)
+                scores = self._logprobs(first.prompt_logprobs, running.params.prompt_logprobs, running.row.first_scored)
+                output = self._output(number, running.row, completions, num_cached_tokens, running.error)
+                outputs[number] = output if scores is None else replace(output, prompt_logprobs=scores)
         return outputs
+
+    def _logprobs(self, numbers: bytearray, num_logprobs: int | None, first: int = 0) -> TokenLogprobs | None:
+        if num_logprobs is None:
+            return None
+        return TokenLogprobs.of(bytes(numbers), num_logprobs, first, self._text.token_text)
 
     def _stop_reason(self, seq: Sequence, stop: str | None) -> int | str | None:
         """See CompletionOutput; `stop` is the stop string in the text."""

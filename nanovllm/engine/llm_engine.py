@@ -18,7 +18,7 @@ from nanovllm.engine.limits import check_request, max_length
 from nanovllm.engine.runner import LaunchedStep, Runner, make_scheduler
 from nanovllm.engine.scheduler import SchedulerStats
 from nanovllm.engine.sequence import Sequence, SequenceStatus, make_sequences
-from nanovllm.engine.step import Step
+from nanovllm.engine.step import Step, StepOutput
 from nanovllm.engine.step_stats import StepStats, StepTokens, tokens_of
 from nanovllm.sampling_params import SamplingParams, mixed_seed
 
@@ -66,6 +66,7 @@ class LLMEngine:
         prompt_token_ids: list[int],
         sampling_params: SamplingParams,
         stop_predicates: StopPredicate | list[StopPredicate] | None = None,
+        first_scored: int = 1,
     ) -> int:
         """Queues a request and returns its id, which is the id of its first completion; the others' ids follow it.
 
@@ -77,6 +78,7 @@ class LLMEngine:
             stop_predicates: one for each of its `n` completions, or one for the only completion. It is called with
                 each new token in order; True ends the completion. An exception from it fails the step and empties the
                 engine. It cannot call the engine itself.
+            first_scored: with `prompt_logprobs`, the first token of the prompt to score, at least 1.
 
         Raises:
             TypeError: the prompt holds something other than integers.
@@ -97,7 +99,9 @@ class LLMEngine:
             stop_token_ids |= self.eos_token_ids
         seed = mixed_seed(self.config.seed, number) if sampling_params.seed is None else sampling_params.seed
         most_tokens = max_length(len(prompt_token_ids), sampling_params, self.info)
-        sequences = make_sequences(seq_id, prompt_token_ids, sampling_params, most_tokens, stop_token_ids, seed)
+        sequences = make_sequences(
+            seq_id, prompt_token_ids, sampling_params, most_tokens, stop_token_ids, seed, first_scored
+        )
         if stop_predicates is not None:
             given = [stop_predicates] if callable(stop_predicates) else stop_predicates
             for seq, predicate in zip(sequences, given, strict=True):
@@ -152,7 +156,9 @@ class LLMEngine:
                 raise RuntimeError(f"nothing can be scheduled, which is a bug: {list(self._unfinished.values())[:3]}")
             if self._in_flight and (not scheduled.chunks or len(self._in_flight) > self.depth):
                 committed, launched, num_tokens = self._in_flight.popleft()
-                token_ids = launched.wait().token_ids
+                output = launched.wait()
+                token_ids = output.token_ids
+                _keep_logprobs(committed, output)
                 stopped = _ask_stop_predicates(committed, token_ids)
                 finished = self.scheduler.commit(committed, token_ids, frozenset(stopped))
                 self.runner.step_committed(stopped)
@@ -238,6 +244,22 @@ class LLMEngine:
             )
         if self._is_scheduler_stale:  # its renewal was interrupted
             self._renew_scheduler()
+
+
+def _keep_logprobs(step: Step, output: StepOutput) -> None:
+    """Gives the sequences the log-probabilities of their new tokens, and of their prompts' tokens."""
+    if output.logprobs.data:
+        sampling = (chunk.seq for chunk in step.chunks if chunk.samples)
+        for index, (seq, token_id) in enumerate(zip(sampling, output.token_ids, strict=True)):
+            num_logprobs = seq.sampling_params.logprobs
+            if num_logprobs is not None and seq.status is not SequenceStatus.FINISHED and token_id >= 0:
+                seq.logprobs += output.logprobs.row(index, num_logprobs)
+    index = 0
+    for seq, start, end, _ in step.scored:
+        num_logprobs = seq.sampling_params.prompt_logprobs or 0
+        for row in range(index, index + end - start):
+            seq.prompt_logprobs += output.prompt_logprobs.row(row, num_logprobs)
+        index += end - start
 
 
 _CHANGES = LLMEngine.add_request, LLMEngine.abort, LLMEngine.step  # none of them inside another

@@ -27,6 +27,9 @@ class Sequence:
         "num_prompt_tokens",
         "num_tokens",  # len(token_ids) + tokens in flight
         "num_computed_tokens",  # leading tokens whose keys and values are in the cache (or will be: launched)
+        "next_scored",  # first prompt token whose log-probability no step was launched for; the prompt's length if none
+        "logprobs",  # of its tokens, one row of numbers each as ops/logprobs.py lays them out; empty if not asked for
+        "prompt_logprobs",  # the same of its prompt's tokens
         "num_cached_tokens",  # prompt tokens that the prefix cache served when the request was first admitted
         "max_length",  # most tokens of prompt + completion
         "sampling_params",
@@ -59,6 +62,8 @@ class Sequence:
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = self.num_tokens = len(prompt_token_ids)
         self.num_computed_tokens = self.num_cached_tokens = 0
+        self.next_scored = self.num_prompt_tokens
+        self.logprobs, self.prompt_logprobs = bytearray(), bytearray()
         self.max_length = max_length
         self.sampling_params = sampling_params
         self.seed = seed
@@ -81,6 +86,16 @@ class Sequence:
         return self.num_tokens > len(self.token_ids)
 
     @property
+    def only_scores(self) -> bool:
+        """Whether it ends with the log-probabilities of its prompt, and generates nothing."""
+        return self.max_length == self.num_prompt_tokens
+
+    @property
+    def is_all_launched(self) -> bool:
+        """Whether all that is left is to commit steps in flight."""
+        return self.has_token_in_flight or (self.only_scores and self.next_scored == self.num_prompt_tokens)
+
+    @property
     def waits_for_prompt(self) -> bool:
         """Whether it has neither blocks nor a token yet."""
         return self.status is SequenceStatus.WAITING and self.num_tokens == self.num_prompt_tokens
@@ -99,8 +114,10 @@ def make_sequences(
     max_length: int,
     stop_token_ids: frozenset[int],
     seed: int,
+    first_scored: int,
 ) -> list[Sequence]:
-    """The completions of one request: their ids follow `first_id`, their seeds derive from the request's."""
+    """The completions of one request: their ids follow `first_id`, their seeds derive from the request's, and the first
+    one scores the prompt, from token `first_scored` on."""
     sequences = [
         Sequence(
             first_id + index,
@@ -112,6 +129,8 @@ def make_sequences(
         )
         for index in range(sampling_params.n)
     ]
+    if sampling_params.prompt_logprobs is not None:
+        sequences[0].next_scored = first_scored
     if len(sequences) > 1:
         for seq in sequences:
             seq.siblings = sequences

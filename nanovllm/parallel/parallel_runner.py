@@ -24,7 +24,7 @@ from nanovllm.config import Config
 from nanovllm.engine.runner import Runner, RunnerInfo
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step, StepOutput
-from nanovllm.parallel.worker import fingerprint, frame, messages
+from nanovllm.parallel.worker import fingerprint, frame, messages, unpack_output
 from nanovllm.sampling_params import SamplingParams
 
 _SECONDS_TO_END = 5.0
@@ -46,7 +46,7 @@ class _ParallelStep:
         self._runner, self._number = runner, number
 
     def wait(self) -> StepOutput:
-        return StepOutput(self._runner.tokens_of(self._number))
+        return self._runner.output_of(self._number)
 
 
 class TensorParallelRunner(Runner):
@@ -99,22 +99,31 @@ class TensorParallelRunner(Runner):
         self._write("launch", self._num_launched, fingerprint(step))
         return _ParallelStep(self, self._num_launched)
 
-    def tokens_of(self, number: int) -> list[int]:
-        """The tokens that step `number` sampled; none if it will not be committed."""
+    def output_of(self, number: int) -> StepOutput:
+        """What step `number` computed; nothing if it will not be committed."""
         if number <= self._num_committed:
-            return []
+            return StepOutput([])
         self._num_asked += 1
         self._write("wait", number, tag=self._num_asked)
-        (expected, token_ids), *others = self._replies(self._num_asked)
+        (expected, output), *others = self._replies(self._num_asked)
         for rank, (found, _) in enumerate(others, 1):
             if found != expected:
                 self._fail(f"the ranks diverged at step {number}, which is a bug: rank {rank} sampled other tokens")
-        return token_ids
+        return unpack_output(*output)
 
     def request_added(self, sequences: list[Sequence]) -> None:
         seq = sequences[0]
         params = {name: getattr(seq.sampling_params, name) for name in _SAMPLING_FIELDS}
-        self._write("add", seq.seq_id, seq.token_ids, params, seq.max_length, list(seq.stop_token_ids), seq.seed)
+        self._write(
+            "add",
+            seq.seq_id,
+            seq.token_ids,
+            params,
+            seq.max_length,
+            list(seq.stop_token_ids),
+            seq.seed,
+            seq.next_scored,
+        )
 
     def request_aborted(self, seq: Sequence) -> None:
         self._write("abort", seq.seq_id)

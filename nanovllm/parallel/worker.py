@@ -12,6 +12,7 @@ import os
 import select
 import socket
 import sys
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from queue import SimpleQueue
@@ -21,7 +22,7 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.engine.runner import LaunchedStep, Runner, make_scheduler
 from nanovllm.engine.sequence import Sequence, make_sequences
-from nanovllm.engine.step import Step
+from nanovllm.engine.step import Step, StepOutput, TokenNumbers
 from nanovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,18 @@ def fingerprint(step: Step) -> int:
             for seq, num_new, samples in step.chunks
         )
         + step.copies
+        + tuple((scored.seq.seq_id, *scored[1:]) for scored in step.scored)
     )
+
+
+def pack_output(output: StepOutput) -> list:
+    """A step's output for JSON; see `unpack_output`."""
+    numbers = (output.logprobs, output.prompt_logprobs)
+    return [output.token_ids, *([b64encode(each.data).decode(), each.row_bytes] for each in numbers)]
+
+
+def unpack_output(token_ids: list[int], *numbers: list) -> StepOutput:
+    return StepOutput(token_ids, *(TokenNumbers(b64decode(data), row_bytes) for data, row_bytes in numbers))
 
 
 class Worker:
@@ -106,9 +118,9 @@ class Worker:
         self._unfinished: dict[int, Sequence] = {}
         self._scheduler = make_scheduler(self._config, self._runner.info)
 
-    def _add(self, first_id, token_ids, params, max_length, stop_token_ids, seed) -> None:
+    def _add(self, first_id, token_ids, params, max_length, stop_token_ids, seed, first_scored) -> None:
         for seq in make_sequences(
-            first_id, token_ids, SamplingParams(**params), max_length, frozenset(stop_token_ids), seed
+            first_id, token_ids, SamplingParams(**params), max_length, frozenset(stop_token_ids), seed, first_scored
         ):
             self._unfinished[seq.seq_id] = seq
             self._scheduler.add(seq)
@@ -127,9 +139,10 @@ class Worker:
         self._in_flight[number] = step, self._runner.launch(step)
 
     def _wait(self, number: int) -> list:
-        """A number for the step's tokens, and on rank 0 the tokens."""
-        self._sampled[number] = token_ids = self._in_flight[number][1].wait().token_ids
-        return [hash(tuple(token_ids)), token_ids if self._rank == 0 else None]
+        """A number for the step's tokens, and on rank 0 all that it computed."""
+        output = self._in_flight[number][1].wait()
+        self._sampled[number] = output.token_ids
+        return [hash(tuple(output.token_ids)), pack_output(output) if self._rank == 0 else None]
 
     def _commit(self, number: int, stopped: list[int]) -> None:
         step, _ = self._in_flight.pop(number)
