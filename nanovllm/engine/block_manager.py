@@ -73,7 +73,7 @@ class BlockManager:
 
         A shared block that is in use costs nothing; a cached one that nobody holds costs a free block.
         """
-        num_needed = self._num_blocks_for(seq.num_tokens)
+        num_needed = self._num_blocks_for(_num_to_compute(seq))
         num_available = len(self._free) - num_reserved_blocks
         if num_needed <= num_available:
             return True
@@ -81,7 +81,7 @@ class BlockManager:
         return num_needed - num_shared <= num_available
 
     def allocate(self, seq: Sequence) -> None:
-        """Gives `seq` blocks for all its tokens, shared ones first; sets `num_computed_tokens` to what they hold."""
+        """Gives `seq` blocks for the tokens it has, shared ones first; sets `num_computed_tokens` to what they hold."""
         if seq.block_table:
             raise RuntimeError(f"{seq} already has blocks")
         prefix = self._cached_prefix(seq)
@@ -93,7 +93,7 @@ class BlockManager:
         seq.num_computed_tokens = len(prefix) * self.block_size
         seq.num_registered_blocks = len(prefix)
         seq.last_registration = prefix[-1].serial if prefix else 0
-        while len(seq.block_table) < self._num_blocks_for(seq.num_tokens):
+        while len(seq.block_table) < self._num_blocks_for(_num_to_compute(seq)):
             seq.block_table.append(self._take_free_block())
 
     def can_fork(self, source: Sequence, num_reserved_blocks: int = 0) -> bool:
@@ -264,6 +264,11 @@ class BlockManager:
         assert len(self._free) + sum(count > 0 for count in held) == len(self.blocks), "a block is lost"
         for block_hash, block in self._registered.items():
             assert block.hash == block_hash, f"hash {block_hash} leads to a block that has another"
+
+
+def _num_to_compute(seq: Sequence) -> int:
+    """How many leading tokens will have keys: of the last one that it may have, nobody asks for them."""
+    return min(seq.num_tokens, seq.max_length - 1)
 
 
 def _most_cached(seq: Sequence) -> int:
