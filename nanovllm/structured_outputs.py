@@ -310,9 +310,12 @@ class _Grammar:
 
 def _reason(error: object) -> str:
     """llguidance's reason in one line, without the parser's state, which follows it in tags."""
-    reason = " ".join(str(error).split("\n<")[0].split())
+    text = str(error).split("\n<")[0]
+    reason = " ".join(text.split())
     if "NoExtensionBias" in reason:
         return "no token can come next"
+    if len(reason) > 300 and (found := re.search(r"^error: (.*)$", text, re.MULTILINE)):
+        return found[1]  # what stands before it repeats the regex
     return reason if len(reason) <= 300 else reason[:300] + "…"
 
 

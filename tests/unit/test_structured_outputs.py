@@ -496,20 +496,27 @@ def test_whitespace_is_allowed_on_demand(llguidance):
     ("given", "says"),
     [
         ({"regex": "(?=a)b"}, "regex cannot be compiled: .*look-ahead"),
+        ({"regex": "b?" * 500 + "(?=a)"}, "regex cannot be compiled: look-around, .* is not supported$"),
+        ({"regex": "(" * 500 + "a" + ")" * 500}, "regex cannot be compiled: exceed"),
         ({"regex": r"[^\s\S]"}, "regex cannot be compiled: no token can come next"),
         ({"json": {"not": {}}}, r'json cannot be compiled: Unimplemented keys: \["not"\]'),
         ({"json": {"type": "foo"}}, "json cannot be compiled: Invalid type: foo"),
         ({"json": {"$ref": "#/$defs/a"}}, "json cannot be compiled: .*does not exist"),
         ({"json": {"type": "string", "minLength": 3, "maxLength": 2}}, "Unsatisfiable schema"),
         ({"json": {"properties": {"enum": {"$ref": "https://json.org"}}}}, "json cannot be compiled"),
+        ({"json": functools.reduce(lambda part, _: {"items": part}, range(400), {})}, "recursion limit"),
+        ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "no token can come next"),
+        ({"grammar": "start: " + "(" * 10_000 + '"a"' + ")" * 10_000}, "too deeply nested"),
+        ({"grammar": "root ::= " + "(" * 10_000 + '"a"' + ")" * 10_000}, "recursion"),
         ({"grammar": "start: foo"}, 'grammar cannot be compiled: .*unknown name: "foo"'),
         ({"grammar": "nonsense"}, "grammar cannot be compiled: .*GBNF"),
     ],
+    ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
 )
 def test_what_llguidance_cannot_compile_is_an_error_with_its_reason(llguidance, given, says):
     with pytest.raises(ValueError, match=says) as raised:
         outputs_of("bundled").constraint(StructuredOutputsParams(**given))
-    assert "\n" not in str(raised.value) and "<" not in str(raised.value)
+    assert "\n" not in str(raised.value) and "<" not in str(raised.value) and len(str(raised.value)) < 400
 
 
 def test_a_grammar_that_fails_on_its_way_says_why(llguidance):
