@@ -6,6 +6,7 @@ from nanovllm.loglikelihood import Loglikelihood
 from nanovllm.logprobs import Logprob, TokenLogprobs
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -15,6 +16,7 @@ __all__ = [
     "Loglikelihood",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TokenLogprobs",
 ]
 __version__ = "0.1.0"

@@ -24,6 +24,7 @@ from nanovllm.prompts import Row, as_conversation_list, as_prompt_list
 from nanovllm.recommended_sampling import recommended_sampling
 from nanovllm.row_stream import OutputIterator, RowStream, keep_outputs
 from nanovllm.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams, one_per_prompt, with_params
+from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.text import Text
 
 if TYPE_CHECKING:
@@ -93,6 +94,9 @@ class LLM:
         threads = CpuThreads()  # measures the machine's load while the model is loaded
         config = replace(config, model=str(directory))
         self.engine = LLMEngine(config, make_runner(config), self._text.eos_token_ids)
+        self._structured_outputs = StructuredOutputs(
+            self._text.tokenizer, self.engine.info.vocab_size, self.engine.eos_token_ids
+        )
         # Several ranks compute in processes of their own.
         FORKS.has_computed |= config.tensor_parallel_size == 1
         computes_here = self.engine.info.device == "cpu" and config.tensor_parallel_size == 1
@@ -168,7 +172,7 @@ class LLM:
             if isinstance(sampling_params, (list, tuple)):
                 sampling_params = one_per_prompt(sampling_params, len(prompts))
         source = with_params(iter(prompts), sampling_params)
-        rows = RowStream(self.engine, self._text, source, encode, self._cpu_threads.adapt)
+        rows = self._rows(source, encode)
         with self._locked():
             self._check_idle()
             iterator = OutputIterator(rows, partial(self._advancing, rows), self._end_iteration, is_ordered)
@@ -293,6 +297,11 @@ class LLM:
             sampling_params = self.get_default_sampling_params()
         return one_per_prompt(sampling_params, num_prompts)
 
+    def _rows(self, source: Iterator, encode: Callable[[list[Any]], list[Row]], raises: bool = False) -> RowStream:
+        return RowStream(
+            self.engine, self._text, source, encode, self._structured_outputs, self._cpu_threads.adapt, raises
+        )
+
     def _run(
         self,
         prompts: list[Any],
@@ -301,8 +310,7 @@ class LLM:
         use_tqdm: bool,
         raise_on_error: bool,
     ) -> list[RequestOutput]:
-        source, adapt = zip(prompts, params, strict=True), self._cpu_threads.adapt
-        rows = RowStream(self.engine, self._text, source, encode, adapt, raise_on_error)
+        rows = self._rows(zip(prompts, params, strict=True), encode, raise_on_error)
         outputs: dict[int, RequestOutput] = {}
         with self._locked():
             self._check_idle()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any, cast
 
 import numpy as np
@@ -14,6 +14,7 @@ from nanovllm.logprobs import TokenLogprobs
 from nanovllm.outputs import CompletionOutput, ErrorSummary, FinishReason, RequestOutput
 from nanovllm.prompts import Row
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured_outputs import Guide, StructuredOutputs
 from nanovllm.text import StopStrings, Text
 
 # Texts are tokenized in pieces of so many: a tokenizer takes ten times a text's memory while it works.
@@ -45,6 +46,7 @@ class RowStream:
         source: prompts or conversations, each with its parameters; may be endless.
         encode: makes rows of some of them.
         before_step: is called before each step.
+        structured: makes the constraints of structured outputs.
         raises: raise for a row that cannot run, before any row runs; all rows are read first then.
     """
 
@@ -54,6 +56,7 @@ class RowStream:
         text: Text,
         source: Iterator[tuple[Any, SamplingParams]],
         encode: Callable[[list[Any]], list[Row]],
+        structured: StructuredOutputs,
         before_step: Callable[[], None] = lambda: None,
         raises: bool = False,
     ):
@@ -61,7 +64,7 @@ class RowStream:
         self.errors = ErrorSummary()
         self._engine, self._text, self._source, self._encode, self._raises = engine, text, source, encode, raises
         self._window = None if raises else _ROWS_AHEAD * engine.info.max_num_seqs
-        self._before_step = before_step
+        self._structured, self._before_step = structured, before_step
         self._is_exhausted = False
         self._running: dict[int, _RunningRow] = {}  # by request id, in the rows' order
         self._most_completions = 1  # that a row of this call has
@@ -124,14 +127,19 @@ class RowStream:
         try:
             if params.stop:
                 predicates = [self._text.stop_strings(params) for _ in range(params.n)]
+            if params.structured_outputs is not None:
+                constraints = [self._structured.constraint(params.structured_outputs) for _ in range(params.n)]
+                stops = predicates or repeat(None)
+                predicates = [Guide(*each) for each in zip(constraints, stops, strict=False)]
             if params.bad_words:
                 params = replace(params, bad_words=self._text.bad_words_as_ids(params.bad_words))
         except ValueError as problem:
             error = error or problem
         try:
             # A row that cannot run goes to the engine as an empty prompt, so that it uses up its number too.
+            token_ids = row.token_ids if error is None else []
             request_id = self._engine.add_request(
-                row.token_ids if error is None else [], params, predicates, row.first_scored
+                token_ids, params, predicates, row.first_scored, params.structured_outputs is not None
             )
             self._running[request_id] = _RunningRow(self.num_read, row, params)
             return None
@@ -150,7 +158,9 @@ class RowStream:
         outputs: dict[int, RequestOutput] = {}
         for seq, (text, stop) in zip(sequences, texts, strict=True):
             reason, error = cast(FinishReason, seq.finish_reason), seq.error
-            if isinstance(seq.stop_predicate, StopStrings) and seq.stop_predicate.error is not None:
+            if isinstance(seq.stop_predicate, Guide) and seq.stop_predicate.error is not None:
+                reason, error = "error", error or str(seq.stop_predicate.error)
+            elif isinstance(seq.stop_predicate, StopStrings) and seq.stop_predicate.error is not None:
                 text = seq.stop_predicate.error
             if isinstance(text, ValueError):
                 text, reason, error = "", "error", error or str(text)

@@ -7,6 +7,7 @@ from itertools import repeat
 from typing import Any, Literal
 
 from nanovllm.checks import boolean, integer, real, seed_number, suggests_names
+from nanovllm.structured_outputs import StructuredOutputsParams
 
 # Of one request. Each running sequence keeps as many on the device as the longest list has, 20 bytes each.
 _MOST_EDITS = 4096
@@ -27,6 +28,9 @@ _MEANT = {
     "min_length": "min_tokens",
     "temp": "temperature",
     "do_sample": "temperature=0 is greedy, any other temperature samples",
+    "guided_decoding": "structured_outputs",
+    "guided_json": "structured_outputs=StructuredOutputsParams(json=…)",
+    "response_format": "structured_outputs=StructuredOutputsParams(json=…)",
     "greedy": "temperature=0 is greedy",
     "k": "top_k",
     "p": "top_p",
@@ -101,6 +105,8 @@ class SamplingParams:
             what the token was drawn from: after penalties, bans and the temperature, over the tokens that the filters
             keep. For a greedy request the temperature counts as 1.
         prompt_logprobs: the same for each token of the prompt but the first, always "raw"; 0 to 128, or None.
+        structured_outputs: what the completion must be, such as JSON of a schema; see StructuredOutputsParams. Cut by
+            `max_tokens`, it may be incomplete; its finish reason then is "length".
 
     Raises:
         TypeError, ValueError: a parameter of the wrong type or out of range, named with the range.
@@ -129,6 +135,7 @@ class SamplingParams:
     logprobs: int | None
     logprobs_mode: str
     prompt_logprobs: int | None
+    structured_outputs: StructuredOutputsParams | None
 
     def __init__(
         self,
@@ -155,6 +162,7 @@ class SamplingParams:
         logprobs: int | None = None,
         logprobs_mode: Literal["raw", "processed"] = "raw",
         prompt_logprobs: int | None = None,
+        structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None,
     ):
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
@@ -199,6 +207,10 @@ class SamplingParams:
         put("frequency_penalty", _in_range("frequency_penalty", frequency_penalty, least=-2, most=2))
         put("logit_bias", _logit_bias(logit_bias))
         put("bad_words", _bad_words(bad_words))
+        put("structured_outputs", _structured_outputs(structured_outputs))
+        if self.structured_outputs is not None and (self.min_tokens or allowed_token_ids is not None):
+            name = "min_tokens" if self.min_tokens else "allowed_token_ids"
+            raise ValueError(f"structured_outputs says which tokens may come when; leave out {name}")
         put("allowed_token_ids", None if allowed_token_ids is None else _allowed_token_ids(allowed_token_ids))
 
 
@@ -264,6 +276,14 @@ def _in_range(name: str, value: Any, least: float, least_means: str = "", most: 
     if most is not None and not least <= number <= most:
         raise ValueError(f"{name} must be between {least}{least_means} and {most}, not {number}")
     return number
+
+
+def _structured_outputs(value: Any) -> StructuredOutputsParams | None:
+    if value is None or isinstance(value, StructuredOutputsParams):
+        return value
+    if isinstance(value, Mapping):  # as from JSON
+        return StructuredOutputsParams(**value)
+    raise TypeError(f"structured_outputs must be a StructuredOutputsParams or a dict of its fields, not {value!r}")
 
 
 def _num_logprobs(name: str, value: Any) -> int | None:

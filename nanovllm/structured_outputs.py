@@ -252,6 +252,48 @@ def fill_masks(constraints: Sequence[Constraint], masks: np.ndarray) -> None:
         raise FillError(reasons)
 
 
+class Guide:
+    """A stop predicate that also gives masks: it follows one completion, and keeps the reason why it cannot go on.
+
+    Args:
+        constraint: of the completion.
+        stops: another stop predicate of the completion, or None.
+    """
+
+    def __init__(self, constraint: Constraint, stops: Callable[[int], bool] | None = None):
+        self.constraint, self.stops = constraint, stops
+        self._error: ValueError | None = None
+
+    @property
+    def error(self) -> ValueError | None:
+        return self._error or getattr(self.stops, "error", None)
+
+    def __call__(self, token_id: int) -> bool:
+        is_stopped = self.stops is not None and self.stops(token_id)
+        if self._error is not None:  # its mask had failed
+            return True
+        try:
+            return self.constraint.advance(token_id) or is_stopped
+        except ValueError as error:
+            self.fail(str(error))
+            return True
+
+    def fail(self, reason: str) -> None:
+        self._error = ValueError(f"the structured output cannot go on: {reason}")
+
+
+def guide_masks(guides: Sequence[Guide], masks: np.ndarray) -> None:
+    """Fills the masks of completions; one that fails ends with its next token, and its guide has the reason.
+
+    masks: int32 [len(guides), ceil(vocab_size / 32)], contiguous.
+    """
+    try:
+        fill_masks([guide.constraint for guide in guides], masks)
+    except FillError as error:
+        for index, reason in error.reasons.items():
+            guides[index].fail(reason)
+
+
 @lru_cache(maxsize=1)
 def _executor() -> Any:
     """llguidance's threads: as many as 80 % of the CPUs, and at most 32."""

@@ -10,7 +10,9 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
+
+import numpy as np
 
 from nanovllm.checks import is_running
 from nanovllm.config import Config
@@ -21,6 +23,7 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus, make_sequences
 from nanovllm.engine.step import Step, StepOutput
 from nanovllm.engine.step_stats import StepStats, StepTokens, tokens_of
 from nanovllm.sampling_params import SamplingParams, mixed_seed
+from nanovllm.structured_outputs import Guide, guide_masks
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +70,7 @@ class LLMEngine:
         sampling_params: SamplingParams,
         stop_predicates: StopPredicate | list[StopPredicate] | None = None,
         first_scored: int = 1,
+        is_constrained: bool = False,
     ) -> int:
         """Queues a request and returns its id, which is the id of its first completion; the others' ids follow it.
 
@@ -79,6 +83,7 @@ class LLMEngine:
                 each new token in order; True ends the completion. An exception from it fails the step and empties the
                 engine. It cannot call the engine itself.
             first_scored: with `prompt_logprobs`, the first token of the prompt to score, at least 1.
+            is_constrained: the stop predicates are Guides, whose masks say which tokens may come next.
 
         Raises:
             TypeError: the prompt holds something other than integers.
@@ -100,8 +105,9 @@ class LLMEngine:
         seed = mixed_seed(self.config.seed, number) if sampling_params.seed is None else sampling_params.seed
         most_tokens = max_length(len(prompt_token_ids), sampling_params, self.info)
         sequences = make_sequences(
-            seq_id, prompt_token_ids, sampling_params, most_tokens, stop_token_ids, seed, first_scored
-        )
+            seq_id, prompt_token_ids, sampling_params, most_tokens, stop_token_ids, seed, first_scored,
+            is_constrained,
+        )  # fmt: skip
         if stop_predicates is not None:
             given = [stop_predicates] if callable(stop_predicates) else stop_predicates
             for seq, predicate in zip(sequences, given, strict=True):
@@ -150,6 +156,8 @@ class LLMEngine:
             if scheduled.chunks:
                 num_tokens = tokens_of(scheduled)
                 self._in_flight.append((scheduled, self.runner.launch(scheduled), num_tokens))
+                if len(self._in_flight) == 1:
+                    self._constrain(*self._in_flight[0][:2])
                 self.step_stats.count(scheduled, num_tokens)
                 began = self.step_stats.count_seconds(num_tokens, began)
             elif not self._in_flight and self._unfinished:
@@ -162,6 +170,8 @@ class LLMEngine:
                 stopped = _ask_stop_predicates(committed, token_ids)
                 finished = self.scheduler.commit(committed, token_ids, frozenset(stopped))
                 self.runner.step_committed(stopped)
+                if self._in_flight:
+                    self._constrain(*self._in_flight[0][:2])
                 for seq in finished:
                     del self._unfinished[seq.seq_id]
                     self.step_stats.num_output_tokens += len(seq.token_ids) - seq.num_prompt_tokens
@@ -170,6 +180,18 @@ class LLMEngine:
             self._empty()
             raise
         return finished
+
+    def _constrain(self, step: Step, launched: LaunchedStep) -> None:
+        """Lets a step sample, now that all steps before it are committed: its masks depend on their tokens. The device
+        computes the step's logits during that time."""
+        if not step.constrained:
+            return
+        masks = np.full((len(step.constrained), -(-self.info.vocab_size // 32)), -1, np.int32)
+        rows = [row for row, seq in enumerate(step.constrained) if seq.status is not SequenceStatus.FINISHED]
+        filled = np.empty((len(rows), masks.shape[1]), np.int32)
+        guide_masks([cast(Guide, step.constrained[row].stop_predicate) for row in rows], filled)
+        masks[rows] = filled
+        launched.constrain(masks)
 
     def reset(self) -> None:
         """Drops every request, waits for what is in flight and starts with an empty cache."""

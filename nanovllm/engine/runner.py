@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler, SchedulerStats
@@ -43,6 +45,13 @@ class RunnerInfo:
 class LaunchedStep(Protocol):
     """A step that the device may still be working on."""
 
+    def constrain(self, masks: np.ndarray) -> None:
+        """Lets a step that has constrained rows sample. Needed before `wait`, unless the step is thrown away.
+
+        masks: int32 [len(step.constrained), ceil(vocab_size / 32)], bit `id & 31` of word `id >> 5` of each says
+            whether the id may be sampled.
+        """
+
     def wait(self) -> StepOutput:
         """What the step sampled, once the device is done."""
 
@@ -57,7 +66,8 @@ class Runner(Protocol):
     info: RunnerInfo
 
     def launch(self, step: Step) -> LaunchedStep:
-        """Starts a step and returns without waiting for the device."""
+        """Starts a step and returns without waiting for the device. A step with constrained rows computes all but its
+        tokens, which wait for `LaunchedStep.constrain`."""
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device, or on all of them, by use."""

@@ -35,7 +35,8 @@ class Sequence:
         "sampling_params",
         "seed",  # 64 bits, keys the sampling noise
         "stop_token_ids",  # every id that ends this request
-        "stop_predicate",  # the caller's: called with each new token, True ends the request
+        "stop_predicate",  # the caller's: called with each new token, True ends the completion
+        "is_constrained",  # whether masks say which tokens may come next; its stop predicate is a Guide then
         "status",
         "finish_reason",
         "error",
@@ -69,6 +70,7 @@ class Sequence:
         self.seed = seed
         self.stop_token_ids = stop_token_ids
         self.stop_predicate = stop_predicate
+        self.is_constrained = False
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
         self.error: str | None = None
@@ -115,6 +117,7 @@ def make_sequences(
     stop_token_ids: frozenset[int],
     seed: int,
     first_scored: int,
+    is_constrained: bool,
 ) -> list[Sequence]:
     """The completions of one request: their ids follow `first_id`, their seeds derive from the request's, and the first
     one scores the prompt, from token `first_scored` on."""
@@ -129,6 +132,8 @@ def make_sequences(
         )
         for index in range(sampling_params.n)
     ]
+    for seq in sequences:
+        seq.is_constrained = is_constrained
     if sampling_params.prompt_logprobs is not None:
         sequences[0].next_scored = first_scored
     if len(sequences) > 1:

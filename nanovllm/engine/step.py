@@ -49,12 +49,14 @@ class Step(NamedTuple):
         num_decodes: how many those are. This is what the device calls a decode; StepStats counts tokens by phase.
         copies: blocks to copy once the step's keys are stored, as (source, copy).
         scored: of which prompts' tokens it computes log-probabilities.
+        constrained: the sequences that sample among the tokens of a mask, in the chunks' order.
     """
 
     chunks: list[Chunk]
     num_decodes: int
     copies: tuple[tuple[int, int], ...] = ()
     scored: tuple[Scored, ...] = ()
+    constrained: tuple[Sequence, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -65,7 +67,8 @@ class Step(NamedTuple):
     def of(cls, chunks: list[Chunk], copies: Iterable[tuple[int, int]] = (), scored: Iterable[Scored] = ()) -> "Step":
         """The step of these chunks, with its decodes counted."""
         num_decodes = next((i for i, chunk in enumerate(chunks) if chunk.num_new_tokens != 1), len(chunks))
-        return cls(chunks, num_decodes, tuple(copies), tuple(scored))
+        constrained = tuple(chunk.seq for chunk in chunks if chunk.samples and chunk.seq.is_constrained)
+        return cls(chunks, num_decodes, tuple(copies), tuple(scored), constrained)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
+import numpy as np
+
 from nanovllm.config import Config
 from nanovllm.engine.runner import LaunchedStep, Runner, make_scheduler
 from nanovllm.engine.sequence import Sequence, make_sequences
@@ -76,6 +78,18 @@ def pack_output(output: StepOutput) -> list:
     return [output.token_ids, *([b64encode(each.data).decode(), each.row_bytes] for each in numbers)]
 
 
+def pack_masks(masks: np.ndarray) -> list:
+    """int32 [num_rows, num_words] for JSON; see `unpack_masks`. Rows under one schema often have equal masks."""
+    place_of: dict[bytes, int] = {}
+    places = [place_of.setdefault(mask.tobytes(), len(place_of)) for mask in masks]
+    return [places, b64encode(b"".join(place_of)).decode()]
+
+
+def unpack_masks(places: list[int], data: str) -> np.ndarray:
+    different = np.frombuffer(b64decode(data), np.int32).reshape(max(places, default=0) + 1, -1)
+    return different[places]
+
+
 def unpack_output(token_ids: list[int], *numbers: list) -> StepOutput:
     return StepOutput(token_ids, *(TokenNumbers(b64decode(data), row_bytes) for data, row_bytes in numbers))
 
@@ -100,6 +114,7 @@ class Worker:
             "add": self._add,
             "abort": self._abort,
             "launch": self._launch,
+            "constrain": self._constrain,
             "wait": self._wait,
             "commit": self._commit,
             "renew": self._renew,
@@ -118,10 +133,11 @@ class Worker:
         self._unfinished: dict[int, Sequence] = {}
         self._scheduler = make_scheduler(self._config, self._runner.info)
 
-    def _add(self, first_id, token_ids, params, max_length, stop_token_ids, seed, first_scored) -> None:
+    def _add(self, first_id, token_ids, params, max_length, stop_token_ids, seed, first_scored, is_constrained) -> None:
         for seq in make_sequences(
-            first_id, token_ids, SamplingParams(**params), max_length, frozenset(stop_token_ids), seed, first_scored
-        ):
+            first_id, token_ids, SamplingParams(**params), max_length, frozenset(stop_token_ids), seed, first_scored,
+            is_constrained,
+        ):  # fmt: skip
             self._unfinished[seq.seq_id] = seq
             self._scheduler.add(seq)
 
@@ -137,6 +153,9 @@ class Worker:
                 "driver other ones"
             )
         self._in_flight[number] = step, self._runner.launch(step)
+
+    def _constrain(self, number: int, places: list[int], data: str) -> None:
+        self._in_flight[number][1].constrain(unpack_masks(places, data))
 
     def _wait(self, number: int) -> list:
         """A number for the step's tokens, and on rank 0 all that it computed."""

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Thread
 
@@ -63,21 +64,33 @@ class StepInFlight:
     """What a launched step computes: on the device now, on the host once `wait` returns.
 
     Args:
-        sampled: the tokens, and what was asked of them.
+        sample: samples, given the masks of constrained rows: the tokens, and what was asked of them.
         scores: the numbers of the prompts' tokens that are scored, as `Sampled.logprobs`.
+        is_constrained: whether the masks are still to come.
     """
 
-    def __init__(self, sampled: Sampled, scores: torch.Tensor):
-        self._event = None
-        self._results = [*sampled, scores]
-        if scores.is_cuda:
+    def __init__(self, sample: Callable[[np.ndarray | None], Sampled], scores: torch.Tensor, is_constrained: bool):
+        self._sample, self._scores = sample, scores
+        self._event: torch.cuda.Event | None = None
+        self._results: list[torch.Tensor] = []
+        if not is_constrained:
+            self._take(sample(None))
+
+    def constrain(self, masks: np.ndarray) -> None:
+        self._take(self._sample(masks))
+
+    def _take(self, sampled: Sampled) -> None:
+        self._results = [*sampled, self._scores]
+        if self._scores.is_cuda:
             self._results = [_to_host(each) if each.numel() else each.cpu() for each in self._results]
             self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(scores.device))
+            self._event.record(torch.cuda.current_stream(self._scores.device))
 
     def wait(self) -> StepOutput:
         if self._event is not None:
             self._event.synchronize()
+        if not self._results:  # it is thrown away
+            return StepOutput([])
         token_ids, logprobs, scores = self._results
         return StepOutput(token_ids.tolist(), _numbers(logprobs), _numbers(scores))
 
@@ -288,7 +301,7 @@ class ModelRunner(Runner):
 
     @torch.inference_mode()
     def launch(self, step: Step) -> StepInFlight:
-        """Starts a step and returns without waiting for the device."""
+        """Starts a step and returns without waiting for the device; see Runner."""
         with self._on_device():
             rows = StepRows.of(step)
             num_sampled = int(rows.samples.sum())
@@ -296,19 +309,30 @@ class ModelRunner(Runner):
             size, is_captured = self._size(rows, step.num_decodes, num_sampled, is_grouped)
             needs = self.table.send(step, rows, size)
             scores = self._nothing.logprobs
+            sample: Callable[[], Sampled] = lambda: self._nothing  # noqa: E731
             if is_captured and self.graphs is not None and not step.scored:
                 self.graphs.run(*self._forward_half(size))
                 self._copy_blocks(step)
-                num_padded = self._padded_sampled(_next(self._row_sizes, num_sampled))
-                sampled = self.graphs.run(*self._sampling_half(num_padded, needs)) if num_sampled else self._nothing
+                if num_sampled:
+                    num_padded = self._padded_sampled(_next(self._row_sizes, num_sampled))
+                    sample = partial(self.graphs.run, *self._sampling_half(num_padded, needs))
             else:
                 of_tokens = self._hidden_states_of_tokens(size, list(map(tuple, rows.tenants.tolist())))
                 self._copy_blocks(step)
                 if step.scored:
                     scores = self._score(step, rows, of_tokens)
-                hidden_states = self._rows_that_sample(size, of_tokens)
-                sampled = self._sample(hidden_states, needs) if num_sampled else self._nothing
-            return StepInFlight(sampled.first(num_sampled), scores)
+                if num_sampled:
+                    sample = partial(self._sample, self._rows_that_sample(size, of_tokens), needs)
+            constrained = np.array([seq.entry for seq in step.constrained], np.int64)
+
+            @torch.inference_mode()
+            def constrain_and_sample(masks: np.ndarray | None) -> Sampled:
+                with self._on_device():
+                    if masks is not None:
+                        self.table.rules.constrain(constrained, masks)
+                    return sample().first(num_sampled)
+
+            return StepInFlight(constrain_and_sample, scores, bool(step.constrained))
 
     def _copy_blocks(self, step: Step) -> None:
         if step.copies:
