@@ -247,7 +247,7 @@ def _part_kernel(
         while count < length:
             bound = tl.max(key, 0)
             best_group = (_id_of(bound) - first) // GROUP
-            ids = tl.where(bound == _NO_KEY, vocab_size, first + best_group * GROUP) + member
+            ids = first + best_group * GROUP + member  # of the row's first group if no key is left
             of_members = _key(_load(raw, processed, is_raw, ids, vocab_size, threshold), ids)
             found = tl.max(tl.where(of_members <= bound, of_members, _NO_KEY), 0)
             next_one = tl.max(tl.where(of_members < found, of_members, _NO_KEY), 0)
