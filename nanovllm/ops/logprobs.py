@@ -247,7 +247,7 @@ def _part_kernel(
         while count < length:
             bound = tl.max(key, 0)
             best_group = (_id_of(bound) - first) // GROUP
-            ids = tl.where(bound == _NO_KEY, vocab_size, first + best_group * GROUP) + member
+            ids = first + best_group * GROUP + member  # of the row's first group if no key is left
             of_members = _key(_load(raw, processed, is_raw, ids, vocab_size, threshold), ids)
             found = tl.max(tl.where(of_members <= bound, of_members, _NO_KEY), 0)
             next_one = tl.max(tl.where(of_members < found, of_members, _NO_KEY), 0)
@@ -286,8 +286,7 @@ def _merge_kernel(
         largest = tl.where(is_part, largest, float("-inf"))
         weight = tl.load(of_parts + num_parts, is_part, 0).to(tl.float32, bitcast=True)
         num_larger = tl.sum(tl.load(of_parts + 2 * num_parts, is_part, 0), 0)
-        base = tl.max(largest, 0)
-        base = tl.where(base == float("-inf"), 0.0, base)
+        base = tl.max(largest, 0)  # if it is −inf, no log-probability is computed from it
         scale = 1.4426950408889634 / divisor
         log_sum = tl.log(tl.sum(weight * tl.exp2((largest - base) * scale), 0))
 
