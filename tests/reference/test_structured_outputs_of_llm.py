@@ -18,6 +18,7 @@ from nanovllm.sampling_params import completion_seed
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
 NUM_SCHEMAS = 200
 # One rank and two, with and without overlap, chunks, preemption, the plain backend, the kernels.
 SCHEDULES = [
@@ -43,7 +44,7 @@ def random_model(tmp_path_factory):
 
 def is_valid(text: str, schema) -> bool:
     try:
-        jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
+        jsonschema.validate(json.loads(text), schema, format_checker=CHECKER)
     except (ValueError, jsonschema.ValidationError):
         return False
     return True
@@ -92,7 +93,7 @@ def test_neighbours_and_schedules_change_nothing(options):
     """Rows under constraints beside rows without any, with siblings, stop strings and log-probabilities."""
     rng = random.Random(3)
     kinds = [
-        {"json": make_schemas(8)[5]}, {"regex": "[a-f]{2,9}(-[0-9]{2})?"}, {"choice": ["yes", "no", "not sure"]},
+        {"json": make_schemas(8)[5]}, {"regex": "[a-f]{2,9}(-[0-9]{2})?"}, {"choice": ["yes", "no", "maybe"]},
         {"grammar": 'start: "<" /[a-z]{1,12}/ ">"'}, None, {"json_object": True}, None,
     ]  # fmt: skip
     params = []
@@ -116,7 +117,7 @@ def test_neighbours_and_schedules_change_nothing(options):
     for row, out in enumerate(outputs):
         assert [(each.text, each.token_ids, each.finish_reason) for each in out.outputs] == alone[row], row
         if params[row].logprobs is not None:
-            assert all((each.logprobs.of_tokens <= 0).all() for each in out.outputs)
+            assert all((each.logprobs.of_tokens <= 1e-6).all() for each in out.outputs)
     for out, each in zip(outputs, params, strict=True):
         given = each.structured_outputs
         for completion in out.outputs:
@@ -171,8 +172,8 @@ def test_a_constraint_that_fails_while_it_runs_is_the_error_of_its_row():
         SamplingParams(max_tokens=60, seed=1, structured_outputs=StructuredOutputsParams(grammar='start: "a" start')),
         SamplingParams(max_tokens=60, seed=1, ignore_eos=True),
     ]
-    with LLM(MODEL_DIRECTORY, device="cpu", num_kvcache_blocks=64, max_model_len=4096) as llm:
-        outputs = llm.generate(["x", "y"], [replace(each, max_tokens=3000) for each in params[:1]] + params[1:])
+    with LLM(MODEL_DIRECTORY, device="cpu", num_kvcache_blocks=64, max_model_len=1024) as llm:
+        outputs = llm.generate(["x", "y"], [replace(each, max_tokens=900) for each in params[:1]] + params[1:])
     assert len(outputs[1].token_ids) == 60 and outputs[1].error is None
     assert outputs[0].finish_reason in ("error", "length")
     if outputs[0].finish_reason == "error":
