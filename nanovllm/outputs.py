@@ -42,6 +42,7 @@ class RequestOutput:
         outputs: its completions, at least one.
         num_cached_tokens: how many of the prompt's tokens the prefix cache served.
         error: why the request failed, else None.
+        weight_version: how many times `LLM.update_weights` had changed the weights that computed it.
 
     `text`, `token_ids` and `finish_reason` are those of the first completion, `num_prompt_tokens` is the length of
     `prompt_token_ids`, and `finished` is True: nothing comes back before it is finished.
@@ -53,6 +54,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
     error: str | None = None
+    weight_version: int = 0
 
     @property
     def text(self) -> str:
