@@ -133,7 +133,7 @@ class TensorParallelRunner(Runner):
     def wake_up(self) -> None:
         refusals = self._ask("restore")
         if any(refusals):
-            self._ask("sleep", 1)  # the others; a rank knows if it slept deeper
+            self.sleep(1)  # the others; a rank knows if it slept deeper
             self._raise_refusal(refusals)
         self._memory = _sums(self._ask("capture"))
 

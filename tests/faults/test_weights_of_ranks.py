@@ -141,8 +141,11 @@ def test_what_one_rank_refuses_no_rank_does(checkpoints, expected, monkeypatch, 
         assert (engine.weight_version, run(engine)) == (1, expected[1][2][0])
         engine.sleep(level)
         asleep = engine.metrics()["memory_bytes"]
+        asked, ask = [], engine.runner._ask
+        monkeypatch.setattr(engine.runner, "_ask", lambda kind, *rest: (asked.append(kind), ask(kind, *rest))[1])
         with pytest.raises(RuntimeError, match=rf"no room to wake up \(rank {rank} of 2\)"):
             engine.wake_up()
+        assert asked == ["restore", "sleep"], "the other rank had woken up"
         assert engine.is_sleeping and engine.metrics()["memory_bytes"] == asleep
         engine.wake_up()
         if level == 2:

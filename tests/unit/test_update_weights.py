@@ -454,6 +454,22 @@ def test_a_sleep_leaves_no_trace_but_an_empty_cache(llm, expected, times):
     assert (llm.weight_version, llm.metrics()["num_kvcache_blocks"]) == (version, num_blocks)
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "torch", "triton"])
+def test_the_buffers_of_attention_sleep_as_well(tmp_path, backend):
+    save_model(tmp_path, num_hidden_layers=1)
+    sizes = {"max_num_seqs": 2, "max_model_len": 32, "kvcache_block_size": 16, "num_kvcache_blocks": 8}
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    with make_llm(tmp_path, attention_backend=backend, **sizes) as llm:
+        expected = [output.token_ids for output in llm.generate([[1, 2], [3]], params, use_tqdm=False)]
+        llm.sleep()
+        held = [value for value in vars(llm.engine.runner.backend).values() if isinstance(value, torch.Tensor | dict)]
+        tensors = [it for value in held for it in (value.values() if isinstance(value, dict) else [value])]
+        assert all(it.untyped_storage().nbytes() == 0 for it in tensors if isinstance(it, torch.Tensor))
+        assert (len(tensors) > 2) == (backend == "triton")
+        llm.wake_up()
+        assert [output.token_ids for output in llm.generate([[1, 2], [3]], params, use_tqdm=False)] == expected
+
+
 @pytest.mark.parametrize("levels", [[2], [2, 2], [1, 2], [2, 1]], ids=str)
 def test_after_a_deep_sleep_all_weights_must_be_given(llm, checkpoints, expected, levels):
     """In as many updates as wanted."""
