@@ -2,8 +2,21 @@
 
 from nanovllm.config import Config
 from nanovllm.llm import LLM
+from nanovllm.loglikelihood import Loglikelihood
+from nanovllm.logprobs import Logprob, TokenLogprobs
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured_outputs import StructuredOutputsParams
 
-__all__ = ["LLM", "CompletionOutput", "Config", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Config",
+    "Logprob",
+    "Loglikelihood",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "TokenLogprobs",
+]
 __version__ = "0.1.0"

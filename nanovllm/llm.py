@@ -17,12 +17,14 @@ from nanovllm.checks import boolean, is_running, suggests_names
 from nanovllm.config import MEANT_OPTIONS, Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.runner import Runner
+from nanovllm.loglikelihood import Loglikelihood
 from nanovllm.outputs import RequestOutput
 from nanovllm.process import COLLECTOR, FORKS
 from nanovllm.prompts import Row, as_conversation_list, as_prompt_list
 from nanovllm.recommended_sampling import recommended_sampling
 from nanovllm.row_stream import OutputIterator, RowStream, keep_outputs
 from nanovllm.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams, one_per_prompt, with_params
+from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.text import Text
 
 if TYPE_CHECKING:
@@ -92,6 +94,9 @@ class LLM:
         threads = CpuThreads()  # measures the machine's load while the model is loaded
         config = replace(config, model=str(directory))
         self.engine = LLMEngine(config, make_runner(config), self._text.eos_token_ids)
+        self._structured_outputs = StructuredOutputs(
+            self._text.tokenizer, self.engine.info.vocab_size, self.engine.eos_token_ids
+        )
         # Several ranks compute in processes of their own.
         FORKS.has_computed |= config.tensor_parallel_size == 1
         computes_here = self.engine.info.device == "cpu" and config.tensor_parallel_size == 1
@@ -167,7 +172,7 @@ class LLM:
             if isinstance(sampling_params, (list, tuple)):
                 sampling_params = one_per_prompt(sampling_params, len(prompts))
         source = with_params(iter(prompts), sampling_params)
-        rows = RowStream(self.engine, self._text, source, encode, self._cpu_threads.adapt)
+        rows = self._rows(source, encode)
         with self._locked():
             self._check_idle()
             self.engine.check_awake()
@@ -206,6 +211,36 @@ class LLM:
         )
         encode([])  # refuses what would refuse every conversation
         return self._run(conversations, params, encode, use_tqdm, raise_on_error)
+
+    def loglikelihood(
+        self,
+        contexts: Prompt | Iterable[Prompt],
+        continuations: Prompt | Iterable[Prompt],
+        *,
+        use_tqdm: bool = True,
+        raise_on_error: bool = False,
+    ) -> list[Loglikelihood]:
+        """How probable each continuation is after its context; in their order, and without generating anything.
+
+        Contexts that begin alike are computed once, as far as the KV cache holds them. Only the continuations are
+        projected onto the vocabulary.
+
+        Args:
+            contexts: one or many, each a string or a list of token ids. After an empty string, the continuation begins
+                a text.
+            continuations: as many, each at least one token. A context and a continuation that are both strings are
+                tokenized as one text, by lm-evaluation-harness's rules; see Text.encode_pairs.
+            use_tqdm, raise_on_error: as in `generate`, which also lists the errors.
+        """
+        before, after = as_prompt_list(contexts), as_prompt_list(continuations)
+        if len(before) != len(after):
+            raise ValueError(f"{len(before)} contexts for {len(after)} continuations; give one per continuation")
+        params = self._params_for(SamplingParams(max_tokens=0, prompt_logprobs=1), len(before))
+        pairs = list(zip(before, after, strict=True))
+        return [
+            Loglikelihood.of(output)
+            for output in self._run(pairs, params, self._text.encode_pairs, use_tqdm, raise_on_error)
+        ]
 
     def get_tokenizer(self) -> Any:
         """transformers' tokenizer: that of the option `tokenizer`, else the model's own; None if it has none."""
@@ -334,6 +369,11 @@ class LLM:
             sampling_params = self.get_default_sampling_params()
         return one_per_prompt(sampling_params, num_prompts)
 
+    def _rows(self, source: Iterator, encode: Callable[[list[Any]], list[Row]], raises: bool = False) -> RowStream:
+        return RowStream(
+            self.engine, self._text, source, encode, self._structured_outputs, self._cpu_threads.adapt, raises
+        )
+
     def _run(
         self,
         prompts: list[Any],
@@ -342,8 +382,7 @@ class LLM:
         use_tqdm: bool,
         raise_on_error: bool,
     ) -> list[RequestOutput]:
-        source, adapt = zip(prompts, params, strict=True), self._cpu_threads.adapt
-        rows = RowStream(self.engine, self._text, source, encode, adapt, raise_on_error)
+        rows = self._rows(zip(prompts, params, strict=True), encode, raise_on_error)
         outputs: dict[int, RequestOutput] = {}
         with self._locked():
             self._check_idle()

@@ -5,6 +5,8 @@ from bisect import insort
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from nanovllm.logprobs import TokenLogprobs
+
 FinishReason = Literal["stop", "length", "error", "abort"]
 # Reasons that are told apart, and rows of each that are named.
 _MOST_KINDS, _MOST_INDICES = 1000, 5
@@ -22,6 +24,8 @@ class CompletionOutput:
             "error" (see RequestOutput.error) or "abort".
         stop_reason: the stop string, or the id in `stop_token_ids`, that ended the completion; None for the model's own
             end-of-sequence ids and for other reasons.
+        cumulative_logprob: the sum of the generated tokens' log-probabilities, if they were asked for.
+        logprobs: of each generated token, if they were asked for.
     """
 
     index: int
@@ -29,6 +33,8 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: FinishReason
     stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,7 @@ class RequestOutput:
         outputs: its completions, at least one.
         num_cached_tokens: how many of the prompt's tokens the prefix cache served.
         error: why the request failed, else None.
+        prompt_logprobs: of each of the prompt's tokens, if they were asked for; the first one has none.
         weight_version: how many times `LLM.update_weights` had changed the weights that computed it.
 
     `text`, `token_ids` and `finish_reason` are those of the first completion, `num_prompt_tokens` is the length of
@@ -54,6 +61,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
     error: str | None = None
+    prompt_logprobs: TokenLogprobs | None = None
     weight_version: int = 0
 
     @property

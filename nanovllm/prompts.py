@@ -14,11 +14,13 @@ class Row(NamedTuple):
     text: of the prompt; None for token ids.
     token_ids: empty if there is an error.
     error: why it cannot run, or None.
+    first_scored: with `prompt_logprobs`, the first token that is scored.
     """
 
     text: str | None
     token_ids: list[int]
     error: ValueError | None = None
+    first_scored: int = 1
 
     @classmethod
     def of(cls, text: str | None, found: list[int] | ValueError) -> "Row":

@@ -2,21 +2,36 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from itertools import islice, repeat
 from typing import Any, cast
+
+import numpy as np
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
+from nanovllm.logprobs import TokenLogprobs
 from nanovllm.outputs import CompletionOutput, ErrorSummary, FinishReason, RequestOutput
 from nanovllm.prompts import Row
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured_outputs import Guide, StructuredOutputs
 from nanovllm.text import StopStrings, Text
 
 # Texts are tokenized in pieces of so many: a tokenizer takes ten times a text's memory while it works.
 _ROWS_OF_PIECE = 256
 # Rows that are read before the oldest one has finished, for each that can run at a time.
 _ROWS_AHEAD = 16
+
+
+@dataclass(slots=True)
+class _RunningRow:
+    """A row whose request runs: its number, what it asks for, and what has finished, by index."""
+
+    number: int
+    row: Row
+    params: SamplingParams
+    completions: dict[int, CompletionOutput] = field(default_factory=dict)
+    error: str | None = None
 
 
 class RowStream:
@@ -31,6 +46,7 @@ class RowStream:
         source: prompts or conversations, each with its parameters; may be endless.
         encode: makes rows of some of them.
         before_step: is called before each step.
+        structured: makes the constraints of structured outputs.
         raises: raise for a row that cannot run, before any row runs; all rows are read first then.
     """
 
@@ -40,6 +56,7 @@ class RowStream:
         text: Text,
         source: Iterator[tuple[Any, SamplingParams]],
         encode: Callable[[list[Any]], list[Row]],
+        structured: StructuredOutputs,
         before_step: Callable[[], None] = lambda: None,
         raises: bool = False,
     ):
@@ -47,9 +64,10 @@ class RowStream:
         self.errors = ErrorSummary()
         self._engine, self._text, self._source, self._encode, self._raises = engine, text, source, encode, raises
         self._window = None if raises else _ROWS_AHEAD * engine.info.max_num_seqs
-        self._before_step = before_step
+        self._structured, self._before_step = structured, before_step
         self._is_exhausted = False
-        self._running: dict[int, tuple[int, Row]] = {}  # request id -> its row, with the row's number; in their order
+        self._running: dict[int, _RunningRow] = {}  # by request id, in the rows' order
+        self._most_completions = 1  # that a row of this call has
 
     def run(self) -> Iterator[dict[int, RequestOutput]]:
         """After each step, what has finished, by number; before that, the rows that cannot run."""
@@ -68,8 +86,9 @@ class RowStream:
 
     def abort(self) -> None:
         """Ends what runs, between two steps; the cache keeps what was computed."""
-        for seq_id in list(self._running):
-            self._engine.abort(seq_id)
+        for request_id, row in self._running.items():
+            for index in range(row.params.n):
+                self._engine.abort(request_id + index)
         while not self._engine.is_finished():  # a step may be in flight
             self._engine.step()
         self._running.clear()
@@ -96,28 +115,39 @@ class RowStream:
     def _room(self) -> int:
         if self._window is None:
             return _ROWS_OF_PIECE
-        oldest = next(iter(self._running.values()))[0] if self._running else self.num_read
-        return min(_ROWS_OF_PIECE, oldest + self._window - self.num_read)
+        oldest = next(iter(self._running.values())).number if self._running else self.num_read
+        window = max(1, self._window // self._most_completions)
+        return min(_ROWS_OF_PIECE, oldest + window - self.num_read)
 
     def _add(self, row: Row, params: SamplingParams) -> RequestOutput | None:
         """Adds a row's request, or returns the output of a row that cannot run."""
-        error, predicate = row.error, None
+        error = row.error
+        predicates: list[Callable[[int], bool]] | None = None
+        self._most_completions = max(self._most_completions, params.n)
         try:
-            predicate = self._text.stop_strings(params)
+            if params.stop:
+                predicates = [self._text.stop_strings(params) for _ in range(params.n)]
+            if params.structured_outputs is not None:
+                constraints = [self._structured.constraint(params.structured_outputs) for _ in range(params.n)]
+                stops = predicates or repeat(None)
+                predicates = [Guide(*each) for each in zip(constraints, stops, strict=False)]
             if params.bad_words:
                 params = replace(params, bad_words=self._text.bad_words_as_ids(params.bad_words))
         except ValueError as problem:
             error = error or problem
         try:
             # A row that cannot run goes to the engine as an empty prompt, so that it uses up its number too.
-            seq_id = self._engine.add_request(row.token_ids if error is None else [], params, predicate)
-            self._running[seq_id] = self.num_read, row
+            token_ids = row.token_ids if error is None else []
+            request_id = self._engine.add_request(
+                token_ids, params, predicates, row.first_scored, params.structured_outputs is not None
+            )
+            self._running[request_id] = _RunningRow(self.num_read, row, params)
             return None
         except ValueError as problem:
             reason = str(error or problem)
             if self._raises:
                 raise ValueError(f"prompt {self.num_read}: {reason}") from None
-            return self._output(self.num_read, row, CompletionOutput(0, "", [], "error"), 0, reason)
+            return self._output(self.num_read, row, [CompletionOutput(0, "", [], "error")], 0, reason)
 
     # Finished rows
 
@@ -127,16 +157,35 @@ class RowStream:
         texts = self._text.complete([(seq.completion_token_ids, seq.sampling_params) for seq in sequences])
         outputs: dict[int, RequestOutput] = {}
         for seq, (text, stop) in zip(sequences, texts, strict=True):
-            number, row = self._running.pop(seq.seq_id)
             reason, error = cast(FinishReason, seq.finish_reason), seq.error
-            if isinstance(seq.stop_predicate, StopStrings) and seq.stop_predicate.error is not None:
+            if isinstance(seq.stop_predicate, Guide) and seq.stop_predicate.error is not None:
+                reason, error = "error", error or str(seq.stop_predicate.error)
+            elif isinstance(seq.stop_predicate, StopStrings) and seq.stop_predicate.error is not None:
                 text = seq.stop_predicate.error
             if isinstance(text, ValueError):
                 text, reason, error = "", "error", error or str(text)
             stop_reason = self._stop_reason(seq, stop) if error is None else None
-            completion = CompletionOutput(0, text, seq.completion_token_ids, reason, stop_reason)
-            outputs[number] = self._output(number, row, completion, seq.num_cached_tokens, error)
+            first = seq.siblings[0] if seq.siblings else seq
+            index, running = seq.seq_id - first.seq_id, self._running[first.seq_id]
+            logprobs = self._logprobs(seq.logprobs, seq.sampling_params.logprobs)
+            total = None if logprobs is None else float(logprobs.of_tokens.sum(dtype=np.float64))
+            running.completions[index] = CompletionOutput(
+                index, text, seq.completion_token_ids, reason, stop_reason, total, logprobs
+            )
+            running.error = running.error or error
+            if len(running.completions) == running.params.n:
+                del self._running[first.seq_id]
+                completions = [running.completions[index] for index in range(running.params.n)]
+                number, num_cached_tokens = running.number, first.num_cached_tokens
+                scores = self._logprobs(first.prompt_logprobs, running.params.prompt_logprobs, running.row.first_scored)
+                output = self._output(number, running.row, completions, num_cached_tokens, running.error)
+                outputs[number] = output if scores is None else replace(output, prompt_logprobs=scores)
         return outputs
+
+    def _logprobs(self, numbers: bytearray, num_logprobs: int | None, first: int = 0) -> TokenLogprobs | None:
+        if num_logprobs is None:
+            return None
+        return TokenLogprobs.of(bytes(numbers), num_logprobs, first, self._text.token_text)
 
     def _stop_reason(self, seq: Sequence, stop: str | None) -> int | str | None:
         """See CompletionOutput; `stop` is the stop string in the text."""
@@ -149,12 +198,14 @@ class RowStream:
         return None if is_models_own else last
 
     def _output(
-        self, number: int, row: Row, completion: CompletionOutput, num_cached_tokens: int, error: str | None
+        self, number: int, row: Row, completions: list[CompletionOutput], num_cached_tokens: int, error: str | None
     ) -> RequestOutput:
         if error is not None:
             self.errors.add(number, error)
         version = self._engine.weight_version
-        return RequestOutput(str(number), row.text, row.token_ids, [completion], num_cached_tokens, error, version)
+        return RequestOutput(
+            str(number), row.text, row.token_ids, completions, num_cached_tokens, error, weight_version=version
+        )
 
 
 def keep_outputs(error: BaseException, outputs: dict[int, RequestOutput]) -> None:

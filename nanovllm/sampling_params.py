@@ -4,12 +4,16 @@ import numbers
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any
+from typing import Any, Literal
 
 from nanovllm.checks import boolean, integer, real, seed_number, suggests_names
+from nanovllm.structured_outputs import StructuredOutputsParams
 
 # Of one request. Each running sequence keeps as many on the device as the longest list has, 20 bytes each.
 _MOST_EDITS = 4096
+_MOST_COMPLETIONS = 16384
+MOST_LOGPROBS = 128
+_MASK = 2**64 - 1
 DEFAULT_MAX_TOKENS = 64
 _BEAMS = "nanovllm has no beam search; leave it out"
 
@@ -24,6 +28,9 @@ _MEANT = {
     "min_length": "min_tokens",
     "temp": "temperature",
     "do_sample": "temperature=0 is greedy, any other temperature samples",
+    "guided_decoding": "structured_outputs",
+    "guided_json": "structured_outputs=StructuredOutputsParams(json=…)",
+    "response_format": "structured_outputs=StructuredOutputsParams(json=…)",
     "greedy": "temperature=0 is greedy",
     "k": "top_k",
     "p": "top_p",
@@ -49,7 +56,8 @@ _MEANT = {
     "beam_width": _BEAMS,
     "length_penalty": _BEAMS,
     "early_stopping": _BEAMS,
-    "num_return_sequences": "give the prompt several times",
+    "num_return_sequences": "n",
+    "best_of": "n",
 }
 
 
@@ -63,8 +71,11 @@ class SamplingParams:
     then `min_p`.
 
     Args:
+        n: completions per prompt, 1 to 16,384; not with temperature 0, where all would be equal. They share the
+            computation of the prompt. Completion i is the one that a request with `completion_seed(seed, i)` gets.
         temperature: divides the logits; 0 is greedy.
-        max_tokens: most tokens to generate, at least 1; None is as many as fit within `max_model_len`.
+        max_tokens: most tokens to generate, at least 1; None is as many as fit within `max_model_len`. With
+            `prompt_logprobs` it may be 0, which only scores the prompt.
         min_tokens: until so many tokens are generated, stop tokens are banned and stop strings do not count.
         top_k: sample among the k most probable tokens; 0 or −1 is off.
         top_p: sample among the fewest most probable tokens whose probabilities reach p; 1 is off.
@@ -88,6 +99,14 @@ class SamplingParams:
             as it is tokenized at the start of a text. It is also banned as it is tokenized after a space, if that gives
             as many tokens and another first one (vLLM's rule). Other ways to spell it remain.
         allowed_token_ids: the only token ids that may be generated, at least one; None allows all.
+        logprobs: with each token return its log-probability and rank, and the k most probable tokens; 0 to 128. None
+            returns none.
+        logprobs_mode: of which distribution. "raw" is what the model gives: the softmax of its logits. "processed" is
+            what the token was drawn from: after penalties, bans and the temperature, over the tokens that the filters
+            keep. For a greedy request the temperature counts as 1.
+        prompt_logprobs: the same for each token of the prompt but the first, always "raw"; 0 to 128, or None.
+        structured_outputs: what the completion must be, such as JSON of a schema; see StructuredOutputsParams. Cut by
+            `max_tokens`, it may be incomplete; its finish reason then is "length".
 
     Raises:
         TypeError, ValueError: a parameter of the wrong type or out of range, named with the range.
@@ -112,6 +131,11 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None
     include_stop_str_in_output: bool
     detokenize: bool
+    n: int
+    logprobs: int | None
+    logprobs_mode: str
+    prompt_logprobs: int | None
+    structured_outputs: StructuredOutputsParams | None
 
     def __init__(
         self,
@@ -134,12 +158,28 @@ class SamplingParams:
         allowed_token_ids: Collection[int] | None = None,
         include_stop_str_in_output: bool = False,
         detokenize: bool = True,
+        n: int = 1,
+        logprobs: int | None = None,
+        logprobs_mode: Literal["raw", "processed"] = "raw",
+        prompt_logprobs: int | None = None,
+        structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None,
     ):
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
         put("temperature", _in_range("temperature", temperature, least=0, least_means=" (greedy)"))
-        put("max_tokens", None if max_tokens is None else integer("max_tokens", max_tokens, least=1))
+        put("n", integer("n", n, least=1))
+        if self.n > _MOST_COMPLETIONS:
+            raise ValueError(f"n must be at most {_MOST_COMPLETIONS}, not {self.n}")
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(f"n={self.n} greedy completions would all be equal; set a temperature above 0, or n=1")
+        put("logprobs", _num_logprobs("logprobs", logprobs))
+        put("prompt_logprobs", _num_logprobs("prompt_logprobs", prompt_logprobs))
+        put("logprobs_mode", logprobs_mode)
+        if logprobs_mode not in ("raw", "processed"):
+            raise ValueError(f'logprobs_mode must be "raw" or "processed", not {logprobs_mode!r}')
+        fewest = 1 if prompt_logprobs is None else 0
+        put("max_tokens", None if max_tokens is None else integer("max_tokens", max_tokens, least=fewest))
         put("min_tokens", integer("min_tokens", min_tokens))
         most = self.min_tokens if self.max_tokens is None else self.max_tokens
         if not 0 <= self.min_tokens <= most:
@@ -167,7 +207,24 @@ class SamplingParams:
         put("frequency_penalty", _in_range("frequency_penalty", frequency_penalty, least=-2, most=2))
         put("logit_bias", _logit_bias(logit_bias))
         put("bad_words", _bad_words(bad_words))
+        put("structured_outputs", _structured_outputs(structured_outputs))
+        if self.structured_outputs is not None and (self.min_tokens or allowed_token_ids is not None):
+            name = "min_tokens" if self.min_tokens else "allowed_token_ids"
+            raise ValueError(f"structured_outputs says which tokens may come when; leave out {name}")
         put("allowed_token_ids", None if allowed_token_ids is None else _allowed_token_ids(allowed_token_ids))
+
+
+def completion_seed(seed: int, index: int) -> int:
+    """The 64-bit seed of completion `index` of a request with `seed`; completion 0 has the request's own."""
+    return mixed_seed(seed, index) if index else seed
+
+
+def mixed_seed(seed: int, number: int) -> int:
+    """A 64-bit seed for each number: SplitMix64's finaliser (Steele, Lea and Flood, 2014) over seed and number."""
+    z = (seed + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
 
 
 def one_per_prompt(given: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> list[SamplingParams]:
@@ -218,6 +275,21 @@ def _in_range(name: str, value: Any, least: float, least_means: str = "", most: 
         raise ValueError(f"{name} must be {least}{least_means} or more, not {number}")
     if most is not None and not least <= number <= most:
         raise ValueError(f"{name} must be between {least}{least_means} and {most}, not {number}")
+    return number
+
+
+def _structured_outputs(value: Any) -> StructuredOutputsParams | None:
+    if value is None or isinstance(value, StructuredOutputsParams):
+        return value
+    if isinstance(value, Mapping):  # as from JSON
+        return StructuredOutputsParams(**value)
+    raise TypeError(f"structured_outputs must be a StructuredOutputsParams or a dict of its fields, not {value!r}")
+
+
+def _num_logprobs(name: str, value: Any) -> int | None:
+    number = None if value is None else integer(name, value, least=0)
+    if number is not None and number > MOST_LOGPROBS:
+        raise ValueError(f"{name} must be at most {MOST_LOGPROBS}, not {number}")
     return number
 
 

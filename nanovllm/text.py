@@ -28,6 +28,7 @@ class Text:
         self.tokenizer = tokenizer
         # One tokenizer serves many requests, whose parameters are mostly the same.
         self._has_text = lru_cache(maxsize=None)(self._find_whether_it_has_text)
+        self._token_text = lru_cache(maxsize=None)(self._find_token_text)
         self._bad_word_ids = lru_cache(maxsize=1024)(self._find_bad_word_ids)
 
     @classmethod
@@ -67,6 +68,37 @@ class Text:
             else:
                 rows.append(prompt if isinstance(prompt, Row) else Row.of(None, as_token_ids(prompt)))
         return rows
+
+    def encode_pairs(self, pairs: Sequence[tuple[Any, Any]]) -> list[Row]:
+        """The row of every (context, continuation), of which the continuation's tokens are scored. Each is a string, or
+        token ids.
+
+        Two strings are tokenized as one text, whose tokens behind as many as the context alone has are the
+        continuation's. Spaces that end the context count as the continuation's. An empty context stands for the token
+        that begins texts, or else for the one that ends them. These are lm-evaluation-harness's rules.
+        """
+        joined = [pair for pair in pairs if _are_texts(pair)]
+        bare = dict.fromkeys(context.rstrip() for context, _ in joined)  # few-shot examples are shared by many
+        encoded = self.encode([*bare, *map("".join, joined)])
+        contexts, wholes = dict(zip(bare, encoded, strict=False)), iter(encoded[len(bare) :])
+        rows = []
+        for context, continuation in pairs:
+            if _are_texts((context, continuation)):
+                rows.append(_joined(contexts[context.rstrip()], next(wholes)))
+                continue
+            (before,) = self.encode([context]) if context != "" else [Row(None, self._first_token_ids)]
+            (after,) = self.encode([continuation], add_special_tokens=False)
+            if context == "" and before.token_ids == after.token_ids[:1]:
+                after = after._replace(token_ids=after.token_ids[1:])  # it begins with that token itself
+            rows.append(_joined(before, Row(None, before.token_ids + after.token_ids, before.error or after.error)))
+        return rows
+
+    @property
+    def _first_token_ids(self) -> list[int]:
+        """The token that begins texts, or else the one that ends them; empty without either."""
+        names = ("bos_token_id", "eos_token_id")
+        found = [token_id for name in names if (token_id := getattr(self.tokenizer, name, None)) is not None]
+        return found[:1]
 
     def _encode(
         self, texts: list[str], add_special_tokens: bool, splits_special: bool = False
@@ -155,10 +187,8 @@ class Text:
         ids = [bare, spaced] if len(spaced) == len(bare) and spaced[0] != bare[0] else [bare]
         return [tuple(token_ids) for token_ids in ids]
 
-    def stop_strings(self, params: SamplingParams) -> "StopStrings | None":
-        """A predicate that finds a request's stop strings, or None if it has none; a ValueError without a tokenizer."""
-        if not params.stop:
-            return None
+    def stop_strings(self, params: SamplingParams) -> "StopStrings":
+        """A predicate that finds the stop strings of one completion; a ValueError without a tokenizer."""
         if self.tokenizer is None:
             raise ValueError(f"{_NO_TOKENIZER}, so stop strings cannot be found; use stop_token_ids")
         return StopStrings(self, params)
@@ -202,6 +232,20 @@ class Text:
         return self.tokenizer.batch_decode(
             completions, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+    def token_text(self, token_id: int) -> str | None:
+        """The text of one token alone, special tokens too; None without a tokenizer, or if it cannot decode it."""
+        return self._token_text(token_id)
+
+    def _find_token_text(self, token_id: int) -> str | None:
+        if self.tokenizer is None:
+            return None
+        try:
+            return self.decode([[token_id]], skip_special_tokens=False)[0]
+        except BaseException as error:  # as in `_encode`
+            if isinstance(error, _EXITS):
+                raise
+            return None
 
     def has_text(self, token_id: int, skip_special_tokens: bool) -> bool:
         """Whether a token adds anything to the text. Skipped special tokens and ids that the tokenizer lacks do not."""
@@ -323,6 +367,22 @@ class StopStrings:
         self._window = [*self._window[1 - self._window_size :], token_id]
         text = self._text.decode([self._window], skips)[0]
         return any(stop in text for stop in self._params.stop)
+
+
+def _are_texts(pair: tuple[Any, Any]) -> bool:
+    """Whether a context and its continuation are tokenized as one text."""
+    return all(isinstance(each, str) for each in pair) and pair[0] != ""
+
+
+def _joined(context: Row, whole: Row) -> Row:
+    """The row of `whole`, of which the tokens behind as many as `context` has are scored."""
+    first = len(context.token_ids)
+    error = context.error or whole.error
+    if error is None and first == 0:
+        error = ValueError("the context is empty; a continuation's first token needs a token before it")
+    if error is None and first >= len(whole.token_ids):
+        error = ValueError("the continuation has no tokens; there is nothing to score")
+    return whole._replace(error=error, first_scored=first)
 
 
 def _undecodable(error: BaseException) -> ValueError:

@@ -9,27 +9,28 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.runner import Runner, RunnerInfo
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import Chunk, Step, StepOutput
+from nanovllm.engine.step import Chunk, Step, StepOutput, TokenNumbers
 from nanovllm.sampling_params import SamplingParams
 
 Predicate = Callable[[int], bool]
 
 
 class FakeStep:
-    def __init__(self, runner: "FakeRunner", token_ids: list[int]):
-        self._runner = runner
-        self._token_ids = token_ids
+    def __init__(self, runner: "FakeRunner", token_ids: list[int], scores: TokenNumbers):
+        self._runner, self._token_ids, self._scores = runner, token_ids, scores
 
     def wait(self) -> StepOutput:
         assert self._runner.in_flight.popleft() is self, "steps must be committed in the order of their launch"
         if self._runner.wait_error is not None:
             error, self._runner.wait_error = self._runner.wait_error, None
             raise error
-        return StepOutput(self._token_ids)
+        return StepOutput(self._token_ids, prompt_logprobs=self._scores)
 
 
 class FakeRunner(Runner):
@@ -51,7 +52,8 @@ class FakeRunner(Runner):
         self.is_broken: Callable[[Sequence], bool] = lambda seq: False
         self.is_closed = False
         self.num_steps = self.num_computed_tokens = self.num_sampled_tokens = 0
-        self.num_chunks = self.num_same_step_hits = 0
+        self.num_chunks = self.num_same_step_hits = self.num_copies = self.num_forks = 0
+        self.num_scored = 0
 
     def launch(self, step: Step) -> FakeStep:
         work = step.chunks
@@ -65,14 +67,27 @@ class FakeRunner(Runner):
         assert num_single.index(False) == step.num_decodes, "decodes are the leading chunks of a single new token"
         if self.log is not None:
             self.log.append([(seq.seq_id, num_new_tokens, samples) for seq, num_new_tokens, samples in work])
+        self._check_forks(work)
         self._store(work)
+        self._copy(step)
         sampled = [self._sample(seq) for seq, _, samples in work if samples]
         self.num_steps += 1
         self.num_sampled_tokens += len(sampled)
         self.num_chunks += len(work) - len(sampled)
-        launched = FakeStep(self, sampled)
+        launched = FakeStep(self, sampled, self._score(step))
         self.in_flight.append(launched)
         return launched
+
+    def _check_forks(self, work: list[Chunk]) -> None:
+        """Whoever computes nothing samples from the row before it, which must have the same prompt."""
+        leader = None
+        for seq, num_new_tokens, samples in work:
+            if num_new_tokens > 0:
+                leader = seq if samples else None
+                continue
+            self.num_forks += 1
+            assert samples and leader is not None and seq in leader.siblings, f"{seq} samples from another's logits"
+            assert seq.num_computed_tokens == leader.num_computed_tokens == seq.num_prompt_tokens
 
     def _store(self, work: list[Chunk]) -> None:
         """All keys are written before anything is sampled, as every layer stores keys before it attends.
@@ -85,7 +100,9 @@ class FakeRunner(Runner):
         for seq, num_new_tokens, _ in work:
             table, token_ids, end = seq.block_table, seq.token_ids, seq.num_computed_tokens
             start = end - num_new_tokens
-            assert num_new_tokens > 0 and start >= 0, f"{num_new_tokens} new tokens for {seq}"
+            assert num_new_tokens >= 0 and start >= 0, f"{num_new_tokens} new tokens for {seq}"
+            if num_new_tokens == 0:
+                continue
             key = 0
             if start > 0:
                 block = table[(start - 1) // block_size]
@@ -97,6 +114,29 @@ class FakeRunner(Runner):
                 keys[table[position // block_size] * block_size + position % block_size] = key
             written_blocks.update(table[start // block_size : (end - 1) // block_size + 1])
             self.num_computed_tokens += num_new_tokens
+
+    def _copy(self, step: Step) -> None:
+        keys, block_size = self.keys, self.info.kvcache_block_size
+        for source, target in step.copies:
+            assert source != target
+            start = target * block_size
+            keys[start : start + block_size] = keys[source * block_size : (source + 1) * block_size]
+        self.num_copies += len(step.copies)
+
+    def _score(self, step: Step) -> TokenNumbers:
+        """The numbers of a prompt's token are made of itself and the key before it, which this step must compute."""
+        keys, block_size = self.keys, self.info.kvcache_block_size
+        num_new = {chunk.seq.seq_id: chunk.num_new_tokens for chunk in step.chunks}
+        data = b""
+        for seq, start, end, ends in step.scored:
+            computed = range(seq.num_computed_tokens - num_new[seq.seq_id], seq.num_computed_tokens)
+            assert start < end <= seq.num_prompt_tokens and not (ends and seq.num_tokens > len(seq.token_ids))
+            for position in range(start, end):
+                assert position - 1 in computed, f"{seq} has no logits for token {position}"
+                block = seq.block_table[(position - 1) // block_size]
+                data += score_numbers(keys[block * block_size + (position - 1) % block_size], seq.token_ids[position])
+            self.num_scored += end - start
+        return TokenNumbers(data, 12)
 
     def _in_flight_token(self, seq: Sequence, position: int) -> int:
         """The token that the host does not know yet, from where the step before left it."""
@@ -160,6 +200,8 @@ def expected_completion(
     for token_id in prompt:
         keys.append(hash((keys[-1] if keys else 0, token_id)))
     completion: list[int] = []
+    if params.max_tokens == 0:
+        return completion, "length"
     while True:
         token_id = _answer(keys, info.vocab_size)
         completion.append(token_id)
@@ -171,6 +213,20 @@ def expected_completion(
             return completion, "stop"
         if len(completion) == params.max_tokens or len(prompt) + len(completion) == info.max_model_len:
             return completion, "length"
+
+
+def score_numbers(key: int, token_id: int) -> bytes:
+    """What stands for the log-probability of a token behind a prefix that has this key."""
+    return np.array([hash((key, token_id)) % 2**31, token_id, 0], np.int32).tobytes()
+
+
+def expected_scores(prompt: list[int], first: int) -> bytes:
+    """The numbers of a prompt's tokens from `first` on."""
+    key, data = 0, b""
+    for position, token_id in enumerate(prompt):
+        data += score_numbers(key, token_id) if position >= first else b""
+        key = hash((key, token_id))
+    return data
 
 
 def _answer(keys: list[int], vocab_size: int) -> int:

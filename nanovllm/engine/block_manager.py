@@ -73,7 +73,7 @@ class BlockManager:
 
         A shared block that is in use costs nothing; a cached one that nobody holds costs a free block.
         """
-        num_needed = self._num_blocks_for(seq.num_tokens)
+        num_needed = self._num_blocks_for(_num_to_compute(seq))
         num_available = len(self._free) - num_reserved_blocks
         if num_needed <= num_available:
             return True
@@ -81,7 +81,7 @@ class BlockManager:
         return num_needed - num_shared <= num_available
 
     def allocate(self, seq: Sequence) -> None:
-        """Gives `seq` blocks for all its tokens, shared ones first; sets `num_computed_tokens` to what they hold."""
+        """Gives `seq` blocks for the tokens it has, shared ones first; sets `num_computed_tokens` to what they hold."""
         if seq.block_table:
             raise RuntimeError(f"{seq} already has blocks")
         prefix = self._cached_prefix(seq)
@@ -93,8 +93,34 @@ class BlockManager:
         seq.num_computed_tokens = len(prefix) * self.block_size
         seq.num_registered_blocks = len(prefix)
         seq.last_registration = prefix[-1].serial if prefix else 0
-        while len(seq.block_table) < self._num_blocks_for(seq.num_tokens):
+        while len(seq.block_table) < self._num_blocks_for(_num_to_compute(seq)):
             seq.block_table.append(self._take_free_block())
+
+    def can_fork(self, source: Sequence, num_reserved_blocks: int = 0) -> bool:
+        """Whether `fork` would leave at least `num_reserved_blocks` free."""
+        has_partial_block = source.num_computed_tokens % self.block_size > 0
+        return len(self._free) - has_partial_block >= num_reserved_blocks
+
+    def fork(self, source: Sequence, seq: Sequence) -> list[tuple[int, int]]:
+        """Gives `seq`, which has the same tokens, what `source` has computed: its full blocks, shared, and a new block
+        for the tokens behind them.
+
+        Returns:
+            The copy that fills the new block, as (source, copy), if there is one.
+        """
+        if seq.block_table:
+            raise RuntimeError(f"{seq} already has blocks")
+        num_full = source.num_computed_tokens // self.block_size
+        seq.block_table = source.block_table[:num_full]
+        for block_id in seq.block_table:
+            self.blocks[block_id].ref_count += 1
+        seq.block_hashes = source.block_hashes[:num_full]
+        seq.num_computed_tokens = source.num_computed_tokens
+        seq.num_registered_blocks, seq.last_registration = source.num_registered_blocks, source.last_registration
+        if source.num_computed_tokens % self.block_size == 0:
+            return []
+        seq.block_table.append(self._take_free_block())
+        return [(source.block_table[num_full], seq.block_table[num_full])]
 
     # Growth
 
@@ -176,9 +202,9 @@ class BlockManager:
         """The registered blocks that hold the beginning of `seq`, leaving at least one token to compute."""
         prefix: list[Block] = []
         if not self.enable_prefix_caching:
-            return prefix
+            return self._prompt_of_siblings(seq)
         parent, block_size = 0, self.block_size
-        for index in range((len(seq.token_ids) - 1) // block_size):
+        for index in range(_most_cached(seq) // block_size):
             block = self._registered.get(self._hash(seq, index))
             if (
                 block is None
@@ -189,6 +215,12 @@ class BlockManager:
             prefix.append(block)
             parent = block.serial
         return prefix
+
+    def _prompt_of_siblings(self, seq: Sequence) -> list[Block]:
+        """The full blocks of its prompt that a running sibling holds, leaving at least one token to compute."""
+        num_tokens = min(_most_cached(seq), seq.num_prompt_tokens - 1) // self.block_size * self.block_size
+        source = next((other for other in seq.siblings if 0 < num_tokens <= other.num_computed_tokens), None)
+        return [] if source is None else [self.blocks[i] for i in source.block_table[: num_tokens // self.block_size]]
 
     def _hash(self, seq: Sequence, index: int) -> int:
         """Hash of the full block `index`, computed once per request."""
@@ -232,3 +264,15 @@ class BlockManager:
         assert len(self._free) + sum(count > 0 for count in held) == len(self.blocks), "a block is lost"
         for block_hash, block in self._registered.items():
             assert block.hash == block_hash, f"hash {block_hash} leads to a block that has another"
+
+
+def _num_to_compute(seq: Sequence) -> int:
+    """How many leading tokens will have keys: of the last one that it may have, nobody asks for them."""
+    return min(seq.num_tokens, seq.max_length - 1)
+
+
+def _most_cached(seq: Sequence) -> int:
+    """How many leading tokens may come from the cache: the last one must be computed, and so must the one before the
+    first whose log-probability is asked for."""
+    num_tokens = len(seq.token_ids)
+    return (seq.next_scored if seq.next_scored < seq.num_prompt_tokens else num_tokens) - 1

@@ -13,6 +13,17 @@ def max_length(num_prompt_tokens: int, params: SamplingParams, info: RunnerInfo)
     return min(num_prompt_tokens + params.max_tokens, info.max_model_len)
 
 
+def _check_scoring(num_tokens: int, info: RunnerInfo) -> None:
+    """Refuses a prompt of which nothing can be scored."""
+    if num_tokens == 1:
+        raise ValueError("a prompt of one token has nothing to score; give it at least two")
+    if num_tokens > info.max_model_len:
+        raise ValueError(
+            f"the {num_tokens} tokens to score are more than max_model_len={info.max_model_len}; shorten them, or "
+            "raise max_model_len if the model was made for more"
+        )
+
+
 def check_request(token_ids: list[int], params: SamplingParams, info: RunnerInfo) -> None:
     """Refuses what can never be run.
 
@@ -24,7 +35,9 @@ def check_request(token_ids: list[int], params: SamplingParams, info: RunnerInfo
     num_tokens = len(token_ids)
     if num_tokens == 0:
         raise ValueError("the prompt is empty; it needs at least one token")
-    if num_tokens >= info.max_model_len:
+    if params.max_tokens == 0:
+        _check_scoring(num_tokens, info)
+    elif num_tokens >= info.max_model_len:
         raise ValueError(
             f"the prompt's {num_tokens} tokens leave no room for a new one within max_model_len="
             f"{info.max_model_len}; shorten it, or raise max_model_len if the model was made for more"

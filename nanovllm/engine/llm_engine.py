@@ -10,21 +10,24 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
+
+import numpy as np
 
 from nanovllm.checks import integer, is_running
 from nanovllm.config import Config
 from nanovllm.engine.limits import check_request, max_length
 from nanovllm.engine.runner import LaunchedStep, Runner, make_scheduler
 from nanovllm.engine.scheduler import SchedulerStats
-from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.step import Step
+from nanovllm.engine.sequence import Sequence, SequenceStatus, make_sequences
+from nanovllm.engine.step import Step, StepOutput
 from nanovllm.engine.step_stats import StepStats, StepTokens, tokens_of
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, mixed_seed
+from nanovllm.structured_outputs import Guide, guide_masks
 
 logger = logging.getLogger(__name__)
 
-_MASK = 2**64 - 1
+StopPredicate = Callable[[int], bool]
 
 
 class LLMEngine:
@@ -54,7 +57,7 @@ class LLMEngine:
         self.scheduler_stats = SchedulerStats()
         self.weight_version = 0
         self.is_sleeping = False
-        self._num_requests = 0
+        self._num_requests = self._num_sequences = 0
         self._in_flight: deque[tuple[Step, LaunchedStep, StepTokens]] = deque()
         self._unfinished: dict[int, Sequence] = {}
         self._process_id = os.getpid()
@@ -67,17 +70,22 @@ class LLMEngine:
         self,
         prompt_token_ids: list[int],
         sampling_params: SamplingParams,
-        stop_predicate: Callable[[int], bool] | None = None,
+        stop_predicates: StopPredicate | list[StopPredicate] | None = None,
+        first_scored: int = 1,
+        is_constrained: bool = False,
     ) -> int:
-        """Queues a request and returns its id: its number in the engine's life.
+        """Queues a request and returns its id, which is the id of its first completion; the others' ids follow it.
 
         Requests that may generate most are started first. A short one waits as long as longer ones keep coming.
 
         Args:
             prompt_token_ids: the prompt.
             sampling_params: how to sample it.
-            stop_predicate: called with each new token in order; True ends the request. An exception from it
-                fails the step and empties the engine. It cannot call the engine itself.
+            stop_predicates: one for each of its `n` completions, or one for the only completion. It is called with
+                each new token in order; True ends the completion. An exception from it fails the step and empties the
+                engine. It cannot call the engine itself.
+            first_scored: with `prompt_logprobs`, the first token of the prompt to score, at least 1.
+            is_constrained: the stop predicates are Guides, whose masks say which tokens may come next.
 
         Raises:
             TypeError: the prompt holds something other than integers.
@@ -87,8 +95,9 @@ class LLMEngine:
         """
         self._check_usable()
         self.check_awake()
-        seq_id = self._num_requests
+        number, seq_id, n = self._num_requests, self._num_sequences, sampling_params.n
         self._num_requests += 1
+        self._num_sequences += n
         try:
             check_request(prompt_token_ids, sampling_params, self.info)
         except (TypeError, ValueError):
@@ -97,27 +106,28 @@ class LLMEngine:
         stop_token_ids = frozenset(sampling_params.stop_token_ids)
         if not sampling_params.ignore_eos:
             stop_token_ids |= self.eos_token_ids
-        seed = sampling_params.seed
-        seq = Sequence(
-            seq_id,
-            prompt_token_ids,
-            sampling_params,
-            max_length(len(prompt_token_ids), sampling_params, self.info),
-            stop_token_ids,
-            _mix(self.config.seed, seq_id) if seed is None else seed,
-            stop_predicate,
-        )
+        seed = mixed_seed(self.config.seed, number) if sampling_params.seed is None else sampling_params.seed
+        most_tokens = max_length(len(prompt_token_ids), sampling_params, self.info)
+        sequences = make_sequences(
+            seq_id, prompt_token_ids, sampling_params, most_tokens, stop_token_ids, seed, first_scored,
+            is_constrained,
+        )  # fmt: skip
+        if stop_predicates is not None:
+            given = [stop_predicates] if callable(stop_predicates) else stop_predicates
+            for seq, predicate in zip(sequences, given, strict=True):
+                seq.stop_predicate = predicate
         try:
-            self.runner.request_added(seq)
-            self._unfinished[seq_id] = seq
-            self.scheduler.add(seq)
+            self.runner.request_added(sequences)
+            for seq in sequences:
+                self._unfinished[seq.seq_id] = seq
+                self.scheduler.add(seq)
         except BaseException:  # Ctrl-C: the runner may know of a request that the scheduler lacks
             self._empty()
             raise
         return seq_id
 
     def abort(self, seq_id: int) -> Sequence | None:
-        """Ends a request between two steps and returns it with what it has; None if no unfinished one has this id."""
+        """Ends a completion between two steps and returns it with what it has; None if no such one is unfinished."""
         self._check_usable()
         seq = self._unfinished.get(seq_id)
         if seq is not None:
@@ -138,7 +148,7 @@ class LLMEngine:
     # The loop
 
     def step(self) -> list[Sequence]:
-        """Launches the next step and commits the oldest in flight; returns the requests that finished.
+        """Launches the next step and commits the oldest in flight; returns the completions that finished.
 
         If anything fails, the engine is emptied (all requests are dropped) before the exception goes on.
         """
@@ -150,16 +160,22 @@ class LLMEngine:
             if scheduled.chunks:
                 num_tokens = tokens_of(scheduled)
                 self._in_flight.append((scheduled, self.runner.launch(scheduled), num_tokens))
+                if len(self._in_flight) == 1:
+                    self._constrain(*self._in_flight[0][:2])
                 self.step_stats.count(scheduled, num_tokens)
                 began = self.step_stats.count_seconds(num_tokens, began)
             elif not self._in_flight and self._unfinished:
                 raise RuntimeError(f"nothing can be scheduled, which is a bug: {list(self._unfinished.values())[:3]}")
             if self._in_flight and (not scheduled.chunks or len(self._in_flight) > self.depth):
                 committed, launched, num_tokens = self._in_flight.popleft()
-                token_ids = launched.wait().token_ids
+                output = launched.wait()
+                token_ids = output.token_ids
+                _keep_logprobs(committed, output)
                 stopped = _ask_stop_predicates(committed, token_ids)
                 finished = self.scheduler.commit(committed, token_ids, frozenset(stopped))
                 self.runner.step_committed(stopped)
+                if self._in_flight:
+                    self._constrain(*self._in_flight[0][:2])
                 for seq in finished:
                     del self._unfinished[seq.seq_id]
                     self.step_stats.num_output_tokens += len(seq.token_ids) - seq.num_prompt_tokens
@@ -168,6 +184,18 @@ class LLMEngine:
             self._empty()
             raise
         return finished
+
+    def _constrain(self, step: Step, launched: LaunchedStep) -> None:
+        """Lets a step sample, now that all steps before it are committed: its masks depend on their tokens. The device
+        computes the step's logits during that time."""
+        if not step.constrained:
+            return
+        masks = np.full((len(step.constrained), -(-self.info.vocab_size // 32)), -1, np.int32)
+        rows = [row for row, seq in enumerate(step.constrained) if seq.status is not SequenceStatus.FINISHED]
+        filled = np.empty((len(rows), masks.shape[1]), np.int32)
+        guide_masks([cast(Guide, step.constrained[row].stop_predicate) for row in rows], filled)
+        masks[rows] = filled
+        launched.constrain(masks)
 
     def reset(self) -> None:
         """Drops every request, waits for what is in flight and starts with an empty cache."""
@@ -290,6 +318,22 @@ class LLMEngine:
             self._renew_scheduler()
 
 
+def _keep_logprobs(step: Step, output: StepOutput) -> None:
+    """Gives the sequences the log-probabilities of their new tokens, and of their prompts' tokens."""
+    if output.logprobs.data:
+        sampling = (chunk.seq for chunk in step.chunks if chunk.samples)
+        for index, (seq, token_id) in enumerate(zip(sampling, output.token_ids, strict=True)):
+            num_logprobs = seq.sampling_params.logprobs
+            if num_logprobs is not None and seq.status is not SequenceStatus.FINISHED and token_id >= 0:
+                seq.logprobs += output.logprobs.row(index, num_logprobs)
+    index = 0
+    for seq, start, end, _ in step.scored:
+        num_logprobs = seq.sampling_params.prompt_logprobs or 0
+        for row in range(index, index + end - start):
+            seq.prompt_logprobs += output.prompt_logprobs.row(row, num_logprobs)
+        index += end - start
+
+
 _CHANGES = (  # none of them inside another
     LLMEngine.add_request, LLMEngine.abort, LLMEngine.step, LLMEngine.update_weights, LLMEngine.sleep, LLMEngine.wake_up
 )  # fmt: skip
@@ -309,11 +353,3 @@ def _ask_stop_predicates(step: Step, token_ids: list[int]) -> list[int]:
         and token_id >= 0
         and seq.stop_predicate(token_id)
     ]
-
-
-def _mix(seed: int, number: int) -> int:
-    """A request's own 64-bit seed: SplitMix64's finaliser (Steele, Lea and Flood, 2014) over seed and number."""
-    z = (seed + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler, SchedulerStats
@@ -43,6 +45,13 @@ class RunnerInfo:
 class LaunchedStep(Protocol):
     """A step that the device may still be working on."""
 
+    def constrain(self, masks: np.ndarray) -> None:
+        """Lets a step that has constrained rows sample. Needed before `wait`, unless the step is thrown away.
+
+        masks: int32 [len(step.constrained), ceil(vocab_size / 32)], bit `id & 31` of word `id >> 5` of each says
+            whether the id may be sampled.
+        """
+
     def wait(self) -> StepOutput:
         """What the step sampled, once the device is done."""
 
@@ -57,7 +66,8 @@ class Runner(Protocol):
     info: RunnerInfo
 
     def launch(self, step: Step) -> LaunchedStep:
-        """Starts a step and returns without waiting for the device."""
+        """Starts a step and returns without waiting for the device. A step with constrained rows computes all but its
+        tokens, which wait for `LaunchedStep.constrain`."""
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device, or on all of them, by use."""
@@ -83,16 +93,16 @@ class Runner(Protocol):
         """Undoes `sleep`. After an exception the runner sleeps as before."""
         return None
 
-    def request_added(self, seq: Sequence) -> None:
-        """The scheduler is about to get a new request."""
+    def request_added(self, sequences: list[Sequence]) -> None:
+        """The scheduler is about to get a new request, which has these completions."""
         return None
 
     def request_aborted(self, seq: Sequence) -> None:
-        """The scheduler is about to drop a request."""
+        """The scheduler is about to drop a completion."""
         return None
 
     def step_committed(self, stopped: list[int]) -> None:
-        """The oldest step in flight was committed; these requests ended with it because the engine said so."""
+        """The oldest step in flight was committed; these completions ended with it because the engine said so."""
         return None
 
     def scheduler_renewed(self) -> None:

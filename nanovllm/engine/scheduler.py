@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.step import NO_TOKEN_LEFT, Chunk, Step
+from nanovllm.engine.step import NO_TOKEN_LEFT, Chunk, Scored, Step
 from nanovllm.engine.waiting_queue import WaitingQueue
 
 _BROKEN_LOGITS = "the model's logits were not finite (NaN or infinity)"
@@ -60,9 +60,14 @@ class Scheduler:
         self._is_admitting = False  # an admission has begun and was only cut short by the step's budget
         self._num_free_blocks_wanted = 0  # before the next admission, after one that ended for want of blocks
         self._free_entries = list(range(max_num_seqs - 1, -1, -1))
+        self._copies: list[tuple[int, int]] = []  # of the step that is being made
+        self._scored: list[Scored] = []
 
     def add(self, seq: Sequence) -> None:
-        self.waiting.push(seq, self.block_manager.prefix_key(seq))
+        key = self.block_manager.prefix_key(seq)
+        if key is None and seq.siblings:
+            key = -1 - seq.siblings[0].seq_id  # no hash is negative
+        self.waiting.push(seq, key)
         if self.waiting.peek() is seq:
             self._num_free_blocks_wanted = 0  # it was for another
 
@@ -73,13 +78,14 @@ class Scheduler:
     def schedule(self) -> Step:
         """The next step; without chunks when nothing can run until a step in flight is committed."""
         chunks: list[Chunk] = []
+        self._copies, self._scored = [], []
         budget, running = self.max_num_batched_tokens, self.running
         if running and running[0].num_tokens - running[0].num_computed_tokens <= 1:  # the oldest is past its prompt
             budget = min(budget, max(self.most_tokens_beside_decodes, 2 * len(running)))
         budget = self._advance_running(chunks, budget)
         if self.waiting and budget > 0:
             self._admit(chunks, budget)
-        return Step.of(chunks)
+        return Step.of(chunks, self._copies, self._scored)
 
     def commit(self, step: Step, token_ids: list[int], stopped: Container[int] = ()) -> list[Sequence]:
         """Takes the tokens that `step` sampled and returns the sequences that finished.
@@ -116,6 +122,10 @@ class Scheduler:
             if reason is not None:
                 self._finish(seq, reason, remove=False)
                 finished.append(seq)
+        for scored in step.scored:
+            if scored.ends and scored.seq.status is not SequenceStatus.FINISHED:
+                self._finish(scored.seq, "length", remove=False)
+                finished.append(scored.seq)
         if finished:
             self.running = [seq for seq in self.running if seq.status is not SequenceStatus.FINISHED]
         return finished
@@ -123,6 +133,7 @@ class Scheduler:
     def _advance_running(self, chunks: list[Chunk], budget: int) -> int:
         """Schedules what runs, oldest first, preempting the newest when blocks run out; returns the budget left."""
         running, block_manager = self.running, self.block_manager
+        leaders: list[int] = []  # chunks that end prompts with several completions
         index = 0
         while index < len(running) and budget > 0:
             seq = running[index]
@@ -137,9 +148,14 @@ class Scheduler:
                 newest = running.pop()
                 self._preempt(newest)
                 if newest is seq:
-                    return budget
-            budget -= num_new_tokens
-            self._launch(chunks, seq, num_new_tokens)
+                    break
+            else:
+                budget -= num_new_tokens
+                self._launch(chunks, seq, num_new_tokens)
+                if seq.siblings and chunks[-1].samples:
+                    leaders.append(len(chunks) - 1)
+        for leader in reversed(leaders):
+            chunks[leader + 1 : leader + 1] = self._fork(chunks[leader].seq)
         return budget
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
@@ -158,7 +174,7 @@ class Scheduler:
                 self._is_admitting = True
                 return
             seq = self.waiting.peek()
-            if seq.has_token_in_flight:
+            if seq.is_all_launched:
                 return
             # Each running sequence will want another block sooner or later; without that reserve an
             # admission would be preempted at once. A sequence that would be alone needs no reserve.
@@ -169,16 +185,42 @@ class Scheduler:
                 return
             self.waiting.pop()
             block_manager.allocate(seq)
-            seq.status = SequenceStatus.RUNNING
-            seq.entry = self._free_entries.pop()
-            self.running.append(seq)
+            self._run(seq)
             if seq.num_preemptions == 0:
                 seq.num_cached_tokens = seq.num_computed_tokens
                 self.stats.num_prompt_tokens += seq.num_prompt_tokens
                 self.stats.num_cached_prompt_tokens += seq.num_cached_tokens
-            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget)
+            num_new_tokens = min(min(seq.num_tokens, seq.max_length - 1) - seq.num_computed_tokens, budget)
             budget -= num_new_tokens
             self._launch(chunks, seq, num_new_tokens)
+            if seq.siblings and chunks[-1].samples:
+                chunks += self._fork(seq)
+
+    def _fork(self, leader: Sequence) -> list[Chunk]:
+        """If this step completes the prompt of a sequence, lets its waiting siblings sample from the same logits.
+
+        Those that find no place or no block stay waiting. They are admitted like others, and share full blocks.
+        """
+        chunks: list[Chunk] = []
+        if leader.num_computed_tokens > leader.num_prompt_tokens:
+            return chunks
+        for seq in leader.siblings:
+            if len(self.running) == self.max_num_seqs or not self.block_manager.can_fork(leader, len(self.running)):
+                break
+            if seq.waits_for_prompt:
+                self.waiting.remove(seq)
+                self._copies += self.block_manager.fork(leader, seq)
+                self._run(seq)
+                seq.num_cached_tokens = seq.num_computed_tokens
+                seq.num_tokens += 1
+                chunks.append(Chunk(seq, 0, True))
+        return chunks
+
+    def _run(self, seq: Sequence) -> None:
+        """Takes a sequence that has blocks among the running ones."""
+        seq.status = SequenceStatus.RUNNING
+        seq.entry = self._free_entries.pop()
+        self.running.append(seq)
 
     def _launch(self, chunks: list[Chunk], seq: Sequence, num_new_tokens: int) -> None:
         self.block_manager.append(seq, num_new_tokens)
@@ -186,6 +228,15 @@ class Scheduler:
         chunks.append(Chunk(seq, num_new_tokens, samples))
         if samples:
             seq.num_tokens += 1
+        if seq.next_scored < seq.num_prompt_tokens:
+            self._score(seq)
+
+    def _score(self, seq: Sequence) -> None:
+        """Scores the prompt's tokens that what is computed now tells of: each token tells of the one after it."""
+        start, end = seq.next_scored, min(seq.num_computed_tokens + 1, seq.num_prompt_tokens)
+        if start < end:
+            seq.next_scored = end
+            self._scored.append(Scored(seq, start, end, seq.only_scores and end == seq.num_prompt_tokens))
 
     def _preempt(self, seq: Sequence) -> None:
         """Takes back the blocks of a sequence that left `running`; it is admitted next, with every token it has."""

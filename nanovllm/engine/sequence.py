@@ -1,9 +1,9 @@
-"""One request as the engine sees it: its tokens, how far they are computed, and where their keys live."""
+"""One completion of a request as the engine sees it: its tokens, how far they are computed, where their keys live."""
 
 from collections.abc import Callable
 from enum import Enum
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, completion_seed
 
 
 class SequenceStatus(Enum):
@@ -13,7 +13,7 @@ class SequenceStatus(Enum):
 
 
 class Sequence:
-    """One request.
+    """One completion of a request.
 
     `num_tokens` counts a placeholder for every token that is being sampled by a step in flight;
     `token_ids` holds only the tokens that are known. The Scheduler moves `num_computed_tokens` towards
@@ -22,16 +22,21 @@ class Sequence:
 
     __slots__ = (
         "seq_id",
+        "siblings",  # all completions of its request, itself among them; empty if it is the only one
         "token_ids",  # prompt + completion, as far as known
         "num_prompt_tokens",
         "num_tokens",  # len(token_ids) + tokens in flight
         "num_computed_tokens",  # leading tokens whose keys and values are in the cache (or will be: launched)
+        "next_scored",  # first prompt token whose log-probability no step was launched for; the prompt's length if none
+        "logprobs",  # of its tokens, one row of numbers each as ops/logprobs.py lays them out; empty if not asked for
+        "prompt_logprobs",  # the same of its prompt's tokens
         "num_cached_tokens",  # prompt tokens that the prefix cache served when the request was first admitted
         "max_length",  # most tokens of prompt + completion
         "sampling_params",
         "seed",  # 64 bits, keys the sampling noise
         "stop_token_ids",  # every id that ends this request
-        "stop_predicate",  # the caller's: called with each new token, True ends the request
+        "stop_predicate",  # the caller's: called with each new token, True ends the completion
+        "is_constrained",  # whether masks say which tokens may come next; its stop predicate is a Guide then
         "status",
         "finish_reason",
         "error",
@@ -54,14 +59,18 @@ class Sequence:
         stop_predicate: Callable[[int], bool] | None = None,
     ):
         self.seq_id = seq_id
+        self.siblings: list[Sequence] = []
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = self.num_tokens = len(prompt_token_ids)
         self.num_computed_tokens = self.num_cached_tokens = 0
+        self.next_scored = self.num_prompt_tokens
+        self.logprobs, self.prompt_logprobs = bytearray(), bytearray()
         self.max_length = max_length
         self.sampling_params = sampling_params
         self.seed = seed
         self.stop_token_ids = stop_token_ids
         self.stop_predicate = stop_predicate
+        self.is_constrained = False
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
         self.error: str | None = None
@@ -78,8 +87,56 @@ class Sequence:
     def has_token_in_flight(self) -> bool:
         return self.num_tokens > len(self.token_ids)
 
+    @property
+    def only_scores(self) -> bool:
+        """Whether it ends with the log-probabilities of its prompt, and generates nothing."""
+        return self.max_length == self.num_prompt_tokens
+
+    @property
+    def is_all_launched(self) -> bool:
+        """Whether all that is left is to commit steps in flight."""
+        return self.has_token_in_flight or (self.only_scores and self.next_scored == self.num_prompt_tokens)
+
+    @property
+    def waits_for_prompt(self) -> bool:
+        """Whether it has neither blocks nor a token yet."""
+        return self.status is SequenceStatus.WAITING and self.num_tokens == self.num_prompt_tokens
+
     def __repr__(self) -> str:
         return (
             f"Sequence({self.seq_id}, {self.status.value}, {self.num_prompt_tokens} prompt tokens, "
             f"{self.num_computed_tokens}/{self.num_tokens} computed, blocks {self.block_table})"
         )
+
+
+def make_sequences(
+    first_id: int,
+    prompt_token_ids: list[int],
+    sampling_params: SamplingParams,
+    max_length: int,
+    stop_token_ids: frozenset[int],
+    seed: int,
+    first_scored: int,
+    is_constrained: bool,
+) -> list[Sequence]:
+    """The completions of one request: their ids follow `first_id`, their seeds derive from the request's, and the first
+    one scores the prompt, from token `first_scored` on."""
+    sequences = [
+        Sequence(
+            first_id + index,
+            prompt_token_ids,
+            sampling_params,
+            max_length,
+            stop_token_ids,
+            completion_seed(seed, index),
+        )
+        for index in range(sampling_params.n)
+    ]
+    for seq in sequences:
+        seq.is_constrained = is_constrained
+    if sampling_params.prompt_logprobs is not None:
+        sequences[0].next_scored = first_scored
+    if len(sequences) > 1:
+        for seq in sequences:
+            seq.siblings = sequences
+    return sequences

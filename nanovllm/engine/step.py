@@ -4,6 +4,7 @@ A step moves some sequences forward. `num_computed_tokens` of each sequence alre
 the Scheduler returns it.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +19,8 @@ class Chunk(NamedTuple):
 
     Args:
         seq: the sequence.
-        num_new_tokens: how many tokens are computed, at least 1; they end at `seq.num_computed_tokens`.
+        num_new_tokens: how many tokens are computed; they end at `seq.num_computed_tokens`. It is 0 for a sibling of
+            the chunk before, which has just been forked from it and samples from the same logits.
         samples: whether the step samples the token after them.
     """
 
@@ -27,16 +29,34 @@ class Chunk(NamedTuple):
     samples: bool
 
 
+class Scored(NamedTuple):
+    """Tokens of a prompt, from `start` to `end`, whose log-probabilities a step computes.
+
+    ends: whether the sequence ends with them.
+    """
+
+    seq: Sequence
+    start: int
+    end: int
+    ends: bool
+
+
 class Step(NamedTuple):
     """What the device computes at once.
 
     Args:
-        chunks: one per sequence; the decodes are those of a single new token that come before all longer ones.
+        chunks: one per sequence; the decodes are those of a single new token that come before all others.
         num_decodes: how many those are. This is what the device calls a decode; StepStats counts tokens by phase.
+        copies: blocks to copy once the step's keys are stored, as (source, copy).
+        scored: of which prompts' tokens it computes log-probabilities.
+        constrained: the sequences that sample among the tokens of a mask, in the chunks' order.
     """
 
     chunks: list[Chunk]
     num_decodes: int
+    copies: tuple[tuple[int, int], ...] = ()
+    scored: tuple[Scored, ...] = ()
+    constrained: tuple[Sequence, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -44,18 +64,47 @@ class Step(NamedTuple):
         return sum(chunk.num_new_tokens for chunk in self.chunks)
 
     @classmethod
-    def of(cls, chunks: list[Chunk]) -> "Step":
+    def of(cls, chunks: list[Chunk], copies: Iterable[tuple[int, int]] = (), scored: Iterable[Scored] = ()) -> "Step":
         """The step of these chunks, with its decodes counted."""
-        return cls(chunks, next((i for i, chunk in enumerate(chunks) if chunk.num_new_tokens > 1), len(chunks)))
+        num_decodes = next((i for i, chunk in enumerate(chunks) if chunk.num_new_tokens != 1), len(chunks))
+        constrained = tuple(chunk.seq for chunk in chunks if chunk.samples and chunk.seq.is_constrained)
+        return cls(chunks, num_decodes, tuple(copies), tuple(scored), constrained)
+
+
+@dataclass(frozen=True)
+class TokenNumbers:
+    """What ops/logprobs.py computes of some tokens, row after row: the rank of the token, then pairs of an id and the
+    bits of its log-probability, the token's own first. All are 32 bits.
+
+    data: the rows.
+    row_bytes: of each.
+    """
+
+    data: bytes = b""
+    row_bytes: int = 0
+
+    def row(self, index: int, num_logprobs: int) -> bytes:
+        """A row as far as a request for so many log-probabilities wants it."""
+        start = index * self.row_bytes
+        return self.data[start : start + bytes_of_numbers(num_logprobs)]
+
+
+def bytes_of_numbers(num_logprobs: int) -> int:
+    """Bytes of one token's numbers, with so many of the most probable tokens."""
+    return 4 * (1 + 2 * (1 + num_logprobs))
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step sampled.
+    """What a step computed.
 
     Args:
         token_ids: one per chunk that samples, in the step's order; BROKEN_LOGITS where the model's logits were not
             finite, NO_TOKEN_LEFT where the request's bans leave no token.
+        logprobs: a row per chunk that samples; empty if none of them asks for log-probabilities.
+        prompt_logprobs: a row per token of `Step.scored`.
     """
 
     token_ids: list[int]
+    logprobs: TokenNumbers = TokenNumbers()
+    prompt_logprobs: TokenNumbers = TokenNumbers()

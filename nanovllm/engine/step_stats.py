@@ -33,7 +33,7 @@ class StepStats:
         self.num_prefill_tokens += num_tokens.prefill
         self.num_decode_tokens += num_tokens.decode
         self.num_steps_with_decodes += num_tokens.decode > 0
-        is_decode_step = sum(num_tokens) == len(step.chunks)
+        is_decode_step = step.num_decodes == len(step.chunks)
         self.num_decode_steps += is_decode_step
         self.num_prefill_steps += not is_decode_step
 

@@ -1,4 +1,5 @@
-"""Turns the ranks' columns of the logits into one token per row: logits processors, filters, and the draw."""
+"""Turns the ranks' columns of the logits into one token per row: logits processors, filters, the draw, and what it was
+worth."""
 
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ import torch
 from nanovllm.layers.embed_head import VocabSlice
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.filters import filter_thresholds
+from nanovllm.ops.logprobs import RAW, logprobs
 from nanovllm.ops.process_logits import TokenRules, process_logits
 from nanovllm.ops.sample import best_of_parts, best_part, num_parts_of, sample
 
@@ -16,6 +18,7 @@ class SampledRows(NamedTuple):
 
     entries, lengths: int64, the table's entry that gets the token, and the token's position in its sequence.
     seeds: int64; temperatures, top_ps, min_ps: float32; top_ks: int32; as ops/sample.py and ops/filters.py have them.
+    kinds: int32, of which distribution log-probabilities are asked for, as ops/logprobs.py has them.
     """
 
     entries: torch.Tensor
@@ -25,6 +28,21 @@ class SampledRows(NamedTuple):
     top_ks: torch.Tensor
     top_ps: torch.Tensor
     min_ps: torch.Tensor
+    kinds: torch.Tensor
+
+
+class Sampled(NamedTuple):
+    """What a step samples, on the device, [num_rows, …].
+
+    tokens: int64 [num_rows], as ops/sample.py has them.
+    logprobs: int32 [num_rows, 1 + 2 × width], as ops/logprobs.py lays them out; no columns if nobody asks.
+    """
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+
+    def first(self, num_rows: int) -> "Sampled":
+        return Sampled(self.tokens[:num_rows], self.logprobs[:num_rows])
 
 
 class SamplingNeeds(NamedTuple):
@@ -32,10 +50,13 @@ class SamplingNeeds(NamedTuple):
 
     has_filters: whether some have a top-k, top-p or min-p.
     rules_version: which tensors hold the penalties, biases and bans of these rows; 0 if they have none.
+    logprobs_width: ids and log-probabilities to return for each row, as ops/logprobs.py has them; 0 if none are asked
+        for.
     """
 
     has_filters: bool = False
     rules_version: int = 0
+    logprobs_width: int = 0
 
 
 def row_multiple(parallel: Parallel) -> int:
@@ -50,9 +71,9 @@ def row_multiple(parallel: Parallel) -> int:
 class Sampler:
     """Samples rows of logits of which each rank holds some columns.
 
-    Filters look at a row's whole vocabulary, so each rank then takes a share of the rows, with all their columns.
-    Without filters, ranks that have a `sampling_exchange` each find the best of their own columns and exchange only
-    those; ranks that have none share the rows here too.
+    Filters and log-probabilities look at a row's whole vocabulary, so each rank then takes a share of the rows, with
+    all their columns. Without them, ranks that have a `sampling_exchange` each find the best of their own columns and
+    exchange only those; ranks that have none share the rows here too.
 
     Args:
         vocab: this rank's columns.
@@ -70,8 +91,8 @@ class Sampler:
         needs: SamplingNeeds,
         tokens: torch.Tensor,
         rules: TokenRules,
-    ) -> torch.Tensor:
-        """The tokens of all rows, int64 [num_rows], as ops/sample.py has them; the same on every rank.
+    ) -> Sampled:
+        """The tokens of all rows, and their log-probabilities if asked for; the same on every rank.
 
         Args:
             columns: [num_rows, vocab.size], see ParallelLMHead; num_rows is a multiple of `row_multiple`.
@@ -82,13 +103,37 @@ class Sampler:
         """
         parallel, exchange = self._parallel, self._parallel.sampling_exchange
         if self._exchanges_best(needs):
-            return best_part(exchange.all_gather(self._best_of_columns(columns, rows, needs, tokens, rules)[None]))
+            best = exchange.all_gather(self._best_of_columns(columns, rows, needs, tokens, rules)[None])
+            return Sampled(best_part(best), columns.new_empty((len(columns), 0), dtype=torch.int32))
         num_rows = len(columns) // parallel.size
         ours = SampledRows(*(value.narrow(0, parallel.rank * num_rows, num_rows) for value in rows))
         logits = columns
         if parallel.size > 1:
             logits = (exchange or parallel).rows_of_columns(columns)[:, : self._vocab.vocab_size]
-        return (exchange or parallel).all_gather(self._sample_rows(logits, ours, needs, tokens, rules))
+        sampled = self._sample_rows(logits, ours, needs, tokens, rules)
+        if parallel.size == 1:
+            return sampled
+        if not needs.logprobs_width:
+            return sampled._replace(tokens=(exchange or parallel).all_gather(sampled.tokens))
+        # In one exchange: the next one would overwrite what this one gave.
+        packed = torch.cat([sampled.tokens[:, None].view(torch.int32), sampled.logprobs], 1)
+        gathered = (exchange or parallel).all_gather(packed)
+        return Sampled(gathered[:, :2].contiguous().view(torch.int64)[:, 0], gathered[:, 2:])
+
+    def score(self, columns: torch.Tensor, targets: torch.Tensor, width: int) -> torch.Tensor:
+        """The raw log-probabilities of tokens that are known: int32 [num_rows, 1 + 2 × width], as ops/logprobs.py lays
+        them out; the same on every rank.
+
+        Args:
+            columns: as in `sample`.
+            targets: int64 [num_rows], the tokens.
+        """
+        parallel = self._parallel
+        num_rows = len(columns) // parallel.size
+        logits = parallel.rows_of_columns(columns)[:, : self._vocab.vocab_size]
+        ours = targets.narrow(0, parallel.rank * num_rows, num_rows)
+        kinds, ones = torch.full_like(ours, RAW, dtype=torch.int32), torch.ones_like(ours, dtype=torch.float32)
+        return parallel.all_gather(logprobs(logits, logits, ours, kinds, ones, None, width, self._fused))
 
     def compile(
         self, row: SampledRows, needs: SamplingNeeds, tokens: torch.Tensor, rules: TokenRules, dtype: torch.dtype
@@ -101,7 +146,8 @@ class Sampler:
             self._sample_rows(columns[:, : self._vocab.vocab_size], row, needs, tokens, rules)
 
     def _exchanges_best(self, needs: SamplingNeeds) -> bool:
-        return self._parallel.sampling_exchange is not None and not needs.has_filters
+        is_plain = not needs.has_filters and not needs.logprobs_width
+        return self._parallel.sampling_exchange is not None and is_plain
 
     def _best_of_columns(
         self, columns: torch.Tensor, rows: SampledRows, needs: SamplingNeeds, tokens: torch.Tensor, rules: TokenRules
@@ -115,14 +161,20 @@ class Sampler:
 
     def _sample_rows(
         self, logits: torch.Tensor, rows: SampledRows, needs: SamplingNeeds, tokens: torch.Tensor, rules: TokenRules
-    ) -> torch.Tensor:
-        """logits [num_rows, vocab_size] -> int64 [num_rows], without other ranks."""
-        logits = self._processed(logits, rows, needs, tokens, rules)
+    ) -> Sampled:
+        """logits: [num_rows, vocab_size]; without other ranks."""
+        raw, logits = logits, self._processed(logits, rows, needs, tokens, rules)
         thresholds = None
         if needs.has_filters:
             settings = rows.temperatures, rows.top_ks, rows.top_ps, rows.min_ps
             thresholds = filter_thresholds(logits, *settings, fused=self._fused)
-        return sample(logits, rows.temperatures, rows.seeds, rows.lengths, thresholds, self._fused)
+        token_ids = sample(logits, rows.temperatures, rows.seeds, rows.lengths, thresholds, self._fused)
+        if not needs.logprobs_width:
+            return Sampled(token_ids, raw.new_empty((len(raw), 0), dtype=torch.int32))
+        of_tokens = logprobs(
+            raw, logits, token_ids, rows.kinds, rows.temperatures, thresholds, needs.logprobs_width, self._fused
+        )
+        return Sampled(token_ids, of_tokens)
 
     def _processed(self, logits, rows: SampledRows, needs: SamplingNeeds, tokens, rules, first_id: int = 0):
         if not needs.rules_version:

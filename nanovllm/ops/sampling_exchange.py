@@ -74,9 +74,17 @@ class SamplingExchange:
 
 
 def make_sampling_exchange(
-    parallel: Parallel, most_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device
+    parallel: Parallel,
+    most_rows: int,
+    num_columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    most_numbers: int = 2,
 ) -> SamplingExchange | None:
-    """A SamplingExchange for `most_rows` rows, or None where the GPUs cannot reach each other's memory."""
+    """A SamplingExchange for `most_rows` rows, or None where the GPUs cannot reach each other's memory.
+
+    most_numbers: of 32 bits, that the rank that samples a row sends the others: its token, and more if asked for.
+    """
     import torch.distributed._symmetric_memory as symmetric_memory
 
     def shared(dtype: torch.dtype, *shape: int) -> tuple[list[torch.Tensor], Callable[[], object]]:
@@ -89,8 +97,9 @@ def make_sampling_exchange(
 
     def make() -> SamplingExchange:
         columns, barrier = shared(dtype, most_rows, num_columns)
-        # 8 bytes per row and part, for a score and an id; tokens need no more.
-        gathered, _ = shared(torch.int64, parallel.size * most_rows * num_parts_of(num_columns))
+        # Each rank's best score and id of each part of each row; or each row's numbers, from one rank.
+        row_size = max(parallel.size * num_parts_of(num_columns), -(-most_numbers // 2))
+        gathered, _ = shared(torch.int64, most_rows * row_size)
         return SamplingExchange(parallel, columns, gathered, barrier)
 
     return made_by_all(make, parallel, device)

@@ -19,17 +19,20 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
+import numpy as np
+
 import nanovllm
 from nanovllm.config import Config
 from nanovllm.engine.runner import Runner, RunnerInfo
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step, StepOutput
-from nanovllm.parallel.worker import fingerprint, frame, messages
+from nanovllm.parallel.worker import fingerprint, frame, messages, pack_masks, unpack_output
 from nanovllm.sampling_params import SamplingParams
 
 _SECONDS_TO_END = 5.0
 _SECONDS_TO_FIND_THE_CULPRIT = 0.5
-_SAMPLING_FIELDS = [field.name for field in fields(SamplingParams) if field.name != "stop"]  # that is the predicate's
+# What the driver's stop predicates do is theirs alone.
+_SAMPLING_FIELDS = [each.name for each in fields(SamplingParams) if each.name not in ("stop", "structured_outputs")]
 _ERRORS = {"ValueError": ValueError, "TypeError": TypeError}
 
 
@@ -45,8 +48,11 @@ class _ParallelStep:
     def __init__(self, runner: "TensorParallelRunner", number: int):
         self._runner, self._number = runner, number
 
+    def constrain(self, masks: np.ndarray) -> None:
+        self._runner.constrain(self._number, masks)
+
     def wait(self) -> StepOutput:
-        return StepOutput(self._runner.tokens_of(self._number))
+        return self._runner.output_of(self._number)
 
 
 class TensorParallelRunner(Runner):
@@ -100,15 +106,19 @@ class TensorParallelRunner(Runner):
         self._write("launch", self._num_launched, fingerprint(step))
         return _ParallelStep(self, self._num_launched)
 
-    def tokens_of(self, number: int) -> list[int]:
-        """The tokens that step `number` sampled; none if it will not be committed."""
+    def constrain(self, number: int, masks: np.ndarray) -> None:
+        """See LaunchedStep."""
+        self._write("constrain", number, *pack_masks(masks))
+
+    def output_of(self, number: int) -> StepOutput:
+        """What step `number` computed; nothing if it will not be committed."""
         if number <= self._num_committed:
-            return []
-        (expected, token_ids), *others = self._ask("wait", number)
+            return StepOutput([])
+        (expected, output), *others = self._ask("wait", number)
         for rank, (found, _) in enumerate(others, 1):
             if found != expected:
                 self._fail(f"the ranks diverged at step {number}, which is a bug: rank {rank} sampled other tokens")
-        return token_ids
+        return unpack_output(*output)
 
     def update_weights(self, weights: list[Any]) -> None:
         from nanovllm.models.loader import given_tensors
@@ -143,9 +153,11 @@ class TensorParallelRunner(Runner):
                 name, message = refusal
                 raise _ERRORS.get(name, RuntimeError)(f"{message} (rank {rank} of {self._size})")
 
-    def request_added(self, seq: Sequence) -> None:
+    def request_added(self, sequences: list[Sequence]) -> None:
+        seq = sequences[0]
         params = {name: getattr(seq.sampling_params, name) for name in _SAMPLING_FIELDS}
-        self._write("add", seq.seq_id, seq.token_ids, params, seq.max_length, list(seq.stop_token_ids), seq.seed)
+        numbers = seq.max_length, list(seq.stop_token_ids), seq.seed, seq.next_scored, seq.is_constrained
+        self._write("add", seq.seq_id, seq.token_ids, params, *numbers)
 
     def request_aborted(self, seq: Sequence) -> None:
         self._write("abort", seq.seq_id)

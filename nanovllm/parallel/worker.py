@@ -12,16 +12,19 @@ import os
 import select
 import socket
 import sys
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from nanovllm.config import Config
 from nanovllm.engine.runner import LaunchedStep, make_scheduler
-from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import Step
+from nanovllm.engine.sequence import Sequence, make_sequences
+from nanovllm.engine.step import Step, StepOutput, TokenNumbers
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -68,7 +71,31 @@ def fingerprint(step: Step) -> int:
             (seq.seq_id, num_new, samples, seq.num_computed_tokens, seq.entry, len(table := seq.block_table), table[-1])
             for seq, num_new, samples in step.chunks
         )
+        + step.copies
+        + tuple((scored.seq.seq_id, *scored[1:]) for scored in step.scored)
     )
+
+
+def pack_output(output: StepOutput) -> list:
+    """A step's output for JSON; see `unpack_output`."""
+    numbers = (output.logprobs, output.prompt_logprobs)
+    return [output.token_ids, *([b64encode(each.data).decode(), each.row_bytes] for each in numbers)]
+
+
+def pack_masks(masks: np.ndarray) -> list:
+    """int32 [num_rows, num_words] for JSON; see `unpack_masks`. Rows under one schema often have equal masks."""
+    place_of: dict[bytes, int] = {}
+    places = [place_of.setdefault(mask.tobytes(), len(place_of)) for mask in masks]
+    return [places, b64encode(b"".join(place_of)).decode()]
+
+
+def unpack_masks(places: list[int], data: str) -> np.ndarray:
+    different = np.frombuffer(b64decode(data), np.int32).reshape(max(places, default=0) + 1, -1)
+    return different[places]
+
+
+def unpack_output(token_ids: list[int], *numbers: list) -> StepOutput:
+    return StepOutput(token_ids, *(TokenNumbers(b64decode(data), row_bytes) for data, row_bytes in numbers))
 
 
 class Worker:
@@ -92,6 +119,7 @@ class Worker:
             "add": self._add,
             "abort": self._abort,
             "launch": self._launch,
+            "constrain": self._constrain,
             "wait": self._wait,
             "commit": self._commit,
             "renew": self._renew,
@@ -144,11 +172,13 @@ class Worker:
         self._runner.capture()
         return self._runner.memory()
 
-    def _add(self, seq_id, token_ids, params, max_length, stop_token_ids, seed) -> None:
-        self._unfinished[seq_id] = seq = Sequence(
-            seq_id, token_ids, SamplingParams(**params), max_length, frozenset(stop_token_ids), seed
-        )
-        self._scheduler.add(seq)
+    def _add(self, first_id, token_ids, params, max_length, stop_token_ids, seed, first_scored, is_constrained) -> None:
+        for seq in make_sequences(
+            first_id, token_ids, SamplingParams(**params), max_length, frozenset(stop_token_ids), seed, first_scored,
+            is_constrained,
+        ):  # fmt: skip
+            self._unfinished[seq.seq_id] = seq
+            self._scheduler.add(seq)
 
     def _abort(self, seq_id: int) -> None:
         self._scheduler.abort(self._unfinished.pop(seq_id))
@@ -163,10 +193,14 @@ class Worker:
             )
         self._in_flight[number] = step, self._runner.launch(step)
 
+    def _constrain(self, number: int, places: list[int], data: str) -> None:
+        self._in_flight[number][1].constrain(unpack_masks(places, data))
+
     def _wait(self, number: int) -> list:
-        """A number for the step's tokens, and on rank 0 the tokens."""
-        self._sampled[number] = token_ids = self._in_flight[number][1].wait().token_ids
-        return [hash(tuple(token_ids)), token_ids if self._rank == 0 else None]
+        """A number for the step's tokens, and on rank 0 all that it computed."""
+        output = self._in_flight[number][1].wait()
+        self._sampled[number] = output.token_ids
+        return [hash(tuple(output.token_ids)), pack_output(output) if self._rank == 0 else None]
 
     def _commit(self, number: int, stopped: list[int]) -> None:
         step, _ = self._in_flight.pop(number)

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Thread
 
@@ -17,10 +18,10 @@ from nanovllm.attention.metadata import QUERY_TILE
 from nanovllm.config import Config
 from nanovllm.engine.runner import Runner, RunnerInfo
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import Chunk, Step, StepOutput
+from nanovllm.engine.step import Chunk, Scored, Step, StepOutput, TokenNumbers
 from nanovllm.layers.embed_head import VocabSlice
 from nanovllm.layers.linear import Packable
-from nanovllm.layers.sampler import Sampler, SamplingNeeds, row_multiple
+from nanovllm.layers.sampler import Sampled, Sampler, SamplingNeeds, row_multiple
 from nanovllm.machine import free_bytes
 from nanovllm.models.config import load_model_config
 from nanovllm.models.decoder import CausalLM
@@ -35,7 +36,9 @@ from nanovllm.models.loader import (
     update_weights,
 )
 from nanovllm.ops.collectives import Parallel
+from nanovllm.ops.copy_blocks import copy_blocks
 from nanovllm.ops.kernel import has_kernels
+from nanovllm.ops.upload import upload
 from nanovllm.ops.write_tokens import write_tokens
 from nanovllm.runner.cuda_graph import CudaGraphs, graph_sizes, prompt_sizes
 from nanovllm.runner.device import dtype_of, max_model_len_of, rank_device
@@ -48,14 +51,14 @@ from nanovllm.runner.kv_cache import (
     measure_memory,
     num_kvcache_blocks,
 )
-from nanovllm.runner.sequence_table import SequenceTable, StepRows, StepSize
+from nanovllm.runner.sequence_table import SequenceTable, StepRows, StepSize, logprobs_width
 from nanovllm.runner.weights_in_place import drop, num_bytes_away, num_bytes_there, to_device, to_host
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import MOST_LOGPROBS, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
-_ON_DEVICE = ("model", "backend", "table", "kv_cache", "graphs", "sampler", "_hidden_states", "_no_tokens")
+_ON_DEVICE = ("model", "backend", "table", "kv_cache", "graphs", "sampler", "_hidden_states", "_nothing")
 # Larger steps only push the activations out of a CPU's caches.
 _USEFUL_CPU_TOKENS = 2048
 # Arithmetic of an eager step that decodes beside prompts: enough to keep a fast GPU busy while the host launches the
@@ -63,25 +66,52 @@ _USEFUL_CPU_TOKENS = 2048
 _FLOP_BESIDE_DECODES = 12e12
 # Tokens × hidden size of a captured step that decodes beside prompts: enough that its matrix products fill the GPU.
 _TOKEN_WIDTH_BESIDE_DECODES = 768 * 4096
+_MOST_SCORED = 256  # rows of logits that are made at a time to score prompts
 _FEWEST_TOKENS_BESIDE_DECODES = 512  # matrix products of fewer rows waste a GPU
 
 
 class StepInFlight:
-    """The tokens of a launched step: on the device now, on the host once `wait` returns."""
+    """What a launched step computes: on the device now, on the host once `wait` returns.
 
-    def __init__(self, token_ids: torch.Tensor):
-        self._event = None
-        self._token_ids = token_ids
-        if token_ids.is_cuda:
-            self._token_ids = torch.empty_like(token_ids, device="cpu", pin_memory=True)
-            self._token_ids.copy_(token_ids, non_blocking=True)
+    Args:
+        sample: samples, given the masks of constrained rows: the tokens, and what was asked of them.
+        scores: the numbers of the prompts' tokens that are scored, as `Sampled.logprobs`.
+        is_constrained: whether the masks are still to come.
+    """
+
+    def __init__(self, sample: Callable[[np.ndarray | None], Sampled], scores: torch.Tensor, is_constrained: bool):
+        self._sample, self._scores = sample, scores
+        self._event: torch.cuda.Event | None = None
+        self._results: list[torch.Tensor] = []
+        if not is_constrained:
+            self._take(sample(None))
+
+    def constrain(self, masks: np.ndarray) -> None:
+        self._take(self._sample(masks))
+
+    def _take(self, sampled: Sampled) -> None:
+        self._results = [*sampled, self._scores]
+        if self._scores.is_cuda:
+            self._results = [_to_host(each) if each.numel() else each.cpu() for each in self._results]
             self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(token_ids.device))
+            self._event.record(torch.cuda.current_stream(self._scores.device))
 
     def wait(self) -> StepOutput:
         if self._event is not None:
             self._event.synchronize()
-        return StepOutput(self._token_ids.tolist())
+        if not self._results:  # it is thrown away
+            return StepOutput([])
+        token_ids, logprobs, scores = self._results
+        return StepOutput(token_ids.tolist(), _numbers(logprobs), _numbers(scores))
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that is complete once the stream is."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _numbers(rows: torch.Tensor) -> TokenNumbers:
+    return TokenNumbers(rows.numpy().tobytes(), 4 * rows.shape[1]) if rows.numel() else TokenNumbers()
 
 
 class ModelRunner(Runner):
@@ -96,11 +126,11 @@ class ModelRunner(Runner):
     model: CausalLM
     backend: AttentionBackend
     table: SequenceTable
-    kv_cache: torch.Tensor | None  # None also in sleep
+    kv_cache: torch.Tensor  # None also during sleep
     graphs: CudaGraphs | None
     sampler: Sampler
     _hidden_states: torch.Tensor
-    _no_tokens: torch.Tensor
+    _nothing: Sampled
 
     def __init__(self, config: Config, parallel: Parallel = Parallel()):  # noqa: B008 (frozen)
         self.device = rank_device(config.device, parallel.rank, parallel.size)
@@ -174,7 +204,8 @@ class ModelRunner(Runner):
             self.backend.most_shared_splits, row_multiple(parallel), self._fused,
         )  # fmt: skip
         self.sampler = Sampler(VocabSlice.of(model_config.vocab_size, parallel), parallel, self._fused)
-        self._no_tokens = torch.empty(0, dtype=torch.int64, device=self.device)
+        no_numbers = torch.empty((0, 0), dtype=torch.int32, device=self.device)
+        self._nothing = Sampled(torch.empty(0, dtype=torch.int64, device=self.device), no_numbers)
         self._compile_sampling()
         with explained_out_of_memory("the model", self.device):
             self.model = CausalLM(
@@ -211,7 +242,9 @@ class ModelRunner(Runner):
         return replace(
             parallel,
             exchange=make_exchange(parallel, width, self.dtype, self.device),
-            sampling_exchange=make_sampling_exchange(parallel, most_rows, vocab.size, self.dtype, self.device),
+            sampling_exchange=make_sampling_exchange(
+                parallel, most_rows, vocab.size, self.dtype, self.device, most_numbers=5 + 2 * MOST_LOGPROBS
+            ),
         )
 
     def _compile_sampling(self) -> None:
@@ -225,8 +258,8 @@ class ModelRunner(Runner):
             # Every thread stays on the stream of the steps. After another stream had launched kernels, kernels of
             # captured steps no longer started before the preceding one had ended: 2% slower (H200, CUDA 13.0).
             with self._on_device():
-                for has_filters in (True, False):
-                    row, needs = self.table.padding_row(), SamplingNeeds(has_filters, rules_version)
+                for has_filters, width in ((True, 0), (False, 0), (True, 1), (False, 1)):
+                    row, needs = self.table.padding_row(), SamplingNeeds(has_filters, rules_version, width)
                     self.sampler.compile(row, needs, self.table.tokens, self.table.rules.tensors, self.dtype)
 
         if self._is_gpu and self._fused:
@@ -241,8 +274,11 @@ class ModelRunner(Runner):
 
     def _choose_sizes(self, config: Config) -> None:
         """The sizes that steps are padded to where they are captured."""
-        self._most_rows = min(self.max_num_seqs, config.max_num_batched_tokens)
+        self._most_rows = self.max_num_seqs  # siblings that have just been forked are rows without a token
         self._row_sizes = graph_sizes(self._most_rows)
+        # Ranks that exchange logits have room for no more rows than sample.
+        most_exchanged = _MOST_SCORED if self._parallel.size == 1 else self._padded_sampled(self._most_rows)
+        self._most_scored = min(_MOST_SCORED, most_exchanged)
         self._token_sizes: list[int] = []
         self._kernels_of: dict[StepSize, Hashable] = {}
         if self._captures_prompts:
@@ -276,21 +312,42 @@ class ModelRunner(Runner):
 
     @torch.inference_mode()
     def launch(self, step: Step) -> StepInFlight:
-        """Starts a step and returns without waiting for the device."""
+        """Starts a step and returns without waiting for the device; see Runner."""
         with self._on_device():
             rows = StepRows.of(step)
             num_sampled = int(rows.samples.sum())
             is_grouped = self._group_prefixes(step, rows)
             size, is_captured = self._size(rows, step.num_decodes, num_sampled, is_grouped)
             needs = self.table.send(step, rows, size)
-            if is_captured and self.graphs is not None:
+            scores = self._nothing.logprobs
+            sample: Callable[[], Sampled] = lambda: self._nothing  # noqa: E731
+            if is_captured and self.graphs is not None and not step.scored:
                 self.graphs.run(*self._forward_half(size))
-                num_padded = self._padded_sampled(_next(self._row_sizes, num_sampled))
-                tokens = self.graphs.run(*self._sampling_half(num_padded, needs)) if num_sampled else self._no_tokens
+                self._copy_blocks(step)
+                if num_sampled:
+                    num_padded = self._padded_sampled(_next(self._row_sizes, num_sampled))
+                    sample = partial(self.graphs.run, *self._sampling_half(num_padded, needs))
             else:
-                hidden_states = self._forward(size, list(map(tuple, rows.tenants.tolist())))
-                tokens = self._sample(hidden_states, needs) if num_sampled else self._no_tokens
-            return StepInFlight(tokens[:num_sampled])
+                of_tokens = self._hidden_states_of_tokens(size, list(map(tuple, rows.tenants.tolist())))
+                self._copy_blocks(step)
+                if step.scored:
+                    scores = self._score(step, rows, of_tokens)
+                if num_sampled:
+                    sample = partial(self._sample, self._rows_that_sample(size, of_tokens), needs)
+            constrained = np.array([seq.entry for seq in step.constrained], np.int64)
+
+            @torch.inference_mode()
+            def constrain_and_sample(masks: np.ndarray | None) -> Sampled:
+                with self._on_device():
+                    if masks is not None:
+                        self.table.rules.constrain(constrained, masks)
+                    return sample().first(num_sampled)
+
+            return StepInFlight(constrain_and_sample, scores, bool(step.constrained))
+
+    def _copy_blocks(self, step: Step) -> None:
+        if step.copies:
+            copy_blocks(self.kv_cache, step.copies, self._fused)
 
     def _size(self, rows: StepRows, num_decodes: int, num_sampled: int, is_grouped: bool) -> tuple[StepSize, bool]:
         """How large the step is to be, and whether it is one of those that are captured."""
@@ -300,7 +357,7 @@ class ModelRunner(Runner):
         num_tiles = int((-(-rows.num_new_tokens[num_decodes:] // QUERY_TILE)).sum())
         if self.graphs is not None:
             for size in map(self._prompt_size, self._token_sizes[bisect_left(self._token_sizes, num_tokens) :]):
-                if num_tiles <= size.num_tiles:
+                if num_tiles <= size.num_tiles and num_rows <= size.num_rows:
                     return size._replace(is_grouped=is_grouped), True
         num_sampled, longest = self._padded_sampled(num_sampled), int(rows.num_new_tokens.max())
         return StepSize(num_rows, num_tokens, num_sampled, num_tiles, num_decodes, longest, is_grouped), False
@@ -328,7 +385,7 @@ class ModelRunner(Runner):
         to `_hidden_states`."""
 
         def forward() -> None:
-            self._forward(size, out=self._hidden_states[: size.num_sampled])
+            self._rows_that_sample(size, self._hidden_states_of_tokens(size), self._hidden_states[: size.num_sampled])
 
         remainders = tuple(number % 16 for number in size[:3])  # kernels differ by how their tensors are aligned
         exchange, row_bytes = self._parallel.exchange, self.model_config.hidden_size * self.dtype.itemsize
@@ -346,32 +403,61 @@ class ModelRunner(Runner):
 
     def _sampling_half(
         self, num_sampled: int, needs: SamplingNeeds
-    ) -> tuple[Hashable, Callable[[], torch.Tensor], Hashable]:
+    ) -> tuple[Hashable, Callable[[], Sampled], Hashable]:
         """(key, function, kind) for CudaGraphs.run. The function samples from what the forward half left."""
         key, kind = ("sample", num_sampled, needs), ("sample", num_sampled == 1, num_sampled % 16, needs)
         return key, lambda: self._sample(self._hidden_states[:num_sampled], needs), kind
 
-    def _forward(
-        self, size: StepSize, tenants: list[tuple[int, int]] | None = None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Embeds and runs the layers; returns the hidden states of the rows that may sample.
+    def _hidden_states_of_tokens(self, size: StepSize, tenants: list[tuple[int, int]] | None = None) -> torch.Tensor:
+        """Embeds and runs the layers: [size.num_tokens, hidden_size].
 
-        tenants: see AttentionMetadata; out: where to put the result, [size.num_sampled, hidden_size], or None.
+        tenants: see AttentionMetadata.
         """
         batch = self.table.batch(size, tenants)
         metadata = replace(batch.metadata, plan=self.backend.plan(batch.metadata))
-        hidden_states = self.model(batch.token_ids, batch.positions, self.kv_cache, metadata)
+        return self.model(batch.token_ids, batch.positions, self.kv_cache, metadata)
+
+    def _rows_that_sample(
+        self, size: StepSize, hidden_states: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Of the hidden states of all tokens, those of the rows that may sample: [size.num_sampled, hidden_size].
+
+        out: where to put them, or None.
+        """
         after, _ = self.table.sampled(size.num_sampled)
         return torch.index_select(hidden_states, 0, after, out=out)
 
-    def _sample(self, hidden_states: torch.Tensor, needs: SamplingNeeds) -> torch.Tensor:
-        """Samples from hidden states [num_sampled, hidden_size]. Returns int64 [num_sampled], see StepOutput, and
-        writes the tokens to the table."""
+    def _score(self, step: Step, rows: StepRows, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The numbers of the tokens in `step.scored`, int32 [num_scored, 1 + 2 × width].
+
+        hidden_states: [num_tokens, hidden_size]. Few rows are projected at a time, because a row of logits is far
+        larger than a row of hidden states.
+        """
+        # Of each sequence of the step: what to add to a position for its index in the flat batch.
+        offsets = (np.cumsum(rows.num_new_tokens) - rows.keys).tolist()
+        offset_of = {chunk.seq.seq_id: offset for chunk, offset in zip(step.chunks, offsets, strict=True)}
+        # The token before it tells of a token.
+        places = [np.arange(start, end) - 1 + offset_of[seq.seq_id] for seq, start, end, _ in step.scored]
+        targets = [seq.token_ids[start:end] for seq, start, end, _ in step.scored]
+        width = max(logprobs_width(seq.sampling_params.prompt_logprobs or 0) for seq, *_ in step.scored)
+        num_scored, multiple = sum(map(len, targets)), row_multiple(self._parallel)
+        padding = -num_scored % multiple
+        place, target = upload(
+            [np.pad(np.concatenate(places), (0, padding)), np.pad(np.concatenate(targets), (0, padding))], self.device
+        )
+        scores = []
+        for some, expected in zip(place.split(self._most_scored), target.split(self._most_scored), strict=True):
+            columns = self.model.compute_logits(hidden_states.index_select(0, some))
+            scores.append(self.sampler.score(columns, expected, width))
+        return torch.cat(scores)[:num_scored]
+
+    def _sample(self, hidden_states: torch.Tensor, needs: SamplingNeeds) -> Sampled:
+        """Samples from hidden states [num_sampled, hidden_size], and writes the tokens to the table."""
         _, rows = self.table.sampled(len(hidden_states))
         columns = self.model.compute_logits(hidden_states)
-        tokens = self.sampler.sample(columns, rows, needs, self.table.tokens, self.table.rules.tensors)
-        write_tokens(self.table.tokens, rows.entries, rows.lengths, tokens, self._fused)
-        return tokens
+        sampled = self.sampler.sample(columns, rows, needs, self.table.tokens, self.table.rules.tensors)
+        write_tokens(self.table.tokens, rows.entries, rows.lengths, sampled.tokens, self._fused)
+        return sampled
 
     def _group_prefixes(self, step: Step, rows: StepRows) -> bool:
         """Whether the step's decodes share keys that are read once for all of them; the table then knows which."""
@@ -455,10 +541,11 @@ class ModelRunner(Runner):
     def _try_step(self, sizes: list[int]) -> None:
         """Computes prompts of these lengths, all in the same block of the cache, as their results are thrown away.
 
-        All of them sample with penalties and a top-p, which takes the most memory.
+        All of them sample with penalties, a top-p and log-probabilities, and a prompt is scored, which takes the most
+        memory.
         """
         self._await_compiling()
-        params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)
+        params = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=MOST_LOGPROBS, prompt_logprobs=0)
         chunks = []
         for entry, num_new_tokens in enumerate(sizes):
             # Ids below 0 are nobody's, so that the table does not take a request for one of these.
@@ -466,7 +553,10 @@ class ModelRunner(Runner):
             seq.block_table = [0] * -(-num_new_tokens // self.block_size)
             seq.num_computed_tokens, seq.num_tokens, seq.entry = num_new_tokens, num_new_tokens + 1, entry
             chunks.append(Chunk(seq, num_new_tokens, True))
-        self.launch(Step.of(chunks)).wait()
+        longest = max((chunk.seq for chunk in chunks), key=lambda seq: seq.num_prompt_tokens)
+        num_scored = min(self._most_scored, longest.num_prompt_tokens - 1)
+        scored = [Scored(longest, 1, 1 + num_scored, False)] if num_scored else []
+        self.launch(Step.of(chunks, scored=scored)).wait()
 
     def _check_memory_left(self) -> None:
         """Raises a RuntimeError if the captured graphs took more than was set aside for them."""
@@ -531,7 +621,7 @@ class ModelRunner(Runner):
             if self.graphs is not None:
                 self.graphs.clear()
             self.backend.keep_buffers(False)
-            self.kv_cache = None
+            vars(self)["kv_cache"] = None
             (drop if level == 2 else to_host)(self.model)
             if self._is_gpu:
                 torch.cuda.empty_cache()

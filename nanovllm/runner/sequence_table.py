@@ -5,6 +5,7 @@ A step is nothing but rows: entry, keys, first token. `send` brings the device u
 into a Batch on the device, with the same function for eager, padded and captured steps.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,9 +20,14 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.layers.sampler import SampledRows, SamplingNeeds
 from nanovllm.ops.expand_rows import ExpandedSamples, Table, expand_rows
+from nanovllm.ops.logprobs import NO_LOGPROBS, PROCESSED, RAW
 from nanovllm.ops.sample import COLDEST
 from nanovllm.ops.upload import upload
 from nanovllm.runner.token_rules import TokenRulesTable
+from nanovllm.sampling_params import MOST_LOGPROBS
+
+_KINDS = {"raw": RAW, "processed": PROCESSED}
+_WIDTHS = (1, 2, 6, 11, 21, 1 + MOST_LOGPROBS)
 
 
 class StepRows(NamedTuple):
@@ -123,7 +129,7 @@ class SequenceTable:
         self._table = Table(
             tokens=zeros(torch.int32, num_entries, max_model_len),
             block_tables=zeros(torch.int32, num_entries, -(-max_model_len // block_size)),
-            settings=zeros(torch.int32, 4, num_entries),
+            settings=zeros(torch.int32, 5, num_entries),
             seeds=zeros(torch.int64, num_entries),
         )
         self.rules = TokenRulesTable(num_entries, vocab_size, device)
@@ -142,6 +148,7 @@ class SequenceTable:
         self._num_blocks = np.zeros(num_entries, np.int64)
         self._has_filters = np.zeros(num_entries, bool)
         self._ruled_until = np.zeros(num_entries, np.int64)
+        self._logprobs_widths = np.zeros(num_entries, np.int64)
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -164,7 +171,11 @@ class SequenceTable:
         samples = rows.samples > 0
         sampling = rows.entries[samples]
         is_ruled = bool((rows.keys[samples] < self._ruled_until[sampling]).any())
-        return SamplingNeeds(bool(self._has_filters[sampling].any()), self.rules.version if is_ruled else 0)
+        return SamplingNeeds(
+            bool(self._has_filters[sampling].any()),
+            self.rules.version if is_ruled else 0,
+            int(self._logprobs_widths[sampling].max(initial=0)),
+        )
 
     def send_shared_prefixes(self, groups: PrefixGroups) -> None:
         """Puts what the decodes of this and the following steps share into place."""
@@ -196,6 +207,9 @@ class SequenceTable:
         top_ks = np.array([p.top_k if p.top_k < self._vocab_size else 0 for p in params], np.int32)
         top_ps, min_ps = (np.array([getattr(p, name) for p in params], np.float32) for name in ("top_p", "min_p"))
         self._has_filters[entries] = (temperatures > 0) & ((top_ks > 0) | (top_ps < 1) | (min_ps > 0))
+        widths = [0 if p.logprobs is None else logprobs_width(p.logprobs) for p in params]
+        self._logprobs_widths[entries] = widths
+        kinds = np.array([_KINDS[p.logprobs_mode] if p.logprobs is not None else NO_LOGPROBS for p in params], np.int32)
         self._ruled_until[entries] = self.rules.admit(sequences, entries)
         self._num_blocks[entries] = 0
         lengths = np.array([len(seq.token_ids) for seq in sequences])
@@ -205,7 +219,7 @@ class SequenceTable:
                 first + np.arange(len(first)),
                 np.array([token_id for seq in sequences for token_id in seq.token_ids], np.int32),
                 entries,
-                np.stack([values.view(np.int32) for values in (temperatures, top_ks, top_ps, min_ps)]),
+                np.stack([values.view(np.int32) for values in (temperatures, top_ks, top_ps, min_ps, kinds)]),
                 np.array([seq.seed for seq in sequences], np.uint64).view(np.int64),
             ],
             self._device,
@@ -256,16 +270,16 @@ class SequenceTable:
         """For the rows of the last Batch that may sample: the index of each one's last token, int64 [num_sampled], and
         how to sample. Both lie in fixed places."""
         samples = self._samples.first(num_sampled)
-        _, top_ks, _, _ = samples.settings
-        temperatures, _, top_ps, min_ps = samples.settings.view(torch.float32)
-        how = SampledRows(samples.entries, samples.lengths, samples.seeds, temperatures, top_ks, top_ps, min_ps)
+        _, top_ks, _, _, kinds = samples.settings
+        temperatures, _, top_ps, min_ps, _ = samples.settings.view(torch.float32)
+        how = SampledRows(samples.entries, samples.lengths, samples.seeds, temperatures, top_ks, top_ps, min_ps, kinds)
         return samples.token_indices, how
 
     def padding_row(self) -> SampledRows:
         """One sampled row of padding, whose token nobody reads."""
         zero = torch.zeros(1, dtype=torch.int64, device=self._device)
         none, one = zero.float(), zero.float() + 1
-        return SampledRows(zero + self._padding_entry, zero, zero, one, zero.int(), one, none)
+        return SampledRows(zero + self._padding_entry, zero, zero, one, zero.int(), one, none, zero.int())
 
     @contextmanager
     def parked(self) -> Iterator[None]:
@@ -282,6 +296,11 @@ class SequenceTable:
         finally:
             for place, values in zip(places, saved, strict=True):
                 place.copy_(values)
+
+
+def logprobs_width(num_logprobs: int) -> int:
+    """Columns for so many log-probabilities and the token's own: one of few widths, so that few steps are captured."""
+    return _WIDTHS[bisect_left(_WIDTHS, 1 + num_logprobs)]
 
 
 def _temperature(temperature: float) -> float:

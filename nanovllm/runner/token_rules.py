@@ -43,6 +43,11 @@ class TokenRulesTable:
         self._is_ruled[entries] = until > 0
         return until
 
+    def constrain(self, entries: np.ndarray, masks: np.ndarray) -> None:
+        """Sets which ids the entries may sample next: int32 [len(entries), ceil(vocab_size / 32)], a bit each."""
+        on_device, sent = upload([entries, masks], self._device)
+        self.tensors.allowed.index_copy_(0, on_device, sent)
+
     def _send(self, sequences: list[Sequence], entries: np.ndarray) -> None:
         edits = [_edits(seq) for seq in sequences]
         rules = self._wide_enough(max(len(e.ids) for e in edits), max(len(e.prefix_tokens) for e in edits))
@@ -112,6 +117,8 @@ def _edits(seq: Sequence) -> Edits:
 def _ruled_until(seq: Sequence) -> int:
     params = seq.sampling_params
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    if seq.is_constrained:
+        return ALWAYS
     if penalties != _NO_PENALTIES or params.logit_bias or params.bad_words or params.allowed_token_ids:
         return ALWAYS
     min_tokens = min(params.min_tokens, ALWAYS)

@@ -2201,7 +2201,7 @@ MUTANTS = [
     Mutant(
         "asleep the cache stays",
         RUNNER,
-        "            self.backend.keep_buffers(False)\n            self.kv_cache = None\n",
+        '            self.backend.keep_buffers(False)\n            vars(self)["kv_cache"] = None\n',
         "            self.backend.keep_buffers(False)\n",
         ("test_update_weights.py::test_a_sleep_leaves_no_trace_but_an_empty_cache[one rank-1]",),
     ),
@@ -2229,8 +2229,8 @@ MUTANTS = [
     Mutant(
         "a sleeping engine takes requests",
         ENGINE,
-        "        self.check_awake()\n        seq_id",
-        "        seq_id",
+        "        self.check_awake()\n        number, seq_id",
+        "        number, seq_id",
         ("test_update_weights.py::test_asleep_it_refuses_to_generate",),
     ),
     Mutant(
@@ -2243,8 +2243,8 @@ MUTANTS = [
     Mutant(
         "outputs forget the version of their weights",
         ROWS,
-        "num_cached_tokens, error, version)",
-        "num_cached_tokens, error)",
+        "error, weight_version=version",
+        "error",
         ("test_update_weights.py::test_every_output_has_the_version_of_its_weights",),
     ),
     # Counters

@@ -2,10 +2,10 @@
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
-from fake_runner import FakeRunner, Predicate, expected_completion, make_engine
+from fake_runner import FakeRunner, Predicate, expected_completion, expected_scores, make_engine
 
 from nanovllm.engine.block_manager import BlockManager, hash_block
 from nanovllm.engine.llm_engine import LLMEngine
@@ -19,6 +19,7 @@ AT_LEAST = {
     "hits": 14_000, "cached tokens": 300_000, "preemptions": 700, "chunks": 50_000, "evictions": 30_000,
     "same-step hits": 400, "refused": 4_000, "aborted": 600, "stop": 10_000, "length": 16_000,
     "error": 200, "stopped by a predicate": 1_500, "ended by max_model_len": 5_000,
+    "forks": 4_000, "copies": 2_000, "scored": 20_000,
 }  # fmt: skip
 
 
@@ -37,6 +38,7 @@ class Request:
     prompt: list[int]
     params: SamplingParams
     modulus: int  # the stop predicate's; 0 for none
+    first_scored: int = 1
     expected: tuple[list[int], str] = field(default_factory=lambda: ([], ""))
 
     def stop_predicate(self) -> Predicate | None:
@@ -109,6 +111,9 @@ class Workload:
         if rng.random() < 0.9:  # the rest may not fit
             prompt = prompt[: max(1, info.max_model_len - rng.randint(1, 16))]
         max_tokens = rng.randint(1, 80) if self.grows else rng.choice([1, 2, rng.randint(1, 12)])
+        is_scored = rng.random() < 0.1
+        if is_scored and len(prompt) > 1 and rng.random() < 0.7:
+            max_tokens = 0
         return Request(
             prompt,
             SamplingParams(
@@ -116,7 +121,10 @@ class Workload:
                 min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.3 else 0,
                 stop_token_ids=self.random_tokens(rng.randint(0, 2)),
                 ignore_eos=rng.random() < 0.5,
+                n=rng.choice([2, 3, 9]) if rng.random() < 0.1 and max_tokens else 1,
+                prompt_logprobs=0 if is_scored else None,
             ),
+            first_scored=rng.randint(1, max(1, len(prompt) - 1)),
             modulus=rng.randint(2, 30) if rng.random() < 0.3 else 0,
         )
 
@@ -130,7 +138,7 @@ class Workload:
             for seq in engine.step():
                 self.check(seq)
             if rng.random() < 0.01:
-                self.abort(rng.randrange(engine.metrics()["num_requests"] + 1))
+                self.abort(rng.randrange(engine._num_sequences + 1))
             if self.runner.num_steps % 8 == 0:
                 engine.scheduler.check_integrity()
         self.check_idle()
@@ -139,9 +147,8 @@ class Workload:
     def add(self, request: Request) -> None:
         info = self.engine.info
         most_tokens = min(len(request.prompt) + request.params.max_tokens, info.max_model_len) - 1
-        if len(request.prompt) >= info.max_model_len or (
-            most_tokens > info.num_kvcache_blocks * info.kvcache_block_size
-        ):
+        longest = info.max_model_len - (request.params.max_tokens > 0)
+        if len(request.prompt) > longest or (most_tokens > info.num_kvcache_blocks * info.kvcache_block_size):
             with pytest.raises(ValueError):
                 self.engine.add_request(request.prompt, request.params)
             self.counts["refused"] += 1
@@ -149,13 +156,16 @@ class Workload:
         tokens, reason = expected_completion(request.prompt, request.params, info, request.stop_predicate())
         if self.rng.random() < 0.2:  # the next turn of a conversation begins with this one
             self.prefixes[self.rng.randrange(len(self.prefixes))] = request.prompt + tokens
-        seq_id = self.engine.add_request(request.prompt, request.params, request.stop_predicate())
-        for index in range(len(tokens)):
-            if self.is_broken(seq_id, len(request.prompt) + index):
-                tokens, reason = tokens[:index], "error"
-                break
-        request.expected = tokens, reason
-        self.unfinished[seq_id] = request
+        n = request.params.n
+        predicates = [request.stop_predicate() for _ in range(n)] if request.modulus else None
+        first_id = self.engine.add_request(request.prompt, request.params, predicates, request.first_scored)
+        for seq_id in range(first_id, first_id + n):
+            expected = tokens, reason
+            for index in range(len(tokens)):
+                if self.is_broken(seq_id, len(request.prompt) + index):
+                    expected = tokens[:index], "error"
+                    break
+            self.unfinished[seq_id] = replace(request, expected=expected)
 
     def abort(self, seq_id: int) -> None:
         seq = self.engine.abort(seq_id)
@@ -171,9 +181,11 @@ class Workload:
         request = self.unfinished.pop(seq.seq_id)
         assert seq.token_ids[: seq.num_prompt_tokens] == request.prompt
         assert (seq.completion_token_ids, seq.finish_reason) == request.expected, seq
+        is_scored = request.params.prompt_logprobs is not None and seq.seq_id == (seq.siblings or [seq])[0].seq_id
+        assert seq.prompt_logprobs == (expected_scores(request.prompt, request.first_scored) if is_scored else b"")
         assert (seq.error is None) == (seq.finish_reason != "error")
         assert seq.status is SequenceStatus.FINISHED and seq.num_tokens == len(seq.token_ids)
-        assert seq.num_cached_tokens < seq.num_prompt_tokens, "nothing was left to compute"
+        assert seq.num_cached_tokens < seq.num_prompt_tokens or seq.siblings, "nothing was left to compute"
         self.counts[seq.finish_reason] += 1
         self.counts["hits"] += seq.num_cached_tokens > 0
         self.counts["cached tokens"] += seq.num_cached_tokens
@@ -195,6 +207,9 @@ class Workload:
                 "computed": self.runner.num_computed_tokens,
                 "chunks": self.runner.num_chunks,
                 "same-step hits": self.runner.num_same_step_hits,
+                "forks": self.runner.num_forks,
+                "copies": self.runner.num_copies,
+                "scored": self.runner.num_scored,
                 "preemptions": self.engine.scheduler_stats.num_preemptions,
                 "evictions": self.engine.scheduler.block_manager.num_evictions,
             }

@@ -13,6 +13,7 @@ from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.engine.sequence import Sequence
 from nanovllm.prompts import Row
 from nanovllm.row_stream import RowStream
+from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.text import Text
 
 # Few at a time, so that the window of 32 rows is soon full.
@@ -104,7 +105,7 @@ def test_a_row_waits_no_longer_than_the_window_behind_longer_ones(llm):
 def test_texts_are_tokenized_as_they_are_needed(text, num_read):
     """The first step does not wait for the tokens of the whole window, and token ids wait for nothing."""
     source = itertools.repeat((Row(text, [1]), SamplingParams(max_tokens=1)))
-    rows = RowStream(FakeEngine(), Text(None), source, list)
+    rows = RowStream(FakeEngine(), Text(None), source, list, StructuredOutputs(None, 8, []))
     assert len(next(rows.run())) == rows.num_read == num_read
 
 
@@ -387,7 +388,7 @@ def resident_bytes() -> int:
 def test_memory_stays_flat_however_many_rows_there_are():
     params, engine = SamplingParams(max_tokens=1), FakeEngine()
     source = (([index % 50] * 20, params) for index in range(150_000))
-    rows = RowStream(engine, Text(None), source, Text(None).encode)
+    rows = RowStream(engine, Text(None), source, Text(None).encode, StructuredOutputs(None, 8, []))
     num_found, at_start = 0, None
     for finished in rows.run():
         num_found += len(finished)

@@ -33,6 +33,7 @@ def test_the_defaults_are_the_documented_ones():
         "allowed_token_ids": None,
         "include_stop_str_in_output": False,
         "detokenize": True,
+        "n": 1,
     }
 
 
@@ -161,7 +162,7 @@ def test_an_unknown_name_is_told_the_right_one(name, ours):
         ("do_sample", "temperature=0 is greedy"),
         ("num_beams", "nanovllm has no beam search"),
         ("suppress_tokens", "bad_words="),
-        ("quux", "the parameters are temperature, max_tokens, .*include_stop_str_in_output, detokenize$"),
+        ("quux", "the parameters are temperature, max_tokens, .*include_stop_str_in_output, detokenize, n$"),
     ],
 )
 def test_an_unknown_name_without_a_right_one_is_told_what_to_do(name, advice):

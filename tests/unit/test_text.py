@@ -85,7 +85,6 @@ def test_a_bad_word_may_be_nothing_but_spaces(tokenizers, word):
 def test_bad_words_and_stop_strings_without_a_tokenizer_are_errors():
     text = Text(None)
     assert text.bad_words_as_ids([(1, 2)]) == ((1, 2),)
-    assert text.stop_strings(SamplingParams()) is None
     with pytest.raises(ValueError, match="no tokenizer; give bad_words as lists of token ids"):
         text.bad_words_as_ids([(1, 2), "word"])
     with pytest.raises(ValueError, match="no tokenizer, so stop strings cannot be found; use stop_token_ids"):

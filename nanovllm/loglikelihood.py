@@ -1,0 +1,49 @@
+"""What `LLM.loglikelihood` returns."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from nanovllm.outputs import RequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Loglikelihood:
+    """How probable a model finds a continuation of a context.
+
+    Args:
+        context_token_ids: the tokens before the continuation.
+        token_ids: the continuation's.
+        logprobs: float32 [num_tokens], the log-probability of each of the continuation's tokens.
+        is_greedy: bool [num_tokens], whether each was the most probable one; of equally probable ones, the lowest id.
+        num_cached_tokens: how many of the context's tokens the prefix cache served.
+        error: why the row failed, else None.
+    """
+
+    context_token_ids: list[int]
+    token_ids: list[int]
+    logprobs: np.ndarray = field(compare=False)
+    is_greedy: np.ndarray = field(compare=False)
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def total(self) -> float:
+        """The sum of `logprobs`; NaN for a row that failed."""
+        return float(self.logprobs.sum(dtype=np.float64)) if self.error is None else float("nan")
+
+    @property
+    def all_greedy(self) -> bool:
+        """Whether greedy decoding would have given this continuation; False for a row that failed."""
+        return self.error is None and bool(self.is_greedy.all())
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> "Loglikelihood":
+        """From a prompt that was scored from the continuation on, with its most probable tokens."""
+        scores = output.prompt_logprobs
+        if output.error is not None or scores is None:
+            nothing = np.zeros(0, np.float32)
+            return cls(output.prompt_token_ids, [], nothing, nothing > 0, output.num_cached_tokens, output.error)
+        ids, first = output.prompt_token_ids, scores.first
+        is_greedy = scores.token_ids[:, 0] == scores.token_ids[:, 1]
+        return cls(ids[:first], ids[first:], scores.of_tokens, is_greedy, output.num_cached_tokens)

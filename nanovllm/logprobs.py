@@ -1,0 +1,102 @@
+"""Log-probabilities as a caller sees them: arrays that also read like vLLM's list of dicts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, overload
+
+import numpy as np
+
+TokenText = Callable[[int], str | None]
+
+
+class Logprob(NamedTuple):
+    """One token's log-probability at one position.
+
+    rank: 1 for the most probable token; tokens with equal logits have equal ranks, except among those that were asked
+        for by their number, which are counted.
+    decoded_token: its text alone; None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+class TokenLogprobs(Sequence["dict[int, Logprob] | None"]):
+    """Log-probabilities of successive tokens.
+
+    Item i is a dict from token ids to Logprob: token i itself first, then the most probable tokens, best first. It is
+    None for tokens that were not scored, such as the first one of a prompt.
+
+    Args:
+        token_ids: int32 [num_scored, k + 1], the token itself, then the k most probable ones; −1 where fewer can occur.
+        logprobs: float32 [num_scored, k + 1], theirs.
+        ranks: int32 [num_scored], of the token itself: 1 + how many tokens have a larger logit.
+        first: tokens before the first one that was scored.
+        token_text: gives a token's text, or a dict of texts.
+    """
+
+    __slots__ = ("_token_text", "first", "logprobs", "ranks", "token_ids")
+
+    def __init__(
+        self,
+        token_ids: np.ndarray,
+        logprobs: np.ndarray,
+        ranks: np.ndarray,
+        first: int = 0,
+        token_text: TokenText | Mapping[int, str | None] | None = None,
+    ):
+        self.token_ids, self.logprobs, self.ranks, self.first = token_ids, logprobs, ranks, first
+        self._token_text = token_text
+
+    @classmethod
+    def of(cls, numbers: bytes, num_logprobs: int, first: int = 0, token_text: TokenText | None = None):
+        """From the numbers of a step (engine/step.py's TokenNumbers), with so many of the most probable tokens."""
+        rows = np.frombuffer(bytes(numbers), np.int32).reshape(-1, 3 + 2 * num_logprobs)
+        return cls(rows[:, 1::2], rows[:, 2::2].view(np.float32), rows[:, 0], first, token_text)
+
+    def __len__(self) -> int:
+        return self.first + len(self.token_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob] | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[int, Logprob] | None]: ...
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        position = range(len(self))[index] - self.first  # an IndexError out of range
+        if position < 0:
+            return None
+        token_ids, logprobs = self.token_ids[position].tolist(), self.logprobs[position].tolist()
+        ranks = [int(self.ranks[position]), *range(1, len(token_ids))]
+        found: dict[int, Logprob] = {}
+        for token_id, logprob, rank in zip(token_ids, logprobs, ranks, strict=True):
+            if token_id >= 0 and token_id not in found:
+                found[token_id] = Logprob(logprob, rank, self._text_of(token_id))
+        return found
+
+    @property
+    def of_tokens(self) -> np.ndarray:
+        """float32 [num_scored], the log-probabilities of the tokens themselves."""
+        return self.logprobs[:, 0]
+
+    def _text_of(self, token_id: int) -> str | None:
+        texts = self._token_text
+        return texts.get(token_id) if isinstance(texts, Mapping) else None if texts is None else texts(token_id)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TokenLogprobs):
+            return NotImplemented
+        pairs = ((getattr(self, name), getattr(other, name)) for name in ("token_ids", "logprobs", "ranks"))
+        return self.first == other.first and all(np.array_equal(*pair) for pair in pairs)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        num_scored, width = self.token_ids.shape
+        return f"TokenLogprobs({num_scored} tokens from {self.first} on, {width - 1} most probable ones)"
+
+    def __reduce__(self):
+        # A tokenizer would travel along otherwise.
+        texts = {token_id: self._text_of(token_id) for token_id in np.unique(self.token_ids).tolist() if token_id >= 0}
+        return TokenLogprobs, (self.token_ids, self.logprobs, self.ranks, self.first, texts)

@@ -1,0 +1,39 @@
+"""Copies blocks of the KV cache: where completions of one prompt part, each needs its own last block."""
+
+import numpy as np
+import torch
+
+from nanovllm.ops.kernel import jit, tl
+from nanovllm.ops.upload import upload
+
+_WIDTH = 2048  # numbers that a program copies at a time
+
+
+def copy_blocks(kv_cache: torch.Tensor, copies: tuple[tuple[int, int], ...], fused: bool = False) -> None:
+    """Copies each block over another, in every layer. No block is written twice, and none is read and written.
+
+    Args:
+        kv_cache: contiguous [2, num_layers, num_blocks, …].
+        copies: (source, copy) block ids.
+        fused: compute with the kernel, which needs no memory.
+    """
+    if not fused:
+        # One by one, because all of them gathered may be larger than what is left of the memory.
+        for source, target in copies:
+            kv_cache[:, :, target] = kv_cache[:, :, source]
+        return
+    sources, targets = upload(list(np.array(copies, np.int64).T), kv_cache.device)
+    flat = kv_cache.flatten(0, 1).flatten(2)  # [2 × num_layers, num_blocks, size]
+    num_parts, num_blocks, size = flat.shape
+    _copy_kernel[(num_parts, len(copies))](flat, sources, targets, num_blocks, size, WIDTH=_WIDTH)
+
+
+@jit(do_not_specialize=["num_blocks"])
+def _copy_kernel(kv_cache, sources, targets, num_blocks, size, WIDTH: tl.constexpr):
+    """One layer's keys or values of one block."""
+    part = kv_cache + tl.program_id(0).to(tl.int64) * num_blocks * size
+    source = part + tl.load(sources + tl.program_id(1)) * size
+    target = part + tl.load(targets + tl.program_id(1)) * size
+    for first in range(0, size, WIDTH):
+        place = first + tl.arange(0, WIDTH)
+        tl.store(target + place, tl.load(source + place, place < size), place < size)

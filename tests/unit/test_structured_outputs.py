@@ -1,0 +1,606 @@
+"""Structured outputs on the host: what is accepted, and that random walks through the masks spell what was asked."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import pickle
+import random
+import re
+import sys
+
+import numpy as np
+import pytest
+from schemas import make_schemas
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from nanovllm.demo import MODEL_DIRECTORY
+from nanovllm.ops.process_logits import pack_allowed
+from nanovllm.structured_outputs import FillError, StructuredOutputs, StructuredOutputsParams, fill_masks
+
+# More than the tokenizers have, as models do whose vocabulary is padded.
+VOCAB_SIZE = 500
+
+
+@functools.cache
+def tokenizer_of(kind):
+    """bundled: one token per byte. merged: with tokens of many bytes, over the borders of JSON's parts too.
+    metaspace: as SentencePiece, with a leading space that is put there and taken away, and a token that begins texts.
+    lower: loses capitals."""
+    if kind == "bundled":
+        return AutoTokenizer.from_pretrained(MODEL_DIRECTORY)
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    special = ["<unk>", "<end>", "<other_end>", "<pad>"]
+    texts = ["yes yesterday no nothing maybe", *map(json.dumps, make_schemas(50))]
+    if kind == "metaspace":
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        tokenizer.post_processor = processors.TemplateProcessing(single="<pad> $A", special_tokens=[("<pad>", 3)])
+        trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    else:
+        if kind == "lower":
+            tokenizer.normalizer = normalizers.Lowercase()
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        # Without the regex a whole schema is one word, and tokens like `":{"` come about.
+        trainer = trainers.BpeTrainer(
+            vocab_size=450, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>", unk_token="<unk>")
+
+
+def eos_of(kind):
+    """Two ids that end, and one that the tokenizer lacks."""
+    return [257, 258, 499] if kind == "bundled" else [1, 2, 499]
+
+
+@functools.cache
+def outputs_of(kind):
+    return StructuredOutputs(tokenizer_of(kind), VOCAB_SIZE, eos_of(kind))
+
+
+def new_mask(num_rows=None):
+    shape = (-(-VOCAB_SIZE // 32),)
+    return np.full(shape if num_rows is None else (num_rows, *shape), 0x55555555, np.int32)  # as if used before
+
+
+def ids_in(mask):
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+def allowed_by(constraint):
+    mask = new_mask()
+    constraint.fill(mask)
+    np.testing.assert_array_equal(mask, pack_allowed(ids_in(mask), VOCAB_SIZE))
+    return ids_in(mask)
+
+
+def decode(tokenizer, token_ids):
+    return tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def walk(kind, params, rng, closes=0.6, most=200):
+    """Generates random allowed tokens, and rather such that close something. The text, or None if it has no end."""
+    tokenizer, eos, constraint = tokenizer_of(kind), eos_of(kind), outputs_of(kind).constraint(params)
+    texts = texts_of(kind)
+    token_ids = []
+    for _ in range(most):
+        ids = allowed_by(constraint)
+        assert ids and max(ids) < len(tokenizer)
+        if rng.random() < closes:
+            for closing in (lambda i: i in eos, lambda i: texts[i][:1] in ("}", "]"), lambda i: texts[i][:1] == '"'):
+                ids = [i for i in ids if closing(i)] or ids
+                if closing(ids[0]):
+                    break
+        token_ids.append(rng.choice(ids))
+        is_complete = constraint.advance(token_ids[-1])
+        if is_complete:
+            assert allowed_by(constraint) == eos[:2]
+            return decode(tokenizer, token_ids)
+        assert token_ids[-1] not in eos
+    return None
+
+
+@functools.cache
+def texts_of(kind):
+    tokenizer = tokenizer_of(kind)
+    return [decode(tokenizer, [token_id]) for token_id in range(len(tokenizer))]
+
+
+# What is accepted and what is refused
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({}, ValueError, "exactly one of json, regex, choice, grammar, json_object, not none of them"),
+        ({"json_object": False}, ValueError, "none of them"),
+        ({"regex": "a", "choice": ["b"]}, ValueError, "not regex and choice"),
+        ({"json": {}, "json_object": True}, ValueError, "not json and json_object"),
+        ({"choice": "yes"}, TypeError, "choice must be a list of strings"),
+        ({"choice": ["yes", 1]}, TypeError, "choice must be a list of strings"),
+        ({"choice": {"yes"}}, TypeError, "choice must be a list of strings"),
+        ({"choice": []}, ValueError, "at least one"),
+        ({"choice": ["a", ""]}, ValueError, "empty string"),
+        ({"choice": ["a", "b", "a"]}, ValueError, "'a' twice"),
+        ({"choice": ["no one", "yes", "no"]}, ValueError, "'no' begins choice 'no one'"),
+        ({"choice": ["ab", "a", "aa"]}, ValueError, "'a' begins choice 'a[ab]'"),
+        ({"choice": ["\ud800"]}, ValueError, "surrogate"),
+        ({"regex": 5}, TypeError, "regex must be a string"),
+        ({"regex": ""}, ValueError, "empty string"),
+        ({"regex": "(a"}, ValueError, "unterminated subpattern"),
+        ({"regex": "a)"}, ValueError, "unbalanced"),
+        ({"regex": "[a"}, ValueError, "unterminated character set"),
+        ({"regex": "*a"}, ValueError, "nothing to repeat"),
+        ({"regex": "a{3,2}"}, ValueError, "min repeat greater"),
+        ({"regex": "a\\"}, ValueError, "end of pattern"),
+        ({"grammar": b"start: x"}, TypeError, "grammar must be a string"),
+        ({"grammar": ""}, ValueError, "empty string"),
+        ({"json": 5}, TypeError, "json must be a JSON schema"),
+        ({"json": True}, TypeError, "json must be a JSON schema"),
+        ({"json": ["object"]}, TypeError, "json must be a JSON schema"),
+        ({"json": int}, TypeError, "json must be a JSON schema"),
+        ({"json": "{'type': 'object'}"}, ValueError, "the string is no JSON"),
+        ({"json": "[1]"}, ValueError, "json must be a JSON schema"),
+        ({"json": "[" * 100_000}, ValueError, "the string is no JSON"),
+        ({"json": {"enum": {1, 2}}}, TypeError, "only what JSON has"),
+        ({"json": {"const": float("nan")}}, ValueError, "no JSON schema"),
+        ({"json": {"$ref": "https://json.org/x"}}, ValueError, r"'https://json.org/x'.*within the schema"),
+        ({"json": '{"anyOf": [{"properties": {"a": {"$ref": "x.json#/a"}}}]}'}, ValueError, "x.json#/a"),
+        ({"json_object": 1}, TypeError, "json_object must be True or False"),
+        ({"regex": "a", "disable_any_whitespace": None}, TypeError, "disable_any_whitespace must be True or False"),
+        ({"guided_json": {}}, TypeError, "did you mean json"),
+        ({"choices": ["a"]}, TypeError, "did you mean choice"),
+        ({"structural_tag": "a"}, TypeError, "no structural tags"),
+    ],
+    ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_is_refused_at_once(given, error, says):
+    with pytest.raises(error, match=says):
+        StructuredOutputsParams(**given)
+
+
+def test_a_schema_that_holds_itself_is_refused():
+    schema = {"type": "array"}
+    schema["items"] = schema
+    with pytest.raises(ValueError, match="Circular"):
+        StructuredOutputsParams(json=schema)
+
+
+@pytest.mark.parametrize("regex", [r"\p{L}+", "a**", r"(?<name>a)", "[a-z&&[^b]]", r"\x{41}", "[[:alpha:]]+"])
+def test_what_only_llguidance_knows_of_regexes_is_left_to_it(regex):
+    """Python's `re` refuses some of these, or warns."""
+    assert StructuredOutputsParams(regex=regex).regex == regex
+
+
+def test_a_reference_in_data_is_no_reference():
+    for keyword in ("const", "default"):
+        StructuredOutputsParams(json={keyword: {"$ref": "https://json.org/x"}})
+    StructuredOutputsParams(json={"properties": {"$ref": {"type": "integer"}}})
+
+
+class Person:
+    @classmethod
+    def model_json_schema(cls):
+        return {"type": "object", "properties": {"name": {"type": "string"}}}
+
+
+def test_a_schema_may_be_a_dict_or_a_string_or_a_class():
+    schema = Person.model_json_schema()
+    params = [StructuredOutputsParams(json=given) for given in (schema, json.dumps(schema, indent=4), Person)]
+    assert params[0] == params[1] == params[2] and len(set(params)) == 1
+    assert params[0].json == '{"type":"object","properties":{"name":{"type":"string"}}}'
+
+
+def test_a_class_without_a_schema_is_refused():
+    class Broken:
+        @classmethod
+        def model_json_schema(cls):
+            raise RuntimeError("callables have none")
+
+    with pytest.raises(ValueError, match="no schema of Broken: callables have none"):
+        StructuredOutputsParams(json=Broken)
+
+
+def test_the_order_of_properties_is_part_of_a_schema():
+    first, second = ({"properties": {name: {} for name in names}} for names in ("ab", "ba"))
+    assert first == second and StructuredOutputsParams(json=first) != StructuredOutputsParams(json=second)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"json": {"type": "null"}}, {"regex": "a"}, {"choice": ["a", "b"]}, {"grammar": "x"}, {"json_object": True}],
+    ids=lambda given: next(iter(given)),
+)
+def test_they_are_values(given):
+    """They hash, pickle and come through JSON, for caches and for other processes, and cannot be changed."""
+    params = StructuredOutputsParams(**given, disable_any_whitespace=False)
+    fields = dataclasses.asdict(params)
+    others = [
+        StructuredOutputsParams(**given, disable_any_whitespace=False),
+        pickle.loads(pickle.dumps(params)),
+        StructuredOutputsParams(**json.loads(json.dumps(fields))),
+        dataclasses.replace(params),
+    ]
+    assert all(other == params and hash(other) == hash(params) for other in others)
+    assert params != dataclasses.replace(params, disable_any_whitespace=True)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.json_object = True
+
+
+# Choices
+
+CHOICES = ["yes", "no", "maybe", "yonder", "nothing", "null", "noth ing", " space", "ü", "🙂", '"}', "x" * 50]
+
+
+def choices_for(kind):
+    params = StructuredOutputsParams(choice=[choice for choice in CHOICES if choice != "no"])
+    spelled = {
+        tuple(tokenizer_of(kind)(choice, add_special_tokens=False)["input_ids"]): choice for choice in params.choice
+    }
+    return params, spelled
+
+
+@pytest.mark.parametrize("kind", ["bundled", "merged"])
+def test_a_mask_of_choices_holds_exactly_what_continues_one(kind):
+    """Along every choice, against the choices' token ids themselves."""
+    params, spelled = choices_for(kind)
+    for ids, choice in spelled.items():
+        constraint = outputs_of(kind).constraint(params)
+        for place, token_id in enumerate(ids):
+            assert allowed_by(constraint) == sorted(
+                {other[place] for other in spelled if other[:place] == ids[:place] and len(other) > place}
+            )
+            assert constraint.advance(token_id) is (place == len(ids) - 1), choice
+        assert allowed_by(constraint) == eos_of(kind)[:2] and constraint.advance(eos_of(kind)[1])
+
+
+@pytest.mark.parametrize("kind", ["bundled", "merged"])
+def test_random_walks_spell_every_choice_and_nothing_else(kind):
+    params, spelled = choices_for(kind)
+    rng = random.Random(0)
+    texts = {walk(kind, params, rng, closes=0) for _ in range(300)}
+    assert texts == set(params.choice)
+    if kind == "merged":
+        assert any(len(ids) < len(choice.encode()) for ids, choice in spelled.items())
+
+
+def test_many_choices_take_every_bit_of_a_word():
+    """Bit 31 is the sign of a word."""
+    letters = [chr(number) for number in range(33, 127)]
+    constraint = outputs_of("bundled").constraint(StructuredOutputsParams(choice=letters))
+    assert allowed_by(constraint) == list(range(33, 127))
+
+
+def test_constraints_of_one_request_do_not_share_their_place():
+    for params in (StructuredOutputsParams(choice=["ab", "cd"]), StructuredOutputsParams(regex="ab|cd")):
+        first, second = (outputs_of("bundled").constraint(params) for _ in range(2))
+        assert not first.advance(ord("a"))
+        assert allowed_by(first) == [ord("b")] and allowed_by(second) == [ord("a"), ord("c")]
+        assert first.advance(ord("b")) and not second.advance(ord("c"))
+
+
+def test_a_token_that_is_not_allowed_is_an_error():
+    constraint = outputs_of("bundled").constraint(StructuredOutputsParams(choice=["ab"]))
+    for token_id in (ord("b"), 258):
+        with pytest.raises(ValueError, match=f"token {token_id} continues none"):
+            constraint.advance(token_id)
+
+
+def test_a_leading_space_may_be_the_tokenizers():
+    outputs = outputs_of("metaspace")
+    params = StructuredOutputsParams(choice=["yes", " no"])
+    assert decode(tokenizer_of("metaspace"), tokenizer_of("metaspace")(" no")["input_ids"]) == "no"
+    constraint = outputs.constraint(params)
+    for token_id in tokenizer_of("metaspace")("yes", add_special_tokens=False)["input_ids"]:
+        is_complete = constraint.advance(token_id)
+    assert is_complete
+
+
+@pytest.mark.parametrize(
+    ("kind", "choice", "says"),
+    [
+        ("lower", ["Yes"], "cannot spell choice 'Yes': its tokens say 'yes'"),
+        ("merged", ["a", "<end>"], "cannot spell choice '<end>': its tokens say ''"),
+        ("metaspace", ["no", " no"], "tokens of choice ' no' begin those of choice 'no'"),
+        ("metaspace", ["yes", "漢"], "cannot spell choice '漢'"),
+    ],
+)
+def test_a_choice_that_the_tokenizer_cannot_spell_is_named(kind, choice, says):
+    with pytest.raises(ValueError, match=says):
+        outputs_of(kind).constraint(StructuredOutputsParams(choice=choice))
+
+
+def test_a_choice_beyond_the_models_vocabulary_is_named():
+    outputs = StructuredOutputs(tokenizer_of("bundled"), 100, [])
+    outputs.constraint(StructuredOutputsParams(choice=["a"]))
+    with pytest.raises(ValueError, match="choice 'z' has token 122, and the model's end at 100"):
+        outputs.constraint(StructuredOutputsParams(choice=["z"]))
+
+
+def test_choices_need_neither_llguidance_nor_an_end(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    monkeypatch.setitem(sys.modules, "llguidance.hf", None)
+    outputs = StructuredOutputs(tokenizer_of("bundled"), VOCAB_SIZE, [258])
+    masks = new_mask(1)
+    fill_masks([outputs.constraint(StructuredOutputsParams(choice=["ab"]))], masks)
+    assert ids_in(masks[0]) == [ord("a")]
+    with pytest.raises(ValueError, match=r"pip install nanovllm\[structured\]"):
+        outputs.constraint(StructuredOutputsParams(regex="ab"))
+
+
+def test_without_a_tokenizer_there_are_none():
+    for given in ({"choice": ["a"]}, {"regex": "a"}):
+        with pytest.raises(ValueError, match="no tokenizer"):
+            StructuredOutputs(None, VOCAB_SIZE, [1]).constraint(StructuredOutputsParams(**given))
+
+
+# What llguidance does
+
+
+@pytest.fixture
+def llguidance():
+    return pytest.importorskip("llguidance")
+
+
+def test_a_mask_of_a_regex_holds_exactly_what_continues_a_match(llguidance):
+    """Against all its matches, of which there are few."""
+    matches = [a + b + c for a, b, c in itertools.product(("ab", "ac", "ü"), ("", "d"), map(str, range(10, 15)))]
+    texts = [match.encode() for match in matches] + [b"ab1"]
+    params = StructuredOutputsParams(regex="(ab|ac|ü)d?1[0-4]|ab1")
+    for text in texts:
+        constraint, is_complete = outputs_of("bundled").constraint(params), False
+        for place in range(len(text) + 1):
+            begun = text[:place]
+            expected = {other[place] for other in texts if other.startswith(begun) and len(other) > place}
+            assert is_complete is not bool(expected), begun
+            assert allowed_by(constraint) == sorted(expected | ({257, 258} if begun in texts else set())), begun
+            is_complete = place < len(text) and constraint.advance(text[place])
+
+
+@pytest.mark.parametrize("eos", [257, 258])
+def test_where_a_completion_could_go_on_each_end_of_sequence_id_ends_it(llguidance, eos):
+    constraint = outputs_of("bundled").constraint(StructuredOutputsParams(regex="a+"))
+    assert allowed_by(constraint) == [ord("a")]
+    assert not constraint.advance(ord("a")) and not constraint.advance(ord("a"))
+    assert allowed_by(constraint) == [ord("a"), 257, 258]
+    assert constraint.advance(eos)
+
+
+REGEXES = [
+    "[a-z]{2,5}", "(yes|no)( please)?", "[0-9]{3}-[0-9]{4}", r"-?[0-9]+(\.[0-9]{1,2})?", "a|b|", "(?i)hello",
+    "[^a-zA-Z0-9]{1,3}", "x*y?z{2}", r"[a-z.]{1,5}@[a-z]{1,5}\.(com|org)", "a/b", "«é{1,2}»", "^anchored$", r"\n\t?\{",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["bundled", "merged"])
+@pytest.mark.parametrize("regex", REGEXES)
+def test_random_walks_match_the_regex(llguidance, kind, regex):
+    rng = random.Random(0)
+    texts = [walk(kind, StructuredOutputsParams(regex=regex), rng) for _ in range(5)]
+    assert None not in texts
+    for text in texts:
+        assert re.fullmatch(regex, text), text
+
+
+GRAMMARS = {
+    "lark": ('start: "a" b+ "c"\nb: /[0-9]/ | "(" b ")"', r"a([0-9]|\(+[0-9]\)+)+c"),
+    "gbnf": ('root ::= item ("," item)*\nitem ::= [a-z] [a-z] | "-"', r"([a-z]{2}|-)(,([a-z]{2}|-))*"),
+}
+
+
+@pytest.mark.parametrize("kind", ["bundled", "merged"])
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_random_walks_follow_the_grammar(llguidance, kind, name):
+    grammar, pattern = GRAMMARS[name]
+    rng = random.Random(0)
+    texts = [walk(kind, StructuredOutputsParams(grammar=grammar), rng) for _ in range(20)]
+    whole = [text for text in texts if text is not None]
+    assert len(whole) >= 15
+    for text in whole:
+        assert re.fullmatch(pattern, text) and text.count("(") == text.count(")"), text
+
+
+def object_of(**properties):
+    return {
+        "type": "object", "properties": properties, "required": list(properties), "additionalProperties": False,
+    }  # fmt: skip
+
+
+# Each thing that a schema can say once by itself; the generated ones mix them.
+SCHEMAS = [
+    object_of(a={"type": "integer"}, b={"type": "string", "maxLength": 5}),
+    object_of(a=object_of(b=object_of(c={"type": "null"}))),
+    {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 20}, "minItems": 1, "maxItems": 4},
+    {"enum": ["red", "green", 3, None, {"a": [1]}]},
+    {"const": {"b": 1, "a": "x"}},
+    {"type": "integer", "minimum": -15, "maximum": 7},
+    {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+    {"type": "string", "pattern": "^[A-Z]{2}[0-9]{2}$"},
+    {"type": "string", "minLength": 2, "maxLength": 3},
+    {"type": "string"},
+    {"type": ["integer", "null", "boolean"]},
+    {"anyOf": [{"type": "integer"}, object_of(a={"type": "boolean"})]},
+    {"$ref": "#/$defs/a", "$defs": {"a": object_of(x={"$ref": "#/$defs/b"}), "b": {"enum": [1, 2]}}},
+    {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]},
+    {"type": "array", "prefixItems": [{"type": "null"}, {"type": "boolean"}], "items": False, "minItems": 2},
+    {"type": "string", "format": "date"},
+    Person.model_json_schema(),
+]
+
+
+def check_walks(kind, schemas, num_walks):
+    """Most walks have an end, and their texts are valid JSON in its shortest form. Returns how many had one."""
+    jsonschema = pytest.importorskip("jsonschema")
+    rng = random.Random(0)
+    checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+    num_whole = 0
+    for schema in schemas:
+        validator = jsonschema.Draft202012Validator(schema, format_checker=checker)
+        for _ in range(num_walks):
+            text = walk(kind, StructuredOutputsParams(json=schema), rng)
+            if text is None:
+                continue
+            num_whole += 1
+            validator.validate(json.loads(text))
+            outside = re.sub(r'"([^"\\]|\\.)*"', '""', text)
+            assert not re.search(r"\s", outside), text
+    assert num_whole >= 0.8 * num_walks * len(schemas)
+
+
+@pytest.mark.parametrize("kind", ["bundled", "merged"])
+def test_random_walks_are_valid_against_their_schema(llguidance, kind):
+    check_walks(kind, SCHEMAS, num_walks=4)
+
+
+@pytest.mark.parametrize("kind", ["bundled", "merged"])
+def test_random_walks_are_valid_against_generated_schemas(llguidance, kind):
+    check_walks(kind, make_schemas(60), num_walks=2)
+
+
+def test_the_generated_schemas_all_compile(llguidance):
+    schemas = make_schemas(200)
+    assert len({json.dumps(schema) for schema in schemas}) == 200 and schemas[:60] == make_schemas(60)
+    for schema in schemas:
+        outputs_of("merged").constraint(StructuredOutputsParams(json=schema))
+
+
+@pytest.mark.parametrize("kind", ["bundled", "merged"])
+def test_any_object_is_an_object(llguidance, kind):
+    rng = random.Random(0)
+    texts = [walk(kind, StructuredOutputsParams(json_object=True), rng, closes=0.8) for _ in range(20)]
+    assert sum(text is not None for text in texts) >= 15
+    assert all(isinstance(json.loads(text), dict) for text in texts if text is not None)
+
+
+def test_properties_come_in_the_schemas_order(llguidance):
+    schema = object_of(z={"const": 1}, a={"const": 2})
+    assert walk("bundled", StructuredOutputsParams(json=schema), random.Random(0)) == '{"z":1,"a":2}'
+
+
+def test_whitespace_is_allowed_on_demand(llguidance):
+    schema = object_of(z={"const": 1})
+    params = StructuredOutputsParams(json=schema, disable_any_whitespace=False)
+    constraint = outputs_of("bundled").constraint(params)
+    for character in '{ \n\t"z" : 1  ':
+        assert not constraint.advance(ord(character))
+    assert constraint.advance(ord("}"))
+    constraint = outputs_of("bundled").constraint(StructuredOutputsParams(json=schema))
+    constraint.advance(ord("{"))
+    assert allowed_by(constraint) == [ord('"')]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"regex": "(?=a)b"}, "regex cannot be compiled: .*look-ahead"),
+        ({"regex": "b?" * 500 + "(?=a)"}, "regex cannot be compiled: look-around, .* is not supported$"),
+        ({"regex": "(" * 500 + "a" + ")" * 500}, "regex cannot be compiled: exceed"),
+        ({"regex": r"[^\s\S]"}, "regex cannot be compiled: no token can come next"),
+        ({"json": {"not": {}}}, r'json cannot be compiled: Unimplemented keys: \["not"\]'),
+        ({"json": {"type": "foo"}}, "json cannot be compiled: Invalid type: foo"),
+        ({"json": {"$ref": "#/$defs/a"}}, "json cannot be compiled: .*does not exist"),
+        ({"json": {"type": "string", "minLength": 3, "maxLength": 2}}, "Unsatisfiable schema"),
+        ({"json": {"properties": {"enum": {"$ref": "https://json.org"}}}}, "json cannot be compiled"),
+        ({"json": functools.reduce(lambda part, _: {"items": part}, range(400), {})}, "recursion limit"),
+        ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "no token can come next"),
+        ({"grammar": "start: " + "(" * 10_000 + '"a"' + ")" * 10_000}, "too deeply nested"),
+        ({"grammar": "root ::= " + "(" * 10_000 + '"a"' + ")" * 10_000}, "recursion"),
+        ({"grammar": "start: foo"}, 'grammar cannot be compiled: .*unknown name: "foo"'),
+        ({"grammar": "nonsense"}, "grammar cannot be compiled: .*GBNF"),
+    ],
+    ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
+)
+def test_what_llguidance_cannot_compile_is_an_error_with_its_reason(llguidance, given, says):
+    with pytest.raises(ValueError, match=says) as raised:
+        outputs_of("bundled").constraint(StructuredOutputsParams(**given))
+    assert "\n" not in str(raised.value) and "<" not in str(raised.value) and len(str(raised.value)) < 400
+
+
+def test_a_grammar_that_fails_on_its_way_says_why(llguidance):
+    """Such a grammar compiles, and has a first token."""
+    constraint = outputs_of("bundled").constraint(StructuredOutputsParams(grammar='start: "a" start'))
+    with pytest.raises(ValueError, match="Too many items"):
+        constraint.advance(ord("a"))
+    with pytest.raises(ValueError, match="Too many items"):
+        constraint.fill(new_mask())
+
+
+def test_a_forbidden_token_is_an_error_of_its_constraint_only(llguidance):
+    params = StructuredOutputsParams(regex="a+b")
+    failed, sound = (outputs_of("bundled").constraint(params) for _ in range(2))
+    for token_id in (ord("c"), 258, 499, 10**6):
+        with pytest.raises(ValueError, match=r"."):
+            outputs_of("bundled").constraint(params).advance(token_id)
+    with pytest.raises(ValueError, match="doesn't satisfy the grammar"):
+        failed.advance(ord("c"))
+    assert not sound.advance(ord("a")) and allowed_by(sound) == [ord("a"), ord("b")]
+
+
+@pytest.mark.parametrize("num_each", [1, 20])  # one by one, and by llguidance's threads
+def test_many_masks_at_once_are_those_of_each(llguidance, num_each):
+    outputs = outputs_of("merged")
+    params = [StructuredOutputsParams(**given) for given in ({"choice": CHOICES[3:5]}, {"regex": "[a-f]+"})]
+    params += [StructuredOutputsParams(json=schema) for schema in make_schemas(3)]
+    params *= num_each
+    together, alone = ([outputs.constraint(each) for each in params] for _ in range(2))
+    rng = random.Random(0)
+    for _ in range(10):
+        masks = new_mask(len(params))
+        fill_masks(together, masks)
+        going = []
+        for row, (mask, one, other) in enumerate(zip(masks, together, alone, strict=True)):
+            assert ids_in(mask) == allowed_by(other), params[row]
+            token_id = rng.choice(ids_in(mask))
+            is_complete = one.advance(token_id)
+            assert other.advance(token_id) is is_complete
+            if not is_complete:
+                going.append((params[row], one, other))
+        params, together, alone = map(list, zip(*going, strict=True)) if going else ([], [], [])
+
+
+@pytest.mark.parametrize("num_each", [1, 20])
+def test_a_failed_constraint_is_named_and_the_others_are_filled(llguidance, num_each):
+    outputs = outputs_of("bundled")
+    constraints = [
+        outputs.constraint(StructuredOutputsParams(**given))
+        for given in ({"regex": "ab"}, {"choice": ["xy"]}, {"regex": "cd"})
+        for _ in range(num_each)
+    ]
+    with pytest.raises(ValueError):
+        constraints[-1].advance(ord("d"))
+    masks = new_mask(len(constraints))
+    with pytest.raises(FillError, match="doesn't satisfy") as raised:
+        fill_masks(constraints, masks)
+    assert list(raised.value.reasons) == [len(constraints) - 1]
+    expected = [[ord(letter)] for letter in "axc" for _ in range(num_each)]
+    assert [ids_in(mask) for mask in masks] == [*expected[:-1], [257, 258]]
+
+
+def test_equal_params_are_compiled_once(llguidance, monkeypatch):
+    outputs = StructuredOutputs(tokenizer_of("bundled"), VOCAB_SIZE, [258])
+    outputs.constraint(StructuredOutputsParams(json={"type": "integer"}))
+    monkeypatch.setattr(outputs, "_matcher", None)
+    outputs.constraint(StructuredOutputsParams(json='{ "type": "integer" }'))
+
+
+class SlowTokenizer:
+    def get_vocab(self):
+        return {"a": 0, "<end>": 1}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "vocab_size", "eos", "says"),
+    [
+        (SlowTokenizer(), 500, [1], "cannot read the model's tokenizer: Only fast tokenizers"),
+        (tokenizer_of("bundled"), 200, [0], "cannot read the model's tokenizer: vocab size too small; 200 vs 259"),
+        (tokenizer_of("bundled"), 500, [], "no end-of-sequence token"),
+        (tokenizer_of("bundled"), 500, [400], "no end-of-sequence token"),
+    ],
+    ids=["slow", "small", "endless", "end unknown"],
+)
+def test_a_tokenizer_that_llguidance_cannot_use_is_an_error(llguidance, tokenizer, vocab_size, eos, says):
+    with pytest.raises(ValueError, match=says):
+        StructuredOutputs(tokenizer, vocab_size, eos).constraint(StructuredOutputsParams(regex="a"))
