@@ -175,6 +175,7 @@ class LLM:
         rows = self._rows(source, encode)
         with self._locked():
             self._check_idle()
+            self.engine.check_awake()
             iterator = OutputIterator(rows, partial(self._advancing, rows), self._end_iteration, is_ordered)
             self._iterated, self._iterator = rows, weakref.ref(iterator)
         return iterator
@@ -265,6 +266,77 @@ class LLM:
         except (TypeError, ValueError) as error:
             raise ValueError(f"generation_config.json: {error}; give sampling_params of your own") from None
 
+    # Weights and memory
+
+    @property
+    def weight_version(self) -> int:
+        """How many times `update_weights` has changed the weights. A RequestOutput has the version that made it."""
+        return self.engine.weight_version
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the LLM sleeps; see `sleep`."""
+        return self.engine.is_sleeping
+
+    def update_weights(self, weights: "Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]") -> None:
+        """Copies new values into the model, and drops what the prefix cache computed with the old ones.
+
+        All tensors are looked at before the first one is copied: if one is refused, the weights stay as they were.
+        Tensors that are not given keep their values. An iterator is read to its end first, so all of its tensors are
+        alive at once; call this several times with a part each where that is too much. They may be changed or freed
+        once the call returns. What has not arrived on the current CUDA stream of its device is not waited for.
+
+        Args:
+            weights: tensors by their names in a Hugging Face checkpoint of the model, or (name, tensor) pairs. A tensor
+                has the checkpoint's whole shape, whatever `tensor_parallel_size` is, a floating-point dtype of at least
+                16 bits, which is rounded to the model's, and lies on any device. `lm_head.weight` of a tied model must
+                come with the embedding, and equal it.
+
+        Raises:
+            TypeError: something else than names and plain tensors.
+            ValueError: a tensor that the model does not have, or of another shape or dtype; or a name given twice.
+            RuntimeError: the LLM sleeps, is closed or is busy with another call; or the tensors cannot be brought to
+                the ranks.
+        """
+        if not isinstance(weights, Iterable):
+            raise TypeError(f"weights must be a dict or an iterable of (name, tensor) pairs, not {weights!r:.100}")
+        pairs = list(weights.items() if isinstance(weights, Mapping) else weights)
+        self._alter(self.engine.update_weights, pairs)
+
+    def reset_prefix_cache(self) -> None:
+        """Empties the prefix cache.
+
+        Raises:
+            RuntimeError: the LLM is closed or busy with another call.
+        """
+        self._alter(self.engine.reset_prefix_cache)
+
+    def sleep(self, level: int = 1) -> None:
+        """Gives the memory of the KV cache, the weights and the captured steps back until `wake_up`.
+
+        Asleep, an LLM refuses to generate. In a sleeping LLM this does only what a deeper level adds.
+
+        Args:
+            level: 1 moves the weights to the host's memory, which is pinned if they lie on a GPU and reserved from then
+                on. 2 drops them: after `wake_up`, `update_weights` must give all of them before the LLM can generate.
+                On a CPU, level 1 leaves the weights where they are.
+
+        Raises:
+            TypeError, ValueError: another level.
+            RuntimeError: the LLM is closed or busy with another call.
+        """
+        self._alter(self.engine.sleep, level)
+
+    def wake_up(self) -> None:
+        """Ends `sleep`: brings the weights back, with an empty cache of as many blocks as before. Awake, it does
+        nothing.
+
+        Raises:
+            RuntimeError: too little memory, and the LLM still sleeps: free some, and call this again. Or the LLM is
+                closed or busy with another call.
+        """
+        self._alter(self.engine.wake_up)
+
     def metrics(self) -> dict[str, Any]:
         """Counters since start: tokens, prefix cache hits, preemptions, batch sizes, memory, time by phase."""
         return self.engine.metrics()
@@ -314,6 +386,7 @@ class LLM:
         outputs: dict[int, RequestOutput] = {}
         with self._locked():
             self._check_idle()
+            self.engine.check_awake()
             try:
                 with COLLECTOR.eased(self):
                     self._run_locked(rows, len(prompts), use_tqdm, outputs)
@@ -347,6 +420,16 @@ class LLM:
         if rows is not None:
             _log_errors(rows, rows.num_read)
 
+    def _alter(self, alteration: Callable[..., None], *arguments: Any) -> None:
+        """Calls a method of the engine that changes weights or memory."""
+        self.engine.check_alive()
+        with self._locked():
+            self._check_idle()
+            self._alter_locked(alteration, *arguments)
+
+    def _alter_locked(self, alteration: Callable[..., None], *arguments: Any) -> None:
+        alteration(*arguments)
+
     def _check_idle(self) -> None:
         if not self.engine.is_finished():
             raise RuntimeError("the engine has requests that were added by hand; finish or abort them first")
@@ -359,7 +442,7 @@ class LLM:
         try:
             # The lock does not refuse its own thread: the call of a signal handler or of a source of prompts.
             iterator = self._iterator and self._iterator()
-            if is_running(self, LLM._run_locked) or (
+            if is_running(self, LLM._run_locked, LLM._alter_locked) or (
                 iterator is not None and is_running(iterator, OutputIterator._compute, OutputIterator._abort)
             ):
                 raise RuntimeError("this LLM is in the middle of a call, so a signal handler cannot call or close it")

@@ -49,6 +49,7 @@ class RequestOutput:
         num_cached_tokens: how many of the prompt's tokens the prefix cache served.
         error: why the request failed, else None.
         prompt_logprobs: of each of the prompt's tokens, if they were asked for; the first one has none.
+        weight_version: how many times `LLM.update_weights` had changed the weights that computed it.
 
     `text`, `token_ids` and `finish_reason` are those of the first completion, `num_prompt_tokens` is the length of
     `prompt_token_ids`, and `finished` is True: nothing comes back before it is finished.
@@ -61,6 +62,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     error: str | None = None
     prompt_logprobs: TokenLogprobs | None = None
+    weight_version: int = 0
 
     @property
     def text(self) -> str:

@@ -202,7 +202,10 @@ class RowStream:
     ) -> RequestOutput:
         if error is not None:
             self.errors.add(number, error)
-        return RequestOutput(str(number), row.text, row.token_ids, completions, num_cached_tokens, error)
+        version = self._engine.weight_version
+        return RequestOutput(
+            str(number), row.text, row.token_ids, completions, num_cached_tokens, error, weight_version=version
+        )
 
 
 def keep_outputs(error: BaseException, outputs: dict[int, RequestOutput]) -> None:

@@ -95,6 +95,25 @@ class ModelRunner(nanovllm.runner.model_runner.ModelRunner):
         super().__init__(config, parallel)
 
 
+class RefusingRunner(nanovllm.runner.model_runner.ModelRunner):
+    """Refuses its first update and its first awakening."""
+
+    has_refused = False
+    has_slept_on = False
+
+    def check_update(self, tensors) -> None:
+        super().check_update(tensors)
+        if self._parallel.rank == FAULTY_RANK and not self.has_refused:
+            self.has_refused = True
+            raise ValueError("cannot be read")
+
+    def restore(self) -> None:
+        if self._parallel.rank == FAULTY_RANK and not self.has_slept_on:
+            self.has_slept_on = True
+            raise RuntimeError("no room to wake up")
+        super().restore()
+
+
 def _raise(error: Exception) -> None:
     raise error
 
@@ -114,5 +133,8 @@ if __name__ == "__main__":
         sys.exit(4)
     if FAULT in START_FAULTS:
         nanovllm.runner.model_runner.ModelRunner = ModelRunner
-    nanovllm.parallel.worker.Worker = Worker
+    if FAULT == "refuses once":
+        nanovllm.runner.model_runner.ModelRunner = RefusingRunner
+    if FAULT in FAULTS:
+        nanovllm.parallel.worker.Worker = Worker
     nanovllm.parallel.worker.main()

@@ -54,6 +54,10 @@ class AttentionBackend(Protocol):
     can_capture_prompts: bool  # the same for any queries, given as query_tiles
     most_shared_splits: int  # capacity of what `shared_prefixes` can return; 0 if the backend reads every key by itself
 
+    def keep_buffers(self, is_kept: bool) -> None:
+        """False gives back the memory that steps share, and forgets what it holds; True takes it again, before the
+        next step is planned."""
+
     def shared_prefixes(
         self, block_tables: list[list[int]], context_lens: list[int], block_size: int
     ) -> PrefixGroups | None:

@@ -45,6 +45,9 @@ class FlashAttention:
 
             self.store_kvcache = store_kvcache
 
+    def keep_buffers(self, is_kept: bool) -> None:
+        return None
+
     def shared_prefixes(self, block_tables, context_lens, block_size) -> None:
         return None
 

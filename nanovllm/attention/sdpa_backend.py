@@ -118,6 +118,10 @@ class SDPAAttention:
         # would cost more in page faults than the copy itself.
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    def keep_buffers(self, is_kept: bool) -> None:
+        if not is_kept:
+            self._kept, self._full_mapping, self._buffers = None, None, {}
+
     def shared_prefixes(self, block_tables, context_lens, block_size) -> None:
         return None
 

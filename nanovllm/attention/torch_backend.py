@@ -28,6 +28,9 @@ class TorchAttention:
     def __init__(self, shape: AttentionShape):
         self._scale = shape.score_scale
 
+    def keep_buffers(self, is_kept: bool) -> None:
+        return None
+
     def shared_prefixes(self, block_tables, context_lens, block_size) -> None:
         return None
 

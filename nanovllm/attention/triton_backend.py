@@ -93,6 +93,10 @@ class TritonAttention:
         tile = 2 * _KEYS * self._width * shape.dtype.itemsize
         self._has_stages = (_NUM_STAGES - 1) * tile + 2**13 <= shared_memory(shape.device)
 
+    def keep_buffers(self, is_kept: bool) -> None:
+        for buffer in (self._partial, self._log_sums, *self._items.values()):
+            buffer.untyped_storage().resize_(buffer.nbytes if is_kept else 0)
+
     def split_lengths(self, context_lens: np.ndarray) -> np.ndarray:
         return split_lengths(context_lens)
 

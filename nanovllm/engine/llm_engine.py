@@ -14,7 +14,7 @@ from typing import Any, NoReturn, cast
 
 import numpy as np
 
-from nanovllm.checks import is_running
+from nanovllm.checks import integer, is_running
 from nanovllm.config import Config
 from nanovllm.engine.limits import check_request, max_length
 from nanovllm.engine.runner import LaunchedStep, Runner, make_scheduler
@@ -34,9 +34,9 @@ class LLMEngine:
     """Runs requests given as token ids; `LLM` puts text around it.
 
     To drive it by hand, call `add_request` as often as wanted, then `step` until `is_finished`, and `exit` at the end.
-    These methods, `abort` and `reset` raise a RuntimeError if a stop predicate or a signal handler calls them during
-    a step or a request. All but `exit` also raise one in a fork of the process that made the engine. The engine goes
-    on as if they had not been called.
+    These methods and those that follow them raise a RuntimeError if a stop predicate or a signal handler calls them
+    during a step or a request. All but `exit` also raise one in a fork of the process that made the engine. The engine
+    goes on as if they had not been called.
 
     Args:
         config: the options.
@@ -55,6 +55,8 @@ class LLMEngine:
         )
         self.step_stats = StepStats()
         self.scheduler_stats = SchedulerStats()
+        self.weight_version = 0
+        self.is_sleeping = False
         self._num_requests = self._num_sequences = 0
         self._in_flight: deque[tuple[Step, LaunchedStep, StepTokens]] = deque()
         self._unfinished: dict[int, Sequence] = {}
@@ -89,8 +91,10 @@ class LLMEngine:
             TypeError: the prompt holds something other than integers.
             ValueError: the prompt can never be run. The number is used up all the same, so that one bad
                 request does not change the seeds of those after it.
+            RuntimeError: see `check_awake`.
         """
         self._check_usable()
+        self.check_awake()
         number, seq_id, n = self._num_requests, self._num_sequences, sampling_params.n
         self._num_requests += 1
         self._num_sequences += n
@@ -209,6 +213,52 @@ class LLMEngine:
             except Exception as error:  # the failure that led here is already on its way to the caller
                 logger.warning("a step in flight failed as well: %s", error)
 
+    # Weights and memory, while nothing runs; LLM's methods of these names describe them
+
+    def update_weights(self, weights: list[Any]) -> None:
+        """weights: pairs of a name and a tensor."""
+        self._check_usable()
+        self._check_finished()
+        if self.is_sleeping:
+            raise RuntimeError("the engine sleeps and has no place for weights; call wake_up() first")
+        self._renew_scheduler()  # first, so that no cached key of other weights is ever read
+        self.runner.update_weights(weights)
+        self.weight_version += 1
+
+    def reset_prefix_cache(self) -> None:
+        self._check_usable()
+        self._check_finished()
+        self._renew_scheduler()
+
+    def sleep(self, level: int) -> None:
+        if integer("level", level) not in (1, 2):
+            raise ValueError(f"level must be 1 (keep the weights on the host) or 2 (drop them), not {level}")
+        self._check_usable()
+        self._check_finished()
+        self.is_sleeping = True  # first: what is cut off may have freed something
+        self._renew_scheduler()
+        self.runner.sleep(level)
+
+    def wake_up(self) -> None:
+        self._check_usable()
+        if self.is_sleeping:
+            self.runner.wake_up()
+            self.is_sleeping = False
+
+    def check_awake(self) -> None:
+        """Raises a RuntimeError if the engine sleeps, or if some of its weights are undefined."""
+        if self.is_sleeping:
+            raise RuntimeError("the engine sleeps; call wake_up() first")
+        if names := self.runner.undefined_weights():
+            raise RuntimeError(
+                f"{len(names)} tensors are undefined, since sleep(level=2) or an update that was cut off: "
+                f"{', '.join(names[:3])}{' …' * (len(names) > 3)}; give them to update_weights() first"
+            )
+
+    def _check_finished(self) -> None:
+        if not self.is_finished():
+            raise RuntimeError("the engine has requests that have not finished; finish or abort them first")
+
     def exit(self) -> None:
         """Frees the device's memory; the engine cannot be used afterwards. Calling it again does nothing."""
         if self._is_closed:
@@ -284,7 +334,9 @@ def _keep_logprobs(step: Step, output: StepOutput) -> None:
         index += end - start
 
 
-_CHANGES = LLMEngine.add_request, LLMEngine.abort, LLMEngine.step  # none of them inside another
+_CHANGES = (  # none of them inside another
+    LLMEngine.add_request, LLMEngine.abort, LLMEngine.step, LLMEngine.update_weights, LLMEngine.sleep, LLMEngine.wake_up
+)  # fmt: skip
 
 
 def _ask_stop_predicates(step: Step, token_ids: list[int]) -> list[int]:

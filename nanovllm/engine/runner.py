@@ -76,6 +76,23 @@ class Runner(Protocol):
     def close(self) -> None:
         """Gives the device's memory back; calling it again does nothing."""
 
+    def update_weights(self, weights: list[Any]) -> None:
+        """Copies (name, tensor) pairs into the model; nothing runs meanwhile. See LLM.update_weights."""
+        raise RuntimeError("this runner has no weights")
+
+    def undefined_weights(self) -> list[str]:
+        """Names of tensors that must be given to `update_weights` before a step may run."""
+        return []
+
+    def sleep(self, level: int) -> None:
+        """Frees the KV cache, and moves the weights to the host (level 1) or drops them (level 2). Called again, it
+        does what remains to be done."""
+        return None
+
+    def wake_up(self) -> None:
+        """Undoes `sleep`. After an exception the runner sleeps as before."""
+        return None
+
     def request_added(self, sequences: list[Sequence]) -> None:
         """The scheduler is about to get a new request, which has these completions."""
         return None

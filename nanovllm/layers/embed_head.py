@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.layers.linear import WHOLE, PartialSum, Shard, Shards, empty_parameter
+from nanovllm.layers.linear import WHOLE, Packable, PartialSum, Shard, Shards, empty_parameter
 from nanovllm.ops.collectives import Parallel
-from nanovllm.ops.linear import linear, pack_weight
+from nanovllm.ops.linear import linear
 
 # Each rank's part of the vocabulary is a multiple of this, because matrix products are faster at such sizes.
 _ROWS = 16
@@ -60,8 +60,10 @@ class VocabParallel(nn.Module):
         self.weight = weight
 
     def shards(self, name: str) -> Shards:
-        weight, vocab = self.get_parameter(name), self.vocab
-        hidden_size = weight.shape[1]
+        return self._shards_of(self.get_parameter(name))
+
+    def _shards_of(self, weight: torch.Tensor) -> Shards:
+        vocab, hidden_size = self.vocab, weight.shape[1]
         source = ((vocab.first, vocab.num_ids), (0, hidden_size))
         return {WHOLE: [Shard((vocab.vocab_size, hidden_size), source, weight[: vocab.num_ids])]}
 
@@ -100,18 +102,16 @@ class VocabParallelEmbedding(VocabParallel):
         return embedded if self._scale == 1 else embedded * self._scale
 
 
-class ParallelLMHead(VocabParallel):
-    """Projects onto the vocabulary. With tied embeddings it shares the embedding's `weight` until it packs its own."""
+class ParallelLMHead(VocabParallel, Packable):
+    """Projects onto the vocabulary. With tied embeddings it shares the embedding's `weight`, and packs a copy of it."""
 
-    def __init__(self, *args, **kw):
-        super().__init__(*args, **kw)
-        self.packed: torch.Tensor | None = None
+    def __init__(self, vocab_size: int, hidden_size: int, parallel: Parallel, weight: nn.Parameter | None = None, **kw):
+        super().__init__(vocab_size, hidden_size, parallel, weight, **kw)
+        self.packed = None
+        self._shares_weight = weight is not None
 
-    def pack(self) -> None:
-        """Like LinearBase.pack; a tied weight stays in memory, because the embedding reads it."""
-        self.packed = pack_weight(self.get_parameter("weight"))
-        if self.packed is not None:
-            self.weight = None
+    def shards(self, name: str) -> Shards:
+        return self._shards_of(self.parameter(name))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """This rank's columns of the logits: those of its slice of the vocabulary.

@@ -60,31 +60,56 @@ def replicated_shards(parameter: torch.Tensor, offset: float = 0.0) -> Shards:
     return {WHOLE: [Shard(shape, tuple((0, size) for size in shape), parameter, offset)]}
 
 
-class LinearBase(nn.Module):
+class Packable(nn.Module):
+    """A layer that may trade its loaded weight for a layout that multiplies faster, where the device has one.
+
+    weight: as loaded; None once packed, unless another layer reads it too.
+    packed: the other layout, or None.
+    """
+
+    weight: nn.Parameter | None
+    packed: torch.Tensor | None
+    _shares_weight: bool
+
+    def pack(self) -> None:
+        """Packs the weight, where there is a layout for it."""
+        self.packed = pack_weight(self.get_parameter("weight"))
+        if self.packed is not None and not self._shares_weight:
+            self.weight = None
+
+    def unpack(self) -> None:
+        """Undoes `pack`, exactly."""
+        if self.packed is not None and self.weight is None:
+            self.weight = nn.Parameter(self.packed.to_dense(), requires_grad=False)
+        self.packed = None
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """The parameter of this name. Of a packed weight it has the shape alone, on the "meta" device."""
+        if name == "weight" and self.weight is None and self.packed is not None:
+            return torch.empty(self.packed.shape, dtype=self.packed.dtype, device="meta")
+        return self.get_parameter(name)
+
+
+class LinearBase(Packable):
     """The parameters of `y = x @ weight.T + bias`; `fused` computes with our kernels.
 
-    weight: [output_size, input_size] of this rank; None once packed.
+    weight: [output_size, input_size] of this rank.
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool, fused: bool = False, **kw):
         super().__init__()
         self.fused = fused
-        self.weight: nn.Parameter | None = empty_parameter(output_size, input_size, **kw)
+        self.weight = empty_parameter(output_size, input_size, **kw)
         self.bias = empty_parameter(output_size, **kw) if bias else None
-        self.packed: torch.Tensor | None = None
-
-    def pack(self) -> None:
-        """Trades the loaded weight for a layout that multiplies faster, where there is one for it."""
-        self.packed = pack_weight(self.get_parameter("weight"))
-        if self.packed is not None:
-            self.weight = None
+        self.packed = None
+        self._shares_weight = False
 
 
 class ReplicatedLinear(LinearBase):
     """Every rank computes the whole product."""
 
     def shards(self, name: str) -> Shards:
-        return replicated_shards(self.get_parameter(name))
+        return replicated_shards(self.parameter(name))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., input_size] -> [..., output_size]"""
@@ -117,7 +142,7 @@ class MergedColumnParallelLinear(LinearBase):
         super().__init__(input_size, sum(length for _, length in self.parts.values()), bias, **kw)
 
     def shards(self, name: str) -> Shards:
-        parameter, first, first_stored = self.get_parameter(name), 0, 0
+        parameter, first, first_stored = self.parameter(name), 0, 0
         rest, shards = tuple(parameter.shape[1:]), Shards()
         for part, (start, length) in self.parts.items():
             key, num_rows = part, self.output_sizes[part]
@@ -187,7 +212,7 @@ class RowParallelLinear(LinearBase):
         self.in_parts = in_parts and self.fused and parallel.size == 1 and not bias
 
     def shards(self, name: str) -> Shards:
-        parameter = self.get_parameter(name)
+        parameter = self.parameter(name)
         if name == "bias":
             return replicated_shards(parameter)
         output_size = parameter.shape[0]

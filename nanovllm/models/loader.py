@@ -1,18 +1,18 @@
-"""Weights: safetensors streamed tensor by tensor into the model, every one exactly once.
+"""Weights: tensors of safetensors files, or of memory, streamed one by one into the model, every one exactly once.
 
 Nothing is unpickled, and no name in an index may lead out of the model's directory.
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from nanovllm.layers.linear import Shard
+from nanovllm.layers.linear import Packable, Shard
 from nanovllm.models.config import read_json
 from nanovllm.models.decoder import CausalLM
 
@@ -46,6 +46,92 @@ def find_model(model: str, revision: str | None, with_weights: bool = True, opti
         ) from error
 
 
+class Stored:
+    """A tensor of a safetensors file; a part of it is read when it is asked for.
+
+    Args:
+        what: its name in errors.
+        file: from safe_open.
+    """
+
+    def __init__(self, what: str, name: str, file: Any):
+        self.what, self._name, self._file = what, name, file
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        try:
+            return tuple(self._file.get_slice(self._name).get_shape())
+        except (SafetensorError, RuntimeError) as error:  # a type of number that PyTorch lacks, say
+            raise self._unreadable(error) from None
+
+    def part(self, source: tuple[tuple[int, int], ...]) -> torch.Tensor:
+        """What a Shard's `source` says of it."""
+        try:
+            return self._file.get_slice(self._name)[_slices(source)]
+        except (SafetensorError, RuntimeError) as error:
+            raise self._unreadable(error) from None
+
+    def whole(self) -> torch.Tensor:
+        try:
+            return self._file.get_tensor(self._name)
+        except SafetensorError as error:
+            raise self._unreadable(error) from None
+
+    def _unreadable(self, error: Exception) -> ValueError:
+        return ValueError(f"{self.what} cannot be read: {error}")
+
+
+class Given:
+    """A tensor in memory, on any device; otherwise like Stored."""
+
+    def __init__(self, what: str, tensor: torch.Tensor):
+        self.what, self._tensor = what, tensor.detach()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._tensor.shape)
+
+    def part(self, source: tuple[tuple[int, int], ...]) -> torch.Tensor:
+        return self._tensor[_slices(source)]
+
+    def whole(self) -> torch.Tensor:
+        return self._tensor
+
+
+def _slices(source: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + length) for start, length in source)
+
+
+Tensors = Mapping[str, Stored] | Mapping[str, Given]  # by their names in a checkpoint
+
+
+def given_tensors(weights: Iterable[Any]) -> dict[str, Given]:
+    """The tensors of (name, tensor) pairs, whose values can be copied.
+
+    Raises:
+        TypeError: something else than such a pair.
+        ValueError: a name given twice, or a tensor that is not dense or not of floating-point numbers of 16 bits and
+            more.
+    """
+    found: dict[str, Given] = {}
+    for pair in weights:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise TypeError(f"weights must be pairs of a name and a tensor, not {type(pair).__name__} {pair!r:.100}")
+        name, tensor = pair
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
+            raise TypeError(
+                f"tensor {name} is a {type(tensor).__name__}; give a plain torch.Tensor, such as a DTensor's "
+                "full_tensor()"
+            )
+        if name in found:
+            raise ValueError(f"tensor {name} is given twice")
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            raise ValueError(f"tensor {name} is on {tensor.device} in layout {tensor.layout}; give one with all values")
+        found[name] = Given(f"tensor {name}", tensor)
+        _check_dtype(found[name].what, tensor)
+    return found
+
+
 def load_weights(model: CausalLM, directory: Path) -> None:
     """Fills `model` from the safetensors files in `directory`; each rank reads only its own slices.
 
@@ -55,56 +141,96 @@ def load_weights(model: CausalLM, directory: Path) -> None:
     """
     expected = expected_tensors(model)
     seen: dict[str, Path] = {}
-    with ExitStack() as stack, torch.no_grad():
-        tied: list[tuple[str, str, object, Path]] = []
-        files = {}
+    stored: dict[str, Stored] = {}
+    with torch.no_grad():
         for path in checkpoint_files(directory):
-            files[path] = stack.enter_context(_open(path))
-            for name in files[path].keys():  # noqa: SIM118 (a safetensors file is no mapping)
+            file = _open(path)
+            for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
                 if name in seen:
                     raise ValueError(f"tensor {name} is in {seen[name].name} and again in {path.name}")
-                seen[name] = path
-                if name in expected:
-                    for shard in expected[name]:
-                        _load(name, shard, files[path], path)
-                elif name.endswith(".rotary_emb.inv_freq"):
-                    continue  # old Llama checkpoints store what follows from the config
-                elif name in model.tied_weights:
-                    tied.append((name, model.tied_weights[name], files[path], path))
-                else:
-                    raise ValueError(f"unexpected tensor {name} in {path}; the model has no such parameter")
+                seen[name], stored[name] = path, Stored(f"tensor {name} in {path}", name, file)
+                _check_name(model, expected, name, stored[name])
+                for shard in expected.get(name, ()):
+                    _fill(stored[name], shard)
         missing = [name for name in expected if name not in seen]
         if missing:
             names = ", ".join(missing[:5])
             number = "a tensor is" if len(missing) == 1 else f"{len(missing)} tensors are"
             raise ValueError(f"{number} missing from {directory}: {names}{' …' * (len(missing) > 5)}")
-        for name, target, file, path in tied:
-            stored, used = _read(name, file, path), _read(target, files[seen[target]], seen[target])
-            is_alike = stored.shape == used.shape and stored.dtype == used.dtype
-            if not is_alike or not torch.equal(stored.view(torch.uint8), used.view(torch.uint8)):
-                raise ValueError(
-                    f"{name} in {path} differs from {target}, but config.json says tie_word_embeddings; "
-                    "set it to false to use both"
-                )
+        _check_tied(model, stored)
+
+
+def check_update(model: CausalLM, tensors: Tensors) -> None:
+    """Refuses what `update_weights` could not copy. Changes nothing.
+
+    Raises:
+        ValueError: the model has no such tensor, or one of another shape, or numbers of another kind; or a tied model's
+            lm_head.weight is not the embedding given with it. The message names the tensor.
+    """
+    expected = expected_tensors(model)
+    for name, tensor in tensors.items():
+        _check_name(model, expected, name, tensor)
+        for shard in expected.get(name, ()):
+            _check_shape(tensor, shard)
+            _check_dtype(tensor.what, tensor.part(tuple((0, 0) for _ in shard.source)))
+    _check_tied(model, tensors)
+
+
+def update_weights(model: CausalLM, tensors: Tensors) -> None:
+    """Copies tensors that `check_update` accepts into the model's parameters, which stay where they are.
+
+    Packed weights are unpacked for it, one layer at a time, and packed again. An exception leaves some of the tensors'
+    parameters with old values and some with new ones.
+    """
+    with torch.no_grad():
+        for prefix, module in model.named_modules():
+            touched = [name for name in _expected_of(model, prefix, module) if name in tensors]
+            if not touched:
+                continue
+            if isinstance(module, Packable):
+                module.unpack()
+            shards_of = _expected_of(model, prefix, module)
+            for name in touched:
+                for shard in shards_of[name]:
+                    _fill(tensors[name], shard)
+            if isinstance(module, Packable):
+                module.pack()
+        if any(name in tensors for name in model.tied_weights.values()):
+            model.lm_head.unpack()
+            model.lm_head.pack()
 
 
 def expected_tensors(model: CausalLM) -> dict[str, list[Shard]]:
-    """Checkpoint tensor name -> the shards it fills; every parameter of the model is covered."""
+    """Checkpoint tensor name -> the shards it fills; every parameter of the model is covered.
+
+    The target of a packed weight's shards has no values; see Packable.
+    """
     expected: dict[str, list[Shard]] = {}
     for prefix, module in model.named_modules():
-        if not hasattr(module, "shards"):
-            continue
-        parent, _, own_name = prefix.rpartition(".")
-        if own_name == "lm_head" and "lm_head.weight" in model.tied_weights:
-            continue
-        for parameter_name, _ in module.named_parameters(recurse=False):
-            for key, shards in module.shards(parameter_name).items():
-                # A fused parameter's parts stand beside it in the checkpoint, under names of their own.
-                path = (f"{parent}.{key}" if parent else key) if key else prefix
-                name = f"{path}.{parameter_name}"
-                for ours, theirs in model.renames:
-                    name = name.replace(ours, theirs)
-                expected[name] = shards
+        expected.update(_expected_of(model, prefix, module))
+    return expected
+
+
+def _expected_of(model: CausalLM, prefix: str, module: nn.Module) -> dict[str, list[Shard]]:
+    """`expected_tensors` of one module's own parameters; `prefix` is the module's name."""
+    parent, _, own_name = prefix.rpartition(".")
+    rule = getattr(module, "shards", None)
+    if rule is None:
+        return {}
+    if own_name == "lm_head" and "lm_head.weight" in model.tied_weights:
+        return {}
+    expected: dict[str, list[Shard]] = {}
+    parameter_names = [name for name, _ in module.named_parameters(recurse=False)]
+    if isinstance(module, Packable) and module.weight is None:
+        parameter_names.append("weight")
+    for parameter_name in parameter_names:
+        for key, shards in rule(parameter_name).items():
+            # A fused parameter's parts stand beside it in the checkpoint, under names of their own.
+            path = (f"{parent}.{key}" if parent else key) if key else prefix
+            name = f"{path}.{parameter_name}"
+            for ours, theirs in model.renames:
+                name = name.replace(ours, theirs)
+            expected[name] = shards
     return expected
 
 
@@ -169,26 +295,53 @@ def _open(path: Path):
         raise ValueError(f"{path} is truncated or not a safetensors file: {hint}") from None
 
 
-def _load(name: str, shard: Shard, file, path: Path) -> None:
-    try:
-        whole = file.get_slice(name)
-        shape = tuple(whole.get_shape())
-        if shape != shard.shape:
-            raise ValueError(f"tensor {name} in {path} has shape {list(shape)}, the model needs {list(shard.shape)}")
-        tensor = whole[tuple(slice(start, start + length) for start, length in shard.source)]
-    except (SafetensorError, RuntimeError) as error:  # a type of number that PyTorch lacks, say
-        raise ValueError(f"tensor {name} in {path} cannot be read: {error}") from None
+def _check_name(model: CausalLM, expected: Mapping[str, Any], name: str, tensor: Stored | Given) -> None:
+    """Raises a ValueError for a tensor that has no business in this model's checkpoint."""
+    # Old Llama checkpoints store frequencies, which follow from the config.
+    if not (name in expected or name in model.tied_weights or name.endswith(".rotary_emb.inv_freq")):
+        raise ValueError(f"unexpected {tensor.what}; the model has no such parameter")
+
+
+def _check_shape(tensor: Stored | Given, shard: Shard) -> None:
+    shape = tensor.shape
+    if shape != shard.shape:
+        raise ValueError(f"{tensor.what} has shape {list(shape)}, the model needs {list(shard.shape)}")
+
+
+def _check_dtype(what: str, tensor: torch.Tensor) -> None:
     if not tensor.is_floating_point() or tensor.itemsize < 2:
-        raise ValueError(
-            f"tensor {name} in {path} is {tensor.dtype}; only floating-point weights of 16 bits and more are read"
-        )
-    shard.target.copy_(tensor)
+        raise ValueError(f"{what} is {tensor.dtype}; only floating-point weights of 16 bits and more are read")
+
+
+def _check_tied(model: CausalLM, tensors: Tensors) -> None:
+    """Raises a ValueError if a tied model's LM head comes with other numbers than the embedding that it is."""
+    for name, target in model.tied_weights.items():
+        if name not in tensors:
+            continue
+        if target not in tensors:
+            raise ValueError(
+                f"{tensors[name].what} comes without {target}, which it must equal; give both, or leave it out"
+            )
+        head, used = tensors[name].whole(), tensors[target].whole()
+        is_alike = head.shape == used.shape and head.dtype == used.dtype
+        if not is_alike or not torch.equal(_bits(head), _bits(used).to(head.device)):
+            raise ValueError(
+                f"{tensors[name].what} differs from {target}, but config.json says tie_word_embeddings; "
+                "set it to false to use both"
+            )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _fill(tensor: Stored | Given, shard: Shard) -> None:
+    """The one way of a tensor into a parameter."""
+    _check_shape(tensor, shard)
+    part = tensor.part(shard.source)
+    _check_dtype(tensor.what, part)
+    if part.device != shard.target.device:
+        part = part.to(shard.target.dtype)  # copied as it is, it would need room beside the parameter
+    shard.target.copy_(part)
     if shard.offset:
         shard.target.add_(shard.offset)
-
-
-def _read(name: str, file, path: Path) -> torch.Tensor:
-    try:
-        return file.get_tensor(name)
-    except SafetensorError as error:
-        raise ValueError(f"tensor {name} in {path} cannot be read: {error}") from None

@@ -80,6 +80,7 @@ class TensorParallelRunner(Runner):
         self._troubles: list[tuple[int, Any]] = []  # messages that end it all, kept where no Ctrl-C loses them
         self._num_asked = 1  # tags below are those of the start
         self._num_launched = self._num_committed = 0
+        self._undefined: list[str] = []
         # Runs when this object or the interpreter ends, whatever happened.
         self._end = weakref.finalize(self, _end, self._ranks, self._outbox, self._driver)
         try:
@@ -96,9 +97,9 @@ class TensorParallelRunner(Runner):
             self._failure = self._failure or "the ranks did not start"
             self._end()
             raise
-        info, memory = found[0]
+        info, _ = found[0]
         self.info = RunnerInfo(**{**info, "eos_token_ids": frozenset(info["eos_token_ids"])})
-        self._memory = {use: sum(of_rank[use] for _, of_rank in found) for use in memory}
+        self._memory = _sums([of_rank for _, of_rank in found])
 
     def launch(self, step: Step) -> _ParallelStep:
         self._num_launched += 1
@@ -113,13 +114,44 @@ class TensorParallelRunner(Runner):
         """What step `number` computed; nothing if it will not be committed."""
         if number <= self._num_committed:
             return StepOutput([])
-        self._num_asked += 1
-        self._write("wait", number, tag=self._num_asked)
-        (expected, output), *others = self._replies(self._num_asked)
+        (expected, output), *others = self._ask("wait", number)
         for rank, (found, _) in enumerate(others, 1):
             if found != expected:
                 self._fail(f"the ranks diverged at step {number}, which is a bug: rank {rank} sampled other tokens")
         return unpack_output(*output)
+
+    def update_weights(self, weights: list[Any]) -> None:
+        from nanovllm.models.loader import given_tensors
+        from nanovllm.parallel.weight_files import written_weights
+
+        tensors = given_tensors(weights)
+        with written_weights(tensors) as directory:
+            self._raise_refusal(self._ask("check_update", directory))
+            # All ranks copy now. If Ctrl-C ends the wait for them, nobody knows that they have.
+            self._undefined = sorted({*self._undefined, *tensors})
+            undefined, *_ = self._ask("load_update")
+        self._undefined = undefined
+
+    def undefined_weights(self) -> list[str]:
+        return self._undefined
+
+    def sleep(self, level: int) -> None:
+        replies = self._ask("sleep", level)
+        self._undefined = replies[0][0]
+        self._memory = _sums([memory for _, memory in replies])
+
+    def wake_up(self) -> None:
+        refusals = self._ask("restore")
+        if any(refusals):
+            self.sleep(1)  # the others; a rank knows if it slept deeper
+            self._raise_refusal(refusals)
+        self._memory = _sums(self._ask("capture"))
+
+    def _raise_refusal(self, refusals: list[list[str] | None]) -> None:
+        for rank, refusal in enumerate(refusals):
+            if refusal is not None:
+                name, message = refusal
+                raise _ERRORS.get(name, RuntimeError)(f"{message} (rank {rank} of {self._size})")
 
     def request_added(self, sequences: list[Sequence]) -> None:
         seq = sequences[0]
@@ -159,6 +191,13 @@ class TensorParallelRunner(Runner):
             raise RuntimeError("this process is a fork of the one that the ranks work for; make an engine of its own")
         self._outbox.put(frame([tag, kind, *arguments]))
 
+    def _ask(self, kind: str, *arguments: Any) -> list:
+        """Every rank's answer to an entry of the log."""
+        self._num_asked += 1
+        tag = self._num_asked
+        self._write(kind, *arguments, tag=tag)
+        return self._replies(tag)
+
     def _replies(self, tag: int) -> list:
         """Every rank's answer."""
         replies: dict[int, Any] = {}
@@ -196,6 +235,10 @@ class TensorParallelRunner(Runner):
         self._failure = message
         self._end()
         raise kind(message)
+
+
+def _sums(of_ranks: list[dict[str, int]]) -> dict[str, int]:
+    return {use: sum(of_rank[use] for of_rank in of_ranks) for use in of_ranks[0]}
 
 
 def _start_rank(module: str, rank: int, size: int) -> _Rank:

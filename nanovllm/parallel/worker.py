@@ -17,15 +17,19 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.engine.runner import LaunchedStep, Runner, make_scheduler
+from nanovllm.engine.runner import LaunchedStep, make_scheduler
 from nanovllm.engine.sequence import Sequence, make_sequences
 from nanovllm.engine.step import Step, StepOutput, TokenNumbers
 from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.models.loader import Stored
+    from nanovllm.runner.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +106,9 @@ class Worker:
         rank: this process's.
     """
 
-    def __init__(self, config: Config, runner: Runner, rank: int):
+    def __init__(self, config: Config, runner: "ModelRunner", rank: int):
         self._config, self._runner, self._rank = config, runner, rank
+        self._update: dict[str, Stored] = {}  # weights that were checked and are still to be loaded
         self._in_flight: dict[int, tuple[Step, LaunchedStep]] = {}
         self._sampled: dict[int, list[int]] = {}  # by step, once it was waited for
         self._renew()
@@ -118,6 +123,11 @@ class Worker:
             "wait": self._wait,
             "commit": self._commit,
             "renew": self._renew,
+            "check_update": self._check_update,
+            "load_update": self._load_update,
+            "sleep": self._sleep,
+            "restore": self._restore,
+            "capture": self._capture,
         }
         for tag, kind, *arguments in log:
             if kind == "close":
@@ -132,6 +142,35 @@ class Worker:
         self._in_flight, self._sampled = {}, {}
         self._unfinished: dict[int, Sequence] = {}
         self._scheduler = make_scheduler(self._config, self._runner.info)
+
+    # Of what some rank may be unable to do, every rank first does the part that can be undone, and says how it went.
+
+    def _check_update(self, directory: str) -> list[str] | None:
+        from nanovllm.parallel.weight_files import stored_weights
+
+        def check() -> None:
+            self._update = {}
+            tensors = stored_weights(directory)
+            self._runner.check_update(tensors)
+            self._update = tensors
+
+        return _refusal(check)
+
+    def _load_update(self) -> list[str]:
+        tensors, self._update = self._update, {}
+        self._runner.load_update(tensors)
+        return self._runner.undefined_weights()
+
+    def _sleep(self, level: int) -> list:
+        self._runner.sleep(level)
+        return [self._runner.undefined_weights(), self._runner.memory()]
+
+    def _restore(self) -> list[str] | None:
+        return _refusal(self._runner.restore)
+
+    def _capture(self) -> dict[str, int]:
+        self._runner.capture()
+        return self._runner.memory()
 
     def _add(self, first_id, token_ids, params, max_length, stop_token_ids, seed, first_scored, is_constrained) -> None:
         for seq in make_sequences(
@@ -167,6 +206,15 @@ class Worker:
         step, _ = self._in_flight.pop(number)
         for seq in self._scheduler.commit(step, self._sampled.pop(number), set(stopped)):
             del self._unfinished[seq.seq_id]
+
+
+def _refusal(attempt: Callable[[], None]) -> list[str] | None:
+    """Makes an attempt that changes nothing if it fails; then returns the error's type and message."""
+    try:
+        attempt()
+    except (TypeError, ValueError, RuntimeError) as error:
+        return [type(error).__name__, str(error)]
+    return None
 
 
 def _run(inbox: Iterator, reply: Any) -> None:

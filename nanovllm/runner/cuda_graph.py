@@ -73,6 +73,11 @@ class CudaGraphs:
     def __len__(self) -> int:
         return len(self._captured)
 
+    def clear(self) -> None:
+        """Frees the memory of all that is captured. The kernels stay loaded, so nothing is tried again."""
+        self._captured = {}
+        self._pool = torch.cuda.graph_pool_handle()  # PyTorch does not take up a pool whose last graph is gone
+
     def run(self, key: Hashable, function: Callable[[], Any], kind: Hashable = None) -> Any:
         """Replays `function`, after capturing it if the key is new.
 

@@ -19,13 +19,22 @@ from nanovllm.config import Config
 from nanovllm.engine.runner import Runner, RunnerInfo
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Chunk, Scored, Step, StepOutput, TokenNumbers
-from nanovllm.layers.embed_head import ParallelLMHead, VocabSlice
-from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.embed_head import VocabSlice
+from nanovllm.layers.linear import Packable
 from nanovllm.layers.sampler import Sampled, Sampler, SamplingNeeds, row_multiple
 from nanovllm.machine import free_bytes
 from nanovllm.models.config import load_model_config
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.loader import fill_dummy_weights, find_model, load_weights
+from nanovllm.models.loader import (
+    Tensors,
+    check_update,
+    expected_tensors,
+    fill_dummy_weights,
+    find_model,
+    given_tensors,
+    load_weights,
+    update_weights,
+)
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.copy_blocks import copy_blocks
 from nanovllm.ops.kernel import has_kernels
@@ -43,6 +52,7 @@ from nanovllm.runner.kv_cache import (
     num_kvcache_blocks,
 )
 from nanovllm.runner.sequence_table import SequenceTable, StepRows, StepSize, logprobs_width
+from nanovllm.runner.weights_in_place import drop, num_bytes_away, num_bytes_there, to_device, to_host
 from nanovllm.sampling_params import MOST_LOGPROBS, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -116,7 +126,7 @@ class ModelRunner(Runner):
     model: CausalLM
     backend: AttentionBackend
     table: SequenceTable
-    kv_cache: torch.Tensor
+    kv_cache: torch.Tensor  # None also during sleep
     graphs: CudaGraphs | None
     sampler: Sampler
     _hidden_states: torch.Tensor
@@ -136,6 +146,8 @@ class ModelRunner(Runner):
         check_weights_fit(self._weight_bytes(), self._free_bytes(), self.dtype, self.device)
         self.max_num_seqs = config.max_num_seqs or self._default_max_num_seqs(config)
         self._compiling: list[Thread] = []
+        self._sleep_level = 0  # of the last `sleep`, until it is undone
+        self._undefined: set[str] = set()  # tensors of the checkpoint whose parameters hold no or mixed values
         vars(self).update(dict.fromkeys(_ON_DEVICE))
         try:
             with self._on_device(), explained_out_of_memory("the engine", self.device):
@@ -160,8 +172,8 @@ class ModelRunner(Runner):
         logger.info(
             "%s on %s in %s, attention %s%s, %d KV cache blocks of %d tokens (%.2f GiB), max_model_len %d",
             model_config.architecture, self.device, self.dtype, self.backend.name,
-            " with CUDA graphs" if self.graphs else "", num_blocks, self.block_size, self.kv_cache.nbytes / _GIB,
-            self.max_model_len,
+            " with CUDA graphs" if self.graphs else "", num_blocks, self.block_size,
+            self._layout.block_bytes * num_blocks / _GIB, self.max_model_len,
         )  # fmt: skip
 
     def _start(self, config: Config, parallel: Parallel, directory: Path) -> int:
@@ -217,10 +229,7 @@ class ModelRunner(Runner):
             num_rows, width = self._padded_sampled(self._most_rows), model_config.hidden_size
             self._hidden_states = torch.zeros(num_rows, width, dtype=self.dtype, device=self.device)
         num_blocks = self._allocate_kv_cache(config, free_at_start)
-        if self._is_captured:
-            with torch.inference_mode(), explained_out_of_memory("capturing CUDA graphs", self.device):
-                self._capture()
-            self._check_memory_left()
+        self.capture()
         return num_blocks
 
     def _with_exchanges(self, parallel: Parallel) -> Parallel:
@@ -286,7 +295,9 @@ class ModelRunner(Runner):
         grouped decodes are compiled here; `_compile_sampling` compiles those of rules.
         """
         began, parallel = time.perf_counter(), self._parallel
-        self.graphs = graphs = CudaGraphs(self.table.parked, self.device, parallel.size == 1, parallel.calls_nccl)
+        graphs = self.graphs
+        if graphs is None:
+            self.graphs = graphs = CudaGraphs(self.table.parked, self.device, parallel.size == 1, parallel.calls_nccl)
         sizes = [self._prompt_size(num_tokens) for num_tokens in self._token_sizes]
         sizes += [self._decode_size(num_rows) for num_rows in self._row_sizes]
         for size in sorted(sizes, key=lambda size: size.num_tokens, reverse=True):
@@ -476,7 +487,7 @@ class ModelRunner(Runner):
     def _allocate_kv_cache(self, config: Config, free_at_start: int) -> int:
         """Makes the cache as large as memory allows and returns its number of blocks."""
         model_config, blocks_of_longest = self.model_config, -(-self.max_model_len // self.block_size)
-        layout = KVCacheLayout(
+        self._layout = layout = KVCacheLayout(
             model_config.num_hidden_layers, self.block_size, self.model.num_kv_heads, model_config.head_dim, self.dtype
         )
         if self._is_gpu:
@@ -488,6 +499,7 @@ class ModelRunner(Runner):
             torch.cuda.empty_cache()
         else:
             memory = MemoryUse(total=0, free_at_start=0, free=self._free_bytes())
+        self._bytes_of_step = memory.activations
         num_blocks = num_kvcache_blocks(
             config, memory, layout.block_bytes, blocks_of_longest, self.max_num_seqs, self._is_gpu
         )
@@ -566,9 +578,97 @@ class ModelRunner(Runner):
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device by use."""
-        weights = {parameter.data_ptr(): parameter.nbytes for parameter in self.model.parameters()}
-        packed = sum(module.packed.nbytes for module in self._packable() if module.packed is not None)
-        return {"weights": sum(weights.values()) + packed, "kv_cache": self.kv_cache.nbytes}
+        kv_cache = self.kv_cache
+        return {
+            "weights": num_bytes_there(self.model, self.device),
+            "kv_cache": 0 if kv_cache is None else kv_cache.nbytes,
+        }
+
+    # Weights in place
+
+    def update_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        tensors = given_tensors(weights)
+        self.check_update(tensors)
+        self.load_update(tensors)
+
+    def check_update(self, tensors: Tensors) -> None:
+        """Raises a ValueError if `load_update` could not copy these. Ranks may check all before one of them copies."""
+        check_update(self.model, tensors)
+
+    def load_update(self, tensors: Tensors) -> None:
+        """Copies tensors that were checked. What is cut off leaves them undefined."""
+        names = expected_tensors(self.model).keys() & tensors.keys()
+        self._undefined |= names
+        with self._on_device():
+            update_weights(self.model, tensors)
+            if self._is_gpu:  # whoever gave the tensors may overwrite them now
+                torch.cuda.synchronize(self.device)
+        self._undefined -= names
+
+    def undefined_weights(self) -> list[str]:
+        return sorted(self._undefined)
+
+    # Sleep
+
+    def sleep(self, level: int) -> None:
+        self._await_compiling()
+        self._sleep_level = level = max(level, self._sleep_level)
+        if level == 2:
+            self._undefined = set(expected_tensors(self.model))
+        with self._on_device(), torch.no_grad():
+            if self._is_gpu:
+                torch.cuda.synchronize(self.device)
+            if self.graphs is not None:
+                self.graphs.clear()
+            self.backend.keep_buffers(False)
+            vars(self)["kv_cache"] = None
+            (drop if level == 2 else to_host)(self.model)
+            if self._is_gpu:
+                torch.cuda.empty_cache()
+
+    def wake_up(self) -> None:
+        self.restore()
+        try:
+            self.capture()
+        except BaseException:
+            self.sleep(self._sleep_level)
+            raise
+
+    def restore(self) -> None:
+        """Brings back what `sleep` took, all but the captured steps. After an exception the runner sleeps as before."""
+        try:
+            with self._on_device(), torch.no_grad(), explained_out_of_memory("what slept", self.device):
+                self._check_room_to_wake_up()
+                to_device(self.model, self.device)
+                self.backend.keep_buffers(True)
+                if self.kv_cache is None:
+                    self.kv_cache = self._layout.empty(self.info.num_kvcache_blocks, self.device)
+                if self._is_gpu:
+                    torch.cuda.synchronize(self.device)
+        except BaseException:
+            self.sleep(self._sleep_level)
+            raise
+        self._least_free = self._bytes_of_step
+
+    def capture(self) -> None:
+        """Captures the steps that are to be captured, after which the runner is awake."""
+        if self._is_captured:
+            with self._on_device(), torch.inference_mode():
+                with explained_out_of_memory("capturing CUDA graphs", self.device):
+                    self._capture()
+                self._check_memory_left()
+        self._sleep_level = 0
+
+    def _check_room_to_wake_up(self) -> None:
+        weights = num_bytes_away(self.model, self.device)
+        kv_cache = 0 if self.kv_cache is not None else self._layout.block_bytes * self.info.num_kvcache_blocks
+        needed, free = weights + kv_cache + self._bytes_of_step, self._free_bytes()
+        if needed > free:
+            raise RuntimeError(
+                f"waking up needs {needed / _GIB:.2f} GiB of {self.device} ({weights / _GIB:.2f} for weights, "
+                f"{kv_cache / _GIB:.2f} for the KV cache), but {free / _GIB:.2f} GiB are free; free what others hold "
+                "and call wake_up() again"
+            )
 
     def close(self) -> None:
         """Gives the device's memory back; calling it again does nothing."""
@@ -581,11 +681,9 @@ class ModelRunner(Runner):
     @torch.inference_mode()
     def _pack_weights(self) -> None:
         """Lets the linear layers trade their weights for a layout that the device multiplies faster."""
-        for module in self._packable():
-            module.pack()
-
-    def _packable(self) -> list[LinearBase | ParallelLMHead]:
-        return [module for module in self.model.modules() if isinstance(module, LinearBase | ParallelLMHead)]
+        for module in self.model.modules():
+            if isinstance(module, Packable):
+                module.pack()
 
 
 def _next(sizes: list[int], size: int) -> int:

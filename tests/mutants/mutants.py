@@ -55,6 +55,10 @@ DECODER = "models/decoder.py"
 ROUTE = "ops/route.py"
 GROUPED = "ops/grouped_mlp.py"
 ROTARY = "layers/rotary_embedding.py"
+IN_PLACE = "runner/weights_in_place.py"
+WEIGHT_FILES = "parallel/weight_files.py"
+WORKER = "parallel/worker.py"
+PARALLEL_RUNNER = "parallel/parallel_runner.py"
 
 MUTANTS = [
     # Block manager
@@ -2094,6 +2098,154 @@ MUTANTS = [
         "        if missing:\n",
         "        if len(missing) > 1:\n",
         ("test_loader.py::test_a_missing_tensor_is_named",),
+    ),
+    # Weights in place
+    Mutant(
+        "an update's first tensors are copied before the last is looked at",
+        RUNNER,
+        "        self.check_update(tensors)\n        self.load",
+        "        self.load",
+        ("test_update_weights.py::test_a_bad_update_changes_nothing[one rank-unknown name]",),
+    ),
+    Mutant(
+        "a ranks' update is copied unchecked",
+        WORKER,
+        "            self._runner.check_update(tensors)\n",
+        "",
+        ("test_update_weights.py::test_a_bad_update_changes_nothing[two ranks-unknown name]",),
+    ),
+    Mutant(
+        "the last of two tensors of a name counts",
+        LOADER,
+        "        if name in found:\n",
+        "        if False:\n",
+        ("test_update_weights.py::test_a_bad_update_changes_nothing[one rank-twice]",),
+    ),
+    Mutant(
+        "a tied head keeps the old embedding",
+        LOADER,
+        "            model.lm_head.unpack()\n            model.lm_head.pack()\n",
+        "            pass\n",
+        ("test_update_weights.py::test_a_tied_head_follows_the_embedding[one rank]",),
+    ),
+    Mutant(
+        "a touched weight stays unpacked",
+        LOADER,
+        "                    _fill(tensors[name], shard)\n            if isinstance(module, Packable):\n",
+        "                    _fill(tensors[name], shard)\n            if False:\n",
+        ("test_update_weights.py::test_only_what_is_touched_is_packed_anew",),
+    ),
+    Mutant(
+        "the cache keeps keys of the old weights",
+        ENGINE,
+        "        self._renew_scheduler()  # first, so that no cached key of other weights is ever read\n",
+        "",
+        ("test_update_weights.py::test_no_key_of_the_old_weights_is_read[one rank]",),
+    ),
+    Mutant(
+        "a mixture of weights is sampled from",
+        RUNNER,
+        "        self._undefined |= names\n",
+        "",
+        ("test_update_weights.py::test_an_update_that_was_cut_off_must_be_repeated",),
+    ),
+    Mutant(
+        "after a deep sleep zeros are sampled from",
+        RUNNER,
+        "            self._undefined = set(expected_tensors(self.model))",
+        "            self._undefined = set()",
+        ("test_update_weights.py::test_after_a_deep_sleep_all_weights_must_be_given",),
+    ),
+    Mutant(
+        "one rank copies what another refuses",
+        PARALLEL_RUNNER,
+        '            self._raise_refusal(self._ask("check_update", directory))\n',
+        '            self._ask("check_update", directory)\n',
+        ("test_weights_of_ranks.py::test_what_one_rank_refuses_no_rank_does",),
+    ),
+    Mutant(
+        "one rank sleeps and the others are awake",
+        PARALLEL_RUNNER,
+        "            self.sleep(1)  # the others; a rank knows if it slept deeper\n",
+        "",
+        ("test_weights_of_ranks.py::test_what_one_rank_refuses_no_rank_does",),
+    ),
+    Mutant(
+        "a rank that slept deep wakes up with weights",
+        RUNNER,
+        "level = max(level, self._sleep_level)",
+        "level = level",
+        ("test_weights_of_ranks.py::test_what_one_rank_refuses_no_rank_does",),
+    ),
+    Mutant(
+        "an interrupted wait for the ranks leaves doubt",
+        PARALLEL_RUNNER,
+        "            self._undefined = sorted({*self._undefined, *tensors})\n",
+        "",
+        ("test_weights_of_ranks.py::test_ctrl_c_in_the_wait_for_the_ranks_leaves_no_doubt[load_update]",),
+    ),
+    Mutant(
+        "new weights wait for the ranks where there is no room",
+        WEIGHT_FILES,
+        "<= free else None",
+        "<= free else _MEMORY",
+        ("test_weights_of_ranks.py::test_shared_memory_is_used_only_if_there_is_room",),
+    ),
+    Mutant(
+        "tensors that share memory cannot be written",
+        WEIGHT_FILES,
+        'return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)',
+        "return tensor.contiguous()",
+        ("test_update_weights.py::test_any_iterable_of_any_dense_tensors_is_taken[two ranks]",),
+    ),
+    Mutant(
+        "asleep the cache stays",
+        RUNNER,
+        '            self.backend.keep_buffers(False)\n            vars(self)["kv_cache"] = None\n',
+        "            self.backend.keep_buffers(False)\n",
+        ("test_update_weights.py::test_a_sleep_leaves_no_trace_but_an_empty_cache[one rank-1]",),
+    ),
+    Mutant(
+        "graphs outlive a sleep",
+        RUNNER,
+        "                self.graphs.clear()\n",
+        "                pass\n",
+        ("test_cuda_graph.py::test_after_a_sleep_steps_are_captured_anew",),
+    ),
+    Mutant(
+        "a deep sleep keeps packed weights",
+        IN_PLACE,
+        "            module.unpack()\n",
+        "            pass\n",
+        ("test_update_weights.py::test_after_a_deep_sleep_all_weights_must_be_given[one rank-[2]]",),
+    ),
+    Mutant(
+        "there is always room to wake up",
+        RUNNER,
+        '        if needed > free:\n            raise RuntimeError(\n                f"waking',
+        '        if False:\n            raise RuntimeError(\n                f"waking',
+        ("test_update_weights.py::test_without_room_it_sleeps_on_and_can_be_woken_later",),
+    ),
+    Mutant(
+        "a sleeping engine takes requests",
+        ENGINE,
+        "        self.check_awake()\n        number, seq_id",
+        "        number, seq_id",
+        ("test_update_weights.py::test_asleep_it_refuses_to_generate",),
+    ),
+    Mutant(
+        "a signal handler may call during an update",
+        LLM_PY,
+        "is_running(self, LLM._run_locked, LLM._alter_locked)",
+        "is_running(self, LLM._run_locked)",
+        ("test_update_weights.py::test_a_signal_handler_during_an_update_can_do_nothing",),
+    ),
+    Mutant(
+        "outputs forget the version of their weights",
+        ROWS,
+        "error, weight_version=version",
+        "error",
+        ("test_update_weights.py::test_every_output_has_the_version_of_its_weights",),
     ),
     # Counters
     Mutant(

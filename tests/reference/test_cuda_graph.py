@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_factory import save_model
+from model_factory import read_tensors, save_model
 from test_sequence_table import scheduled, step_of
 
 from nanovllm import LLM, SamplingParams
@@ -435,6 +435,51 @@ def test_padded_steps_give_the_tokens_of_eager_ones(
     assert max(replays) > 2 and (None in graphs._captured.values()) == (fails is not None)
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_after_a_sleep_steps_are_captured_anew(tmp_path, monkeypatch, level):
+    """Graphs hold addresses of the weights and of the cache, and memory of their own. Kernels are not tried again."""
+    for name in ("empty_cache", "synchronize", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    save_model(tmp_path, seed=3, num_hidden_layers=1)
+    prompts = [[i, 2 * i, 3] for i in range(5)]
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    options = {"kvcache_block_size": 16, "num_kvcache_blocks": 9, "max_num_seqs": 5, "attention_backend": "torch"}
+    with LLM(str(tmp_path), device="cpu", max_model_len=64, max_num_batched_tokens=32, **options) as llm:
+        runner = llm.engine.runner
+        graphs, runner._least_free = make_captured(runner, llm.engine.config, True, lambda key: False), 0
+        runner.capture()
+        expected = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        captured, num_tries = set(graphs._captured), len([key for what, key in graphs.events if what == "try"])
+        llm.sleep(level)
+        assert len(graphs) == 0 and runner.kv_cache is None
+        graphs.events.clear()
+        llm.wake_up()
+        assert runner.graphs is graphs and set(graphs._captured) == captured and num_tries > 0
+        assert {key for what, key in graphs.events} == captured and {what for what, _ in graphs.events} == {"record"}
+        if level == 2:
+            llm.update_weights(read_tensors(tmp_path))
+        assert [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)] == expected
+        assert max(recording.num_replays for recording, _ in graphs._captured.values()) > 2
+
+
+def test_graphs_that_leave_too_little_memory_let_the_llm_sleep_on(tmp_path, monkeypatch):
+    for name in ("empty_cache", "synchronize", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    save_model(tmp_path, seed=3, num_hidden_layers=1)
+    with LLM(str(tmp_path), device="cpu", max_num_seqs=5, num_kvcache_blocks=9) as llm:
+        runner = llm.engine.runner
+        graphs = make_captured(runner, llm.engine.config, True, lambda key: False)
+        llm.sleep()
+        with monkeypatch.context() as patch:
+            patch.setattr(model_runner, "free_bytes", lambda device: 2**30 if not len(graphs) else 2**20)
+            runner._bytes_of_step = 2**21
+            with pytest.raises(RuntimeError, match=r"CUDA graphs took .* more GPU memory than was set"):
+                llm.wake_up()
+        assert llm.is_sleeping and len(graphs) == 0 and runner.kv_cache is None
+        llm.wake_up()
+        assert llm.generate([[1, 2]], use_tqdm=False)[0].error is None
+
+
 def test_the_rows_that_sample_lie_in_one_place(tmp_path):
     """A graph always reads the places of its capture. Sampling graphs once read the rows of the step in which they were
     captured."""
@@ -468,7 +513,7 @@ def test_what_the_first_requests_want_is_captured_at_the_start_the_largest_first
     monkeypatch.setattr(model_runner, "CudaGraphs", Captures)
     for captures_prompts, groups_prefixes in ((False, True), (False, False), (True, True), (True, False)):
         runner = make_runner(20, most_tokens=256, captures_prompts=captures_prompts)
-        runner.table, runner.device = SimpleNamespace(parked=None), torch.device("cpu")
+        runner.table, runner.device, runner.graphs = SimpleNamespace(parked=None), torch.device("cpu"), None
         runner._groups_prefixes = groups_prefixes
         runner._capture()
         sizes = [key[1] for key in runner.graphs if key[0] == "forward"]
@@ -492,7 +537,7 @@ def test_every_step_with_prompts_has_one_of_the_sizes_captured_at_the_start(monk
     monkeypatch.setattr(model_runner, "CudaGraphs", Captures)
     for max_num_seqs, most_tokens in ((1, 100), (5, 3), (20, 256), (100, 256), (300, 256), (150, 256)):
         runner = make_runner(max_num_seqs, most_tokens)
-        runner.table, runner.device = SimpleNamespace(parked=None), torch.device("cpu")
+        runner.table, runner.device, runner.graphs = SimpleNamespace(parked=None), torch.device("cpu"), None
         runner._groups_prefixes = False
         runner._capture()
         at_start = set(runner.graphs)

@@ -362,7 +362,7 @@ class FakeEngine:
 
     def __init__(self):
         self.info, self.eos_token_ids = SimpleNamespace(max_num_seqs=512), frozenset()
-        self.num_requests, self.waiting = 0, []
+        self.num_requests, self.waiting, self.weight_version = 0, [], 0
 
     def add_request(self, token_ids, params, predicate):
         seq = Sequence(self.num_requests, token_ids, params, 64)

@@ -10,11 +10,14 @@ from nanovllm.outputs import ErrorSummary
 
 COMPLETION = CompletionOutput(0, "42", [52, 50, 258], "stop", 258)
 OUTPUT = RequestOutput("7", "What?", [1, 2, 3], [COMPLETION, CompletionOutput(1, "6", [54], "length")], 2)
-FIELDS = ["request_id", "prompt", "prompt_token_ids", "outputs", "num_cached_tokens", "error"]
+FIELDS = [
+    "request_id", "prompt", "prompt_token_ids", "outputs", "num_cached_tokens", "error", "prompt_logprobs",
+    "weight_version",
+]  # fmt: skip
 KEYS = {
     "text": "42", "token_ids": [52, 50, 258], "finish_reason": "stop", "num_prompt_tokens": 3, "request_id": "7",
     "prompt": "What?", "prompt_token_ids": [1, 2, 3], "outputs": OUTPUT.outputs, "num_cached_tokens": 2, "error": None,
-    "finished": True,
+    "prompt_logprobs": None, "weight_version": 0, "finished": True,
 }  # fmt: skip
 
 

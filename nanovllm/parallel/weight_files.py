@@ -1,0 +1,81 @@
+"""New weights on their way from the driver to the ranks: safetensors files in a directory that is the user's alone."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from nanovllm.machine import free_bytes
+from nanovllm.models.loader import Given, Stored
+
+_MEMORY = Path("/dev/shm")  # files there are memory, which ranks read as fast as their own
+_MARGIN = 2**28
+_FILE_BYTES = 2**29  # a file of about so many bytes is put together at a time
+
+
+@contextmanager
+def written_weights(tensors: Mapping[str, Given]) -> Iterator[str]:
+    """While this lasts, the tensors stand in files of a directory, whose name this gives.
+
+    The directory is in memory if they fit there, else where temporary files go (TMPDIR). Only this user can open it.
+
+    Raises:
+        RuntimeError: they cannot be written.
+    """
+    wholes = {name: tensor.whole() for name, tensor in tensors.items()}
+    num_bytes = sum(tensor.nbytes for tensor in wholes.values())
+    with tempfile.TemporaryDirectory(prefix="nanovllm-weights-", dir=_place_for(num_bytes)) as directory:
+        try:
+            for number, names in enumerate(_batches(wholes)):
+                save_file({name: _on_host(wholes[name]) for name in names}, f"{directory}/{number}.safetensors")
+        except (OSError, SafetensorError) as error:
+            raise RuntimeError(
+                f"{num_bytes / 2**30:.2f} GiB of weights cannot be written to {directory}, where the ranks would read "
+                f"them: {error}; make room there, or let TMPDIR name another directory"
+            ) from None
+        yield directory
+
+
+def stored_weights(directory: str) -> dict[str, Stored]:
+    """The tensors of such a directory; a RuntimeError if they cannot be read."""
+    found = {}
+    for path in sorted(Path(directory).glob("*.safetensors")):
+        try:
+            file = safe_open(path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise RuntimeError(f"{path} cannot be read: {error}") from None
+        found.update({name: Stored(f"tensor {name}", name, file) for name in file.keys()})  # noqa: SIM118
+    return found
+
+
+def _place_for(num_bytes: int) -> Path | None:
+    """Shared memory if it has room, else None: where temporary files go."""
+    if not (_MEMORY.is_dir() and os.access(_MEMORY, os.W_OK)):
+        return None
+    free = min(shutil.disk_usage(_MEMORY).free, free_bytes(torch.device("cpu")))
+    return _MEMORY if num_bytes + _FILE_BYTES + _MARGIN <= free else None
+
+
+def _batches(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
+    """The names, in groups of a file each."""
+    names: list[str] = []
+    num_bytes = 0
+    for name, tensor in tensors.items():
+        if names and num_bytes + tensor.nbytes > _FILE_BYTES:
+            yield names
+            names, num_bytes = [], 0
+        names.append(name)
+        num_bytes += tensor.nbytes
+    if names:
+        yield names
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of its own, because safetensors takes no two tensors that share memory."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
