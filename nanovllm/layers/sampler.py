@@ -114,7 +114,8 @@ class Sampler:
         if parallel.size == 1:
             return sampled
         if not needs.logprobs_width:
-            return sampled._replace(tokens=(exchange or parallel).all_gather(sampled.tokens))
+            gathered = (exchange or parallel).all_gather(sampled.tokens)
+            return Sampled(gathered, sampled.logprobs.new_empty((len(gathered), 0)))
         # In one exchange: the next one would overwrite what this one gave.
         packed = torch.cat([sampled.tokens[:, None].view(torch.int32), sampled.logprobs], 1)
         gathered = (exchange or parallel).all_gather(packed)

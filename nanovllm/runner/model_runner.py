@@ -274,7 +274,8 @@ class ModelRunner(Runner):
 
     def _choose_sizes(self, config: Config) -> None:
         """The sizes that steps are padded to where they are captured."""
-        self._most_rows = self.max_num_seqs  # siblings that have just been forked are rows without a token
+        # A step of more rows has siblings that were just forked, which are rows without a token; it is not captured.
+        self._most_rows = min(self.max_num_seqs, config.max_num_batched_tokens)
         self._row_sizes = graph_sizes(self._most_rows)
         # Ranks that exchange logits have room for no more rows than sample.
         most_exchanged = _MOST_SCORED if self._parallel.size == 1 else self._padded_sampled(self._most_rows)

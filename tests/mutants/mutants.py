@@ -65,8 +65,8 @@ MUTANTS = [
     Mutant(
         "a wholly cached prompt leaves nothing to compute",
         BLOCK_MANAGER,
-        "for index in range((len(seq.token_ids) - 1) // block_size):",
-        "for index in range(len(seq.token_ids) // block_size):",
+        "else num_tokens) - 1",
+        "else num_tokens)",
         ("test_scheduler.py::test_a_fully_cached_prompt_still_computes_one_token",),
     ),
     Mutant(
@@ -216,15 +216,15 @@ MUTANTS = [
     Mutant(
         "a preempted sequence is readmitted without its token in flight",
         SCHEDULER,
-        "            if seq.has_token_in_flight:\n                return\n",
+        "            if seq.is_all_launched:\n                return\n",
         "",
         ("test_scheduler.py::test_a_preempted_sequence_with_a_token_in_flight_waits_for_its_commit",),
     ),
     Mutant(
         "the budget is counted before the cache is asked",
         SCHEDULER,
-        "num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget)\n            budget -= num_new_tokens",
-        "num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget)\n            budget -= seq.num_tokens",
+        "- seq.num_computed_tokens, budget)\n            budget -= num_new_tokens",
+        "- seq.num_computed_tokens, budget)\n            budget -= seq.num_tokens",
         ("test_scheduler.py::test_the_budget_of_a_readmitted_sequence_counts_only_what_is_computed",),
     ),
     Mutant(
@@ -244,8 +244,8 @@ MUTANTS = [
     Mutant(
         "a sequence that ends by length runs a step over",
         SCHEDULER,
-        "min(seq.num_tokens, seq.max_length - 1) - seq.num_computed_tokens",
-        "seq.num_tokens - seq.num_computed_tokens",
+        "            num_new_tokens = min(seq.num_tokens, seq.max_length - 1) - seq.num_computed_tokens\n",
+        "            num_new_tokens = seq.num_tokens - seq.num_computed_tokens\n",
         ("test_scheduler.py::test_a_sequence_that_ends_by_length_never_runs_a_step_over",),
     ),
     Mutant(
@@ -415,9 +415,97 @@ MUTANTS = [
     Mutant(
         "single tokens behind a longer chunk are taken for decodes",
         STEP,
-        "next((i for i, chunk in enumerate(chunks) if chunk.num_new_tokens > 1), len(chunks))",
+        "next((i for i, chunk in enumerate(chunks) if chunk.num_new_tokens != 1), len(chunks))",
         "sum(chunk.num_new_tokens == 1 for chunk in chunks)",
         ("test_scheduler.py::test_decodes_are_the_leading_chunks_of_one_new_token",),
+    ),
+    # Several completions, log-probabilities, structured outputs
+    Mutant(
+        "siblings fork from a prompt that was computed anew",
+        SCHEDULER,
+        "        if leader.num_computed_tokens > leader.num_prompt_tokens:\n            return chunks\n",
+        "",
+        ("test_scheduler.py::test_siblings_do_not_fork_from_a_leader_that_came_back",),
+    ),
+    Mutant(
+        "a fork does not count who shares a block",
+        BLOCK_MANAGER,
+        "            self.blocks[block_id].ref_count += 1\n        seq.block_hashes",
+        "            pass\n        seq.block_hashes",
+        ("test_several_completions.py::test_the_prompt_is_computed_once",),
+    ),
+    Mutant(
+        "a fork's last block is not copied",
+        RUNNER,
+        "        if step.copies:\n",
+        "        if False:\n",
+        ("test_several_completions.py::test_eight_completions_are_eight_requests_with_the_derived_seeds",),
+    ),
+    Mutant(
+        "all completions of a request have its seed",
+        "sampling_params.py",
+        "return mixed_seed(seed, index) if index else seed",
+        "return seed",
+        ("test_several_completions.py::test_completions_without_a_seed_differ_and_repeat_with_the_engines_seed",),
+    ),
+    Mutant(
+        "without a prefix cache late siblings compute the whole prompt",
+        BLOCK_MANAGER,
+        "            return self._prompt_of_siblings(seq)\n",
+        "            return prefix\n",
+        (
+            "test_several_completions.py::test_completions_that_find_no_place_share_the_prompts_full_blocks_without_a_"
+            "prefix_cache",
+        ),
+    ),
+    Mutant(
+        "what is cached is not scored",
+        BLOCK_MANAGER,
+        "(seq.next_scored if seq.next_scored < seq.num_prompt_tokens else num_tokens) - 1",
+        "num_tokens - 1",
+        ("test_logprobs_of_llm.py::test_a_prompt_whose_beginning_is_cached_is_scored_all_the_same",),
+    ),
+    Mutant(
+        "a score is of the token before",
+        RUNNER,
+        "np.arange(start, end) - 1 + offset_of[seq.seq_id]",
+        "np.arange(start, end) + offset_of[seq.seq_id]",
+        ("test_logprobs_of_llm.py::test_a_prompt_whose_beginning_is_cached_is_scored_all_the_same",),
+    ),
+    Mutant(
+        "a prompt that is only scored never ends",
+        SCHEDULER,
+        "seq.only_scores and end == seq.num_prompt_tokens",
+        "False",
+        ("test_logprobs_of_llm.py::test_a_prompt_whose_beginning_is_cached_is_scored_all_the_same",),
+    ),
+    Mutant(
+        "log-probabilities of a token that ran over are kept",
+        ENGINE,
+        "if num_logprobs is not None and seq.status is not SequenceStatus.FINISHED and token_id >= 0:",
+        "if num_logprobs is not None:",
+        ("test_logprobs_of_llm.py::test_an_end_by_a_stop_token_leaves_one_row_per_token",),
+    ),
+    Mutant(
+        "log-probabilities asked for as processed are raw",
+        TABLE,
+        '_KINDS = {"raw": RAW, "processed": PROCESSED}',
+        '_KINDS = {"raw": RAW, "processed": RAW}',
+        ("test_logprobs_of_llm.py::test_processed_log_probabilities_are_of_what_was_drawn_from",),
+    ),
+    Mutant(
+        "masks do not reach the device",
+        RULES,
+        "        self.tensors.allowed.index_copy_(0, on_device, sent)\n",
+        "",
+        ("test_structured_outputs_of_llm.py::test_a_choice_ends_where_it_is_complete_and_needs_no_end_token",),
+    ),
+    Mutant(
+        "a constraint that cannot go on ends its row without a word",
+        "structured_outputs.py",
+        "            guides[index].fail(reason)\n",
+        "            pass\n",
+        ("test_structured_outputs.py::test_a_constraint_that_cannot_go_on_ends_its_completion_with_the_reason",),
     ),
     # The loop
     Mutant(
@@ -475,8 +563,8 @@ MUTANTS = [
     Mutant(
         "a stop predicate is asked of chunks that do not sample",
         ENGINE,
-        "(chunk.seq for chunk in step.chunks if chunk.samples)",
-        "(chunk.seq for chunk in step.chunks)",
+        "(chunk.seq for chunk in step.chunks if chunk.samples)\n    return",
+        "(chunk.seq for chunk in step.chunks)\n    return",
         ("test_scheduler.py::test_a_long_prompt_is_computed_in_chunks_and_only_the_last_samples",),
     ),
     Mutant(
@@ -957,15 +1045,15 @@ MUTANTS = [
     Mutant(
         "a trial step that sorts nothing",
         RUNNER,
-        "SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)",
-        "SamplingParams(temperature=1.0, repetition_penalty=1.1)",
+        "SamplingParams(top_p=0.9, repetition_penalty=1.1,",
+        "SamplingParams(repetition_penalty=1.1,",
         ("test_cuda_graph.py::test_a_trial_step_samples_all_its_prompts_with_all_there_is_within_one_block",),
     ),
     Mutant(
         "a trial step without rules",
         RUNNER,
-        "SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)",
-        "SamplingParams(temperature=1.0, top_p=0.9)",
+        "SamplingParams(top_p=0.9, repetition_penalty=1.1,",
+        "SamplingParams(top_p=0.9,",
         ("test_cuda_graph.py::test_a_trial_step_samples_all_its_prompts_with_all_there_is_within_one_block",),
     ),
     Mutant(
@@ -999,8 +1087,8 @@ MUTANTS = [
     Mutant(
         "a step with more prompts than tiles is taken for a captured one",
         RUNNER,
-        "if num_tiles <= size.num_tiles:",
-        "if True:",
+        "if num_tiles <= size.num_tiles and num_rows <= size.num_rows:",
+        "if num_rows <= size.num_rows:",
         ("test_cuda_graph.py::test_a_step_with_prompts_takes_the_next_larger_size",),
     ),
     Mutant(
@@ -1105,7 +1193,7 @@ MUTANTS = [
     Mutant(
         "the token that was sampled does not reach the next step",
         RUNNER,
-        "        write_tokens(self.table.tokens, rows.entries, rows.lengths, tokens, self._fused)\n",
+        "        write_tokens(self.table.tokens, rows.entries, rows.lengths, sampled.tokens, self._fused)\n",
         "",
         ("test_sampler.py::test_a_completion_is_what_its_tokens_are_one_by_one",),
     ),
@@ -1126,8 +1214,8 @@ MUTANTS = [
     Mutant(
         "padding of a captured step is given to the caller",
         RUNNER,
-        "return StepInFlight(tokens[:num_sampled])",
-        "return StepInFlight(tokens)",
+        "return sample().first(num_sampled)",
+        "return sample()",
         ("test_cuda_graph.py::test_padded_steps_give_the_tokens_of_eager_ones[torch-True-9-True-None]",),
     ),
     Mutant(
@@ -1940,8 +2028,8 @@ MUTANTS = [
     Mutant(
         "a row waits for ever behind longer ones of an endless stream",
         ROWS,
-        "oldest + self._window - self.num_read",
-        "self._window - len(self._running)",
+        "oldest + window - self.num_read",
+        "window - len(self._running)",
         ("test_generate_iter.py::test_a_row_waits_no_longer_than_the_window_behind_longer_ones",),
     ),
     Mutant(
@@ -2265,7 +2353,7 @@ MUTANTS = [
     Mutant(
         "a prompt of one token makes no decode step",
         STEP_STATS,
-        "is_decode_step = sum(num_tokens) == len(step.chunks)",
+        "is_decode_step = step.num_decodes == len(step.chunks)",
         "is_decode_step = num_tokens.decode == len(step.chunks)",
         ("test_scheduler.py::test_tokens_and_steps_are_counted_as_what_they_are",),
     ),
@@ -2430,8 +2518,8 @@ MUTANTS = [
     Mutant(
         "the vocabulary's padding is sampled",
         SAMPLER,
-        "rows_of_columns(columns)[:, : self._vocab.vocab_size]",
-        "rows_of_columns(columns)",
+        "(exchange or parallel).rows_of_columns(columns)[:, : self._vocab.vocab_size]",
+        "(exchange or parallel).rows_of_columns(columns)",
         ("test_layers.py::test_collectives_and_the_lm_head_over_real_processes[2]",),
     ),
     Mutant(

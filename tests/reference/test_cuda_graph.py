@@ -22,12 +22,13 @@ from nanovllm.config import Config
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
-from nanovllm.layers.sampler import SamplingNeeds
+from nanovllm.layers.sampler import Sampled, SamplingNeeds
 from nanovllm.ops.collectives import Parallel
 from nanovllm.runner import cuda_graph, model_runner
 from nanovllm.runner.cuda_graph import CudaGraphs, graph_sizes, prompt_sizes
 from nanovllm.runner.model_runner import ModelRunner, StepInFlight
 from nanovllm.runner.sequence_table import StepRows, StepSize
+from nanovllm.sampling_params import MOST_LOGPROBS
 
 # Sizes
 
@@ -162,8 +163,8 @@ def test_a_captured_step_beside_decodes_fills_its_matrix_products(hidden_size, n
 # Captures
 
 
-def tensors_in(outputs: torch.Tensor | None) -> list[torch.Tensor]:
-    return [] if outputs is None else [outputs]
+def tensors_in(outputs: torch.Tensor | Sampled | None) -> list[torch.Tensor]:
+    return [] if outputs is None else list(outputs) if isinstance(outputs, tuple) else [outputs]
 
 
 class Recording:
@@ -179,6 +180,11 @@ class Recording:
         self.num_replays += 1
         for place, result in zip(tensors_in(self._outputs), tensors_in(self._function()), strict=True):
             place.copy_(result)
+
+
+def copied(sample, scores: torch.Tensor, is_constrained: bool) -> StepInFlight:
+    """A GPU's results are copied to the host before the next step writes over them."""
+    return StepInFlight(lambda masks: Sampled(*(each.clone() for each in sample(masks))), scores, is_constrained)
 
 
 class Recorder(CudaGraphs):
@@ -391,8 +397,7 @@ def test_padded_steps_give_the_tokens_of_eager_ones(
     is captured once read the rows of the first step for ever if those lay elsewhere in each."""
     monkeypatch.setattr("nanovllm.attention.triton_backend._SHORTEST_SPLIT", 64)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    # A GPU's tokens are copied to the host before the next step writes over them.
-    monkeypatch.setattr(model_runner, "StepInFlight", lambda token_ids: StepInFlight(token_ids.clone()))
+    monkeypatch.setattr(model_runner, "StepInFlight", copied)
     save_model(tmp_path, seed=3, num_hidden_layers=1)
     most_tokens = 16 if backend == "torch" else 8  # the interpreter is slow
     prefix = [7 * i % 50 for i in range(68)]
@@ -692,7 +697,9 @@ def test_a_trial_step_samples_all_its_prompts_with_all_there_is_within_one_block
     assert [(num_new_tokens, samples) for _, num_new_tokens, samples in step.chunks] == [(size, True) for size in sizes]
     assert [seq.block_table for seq, _, _ in step.chunks] == [[0], [0], [0, 0, 0]]
     assert [(seq.entry, seq.num_computed_tokens) for seq, _, _ in step.chunks] == list(enumerate(sizes))
-    assert needs == [SamplingNeeds(has_filters=True, rules_version=runner.table.rules.version)]
+    assert needs == [SamplingNeeds(True, runner.table.rules.version, 1 + MOST_LOGPROBS)]
+    [scored] = step.scored
+    assert (scored.seq, scored.start, scored.end) == (step.chunks[2].seq, 1, sizes[2])
     params = step.chunks[0].seq.sampling_params
     assert params.top_p < 1 and params.repetition_penalty != 1 and params.temperature > 0
     # A request of the same number and length, in the same place.

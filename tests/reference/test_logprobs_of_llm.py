@@ -219,6 +219,21 @@ def test_log_probabilities_change_no_token(checkpoint):
         assert [out.token_ids for out in llm.generate(prompts, asked, use_tqdm=False)] == expected
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_end_by_a_stop_token_leaves_one_row_per_token(checkpoint, overlap):
+    """With a step in flight, one more token is sampled than counts."""
+    directory, model = checkpoint
+    prompts = make_prompts(random.Random(4), 157)
+    stops = list(range(0, 157, 5))
+    params = SamplingParams(temperature=1.0, seed=2, max_tokens=30, logprobs=0, stop_token_ids=stops)
+    with LLM(directory, device="cpu", num_kvcache_blocks=64, max_model_len=128, overlap=overlap) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert sum(out.finish_reason == "stop" for out in outputs) > 8
+    for prompt, out in zip(prompts, outputs, strict=True):
+        expected = log_softmax(model, prompt + out.token_ids)[len(prompt) - 1 : -1]
+        check(out.outputs[0].logprobs, expected, out.token_ids)
+
+
 def test_a_prompt_whose_beginning_is_cached_is_scored_all_the_same(checkpoint):
     """What is cached is not computed, and what is not computed has no logits."""
     directory, model = checkpoint

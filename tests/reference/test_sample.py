@@ -395,7 +395,7 @@ def test_the_best_of_all_ranks_columns_are_one_ranks_tokens(vocab_size, size, ha
     logits[2] = -torch.inf
     zeros, ones = torch.zeros(num_rows), torch.ones(num_rows)
     entries, positions = torch.arange(num_rows).flip(0), torch.arange(num_rows) % 3 + 2
-    rows = SampledRows(entries, positions, seeds, temperatures, zeros.int(), ones, zeros)
+    rows = SampledRows(entries, positions, seeds, temperatures, zeros.int(), ones, zeros, zeros.int())
     table = TokenRulesTable(num_rows + 1, vocab_size, torch.device("cpu"))
     params = [
         SamplingParams(repetition_penalty=1.5, logit_bias={vocab_size - 1: 9.0, 0: -9.0}, allowed_token_ids=allowed)
@@ -405,7 +405,7 @@ def test_the_best_of_all_ranks_columns_are_one_ranks_tokens(vocab_size, size, ha
     table.admit([Sequence(i, [1, 2], p, 9) for i, p in enumerate(params)], np.arange(num_rows))
     needs = SamplingNeeds(rules_version=table.version if has_rules else 0)
     alone = Sampler(VocabSlice.of(vocab_size, Parallel()), Parallel(), fused=True)
-    expected = alone.sample(logits, rows, needs, tokens, table.tensors)
+    expected = alone.sample(logits, rows, needs, tokens, table.tensors).tokens
     found = []
     for rank in range(size):  # one after the other: Triton's interpreter does not run in several threads
         parallel = Parallel(rank, size, None, None, "an exchange")

@@ -560,8 +560,8 @@ def test_a_mixed_step_between_sends_only_what_is_new(uploads):
     assert sent((b, 1, True), (a, 1, True)) == 0, "in another order"
     assert sent((b, 1, True)) == 0, "one alone"
     admission = sent((b, 1, True), (c, 6, True))
-    # Places and ids of tokens, places and numbers of blocks, the entry, four settings and a seed.
-    assert admission == 6 * (8 + 4) + 2 * (8 + 4) + 8 + 4 * 4 + 8
+    # Places and ids of tokens, places and numbers of blocks, the entry, five settings and a seed.
+    assert admission == 6 * (8 + 4) + 2 * (8 + 4) + 8 + 5 * 4 + 8
     assert sent((a, 1, True), (b, 1, True), (c, 1, True)) == 0
 
 
@@ -1035,7 +1035,7 @@ class TableRunner(FakeRunner):
             p.temperature > 0 and (0 < p.top_k < VOCAB_SIZE or p.top_p < 1 or p.min_p > 0) for p in params
         )
         rules = self.table.rules
-        assert needs == (has_filters, rules.version if any(map(is_ruled, seqs)) else 0)
+        assert needs == (has_filters, rules.version if any(map(is_ruled, seqs)) else 0, 0)
         self.needs_seen.add((has_filters, needs.rules_version > 0))
         for seq in seqs:
             if needs.rules_version:

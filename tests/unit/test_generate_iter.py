@@ -364,7 +364,7 @@ class FakeEngine:
         self.info, self.eos_token_ids = SimpleNamespace(max_num_seqs=512), frozenset()
         self.num_requests, self.waiting, self.weight_version = 0, [], 0
 
-    def add_request(self, token_ids, params, predicate):
+    def add_request(self, token_ids, params, predicates, first_scored, is_constrained):
         seq = Sequence(self.num_requests, token_ids, params, 64)
         seq.token_ids.append(7)
         seq.finish_reason = "length"

@@ -608,13 +608,25 @@ GLOO_RANK = """
                 torch.testing.assert_close(logits, ours_of(whole), rtol=1e-5, atol=1e-5)
                 seeds, temperatures = torch.arange(num_rows), torch.arange(num_rows) % 3 / 2
                 zeros, ones = torch.zeros(num_rows), torch.ones(num_rows)
-                rows = SampledRows(seeds, seeds, seeds, temperatures, (seeds % 4).int(), ones, zeros)
-                for needs in (SamplingNeeds(), SamplingNeeds(has_filters=True)):
-                    tokens, expected = (
+                kinds = (seeds % 3).int()
+                rows = SampledRows(seeds, seeds, seeds, temperatures, (seeds % 4).int(), ones, zeros, kinds)
+                for needs in map(SamplingNeeds, (False, True, True, False), (0, 0, 0, 0), (0, 0, 3, 1)):
+                    found, expected = (
                         Sampler(it.vocab, it.parallel).sample(logits, rows, needs, None, None)
                         for it, logits in ((head, columns), (one, whole))
                     )
-                    assert torch.equal(tokens, expected), (vocab_size, num_rows, needs)
+                    assert torch.equal(found.tokens, expected.tokens), (vocab_size, num_rows, needs)
+                    assert found.logprobs.shape == expected.logprobs.shape == (num_rows, expected.logprobs.shape[1])
+                    for column in range(expected.logprobs.shape[1]):
+                        pair = [sampled.logprobs[:, column].contiguous() for sampled in (found, expected)]
+                        is_value = column > 0 and column % 2 == 0
+                        pair = [each.view(torch.float32) for each in pair] if is_value else pair
+                        torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-4)
+                pair = (
+                    Sampler(it.vocab, it.parallel).score(logits, seeds % vocab_size, 2)
+                    for it, logits in ((head, columns), (one, whole))
+                )
+                torch.testing.assert_close(*(each[:, 2].contiguous().view(torch.float32) for each in pair))
     dist.destroy_process_group()
     print("rank", rank, "agrees")
 """

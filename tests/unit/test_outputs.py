@@ -24,7 +24,7 @@ KEYS = {
 def test_they_have_the_documented_fields_in_that_order():
     """vLLM's names: a script moves over by its import line."""
     assert [field.name for field in dataclasses.fields(RequestOutput)] == FIELDS
-    completion = ["index", "text", "token_ids", "finish_reason", "stop_reason"]
+    completion = ["index", "text", "token_ids", "finish_reason", "stop_reason", "cumulative_logprob", "logprobs"]
     assert [field.name for field in dataclasses.fields(CompletionOutput)] == completion
 
 

@@ -54,7 +54,7 @@ def sampled(table: SequenceTable, logits: torch.Tensor, rows: SampledRows, needs
     """As a ModelRunner on a CPU samples them."""
     parallel = Parallel()
     sampler = Sampler(VocabSlice.of(logits.shape[1], parallel), parallel)
-    return sampler.sample(logits, rows, needs, table.tokens, table.rules.tensors)
+    return sampler.sample(logits, rows, needs, table.tokens, table.rules.tensors).tokens
 
 
 def exact_probabilities(logits: list[float], params: SamplingParams) -> np.ndarray:

@@ -1019,3 +1019,22 @@ def test_a_decode_step_costs_the_host_at_most_two_microseconds_per_sequence():
     cost = microseconds_per_sequence(num_seqs=512, block_size=256)
     print(f"\nhost cost: {cost:.2f} µs per running sequence and step")
     assert cost <= 4
+
+
+def test_siblings_do_not_fork_from_a_leader_that_came_back():
+    """It samples its second token then, and their first tokens must come from the prompt's logits."""
+    engine = make_engine(block_size=4, max_num_seqs=2, overlap=False)
+    other = add(engine, [1], max_tokens=40)
+    engine.step()
+    first = add(engine, range(9), max_tokens=5, n=3)
+    engine.step()
+    engine.step()
+    scheduler = engine.scheduler
+    leader = scheduler.running[1]
+    assert leader.seq_id == first and len(leader.completion_token_ids) == 2
+    engine.abort(other)
+    scheduler._preempt(scheduler.running.pop())
+    finished = run_to_end(engine)
+    assert {seq_id: len(seq.completion_token_ids) for seq_id, seq in finished.items()} == {
+        first: 5, first + 1: 5, first + 2: 5,
+    }  # fmt: skip

@@ -17,7 +17,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.ops.process_logits import pack_allowed
-from nanovllm.structured_outputs import FillError, StructuredOutputs, StructuredOutputsParams, fill_masks
+from nanovllm.structured_outputs import (
+    FillError,
+    Guide,
+    StructuredOutputs,
+    StructuredOutputsParams,
+    fill_masks,
+    guide_masks,
+)
 
 # More than the tokenizers have, as models do whose vocabulary is padded.
 VOCAB_SIZE = 500
@@ -604,3 +611,40 @@ class SlowTokenizer:
 def test_a_tokenizer_that_llguidance_cannot_use_is_an_error(llguidance, tokenizer, vocab_size, eos, says):
     with pytest.raises(ValueError, match=says):
         StructuredOutputs(tokenizer, vocab_size, eos).constraint(StructuredOutputsParams(regex="a"))
+
+
+class Failing:
+    """A constraint of three tokens that fails at the second."""
+
+    def __init__(self, at: str):
+        self.at, self.num_tokens = at, 0
+
+    def advance(self, token_id: int) -> bool:
+        self.num_tokens += 1
+        if self.at == "advance" and self.num_tokens == 2:
+            raise ValueError("too many items")
+        return self.num_tokens == 3
+
+    def fill(self, mask: np.ndarray) -> None:
+        mask[:] = 1
+        if self.at == "fill" and self.num_tokens == 1:
+            raise ValueError("too many items")
+
+
+@pytest.mark.parametrize("at", ["fill", "advance"])
+def test_a_constraint_that_cannot_go_on_ends_its_completion_with_the_reason(at):
+    """The others of its step go on."""
+    guides = [Guide(Failing("")), Guide(Failing(at))]
+    ends = []
+    for _ in range(2):
+        guide_masks(guides, np.empty((2, 1), np.int32))
+        ends.append([guide(5) for guide in guides])
+    assert ends == [[False, False], [False, True]]
+    assert guides[0].error is None and guides[0](5)
+    assert str(guides[1].error) == "the structured output cannot go on: too many items"
+
+
+def test_stop_strings_end_a_guided_completion_too():
+    seen = []
+    guide = Guide(Failing(""), lambda token_id: seen.append(token_id) or token_id == 7)
+    assert [guide(5), guide(7)] == [False, True] and seen == [5, 7] and guide.error is None
