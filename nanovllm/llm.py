@@ -94,6 +94,7 @@ class LLM:
         threads = CpuThreads()  # measures the machine's load while the model is loaded
         config = replace(config, model=str(directory))
         self.engine = LLMEngine(config, make_runner(config), self._text.eos_token_ids)
+        self._text = self._text.limited_to(self.engine.info.max_model_len)
         self._structured_outputs = StructuredOutputs(
             self._text.tokenizer, self.engine.info.vocab_size, self.engine.eos_token_ids
         )

@@ -3,6 +3,7 @@
 import copy
 import re
 import secrets
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -22,10 +23,12 @@ class Text:
 
     Args:
         tokenizer: transformers' tokenizer of the model, or None.
+        max_model_len: of the model, if longer texts are to be refused before they are tokenized.
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, max_model_len: int | None = None):
         self.tokenizer = tokenizer
+        self._max_model_len = max_model_len
         # One tokenizer serves many requests, whose parameters are mostly the same.
         self._has_text = lru_cache(maxsize=None)(self._find_whether_it_has_text)
         self._token_text = lru_cache(maxsize=None)(self._find_token_text)
@@ -42,6 +45,10 @@ class Text:
             return cls(AutoTokenizer.from_pretrained(directory, trust_remote_code=False))
         except Exception as error:  # whatever a broken file makes transformers raise
             raise ValueError(f"the tokenizer in {directory} cannot be loaded: {error}") from error
+
+    def limited_to(self, max_model_len: int) -> "Text":
+        """The same, which refuses texts that are sure to be longer."""
+        return Text(self.tokenizer, max_model_len)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -68,6 +75,30 @@ class Text:
             else:
                 rows.append(prompt if isinstance(prompt, Row) else Row.of(None, as_token_ids(prompt)))
         return rows
+
+    def _refusal(self, text: str) -> ValueError | None:
+        """Why a text is not worth tokenizing: its tokens are sure to be more than `max_model_len`."""
+        longest = self._longest_token if self._max_model_len is not None else None
+        if longest is None or self._max_model_len is None or 4 * len(text) <= longest * self._max_model_len:
+            return None
+        num_bytes = len(unicodedata.normalize("NFC", text).encode(errors="replace"))
+        if num_bytes <= longest * self._max_model_len:
+            return None
+        return ValueError(
+            f"the prompt's {num_bytes} bytes are more than max_model_len={self._max_model_len} tokens of at most "
+            f"{longest} bytes can hold; shorten it"
+        )
+
+    @cached_property
+    def _longest_token(self) -> int | None:
+        """Bytes of a text that one token stands for, at most; None if the tokenizer may drop or merge any number."""
+        if not getattr(self.tokenizer, "is_fast", False):
+            return None
+        backend = self.tokenizer.backend_tokenizer
+        keeps_all = "ByteLevel" in repr(backend.pre_tokenizer) and repr(backend.normalizer) in ("None", "NFC()")
+        if not keeps_all or any(each.lstrip or each.rstrip for each in self.tokenizer.added_tokens_decoder.values()):
+            return None
+        return max(len(token.encode()) for token in backend.get_vocab())
 
     def encode_pairs(self, pairs: Sequence[tuple[Any, Any]]) -> list[Row]:
         """The row of every (context, continuation), of which the continuation's tokens are scored. Each is a string, or
@@ -107,6 +138,11 @@ class Text:
         if self.tokenizer is None:
             error = ValueError(f"{_NO_TOKENIZER}; give the prompt as token ids, or LLM(tokenizer=…) another one")
             return [error] * len(texts)
+        refused = {row: why for row, text in enumerate(texts) if (why := self._refusal(text)) is not None}
+        if refused:
+            rest = [text for row, text in enumerate(texts) if row not in refused]
+            encoded = iter(self._encode(rest, add_special_tokens, splits_special) if rest else ())
+            return [refused[row] if row in refused else next(encoded) for row in range(len(texts))]
         options = {"add_special_tokens": add_special_tokens, "return_attention_mask": False, "verbose": False}
         if splits_special:
             options["split_special_tokens"] = True
