@@ -12,9 +12,9 @@ are from the later calls' median. Each call starts with an empty prefix cache.
 
 Workloads (sequences; prompt tokens; output tokens): demo (64; 8-200; 8-200, greedy), nano (256; 100-1024; 100-1024),
 big (2048 of nano's), prefix (2048 behind 32 shared prefixes of 1024; 16-128 more; 64-256), short (8192; 16-64; 16-64),
-one (1; 128; 512), classify (2048; 300-1500; 1), docs (64; 8000-16000; 32-96, without prefix caching). The bundled model
-takes 1,024 tokens, which is enough for demo, short and one. The figure of interest is output tokens per second, and
-for classify and docs input tokens per second.
+one (1; 128; 512), classify (2048; 300-1500; 1), docs (64; 8000-16000; 32-96, without prefix caching), samples (32
+prompts; 300-900; 32 completions of 200-400 each). The bundled model takes 1,024 tokens, which is enough for demo, short
+and one. The figure of interest is output tokens per second, and for classify and docs input tokens per second.
 
 On a GPU the report also has the roofline of the run: the throughput that this chip allows for the very steps that were
 run. A step takes at least the time to read the keys and values of its decodes, each shared one once, at the memory
@@ -88,6 +88,8 @@ SAMPLING_OPTIONS = {
     "repetition_penalty": float,
     "presence_penalty": float,
     "frequency_penalty": float,
+    "n": int,
+    "logprobs": int,
 }
 # What an engine raises for options or a model that cannot work; its text says enough.
 EXPECTED_ERRORS = (OSError, RuntimeError, ValueError)
@@ -105,6 +107,7 @@ class Workload(NamedTuple):
     num_prefixes: int = 0  # of 1,024 tokens, shared
     max_model_len: int = 4096  # with random weights; a real model has its own
     prefix_caching: bool = True
+    n: int = 1  # completions per prompt
 
 
 WORKLOADS = {
@@ -115,6 +118,7 @@ WORKLOADS = {
     "short": Workload(8192, 5, (16, 64), (16, 64)),
     "one": Workload(1, 3, (128, 128), (512, 512)),
     "classify": Workload(2048, 31, (300, 1500), (1, 1)),
+    "samples": Workload(32, 35, (300, 900), (200, 400), n=32),
     "docs": Workload(64, 33, (8000, 16000), (32, 96), max_model_len=20000, prefix_caching=False),
 }
 
@@ -131,7 +135,7 @@ class Requests:
 
     @property
     def num_output_tokens(self) -> int:
-        return sum(self.max_tokens)
+        return sum(self.max_tokens) * self.sampling.get("n", 1)
 
     def sampling_params(self, make: Callable[..., Any] = SamplingParams, **more: Any) -> list[Any]:
         """Each request's sampling; other engines use the same names."""
@@ -154,7 +158,8 @@ def make_requests(workload: str, vocab_size: int, sampling: dict[str, Any] | Non
         prefix = rng.choice(prefixes) if prefixes else []
         prompts.append(prefix + draw(rng.randint(*shape.prompt_lengths)))
     max_tokens = [rng.randint(*shape.output_lengths) for _ in range(shape.num_seqs)]
-    return Requests(prompts, max_tokens, {"temperature": shape.temperature, **(sampling or {})})
+    several = {"n": shape.n} if shape.n > 1 else {}
+    return Requests(prompts, max_tokens, {"temperature": shape.temperature, **several, **(sampling or {})})
 
 
 def write_config(size: str, directory: Path) -> None:
@@ -338,7 +343,7 @@ def check_peer(name: str, sampling: dict[str, Any]) -> None:
             f"--vs {name} needs {name} in this virtual environment: pip install {name}. It may want another PyTorch "
             "than this one; then use a virtual environment made for both"
         )
-    unknown = {"presence_penalty", "frequency_penalty"} & set(sampling)
+    unknown = {"presence_penalty", "frequency_penalty", "n", "logprobs"} & set(sampling)
     if name == "transformers" and unknown:
         raise SystemExit(f"transformers has no {' or '.join(sorted(unknown))}; use --vs vllm")
 

@@ -3,15 +3,17 @@
 `tests/real/make_smollm2.py` makes the directory.
 """
 
+import json
 import random
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
+from schemas import make_schemas
 from test_against_transformers import teacher_forced_logits
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 
 pytestmark = pytest.mark.real
 
@@ -130,3 +132,63 @@ def test_answers_in_bfloat16_mostly_agree_with_float32(directory):
 
     print(f"{agreeing(after_exact):.3f} of the first 32 tokens agree, {agreeing(rounded):.3f} without being led")
     assert agreeing(after_exact) >= 0.9
+
+
+@torch.inference_mode()
+def log_softmax(theirs, ids: list[int]) -> torch.Tensor:
+    """float32 [len(ids), vocab_size], of the token after each, on the CPU."""
+    return theirs(torch.tensor([ids], device=theirs.device)).logits[0].float().log_softmax(-1).cpu()
+
+
+def test_log_probabilities_are_those_of_transformers(directory, theirs):
+    """Of completions, prompts and continuations, and of a long text in windows, each scored once."""
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=32, logprobs=5, prompt_logprobs=0)
+    worst = 0.0
+    with LLM(directory, dtype="float32", max_model_len=2048) as llm:
+        outputs = llm.chat(conversations()[::10], params, use_tqdm=False)
+        for output in outputs:
+            expected = log_softmax(theirs, [*output.prompt_token_ids, *output.token_ids])
+            split, found = output.num_prompt_tokens, output.outputs[0].logprobs
+            of_ids = expected[split - 1 : -1].gather(1, torch.from_numpy(found.token_ids).long())
+            worst = max(worst, float((of_ids - torch.from_numpy(found.logprobs.copy())).abs().max()))
+            targets = torch.tensor(output.prompt_token_ids[1:])[:, None]
+            ours = torch.from_numpy(output.prompt_logprobs.of_tokens.copy())
+            worst = max(worst, float((expected[: split - 1].gather(1, targets)[:, 0] - ours).abs().max()))
+        ids = llm.get_tokenizer()(long_text())["input_ids"][:4000]
+        windows = [(ids[max(0, first - 500) : first], ids[first : first + 500]) for first in range(500, 4000, 500)]
+        rows = llm.loglikelihood(*map(list, zip(*windows, strict=True)), use_tqdm=False)
+        for (context, continuation), row in zip(windows, rows, strict=True):
+            expected = log_softmax(theirs, context + continuation)[len(context) - 1 : -1]
+            own = expected.gather(1, torch.tensor(continuation)[:, None])[:, 0]
+            worst = max(worst, float((own - torch.from_numpy(row.logprobs.copy())).abs().max()))
+            assert row.total == pytest.approx(float(own.double().sum()), abs=1e-2)
+    print(f"largest difference of a log-probability: {worst:.1e}")
+    assert worst < 1e-4
+
+
+def test_every_json_completion_is_of_its_schema_or_was_cut(directory):
+    jsonschema = pytest.importorskip("jsonschema")
+    schemas = make_schemas(NUM_PROMPTS)
+    params = [
+        SamplingParams(
+            temperature=1.0, top_p=(1.0, 0.9)[row % 2], seed=row, n=1 + row % 3 // 2, max_tokens=200,
+            structured_outputs=StructuredOutputsParams(json=schema),
+        )
+        for row, schema in enumerate(schemas)
+    ]  # fmt: skip
+    asked = [
+        [{"role": "user", "content": f"Answer with JSON of this schema: {json.dumps(schema)}"}] for schema in schemas
+    ]
+    with LLM(directory, dtype="float32", max_model_len=2048) as llm:
+        outputs = llm.chat(asked, params, use_tqdm=False)
+    num_valid = num_cut = 0
+    for schema, output in zip(schemas, outputs, strict=True):
+        assert output.error is None, output.error
+        checker = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+        for each in output.outputs:
+            num_cut += each.finish_reason == "length"
+            if each.finish_reason == "stop":
+                checker.validate(json.loads(each.text))
+                num_valid += 1
+    print(f"{num_valid} valid, {num_cut} cut by max_tokens")
+    assert num_valid > 4 * num_cut

@@ -20,13 +20,12 @@ pytest.importorskip("llguidance")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
 NUM_SCHEMAS = 200
-# One rank and two, with and without overlap, chunks, preemption, the plain backend, the kernels.
+# One rank and two, with and without overlap, chunks, preemption, the plain backend.
 SCHEDULES = [
     {},
     {"overlap": False, "max_num_batched_tokens": 9},
     {"num_kvcache_blocks": 24, "kvcache_block_size": 8, "max_model_len": 96, "max_num_seqs": 12},
     {"enable_prefix_caching": False, "kvcache_block_size": 4, "attention_backend": "torch"},
-    {"attention_backend": "triton", "kvcache_block_size": 16},
     {"tensor_parallel_size": 2},
 ]
 
