@@ -2,8 +2,8 @@
 
     python docs/grpo.py [--steps 50]
 
-Each step takes a group of completions per prompt and rewards each one. A completion's advantage is its reward, less the
-mean of its group, over their standard deviation (Shao et al., 2024, "DeepSeekMath", section 4.1). The trainer is
+Each step takes a group of completions per prompt and rewards each one. A completion's advantage is its reward minus the
+group's mean, divided by the group's standard deviation (Shao et al., 2024, "DeepSeekMath", section 4.1). The trainer is
 transformers and PyTorch. nanovllm generates, says how probable each token was under the weights that drew it, and takes
 the new weights in place. A loop of your own differs in its prompts, its reward, and the size of its model.
 """

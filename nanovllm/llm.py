@@ -17,6 +17,7 @@ from nanovllm.checks import boolean, is_running, suggests_names
 from nanovllm.config import MEANT_OPTIONS, Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.runner import Runner
+from nanovllm.guides import StructuredOutputs
 from nanovllm.loglikelihood import Loglikelihood
 from nanovllm.outputs import RequestOutput
 from nanovllm.process import COLLECTOR, FORKS
@@ -24,7 +25,6 @@ from nanovllm.prompts import Row, as_conversation_list, as_prompt_list
 from nanovllm.recommended_sampling import recommended_sampling
 from nanovllm.row_stream import OutputIterator, RowStream, keep_outputs
 from nanovllm.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams, one_per_prompt, with_params
-from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.text import Text
 
 if TYPE_CHECKING:
@@ -294,7 +294,7 @@ class LLM:
                 come with the embedding, and equal it.
 
         Raises:
-            TypeError: something else than names and plain tensors.
+            TypeError: something other than names and plain tensors.
             ValueError: a tensor that the model does not have, or of another shape or dtype; or a name given twice.
             RuntimeError: the LLM sleeps, is closed or is busy with another call; or the tensors cannot be brought to
                 the ranks.

@@ -11,8 +11,8 @@ TokenText = Callable[[int], str | None]
 class Logprob(NamedTuple):
     """One token's log-probability at one position.
 
-    rank: 1 for the most probable token; tokens with equal logits have equal ranks, except among those that were asked
-        for by their number, which are counted.
+    rank: of the token itself, 1 + how many tokens have a larger logit; the most probable tokens are numbered 1, 2, …,
+        ties included.
     decoded_token: its text alone; None without a tokenizer.
     """
 

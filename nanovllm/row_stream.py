@@ -10,11 +10,11 @@ import numpy as np
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
+from nanovllm.guides import Guide, StructuredOutputs
 from nanovllm.logprobs import TokenLogprobs
 from nanovllm.outputs import CompletionOutput, ErrorSummary, FinishReason, RequestOutput
 from nanovllm.prompts import Row
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.structured_outputs import Guide, StructuredOutputs
 from nanovllm.text import StopStrings, Text
 
 # Texts are tokenized in pieces of so many: a tokenizer takes ten times a text's memory while it works.
@@ -125,6 +125,8 @@ class RowStream:
         predicates: list[Callable[[int], bool]] | None = None
         self._most_completions = max(self._most_completions, params.n)
         try:
+            if error is not None:
+                raise error
             if params.stop:
                 predicates = [self._text.stop_strings(params) for _ in range(params.n)]
             if params.structured_outputs is not None:
@@ -138,9 +140,7 @@ class RowStream:
         try:
             # A row that cannot run goes to the engine as an empty prompt, so that it uses up its number too.
             token_ids = row.token_ids if error is None else []
-            request_id = self._engine.add_request(
-                token_ids, params, predicates, row.first_scored, params.structured_outputs is not None
-            )
+            request_id = self._engine.add_request(token_ids, params, predicates, row.first_scored)
             self._running[request_id] = _RunningRow(self.num_read, row, params)
             return None
         except ValueError as problem:

@@ -178,6 +178,8 @@ class SamplingParams:
         put("logprobs_mode", logprobs_mode)
         if logprobs_mode not in ("raw", "processed"):
             raise ValueError(f'logprobs_mode must be "raw" or "processed", not {logprobs_mode!r}')
+        if self.n > 1 and max_tokens == 0:
+            raise ValueError(f"n={self.n} completions of no tokens would all be equal; set n=1, or max_tokens above 0")
         fewest = 1 if prompt_logprobs is None else 0
         put("max_tokens", None if max_tokens is None else integer("max_tokens", max_tokens, least=fewest))
         put("min_tokens", integer("min_tokens", min_tokens))

@@ -1,31 +1,19 @@
-"""Structured outputs: what a completion must be, and which tokens may come next in one.
-
-Nothing here touches a device. A constraint follows one completion and writes masks on the host. Choices are our own
-tries of token ids; everything else is llguidance's, which is optional and imported when first needed.
-"""
+"""Structured outputs: what a completion must be, as a frozen value. guides.py makes completions follow it."""
 
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from json import dumps, loads
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from nanovllm.checks import boolean, suggests_names
 
-# Compiled grammars that are kept, of one model. With 49,152 ids a used one had 0.2 MB.
-_MOST_COMPILED = 256
-# Waking llguidance's threads takes 0.1 ms, in which one thread fills about as many masks as these.
-_FEWEST_IN_PARALLEL = 16
 # What these say in a schema is data, where "$ref" is an ordinary key.
 _DATA_KEYWORDS = ("const", "enum", "default", "examples")
-# Of Python's complaints about a regex, those that llguidance's syntax shares; it also has much that Python lacks.
+# Complaints of Python's `re` that are errors for llguidance too. Others are ignored, because its syntax has more.
 _SURELY_WRONG = ("unterminated", "unbalanced", "nothing to repeat", "min repeat greater", "(end of pattern)")
-_INSTALL = "needs llguidance: pip install nanovllm[structured]"
 
 _MEANT = {
     "guided_json": "json",
@@ -55,8 +43,8 @@ _MEANT = {
 class StructuredOutputsParams:
     """What a completion must be: exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`.
 
-    All but `choice` need llguidance (`pip install nanovllm[structured]`). What only llguidance can tell, for example
-    that a schema uses a keyword which it lacks, becomes the error of the row.
+    All but `choice` need llguidance (`pip install nanovllm[structured]`). Some mistakes only llguidance can
+    find, such as an unsupported keyword of a schema. They become the error of the row.
 
     Args:
         json: the completion is JSON of this schema: a dict, a string, or a class with `model_json_schema()`, as
@@ -64,12 +52,12 @@ class StructuredOutputsParams:
         regex: the whole completion matches, in the syntax of Rust's `regex`: without look-around, and \\d and \\w are
             any digit and letter of Unicode ([0-9] is plainer).
         choice: the completion is one of these strings, as the tokenizer tokenizes it at the start of a text. It ends
-            as soon as it is one, so none may begin another.
+            as soon as it is one, so none may be a prefix of another.
         grammar: the completion is of this grammar, as llguidance takes them: Lark-like with a rule `start`, or GBNF
             with a rule `root`.
         json_object: the completion is any JSON object.
-        disable_any_whitespace: JSON without whitespace between its parts. False allows any amount of it, of which
-            small models may never find an end.
+        disable_any_whitespace: JSON without whitespace between its parts. False allows any amount. Small
+            models may then write whitespace for ever.
 
     Raises:
         TypeError, ValueError: a parameter of the wrong type, none or several of them, or one that cannot be fulfilled.
@@ -123,14 +111,15 @@ def _choices(value: Any) -> tuple[str, ...]:
         raise ValueError("choice must hold at least one string")
     for each in value:
         _text("a string of choice", each)
-    # Sorted, whatever begins a string stands before it, with nothing between them but what it begins as well.
+    # After sorting, only strings with the same prefix stand between a prefix and its string. So comparing neighbours is
+    # enough.
     for shorter, longer in pairwise(sorted(value)):
         if shorter == longer:
             raise ValueError(f"choice holds {shorter!r} twice; leave one out")
         if longer.startswith(shorter):
             raise ValueError(
-                f"choice {shorter!r} begins choice {longer!r}, which could never be generated; change one of them, or "
-                "use regex, with which the model may go on"
+                f"choice {shorter!r} is a prefix of choice {longer!r}, which could never be generated; change one of "
+                "them, or use regex, with which the model may go on"
             )
     return tuple(value)
 
@@ -143,7 +132,7 @@ def _regex(value: Any) -> str:
             re.compile(value)
     except (re.error, OverflowError, RecursionError) as error:
         if any(complaint in str(error) for complaint in _SURELY_WRONG):
-            raise ValueError(f"regex {value!r} is none: {error}") from None
+            raise ValueError(f"regex {value!r} is not valid: {error}") from None
     return value
 
 
@@ -158,7 +147,7 @@ def _schema(value: Any) -> str:
         try:
             value = loads(value)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"json must be a JSON schema, and the string is no JSON: {error}") from None
+            raise ValueError(f"json must be a JSON schema, and the string is not JSON: {error}") from None
     if not isinstance(value, dict):
         kind = ValueError if is_text else TypeError
         raise kind(f"json must be a JSON schema that is a dict, its string, or a pydantic class, not {value!r}")
@@ -168,7 +157,7 @@ def _schema(value: Any) -> str:
     except TypeError as error:
         raise TypeError(f"json must hold only what JSON has: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"json is no JSON schema: {error}") from None
+        raise ValueError(f"json is not a JSON schema: {error}") from None
     _refuse_remote_references(value)
     return text
 
@@ -187,285 +176,3 @@ def _refuse_remote_references(schema: dict[str, Any]) -> None:
             parts += [each for keyword, each in part.items() if keyword not in _DATA_KEYWORDS]
         elif isinstance(part, (list, tuple)):
             parts += part
-
-
-class Constraint(Protocol):
-    """Follows one completion. A mask is int32 [ceil(vocab_size / 32)], contiguous: bit `id & 31` of word `id >> 5` says
-    whether the id may come next, as in `ops.process_logits.pack_allowed`."""
-
-    def advance(self, token_id: int) -> bool:
-        """Takes the token that was generated next.
-
-        Returns:
-            Whether the completion is complete: it was an end-of-sequence token, or nothing else could follow.
-
-        Raises:
-            ValueError: the token was not allowed, or llguidance reached one of its limits; the completion cannot go on.
-        """
-        ...
-
-    def fill(self, mask: np.ndarray) -> None:
-        """Writes the mask of the next token. It is never empty; of a complete completion, it has the end-of-sequence
-        ids only.
-
-        Raises:
-            ValueError: no token can come next, or llguidance reached one of its limits; the completion cannot go on.
-        """
-        ...
-
-
-class FillError(ValueError):
-    """Some masks could not be filled.
-
-    reasons: {index of the constraint: why}. The other masks are filled; those of these have the end-of-sequence ids.
-    """
-
-    def __init__(self, reasons: dict[int, str]):
-        super().__init__("; ".join(f"{index}: {reason}" for index, reason in reasons.items()))
-        self.reasons = reasons
-
-
-def fill_masks(constraints: Sequence[Constraint], masks: np.ndarray) -> None:
-    """Fills the masks of many constraints at once. No constraint may stand twice in the list.
-
-    Args:
-        masks: int32 [len(constraints), ceil(vocab_size / 32)], contiguous.
-
-    Raises:
-        FillError: some could not be filled; all others are.
-    """
-    matchers = [(each.matcher, row) for row, each in enumerate(constraints) if isinstance(each, _Grammar)]
-    if is_parallel := len(matchers) >= _FEWEST_IN_PARALLEL:
-        from llguidance.numpy import fill_next_token_bitmask_par
-
-        fill_next_token_bitmask_par(_executor(), matchers, masks)
-    reasons = {}
-    for row, constraint in enumerate(constraints):
-        try:
-            if is_parallel and isinstance(constraint, _Grammar):
-                constraint.check()
-            else:
-                constraint.fill(masks[row])
-        except ValueError as error:
-            reasons[row] = str(error)
-    if reasons:
-        raise FillError(reasons)
-
-
-class Guide:
-    """A stop predicate that also gives masks: it follows one completion, and keeps the reason why it cannot go on.
-
-    Args:
-        constraint: of the completion.
-        stops: another stop predicate of the completion, or None.
-    """
-
-    def __init__(self, constraint: Constraint, stops: Callable[[int], bool] | None = None):
-        self.constraint, self.stops = constraint, stops
-        self._error: ValueError | None = None
-
-    @property
-    def error(self) -> ValueError | None:
-        return self._error or getattr(self.stops, "error", None)
-
-    def __call__(self, token_id: int) -> bool:
-        is_stopped = self.stops is not None and self.stops(token_id)
-        if self._error is not None:  # its mask had failed
-            return True
-        try:
-            return self.constraint.advance(token_id) or is_stopped
-        except ValueError as error:
-            self.fail(str(error))
-            return True
-
-    def fail(self, reason: str) -> None:
-        self._error = ValueError(f"the structured output cannot go on: {reason}")
-
-
-def guide_masks(guides: Sequence[Guide], masks: np.ndarray) -> None:
-    """Fills the masks of completions; one that fails ends with its next token, and its guide has the reason.
-
-    masks: int32 [len(guides), ceil(vocab_size / 32)], contiguous.
-    """
-    try:
-        fill_masks([guide.constraint for guide in guides], masks)
-    except FillError as error:
-        for index, reason in error.reasons.items():
-            guides[index].fail(reason)
-
-
-@lru_cache(maxsize=1)
-def _executor() -> Any:
-    """llguidance's threads: as many as 80 % of the CPUs, and at most 32."""
-    from llguidance import LLExecutor
-
-    return LLExecutor()
-
-
-# A trie's node: the ids that may come next, each with the node behind it. A node without any is the end of a choice.
-_Node = dict[int, Any]
-
-
-class _Choice:
-    """A Constraint that walks down a trie."""
-
-    def __init__(self, root: _Node, eos_token_ids: Collection[int]):
-        self._node = root
-        self._eos_token_ids = eos_token_ids
-
-    def advance(self, token_id: int) -> bool:
-        if not self._node and token_id in self._eos_token_ids:
-            return True
-        if token_id not in self._node:
-            raise ValueError(f"token {token_id} continues none of the choices")
-        self._node = self._node[token_id]
-        return not self._node
-
-    def fill(self, mask: np.ndarray) -> None:
-        ids = np.fromiter(self._node or self._eos_token_ids, np.int32)
-        mask[:] = 0
-        np.bitwise_or.at(mask, ids >> 5, np.left_shift(np.int32(1), ids & 31))
-
-
-class _Grammar:
-    """A Constraint around llguidance's LLMatcher, of which this is the only user."""
-
-    def __init__(self, matcher: Any):
-        self.matcher = matcher
-
-    def advance(self, token_id: int) -> bool:
-        self.matcher.consume_token(token_id)
-        self.check()
-        return self.matcher.is_stopped()
-
-    def fill(self, mask: np.ndarray) -> None:
-        from llguidance.numpy import fill_next_token_bitmask
-
-        fill_next_token_bitmask(self.matcher, mask[None])
-        self.check()
-
-    def check(self) -> None:
-        """Raises what the matcher only notes; it never leaves such a state, and its masks allow the end then."""
-        if self.matcher.is_error():
-            raise ValueError(_reason(self.matcher.get_error()))
-
-
-def _reason(error: object) -> str:
-    """llguidance's reason in one line, without the parser's state, which follows it in tags."""
-    text = str(error).split("\n<")[0]
-    reason = " ".join(text.split())
-    if "NoExtensionBias" in reason:
-        return "no token can come next"
-    if len(reason) > 300 and (found := re.search(r"^error: (.*)$", text, re.MULTILINE)):
-        return found[1]  # what stands before it repeats the regex
-    return reason if len(reason) <= 300 else reason[:300] + "…"
-
-
-def _grammar_of(params: StructuredOutputsParams) -> tuple[str, Callable[[], str]]:
-    """The name of what is given, and a function that makes llguidance's grammar of it."""
-    from llguidance import LLMatcher, grammar_from
-
-    if params.regex is not None:
-        return "regex", partial(LLMatcher.grammar_from_regex, params.regex)
-    if params.grammar is not None:
-        return "grammar", partial(grammar_from, "grammar", params.grammar)
-    name, schema = ("json_object", '{"type":"object"}') if params.json is None else ("json", params.json)
-    defaults: Any = {"whitespace_flexible": not params.disable_any_whitespace}
-    return name, partial(LLMatcher.grammar_from_json_schema, schema, defaults=defaults)
-
-
-class StructuredOutputs:
-    """Makes the constraints of one model's completions.
-
-    Args:
-        tokenizer: transformers' tokenizer of the model, or None.
-        vocab_size: of the model's logits; may be larger than the tokenizer's.
-        eos_token_ids: the ids that end a completion. Those that the tokenizer lacks are left out.
-    """
-
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]):
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._all_eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
-        # Many rows have the same parameters.
-        self._compiled = lru_cache(maxsize=_MOST_COMPILED)(self._compile)
-
-    def constraint(self, params: StructuredOutputsParams) -> Constraint:
-        """A constraint for one completion, which begins with it.
-
-        Raises:
-            ValueError: there is no tokenizer or none that llguidance can read, llguidance is not installed or cannot
-                compile the parameters, or the tokenizer cannot spell a choice.
-        """
-        return self._compiled(params)()
-
-    def _compile(self, params: StructuredOutputsParams) -> Callable[[], Constraint]:
-        if self._tokenizer is None:
-            raise ValueError("the model has no tokenizer, which structured outputs need; give LLM(tokenizer=…) one")
-        if params.choice is not None:
-            root = self._trie(params.choice)
-            return lambda: _Choice(root, self._eos_token_ids)
-        matcher = self._matcher(params)
-        # A copy takes microseconds, and shares what the lexer has learnt.
-        return lambda: _Grammar(matcher.deep_copy())
-
-    @cached_property
-    def _eos_token_ids(self) -> list[int]:
-        known = set(self._tokenizer.get_vocab().values())
-        return [token_id for token_id in self._all_eos_token_ids if token_id in known and token_id < self._vocab_size]
-
-    def _trie(self, choices: Sequence[str]) -> _Node:
-        spelled = sorted((self._spelled(choice), choice) for choice in choices)
-        for (token_ids, choice), (longer, other) in pairwise(spelled):
-            if longer[: len(token_ids)] == token_ids:
-                raise ValueError(f"the tokens of choice {choice!r} begin those of choice {other!r}; change one of them")
-        root: _Node = {}
-        for token_ids, _ in spelled:
-            node = root
-            for token_id in token_ids:
-                node = node.setdefault(token_id, {})
-        return root
-
-    def _spelled(self, choice: str) -> list[int]:
-        """A choice's token ids; a ValueError if they do not say the choice."""
-        try:
-            token_ids = self._tokenizer(choice, add_special_tokens=False)["input_ids"]
-            # Skipped, as in most outputs: a special token would leave nothing of its choice.
-            text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        except Exception as error:  # tokenizers raise what they like
-            raise ValueError(f"choice {choice!r} cannot be tokenized: {error}") from error
-        # SentencePiece adds and strips a leading space.
-        if text not in (choice, " " + choice) and " " + text != choice:
-            raise ValueError(f"the tokenizer cannot spell choice {choice!r}: its tokens say {text!r}")
-        if max(token_ids) >= self._vocab_size:
-            raise ValueError(f"choice {choice!r} has token {max(token_ids)}, and the model's end at {self._vocab_size}")
-        return token_ids
-
-    def _matcher(self, params: StructuredOutputsParams) -> Any:
-        """An LLMatcher at the beginning of a completion."""
-        tokenizer = self._llguidance_tokenizer
-        from llguidance import LLMatcher
-
-        name, make_grammar = _grammar_of(params)
-        try:
-            matcher = LLMatcher(tokenizer, make_grammar(), log_level=0)
-            # The first mask tells whether there is a first token at all; copies then need not compute it anew.
-            _Grammar(matcher).fill(np.empty(-(-self._vocab_size // 32), np.int32))
-        except Exception as error:  # a RecursionError of a deep schema too
-            raise ValueError(f"{name} cannot be compiled: {_reason(error)}") from None
-        return matcher
-
-    @cached_property
-    def _llguidance_tokenizer(self) -> Any:
-        try:
-            from llguidance.hf import from_tokenizer
-        except ImportError as error:
-            raise ValueError(f"any structured output but choice {_INSTALL}") from error
-        if not self._eos_token_ids:
-            raise ValueError(
-                "the model has no end-of-sequence token, with which structured outputs end; choice works without one"
-            )
-        try:
-            return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
-        except Exception as error:
-            raise ValueError(f"llguidance cannot read the model's tokenizer: {_reason(error)}") from error

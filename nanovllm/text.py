@@ -81,7 +81,9 @@ class Text:
         longest = self._longest_token if self._max_model_len is not None else None
         if longest is None or self._max_model_len is None or 4 * len(text) <= longest * self._max_model_len:
             return None
-        num_bytes = len(unicodedata.normalize("NFC", text).encode(errors="replace"))
+        if repr(self.tokenizer.backend_tokenizer.normalizer) == "NFC()":
+            text = unicodedata.normalize("NFC", text)
+        num_bytes = len(text.encode(errors="replace"))
         if num_bytes <= longest * self._max_model_len:
             return None
         return ValueError(
@@ -104,10 +106,12 @@ class Text:
         """The row of every (context, continuation), of which the continuation's tokens are scored. Each is a string, or
         token ids.
 
-        Two strings are tokenized as one text, whose tokens behind as many as the context alone has are the
+        Two strings are tokenized as one text. If the context alone has k tokens, the tokens after the first k are the
         continuation's. Spaces that end the context count as the continuation's. An empty context stands for the token
-        that begins texts, or else for the one that ends them. These are lm-evaluation-harness's rules.
+        that begins texts, or else for the one that ends them. These are lm-evaluation-harness's rules for models whose
+        tokenizer adds no special tokens; where it adds some, they begin the context.
         """
+        pairs = [(without_dict(context), without_dict(continuation)) for context, continuation in pairs]
         joined = [pair for pair in pairs if _are_texts(pair)]
         bare = dict.fromkeys(context.rstrip() for context, _ in joined)  # few-shot examples are shared by many
         encoded = self.encode([*bare, *map("".join, joined)])
@@ -411,7 +415,7 @@ def _are_texts(pair: tuple[Any, Any]) -> bool:
 
 
 def _joined(context: Row, whole: Row) -> Row:
-    """The row of `whole`, of which the tokens behind as many as `context` has are scored."""
+    """The row of `whole`. Its tokens after those of `context` are scored."""
     first = len(context.token_ids)
     error = context.error or whole.error
     if error is None and first == 0:

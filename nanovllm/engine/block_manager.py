@@ -267,7 +267,7 @@ class BlockManager:
 
 
 def _num_to_compute(seq: Sequence) -> int:
-    """How many leading tokens will have keys: of the last one that it may have, nobody asks for them."""
+    """How many leading tokens will have keys. Those of the last possible token are never read."""
     return min(seq.num_tokens, seq.max_length - 1)
 
 

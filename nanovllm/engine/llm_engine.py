@@ -16,6 +16,7 @@ import numpy as np
 
 from nanovllm.checks import integer, is_running
 from nanovllm.config import Config
+from nanovllm.engine.guide import TokenGuide
 from nanovllm.engine.limits import check_request, max_length
 from nanovllm.engine.runner import LaunchedStep, Runner, make_scheduler
 from nanovllm.engine.scheduler import SchedulerStats
@@ -23,7 +24,6 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus, make_sequences
 from nanovllm.engine.step import Step, StepOutput
 from nanovllm.engine.step_stats import StepStats, StepTokens, tokens_of
 from nanovllm.sampling_params import SamplingParams, mixed_seed
-from nanovllm.structured_outputs import Guide, guide_masks
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,6 @@ class LLMEngine:
         sampling_params: SamplingParams,
         stop_predicates: StopPredicate | list[StopPredicate] | None = None,
         first_scored: int = 1,
-        is_constrained: bool = False,
     ) -> int:
         """Queues a request and returns its id, which is the id of its first completion; the others' ids follow it.
 
@@ -83,9 +82,8 @@ class LLMEngine:
             sampling_params: how to sample it.
             stop_predicates: one for each of its `n` completions, or one for the only completion. It is called with
                 each new token in order; True ends the completion. An exception from it fails the step and empties the
-                engine. It cannot call the engine itself.
+                engine. It cannot call the engine itself. With `structured_outputs` each must be a TokenGuide.
             first_scored: with `prompt_logprobs`, the first token of the prompt to score, at least 1.
-            is_constrained: the stop predicates are Guides, whose masks say which tokens may come next.
 
         Raises:
             TypeError: the prompt holds something other than integers.
@@ -98,8 +96,14 @@ class LLMEngine:
         number, seq_id, n = self._num_requests, self._num_sequences, sampling_params.n
         self._num_requests += 1
         self._num_sequences += n
+        predicates: Iterable[StopPredicate | None] = [None] * n
+        if stop_predicates is not None:
+            predicates = [stop_predicates] if callable(stop_predicates) else stop_predicates
+        is_constrained = sampling_params.structured_outputs is not None
         try:
             check_request(prompt_token_ids, sampling_params, self.info)
+            if is_constrained and not all(hasattr(predicate, "fill_masks") for predicate in predicates):
+                raise ValueError("an engine knows no text; give each completion of structured_outputs a TokenGuide")
         except (TypeError, ValueError):
             self.step_stats.num_rejected_requests += 1
             raise
@@ -112,10 +116,8 @@ class LLMEngine:
             seq_id, prompt_token_ids, sampling_params, most_tokens, stop_token_ids, seed, first_scored,
             is_constrained,
         )  # fmt: skip
-        if stop_predicates is not None:
-            given = [stop_predicates] if callable(stop_predicates) else stop_predicates
-            for seq, predicate in zip(sequences, given, strict=True):
-                seq.stop_predicate = predicate
+        for seq, predicate in zip(sequences, predicates, strict=True):
+            seq.stop_predicate = predicate
         try:
             self.runner.request_added(sequences)
             for seq in sequences:
@@ -187,15 +189,16 @@ class LLMEngine:
 
     def _constrain(self, step: Step, launched: LaunchedStep) -> None:
         """Lets a step sample, now that all steps before it are committed: its masks depend on their tokens. The device
-        computes the step's logits during that time."""
+        computes the step's layers during that time."""
         if not step.constrained:
             return
-        masks = np.full((len(step.constrained), -(-self.info.vocab_size // 32)), -1, np.int32)
-        rows = [row for row, seq in enumerate(step.constrained) if seq.status is not SequenceStatus.FINISHED]
-        filled = np.empty((len(rows), masks.shape[1]), np.int32)
-        guide_masks([cast(Guide, step.constrained[row].stop_predicate) for row in rows], filled)
-        masks[rows] = filled
-        launched.constrain(masks)
+        unfinished = [seq.status is not SequenceStatus.FINISHED for seq in step.constrained]
+        rows = [row for row, is_unfinished in enumerate(unfinished) if is_unfinished]
+        masks = np.empty((len(rows), -(-self.info.vocab_size // 32)), np.int32)
+        if rows:
+            guides = [cast(TokenGuide, step.constrained[row].stop_predicate) for row in rows]
+            guides[0].fill_masks(guides, masks)
+        launched.constrain(masks, rows)
 
     def reset(self) -> None:
         """Drops every request, waits for what is in flight and starts with an empty cache."""

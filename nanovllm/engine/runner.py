@@ -45,11 +45,11 @@ class RunnerInfo:
 class LaunchedStep(Protocol):
     """A step that the device may still be working on."""
 
-    def constrain(self, masks: np.ndarray) -> None:
+    def constrain(self, masks: np.ndarray, rows: list[int]) -> None:
         """Lets a step that has constrained rows sample. Needed before `wait`, unless the step is thrown away.
 
-        masks: int32 [len(step.constrained), ceil(vocab_size / 32)], bit `id & 31` of word `id >> 5` of each says
-            whether the id may be sampled.
+        masks: int32 [len(rows), ceil(vocab_size / 32)], as TokenGuide has them.
+        rows: whose they are, as indices into `step.constrained`. Nobody reads the tokens of the others.
         """
 
     def wait(self) -> StepOutput:
@@ -66,8 +66,8 @@ class Runner(Protocol):
     info: RunnerInfo
 
     def launch(self, step: Step) -> LaunchedStep:
-        """Starts a step and returns without waiting for the device. A step with constrained rows computes all but its
-        tokens, which wait for `LaunchedStep.constrain`."""
+        """Starts a step and returns without waiting for the device. A step with constrained rows runs the layers;
+        logits and tokens wait for `LaunchedStep.constrain`."""
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device, or on all of them, by use."""

@@ -14,8 +14,8 @@ from nanovllm.engine.waiting_queue import WaitingQueue
 
 _BROKEN_LOGITS = "the model's logits were not finite (NaN or infinity)"
 _NO_TOKEN_LEFT = (
-    "no token is left to sample: logit_bias, bad_words, allowed_token_ids and min_tokens together ban all of them; "
-    "loosen them"
+    "no token is left to sample: logit_bias, bad_words, allowed_token_ids, min_tokens and structured_outputs together "
+    "ban all of them; loosen them"
 )
 
 
@@ -60,8 +60,11 @@ class Scheduler:
         self._is_admitting = False  # an admission has begun and was only cut short by the step's budget
         self._num_free_blocks_wanted = 0  # before the next admission, after one that ended for want of blocks
         self._free_entries = list(range(max_num_seqs - 1, -1, -1))
-        self._copies: list[tuple[int, int]] = []  # of the step that is being made
+        # Of the step that is being made.
+        self._copies: list[tuple[int, int]] = []
         self._scored: list[Scored] = []
+        self._constrained: list[Sequence] = []
+        self._leaders: list[int] = []  # chunks that end prompts with several completions
 
     def add(self, seq: Sequence) -> None:
         key = self.block_manager.prefix_key(seq)
@@ -78,14 +81,14 @@ class Scheduler:
     def schedule(self) -> Step:
         """The next step; without chunks when nothing can run until a step in flight is committed."""
         chunks: list[Chunk] = []
-        self._copies, self._scored = [], []
+        self._copies, self._scored, self._constrained = [], [], []
         budget, running = self.max_num_batched_tokens, self.running
         if running and running[0].num_tokens - running[0].num_computed_tokens <= 1:  # the oldest is past its prompt
             budget = min(budget, max(self.most_tokens_beside_decodes, 2 * len(running)))
         budget = self._advance_running(chunks, budget)
         if self.waiting and budget > 0:
             self._admit(chunks, budget)
-        return Step.of(chunks, self._copies, self._scored)
+        return Step.of(chunks, self._copies, self._scored, self._constrained)
 
     def commit(self, step: Step, token_ids: list[int], stopped: Container[int] = ()) -> list[Sequence]:
         """Takes the tokens that `step` sampled and returns the sequences that finished.
@@ -133,7 +136,6 @@ class Scheduler:
     def _advance_running(self, chunks: list[Chunk], budget: int) -> int:
         """Schedules what runs, oldest first, preempting the newest when blocks run out; returns the budget left."""
         running, block_manager = self.running, self.block_manager
-        leaders: list[int] = []  # chunks that end prompts with several completions
         index = 0
         while index < len(running) and budget > 0:
             seq = running[index]
@@ -152,10 +154,7 @@ class Scheduler:
             else:
                 budget -= num_new_tokens
                 self._launch(chunks, seq, num_new_tokens)
-                if seq.siblings and chunks[-1].samples:
-                    leaders.append(len(chunks) - 1)
-        for leader in reversed(leaders):
-            chunks[leader + 1 : leader + 1] = self._fork(chunks[leader].seq)
+        self._fork(chunks)
         return budget
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
@@ -193,28 +192,29 @@ class Scheduler:
             num_new_tokens = min(min(seq.num_tokens, seq.max_length - 1) - seq.num_computed_tokens, budget)
             budget -= num_new_tokens
             self._launch(chunks, seq, num_new_tokens)
-            if seq.siblings and chunks[-1].samples:
-                chunks += self._fork(seq)
+            self._fork(chunks)
 
-    def _fork(self, leader: Sequence) -> list[Chunk]:
-        """If this step completes the prompt of a sequence, lets its waiting siblings sample from the same logits.
+    def _fork(self, chunks: list[Chunk]) -> None:
+        """Lets the waiting siblings of sequences whose prompts this step completes sample from the same logits.
 
         Those that find no place or no block stay waiting. They are admitted like others, and share full blocks.
         """
-        chunks: list[Chunk] = []
-        if leader.num_computed_tokens > leader.num_prompt_tokens:
-            return chunks
-        for seq in leader.siblings:
-            if len(self.running) == self.max_num_seqs or not self.block_manager.can_fork(leader, len(self.running)):
-                break
-            if seq.waits_for_prompt:
-                self.waiting.remove(seq)
-                self._copies += self.block_manager.fork(leader, seq)
-                self._run(seq)
-                seq.num_cached_tokens = seq.num_computed_tokens
-                seq.num_tokens += 1
-                chunks.append(Chunk(seq, 0, True))
-        return chunks
+        for index in reversed(self._leaders):
+            leader, forked = chunks[index].seq, index + 1
+            for seq in leader.siblings:
+                if len(self.running) == self.max_num_seqs or not self.block_manager.can_fork(leader, len(self.running)):
+                    break
+                if seq.waits_for_prompt:
+                    self.waiting.remove(seq)
+                    self._copies += self.block_manager.fork(leader, seq)
+                    self._run(seq)
+                    seq.num_cached_tokens = seq.num_computed_tokens
+                    seq.num_tokens += 1
+                    chunks.insert(forked, Chunk(seq, 0, True))
+                    forked += 1
+                    if seq.is_constrained:
+                        self._constrained.append(seq)
+        self._leaders = []
 
     def _run(self, seq: Sequence) -> None:
         """Takes a sequence that has blocks among the running ones."""
@@ -228,11 +228,16 @@ class Scheduler:
         chunks.append(Chunk(seq, num_new_tokens, samples))
         if samples:
             seq.num_tokens += 1
-        if seq.next_scored < seq.num_prompt_tokens:
-            self._score(seq)
+            if seq.is_constrained:
+                self._constrained.append(seq)
+        if seq.num_computed_tokens - num_new_tokens < seq.num_prompt_tokens:  # it reaches into the prompt
+            if seq.next_scored < seq.num_prompt_tokens:
+                self._score(seq)
+            if samples and seq.siblings and seq.num_computed_tokens == seq.num_prompt_tokens:
+                self._leaders.append(len(chunks) - 1)
 
     def _score(self, seq: Sequence) -> None:
-        """Scores the prompt's tokens that what is computed now tells of: each token tells of the one after it."""
+        """Schedules scores of the prompt's tokens. The logits after one token score the next one."""
         start, end = seq.next_scored, min(seq.num_computed_tokens + 1, seq.num_prompt_tokens)
         if start < end:
             seq.next_scored = end

@@ -36,7 +36,7 @@ class Sequence:
         "seed",  # 64 bits, keys the sampling noise
         "stop_token_ids",  # every id that ends this request
         "stop_predicate",  # the caller's: called with each new token, True ends the completion
-        "is_constrained",  # whether masks say which tokens may come next; its stop predicate is a Guide then
+        "is_constrained",  # whether masks say which tokens may come next; its stop predicate is a TokenGuide then
         "status",
         "finish_reason",
         "error",
@@ -99,8 +99,9 @@ class Sequence:
 
     @property
     def waits_for_prompt(self) -> bool:
-        """Whether it has neither blocks nor a token yet."""
-        return self.status is SequenceStatus.WAITING and self.num_tokens == self.num_prompt_tokens
+        """Whether it has neither blocks nor a token yet, and nothing to score."""
+        is_new = self.num_tokens == self.num_prompt_tokens == self.next_scored
+        return is_new and self.status is SequenceStatus.WAITING
 
     def __repr__(self) -> str:
         return (

@@ -19,8 +19,8 @@ class Chunk(NamedTuple):
 
     Args:
         seq: the sequence.
-        num_new_tokens: how many tokens are computed; they end at `seq.num_computed_tokens`. It is 0 for a sibling of
-            the chunk before, which has just been forked from it and samples from the same logits.
+        num_new_tokens: how many tokens are computed; they end at `seq.num_computed_tokens`. It is 0 for a sibling
+            that was just forked. It samples from the same logits as the nearest chunk before it that has tokens.
         samples: whether the step samples the token after them.
     """
 
@@ -48,8 +48,8 @@ class Step(NamedTuple):
         chunks: one per sequence; the decodes are those of a single new token that come before all others.
         num_decodes: how many those are. This is what the device calls a decode; StepStats counts tokens by phase.
         copies: blocks to copy once the step's keys are stored, as (source, copy).
-        scored: of which prompts' tokens it computes log-probabilities.
-        constrained: the sequences that sample among the tokens of a mask, in the chunks' order.
+        scored: the prompt tokens whose log-probabilities it computes.
+        constrained: the sequences that sample among the tokens of a mask.
     """
 
     chunks: list[Chunk]
@@ -64,11 +64,16 @@ class Step(NamedTuple):
         return sum(chunk.num_new_tokens for chunk in self.chunks)
 
     @classmethod
-    def of(cls, chunks: list[Chunk], copies: Iterable[tuple[int, int]] = (), scored: Iterable[Scored] = ()) -> "Step":
+    def of(
+        cls,
+        chunks: list[Chunk],
+        copies: Iterable[tuple[int, int]] = (),
+        scored: Iterable[Scored] = (),
+        constrained: Iterable[Sequence] = (),
+    ) -> "Step":
         """The step of these chunks, with its decodes counted."""
         num_decodes = next((i for i, chunk in enumerate(chunks) if chunk.num_new_tokens != 1), len(chunks))
-        constrained = tuple(chunk.seq for chunk in chunks if chunk.samples and chunk.seq.is_constrained)
-        return cls(chunks, num_decodes, tuple(copies), tuple(scored), constrained)
+        return cls(chunks, num_decodes, tuple(copies), tuple(scored), tuple(constrained))
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class TokenNumbers:
     row_bytes: int = 0
 
     def row(self, index: int, num_logprobs: int) -> bytes:
-        """A row as far as a request for so many log-probabilities wants it."""
+        """The part of a row that a request for `num_logprobs` of the most probable tokens gets."""
         start = index * self.row_bytes
         return self.data[start : start + bytes_of_numbers(num_logprobs)]
 

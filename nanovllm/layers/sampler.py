@@ -1,5 +1,5 @@
-"""Turns the ranks' columns of the logits into one token per row: logits processors, filters, the draw, and what it was
-worth."""
+"""Turns the ranks' columns of the logits into one token per row: logits processors, filters, the draw, and its
+log-probability."""
 
 from typing import NamedTuple
 

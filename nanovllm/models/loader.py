@@ -109,7 +109,7 @@ def given_tensors(weights: Iterable[Any]) -> dict[str, Given]:
     """The tensors of (name, tensor) pairs, whose values can be copied.
 
     Raises:
-        TypeError: something else than such a pair.
+        TypeError: something other than such a pair.
         ValueError: a name given twice, or a tensor that is not dense or not of floating-point numbers of 16 bits and
             more.
     """

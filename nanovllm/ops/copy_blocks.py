@@ -10,12 +10,13 @@ _WIDTH = 2048  # numbers that a program copies at a time
 
 
 def copy_blocks(kv_cache: torch.Tensor, copies: tuple[tuple[int, int], ...], fused: bool = False) -> None:
-    """Copies each block over another, in every layer. No block is written twice, and none is read and written.
+    """Copies each block over another, in every layer. No block is a target twice, and none is a source and
+    another's target.
 
     Args:
         kv_cache: contiguous [2, num_layers, num_blocks, …].
         copies: (source, copy) block ids.
-        fused: compute with the kernel, which needs no memory.
+        fused: compute with the kernel, which needs no memory for the blocks.
     """
     if not fused:
         # One by one, because all of them gathered may be larger than what is left of the memory.

@@ -83,7 +83,7 @@ def make_sampling_exchange(
 ) -> SamplingExchange | None:
     """A SamplingExchange for `most_rows` rows, or None where the GPUs cannot reach each other's memory.
 
-    most_numbers: of 32 bits, that the rank that samples a row sends the others: its token, and more if asked for.
+    most_numbers: how many 32-bit numbers a rank sends for each row that it samples.
     """
     import torch.distributed._symmetric_memory as symmetric_memory
 

@@ -48,8 +48,8 @@ class _ParallelStep:
     def __init__(self, runner: "TensorParallelRunner", number: int):
         self._runner, self._number = runner, number
 
-    def constrain(self, masks: np.ndarray) -> None:
-        self._runner.constrain(self._number, masks)
+    def constrain(self, masks: np.ndarray, rows: list[int]) -> None:
+        self._runner.constrain(self._number, masks, rows)
 
     def wait(self) -> StepOutput:
         return self._runner.output_of(self._number)
@@ -106,9 +106,9 @@ class TensorParallelRunner(Runner):
         self._write("launch", self._num_launched, fingerprint(step))
         return _ParallelStep(self, self._num_launched)
 
-    def constrain(self, number: int, masks: np.ndarray) -> None:
+    def constrain(self, number: int, masks: np.ndarray, rows: list[int]) -> None:
         """See LaunchedStep."""
-        self._write("constrain", number, *pack_masks(masks))
+        self._write("constrain", number, rows, *pack_masks(masks))
 
     def output_of(self, number: int) -> StepOutput:
         """What step `number` computed; nothing if it will not be committed."""

@@ -193,8 +193,8 @@ class Worker:
             )
         self._in_flight[number] = step, self._runner.launch(step)
 
-    def _constrain(self, number: int, places: list[int], data: str) -> None:
-        self._in_flight[number][1].constrain(unpack_masks(places, data))
+    def _constrain(self, number: int, rows: list[int], places: list[int], data: str) -> None:
+        self._in_flight[number][1].constrain(unpack_masks(places, data), rows)
 
     def _wait(self, number: int) -> list:
         """A number for the step's tokens, and on rank 0 all that it computed."""

@@ -74,32 +74,39 @@ class StepInFlight:
     """What a launched step computes: on the device now, on the host once `wait` returns.
 
     Args:
-        sample: samples, given the masks of constrained rows: the tokens, and what was asked of them.
+        sampled: what the step sampled; or, while it waits for the masks of its constrained rows, a function of the
+            masks (see LaunchedStep) that samples.
         scores: the numbers of the prompts' tokens that are scored, as `Sampled.logprobs`.
-        is_constrained: whether the masks are still to come.
     """
 
-    def __init__(self, sample: Callable[[np.ndarray | None], Sampled], scores: torch.Tensor, is_constrained: bool):
-        self._sample, self._scores = sample, scores
-        self._event: torch.cuda.Event | None = None
+    def __init__(self, sampled: Sampled | Callable[[np.ndarray, list[int]], Sampled], scores: torch.Tensor):
+        self._sampled, self._scores = sampled, scores
         self._results: list[torch.Tensor] = []
-        if not is_constrained:
-            self._take(sample(None))
+        self._event = torch.cuda.Event() if scores.is_cuda else None
+        if isinstance(sampled, Sampled):
+            self._take(sampled)
+        else:
+            self._record()
 
-    def constrain(self, masks: np.ndarray) -> None:
-        self._take(self._sample(masks))
+    def constrain(self, masks: np.ndarray, rows: list[int]) -> None:
+        assert not isinstance(self._sampled, Sampled), "the step has sampled already"
+        self._sampled = self._sampled(masks, rows)
+        self._take(self._sampled)
 
     def _take(self, sampled: Sampled) -> None:
         self._results = [*sampled, self._scores]
-        if self._scores.is_cuda:
+        if self._event is not None:
             self._results = [_to_host(each) if each.numel() else each.cpu() for each in self._results]
-            self._event = torch.cuda.Event()
+        self._record()
+
+    def _record(self) -> None:
+        if self._event is not None:
             self._event.record(torch.cuda.current_stream(self._scores.device))
 
     def wait(self) -> StepOutput:
         if self._event is not None:
             self._event.synchronize()
-        if not self._results:  # it is thrown away
+        if not self._results:  # it never got its masks: it is thrown away
             return StepOutput([])
         token_ids, logprobs, scores = self._results
         return StepOutput(token_ids.tolist(), _numbers(logprobs), _numbers(scores))
@@ -274,12 +281,13 @@ class ModelRunner(Runner):
 
     def _choose_sizes(self, config: Config) -> None:
         """The sizes that steps are padded to where they are captured."""
-        # A step of more rows has siblings that were just forked, which are rows without a token; it is not captured.
+        # Only a step with forked siblings, which are rows without tokens, has more rows. It is not captured.
         self._most_rows = min(self.max_num_seqs, config.max_num_batched_tokens)
         self._row_sizes = graph_sizes(self._most_rows)
-        # Ranks that exchange logits have room for no more rows than sample.
+        # The exchange has room for as many rows of logits as can sample.
+        multiple = row_multiple(self._parallel)
         most_exchanged = _MOST_SCORED if self._parallel.size == 1 else self._padded_sampled(self._most_rows)
-        self._most_scored = min(_MOST_SCORED, most_exchanged)
+        self._most_scored = min(_MOST_SCORED // multiple * multiple, most_exchanged)
         self._token_sizes: list[int] = []
         self._kernels_of: dict[StepSize, Hashable] = {}
         if self._captures_prompts:
@@ -318,45 +326,51 @@ class ModelRunner(Runner):
             rows = StepRows.of(step)
             num_sampled = int(rows.samples.sum())
             is_grouped = self._group_prefixes(step, rows)
-            size, is_captured = self._size(rows, step.num_decodes, num_sampled, is_grouped)
+            size, is_captured = self._size(rows, step.num_decodes, num_sampled, is_grouped, bool(step.scored))
             needs = self.table.send(step, rows, size)
             scores = self._nothing.logprobs
-            sample: Callable[[], Sampled] = lambda: self._nothing  # noqa: E731
-            if is_captured and self.graphs is not None and not step.scored:
+            if is_captured and self.graphs is not None:
                 self.graphs.run(*self._forward_half(size))
                 self._copy_blocks(step)
-                if num_sampled:
-                    num_padded = self._padded_sampled(_next(self._row_sizes, num_sampled))
-                    sample = partial(self.graphs.run, *self._sampling_half(num_padded, needs))
+                num_padded = self._padded_sampled(_next(self._row_sizes, num_sampled)) if num_sampled else 0
+                sample = partial(self.graphs.run, *self._sampling_half(num_padded, needs))
             else:
                 of_tokens = self._hidden_states_of_tokens(size, list(map(tuple, rows.tenants.tolist())))
                 self._copy_blocks(step)
                 if step.scored:
                     scores = self._score(step, rows, of_tokens)
-                if num_sampled:
-                    sample = partial(self._sample, self._rows_that_sample(size, of_tokens), needs)
-            constrained = np.array([seq.entry for seq in step.constrained], np.int64)
+                sample = partial(self._sample, self._rows_that_sample(size, of_tokens), needs)
+            if not step.constrained:
+                return StepInFlight(sample().first(num_sampled) if num_sampled else self._nothing, scores)
+        entries = np.array([seq.entry for seq in step.constrained], np.int64)
+        return StepInFlight(partial(self._constrain_and_sample, sample, entries, num_sampled), scores)
 
-            @torch.inference_mode()
-            def constrain_and_sample(masks: np.ndarray | None) -> Sampled:
-                with self._on_device():
-                    if masks is not None:
-                        self.table.rules.constrain(constrained, masks)
-                    return sample().first(num_sampled)
-
-            return StepInFlight(constrain_and_sample, scores, bool(step.constrained))
+    @torch.inference_mode()
+    def _constrain_and_sample(
+        self, sample: Callable[[], Sampled], entries: np.ndarray, num_sampled: int, masks: np.ndarray, rows: list[int]
+    ) -> Sampled:
+        """The second half of a step with constrained rows; `entries` are theirs, masks and rows as LaunchedStep's."""
+        with self._on_device():
+            self.table.rules.constrain(entries[rows], masks)
+            return sample().first(num_sampled)
 
     def _copy_blocks(self, step: Step) -> None:
         if step.copies:
             copy_blocks(self.kv_cache, step.copies, self._fused)
 
-    def _size(self, rows: StepRows, num_decodes: int, num_sampled: int, is_grouped: bool) -> tuple[StepSize, bool]:
-        """How large the step is to be, and whether it is one of those that are captured."""
+    def _size(
+        self, rows: StepRows, num_decodes: int, num_sampled: int, is_grouped: bool, is_scored: bool = False
+    ) -> tuple[StepSize, bool]:
+        """How large the step is to be, and whether it is one of those that are captured.
+
+        is_scored: it needs the hidden states of tokens that do not sample, which captured steps do not keep.
+        """
         num_rows, num_tokens = len(rows.entries), int(rows.num_new_tokens.sum())
-        if self.graphs is not None and num_decodes == num_rows:
+        may_be_captured = self.graphs is not None and not is_scored
+        if may_be_captured and num_decodes == num_rows:
             return self._decode_size(_next(self._row_sizes, num_rows), is_grouped), True
         num_tiles = int((-(-rows.num_new_tokens[num_decodes:] // QUERY_TILE)).sum())
-        if self.graphs is not None:
+        if may_be_captured:
             for size in map(self._prompt_size, self._token_sizes[bisect_left(self._token_sizes, num_tokens) :]):
                 if num_tiles <= size.num_tiles and num_rows <= size.num_rows:
                     return size._replace(is_grouped=is_grouped), True
@@ -437,7 +451,7 @@ class ModelRunner(Runner):
         # Of each sequence of the step: what to add to a position for its index in the flat batch.
         offsets = (np.cumsum(rows.num_new_tokens) - rows.keys).tolist()
         offset_of = {chunk.seq.seq_id: offset for chunk, offset in zip(step.chunks, offsets, strict=True)}
-        # The token before it tells of a token.
+        # The hidden state before a token scores it.
         places = [np.arange(start, end) - 1 + offset_of[seq.seq_id] for seq, start, end, _ in step.scored]
         targets = [seq.token_ids[start:end] for seq, start, end, _ in step.scored]
         width = max(logprobs_width(seq.sampling_params.prompt_logprobs or 0) for seq, *_ in step.scored)
@@ -557,7 +571,8 @@ class ModelRunner(Runner):
         longest = max((chunk.seq for chunk in chunks), key=lambda seq: seq.num_prompt_tokens)
         num_scored = min(self._most_scored, longest.num_prompt_tokens - 1)
         scored = [Scored(longest, 1, 1 + num_scored, False)] if num_scored else []
-        self.launch(Step.of(chunks, scored=scored)).wait()
+        # A block copied over itself stays as it is, and the kernel that copies is compiled.
+        self.launch(Step.of(chunks, copies=[(0, 0)], scored=scored)).wait()
 
     def _check_memory_left(self) -> None:
         """Raises a RuntimeError if the captured graphs took more than was set aside for them."""

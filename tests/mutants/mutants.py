@@ -423,8 +423,8 @@ MUTANTS = [
     Mutant(
         "siblings fork from a prompt that was computed anew",
         SCHEDULER,
-        "        if leader.num_computed_tokens > leader.num_prompt_tokens:\n            return chunks\n",
-        "",
+        "if samples and seq.siblings and seq.num_computed_tokens == seq.num_prompt_tokens:",
+        "if samples and seq.siblings:",
         ("test_scheduler.py::test_siblings_do_not_fork_from_a_leader_that_came_back",),
     ),
     Mutant(
@@ -502,9 +502,9 @@ MUTANTS = [
     ),
     Mutant(
         "a constraint that cannot go on ends its row without a word",
-        "structured_outputs.py",
-        "            guides[index].fail(reason)\n",
-        "            pass\n",
+        "guides.py",
+        "                guides[index]._fail(reason)\n",
+        "                pass\n",
         ("test_structured_outputs.py::test_a_constraint_that_cannot_go_on_ends_its_completion_with_the_reason",),
     ),
     # The loop
@@ -1115,8 +1115,8 @@ MUTANTS = [
     Mutant(
         "steps are padded before there are graphs for them",
         RUNNER,
-        "        if self.graphs is not None:\n            for size",
-        "        if True:\n            for size",
+        "may_be_captured = self.graphs is not None and not is_scored",
+        "may_be_captured = not is_scored",
         ("test_cuda_graph.py::test_steps_are_not_padded_where_nothing_is_captured",),
     ),
     Mutant(
@@ -1214,8 +1214,8 @@ MUTANTS = [
     Mutant(
         "padding of a captured step is given to the caller",
         RUNNER,
-        "return sample().first(num_sampled)",
-        "return sample()",
+        "return StepInFlight(sample().first(num_sampled) if",
+        "return StepInFlight(sample() if",
         ("test_cuda_graph.py::test_padded_steps_give_the_tokens_of_eager_ones[torch-True-9-True-None]",),
     ),
     Mutant(

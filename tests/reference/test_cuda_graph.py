@@ -182,9 +182,9 @@ class Recording:
             place.copy_(result)
 
 
-def copied(sample, scores: torch.Tensor, is_constrained: bool) -> StepInFlight:
+def copied(sampled: Sampled, scores: torch.Tensor) -> StepInFlight:
     """A GPU's results are copied to the host before the next step writes over them."""
-    return StepInFlight(lambda masks: Sampled(*(each.clone() for each in sample(masks))), scores, is_constrained)
+    return StepInFlight(Sampled(*(each.clone() for each in sampled)), scores)
 
 
 class Recorder(CudaGraphs):

@@ -11,9 +11,9 @@ import pytest
 from nanovllm import LLM, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.engine.sequence import Sequence
+from nanovllm.guides import StructuredOutputs
 from nanovllm.prompts import Row
 from nanovllm.row_stream import RowStream
-from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.text import Text
 
 # Few at a time, so that the window of 32 rows is soon full.
@@ -364,7 +364,7 @@ class FakeEngine:
         self.info, self.eos_token_ids = SimpleNamespace(max_num_seqs=512), frozenset()
         self.num_requests, self.waiting, self.weight_version = 0, [], 0
 
-    def add_request(self, token_ids, params, predicates, first_scored, is_constrained):
+    def add_request(self, token_ids, params, predicates, first_scored):
         seq = Sequence(self.num_requests, token_ids, params, 64)
         seq.token_ids.append(7)
         seq.finish_reason = "length"

@@ -155,6 +155,7 @@ def test_a_prompt_that_cannot_run_is_one_error_row():
         ({"n": 16385}, "n must be at most 16384, not 16385"),
         ({"n": 2, "temperature": 0}, "n=2 greedy completions would all be equal"),
         ({"best_of": 2}, "did you mean n"),
+        ({"n": 2, "max_tokens": 0, "prompt_logprobs": 0}, "n=2 completions of no tokens would all be equal"),
     ],
     ids=str,
 )

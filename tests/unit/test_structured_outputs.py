@@ -16,15 +16,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm.demo import MODEL_DIRECTORY
+from nanovllm.guides import FillError, Guide, StructuredOutputs, fill_masks
 from nanovllm.ops.process_logits import pack_allowed
-from nanovllm.structured_outputs import (
-    FillError,
-    Guide,
-    StructuredOutputs,
-    StructuredOutputsParams,
-    fill_masks,
-    guide_masks,
-)
+from nanovllm.structured_outputs import StructuredOutputsParams
 
 # More than the tokenizers have, as models do whose vocabulary is padded.
 VOCAB_SIZE = 500
@@ -132,8 +126,8 @@ def texts_of(kind):
         ({"choice": []}, ValueError, "at least one"),
         ({"choice": ["a", ""]}, ValueError, "empty string"),
         ({"choice": ["a", "b", "a"]}, ValueError, "'a' twice"),
-        ({"choice": ["no one", "yes", "no"]}, ValueError, "'no' begins choice 'no one'"),
-        ({"choice": ["ab", "a", "aa"]}, ValueError, "'a' begins choice 'a[ab]'"),
+        ({"choice": ["no one", "yes", "no"]}, ValueError, "'no' is a prefix of choice 'no one'"),
+        ({"choice": ["ab", "a", "aa"]}, ValueError, "'a' is a prefix of choice 'a[ab]'"),
         ({"choice": ["\ud800"]}, ValueError, "surrogate"),
         ({"regex": 5}, TypeError, "regex must be a string"),
         ({"regex": ""}, ValueError, "empty string"),
@@ -149,11 +143,11 @@ def texts_of(kind):
         ({"json": True}, TypeError, "json must be a JSON schema"),
         ({"json": ["object"]}, TypeError, "json must be a JSON schema"),
         ({"json": int}, TypeError, "json must be a JSON schema"),
-        ({"json": "{'type': 'object'}"}, ValueError, "the string is no JSON"),
+        ({"json": "{'type': 'object'}"}, ValueError, "the string is not JSON"),
         ({"json": "[1]"}, ValueError, "json must be a JSON schema"),
-        ({"json": "[" * 100_000}, ValueError, "the string is no JSON"),
+        ({"json": "[" * 100_000}, ValueError, "the string is not JSON"),
         ({"json": {"enum": {1, 2}}}, TypeError, "only what JSON has"),
-        ({"json": {"const": float("nan")}}, ValueError, "no JSON schema"),
+        ({"json": {"const": float("nan")}}, ValueError, "not a JSON schema"),
         ({"json": {"$ref": "https://json.org/x"}}, ValueError, r"'https://json.org/x'.*within the schema"),
         ({"json": '{"anyOf": [{"properties": {"a": {"$ref": "x.json#/a"}}}]}'}, ValueError, "x.json#/a"),
         ({"json_object": 1}, TypeError, "json_object must be True or False"),
@@ -334,7 +328,7 @@ def test_choices_need_neither_llguidance_nor_an_end(monkeypatch):
     masks = new_mask(1)
     fill_masks([outputs.constraint(StructuredOutputsParams(choice=["ab"]))], masks)
     assert ids_in(masks[0]) == [ord("a")]
-    with pytest.raises(ValueError, match=r"pip install nanovllm\[structured\]"):
+    with pytest.raises(ValueError, match=r"pip install llguidance"):
         outputs.constraint(StructuredOutputsParams(regex="ab"))
 
 
@@ -637,7 +631,7 @@ def test_a_constraint_that_cannot_go_on_ends_its_completion_with_the_reason(at):
     guides = [Guide(Failing("")), Guide(Failing(at))]
     ends = []
     for _ in range(2):
-        guide_masks(guides, np.empty((2, 1), np.int32))
+        Guide.fill_masks(guides, np.empty((2, 1), np.int32))
         ends.append([guide(5) for guide in guides])
     assert ends == [[False, False], [False, True]]
     assert guides[0].error is None and guides[0](5)
