@@ -247,7 +247,9 @@ class StructuredOutputs:
         spelled = sorted((self._spelled(choice), choice) for choice in choices)
         for (token_ids, choice), (longer, other) in pairwise(spelled):
             if longer[: len(token_ids)] == token_ids:
-                raise ValueError(f"the tokens of choice {choice!r} begin those of choice {other!r}; change one of them")
+                raise ValueError(
+                    f"the tokens of choice {choice!r} are a prefix of those of choice {other!r}; change one of them"
+                )
         root: _Node = {}
         for token_ids, _ in spelled:
             node = root
@@ -258,7 +260,7 @@ class StructuredOutputs:
     def _spelled(self, choice: str) -> list[int]:
         """A choice's token ids; a ValueError if they do not say the choice."""
         try:
-            token_ids = self._tokenizer(choice, add_special_tokens=False)["input_ids"]
+            token_ids = self._tokenizer(choice, add_special_tokens=False, verbose=False)["input_ids"]
             # Skipped, as in most outputs: a special token would leave nothing of its choice.
             text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         except Exception as error:  # tokenizers raise what they like
@@ -266,8 +268,12 @@ class StructuredOutputs:
         # SentencePiece adds and strips a leading space.
         if text not in (choice, " " + choice) and " " + text != choice:
             raise ValueError(f"the tokenizer cannot spell choice {choice!r}: its tokens say {text!r}")
+        if not token_ids:
+            raise ValueError(f"the tokenizer has no tokens for choice {choice!r}")
         if max(token_ids) >= self._vocab_size:
-            raise ValueError(f"choice {choice!r} has token {max(token_ids)}, and the model's end at {self._vocab_size}")
+            raise ValueError(
+                f"choice {choice!r} has token {max(token_ids)}, but the model has only {self._vocab_size} token ids"
+            )
         return token_ids
 
     def _matcher(self, params: StructuredOutputsParams) -> Any:

@@ -77,7 +77,7 @@ class RowStream:
                 yield refused
             if self._engine.is_finished():
                 if self._running:
-                    raise RuntimeError("the engine was emptied while this call had requests in it")
+                    raise RuntimeError("somebody else aborted requests of this call, or emptied the engine")
                 if self._is_exhausted:
                     return
                 continue

@@ -14,6 +14,7 @@ _MOST_EDITS = 4096
 _MOST_COMPLETIONS = 16384
 MOST_LOGPROBS = 128
 _MASK = 2**64 - 1
+_OF_COMPLETIONS = 0x5BF03635  # so that completions and requests have different seeds
 DEFAULT_MAX_TOKENS = 64
 _BEAMS = "nanovllm has no beam search; leave it out"
 
@@ -218,7 +219,7 @@ class SamplingParams:
 
 def completion_seed(seed: int, index: int) -> int:
     """The 64-bit seed of completion `index` of a request with `seed`; completion 0 has the request's own."""
-    return mixed_seed(seed, index) if index else seed
+    return mixed_seed(seed ^ _OF_COMPLETIONS, index) if index else seed
 
 
 def mixed_seed(seed: int, number: int) -> int:

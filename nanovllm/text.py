@@ -111,7 +111,7 @@ class Text:
         that begins texts, or else for the one that ends them. These are lm-evaluation-harness's rules for models whose
         tokenizer adds no special tokens; where it adds some, they begin the context.
         """
-        pairs = [(without_dict(context), without_dict(continuation)) for context, continuation in pairs]
+        pairs = [_without_spaces_alone(*map(without_dict, pair)) for pair in pairs]
         joined = [pair for pair in pairs if _are_texts(pair)]
         bare = dict.fromkeys(context.rstrip() for context, _ in joined)  # few-shot examples are shared by many
         encoded = self.encode([*bare, *map("".join, joined)])
@@ -121,9 +121,10 @@ class Text:
             if _are_texts((context, continuation)):
                 rows.append(_joined(contexts[context.rstrip()], next(wholes)))
                 continue
-            (before,) = self.encode([context]) if context != "" else [Row(None, self._first_token_ids)]
+            begins_text = isinstance(context, str) and context == ""
+            (before,) = [Row(None, self._first_token_ids)] if begins_text else self.encode([context])
             (after,) = self.encode([continuation], add_special_tokens=False)
-            if context == "" and before.token_ids == after.token_ids[:1]:
+            if begins_text and before.token_ids == after.token_ids[:1]:
                 after = after._replace(token_ids=after.token_ids[1:])  # it begins with that token itself
             rows.append(_joined(before, Row(None, before.token_ids + after.token_ids, before.error or after.error)))
         return rows
@@ -407,6 +408,13 @@ class StopStrings:
         self._window = [*self._window[1 - self._window_size :], token_id]
         text = self._text.decode([self._window], skips)[0]
         return any(stop in text for stop in self._params.stop)
+
+
+def _without_spaces_alone(context: Any, continuation: Any) -> tuple[Any, Any]:
+    """The pair; a context of spaces alone is the beginning of its continuation."""
+    if isinstance(context, str) and isinstance(continuation, str) and not context.rstrip():
+        return "", context + continuation
+    return context, continuation
 
 
 def _are_texts(pair: tuple[Any, Any]) -> bool:

@@ -96,12 +96,16 @@ class LLMEngine:
         number, seq_id, n = self._num_requests, self._num_sequences, sampling_params.n
         self._num_requests += 1
         self._num_sequences += n
-        predicates: Iterable[StopPredicate | None] = [None] * n
+        predicates: list[StopPredicate] | list[None] = [None] * n
         if stop_predicates is not None:
             predicates = [stop_predicates] if callable(stop_predicates) else stop_predicates
         is_constrained = sampling_params.structured_outputs is not None
         try:
             check_request(prompt_token_ids, sampling_params, self.info)
+            if len(predicates) != n:
+                raise ValueError(f"{len(predicates)} stop predicates for n={n} completions; give one for each")
+            if sampling_params.prompt_logprobs is not None and not 1 <= first_scored <= len(prompt_token_ids):
+                raise ValueError(f"first_scored must be from 1 to the prompt's length, not {first_scored}")
             if is_constrained and not all(hasattr(predicate, "fill_masks") for predicate in predicates):
                 raise ValueError("an engine knows no text; give each completion of structured_outputs a TokenGuide")
         except (TypeError, ValueError):
@@ -172,10 +176,10 @@ class LLMEngine:
                 committed, launched, num_tokens = self._in_flight.popleft()
                 output = launched.wait()
                 token_ids = output.token_ids
-                _keep_logprobs(committed, output)
+                broken = _keep_logprobs(committed, output)
                 stopped = _ask_stop_predicates(committed, token_ids)
-                finished = self.scheduler.commit(committed, token_ids, frozenset(stopped))
-                self.runner.step_committed(stopped)
+                finished = self.scheduler.commit(committed, token_ids, frozenset(stopped), frozenset(broken))
+                self.runner.step_committed(stopped, broken)
                 if self._in_flight:
                     self._constrain(*self._in_flight[0][:2])
                 for seq in finished:
@@ -321,20 +325,24 @@ class LLMEngine:
             self._renew_scheduler()
 
 
-def _keep_logprobs(step: Step, output: StepOutput) -> None:
-    """Gives the sequences the log-probabilities of their new tokens, and of their prompts' tokens."""
+def _keep_logprobs(step: Step, output: StepOutput) -> list[int]:
+    """Gives the sequences the log-probabilities of their new tokens, and of their prompts' tokens. Returns the ids of
+    those whose prompts cannot be scored, because the logits were not finite."""
     if output.logprobs.data:
         sampling = (chunk.seq for chunk in step.chunks if chunk.samples)
         for index, (seq, token_id) in enumerate(zip(sampling, output.token_ids, strict=True)):
             num_logprobs = seq.sampling_params.logprobs
             if num_logprobs is not None and seq.status is not SequenceStatus.FINISHED and token_id >= 0:
                 seq.logprobs += output.logprobs.row(index, num_logprobs)
-    index = 0
+    index, broken = 0, []
     for seq, start, end, _ in step.scored:
+        if output.prompt_logprobs.has_broken(index, end - start):
+            broken.append(seq.seq_id)
         num_logprobs = seq.sampling_params.prompt_logprobs or 0
         for row in range(index, index + end - start):
             seq.prompt_logprobs += output.prompt_logprobs.row(row, num_logprobs)
         index += end - start
+    return broken
 
 
 _CHANGES = (  # none of them inside another

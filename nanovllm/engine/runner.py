@@ -101,8 +101,9 @@ class Runner(Protocol):
         """The scheduler is about to drop a completion."""
         return None
 
-    def step_committed(self, stopped: list[int]) -> None:
-        """The oldest step in flight was committed; these completions ended with it because the engine said so."""
+    def step_committed(self, stopped: list[int], broken: list[int]) -> None:
+        """The oldest step in flight was committed; these completions ended with it because the engine said so, and
+        these because their prompts could not be scored."""
         return None
 
     def scheduler_renewed(self) -> None:

@@ -90,7 +90,9 @@ class Scheduler:
             self._admit(chunks, budget)
         return Step.of(chunks, self._copies, self._scored, self._constrained)
 
-    def commit(self, step: Step, token_ids: list[int], stopped: Container[int] = ()) -> list[Sequence]:
+    def commit(
+        self, step: Step, token_ids: list[int], stopped: Container[int] = (), broken: Container[int] = ()
+    ) -> list[Sequence]:
         """Takes the tokens that `step` sampled and returns the sequences that finished.
 
         This is the only place that drops the extra token of a sequence that turned out to be finished one step late.
@@ -98,6 +100,7 @@ class Scheduler:
         Args:
             step: the oldest that was not committed.
             token_ids: as in StepOutput.
+            broken: ids of the sequences whose prompts have scores from logits that were not finite.
             stopped: ids of the requests that the engine ends with their new token; it counts only from `min_tokens` on.
         """
         finished, tokens = [], iter(token_ids)
@@ -126,8 +129,10 @@ class Scheduler:
                 self._finish(seq, reason, remove=False)
                 finished.append(seq)
         for scored in step.scored:
-            if scored.ends and scored.seq.status is not SequenceStatus.FINISHED:
-                self._finish(scored.seq, "length", remove=False)
+            is_broken = scored.seq.seq_id in broken
+            if (scored.ends or is_broken) and scored.seq.status is not SequenceStatus.FINISHED:
+                scored.seq.error = _BROKEN_LOGITS if is_broken else None
+                self._finish(scored.seq, "error" if is_broken else "length", remove=False)
                 finished.append(scored.seq)
         if finished:
             self.running = [seq for seq in self.running if seq.status is not SequenceStatus.FINISHED]

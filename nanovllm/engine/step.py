@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from nanovllm.engine.sequence import Sequence
 
 # What stands where a row sampled no token; both are below every token id.
@@ -88,6 +90,11 @@ class TokenNumbers:
     data: bytes = b""
     row_bytes: int = 0
 
+    def has_broken(self, first: int, num_rows: int) -> bool:
+        """Whether one of these rows has rank BROKEN_LOGITS."""
+        ranks = np.frombuffer(self.data, np.int32).reshape(-1, self.row_bytes // 4)[first : first + num_rows, 0]
+        return bool((ranks == BROKEN_LOGITS).any())
+
     def row(self, index: int, num_logprobs: int) -> bytes:
         """The part of a row that a request for `num_logprobs` of the most probable tokens gets."""
         start = index * self.row_bytes
@@ -107,7 +114,7 @@ class StepOutput:
         token_ids: one per chunk that samples, in the step's order; BROKEN_LOGITS where the model's logits were not
             finite, NO_TOKEN_LEFT where the request's bans leave no token.
         logprobs: a row per chunk that samples; empty if none of them asks for log-probabilities.
-        prompt_logprobs: a row per token of `Step.scored`.
+        prompt_logprobs: a row per token of `Step.scored`, with rank BROKEN_LOGITS where the logits were not finite.
     """
 
     token_ids: list[int]

@@ -10,7 +10,7 @@ from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.filters import filter_thresholds
 from nanovllm.ops.logprobs import RAW, logprobs
 from nanovllm.ops.process_logits import TokenRules, process_logits
-from nanovllm.ops.sample import best_of_parts, best_part, num_parts_of, sample
+from nanovllm.ops.sample import BROKEN_LOGITS, best_of_parts, best_part, num_parts_of, sample
 
 
 class SampledRows(NamedTuple):
@@ -123,7 +123,7 @@ class Sampler:
 
     def score(self, columns: torch.Tensor, targets: torch.Tensor, width: int) -> torch.Tensor:
         """The raw log-probabilities of tokens that are known: int32 [num_rows, 1 + 2 × width], as ops/logprobs.py lays
-        them out; the same on every rank.
+        them out, with rank BROKEN_LOGITS where a logit is NaN or +inf; the same on every rank.
 
         Args:
             columns: as in `sample`.
@@ -134,7 +134,10 @@ class Sampler:
         logits = parallel.rows_of_columns(columns)[:, : self._vocab.vocab_size]
         ours = targets.narrow(0, parallel.rank * num_rows, num_rows)
         kinds, ones = torch.full_like(ours, RAW, dtype=torch.int32), torch.ones_like(ours, dtype=torch.float32)
-        return parallel.all_gather(logprobs(logits, logits, ours, kinds, ones, None, width, self._fused))
+        scores = logprobs(logits, logits, ours, kinds, ones, None, width, self._fused)
+        is_broken = ~(logits.amax(-1) < torch.inf)  # the largest is NaN if one is
+        scores[:, 0].masked_fill_(is_broken, BROKEN_LOGITS)
+        return parallel.all_gather(scores)
 
     def compile(
         self, row: SampledRows, needs: SamplingNeeds, tokens: torch.Tensor, rules: TokenRules, dtype: torch.dtype

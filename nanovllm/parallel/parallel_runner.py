@@ -162,9 +162,9 @@ class TensorParallelRunner(Runner):
     def request_aborted(self, seq: Sequence) -> None:
         self._write("abort", seq.seq_id)
 
-    def step_committed(self, stopped: list[int]) -> None:
+    def step_committed(self, stopped: list[int], broken: list[int]) -> None:
         self._num_committed += 1
-        self._write("commit", self._num_committed, stopped)
+        self._write("commit", self._num_committed, stopped, broken)
 
     def scheduler_renewed(self) -> None:
         self._num_committed = self._num_launched

@@ -202,9 +202,9 @@ class Worker:
         self._sampled[number] = output.token_ids
         return [hash(tuple(output.token_ids)), pack_output(output) if self._rank == 0 else None]
 
-    def _commit(self, number: int, stopped: list[int]) -> None:
+    def _commit(self, number: int, stopped: list[int], broken: list[int]) -> None:
         step, _ = self._in_flight.pop(number)
-        for seq in self._scheduler.commit(step, self._sampled.pop(number), set(stopped)):
+        for seq in self._scheduler.commit(step, self._sampled.pop(number), set(stopped), set(broken)):
             del self._unfinished[seq.seq_id]
 
 

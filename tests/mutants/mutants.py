@@ -2539,8 +2539,8 @@ MUTANTS = [
     Mutant(
         "a stop does not reach the ranks",
         ENGINE,
-        "self.runner.step_committed(stopped)",
-        "self.runner.step_committed([])",
+        "self.runner.step_committed(stopped, broken)",
+        "self.runner.step_committed([], broken)",
         ("test_tensor_parallel.py::test_a_stop_predicate_ends_a_request_as_on_one_rank",),
     ),
     Mutant(

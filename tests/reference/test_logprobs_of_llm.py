@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from family_factory import FAMILIES, save_family_model
-from model_factory import one_thread, random_model_options, save_model  # noqa: F401 (a fixture)
+from model_factory import one_thread, read_tensors, save_model, write_tensors  # noqa: F401 (a fixture)
 
 from nanovllm import LLM, SamplingParams, TokenLogprobs
 from nanovllm.demo import MODEL_DIRECTORY
@@ -263,10 +263,11 @@ def test_only_prompts_that_are_scored_are_computed_once_more(checkpoint):
 def test_texts_are_tokenized_as_lm_evaluation_harness_does():
     with LLM(MODEL_DIRECTORY, device="cpu", num_kvcache_blocks=64) as llm:
         tokenizer = llm.get_tokenizer()
-        contexts = ["Sum: 1+2 ", "Sum: 1+2", "", "a b", [1, 2]]
-        continuations = ["= 3", " = 3", "Sum", [3, 4], "x"]
+        contexts = ["Sum: 1+2 ", "Sum: 1+2", "", "a b", [1, 2], " \n", {"prompt": "Sum: 1+2 "}, np.array([1, 2])]
+        continuations = ["= 3", " = 3", "Sum", [3, 4], "x", "x", "= 3", np.array([3])]
         rows = llm.loglikelihood(contexts, continuations, use_tqdm=False)
-    assert [row.error for row in rows] == [None] * 5
+    assert [row.error for row in rows] == [None] * 8
+    assert rows[6] == rows[0] and rows[7].token_ids == [3] and rows[5].token_ids == tokenizer.encode(" \nx")
     encode = tokenizer.encode
     assert rows[0].context_token_ids == rows[1].context_token_ids == encode("Sum: 1+2")
     assert rows[0].token_ids == rows[1].token_ids == encode("Sum: 1+2 = 3")[len(encode("Sum: 1+2")) :]
@@ -301,6 +302,24 @@ def test_bad_pairs_are_error_rows_and_the_others_are_scored(checkpoint):
         assert (row.error is None) if error is None else row.error.startswith(error), (row, error)
         assert (row.total < 0) if error is None else np.isnan(row.total) and not row.all_greedy
     assert len(rows[4].logprobs) == 24
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": False, "max_num_batched_tokens": 4}, {"tensor_parallel_size": 2}])
+def test_a_score_from_logits_that_are_not_finite_is_an_error_row(tmp_path, options):
+    """A broken checkpoint once scored as −inf, which an evaluation takes for a wrong answer."""
+    save_model(tmp_path, seed=3, vocab_size=61)
+    tensors = read_tensors(tmp_path)
+    tensors["model.embed_tokens.weight"][7] = float("nan")
+    write_tensors(tmp_path, tensors)
+    params = SamplingParams(max_tokens=2, prompt_logprobs=0, ignore_eos=True)
+    with LLM(tmp_path, device="cpu", num_kvcache_blocks=64, **options) as llm:
+        rows = llm.loglikelihood([[1, 2, 3], [1, 7, 3, 4, 5, 6], [5]], [[4, 5, 6], [1, 2], [9]], use_tqdm=False)
+        outputs = llm.generate([[1, 2, 7, 4, 5, 6, 7, 1, 2], [1, 2, 3]], params, use_tqdm=False)
+        again = llm.loglikelihood([[1, 2, 3]], [[4, 5, 6]], use_tqdm=False)
+        assert llm.metrics()["finish_reasons"]["error"] == 2
+    assert [row.error is None for row in rows] == [True, False, True] and "not finite" in rows[1].error
+    assert np.isnan(rows[1].total) and again == rows[:1]
+    assert "not finite" in outputs[0].error and outputs[1].error is None
 
 
 def test_log_probabilities_read_as_vllms_list_of_dicts(checkpoint):

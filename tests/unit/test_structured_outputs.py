@@ -305,7 +305,7 @@ def test_a_leading_space_may_be_the_tokenizers():
     [
         ("lower", ["Yes"], "cannot spell choice 'Yes': its tokens say 'yes'"),
         ("merged", ["a", "<end>"], "cannot spell choice '<end>': its tokens say ''"),
-        ("metaspace", ["no", " no"], "tokens of choice ' no' begin those of choice 'no'"),
+        ("metaspace", ["no", " no"], "tokens of choice ' no' are a prefix of those of choice 'no'"),
         ("metaspace", ["yes", "漢"], "cannot spell choice '漢'"),
     ],
 )
@@ -317,7 +317,7 @@ def test_a_choice_that_the_tokenizer_cannot_spell_is_named(kind, choice, says):
 def test_a_choice_beyond_the_models_vocabulary_is_named():
     outputs = StructuredOutputs(tokenizer_of("bundled"), 100, [])
     outputs.constraint(StructuredOutputsParams(choice=["a"]))
-    with pytest.raises(ValueError, match="choice 'z' has token 122, and the model's end at 100"):
+    with pytest.raises(ValueError, match="choice 'z' has token 122, but the model has only 100 token ids"):
         outputs.constraint(StructuredOutputsParams(choice=["z"]))
 
 
