@@ -33,9 +33,7 @@ def trainer():
 def llm(monkeypatch):
     """With a list of the names that each update brought."""
     updates: list[list[str]] = []
-    monkeypatch.setattr(
-        LLM, "update_weights", lambda llm, weights: updates.append([name for name, _ in weights]), raising=False
-    )
+    monkeypatch.setattr(LLM, "update_weights", lambda llm, weights: updates.append([name for name, _ in weights]))
     with LLM(str(MODEL_DIRECTORY), **OPTIONS) as llm:
         llm.updates = updates  # type: ignore[attr-defined]
         yield llm
@@ -78,14 +76,13 @@ def test_what_the_llm_cannot_follow_is_refused(llm, trainer):
         Rollout(llm)([SUM], trainer)
 
 
-@pytest.mark.skipif(not hasattr(LLM, "update_weights"), reason="this LLM cannot take new weights")
 def test_the_trainer_and_the_llm_agree_on_log_probabilities_as_they_learn(tmp_path):
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     differences, steps = [], []
 
     class Checked(Rollout):
         @torch.no_grad()
-        def __call__(prompts, trainer):
+        def __call__(self, prompts, trainer):
             rollout = super().__call__(prompts, trainer)
             model = trainer.accelerator.unwrap_model(trainer.model)
             for before, after, logprobs in zip(*rollout.values(), strict=True):
@@ -97,7 +94,7 @@ def test_the_trainer_and_the_llm_agree_on_log_probabilities_as_they_learn(tmp_pa
 
     args = trl.GRPOConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, max_steps=3, learning_rate=1e-3, report_to="none",
-        per_device_train_batch_size=4, num_generations=4, max_completion_length=6, temperature=1.3,
+        per_device_train_batch_size=4, num_generations=4, max_completion_length=6, temperature=4.0,
         save_strategy="no", disable_tqdm=True, top_k=0,
     )  # fmt: skip
     dataset = datasets.Dataset.from_list([{"prompt": SUM}, {"prompt": WORD}])
@@ -105,7 +102,7 @@ def test_the_trainer_and_the_llm_agree_on_log_probabilities_as_they_learn(tmp_pa
         before = llm.loglikelihood([SUM], [" 42"], use_tqdm=False)[0].total
         trainer = trl.GRPOTrainer(
             str(MODEL_DIRECTORY), args=args, train_dataset=dataset, rollout_func=Checked(llm),
-            reward_funcs=lambda completions, **_: [float(len(set(text))) for text in completions],
+            reward_funcs=lambda completions, **_: [float(sum(text.encode()) % 7) for text in completions],
         )  # fmt: skip
         trainer.train()
         assert steps == [0, 1, 2]
