@@ -65,10 +65,15 @@ class NanovllmLM(TemplateLM):
         if self.tokenizer is None:
             self.llm.close()
             raise ValueError(f"{pretrained} has no tokenizer, and the harness gives texts; add tokenizer=DIRECTORY")
+        ids = (prefix_token_id, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+        found = next((token_id for token_id in ids if token_id is not None), None)
+        if found is None:
+            self.llm.close()
+            raise ValueError("the tokenizer has no token that begins or ends a text; add prefix_token_id=ID")
+        self._prefix_token_id, self._prefix = found, self.tokenizer.decode([found])
         self.max_gen_toks = max_gen_toks
         self._max_model_len = self.llm.engine.info.max_model_len
         self._adds_special = add_bos_token is not False
-        self._prefix_token_id = prefix_token_id
         self._template_options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._think_end = think_end_token
         added = self.tokenizer.added_tokens_decoder
@@ -84,8 +89,7 @@ class NanovllmLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        ids = (self._prefix_token_id, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
-        return next(token_id for token_id in ids if token_id is not None)
+        return self._prefix_token_id
 
     @property
     def max_length(self) -> int:
@@ -108,7 +112,7 @@ class NanovllmLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Token ids of a text; `add_special_tokens=None` adds them unless the text, as from a chat template, does."""
         if add_special_tokens is None:
-            begins = string.startswith(self.tokenizer.decode([self.prefix_token_id]))
+            begins = self._prefix != "" and string.startswith(self._prefix)
             add_special_tokens = self._adds_special and not begins
         return list(self._encode(string, add_special_tokens=add_special_tokens))
 
