@@ -1,0 +1,205 @@
+"""lm-evaluation-harness with its own `hf` model and with nanovllm: the same numbers, and how long each takes.
+
+    OMP_NUM_THREADS=1 python docs/measurements/compare_lm_eval.py DIRECTORY --rows 500 --generate-rows 200
+
+The tasks are made here, from a seed: word problems with four answers and five shots before each, and the same stories
+with an answer to generate. `hf` gets the fastest of several batch sizes, as found on the first rows. Both compute in
+float32 on the CPU. The last line is JSON; the exit status is 1 if the numbers differ.
+"""
+
+import argparse
+import gc
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.api.model import LM
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from nanovllm.integrations.lm_eval import NanovllmLM
+
+NAMES = ["Tom", "Mary", "Ahmed", "Ling", "Sofia", "Peter", "Aiko", "Carlos", "Nina", "David"]
+THINGS = ["apples", "books", "coins", "stamps", "pencils", "cookies", "marbles", "tickets", "shells", "letters"]
+PLACES = ["the market", "the library", "the park", "the station", "the school", "the beach", "the museum"]
+TOLERANCE = 1e-3
+CHOICE_TASK = """
+task: nanovllm_choice
+dataset_path: json
+dataset_kwargs: {data_files: {train: DATA/train.jsonl, test: DATA/choice.jsonl}}
+test_split: test
+fewshot_split: train
+fewshot_config: {sampler: SAMPLER}
+num_fewshot: 5
+output_type: multiple_choice
+doc_to_text: "Question: {{story}} Who has how many {{thing}} in the evening?\\nAnswer:"
+doc_to_target: label
+doc_to_choice: choices
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+GENERATE_TASK = """
+task: nanovllm_generate
+dataset_path: json
+dataset_kwargs: {data_files: {train: DATA/train.jsonl, test: DATA/generate.jsonl}}
+test_split: test
+fewshot_split: train
+fewshot_config: {sampler: SAMPLER}
+num_fewshot: 5
+output_type: generate_until
+doc_to_text: "Question: {{story}} What did {{giver}} give away?\\nAnswer:"
+doc_to_target: gift
+generation_kwargs: {until: ["\\n\\n", "Question:"], max_gen_toks: 32, do_sample: false}
+filter_list: [{name: strip, filter: [{function: remove_whitespace}, {function: take_first}]}]
+metric_list: [{metric: exact_match, ignore_case: true}]
+"""
+
+
+def make_row(rng: random.Random) -> dict[str, Any]:
+    """A problem of about 50 tokens with four whole sentences to choose from."""
+    giver, taker = rng.sample(NAMES, 2)
+    thing, place = rng.choice(THINGS), rng.choice(PLACES)
+    total, given = rng.randint(20, 60), rng.randint(2, 19)
+    left = total - given
+    story = (
+        f"{giver} went to {place} in the morning with {total} {thing}. There {giver} met {taker}, who had none, and "
+        f"gave {taker} {given} of the {thing}."
+    )
+    answers = [
+        f"{giver} has {left} {thing} and {taker} has {given} {thing}.",
+        f"{giver} has {total} {thing} and {taker} has {given} {thing}.",
+        f"{taker} has {left} {thing} and {giver} has none.",
+        f"{giver} has {left + rng.randint(1, 9)} {thing} and {taker} has none.",
+    ]
+    answer = answers[0]
+    rng.shuffle(answers)
+    row = {"story": story, "giver": giver, "thing": thing, "gift": f"{giver} gave {given} {thing} to {taker}."}
+    return {**row, "choices": answers, "label": answers.index(answer)}
+
+
+def write_tasks(directory: Path, num_rows: int, num_generate_rows: int, sampler: str) -> None:
+    rng = random.Random(0)
+    for name, count in (("train", 50), ("choice", num_rows), ("generate", num_generate_rows)):
+        rows = [json.dumps(make_row(rng)) + "\n" for _ in range(count)]
+        (directory / f"{name}.jsonl").write_text("".join(rows))
+    for name, text in (("choice", CHOICE_TASK), ("generate", GENERATE_TASK)):
+        (directory / f"{name}.yaml").write_text(text.replace("DATA", str(directory)).replace("SAMPLER", sampler))
+
+
+def evaluate(model: LM, task: str, directory: Path, limit: int | None = None) -> dict[str, Any]:
+    """The task's metrics, what the model answered to each request, and the seconds of the model's own call.
+
+    `cpu_seconds` are those of all threads. Other programs on the same cores change them less.
+    """
+    seconds = cpu_seconds = 0.0
+    for name in ("loglikelihood", "generate_until"):
+        method = getattr(type(model), name)
+
+        def timed(requests, method=method):
+            nonlocal seconds, cpu_seconds
+            began, cpu_began = time.perf_counter(), time.process_time()
+            answers = method(model, requests)
+            seconds += time.perf_counter() - began
+            cpu_seconds += time.process_time() - cpu_began
+            return answers
+
+        setattr(model, name, timed)
+    manager = TaskManager(include_path=str(directory), include_defaults=False)
+    began = time.perf_counter()
+    results = simple_evaluate(
+        model=model, tasks=[f"nanovllm_{task}"], task_manager=manager, limit=limit, bootstrap_iters=0, log_samples=True
+    )
+    wall = time.perf_counter() - began
+    samples = sorted(results["samples"][f"nanovllm_{task}"], key=lambda sample: sample["doc_id"])
+    metrics = {name: value for name, value in results["results"][f"nanovllm_{task}"].items() if "," in name}
+    answers = [response[0] for sample in samples for response in sample["resps"]]
+    times = {"seconds": seconds, "cpu_seconds": cpu_seconds, "wall": wall}
+    return {"metrics": metrics, "answers": answers, "rows": len(samples), **times}
+
+
+def make_hf(model: str, batch_size: int) -> HFLM:
+    return HFLM(pretrained=model, dtype="float32", device="cpu", batch_size=batch_size)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("model", help="directory of a trained model with a tokenizer")
+    parser.add_argument("--rows", type=int, default=500, help="of the task with choices; 0 leaves it out")
+    parser.add_argument("--generate-rows", type=int, default=200, help="of the task with generation; 0 leaves it out")
+    # "auto" is no choice on a CPU: it tries batches of the model's full length until memory ends.
+    parser.add_argument("--hf-batch-sizes", default="1,8,16,32", help="those that hf tries (default 1,8,16,32)")
+    parser.add_argument("--probe-rows", type=int, default=8, help="rows on which hf tries them (default 8)")
+    parser.add_argument("--random-shots", action="store_true", help="each row has shots of its own, no shared prefix")
+    options = parser.parse_args()
+    batch_sizes = [int(size) for size in options.hf_batch_sizes.split(",")]
+    counts = {"choice": options.rows, "generate": options.generate_rows}
+    tasks = [task for task, rows in counts.items() if rows]
+    report: dict[str, Any] = {"threads": torch.get_num_threads(), "random_shots": options.random_shots}
+    with tempfile.TemporaryDirectory() as work:
+        directory = Path(work)
+        write_tasks(
+            directory, options.rows or 1, options.generate_rows or 1, "default" if options.random_shots else "first_n"
+        )
+        print(f"nanovllm, {report['threads']} threads", flush=True)
+        ours = NanovllmLM(options.model, dtype="float32", device="cpu", max_model_len=2048)
+        found = {task: evaluate(ours, task, directory) for task in tasks}
+        report["prefix_cache_hit_rate"] = round(ours.llm.metrics()["prefix_cache_hit_rate"], 3)
+        ours.llm.close()
+        for task in tasks:
+            print(f"{task}: nanovllm {found[task]['rows']} rows in {found[task]['seconds']:.1f} s", flush=True)
+        gc.collect()
+        hf = make_hf(options.model, 1)
+        is_equal = True
+        for task in tasks:
+            # One model for all batch sizes; the harness reads the size at each call.
+            probes = {}
+            for size in batch_sizes if len(batch_sizes) > 1 else ():
+                hf.batch_size_per_gpu = size
+                probe = evaluate(hf, task, directory, min(options.probe_rows, counts[task]))
+                probes[size] = round(probe["cpu_seconds"], 2)
+                print(
+                    f"{task}: hf, batch size {size}: {probes[size]} CPU seconds for {options.probe_rows} rows",
+                    flush=True,
+                )
+            best = min(probes, key=probes.__getitem__) if probes else batch_sizes[0]
+            hf.batch_size_per_gpu = best
+            theirs, mine = evaluate(hf, task, directory), found[task]
+            pairs = list(zip(mine["answers"], theirs["answers"], strict=True))
+            line = {
+                "rows": mine["rows"],
+                "requests": len(pairs),
+                "hf_probes": probes,
+                "hf_batch_size": best,
+                **{
+                    f"{kind}_of_{name}": value
+                    for kind in ("seconds", "cpu_seconds", "wall")
+                    for name, value in (
+                        ("hf", round(theirs[kind], 1)),
+                        ("nanovllm", round(mine[kind], 1)),
+                        ("ratio", round(theirs[kind] / mine[kind], 2)),
+                    )
+                },
+                "hf_metrics": theirs["metrics"],
+                "nanovllm_metrics": mine["metrics"],
+            }
+            if task == "choice":
+                line["max_difference"] = max(abs(ours - other) for (ours, _), (other, _) in pairs)
+                line["greedy_flags_equal"] = all(ours == other for (_, ours), (_, other) in pairs)
+                is_equal &= line["max_difference"] <= TOLERANCE
+            else:
+                line["different_texts"] = sum(ours != other for ours, other in pairs)
+            is_equal &= mine["metrics"] == theirs["metrics"]
+            report[task] = line
+            print(task, json.dumps(line, indent=1), flush=True)
+    report["is_equal"] = is_equal
+    print(json.dumps(report))
+    sys.exit(not is_equal)
+
+
+if __name__ == "__main__":
+    main()

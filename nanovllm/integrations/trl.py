@@ -1,0 +1,88 @@
+"""nanovllm as the generator of TRL's GRPOTrainer. Written against TRL 1.16, which calls `rollout_func` experimental.
+
+    llm = LLM("Qwen/Qwen3-0.6B", gpu_memory_utilization=0.3, max_model_len=4096)
+    trainer = GRPOTrainer("Qwen/Qwen3-0.6B", reward_funcs=…, train_dataset=…, rollout_func=Rollout(llm))
+
+One process trains and generates, and the LLM's memory is its own. TRL itself need not be imported here.
+"""
+
+from itertools import groupby
+from typing import Any
+
+from nanovllm import LLM, SamplingParams
+
+
+class Rollout:
+    """A `rollout_func`. Before it generates, it gives the LLM the trainer's weights, once per step of the optimizer.
+
+    Temperature, filters, repetition penalty and length are those of the trainer's GRPOConfig.
+
+    Args:
+        llm: has the trainer's model, wholly: with its tokenizer, and not as an adapter.
+        options: more of SamplingParams, such as `stop_token_ids`.
+    """
+
+    def __init__(self, llm: LLM, **options: Any):
+        self.llm = llm
+        self._options = options
+        self._loaded_step: int | None = None
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list]:
+        """One completion for each prompt; the trainer gives a prompt as often as it wants completions of it.
+
+        Args:
+            prompts: strings, or conversations as lists of messages.
+            trainer: the GRPOTrainer.
+
+        Returns:
+            `prompt_ids` and `completion_ids`, a list of ids each, and `logprobs`, of the completions' tokens in the
+            distribution that they were drawn from.
+
+        Raises:
+            ValueError: the trainer has tools or an adapter; a prompt cannot run; or `update_weights` refuses a tensor.
+        """
+        if getattr(trainer, "tools", None):
+            raise ValueError("tools need the trainer's own generation; leave out tools or rollout_func")
+        self._load_weights(trainer)
+        groups = [(prompt, len(list(equal))) for prompt, equal in groupby(prompts)]
+        params = [self._params(trainer.args, num_completions) for _, num_completions in groups]
+        outputs = self._generate([prompt for prompt, _ in groups], params, trainer)
+        rollout: dict[str, list] = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
+        for output in outputs:
+            for completion in output.outputs:
+                assert completion.logprobs is not None
+                rollout["prompt_ids"].append(output.prompt_token_ids)
+                rollout["completion_ids"].append(completion.token_ids)
+                rollout["logprobs"].append(completion.logprobs.of_tokens.tolist())
+        return rollout
+
+    def _load_weights(self, trainer: Any) -> None:
+        if trainer.state.global_step == self._loaded_step:
+            return
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        if hasattr(model, "peft_config"):
+            raise ValueError("the LLM takes whole weights; train without peft_config")
+        self.llm.update_weights(model.named_parameters())
+        self._loaded_step = trainer.state.global_step
+
+    def _params(self, args: Any, num_completions: int) -> SamplingParams:
+        """args: the GRPOConfig."""
+        # Processed log-probabilities have the temperature in them, as the trainer's own have.
+        return SamplingParams(
+            n=num_completions,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            min_p=args.min_p or 0.0,
+            repetition_penalty=args.repetition_penalty,
+            max_tokens=args.max_completion_length,
+            logprobs=0,
+            logprobs_mode="processed",
+            **self._options,
+        )
+
+    def _generate(self, prompts: list[Any], params: list[SamplingParams], trainer: Any) -> list[Any]:
+        if isinstance(prompts[0], str):
+            return self.llm.generate(prompts, params, use_tqdm=False, raise_on_error=True)
+        template = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
+        return self.llm.chat(prompts, params, chat_template_kwargs=template, use_tqdm=False, raise_on_error=True)
