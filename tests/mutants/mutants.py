@@ -444,7 +444,7 @@ MUTANTS = [
     Mutant(
         "all completions of a request have its seed",
         "sampling_params.py",
-        "return mixed_seed(seed, index) if index else seed",
+        "return mixed_seed(seed ^ _OF_COMPLETIONS, index) if index else seed",
         "return seed",
         ("test_several_completions.py::test_completions_without_a_seed_differ_and_repeat_with_the_engines_seed",),
     ),
@@ -478,6 +478,13 @@ MUTANTS = [
         "seq.only_scores and end == seq.num_prompt_tokens",
         "False",
         ("test_logprobs_of_llm.py::test_a_prompt_whose_beginning_is_cached_is_scored_all_the_same",),
+    ),
+    Mutant(
+        "a prompt that cannot be scored ends like any other",
+        SCHEDULER,
+        "is_broken = scored.seq.seq_id in broken",
+        "is_broken = False",
+        ("test_logprobs_of_llm.py::test_a_score_from_logits_that_are_not_finite_is_an_error_row",),
     ),
     Mutant(
         "log-probabilities of a token that ran over are kept",
@@ -553,8 +560,8 @@ MUTANTS = [
     Mutant(
         "a stop predicate's answer is lost",
         ENGINE,
-        "commit(committed, token_ids, frozenset(stopped))",
-        "commit(committed, token_ids)",
+        "commit(committed, token_ids, frozenset(stopped), frozenset(broken))",
+        "commit(committed, token_ids, (), frozenset(broken))",
         (
             "test_scheduler.py::test_nothing_stops_a_completion_before_min_tokens",
             "test_llm.py::test_the_text_ends_before_the_first_stop_string",
@@ -2042,7 +2049,7 @@ MUTANTS = [
     Mutant(
         "rows that an emptied engine lost are not missed",
         ROWS,
-        'raise RuntimeError("the engine was emptied while this call had requests in it")',
+        'raise RuntimeError("somebody else aborted requests of this call, or emptied the engine")',
         "return",
         ("test_generate_iter.py::test_an_engine_emptied_by_hand_is_noticed",),
     ),
