@@ -43,7 +43,7 @@ _MEANT = {
 class StructuredOutputsParams:
     """What a completion must be: exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`.
 
-    All but `choice` need llguidance (`pip install nanovllm[structured]`). Some mistakes only llguidance can
+    All but `choice` need llguidance (`pip install llguidance`). Some mistakes only llguidance can
     find, such as an unsupported keyword of a schema. They become the error of the row.
 
     Args:

@@ -18,7 +18,7 @@ from nanovllm.attention.metadata import QUERY_TILE
 from nanovllm.config import Config
 from nanovllm.engine.runner import Runner, RunnerInfo
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import Chunk, Scored, Step, StepOutput, TokenNumbers
+from nanovllm.engine.step import Chunk, Scored, Step
 from nanovllm.layers.embed_head import VocabSlice
 from nanovllm.layers.linear import Packable
 from nanovllm.layers.sampler import Sampled, Sampler, SamplingNeeds, row_multiple
@@ -52,6 +52,7 @@ from nanovllm.runner.kv_cache import (
     num_kvcache_blocks,
 )
 from nanovllm.runner.sequence_table import SequenceTable, StepRows, StepSize, logprobs_width
+from nanovllm.runner.step_in_flight import StepInFlight
 from nanovllm.runner.weights_in_place import drop, num_bytes_away, num_bytes_there, to_device, to_host
 from nanovllm.sampling_params import MOST_LOGPROBS, SamplingParams
 
@@ -68,57 +69,6 @@ _FLOP_BESIDE_DECODES = 12e12
 _TOKEN_WIDTH_BESIDE_DECODES = 768 * 4096
 _MOST_SCORED = 256  # rows of logits that are made at a time to score prompts
 _FEWEST_TOKENS_BESIDE_DECODES = 512  # matrix products of fewer rows waste a GPU
-
-
-class StepInFlight:
-    """What a launched step computes: on the device now, on the host once `wait` returns.
-
-    Args:
-        sampled: what the step sampled; or, while it waits for the masks of its constrained rows, a function of the
-            masks (see LaunchedStep) that samples.
-        scores: the numbers of the prompts' tokens that are scored, as `Sampled.logprobs`.
-    """
-
-    def __init__(self, sampled: Sampled | Callable[[np.ndarray, list[int]], Sampled], scores: torch.Tensor):
-        self._sampled, self._scores = sampled, scores
-        self._results: list[torch.Tensor] = []
-        self._event = torch.cuda.Event() if scores.is_cuda else None
-        if isinstance(sampled, Sampled):
-            self._take(sampled)
-        else:
-            self._record()
-
-    def constrain(self, masks: np.ndarray, rows: list[int]) -> None:
-        assert not isinstance(self._sampled, Sampled), "the step has sampled already"
-        self._sampled = self._sampled(masks, rows)
-        self._take(self._sampled)
-
-    def _take(self, sampled: Sampled) -> None:
-        self._results = [*sampled, self._scores]
-        if self._event is not None:
-            self._results = [_to_host(each) if each.numel() else each.cpu() for each in self._results]
-        self._record()
-
-    def _record(self) -> None:
-        if self._event is not None:
-            self._event.record(torch.cuda.current_stream(self._scores.device))
-
-    def wait(self) -> StepOutput:
-        if self._event is not None:
-            self._event.synchronize()
-        if not self._results:  # it never got its masks: it is thrown away
-            return StepOutput([])
-        token_ids, logprobs, scores = self._results
-        return StepOutput(token_ids.tolist(), _numbers(logprobs), _numbers(scores))
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that is complete once the stream is."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-def _numbers(rows: torch.Tensor) -> TokenNumbers:
-    return TokenNumbers(rows.numpy().tobytes(), 4 * rows.shape[1]) if rows.numel() else TokenNumbers()
 
 
 class ModelRunner(Runner):

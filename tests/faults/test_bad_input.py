@@ -91,7 +91,8 @@ BAD_ROWS = {
     "surrogate": ("\ud800", r"cannot be tokenized: '\\ud800' at position 0 is half a surrogate pair"),
     "surrogate inside": ("well \udfff then", r"cannot be tokenized: '\\udfff' at position 5"),
     "max_model_len": ([65] * 300, "300 tokens leave no room .* max_model_len=300; shorten it, or raise"),
-    "beyond max_model_len": ("long " * 1000, "5000 tokens leave no room"),
+    "beyond max_model_len": ("long " * 500, "2500 tokens leave no room"),
+    "far beyond max_model_len": ("long " * 1000, "5000 bytes are more than max_model_len=300 tokens of at most 13"),
     "beyond the cache": ([65] * 252, "may need 17 KV cache blocks .* there are 16; lower max_tokens"),
 }
 
@@ -987,4 +988,4 @@ def test_no_message_names_a_package_that_is_not_ours():
     ]
     assert hints, "there are hints to look at"
     for name, hint in hints:
-        assert re.match(r"pip install (flash-attn|triton)\b", hint), (name, hint)
+        assert re.match(r"pip install (flash-attn|triton|llguidance)\b", hint), (name, hint)

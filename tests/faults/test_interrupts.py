@@ -47,7 +47,7 @@ POINTS = {
     "append": (BlockManager, "append"),
     "deallocate": (BlockManager, "deallocate"),
     "launch": (ModelRunner, "launch"),
-    "model": (ModelRunner, "_forward"),
+    "model": (ModelRunner, "_hidden_states_of_tokens"),
     "sampling": (ModelRunner, "_sample"),
     "wait": (StepInFlight, "wait"),
     "commit": (Scheduler, "commit"),

@@ -510,7 +510,7 @@ POINTS = {
     "request_added": (TensorParallelRunner, "request_added"),
     "schedule": (Scheduler, "schedule"),
     "launch": (TensorParallelRunner, "launch"),
-    "ask": (TensorParallelRunner, "tokens_of"),
+    "ask": (TensorParallelRunner, "output_of"),
     "replies": (TensorParallelRunner, "_replies"),
     "commit": (Scheduler, "commit"),
     "step_committed": (TensorParallelRunner, "step_committed"),

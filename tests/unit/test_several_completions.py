@@ -104,7 +104,7 @@ def test_completions_that_find_no_place_share_the_prompts_full_blocks_without_a_
     engine.add_request([6], SamplingParams(max_tokens=12, ignore_eos=True))
     finished = run_to_end(engine)
     assert len(finished) == 7
-    assert engine.step_stats.num_prefill_tokens < 23 + 4 * 21
+    assert engine.step_stats.num_prefill_tokens < 23 + 2 * 21, "at least two of the three late ones share"
 
 
 def test_a_request_that_would_be_alone_makes_progress_in_the_smallest_cache():

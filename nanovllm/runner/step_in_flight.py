@@ -1,0 +1,60 @@
+"""What a launched step computes, and its way from the device to the host."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from nanovllm.engine.step import StepOutput, TokenNumbers
+from nanovllm.layers.sampler import Sampled
+
+
+class StepInFlight:
+    """What a launched step computes: on the device now, on the host once `wait` returns.
+
+    Args:
+        sampled: what the step sampled; or, while it waits for the masks of its constrained rows, a function of the
+            masks (see LaunchedStep) that samples.
+        scores: the numbers of the prompts' tokens that are scored, as `Sampled.logprobs`.
+    """
+
+    def __init__(self, sampled: Sampled | Callable[[np.ndarray, list[int]], Sampled], scores: torch.Tensor):
+        self._sampled, self._scores = sampled, scores
+        self._results: list[torch.Tensor] = []
+        self._event = torch.cuda.Event() if scores.is_cuda else None
+        if isinstance(sampled, Sampled):
+            self._take(sampled)
+        else:
+            self._record()
+
+    def constrain(self, masks: np.ndarray, rows: list[int]) -> None:
+        assert not isinstance(self._sampled, Sampled), "the step has sampled already"
+        self._sampled = self._sampled(masks, rows)
+        self._take(self._sampled)
+
+    def _take(self, sampled: Sampled) -> None:
+        self._results = [*sampled, self._scores]
+        if self._event is not None:
+            self._results = [_to_host(each) if each.numel() else each.cpu() for each in self._results]
+        self._record()
+
+    def _record(self) -> None:
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(self._scores.device))
+
+    def wait(self) -> StepOutput:
+        if self._event is not None:
+            self._event.synchronize()
+        if not self._results:  # it never got its masks: it is thrown away
+            return StepOutput([])
+        token_ids, logprobs, scores = self._results
+        return StepOutput(token_ids.tolist(), _numbers(logprobs), _numbers(scores))
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that is complete once the stream is."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _numbers(rows: torch.Tensor) -> TokenNumbers:
+    return TokenNumbers(rows.numpy().tobytes(), 4 * rows.shape[1]) if rows.numel() else TokenNumbers()
