@@ -487,11 +487,11 @@ MUTANTS = [
         ("test_logprobs_of_llm.py::test_a_score_from_logits_that_are_not_finite_is_an_error_row",),
     ),
     Mutant(
-        "log-probabilities of a token that ran over are kept",
+        "log-probabilities of what is no token are kept",
         ENGINE,
         "if num_logprobs is not None and seq.status is not SequenceStatus.FINISHED and token_id >= 0:",
-        "if num_logprobs is not None:",
-        ("test_logprobs_of_llm.py::test_an_end_by_a_stop_token_leaves_one_row_per_token",),
+        "if num_logprobs is not None and seq.status is not SequenceStatus.FINISHED:",
+        ("test_logprobs_of_llm.py::test_a_score_from_logits_that_are_not_finite_is_an_error_row",),
     ),
     Mutant(
         "log-probabilities asked for as processed are raw",

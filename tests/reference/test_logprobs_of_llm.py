@@ -316,7 +316,9 @@ def test_a_score_from_logits_that_are_not_finite_is_an_error_row(tmp_path, optio
         rows = llm.loglikelihood([[1, 2, 3], [1, 7, 3, 4, 5, 6], [5]], [[4, 5, 6], [1, 2], [9]], use_tqdm=False)
         outputs = llm.generate([[1, 2, 7, 4, 5, 6, 7, 1, 2], [1, 2, 3]], params, use_tqdm=False)
         again = llm.loglikelihood([[1, 2, 3]], [[4, 5, 6]], use_tqdm=False)
-        assert llm.metrics()["finish_reasons"]["error"] == 2
+        (broken,) = llm.generate([[1, 7]], SamplingParams(logprobs=0), use_tqdm=False)
+        assert llm.metrics()["finish_reasons"]["error"] == 3
+    assert broken.error and len(broken.token_ids) == len(broken.outputs[0].logprobs) == 0
     assert [row.error is None for row in rows] == [True, False, True] and "not finite" in rows[1].error
     assert np.isnan(rows[1].total) and again == rows[:1]
     assert "not finite" in outputs[0].error and outputs[1].error is None

@@ -98,13 +98,18 @@ def test_the_prompt_is_computed_once(caching, overlap, num_tokens, budget):
 
 
 def test_completions_that_find_no_place_share_the_prompts_full_blocks_without_a_prefix_cache():
+    """With one that runs: here they end one after the other."""
     engine = make_engine(block_size=4, enable_prefix_caching=False, max_num_seqs=2)
-    engine.add_request(list(range(21)), SamplingParams(max_tokens=5, n=5, ignore_eos=True))
-    engine.add_request([5], SamplingParams(max_tokens=12, ignore_eos=True))
-    engine.add_request([6], SamplingParams(max_tokens=12, ignore_eos=True))
+
+    def ends_after(num_tokens: int):
+        tokens = []
+        return lambda token_id: tokens.append(token_id) or len(tokens) == num_tokens
+
+    predicates = [ends_after(num_tokens) for num_tokens in (2, 9, 2, 2, 2)]
+    engine.add_request(list(range(21)), SamplingParams(max_tokens=12, n=5, ignore_eos=True), predicates)
     finished = run_to_end(engine)
-    assert len(finished) == 7
-    assert engine.step_stats.num_prefill_tokens < 23 + 2 * 21, "at least two of the three late ones share"
+    assert [len(finished[seq_id].completion_token_ids) for seq_id in range(5)] == [2, 9, 2, 2, 2]
+    assert engine.step_stats.num_prefill_tokens < 21 + 2 * 21, "at least two of the three late ones share"
 
 
 def test_a_request_that_would_be_alone_makes_progress_in_the_smallest_cache():
