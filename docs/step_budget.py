@@ -18,8 +18,8 @@ PARTS = {
     ),
     "routing": ("_router_kernel", "_top_experts_kernel", "_pairs_kernel", "_combine_kernel"),
     "sampling": (
-        "_allow_kernel", "_edit_and_count_kernel", "_penalise_kernel", "_filter_kernel", "_best_of_part_kernel", "_part_kernel", "_merge_kernel",
-        "_best_part_kernel",
+        "_allow_kernel", "_edit_and_count_kernel", "_penalise_kernel", "_filter_kernel", "_best_of_part_kernel",
+        "_best_part_kernel", "_logprobs_of_part_kernel", "_logprobs_of_row_kernel",
     ),
     "norms, rotation, store, SiLU": ("_norm_kernel", "_store_kernel", "_act_and_mul_kernel"),
 }  # fmt: skip

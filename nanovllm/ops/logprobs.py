@@ -148,11 +148,11 @@ def fused_logprobs(
         raw, processed, token_ids, kinds, temperatures, temperatures if thresholds is None else thresholds,
         vocab_size, raw.stride(0), processed.stride(0),
     )  # fmt: skip
-    _part_kernel[(num_parts, num_rows)](
+    _logprobs_of_part_kernel[(num_parts, num_rows)](
         *inputs, parts, lists, length, HAS_THRESHOLDS=thresholds is not None, TOKENS=_TOKENS, GROUP=_GROUP,
         num_warps=4, **LAUNCH_OPTIONS,
     )  # fmt: skip
-    _merge_kernel[(num_rows,)](
+    _logprobs_of_row_kernel[(num_rows,)](
         *inputs, parts, lists, length, result, width, num_parts, HAS_THRESHOLDS=thresholds is not None,
         PARTS=triton.next_power_of_2(num_parts), num_warps=1, **LAUNCH_OPTIONS,
     )  # fmt: skip
@@ -208,7 +208,7 @@ def _logit_of(key):
 
 
 @jit(do_not_specialize=["length"])
-def _part_kernel(
+def _logprobs_of_part_kernel(
     raw, processed, token_ids, kinds, temperatures, thresholds, vocab_size, raw_stride, processed_stride,
     parts, lists, length,
     HAS_THRESHOLDS: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr,
@@ -257,12 +257,12 @@ def _part_kernel(
 
 
 @jit(do_not_specialize=["length", "width"])
-def _merge_kernel(
+def _logprobs_of_row_kernel(
     raw, processed, token_ids, kinds, temperatures, thresholds, vocab_size, raw_stride, processed_stride,
     parts, lists, length, result, width, num_parts,
     HAS_THRESHOLDS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """A row of the result, from what _part_kernel left."""
+    """A row of the result, from what _logprobs_of_part_kernel left."""
     begin()
     row = tl.program_id(0)
     kind = tl.load(kinds + row)
