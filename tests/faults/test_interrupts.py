@@ -268,9 +268,9 @@ def interrupt_at_random_moments(run: Callable[[], Any], num_times: int, check: C
     for _ in range(num_times):
         # A real signal, for nothing else wakes a thread that waits.
         timer = threading.Timer(rng.uniform(0, seconds), os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
         outputs = None
         try:
+            timer.start()  # which waits for the thread to run, so Ctrl-C may come here already
             outputs = run()
             timer.join()
         except KeyboardInterrupt:
