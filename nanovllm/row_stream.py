@@ -15,7 +15,7 @@ from nanovllm.logprobs import TokenLogprobs
 from nanovllm.outputs import CompletionOutput, ErrorSummary, FinishReason, RequestOutput
 from nanovllm.prompts import Row
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text import StopStrings, Text
+from nanovllm.text import Text
 
 # Texts are tokenized in pieces of so many: a tokenizer takes ten times a text's memory while it works.
 _ROWS_OF_PIECE = 256
@@ -158,12 +158,10 @@ class RowStream:
         outputs: dict[int, RequestOutput] = {}
         for seq, (text, stop) in zip(sequences, texts, strict=True):
             reason, error = cast(FinishReason, seq.finish_reason), seq.error
-            if isinstance(seq.stop_predicate, Guide) and seq.stop_predicate.error is not None:
-                reason, error = "error", error or str(seq.stop_predicate.error)
-            elif isinstance(seq.stop_predicate, StopStrings) and seq.stop_predicate.error is not None:
-                text = seq.stop_predicate.error
-            if isinstance(text, ValueError):
-                text, reason, error = "", "error", error or str(text)
+            problem = getattr(seq.stop_predicate, "error", None) or (text if isinstance(text, ValueError) else None)
+            if problem is not None:
+                reason, error = "error", error or str(problem)
+            text = "" if isinstance(text, ValueError) else text
             stop_reason = self._stop_reason(seq, stop) if error is None else None
             first = seq.siblings[0] if seq.siblings else seq
             index, running = seq.seq_id - first.seq_id, self._running[first.seq_id]

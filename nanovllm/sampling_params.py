@@ -169,18 +169,10 @@ class SamplingParams:
             object.__setattr__(self, name, value)
 
         put("temperature", _in_range("temperature", temperature, least=0, least_means=" (greedy)"))
-        put("n", integer("n", n, least=1))
-        if self.n > _MOST_COMPLETIONS:
-            raise ValueError(f"n must be at most {_MOST_COMPLETIONS}, not {self.n}")
-        if self.n > 1 and self.temperature == 0:
-            raise ValueError(f"n={self.n} greedy completions would all be equal; set a temperature above 0, or n=1")
+        put("n", _num_completions(n, self.temperature, max_tokens))
         put("logprobs", _num_logprobs("logprobs", logprobs))
         put("prompt_logprobs", _num_logprobs("prompt_logprobs", prompt_logprobs))
-        put("logprobs_mode", logprobs_mode)
-        if logprobs_mode not in ("raw", "processed"):
-            raise ValueError(f'logprobs_mode must be "raw" or "processed", not {logprobs_mode!r}')
-        if self.n > 1 and max_tokens == 0:
-            raise ValueError(f"n={self.n} completions of no tokens would all be equal; set n=1, or max_tokens above 0")
+        put("logprobs_mode", _logprobs_mode(logprobs_mode))
         fewest = 1 if prompt_logprobs is None else 0
         put("max_tokens", None if max_tokens is None else integer("max_tokens", max_tokens, least=fewest))
         put("min_tokens", integer("min_tokens", min_tokens))
@@ -201,11 +193,7 @@ class SamplingParams:
         put("detokenize", boolean("detokenize", detokenize))
         if self.stop and not self.detokenize:
             raise ValueError("stop strings are found in the text; use stop_token_ids, or leave out detokenize=False")
-        put("repetition_penalty", real("repetition_penalty", repetition_penalty))
-        if not 1e-30 <= self.repetition_penalty <= 1e30:  # what float32 can divide by
-            raise ValueError(
-                f"repetition_penalty must be above 0 (1 is off) and at most 1e30, not {self.repetition_penalty}"
-            )
+        put("repetition_penalty", _repetition_penalty(repetition_penalty))
         put("presence_penalty", _in_range("presence_penalty", presence_penalty, least=-2, most=2))
         put("frequency_penalty", _in_range("frequency_penalty", frequency_penalty, least=-2, most=2))
         put("logit_bias", _logit_bias(logit_bias))
@@ -287,6 +275,30 @@ def _structured_outputs(value: Any) -> StructuredOutputsParams | None:
     if isinstance(value, Mapping):  # as from JSON
         return StructuredOutputsParams(**value)
     raise TypeError(f"structured_outputs must be a StructuredOutputsParams or a dict of its fields, not {value!r}")
+
+
+def _num_completions(value: Any, temperature: float, max_tokens: Any) -> int:
+    n = integer("n", value, least=1)
+    if n > _MOST_COMPLETIONS:
+        raise ValueError(f"n must be at most {_MOST_COMPLETIONS}, not {n}")
+    if n > 1 and temperature == 0:
+        raise ValueError(f"n={n} greedy completions would all be equal; set a temperature above 0, or n=1")
+    if n > 1 and max_tokens == 0:
+        raise ValueError(f"n={n} completions of no tokens would all be equal; set n=1, or max_tokens above 0")
+    return n
+
+
+def _repetition_penalty(value: Any) -> float:
+    penalty = real("repetition_penalty", value)
+    if not 1e-30 <= penalty <= 1e30:  # what float32 can divide by
+        raise ValueError(f"repetition_penalty must be above 0 (1 is off) and at most 1e30, not {penalty}")
+    return penalty
+
+
+def _logprobs_mode(value: Any) -> str:
+    if value not in ("raw", "processed"):
+        raise ValueError(f'logprobs_mode must be "raw" or "processed", not {value!r}')
+    return value
 
 
 def _num_logprobs(name: str, value: Any) -> int | None:

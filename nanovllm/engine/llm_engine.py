@@ -102,12 +102,9 @@ class LLMEngine:
         is_constrained = sampling_params.structured_outputs is not None
         try:
             check_request(prompt_token_ids, sampling_params, self.info)
-            if len(predicates) != n:
-                raise ValueError(f"{len(predicates)} stop predicates for n={n} completions; give one for each")
+            _check_predicates(predicates, n, is_constrained)
             if sampling_params.prompt_logprobs is not None and not 1 <= first_scored <= len(prompt_token_ids):
                 raise ValueError(f"first_scored must be from 1 to the prompt's length, not {first_scored}")
-            if is_constrained and not all(hasattr(predicate, "fill_masks") for predicate in predicates):
-                raise ValueError("an engine knows no text; give each completion of structured_outputs a TokenGuide")
         except (TypeError, ValueError):
             self.step_stats.num_rejected_requests += 1
             raise
@@ -323,6 +320,13 @@ class LLMEngine:
             )
         if self._is_scheduler_stale:  # its renewal was interrupted
             self._renew_scheduler()
+
+
+def _check_predicates(predicates: list[StopPredicate] | list[None], n: int, is_constrained: bool) -> None:
+    if len(predicates) != n:
+        raise ValueError(f"{len(predicates)} stop predicates for n={n} completions; give one for each")
+    if is_constrained and not all(hasattr(predicate, "fill_masks") for predicate in predicates):
+        raise ValueError("an engine knows no text; give each completion of structured_outputs a TokenGuide")
 
 
 def _keep_logprobs(step: Step, output: StepOutput) -> list[int]:

@@ -67,10 +67,7 @@ class Scheduler:
         self._leaders: list[int] = []  # chunks that end prompts with several completions
 
     def add(self, seq: Sequence) -> None:
-        key = self.block_manager.prefix_key(seq)
-        if key is None and seq.siblings:
-            key = -1 - seq.siblings[0].seq_id  # no hash is negative
-        self.waiting.push(seq, key)
+        self.waiting.push(seq, self.block_manager.prefix_key(seq))
         if self.waiting.peek() is seq:
             self._num_free_blocks_wanted = 0  # it was for another
 
@@ -83,7 +80,8 @@ class Scheduler:
         chunks: list[Chunk] = []
         self._copies, self._scored, self._constrained = [], [], []
         budget, running = self.max_num_batched_tokens, self.running
-        if running and running[0].num_tokens - running[0].num_computed_tokens <= 1:  # the oldest is past its prompt
+        oldest = next((seq for seq in running if not seq.only_scores), None)
+        if oldest is not None and oldest.num_tokens - oldest.num_computed_tokens <= 1:  # it is past its prompt
             budget = min(budget, max(self.most_tokens_beside_decodes, 2 * len(running)))
         budget = self._advance_running(chunks, budget)
         if self.waiting and budget > 0:

@@ -356,7 +356,7 @@ MUTANTS = [
     Mutant(
         "prompts are cut short where nothing decodes",
         SCHEDULER,
-        "if running and running[0].num_tokens - running[0].num_computed_tokens <= 1:",
+        "if oldest is not None and oldest.num_tokens - oldest.num_computed_tokens <= 1:",
         "if running:",
         ("test_scheduler.py::test_chunks_of_prompts_are_cut_short_only_beside_decodes",),
     ),
@@ -478,6 +478,20 @@ MUTANTS = [
         "seq.only_scores and end == seq.num_prompt_tokens",
         "False",
         ("test_logprobs_of_llm.py::test_a_prompt_whose_beginning_is_cached_is_scored_all_the_same",),
+    ),
+    Mutant(
+        "steps that only score are as small as decodes want",
+        SCHEDULER,
+        "(seq for seq in running if not seq.only_scores)",
+        "iter(running)",
+        ("test_scheduler.py::test_steps_that_only_score_are_not_cut_to_the_size_that_decodes_want",),
+    ),
+    Mutant(
+        "the window counts prompts, however many completions they have",
+        ROWS,
+        "window = max(1, self._window // self._most_completions)",
+        "window = self._window",
+        ("test_several_completions.py::test_the_window_of_an_iterator_counts_completions",),
     ),
     Mutant(
         "a prompt that cannot be scored ends like any other",

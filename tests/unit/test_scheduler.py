@@ -1038,3 +1038,16 @@ def test_siblings_do_not_fork_from_a_leader_that_came_back():
     assert {seq_id: len(seq.completion_token_ids) for seq_id, seq in finished.items()} == {
         first: 5, first + 1: 5, first + 2: 5,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_steps_that_only_score_are_not_cut_to_the_size_that_decodes_want(overlap):
+    """A prompt whose last chunk is in flight has one token left, as a decode has, and will never compute it."""
+    engine = make_engine(
+        num_blocks=200, max_num_batched_tokens=64, most_tokens_beside_decodes=8, max_num_seqs=32, overlap=overlap
+    )
+    for first in range(20):
+        engine.add_request([first, *range(15)], SamplingParams(max_tokens=0, prompt_logprobs=0))
+    run_to_end(engine)
+    sizes = [sum(num_new_tokens for _, num_new_tokens, _ in step) for step in engine.runner.log]
+    assert sum(sizes) == 20 * 15 and all(size == 64 for size in sizes[:-1])

@@ -146,6 +146,18 @@ def test_an_iterator_gives_a_prompt_when_all_its_completions_have_finished():
     assert completions(given) == completions(listed)
 
 
+def test_the_window_of_an_iterator_counts_completions():
+    """Prompts of a thousand completions each would otherwise be read as far ahead as those of one."""
+    engine_holds = []
+    params = SamplingParams(n=8, max_tokens=2, ignore_eos=True)
+    with make_llm(max_num_seqs=4) as llm:
+        outputs = llm.generate_iter(iter([[65, 66]] * 10_000), params)
+        for _, _ in zip(range(150), outputs, strict=False):
+            engine_holds.append(llm.metrics()["num_unfinished_requests"])
+        outputs.close()
+    assert max(engine_holds[100:]) <= 16 * 4 + 8
+
+
 def test_a_prompt_that_cannot_run_is_one_error_row():
     with make_llm() as llm:
         outputs = llm.generate([[], "a"], SamplingParams(n=3, max_tokens=2), use_tqdm=False)
