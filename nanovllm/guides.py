@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import numpy as np
 
@@ -18,6 +19,10 @@ from nanovllm.structured_outputs import StructuredOutputsParams
 _MOST_COMPILED = 256
 # Waking llguidance's threads takes 0.1 ms, in which one thread fills about as many masks as these.
 _FEWEST_IN_PARALLEL = 16
+# Copies of one matcher that are in use before another is compiled.
+_COPIES_OF_ONE = 8
+# Of llguidance's threads: that share of the CPUs, and at most so many, which are its own defaults.
+_SHARE_OF_CPUS, _MOST_THREADS = 0.8, 32
 _INSTALL = 'needs llguidance: pip install llguidance, or nanovllm with its extra "structured"'
 
 
@@ -66,11 +71,13 @@ def fill_masks(constraints: Sequence[Constraint], masks: np.ndarray) -> None:
     Raises:
         FillError: some could not be filled; all others are.
     """
-    matchers = [(each.matcher, row) for row, each in enumerate(constraints) if isinstance(each, _Grammar)]
-    if is_parallel := len(matchers) >= _FEWEST_IN_PARALLEL:
+    grammars = [(row, each) for row, each in enumerate(constraints) if isinstance(each, _Grammar)]
+    if is_parallel := len(grammars) >= _FEWEST_IN_PARALLEL:
         from llguidance.numpy import fill_next_token_bitmask_par
 
-        fill_next_token_bitmask_par(_executor(), matchers, masks)
+        # A thread takes neighbours, and threads that have copies of one matcher wait for each other.
+        grammars.sort(key=lambda each: each[1].group)
+        fill_next_token_bitmask_par(_executor(), [(each.matcher, row) for row, each in grammars], masks)
     reasons = {}
     for row, constraint in enumerate(constraints):
         try:
@@ -125,10 +132,17 @@ class Guide:
 
 @lru_cache(maxsize=1)
 def _executor() -> Any:
-    """llguidance's threads: as many as 80 % of the CPUs, and at most 32."""
+    """llguidance's threads."""
     from llguidance import LLExecutor
 
-    return LLExecutor()
+    return LLExecutor(num_threads=_num_threads())
+
+
+@lru_cache(maxsize=1)
+def _num_threads() -> int:
+    from nanovllm.machine import cpus  # imports torch
+
+    return max(1, min(int(_SHARE_OF_CPUS * len(cpus())), _MOST_THREADS))
 
 
 # A trie's node: the ids that may come next, each with the node behind it. A node without any is the end of a choice.
@@ -157,10 +171,13 @@ class _Choice:
 
 
 class _Grammar:
-    """A Constraint around llguidance's LLMatcher, of which this is the only user."""
+    """A Constraint around llguidance's LLMatcher, of which this is the only user.
 
-    def __init__(self, matcher: Any):
-        self.matcher = matcher
+    group: a number that copies of the same matcher have in common.
+    """
+
+    def __init__(self, matcher: Any, group: int = 0):
+        self.matcher, self.group = matcher, group
 
     def advance(self, token_id: int) -> bool:
         self.matcher.consume_token(token_id)
@@ -177,6 +194,33 @@ class _Grammar:
         """Raises what the matcher only notes; it never leaves such a state, and its masks allow the end then."""
         if self.matcher.is_error():
             raise ValueError(_reason(self.matcher.get_error()))
+
+
+class _Copies:
+    """Makes constraints of one grammar.
+
+    A copy of a matcher takes microseconds and shares, behind a lock, what the lexer has learnt. Threads that fill masks
+    of copies of one matcher are slower than one thread. So many constraints are copies of several matchers, one or two
+    for each thread: llguidance halves the list of matchers until every thread has a part.
+
+    Args:
+        compile: makes a matcher, in half a millisecond for a small schema.
+    """
+
+    def __init__(self, compile: Callable[[], Any]):
+        self._compile = compile
+        self._groups: list[tuple[Any, WeakSet[_Grammar]]] = [(compile(), WeakSet())]
+
+    def __call__(self) -> _Grammar:
+        group = min(range(len(self._groups)), key=lambda index: len(self._groups[index][1]))
+        most_groups = 1 << (_num_threads() - 1).bit_length()
+        if len(self._groups[group][1]) >= _COPIES_OF_ONE and len(self._groups) < most_groups:
+            group = len(self._groups)
+            self._groups.append((self._compile(), WeakSet()))
+        matcher, in_use = self._groups[group]
+        constraint = _Grammar(matcher.deep_copy(), group)
+        in_use.add(constraint)
+        return constraint
 
 
 def _reason(error: object) -> str:
@@ -234,9 +278,7 @@ class StructuredOutputs:
         if params.choice is not None:
             root = self._trie(params.choice)
             return lambda: _Choice(root, self._eos_token_ids)
-        matcher = self._matcher(params)
-        # A copy takes microseconds, and shares what the lexer has learnt.
-        return lambda: _Grammar(matcher.deep_copy())
+        return _Copies(lambda: self._matcher(params))
 
     @cached_property
     def _eos_token_ids(self) -> list[int]:

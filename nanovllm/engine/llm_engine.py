@@ -12,8 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, cast
 
-import numpy as np
-
 from nanovllm.checks import integer, is_running
 from nanovllm.config import Config
 from nanovllm.engine.guide import TokenGuide
@@ -195,7 +193,7 @@ class LLMEngine:
             return
         unfinished = [seq.status is not SequenceStatus.FINISHED for seq in step.constrained]
         rows = [row for row, is_unfinished in enumerate(unfinished) if is_unfinished]
-        masks = np.empty((len(rows), -(-self.info.vocab_size // 32)), np.int32)
+        masks = self.runner.mask_buffer(len(rows))
         if rows:
             guides = [cast(TokenGuide, step.constrained[row].stop_predicate) for row in rows]
             guides[0].fill_masks(guides, masks)

@@ -69,6 +69,11 @@ class Runner(Protocol):
         """Starts a step and returns without waiting for the device. A step with constrained rows runs the layers;
         logits and tokens wait for `LaunchedStep.constrain`."""
 
+    def mask_buffer(self, num_rows: int) -> np.ndarray:
+        """Where the masks of the next step with constrained rows are written: int32 [num_rows, ceil(vocab_size / 32)],
+        contiguous. The runner may give the same memory again once the tokens of that step have arrived."""
+        return np.empty((num_rows, -(-self.info.vocab_size // 32)), np.int32)
+
     def memory(self) -> dict[str, int]:
         """Bytes on the device, or on all of them, by use."""
         return {}

@@ -304,6 +304,9 @@ class ModelRunner(Runner):
             self.table.rules.constrain(entries[rows], masks)
             return sample().first(num_sampled)
 
+    def mask_buffer(self, num_rows: int) -> np.ndarray:
+        return self.table.rules.mask_buffer(num_rows)
+
     def _copy_blocks(self, step: Step) -> None:
         if step.copies:
             copy_blocks(self.kv_cache, step.copies, self._fused)
@@ -529,8 +532,8 @@ class ModelRunner(Runner):
         missing = self._least_free - free_bytes(self.device)
         if missing > 0:
             raise RuntimeError(
-                f"CUDA graphs took {missing / _GIB:.2f} GiB more GPU memory than was set aside for them; lower "
-                "max_num_seqs or use enforce_eager=True"
+                f"CUDA graphs, or another program, took {missing / _GIB:.2f} GiB more GPU memory than was set aside "
+                "for them; lower max_num_seqs or use enforce_eager=True"
             )
 
     def _most_tokens_beside_decodes(self) -> int:

@@ -25,6 +25,7 @@ class TokenRulesTable:
     def __init__(self, num_entries: int, vocab_size: int, device: torch.device):
         self._num_entries, self._vocab_size, self._device = num_entries, vocab_size, device
         self._is_ruled = np.zeros(num_entries, bool)
+        self._masks: torch.Tensor | None = None
         self.tensors = self._empty(_NARROWEST, _NARROWEST)
         self.version = 1
 
@@ -43,9 +44,20 @@ class TokenRulesTable:
         self._is_ruled[entries] = until > 0
         return until
 
+    def mask_buffer(self, num_rows: int) -> np.ndarray:
+        """See Runner. The masks of 256 rows are 5 MB: new memory would cost a millisecond of page faults, and masks
+        elsewhere than in pinned memory another copy."""
+        if self._masks is None:
+            allowed = self.tensors.allowed
+            shape = self._num_entries, allowed.shape[1]
+            self._masks = torch.empty(shape, dtype=allowed.dtype, device="cpu", pin_memory=self._device.type == "cuda")
+        return self._masks[:num_rows].numpy()
+
     def constrain(self, entries: np.ndarray, masks: np.ndarray) -> None:
-        """Sets which ids the entries may sample next: int32 [len(entries), ceil(vocab_size / 32)], a bit each."""
-        on_device, sent = upload([entries, masks], self._device)
+        """Sets which ids the entries may sample next: int32 [len(entries), ceil(vocab_size / 32)], a bit each. Nobody
+        waits for the copy, so the masks must stay as they are until the step's tokens have arrived."""
+        (on_device,) = upload([entries], self._device)
+        sent = torch.from_numpy(masks).to(self._device, non_blocking=True)
         self.tensors.allowed.index_copy_(0, on_device, sent)
 
     def _send(self, sequences: list[Sequence], entries: np.ndarray) -> None:
