@@ -1,0 +1,112 @@
+"""What a job is: its input, its model and whatever else decides its results. A job is resumed only if it is the same."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from nanovllm.jobs.errors import JobError
+
+# Engine options that can change a completion. The others may differ when a job is resumed on another machine.
+_DECIDING = ("model", "revision", "tokenizer", "dtype", "load_format", "max_model_len", "deterministic")
+_SUFFIXES = (".json", ".safetensors", ".model", ".jinja", ".txt")
+_NUM_SAMPLES, _BYTES_OF_SAMPLE = 64, 2**14
+_NAMES = {"input": "the input", "model": "the model's files", "engine": "an engine option", "params": "a parameter"}
+
+
+def fingerprint_of_model(directory: Path) -> str:
+    """A digest of a model's configuration, tokenizer and weights: of small files whole, of large ones the size and 64
+    samples. A fine-tuned model differs from its base nearly everywhere, so it does in some sample."""
+    digest = xxhash.xxh3_128()
+    for path in sorted(directory.iterdir()):
+        if path.suffix not in _SUFFIXES or not path.is_file():
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            if size <= _NUM_SAMPLES * _BYTES_OF_SAMPLE:
+                digest.update(file.read())
+                continue
+            for sample in range(_NUM_SAMPLES):
+                file.seek(sample * (size - _BYTES_OF_SAMPLE) // (_NUM_SAMPLES - 1))
+                digest.update(file.read(_BYTES_OF_SAMPLE))
+    return digest.hexdigest()
+
+
+def identity_of(
+    lines_digest: str, num_rows: int, directory: Path, engine: dict[str, Any], params: dict[str, Any], seed: int
+) -> dict[str, Any]:
+    """What must be equal for a job to be resumed, as JSON has it."""
+    deciding = {name: engine.get(name) for name in _DECIDING if name in engine}
+    identity = {
+        "input": {"digest": lines_digest, "rows": num_rows},
+        "model": fingerprint_of_model(directory),
+        "engine": deciding,
+        "params": {**params, "seed": seed},
+    }
+    return json.loads(json.dumps(identity, default=repr))
+
+
+def check_same(before: dict[str, Any], now: dict[str, Any], path: Path) -> None:
+    """Raises a JobError that names what changed."""
+    changed = [_change(name, before.get(name), now[name]) for name in now if before.get(name) != now[name]]
+    if changed:
+        raise JobError(
+            f"{path} belongs to another job: {'; '.join(changed)}. Run the same command as before to resume that job, "
+            "choose another output, or start over with --restart, which drops its results"
+        )
+
+
+def _change(name: str, before: Any, now: Any) -> str:
+    if name == "input" and isinstance(before, dict):
+        what = "" if before["rows"] == now["rows"] else f" (it had {before['rows']:,} rows and has {now['rows']:,})"
+        return f"the input has changed{what}"
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        values = ", ".join(f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in keys)
+        return f"{_NAMES[name]} has changed ({values})"
+    return f"{_NAMES[name]} have changed"
+
+
+def load_state(path: Path) -> dict[str, Any] | None:
+    """The job's description, or None if there is none.
+
+    Raises:
+        JobError: the file holds something else.
+    """
+    try:
+        state = json.loads(path.read_text())
+        if state["version"] == 1 and isinstance(state["identity"], dict):
+            return state
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise JobError(f"{path} is not a job's description; move it away, or start over with --restart")
+
+
+def save_state(path: Path, state: dict[str, Any]) -> None:
+    """Replaces the description; a kill leaves the old one or the new one."""
+    write_whole(path, json.dumps(state, indent=1).encode())
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a small file that is there whole or not at all."""
+    new = path.with_name(path.name + ".new")
+    with new.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    replace_durably(new, path)
+
+
+def replace_durably(new: Path, path: Path) -> None:
+    """Renames a file whose content is on the disk, and makes the new name last."""
+    os.replace(new, path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,162 @@
+"""The journal: what a job has finished, safe from a kill at any instant.
+
+Each line is `number checksum row`: the input row's number, the CRC-32 of number and row in hexadecimal, and the output
+row, which has no newline. Lines are only appended. After a kill or a power failure the end may be torn or hold
+anything; it is cut off before the first line whose checksum is wrong.
+"""
+
+import fcntl
+import os
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from nanovllm.jobs.errors import JobError
+
+_BYTES_OF_READ = 2**22
+_BYTES_OF_WRITE, _SECONDS_BETWEEN_WRITES = 2**17, 0.2
+
+
+class Journal:
+    """The journal at `path`, which no other process can open as long as this one is alive.
+
+    Args:
+        path: is made if it does not exist.
+        seconds_between_syncs: after as many, what was appended is on the disk, at the next `append`.
+
+    Raises:
+        JobError: another process has it.
+    """
+
+    def __init__(self, path: Path, seconds_between_syncs: float = 10.0):
+        self._path, self._seconds_between_syncs = path, seconds_between_syncs
+        self._fd = _open_locked(path)
+        self._waiting: list[bytes] = []
+        self._num_waiting = 0
+        self._size = 0  # of the good lines in the file
+        self._places = np.empty(0, np.int64)  # by number: where the row begins, −1 if it is not there
+        self._sizes = np.empty(0, np.int64)
+        self._written_at = self._synced_at = time.monotonic()
+        self.num_rows = 0
+
+    def recover(self, num_rows: int) -> None:
+        """Reads what is there, and cuts off a torn end.
+
+        num_rows: of the input.
+        """
+        self._places, self._sizes = np.full(num_rows, -1, np.int64), np.zeros(num_rows, np.int64)
+        self._size = self.num_rows = 0
+        for line in self._lines():
+            number, _, rest = line.partition(b" ")
+            checksum, _, row = rest.partition(b" ")
+            if not _is_good(number, checksum, row) or int(number) >= num_rows:
+                break
+            self._note(int(number), len(line) - len(row), len(row))
+            self._size += len(line) + 1
+        os.ftruncate(self._fd, self._size)
+        os.fsync(self._fd)
+
+    def clear(self) -> None:
+        os.ftruncate(self._fd, 0)
+
+    def __contains__(self, number: int) -> bool:
+        return self._places[number] >= 0
+
+    def is_complete(self) -> bool:
+        return self.num_rows == len(self._places)
+
+    def append(self, number: int, row: bytes) -> None:
+        """Adds the output row of an input row. It is written soon, and synced at the stated interval.
+
+        Raises:
+            JobError: the disk is full, say. What was written before stays good.
+        """
+        start = b"%d " % number
+        head = b"%d %08x " % (number, zlib.crc32(row, zlib.crc32(start)))
+        self._note(number, len(head), len(row), self._size + self._num_waiting)
+        self._waiting.append(head + row + b"\n")
+        self._num_waiting += len(head) + len(row) + 1
+        now = time.monotonic()
+        if self._num_waiting >= _BYTES_OF_WRITE or now - self._written_at >= _SECONDS_BETWEEN_WRITES:
+            self.write()
+        if now - self._synced_at >= self._seconds_between_syncs:
+            self.sync()
+
+    def write(self) -> None:
+        """Gives the operating system what waits, so that it survives a kill of this process."""
+        data, self._waiting, self._num_waiting = b"".join(self._waiting), [], 0
+        self._written_at = time.monotonic()
+        view, offset = memoryview(data), self._size
+        try:
+            while view:
+                written = os.pwrite(self._fd, view, offset)
+                offset, view = offset + written, view[written:]
+        except OSError as error:
+            os.ftruncate(self._fd, self._size)
+            raise JobError(
+                f"{self._path} cannot be written: {error.strerror}. Make room and run the same command again; all rows "
+                "that were written before are kept"
+            ) from error
+        self._size = offset
+
+    def sync(self) -> None:
+        """Waits until everything is on the disk."""
+        self.write()
+        try:
+            os.fdatasync(self._fd) if hasattr(os, "fdatasync") else os.fsync(self._fd)
+        except OSError as error:
+            raise JobError(f"{self._path} cannot be synced: {error.strerror}; run the same command again") from error
+        self._synced_at = time.monotonic()
+
+    def rows(self) -> Iterator[bytes]:
+        """The output rows that are there, in the input's order."""
+        self.write()
+        there = self._places >= 0
+        for place, size in zip(self._places[there].tolist(), self._sizes[there].tolist(), strict=True):
+            yield os.pread(self._fd, size, place)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            try:
+                self.sync()
+            finally:
+                os.close(self._fd)
+                self._fd = -1
+
+    def remove(self) -> None:
+        """Removes the file, once its rows are elsewhere."""
+        self._path.unlink(missing_ok=True)
+
+    def _note(self, number: int, head_size: int, row_size: int, line_place: int | None = None) -> None:
+        if self._places[number] < 0:
+            self.num_rows += 1
+        place = self._size if line_place is None else line_place
+        self._places[number], self._sizes[number] = place + head_size, row_size
+
+    def _lines(self) -> Iterator[bytes]:
+        """The file's lines that end with a newline, without it."""
+        rest, offset = b"", 0
+        while data := os.pread(self._fd, _BYTES_OF_READ, offset):
+            offset += len(data)
+            *lines, rest = (rest + data).split(b"\n")
+            yield from lines
+
+
+def _is_good(number: bytes, checksum: bytes, row: bytes) -> bool:
+    return number.isdigit() and checksum == b"%08x" % zlib.crc32(row, zlib.crc32(number + b" "))
+
+
+def _open_locked(path: Path) -> int:
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            raise JobError(f"another process is writing {path}; wait for it or stop it") from None
+        if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
+            return fd
+        os.close(fd)  # the process that had it has just removed it

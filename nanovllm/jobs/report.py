@@ -1,0 +1,126 @@
+"""What a job says while it runs and at its end."""
+
+import logging
+import re
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+from tqdm import tqdm
+
+logger = logging.getLogger("nanovllm.jobs")
+
+_SECONDS_BETWEEN_LINES = 60.0
+_MOST_KINDS = 1000
+
+
+class Errors:
+    """Error rows by kind: errors that differ only in numbers and quoted values are of one. Memory stays flat."""
+
+    def __init__(self):
+        self.num_rows = 0
+        self._count: Counter[str] = Counter()
+        self._example: dict[str, tuple[str, str]] = {}  # of each kind, the first row's name and its error
+
+    def add(self, row: str, error: str) -> None:
+        self.num_rows += 1
+        kind = re.sub(r"'[^']*'|\"[^\"]*\"|-?[0-9][0-9,.]*", "…", error)[:200]
+        if kind not in self._count and len(self._count) == _MOST_KINDS:
+            kind = "other errors"
+        self._count[kind] += 1
+        self._example.setdefault(kind, (row, error[:500]))
+
+    def by_kind(self) -> list[dict[str, Any]]:
+        """The most frequent first."""
+        return [
+            {"rows": count, "first": self._example[kind][0], "error": self._example[kind][1]}
+            for kind, count in self._count.most_common()
+        ]
+
+
+class Progress:
+    """One line on a terminal; otherwise a line in the log per minute.
+
+    Tokens per second are those of the run so far, from its first row on. The remaining time assumes that the remaining
+    rows are like those of this run.
+    """
+
+    def __init__(self, num_rows: int, num_finished: int, llm: Any):
+        self._num_rows, self._num_finished, self._num_before, self._llm = num_rows, num_finished, num_finished, llm
+        self._began = self._said_at = time.monotonic()
+        self._at_start = llm.metrics()
+        self._bar = tqdm(
+            total=num_rows, initial=num_finished, unit="row", desc="run-batch", disable=not sys.stderr.isatty()
+        )
+
+    def add(self, num_rows: int, num_errors: int) -> None:
+        self._num_finished += num_rows
+        now = time.monotonic()
+        if self._bar.disable:
+            if now - self._said_at >= _SECONDS_BETWEEN_LINES:
+                self._said_at = now
+                logger.info("%s", self.line(num_errors))
+            return
+        if now - self._said_at >= 0.5:
+            self._said_at = now
+            self._bar.set_postfix_str(self._rates(num_errors), refresh=False)
+        self._bar.update(num_rows)
+
+    def line(self, num_errors: int) -> str:
+        seconds = time.monotonic() - self._began
+        done, left = self._num_finished - self._num_before, self._num_rows - self._num_finished
+        eta = f", {_duration(seconds / done * left)} left" if done else ""
+        return f"{self._num_finished:,} of {self._num_rows:,} rows, {self._rates(num_errors)}{eta}"
+
+    def _rates(self, num_errors: int) -> str:
+        now, seconds = self._llm.metrics(), max(time.monotonic() - self._began, 1e-9)
+        per_second = [
+            f"{phase} {(now[name] - self._at_start[name]) / seconds:,.0f} tok/s"
+            for phase, name in (("prefill", "num_prefill_tokens"), ("decode", "num_decode_tokens"))
+        ]
+        parts = [*per_second, f"cache hits {now['prefix_cache_hit_rate']:.0%}", f"memory {_resident_mib():,} MiB"]
+        return ", ".join([*parts, f"{num_errors:,} error rows"] if num_errors else parts)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s" if minutes else f"{seconds} s"
+
+
+def _resident_mib() -> int:
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096 // 2**20
+    except OSError:
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 2**20  # bytes, where there is no /proc
+
+
+def in_words(report: dict[str, Any]) -> str:
+    """The report for a person."""
+    rows, tokens, seconds = report["rows"], report["tokens"], report["seconds"]
+    lines = [
+        f"{rows['finished']:,} of {rows['total']:,} rows are finished, {rows['finished_before']:,} of them by earlier runs",
+        "seconds: " + ", ".join(f"{name} {value:,.1f}" for name, value in seconds.items()),
+    ]
+    if tokens:
+        lines.append(
+            f"tokens of this run: {tokens['prompt']:,} of prompts ({tokens['prefix_cache_hit_rate']:.0%} from the "
+            f"prefix cache), {tokens['output']:,} generated, {tokens['output_per_second']:,.0f} per second; "
+            f"{report['preemptions']:,} preemptions"
+        )
+    if "cost" in report:
+        cost = report["cost"]
+        per_million = cost["per_million_output_tokens"]
+        price = "" if per_million is None else f", {per_million:,.4f} per million generated tokens"
+        lines.append(f"cost: {cost['total']:,.4f}{price}")
+    if report["errors"]:
+        lines.append(f"{rows['errors']:,} error rows in this run:")
+        lines += [f"  {kind['rows']:,} × {kind['error']} (first: {kind['first']})" for kind in report["errors"][:10]]
+    return "\n".join(lines)

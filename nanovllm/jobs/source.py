@@ -1,0 +1,75 @@
+"""The rows of a job's input: lines of a file, read in order or one by one."""
+
+import shutil
+import sys
+import tempfile
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+# A line that is longer is an error row: it would take as much memory several times over.
+MOST_BYTES_OF_LINE = 2**26
+
+
+class Lines:
+    """The lines of an input that are not blank; each is a row, and its number counts from 0.
+
+    What cannot be read twice, such as standard input, is copied to a temporary file first.
+
+    Args:
+        path: of the input, or "-" for standard input.
+        spool_directory: where the copy is made.
+
+    Raises:
+        OSError: the input cannot be read.
+    """
+
+    def __init__(self, path: str, spool_directory: Path | None = None):
+        self._offsets = array("q")
+        self.digest = ""
+        self.num_bytes = 0
+        if path != "-" and Path(path).is_file():
+            self._file: BinaryIO = open(path, "rb")  # noqa: SIM115 - close() closes it
+        else:
+            self._file = tempfile.TemporaryFile(dir=spool_directory)  # noqa: SIM115
+            with sys.stdin.buffer if path == "-" else open(path, "rb") as stream:
+                shutil.copyfileobj(stream, self._file, 2**20)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def scan(self) -> Iterator[bytes]:
+        """All rows in order, while `digest` (of the whole input) and the rows' places are found."""
+        file, digest = self._file, xxhash.xxh3_128()
+        file.seek(0)
+        self._offsets, offset = array("q"), 0
+        while line := file.readline(MOST_BYTES_OF_LINE + 1):
+            start, is_whole = offset, line.endswith(b"\n")
+            offset += len(line)
+            digest.update(line)
+            row = line
+            while not is_whole and (rest := file.readline(MOST_BYTES_OF_LINE)):
+                is_whole = rest.endswith(b"\n")
+                offset += len(rest)
+                digest.update(rest)
+            if row.strip():
+                self._offsets.append(start)
+                yield _cut(row, start)
+        self.digest, self.num_bytes = digest.hexdigest(), offset
+
+    def read(self, number: int) -> bytes:
+        """One row, after `scan`."""
+        start = self._offsets[number]
+        self._file.seek(start)
+        return _cut(self._file.readline(MOST_BYTES_OF_LINE + 1), start)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _cut(line: bytes, start: int) -> bytes:
+    """A line without its end, and without a byte order mark at the beginning of the file."""
+    return (line.removeprefix(b"\xef\xbb\xbf") if start == 0 else line).rstrip(b"\r\n")

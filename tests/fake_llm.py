@@ -1,0 +1,76 @@
+"""An LLM without a model, for jobs: completions are made of the prompt and the seed, and finish in a shuffled order."""
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from nanovllm import CompletionOutput, RequestOutput, SamplingParams
+
+
+class FakeLLM:
+    """Takes what Job needs of LLM.
+
+    Class attributes for tests to set: `rows_ahead`, which it reads before one finishes; `made`, what was completed.
+    """
+
+    rows_ahead = 64
+    made: list[str] = []
+
+    def __init__(self, model: str, **options: Any):
+        self.options = options
+        self._metrics = dict.fromkeys(
+            ("num_prefill_tokens", "num_decode_tokens", "num_prompt_tokens", "num_output_tokens", "num_preemptions"), 0
+        )
+
+    def __enter__(self) -> "FakeLLM":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def metrics(self) -> dict[str, Any]:
+        return {**self._metrics, "prefix_cache_hit_rate": 0.0}
+
+    def generate_iter(self, prompts: Iterator[Any], params: Iterator[SamplingParams], *, ordered: bool) -> "FakeIterator":
+        assert not ordered
+        return FakeIterator(self, prompts, params)
+
+    def complete(self, number: int, prompt: Any, params: SamplingParams) -> RequestOutput:
+        name = json.dumps(prompt)
+        self.made.append(name)
+        outputs = []
+        for index in range(params.n):
+            text = hashlib.sha256(f"{name} {params.seed} {params.max_tokens} {index}".encode()).hexdigest()
+            outputs.append(CompletionOutput(index, text, list(text.encode())[:4], "length"))
+        self._metrics["num_output_tokens"] += 4 * params.n
+        return RequestOutput(str(number), name, [1, 2, 3], outputs)
+
+
+class FakeIterator:
+    def __init__(self, llm: FakeLLM, prompts: Iterator[Any], params: Iterator[SamplingParams]):
+        self._llm, self._source = llm, self._pairs(prompts, params)
+        self._running: list[tuple[int, Any, SamplingParams]] = []
+        self._rng, self._is_drained = random.Random(0), False
+
+    @staticmethod
+    def _pairs(prompts, params):
+        for number, prompt in enumerate(prompts):
+            yield number, prompt, next(params)
+
+    def drain(self) -> None:
+        """Of what was read, an eighth runs."""
+        self._is_drained = True
+        del self._running[len(self._running) // 8 :]
+
+    def __iter__(self) -> "FakeIterator":
+        return self
+
+    def __next__(self) -> RequestOutput:
+        if not self._is_drained:
+            self._running += islice(self._source, self._llm.rows_ahead - len(self._running))
+        if not self._running:
+            raise StopIteration
+        return self._llm.complete(*self._running.pop(self._rng.randrange(len(self._running))))

@@ -1,0 +1,218 @@
+"""Kills jobs, and compares what they finish with in the end with an uninterrupted run.
+
+    python tests/faults/job_crashes.py calls              # at each system call that changes a file, with a fake LLM
+    python tests/faults/job_crashes.py moments --kills 500 --rows 2000    # at random moments, with the bundled model
+
+A killed run is a fork of this process, so that the imports are paid for once. Beside kills there are torn writes (the
+file ends in the middle of a line, or in garbage) and full disks (a limit of the files' size).
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch  # noqa: F401 - before the forks
+import transformers  # noqa: F401
+from fake_llm import FakeLLM
+
+import nanovllm.jobs.job as job
+import nanovllm.jobs.journal as journal
+import nanovllm.runner.model_runner  # noqa: F401
+from nanovllm.demo import MODEL_DIRECTORY
+from nanovllm.jobs.errors import JobError
+
+CALLS = ("pwrite", "ftruncate", "fsync", "fdatasync", "replace", "unlink")
+WORDS = ["kernel", "garden", "paged", "memory", "planet", "token", "cache", "block"]
+
+
+def rows_of(count: int) -> list[dict]:
+    """Questions that the bundled model answers, sampled and greedy, some with several completions, and bad rows."""
+    rng = random.Random(1)
+    rows: list[dict] = []
+    for number in range(count):
+        kind, row = rng.random(), {"id": f"row {number}"}
+        question = f"What is {rng.randrange(999)} + {rng.randrange(999)}?"
+        if kind < 0.5:
+            row["prompt"] = f"Q: {question}\nA:"
+        elif kind < 0.9:
+            row["messages"] = [{"role": "user", "content": f"Reverse the word {rng.choice(WORDS)}."}]
+        else:
+            row["prompt"] = 5
+        row["params"] = {"max_tokens": rng.choice([1, 8, 30]), "temperature": rng.choice([0, 0.8])}
+        if row["params"]["temperature"] and rng.random() < 0.2:
+            row["params"]["n"] = 3
+        rows.append(row)
+    return rows
+
+
+def write_input(path: Path, count: int) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(count)))
+
+
+def run(options: job.JobOptions, llm_class: type) -> None:
+    job.Job(options, llm_class).run()
+
+
+def in_fork(work) -> int:
+    """Runs `work` in a fork; its exit status, negative if a signal ended it."""
+    process = os.fork()
+    if process == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        except JobError as error:
+            print(f"  {error}"[:150], file=sys.stderr)
+            status = 3
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def dying_at(call: int, halves: bool, work) -> None:
+    """Runs `work`, and dies before its system call number `call`, or in the middle of it if it is a write."""
+    counted = 0
+
+    def patched(name, real):
+        def replacement(*arguments):
+            nonlocal counted
+            counted += 1
+            if counted == call:
+                if name == "pwrite" and halves:
+                    fd, data, offset = arguments
+                    real(fd, bytes(data)[: len(data) // 2], offset)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments)
+
+        return replacement
+
+    for name in CALLS:
+        setattr(os, name, patched(name, getattr(os, name)))
+    work()
+
+
+def kill_at_each_call(count: int) -> None:
+    """Each call in turn is the last one of a run; the next run is killed at another; then one finishes."""
+    preflight = job.Preflight(str(MODEL_DIRECTORY))
+    job.Preflight = lambda *arguments, **options: preflight  # its tokenizer takes most of a run's time
+    journal._SECONDS_BETWEEN_WRITES = 0.0
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        write_input(directory / "in", count)
+
+        def options(output: str) -> job.JobOptions:
+            return job.JobOptions(
+                str(directory / "in"), str(directory / output), str(MODEL_DIRECTORY), preflight="off",
+                seconds_between_syncs=0.0,
+            )  # fmt: skip
+
+        run(options("whole"), FakeLLM)
+        expected = (directory / "whole").read_bytes()
+        assert len(expected.splitlines()) == count
+        num_kills, call, rng = 0, 0, random.Random(0)
+        while True:
+            call += 1
+            before = num_kills
+            for halves in (False, True):
+                for last in (call, rng.randrange(1, 40)):
+                    num_kills += in_fork(lambda: dying_at(last, halves, lambda: run(options("out"), FakeLLM))) < 0
+                assert in_fork(lambda: run(options("out"), FakeLLM)) == 0
+                assert (directory / "out").read_bytes() == expected, f"killed at call {call}"
+                left = sorted(path.name for path in directory.iterdir() if path.name.startswith("out"))
+                assert left == ["out", "out.job"], left
+                (directory / "out").unlink()
+                (directory / "out.job").unlink()
+            if num_kills == before or call > 500:
+                break
+    print(f"right: {num_kills} kills at {call - 1} calls")
+
+
+def kill_at_random_moments(num_kills: int, count: int, model: str, seconds: float) -> None:
+    from nanovllm import LLM
+
+    rng = random.Random(0)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        write_input(directory / "in", count)
+
+        def options(output: str) -> job.JobOptions:
+            # A small batch, so that a run is long enough to be killed often.
+            engine = {"max_num_seqs": 32, "max_model_len": 256, "deterministic": True}
+            return job.JobOptions(
+                str(directory / "in"), str(directory / output), model, engine, preflight="off", seconds_between_syncs=0.5
+            )
+
+        began = time.monotonic()
+        assert in_fork(lambda: run(options("whole"), LLM)) == 0
+        whole_seconds = time.monotonic() - began
+        expected = (directory / "whole").read_bytes()
+        assert len(expected.splitlines()) == count
+        done = torn = full = finished = 0
+        while done < num_kills:
+            process = os.fork()
+            if process == 0:
+                if rng.random() < 0.1 and (directory / "out.part").exists():
+                    size = (directory / "out.part").stat().st_size + rng.randrange(1, 5000)
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+                status = 1
+                try:
+                    run(options("out"), LLM)
+                    status = 0
+                except JobError:
+                    status = 3
+                finally:
+                    os._exit(status)
+            rng.random()  # the fork drew it
+            rng.randrange(1, 5000)
+            time.sleep(rng.uniform(0.2, seconds))
+            os.kill(process, signal.SIGKILL)
+            status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+            assert status in (0, 3, -signal.SIGKILL), status
+            done += 1
+            full += status == 3
+            part = directory / "out.part"
+            if status < 0 and part.exists() and rng.random() < 0.3:
+                torn += 1
+                with part.open("r+b") as file:
+                    size = part.stat().st_size
+                    file.truncate(max(0, size - rng.randrange(200)))
+                    file.seek(0, os.SEEK_END)
+                    file.write(rng.randbytes(rng.randrange(100)))
+            if status == 0:
+                finished += 1
+                assert (directory / "out").read_bytes() == expected
+                for suffix in ("", ".job"):
+                    (directory / f"out{suffix}").unlink()
+        assert in_fork(lambda: run(options("out"), LLM)) == 0
+        assert (directory / "out").read_bytes() == expected
+    print(
+        f"right: {done} kills, {torn} torn files and {full} full disks among them, {finished + 1} finished jobs of "
+        f"{count} rows, {whole_seconds:.1f} s uninterrupted"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=("calls", "moments"))
+    parser.add_argument("--kills", type=int, default=500)
+    parser.add_argument("--rows", type=int, default=2000)
+    parser.add_argument("--model", default=str(MODEL_DIRECTORY))
+    parser.add_argument("--seconds", type=float, default=3.0, help="most seconds until a run is killed")
+    given = parser.parse_args()
+    if given.kind == "calls":
+        kill_at_each_call(min(given.rows, 20))
+    else:
+        kill_at_random_moments(given.kills, given.rows, given.model, given.seconds)
+
+
+if __name__ == "__main__":
+    main()

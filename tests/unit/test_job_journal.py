@@ -1,0 +1,115 @@
+"""The journal of a job: what was appended is read again after any kill, torn write or full disk."""
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+
+from nanovllm.jobs.errors import JobError
+from nanovllm.jobs.journal import Journal
+
+ROWS = [b"", b"{}", b'{"id": "a", "text": "12 00000000 x"}', "ü → \u2028".encode(), b"x" * 300_000]
+
+
+def appended(path, rows=ROWS, order=(3, 0, 4, 1, 2)) -> bytes:
+    journal = Journal(path)
+    journal.recover(len(rows))
+    for number in order:
+        journal.append(number, rows[number])
+    journal.close()
+    return path.read_bytes()
+
+
+def recovered(path, num_rows=len(ROWS)) -> dict[int, bytes]:
+    journal = Journal(path)
+    journal.recover(num_rows)
+    numbers = [number for number in range(num_rows) if number in journal]
+    found = dict(zip(numbers, journal.rows(), strict=True))
+    assert journal.num_rows == len(found)
+    journal.close()
+    return found
+
+
+def test_rows_come_back_in_the_inputs_order(tmp_path):
+    appended(tmp_path / "part")
+    assert recovered(tmp_path / "part") == dict(enumerate(ROWS))
+
+
+def test_a_file_cut_anywhere_keeps_exactly_the_whole_lines(tmp_path):
+    rows = [row[:50] for row in ROWS]
+    whole, order = appended(tmp_path / "part", rows), (3, 0, 4, 1, 2)
+    ends = [place + 1 for place, byte in enumerate(whole) if byte == ord("\n")]
+    for size in range(len(whole) + 1):
+        (tmp_path / "cut").write_bytes(whole[:size])
+        expected = [order[index] for index, end in enumerate(ends) if end <= size]
+        assert sorted(recovered(tmp_path / "cut")) == sorted(expected)
+        assert os.path.getsize(tmp_path / "cut") == max([0, *(end for end in ends if end <= size)])
+
+
+def test_a_torn_end_that_holds_anything_is_cut_off_and_work_goes_on(tmp_path):
+    """After a power failure, a file may have its new size and zeros, or another file's old bytes, as its end."""
+    rng = random.Random(0)
+    rows = [b"row %d" % number for number in range(9)]
+    for garbage in (bytes(5000), b"\n", b"3 00000000 row 3\n", b"3", rng.randbytes(5000), b"99 12345678 x\n", b"\xff\n"):
+        whole = appended(tmp_path / "part", rows, order=(5, 1, 7))
+        (tmp_path / "part").write_bytes(whole + garbage)
+        journal = Journal(tmp_path / "part")
+        journal.recover(9)
+        assert [number for number in range(9) if number in journal] == [1, 5, 7]
+        for number in (0, 2, 3, 4, 6, 8):
+            journal.append(number, rows[number])
+        assert list(journal.rows()) == rows
+        journal.close()
+        assert recovered(tmp_path / "part", 9) == dict(enumerate(rows))
+        (tmp_path / "part").unlink()
+
+
+def test_one_changed_bit_drops_its_line_and_what_follows(tmp_path):
+    rows = [b"row %d" % number for number in range(5)]
+    whole = appended(tmp_path / "part", rows, order=range(5))
+    for place in range(whole.index(b"\n") + 1, len(whole)):
+        changed = bytearray(whole)
+        changed[place] ^= 1
+        (tmp_path / "part").write_bytes(changed)
+        line = whole[:place].count(b"\n")
+        assert sorted(recovered(tmp_path / "part", 5)) == list(range(line)), place
+
+
+def test_a_full_disk_leaves_whole_lines_and_says_what_to_do(tmp_path, monkeypatch):
+    journal = Journal(tmp_path / "part")
+    journal.recover(3)
+    journal.append(0, b"first")
+    journal.write()
+    real = os.pwrite
+    room = 9
+
+    def full(fd, data, offset):
+        nonlocal room
+        if room == 0:
+            raise OSError(28, "No space left on device")
+        written = real(fd, bytes(data)[:room], offset)
+        room -= written
+        return written
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(JobError, match=r"cannot be written: No space left on device\. Make room and run the same comm"):
+        journal.append(1, b"x" * 200_000)
+    monkeypatch.undo()
+    journal.close()
+    assert recovered(tmp_path / "part", 3) == {0: b"first"}
+
+
+def test_two_processes_never_write_one_journal(tmp_path):
+    journal = Journal(tmp_path / "part")
+    with pytest.raises(JobError, match="another process is writing"):
+        Journal(tmp_path / "part")
+    program = (
+        "import sys; from pathlib import Path; from nanovllm.jobs.journal import Journal\n"
+        "try: Journal(Path(sys.argv[1]))\nexcept Exception as error: print(type(error).__name__)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "part")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "JobError\n"
+    journal.close()
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == ""
