@@ -5,6 +5,7 @@ from nanovllm.llm import LLM
 from nanovllm.loglikelihood import Loglikelihood
 from nanovllm.logprobs import Logprob, TokenLogprobs
 from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.preflight import Preflight, PreflightSummary, PromptCheck
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import StructuredOutputsParams
 
@@ -14,6 +15,9 @@ __all__ = [
     "Config",
     "Logprob",
     "Loglikelihood",
+    "Preflight",
+    "PreflightSummary",
+    "PromptCheck",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",

@@ -22,9 +22,9 @@ from nanovllm.loglikelihood import Loglikelihood
 from nanovllm.outputs import RequestOutput
 from nanovllm.process import COLLECTOR, FORKS
 from nanovllm.prompts import Row, as_conversation_list, as_prompt_list
-from nanovllm.recommended_sampling import recommended_sampling
+from nanovllm.recommended_sampling import DefaultSampling
 from nanovllm.row_stream import OutputIterator, RowStream, keep_outputs
-from nanovllm.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams, one_per_prompt, with_params
+from nanovllm.sampling_params import SamplingParams, one_per_prompt, with_params
 from nanovllm.text import Text
 
 if TYPE_CHECKING:
@@ -85,12 +85,7 @@ class LLM:
         directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")
         # transformers reads the same file for the tokenizer; a mistake in it should be named by us.
         load_model_config(directory)
-        if config.tokenizer is None:
-            self._text = Text.of_model(directory)
-        else:
-            self._text = Text.of_model(find_model(config.tokenizer, None, with_weights=False, option="tokenizer"))
-            if self._text.tokenizer is None:
-                raise ValueError(f"tokenizer={config.tokenizer!r} holds no tokenizer")
+        self._text = Text.of_options(directory, config.tokenizer)
         threads = CpuThreads()  # measures the machine's load while the model is loaded
         config = replace(config, model=str(directory))
         self.engine = LLMEngine(config, make_runner(config), self._text.eos_token_ids)
@@ -102,7 +97,7 @@ class LLM:
         FORKS.has_computed |= config.tensor_parallel_size == 1
         computes_here = self.engine.info.device == "cpu" and config.tensor_parallel_size == 1
         self._cpu_threads = threads if computes_here else CpuThreads(is_used=False)
-        self._has_warned_of_recommendations = False
+        self._default_sampling = DefaultSampling(self.engine.info.generation_config)
         # Reentrant: Ctrl-C between taking it and the `try` that gives it back must not lock its own thread out.
         self._lock = threading.RLock()
         # The rows of an iterator that has not finished, and the iterator itself, which its user may drop.
@@ -255,17 +250,7 @@ class LLM:
         Raises:
             ValueError: a recommended value is out of range.
         """
-        values, others = recommended_sampling(self.engine.info.generation_config)
-        if others and not self._has_warned_of_recommendations:
-            self._has_warned_of_recommendations = True
-            settings = ", ".join(f"{name}={value!r}" for name, value in others.items())
-            logger.warning("generation_config.json asks for sampling that is not available: %s", settings)
-        try:
-            if "min_tokens" in values:
-                values.setdefault("max_tokens", max(DEFAULT_MAX_TOKENS, values["min_tokens"]))
-            return SamplingParams(**values)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"generation_config.json: {error}; give sampling_params of your own") from None
+        return self._default_sampling.params()
 
     # Weights and memory
 

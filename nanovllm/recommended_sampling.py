@@ -1,7 +1,12 @@
 """What a model's generation_config.json recommends, in the words of SamplingParams."""
 
+import logging
 import re
 from typing import Any
+
+from nanovllm.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 # generation_config.json's names -> SamplingParams'.
 _SAMPLING_NAMES = {
@@ -55,3 +60,33 @@ def recommended_sampling(generation: dict[str, Any]) -> tuple[dict[str, Any], di
     if is_greedy:
         params["temperature"] = 0.0
     return params, others
+
+
+class DefaultSampling:
+    """The parameters that a model recommends.
+
+    Args:
+        generation: the model's generation_config.json.
+    """
+
+    def __init__(self, generation: dict[str, Any]):
+        self._generation = generation
+        self._has_warned = False
+
+    def params(self) -> SamplingParams:
+        """Settings that change sampling and that we cannot follow are named in a warning, once.
+
+        Raises:
+            ValueError: a recommended value is out of range.
+        """
+        values, others = recommended_sampling(self._generation)
+        if others and not self._has_warned:
+            self._has_warned = True
+            settings = ", ".join(f"{name}={value!r}" for name, value in others.items())
+            logger.warning("generation_config.json asks for sampling that is not available: %s", settings)
+        try:
+            if "min_tokens" in values:
+                values.setdefault("max_tokens", max(DEFAULT_MAX_TOKENS, values["min_tokens"]))
+            return SamplingParams(**values)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"generation_config.json: {error}; give sampling_params of your own") from None

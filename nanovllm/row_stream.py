@@ -18,7 +18,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text import Text
 
 # Texts are tokenized in pieces of so many: a tokenizer takes ten times a text's memory while it works.
-_ROWS_OF_PIECE = 256
+ROWS_OF_PIECE = 256
 # Rows that are read before the oldest one has finished, for each that can run at a time.
 _ROWS_AHEAD = 16
 
@@ -98,7 +98,7 @@ class RowStream:
     def _read(self) -> dict[int, RequestOutput]:
         """Adds rows until the window is full; returns those that cannot run."""
         refused: dict[int, RequestOutput] = {}
-        while not self._is_exhausted and len(refused) < _ROWS_OF_PIECE and (room := self._room()) > 0:
+        while not self._is_exhausted and len(refused) < ROWS_OF_PIECE and (room := self._room()) > 0:
             piece = list(islice(self._source, room))
             self._is_exhausted = len(piece) < room
             rows = self._encode([prompt for prompt, _ in piece])
@@ -114,29 +114,20 @@ class RowStream:
 
     def _room(self) -> int:
         if self._window is None:
-            return _ROWS_OF_PIECE
+            return ROWS_OF_PIECE
         oldest = next(iter(self._running.values())).number if self._running else self.num_read
         window = max(1, self._window // self._most_completions)
-        return min(_ROWS_OF_PIECE, oldest + window - self.num_read)
+        return min(ROWS_OF_PIECE, oldest + window - self.num_read)
 
     def _add(self, row: Row, params: SamplingParams) -> RequestOutput | None:
         """Adds a row's request, or returns the output of a row that cannot run."""
-        error = row.error
+        error: ValueError | None = None
         predicates: list[Callable[[int], bool]] | None = None
         self._most_completions = max(self._most_completions, params.n)
         try:
-            if error is not None:
-                raise error
-            if params.stop:
-                predicates = [self._text.stop_strings(params) for _ in range(params.n)]
-            if params.structured_outputs is not None:
-                constraints = [self._structured.constraint(params.structured_outputs) for _ in range(params.n)]
-                stops = predicates or repeat(None)
-                predicates = [Guide(*each) for each in zip(constraints, stops, strict=False)]
-            if params.bad_words:
-                params = replace(params, bad_words=self._text.bad_words_as_ids(params.bad_words))
+            params, predicates = without_text(row, params, self._text, self._structured, params.n)
         except ValueError as problem:
-            error = error or problem
+            error = problem
         try:
             # A row that cannot run goes to the engine as an empty prompt, so that it uses up its number too.
             token_ids = row.token_ids if error is None else []
@@ -204,6 +195,32 @@ class RowStream:
         return RequestOutput(
             str(number), row.text, row.token_ids, completions, num_cached_tokens, error, weight_version=version
         )
+
+
+def without_text(
+    row: Row, params: SamplingParams, text: Text, structured: StructuredOutputs, num_completions: int
+) -> tuple[SamplingParams, list[Callable[[int], bool]] | None]:
+    """What an engine, which knows no text, needs beside a row's tokens.
+
+    Returns:
+        The row's parameters with bad words as token ids, and the stop predicates of `num_completions` completions, or
+        None if they need none.
+
+    Raises:
+        ValueError: the row cannot run.
+    """
+    if row.error is not None:
+        raise row.error
+    predicates: list[Callable[[int], bool]] | None = None
+    if params.stop:
+        predicates = [text.stop_strings(params) for _ in range(num_completions)]
+    if params.structured_outputs is not None:
+        constraints = [structured.constraint(params.structured_outputs) for _ in range(num_completions)]
+        stops = predicates or repeat(None)
+        predicates = [Guide(*each) for each in zip(constraints, stops, strict=False)]
+    if params.bad_words:
+        params = replace(params, bad_words=text.bad_words_as_ids(params.bad_words))
+    return params, predicates
 
 
 def keep_outputs(error: BaseException, outputs: dict[int, RequestOutput]) -> None:

@@ -46,6 +46,22 @@ class Text:
         except Exception as error:  # whatever a broken file makes transformers raise
             raise ValueError(f"the tokenizer in {directory} cannot be loaded: {error}") from error
 
+    @classmethod
+    def of_options(cls, directory: Path, tokenizer: str | None) -> "Text":
+        """With the tokenizer that the option `tokenizer` names, or with that of the model in `directory`.
+
+        Raises:
+            ValueError: there is no such tokenizer, or it cannot be loaded.
+        """
+        if tokenizer is None:
+            return cls.of_model(directory)
+        from nanovllm.models.loader import find_model  # imports torch
+
+        text = cls.of_model(find_model(tokenizer, None, with_weights=False, option="tokenizer"))
+        if text.tokenizer is None:
+            raise ValueError(f"tokenizer={tokenizer!r} holds no tokenizer")
+        return text
+
     def limited_to(self, max_model_len: int) -> "Text":
         """The same, which refuses texts that are sure to be longer."""
         return Text(self.tokenizer, max_model_len)

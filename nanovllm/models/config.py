@@ -109,6 +109,7 @@ _OPTIONAL: dict[str, Any] = {
 _SMALLEST_NUMBER, _LARGEST_NUMBER = 1e-12, 1e18
 _MOST_LAYERS = _MOST_EXPERTS = _MOST_HEADS = 1024
 _LARGEST_SIZE, _LARGEST_POSITION = 2**24, 2**31 - 1
+_LONGEST_DEFAULT_MODEL_LEN = 32768
 _YARN_NUMBERS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 _LLAMA3_NUMBERS = ("low_freq_factor", "high_freq_factor")
 
@@ -199,6 +200,16 @@ class ModelConfig:
             else:
                 num_rows += 3 * self.intermediate_size
         return num_rows * self.hidden_size
+
+    def max_model_len(self, wanted: int | None) -> int:
+        """Most tokens of prompt + completion: `wanted`, or a default; a ValueError if the model was made for fewer."""
+        if wanted is None:
+            return min(self.usual_max_position, _LONGEST_DEFAULT_MODEL_LEN)
+        if wanted > self.max_position:
+            raise ValueError(
+                f"max_model_len={wanted} exceeds the {self.max_position} tokens that the model was made for"
+            )
+        return wanted
 
     def without_idle_windows(self, max_model_len: int) -> "ModelConfig":
         """The same config, but a window that no sequence of `max_model_len` tokens outgrows becomes 0."""

@@ -1,8 +1,6 @@
-"""What an option means here: which device, which dtype, how long a sequence may be."""
+"""What an option means here: which device, which dtype."""
 
 import torch
-
-_LONGEST_DEFAULT_MODEL_LEN = 32768
 
 
 def rank_device(name: str, rank: int = 0, size: int = 1) -> torch.device:
@@ -35,15 +33,3 @@ def dtype_of(wanted: str, of_checkpoint: str | None, device: torch.device) -> to
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f'the checkpoint\'s dtype is {wanted!r}; name float32, bfloat16 or float16 with dtype="…"')
     return dtype
-
-
-def max_model_len_of(wanted: int | None, usual: int, limit: int) -> int:
-    """Most tokens of prompt + completion; a ValueError if the model was made for fewer.
-
-    usual: the default, if it is not very long; limit: what the model was made for.
-    """
-    if wanted is None:
-        return min(usual, _LONGEST_DEFAULT_MODEL_LEN)
-    if wanted > limit:
-        raise ValueError(f"max_model_len={wanted} exceeds the {limit} tokens that the model was made for")
-    return wanted

@@ -41,7 +41,7 @@ from nanovllm.ops.kernel import has_kernels
 from nanovllm.ops.upload import upload
 from nanovllm.ops.write_tokens import write_tokens
 from nanovllm.runner.cuda_graph import CudaGraphs, graph_sizes, prompt_sizes
-from nanovllm.runner.device import dtype_of, max_model_len_of, rank_device
+from nanovllm.runner.device import dtype_of, rank_device
 from nanovllm.runner.kv_cache import (
     KVCacheLayout,
     MemoryUse,
@@ -95,9 +95,7 @@ class ModelRunner(Runner):
         self._is_gpu = self.device.type == "cuda"
         directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")
         self.model_config = model_config = load_model_config(directory)
-        self.max_model_len = max_model_len_of(
-            config.max_model_len, model_config.usual_max_position, model_config.max_position
-        )
+        self.max_model_len = model_config.max_model_len(config.max_model_len)
         self.model_config = model_config = model_config.without_idle_windows(self.max_model_len)
         self.dtype = dtype_of(config.dtype, model_config.dtype, self.device)
         check_weights_fit(self._weight_bytes(), self._free_bytes(), self.dtype, self.device)

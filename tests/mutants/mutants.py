@@ -50,6 +50,7 @@ LOADER = "models/loader.py"
 MODEL_CONFIG = "models/config.py"
 TEXT = "text.py"
 ROWS = "row_stream.py"
+PREFLIGHT = "preflight.py"
 LLM_PY = "llm.py"
 DECODER = "models/decoder.py"
 ROUTE = "ops/route.py"
@@ -2355,6 +2356,49 @@ MUTANTS = [
         "error, weight_version=version",
         "error",
         ("test_update_weights.py::test_every_output_has_the_version_of_its_weights",),
+    ),
+    # Preflight
+    Mutant(
+        "a block is shared wherever it stands",
+        PREFLIGHT,
+        "hash_block(parent, token_ids",
+        "hash_block(0, token_ids",
+        ("test_preflight.py::test_what_was_shared_is_every_block_that_an_earlier_prompt_begins_with",),
+    ),
+    Mutant(
+        "a prompt's last token is expected in the cache",
+        PREFLIGHT,
+        "else row.first_scored) - 1",
+        "else row.first_scored)",
+        ("test_preflight.py::test_what_was_shared_is_every_block_that_an_earlier_prompt_begins_with",),
+    ),
+    Mutant(
+        "a scored prompt is expected in the cache",
+        PREFLIGHT,
+        "(num_tokens if params.prompt_logprobs is None else row.first_scored)",
+        "num_tokens",
+        ("test_preflight.py::test_what_was_shared_is_every_block_that_an_earlier_prompt_begins_with",),
+    ),
+    Mutant(
+        "blocks are remembered without end",
+        PREFLIGHT,
+        "elif len(self._known) < MOST_KNOWN_BLOCKS:",
+        "elif True:",
+        ("test_preflight.py::test_beyond_the_blocks_that_it_remembers_the_hit_rate_is_a_lower_bound",),
+    ),
+    Mutant(
+        "only one of several completions is expected",
+        PREFLIGHT,
+        "params.n * (max_length",
+        "(max_length",
+        ("test_preflight.py::test_no_more_tokens_are_generated_than_it_says_and_so_many_may_be",),
+    ),
+    Mutant(
+        "bad words are checked before they are tokens",
+        PREFLIGHT,
+        "check_request(row.token_ids, engine_params, self._info)",
+        "check_request(row.token_ids, params, self._info)",
+        ("test_preflight.py::test_the_errors_are_those_that_generate_returns",),
     ),
     # Counters
     Mutant(

@@ -1,0 +1,204 @@
+"""`Preflight`: what will happen to prompts, from tokenizer and config alone, before any weight is loaded."""
+
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.checks import suggests_names
+from nanovllm.config import MEANT_OPTIONS, Config
+from nanovllm.engine.block_manager import hash_block
+from nanovllm.engine.limits import check_request, max_length
+from nanovllm.engine.runner import RunnerInfo
+from nanovllm.guides import StructuredOutputs
+from nanovllm.prompts import Row, as_prompt_list
+from nanovllm.recommended_sampling import DefaultSampling
+from nanovllm.row_stream import ROWS_OF_PIECE, without_text
+from nanovllm.sampling_params import SamplingParams, one_per_prompt
+from nanovllm.text import Text
+
+# All backends but `flash` have blocks of so many tokens unless they are told otherwise.
+BLOCK_SIZE = 64
+# Blocks whose hashes are kept: they take 70 MB, and stand for 64 million different tokens.
+MOST_KNOWN_BLOCKS = 1_000_000
+_MEANT = {theirs: ours for theirs, ours in MEANT_OPTIONS.items() if ours == "max_model_len"}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCheck:
+    """What will happen to one prompt.
+
+    Args:
+        num_prompt_tokens: its tokens; 0 if it could not be tokenized.
+        most_new_tokens: most tokens that its completions may have together; 0 if it cannot run.
+        error: what the `error` of its RequestOutput will be, or None if it can run.
+    """
+
+    num_prompt_tokens: int
+    most_new_tokens: int
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PreflightSummary:
+    """What will happen to many prompts. Prompts that cannot run count only where that is said.
+
+    Args:
+        num_prompts: all prompts, also those that cannot run.
+        num_errors: those that cannot run.
+        num_prompt_tokens: tokens of the prompts.
+        longest_prompt: tokens of the longest prompt, also of one that is too long to run.
+        most_new_tokens: most tokens that all completions may have together.
+        num_distinct_prefixes: different first blocks of 64 tokens; shorter prompts have none.
+        num_shared_tokens: tokens that the prefix cache can serve.
+        expected_hit_rate: num_shared_tokens / num_prompt_tokens, or 0 without prompts.
+    """
+
+    num_prompts: int
+    num_errors: int
+    num_prompt_tokens: int
+    longest_prompt: int
+    most_new_tokens: int
+    num_distinct_prefixes: int
+    num_shared_tokens: int
+    expected_hit_rate: float
+
+
+@suggests_names("option", _MEANT)
+class Preflight:
+    """Checks prompts as `LLM.generate` would, without the model's weights. Its options are LLM's.
+
+    It knows neither device nor KV cache. What only an LLM can tell is no error here: a request that could outgrow the
+    whole cache, logits that are not finite, bans that leave no token to sample, completions that cannot be decoded.
+
+    The prefix cache is taken for one with blocks of 64 tokens that never loses a block. An LLM whose cache is too small
+    for the prompts serves fewer tokens. Only the first 1,000,000 different blocks are remembered. After more than that,
+    the number of prefixes and the hit rate are lower bounds.
+
+    Args:
+        model: a directory in the Hugging Face layout, weights or not, or a hub name, whose weights are not fetched.
+        revision, tokenizer, max_model_len: as in `nanovllm.Config`. The attribute `max_model_len` is that of
+            an LLM with these options.
+
+    Raises:
+        TypeError, ValueError: an option or a model that cannot work; the message names the fix.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        revision: str | None = None,
+        tokenizer: str | os.PathLike[str] | None = None,
+        max_model_len: int | None = None,
+    ):
+        config = Config(**{name: value for name, value in locals().items() if name != "self"})
+        # Imported here because they import torch: a wrong option fails without loading it.
+        from nanovllm.models.config import load_model_config
+        from nanovllm.models.loader import find_model
+
+        directory = find_model(config.model, config.revision, with_weights=False)
+        model_config = load_model_config(directory)
+        self.max_model_len = model_config.max_model_len(config.max_model_len)
+        self._text = Text.of_options(directory, config.tokenizer).limited_to(self.max_model_len)
+        eos_token_ids = model_config.eos_token_ids
+        self._info = RunnerInfo(sys.maxsize, BLOCK_SIZE, self.max_model_len, model_config.vocab_size, eos_token_ids)
+        self._structured_outputs = StructuredOutputs(
+            self._text.tokenizer, model_config.vocab_size, (*eos_token_ids, *self._text.eos_token_ids)
+        )
+        self._default_sampling = DefaultSampling(model_config.generation)
+        self._prefixes = _Prefixes()
+        self._num_prompts = self._num_errors = self._longest_prompt = 0
+        self._num_prompt_tokens = self._most_new_tokens = self._num_shared_tokens = 0
+
+    def get_tokenizer(self) -> Any:
+        """As LLM.get_tokenizer."""
+        return self._text.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """As LLM.get_default_sampling_params."""
+        return self._default_sampling.params()
+
+    def check(
+        self,
+        prompts: str | Sequence[int] | Mapping[str, Any] | Iterable[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[PromptCheck]:
+        """What `LLM.generate` would do with these prompts, in their order. Call it with a part of a large file at a
+        time.
+
+        Args:
+            prompts, sampling_params: as in LLM.generate.
+
+        Raises:
+            TypeError, ValueError: as in LLM.generate.
+        """
+        prompts = as_prompt_list(prompts)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = one_per_prompt(sampling_params, len(prompts))
+        checks: list[PromptCheck] = []
+        for start in range(0, len(prompts), ROWS_OF_PIECE):
+            piece = slice(start, start + ROWS_OF_PIECE)
+            checks += map(self._check, self._text.encode(prompts[piece]), params[piece])
+        return checks
+
+    def summary(self) -> PreflightSummary:
+        """Of all prompts checked so far."""
+        return PreflightSummary(
+            self._num_prompts,
+            self._num_errors,
+            self._num_prompt_tokens,
+            self._longest_prompt,
+            self._most_new_tokens,
+            self._prefixes.num_distinct,
+            self._num_shared_tokens,
+            self._num_shared_tokens / max(self._num_prompt_tokens, 1),
+        )
+
+    def _check(self, row: Row, params: SamplingParams) -> PromptCheck:
+        """Checks and counts one prompt."""
+        num_tokens = len(row.token_ids)
+        self._num_prompts += 1
+        self._longest_prompt = max(self._longest_prompt, num_tokens)
+        try:
+            engine_params, _ = without_text(row, params, self._text, self._structured_outputs, num_completions=1)
+            check_request(row.token_ids, engine_params, self._info)
+        except ValueError as error:
+            self._num_errors += 1
+            return PromptCheck(num_tokens, 0, str(error))
+        most_new_tokens = params.n * (max_length(num_tokens, params, self._info) - num_tokens)
+        self._num_prompt_tokens += num_tokens
+        self._most_new_tokens += most_new_tokens
+        # The last token is always computed, and so is the one before the first that is scored.
+        most_shared = (num_tokens if params.prompt_logprobs is None else row.first_scored) - 1
+        self._num_shared_tokens += self._prefixes.add(row.token_ids, most_shared)
+        return PromptCheck(num_tokens, most_new_tokens, None)
+
+
+class _Prefixes:
+    """The full blocks of all prompts, each known by a hash of everything up to its end.
+
+    num_distinct: how many first blocks are known.
+    """
+
+    def __init__(self) -> None:
+        self.num_distinct = 0
+        self._known: set[int] = set()
+
+    def add(self, token_ids: list[int], most_shared: int) -> int:
+        """Makes a prompt's blocks known; returns how many of its leading tokens, at most `most_shared`, lie in blocks
+        that were known before."""
+        num_shared = parent = 0
+        for end in range(BLOCK_SIZE, len(token_ids) + 1, BLOCK_SIZE):
+            parent = hash_block(parent, token_ids[end - BLOCK_SIZE : end])
+            if parent in self._known:
+                if end <= most_shared:
+                    num_shared = end
+            elif len(self._known) < MOST_KNOWN_BLOCKS:
+                self._known.add(parent)
+                self.num_distinct += end == BLOCK_SIZE
+            else:
+                break  # what follows an unknown block is not known either
+        return num_shared
