@@ -78,8 +78,8 @@ class Preflight:
 
     Args:
         model: a directory in the Hugging Face layout, weights or not, or a hub name, whose weights are not fetched.
-        revision, tokenizer, max_model_len: as in `nanovllm.Config`. The attribute `max_model_len` is that of
-            an LLM with these options.
+        revision, tokenizer, max_model_len: as in `nanovllm.Config`. The attribute `max_model_len` is that of an LLM
+            with these options, and `directory` is where the model's files are.
 
     Raises:
         TypeError, ValueError: an option or a model that cannot work; the message names the fix.
@@ -98,7 +98,7 @@ class Preflight:
         from nanovllm.models.config import load_model_config
         from nanovllm.models.loader import find_model
 
-        directory = find_model(config.model, config.revision, with_weights=False)
+        self.directory = directory = find_model(config.model, config.revision, with_weights=False)
         model_config = load_model_config(directory)
         self.max_model_len = model_config.max_model_len(config.max_model_len)
         self._text = Text.of_options(directory, config.tokenizer).limited_to(self.max_model_len)
