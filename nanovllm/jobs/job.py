@@ -88,7 +88,7 @@ class _Index:
         for number, line in enumerate(lines.scan()):
             row = parse_row(number, line)
             # A row without an id is like no other.
-            ids.append(xxhash.xxh3_64_intdigest(row.id) if row.id is not None else 0)
+            ids.append(xxhash.xxh3_64_intdigest(row.id.encode()) if row.id is not None else 0)
             most.append(0 if row.error is not None else most_new_tokens(row))
             self._note(row, row.error)
         self.most_new_tokens = np.array(most, np.int64)
@@ -99,7 +99,7 @@ class _Index:
     def row(self, number: int, line: bytes) -> JobRow:
         row = parse_row(number, line)
         if (first := self.first_use[number]) >= 0 and row.error is None:
-            return replace(row, error=f"the id {row.id!r} is already that of line {first + 1}; ids must be unique")
+            return replace(row, error=f"the id {row.id!r} is already that of row {first + 1}; ids must be unique")
         return row
 
     def _note(self, row: JobRow, error: str | None) -> None:
@@ -137,7 +137,7 @@ class _Params:
         params = self._made(json.dumps(row.params))
         if params.seed is not None or params.temperature == 0:
             return params
-        return replace(params, seed=xxhash.xxh3_64_intdigest(row.id or "", self._seed))
+        return replace(params, seed=xxhash.xxh3_64_intdigest((row.id or "").encode(), self._seed))
 
     def most_new_tokens(self, row: JobRow, most: int) -> int:
         """The most tokens that a row may generate, if no completion gets more than `most`."""
@@ -223,8 +223,6 @@ class Job:
             state = load_state(self._state_path)
             if state is None:
                 if self._output.exists() or os.path.getsize(self._part_path):
-                    if not os.path.getsize(self._part_path):
-                        journal.remove()
                     raise JobError(
                         f"{self._output} exists and is not of this job; move it away, or replace it with --restart"
                     )
@@ -245,8 +243,6 @@ class Job:
                 self._write_output(journal)
             report["seconds"] = dict(self._seconds)
             save_state(self._state_path, {**state, "finished": True, "report": report})
-            journal.remove()
-        elif options.dry_run and not journal.num_rows:
             journal.remove()
         if options.report is not None:
             write_whole(options.report, json.dumps(report, indent=1).encode())
@@ -357,7 +353,8 @@ class Job:
         error = row.error if output is None else output.error
         if error is not None:
             self._errors.add(_name(row), error)
-        made = output_of(row, output, error=error, created=self._created, model=self._options.model)
+        row = replace(row, params={**self._options.params, **row.params})
+        made = output_of(row, output, created=self._created, model=self._options.model)
         results.append(row.number, json.dumps(made, ensure_ascii=False, separators=(",", ":")).encode())
 
     @contextmanager
@@ -456,7 +453,7 @@ class _Stdout:
 
 
 def _name(row: JobRow) -> str:
-    return f"line {row.number + 1}" if row.id is None else f"id {row.id!r}"
+    return f"row {row.number + 1}" if row.id is None else f"row {row.number + 1}, id {row.id!r}"
 
 
 def _say_preflight(

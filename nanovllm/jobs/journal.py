@@ -119,9 +119,12 @@ class Journal:
             yield os.pread(self._fd, size, place)
 
     def close(self) -> None:
+        """Syncs and closes the file. An empty one says nothing, and is removed."""
         if self._fd >= 0:
             try:
                 self.sync()
+                if os.fstat(self._fd).st_size == 0:
+                    self.remove()
             finally:
                 os.close(self._fd)
                 self._fd = -1

@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -73,6 +74,8 @@ def in_fork(work) -> int:
         except JobError as error:
             print(f"  {error}"[:150], file=sys.stderr)
             status = 3
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
@@ -146,7 +149,7 @@ def kill_at_random_moments(num_kills: int, count: int, model: str, seconds: floa
 
         def options(output: str) -> job.JobOptions:
             # A small batch, so that a run is long enough to be killed often.
-            engine = {"max_num_seqs": 32, "max_model_len": 256, "deterministic": True}
+            engine = {"max_num_seqs": 32, "max_model_len": 256}
             return job.JobOptions(
                 str(directory / "in"), str(directory / output), model, engine, preflight="off", seconds_between_syncs=0.5
             )
