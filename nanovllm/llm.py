@@ -116,10 +116,12 @@ class LLM:
         """Completes every prompt; the results are in the prompts' order. Error rows are also logged, once per call.
 
         Args:
-            prompts: one or many, each a string, a list of token ids, or a dict {"prompt": string} or
-                {"prompt_token_ids": list}.
+            prompts: one or many, each a string, a list of token ids, or a dict: {"prompt": string},
+                {"prompt_token_ids": list}, or {"messages": conversation} with or without "chat_template_kwargs", which
+                is answered as by `chat`. Without a chat template such a dict is an error row.
             sampling_params: one for all, one per prompt, or None for what the model recommends.
-            split_special_tokens: treat special tokens in the prompts' text, such as "<|im_end|>", as ordinary text.
+            split_special_tokens: treat special tokens in the prompts' text, such as "<|im_end|>", as ordinary text,
+                except those that the chat template writes.
             use_tqdm: show a progress bar.
             raise_on_error: raise for a prompt that cannot run, instead of returning it as an error row.
 
@@ -144,7 +146,8 @@ class LLM:
 
         An iterator of prompts may be endless. Memory stays flat: reading runs ahead of the oldest prompt that has not
         finished by a fixed number of prompts. Until the iterator is exhausted, dropped or closed, the LLM refuses other
-        calls. What cannot run is an error row; error rows are also logged at the end.
+        calls. Its `drain()` reads no more prompts and lets only what has started finish. What cannot run is an error
+        row; error rows are also logged at the end.
 
         Args:
             prompts: as in `generate`, or an iterator of such prompts.
@@ -223,7 +226,7 @@ class LLM:
 
         Args:
             contexts: one or many, each a string or a list of token ids. After an empty string, the continuation begins
-                a text.
+                a text. A conversation is an error row.
             continuations: as many, each at least one token. A context and a continuation that are both strings are
                 tokenized as one text, by lm-evaluation-harness's rules; see Text.encode_pairs.
             use_tqdm, raise_on_error: as in `generate`, which also lists the errors.
@@ -429,7 +432,8 @@ class LLM:
             # The lock does not refuse its own thread: the call of a signal handler or of a source of prompts.
             iterator = self._iterator and self._iterator()
             if is_running(self, LLM._run_locked, LLM._alter_locked) or (
-                iterator is not None and is_running(iterator, OutputIterator._compute, OutputIterator._abort)
+                iterator is not None
+                and is_running(iterator, OutputIterator._compute, OutputIterator._abort, OutputIterator._drain)
             ):
                 raise RuntimeError("this LLM is in the middle of a call, so a signal handler cannot call or close it")
             if self._iterated is not None and self._iterated is not rows:

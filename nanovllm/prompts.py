@@ -4,8 +4,9 @@ from collections.abc import Iterable, Mapping, Set
 from numbers import Integral, Number
 from typing import Any, NamedTuple
 
-# The keys of a prompt that is a dict, as vLLM names them.
+# The keys of a prompt that is a dict, as vLLM names them, and those of a conversation, as in OpenAI's requests.
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
+_CONVERSATION_KEYS = ("messages", "chat_template_kwargs")
 
 
 class Row(NamedTuple):
@@ -25,6 +26,13 @@ class Row(NamedTuple):
     @classmethod
     def of(cls, text: str | None, found: list[int] | ValueError) -> "Row":
         return cls(text, [], found) if isinstance(found, ValueError) else cls(text, found)
+
+
+class Conversation(NamedTuple):
+    """A prompt that the chat template makes into text; neither field was checked."""
+
+    messages: Any
+    template_kwargs: Any
 
 
 def as_prompt_list(prompts: Any) -> list[Any]:
@@ -55,14 +63,23 @@ def as_conversation_list(conversations: Any) -> list[Any]:
 
 
 def without_dict(prompt: Any) -> Any:
-    """What a prompt that is a dict holds: its text, or its row if it gives token ids; any other prompt as it is."""
+    """What a prompt that is a dict holds: its text, its row if it gives token ids, or its Conversation; any other
+    prompt as it is."""
     if not isinstance(prompt, Mapping):
         return prompt
-    others = [key for key, value in prompt.items() if key not in _PROMPT_KEYS and value is not None]
-    text, token_ids = (prompt.get(key) for key in _PROMPT_KEYS)
-    if others or (text is None and token_ids is None):
-        found = f"holds {', '.join(map(repr, others))}" if others else "holds neither"
-        return ValueError(f'a prompt that is a dict has "prompt" or "prompt_token_ids"; this one {found}'[:200])
+    given = {key: value for key, value in prompt.items() if value is not None}
+    is_conversation = "messages" in given
+    others = [key for key in given if key not in (_CONVERSATION_KEYS if is_conversation else _PROMPT_KEYS)]
+    if others or not given:
+        found = ", ".join(map(repr, others)) or "none of them"
+        found += ' beside "messages"' if is_conversation else ""
+        return ValueError(
+            'a prompt that is a dict has "prompt" or "prompt_token_ids", or else "messages" and perhaps '
+            f'"chat_template_kwargs"; this one holds {found}'[:300]
+        )
+    if is_conversation:
+        return Conversation(*map(given.get, _CONVERSATION_KEYS))
+    text, token_ids = map(given.get, _PROMPT_KEYS)
     if text is not None and not isinstance(text, str):
         return ValueError(f'"prompt" must be a string, not {text!r}'[:200])
     return text if token_ids is None else Row.of(text, as_token_ids(token_ids))

@@ -93,6 +93,20 @@ class RowStream:
             self._engine.step()
         self._running.clear()
 
+    def drain(self) -> set[int]:
+        """Reads no more, and drops the rows of which no completion has started; returns their numbers."""
+        self._is_exhausted = True
+        waiting = {
+            request_id: row
+            for request_id, row in self._running.items()
+            if all(self._engine.is_waiting(request_id + index) for index in range(row.params.n))
+        }
+        for request_id, row in waiting.items():
+            for index in range(row.params.n):
+                self._engine.abort(request_id + index)
+            del self._running[request_id]
+        return {row.number for row in waiting.values()}
+
     # Reading
 
     def _read(self) -> dict[int, RequestOutput]:
@@ -231,8 +245,8 @@ def keep_outputs(error: BaseException, outputs: dict[int, RequestOutput]) -> Non
 class OutputIterator(Iterator[RequestOutput]):
     """What `LLM.generate_iter` returns: computes as far as the next output needs.
 
-    Dropping it, or `close()`, aborts what runs. An exception ends it; `finished_outputs` of the exception holds outputs
-    that had finished and were not yet given out, by number.
+    Dropping it, or `close()`, aborts what runs; `drain()` lets what runs finish. An exception ends it;
+    `finished_outputs` of the exception holds outputs that had finished and were not yet given out, by number.
 
     Args:
         rows: the call's.
@@ -252,10 +266,13 @@ class OutputIterator(Iterator[RequestOutput]):
         self._running, self._finish, self._is_ordered = running, finish, is_ordered
         self._held: dict[int, RequestOutput] = {}  # has finished and was not given out, as it finished
         self._next = 0  # the row to give out next, if they are ordered
+        self._dropped: set[int] = set()  # rows that will never finish
         self._is_open = True
 
     def __next__(self) -> RequestOutput:
         while True:
+            while self._next in self._dropped:
+                self._next += 1
             number = self._next if self._is_ordered else next(iter(self._held), None)
             if number in self._held:
                 self._next += 1
@@ -274,9 +291,32 @@ class OutputIterator(Iterator[RequestOutput]):
             else:
                 self._held.update(finished)
         except BaseException as error:
-            keep_outputs(error, self._held)
-            self._end(was_cut=True)
+            self._cut(error)
             raise
+
+    def drain(self) -> None:
+        """Reads no more prompts, and drops the rows that have not started. What has started is finished and given out
+        as before, with all completions of its request; then the iteration ends. Calling it again does nothing.
+
+        Raises:
+            RuntimeError: as from a call of the LLM, during a step or while another thread has the LLM.
+        """
+        if self._is_open:
+            with self._running():
+                self._drain()
+
+    def _drain(self) -> None:
+        try:
+            self._dropped |= self._rows.drain()
+        except BaseException as error:
+            self._cut(error)
+            raise
+
+    def _cut(self, error: BaseException) -> None:
+        """Ends the iteration with an exception, which takes what was not given out."""
+        keep_outputs(error, self._held)
+        self._held = {}
+        self._end(was_cut=True)
 
     def close(self) -> None:
         """Aborts what has not finished, and ends the iteration. Calling it again does nothing."""

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from nanovllm.prompts import Row, as_token_ids, check_messages, without_dict
+from nanovllm.prompts import Conversation, Row, as_token_ids, check_messages, without_dict
 from nanovllm.sampling_params import SamplingParams
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -77,17 +77,22 @@ class Text:
     def encode(
         self, prompts: Sequence[Any], add_special_tokens: bool = True, splits_special: bool = False
     ) -> list[Row]:
-        """The row of every prompt: strings, token ids or dicts of either. A ValueError is a row that cannot run.
+        """The row of every prompt: strings, token ids, dicts of either, or dicts of a conversation, whose special
+        tokens are those of the chat template. A ValueError is a row that cannot run.
 
-        splits_special: a special token in a string is ordinary text.
+        splits_special: a special token in a string or a message is ordinary text.
         """
         prompts = [without_dict(prompt) for prompt in prompts]
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(self._encode(texts, add_special_tokens, splits_special) if texts else ())
+        conversations = [prompt for prompt in prompts if isinstance(prompt, Conversation)]
+        answers = iter(self._encode_each_conversation(conversations, splits_special) if conversations else ())
         rows = []
         for prompt in prompts:
             if isinstance(prompt, str):
                 rows.append(Row.of(prompt, next(encoded)))
+            elif isinstance(prompt, Conversation):
+                rows.append(next(answers))
             else:
                 rows.append(prompt if isinstance(prompt, Row) else Row.of(None, as_token_ids(prompt)))
         return rows
@@ -125,9 +130,9 @@ class Text:
         Two strings are tokenized as one text. If the context alone has k tokens, the tokens after the first k are the
         continuation's. Spaces that end the context count as the continuation's. An empty context stands for the token
         that begins texts, or else for the one that ends them. These are lm-evaluation-harness's rules for models whose
-        tokenizer adds no special tokens; where it adds some, they begin the context.
+        tokenizer adds no special tokens; where it adds some, they begin the context. A conversation is refused.
         """
-        pairs = [_without_spaces_alone(*map(without_dict, pair)) for pair in pairs]
+        pairs = [_without_spaces_alone(*map(_without_conversation, pair)) for pair in pairs]
         joined = [pair for pair in pairs if _are_texts(pair)]
         bare = dict.fromkeys(context.rstrip() for context, _ in joined)  # few-shot examples are shared by many
         encoded = self.encode([*bare, *map("".join, joined)])
@@ -188,29 +193,51 @@ class Text:
         splits_special: a special token in a message is ordinary text.
 
         Raises:
-            ValueError: the tokenizer has no chat template.
+            ValueError: the tokenizer has no chat template, or cannot split special tokens.
             TypeError: `template_kwargs` is not a dict, or holds what is set here.
         """
+        options = self._template_options(add_generation_prompt, template_kwargs)
+        marks = self._marks if splits_special else None
+        return self._encode_rendered([self._render(messages, options, marks) for messages in conversations], marks)
+
+    def _encode_each_conversation(self, conversations: Sequence[Conversation], splits_special: bool) -> list[Row]:
+        """As `encode_conversations`, but each has options of its own, and what it raises is the row's error. All are
+        tokenized together."""
+        texts: list[str | ValueError] = []
+        marks = None
+        for messages, template_kwargs in conversations:
+            try:
+                options = self._template_options(True, template_kwargs)
+                marks = self._marks if splits_special else None
+                texts.append(self._render(messages, options, marks))
+            except (TypeError, ValueError) as error:
+                texts.append(ValueError(str(error)))
+        return self._encode_rendered(texts, marks)
+
+    def _template_options(self, add_generation_prompt: bool, template_kwargs: Any) -> dict[str, Any]:
+        """What the tokenizer's chat template is called with; raises as `encode_conversations` does."""
         if self.tokenizer is None:
             raise ValueError(f"{_NO_TOKENIZER}; give LLM(tokenizer=…) one with a chat template")
         if getattr(self.tokenizer, "chat_template", None) is None:
-            raise ValueError("the model's tokenizer has no chat template; use generate with a prompt of your own")
+            raise ValueError("the model's tokenizer has no chat template; use generate with text or token ids")
         if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
-            raise TypeError(f"chat_template_kwargs must be a dict, not {template_kwargs!r}")
+            raise TypeError(f"chat_template_kwargs must be a dict, not {template_kwargs!r:.100}")
         options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
         taken = {"conversation", *options} & set(template_kwargs or ())
         if taken:
-            raise TypeError(f"chat_template_kwargs must not hold {', '.join(sorted(taken))}; chat sets that itself")
-        texts: list[str | ValueError] = []
-        marks = self._marks if splits_special else None
-        for messages in conversations:
-            try:
-                check_messages(messages)
-                messages = messages if marks is None else marks.hide(messages)
-                text = self.tokenizer.apply_chat_template(messages, **(template_kwargs or {}), **options)
-            except Exception as error:  # templates raise what they like
-                text = ValueError(f"the chat template cannot render the conversation: {error}")
-            texts.append(text)
+            raise TypeError(f"chat_template_kwargs must not hold {', '.join(sorted(taken))}; nanovllm sets that itself")
+        return {**(template_kwargs or {}), **options}
+
+    def _render(self, messages: Any, options: Mapping[str, Any], marks: "Marks | None") -> str | ValueError:
+        """A conversation's text, or the reason why it has none."""
+        try:
+            check_messages(messages)
+            messages = messages if marks is None else marks.hide(messages)
+            return self.tokenizer.apply_chat_template(messages, **options)
+        except Exception as error:  # templates raise what they like
+            return ValueError(f"the chat template cannot render the conversation: {error}")
+
+    def _encode_rendered(self, texts: list[str | ValueError], marks: "Marks | None") -> list[Row]:
         # The template writes its special tokens itself.
         return self.encode(texts, add_special_tokens=False) if marks is None else marks.encode(texts)
 
@@ -424,6 +451,14 @@ class StopStrings:
         self._window = [*self._window[1 - self._window_size :], token_id]
         text = self._text.decode([self._window], skips)[0]
         return any(stop in text for stop in self._params.stop)
+
+
+def _without_conversation(prompt: Any) -> Any:
+    """As `without_dict`; a conversation is an error, because scores are of given texts."""
+    prompt = without_dict(prompt)
+    if isinstance(prompt, Conversation):
+        return ValueError("a conversation cannot be scored; give its text, as the chat template renders it")
+    return prompt
 
 
 def _without_spaces_alone(context: Any, continuation: Any) -> tuple[Any, Any]:

@@ -146,6 +146,11 @@ class LLMEngine:
         """Whether nothing is queued, running or in flight."""
         return not self._in_flight and not self._unfinished
 
+    def is_waiting(self, seq_id: int) -> bool:
+        """Whether a completion has not started. One that was preempted has."""
+        seq = self._unfinished.get(seq_id)
+        return seq is not None and seq.status is SequenceStatus.WAITING and seq.num_preemptions == 0
+
     # The loop
 
     def step(self) -> list[Sequence]:

@@ -52,6 +52,7 @@ def idle_llm(llm) -> Iterator[LLM]:
 # Rows: they come back with the reason, and their neighbours do not notice
 
 IS_NO_PROMPT = "must be a string or a list of token ids"
+HELLO = [{"role": "user", "content": "Hello"}]
 BAD_ROWS = {
     "empty string": ("", "empty"),
     "empty list": ([], "empty"),
@@ -64,10 +65,26 @@ BAD_ROWS = {
     "bytes": (b"bytes", f"{IS_NO_PROMPT}, not b'bytes'"),
     "bytearray": (bytearray(b"x"), IS_NO_PROMPT),
     "dict": ({"text": "Hi"}, "a prompt that is a dict has .* this one holds 'text'"),
-    "dict of nothing": ({"prompt": None}, "this one holds neither"),
+    "dict of nothing": ({"prompt": None}, "this one holds none of them"),
     "dict with more": ({"prompt": "Hi", "multi_modal_data": [1]}, "this one holds 'multi_modal_data'"),
     "dict of a number": ({"prompt": 5}, '"prompt" must be a string, not 5'),
     "dict of text as ids": ({"prompt_token_ids": "Hi"}, IS_NO_PROMPT),
+    "conversation and text": ({"messages": HELLO, "prompt": "Hi"}, "this one holds 'prompt' beside \"messages\""),
+    "conversation and ids": ({"messages": HELLO, "prompt_token_ids": [1]}, "this one holds 'prompt_token_ids' beside"),
+    "template kwargs of text": ({"prompt": "Hi", "chat_template_kwargs": {}}, "this one holds 'chat_template_kwargs'"),
+    "conversation of nothing": ({"messages": []}, "a conversation must be a list of at least one message"),
+    "conversation of text": ({"messages": "Hi"}, "a conversation must be a list of at least one message"),
+    "message of nobody": ({"messages": [{"content": "Hi"}]}, 'a message must be a dict with "role" and "content"'),
+    "template kwargs as a list": (
+        {"messages": HELLO, "chat_template_kwargs": [1]},
+        r"chat_template_kwargs must be a dict, not \[1\]",
+    ),
+    "template kwargs of ours": (
+        {"messages": HELLO, "chat_template_kwargs": {"tokenize": True}},
+        "chat_template_kwargs must not hold tokenize; nanovllm sets that itself",
+    ),
+    "template kwargs without a name": ({"messages": HELLO, "chat_template_kwargs": {1: 2}}, "keywords must be strings"),
+    "long conversation": ({"messages": [{"role": "user", "content": "long " * 500}]}, "tokens leave no room"),
     "set": ({1, 2}, IS_NO_PROMPT),
     "generator": ((token for token in (1, 2)), IS_NO_PROMPT),
     "function": (len, IS_NO_PROMPT),

@@ -281,8 +281,9 @@ def test_bad_pairs_are_error_rows_and_the_others_are_scored(checkpoint):
     directory, _ = checkpoint
     long = list(range(40))
     with LLM(directory, device="cpu", num_kvcache_blocks=64, max_model_len=64) as llm:
-        contexts = [[1], [], [1], long, long, [1], [999], "text"]
-        continuations = [[2], [2], [], long, long[:24], None, [2], "text"]
+        chat = {"messages": [{"role": "user", "content": "Hi"}]}
+        contexts = [[1], [], [1], long, long, [1], [999], "text", chat, [1], "text"]
+        continuations = [[2], [2], [], long, long[:24], None, [2], "text", [2], chat, chat]
         rows = llm.loglikelihood(contexts, continuations, use_tqdm=False)
         with pytest.raises(ValueError, match="2 contexts for 1 continuations"):
             llm.loglikelihood([[1], [2]], [[3]])
@@ -296,6 +297,8 @@ def test_bad_pairs_are_error_rows_and_the_others_are_scored(checkpoint):
         None,
         "a prompt must be a string or a list of token ids",
         "token id 999 is outside the vocabulary",
+        "the model has no tokenizer",
+        *["a conversation cannot be scored; give its text"] * 2,
         "the model has no tokenizer",
     ]
     for row, error in zip(rows, errors, strict=True):

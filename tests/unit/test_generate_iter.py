@@ -211,6 +211,198 @@ def test_closing_the_llm_ends_it():
         list(outputs)
 
 
+# Draining
+
+# The longest go first: 0, 2, 4, …, and then 1, 3, 5, … The first two do not end together.
+UNEVEN = [SamplingParams(temperature=0, max_tokens=7 - 4 * (row % 2), ignore_eos=True) for row in range(40)]
+UNEVEN[0] = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm_for_two():
+    """With blocks enough for two that run at a time: the usual number leaves no reserve for the second."""
+    with LLM(MODEL_DIRECTORY, **OPTIONS, num_kvcache_blocks=32) as llm:
+        yield llm
+
+
+@pytest.fixture
+def pair(llm_for_two, expected):
+    """An LLM that runs two at a time; nothing of what was drained is left in it, and later calls are right."""
+    yield llm_for_two
+    gc.collect()
+    assert llm_for_two.engine.is_finished()
+    llm_for_two.engine.scheduler.check_integrity()
+    assert list(map(plain, llm_for_two.generate(PROMPTS, PARAMS, use_tqdm=False))) == list(map(plain, expected))
+
+
+@pytest.fixture
+def started(pair, monkeypatch):
+    """The prompts whose requests some step has computed, by their numbers in PROMPTS."""
+    numbers, launch = set(), pair.engine.runner.launch
+
+    def noting(step):
+        numbers.update(PROMPTS.index(pair.get_tokenizer().decode(chunk.seq.token_ids[: chunk.seq.num_prompt_tokens]))
+                       for chunk in step.chunks)  # fmt: skip
+        return launch(step)
+
+    monkeypatch.setattr(pair.engine.runner, "launch", noting)
+    return numbers
+
+
+@pytest.mark.parametrize("num_before", [1, 2, 7])
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_a_drained_iterator_finishes_what_has_started_and_nothing_else(pair, started, caplog, num_before, is_ordered):
+    whole = pair.generate(PROMPTS, UNEVEN, use_tqdm=False)
+    started.clear()
+    seen = []
+    outputs = pair.generate_iter(counted(PROMPTS, seen), UNEVEN, ordered=is_ordered)
+    before = list(itertools.islice(outputs, num_before))
+    num_read, at_drain = len(seen), set(started)
+    outputs.drain()
+    after = list(outputs)
+    numbers = [int(output.request_id) for output in [*before, *after]]
+    assert set(numbers) == started == at_drain and len(numbers) == len(at_drain) < num_read == len(seen)
+    assert all(plain(output) == plain(whole[int(output.request_id)]) for output in [*before, *after])
+    if is_ordered:
+        assert numbers == sorted(numbers)
+    assert max(numbers) >= len(numbers), "some are missing in between"
+    assert len(after) > 0 and not [record for record in caplog.records if record.name == "nanovllm.llm"]
+    with pytest.raises(StopIteration):
+        next(outputs)
+
+
+def test_draining_keeps_all_completions_of_a_request_of_which_one_has_started(pair):
+    """With two places, one completion of the second request runs when the first result comes; the third has none."""
+    sampled = {"temperature": 1.5, "ignore_eos": True}
+    params = [SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)]
+    params += [SamplingParams(**sampled, max_tokens=8 - row, n=5, seed=row) for row in (1, 2)]
+    whole = pair.generate(PROMPTS[:3], params, use_tqdm=False)
+    outputs = pair.generate_iter(PROMPTS[:3], params)
+    found = [next(outputs)]
+    outputs.drain()
+    found += outputs
+    assert [output.request_id for output in found] == ["0", "1"]
+    assert [len(output.outputs) for output in found] == [1, 5]
+    for output, same in zip(found, whole, strict=False):
+        assert [each.token_ids for each in output.outputs] == [each.token_ids for each in same.outputs]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_draining_keeps_what_was_preempted(overlap):
+    """It has tokens, though it waits."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    options = {"max_num_seqs": 4, "num_kvcache_blocks": 12, "kvcache_block_size": 8, "max_model_len": 64}
+    num_preempted = 0
+    with LLM(MODEL_DIRECTORY, device="cpu", overlap=overlap, **options) as llm:
+        whole = llm.generate(PROMPTS[:12], params, use_tqdm=False)
+        for num_before in range(1, 6):
+            outputs = llm.generate_iter(PROMPTS[:12], params, ordered=False)
+            found = list(itertools.islice(outputs, num_before))
+            preempted = {seq.seq_id for seq in llm.engine.scheduler.waiting if seq.num_preemptions}
+            outputs.drain()
+            assert {seq.seq_id for seq in llm.engine.scheduler.waiting} == preempted
+            num_preempted += len(preempted)
+            found += outputs
+            assert len(found) < 12
+            assert all(plain(output) == plain(whole[int(output.request_id)]) for output in found)
+            llm.engine.scheduler.check_integrity()
+    assert num_preempted > 0
+
+
+def test_ranks_drain_as_one(expected):
+    with LLM(MODEL_DIRECTORY, **OPTIONS, num_kvcache_blocks=32, tensor_parallel_size=2) as llm:
+        outputs = llm.generate_iter(PROMPTS, PARAMS, ordered=False)
+        found = list(itertools.islice(outputs, 3))
+        outputs.drain()
+        found += outputs
+        assert 3 < len(found) < 10
+        assert all(plain(output) == plain(expected[int(output.request_id)]) for output in found)
+        assert list(map(plain, llm.generate(PROMPTS, PARAMS, use_tqdm=False))) == list(map(plain, expected))
+
+
+def test_draining_before_the_first_result_leaves_nothing_to_do(pair):
+    seen = []
+    outputs = pair.generate_iter(counted(PROMPTS, seen), PARAMS)
+    outputs.drain()
+    assert list(outputs) == seen == []
+
+
+def test_draining_is_done_once(pair):
+    outputs = pair.generate_iter(PROMPTS, UNEVEN, ordered=False)
+    next(outputs)
+    outputs.drain()
+    num_unfinished = pair.metrics()["num_unfinished_requests"]
+    outputs.drain()
+    assert pair.metrics()["num_unfinished_requests"] == num_unfinished > 0
+    assert len(list(outputs)) > 0
+    outputs.drain()
+    running = pair.generate_iter(PROMPTS, UNEVEN)
+    outputs.drain()  # it has ended, so it is no concern of another's
+    assert len(list(running)) == 40
+    running.close()
+    running.drain()
+
+
+def test_bad_rows_that_were_read_come_out_of_a_drained_iterator(pair, caplog):
+    outputs = pair.generate_iter(iter(["", *PROMPTS[:9], "", *PROMPTS[:9]]), SHORT)
+    assert next(outputs).error
+    outputs.drain()
+    assert [(output.request_id, output.finish_reason) for output in outputs] == [("10", "error")]
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "nanovllm.llm"]
+    assert message.startswith("2 of 20 prompts ended in an error") and "empty" in message
+
+
+def test_draining_in_the_middle_of_a_step_is_refused_and_changes_nothing(pair, expected, monkeypatch):
+    """A signal handler may try; it should drain between two results."""
+    step, num_refused = pair.engine.step, 0
+
+    def draining():
+        nonlocal num_refused
+        with pytest.raises(RuntimeError, match="in the middle of a call, so a signal handler"):
+            outputs.drain()
+        num_refused += 1
+        return step()
+
+    monkeypatch.setattr(pair.engine, "step", draining)
+    outputs = pair.generate_iter(PROMPTS, PARAMS)
+    assert list(map(plain, outputs)) == list(map(plain, expected)) and num_refused > 0
+
+
+@pytest.mark.parametrize("is_closing", [True, False])
+def test_while_it_drains_nothing_else_may_be_called(pair, monkeypatch, is_closing):
+    outputs = pair.generate_iter(PROMPTS, UNEVEN, ordered=False)
+    next(outputs)
+    abort, num_refused = pair.engine.abort, 0
+
+    def interrupted(seq_id):
+        nonlocal num_refused
+        with pytest.raises(RuntimeError, match="in the middle of a call"):
+            outputs.close() if is_closing else pair.generate("Hi", SHORT, use_tqdm=False)
+        num_refused += 1
+        return abort(seq_id)
+
+    monkeypatch.setattr(pair.engine, "abort", interrupted)
+    outputs.drain()
+    assert num_refused > 0
+    monkeypatch.undo()
+    assert list(outputs)
+
+
+def test_an_interrupt_while_it_drains_ends_it_with_what_was_finished(pair, monkeypatch):
+    """A second Ctrl-C. What the exception holds is not given out again."""
+    outputs = pair.generate_iter(PROMPTS, SHORT, ordered=False)  # the first two end together
+    next(outputs)
+
+    def interrupted(seq_id):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pair.engine, "abort", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        outputs.drain()
+    monkeypatch.undo()
+    assert list(caught.value.finished_outputs) == [1] and list(outputs) == []
+
+
 # Arguments
 
 

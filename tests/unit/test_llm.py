@@ -252,6 +252,26 @@ def test_a_prompt_may_be_a_dict(llm):
     assert alone.token_ids == outputs[0].token_ids
 
 
+def test_a_prompt_may_be_a_conversation_among_others(llm):
+    """So that conversations can be streamed; each is what chat makes of it."""
+    chats = [conversation(question) for question in ("What is 12 + 30?", "Write kernel in upper case.")]
+    first, last = llm.chat(chats, GREEDY, use_tqdm=False)
+    (text,) = generate(llm, "Hello")
+    expected = [first.prompt, "Hello", None, last.prompt, None]
+    prompts = [{"messages": chats[0]}, "Hello", None, {"messages": chats[1], "chat_template_kwargs": {}}, [65, 66]]
+    for outputs in (generate(llm, prompts), list(llm.generate_iter(iter(prompts), GREEDY))):
+        assert [output.prompt for output in outputs] == expected
+        assert [output.request_id for output in outputs] == list("01234")
+        assert [output.error is None for output in outputs] == [True, True, False, True, True]
+        for number, same in ((0, first), (1, text), (3, last)):
+            assert outputs[number].prompt_token_ids == same.prompt_token_ids
+            assert outputs[number].token_ids == same.token_ids
+    (alone,) = generate(llm, {"messages": chats[0]})
+    assert alone.text == "42"
+    with pytest.raises(ValueError, match=r"prompt 1: .*at least one message"):
+        generate(llm, ["Hello", {"messages": []}], raise_on_error=True)
+
+
 def test_without_max_tokens_a_completion_may_be_as_long_as_fits():
     with LLM(MODEL_DIRECTORY, max_model_len=40) as llm:
         ids = llm.get_tokenizer()("Hello")["input_ids"]
@@ -743,7 +763,8 @@ def test_a_model_without_chat_template_says_so(model_copy):
     with make_llm(directory) as llm:
         with pytest.raises(ValueError, match="no chat template; use generate"):
             ask(llm, "What is 12 + 30?")
-        assert generate(llm, "still works")[0].error is None
+        bad, good = generate(llm, [{"messages": conversation("What is 12 + 30?")}, "still works"])
+        assert "no chat template; use generate" in bad.error and good.error is None
 
 
 def test_a_conversation_that_the_template_refuses_spares_the_others(model_copy):
@@ -770,6 +791,8 @@ def test_a_model_without_tokenizer_works_with_token_ids(model_copy):
         assert tokens(outputs) == [expected, [], expected]
         assert [output.text for output in outputs] == ["", "", ""]
         assert "no tokenizer; give the prompt as token ids" in outputs[1].error
+        bad, good = generate(llm, [{"messages": conversation("What is 12 + 30?")}, prompt])
+        assert "no tokenizer; give LLM" in bad.error and good.token_ids == expected
         with pytest.raises(ValueError, match="no tokenizer; give LLM"):
             ask(llm, "What is 12 + 30?")
 
@@ -1240,6 +1263,8 @@ def test_special_tokens_in_text_may_be_split(llm):
         outputs = llm.chat(messages, GREEDY, split_special_tokens=splits, use_tqdm=False)
         note(outputs)
         assert llm.get_tokenizer().decode(rows[-1]) == outputs[0].prompt == text
+        (streamed,) = llm.generate_iter({"messages": messages}, GREEDY, split_special_tokens=splits)
+        assert (streamed.prompt, streamed.prompt_token_ids) == (text, rows[-1])
     # Each of three turns begins and ends, and the assistant's next one begins.
     assert [token for token in rows[-1] if token > 255] == [IM_START, IM_END] * 3 + [IM_START]
     assert len([token for token in rows[-2] if token > 255]) == 7 + 3

@@ -4,7 +4,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import SamplingParams
@@ -243,6 +243,58 @@ def test_splitting_special_tokens_changes_nothing_else(prepend):
     (row,) = text.encode_conversations([[{"role": "user", "content": private}]], False, None, True)
     assert row == text.encode_conversations([[{"role": "user", "content": private}]], False, None)[0]
     assert [token for token in row.token_ids if token in special] == special
+
+
+class Counting(PreTrainedTokenizerFast):
+    """Knows which texts it was given together."""
+
+    calls: list[tuple[list[str], bool]]
+
+    def __call__(self, texts, **options):
+        self.calls.append((texts, options["add_special_tokens"]))
+        return super().__call__(texts, **options)
+
+
+def beginning_tokenizer() -> Counting:
+    """Begins each text with <s>, as its template does."""
+    backend = Tokenizer(models.BPE({chr(code): code - 32 for code in range(32, 127)}, []))
+    backend.add_special_tokens(["<s>"])
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 95)])
+    tokenizer = Counting(tokenizer_object=backend, bos_token="<s>")
+    tokenizer.chat_template = "<s>{{ style }}{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+    tokenizer.calls = []
+    return tokenizer
+
+
+def test_conversations_are_tokenized_together_whatever_their_template_kwargs():
+    """And without the special tokens of a plain text, because the template writes them itself: no doubled <s>."""
+    tokenizer = beginning_tokenizer()
+    text = Text(tokenizer)
+    chats = [[{"role": "user", "content": content}] for content in "abcd"]
+    kwargs = [{"style": "X"}, None, {"style": "Y"}, {"style": "X"}]
+    expected = [
+        text.encode_conversations([chat], True, template_kwargs)[0]
+        for chat, template_kwargs in zip(chats, kwargs, strict=True)
+    ]
+    tokenizer.calls = []
+    prompts = [
+        {"messages": chat, "chat_template_kwargs": template_kwargs}
+        for chat, template_kwargs in zip(chats, kwargs, strict=True)
+    ]
+    rows = text.encode([prompts[0], "plain", prompts[1], [7], prompts[2], {"messages": 5}, prompts[3]])
+    assert [rows[index] for index in (0, 2, 4, 6)] == expected
+    assert [row.text for row in expected] == ["<s>X[a]", "<s>[b]", "<s>Y[c]", "<s>X[d]"]
+    assert [row.token_ids.count(95) for row in rows] == [1, 1, 1, 0, 1, 0, 1]
+    assert (rows[3], rows[5].error is not None) == (Row(None, [7]), True)
+    assert tokenizer.calls == [(["plain"], True), (["<s>X[a]", "<s>[b]", "<s>Y[c]", "<s>X[d]"], False)]
+
+
+def test_a_conversation_whose_special_tokens_cannot_be_split_is_its_own_error():
+    """Splitting needs a tokenizer of the tokenizers library; token ids beside it do not."""
+    tokenizer = SimpleNamespace(is_fast=False, chat_template="", apply_chat_template=lambda *_, **__: "Hi")
+    bad, good = Text(tokenizer).encode([{"messages": [{"role": "user", "content": "Hi"}]}, [1]], splits_special=True)
+    assert "split_special_tokens=True needs a model with a tokenizer.json" in str(bad.error)
+    assert good == Row(None, [1])
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(tokenizers, monkeypatch):
