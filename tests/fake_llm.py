@@ -34,7 +34,9 @@ class FakeLLM:
     def metrics(self) -> dict[str, Any]:
         return {**self._metrics, "prefix_cache_hit_rate": 0.0}
 
-    def generate_iter(self, prompts: Iterator[Any], params: Iterator[SamplingParams], *, ordered: bool) -> "FakeIterator":
+    def generate_iter(
+        self, prompts: Iterator[Any], params: Iterator[SamplingParams], *, ordered: bool
+    ) -> "FakeIterator":
         assert not ordered
         return FakeIterator(self, prompts, params)
 

@@ -78,7 +78,9 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
     parser.add_argument("-i", "--input", required=True, help='JSON lines; "-" is standard input')
     parser.add_argument("-o", "--output", required=True, help='where the rows go; "-" is standard output')
     parser.add_argument("--model", required=True, help="a directory or a hub name")
-    parser.add_argument("--seed", type=int, default=0, help="of the job; each row's seed is made of it and the row's id")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the job; each row's seed is made of it and the row's id"
+    )
     parser.add_argument(
         "--on-error", choices=("row", "stop"), default="row", help="rows that cannot run: error rows, or no job at all"
     )
@@ -93,7 +95,8 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
     parser.add_argument("--price-per-hour", type=float, help="of the machine, for the cost in the report")
     parser.add_argument("--report", type=Path, help="write the report there as JSON")
     sampling = parser.add_argument_group(
-        "sampling of all rows", "A row's own parameters count over these; what nobody gives is what the model recommends."
+        "sampling of all rows",
+        "A row's own parameters count over these; what nobody gives is what the model recommends.",
     )
     sampling.add_argument("--params", type=_json_object, default={}, help="any SamplingParams, as a JSON object")
     names = _add_options(sampling, SamplingParams.__init__, "param_")

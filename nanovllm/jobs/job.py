@@ -217,9 +217,7 @@ class Job:
         options = self._options
         engine = {**options.engine, "model": options.model}
         with self._phase("recovery"):
-            identity = identity_of(
-                lines.digest, len(lines), preflight.directory, engine, options.params, options.seed
-            )
+            identity = identity_of(lines.digest, len(lines), preflight.directory, engine, options.params, options.seed)
             state = load_state(self._state_path)
             if state is None:
                 if self._output.exists() or os.path.getsize(self._part_path):
@@ -456,9 +454,7 @@ def _name(row: JobRow) -> str:
     return f"row {row.number + 1}" if row.id is None else f"row {row.number + 1}, id {row.id!r}"
 
 
-def _say_preflight(
-    summary: PreflightSummary, num_rows: int, index: _Index, refused: list[tuple[str, str]]
-) -> None:
+def _say_preflight(summary: PreflightSummary, num_rows: int, index: _Index, refused: list[tuple[str, str]]) -> None:
     checked = "all" if summary.num_prompts + index.num_errors >= num_rows else f"{summary.num_prompts:,} of them"
     logger.info(
         "%s rows; tokenized %s: %s prompt tokens, the longest prompt has %s; at most %s new tokens; %s distinct "

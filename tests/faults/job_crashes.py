@@ -151,7 +151,12 @@ def kill_at_random_moments(num_kills: int, count: int, model: str, seconds: floa
             # A small batch, so that a run is long enough to be killed often.
             engine = {"max_num_seqs": 32, "max_model_len": 256}
             return job.JobOptions(
-                str(directory / "in"), str(directory / output), model, engine, preflight="off", seconds_between_syncs=0.5
+                str(directory / "in"),
+                str(directory / output),
+                model,
+                engine,
+                preflight="off",
+                seconds_between_syncs=0.5,
             )
 
         began = time.monotonic()

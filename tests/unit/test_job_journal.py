@@ -52,7 +52,15 @@ def test_a_torn_end_that_holds_anything_is_cut_off_and_work_goes_on(tmp_path):
     """After a power failure, a file may have its new size and zeros, or another file's old bytes, as its end."""
     rng = random.Random(0)
     rows = [b"row %d" % number for number in range(9)]
-    for garbage in (bytes(5000), b"\n", b"3 00000000 row 3\n", b"3", rng.randbytes(5000), b"99 12345678 x\n", b"\xff\n"):
+    for garbage in (
+        bytes(5000),
+        b"\n",
+        b"3 00000000 row 3\n",
+        b"3",
+        rng.randbytes(5000),
+        b"99 12345678 x\n",
+        b"\xff\n",
+    ):
         whole = appended(tmp_path / "part", rows, order=(5, 1, 7))
         (tmp_path / "part").write_bytes(whole + garbage)
         journal = Journal(tmp_path / "part")
