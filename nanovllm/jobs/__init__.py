@@ -1,0 +1,1 @@
+"""Jobs: files of prompts in, files of completions out, above `LLM`."""

@@ -1,0 +1,259 @@
+"""Rows of OpenAI's Batch files: a request as a prompt with parameters, a result as the body of a response.
+
+The formats are those of OpenAI's API reference (Batch, Completions, Chat Completions). Fields that vLLM's server adds
+have vLLM's names and shapes.
+"""
+
+import math
+from typing import Any, Literal
+
+from nanovllm import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from nanovllm.jobs.fields import check_names, conversation_of, prompt_of, scored_tokens, without_nulls
+
+OpenAIKind = Literal["completions", "chat"]
+
+_TOP = ("custom_id", "method", "url", "body")
+_URLS: dict[Any, OpenAIKind] = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
+# What OpenAI's reference says if the body gives none: 16, and no limit.
+_DEFAULT_MAX_TOKENS: dict[OpenAIKind, int | None] = {"completions": 16, "chat": None}
+# They say nothing about the completion.
+_IGNORED = frozenset(
+    ("user", "metadata", "store", "service_tier", "stream_options", "safety_identifier", "prompt_cache_key")
+)
+_SAME = (  # as SamplingParams names them
+    "n", "temperature", "top_p", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias", "top_k",
+    "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "ignore_eos", "skip_special_tokens",
+    "include_stop_str_in_output", "bad_words", "allowed_token_ids", "logprobs_mode", "prompt_logprobs",
+)  # fmt: skip
+_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+_BOTH = (
+    "model", "max_tokens", "max_completion_tokens", *_SAME, "logprobs", "response_format", "structured_outputs",
+    *_GUIDED, "stream", "echo", "best_of",
+)  # fmt: skip
+_OF_KIND: dict[OpenAIKind, tuple[str, ...]] = {
+    "completions": ("prompt", *_BOTH),
+    "chat": ("messages", "chat_template_kwargs", "top_logprobs", *_BOTH),
+}
+_NO_TOOLS = "nanovllm calls no tools; leave it out"
+_ELSEWHERE = 'put it into "body"; a plain row has "id" in place of "custom_id"'
+_MEANT_AT_TOP = {
+    **dict.fromkeys((*_OF_KIND["completions"], *_OF_KIND["chat"], "params", "token_ids"), _ELSEWHERE),
+    "id": "custom_id",
+}
+_MEANT_IN_BODY = {
+    "tools": _NO_TOOLS,
+    "tool_choice": _NO_TOOLS,
+    "parallel_tool_calls": _NO_TOOLS,
+    "functions": _NO_TOOLS,
+    "function_call": _NO_TOOLS,
+    "suffix": "nanovllm only continues a prompt; leave it out",
+    "use_beam_search": "nanovllm has no beam search; leave it out",
+    "max_new_tokens": "max_tokens",
+    "prompt": "it belongs to /v1/completions",
+    **dict.fromkeys(("messages", "chat_template_kwargs", "top_logprobs"), "it belongs to /v1/chat/completions"),
+}
+# In place of a log-probability of −∞, which JSON cannot say; OpenAI's reference has this number for such tokens.
+_LEAST_LOGPROB = -9999.0
+
+
+def kind_of(fields: dict[str, Any]) -> OpenAIKind:
+    """The kind that a row's url names; one of the two if it names none, because their errors look alike."""
+    url = fields.get("url")
+    return _URLS.get(url, "completions") if isinstance(url, str) else "completions"
+
+
+def request_of(fields: dict[str, Any], kind: OpenAIKind) -> tuple[Any, dict[str, Any], str | None]:
+    """A row's prompt, its parameters in the words of SamplingParams, and its "model".
+
+    Raises:
+        ValueError: a field is missing, unknown or of the wrong form; it is named.
+    """
+    check_names("key", fields, _TOP, _MEANT_AT_TOP)
+    if fields.get("method", "POST") != "POST":
+        raise ValueError(f'"method" must be "POST", not {fields["method"]!r}')
+    url, body = fields.get("url"), fields.get("body")
+    if not isinstance(url, str) or url not in _URLS:
+        raise ValueError(f'"url" must be {" or ".join(map(repr, _URLS))}, not {url!r}')
+    if not isinstance(body, dict):
+        raise ValueError(f'"body" must be an object with the request, not {body!r}')
+    body = {name: value for name, value in without_nulls(body).items() if name not in _IGNORED}
+    check_names("field of the body", body, _OF_KIND[kind], _MEANT_IN_BODY)
+    _check_fixed(body)
+    if (model := body.get("model")) is not None and not isinstance(model, str):
+        raise ValueError(f'"model" must be a string, not {model!r}')
+    params = {"max_tokens": _max_tokens(body, kind), **{name: body[name] for name in _SAME if name in body}}
+    if (logprobs := _chat_logprobs(body) if kind == "chat" else body.get("logprobs")) is not None:
+        params["logprobs"] = logprobs
+    if (structured := _structured_outputs(body)) is not None:
+        params["structured_outputs"] = structured
+    needed = "messages" if kind == "chat" else "prompt"
+    if needed not in body:
+        raise ValueError(f'the body has no "{needed}", which {url} needs')
+    return conversation_of(body) if kind == "chat" else _one_prompt(body["prompt"]), params, model
+
+
+def _check_fixed(body: dict[str, Any]) -> None:
+    for name in ("stream", "echo"):
+        if body.get(name, False) is not False:
+            raise ValueError(f'"{name}" must be false, not {body[name]!r}; a row gets its completion alone, as a whole')
+    if body.get("best_of", 1) not in (1, body.get("n", 1)):
+        raise ValueError(f'"best_of" must be 1 or as "n", not {body["best_of"]!r}; nanovllm returns all it generates')
+
+
+def _one_prompt(value: Any) -> str | list[int]:
+    """A list of one prompt is that prompt: some programs always write lists."""
+    is_one = isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list))
+    return prompt_of("prompt", value[0] if is_one else value)
+
+
+def _max_tokens(body: dict[str, Any], kind: OpenAIKind) -> Any:
+    given = [body[name] for name in ("max_completion_tokens", "max_tokens") if name in body]
+    if len(given) == 2 and given[0] != given[1]:
+        raise ValueError(f'"max_completion_tokens" is {given[0]!r} and "max_tokens" is {given[1]!r}; leave one out')
+    return given[0] if given else _DEFAULT_MAX_TOKENS[kind]
+
+
+def _chat_logprobs(body: dict[str, Any]) -> int | None:
+    """Chat says in two fields whether log-probabilities are wanted, and how many of the most probable tokens."""
+    wanted, number = body.get("logprobs", False), body.get("top_logprobs", 0)
+    if not isinstance(wanted, bool):
+        raise ValueError(f'"logprobs" of a chat must be true or false, not {wanted!r}; "top_logprobs" says how many')
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise ValueError(f'"top_logprobs" must be an integer, not {number!r}')
+    if number and not wanted:
+        raise ValueError('"top_logprobs" needs "logprobs": true')
+    return number if wanted else None
+
+
+def _structured_outputs(body: dict[str, Any]) -> dict[str, Any] | None:
+    found: dict[str, dict[str, Any] | None] = {
+        name: {ours: body[name]} for name, ours in _GUIDED.items() if name in body
+    }
+    if "structured_outputs" in body:
+        if not isinstance(given := body["structured_outputs"], dict):
+            raise ValueError(f'"structured_outputs" must be an object, not {given!r}')
+        found["structured_outputs"] = without_nulls(given)
+    if "response_format" in body:
+        found["response_format"] = _response_format(body["response_format"])
+    asked = {name: each for name, each in found.items() if each is not None}
+    if len(asked) > 1:
+        raise ValueError(f"only one of {', '.join(asked)} can say what the completion must be; leave out the others")
+    return next(iter(asked.values()), None)
+
+
+def _response_format(value: Any) -> dict[str, Any] | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind != "json_schema":
+        raise ValueError(f'"response_format" must have a "type" of text, json_object or json_schema, not {value!r}')
+    schema = value.get("json_schema")
+    if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
+        raise ValueError(f'"response_format" needs its schema at json_schema.schema, not {schema!r}')
+    return {"json": schema["schema"]}
+
+
+def response_body(kind: OpenAIKind, number: int, output: RequestOutput, created: int, model: str) -> dict[str, Any]:
+    """What OpenAI's server would answer with; usage counts the tokens of all choices."""
+    num_generated = sum(len(each.token_ids) for each in output.outputs)
+    choices = [_chat_choice(each) if kind == "chat" else _choice(each) for each in output.outputs]
+    body: dict[str, Any] = {
+        "id": f"chatcmpl-{number}" if kind == "chat" else f"cmpl-{number}",
+        "object": "chat.completion" if kind == "chat" else "text_completion",
+        "created": created,
+        "model": model,
+        "choices": choices,
+        "usage": {
+            "prompt_tokens": output.num_prompt_tokens,
+            "completion_tokens": num_generated,
+            "total_tokens": output.num_prompt_tokens + num_generated,
+        },
+    }
+    if output.prompt_logprobs is not None:
+        # vLLM has them in the body of a chat and in each choice of a completion.
+        scored = _prompt_logprobs(output.prompt_logprobs)
+        for part in [body] if kind == "chat" else choices:
+            part["prompt_logprobs"] = scored
+    return body
+
+
+def _choice(completion: CompletionOutput) -> dict[str, Any]:
+    return {
+        "index": completion.index,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "logprobs": None if completion.logprobs is None else _legacy_logprobs(completion.logprobs),
+    }
+
+
+def _chat_choice(completion: CompletionOutput) -> dict[str, Any]:
+    return {
+        "index": completion.index,
+        "message": {"role": "assistant", "content": completion.text},
+        "finish_reason": completion.finish_reason,
+        "logprobs": None if completion.logprobs is None else _content_logprobs(completion.logprobs),
+    }
+
+
+def _legacy_logprobs(found: TokenLogprobs) -> dict[str, Any]:
+    """As /v1/completions has them. An offset counts the characters of the tokens before, from the completion's start.
+
+    Where two of the most probable tokens have one text, the more probable one counts.
+    """
+    tokens: list[str] = []
+    numbers: list[float] = []
+    offsets: list[int] = []
+    tops: list[dict[str, float]] = []
+    end = 0
+    for each in filter(None, scored_tokens(found)):
+        token_id, scored, _ = each
+        tokens.append(_text(token_id, scored[token_id]))
+        numbers.append(_finite(scored[token_id].logprob))
+        offsets.append(end)
+        end += len(tokens[-1])
+        top: dict[str, float] = {}
+        for other, logprob in scored.items():
+            top.setdefault(_text(other, logprob), _finite(logprob.logprob))
+        tops.append(top)
+    asks_top = found.token_ids.shape[1] > 1
+    return {
+        "tokens": tokens,
+        "token_logprobs": numbers,
+        "top_logprobs": tops if asks_top else None,
+        "text_offset": offsets,
+    }
+
+
+def _content_logprobs(found: TokenLogprobs) -> dict[str, Any]:
+    content = [
+        {**_entry(token_id, scored), "top_logprobs": [_entry(other, scored) for other in best]}
+        for token_id, scored, best in filter(None, scored_tokens(found))
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _entry(token_id: int, scored: dict[int, Logprob]) -> dict[str, Any]:
+    text = _text(token_id, scored[token_id])
+    # A token of half a character has no text of its own, and bytes of the replacement character would be wrong.
+    in_bytes = None if "\ufffd" in text or scored[token_id].decoded_token is None else list(text.encode())
+    return {"token": text, "logprob": _finite(scored[token_id].logprob), "bytes": in_bytes}
+
+
+def _prompt_logprobs(found: TokenLogprobs) -> list[dict[str, Any] | None]:
+    """As vLLM has them: a dict from token ids to log-probabilities for each token that was scored."""
+    return [None if scored is None else {str(each): _as_vllm(scored[each]) for each in scored} for scored in found]
+
+
+def _as_vllm(logprob: Logprob) -> dict[str, Any]:
+    return {**logprob._asdict(), "logprob": _finite(logprob.logprob)}
+
+
+def _text(token_id: int, logprob: Logprob) -> str:
+    """A token's text; without a tokenizer what vLLM writes for token ids."""
+    return f"token_id:{token_id}" if logprob.decoded_token is None else logprob.decoded_token
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _LEAST_LOGPROB
