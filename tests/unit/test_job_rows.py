@@ -372,18 +372,23 @@ def test_no_json_raises(value):
     check(json.dumps(value))
 
 
-@pytest.mark.parametrize("depth", [*range(50, 1000, 50), 5000])
-def test_no_depth_raises_wherever_it_is(depth):
-    deep = "[" * depth + "]" * depth
-    for place in (
-        '"prompt": %s',
-        '"prompt": "\\ud800", "params": %s',
-        '"prompt": "", "params": {"stop": %s}',
-        '"%s": 1',
-    ):
-        check('{"id": "a", ' + place % deep + "}")
-    place = '{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "", "guided_json": {"a": %s}}}'
-    check(place % deep)
+def test_no_depth_raises_wherever_it_is():
+    """JSON is read to a depth at which an error can no longer show it, so all depths about there are tried."""
+
+    def nested(place: str, depth: int) -> str:
+        return place % ("[" * depth + "]" * depth)
+
+    prompt = '{"id": "a", "prompt": %s}'
+    deepest = next(depth for depth in range(10, 100_000) if "deep" in (parse_row(0, nested(prompt, depth)).error or ""))
+    for depth in (*range(max(deepest - 60, 1), deepest + 10), 10 * deepest):
+        for place in (
+            prompt,
+            '{"id": "a", "prompt": "\\ud800", "params": %s}',
+            '{"id": "a", "prompt": "", "params": {"stop": %s}}',
+            '{"id": "a", "%s": 1}',
+            '{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "", "guided_json": {"a": %s}}}',
+        ):
+            check(nested(place, depth))
 
 
 # Output
