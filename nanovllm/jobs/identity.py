@@ -1,4 +1,4 @@
-"""What a job is: its input, its model and whatever else decides its results. A job is resumed only if it is the same."""
+"""What a job is: its input, its model and whatever else decides its results. Only the same job is resumed."""
 
 import json
 import os

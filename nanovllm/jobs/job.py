@@ -26,6 +26,7 @@ import xxhash
 from nanovllm.jobs.errors import JobError
 from nanovllm.jobs.identity import check_same, identity_of, load_state, replace_durably, save_state, write_whole
 from nanovllm.jobs.journal import Journal
+from nanovllm.jobs.openai_rows import OPENAI_DEFAULTS
 from nanovllm.jobs.plan import early_rows, in_windows
 from nanovllm.jobs.report import Errors, Progress, in_words
 from nanovllm.jobs.rows import JobRow, output_of, parse_row
@@ -127,23 +128,24 @@ class _Params:
     """The sampling parameters of rows: what the model recommends, then those of the job, then the row's own."""
 
     def __init__(self, recommended: SamplingParams, params: dict[str, Any], seed: int):
-        self._base = {each.name: getattr(recommended, each.name) for each in fields(recommended)} | params
+        values = {each.name: getattr(recommended, each.name) for each in fields(recommended)}
+        self._base = {kind: values | OPENAI_DEFAULTS.get(kind, {}) | params for kind in ("plain", *OPENAI_DEFAULTS)}
         self._seed = seed
-        SamplingParams(**self._base)  # the job's own mistakes are not those of each row
-        self._made = lru_cache(4096)(lambda key: SamplingParams(**{**self._base, **json.loads(key)}))
+        SamplingParams(**self._base["plain"])  # the job's own mistakes are not those of each row
+        self._made = lru_cache(4096)(lambda kind, own: SamplingParams(**self._base[kind] | json.loads(own)))
 
     def of(self, row: JobRow) -> SamplingParams:
         """Raises TypeError or ValueError if the row's parameters do not fit the job's."""
-        params = self._made(json.dumps(row.params))
+        params = self._made(row.kind, json.dumps(row.params) if row.params else "{}")
         if params.seed is not None or params.temperature == 0:
             return params
         return replace(params, seed=xxhash.xxh3_64_intdigest((row.id or "").encode(), self._seed))
 
     def most_new_tokens(self, row: JobRow, most: int) -> int:
         """The most tokens that a row may generate, if no completion gets more than `most`."""
-        values = {**self._base, **row.params}
-        max_tokens = values["max_tokens"]
-        return values["n"] * (most if max_tokens is None else min(max_tokens, most))
+        values = self._base[row.kind]
+        max_tokens, n = (row.params.get(name, values[name]) for name in ("max_tokens", "n"))
+        return n * (most if max_tokens is None else min(max_tokens, most))
 
 
 class Job:

@@ -15,7 +15,8 @@ OpenAIKind = Literal["completions", "chat"]
 _TOP = ("custom_id", "method", "url", "body")
 _URLS: dict[Any, OpenAIKind] = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
 # What OpenAI's reference says if the body gives none: 16, and no limit.
-_DEFAULT_MAX_TOKENS: dict[OpenAIKind, int | None] = {"completions": 16, "chat": None}
+# What OpenAI's formats do where neither the body nor the job says anything.
+OPENAI_DEFAULTS: dict[str, dict[str, Any]] = {"completions": {"max_tokens": 16}, "chat": {"max_tokens": None}}
 # They say nothing about the completion.
 _IGNORED = frozenset(
     ("user", "metadata", "store", "service_tier", "stream_options", "safety_identifier", "prompt_cache_key")
@@ -81,7 +82,7 @@ def request_of(fields: dict[str, Any], kind: OpenAIKind) -> tuple[Any, dict[str,
     _check_fixed(body)
     if (model := body.get("model")) is not None and not isinstance(model, str):
         raise ValueError(f'"model" must be a string, not {model!r}')
-    params = {"max_tokens": _max_tokens(body, kind), **{name: body[name] for name in _SAME if name in body}}
+    params = _max_tokens(body) | {name: body[name] for name in _SAME if name in body}
     if (logprobs := _chat_logprobs(body) if kind == "chat" else body.get("logprobs")) is not None:
         params["logprobs"] = logprobs
     if (structured := _structured_outputs(body)) is not None:
@@ -106,11 +107,11 @@ def _one_prompt(value: Any) -> str | list[int]:
     return prompt_of("prompt", value[0] if is_one else value)
 
 
-def _max_tokens(body: dict[str, Any], kind: OpenAIKind) -> Any:
+def _max_tokens(body: dict[str, Any]) -> dict[str, Any]:
     given = [body[name] for name in ("max_completion_tokens", "max_tokens") if name in body]
     if len(given) == 2 and given[0] != given[1]:
         raise ValueError(f'"max_completion_tokens" is {given[0]!r} and "max_tokens" is {given[1]!r}; leave one out')
-    return given[0] if given else _DEFAULT_MAX_TOKENS[kind]
+    return {"max_tokens": given[0]} if given else {}
 
 
 def _chat_logprobs(body: dict[str, Any]) -> int | None:

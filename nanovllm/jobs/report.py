@@ -106,7 +106,8 @@ def in_words(report: dict[str, Any]) -> str:
     """The report for a person."""
     rows, tokens, seconds = report["rows"], report["tokens"], report["seconds"]
     lines = [
-        f"{rows['finished']:,} of {rows['total']:,} rows are finished, {rows['finished_before']:,} of them by earlier runs",
+        f"{rows['finished']:,} of {rows['total']:,} rows are finished, "
+        f"{rows['finished_before']:,} of them by earlier runs",
         "seconds: " + ", ".join(f"{name} {value:,.1f}" for name, value in seconds.items()),
     ]
     if tokens:

@@ -42,8 +42,7 @@ class JobRow:
         number: its place in the input, from 0.
         id: None only if the row has none, and then there is an error.
         prompt: as `LLM.generate_iter` takes it; None if there is an error.
-        params: keyword arguments for SamplingParams that the row gives itself. A row of OpenAI's always gives
-            max_tokens, because the format says what counts if the body has none.
+        params: keyword arguments for SamplingParams that the row gives itself.
         kind: in which format the row came, and its output goes.
         error: why it cannot run, or None.
         model: what the body of OpenAI's format calls the model.
@@ -248,7 +247,7 @@ def output_of(
             body = response_body(row.kind, row.number, output, created, row.model or model)
             found["response"] = {"status_code": 200, "request_id": f"req_{row.number}", "body": body}
     if row.id is None:
-        found["line"] = row.number + 1
+        found["row"] = row.number + 1
     return found
 
 

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -127,7 +128,8 @@ def kill_at_each_call(count: int) -> None:
             before = num_kills
             for halves in (False, True):
                 for last in (call, rng.randrange(1, 40)):
-                    num_kills += in_fork(lambda: dying_at(last, halves, lambda: run(options("out"), FakeLLM))) < 0
+                    work = partial(dying_at, last, halves, partial(run, options("out"), FakeLLM))
+                    num_kills += in_fork(work) < 0
                 assert in_fork(lambda: run(options("out"), FakeLLM)) == 0
                 assert (directory / "out").read_bytes() == expected, f"killed at call {call}"
                 left = sorted(path.name for path in directory.iterdir() if path.name.startswith("out"))

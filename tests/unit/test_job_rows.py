@@ -191,7 +191,7 @@ def test_an_error_shows_only_the_start_of_a_long_value():
 
 
 def expected(kind: str, **params) -> dict:
-    return {"max_tokens": 16 if kind == "completions" else None, **params}
+    return params
 
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
@@ -554,7 +554,7 @@ FAILED = RequestOutput("0", "Hi", [1, 2], [CompletionOutput(0, "", [], "error")]
 def test_an_error_row_has_no_outputs_and_says_why():
     broken = parse_row(6, b"{")
     assert output_of(broken, None) == {
-        "id": None, "outputs": [], "num_prompt_tokens": 0, "error": broken.error, "line": 7,
+        "id": None, "outputs": [], "num_prompt_tokens": 0, "error": broken.error, "row": 7,
     }  # fmt: skip
     found = {"id": "a", "outputs": [], "num_prompt_tokens": 2, "error": "the prompt is too long"}
     assert output_of(made("plain"), FAILED) == found
@@ -565,7 +565,7 @@ def test_an_error_of_openai_says_whose_it_is():
     def error(row, output, **options):
         found = output_of(row, output, **options)
         assert (found["id"], found["custom_id"], found["response"]) == ("batch_req_6", row.id, None)
-        assert ("line" in found) == (row.id is None)
+        assert ("row" in found) == (row.id is None)
         return found["error"]["code"], found["error"]["message"]
 
     assert error(made("chat"), FAILED) == ("invalid_request_error", "the prompt is too long")

@@ -1,0 +1,348 @@
+"""Jobs with a fake LLM: each row once, in the input's order; resumed only as the same job; errors are rows."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from fake_llm import FakeLLM
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanovllm import SamplingParams
+from nanovllm.demo import MODEL_DIRECTORY
+from nanovllm.jobs import plan
+from nanovllm.jobs.cli import main
+from nanovllm.jobs.errors import JobError
+from nanovllm.jobs.job import Job, JobOptions
+from nanovllm.jobs.journal import Journal
+from nanovllm.jobs.plan import early_rows, in_windows
+from nanovllm.jobs.source import Lines
+
+MODEL = str(MODEL_DIRECTORY)
+
+
+@pytest.fixture(autouse=True)
+def nothing_made():
+    FakeLLM.made = []
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Runs a job of these rows to `out`; returns (report, output rows)."""
+
+    def run(rows=None, llm=FakeLLM, **options):
+        if rows is not None:
+            lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+            (tmp_path / "in").write_bytes(b"".join(line + b"\n" for line in lines))
+        default = JobOptions(str(tmp_path / "in"), str(tmp_path / "out"), MODEL, preflight="off")
+        report = Job(replace(default, **options), llm).run()
+        return report, read(tmp_path / "out") if (tmp_path / "out").exists() else None
+
+    return run
+
+
+def read(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def plain(count, **params):
+    return [{"id": f"r{number}", "prompt": f"prompt {number}", "params": params} for number in range(count)]
+
+
+def test_each_row_gives_one_row_in_the_inputs_order(job):
+    report, found = job(plain(500))
+    assert [row["id"] for row in found] == [f"r{number}" for number in range(500)]
+    assert all(row["error"] is None and len(row["outputs"]) == 1 for row in found)
+    assert sorted(FakeLLM.made) == sorted(json.dumps(f"prompt {number}") for number in range(500))
+    assert report["rows"] == {"total": 500, "finished": 500, "finished_before": 0, "errors": 0}
+    assert report["tokens"]["output"] == 2000
+
+
+BAD_ROWS = {
+    "not JSON": b'{"id": "b0", "prompt": ',
+    "not UTF-8": b'{"id": "b1", "prompt": "\xff"}',
+    "must be a JSON object": b"[1, 2]",
+    'no "id"': {"prompt": "x"},
+    "already that of row 1": {"id": "r0", "prompt": "again"},
+    "exactly one of": {"id": "b5"},
+    "unknown key": {"id": "b6", "prompt": "x", "promt": "x"},
+    "temperature must be": {"id": "b7", "prompt": "x", "params": {"temperature": -1}},
+    "max_new_tokens": {"id": "b8", "prompt": "x", "params": {"max_new_tokens": 5}},
+    "token ids": {"id": "b9", "token_ids": "x"},
+    "NaN": b'{"id": "b10", "prompt": "x", "params": {"top_p": NaN}}',
+    "min_tokens": {"id": "b11", "prompt": "x", "params": {"min_tokens": 100}},  # above the job's max_tokens
+}
+
+
+def test_bad_rows_of_every_kind_are_error_rows_and_the_others_run(job):
+    rows = plain(228)
+    bad = dict(zip(range(5, 240, 20), BAD_ROWS.items(), strict=True))
+    for place, (_, row) in bad.items():
+        rows.insert(place, row)
+    report, found = job(rows, params={"max_tokens": 64})
+    assert len(found) == 240 and report["rows"]["errors"] == len(bad)
+    for place, row in enumerate(found):
+        assert (bad[place][0] in row["error"]) if place in bad else row["error"] is None, row
+    assert sum(kind["rows"] for kind in report["errors"]) == len(bad)
+    assert len(FakeLLM.made) == 228
+
+
+def test_on_error_stop_names_the_rows_before_anything_is_made(job, tmp_path):
+    with pytest.raises(
+        JobError, match=r"2 rows cannot run.*row 2, id 'r1': temperature.*; row 4: the line is not JSON"
+    ):
+        job(
+            [*plain(1), {"id": "r1", "prompt": "x", "params": {"temperature": -1}}, *plain(3)[2:], b"{"],
+            on_error="stop",
+        )
+    assert FakeLLM.made == [] and os.listdir(tmp_path) == ["in"]
+    with pytest.raises(JobError, match="1 rows cannot run.*row 1, id 'r0': .*more tokens|max_model_len"):
+        job([{"id": "r0", "prompt": "x " * 5000}], on_error="stop", preflight="full")
+    assert FakeLLM.made == []
+
+
+def test_a_finished_job_does_nothing_when_it_is_run_again(job, tmp_path):
+    before, found = job(plain(20))
+    FakeLLM.made = []
+    after, again = job()
+    assert (after, again, FakeLLM.made) == (before, found, [])
+    assert sorted(os.listdir(tmp_path)) == ["in", "out", "out.job"]
+
+
+def unfinished(job, tmp_path, rows, num_finished):
+    """Leaves a job that was killed after some rows."""
+    whole = job(rows)[1]
+    (tmp_path / "out").unlink()
+    state = json.loads((tmp_path / "out.job").read_text())
+    (tmp_path / "out.job").write_text(json.dumps({**state, "finished": False}))
+    journal = Journal(tmp_path / "out.part")
+    journal.recover(len(rows))
+    for number in range(num_finished):
+        journal.append(number, json.dumps(whole[number], separators=(",", ":")).encode())
+    journal.close()
+    FakeLLM.made = []
+    return whole
+
+
+def test_only_the_missing_rows_run_again(job, tmp_path):
+    whole = unfinished(job, tmp_path, plain(50), 30)
+    report, found = job()
+    assert found == whole and len(FakeLLM.made) == 20
+    assert report["rows"] == {"total": 50, "finished": 50, "finished_before": 30, "errors": 0}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": plain(49)}, r"the input has changed \(it had 50 rows and has 49\)"),
+        ({"rows": [*plain(49), {"id": "r49", "prompt": "else"}]}, "another job: the input has changed. Run"),
+        ({"seed": 1}, "seed was 0 and is 1"),
+        ({"params": {"top_p": 0.5}}, "top_p was None and is 0.5"),
+        ({"engine": {"dtype": "bfloat16"}}, "dtype was None and is 'bfloat16'"),
+    ],
+)
+def test_a_changed_job_is_refused_with_what_changed(job, tmp_path, change, message):
+    whole = unfinished(job, tmp_path, plain(50), 30)
+    with pytest.raises(JobError, match=message):
+        job(**change)
+    assert FakeLLM.made == [] and (tmp_path / "out.part").stat().st_size > 0
+    _, found = job(**change, restart=True)
+    rows = change.get("rows") or plain(50)
+    assert len(FakeLLM.made) == len(rows) and [row["id"] for row in found] == [row["id"] for row in rows]
+    assert len(whole) == 50
+
+
+def test_what_cannot_change_a_result_may_differ_when_a_job_goes_on(job, tmp_path):
+    whole = unfinished(job, tmp_path, plain(50), 30)
+    assert job(engine={"max_num_seqs": 3, "gpu_memory_utilization": 0.5})[1] == whole
+
+
+def test_another_models_files_are_noticed(job, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in MODEL_DIRECTORY.iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
+    job(plain(3), model=str(model))
+    weights = next(model.glob("*.safetensors"))
+    changed = bytearray(weights.read_bytes())
+    changed[-10_000:] = bytes(10_000)
+    weights.write_bytes(changed)
+    with pytest.raises(JobError, match="the model's files have changed"):
+        job(model=str(model))
+
+
+def test_a_file_that_is_of_no_job_is_not_overwritten(job, tmp_path):
+    (tmp_path / "out").write_text("precious")
+    with pytest.raises(JobError, match="exists and is not of this job"):
+        job(plain(3))
+    assert (tmp_path / "out").read_text() == "precious" and FakeLLM.made == []
+
+
+def test_two_runs_never_write_one_output(job, tmp_path):
+    journal = Journal(tmp_path / "out.part")
+    with pytest.raises(JobError, match="another process is writing"):
+        job(plain(3))
+    journal.close()
+    assert len(job(plain(3))[1]) == 3
+
+
+def test_results_belong_to_ids_and_not_to_places(job, tmp_path):
+    rows = plain(60, temperature=0.9)
+    _, found = job(rows)
+    random.Random(0).shuffle(rows)
+    _, shuffled = job(rows, output=str(tmp_path / "other"))
+    shuffled = read(tmp_path / "other")
+    assert {row["id"]: row for row in shuffled} == {row["id"]: row for row in found}
+    assert [row["id"] for row in shuffled] == [row["id"] for row in rows]
+    texts = {row["outputs"][0]["text"] for row in found}
+    assert len(texts) == 60
+    job(rows, output=str(tmp_path / "seeded"), seed=1)
+    assert {row["outputs"][0]["text"] for row in read(tmp_path / "seeded")}.isdisjoint(texts)
+
+
+def test_a_rows_own_parameters_count_over_the_jobs_and_those_over_the_formats(job):
+    seen = []
+
+    class Seeing(FakeLLM):
+        def complete(self, number, prompt, params):
+            seen.append(params)
+            return super().complete(number, prompt, params)
+
+    body = {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x"}}
+    job([body, {"id": "b", "prompt": "x", "params": {"max_tokens": 3, "seed": 8}}], Seeing, params={"top_p": 0.5})
+    by_tokens = {params.max_tokens: params for params in seen}
+    assert sorted(by_tokens) == [3, 16] and all(params.top_p == 0.5 for params in seen)
+    greedy = by_tokens[16].temperature == 0
+    assert by_tokens[3].seed == 8 and (by_tokens[16].seed is None) == greedy
+
+
+def test_ctrl_c_finishes_what_runs_and_the_same_command_goes_on(job, tmp_path):
+    whole = job(plain(300), output=str(tmp_path / "whole"))[0]
+
+    class Interrupted(FakeLLM):
+        def complete(self, number, prompt, params):
+            if len(self.made) == 100:
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().complete(number, prompt, params)
+
+    FakeLLM.made = []
+    report, found = job(llm=Interrupted)
+    assert found is None and 100 < report["rows"]["finished"] < 120
+    made = len(FakeLLM.made)
+    assert made == report["rows"]["finished"]
+    report, found = job()
+    assert len(FakeLLM.made) == 300 and found == read(tmp_path / "whole") and whole
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_stops_at_once_and_nothing_is_lost(job, tmp_path):
+    class Impatient(FakeLLM):
+        def complete(self, number, prompt, params):
+            if len(self.made) in (100, 101):
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().complete(number, prompt, params)
+
+    with pytest.raises(KeyboardInterrupt):
+        job(plain(300), Impatient)
+    num_finished = len(FakeLLM.made)
+    _, found = job()
+    assert len(found) == 300 and len(FakeLLM.made) <= 300 + 2 and num_finished <= 102
+
+
+def test_a_full_disk_at_the_end_keeps_all_rows(job, tmp_path, monkeypatch):
+    rows = plain(40)
+
+    def refuse(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nanovllm.jobs.job.replace_durably", refuse)
+        with pytest.raises(JobError, match=r"cannot be written: No space left on device. All rows are in"):
+            job(rows)
+    FakeLLM.made = []
+    assert len(job()[1]) == 40 and FakeLLM.made == []
+
+
+def test_blank_lines_marks_and_a_last_line_without_end_are_read_as_people_mean_them(tmp_path):
+    (tmp_path / "in").write_bytes(b'\xef\xbb\xbf{"id": 1}\r\n\n   \n{"id": 2}\n{"id": 3}')
+    lines = Lines(str(tmp_path / "in"))
+    assert list(lines.scan()) == [b'{"id": 1}', b'{"id": 2}', b'{"id": 3}']
+    assert [lines.read(number) for number in (2, 0, 1)] == [b'{"id": 3}', b'{"id": 1}', b'{"id": 2}']
+    lines.close()
+
+
+@given(st.lists(st.integers(0, 50), max_size=300), st.integers(1, 40))
+def test_windows_hold_every_row_once(sizes, most_rows):
+    rows = [f"{size:03}{number}" for number, size in enumerate(sizes)]
+    plan._ROWS_OF_WINDOW, before = most_rows, plan._ROWS_OF_WINDOW
+    try:
+        planned = list(in_windows(rows, len, lambda row: row))
+    finally:
+        plan._ROWS_OF_WINDOW = before
+    assert sorted(planned) == sorted(rows)
+    for start in range(0, len(rows), most_rows):
+        window = planned[start : start + most_rows]
+        assert window == sorted(rows[start : start + most_rows])
+
+
+def test_shared_beginnings_stand_together_in_a_shuffled_input():
+    rows = [f"prefix {number % 8} own {number}" for number in range(1000)]
+    random.Random(0).shuffle(rows)
+    planned = list(in_windows(rows, len, lambda row: row))
+    changes = sum(a[:8] != b[:8] for a, b in zip(planned, planned[1:], strict=False))
+    assert changes == 7
+
+
+def test_only_rows_that_would_run_alone_at_the_end_are_started_first():
+    tokens = np.full(10_000, 100)
+    assert early_rows(tokens) == []
+    tokens[[50, 9_950, 9_999]] = 2_000  # the first of them ends long before the job
+    assert early_rows(tokens) == [9_950, 9_999]
+    tokens[50] = 20_000  # alone it takes longer than all others
+    assert early_rows(tokens) == [50, 9_950, 9_999]
+    assert early_rows(np.array([], np.int64)) == []
+
+
+def test_memory_stays_flat_over_many_rows(job, tmp_path, runs):
+    """What a job keeps of a row is some tens of bytes."""
+    program = (
+        "import sys, resource; sys.path.insert(0, 'tests')\n"
+        "from fake_llm import FakeLLM\nfrom nanovllm.jobs.job import Job, JobOptions\n"
+        "FakeLLM.made = type('Nothing', (), {'append': lambda self, each: None})()\n"
+        "peaks = []\n"
+        "for name in ('small', 'large'):\n"
+        f"    Job(JobOptions(sys.argv[1] + '/' + name, sys.argv[1] + '/out ' + name, {MODEL!r}, preflight='off'),"
+        " FakeLLM).run()\n"
+        "    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+        "print((peaks[1] - peaks[0]) / 1024)"
+    )
+    for name, count in (("small", 2_000), ("large", 20_000 * runs)):
+        with (tmp_path / name).open("w") as file:
+            for number in range(count):
+                file.write(json.dumps({"id": f"row-{number}", "prompt": f"A short prompt, number {number}"}) + "\n")
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 30 + 8e-5 * 20_000 * runs, done.stdout
+
+
+def test_the_command_runs_a_file_and_says_how_it_went(tmp_path, capsys, caplog):
+    rows = [{"id": number, "prompt": f"Q: What is {number} + 3?\nA:"} for number in range(6)]
+    rows.append({"id": "chat", "messages": [{"role": "user", "content": "Reverse the word kernel."}]})
+    (tmp_path / "in").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"id": "bad"}]))
+    command = ["run-batch", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--model", MODEL]
+    command += ["--max-tokens", "20", "--temperature", "0", "--max-num-seqs", "4", "--price-per-hour", "2"]
+    assert main([*command, "--report", str(tmp_path / "report")]) == 0
+    found = read(tmp_path / "out")
+    assert [row["outputs"][0]["text"].strip() for row in found[:6]] == [str(number + 3) for number in range(6)]
+    assert found[6]["outputs"][0]["text"].strip() == "lenrek" and "exactly one of" in found[7]["error"]
+    report = json.loads((tmp_path / "report").read_text())
+    assert report["rows"]["finished"] == 8 and report["cost"]["total"] > 0
+    assert "1 error rows in this run" in capsys.readouterr().err
+    assert main(command) == 0  # it is finished already
+    assert main([*command, "--top-p", "0.5"]) == 1
+    assert "top_p was None and is 0.5" in capsys.readouterr().err
