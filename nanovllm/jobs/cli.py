@@ -100,7 +100,9 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
     )
     sampling.add_argument("--params", type=_json_object, default={}, help="any SamplingParams, as a JSON object")
     names = _add_options(sampling, SamplingParams.__init__, "param_")
-    return top, _add_options(parser.add_argument_group("engine: LLM's options"), LLM.__init__, ""), names
+    engine = parser.add_argument_group("engine: LLM's options, and how many LLMs")
+    engine.add_argument("--data-parallel-size", type=int, metavar="INT", help="LLMs, each with GPUs of its own")
+    return top, ["data_parallel_size", *_add_options(engine, LLM.__init__, "")], names
 
 
 def _add_options(group: Any, function: Callable[..., None], prefix: str) -> list[str]:

@@ -9,6 +9,7 @@ Beside `OUTPUT` there are `OUTPUT.job`, which says what the job is, and until th
 
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -33,6 +34,7 @@ from nanovllm.jobs.rows import JobRow, output_of, parse_row
 from nanovllm.jobs.source import Lines
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
+from nanovllm.parallel.replicas import Replicas
 from nanovllm.preflight import Preflight, PreflightSummary
 from nanovllm.sampling_params import SamplingParams
 
@@ -50,7 +52,7 @@ class JobOptions:
         output: where the rows go, in the input's order, once all have finished; "-" is standard output, which gets them
             as they finish, and cannot be resumed.
         model: a directory or a hub name.
-        engine: other options of LLM.
+        engine: other options of LLM, and `data_parallel_size`: how many LLMs, each in a process with GPUs of its own.
         params: SamplingParams of all rows, over which a row's own count. What neither gives is what the model
             recommends.
         seed: of the job. A row that samples and has no seed of its own gets one made of this and its id.
@@ -148,6 +150,13 @@ class _Params:
         return n * (most if max_tokens is None else min(max_tokens, most))
 
 
+def make_llm(model: str, *, data_parallel_size: int = 1, **engine: Any) -> LLM | Replicas:
+    """The LLM of a job, or several."""
+    if data_parallel_size == 1:
+        return LLM(model, **engine)
+    return Replicas(model, data_parallel_size=data_parallel_size, **engine)
+
+
 class Job:
     """One run of a job; see JobOptions.
 
@@ -156,7 +165,7 @@ class Job:
         OSError, TypeError, ValueError: a file or an option is wrong.
     """
 
-    def __init__(self, options: JobOptions, make_llm: Callable[..., LLM] = LLM):
+    def __init__(self, options: JobOptions, make_llm: Callable[..., LLM | Replicas] = make_llm):
         self._options, self._make_llm = options, make_llm
         self._is_stream = options.output == "-"
         self._output = Path(options.output)
@@ -298,7 +307,7 @@ class Job:
                 self._metrics = llm.metrics()
         return self._report(len(lines), num_before, results.num_rows, began)
 
-    def _generate(self, llm: LLM, prompts: Iterator[Any], results: Any, progress: Progress) -> None:
+    def _generate(self, llm: LLM | Replicas, prompts: Iterator[Any], results: Any, progress: Progress) -> None:
         outputs = llm.generate_iter(prompts, self._params_in_step(), ordered=False)
         is_drained = False
         for output in outputs:
@@ -417,7 +426,8 @@ class Job:
                 "output": output,
                 "output_per_second": output / in_rows,
             }
-            report["device_seconds"] = seconds * self._options.engine.get("tensor_parallel_size", 1)
+            sizes = (self._options.engine.get(f"{kind}_parallel_size", 1) for kind in ("data", "tensor"))
+            report["device_seconds"] = seconds * math.prod(sizes)
             if self._options.price_per_hour is not None:
                 total = self._options.price_per_hour * seconds / 3600
                 report["cost"] = {

@@ -166,6 +166,9 @@ class TensorParallelRunner(Runner):
     def memory(self) -> dict[str, int]:
         return {} if self._failure is not None else dict(self._memory)
 
+    def pids(self) -> list[int]:
+        return [rank.process.pid for rank in self._ranks]
+
     def close(self) -> None:
         if self._end.alive and self._failure is None and os.getpid() == self._driver:
             self._outbox.put(frame([None, "close"]))
