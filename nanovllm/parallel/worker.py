@@ -198,8 +198,9 @@ def _run(inbox: Iterator, reply: Any) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # Whoever can write to the store can make ranks do what he likes. It is a file in a directory of this user alone; a
-    # TCPStore would listen at a port for all users of this host.
-    store = dist.FileStore(f"{meeting_place}/store", size)
+    # TCPStore would listen at a port for all users of this host. Told the number of ranks, a FileStore would remove the
+    # file once so many of its copies are gone, and NCCL reads it until the end; the driver removes it.
+    store = dist.FileStore(f"{meeting_place}/store")
     kind, own_gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     dist.init_process_group(kind, store=store, rank=rank, world_size=size, device_id=own_gpu)
     runner = ModelRunner(config, Parallel(rank, size, dist.group.WORLD))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from test_tensor_parallel import SCRIPT_ENVIRONMENT, children, is_running, nothing_left_behind, wait_until
 
-from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm import LLM, NOT_YET, RequestOutput, SamplingParams
 from nanovllm.config import Config
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.jobs.cli import main
@@ -77,6 +77,13 @@ def test_three_replicas_give_the_texts_of_one_engine_and_share_the_rows(three, e
     assert sum(shares) == metrics["num_requests"] and min(shares) >= 8
 
 
+def test_few_rows_spread_over_all_replicas(three):
+    """As the last rows of a job must."""
+    before = [process.metrics["num_requests"] for process in three.processes]
+    run(three, PROMPTS[:12], PARAMS[:12])
+    assert [process.metrics["num_requests"] for process in three.processes] == [count + 4 for count in before]
+
+
 def test_rows_are_read_as_there_is_room_and_each_with_its_own_parameters(three, expected):
     """A job gives the parameters of the prompt that was read last."""
     read = []
@@ -98,8 +105,6 @@ def test_rows_are_read_as_there_is_room_and_each_with_its_own_parameters(three, 
 
 
 def test_a_source_may_wait_for_results(three):
-    from nanovllm import NOT_YET
-
     found: list[RequestOutput] = []
 
     def prompts() -> Iterator[Any]:
