@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.jobs.errors import JobError
+from nanovllm.jobs.job import JobOptions, run_batch
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 
@@ -34,13 +36,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser, engine, sampling = _make_parser()
     given = parser.parse_args(arguments)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    from nanovllm.jobs.job import JobOptions, run_batch  # imports numpy and transformers
-
     try:
         options = JobOptions(
             given.input,
             given.output,
-            given.model,
+            str(MODEL_DIRECTORY) if given.model == "bundled" else given.model,
             engine={name: value for name in engine if (value := getattr(given, name)) is not None},
             params={
                 **given.params,
@@ -77,7 +77,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
     )
     parser.add_argument("-i", "--input", required=True, help='JSON lines; "-" is standard input')
     parser.add_argument("-o", "--output", required=True, help='where the rows go; "-" is standard output')
-    parser.add_argument("--model", required=True, help="a directory or a hub name")
+    parser.add_argument("--model", required=True, help='a directory, a hub name, or "bundled"')
     parser.add_argument(
         "--seed", type=int, default=0, help="of the job; each row's seed is made of it and the row's id"
     )

@@ -233,6 +233,8 @@ class Job:
                 check_same(state["identity"], identity, self._state_path)
                 self._created = state["created"]
             journal.recover(len(lines))
+        if journal.num_rows:
+            logger.info("going on: %s of %s rows are finished", f"{journal.num_rows:,}", f"{len(lines):,}")
         if state["finished"] and self._output.exists():
             journal.remove()
             logger.info("%s is finished already", self._output)
