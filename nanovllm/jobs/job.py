@@ -1,6 +1,6 @@
 """A job: the rows of a file through an LLM, to a file, with nothing lost if it is killed.
 
-    input ──scan──▶ _Index (what the job knows of each row) ──plan──▶ rows to run ──LLM.generate_iter──▶ journal
+    input ──scan──▶ Index (what the job knows of each row) ──plan──▶ rows to run ──LLM.generate_iter──▶ journal
                                                                     error rows ────────────────────────────▲
     journal, complete ──▶ output, in the input's order
 
@@ -15,21 +15,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import xxhash
 
 from nanovllm.jobs.errors import JobError
 from nanovllm.jobs.identity import check_same, identity_of, load_state, replace_durably, save_state, write_whole
+from nanovllm.jobs.index import Index, name_of
 from nanovllm.jobs.journal import Journal
-from nanovllm.jobs.openai_rows import OPENAI_DEFAULTS
 from nanovllm.jobs.plan import early_rows, in_windows
 from nanovllm.jobs.report import Errors, Progress, in_words
-from nanovllm.jobs.rows import JobRow, output_of, parse_row
+from nanovllm.jobs.row_params import RowParams
+from nanovllm.jobs.rows import JobRow, output_of
 from nanovllm.jobs.source import Lines
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
@@ -79,75 +78,6 @@ class JobOptions:
     report: Path | None = None
 
 
-class _Index:
-    """What a job knows of each row, in a few bytes: how much it may generate, and whether its id was there before."""
-
-    def __init__(self, lines: Lines, most_new_tokens: Callable[[JobRow], int]):
-        ids, most = [], []
-        self.errors: list[tuple[str, str]] = []  # the first ones
-        self.num_errors = 0
-        for number, line in enumerate(lines.scan()):
-            row = parse_row(number, line)
-            # A row without an id is like no other.
-            ids.append(xxhash.xxh3_64_intdigest(row.id.encode()) if row.id is not None else 0)
-            most.append(0 if row.error is not None else most_new_tokens(row))
-            self._note(row, row.error)
-        self.most_new_tokens = np.array(most, np.int64)
-        self.first_use = _first_uses(np.array(ids, np.uint64), lines)
-        for number in np.flatnonzero(self.first_use >= 0).tolist():
-            self._note(row := self.row(number, lines.read(number)), row.error)
-
-    def row(self, number: int, line: bytes) -> JobRow:
-        row = parse_row(number, line)
-        if (first := self.first_use[number]) >= 0 and row.error is None:
-            return replace(row, error=f"the id {row.id!r} is already that of row {first + 1}; ids must be unique")
-        return row
-
-    def _note(self, row: JobRow, error: str | None) -> None:
-        if error is not None:
-            self.num_errors += 1
-            if len(self.errors) < 1000:
-                self.errors.append((_name(row), error))
-
-
-def _first_uses(ids: np.ndarray, lines: Lines) -> np.ndarray:
-    """Of each row, the first row with the same id, or −1 if it is that row itself. Ids are hashes, 0 without one."""
-    first_use = np.full(len(ids), -1, np.int64)
-    order = np.argsort(ids, kind="stable")
-    equal = np.flatnonzero((ids[order][1:] == ids[order][:-1]) & (ids[order][1:] != 0)) + 1
-    firsts: dict[str | None, int] = {}
-    for place in equal.tolist():
-        for number in (int(order[place - 1]), int(order[place])):
-            # Two ids may have the same hash, so they are read again.
-            first = firsts.setdefault(parse_row(number, lines.read(number)).id, number)
-            first_use[number] = first if first < number else -1
-    return first_use
-
-
-class _Params:
-    """The sampling parameters of rows: what the model recommends, then those of the job, then the row's own."""
-
-    def __init__(self, recommended: SamplingParams, params: dict[str, Any], seed: int):
-        values = {each.name: getattr(recommended, each.name) for each in fields(recommended)}
-        self._base = {kind: values | OPENAI_DEFAULTS.get(kind, {}) | params for kind in ("plain", *OPENAI_DEFAULTS)}
-        self._seed = seed
-        SamplingParams(**self._base["plain"])  # the job's own mistakes are not those of each row
-        self._made = lru_cache(4096)(lambda kind, own: SamplingParams(**self._base[kind] | json.loads(own)))
-
-    def of(self, row: JobRow) -> SamplingParams:
-        """Raises TypeError or ValueError if the row's parameters do not fit the job's."""
-        params = self._made(row.kind, json.dumps(row.params) if row.params else "{}")
-        if params.seed is not None or params.temperature == 0:
-            return params
-        return replace(params, seed=xxhash.xxh3_64_intdigest((row.id or "").encode(), self._seed))
-
-    def most_new_tokens(self, row: JobRow, most: int) -> int:
-        """The most tokens that a row may generate, if no completion gets more than `most`."""
-        values = self._base[row.kind]
-        max_tokens, n = (row.params.get(name, values[name]) for name in ("max_tokens", "n"))
-        return n * (most if max_tokens is None else min(max_tokens, most))
-
-
 class Job:
     """One run of a job; see JobOptions.
 
@@ -173,14 +103,13 @@ class Job:
         """Runs what is left of the job. Returns the report; `report["rows"]["finished"]` tells whether all is done."""
         options = self._options
         began = time.monotonic()
-        if not self._is_stream and not self._output.parent.is_dir():
-            raise JobError(f"the output's directory {self._output.parent} does not exist; make it first")
+        self._check_paths()
         lines = Lines(options.input, None if self._is_stream else self._output.parent)
         try:
             with self._phase("preflight"):
                 preflight = self._preflight_of_model()
-                params = _Params(preflight.get_default_sampling_params(), options.params, options.seed)
-                index = _Index(lines, lambda row: params.most_new_tokens(row, preflight.max_model_len))
+                params = RowParams(preflight.get_default_sampling_params(), options.params, options.seed)
+                index = Index(lines, lambda row: params.most_new_tokens(row, preflight.max_model_len))
                 self._refuse_errors(index)
             if self._is_stream:
                 return self._run_rows(lines, index, params, preflight, _Stdout(len(lines)), began)
@@ -194,12 +123,23 @@ class Job:
 
     # Before the rows run
 
+    def _check_paths(self) -> None:
+        if self._is_stream:
+            return
+        if not self._output.parent.is_dir():
+            raise JobError(f"the output's directory {self._output.parent} does not exist; make it first")
+        if self._output.is_dir():
+            raise JobError(f"the output {self._output} is a directory; name a file")
+        source = Path(self._options.input)
+        if self._output.exists() and source.exists() and self._output.samefile(source):
+            raise JobError(f"{self._output} is the input too; choose another output")
+
     def _preflight_of_model(self) -> Preflight:
         names = ("revision", "tokenizer", "max_model_len")
         given = {name: value for name, value in self._options.engine.items() if name in names and value is not None}
         return Preflight(self._options.model, **given)
 
-    def _refuse_errors(self, index: _Index) -> None:
+    def _refuse_errors(self, index: Index) -> None:
         if self._options.on_error == "stop" and index.num_errors:
             first = "; ".join(f"{row}: {error}" for row, error in index.errors[:10])
             raise JobError(f"{index.num_errors:,} rows cannot run, and --on-error stop refuses them: {first}")
@@ -213,7 +153,7 @@ class Job:
         return journal
 
     def _resume(
-        self, lines: Lines, index: _Index, params: _Params, preflight: Preflight, journal: Journal, began: float
+        self, lines: Lines, index: Index, params: RowParams, preflight: Preflight, journal: Journal, began: float
     ) -> dict[str, Any]:
         """Goes on with the job beside the output, or begins one."""
         options = self._options
@@ -221,18 +161,18 @@ class Job:
         with self._phase("recovery"):
             identity = identity_of(lines.digest, len(lines), preflight.directory, engine, options.params, options.seed)
             state = load_state(self._state_path)
-            if state is None:
-                if self._output.exists() or os.path.getsize(self._part_path):
-                    raise JobError(
-                        f"{self._output} exists and is not of this job; move it away, or replace it with --restart"
-                    )
+            if state is None and (self._output.exists() or os.path.getsize(self._part_path)):
+                raise JobError(
+                    f"{self._output} exists and is not of this job; move it away, or replace it with --restart"
+                )
+            journal.recover(len(lines))
+            if state is not None and (state["finished"] or journal.num_rows):
+                check_same(state["identity"], identity, self._state_path)
+                self._created = state["created"]
+            else:  # where nothing is finished, nothing is lost
                 state = {"version": 1, "identity": identity, "created": self._created, "finished": False}
                 if not options.dry_run:
                     save_state(self._state_path, state)
-            else:
-                check_same(state["identity"], identity, self._state_path)
-                self._created = state["created"]
-            journal.recover(len(lines))
         if journal.num_rows:
             logger.info("going on: %s of %s rows are finished", f"{journal.num_rows:,}", f"{len(lines):,}")
         if state["finished"] and self._output.exists():
@@ -251,7 +191,7 @@ class Job:
         return report
 
     def _tokens_checked(
-        self, lines: Lines, index: _Index, params: _Params, preflight: Preflight
+        self, lines: Lines, index: Index, params: RowParams, preflight: Preflight
     ) -> PreflightSummary | None:
         """Tokenizes all rows or some, and says what is to be expected."""
         kind = self._options.preflight
@@ -265,7 +205,7 @@ class Job:
             rows = [row for row in rows if row.error is None]
             checks = preflight.check([row.prompt for row in rows], [params.of(row) for row in rows])
             refused += [
-                (_name(row), check.error)
+                (name_of(row), check.error)
                 for row, check in zip(rows, checks, strict=True)
                 if check.error is not None and len(refused) < 1000
             ]
@@ -279,11 +219,11 @@ class Job:
     # The rows
 
     def _run_rows(
-        self, lines: Lines, index: _Index, params: _Params, preflight: Preflight, results: Any, began: float
+        self, lines: Lines, index: Index, params: RowParams, preflight: Preflight, results: Any, began: float
     ) -> dict[str, Any]:
         """Runs what `results` lacks."""
         num_before = results.num_rows
-        if num_before < len(lines):
+        if num_before == 0 or self._options.dry_run:
             with self._phase("preflight"):
                 self._tokens_checked(lines, index, params, preflight)
         if num_before == len(lines) or self._options.dry_run:
@@ -311,7 +251,7 @@ class Job:
                 is_drained = True
         results.write()
 
-    def _prompts(self, lines: Lines, index: _Index, params: _Params, results: Any) -> Iterator[Any]:
+    def _prompts(self, lines: Lines, index: Index, params: RowParams, results: Any) -> Iterator[Any]:
         """The prompts to run, as the LLM asks for them. Rows that cannot run become output rows at once."""
         number_in_call = 0
         for row in self._planned(lines, index, results):
@@ -335,7 +275,7 @@ class Job:
         while self._params_to_give is not None:
             yield self._params_to_give
 
-    def _planned(self, lines: Lines, index: _Index, results: Any) -> Iterator[JobRow]:
+    def _planned(self, lines: Lines, index: Index, results: Any) -> Iterator[JobRow]:
         early = [number for number in early_rows(index.most_new_tokens) if number not in results]
         is_early = set(early)
 
@@ -354,7 +294,7 @@ class Job:
         """Keeps the output row of a row that has finished."""
         error = row.error if output is None else output.error
         if error is not None:
-            self._errors.add(_name(row), error)
+            self._errors.add(name_of(row), error)
         row = replace(row, params={**self._options.params, **row.params})
         made = output_of(row, output, created=self._created, model=self._options.model)
         results.append(row.number, json.dumps(made, ensure_ascii=False, separators=(",", ":")).encode())
@@ -454,11 +394,7 @@ class _Stdout:
         sys.stdout.buffer.flush()
 
 
-def _name(row: JobRow) -> str:
-    return f"row {row.number + 1}" if row.id is None else f"row {row.number + 1}, id {row.id!r}"
-
-
-def _say_preflight(summary: PreflightSummary, num_rows: int, index: _Index, refused: list[tuple[str, str]]) -> None:
+def _say_preflight(summary: PreflightSummary, num_rows: int, index: Index, refused: list[tuple[str, str]]) -> None:
     checked = "all" if summary.num_prompts + index.num_errors >= num_rows else f"{summary.num_prompts:,} of them"
     logger.info(
         "%s rows; tokenized %s: %s prompt tokens, the longest prompt has %s; at most %s new tokens; %s distinct "

@@ -52,6 +52,8 @@ TEXT = "text.py"
 ROWS = "row_stream.py"
 PREFLIGHT = "preflight.py"
 JOB = "jobs/job.py"
+JOB_INDEX = "jobs/index.py"
+ROW_PARAMS = "jobs/row_params.py"
 JOURNAL = "jobs/journal.py"
 LLM_PY = "llm.py"
 DECODER = "models/decoder.py"
@@ -2711,7 +2713,7 @@ MUTANTS = [
     ),
     Mutant(
         "a row's seed comes from its place",
-        JOB,
+        ROW_PARAMS,
         '(row.id or "").encode(), self._seed',
         "str(row.number).encode(), self._seed",
         ("test_jobs.py::test_results_belong_to_ids_and_not_to_places",),
@@ -2725,7 +2727,7 @@ MUTANTS = [
     ),
     Mutant(
         "a second row of an id runs",
-        JOB,
+        JOB_INDEX,
         "first_use[number] = first if first < number else -1",
         "first_use[number] = -1",
         ("test_jobs.py::test_bad_rows_of_every_kind_are_error_rows_and_the_others_run",),

@@ -184,6 +184,29 @@ def test_a_file_that_is_of_no_job_is_not_overwritten(job, tmp_path):
     assert (tmp_path / "out").read_text() == "precious" and FakeLLM.made == []
 
 
+def test_a_job_that_finished_nothing_may_be_corrected(job):
+    """A wrong option is found when the LLM is made, after the job has its description."""
+
+    class Refusing(FakeLLM):
+        def __init__(self, model, **options):
+            raise ValueError("dtype must be something else")
+
+    with pytest.raises(ValueError, match="dtype must be something else"):
+        job(plain(5), Refusing, engine={"dtype": "no"})
+    assert len(job(engine={"dtype": "float32"})[1]) == 5
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [("in", "is the input too"), (".", "is a directory; name a file"), ("no/out", "does not exist; make it first")],
+)
+def test_a_bad_output_is_refused_before_anything_is_read(job, tmp_path, output, message):
+    before = json.dumps(plain(1)[0]).encode() + b"\n"
+    with pytest.raises(JobError, match=message):
+        job(plain(1), output=str(tmp_path / output))
+    assert (tmp_path / "in").read_bytes() == before and FakeLLM.made == []
+
+
 def test_two_runs_never_write_one_output(job, tmp_path):
     journal = Journal(tmp_path / "out.part")
     with pytest.raises(JobError, match="another process is writing"):
