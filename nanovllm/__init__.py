@@ -5,11 +5,13 @@ from nanovllm.llm import LLM
 from nanovllm.loglikelihood import Loglikelihood
 from nanovllm.logprobs import Logprob, TokenLogprobs
 from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.prompts import NOT_YET
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "LLM",
+    "NOT_YET",
     "CompletionOutput",
     "Config",
     "Logprob",
