@@ -6,11 +6,13 @@ from nanovllm.loglikelihood import Loglikelihood
 from nanovllm.logprobs import Logprob, TokenLogprobs
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.preflight import Preflight, PreflightSummary, PromptCheck
+from nanovllm.prompts import NOT_YET
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "LLM",
+    "NOT_YET",
     "CompletionOutput",
     "Config",
     "Logprob",

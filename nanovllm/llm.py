@@ -21,7 +21,7 @@ from nanovllm.guides import StructuredOutputs
 from nanovllm.loglikelihood import Loglikelihood
 from nanovllm.outputs import RequestOutput
 from nanovllm.process import COLLECTOR, FORKS
-from nanovllm.prompts import Row, as_conversation_list, as_prompt_list
+from nanovllm.prompts import NotYet, Row, as_conversation_list, as_prompt_list
 from nanovllm.recommended_sampling import DefaultSampling
 from nanovllm.row_stream import OutputIterator, RowStream, keep_outputs
 from nanovllm.sampling_params import SamplingParams, one_per_prompt, with_params
@@ -136,7 +136,7 @@ class LLM:
 
     def generate_iter(
         self,
-        prompts: Prompt | Iterable[Prompt],
+        prompts: Prompt | Iterable[Prompt | NotYet],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         ordered: bool = True,
@@ -150,7 +150,9 @@ class LLM:
         row; error rows are also logged at the end.
 
         Args:
-            prompts: as in `generate`, or an iterator of such prompts.
+            prompts: as in `generate`, or an iterator of such prompts. Rows that run wait while it makes a prompt. One
+                that would have to wait for a prompt gives `nanovllm.NOT_YET` instead, and is asked again after the next
+                step. When all of its prompts have come back there is no step: then it should wait, or end.
             sampling_params: one for all, an iterable with one per prompt, or None for what the model recommends.
             ordered: give the results in the prompts' order; False gives them as they finish, and `request_id` tells the
                 prompt's number.

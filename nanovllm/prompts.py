@@ -1,12 +1,22 @@
 """What a caller may give as a prompt, and what it becomes before anything runs."""
 
 from collections.abc import Iterable, Mapping, Set
+from enum import Enum
 from numbers import Integral, Number
 from typing import Any, NamedTuple
 
 # The keys of a prompt that is a dict, as vLLM names them, and those of a conversation, as in OpenAI's requests.
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
 _CONVERSATION_KEYS = ("messages", "chat_template_kwargs")
+
+
+class NotYet(Enum):
+    """What an iterator of prompts gives while it has no prompt; see `LLM.generate_iter`."""
+
+    NOT_YET = "no prompt is ready"
+
+
+NOT_YET = NotYet.NOT_YET
 
 
 class Row(NamedTuple):

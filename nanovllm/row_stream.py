@@ -43,7 +43,8 @@ class RowStream:
     Args:
         engine: computes them.
         text: tokenizes and decodes.
-        source: prompts or conversations, each with its parameters; may be endless.
+        source: prompts or conversations, each with its parameters; may be endless. None means that no prompt is there
+            yet.
         encode: makes rows of some of them.
         before_step: is called before each step.
         structured: makes the constraints of structured outputs.
@@ -54,7 +55,7 @@ class RowStream:
         self,
         engine: LLMEngine,
         text: Text,
-        source: Iterator[tuple[Any, SamplingParams]],
+        source: Iterator[tuple[Any, SamplingParams] | None],
         encode: Callable[[list[Any]], list[Row]],
         structured: StructuredOutputs,
         before_step: Callable[[], None] = lambda: None,
@@ -113,13 +114,20 @@ class RowStream:
         """Adds rows until the window is full; returns those that cannot run."""
         refused: dict[int, RequestOutput] = {}
         while not self._is_exhausted and len(refused) < ROWS_OF_PIECE and (room := self._room()) > 0:
-            piece = list(islice(self._source, room))
-            self._is_exhausted = len(piece) < room
+            piece: list[tuple[Any, SamplingParams]] = []
+            for pair in islice(self._source, room):
+                if pair is None:  # the source is not asked again before the next step
+                    break
+                piece.append(pair)
+            else:
+                self._is_exhausted = len(piece) < room
             rows = self._encode([prompt for prompt, _ in piece])
             for row, (_, params) in zip(rows, piece, strict=True):
                 if (output := self._add(row, params)) is not None:
                     refused[self.num_read] = output
                 self.num_read += 1
+            if len(piece) < room:
+                break
             # Tokenizing takes long, and enough rows are there to begin with.
             has_text = any(row.text is not None for row in rows)
             if has_text and not self._raises and len(self._running) >= self._engine.info.max_num_seqs:

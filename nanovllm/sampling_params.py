@@ -3,10 +3,10 @@
 import numbers
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import Any, Literal
 
 from nanovllm.checks import boolean, integer, real, seed_number, suggests_names
+from nanovllm.prompts import NOT_YET
 from nanovllm.structured_outputs import StructuredOutputsParams
 
 # Of one request. Each running sequence keeps as many on the device as the longest list has, 20 bytes each.
@@ -230,15 +230,16 @@ def one_per_prompt(given: SamplingParams | Sequence[SamplingParams], num_prompts
     return params
 
 
-def with_params(prompts: Iterator[Any], given: Any) -> Iterator[tuple[Any, SamplingParams]]:
-    """Each prompt with its parameters: `given` is one for all, or an iterable with one per prompt.
+def with_params(prompts: Iterator[Any], given: Any) -> Iterator[tuple[Any, SamplingParams] | None]:
+    """Each prompt with its parameters: `given` is one for all, or an iterable with one per prompt. NOT_YET gives
+    None.
 
     Raises:
         TypeError: `given` is neither.
         ValueError, TypeError: raised as the pairs are read: it ends before the prompts, or holds something else.
     """
     if isinstance(given, SamplingParams):
-        return zip(prompts, repeat(given), strict=False)
+        return (None if prompt is NOT_YET else (prompt, given) for prompt in prompts)
     if not isinstance(given, Iterable):
         raise TypeError(
             f"sampling_params must be a SamplingParams or an iterable of them, not a {type(given).__name__}"
@@ -246,8 +247,13 @@ def with_params(prompts: Iterator[Any], given: Any) -> Iterator[tuple[Any, Sampl
     return _zip_params(prompts, iter(given))
 
 
-def _zip_params(prompts: Iterator[Any], given: Iterator[Any]) -> Iterator[tuple[Any, SamplingParams]]:
-    for index, prompt in enumerate(prompts):
+def _zip_params(prompts: Iterator[Any], given: Iterator[Any]) -> Iterator[tuple[Any, SamplingParams] | None]:
+    index = -1
+    for prompt in prompts:
+        if prompt is NOT_YET:
+            yield None
+            continue
+        index += 1
         params = next(given, None)
         if params is None:
             raise ValueError(f"sampling_params end before prompt {index}; give one for all, or one per prompt")

@@ -2059,6 +2059,16 @@ MUTANTS = [
         ("test_generate_iter.py::test_a_row_waits_no_longer_than_the_window_behind_longer_ones",),
     ),
     Mutant(
+        "a source without a prompt is asked until it has one, and the rows that run wait",
+        ROWS,
+        "next step\n                    break",
+        "next step\n                    continue",
+        (
+            "test_generate_iter.py::"
+            "test_a_source_without_a_prompt_is_asked_once_per_step_and_what_it_gives_joins_what_runs",
+        ),
+    ),
+    Mutant(
         "what was finished is lost with an interrupted call",
         LLM_PY,
         "keep_outputs(error, outputs)",

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, NOT_YET, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.engine.sequence import Sequence
 from nanovllm.guides import StructuredOutputs
@@ -107,6 +107,48 @@ def test_texts_are_tokenized_as_they_are_needed(text, num_read):
     source = itertools.repeat((Row(text, [1]), SamplingParams(max_tokens=1)))
     rows = RowStream(FakeEngine(), Text(None), source, list, StructuredOutputs(None, 8, []))
     assert len(next(rows.run())) == rows.num_read == num_read
+
+
+@pytest.mark.parametrize("as_params", [lambda _: SHORT, lambda num: iter([SHORT] * num)], ids=["for all", "each"])
+def test_rows_run_while_the_source_has_no_prompt(llm, expected, as_params):
+    """Here each prompt waits for the result of the one before; the one in the middle cannot run."""
+    found = []
+
+    def prompts():
+        for number, prompt in enumerate(["Row 0", "", "Row 2"]):
+            while len(found) < number:
+                yield NOT_YET
+            yield prompt
+
+    for output in llm.generate_iter(prompts(), as_params(3), ordered=False):
+        found.append(output)
+    assert [output.request_id for output in found] == ["0", "1", "2"]
+    assert [output.error is None for output in found] == [True, False, True]
+
+
+def test_a_source_without_a_prompt_is_asked_once_per_step_and_what_it_gives_joins_what_runs(monkeypatch):
+    events = []
+
+    def prompts():
+        yield "Row 0"
+        for _ in range(4):
+            events.append("asked")
+            yield NOT_YET
+        yield "Row 1"
+
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(MODEL_DIRECTORY, device="cpu", max_num_seqs=8, max_model_len=64) as llm:
+        step = llm.engine.step
+        monkeypatch.setattr(llm.engine, "step", lambda: events.append("step") or step())
+        assert len(list(llm.generate_iter(prompts(), params))) == 2
+        metrics = llm.metrics()
+    assert events[:8] == ["asked", "step"] * 4
+    assert metrics["num_steps_with_decodes"] < metrics["num_decode_tokens"] == 22
+
+
+def test_only_an_iterator_may_have_no_prompt_yet(llm):
+    (output,) = llm.generate([NOT_YET], SHORT, use_tqdm=False)
+    assert "a prompt must be a string or a list of token ids" in output.error
 
 
 def test_what_cannot_run_is_raised_before_anything_runs_even_beyond_the_window(llm, monkeypatch):
