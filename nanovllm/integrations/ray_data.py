@@ -109,11 +109,6 @@ class Rows:
         return batch
 
 
-def row_seed(seed: int, row_id: Any) -> int:
-    """A 64-bit seed for each id: BLAKE2 over the seed and the id's text."""
-    return int.from_bytes(blake2b(f"{seed} {row_id}".encode(), digest_size=8).digest(), "little")
-
-
 def _from_json(value: Any) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value

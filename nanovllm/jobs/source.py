@@ -30,7 +30,6 @@ class Lines:
     def __init__(self, path: str, spool_directory: Path | None = None):
         self._offsets = array("q")
         self.digest = ""
-        self.num_bytes = 0
         if path != "-" and Path(path).is_file():
             self._file: BinaryIO = open(path, "rb")  # noqa: SIM115 - close() closes it
         else:
@@ -58,7 +57,7 @@ class Lines:
             if row.strip():
                 self._offsets.append(start)
                 yield _cut(row, start)
-        self.digest, self.num_bytes = digest.hexdigest(), offset
+        self.digest = digest.hexdigest()
 
     def read(self, number: int) -> bytes:
         """One row, after `scan`."""
