@@ -75,8 +75,10 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("-i", "--input", required=True, help='JSON lines; "-" is standard input')
-    parser.add_argument("-o", "--output", required=True, help='where the rows go; "-" is standard output')
+    parser.add_argument("-i", "--input", required=True, help='JSON lines, or a .parquet file; "-" is standard input')
+    parser.add_argument(
+        "-o", "--output", required=True, help='where the rows go, in the same formats; "-" is standard output'
+    )
     parser.add_argument("--model", required=True, help="a directory or a hub name")
     parser.add_argument(
         "--seed", type=int, default=0, help="of the job; each row's seed is made of it and the row's id"

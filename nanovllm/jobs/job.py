@@ -27,10 +27,11 @@ from nanovllm.jobs.errors import JobError
 from nanovllm.jobs.identity import check_same, identity_of, load_state, replace_durably, save_state, write_whole
 from nanovllm.jobs.journal import Journal
 from nanovllm.jobs.openai_rows import OPENAI_DEFAULTS
+from nanovllm.jobs.parquet import import_pyarrow, is_parquet, write_parquet
 from nanovllm.jobs.plan import early_rows, in_windows
 from nanovllm.jobs.report import Errors, Progress, in_words
 from nanovllm.jobs.rows import JobRow, output_of, parse_row
-from nanovllm.jobs.source import Lines
+from nanovllm.jobs.source import Source, open_source
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
 from nanovllm.preflight import Preflight, PreflightSummary
@@ -46,9 +47,9 @@ class JobOptions:
     """What a job is to do.
 
     Args:
-        input: JSON lines; "-" is standard input.
-        output: where the rows go, in the input's order, once all have finished; "-" is standard output, which gets them
-            as they finish, and cannot be resumed.
+        input: JSON lines, or a Parquet file, whose name ends in ".parquet"; "-" is standard input.
+        output: where the rows go, in the input's order, once all have finished; a Parquet file if the name ends in
+            ".parquet". "-" is standard output, which gets lines as rows finish, and cannot be resumed.
         model: a directory or a hub name.
         engine: other options of LLM.
         params: SamplingParams of all rows, over which a row's own count. What neither gives is what the model
@@ -82,15 +83,17 @@ class JobOptions:
 class _Index:
     """What a job knows of each row, in a few bytes: how much it may generate, and whether its id was there before."""
 
-    def __init__(self, lines: Lines, most_new_tokens: Callable[[JobRow], int]):
+    def __init__(self, lines: Source, most_new_tokens: Callable[[JobRow], int]):
         ids, most = [], []
         self.errors: list[tuple[str, str]] = []  # the first ones
         self.num_errors = 0
+        self.kinds: set[str] = set()
         for number, line in enumerate(lines.scan()):
             row = parse_row(number, line)
             # A row without an id is like no other.
             ids.append(xxhash.xxh3_64_intdigest(row.id.encode()) if row.id is not None else 0)
             most.append(0 if row.error is not None else most_new_tokens(row))
+            self.kinds.add(row.kind)
             self._note(row, row.error)
         self.most_new_tokens = np.array(most, np.int64)
         self.first_use = _first_uses(np.array(ids, np.uint64), lines)
@@ -110,17 +113,16 @@ class _Index:
                 self.errors.append((_name(row), error))
 
 
-def _first_uses(ids: np.ndarray, lines: Lines) -> np.ndarray:
+def _first_uses(ids: np.ndarray, lines: Source) -> np.ndarray:
     """Of each row, the first row with the same id, or −1 if it is that row itself. Ids are hashes, 0 without one."""
     first_use = np.full(len(ids), -1, np.int64)
     order = np.argsort(ids, kind="stable")
     equal = np.flatnonzero((ids[order][1:] == ids[order][:-1]) & (ids[order][1:] != 0)) + 1
     firsts: dict[str | None, int] = {}
-    for place in equal.tolist():
-        for number in (int(order[place - 1]), int(order[place])):
-            # Two ids may have the same hash, so they are read again.
-            first = firsts.setdefault(parse_row(number, lines.read(number)).id, number)
-            first_use[number] = first if first < number else -1
+    # Two ids may have the same hash, so they are read again; in order, because a table is slow to read otherwise.
+    for number in np.union1d(order[equal - 1], order[equal]).tolist():
+        first = firsts.setdefault(parse_row(number, lines.read(number)).id, number)
+        first_use[number] = first if first < number else -1
     return first_use
 
 
@@ -175,7 +177,9 @@ class Job:
         began = time.monotonic()
         if not self._is_stream and not self._output.parent.is_dir():
             raise JobError(f"the output's directory {self._output.parent} does not exist; make it first")
-        lines = Lines(options.input, None if self._is_stream else self._output.parent)
+        if is_parquet(options.output):
+            import_pyarrow(options.output)  # now, not when all rows have run
+        lines = open_source(options.input, None if self._is_stream else self._output.parent)
         try:
             with self._phase("preflight"):
                 preflight = self._preflight_of_model()
@@ -213,7 +217,7 @@ class Job:
         return journal
 
     def _resume(
-        self, lines: Lines, index: _Index, params: _Params, preflight: Preflight, journal: Journal, began: float
+        self, lines: Source, index: _Index, params: _Params, preflight: Preflight, journal: Journal, began: float
     ) -> dict[str, Any]:
         """Goes on with the job beside the output, or begins one."""
         options = self._options
@@ -240,7 +244,7 @@ class Job:
         report = self._run_rows(lines, index, params, preflight, journal, began)
         if journal.is_complete() and not options.dry_run:
             with self._phase("output"):
-                self._write_output(journal)
+                self._write_output(journal, index)
             report["seconds"] = dict(self._seconds)
             save_state(self._state_path, {**state, "finished": True, "report": report})
             journal.remove()
@@ -249,7 +253,7 @@ class Job:
         return report
 
     def _tokens_checked(
-        self, lines: Lines, index: _Index, params: _Params, preflight: Preflight
+        self, lines: Source, index: _Index, params: _Params, preflight: Preflight
     ) -> PreflightSummary | None:
         """Tokenizes all rows or some, and says what is to be expected."""
         kind = self._options.preflight
@@ -277,7 +281,7 @@ class Job:
     # The rows
 
     def _run_rows(
-        self, lines: Lines, index: _Index, params: _Params, preflight: Preflight, results: Any, began: float
+        self, lines: Source, index: _Index, params: _Params, preflight: Preflight, results: Any, began: float
     ) -> dict[str, Any]:
         """Runs what `results` lacks."""
         num_before = results.num_rows
@@ -309,7 +313,7 @@ class Job:
                 is_drained = True
         results.write()
 
-    def _prompts(self, lines: Lines, index: _Index, params: _Params, results: Any) -> Iterator[Any]:
+    def _prompts(self, lines: Source, index: _Index, params: _Params, results: Any) -> Iterator[Any]:
         """The prompts to run, as the LLM asks for them. Rows that cannot run become output rows at once."""
         number_in_call = 0
         for row in self._planned(lines, index, results):
@@ -333,7 +337,7 @@ class Job:
         while self._params_to_give is not None:
             yield self._params_to_give
 
-    def _planned(self, lines: Lines, index: _Index, results: Any) -> Iterator[JobRow]:
+    def _planned(self, lines: Source, index: _Index, results: Any) -> Iterator[JobRow]:
         early = [number for number in early_rows(index.most_new_tokens) if number not in results]
         is_early = set(early)
 
@@ -379,20 +383,22 @@ class Job:
 
     # After the rows
 
-    def _write_output(self, journal: Journal) -> None:
+    def _write_output(self, journal: Journal, index: _Index) -> None:
         new = self._output.with_name(self._output.name + ".new")
         try:
             with new.open("wb") as file:
-                for row in journal.rows():
-                    file.write(row + b"\n")
+                if is_parquet(self._options.output):
+                    write_parquet(file, self._output, journal.rows(), index.kinds)
+                else:
+                    file.writelines(row + b"\n" for row in journal.rows())
                 file.flush()
                 os.fsync(file.fileno())
             replace_durably(new, self._output)
         except OSError as error:
             new.unlink(missing_ok=True)
             raise JobError(
-                f"{self._output} cannot be written: {error.strerror}. All rows are in {self._part_path}; make room and "
-                "run the same command again"
+                f"{self._output} cannot be written: {error.strerror or error}. All rows are in {self._part_path}; make "
+                "room and run the same command again"
             ) from error
 
     def _report(self, num_rows: int, num_before: int, num_finished: int, began: float) -> dict[str, Any]:
