@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from itertools import count
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -24,6 +23,7 @@ import pyarrow as pa
 from ray.data import ActorPoolStrategy, Dataset
 
 from nanovllm import LLM, NOT_YET, CompletionOutput, Config, RequestOutput, SamplingParams
+from nanovllm.sampling_params import row_seed
 
 _OF_COMPLETION = {"text": pa.string(), "token_ids": pa.list_(pa.int32()), "finish_reason": pa.string()}
 # What a column can hold, with its type: that must be the same in all of Ray's blocks.

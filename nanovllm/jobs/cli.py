@@ -28,8 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command.
 
     Returns:
-        0 if the job is finished or was only checked, 1 if it was refused or failed, 130 if a signal stopped it. argparse
-        exits with 2 if the command is wrong.
+        0 if the job is finished or was only checked, 1 if it was refused or failed, 130 if a signal stopped it. A wrong
+        command exits with 2.
     """
     parser, engine, sampling = _make_parser()
     given = parser.parse_args(arguments)
@@ -73,38 +73,37 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("-i", "--input", required=True, help='the input file (JSON Lines); "-" is standard input')
-    parser.add_argument(
-        "-o", "--output", required=True, help='the output file; "-" is standard output, which cannot be resumed'
+    add = parser.add_argument
+    add("-i", "--input", required=True, help='JSON Lines or a .parquet file; "-" is standard input')
+    add("-o", "--output", required=True, help='the output file; "-" is standard output, which cannot be resumed')
+    add("--model", required=True, help='a directory, a hub name, or "bundled"')
+    add("--seed", type=int, default=0, help="the job's seed, from which and its id each row gets its own (default 0)")
+    add(
+        "--on-error",
+        choices=("row", "stop"),
+        default="row",
+        help="rows that cannot run: row writes error rows (default), stop refuses the job",
     )
-    parser.add_argument("--model", required=True, help='a directory, a hub name, or "bundled"')
-    parser.add_argument(
-        "--seed", type=int, default=0, help="the job's seed; a row's seed is derived from it and the row's id (default 0)"
-    )
-    parser.add_argument(
-        "--on-error", choices=("row", "stop"), default="row", help="rows that cannot run: row writes error rows (default), stop refuses the job"
-    )
-    parser.add_argument(
-        "--restart", action="store_true", help="delete the output and the journal of an earlier run, and start over"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="check the rows and stop; no weights are loaded")
-    parser.add_argument(
+    add("--restart", action="store_true", help="delete the output and journal of an earlier run, and start over")
+    add("--dry-run", action="store_true", help="check the rows and stop; no weights are loaded")
+    add(
         "--preflight",
         choices=("full", "sample", "off"),
-        help="how many rows to tokenize first: full is all, sample at most 20,000, off none (default: sample, or full with "
-        "--dry-run)",
+        help="how many rows to tokenize first: full is all, sample at most 20,000, off none (default: sample, or full "
+        "with --dry-run)",
     )
-    parser.add_argument("--sync-seconds", type=float, default=10.0, help="seconds between syncs to the disk (default 10)")
-    parser.add_argument("--price-per-hour", type=float, help="the machine's price per hour; adds the cost to the report")
-    parser.add_argument("--report", type=Path, help="also write the report to this file, as JSON")
+    add("--sync-seconds", type=float, default=10.0, help="seconds between syncs to the disk (default 10)")
+    add("--price-per-hour", type=float, help="the machine's price per hour; adds the cost to the report")
+    add("--report", type=Path, help="also write the report to this file, as JSON")
     sampling = parser.add_argument_group(
         "sampling of all rows",
         "A row's own parameters take precedence. Parameters that are not set come from the model's "
         "generation_config.json.",
     )
-    sampling.add_argument("--params", type=_json_object, default={}, help="SamplingParams as a JSON object; for lists and objects")
+    sampling.add_argument("--params", type=_json_object, default={}, help="SamplingParams as a JSON object")
     names = _add_options(sampling, SamplingParams.__init__, "param_")
-    return top, _add_options(parser.add_argument_group("engine", "Options of LLM; README.md describes them."), LLM.__init__, ""), names
+    engine = parser.add_argument_group("engine", "Options of LLM; README.md describes them.")
+    return top, _add_options(engine, LLM.__init__, ""), names
 
 
 def _add_options(group: Any, function: Callable[..., None], prefix: str) -> list[str]:

@@ -17,8 +17,8 @@ _NAMES = {"model": "the model's files", "engine": "an engine option", "params": 
 
 
 def fingerprint_of_model(directory: Path) -> str:
-    """A digest of a model's configuration, tokenizer and weights. Small files are hashed whole; large files by their size
-    and 64 samples, because fine-tuning changes nearly all weights."""
+    """A digest of a model's configuration, tokenizer and weights. Small files are hashed whole. Of large files it takes
+    the size and 64 samples, because fine-tuning changes nearly all weights."""
     digest = xxhash.xxh3_128()
     for path in sorted(directory.iterdir()):
         if path.suffix not in _SUFFIXES or not path.is_file():

@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from nanovllm.jobs.rows import JobRow
-from nanovllm.jobs.source import Lines
+from nanovllm.jobs.source import Source
 
 _MOST_ERRORS = 1000  # that are kept with their texts
 
@@ -23,21 +23,22 @@ class Index:
 
     num_errors: rows that cannot run, as far as the rows alone can tell; `errors` are the first of them: name and error.
     most_new_tokens: int64 [num_rows].
+    kinds: the kinds of rows that there are; see JobRow.
     first_use: int64 [num_rows], the number of the first row with the same id, or −1 if it is the first.
     """
 
-    def __init__(
-        self, lines: Lines, parse: Callable[[int, bytes], JobRow], most_new_tokens: Callable[[JobRow], int]
-    ):
+    def __init__(self, lines: Source, parse: Callable[[int, bytes], JobRow], most_new_tokens: Callable[[JobRow], int]):
         self._parse = parse
         self.errors: list[tuple[str, str]] = []
         self.num_errors = 0
+        self.kinds: set[str] = set()
         ids, most = array("Q"), array("q")
         for number, line in enumerate(lines.scan()):
             row = parse(number, line)
             # A row without an id is like no other.
             ids.append(xxhash.xxh3_64_intdigest(row.id.encode()) if row.id is not None else 0)
             most.append(0 if row.error is not None else most_new_tokens(row))
+            self.kinds.add(row.kind)
             self._note(row)
         self.most_new_tokens = np.array(most, np.int64)
         self.first_use = self._first_uses(np.array(ids, np.uint64), lines)
@@ -59,7 +60,7 @@ class Index:
             if len(self.errors) < _MOST_ERRORS:
                 self.errors.append((name_of(row), row.error))
 
-    def _first_uses(self, ids: np.ndarray, lines: Lines) -> np.ndarray:
+    def _first_uses(self, ids: np.ndarray, lines: Source) -> np.ndarray:
         """`first_use`; `ids` are hashes, and 0 stands for no id."""
         first_use = np.full(len(ids), -1, np.int64)
         order = np.argsort(ids, kind="stable")

@@ -25,10 +25,11 @@ from nanovllm.jobs.identity import check_same, identity_of, load_state, replace_
 from nanovllm.jobs.index import Index, name_of
 from nanovllm.jobs.journal import Journal
 from nanovllm.jobs.options import JobOptions
+from nanovllm.jobs.parquet import import_pyarrow, is_parquet, write_parquet
 from nanovllm.jobs.report import Progress, in_words, num_rows_in_words, report_of
 from nanovllm.jobs.row_params import RowParams
 from nanovllm.jobs.run import Results, RowsRun, Stdout
-from nanovllm.jobs.source import Lines
+from nanovllm.jobs.source import Source, open_source
 
 logger = logging.getLogger("nanovllm.jobs")
 
@@ -56,7 +57,9 @@ class Job:
         """Runs what is left of the job, and returns the report; see run_batch."""
         options = self._options
         self._check_paths()
-        lines = Lines(options.input, None if self._is_stream else self._output.parent)
+        if is_parquet(options.output):
+            import_pyarrow(options.output)  # now, not when all rows have run
+        lines = open_source(options.input, None if self._is_stream else self._output.parent)
         try:
             with self._phase("preflight"):
                 preflight = self._preflight_of_model()
@@ -102,7 +105,7 @@ class Job:
             first = "; ".join(f"{row}: {error}" for row, error in errors[:10])
             raise JobError(f"{num_rows_in_words(num_errors)} cannot run; --on-error stop refuses the job: {first}")
 
-    def _check_tokens(self, lines: Lines, index: Index, params: RowParams, preflight: Preflight) -> None:
+    def _check_tokens(self, lines: Source, index: Index, params: RowParams, preflight: Preflight) -> None:
         """Tokenizes all rows or some, and says what is to be expected."""
         kind = self._options.preflight or ("full" if self._options.dry_run else "sample")
         if kind == "off" or not len(lines):
@@ -125,7 +128,7 @@ class Job:
 
     # With a journal
 
-    def _with_journal(self, lines: Lines, index: Index, params: RowParams, directory: Path) -> dict[str, Any]:
+    def _with_journal(self, lines: Source, index: Index, params: RowParams, directory: Path) -> dict[str, Any]:
         """Goes on with the job beside the output, or begins one."""
         options = self._options
         journal = Journal(self._part_path, options.seconds_between_syncs)
@@ -145,7 +148,7 @@ class Job:
             report = self._run_rows(lines, index, params, journal)
             if journal.is_complete():
                 with self._phase("output"):
-                    self._write_output(journal)
+                    self._write_output(journal, index)
                 report["seconds"] = dict(self._seconds)
                 save_state(self._state_path, {**state, "finished": True, "report": report})
                 journal.remove()
@@ -175,25 +178,27 @@ class Job:
         save_state(self._state_path, state)
         return state
 
-    def _write_output(self, journal: Journal) -> None:
+    def _write_output(self, journal: Journal, index: Index) -> None:
         new = self._output.with_name(self._output.name + ".new")
         try:
             with new.open("wb") as file:
-                for row in journal.rows():
-                    file.write(row + b"\n")
+                if is_parquet(self._options.output):
+                    write_parquet(file, self._output, journal.rows(), index.kinds)
+                else:
+                    file.writelines(row + b"\n" for row in journal.rows())
                 file.flush()
                 os.fsync(file.fileno())
             replace_durably(new, self._output)
         except OSError as error:
             new.unlink(missing_ok=True)
             raise JobError(
-                f"{self._output} cannot be written: {error.strerror}. All rows are in {self._part_path}; make room and "
-                "run the same command again"
+                f"{self._output} cannot be written: {error.strerror or error}. All rows are in "
+                f"{self._part_path}; make room and run the same command again"
             ) from error
 
     # The rows
 
-    def _run_rows(self, lines: Lines, index: Index, params: RowParams, results: Results) -> dict[str, Any]:
+    def _run_rows(self, lines: Source, index: Index, params: RowParams, results: Results) -> dict[str, Any]:
         """Runs what `results` lacks."""
         num_before = results.num_rows
         if num_before == len(lines):

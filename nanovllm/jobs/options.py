@@ -10,9 +10,9 @@ class JobOptions:
     """What a job is to do.
 
     Args:
-        input: JSON lines; "-" is standard input.
-        output: the output file, in the input's order, written when all rows have finished; "-" is standard output, which
-            gets rows as they finish and cannot be resumed.
+        input: JSON Lines, or a Parquet file, whose name ends in ".parquet"; "-" is standard input.
+        output: the output file, in the input's order, written when all rows have finished; a Parquet file if its name
+            ends in ".parquet". "-" is standard output, which gets lines as rows finish and cannot be resumed.
         model: a directory or a hub name.
         engine: other options of LLM.
         params: SamplingParams for all rows. A row's own parameters take precedence. Parameters that neither sets come

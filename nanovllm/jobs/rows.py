@@ -8,7 +8,14 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from nanovllm import CompletionOutput, Logprob, RequestOutput, SamplingParams, TokenLogprobs
-from nanovllm.jobs.fields import check_names, conversation_of, prompt_of, scored_tokens, without_nulls
+from nanovllm.jobs.fields import (
+    UnreadableLine,
+    check_names,
+    conversation_of,
+    prompt_of,
+    scored_tokens,
+    without_nulls,
+)
 from nanovllm.jobs.openai_rows import kind_of, request_of, response_body
 
 _MOST_ID_CHARACTERS = 512
@@ -69,6 +76,8 @@ def parse_row(number: int, line: bytes | str) -> JobRow:
         line: with or without its end.
     """
     try:
+        if isinstance(line, UnreadableLine):
+            raise ValueError(line.problem)
         given = _object_of(line)
     except (ValueError, RecursionError) as problem:
         row_id, is_openai = _recovered(line)

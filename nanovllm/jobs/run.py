@@ -14,7 +14,10 @@ from nanovllm.jobs.plan import early_rows, in_windows
 from nanovllm.jobs.report import Errors, Progress
 from nanovllm.jobs.row_params import RowParams
 from nanovllm.jobs.rows import JobRow, output_of
-from nanovllm.jobs.source import Lines
+from nanovllm.jobs.source import Source
+
+# Rows that the LLM has, by the prompt's number in the call.
+_Running = dict[int, tuple[JobRow, SamplingParams]]
 
 
 class Results(Protocol):
@@ -60,7 +63,7 @@ class RowsRun:
     errors: the rows that this run found in error.
     """
 
-    def __init__(self, lines: Lines, index: Index, params: RowParams, results: Results, created: int, model: str):
+    def __init__(self, lines: Source, index: Index, params: RowParams, results: Results, created: int, model: str):
         self._lines, self._index, self._params, self._results = lines, index, params, results
         self._created, self._model = created, model
         self._num_stops = 0
@@ -69,20 +72,21 @@ class RowsRun:
     def through(self, llm: LLM, progress: Progress) -> None:
         """Runs them. In the main thread, the first SIGINT or SIGTERM lets running rows finish, and the second raises
         KeyboardInterrupt."""
-        running: dict[int, tuple[JobRow, SamplingParams]] = {}
+        running: _Running = {}
         given: deque[SamplingParams] = deque()
         is_drained = False
         with self._stopping_at_signals():
             outputs = llm.generate_iter(self._prompts(running, given), iter(given.popleft, None), ordered=False)
             for output in outputs:
-                self._take(*running.pop(int(output.request_id)), output)
+                row, params = running.pop(int(output.request_id))
+                self._take(row, params, output)
                 progress.update(self._results.num_rows, self.errors.num_rows)
                 if self._num_stops and not is_drained:
                     outputs.drain()
                     is_drained = True
             self._results.write()
 
-    def _prompts(self, running: dict[int, tuple[JobRow, SamplingParams]], given: deque[SamplingParams]) -> Iterator[Any]:
+    def _prompts(self, running: _Running, given: deque[SamplingParams]) -> Iterator[Any]:
         """The prompts to run, as the LLM asks for them; it takes a prompt's parameters right after the prompt. Rows
         that cannot run become output rows at once."""
         number_in_call = 0
@@ -140,5 +144,5 @@ class RowsRun:
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for kind, handler in before.items():
+                signal.signal(kind, handler)

@@ -22,7 +22,8 @@ import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
 from nanovllm.integrations import ray_data  # noqa: E402
-from nanovllm.integrations.ray_data import LLMActor, Rows, generate, row_seed  # noqa: E402
+from nanovllm.integrations.ray_data import LLMActor, Rows, generate  # noqa: E402
+from nanovllm.sampling_params import row_seed  # noqa: E402
 
 MODEL = str(MODEL_DIRECTORY)
 PARAMS = SamplingParams(temperature=1.0, max_tokens=8)

@@ -572,7 +572,6 @@ def test_an_error_of_openai_says_whose_it_is():
     assert error(bad, None) == ("invalid_request_error", bad.error)
 
 
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("output", [ONE, TWO, PROMPT_SCORED, FAILED], ids=["one", "two", "prompt", "failed"])
 def test_every_output_row_survives_json(kind, output):
