@@ -3,6 +3,7 @@
 import numbers
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, Literal
 
 from nanovllm.checks import boolean, integer, real, seed_number, suggests_names
@@ -208,6 +209,11 @@ class SamplingParams:
 def completion_seed(seed: int, index: int) -> int:
     """The 64-bit seed of completion `index` of a request with `seed`; completion 0 has the request's own."""
     return mixed_seed(seed ^ _OF_COMPLETIONS, index) if index else seed
+
+
+def row_seed(seed: int, row_id: Any) -> int:
+    """A 64-bit seed for each id: BLAKE2 over the seed and the id's text. It does not depend on where a row stands."""
+    return int.from_bytes(blake2b(f"{seed} {row_id}".encode(), digest_size=8).digest(), "little")
 
 
 def mixed_seed(seed: int, number: int) -> int:

@@ -9,17 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nanovllm.jobs.errors import JobError
-from nanovllm.llm import LLM
-from nanovllm.sampling_params import SamplingParams
+from nanovllm import LLM, SamplingParams
+from nanovllm.demo import MODEL_DIRECTORY
+from nanovllm.jobs import JobError, JobOptions, run_batch
 
 _DESCRIPTION = """\
-Completes every row of a file. If it is killed, the same command goes on where it was.
+Completes every row of a file. If it is killed, run the same command again: it continues where it stopped.
 
     nanovllm run-batch -i in.jsonl -o out.jsonl --model Qwen/Qwen3-0.6B --max-tokens 256
 
 A row is {"id": …, "prompt": …} or a line of an OpenAI batch file; docs/jobs.md describes both."""
-# What the job sets itself, or needs more than a number.
+# The job sets these itself.
 _NOT_OPTIONS = ("self", "model", "seed")
 _KINDS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
 
@@ -28,19 +28,17 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command.
 
     Returns:
-        0 if the job is finished (or was only checked), 1 if it was refused or stopped by an error, 130 if it was
-        stopped and can be resumed.
+        0 if the job is finished or was only checked, 1 if it was refused or failed, 130 if a signal stopped it. A wrong
+        command exits with 2.
     """
     parser, engine, sampling = _make_parser()
     given = parser.parse_args(arguments)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    from nanovllm.jobs.job import JobOptions, run_batch  # imports numpy and transformers
-
     try:
         options = JobOptions(
             given.input,
             given.output,
-            given.model,
+            str(MODEL_DIRECTORY) if given.model == "bundled" else given.model,
             engine={name: value for name in engine if (value := getattr(given, name)) is not None},
             params={
                 **given.params,
@@ -50,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
             on_error=given.on_error,
             restart=given.restart,
             dry_run=given.dry_run,
-            preflight=given.preflight or ("full" if given.dry_run else "sample"),
+            preflight=given.preflight,
             seconds_between_syncs=given.sync_seconds,
             price_per_hour=given.price_per_hour,
             report=given.report,
@@ -60,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"nanovllm run-batch: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("nanovllm run-batch: stopped; the same command goes on", file=sys.stderr)
+        print("nanovllm run-batch: stopped; run the same command again to resume", file=sys.stderr)
         return 130
     is_done = report["rows"]["finished"] == report["rows"]["total"]
     return 0 if is_done or given.dry_run else 130
@@ -75,33 +73,37 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("-i", "--input", required=True, help='JSON lines; "-" is standard input')
-    parser.add_argument("-o", "--output", required=True, help='where the rows go; "-" is standard output')
-    parser.add_argument("--model", required=True, help="a directory or a hub name")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the job; each row's seed is made of it and the row's id"
+    add = parser.add_argument
+    add("-i", "--input", required=True, help='JSON Lines or a .parquet file; "-" is standard input')
+    add("-o", "--output", required=True, help='the output file; "-" is standard output, which cannot be resumed')
+    add("--model", required=True, help='a directory, a hub name, or "bundled"')
+    add("--seed", type=int, default=0, help="the job's seed, from which and its id each row gets its own (default 0)")
+    add(
+        "--on-error",
+        choices=("row", "stop"),
+        default="row",
+        help="rows that cannot run: row writes error rows (default), stop refuses the job",
     )
-    parser.add_argument(
-        "--on-error", choices=("row", "stop"), default="row", help="rows that cannot run: error rows, or no job at all"
-    )
-    parser.add_argument("--restart", action="store_true", help="drop what is there, the output too, and begin anew")
-    parser.add_argument("--dry-run", action="store_true", help="check the rows and stop before the weights are loaded")
-    parser.add_argument(
+    add("--restart", action="store_true", help="delete the output and journal of an earlier run, and start over")
+    add("--dry-run", action="store_true", help="check the rows and stop; no weights are loaded")
+    add(
         "--preflight",
         choices=("full", "sample", "off"),
-        help="rows to tokenize first: all, at most 20,000, none (default sample; full with --dry-run)",
+        help="how many rows to tokenize first: full is all, sample at most 20,000, off none (default: sample, or full "
+        "with --dry-run)",
     )
-    parser.add_argument("--sync-seconds", type=float, default=10.0, help="between two syncs to the disk (default 10)")
-    parser.add_argument("--price-per-hour", type=float, help="of the machine, for the cost in the report")
-    parser.add_argument("--report", type=Path, help="write the report there as JSON")
+    add("--sync-seconds", type=float, default=10.0, help="seconds between syncs to the disk (default 10)")
+    add("--price-per-hour", type=float, help="the machine's price per hour; adds the cost to the report")
+    add("--report", type=Path, help="also write the report to this file, as JSON")
     sampling = parser.add_argument_group(
         "sampling of all rows",
-        "A row's own parameters count over these; what nobody gives is what the model recommends.",
+        "A row's own parameters take precedence. Parameters that are not set come from the model's "
+        "generation_config.json.",
     )
-    sampling.add_argument("--params", type=_json_object, default={}, help="any SamplingParams, as a JSON object")
+    sampling.add_argument("--params", type=_json_object, default={}, help="SamplingParams as a JSON object")
     names = _add_options(sampling, SamplingParams.__init__, "param_")
-    engine = parser.add_argument_group("engine: LLM's options, and how many LLMs")
-    engine.add_argument("--data-parallel-size", type=int, metavar="INT", help="LLMs, each with GPUs of its own")
+    engine = parser.add_argument_group("engine", "Options of LLM; README.md describes them.")
+    engine.add_argument("--data-parallel-size", type=int, metavar="INT", help="how many LLMs, each on GPUs of its own")
     return top, ["data_parallel_size", *_add_options(engine, LLM.__init__, "")], names
 
 

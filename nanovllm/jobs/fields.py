@@ -1,4 +1,5 @@
-"""What both formats of job rows share: checks of a row's fields, and log-probabilities token by token."""
+"""What all formats of job rows share: the limits of a line, checks of a row's fields, and log-probabilities token by
+token."""
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping
@@ -6,6 +7,23 @@ from functools import lru_cache
 from typing import Any
 
 from nanovllm import Logprob, TokenLogprobs
+
+# A line that is longer is an error row: it would take as much memory several times over.
+MOST_BYTES_OF_LINE = 2**26
+
+
+class UnreadableLine(bytes):
+    """In place of a line, for a row of a table that JSON cannot say. The bytes hold what it can say, such as the id.
+
+    problem: what becomes the row's error.
+    """
+
+    problem: str
+
+    def __new__(cls, line: bytes, problem: str) -> "UnreadableLine":
+        made = super().__new__(cls, line)
+        made.problem = problem
+        return made
 
 
 def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from nanovllm.jobs.errors import JobError
 _DECIDING = ("model", "revision", "tokenizer", "dtype", "load_format", "max_model_len", "deterministic")
 _SUFFIXES = (".json", ".safetensors", ".model", ".jinja", ".txt")
 _NUM_SAMPLES, _BYTES_OF_SAMPLE = 64, 2**14
-_NAMES = {"input": "the input", "model": "the model's files", "engine": "an engine option", "params": "a parameter"}
+_NAMES = {"model": "the model's files", "engine": "an engine option", "params": "a parameter"}
 
 
 def fingerprint_of_model(directory: Path) -> str:
-    """A digest of a model's configuration, tokenizer and weights: of small files whole, of large ones the size and 64
-    samples. A fine-tuned model differs from its base nearly everywhere, so it does in some sample."""
+    """A digest of a model's configuration, tokenizer and weights. Small files are hashed whole. Of large files it takes
+    the size and 64 samples, because fine-tuning changes nearly all weights."""
     digest = xxhash.xxh3_128()
     for path in sorted(directory.iterdir()):
         if path.suffix not in _SUFFIXES or not path.is_file():
@@ -40,9 +40,11 @@ def identity_of(
 ) -> dict[str, Any]:
     """What must be equal for a job to be resumed, as JSON has it."""
     deciding = {name: engine.get(name) for name in _DECIDING if name in engine}
+    # A hub model's directory is named by its commit, and gets its weights only when an LLM wants them.
+    is_local = Path(engine["model"]).is_dir()
     identity = {
         "input": {"digest": lines_digest, "rows": num_rows},
-        "model": fingerprint_of_model(directory),
+        "model": fingerprint_of_model(directory) if is_local else directory.name,
         "engine": deciding,
         "params": {**params, "seed": seed},
     }
@@ -54,8 +56,8 @@ def check_same(before: dict[str, Any], now: dict[str, Any], path: Path) -> None:
     changed = [_change(name, before.get(name), now[name]) for name in now if before.get(name) != now[name]]
     if changed:
         raise JobError(
-            f"{path} belongs to another job: {'; '.join(changed)}. Run the same command as before to resume that job, "
-            "choose another output, or start over with --restart, which drops its results"
+            f"{path} belongs to another job: {'; '.join(changed)}. Run the same command as before to resume it, "
+            "choose another output, or start over with --restart, which deletes its results"
         )
 
 

@@ -25,7 +25,7 @@ class Journal:
 
     Args:
         path: is made if it does not exist.
-        seconds_between_syncs: after as many, what was appended is on the disk, at the next `append`.
+        seconds_between_syncs: `append` syncs the file if the last sync is at least this many seconds old.
 
     Raises:
         JobError: another process has it.
@@ -43,7 +43,7 @@ class Journal:
         self.num_rows = 0
 
     def recover(self, num_rows: int) -> None:
-        """Reads what is there, and cuts off a torn end.
+        """Reads what is there, and cuts off a torn end. It is called first.
 
         num_rows: of the input.
         """
@@ -60,19 +60,21 @@ class Journal:
         os.fsync(self._fd)
 
     def clear(self) -> None:
+        """Drops all rows; it is called before `recover`."""
         os.ftruncate(self._fd, 0)
 
     def __contains__(self, number: int) -> bool:
         return self._places[number] >= 0
 
     def is_complete(self) -> bool:
+        """Whether each input row has its output row."""
         return self.num_rows == len(self._places)
 
     def append(self, number: int, row: bytes) -> None:
         """Adds the output row of an input row. It is written soon, and synced at the stated interval.
 
         Raises:
-            JobError: the disk is full, say. What was written before stays good.
+            JobError: the file cannot be written, for example because the disk is full. Earlier lines are kept.
         """
         start = b"%d " % number
         head = b"%d %08x " % (number, zlib.crc32(row, zlib.crc32(start)))
@@ -86,7 +88,7 @@ class Journal:
             self.sync()
 
     def write(self) -> None:
-        """Gives the operating system what waits, so that it survives a kill of this process."""
+        """Hands waiting lines to the operating system, so that they survive a kill of this process."""
         data, self._waiting, self._num_waiting = b"".join(self._waiting), [], 0
         self._written_at = time.monotonic()
         view, offset = memoryview(data), self._size
@@ -119,7 +121,7 @@ class Journal:
             yield os.pread(self._fd, size, place)
 
     def close(self) -> None:
-        """Syncs and closes the file. An empty one says nothing, and is removed."""
+        """Syncs and closes the file. Removes it if it is empty."""
         if self._fd >= 0:
             try:
                 self.sync()

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-Row = TypeVar("Row")
+T = TypeVar("T")
 
 # Rows of a window, of which those that begin alike run together; and bytes, so that memory stays flat.
 _ROWS_OF_WINDOW, _BYTES_OF_WINDOW = 2**16, 2**26
@@ -29,19 +29,25 @@ def early_rows(most_new_tokens: np.ndarray) -> list[int]:
     return np.flatnonzero(is_late).tolist()
 
 
-def in_windows(rows: Iterable[Row], size_of: Callable[[Row], int], prompt_of: Callable[[Row], Any]) -> Iterator[Row]:
+def in_windows(
+    rows: Iterable[T],
+    size_of: Callable[[T], int],
+    prompt_of: Callable[[T], Any],
+    most_rows: int = _ROWS_OF_WINDOW,
+) -> Iterator[T]:
     """The rows, sorted by how their prompts begin, window by window.
 
     The prefix cache then serves a shared beginning while it is still there, also if the input is shuffled.
 
     size_of: bytes that a row takes.
+    most_rows: of a window.
     """
-    window: list[Row] = []
+    window: list[T] = []
     num_bytes = 0
     for row in rows:
         window.append(row)
         num_bytes += size_of(row)
-        if len(window) == _ROWS_OF_WINDOW or num_bytes >= _BYTES_OF_WINDOW:
+        if len(window) == most_rows or num_bytes >= _BYTES_OF_WINDOW:
             yield from sorted(window, key=lambda row: _beginning(prompt_of(row)))
             window, num_bytes = [], 0
     yield from sorted(window, key=lambda row: _beginning(prompt_of(row)))

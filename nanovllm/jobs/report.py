@@ -5,6 +5,7 @@ import re
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from tqdm import tqdm
@@ -46,41 +47,41 @@ class Progress:
     rows are like those of this run.
     """
 
-    def __init__(self, num_rows: int, num_finished: int, llm: Any):
-        self._num_rows, self._num_finished, self._num_before, self._llm = num_rows, num_finished, num_finished, llm
+    def __init__(self, num_rows: int, num_finished: int, metrics: Callable[[], dict[str, Any]]):
+        self._num_rows, self._num_finished, self._num_before = num_rows, num_finished, num_finished
+        self._metrics, self._at_start = metrics, metrics()
         self._began = self._said_at = time.monotonic()
-        self._at_start = llm.metrics()
         self._bar = tqdm(
             total=num_rows, initial=num_finished, unit="row", desc="run-batch", disable=not sys.stderr.isatty()
         )
 
-    def add(self, num_rows: int, num_errors: int) -> None:
-        self._num_finished += num_rows
-        now = time.monotonic()
+    def update(self, num_finished: int, num_errors: int) -> None:
+        """Takes how many rows have finished, and how many of this run are error rows."""
+        num_new, self._num_finished, now = num_finished - self._num_finished, num_finished, time.monotonic()
         if self._bar.disable:
             if now - self._said_at >= _SECONDS_BETWEEN_LINES:
                 self._said_at = now
-                logger.info("%s", self.line(num_errors))
+                logger.info("%s", self._line(num_errors))
             return
         if now - self._said_at >= 0.5:
             self._said_at = now
             self._bar.set_postfix_str(self._rates(num_errors), refresh=False)
-        self._bar.update(num_rows)
+        self._bar.update(num_new)
 
-    def line(self, num_errors: int) -> str:
+    def _line(self, num_errors: int) -> str:
         seconds = time.monotonic() - self._began
         done, left = self._num_finished - self._num_before, self._num_rows - self._num_finished
         eta = f", {_duration(seconds / done * left)} left" if done else ""
         return f"{self._num_finished:,} of {self._num_rows:,} rows, {self._rates(num_errors)}{eta}"
 
     def _rates(self, num_errors: int) -> str:
-        now, seconds = self._llm.metrics(), max(time.monotonic() - self._began, 1e-9)
+        now, seconds = self._metrics(), max(time.monotonic() - self._began, 1e-9)
         per_second = [
             f"{phase} {(now[name] - self._at_start[name]) / seconds:,.0f} tok/s"
             for phase, name in (("prefill", "num_prefill_tokens"), ("decode", "num_decode_tokens"))
         ]
         parts = [*per_second, f"cache hits {now['prefix_cache_hit_rate']:.0%}", f"memory {_resident_mib():,} MiB"]
-        return ", ".join([*parts, f"{num_errors:,} error rows"] if num_errors else parts)
+        return ", ".join([*parts, f"errors: {num_rows_in_words(num_errors)}"] if num_errors else parts)
 
     def close(self) -> None:
         self._bar.close()
@@ -100,6 +101,43 @@ def _resident_mib() -> int:
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 2**20  # bytes, where there is no /proc
+
+
+def num_rows_in_words(count: int) -> str:
+    return f"{count:,} row{'' if count == 1 else 's'}"
+
+
+def report_of(
+    rows: dict[str, int],
+    errors: list[dict[str, Any]],
+    seconds: dict[str, float],
+    all_seconds: float,
+    metrics: dict[str, Any],
+    num_devices: int,
+    price_per_hour: float | None,
+) -> dict[str, Any]:
+    """The report of a run; docs/jobs.md lists its keys.
+
+    metrics: of the LLM at the end; empty if there was none.
+    """
+    report: dict[str, Any] = {
+        "rows": rows, "errors": errors, "seconds": seconds, "tokens": {},
+        "preemptions": metrics.get("num_preemptions", 0), "device_seconds": 0.0,
+    }  # fmt: skip
+    if not metrics:
+        return report
+    output = metrics["num_output_tokens"]
+    report["tokens"] = {
+        "prompt": metrics["num_prompt_tokens"],
+        "prefix_cache_hit_rate": metrics["prefix_cache_hit_rate"],
+        "output": output,
+        "output_per_second": output / max(seconds.get("rows", 0.0), 1e-9),
+    }
+    report["device_seconds"] = all_seconds * num_devices
+    if price_per_hour is not None:
+        total = price_per_hour * all_seconds / 3600
+        report["cost"] = {"total": total, "per_million_output_tokens": total / output * 1e6 if output else None}
+    return report
 
 
 def in_words(report: dict[str, Any]) -> str:
@@ -122,6 +160,6 @@ def in_words(report: dict[str, Any]) -> str:
         price = "" if per_million is None else f", {per_million:,.4f} per million generated tokens"
         lines.append(f"cost: {cost['total']:,.4f}{price}")
     if report["errors"]:
-        lines.append(f"{rows['errors']:,} error rows in this run:")
+        lines.append(f"errors in this run: {num_rows_in_words(rows['errors'])}")
         lines += [f"  {kind['rows']:,} × {kind['error']} (first: {kind['first']})" for kind in report["errors"][:10]]
     return "\n".join(lines)

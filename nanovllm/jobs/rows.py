@@ -8,7 +8,14 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from nanovllm import CompletionOutput, Logprob, RequestOutput, SamplingParams, TokenLogprobs
-from nanovllm.jobs.fields import check_names, conversation_of, prompt_of, scored_tokens, without_nulls
+from nanovllm.jobs.fields import (
+    UnreadableLine,
+    check_names,
+    conversation_of,
+    prompt_of,
+    scored_tokens,
+    without_nulls,
+)
 from nanovllm.jobs.openai_rows import kind_of, request_of, response_body
 
 _MOST_ID_CHARACTERS = 512
@@ -69,6 +76,8 @@ def parse_row(number: int, line: bytes | str) -> JobRow:
         line: with or without its end.
     """
     try:
+        if isinstance(line, UnreadableLine):
+            raise ValueError(line.problem)
         given = _object_of(line)
     except (ValueError, RecursionError) as problem:
         row_id, is_openai = _recovered(line)
@@ -209,40 +218,32 @@ def _complaint(params: str) -> str | None:
 
 
 def output_of(
-    row: JobRow, output: RequestOutput | None, *, error: str | None = None, created: int = 0, model: str = ""
+    row: JobRow, output: RequestOutput | None, *, with_token_ids: bool = False, created: int = 0, model: str = ""
 ) -> dict[str, Any]:
     """The output row of a row, ready for JSON. It depends on nothing but the arguments' values.
 
     Args:
-        row: with the parameters that it ran with.
-        output: what came back for it; None if nothing did.
-        error: why nothing did, if the reason is neither the row's nor the output's.
+        row: the input's.
+        output: what came back for it; None for a row with an error.
+        with_token_ids: plain rows have their completions' token ids.
         created: seconds since 1970 that rows of OpenAI's format say.
         model: the model's name for such rows that name none.
-
-    Raises:
-        ValueError: there is neither an output nor an error.
     """
-    reasons = (row.error, None if output is None else output.error)
-    invalid = next((reason for reason in reasons if reason is not None), None)
-    reason = invalid if invalid is not None else error
-    if output is None and reason is None:
-        raise ValueError(f"row {row.number} needs an output or an error")
+    reason = row.error if output is None or row.error is not None else output.error
+    assert output is not None or reason is not None, "a row without an error has an output"
     found: dict[str, Any]
     if row.kind == "plain":
         found = {"id": row.id, "outputs": [], "num_prompt_tokens": 0, "error": reason}
         if output is not None:
             found["num_prompt_tokens"] = output.num_prompt_tokens
             if reason is None:
-                with_ids = row.params.get("detokenize") is False
-                found["outputs"] = [_plain_completion(each, with_ids) for each in output.outputs]
+                found["outputs"] = [_plain_completion(each, with_token_ids) for each in output.outputs]
                 if output.prompt_logprobs is not None:
                     found["prompt_logprobs"] = _plain_logprobs(output.prompt_logprobs)
     else:
         found = {"id": f"batch_req_{row.number}", "custom_id": row.id, "response": None, "error": None}
         if reason is not None:
-            code = "server_error" if invalid is None else "invalid_request_error"
-            found["error"] = {"code": code, "message": reason}
+            found["error"] = {"code": "invalid_request_error", "message": reason}
         elif output is not None:
             body = response_body(row.kind, row.number, output, created, row.model or model)
             found["response"] = {"status_code": 200, "request_id": f"req_{row.number}", "body": body}

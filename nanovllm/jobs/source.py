@@ -1,4 +1,4 @@
-"""The rows of a job's input: lines of a file, read in order or one by one."""
+"""The rows of a job's input: lines of a file or rows of a table, read in order or one by one."""
 
 import shutil
 import sys
@@ -10,8 +10,8 @@ from typing import BinaryIO
 
 import xxhash
 
-# A line that is longer is an error row: it would take as much memory several times over.
-MOST_BYTES_OF_LINE = 2**26
+from nanovllm.jobs.fields import MOST_BYTES_OF_LINE
+from nanovllm.jobs.parquet import ParquetLines, is_parquet
 
 
 class Lines:
@@ -30,7 +30,6 @@ class Lines:
     def __init__(self, path: str, spool_directory: Path | None = None):
         self._offsets = array("q")
         self.digest = ""
-        self.num_bytes = 0
         if path != "-" and Path(path).is_file():
             self._file: BinaryIO = open(path, "rb")  # noqa: SIM115 - close() closes it
         else:
@@ -58,7 +57,7 @@ class Lines:
             if row.strip():
                 self._offsets.append(start)
                 yield _cut(row, start)
-        self.digest, self.num_bytes = digest.hexdigest(), offset
+        self.digest = digest.hexdigest()
 
     def read(self, number: int) -> bytes:
         """One row, after `scan`."""
@@ -68,6 +67,14 @@ class Lines:
 
     def close(self) -> None:
         self._file.close()
+
+
+Source = Lines | ParquetLines
+
+
+def open_source(path: str, spool_directory: Path | None = None) -> Source:
+    """The rows of an input: those of a Parquet file if its name ends in ".parquet", else lines. See both classes."""
+    return ParquetLines(path) if is_parquet(path) else Lines(path, spool_directory)
 
 
 def _cut(line: bytes, start: int) -> bytes:

@@ -16,8 +16,10 @@ from test_tensor_parallel import SCRIPT_ENVIRONMENT, children, is_running, nothi
 from nanovllm import LLM, NOT_YET, RequestOutput, SamplingParams
 from nanovllm.config import Config
 from nanovllm.demo import MODEL_DIRECTORY
+from nanovllm.jobs import JobOptions
 from nanovllm.jobs.cli import main
-from nanovllm.jobs.job import Job, JobOptions
+from nanovllm.jobs.job import Job
+from nanovllm.jobs.run import RowsRun
 from nanovllm.parallel.replicas import Replicas, _merged, _settings
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -205,7 +207,7 @@ def test_a_job_one_of_whose_replicas_is_killed_gives_the_same_file(job, tmp_path
         made.append(Replicas(model, **engine))
         return made[0]
 
-    take = Job._take
+    take = RowsRun._take
 
     def take_and_kill(self, *arguments) -> None:
         taken.append(arguments)
@@ -213,7 +215,7 @@ def test_a_job_one_of_whose_replicas_is_killed_gives_the_same_file(job, tmp_path
             os.kill(pid(made[0], len(taken) % 3), signal.SIGKILL)
         take(self, *arguments)
 
-    monkeypatch.setattr(Job, "_take", take_and_kill)
+    monkeypatch.setattr(RowsRun, "_take", take_and_kill)
     monkeypatch.setattr(tempfile, "tempdir", None)
     (tmp_path / "temporary").mkdir()
     with nothing_left_behind(tmp_path / "temporary", monkeypatch):

@@ -51,6 +51,10 @@ MODEL_CONFIG = "models/config.py"
 TEXT = "text.py"
 ROWS = "row_stream.py"
 PREFLIGHT = "preflight.py"
+JOB = "jobs/job.py"
+JOB_INDEX = "jobs/index.py"
+ROW_PARAMS = "jobs/row_params.py"
+JOURNAL = "jobs/journal.py"
 LLM_PY = "llm.py"
 DECODER = "models/decoder.py"
 ROUTE = "ops/route.py"
@@ -2734,5 +2738,61 @@ MUTANTS = [
         '            if kind == "abort":\n                raise _Aborted\n',
         "",
         ("test_replicas.py::test_an_iterator_that_is_cut_off_leaves_nothing_to_the_next_call",),
+    ),
+    Mutant(
+        "a torn line of the journal counts",
+        JOURNAL,
+        'return number.isdigit() and checksum == b"%08x" % zlib.crc32(row, zlib.crc32(number + b" "))',
+        "return number.isdigit()",
+        ("test_job_journal.py::test_one_changed_bit_drops_its_line_and_what_follows",),
+    ),
+    Mutant(
+        "two processes write one journal",
+        JOURNAL,
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        ("test_job_journal.py::test_two_processes_never_write_one_journal",),
+    ),
+    Mutant(
+        "a full disk leaves half a line",
+        JOURNAL,
+        "            os.ftruncate(self._fd, self._size)\n            raise JobError(",
+        "            raise JobError(",
+        ("test_job_journal.py::test_a_full_disk_leaves_whole_lines_and_says_what_to_do",),
+    ),
+    Mutant(
+        "a row's seed comes from its place",
+        ROW_PARAMS,
+        '(row.id or "").encode(), self._seed',
+        "str(row.number).encode(), self._seed",
+        ("test_jobs.py::test_results_belong_to_ids_and_not_to_places",),
+    ),
+    Mutant(
+        "a changed job goes on",
+        "jobs/identity.py",
+        "    if changed:\n",
+        "    if False:\n",
+        ("test_jobs.py::test_a_changed_job_is_refused_with_what_changed",),
+    ),
+    Mutant(
+        "a second row of an id runs",
+        JOB_INDEX,
+        "first_use[number] = first if first < number else -1",
+        "first_use[number] = -1",
+        ("test_jobs.py::test_bad_rows_of_every_kind_are_error_rows_and_the_others_run",),
+    ),
+    Mutant(
+        "after Ctrl-C, what waits still runs",
+        JOB,
+        "                outputs.drain()\n",
+        "",
+        ("test_jobs.py::test_ctrl_c_finishes_what_runs_and_the_same_command_goes_on",),
+    ),
+    Mutant(
+        "a long row waits for its place at the end",
+        "jobs/plan.py",
+        "return np.flatnonzero(is_late).tolist()",
+        "return []",
+        ("test_jobs.py::test_only_rows_that_would_run_alone_at_the_end_are_started_first",),
     ),
 ]

@@ -1,0 +1,284 @@
+"""nanovllm in Ray Data, for jobs over many machines. Written against Ray 2.60.
+
+    dataset = ray.data.read_parquet(…)
+    rows = Rows(prompt="question", sampling_params={"max_tokens": 512}, id="id", seed=0)
+    generate(dataset, "Qwen/Qwen3-0.6B", rows, concurrency=8).write_parquet(…)
+
+Ray reads, spreads, retries and writes. Each of its actors holds an LLM. An actor computes many of Ray's batches at a
+time: a batch waits for its last row, and meanwhile rows of the others fill the engine's steps.
+"""
+
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from itertools import count
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any
+
+import pyarrow as pa
+from ray.data import ActorPoolStrategy, Dataset
+
+from nanovllm import LLM, NOT_YET, CompletionOutput, Config, RequestOutput, SamplingParams
+from nanovllm.sampling_params import row_seed
+
+_OF_COMPLETION = {"text": pa.string(), "token_ids": pa.list_(pa.int32()), "finish_reason": pa.string()}
+# What a column can hold, with its type: that must be the same in all of Ray's blocks.
+_RESULTS = {
+    **_OF_COMPLETION,
+    "num_prompt_tokens": pa.int64(),
+    "error": pa.string(),
+    "outputs": pa.list_(pa.struct(list(_OF_COMPLETION.items()))),
+}
+_USUAL = ("text", "finish_reason", "num_prompt_tokens", "error")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What is read from a dataset's rows, and what is added to them. All columns of a row are kept.
+
+    Args:
+        prompt: the column of prompts: strings, or lists of token ids.
+        messages: instead of `prompt`, the column of conversations, for the chat template: lists of messages, or JSON.
+        sampling_params: for all rows; None is what the model recommends. A dict holds SamplingParams' arguments.
+        sampling_column: the column of what differs from that by row: dicts of SamplingParams' arguments, or JSON. An
+            Arrow column gives each of its dicts the same keys, so None counts as absent in a dict; in JSON it counts.
+        id: the column that tells rows apart, for `seed`.
+        seed: gives each row a seed of its own, `row_seed(seed, id)`, unless the sampling column gives one. Then it does
+            not matter which actor runs the row, or how often.
+        columns: {result: name of its column}. The results are those of RequestOutput: "text", "token_ids",
+            "finish_reason", "num_prompt_tokens", "error", which is null if all went well, and "outputs", which has all
+            completions of a row with `n` above 1.
+        chat_template_kwargs: for the template, such as {"enable_thinking": False}.
+
+    Raises:
+        TypeError, ValueError: options that do not fit together; or an argument that SamplingParams refuses.
+    """
+
+    prompt: str | None = None
+    messages: str | None = None
+    sampling_params: SamplingParams | Mapping[str, Any] | None = None
+    sampling_column: str | None = None
+    id: str | None = None
+    seed: int | None = None
+    columns: Mapping[str, str] = field(default_factory=lambda: dict(zip(_USUAL, _USUAL, strict=True)))
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("name one column with the prompts: prompt=… or messages=…")
+        if self.seed is not None and self.id is None:
+            raise ValueError(f"seed={self.seed} gives each row a seed by its id; name the ids' column: id=…")
+        if unknown := [name for name in self.columns if name not in _RESULTS]:
+            raise ValueError(f"columns names the result {unknown[0]!r}; the results are {', '.join(_RESULTS)}")
+        if isinstance(self.sampling_params, Mapping):
+            object.__setattr__(self, "sampling_params", SamplingParams(**self.sampling_params))
+
+    def read(self, batch: pa.Table) -> Iterator[tuple[Any, Any, Any]]:
+        """(prompt or conversation, what differs in its parameters, id) of each row."""
+        names = [self.prompt or self.messages, self.sampling_column, self.id]
+        if missing := [name for name in names if name is not None and name not in batch.column_names]:
+            raise ValueError(f"the dataset has no column {missing[0]!r}; it has {', '.join(batch.column_names)}")
+        if taken := [name for name in self.columns.values() if name in batch.column_names]:
+            raise ValueError(f"the dataset has a column {taken[0]!r}; give the result another name: columns={{…}}")
+        none = [None] * len(batch)
+        return zip(*(none if name is None else batch[name].to_pylist() for name in names), strict=True)
+
+    def params(self, default: SamplingParams, differing: Any, row_id: Any) -> SamplingParams:
+        """A row's parameters; a TypeError or ValueError if the row is at fault."""
+        changes = {} if differing is None else _from_json(differing)
+        if not isinstance(changes, Mapping):
+            raise TypeError(f"{self.sampling_column} must hold a dict of SamplingParams' arguments, not {differing!r}")
+        if not isinstance(differing, str):
+            changes = {name: value for name, value in changes.items() if value is not None}
+        if self.seed is not None and "seed" not in changes:
+            if row_id is None:
+                raise ValueError(f"{self.id} is null, and the row's seed comes from it")
+            changes = {**changes, "seed": row_seed(self.seed, row_id)}
+        return replace(default, **changes) if changes else default
+
+    def add_results(self, batch: pa.Table, outputs: list[RequestOutput]) -> pa.Table:
+        for result, name in self.columns.items():
+            values = [getattr(output, result) for output in outputs]
+            if result == "outputs":
+                values = [[{key: getattr(each, key) for key in _OF_COMPLETION} for each in row] for row in values]
+            batch = batch.append_column(name, pa.array(values, _RESULTS[result]))
+        return batch
+
+
+def _from_json(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"{value[:100]!r} is no JSON: {error}") from None
+
+
+class LLMActor:
+    """A class for `Dataset.map_batches`, which calls it in several threads with Arrow tables; see `generate`.
+
+    One thread owns the LLM. Each call adds its rows to what the LLM runs, and waits for them.
+
+    Args:
+        model, options: of LLM.
+        rows: what to read and to add.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as LLM; the model has no chat template for `messages`; a batch lacks a
+            column. What the LLM raises while it runs is raised by all calls that wait.
+    """
+
+    def __init__(self, model: str, rows: Rows, options: Mapping[str, Any] | None = None):
+        self._rows, self._inbox, ready = rows, SimpleQueue[Any](), Future[LLM]()
+        Thread(target=_serve, args=(model, options or {}, self._inbox, ready), daemon=True).start()
+        llm = ready.result()
+        params = rows.sampling_params
+        self._default = params if isinstance(params, SamplingParams) else llm.get_default_sampling_params()
+        # A copy, because the LLM's thread uses the LLM's own.
+        self._tokenizer, self._lock = deepcopy(llm.get_tokenizer()), Lock()
+        if rows.messages and getattr(self._tokenizer, "chat_template", None) is None:
+            raise ValueError(f"{model} has no chat template for messages={rows.messages!r}; use prompt=…")
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        rows = [(Future[RequestOutput](), *row) for row in self._rows.read(table)]
+        self._inbox.put([request for row in rows if (request := self._request(*row)) is not None])
+        return self._rows.add_results(table, [future.result() for future, *_ in rows])
+
+    def __del__(self):
+        self._inbox.put(None)
+
+    def _request(self, future: "Future[RequestOutput]", prompt: Any, differing: Any, row_id: Any) -> "_Request | None":
+        """What the LLM is to run; None if the row is at fault, whose output then is there."""
+        try:
+            params = self._rows.params(self._default, differing, row_id)
+            return future, prompt if self._rows.messages is None else self._token_ids(prompt), params
+        except Exception as error:  # a row may hold whatever it likes
+            future.set_result(RequestOutput("", None, [], [CompletionOutput(0, "", [], "error")], error=str(error)))
+            return None
+
+    def _token_ids(self, conversation: Any) -> list[int]:
+        """Through the chat template."""
+        try:
+            # Arrow gives all messages the same keys, and a template may ask whether a message has one.
+            messages = [
+                {key: value for key, value in message.items() if value is not None or key == "content"}
+                for message in _from_json(conversation)
+            ]
+            with self._lock:
+                text = self._tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True, **self._rows.chat_template_kwargs
+                )
+                return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # templates raise what they like, and a tokenizer's panic is no Exception
+            raise ValueError(f"the conversation cannot be rendered: {error!r}; give a list of messages") from None
+
+
+# Its output to be, its prompt and its parameters.
+_Request = tuple[Future[RequestOutput], Any, SamplingParams]
+
+
+def _serve(model: str, options: Mapping[str, Any], inbox: SimpleQueue[Any], ready: Future[LLM]) -> None:
+    """The thread that owns the LLM. The inbox has lists of requests, and None at the end."""
+    try:
+        llm = LLM(model, **options)
+    except BaseException as error:
+        ready.set_exception(error)
+        return
+    ready.set_result(llm)
+    with llm:
+        while (requests := inbox.get()) is not None:  # nothing runs while it waits here
+            _run(llm, deque(requests), inbox)
+
+
+def _run(llm: LLM, waiting: deque[_Request], inbox: SimpleQueue[Any]) -> None:
+    """Runs what waits, and what comes while any of it runs. Whatever happens, nobody waits for ever."""
+    running: dict[str, Future[RequestOutput]] = {}  # by request id
+    params: deque[SamplingParams] = deque()  # of the prompts that were given
+
+    def prompts() -> Iterator[Any]:
+        numbers = count()
+        while True:
+            while not inbox.empty():
+                requests = inbox.get()
+                if requests is None:  # nobody waits for results
+                    inbox.put(None)
+                    return
+                waiting.extend(requests)
+            if waiting:
+                running[str(next(numbers))], prompt, of_prompt = waiting.popleft()
+                params.append(of_prompt)
+                yield prompt
+            elif running:
+                yield NOT_YET
+            else:
+                return
+
+    try:
+        for output in llm.generate_iter(prompts(), iter(params.popleft, None), ordered=False):
+            running.pop(output.request_id).set_result(output)
+    except BaseException as error:
+        for future in (*running.values(), *(future for future, *_ in waiting)):
+            future.set_exception(error)
+
+
+def generate(
+    dataset: Dataset,
+    model: str,
+    rows: Rows,
+    *,
+    concurrency: int | tuple[int, int] = 1,
+    batch_size: int = 128,
+    batches_in_flight: int = 32,
+    options: Mapping[str, Any] | None = None,
+    num_gpus: float | None = None,
+    **ray_remote_args: Any,
+) -> Dataset:
+    """The dataset with the model's completions, computed when it is consumed; the rows' order may change.
+
+    An actor has up to `batch_size * batches_in_flight` rows. Its steps stay full if these are several times
+    `max_num_seqs`: as many times as the longest completion is longer than the mean one. What an actor has not written
+    when it dies is computed again.
+
+    Args:
+        model: a directory that all machines see, or a hub name.
+        rows: what to read from the rows, and what to add.
+        concurrency: how many actors, each with an LLM; or the fewest and the most.
+        batch_size: most rows of a batch, which are one task and one block of Ray's.
+        batches_in_flight: most batches that an actor has at a time.
+        options: of LLM, such as {"max_model_len": 4096}.
+        num_gpus: of each actor; None is the option `tensor_parallel_size`, and 0 with the option device="cpu".
+        ray_remote_args: of the actors, as in map_batches, such as `num_cpus`, of which an actor on CPUs has 1. Reading
+            and writing need CPUs that no actor has.
+
+    Raises:
+        TypeError, ValueError: an option of LLM that cannot work, or something other than Rows.
+    """
+    if not isinstance(rows, Rows):
+        raise TypeError(f'rows must say what to read, as Rows(prompt="prompt") does, not {rows!r:.100}')
+    config = Config(model, **(options or {}))  # refuses a wrong option before any actor starts
+    if num_gpus is None:
+        num_gpus = 0 if config.device == "cpu" else config.tensor_parallel_size
+    least, most = concurrency if isinstance(concurrency, tuple) else (concurrency, concurrency)
+    compute = ActorPoolStrategy(
+        min_size=least,
+        max_size=most,
+        # What waits for an actor cannot go to another one. Ray adds actors only if more than the actors' calls wait.
+        max_tasks_in_flight_per_actor=batches_in_flight if least == most else None,
+        max_concurrent_calls_per_actor=batches_in_flight,
+        enable_true_multi_threading=True,
+    )
+    # Ray gives the batches of one block one by one, and blocks at the same time. So each batch is a block.
+    return dataset.repartition(target_num_rows_per_block=batch_size).map_batches(
+        LLMActor,
+        fn_constructor_args=(model, rows, options),
+        batch_size=None,
+        batch_format="pyarrow",
+        zero_copy_batch=True,
+        compute=compute,
+        num_gpus=num_gpus,
+        **ray_remote_args,
+    )

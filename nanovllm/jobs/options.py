@@ -1,0 +1,61 @@
+"""What a job is to do, as a frozen value."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """What a job is to do.
+
+    Args:
+        input: JSON Lines, or a Parquet file, whose name ends in ".parquet"; "-" is standard input.
+        output: the output file, in the input's order, written when all rows have finished; a Parquet file if its name
+            ends in ".parquet". "-" is standard output, which gets lines as rows finish and cannot be resumed.
+        model: a directory or a hub name.
+        engine: other options of LLM, and `data_parallel_size`: how many LLMs, each in a process with GPUs of its own.
+        params: SamplingParams for all rows. A row's own parameters take precedence. Parameters that neither sets come
+            from the model's generation_config.json, or else from SamplingParams' defaults.
+        seed: of the job. A row that samples and has no seed of its own gets one made of this and its id.
+        on_error: "row" makes an error row of each row that cannot run; "stop" refuses the job before it starts.
+        restart: delete the output and the journal of an earlier run.
+        dry_run: check the rows and stop; no weights are loaded.
+        preflight: how many rows to tokenize before the weights are loaded: "full" all, "sample" at most 20,000, spread
+            evenly, "off" none. None is "full" in a dry run, else "sample".
+        seconds_between_syncs: seconds between syncs to the disk; after a power failure, rows that finished after the
+            last sync run again.
+        price_per_hour: of the machine, in any currency, for the report.
+        report: where the report goes as JSON.
+
+    Raises:
+        ValueError: an option has no such value, or two contradict each other.
+    """
+
+    input: str
+    output: str
+    model: str
+    engine: dict[str, Any] = field(default_factory=dict)
+    params: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    on_error: Literal["row", "stop"] = "row"
+    restart: bool = False
+    dry_run: bool = False
+    preflight: Literal["full", "sample", "off"] | None = None
+    seconds_between_syncs: float = 10.0
+    price_per_hour: float | None = None
+    report: Path | None = None
+
+    def __post_init__(self) -> None:
+        choices = {"on_error": ("row", "stop"), "preflight": (None, "full", "sample", "off")}
+        for name, values in choices.items():
+            if (value := getattr(self, name)) not in values:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, values))}, not {value!r}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed must be an integer from 0 to 2**64 - 1, not {self.seed!r}")
+        for name in ("seconds_between_syncs", "price_per_hour"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, (int, float)) and 0 <= value < float("inf")):
+                raise ValueError(f"{name} must be a number of at least 0, not {value!r}")
+        if self.restart and self.dry_run:
+            raise ValueError("restart deletes the output, and dry_run changes nothing; leave one of them out")

@@ -1,0 +1,23 @@
+"""Jobs that are killed: after resuming, every row is there once, with the completion of an uninterrupted run."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).with_name("job_crashes.py")
+
+
+def run(*arguments: object) -> str:
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600 * 60)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_a_kill_at_any_call_that_changes_a_file_loses_and_repeats_nothing():
+    assert run("calls", "--rows", 12).startswith("right: ")
+
+
+def test_a_kill_at_any_moment_loses_and_repeats_nothing(runs):
+    """With the bundled model; torn files and full disks are among the kills."""
+    assert run("moments", "--kills", 8 * runs, "--rows", 300, "--seconds", 1.5).startswith("right: ")
