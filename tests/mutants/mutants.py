@@ -2732,13 +2732,7 @@ MUTANTS = [
         "                    pass\n",
         ("test_replicas.py::test_drain_finishes_what_has_started_and_reads_no_more",),
     ),
-    Mutant(
-        "a replica runs on when nobody wants its rows",
-        REPLICA,
-        '            if kind == "abort":\n                raise _Aborted\n',
-        "",
-        ("test_replicas.py::test_an_iterator_that_is_cut_off_leaves_nothing_to_the_next_call",),
-    ),
+    # Jobs
     Mutant(
         "a torn line of the journal counts",
         JOURNAL,
