@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Rows that a replica has at a time, for each that it can run. With one batch more than runs, its planner can choose,
-# and its steps stay full while the parent is busy. What it has, no other replica can take, so near the end of a job
-# more of them would keep one replica busy and the others idle.
+# Rows that a replica has at a time, for each that it can run, or fewer if rows have several completions. With one batch
+# more than runs, its planner can choose, and its steps stay full while the parent is busy. What it has, no other replica
+# can take, so near the end of a job more of them would keep one replica busy and the others idle.
 _ROWS_OF_REPLICA = 2
 # Neighbouring rows often begin alike, and a replica's prefix cache serves only rows that it has.
 _ROWS_OF_PIECE = 16
@@ -73,6 +73,7 @@ class ReplicaIterator(Iterator[RequestOutput]):
     def __init__(self, replicas: "Replicas", call: int, source: Iterator[tuple[Any, SamplingParams] | None]):
         self._replicas, self._call, self._source = replicas, call, source
         self._num_read = self._num_deaths = 0
+        self._most_completions = 1  # that a row of this call has
         self._again: list[_Row] = []
         self._held: deque[RequestOutput] = deque()
         self._errors = ErrorSummary()
@@ -163,12 +164,14 @@ class ReplicaIterator(Iterator[RequestOutput]):
                     break
 
     def _rows_for(self, replica: Replica) -> list[_Row]:
+        num_running = max(1, replica.max_num_seqs // self._most_completions)
         if not replica.rows:
-            replica.most_rows = _ROWS_OF_REPLICA * replica.max_num_seqs
+            replica.most_rows = _ROWS_OF_REPLICA * num_running
         if rows := self._suspects_for(replica):
             return rows
-        num = min(_ROWS_OF_PIECE, replica.max_num_seqs)
-        return [] if self._is_exhausted or len(replica.rows) + num > replica.most_rows else self._read(num)
+        num = min(_ROWS_OF_PIECE, num_running)
+        most = min(replica.most_rows, _ROWS_OF_REPLICA * num_running)
+        return [] if self._is_exhausted or len(replica.rows) + num > most else self._read(num)
 
     def _suspects_for(self, replica: Replica) -> list[_Row]:
         """Of the rows whose replica died, those that this one may have beside its others."""
@@ -191,6 +194,7 @@ class ReplicaIterator(Iterator[RequestOutput]):
                 return rows
             rows.append(_Row(self._num_read, *pair))
             self._num_read += 1
+            self._most_completions = max(self._most_completions, rows[-1].params.n)
         self._is_exhausted = len(rows) < num
         return rows
 
@@ -206,7 +210,7 @@ class ReplicaIterator(Iterator[RequestOutput]):
         self._num_deaths += 1
         if self._num_deaths > _MOST_DEATHS * len(self._replicas.processes):
             self._replicas.fail(
-                f"{how}; it was the {self._num_deaths}th death with no row finished in between. If memory is short, "
+                f"{how}; replicas died {self._num_deaths} times and finished no row in between. If memory is short, "
                 "lower max_num_seqs or max_num_batched_tokens"
             )
         for row in rows:

@@ -232,9 +232,8 @@ class Replicas:
 
     def _start(self, index: int) -> _Process:
         threads = max(1, len(cpus()) // (len(self._settings) * self._config.tensor_parallel_size))
-        start = partial(
-            start_child, module=self._module, defaults={"OMP_NUM_THREADS": str(threads)}, settings=self._settings[index]
-        )
+        defaults = dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS"), str(threads))  # torch's, and the tokenizer's
+        start = partial(start_child, module=self._module, defaults=defaults, settings=self._settings[index])
         level = logging.getLogger("nanovllm").getEffectiveLevel()
         name, options = f"replica {index} of {len(self._settings)}", (vars(self._config), index, level)
         return _Process(name, start, options, self.inbox, self._children, self._outboxes)
@@ -257,7 +256,9 @@ def _settings(config: Config, size: int) -> list[dict[str, str]]:
         )
     num_gpus, of_each = torch.cuda.device_count(), config.tensor_parallel_size
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = given.split(",")[:num_gpus] if given is not None else list(map(str, range(num_gpus)))
+    visible = (
+        [each.strip() for each in given.split(",")][:num_gpus] if given is not None else list(map(str, range(num_gpus)))
+    )
     if size * of_each > len(visible):
         raise ValueError(
             f"data_parallel_size={size} times tensor_parallel_size={of_each} takes {size * of_each} GPUs, but there "

@@ -86,6 +86,21 @@ def test_few_rows_spread_over_all_replicas(three):
     assert [process.metrics["num_requests"] for process in three.processes] == [count + 4 for count in before]
 
 
+def test_rows_of_several_completions_are_read_less_far_ahead(three):
+    """Each is several of what a replica can run, so the others would have nothing near the end."""
+    read = []
+
+    def prompts() -> Iterator[str]:
+        for number, prompt in enumerate(PROMPTS):
+            read.append(number)
+            yield prompt
+
+    outputs = three.generate_iter(prompts(), SamplingParams(0.8, n=4, max_tokens=3, seed=1))
+    next(outputs)
+    assert len(read) <= 4 + 2 + 2
+    outputs.close()
+
+
 def test_rows_are_read_as_there_is_room_and_each_with_its_own_parameters(three, expected):
     """A job gives the parameters of the prompt that was read last."""
     read = []
@@ -254,9 +269,9 @@ def test_replicas_that_die_of_every_row_end_the_call(monkeypatch, tmp_path):
         Replicas(MODEL, data_parallel_size=1, replica_module="faulty_replica", **OPTIONS) as replicas,
     ):
         outputs = replicas.generate_iter(PROMPTS, PARAMS)
-        with pytest.raises(RuntimeError, match="replica 0 of 1 was killed by signal 9; it was the 6th death"):
+        with pytest.raises(RuntimeError, match=r"replica 0 of 1 was killed by signal 9; replicas died 6 times"):
             list(outputs)
-        with pytest.raises(RuntimeError, match=r"6th death.*make new Replicas"):
+        with pytest.raises(RuntimeError, match=r"died 6 times.*make new Replicas"):
             replicas.generate_iter(PROMPTS, PARAMS)
         del replicas, outputs
 
@@ -299,7 +314,7 @@ def test_each_replica_gets_gpus_of_its_own_out_of_those_that_are_visible(monkeyp
         given(3, 2)
     with pytest.raises(ValueError, match="'cuda:1' is one GPU"):
         given(2, device="cuda:1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,GPU-5c,3,1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,GPU-5c, 3,1")
     assert given(2, 2, "cuda") == ["7,GPU-5c", "3,1"]
 
 
