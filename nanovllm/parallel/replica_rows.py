@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Rows that a replica has at a time, for each that it can run, or fewer if rows have several completions. With one batch
-# more than runs, its planner can choose, and its steps stay full while the parent is busy. What it has, no other replica
-# can take, so near the end of a job more of them would keep one replica busy and the others idle.
+# more than runs, its planner can choose, and its steps stay full while the parent is busy. What it has, no other
+# replica can take, so near the end of a job more of them would keep one replica busy and the others idle.
 _ROWS_OF_REPLICA = 2
 # Neighbouring rows often begin alike, and a replica's prefix cache serves only rows that it has.
 _ROWS_OF_PIECE = 16

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from test_interrupts import interrupt_at_random_moments, sigint  # noqa: F401
 from test_tensor_parallel import SCRIPT_ENVIRONMENT, children, is_running, nothing_left_behind, wait_until
 
 from nanovllm import LLM, NOT_YET, RequestOutput, SamplingParams
@@ -157,6 +158,13 @@ def test_an_iterator_that_is_cut_off_leaves_nothing_to_the_next_call(three, expe
     assert list(outputs) == []
     next(three.generate_iter(iter(PROMPTS), iter(PARAMS)))  # dropped
     assert texts(run(three)) == expected
+
+
+def test_ctrl_c_at_random_moments_leaves_nothing_to_the_next_call(three, expected):
+    def check() -> None:
+        assert texts(run(three, PROMPTS[:12], PARAMS[:12])) == expected[:12]
+
+    interrupt_at_random_moments(lambda: run(three, PROMPTS[:30], PARAMS[:30]), 15, check)
 
 
 def test_drain_finishes_what_has_started_and_reads_no_more(three, expected):
