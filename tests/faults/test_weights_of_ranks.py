@@ -71,6 +71,7 @@ def test_nothing_is_left_of_the_files(checkpoints, tmp_path, monkeypatch):
     second = read_tensors(checkpoints[1])
     monkeypatch.setattr(nanovllm.parallel.weight_files, "_FILE_BYTES", 10_000)  # several files
     with make_llm(checkpoints[0], tensor_parallel_size=2) as llm:
+        before = list(tmp_path.iterdir())  # where the ranks have met
         for has_memory in (True, False):
             if not has_memory:
                 monkeypatch.setattr(nanovllm.parallel.weight_files, "_MEMORY", tmp_path / "none")
@@ -78,15 +79,17 @@ def test_nothing_is_left_of_the_files(checkpoints, tmp_path, monkeypatch):
             with pytest.raises(ValueError, match="unexpected"):
                 llm.update_weights({"x": second[HEAD]})
         assert all(mode == 0o700 and not directory.exists() for directory, mode in seen) and len(seen) == 4
-        assert [directory.parent for directory, _ in seen[2:]] == [tmp_path] * 2 and not list(tmp_path.iterdir())
+        assert [directory.parent for directory, _ in seen[2:]] == [tmp_path] * 2
+        assert list(tmp_path.iterdir()) == before
         monkeypatch.setattr(nanovllm.parallel.weight_files, "_place_for", lambda num_bytes: tmp_path)
         monkeypatch.setattr(
             nanovllm.parallel.weight_files, "save_file", lambda *_: (_ for _ in ()).throw(OSError("no space left"))
         )
         with pytest.raises(RuntimeError, match=r"weights cannot be written to .*no space left; make room.*TMPDIR"):
             llm.update_weights(second)
-        assert not list(tmp_path.iterdir())
+        assert list(tmp_path.iterdir()) == before
         assert llm.generate(PROMPTS[0], PARAMS, use_tqdm=False)[0].error is None
+    assert not list(tmp_path.iterdir())
 
 
 def test_shared_memory_is_used_only_if_there_is_room(tmp_path, monkeypatch):
