@@ -78,6 +78,10 @@ class Runner(Protocol):
         """Bytes on the device, or on all of them, by use."""
         return {}
 
+    def pids(self) -> list[int]:
+        """The other processes that compute for it."""
+        return []
+
     def close(self) -> None:
         """Gives the device's memory back; calling it again does nothing."""
 

@@ -9,6 +9,7 @@ Beside `OUTPUT` there are `OUTPUT.job`, which says what the job is, and until th
 
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -31,10 +32,18 @@ from nanovllm.jobs.row_params import RowParams
 from nanovllm.jobs.rows import JobRow
 from nanovllm.jobs.run import Results, RowsRun, Stdout
 from nanovllm.jobs.source import Source, open_source
+from nanovllm.parallel.replicas import Replicas
 
 logger = logging.getLogger("nanovllm.jobs")
 
 _ROWS_OF_SAMPLE, _ROWS_OF_PIECE, _BYTES_OF_PIECE, _MOST_ERRORS = 20_000, 256, 2**24, 1000
+
+
+def make_llm(model: str, *, data_parallel_size: int = 1, **engine: Any) -> LLM | Replicas:
+    """The LLM of a job, or several of them."""
+    if data_parallel_size == 1:
+        return LLM(model, **engine)
+    return Replicas(model, data_parallel_size=data_parallel_size, **engine)
 
 
 class Job:
@@ -42,10 +51,10 @@ class Job:
 
     Args:
         options: what the job is to do.
-        make_llm: is called as LLM would be.
+        make_llm: is called with the model and the options of the engine.
     """
 
-    def __init__(self, options: JobOptions, make_llm: Callable[..., LLM] = LLM):
+    def __init__(self, options: JobOptions, make_llm: Callable[..., LLM | Replicas] = make_llm):
         self._options, self._make_llm = options, make_llm
         self._is_stream = options.output == "-"
         self._output = Path(options.output).resolve()  # a link's target, beside which the other files stand
@@ -237,7 +246,7 @@ class Job:
         self, num_rows: int, num_before: int, num_finished: int, errors: list[dict[str, Any]], num_errors: int
     ) -> dict[str, Any]:
         rows = {"total": num_rows, "finished": num_finished, "finished_before": num_before, "errors": num_errors}
-        num_devices = self._options.engine.get("tensor_parallel_size") or 1
+        num_devices = math.prod((self._options.engine.get(f"{kind}_parallel_size") or 1) for kind in ("data", "tensor"))
         return report_of(
             rows, errors, dict(self._seconds), time.monotonic() - self._began, self._metrics, num_devices,
             self._options.price_per_hour,

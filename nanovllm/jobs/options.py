@@ -14,7 +14,7 @@ class JobOptions:
         output: the output file, in the input's order, written when all rows have finished; a Parquet file if its name
             ends in ".parquet". "-" is standard output, which gets lines as rows finish and cannot be resumed.
         model: a directory or a hub name.
-        engine: other options of LLM.
+        engine: other options of LLM, and `data_parallel_size`: how many LLMs, each in a process with GPUs of its own.
         params: SamplingParams for all rows. A row's own parameters take precedence. Parameters that neither sets come
             from the model's generation_config.json, or else from SamplingParams' defaults.
         seed: of the job. A row that samples and has no seed of its own gets one made of this and its id.

@@ -15,6 +15,7 @@ from nanovllm.jobs.report import Errors, Progress
 from nanovllm.jobs.row_params import RowParams
 from nanovllm.jobs.rows import JobRow, output_of
 from nanovllm.jobs.source import Source
+from nanovllm.parallel.replicas import Replicas
 
 # Rows that the LLM has, by the prompt's number in the call.
 _Running = dict[int, tuple[JobRow, SamplingParams]]
@@ -70,7 +71,7 @@ class RowsRun:
         self._num_stops = 0
         self.errors = Errors()
 
-    def through(self, llm: LLM, progress: Progress) -> None:
+    def through(self, llm: LLM | Replicas, progress: Progress) -> None:
         """Runs them. In the main thread, the first SIGINT or SIGTERM lets running rows finish, and the second raises
         KeyboardInterrupt."""
         running: _Running = {}

@@ -1,1 +1,1 @@
-"""The same step on several devices: the ranks' processes and their messages."""
+"""Processes that compute for this one: the ranks of one model, and replicas of it."""

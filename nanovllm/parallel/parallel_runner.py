@@ -8,38 +8,30 @@ because each entry of the log stands at the point of the schedule where it took 
 import contextlib
 import logging
 import os
-import socket
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 import weakref
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import fields
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
 import numpy as np
 
-import nanovllm
 from nanovllm.config import Config
 from nanovllm.engine.runner import Runner, RunnerInfo
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step, StepOutput
-from nanovllm.parallel.worker import fingerprint, frame, messages, pack_masks, unpack_output
+from nanovllm.parallel.processes import ERRORS, Child, end_children, frame, start_child, start_reader, start_writer
+from nanovllm.parallel.worker import fingerprint, pack_masks, unpack_output
 from nanovllm.sampling_params import SamplingParams
 
 _SECONDS_TO_END = 5.0
 _SECONDS_TO_FIND_THE_CULPRIT = 0.5
 # What the driver's stop predicates do is theirs alone.
 _SAMPLING_FIELDS = [each.name for each in fields(SamplingParams) if each.name not in ("stop", "structured_outputs")]
-_ERRORS = {"ValueError": ValueError, "TypeError": TypeError}
-
-
-@dataclass
-class _Rank:
-    process: subprocess.Popen
-    socket: socket.socket
 
 
 class _ParallelStep:
@@ -73,26 +65,26 @@ class TensorParallelRunner(Runner):
         directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")
         load_model_config(directory).check_parallel_size(config.tensor_parallel_size)
         self._size, self._driver = config.tensor_parallel_size, os.getpid()
-        self._ranks: list[_Rank] = []
+        self._ranks: list[Child] = []
         self._inbox: SimpleQueue = SimpleQueue()  # (rank, message)
         self._outbox: SimpleQueue = SimpleQueue()  # bytes for all ranks; None to end
         self._failure: str | None = None
         self._troubles: list[tuple[int, Any]] = []  # messages that end it all, kept where no Ctrl-C loses them
-        self._num_asked = 1  # tags below are those of the start
+        self._num_asked = 0  # tag 0 is that of the start
         self._num_launched = self._num_committed = 0
         self._undefined: list[str] = []
         # Runs when this object or the interpreter ends, whatever happened.
-        self._end = weakref.finalize(self, _end, self._ranks, self._outbox, self._driver)
+        meeting_place = tempfile.mkdtemp(prefix="nanovllm-ranks-")  # which no other user may enter
+        self._end = weakref.finalize(self, end_children, self._ranks, [self._outbox], self._driver, meeting_place)
         try:
             for rank in range(self._size):
                 self._ranks.append(_start_rank(worker_module, rank, self._size))
                 level = logging.getLogger("nanovllm").getEffectiveLevel()
-                _start_thread(_read, self._ranks[rank].socket, rank, self._inbox, self._troubles)
+                start_reader(self._ranks[rank], partial(_hear, rank, self._inbox, self._troubles))
                 with contextlib.suppress(OSError):  # its reader hears that it is gone
-                    self._ranks[rank].socket.sendall(frame([vars(config), rank, self._size, level]))
-            _start_thread(_write, [rank.socket for rank in self._ranks], self._outbox)
-            self._outbox.put(frame([self._replies(0)[0]]))
-            found = self._replies(1)
+                    self._ranks[rank].socket.sendall(frame([vars(config), rank, self._size, level, meeting_place]))
+            start_writer(self._ranks, self._outbox)
+            found = self._replies(0)
         except BaseException:
             self._failure = self._failure or "the ranks did not start"
             self._end()
@@ -151,7 +143,7 @@ class TensorParallelRunner(Runner):
         for rank, refusal in enumerate(refusals):
             if refusal is not None:
                 name, message = refusal
-                raise _ERRORS.get(name, RuntimeError)(f"{message} (rank {rank} of {self._size})")
+                raise ERRORS.get(name, RuntimeError)(f"{message} (rank {rank} of {self._size})")
 
     def request_added(self, sequences: list[Sequence]) -> None:
         seq = sequences[0]
@@ -173,6 +165,9 @@ class TensorParallelRunner(Runner):
 
     def memory(self) -> dict[str, int]:
         return {} if self._failure is not None else dict(self._memory)
+
+    def pids(self) -> list[int]:
+        return [rank.process.pid for rank in self._ranks]
 
     def close(self) -> None:
         if self._end.alive and self._failure is None and os.getpid() == self._driver:
@@ -221,15 +216,11 @@ class TensorParallelRunner(Runner):
         if dead:
             self._fail(self._death_of(dead[0]))
         name, text = message["error"], message["message"] or "nothing more is known"
-        prefix = "" if name in (*_ERRORS, "RuntimeError") else f"{name}: "
-        self._fail(f"{prefix}{text} (rank {rank} of {self._size})", _ERRORS.get(name, RuntimeError))
+        prefix = "" if name in ERRORS else f"{name}: "
+        self._fail(f"{prefix}{text} (rank {rank} of {self._size})", ERRORS.get(name, RuntimeError))
 
     def _death_of(self, rank: int) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._ranks[rank].process.wait(1.0)
-        code = self._ranks[rank].process.returncode
-        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit status {code}"
-        return f"rank {rank} of {self._size} {how}"
+        return self._ranks[rank].death()
 
     def _fail(self, message: str, kind: type[Exception] = RuntimeError) -> NoReturn:
         self._failure = message
@@ -241,8 +232,7 @@ def _sums(of_ranks: list[dict[str, int]]) -> dict[str, int]:
     return {use: sum(of_rank[use] for of_rank in of_ranks) for use in of_ranks[0]}
 
 
-def _start_rank(module: str, rank: int, size: int) -> _Rank:
-    ours, theirs = socket.socketpair()
+def _start_rank(module: str, rank: int, size: int) -> Child:
     defaults = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size)),
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
@@ -251,61 +241,12 @@ def _start_rank(module: str, rank: int, size: int) -> _Rank:
         "NCCL_NVLS_ENABLE": "0",
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     }
-    # What can be imported here can be imported there, and nothing from the working directory besides. PYTHONPATH would
-    # come before the standard library. The rank gets this very package, not another of the same name.
-    path, package = [entry for entry in sys.path if isinstance(entry, str) and entry], Path(nanovllm.__file__).parent
-    program = f"""import sys; sys.path[:] = {path!r}
-import importlib.util, runpy
-spec = importlib.util.spec_from_file_location(
-    "nanovllm", {nanovllm.__file__!r}, submodule_search_locations=[{str(package)!r}]
-)
-sys.modules["nanovllm"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(sys.modules["nanovllm"])
-runpy.run_module({module!r}, run_name="__main__")"""
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-c", program, str(theirs.fileno()), str(os.getpid())],
-            pass_fds=[theirs.fileno()],
-            env={**defaults, **os.environ},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the driver alone
-        )
-    return _Rank(process, ours)
+    return start_child(f"rank {rank} of {size}", module, defaults)
 
 
-def _start_thread(target, *arguments) -> None:
-    # Signals reach only the main thread, so neither reading nor writing is ever cut short by Ctrl-C.
-    threading.Thread(target=target, args=arguments, daemon=True).start()
-
-
-def _read(sock: socket.socket, rank: int, inbox: SimpleQueue, troubles: list[tuple[int, Any]]) -> None:
-    try:
-        for message in messages(sock):
-            if isinstance(message, dict):
-                troubles.append((rank, message))
-                message = [None]  # wakes whoever waits
-            inbox.put((rank, message))
-    finally:
-        troubles.append((rank, None))
-        inbox.put((rank, [None]))
-        sock.close()
-
-
-def _write(sockets: list[socket.socket], outbox: SimpleQueue) -> None:
-    for data in iter(outbox.get, None):
-        for sock in sockets:
-            with contextlib.suppress(OSError):  # the reader will hear of it
-                sock.sendall(data)
-
-
-def _end(ranks: list[_Rank], outbox: SimpleQueue, driver: int) -> None:
-    if os.getpid() != driver:  # a fork of it, which ends without its parent
-        return
-    outbox.put(None)
-    for rank in ranks:
-        rank.process.kill()
-    for rank in ranks:
-        rank.process.wait()
-        # Its reader closes it. Closed here, its number might become another file's while the reader still uses it.
-        with contextlib.suppress(OSError):
-            rank.socket.shutdown(socket.SHUT_RDWR)
+def _hear(rank: int, inbox: SimpleQueue, troubles: list[tuple[int, Any]], message: Any) -> None:
+    """What the thread does that reads from a rank."""
+    if message is None or isinstance(message, dict):
+        troubles.append((rank, message))
+        message = [None]  # wakes whoever waits
+    inbox.put((rank, message))

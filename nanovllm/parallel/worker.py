@@ -5,18 +5,10 @@ launched and committed. Each rank follows that log with a Scheduler of its own, 
 that no step sends any state of its requests; the ranks' collectives do the rest. A log entry and a reply are JSON.
 """
 
-import contextlib
-import json
 import logging
 import os
-import select
-import socket
-import sys
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
-from datetime import timedelta
-from queue import SimpleQueue
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,40 +17,12 @@ from nanovllm.config import Config
 from nanovllm.engine.runner import LaunchedStep, make_scheduler
 from nanovllm.engine.sequence import Sequence, make_sequences
 from nanovllm.engine.step import Step, StepOutput, TokenNumbers
+from nanovllm.parallel.processes import serve
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.models.loader import Stored
     from nanovllm.runner.model_runner import ModelRunner
-
-logger = logging.getLogger(__name__)
-
-
-def frame(message: Any) -> bytes:
-    """A message as it goes through a socket: its length in 4 bytes, then JSON."""
-    data = json.dumps(message).encode()
-    return len(data).to_bytes(4, "little") + data
-
-
-def messages(sock: socket.socket, parent: int | None = None) -> Iterator[Any]:
-    """The messages that come through a socket, until the other end is closed or this process has lost its `parent`."""
-    received = bytearray()
-    readable = select.poll()
-    readable.register(sock, select.POLLIN)
-    while True:
-        while len(received) >= 4 and len(received) >= 4 + (size := int.from_bytes(received[:4], "little")):
-            yield json.loads(received[4 : 4 + size])
-            del received[: 4 + size]
-        while not readable.poll(1000):
-            if parent is not None and os.getppid() != parent:
-                return
-        try:
-            data = sock.recv(1 << 20)
-        except OSError:  # the process at the other end died with bytes unread
-            return
-        if not data:
-            return
-        received += data
 
 
 def fingerprint(step: Step) -> int:
@@ -219,7 +183,7 @@ def _refusal(attempt: Callable[[], None]) -> list[str] | None:
 
 def _run(inbox: Iterator, reply: Any) -> None:
     """Starts this rank's part of the model and follows the log."""
-    options, rank, size, level = next(inbox)
+    options, rank, size, level, meeting_place = next(inbox)
     level = level if rank == 0 else max(level, logging.WARNING)
     logging.basicConfig(level=level, format=f"%(levelname)s:rank {rank}:%(name)s:%(message)s")
     config = Config(**options)
@@ -233,57 +197,22 @@ def _run(inbox: Iterator, reply: Any) -> None:
     device = rank_device(config.device, rank, size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # Rank 0 listens at a port that the system chooses, to this host alone, and the driver tells the others which.
-    store, port = None, None
-    if rank == 0:
-        listening = socket.create_server(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
-        store = dist.TCPStore(
-            "127.0.0.1", port, size, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-        )
-    reply([0, port])
-    (port,) = next(inbox)
-    store = store or dist.TCPStore("127.0.0.1", port, size, is_master=False)
+    # Whoever can write to the store can make ranks do what he likes. It is a file in a directory of this user alone; a
+    # TCPStore would listen at a port for all users of this host. Told the number of ranks, a FileStore would remove the
+    # file once so many of its copies are gone, and NCCL reads it until the end; the driver removes it.
+    store = dist.FileStore(f"{meeting_place}/store")
     kind, own_gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     dist.init_process_group(kind, store=store, rank=rank, world_size=size, device_id=own_gpu)
     runner = ModelRunner(config, Parallel(rank, size, dist.group.WORLD))
     info = runner.info
-    reply([1, [{**vars(info), "eos_token_ids": sorted(info.eos_token_ids)}, runner.memory()]])
+    reply([0, [{**vars(info), "eos_token_ids": sorted(info.eos_token_ids)}, runner.memory()]])
     Worker(config, runner, rank).follow(inbox, reply)
     runner.close()
-    # Rank 0, which holds the store, goes last: NCCL's threads complain of a store that is gone before them.
-    with contextlib.suppress(RuntimeError):
-        if rank > 0:
-            store.set(f"rank {rank} leaves", "")
-        else:
-            store.wait([f"rank {other} leaves" for other in range(1, size)], timedelta(seconds=2))
     os._exit(0)  # the driver waits; taking the interpreter down would take another second
 
 
 def main() -> None:
-    """Serves the driver at the other end of the socket whose number is the first argument."""
-    sock, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    inbox: SimpleQueue = SimpleQueue()
-
-    def read() -> None:
-        try:
-            for message in messages(sock, parent):
-                inbox.put(message)
-        finally:
-            os._exit(1)  # nobody is left to work for, whatever the main thread may be stuck in
-
-    def reply(message: Any) -> None:
-        sock.sendall(frame(message))
-
-    Thread(target=read, daemon=True).start()
-    try:
-        _run(iter(inbox.get, None), reply)
-    except BaseException as error:
-        logger.debug("the rank's error", exc_info=True)
-        with contextlib.suppress(OSError):
-            reply({"error": type(error).__name__, "message": str(error)})
-        while True:  # the driver decides whose fault it was, and ends all ranks
-            inbox.get()
+    serve(lambda inbox, reply: _run(iter(inbox.get, None), reply))
 
 
 if __name__ == "__main__":

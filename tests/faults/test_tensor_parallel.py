@@ -3,8 +3,10 @@
 import os
 import random
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -101,6 +103,7 @@ def sockets_of(pids: list[int]) -> set[str]:
 def nothing_left_behind(temporary: Path, monkeypatch) -> Iterator[None]:
     """Neither a process, an open file, a thread, a temporary file nor shared memory."""
     monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # else it is where temporary files went before
 
     def state() -> dict[str, Any]:
         return {
@@ -770,6 +773,18 @@ def test_closing_ends_the_ranks_and_may_be_done_twice(tiny, tmp_path, monkeypatc
         with pytest.raises(RuntimeError, match="closed"):
             llm.generate([[1]], LONG, use_tqdm=False)
         assert llm.metrics()["memory_bytes"] == {}
+
+
+def test_ranks_meet_where_no_other_user_can_write(tiny, tmp_path, monkeypatch):
+    """A store at a port took what any user of the host wrote to it, on whose word the ranks connect. gloo listens
+    once per rank for its own connections; rank 0, which had the store, once listened twice."""
+    with nothing_left_behind(tmp_path, monkeypatch):
+        with LLM(tiny, tensor_parallel_size=2, **OPTIONS) as llm:
+            listening = listening_sockets()
+            assert len({len(sockets_of([pid]) & listening) for pid in pids_of(llm)}) == 1
+            (directory,) = tmp_path.iterdir()
+            assert stat.S_IMODE(directory.stat().st_mode) == 0o700 and os.listdir(directory) == ["store"]
+        del llm
 
 
 def test_an_engine_that_is_dropped_takes_its_ranks_along(tiny, tmp_path, monkeypatch):

@@ -63,6 +63,9 @@ IN_PLACE = "runner/weights_in_place.py"
 WEIGHT_FILES = "parallel/weight_files.py"
 WORKER = "parallel/worker.py"
 PARALLEL_RUNNER = "parallel/parallel_runner.py"
+PROCESSES = "parallel/processes.py"
+REPLICA = "parallel/replica.py"
+REPLICA_ROWS = "parallel/replica_rows.py"
 
 MUTANTS = [
     # Block manager
@@ -2699,6 +2702,36 @@ MUTANTS = [
         "if False:",
         ("test_tensor_parallel.py::test_a_rank_that_goes_its_own_way_ends_the_run",),
     ),
+    Mutant(
+        "the place where ranks met stays behind",
+        PROCESSES,
+        "        shutil.rmtree(path, ignore_errors=True)\n",
+        "        pass\n",
+        ("test_tensor_parallel.py::test_an_engine_that_is_dropped_takes_its_ranks_along",),
+    ),
+    # Replicas
+    Mutant(
+        "rows are error rows because they ran beside one that kills replicas",
+        REPLICA_ROWS,
+        "_ROWS_AFTER_DEATHS = (16, 1)",
+        "_ROWS_AFTER_DEATHS = (16, 16)",
+        ("test_replicas.py::test_a_row_that_kills_its_replica_becomes_one_error_row[is killed]",),
+    ),
+    Mutant(
+        "one replica has the last rows and the others have none",
+        REPLICA_ROWS,
+        "key=lambda each: len(each.rows)",
+        "key=lambda each: -len(each.rows)",
+        ("test_replicas.py::test_few_rows_spread_over_all_replicas",),
+    ),
+    Mutant(
+        "a drained replica starts what it has",
+        REPLICA,
+        "                    outputs.drain()\n",
+        "                    pass\n",
+        ("test_replicas.py::test_drain_finishes_what_has_started_and_reads_no_more",),
+    ),
+    # Jobs
     Mutant(
         "a torn line of the journal counts",
         JOURNAL,

@@ -1,0 +1,195 @@
+"""Processes that work for this one: how ranks and replicas start, what goes through their sockets, and how they end.
+
+A process and its parent share a pair of connected sockets. It has no name, so nobody else can write to it. Either end
+closes with the process that holds it, which is how each learns of the other's end, whatever ended it.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import nanovllm
+
+logger = logging.getLogger(__name__)
+
+ERRORS = {"ValueError": ValueError, "TypeError": TypeError, "RuntimeError": RuntimeError}
+
+
+Loads = Callable[[bytes | bytearray], Any]
+
+
+def _to_json(message: Any) -> bytes:
+    return json.dumps(message).encode()
+
+
+def frame(message: Any, dumps: Callable[[Any], bytes] = _to_json) -> bytes:
+    """A message as it goes through a socket: its length in 4 bytes, then its bytes."""
+    data = dumps(message)
+    return len(data).to_bytes(4, "little") + data
+
+
+def messages(sock: socket.socket, parent: int | None = None, loads: Loads = json.loads) -> Iterator[Any]:
+    """The messages that come through a socket, until the other end is closed or this process has lost its `parent`."""
+    received = bytearray()
+    readable = select.poll()
+    readable.register(sock, select.POLLIN)
+    while True:
+        while len(received) >= 4 and len(received) >= 4 + (size := int.from_bytes(received[:4], "little")):
+            yield loads(received[4 : 4 + size])
+            del received[: 4 + size]
+        while not readable.poll(1000):
+            if parent is not None and os.getppid() != parent:
+                return
+        try:
+            data = sock.recv(1 << 20)
+        except OSError:  # the process at the other end died with bytes unread
+            return
+        if not data:
+            return
+        received += data
+
+
+# The parent's side
+
+
+@dataclass
+class Child:
+    """A process that works for this one."""
+
+    name: str
+    process: subprocess.Popen
+    socket: socket.socket
+
+    def death(self) -> str:
+        """How it ended, once its socket is closed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(1.0)
+        code = self.process.returncode
+        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit status {code}"
+        return f"{self.name} {how}"
+
+
+def start_child(
+    name: str, module: str, defaults: Mapping[str, str], settings: Mapping[str, str] | None = None
+) -> Child:
+    """Starts a process that runs a module, whose main function is `serve`.
+
+    Args:
+        name: for error messages.
+        defaults: environment variables, unless this process has them.
+        settings: environment variables in any case.
+    """
+    ours, theirs = socket.socketpair()
+    # What can be imported here can be imported there, and nothing from the working directory besides. PYTHONPATH would
+    # come before the standard library. The child gets this very package, not another of the same name.
+    path, package = [entry for entry in sys.path if isinstance(entry, str) and entry], Path(nanovllm.__file__).parent
+    program = f"""import sys; sys.path[:] = {path!r}
+import importlib.util, runpy
+spec = importlib.util.spec_from_file_location(
+    "nanovllm", {nanovllm.__file__!r}, submodule_search_locations=[{str(package)!r}]
+)
+sys.modules["nanovllm"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["nanovllm"])
+runpy.run_module({module!r}, run_name="__main__")"""
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, str(theirs.fileno()), str(os.getpid())],
+            pass_fds=[theirs.fileno()],
+            env={**defaults, **os.environ, **(settings or {})},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for this process alone
+        )
+    return Child(name, process, ours)
+
+
+def start_reader(child: Child, hear: Callable[[Any], None], loads: Loads = json.loads) -> None:
+    """Calls `hear` with each message of a child, and with None at its end, in a thread that no signal interrupts."""
+
+    def read() -> None:
+        try:
+            for message in messages(child.socket, loads=loads):
+                hear(message)
+        finally:
+            hear(None)
+            child.socket.close()
+
+    threading.Thread(target=read, daemon=True).start()
+
+
+def start_writer(children: list[Child], outbox: "SimpleQueue[bytes | None]") -> None:
+    """Writes what is put into the outbox to all of the children, in a thread, until None is put."""
+    sockets = [child.socket for child in children]
+
+    def write() -> None:
+        for data in iter(outbox.get, None):
+            for sock in sockets:
+                with contextlib.suppress(OSError):  # the reader will hear of it
+                    sock.sendall(data)
+
+    threading.Thread(target=write, daemon=True).start()
+
+
+def end_children(children: list[Child], outboxes: "list[SimpleQueue[bytes | None]]", parent: int, *paths: str) -> None:
+    """Kills the children, and removes directories that were theirs; in a fork of the parent it does nothing."""
+    if os.getpid() != parent:  # a fork of it, which ends without its parent
+        return
+    for outbox in outboxes:
+        outbox.put(None)
+    for child in children:
+        child.process.kill()
+    for child in children:
+        child.process.wait()
+        # Its reader closes it. Closed here, its number might become another file's while the reader still uses it.
+        with contextlib.suppress(OSError):
+            child.socket.shutdown(socket.SHUT_RDWR)
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# The child's side
+
+
+def serve(
+    run: "Callable[[SimpleQueue[Any], Callable[[Any], None]], None]",
+    loads: Loads = json.loads,
+    dumps: Callable[[Any], bytes] = _to_json,
+) -> None:
+    """Serves the parent at the other end of the socket whose number is the first argument.
+
+    Args:
+        run: gets the queue of the parent's messages and a function that answers. What it raises is told to the parent.
+    """
+    sock, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    inbox: SimpleQueue[Any] = SimpleQueue()
+
+    def read() -> None:
+        try:
+            for message in messages(sock, parent, loads):
+                inbox.put(message)
+        finally:
+            os._exit(1)  # nobody is left to work for, whatever the main thread may be stuck in
+
+    def reply(message: Any) -> None:
+        sock.sendall(frame(message, dumps))
+
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        run(inbox, reply)
+    except BaseException as error:
+        logger.debug("the process's error", exc_info=True)
+        with contextlib.suppress(OSError):
+            reply({"error": type(error).__name__, "message": str(error)})
+        while True:  # the parent decides whose fault it was, and ends its children
+            inbox.get()

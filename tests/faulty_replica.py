@@ -1,0 +1,26 @@
+"""A replica that dies of some rows, for Replicas' `replica_module`.
+
+The environment variable FATAL_TEXT says of which: those whose prompt has it. HOW says whether it is killed or raises.
+"""
+
+import os
+import signal
+
+import nanovllm.parallel.replica
+from nanovllm.prompts import Row
+from nanovllm.row_stream import RowStream
+
+_add = RowStream._add
+
+
+def _die_of(self: RowStream, row: Row, params):
+    if os.environ["FATAL_TEXT"] in (row.text or ""):
+        if os.environ.get("HOW") == "raises":
+            raise MemoryError("the row is too large")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _add(self, row, params)
+
+
+if __name__ == "__main__":
+    RowStream._add = _die_of
+    nanovllm.parallel.replica.main()
