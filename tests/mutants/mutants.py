@@ -2749,8 +2749,8 @@ MUTANTS = [
     Mutant(
         "a full disk leaves half a line",
         JOURNAL,
-        "            os.ftruncate(self._fd, self._size)\n            raise JobError(",
-        "            raise JobError(",
+        "                os.ftruncate(self._fd, self._size)\n                self._failure = JobError(",
+        "                self._failure = JobError(",
         ("test_job_journal.py::test_a_full_disk_leaves_whole_lines_and_says_what_to_do",),
     ),
     Mutant(
