@@ -12,11 +12,10 @@ import json
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import count
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Thread
 from typing import Any
 
 import pyarrow as pa
@@ -136,9 +135,7 @@ class LLMActor:
         llm = ready.result()
         params = rows.sampling_params
         self._default = params if isinstance(params, SamplingParams) else llm.get_default_sampling_params()
-        # A copy, because the LLM's thread uses the LLM's own.
-        self._tokenizer, self._lock = deepcopy(llm.get_tokenizer()), Lock()
-        if rows.messages and getattr(self._tokenizer, "chat_template", None) is None:
+        if rows.messages and getattr(llm.get_tokenizer(), "chat_template", None) is None:
             raise ValueError(f"{model} has no chat template for messages={rows.messages!r}; use prompt=…")
 
     def __call__(self, table: pa.Table) -> pa.Table:
@@ -153,28 +150,25 @@ class LLMActor:
         """What the LLM is to run; None if the row is at fault, whose output then is there."""
         try:
             params = self._rows.params(self._default, differing, row_id)
-            return future, prompt if self._rows.messages is None else self._token_ids(prompt), params
-        except Exception as error:  # a row may hold whatever it likes
+            return future, self._prompt_of(prompt), params
+        except Exception as error:  # a row may hold anything, and its fault must not end the job
             future.set_result(RequestOutput("", None, [], [CompletionOutput(0, "", [], "error")], error=str(error)))
             return None
 
-    def _token_ids(self, conversation: Any) -> list[int]:
-        """Through the chat template."""
-        try:
+    def _prompt_of(self, given: Any) -> Any:
+        """As LLM.generate_iter takes it."""
+        if self._rows.messages is None:
+            return given
+        messages = _from_json(given)
+        if isinstance(messages, list):
             # Arrow gives all messages the same keys, and a template may ask whether a message has one.
             messages = [
                 {key: value for key, value in message.items() if value is not None or key == "content"}
-                for message in _from_json(conversation)
+                if isinstance(message, dict)
+                else message
+                for message in messages
             ]
-            with self._lock:
-                text = self._tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True, **self._rows.chat_template_kwargs
-                )
-                return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # templates raise what they like, and a tokenizer's panic is no Exception
-            raise ValueError(f"the conversation cannot be rendered: {error!r}; give a list of messages") from None
+        return {"messages": messages, "chat_template_kwargs": dict(self._rows.chat_template_kwargs)}
 
 
 # Its output to be, its prompt and its parameters.

@@ -4,6 +4,7 @@ import argparse
 import inspect
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ Completes every row of a file. If it is killed, run the same command again: it c
 
     nanovllm run-batch -i in.jsonl -o out.jsonl --model Qwen/Qwen3-0.6B --max-tokens 256
 
-A row is {"id": …, "prompt": …} or a line of an OpenAI batch file; docs/jobs.md describes both."""
+A row is {"id": "a", "prompt": "Hello"} or a line of an OpenAI batch file; docs/jobs.md describes both."""
 # The job sets these itself.
 _NOT_OPTIONS = ("self", "model", "seed")
 _KINDS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
@@ -33,7 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
     """
     parser, engine, sampling = _make_parser()
     given = parser.parse_args(arguments)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("nanovllm").setLevel(logging.INFO)
     try:
         options = JobOptions(
             given.input,
@@ -54,6 +56,10 @@ def main(arguments: list[str] | None = None) -> int:
             report=given.report,
         )
         report = run_batch(options)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's own flush at the end would fail too
+        print("nanovllm run-batch: nobody reads standard output any more", file=sys.stderr)
+        return 1
     except (JobError, OSError, TypeError, ValueError, RuntimeError) as error:
         print(f"nanovllm run-batch: {error}", file=sys.stderr)
         return 1
@@ -61,7 +67,10 @@ def main(arguments: list[str] | None = None) -> int:
         print("nanovllm run-batch: stopped; run the same command again to resume", file=sys.stderr)
         return 130
     is_done = report["rows"]["finished"] == report["rows"]["total"]
-    return 0 if is_done or given.dry_run else 130
+    if not is_done and not given.dry_run:
+        print("nanovllm run-batch: stopped; run the same command again to resume", file=sys.stderr)
+        return 130
+    return 0
 
 
 def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:

@@ -13,7 +13,7 @@ from nanovllm.jobs.errors import JobError
 _DECIDING = ("model", "revision", "tokenizer", "dtype", "load_format", "max_model_len", "deterministic")
 _SUFFIXES = (".json", ".safetensors", ".model", ".jinja", ".txt")
 _NUM_SAMPLES, _BYTES_OF_SAMPLE = 64, 2**14
-_NAMES = {"model": "the model's files", "engine": "an engine option", "params": "a parameter"}
+_NAMES = {"model": "the model", "engine": "an engine option", "params": "a parameter", "seed": "the seed"}
 
 
 def fingerprint_of_model(directory: Path) -> str:
@@ -39,14 +39,15 @@ def identity_of(
     lines_digest: str, num_rows: int, directory: Path, engine: dict[str, Any], params: dict[str, Any], seed: int
 ) -> dict[str, Any]:
     """What must be equal for a job to be resumed, as JSON has it."""
-    deciding = {name: engine.get(name) for name in _DECIDING if name in engine}
+    deciding = {name: engine[name] for name in _DECIDING if engine.get(name) is not None}
     # A hub model's directory is named by its commit, and gets its weights only when an LLM wants them.
     is_local = Path(engine["model"]).is_dir()
     identity = {
         "input": {"digest": lines_digest, "rows": num_rows},
         "model": fingerprint_of_model(directory) if is_local else directory.name,
         "engine": deciding,
-        "params": {**params, "seed": seed},
+        "params": params,
+        "seed": seed,
     }
     return json.loads(json.dumps(identity, default=repr))
 
@@ -62,14 +63,14 @@ def check_same(before: dict[str, Any], now: dict[str, Any], path: Path) -> None:
 
 
 def _change(name: str, before: Any, now: Any) -> str:
-    if name == "input" and isinstance(before, dict):
+    if name == "input":
         what = "" if before["rows"] == now["rows"] else f" (it had {before['rows']:,} rows and has {now['rows']:,})"
         return f"the input has changed{what}"
     if isinstance(before, dict) and isinstance(now, dict):
         keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         values = ", ".join(f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in keys)
         return f"{_NAMES[name]} has changed ({values})"
-    return f"{_NAMES[name]} have changed"
+    return f"{_NAMES[name]} has changed (it was {before!r} and is {now!r})"
 
 
 def load_state(path: Path) -> dict[str, Any] | None:
@@ -80,11 +81,13 @@ def load_state(path: Path) -> dict[str, Any] | None:
     """
     try:
         state = json.loads(path.read_text())
-        if state["version"] == 1 and isinstance(state["identity"], dict):
-            return state
+        if state["version"] == 1 and isinstance(state["identity"]["input"]["rows"], int):
+            is_whole = isinstance(state["created"], int) and isinstance(state["finished"], bool)
+            if is_whole and (not state["finished"] or isinstance(state["report"], dict)):
+                return state
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, RecursionError, IsADirectoryError):
         pass
     raise JobError(f"{path} is not a job's description; move it away, or start over with --restart")
 

@@ -1,5 +1,6 @@
 """What a job knows of each row before it runs, in a few bytes."""
 
+import zlib
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import xxhash
 
+from nanovllm.jobs.errors import JobError
 from nanovllm.jobs.rows import JobRow
 from nanovllm.jobs.source import Source
 
@@ -32,12 +34,13 @@ class Index:
         self.errors: list[tuple[str, str]] = []
         self.num_errors = 0
         self.kinds: set[str] = set()
-        ids, most = array("Q"), array("q")
+        ids, most, self._checksums = array("Q"), array("q"), array("L")
         for number, line in enumerate(lines.scan()):
             row = parse(number, line)
             # A row without an id is like no other.
             ids.append(xxhash.xxh3_64_intdigest(row.id.encode()) if row.id is not None else 0)
             most.append(0 if row.error is not None else most_new_tokens(row))
+            self._checksums.append(zlib.crc32(line))
             self.kinds.add(row.kind)
             self._note(row)
         self.most_new_tokens = np.array(most, np.int64)
@@ -48,7 +51,16 @@ class Index:
                 self._note(self.row(number, line))
 
     def row(self, number: int, line: bytes) -> JobRow:
-        """The row of a line; an error row if an earlier row has the same id."""
+        """The row of a line; an error row if an earlier row has the same id.
+
+        Raises:
+            JobError: it is not the line that was scanned.
+        """
+        if zlib.crc32(line) != self._checksums[number]:
+            raise JobError(
+                f"row {number + 1} of the input has changed while the job ran. Restore the input, and run the same "
+                "command again"
+            )
         row = self._parse(number, line)
         if (first := self.first_use[number]) >= 0 and row.error is None:
             return replace(row, error=f"row {first + 1} has the same id {row.id!r}; ids must be unique")

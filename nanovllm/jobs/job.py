@@ -29,13 +29,14 @@ from nanovllm.jobs.options import JobOptions
 from nanovllm.jobs.parquet import import_pyarrow, is_parquet, write_parquet
 from nanovllm.jobs.report import Progress, in_words, num_rows_in_words, report_of
 from nanovllm.jobs.row_params import RowParams
+from nanovllm.jobs.rows import JobRow
 from nanovllm.jobs.run import Results, RowsRun, Stdout
 from nanovllm.jobs.source import Source, open_source
 from nanovllm.parallel.replicas import Replicas
 
 logger = logging.getLogger("nanovllm.jobs")
 
-_ROWS_OF_SAMPLE, _ROWS_OF_PIECE, _MOST_ERRORS = 20_000, 256, 1000
+_ROWS_OF_SAMPLE, _ROWS_OF_PIECE, _BYTES_OF_PIECE, _MOST_ERRORS = 20_000, 256, 2**24, 1000
 
 
 def make_llm(model: str, *, data_parallel_size: int = 1, **engine: Any) -> LLM | Replicas:
@@ -56,8 +57,8 @@ class Job:
     def __init__(self, options: JobOptions, make_llm: Callable[..., LLM | Replicas] = make_llm):
         self._options, self._make_llm = options, make_llm
         self._is_stream = options.output == "-"
-        self._output = Path(options.output)
-        self._state_path, self._part_path = (Path(f"{options.output}.{kind}") for kind in ("job", "part"))
+        self._output = Path(options.output).resolve()  # a link's target, beside which the other files stand
+        self._state_path, self._part_path = (Path(f"{self._output}.{kind}") for kind in ("job", "part"))
         self._began, self._created = time.monotonic(), int(time.time())
         self._seconds: dict[str, float] = {}
         self._metrics: dict[str, Any] = {}
@@ -88,21 +89,33 @@ class Job:
         finally:
             lines.close()
         if options.report is not None:
-            write_whole(options.report, json.dumps(report, indent=1).encode())
+            text = json.dumps(report, indent=1) + "\n"
+            path = Path(options.report)
+            if path.exists() and not path.is_file():  # a terminal or a pipe
+                path.write_text(text)
+            else:
+                write_whole(path.resolve(), text.encode())
         return report
 
     # Before the rows run
 
     def _check_paths(self) -> None:
-        if self._is_stream:
-            return
-        if not self._output.parent.is_dir():
-            raise JobError(f"the output's directory {self._output.parent} does not exist; make it first")
-        if self._output.is_dir():
-            raise JobError(f"the output {self._output} is a directory; name a file")
-        source = Path(self._options.input)
-        if self._output.exists() and source.exists() and self._output.samefile(source):
-            raise JobError(f"{self._output} is the input too; choose another output")
+        """Refuses paths that would destroy each other's files, or that cannot be written at the end."""
+        ours = [] if self._is_stream else [self._output, self._state_path, self._part_path]
+        ours += [path.with_name(path.name + ".new") for path in ours]
+        others = [Path(path).resolve() for path in (self._options.input, self._options.report) if path is not None]
+        for path in others:
+            if path in ours:
+                raise JobError(f"the job itself writes {path}; choose another output")
+        if len(others) == 2 and others[0] == others[1]:
+            raise JobError(f"the report would replace the input {others[0]}; choose another file")
+        for path in [*ours[:1], *others[1:]]:
+            if not path.parent.is_dir():
+                raise JobError(f"the directory {path.parent} does not exist; make it first")
+            if path.is_dir():
+                raise JobError(f"{path} is a directory; name a file")
+        if ours and self._output.exists() and not self._output.is_file():
+            raise JobError(f'the output {self._output} is not a regular file; "-" is standard output')
 
     def _preflight_of_model(self) -> Preflight:
         names = ("revision", "tokenizer", "max_model_len")
@@ -116,15 +129,14 @@ class Job:
 
     def _check_tokens(self, lines: Source, index: Index, params: RowParams, preflight: Preflight) -> None:
         """Tokenizes all rows or some, and says what is to be expected."""
-        kind = self._options.preflight or ("full" if self._options.dry_run else "sample")
+        needs_all = self._options.dry_run or self._options.on_error == "stop"
+        kind = self._options.preflight or ("full" if needs_all else "sample")
         if kind == "off" or not len(lines):
             return
         num_checked = len(lines) if kind == "full" else min(len(lines), _ROWS_OF_SAMPLE)
         numbers = np.linspace(0, len(lines) - 1, num_checked).astype(np.int64).tolist()
         refused: list[tuple[str, str]] = []
-        for start in range(0, len(numbers), _ROWS_OF_PIECE):
-            rows = [index.row(number, lines.read(number)) for number in numbers[start : start + _ROWS_OF_PIECE]]
-            rows = [row for row in rows if row.error is None]
+        for rows in _pieces(index.row(number, lines.read(number)) for number in numbers):
             checks = preflight.check([row.prompt for row in rows], [params.of(row) for row in rows])
             refused += [
                 (name_of(row), check.error)
@@ -176,13 +188,19 @@ class Job:
                         f"{path} exists, and no {self._state_path.name} says which job wrote it; move it away, or "
                         "replace it with --restart"
                     )
-        journal.recover(num_rows)
-        if state is not None and (state["finished"] or journal.num_rows):
+        elif state["finished"] or self._part_path.stat().st_size:
+            # Before the journal is touched: it may be another job's. Where nothing is finished, nothing is lost.
             check_same(state["identity"], identity, self._state_path)
+        else:
+            state = None
+        journal.recover(num_rows)
+        if state is not None and state["finished"] and self._output.exists():
+            return state
+        if state is not None and self._output.exists() and not journal.is_complete():
+            raise JobError(f"{self._output} exists, but its job has not finished; move it away")
+        if state is not None:
             self._created = state["created"]
             logger.info("%s of %s rows are finished", f"{journal.num_rows:,}", f"{num_rows:,}")
-            return state
-        # Where nothing is finished, nothing is lost.
         state = {"version": 1, "identity": identity, "created": self._created, "finished": False}
         save_state(self._state_path, state)
         return state
@@ -228,7 +246,7 @@ class Job:
         self, num_rows: int, num_before: int, num_finished: int, errors: list[dict[str, Any]], num_errors: int
     ) -> dict[str, Any]:
         rows = {"total": num_rows, "finished": num_finished, "finished_before": num_before, "errors": num_errors}
-        num_devices = math.prod(self._options.engine.get(f"{kind}_parallel_size", 1) for kind in ("data", "tensor"))
+        num_devices = math.prod((self._options.engine.get(f"{kind}_parallel_size") or 1) for kind in ("data", "tensor"))
         return report_of(
             rows, errors, dict(self._seconds), time.monotonic() - self._began, self._metrics, num_devices,
             self._options.price_per_hour,
@@ -241,6 +259,21 @@ class Job:
             yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - began
+
+
+def _pieces(rows: Iterator[JobRow]) -> Iterator[list[JobRow]]:
+    """The rows without errors, in lists of a few rows and bytes."""
+    piece: list[JobRow] = []
+    num_bytes = 0
+    for row in rows:
+        if row.error is None:
+            piece.append(row)
+            num_bytes += len(repr(row.prompt))
+        if len(piece) == _ROWS_OF_PIECE or num_bytes >= _BYTES_OF_PIECE:
+            yield piece
+            piece, num_bytes = [], 0
+    if piece:
+        yield piece
 
 
 def _say(

@@ -7,6 +7,7 @@ anything; it is cut off before the first line whose checksum is wrong.
 
 import fcntl
 import os
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ class Journal:
 
     Args:
         path: is made if it does not exist.
-        seconds_between_syncs: `append` syncs the file if the last sync is at least this many seconds old.
+        seconds_between_syncs: the file is synced if the last sync is at least this many seconds old.
 
     Raises:
         JobError: another process has it.
@@ -41,6 +42,11 @@ class Journal:
         self._sizes = np.empty(0, np.int64)
         self._written_at = self._synced_at = time.monotonic()
         self.num_rows = 0
+        # The last rows before a long step must not wait for the next row to finish.
+        self._lock, self._closing = threading.RLock(), threading.Event()
+        self._failure: JobError | None = None
+        self._thread = threading.Thread(target=self._write_in_time, daemon=True)
+        self._thread.start()
 
     def recover(self, num_rows: int) -> None:
         """Reads what is there, and cuts off a torn end. It is called first.
@@ -78,9 +84,10 @@ class Journal:
         """
         start = b"%d " % number
         head = b"%d %08x " % (number, zlib.crc32(row, zlib.crc32(start)))
-        self._note(number, len(head), len(row), self._size + self._num_waiting)
-        self._waiting.append(head + row + b"\n")
-        self._num_waiting += len(head) + len(row) + 1
+        with self._lock:
+            self._note(number, len(head), len(row), self._size + self._num_waiting)
+            self._waiting.append(head + row + b"\n")
+            self._num_waiting += len(head) + len(row) + 1
         now = time.monotonic()
         if self._num_waiting >= _BYTES_OF_WRITE or now - self._written_at >= _SECONDS_BETWEEN_WRITES:
             self.write()
@@ -89,20 +96,24 @@ class Journal:
 
     def write(self) -> None:
         """Hands waiting lines to the operating system, so that they survive a kill of this process."""
-        data, self._waiting, self._num_waiting = b"".join(self._waiting), [], 0
-        self._written_at = time.monotonic()
-        view, offset = memoryview(data), self._size
-        try:
-            while view:
-                written = os.pwrite(self._fd, view, offset)
-                offset, view = offset + written, view[written:]
-        except OSError as error:
-            os.ftruncate(self._fd, self._size)
-            raise JobError(
-                f"{self._path} cannot be written: {error.strerror}. Make room and run the same command again; all rows "
-                "that were written before are kept"
-            ) from error
-        self._size = offset
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            data, self._waiting, self._num_waiting = b"".join(self._waiting), [], 0
+            self._written_at = time.monotonic()
+            view, offset = memoryview(data), self._size
+            try:
+                while view:
+                    written = os.pwrite(self._fd, view, offset)
+                    offset, view = offset + written, view[written:]
+            except OSError as error:
+                os.ftruncate(self._fd, self._size)
+                self._failure = JobError(
+                    f"{self._path} cannot be written: {error.strerror}. Make room and run the same command again; all "
+                    "rows that were written before are kept"
+                )
+                raise self._failure from error
+            self._size = offset
 
     def sync(self) -> None:
         """Waits until everything is on the disk."""
@@ -112,6 +123,17 @@ class Journal:
         except OSError as error:
             raise JobError(f"{self._path} cannot be synced: {error.strerror}; run the same command again") from error
         self._synced_at = time.monotonic()
+
+    def _write_in_time(self) -> None:
+        while not self._closing.wait(_SECONDS_BETWEEN_WRITES or 0.2):
+            try:
+                if self._waiting:
+                    self.write()
+                if time.monotonic() - self._synced_at >= self._seconds_between_syncs:
+                    self.sync()
+            except JobError as error:
+                self._failure = error  # the next append raises it
+                return
 
     def rows(self) -> Iterator[bytes]:
         """The output rows that are there, in the input's order."""
@@ -123,8 +145,11 @@ class Journal:
     def close(self) -> None:
         """Syncs and closes the file. Removes it if it is empty."""
         if self._fd >= 0:
+            self._closing.set()
+            self._thread.join()
             try:
-                self.sync()
+                if self._failure is None:
+                    self.sync()
                 if os.fstat(self._fd).st_size == 0:
                     self.remove()
             finally:

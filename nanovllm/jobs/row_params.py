@@ -54,4 +54,6 @@ class RowParams:
         return params.n * (most if params.max_tokens is None else min(params.max_tokens, most))
 
     def _of(self, row: JobRow) -> SamplingParams:
-        return self._made(row.kind, json.dumps(row.params) if row.params else "{}")
+        own = json.dumps(row.params) if row.params else "{}"
+        # Large parameters, such as schemas, would fill the memory if each row had its own.
+        return (self._made if len(own) < 1024 else self._made.__wrapped__)(row.kind, own)

@@ -94,7 +94,7 @@ def parse_row(number: int, line: bytes | str) -> JobRow:
             prompt, params, model = request_of(given, kind)
         if id_problem is not None:
             raise ValueError(id_problem)
-        if params and (complaint := _complaint(json.dumps(params))) is not None:
+        if params and (complaint := _complaint_about(json.dumps(params))) is not None:
             raise ValueError(complaint)
     except (ValueError, RecursionError) as problem:
         return _error_row(number, row_id, kind, problem)
@@ -204,6 +204,11 @@ def _plain(given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     if name == "token_ids" and not isinstance(given[name], list):
         raise ValueError(f'"token_ids" must be a list of token ids, not {given[name]!r}')
     return prompt_of(name, given[name]), params
+
+
+def _complaint_about(params: str) -> str | None:
+    # Large parameters, such as schemas, would fill the memory if each row had its own.
+    return (_complaint if len(params) < 1024 else _complaint.__wrapped__)(params)
 
 
 @lru_cache(maxsize=256)

@@ -48,6 +48,7 @@ class Stdout:
     def append(self, number: int, row: bytes) -> None:
         self.num_rows += 1
         sys.stdout.buffer.write(row + b"\n")
+        sys.stdout.buffer.flush()
 
     def write(self) -> None:
         sys.stdout.buffer.flush()

@@ -10,8 +10,17 @@ from typing import BinaryIO
 
 import xxhash
 
+from nanovllm.jobs.errors import JobError
 from nanovllm.jobs.fields import MOST_BYTES_OF_LINE
 from nanovllm.jobs.parquet import ParquetLines, is_parquet
+
+_OTHER_FILES = {
+    b"\x1f\x8b": "compressed by gzip",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+    b"PAR1": "a Parquet file by another name",
+}
 
 
 class Lines:
@@ -25,6 +34,7 @@ class Lines:
 
     Raises:
         OSError: the input cannot be read.
+        JobError: it is no text in UTF-8.
     """
 
     def __init__(self, path: str, spool_directory: Path | None = None):
@@ -34,8 +44,16 @@ class Lines:
             self._file: BinaryIO = open(path, "rb")  # noqa: SIM115 - close() closes it
         else:
             self._file = tempfile.TemporaryFile(dir=spool_directory)  # noqa: SIM115
-            with sys.stdin.buffer if path == "-" else open(path, "rb") as stream:
-                shutil.copyfileobj(stream, self._file, 2**20)
+            if path == "-":
+                shutil.copyfileobj(sys.stdin.buffer, self._file, 2**20)
+            else:
+                with open(path, "rb") as stream:
+                    shutil.copyfileobj(stream, self._file, 2**20)
+        self._file.seek(0)
+        begins = self._file.read(4)
+        for beginning, kind in _OTHER_FILES.items():
+            if begins.startswith(beginning):
+                raise JobError(f"{path} is {kind}; give JSON Lines in UTF-8, or a Parquet file named .parquet")
 
     def __len__(self) -> int:
         return len(self._offsets)

@@ -138,6 +138,7 @@ def kill_at_each_call(count: int) -> None:
                 (directory / "out.job").unlink()
             if num_kills == before or call > 500:
                 break
+    assert num_kills > 3 * count and call < 500, "the calls that change files are others than those that are patched"
     print(f"right: {num_kills} kills at {call - 1} calls")
 
 
@@ -166,7 +167,7 @@ def kill_at_random_moments(num_kills: int, count: int, model: str, seconds: floa
         whole_seconds = time.monotonic() - began
         expected = (directory / "whole").read_bytes()
         assert len(expected.splitlines()) == count
-        done = torn = full = finished = 0
+        done = torn = full = finished = cut = 0
         while done < num_kills:
             process = os.fork()
             if process == 0:
@@ -190,6 +191,7 @@ def kill_at_random_moments(num_kills: int, count: int, model: str, seconds: floa
             done += 1
             full += status == 3
             part = directory / "out.part"
+            cut += part.exists() and part.stat().st_size > 0
             if status < 0 and part.exists() and rng.random() < 0.3:
                 torn += 1
                 with part.open("r+b") as file:
@@ -204,8 +206,10 @@ def kill_at_random_moments(num_kills: int, count: int, model: str, seconds: floa
                     (directory / f"out{suffix}").unlink()
         assert in_fork(lambda: run(options("out"), LLM)) == 0
         assert (directory / "out").read_bytes() == expected
+    assert cut, "every kill came before the first row was written, or after the last; change --seconds or --rows"
     print(
-        f"right: {done} kills, {torn} torn files and {full} full disks among them, {finished + 1} finished jobs of "
+        f"right: {done} kills, {cut} of them after some rows, {torn} torn files and {full} full disks among "
+        f"them, {finished + 1} finished jobs of "
         f"{count} rows, {whole_seconds:.1f} s uninterrupted"
     )
 

@@ -51,7 +51,6 @@ MODEL_CONFIG = "models/config.py"
 TEXT = "text.py"
 ROWS = "row_stream.py"
 PREFLIGHT = "preflight.py"
-JOB = "jobs/job.py"
 JOB_INDEX = "jobs/index.py"
 ROW_PARAMS = "jobs/row_params.py"
 JOURNAL = "jobs/journal.py"
@@ -2750,15 +2749,15 @@ MUTANTS = [
     Mutant(
         "a full disk leaves half a line",
         JOURNAL,
-        "            os.ftruncate(self._fd, self._size)\n            raise JobError(",
-        "            raise JobError(",
+        "                os.ftruncate(self._fd, self._size)\n                self._failure = JobError(",
+        "                self._failure = JobError(",
         ("test_job_journal.py::test_a_full_disk_leaves_whole_lines_and_says_what_to_do",),
     ),
     Mutant(
         "a row's seed comes from its place",
         ROW_PARAMS,
-        '(row.id or "").encode(), self._seed',
-        "str(row.number).encode(), self._seed",
+        "row_seed(self._seed, row.id)",
+        "row_seed(self._seed, row.number)",
         ("test_jobs.py::test_results_belong_to_ids_and_not_to_places",),
     ),
     Mutant(
@@ -2777,8 +2776,8 @@ MUTANTS = [
     ),
     Mutant(
         "after Ctrl-C, what waits still runs",
-        JOB,
-        "                outputs.drain()\n",
+        "jobs/run.py",
+        "                    outputs.drain()\n",
         "",
         ("test_jobs.py::test_ctrl_c_finishes_what_runs_and_the_same_command_goes_on",),
     ),

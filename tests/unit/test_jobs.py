@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from itertools import pairwise
 
@@ -143,7 +144,7 @@ def test_only_the_missing_rows_run_again(job, tmp_path):
     [
         ({"rows": plain(49)}, r"the input has changed \(it had 50 rows and has 49\)"),
         ({"rows": [*plain(49), {"id": "r49", "prompt": "else"}]}, "another job: the input has changed. Run"),
-        ({"seed": 1}, "seed was 0 and is 1"),
+        ({"seed": 1}, r"the seed has changed \(it was 0 and is 1\)"),
         ({"params": {"top_p": 0.5}}, "top_p was None and is 0.5"),
         ({"engine": {"dtype": "bfloat16"}}, "dtype was None and is 'bfloat16'"),
     ],
@@ -173,7 +174,7 @@ def test_another_models_files_are_noticed(job, tmp_path):
     changed = bytearray(weights.read_bytes())
     changed[-10_000:] = bytes(10_000)
     weights.write_bytes(changed)
-    with pytest.raises(JobError, match="the model's files have changed"):
+    with pytest.raises(JobError, match="the model has changed"):
         job(model=str(model))
 
 
@@ -198,13 +199,132 @@ def test_a_job_that_finished_nothing_may_be_corrected(job):
 
 @pytest.mark.parametrize(
     ("output", "message"),
-    [("in", "is the input too"), (".", "is a directory; name a file"), ("no/out", "does not exist; make it first")],
+    [
+        ("in", "the job itself writes"),
+        (".", "is a directory; name a file"),
+        ("no/out", "does not exist; make it first"),
+    ],
 )
 def test_a_bad_output_is_refused_before_anything_is_read(job, tmp_path, output, message):
     before = json.dumps(plain(1)[0]).encode() + b"\n"
     with pytest.raises(JobError, match=message):
         job(plain(1), output=str(tmp_path / output))
     assert (tmp_path / "in").read_bytes() == before and FakeLLM.made == []
+
+
+@pytest.mark.parametrize("count", [49, 20, 0])
+@pytest.mark.parametrize("options", [{}, {"dry_run": True}, {"on_error": "stop"}])
+def test_a_run_with_another_input_leaves_the_journal_as_it_is(job, tmp_path, count, options):
+    """The journal was once cut at the first row that a shorter input lacks, before the job was compared."""
+    unfinished(job, tmp_path, plain(50), 30)
+    before = (tmp_path / "out.part").read_bytes()
+    if "dry_run" in options:
+        job(plain(count), **options)
+    else:
+        with pytest.raises(JobError, match="the input has changed"):
+            job(plain(count), **options)
+    assert (tmp_path / "out.part").read_bytes() == before and FakeLLM.made == []
+    report, _ = job(plain(50))
+    assert report["rows"]["finished_before"] == 30 and len(FakeLLM.made) == 20
+
+
+def test_a_seed_for_all_rows_is_a_parameter_too(job, tmp_path):
+    unfinished(job, tmp_path, plain(5), 0)
+    job(params={"seed": 1})
+    with pytest.raises(JobError, match="seed was 1 and is 2"):
+        job(params={"seed": 2})
+
+
+def test_an_input_that_changes_while_the_job_runs_is_noticed(job, tmp_path):
+    rows = plain(100)
+
+    class Changing(FakeLLM):
+        def __init__(self, model, **options):
+            super().__init__(model, **options)
+            lines = (tmp_path / "in").read_bytes()
+            (tmp_path / "in").write_bytes(lines.replace(b"prompt 70", b"prompt 07"))
+
+    with pytest.raises(JobError, match=r"row 71 of the input has changed while the job ran"):
+        job(rows, Changing)
+    assert len(job(rows)[1]) == 100
+
+
+def test_finished_rows_reach_the_file_although_no_other_row_finishes(tmp_path):
+    """The journal once looked at the clock only when a row was added, so the last of a burst waited in memory."""
+    journal = Journal(tmp_path / "part")
+    journal.recover(9)
+    for number in range(9):
+        journal.append(number, b"{}")
+    deadline = time.monotonic() + 60
+    while (tmp_path / "part").read_bytes().count(b"\n") < 9:
+        assert time.monotonic() < deadline
+        os.sched_yield()
+    journal.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"input": "out.new"}, "the job itself writes"),
+        ({"input": "out.part"}, "the job itself writes"),
+        ({"report": "out"}, "the job itself writes"),
+        ({"report": "in"}, "the report would replace the input"),
+        ({"report": "no/report"}, "does not exist; make it first"),
+    ],
+)
+def test_files_that_would_destroy_each_other_are_refused(job, tmp_path, options, message):
+    for name in ("out.new", "out.part"):
+        (tmp_path / name).write_text(json.dumps(plain(1)[0]) + "\n")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(JobError, match=message):
+        job(**{name: str(tmp_path / value) for name, value in options.items()}, restart=True)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_link_is_followed_and_what_is_no_file_is_refused(job, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "real" / "rows")
+    assert len(job(plain(3))[1]) == 3
+    assert (tmp_path / "out").is_symlink() and sorted(os.listdir(tmp_path / "real")) == ["rows", "rows.job"]
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(JobError, match="is not a regular file"):
+        job(output=str(tmp_path / "pipe"), restart=True)
+    assert not (tmp_path / "pipe").is_file()
+
+
+def test_a_file_that_appears_while_a_job_is_stopped_is_not_overwritten(job, tmp_path):
+    unfinished(job, tmp_path, plain(50), 30)
+    (tmp_path / "out").write_text("precious")
+    with pytest.raises(JobError, match="exists, but its job has not finished"):
+        job()
+    assert (tmp_path / "out").read_text() == "precious"
+
+
+@pytest.mark.parametrize("begins", [b"\x1f\x8b\x08", b"\xff\xfei\x00", b"PAR1"])
+def test_a_file_that_is_no_text_is_refused_whole(job, tmp_path, begins):
+    (tmp_path / "in").write_bytes(begins + b"more")
+    with pytest.raises(JobError, match="give JSON Lines in UTF-8"):
+        job()
+    assert FakeLLM.made == []
+
+
+@pytest.mark.parametrize(
+    "state", ["", "{}", "[]", '{"version": 1, "identity": {"input": {"rows": 1}}}', '{"version": 2}', "[" * 10_000]
+)
+def test_a_broken_description_is_refused_with_its_name(job, tmp_path, state):
+    (tmp_path / "out.job").write_text(state)
+    with pytest.raises(JobError, match=r"out.job is not a job's description"):
+        job(plain(3))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"on_error": "Stop"}, {"preflight": "al"}, {"seed": -1}, {"price_per_hour": float("nan")},
+     {"seconds_between_syncs": -1}, {"restart": True, "dry_run": True}],
+)  # fmt: skip
+def test_wrong_options_are_refused_when_they_are_made(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        JobOptions("in", "out", MODEL, **options)
 
 
 def test_two_runs_never_write_one_output(job, tmp_path):
