@@ -1005,4 +1005,4 @@ def test_no_message_names_a_package_that_is_not_ours():
     ]
     assert hints, "there are hints to look at"
     for name, hint in hints:
-        assert re.match(r"pip install (flash-attn|triton|llguidance)\b", hint), (name, hint)
+        assert re.match(r"pip install (flash-attn|triton|llguidance|pyarrow)\b", hint), (name, hint)
