@@ -46,7 +46,8 @@ def import_pyarrow(path: str | Path) -> tuple[Any, Any]:
         import pyarrow.parquet
     except ImportError as error:
         raise JobError(
-            f"{path} is a Parquet file, which needs pyarrow ({error}). Install it (pip install pyarrow), or use JSON Lines"
+            f"{path} is a Parquet file, which needs pyarrow ({error}); install it (pip install pyarrow), or use JSON "
+            "Lines"
         ) from None
     return pyarrow, pyarrow.parquet
 
