@@ -1,6 +1,8 @@
 """Options and fixtures that all tests share. Nothing here imports torch."""
 
+import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -28,3 +30,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 @pytest.fixture
 def runs(request: pytest.FixtureRequest) -> int:
     return request.config.getoption("--runs")
+
+
+@pytest.fixture(autouse=True)
+def same_log_level() -> Iterator[None]:
+    """A command sets the level for its process; the next test has the one before."""
+    logger = logging.getLogger("nanovllm")
+    level = logger.level
+    yield
+    logger.setLevel(level)

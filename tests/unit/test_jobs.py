@@ -1,7 +1,6 @@
 """Jobs with a fake LLM: each row once, in the input's order; resumed only as the same job; errors are rows."""
 
 import json
-import logging
 import os
 import random
 import signal
@@ -31,9 +30,6 @@ MODEL = str(MODEL_DIRECTORY)
 @pytest.fixture(autouse=True)
 def nothing_made():
     FakeLLM.made = []
-    level = logging.getLogger("nanovllm").level
-    yield
-    logging.getLogger("nanovllm").setLevel(level)  # the command sets it
 
 
 @pytest.fixture
