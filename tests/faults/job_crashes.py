@@ -142,6 +142,15 @@ def kill_at_each_call(count: int) -> None:
     print(f"right: {num_kills} kills at {call - 1} calls")
 
 
+def wait_for_growth(path: Path, process: int) -> None:
+    """Until the file has grown, or the process has ended (it stays a zombie)."""
+    before = path.stat().st_size if path.exists() else 0
+    while not path.exists() or path.stat().st_size <= before:
+        if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            return
+        time.sleep(0.01)
+
+
 def kill_at_random_moments(num_kills: int, count: int, model: str, seconds: float) -> None:
     from nanovllm import LLM
 
@@ -184,7 +193,11 @@ def kill_at_random_moments(num_kills: int, count: int, model: str, seconds: floa
                     os._exit(status)
             rng.random()  # the fork drew it
             rng.randrange(1, 5000)
-            time.sleep(rng.uniform(0.2, seconds))
+            if done % 2:  # at any moment, or soon after a row was written
+                time.sleep(rng.uniform(0.2, seconds))
+            else:
+                wait_for_growth(directory / "out.part", process)
+                time.sleep(rng.uniform(0, 0.2))
             os.kill(process, signal.SIGKILL)
             status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
             assert status in (0, 3, -signal.SIGKILL), status
