@@ -91,6 +91,7 @@ def test_a_full_disk_leaves_whole_lines_and_says_what_to_do(tmp_path, monkeypatc
     journal.recover(3)
     journal.append(0, b"first")
     journal.write()
+    before = (tmp_path / "part").read_bytes()
     real = os.pwrite
     room = 9
 
@@ -106,6 +107,7 @@ def test_a_full_disk_leaves_whole_lines_and_says_what_to_do(tmp_path, monkeypatc
     with pytest.raises(JobError, match=r"cannot be written: No space left on device\. Make room and run the same comm"):
         journal.append(1, b"x" * 200_000)
     monkeypatch.undo()
+    assert (tmp_path / "part").read_bytes() == before
     journal.close()
     assert recovered(tmp_path / "part", 3) == {0: b"first"}
 
