@@ -86,7 +86,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
     add("-i", "--input", required=True, help='JSON Lines or a .parquet file; "-" is standard input')
     add("-o", "--output", required=True, help='the output file; "-" is standard output, which cannot be resumed')
     add("--model", required=True, help='a directory, a hub name, or "bundled"')
-    add("--seed", type=int, default=0, help="the job's seed, from which and its id each row gets its own (default 0)")
+    add("--seed", type=int, default=0, help="the job's seed; a row's seed is derived from it and the row's id")
     add(
         "--on-error",
         choices=("row", "stop"),

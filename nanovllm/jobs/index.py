@@ -34,7 +34,7 @@ class Index:
         self.errors: list[tuple[str, str]] = []
         self.num_errors = 0
         self.kinds: set[str] = set()
-        ids, most, self._checksums = array("Q"), array("q"), array("L")
+        ids, most, self._checksums = array("Q"), array("q"), array("I")
         for number, line in enumerate(lines.scan()):
             row = parse(number, line)
             # A row without an id is like no other.

@@ -39,9 +39,9 @@ logger = logging.getLogger("nanovllm.jobs")
 _ROWS_OF_SAMPLE, _ROWS_OF_PIECE, _BYTES_OF_PIECE, _MOST_ERRORS = 20_000, 256, 2**24, 1000
 
 
-def make_llm(model: str, *, data_parallel_size: int = 1, **engine: Any) -> LLM | Replicas:
+def make_llm(model: str, *, data_parallel_size: int | None = None, **engine: Any) -> LLM | Replicas:
     """The LLM of a job, or several of them."""
-    if data_parallel_size == 1:
+    if data_parallel_size in (None, 1):
         return LLM(model, **engine)
     return Replicas(model, data_parallel_size=data_parallel_size, **engine)
 
@@ -77,7 +77,7 @@ class Job:
                 most = preflight.max_model_len
                 index = Index(lines, params.parse, lambda row: params.most_new_tokens(row, most))
                 self._refuse(index.num_errors, index.errors)
-                # A job that goes on was checked when it began.
+                # A resumed job was checked when it began.
                 if options.restart or options.dry_run or self._is_stream or not self._state_path.exists():
                     self._check_tokens(lines, index, params, preflight)
             if options.dry_run:

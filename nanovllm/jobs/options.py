@@ -17,7 +17,7 @@ class JobOptions:
         engine: other options of LLM, and `data_parallel_size`: how many LLMs, each in a process with GPUs of its own.
         params: SamplingParams for all rows. A row's own parameters take precedence. Parameters that neither sets come
             from the model's generation_config.json, or else from SamplingParams' defaults.
-        seed: of the job. A row that samples and has no seed of its own gets one made of this and its id.
+        seed: of the job. A row that samples and has no seed of its own gets one derived from this and its id.
         on_error: "row" makes an error row of each row that cannot run; "stop" refuses the job before it starts.
         restart: delete the output and the journal of an earlier run.
         dry_run: check the rows and stop; no weights are loaded.

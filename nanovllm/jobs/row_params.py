@@ -42,7 +42,7 @@ class RowParams:
         return row
 
     def of(self, row: JobRow) -> SamplingParams:
-        """Of a row without an error. If it samples and gives no seed, it has one made of the job's seed and its id."""
+        """Of a row without an error. If it samples and gives no seed, its seed is derived from the job's and its id."""
         params = self._of(row)
         if params.seed is not None or params.temperature == 0:
             return params

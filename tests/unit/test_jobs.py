@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.jobs.cli import main
 from nanovllm.jobs.errors import JobError
+from nanovllm.jobs.identity import identity_of
 from nanovllm.jobs.job import Job, JobOptions
 from nanovllm.jobs.journal import Journal
 from nanovllm.jobs.plan import early_rows, in_windows
@@ -325,6 +326,48 @@ def test_a_broken_description_is_refused_with_its_name(job, tmp_path, state):
 def test_wrong_options_are_refused_when_they_are_made(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         JobOptions("in", "out", MODEL, **options)
+
+
+def test_a_hub_model_may_get_its_weights_after_the_job_began(tmp_path):
+    """Its directory is named by the commit, and an LLM fetches the weights into it."""
+    snapshot = tmp_path / "0123abcd"
+    snapshot.mkdir()
+    (snapshot / "config.json").write_text("{}")
+
+    def identity(model, directory=snapshot):
+        return identity_of("digest", 5, directory, {"model": model}, {}, 0)
+
+    hub, local = identity("org/name"), identity(str(snapshot))
+    (snapshot / "model.safetensors").write_bytes(b"weights")
+    assert identity("org/name") == hub and identity(str(snapshot)) != local
+    assert identity("org/name", tmp_path / "4567abcd") != hub
+
+
+def test_rows_are_on_the_disk_before_names_say_so(job, monkeypatch):
+    """No kill shows a missing sync; only a power failure would."""
+    calls = []
+
+    def note(name, real):
+        def noted(*arguments):
+            calls.append(name if name != "replace" else f"replace {os.path.basename(arguments[1])}")
+            return real(*arguments)
+
+        monkeypatch.setattr(os, name, noted)
+
+    for name in ("fdatasync", "fsync", "replace"):
+        note(name, getattr(os, name))
+    job(plain(5), seconds_between_syncs=0.0)
+    names = [name for name in calls if name.startswith("replace")]
+    assert names == ["replace out.job", "replace out", "replace out.job"]
+    for place in (place for place, name in enumerate(calls) if name.startswith("replace")):
+        assert calls[place - 1] == "fsync" == calls[place + 1], calls  # of the file, then of its directory
+    assert calls[: calls.index("replace out")].count("fdatasync") >= 5
+
+
+@pytest.mark.parametrize("detokenize", [True, False])
+def test_token_ids_are_there_if_the_job_wants_no_text(job, detokenize):
+    _, found = job(plain(2), params={"detokenize": detokenize})
+    assert all(("token_ids" in row["outputs"][0]) is not detokenize for row in found)
 
 
 def test_two_runs_never_write_one_output(job, tmp_path):
