@@ -8,6 +8,7 @@ import pickle
 import random
 import re
 import sys
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from schemas import make_schemas
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from nanovllm import guides
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.guides import FillError, Guide, StructuredOutputs, fill_masks
 from nanovllm.ops.process_logits import pack_allowed
@@ -605,6 +607,26 @@ class SlowTokenizer:
 def test_a_tokenizer_that_llguidance_cannot_use_is_an_error(llguidance, tokenizer, vocab_size, eos, says):
     with pytest.raises(ValueError, match=says):
         StructuredOutputs(tokenizer, vocab_size, eos).constraint(StructuredOutputsParams(regex="a"))
+
+
+@pytest.mark.parametrize(("num_threads", "num_groups"), [(1, 1), (3, 4), (12, 16)])
+def test_many_constraints_are_copies_of_as_many_matchers_as_threads_can_fill(
+    llguidance, monkeypatch, num_threads, num_groups
+):
+    """Copies of one matcher share a lock: twelve threads were once slower than one."""
+    monkeypatch.setattr(guides, "_num_threads", lambda: num_threads)
+    outputs = StructuredOutputs(tokenizer_of("bundled"), VOCAB_SIZE, [258])
+    params = StructuredOutputsParams(json={"type": "integer"})
+    constraints = [outputs.constraint(params) for _ in range(256)]
+    sizes = Counter(constraint.group for constraint in constraints)
+    assert sorted(sizes) == list(range(num_groups)) and set(sizes.values()) == {256 // num_groups}
+    masks = new_mask(256)
+    fill_masks(constraints, masks)
+    assert (masks == masks[0]).all()
+    del constraints[8:]
+    assert {outputs.constraint(params).group for _ in range(20)} <= set(range(num_groups))
+    few = StructuredOutputs(tokenizer_of("bundled"), VOCAB_SIZE, [258])
+    assert {few.constraint(params).group for _ in range(300)} == {0}  # none of them lives on
 
 
 class Failing:
