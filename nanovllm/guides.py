@@ -4,6 +4,7 @@ Nothing here touches a device. A constraint follows one completion and writes ma
 tries of token ids; everything else is llguidance's, which is optional and imported when first needed.
 """
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property, lru_cache, partial
@@ -23,6 +24,8 @@ _FEWEST_IN_PARALLEL = 16
 _COPIES_OF_ONE = 8
 # Of llguidance's threads: that share of the CPUs, and at most so many, which are its own defaults.
 _SHARE_OF_CPUS, _MOST_THREADS = 0.8, 32
+# Letters of one to four bytes, and spaces before them.
+_SAMPLE = '{"a": [1, "é к 字 🙂"]}'
 _INSTALL = 'needs llguidance: pip install llguidance, or nanovllm with its extra "structured"'
 
 
@@ -335,7 +338,7 @@ class StructuredOutputs:
     @cached_property
     def _llguidance_tokenizer(self) -> Any:
         try:
-            from llguidance.hf import from_tokenizer
+            from llguidance import LLTokenizer
         except ImportError as error:
             raise ValueError(f"any structured output but choice {_INSTALL}") from error
         if not self._eos_token_ids:
@@ -343,6 +346,33 @@ class StructuredOutputs:
                 "the model has no end-of-sequence token, with which structured outputs end; choice works without one"
             )
         try:
-            return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
+            described = _described(self._tokenizer)
+            tokenizer = LLTokenizer(described, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
+            self._check_spelling(tokenizer)
         except Exception as error:
             raise ValueError(f"llguidance cannot read the model's tokenizer: {_reason(error)}") from error
+        return tokenizer
+
+    def _check_spelling(self, tokenizer: Any) -> None:
+        """Raises a ValueError if llguidance takes tokens for other bytes than they stand for. Its masks would then let
+        through what the grammar forbids."""
+        token_ids = self._tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]
+        token_ids = [token_id for token_id in token_ids if token_id not in self._tokenizer.all_special_ids]
+        spelled = tokenizer.decode_bytes(token_ids).decode(errors="replace")
+        meant = self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+        if spelled.removeprefix(" ") != meant.removeprefix(" "):  # SentencePiece adds and strips a leading space
+            raise ValueError(f"it takes the tokens of {meant!r} for {spelled!r}")
+
+
+def _described(tokenizer: Any) -> str:
+    """The content of tokenizer.json, so that llguidance reads it right. Of several decoders it goes by the first that
+    says how tokens spell bytes. ByteLevel must win over ByteFallback: tokenizers made of GGUF files have both."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError("it is not one of the library tokenizers")
+    described = json.loads(backend.to_str())
+    described["padding"] = described["truncation"] = None
+    for decoder in (described["decoder"] or {}).get("decoders", []):
+        if decoder["type"] == "ByteLevel":
+            described["decoder"] = decoder
+    return json.dumps(described)

@@ -173,7 +173,7 @@ class LLM:
             if isinstance(sampling_params, (list, tuple)):
                 sampling_params = one_per_prompt(sampling_params, len(prompts))
         source = with_params(iter(prompts), sampling_params)
-        rows = self._rows(source, encode)
+        rows = self._rows(source, encode, is_iterated=isinstance(prompts, Iterator))
         with self._locked():
             self._check_idle()
             self.engine.check_awake()
@@ -360,9 +360,9 @@ class LLM:
             sampling_params = self.get_default_sampling_params()
         return one_per_prompt(sampling_params, num_prompts)
 
-    def _rows(self, source: Iterator, encode: Callable[[list[Any]], list[Row]], raises: bool = False) -> RowStream:
+    def _rows(self, source: Iterator, encode: Callable[[list[Any]], list[Row]], **options: bool) -> RowStream:
         return RowStream(
-            self.engine, self._text, source, encode, self._structured_outputs, self._cpu_threads.adapt, raises
+            self.engine, self._text, source, encode, self._structured_outputs, self._cpu_threads.adapt, **options
         )
 
     def _run(
@@ -373,7 +373,7 @@ class LLM:
         use_tqdm: bool,
         raise_on_error: bool,
     ) -> list[RequestOutput]:
-        rows = self._rows(zip(prompts, params, strict=True), encode, raise_on_error)
+        rows = self._rows(zip(prompts, params, strict=True), encode, raises=raise_on_error)
         outputs: dict[int, RequestOutput] = {}
         with self._locked():
             self._check_idle()

@@ -21,6 +21,8 @@ from nanovllm.text import Text
 ROWS_OF_PIECE = 256
 # Rows that are read before the oldest one has finished, for each that can run at a time.
 _ROWS_AHEAD = 16
+# Rows that an iterator is asked for per step when enough wait: making them should take less than the step that runs.
+_ROWS_OF_STEP = 32
 
 
 @dataclass(slots=True)
@@ -49,6 +51,8 @@ class RowStream:
         before_step: is called before each step.
         structured: makes the constraints of structured outputs.
         raises: raise for a row that cannot run, before any row runs; all rows are read first then.
+        is_iterated: the source may take time to make a prompt, because it is no list. Then a step is computed after
+            each piece that is read.
     """
 
     def __init__(
@@ -60,12 +64,13 @@ class RowStream:
         structured: StructuredOutputs,
         before_step: Callable[[], None] = lambda: None,
         raises: bool = False,
+        is_iterated: bool = False,
     ):
         self.num_read = 0
         self.errors = ErrorSummary()
         self._engine, self._text, self._source, self._encode, self._raises = engine, text, source, encode, raises
         self._window = None if raises else _ROWS_AHEAD * engine.info.max_num_seqs
-        self._structured, self._before_step = structured, before_step
+        self._structured, self._before_step, self._is_iterated = structured, before_step, is_iterated
         self._is_exhausted = False
         self._running: dict[int, _RunningRow] = {}  # by request id, in the rows' order
         self._most_completions = 1  # that a row of this call has
@@ -130,7 +135,8 @@ class RowStream:
                 break
             # Tokenizing takes long, and enough rows are there to begin with.
             has_text = any(row.text is not None for row in rows)
-            if has_text and not self._raises and len(self._running) >= self._engine.info.max_num_seqs:
+            is_enough = has_text and not self._raises and len(self._running) >= self._engine.info.max_num_seqs
+            if is_enough or self._is_iterated:
                 break
         return refused
 
@@ -139,7 +145,8 @@ class RowStream:
             return ROWS_OF_PIECE
         oldest = next(iter(self._running.values())).number if self._running else self.num_read
         window = max(1, self._window // self._most_completions)
-        return min(ROWS_OF_PIECE, oldest + window - self.num_read)
+        has_enough = self._is_iterated and len(self._running) >= 2 * self._engine.info.max_num_seqs
+        return min(_ROWS_OF_STEP if has_enough else ROWS_OF_PIECE, oldest + window - self.num_read)
 
     def _add(self, row: Row, params: SamplingParams) -> RequestOutput | None:
         """Adds a row's request, or returns the output of a row that cannot run."""

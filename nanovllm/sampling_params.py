@@ -216,6 +216,15 @@ def row_seed(seed: int, row_id: Any) -> int:
     return int.from_bytes(blake2b(f"{seed} {row_id}".encode(), digest_size=8).digest(), "little")
 
 
+def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
+    """A copy with another seed. Unlike dataclasses.replace it does not check all parameters again."""
+    copy = object.__new__(SamplingParams)
+    for name in SamplingParams.__slots__:
+        object.__setattr__(copy, name, getattr(params, name))
+    object.__setattr__(copy, "seed", seed)
+    return copy
+
+
 def mixed_seed(seed: int, number: int) -> int:
     """A 64-bit seed for each number: SplitMix64's finaliser (Steele, Lea and Flood, 2014) over seed and number."""
     z = (seed + (number + 1) * 0x9E3779B97F4A7C15) & _MASK

@@ -50,6 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
             on_error=given.on_error,
             restart=given.restart,
             dry_run=given.dry_run,
+            estimate=given.estimate,
             preflight=given.preflight,
             seconds_between_syncs=given.sync_seconds,
             price_per_hour=given.price_per_hour,
@@ -95,6 +96,11 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
     )
     add("--restart", action="store_true", help="delete the output and journal of an earlier run, and start over")
     add("--dry-run", action="store_true", help="check the rows and stop; no weights are loaded")
+    add(
+        "--estimate",
+        action="store_true",
+        help="with --dry-run: also complete a sample of the rows, throw it away, and estimate the job's time",
+    )
     add(
         "--preflight",
         choices=("full", "sample", "off"),

@@ -21,6 +21,7 @@ class JobOptions:
         on_error: "row" makes an error row of each row that cannot run; "stop" refuses the job before it starts.
         restart: delete the output and the journal of an earlier run.
         dry_run: check the rows and stop; no weights are loaded.
+        estimate: in a dry run, also load the model, complete a sample of the rows, and estimate the job's time.
         preflight: how many rows to tokenize before the weights are loaded: "full" all, "sample" at most 20,000, spread
             evenly, "off" none. None is "full" in a dry run and with on_error="stop", else "sample".
         seconds_between_syncs: seconds between syncs to the disk; after a power failure, rows that finished after the
@@ -41,6 +42,7 @@ class JobOptions:
     on_error: Literal["row", "stop"] = "row"
     restart: bool = False
     dry_run: bool = False
+    estimate: bool = False
     preflight: Literal["full", "sample", "off"] | None = None
     seconds_between_syncs: float = 10.0
     price_per_hour: float | None = None
@@ -59,3 +61,5 @@ class JobOptions:
                 raise ValueError(f"{name} must be a number of at least 0, not {value!r}")
         if self.restart and self.dry_run:
             raise ValueError("restart deletes the output, and dry_run changes nothing; leave one of them out")
+        if self.estimate and (not self.dry_run or self.preflight == "off"):
+            raise ValueError('estimate needs dry_run, and a preflight other than "off"')

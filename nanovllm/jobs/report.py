@@ -111,6 +111,7 @@ def report_of(
     rows: dict[str, int],
     errors: list[dict[str, Any]],
     seconds: dict[str, float],
+    tail_seconds: float,
     all_seconds: float,
     metrics: dict[str, Any],
     num_devices: int,
@@ -121,7 +122,7 @@ def report_of(
     metrics: of the LLM at the end; empty if there was none.
     """
     report: dict[str, Any] = {
-        "rows": rows, "errors": errors, "seconds": seconds, "tokens": {},
+        "rows": rows, "errors": errors, "seconds": seconds, "tail_seconds": tail_seconds, "tokens": {},
         "preemptions": metrics.get("num_preemptions", 0), "device_seconds": 0.0,
     }  # fmt: skip
     if not metrics:
@@ -140,6 +141,27 @@ def report_of(
     return report
 
 
+def estimate_of(
+    num_rows: int, num_measured: int, start: float, seconds: float, num_output_tokens: int, price_per_hour: float | None
+) -> dict[str, Any]:
+    """The estimate of a dry run; docs/jobs.md lists its keys.
+
+    Args:
+        num_rows: rows of the job that can run.
+        num_measured: rows of the sample, which had `num_output_tokens`.
+        start: seconds that the LLM's start took.
+        seconds: that all rows will take.
+    """
+    estimate: dict[str, Any] = {
+        "measured_rows": num_measured,
+        "seconds": {"start": start, "rows": seconds},
+        "output_tokens": round(num_output_tokens / num_measured * num_rows),
+    }
+    if price_per_hour is not None:
+        estimate["cost"] = price_per_hour * (start + seconds) / 3600
+    return estimate
+
+
 def in_words(report: dict[str, Any]) -> str:
     """The report for a person."""
     rows, tokens, seconds = report["rows"], report["tokens"], report["seconds"]
@@ -153,6 +175,14 @@ def in_words(report: dict[str, Any]) -> str:
             f"tokens of this run: {tokens['prompt']:,} of prompts ({tokens['prefix_cache_hit_rate']:.0%} from the "
             f"prefix cache), {tokens['output']:,} generated, {tokens['output_per_second']:,.0f} per second; "
             f"{report['preemptions']:,} preemptions"
+        )
+        lines.append(f"the last 1% of the rows took {report['tail_seconds']:,.1f} s")
+    if estimate := report.get("estimate"):
+        cost = f", cost {estimate['cost']:,.4f}" if "cost" in estimate else ""
+        lines.append(
+            f"estimate after {num_rows_in_words(estimate['measured_rows'])}: {_duration(estimate['seconds']['rows'])} "
+            f"for all rows, after {_duration(estimate['seconds']['start'])} of start; "
+            f"{estimate['output_tokens']:,} generated tokens{cost}"
         )
     if "cost" in report:
         cost = report["cost"]

@@ -8,7 +8,7 @@ from typing import Any
 from nanovllm import SamplingParams
 from nanovllm.jobs.openai_rows import OPENAI_DEFAULTS
 from nanovllm.jobs.rows import JobRow, parse_row
-from nanovllm.sampling_params import row_seed
+from nanovllm.sampling_params import row_seed, with_seed
 
 
 class RowParams:
@@ -46,7 +46,7 @@ class RowParams:
         params = self._of(row)
         if params.seed is not None or params.temperature == 0:
             return params
-        return replace(params, seed=row_seed(self._seed, row.id))
+        return with_seed(params, row_seed(self._seed, row.id))
 
     def most_new_tokens(self, row: JobRow, most: int) -> int:
         """The most tokens that a row without an error may generate, if no completion gets more than `most`."""

@@ -3,12 +3,14 @@
 import json
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.jobs.estimate import Pace
 from nanovllm.jobs.index import Index, name_of
 from nanovllm.jobs.plan import early_rows, in_windows
 from nanovllm.jobs.report import Errors, Progress
@@ -63,6 +65,7 @@ class RowsRun:
         created, model: for output rows of OpenAI's format.
 
     errors: the rows that this run found in error.
+    tail_seconds: how long the last 1% of this run's rows took.
     """
 
     def __init__(self, lines: Source, index: Index, params: RowParams, results: Results, created: int, model: str):
@@ -70,23 +73,31 @@ class RowsRun:
         self._created, self._model = created, model
         self._num_stops = 0
         self.errors = Errors()
+        self.tail_seconds = 0.0
 
-    def through(self, llm: LLM | Replicas, progress: Progress) -> None:
+    def through(self, llm: LLM | Replicas, progress: Progress | Pace) -> None:
         """Runs them. In the main thread, the first SIGINT or SIGTERM lets running rows finish, and the second raises
         KeyboardInterrupt."""
         running: _Running = {}
         given: deque[SamplingParams] = deque()
         is_drained = False
+        num_rows, num_before = len(self._lines), self._results.num_rows
+        before_tail = num_rows - max(1, (num_rows - num_before) // 100)
+        tail_began: float | None = None
         with self._stopping_at_signals():
             outputs = llm.generate_iter(self._prompts(running, given), iter(given.popleft, None), ordered=False)
             for output in outputs:
                 row, params = running.pop(int(output.request_id))
                 self._take(row, params, output)
                 progress.update(self._results.num_rows, self.errors.num_rows)
+                if tail_began is None and self._results.num_rows >= before_tail:
+                    tail_began = time.monotonic()
                 if self._num_stops and not is_drained:
                     outputs.drain()
                     is_drained = True
             self._results.write()
+        if tail_began is not None:
+            self.tail_seconds = time.monotonic() - tail_began
 
     def _prompts(self, running: _Running, given: deque[SamplingParams]) -> Iterator[Any]:
         """The prompts to run, as the LLM asks for them; it takes a prompt's parameters right after the prompt. Rows

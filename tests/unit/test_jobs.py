@@ -22,7 +22,7 @@ from nanovllm.jobs.errors import JobError
 from nanovllm.jobs.identity import identity_of
 from nanovllm.jobs.job import Job, JobOptions
 from nanovllm.jobs.journal import Journal
-from nanovllm.jobs.plan import early_rows, in_windows
+from nanovllm.jobs.plan import beginning, early_rows, in_windows
 from nanovllm.jobs.source import Lines
 
 MODEL = str(MODEL_DIRECTORY)
@@ -463,14 +463,46 @@ def test_blank_lines_marks_and_a_last_line_without_end_are_read_as_people_mean_t
     lines.close()
 
 
-@given(st.lists(st.integers(0, 50), max_size=300), st.integers(1, 40))
-def test_windows_hold_every_row_once(sizes, most_rows):
+@given(st.lists(st.integers(0, 50), max_size=300), st.integers(1, 40), st.integers(1, 40))
+def test_windows_hold_every_row_once_and_grow(sizes, first_rows, most_rows):
     rows = [f"{size:03}{number}" for number, size in enumerate(sizes)]
-    planned = list(in_windows(rows, len, lambda row: row, most_rows))
+    planned = list(in_windows(rows, len, lambda row: row, first_rows, most_rows))
     assert sorted(planned) == sorted(rows)
-    for start in range(0, len(rows), most_rows):
-        window = planned[start : start + most_rows]
-        assert window == sorted(rows[start : start + most_rows])
+    start, size = 0, min(first_rows, most_rows)
+    while start < len(rows):
+        assert planned[start : start + size] == sorted(rows[start : start + size])
+        start, size = start + size, min(2 * size, most_rows)
+
+
+def test_windows_of_large_rows_are_small_and_rows_of_one_beginning_keep_their_order():
+    rows = [(f"{number % 2}", number) for number in range(100)]
+    planned = list(in_windows(rows, lambda row: 2**23, lambda row: row[0]))
+    assert planned == [rows[start + place] for start in range(0, 100, 4) for place in (0, 2, 1, 3)]
+
+
+@pytest.mark.parametrize("most_rows", [1, 10, 400])
+def test_a_window_is_read_while_the_one_before_is_given_out(most_rows):
+    """Rows that run wait while others are read, so never many at once."""
+    num_read = 0
+
+    def reading():
+        nonlocal num_read
+        for number in range(1000):
+            num_read += 1
+            yield f"{number}"
+
+    for num_given, _ in enumerate(in_windows(reading(), len, lambda row: row, 4, most_rows)):
+        assert num_read <= 3 * (num_given + 1) + 4
+        assert num_read - num_given <= 2 * most_rows + 1
+    assert num_read == 1000
+
+
+def test_prompts_of_all_kinds_have_a_place():
+    conversation = {"messages": [{"role": "user", "content": "x"}]}
+    prompts = [[1, 2], "b", conversation, [], [-1], [2**40], "a", [1]]
+    assert [beginning(prompt)[0] for prompt in prompts] == [2, 0, 1, 2, 2, 2, 0, 2]
+    planned = list(in_windows(prompts, len, lambda prompt: prompt))
+    assert planned[:3] == ["a", "b", conversation] and planned[-2:] == [[1], [1, 2]]
 
 
 def test_shared_beginnings_stand_together_in_a_shuffled_input():

@@ -30,7 +30,7 @@ VOCAB_SIZE = 500
 def tokenizer_of(kind):
     """bundled: one token per byte. merged: with tokens of many bytes, over the borders of JSON's parts too.
     metaspace: as SentencePiece, with a leading space that is put there and taken away, and a token that begins texts.
-    lower: loses capitals."""
+    lower: loses capitals. converted: merged, with the decoders that transformers 5.17 makes of a GGUF file."""
     if kind == "bundled":
         return AutoTokenizer.from_pretrained(MODEL_DIRECTORY)
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
@@ -51,6 +51,9 @@ def tokenizer_of(kind):
             vocab_size=450, special_tokens=special, initial_alphabet=alphabet, show_progress=False
         )
     tokenizer.train_from_iterator(texts, trainer)
+    if kind == "converted":
+        of_gguf = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " "), decoders.ByteLevel()]
+        tokenizer.decoder = decoders.Sequence(of_gguf)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>", unk_token="<unk>")
 
 
@@ -378,7 +381,7 @@ REGEXES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["bundled", "merged"])
+@pytest.mark.parametrize("kind", ["bundled", "merged", "converted"])
 @pytest.mark.parametrize("regex", REGEXES)
 def test_random_walks_match_the_regex(llguidance, kind, regex):
     rng = random.Random(0)
@@ -589,6 +592,14 @@ def test_equal_params_are_compiled_once(llguidance, monkeypatch):
     outputs.constraint(StructuredOutputsParams(json='{ "type": "integer" }'))
 
 
+def misread_tokenizer():
+    """Its decoder strips a brace, of which llguidance knows nothing."""
+    tokenizer = tokenizer_of.__wrapped__("merged")
+    stripped = decoders.Sequence([decoders.ByteLevel(), decoders.Strip("{", 1, 0)])
+    tokenizer.backend_tokenizer.decoder = stripped
+    return tokenizer
+
+
 class SlowTokenizer:
     def get_vocab(self):
         return {"a": 0, "<end>": 1}
@@ -597,12 +608,13 @@ class SlowTokenizer:
 @pytest.mark.parametrize(
     ("tokenizer", "vocab_size", "eos", "says"),
     [
-        (SlowTokenizer(), 500, [1], "cannot read the model's tokenizer: Only fast tokenizers"),
+        (SlowTokenizer(), 500, [1], "cannot read the model's tokenizer: it is not one of the library tokenizers"),
         (tokenizer_of("bundled"), 200, [0], "cannot read the model's tokenizer: vocab size too small; 200 vs 259"),
+        (misread_tokenizer(), 500, [1], "it takes the tokens of"),
         (tokenizer_of("bundled"), 500, [], "no end-of-sequence token"),
         (tokenizer_of("bundled"), 500, [400], "no end-of-sequence token"),
     ],
-    ids=["slow", "small", "endless", "end unknown"],
+    ids=["slow", "small", "misread", "endless", "end unknown"],
 )
 def test_a_tokenizer_that_llguidance_cannot_use_is_an_error(llguidance, tokenizer, vocab_size, eos, says):
     with pytest.raises(ValueError, match=says):
