@@ -104,7 +104,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
     add(
         "--preflight",
         choices=("full", "sample", "off"),
-        help="how many rows to tokenize first: full is all, sample at most 20,000, off none (default: sample, or full "
+        help="how many rows to tokenize first: full is all, sample at most 5,000, off none (default: sample, or full "
         "with --dry-run)",
     )
     add("--sync-seconds", type=float, default=10.0, help="seconds between syncs to the disk (default 10)")

@@ -22,7 +22,7 @@ class JobOptions:
         restart: delete the output and the journal of an earlier run.
         dry_run: check the rows and stop; no weights are loaded.
         estimate: in a dry run, also load the model, complete a sample of the rows, and estimate the job's time.
-        preflight: how many rows to tokenize before the weights are loaded: "full" all, "sample" at most 20,000, spread
+        preflight: how many rows to tokenize before the weights are loaded: "full" all, "sample" at most 5,000, spread
             evenly, "off" none. None is "full" in a dry run and with on_error="stop", else "sample".
         seconds_between_syncs: seconds between syncs to the disk; after a power failure, rows that finished after the
             last sync run again.
