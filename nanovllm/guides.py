@@ -24,7 +24,7 @@ _FEWEST_IN_PARALLEL = 16
 _COPIES_OF_ONE = 8
 # Of llguidance's threads: that share of the CPUs, and at most so many, which are its own defaults.
 _SHARE_OF_CPUS, _MOST_THREADS = 0.8, 32
-# Letters of one to four bytes, and spaces before them.
+# Characters of one to four UTF-8 bytes, some after a space.
 _SAMPLE = '{"a": [1, "é к 字 🙂"]}'
 _INSTALL = 'needs llguidance: pip install llguidance, or nanovllm with its extra "structured"'
 
@@ -354,22 +354,23 @@ class StructuredOutputs:
         return tokenizer
 
     def _check_spelling(self, tokenizer: Any) -> None:
-        """Raises a ValueError if llguidance takes tokens for other bytes than they stand for. Its masks would then let
-        through what the grammar forbids."""
+        """Raises a ValueError if llguidance reads tokens as the wrong bytes. Its masks would then allow what the
+        grammar forbids."""
         token_ids = self._tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]
         token_ids = [token_id for token_id in token_ids if token_id not in self._tokenizer.all_special_ids]
         spelled = tokenizer.decode_bytes(token_ids).decode(errors="replace")
         meant = self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
         if spelled.removeprefix(" ") != meant.removeprefix(" "):  # SentencePiece adds and strips a leading space
-            raise ValueError(f"it takes the tokens of {meant!r} for {spelled!r}")
+            raise ValueError(f"it reads the tokens of {meant!r} as {spelled!r}")
 
 
 def _described(tokenizer: Any) -> str:
-    """The content of tokenizer.json, so that llguidance reads it right. Of several decoders it goes by the first that
-    says how tokens spell bytes. ByteLevel must win over ByteFallback: tokenizers made of GGUF files have both."""
+    """The tokenizer as JSON, as llguidance reads it right. Of several decoders, llguidance obeys the first that maps
+    tokens to bytes. Tokenizers made from GGUF files have ByteFallback before ByteLevel, but ByteLevel is the right one.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise ValueError("it is not one of the library tokenizers")
+        raise ValueError("it is not a fast tokenizer, of the library tokenizers")
     described = json.loads(backend.to_str())
     described["padding"] = described["truncation"] = None
     for decoder in (described["decoder"] or {}).get("decoders", []):

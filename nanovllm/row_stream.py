@@ -21,7 +21,7 @@ from nanovllm.text import Text
 ROWS_OF_PIECE = 256
 # Rows that are read before the oldest one has finished, for each that can run at a time.
 _ROWS_AHEAD = 16
-# Rows that an iterator is asked for per step when enough wait: making them should take less than the step that runs.
+# Rows that an iterator is asked for per step once enough rows wait. Making them should take less time than the step.
 _ROWS_OF_STEP = 32
 
 
@@ -51,8 +51,7 @@ class RowStream:
         before_step: is called before each step.
         structured: makes the constraints of structured outputs.
         raises: raise for a row that cannot run, before any row runs; all rows are read first then.
-        is_iterated: the source may take time to make a prompt, because it is no list. Then a step is computed after
-            each piece that is read.
+        is_lazy: the prompts come from an iterator, which may take time to make them.
     """
 
     def __init__(
@@ -64,13 +63,13 @@ class RowStream:
         structured: StructuredOutputs,
         before_step: Callable[[], None] = lambda: None,
         raises: bool = False,
-        is_iterated: bool = False,
+        is_lazy: bool = False,
     ):
         self.num_read = 0
         self.errors = ErrorSummary()
         self._engine, self._text, self._source, self._encode, self._raises = engine, text, source, encode, raises
         self._window = None if raises else _ROWS_AHEAD * engine.info.max_num_seqs
-        self._structured, self._before_step, self._is_iterated = structured, before_step, is_iterated
+        self._structured, self._before_step, self._is_lazy = structured, before_step, is_lazy
         self._is_exhausted = False
         self._running: dict[int, _RunningRow] = {}  # by request id, in the rows' order
         self._most_completions = 1  # that a row of this call has
@@ -133,10 +132,9 @@ class RowStream:
                 self.num_read += 1
             if len(piece) < room:
                 break
-            # Tokenizing takes long, and enough rows are there to begin with.
-            has_text = any(row.text is not None for row in rows)
-            is_enough = has_text and not self._raises and len(self._running) >= self._engine.info.max_num_seqs
-            if is_enough or self._is_iterated:
+            # Reading takes time, and the next step has rows enough.
+            is_slow = self._is_lazy or any(row.text is not None for row in rows)
+            if is_slow and not self._raises and self._has_enough():
                 break
         return refused
 
@@ -145,8 +143,12 @@ class RowStream:
             return ROWS_OF_PIECE
         oldest = next(iter(self._running.values())).number if self._running else self.num_read
         window = max(1, self._window // self._most_completions)
-        has_enough = self._is_iterated and len(self._running) >= 2 * self._engine.info.max_num_seqs
-        return min(_ROWS_OF_STEP if has_enough else ROWS_OF_PIECE, oldest + window - self.num_read)
+        most = _ROWS_OF_STEP if self._is_lazy and self._has_enough() else ROWS_OF_PIECE
+        return min(most, oldest + window - self.num_read)
+
+    def _has_enough(self) -> bool:
+        """Whether the rows that wait would fill the batch, even if all that run finished at once."""
+        return self._engine.num_waiting >= self._engine.info.max_num_seqs
 
     def _add(self, row: Row, params: SamplingParams) -> RequestOutput | None:
         """Adds a row's request, or returns the output of a row that cannot run."""

@@ -32,7 +32,8 @@ class FakeLLM:
         pass
 
     def metrics(self) -> dict[str, Any]:
-        return {**self._metrics, "prefix_cache_hit_rate": 0.0}
+        max_num_seqs = self.options.get("max_num_seqs") or 1024
+        return {**self._metrics, "prefix_cache_hit_rate": 0.0, "max_num_seqs": max_num_seqs, "max_batch_size": 1}
 
     def generate_iter(
         self, prompts: Iterator[Any], params: Iterator[SamplingParams], *, ordered: bool

@@ -146,6 +146,11 @@ class LLMEngine:
         """Whether nothing is queued, running or in flight."""
         return not self._in_flight and not self._unfinished
 
+    @property
+    def num_waiting(self) -> int:
+        """Completions that have no place in the batch."""
+        return len(self.scheduler.waiting)
+
     def is_waiting(self, seq_id: int) -> bool:
         """Whether a completion has not started. One that was preempted has."""
         seq = self._unfinished.get(seq_id)
@@ -303,6 +308,7 @@ class LLMEngine:
             **vars(steps),
             "mean_decode_batch_size": steps.num_decode_tokens / max(steps.num_steps_with_decodes, 1),
             "num_steps": steps.num_prefill_steps + steps.num_decode_steps,
+            "max_num_seqs": self.info.max_num_seqs,
             "num_kvcache_blocks": self.info.num_kvcache_blocks,
             "num_free_kvcache_blocks": self.scheduler.block_manager.num_free_blocks,
             "kvcache_block_size": self.info.kvcache_block_size,

@@ -65,7 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"nanovllm run-batch: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("nanovllm run-batch: stopped; run the same command again to resume", file=sys.stderr)
+        how = "" if given.dry_run else "; run the same command again to resume"
+        print(f"nanovllm run-batch: stopped{how}", file=sys.stderr)
         return 130
     is_done = report["rows"]["finished"] == report["rows"]["total"]
     if not is_done and not given.dry_run:
@@ -99,7 +100,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
     add(
         "--estimate",
         action="store_true",
-        help="with --dry-run: also complete a sample of the rows, throw it away, and estimate the job's time",
+        help="with --dry-run: also complete a sample of the rows and estimate how long the whole job takes",
     )
     add(
         "--preflight",

@@ -26,6 +26,7 @@ class Index:
     num_errors: rows that cannot run, as far as the rows alone can tell; `errors` are the first of them: name and error.
     most_new_tokens: int64 [num_rows].
     kinds: the kinds of rows that there are; see JobRow.
+    can_run: bool [num_rows], the rows without an error.
     first_use: int64 [num_rows], the number of the first row with the same id, or −1 if it is the first.
     """
 
@@ -34,17 +35,19 @@ class Index:
         self.errors: list[tuple[str, str]] = []
         self.num_errors = 0
         self.kinds: set[str] = set()
-        ids, most, self._checksums = array("Q"), array("q"), array("I")
+        ids, most, self._checksums, is_row = array("Q"), array("q"), array("I"), bytearray()
         for number, line in enumerate(lines.scan()):
             row = parse(number, line)
             # A row without an id is like no other.
             ids.append(xxhash.xxh3_64_intdigest(row.id.encode()) if row.id is not None else 0)
             most.append(0 if row.error is not None else most_new_tokens(row))
             self._checksums.append(zlib.crc32(line))
+            is_row.append(row.error is None)
             self.kinds.add(row.kind)
             self._note(row)
         self.most_new_tokens = np.array(most, np.int64)
         self.first_use = self._first_uses(np.array(ids, np.uint64), lines)
+        self.can_run = np.frombuffer(is_row, bool) & (self.first_use < 0)
         for number in np.flatnonzero(self.first_use >= 0).tolist():
             line = lines.read(number)
             if parse(number, line).error is None:  # its own error is noted already

@@ -18,26 +18,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from nanovllm import LLM, Preflight, PreflightSummary
+from nanovllm import LLM, Preflight
+from nanovllm.jobs.check import Checked, check_rows
 from nanovllm.jobs.errors import JobError
-from nanovllm.jobs.estimate import Pace, Sample, num_rows_of_sample
+from nanovllm.jobs.estimate import estimate
 from nanovllm.jobs.identity import check_same, identity_of, load_state, replace_durably, save_state, write_whole
-from nanovllm.jobs.index import Index, name_of
+from nanovllm.jobs.index import Index
 from nanovllm.jobs.journal import Journal
 from nanovllm.jobs.options import JobOptions
 from nanovllm.jobs.parquet import import_pyarrow, is_parquet, write_parquet
-from nanovllm.jobs.report import Errors, Progress, estimate_of, in_words, num_rows_in_words, report_of
+from nanovllm.jobs.report import Errors, Progress, in_words, num_rows_in_words, report_of
 from nanovllm.jobs.row_params import RowParams
-from nanovllm.jobs.rows import JobRow
 from nanovllm.jobs.run import Results, RowsRun, Stdout
 from nanovllm.jobs.source import Source, open_source
 from nanovllm.parallel.replicas import Replicas
 
 logger = logging.getLogger("nanovllm.jobs")
 
-_ROWS_OF_SAMPLE, _ROWS_OF_PIECE, _BYTES_OF_PIECE, _MOST_ERRORS = 5000, 256, 2**24, 1000
+_ROWS_OF_SAMPLE = 5000
 
 
 def make_llm(model: str, *, data_parallel_size: int | None = None, **engine: Any) -> LLM | Replicas:
@@ -78,14 +76,12 @@ class Job:
                 most = preflight.max_model_len
                 index = Index(lines, params.parse, lambda row: params.most_new_tokens(row, most))
                 self._refuse(index.num_errors, index.errors)
-                # A resumed job was checked when it began.
-                summary = None
-                if options.restart or options.dry_run or self._is_stream or not self._state_path.exists():
-                    summary = self._check_tokens(lines, index, params, preflight)
+                checked = check_rows(lines, index, params, preflight, self._num_to_check(len(lines)))
+                if checked.num_rows:
+                    checked.say(len(lines), index)
+                    self._refuse(checked.summary.num_errors, checked.refused)
             if options.dry_run:
-                report = self._report(len(lines), 0, 0)
-                if options.estimate and summary is not None:
-                    report["estimate"] = self._estimate(lines, index, params, summary)
+                report = self._dry_run(lines, index, params, checked)
             elif self._is_stream:
                 report = self._run_rows(lines, index, params, Stdout())
             else:
@@ -131,52 +127,27 @@ class Job:
             first = "; ".join(f"{row}: {error}" for row, error in errors[:10])
             raise JobError(f"{num_rows_in_words(num_errors)} cannot run; --on-error stop refuses the job: {first}")
 
-    def _check_tokens(
-        self, lines: Source, index: Index, params: RowParams, preflight: Preflight
-    ) -> PreflightSummary | None:
-        """Tokenizes all rows or some, and says what is to be expected. None if there is nothing to tokenize."""
-        needs_all = self._options.dry_run or self._options.on_error == "stop"
-        kind = self._options.preflight or ("full" if needs_all else "sample")
-        if kind == "off" or not len(lines):
-            return None
-        num_checked = len(lines) if kind == "full" else min(len(lines), _ROWS_OF_SAMPLE)
-        numbers = np.linspace(0, len(lines) - 1, num_checked).astype(np.int64).tolist()
-        refused: list[tuple[str, str]] = []
-        for rows in _pieces(_rows_and_sizes(index, lines, numbers)):
-            checks = preflight.check([row.prompt for row in rows], [params.of(row) for row in rows])
-            refused += [
-                (name_of(row), check.error)
-                for row, check in zip(rows, checks, strict=True)
-                if check.error is not None and len(refused) < _MOST_ERRORS
-            ]
-        summary = preflight.summary()
-        _say(summary, len(lines), num_checked, index, refused)
-        self._refuse(summary.num_errors, refused)
-        return summary
+    def _num_to_check(self, num_rows: int) -> int:
+        """How many rows are tokenized before the weights are loaded."""
+        options = self._options
+        # A resumed job was checked when it began.
+        is_new = options.restart or options.dry_run or self._is_stream or not self._state_path.exists()
+        needs_all = options.dry_run or options.on_error == "stop"
+        kind = options.preflight or ("full" if needs_all else "sample")
+        return {"off": 0, "sample": min(num_rows, _ROWS_OF_SAMPLE), "full": num_rows}[kind] if is_new else 0
 
-    def _estimate(
-        self, lines: Source, index: Index, params: RowParams, summary: PreflightSummary
-    ) -> dict[str, Any] | None:
-        """What the whole job will take, after a sample of its rows; None if it has no rows that run, or if a signal
-        stopped the sample."""
-        sample = Sample(index, lines, num_rows_of_sample(self._options.engine, summary))
-        num_rows = len(lines) - index.num_errors
-        if not sample.num_chosen:
-            return None
-        logger.info("completing %s of %s, to estimate the time", f"{sample.num_chosen:,}", num_rows_in_words(num_rows))
-        began = time.monotonic()
-        llm = self._make_llm(self._options.model, **{**self._options.engine, "seed": self._options.seed})
-        start = time.monotonic() - began
-        with llm:
-            pace = Pace(sample.num_chosen, llm.metrics)
-            RowsRun(lines, index, params, sample, self._created, self._options.model).through(llm, pace)
-            metrics = llm.metrics()
-        if sample.num_rows < sample.num_chosen:
-            return None
-        return estimate_of(
-            num_rows, sample.num_rows, start, pace.seconds_of(num_rows), metrics["num_output_tokens"],
-            self._options.price_per_hour,
-        )  # fmt: skip
+    def _dry_run(self, lines: Source, index: Index, params: RowParams, checked: Checked) -> dict[str, Any]:
+        options, found = self._options, {}
+        if options.estimate:
+            with self._phase("estimate"):
+                found["estimate"] = estimate(
+                    self._started_llm, lines, index, params, checked.summary, options.price_per_hour
+                )
+        report = self._report(len(lines), 0, 0, checked.errors(index))
+        return {**report, "preflight": checked.as_report(), **found}
+
+    def _started_llm(self) -> LLM | Replicas:
+        return self._make_llm(self._options.model, **{**self._options.engine, "seed": self._options.seed})
 
     # With a journal
 
@@ -260,9 +231,9 @@ class Job:
         """Runs what `results` lacks."""
         num_before = results.num_rows
         if num_before == len(lines):
-            return self._report(len(lines), num_before, num_before)
+            return self._report(len(lines), num_before, num_before, Errors())
         with self._phase("start"):
-            llm = self._make_llm(self._options.model, **{**self._options.engine, "seed": self._options.seed})
+            llm = self._started_llm()
         run = RowsRun(lines, index, params, results, self._created, self._options.model)
         with llm, self._phase("rows"):
             progress = Progress(len(lines), num_before, llm.metrics)
@@ -271,16 +242,17 @@ class Job:
             finally:
                 progress.close()
                 self._metrics = llm.metrics()
-        return self._report(len(lines), num_before, results.num_rows, run)
+        return self._report(len(lines), num_before, results.num_rows, run.errors, run.tail_seconds)
 
-    def _report(self, num_rows: int, num_before: int, num_finished: int, run: RowsRun | None = None) -> dict[str, Any]:
-        """Of a run that is over; `run` is None if no rows ran."""
-        errors = Errors() if run is None else run.errors
+    def _report(
+        self, num_rows: int, num_before: int, num_finished: int, errors: Errors, tail_seconds: float | None = None
+    ) -> dict[str, Any]:
+        """The report of this run, at its end."""
         rows = {"total": num_rows, "finished": num_finished, "finished_before": num_before, "errors": errors.num_rows}
         num_devices = math.prod((self._options.engine.get(f"{kind}_parallel_size") or 1) for kind in ("data", "tensor"))
         return report_of(
-            rows, errors.by_kind(), dict(self._seconds), 0.0 if run is None else run.tail_seconds,
-            time.monotonic() - self._began, self._metrics, num_devices, self._options.price_per_hour,
+            rows, errors.by_kind(), dict(self._seconds), tail_seconds, time.monotonic() - self._began, self._metrics,
+            num_devices, self._options.price_per_hour,
         )  # fmt: skip
 
     @contextmanager
@@ -290,43 +262,6 @@ class Job:
             yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - began
-
-
-def _rows_and_sizes(index: Index, lines: Source, numbers: list[int]) -> Iterator[tuple[JobRow, int]]:
-    for number in numbers:
-        line = lines.read(number)
-        yield index.row(number, line), len(line)
-
-
-def _pieces(rows: Iterator[tuple[JobRow, int]]) -> Iterator[list[JobRow]]:
-    """The rows without errors, in lists of a few rows and bytes."""
-    piece: list[JobRow] = []
-    num_bytes = 0
-    for row, size in rows:
-        if row.error is None:
-            piece.append(row)
-            num_bytes += size
-        if len(piece) == _ROWS_OF_PIECE or num_bytes >= _BYTES_OF_PIECE:
-            yield piece
-            piece, num_bytes = [], 0
-    if piece:
-        yield piece
-
-
-def _say(
-    summary: PreflightSummary, num_rows: int, num_checked: int, index: Index, refused: list[tuple[str, str]]
-) -> None:
-    logger.info(
-        "%s; tokenized %s. Prompt tokens: %s, longest prompt: %s, new tokens: at most %s. Distinct prefixes: %s; "
-        "%.0f%% of the prompt tokens can come from the prefix cache",
-        num_rows_in_words(num_rows), "all" if num_checked == num_rows else f"{num_checked:,} of them",
-        f"{summary.num_prompt_tokens:,}", f"{summary.longest_prompt:,}", f"{summary.most_new_tokens:,}",
-        f"{summary.num_distinct_prefixes:,}", 100 * summary.expected_hit_rate,
-    )  # fmt: skip
-    for errors, count in ((index.errors, index.num_errors), (refused, summary.num_errors)):
-        if count:
-            first = "; ".join(f"{row}: {error}" for row, error in errors[:10])
-            logger.warning("%s cannot run: %s", num_rows_in_words(count), first)
 
 
 def run_batch(options: JobOptions) -> dict[str, Any]:

@@ -21,7 +21,8 @@ class JobOptions:
         on_error: "row" makes an error row of each row that cannot run; "stop" refuses the job before it starts.
         restart: delete the output and the journal of an earlier run.
         dry_run: check the rows and stop; no weights are loaded.
-        estimate: in a dry run, also load the model, complete a sample of the rows, and estimate the job's time.
+        estimate: in a dry run, also load the model, complete a sample of the rows, and estimate how long the whole job
+            takes.
         preflight: how many rows to tokenize before the weights are loaded: "full" all, "sample" at most 5,000, spread
             evenly, "off" none. None is "full" in a dry run and with on_error="stop", else "sample".
         seconds_between_syncs: seconds between syncs to the disk; after a power failure, rows that finished after the
@@ -62,4 +63,4 @@ class JobOptions:
         if self.restart and self.dry_run:
             raise ValueError("restart deletes the output, and dry_run changes nothing; leave one of them out")
         if self.estimate and (not self.dry_run or self.preflight == "off"):
-            raise ValueError('estimate needs dry_run, and a preflight other than "off"')
+            raise ValueError('estimate needs dry_run (--estimate needs --dry-run), and a preflight other than "off"')

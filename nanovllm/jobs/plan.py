@@ -2,8 +2,6 @@
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import islice
 from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
@@ -11,9 +9,10 @@ import numpy as np
 
 T = TypeVar("T")
 
-# Rows of a window, of which those that begin alike run together; and bytes, so that memory stays flat. Two windows are
-# in memory. The first is small, so that the job starts soon.
-_ROWS_OF_FIRST_WINDOW, _ROWS_OF_WINDOW, _BYTES_OF_WINDOW = 2**11, 2**15, 2**25
+# A window has at most so many rows and bytes, so that memory stays flat. Those of its rows that begin alike run
+# together. Two windows are in memory. The first one is small, so that the job starts soon.
+ROWS_OF_WINDOW, BYTES_OF_WINDOW = 2**15, 2**25
+_ROWS_OF_FIRST_WINDOW = 2**11
 # Sequences that decode together, for the estimate of how long the rest of a job keeps a device busy.
 _BATCH = 256
 
@@ -39,32 +38,24 @@ def in_windows(
     size_of: Callable[[T], int],
     prompt_of: Callable[[T], Any],
     first_rows: int = _ROWS_OF_FIRST_WINDOW,
-    most_rows: int = _ROWS_OF_WINDOW,
+    most_rows: int = ROWS_OF_WINDOW,
 ) -> Iterator[T]:
     """The rows, sorted by how their prompts begin, window by window.
 
     The prefix cache then serves a shared beginning while it is still there, also if the input is shuffled. Each window
-    has twice the rows of the one before, up to a limit. It is read while that one is given out, a few rows at a time,
-    because rows that run wait while others are read.
+    has twice the rows of the one before, up to a limit. While one window is given out, the next is read, a few rows at
+    a time, because running rows wait during a read.
 
     Args:
         rows: read as they are needed.
         size_of: bytes that a row takes.
         prompt_of: a row's prompt: a string, a list of token ids, or a dict with a conversation.
-        first_rows, most_rows: of the first window, and of any.
+        first_rows: of the first window.
+        most_rows: of any window.
     """
-    rows = iter(rows)
+    sized = ((row, size_of(row), beginning(prompt_of(row))) for row in rows)
     window = _Window[T](min(first_rows, most_rows))
-
-    def read(window: _Window[T], count: int) -> None:
-        for row in islice(rows, min(count, window.most_rows - len(window.rows))):
-            window.rows.append((beginning(prompt_of(row)), row))
-            window.num_bytes += size_of(row)
-            if window.num_bytes >= _BYTES_OF_WINDOW:
-                window.most_rows = len(window.rows)
-                return
-
-    read(window, window.most_rows)
+    window.read(sized, window.most_rows)
     while window.rows:
         coming = _Window[T](min(2 * window.most_rows, most_rows))
         rows_each = -(-coming.most_rows // len(window.rows))
@@ -72,22 +63,32 @@ def in_windows(
         window.rows.reverse()
         while window.rows:
             yield window.rows.pop()[1]
-            read(coming, rows_each)
+            coming.read(sized, rows_each)
         window = coming
 
 
-@dataclass
 class _Window(Generic[T]):
     """Rows that are sorted together, each with what it is sorted by."""
 
-    most_rows: int
-    num_bytes: int = 0
-    rows: list[tuple[Any, T]] = field(default_factory=list)
+    def __init__(self, most_rows: int):
+        self.most_rows, self._num_bytes = most_rows, 0
+        self.rows: list[tuple[Any, T]] = []
+
+    def read(self, sized: Iterator[tuple[T, int, Any]], most: int) -> None:
+        """Adds at most `most` rows: each with its bytes, and what it is sorted by."""
+        while most and len(self.rows) < self.most_rows and self._num_bytes < BYTES_OF_WINDOW:
+            found = next(sized, None)
+            if found is None:
+                return
+            row, size, key = found
+            self.rows.append((key, row))
+            self._num_bytes += size
+            most -= 1
 
 
 def beginning(prompt: Any, most: int = 8192) -> tuple[int, Any]:
     """What prompts are sorted by; kinds of prompts are not compared with each other. Prompts that begin alike have keys
-    that begin alike, and nothing else matters."""
+    that begin alike. The order means nothing else."""
     if isinstance(prompt, str):
         return 0, prompt[:most]
     if isinstance(prompt, dict):

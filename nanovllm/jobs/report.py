@@ -47,13 +47,13 @@ class Progress:
     rows are like those of this run.
     """
 
-    def __init__(self, num_rows: int, num_finished: int, metrics: Callable[[], dict[str, Any]]):
+    def __init__(
+        self, num_rows: int, num_finished: int, metrics: Callable[[], dict[str, Any]], name: str = "run-batch"
+    ):
         self._num_rows, self._num_finished, self._num_before = num_rows, num_finished, num_finished
         self._metrics, self._at_start = metrics, metrics()
         self._began = self._said_at = time.monotonic()
-        self._bar = tqdm(
-            total=num_rows, initial=num_finished, unit="row", desc="run-batch", disable=not sys.stderr.isatty()
-        )
+        self._bar = tqdm(total=num_rows, initial=num_finished, unit="row", desc=name, disable=not sys.stderr.isatty())
 
     def update(self, num_finished: int, num_errors: int) -> None:
         """Takes how many rows have finished, and how many of this run are error rows."""
@@ -111,7 +111,7 @@ def report_of(
     rows: dict[str, int],
     errors: list[dict[str, Any]],
     seconds: dict[str, float],
-    tail_seconds: float,
+    tail_seconds: float | None,
     all_seconds: float,
     metrics: dict[str, Any],
     num_devices: int,
@@ -141,55 +141,48 @@ def report_of(
     return report
 
 
-def estimate_of(
-    num_rows: int, num_measured: int, start: float, seconds: float, num_output_tokens: int, price_per_hour: float | None
-) -> dict[str, Any]:
-    """The estimate of a dry run; docs/jobs.md lists its keys.
-
-    Args:
-        num_rows: rows of the job that can run.
-        num_measured: rows of the sample, which had `num_output_tokens`.
-        start: seconds that the LLM's start took.
-        seconds: that all rows will take.
-    """
-    estimate: dict[str, Any] = {
-        "measured_rows": num_measured,
-        "seconds": {"start": start, "rows": seconds},
-        "output_tokens": round(num_output_tokens / num_measured * num_rows),
-    }
-    if price_per_hour is not None:
-        estimate["cost"] = price_per_hour * (start + seconds) / 3600
-    return estimate
-
-
 def in_words(report: dict[str, Any]) -> str:
     """The report for a person."""
     rows, tokens, seconds = report["rows"], report["tokens"], report["seconds"]
-    lines = [
-        f"{rows['finished']:,} of {rows['total']:,} rows are finished, "
-        f"{rows['finished_before']:,} of them by earlier runs",
-        "seconds: " + ", ".join(f"{name} {value:,.1f}" for name, value in seconds.items()),
-    ]
+    lines = ["seconds: " + ", ".join(f"{name} {value:,.1f}" for name, value in seconds.items())]
+    if "preflight" in report:
+        lines.insert(0, f"{num_rows_in_words(rows['total'])}, of which {rows['errors']:,} cannot run")
+    else:
+        lines.insert(
+            0,
+            f"{rows['finished']:,} of {rows['total']:,} rows are finished, "
+            f"{rows['finished_before']:,} of them by earlier runs",
+        )
     if tokens:
         lines.append(
             f"tokens of this run: {tokens['prompt']:,} of prompts ({tokens['prefix_cache_hit_rate']:.0%} from the "
             f"prefix cache), {tokens['output']:,} generated, {tokens['output_per_second']:,.0f} per second; "
             f"{report['preemptions']:,} preemptions"
         )
-        lines.append(f"the last 1% of the rows took {report['tail_seconds']:,.1f} s")
-    if estimate := report.get("estimate"):
-        cost = f", cost {estimate['cost']:,.4f}" if "cost" in estimate else ""
-        lines.append(
-            f"estimate after {num_rows_in_words(estimate['measured_rows'])}: {_duration(estimate['seconds']['rows'])} "
-            f"for all rows, after {_duration(estimate['seconds']['start'])} of start; "
-            f"{estimate['output_tokens']:,} generated tokens{cost}"
-        )
+    tail = report.get("tail_seconds")
+    if tail is not None and tail > max(1.0, 0.05 * seconds["rows"]):
+        lines.append(f"the last 1% of the rows took {tail:,.1f} s: a few long rows ran alone at the end")
+    if "estimate" in report:
+        lines.append(_estimate_in_words(report["estimate"]))
     if "cost" in report:
         cost = report["cost"]
         per_million = cost["per_million_output_tokens"]
         price = "" if per_million is None else f", {per_million:,.4f} per million generated tokens"
-        lines.append(f"cost: {cost['total']:,.4f}{price}")
+        lines.append(f"cost of this run: {cost['total']:,.4f}{price}")
     if report["errors"]:
-        lines.append(f"errors in this run: {num_rows_in_words(rows['errors'])}")
+        if "preflight" not in report:
+            lines.append(f"errors in this run: {num_rows_in_words(rows['errors'])}")
         lines += [f"  {kind['rows']:,} × {kind['error']} (first: {kind['first']})" for kind in report["errors"][:10]]
     return "\n".join(lines)
+
+
+def _estimate_in_words(estimate: dict[str, Any] | None) -> str:
+    if estimate is None:
+        return "no estimate, because no row can run"
+    cost = f", at a cost of {estimate['cost']:,.4f}" if "cost" in estimate else ""
+    return (
+        f"estimate for the whole job: {_duration(estimate['seconds']['rows'])} for the rows and "
+        f"{_duration(estimate['seconds']['start'])} to start, {estimate['output_tokens']:,} generated tokens{cost} "
+        f"(measured: {num_rows_in_words(estimate['measured_rows'])}"
+        + (")" if estimate["filled_the_batch"] else ", which never filled the batch: probably too high)")
+    )

@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.jobs.estimate import Pace
 from nanovllm.jobs.index import Index, name_of
 from nanovllm.jobs.plan import early_rows, in_windows
 from nanovllm.jobs.report import Errors, Progress
@@ -65,7 +64,7 @@ class RowsRun:
         created, model: for output rows of OpenAI's format.
 
     errors: the rows that this run found in error.
-    tail_seconds: how long the last 1% of this run's rows took.
+    tail_seconds: how long the last 1% of this run's rows took; None if the run has not come so far.
     """
 
     def __init__(self, lines: Source, index: Index, params: RowParams, results: Results, created: int, model: str):
@@ -73,9 +72,9 @@ class RowsRun:
         self._created, self._model = created, model
         self._num_stops = 0
         self.errors = Errors()
-        self.tail_seconds = 0.0
+        self.tail_seconds: float | None = None
 
-    def through(self, llm: LLM | Replicas, progress: Progress | Pace) -> None:
+    def through(self, llm: LLM | Replicas, progress: Progress) -> None:
         """Runs them. In the main thread, the first SIGINT or SIGTERM lets running rows finish, and the second raises
         KeyboardInterrupt."""
         running: _Running = {}
@@ -83,7 +82,7 @@ class RowsRun:
         is_drained = False
         num_rows, num_before = len(self._lines), self._results.num_rows
         before_tail = num_rows - max(1, (num_rows - num_before) // 100)
-        tail_began: float | None = None
+        tail_began = time.monotonic() if num_before >= before_tail else None
         with self._stopping_at_signals():
             outputs = llm.generate_iter(self._prompts(running, given), iter(given.popleft, None), ordered=False)
             for output in outputs:

@@ -29,8 +29,15 @@ logger = logging.getLogger(__name__)
 
 _SECONDS_TO_END = 5.0
 # Of metrics: what belongs to processes that live; what replicas have alike; and what a sum says nothing of.
-_OF_LIVING = ("num_unfinished_requests", "num_kvcache_blocks", "num_free_kvcache_blocks", "memory_bytes")
-_ALIKE = ("kvcache_block_size", "max_batch_size")
+_OF_LIVING = (
+    "num_unfinished_requests",
+    "max_num_seqs",
+    "max_batch_size",
+    "num_kvcache_blocks",
+    "num_free_kvcache_blocks",
+    "memory_bytes",
+)
+_ALIKE = ("kvcache_block_size",)
 
 
 class _Process(Replica):

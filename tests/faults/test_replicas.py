@@ -192,7 +192,7 @@ def test_metrics_are_sums_and_rates_are_of_the_sums():
     two = {"num_prompt_tokens": 30, "num_cached_prompt_tokens": 0, "finish_reasons": {"length": 2}, "max_batch_size": 3}
     dead = {**two, "memory_bytes": {"weights": 5}, "num_kvcache_blocks": 7}
     merged = _merged([{**one, "memory_bytes": {"weights": 5}, "num_kvcache_blocks": 7}, two], [dead])
-    assert merged["prefix_cache_hit_rate"] == 10 / 70 and merged["max_batch_size"] == 4
+    assert merged["prefix_cache_hit_rate"] == 10 / 70 and merged["max_batch_size"] == 7
     assert merged["finish_reasons"] == {"stop": 1, "length": 4}
     assert merged["memory_bytes"] == {"weights": 5} and merged["num_kvcache_blocks"] == 7
 

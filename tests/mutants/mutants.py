@@ -2087,7 +2087,7 @@ MUTANTS = [
     Mutant(
         "the first step waits for the text of the whole window",
         ROWS,
-        "if has_text and not self._raises",
+        "if is_slow and not self._raises",
         "if False and not self._raises",
         ("test_generate_iter.py::test_texts_are_tokenized_as_they_are_needed",),
     ),

@@ -4,6 +4,7 @@ import gc
 import itertools
 import resource
 import threading
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -101,11 +102,14 @@ def test_a_row_waits_no_longer_than_the_window_behind_longer_ones(llm):
     assert 0 in numbers[:34]
 
 
-@pytest.mark.parametrize("text, num_read", [("Row", 512), (None, 16 * 512)])
-def test_texts_are_tokenized_as_they_are_needed(text, num_read):
-    """The first step does not wait for the tokens of the whole window, and token ids wait for nothing."""
+@pytest.mark.parametrize(
+    "text, is_lazy, num_read", [("Row", False, 512), (None, False, 16 * 512), (None, True, 512), ("Row", True, 512)]
+)
+def test_texts_are_tokenized_as_they_are_needed(text, is_lazy, num_read):
+    """The first step waits neither for the tokens of the whole window nor for prompts that it cannot run. Token ids of
+    a list wait for nothing."""
     source = itertools.repeat((Row(text, [1]), SamplingParams(max_tokens=1)))
-    rows = RowStream(FakeEngine(), Text(None), source, list, StructuredOutputs(None, 8, []))
+    rows = RowStream(FakeEngine(), Text(None), source, list, StructuredOutputs(None, 8, []), is_lazy=is_lazy)
     assert len(next(rows.run())) == rows.num_read == num_read
 
 
@@ -144,6 +148,27 @@ def test_a_source_without_a_prompt_is_asked_once_per_step_and_what_it_gives_join
         metrics = llm.metrics()
     assert events[:8] == ["asked", "step"] * 4
     assert metrics["num_steps_with_decodes"] < metrics["num_decode_tokens"] == 22
+
+
+@pytest.mark.parametrize("text", [None, "Row"])
+def test_an_iterator_is_asked_for_a_few_rows_per_step_once_enough_wait(text):
+    """Rows that run wait while it makes them."""
+    seen, per_step = [], []
+    source = ((Row(text, [1]), SamplingParams(max_tokens=1)) for _ in counted(range(3000), seen))
+    rows = RowStream(FakeEngine(most=4), Text(None), source, list, StructuredOutputs(None, 8, []), is_lazy=True)
+    for _ in rows.run():
+        per_step.append(len(seen))
+    read = [after - before for before, after in pairwise(per_step) if after < 3000]
+    assert per_step[0] == 512 and read[0] == 256 and set(read[1:]) == {32} and len(read) > 50
+
+
+def test_rows_that_finish_at_once_leave_no_step_without_rows():
+    """Small pieces once left most of the batch empty."""
+    engine, sizes = FakeEngine(), []
+    source = (([1], SamplingParams(max_tokens=1)) for _ in range(4000))
+    rows = RowStream(engine, Text(None), source, Text(None).encode, StructuredOutputs(None, 8, []), is_lazy=True)
+    sizes = [len(finished) for finished in rows.run()]
+    assert sum(sizes) == 4000 and min(sizes[:-1]) >= 512
 
 
 def test_only_an_iterator_may_have_no_prompt_yet(llm):
@@ -592,9 +617,10 @@ def test_what_ends_the_program_is_no_fault_of_a_row(llm, monkeypatch, error):
 
 
 class FakeEngine:
-    """Each step finishes everything that it has."""
+    """Each step finishes everything that it has, or at most so many rows."""
 
-    def __init__(self):
+    def __init__(self, most=None):
+        self._most = most
         self.info, self.eos_token_ids = SimpleNamespace(max_num_seqs=512), frozenset()
         self.num_requests, self.waiting, self.weight_version = 0, [], 0
 
@@ -606,11 +632,15 @@ class FakeEngine:
         self.waiting.append(seq)
         return seq.seq_id
 
+    @property
+    def num_waiting(self):
+        return len(self.waiting)
+
     def is_finished(self):
         return not self.waiting
 
     def step(self):
-        finished, self.waiting = self.waiting, []
+        finished, self.waiting = self.waiting[: self._most], self.waiting[self._most :] if self._most else []
         return finished
 
 

@@ -6,6 +6,7 @@ import random
 import signal
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from fake_llm import FakeLLM
 
@@ -14,84 +15,144 @@ from nanovllm.jobs import JobOptions, estimate
 from nanovllm.jobs.cli import main
 from nanovllm.jobs.estimate import Pace, num_rows_of_sample
 from nanovllm.jobs.job import Job
-from nanovllm.jobs.report import Progress
+from nanovllm.jobs.report import in_words
 
 MODEL = str(MODEL_DIRECTORY)
 
 
 class Batch:
-    """An engine whose steps take a second and give each running row a token; rows are of random lengths.
+    """An engine on a clock of its own. A step gives each running row a token, and the rows that join it take their
+    prompts with them; every token has its price.
 
     Args:
         size: rows that run together.
     """
 
     def __init__(self, size: int, monkeypatch):
-        self._size, self._rng = size, random.Random(0)
-        self.seconds = self._tokens = 0
+        self._size = size
+        self.seconds, self._most_running = 0.0, 0
+        self._num_tokens = {"num_prefill_tokens": 0, "num_decode_tokens": 0}
         monkeypatch.setattr(estimate.time, "monotonic", lambda: self.seconds)
 
     def metrics(self) -> dict[str, int]:
-        return {"num_prefill_tokens": 0, "num_decode_tokens": self._tokens}
+        return {**self._num_tokens, "max_batch_size": self._most_running}
 
-    def run(self, num_rows: int, update=lambda finished, errors: None) -> None:
-        waiting = [self._rng.randint(20, 200) for _ in range(num_rows)]
+    def run(self, rows: list[tuple[int, int]], update=lambda finished, errors: None) -> None:
+        """`rows`: tokens of the prompt and of the completion, in the order in which they run."""
+        waiting = rows[::-1]
         running: list[int] = []
         finished = 0
         while waiting or running:
-            while waiting and len(running) < self._size:
-                running.append(waiting.pop())
-            self.seconds += 1
-            self._tokens += len(running)
-            running = [left - 1 for left in running]
+            decodes = len(running)
+            joining = [waiting.pop() for _ in range(min(len(waiting), self._size - len(running)))]
+            self._most_running = max(self._most_running, decodes + len(joining))
+            prefill = sum(num_prompt for num_prompt, _ in joining)
+            self.seconds += 0.002 + 1e-5 * decodes + 2e-6 * prefill
+            self._num_tokens["num_prefill_tokens"] += prefill
+            self._num_tokens["num_decode_tokens"] += decodes
+            running = [left - 1 for left in running] + [num_new - 1 for _, num_new in joining]
             for _ in range(running.count(0)):
                 finished += 1
                 update(finished, 0)
             running = [left for left in running if left]
 
 
-@pytest.mark.parametrize("num_in_batches", [2, 4, 8])
-def test_the_time_of_all_rows_is_foretold_by_some(monkeypatch, num_in_batches):
-    """The mean rate of a small sample would be wrong: its batch empties soon, the job's only once."""
-    size = 64
+def uniform(rng):
+    return rng.randint(50, 500), rng.randint(20, 200)
+
+
+def half_short(rng):
+    return 200, rng.choice([5, 500])
+
+
+def few_long(rng):
+    return 100, rng.choice([*[50] * 9, 800])
+
+
+def labels(rng):
+    return rng.randint(300, 1500), 1
+
+
+JOBS = {kind.__name__: kind for kind in (uniform, half_short, few_long, labels)}
+
+
+def two_tasks(rng, share):
+    """Texts, then labels: rows of a window are sorted, so one task comes after the other."""
+    return (200, rng.randint(100, 300)) if share < 0.5 else labels(rng)
+
+
+@pytest.mark.parametrize("job", [*JOBS, "two_tasks"])
+def test_a_sample_predicts_the_time_of_all_rows(monkeypatch, job):
+    size, times = 256, 50
+    rng = random.Random(0)
+    draw = JOBS.get(job)
+    rows = [[draw(rng) if draw else two_tasks(rng, place / 1024) for place in range(1024)] for _ in range(times)]
     batch = Batch(size, monkeypatch)
-    pace = Pace(num_in_batches * size, batch.metrics)
-    batch.run(num_in_batches * size, pace.update)
+    pace = Pace(1024, batch.metrics)
+    batch.run(rows[0], pace.update)
+    pace.close()
     sample_seconds = batch.seconds
     whole = Batch(size, monkeypatch)
-    whole.run(100 * size)
-    assert pace.seconds_of(100 * size) == pytest.approx(whole.seconds, rel=0.08)
-    if num_in_batches == 2:
-        assert sample_seconds * 50 > 1.3 * whole.seconds
+    whole.run([row for part in rows for row in part])
+    assert pace.seconds_of(times * 1024) == pytest.approx(whole.seconds, rel=0.12)
+    assert pace.seconds_of(512) == pytest.approx(sample_seconds / 2)
 
 
-@pytest.mark.parametrize("num_measured", range(1, 9))
-def test_few_rows_give_their_mean(monkeypatch, num_measured):
-    batch = Batch(1, monkeypatch)
+def test_the_batch_empties_only_once(monkeypatch):
+    """The mean rate of a small sample would be wrong: emptying the batch is a large part of its time."""
+    rng = random.Random(0)
+    rows = [uniform(rng) for _ in range(512)]
+    batch = Batch(128, monkeypatch)
+    pace = Pace(512, batch.metrics)
+    batch.run(rows, pace.update)
+    pace.close()
+    sample_seconds = batch.seconds
+    whole = Batch(128, monkeypatch)
+    whole.run(rows * 50)
+    assert pace.seconds_of(512 * 50) == pytest.approx(whole.seconds, rel=0.06)
+    assert sample_seconds * 50 > 1.1 * whole.seconds
+
+
+@pytest.mark.parametrize("num_measured", [1, 2, 3, 16, 17])
+def test_a_sample_that_never_fills_the_batch_gives_its_mean(monkeypatch, num_measured):
+    batch = Batch(64, monkeypatch)
     pace = Pace(num_measured, batch.metrics)
-    batch.run(num_measured, pace.update)
-    assert pace.seconds_of(num_measured) == batch.seconds
-    assert pace.seconds_of(10 * num_measured) == pytest.approx(10 * batch.seconds)
+    batch.run([(10, 20 + place) for place in range(num_measured)], pace.update)
+    pace.close()
+    assert not pace.filled_the_batch
+    for num_rows in (num_measured, 10 * num_measured):
+        assert pace.seconds_of(num_rows) == pytest.approx(batch.seconds * num_rows / num_measured)
 
 
-def test_pace_can_stand_for_progress():
-    public = {name for name in vars(Progress) if not name.startswith("_")}
-    assert public <= vars(Pace).keys()
+@pytest.mark.parametrize("amounts", [[[1, 0], [2, 0]], [[0, 0], [0, 0]], [[1, 9], [9, 1]], [[5, 5], [5, 5.0001]]])
+@pytest.mark.parametrize("seconds", [[1, 2], [9, 0], [0, 9], [0, 0], [3, 3]])
+def test_no_price_is_negative(amounts, seconds):
+    prices = estimate._prices(np.array(amounts, float), np.array(seconds, float))
+    assert np.isfinite(prices).all() and (prices >= 0).all()
 
 
 @pytest.mark.parametrize(
-    ("engine", "mean_tokens", "expected"),
-    [
-        ({}, 100, 4096),
-        ({"max_num_seqs": 8}, 100, 32),
-        ({"max_num_seqs": 8, "data_parallel_size": 3}, 100, 96),
-        ({}, 2000, 2**22 // 2000),
-        ({}, 2**23, 1),
-    ],
-)
-def test_a_sample_fills_the_batch_and_is_smaller_where_prompts_are_long(engine, mean_tokens, expected):
-    summary = SimpleNamespace(num_prompt_tokens=9000 * mean_tokens, num_prompts=10_000, num_errors=1000)
-    assert num_rows_of_sample(engine, summary) == expected
+    ("max_num_seqs", "num_prompt", "num_new", "expected"),
+    [(1024, 100, 100, 4096), (8, 100, 100, 32), (1024, 2000, 100, 2**22 // 2000), (1024, 100, 8192, 512),
+     (1024, 2**23, 1, 1)],
+)  # fmt: skip
+def test_a_sample_fills_the_batch_and_is_smaller_where_rows_are_long(max_num_seqs, num_prompt, num_new, expected):
+    """What the prefix cache serves does not count."""
+    summary = SimpleNamespace(
+        num_prompt_tokens=9000 * (num_prompt + 5000), num_shared_tokens=9000 * 5000, most_new_tokens=9000 * num_new,
+        num_prompts=10_000, num_errors=1000,
+    )  # fmt: skip
+    assert num_rows_of_sample(max_num_seqs, summary) == expected
+
+
+@pytest.mark.parametrize("num_items", [0, 1, 15, 16, 17, 35, 1000])
+@pytest.mark.parametrize("num_wanted", [1, 15, 16, 34, 500])
+def test_stretches_hold_each_item_once(num_items, num_wanted):
+    found = estimate._stretches(range(num_items), num_wanted)
+    assert len(set(found)) == len(found) and found == sorted(found)
+    assert min(num_wanted, num_items) - 16 <= len(found) <= min(num_wanted + 15, num_items)
+    if num_items > num_wanted > 1:
+        assert found[0] == 0 and found[-1] == num_items - 1
 
 
 @pytest.fixture(autouse=True)
@@ -112,11 +173,15 @@ def test_a_dry_run_measures_rows_from_the_whole_input_and_keeps_nothing(tmp_path
     rng.shuffle(rows)
     rows += [{"id": "0", "prompt": "again"}, {"id": "bad"}]
     report = run_dry(tmp_path, rows, engine={"max_num_seqs": 80}, price_per_hour=36_000_000)
+    assert "2,002 rows, of which 2 cannot run" in in_words(report) and "estimate for the whole job" in in_words(report)
     measured = report["estimate"].pop("seconds")
     assert set(measured) == {"start", "rows"} and measured["rows"] > 0
     assert report["estimate"].pop("cost") == pytest.approx(10_000 * sum(measured.values()))
-    assert report["estimate"] == {"measured_rows": 320, "output_tokens": 8000}
-    assert report["rows"]["finished"] == 0 and report["tokens"] == {}
+    assert report["estimate"] == {"measured_rows": 320, "output_tokens": 8000, "filled_the_batch": True}
+    assert report["rows"] == {"total": 2002, "finished": 0, "finished_before": 0, "errors": 2}
+    assert sum(kind["rows"] for kind in report["errors"]) == 2 and report["tokens"] == {}
+    assert report["preflight"]["checked_rows"] == 2002 and report["preflight"]["num_prompts"] == 2000
+    assert report["seconds"].keys() == {"preflight", "estimate"}
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
     groups = [made.split()[1] for made in FakeLLM.made]
     assert len(groups) == 320 == len(set(FakeLLM.made))
@@ -130,10 +195,18 @@ def test_all_rows_of_a_small_job_are_measured(tmp_path):
     assert report["estimate"]["output_tokens"] == 200
 
 
-def test_without_rows_that_can_run_there_is_no_estimate(tmp_path):
-    assert "estimate" not in run_dry(tmp_path, [])
-    assert run_dry(tmp_path, [{"id": "bad"}])["estimate"] is None
-    assert not FakeLLM.made
+@pytest.mark.parametrize("rows", [[], [{"id": "bad"}], [{"id": "long", "prompt": "x" * 5000}]])
+def test_without_rows_that_can_run_there_is_no_estimate(tmp_path, rows):
+    report = run_dry(tmp_path, rows)
+    assert report["estimate"] is None and "no estimate, because no row can run" in in_words(report)
+    assert report["rows"]["errors"] == len(rows) and not FakeLLM.made
+
+
+def test_rows_are_chosen_among_those_that_can_run(tmp_path, monkeypatch):
+    """A broken row that is far longer than all others was once the only one to choose from."""
+    monkeypatch.setattr(estimate, "BYTES_OF_WINDOW", 1000)
+    rows = [{"id": "bad", "promt": "x" * 100_000}, *({"id": f"{place}", "prompt": "x"} for place in range(20))]
+    assert run_dry(tmp_path, rows)["estimate"]["measured_rows"] == 20
 
 
 def test_a_signal_stops_the_sample(tmp_path):
@@ -143,8 +216,9 @@ def test_a_signal_stops_the_sample(tmp_path):
                 os.kill(os.getpid(), signal.SIGINT)
             return super().complete(number, prompt, params)
 
-    report = run_dry(tmp_path, [{"id": f"{place}", "prompt": "x"} for place in range(500)], Interrupted)
-    assert report["estimate"] is None and 100 < len(FakeLLM.made) < 120
+    with pytest.raises(KeyboardInterrupt):
+        run_dry(tmp_path, [{"id": f"{place}", "prompt": "x"} for place in range(500)], Interrupted)
+    assert 100 < len(FakeLLM.made) < 120
 
 
 @pytest.mark.parametrize("options", [{"dry_run": False}, {"preflight": "off"}])
@@ -160,5 +234,5 @@ def test_the_command_estimates_with_a_model(tmp_path, capsys):
     command += ["--max-tokens", "5", "--ignore-eos", "--max-num-seqs", "4", "--dry-run", "--estimate"]
     assert main(command) == 0
     said = capsys.readouterr().err
-    assert "estimate after 16 rows: " in said and "500 generated tokens" in said
+    assert "500 generated tokens (measured: 16 rows)" in said
     assert not (tmp_path / "out").exists()

@@ -23,6 +23,7 @@ from nanovllm.jobs.identity import identity_of
 from nanovllm.jobs.job import Job, JobOptions
 from nanovllm.jobs.journal import Journal
 from nanovllm.jobs.plan import beginning, early_rows, in_windows
+from nanovllm.jobs.report import in_words
 from nanovllm.jobs.source import Lines
 
 MODEL = str(MODEL_DIRECTORY)
@@ -63,6 +64,7 @@ def test_each_row_gives_one_row_in_the_inputs_order(job):
     assert sorted(FakeLLM.made) == sorted(json.dumps(f"prompt {number}") for number in range(500))
     assert report["rows"] == {"total": 500, "finished": 500, "finished_before": 0, "errors": 0}
     assert report["tokens"]["output"] == 2000
+    assert 0 <= report["tail_seconds"] <= report["seconds"]["rows"]
 
 
 BAD_ROWS = {
@@ -409,6 +411,7 @@ def test_a_rows_own_parameters_count_over_the_jobs_and_those_over_the_formats(jo
 
 
 def test_ctrl_c_finishes_what_runs_and_the_same_command_goes_on(job, tmp_path):
+    before = signal.getsignal(signal.SIGINT)
     job(plain(300), output=str(tmp_path / "whole"))
 
     class Interrupted(FakeLLM):
@@ -419,12 +422,19 @@ def test_ctrl_c_finishes_what_runs_and_the_same_command_goes_on(job, tmp_path):
 
     FakeLLM.made = []
     report, found = job(llm=Interrupted)
-    assert found is None and 100 < report["rows"]["finished"] < 120
+    assert found is None and 100 < report["rows"]["finished"] < 120 and report["tail_seconds"] is None
     made = len(FakeLLM.made)
     assert made == report["rows"]["finished"]
     report, found = job()
     assert len(FakeLLM.made) == 300 and found == read(tmp_path / "whole")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(("tail", "is_said"), [(None, False), (0.2, False), (4.0, False), (9.0, True)])
+def test_a_long_tail_is_said(job, tail, is_said):
+    report, _ = job(plain(2))
+    report |= {"tail_seconds": tail, "seconds": {"rows": 100.0}}
+    assert ("the last 1% of the rows took 9.0 s" in in_words(report)) is is_said
 
 
 def test_a_second_ctrl_c_stops_at_once_and_nothing_is_lost(job, tmp_path):

@@ -5,11 +5,13 @@ import functools
 import inspect
 import json
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from nanovllm import SamplingParams, sampling_params
+from nanovllm.sampling_params import with_seed
 
 
 def test_the_defaults_are_the_documented_ones():
@@ -247,3 +249,11 @@ def test_a_wrong_item_among_many_is_named_by_its_index():
     """The message once held all ten thousand of them."""
     with pytest.raises(TypeError, match=r"^sampling_params\[3\] must be a SamplingParams, not None$"):
         sampling_params.one_per_prompt([SamplingParams()] * 3 + [None] * 9997, 10_000)
+
+
+def test_with_another_seed_it_is_as_if_made_with_it():
+    params = SamplingParams(
+        seed=7, stop=["a"], logit_bias={3: 1.0}, logprobs=2, n=4, structured_outputs={"regex": "a"}, bad_words=["x"]
+    )
+    assert with_seed(params, 3) == replace(params, seed=3) and params.seed == 7
+    assert type(with_seed(params, 3)) is SamplingParams

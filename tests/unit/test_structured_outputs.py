@@ -593,7 +593,7 @@ def test_equal_params_are_compiled_once(llguidance, monkeypatch):
 
 
 def misread_tokenizer():
-    """Its decoder strips a brace, of which llguidance knows nothing."""
+    """Its decoder strips a brace, and llguidance does not know that."""
     tokenizer = tokenizer_of.__wrapped__("merged")
     stripped = decoders.Sequence([decoders.ByteLevel(), decoders.Strip("{", 1, 0)])
     tokenizer.backend_tokenizer.decoder = stripped
@@ -608,9 +608,9 @@ class SlowTokenizer:
 @pytest.mark.parametrize(
     ("tokenizer", "vocab_size", "eos", "says"),
     [
-        (SlowTokenizer(), 500, [1], "cannot read the model's tokenizer: it is not one of the library tokenizers"),
+        (SlowTokenizer(), 500, [1], "cannot read the model's tokenizer: it is not a fast tokenizer"),
         (tokenizer_of("bundled"), 200, [0], "cannot read the model's tokenizer: vocab size too small; 200 vs 259"),
-        (misread_tokenizer(), 500, [1], "it takes the tokens of"),
+        (misread_tokenizer(), 500, [1], "it reads the tokens of"),
         (tokenizer_of("bundled"), 500, [], "no end-of-sequence token"),
         (tokenizer_of("bundled"), 500, [400], "no end-of-sequence token"),
     ],

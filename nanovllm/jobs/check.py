@@ -1,0 +1,92 @@
+"""What the tokenizer can tell of a job's rows, before the model's weights are loaded."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from nanovllm import Preflight, PreflightSummary
+from nanovllm.jobs.index import Index, name_of
+from nanovllm.jobs.report import Errors, num_rows_in_words
+from nanovllm.jobs.row_params import RowParams
+from nanovllm.jobs.rows import JobRow
+from nanovllm.jobs.source import Source
+
+logger = logging.getLogger("nanovllm.jobs")
+
+_ROWS_OF_PIECE, _BYTES_OF_PIECE, _MOST_ERRORS = 256, 2**24, 1000
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was found.
+
+    Args:
+        num_rows: rows that were looked at, those without a prompt included.
+        summary: of those with a prompt.
+        refused: the first rows whose prompts cannot run: name and error.
+    """
+
+    num_rows: int
+    summary: PreflightSummary
+    refused: list[tuple[str, str]]
+
+    def say(self, num_rows: int, index: Index) -> None:
+        """Logs it; `num_rows` is of the job."""
+        summary = self.summary
+        tokenized = "all" if self.num_rows == num_rows else f"{self.num_rows:,} of them"
+        logger.info(
+            "%s; tokenized %s: %s prompt tokens, longest prompt: %s, new tokens: at most %s. Distinct prefixes of 64 "
+            "tokens: %s; %.0f%% of these prompt tokens can come from the prefix cache",
+            num_rows_in_words(num_rows), tokenized, f"{summary.num_prompt_tokens:,}", f"{summary.longest_prompt:,}",
+            f"{summary.most_new_tokens:,}", f"{summary.num_distinct_prefixes:,}", 100 * summary.expected_hit_rate,
+        )  # fmt: skip
+        for errors, count in ((index.errors, index.num_errors), (self.refused, summary.num_errors)):
+            if count:
+                first = "; ".join(f"{row}: {error}" for row, error in errors[:10])
+                logger.warning("%s cannot run: %s", num_rows_in_words(count), first)
+
+    def as_report(self) -> dict[str, Any]:
+        """For the report; docs/jobs.md lists the keys."""
+        return {"checked_rows": self.num_rows, **asdict(self.summary)}
+
+    def errors(self, index: Index) -> Errors:
+        """All rows that cannot run, as far as is known."""
+        errors = Errors()
+        for row, error in (*index.errors, *self.refused):
+            errors.add(row, error)
+        errors.num_rows = index.num_errors + self.summary.num_errors
+        return errors
+
+
+def check_rows(lines: Source, index: Index, params: RowParams, preflight: Preflight, num_rows: int) -> Checked:
+    """Tokenizes so many rows, which are spread evenly over the input."""
+    numbers = np.linspace(0, len(lines) - 1, num_rows).astype(np.int64).tolist()
+    refused: list[tuple[str, str]] = []
+    for rows in _pieces(lines, index, numbers):
+        checks = preflight.check([row.prompt for row in rows], [params.of(row) for row in rows])
+        refused += [
+            (name_of(row), check.error)
+            for row, check in zip(rows, checks, strict=True)
+            if check.error is not None and len(refused) < _MOST_ERRORS
+        ]
+    return Checked(num_rows, preflight.summary(), refused)
+
+
+def _pieces(lines: Source, index: Index, numbers: list[int]) -> Iterator[list[JobRow]]:
+    """The rows without errors, in lists of a few rows and bytes."""
+    piece: list[JobRow] = []
+    num_bytes = 0
+    for number in numbers:
+        line = lines.read(number)
+        row = index.row(number, line)
+        if row.error is None:
+            piece.append(row)
+            num_bytes += len(line)
+        if len(piece) == _ROWS_OF_PIECE or num_bytes >= _BYTES_OF_PIECE:
+            yield piece
+            piece, num_bytes = [], 0
+    if piece:
+        yield piece
