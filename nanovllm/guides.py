@@ -365,12 +365,12 @@ class StructuredOutputs:
 
 
 def _described(tokenizer: Any) -> str:
-    """The tokenizer as JSON, as llguidance reads it right. Of several decoders, llguidance obeys the first that maps
-    tokens to bytes. Tokenizers made from GGUF files have ByteFallback before ByteLevel, but ByteLevel is the right one.
-    """
+    """The tokenizer as JSON, changed so that llguidance reads it right. Of several decoders, llguidance obeys the first
+    that maps tokens to bytes. Tokenizers made from GGUF files have ByteFallback before ByteLevel, but ByteLevel is the
+    right one."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise ValueError("it is not a fast tokenizer, of the library tokenizers")
+        raise ValueError("it is not a fast tokenizer (one of the library tokenizers)")
     described = json.loads(backend.to_str())
     described["padding"] = described["truncation"] = None
     for decoder in (described["decoder"] or {}).get("decoders", []):

@@ -132,7 +132,7 @@ class RowStream:
                 self.num_read += 1
             if len(piece) < room:
                 break
-            # Reading takes time, and the next step has rows enough.
+            # Reading takes time, and enough rows wait for the next step.
             is_slow = self._is_lazy or any(row.text is not None for row in rows)
             if is_slow and not self._raises and self._has_enough():
                 break

@@ -217,8 +217,8 @@ def row_seed(seed: int, row_id: Any) -> int:
 
 
 def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    """A copy with another seed. It does not check the other parameters again, which would take six times as long for
-    each row of a job."""
+    """A copy with another seed. The other parameters are not checked again: checks make a copy take six times as long,
+    for each row of a job."""
     copy = object.__new__(SamplingParams)
     for name in SamplingParams.__slots__:
         object.__setattr__(copy, name, getattr(params, name))

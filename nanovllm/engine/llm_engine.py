@@ -148,7 +148,7 @@ class LLMEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Completions that have no place in the batch."""
+        """How many completions wait for a place in the batch, preempted ones included."""
         return len(self.scheduler.waiting)
 
     def is_waiting(self, seq_id: int) -> bool:

@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 
 from nanovllm import Preflight, PreflightSummary
+from nanovllm.jobs.errors import Errors
 from nanovllm.jobs.index import Index, name_of
-from nanovllm.jobs.report import Errors, num_rows_in_words
+from nanovllm.jobs.report import num_rows_in_words
 from nanovllm.jobs.row_params import RowParams
 from nanovllm.jobs.rows import JobRow
 from nanovllm.jobs.source import Source
 
 logger = logging.getLogger("nanovllm.jobs")
 
-_ROWS_OF_PIECE, _BYTES_OF_PIECE, _MOST_ERRORS = 256, 2**24, 1000
+_ROWS_OF_PIECE, _BYTES_OF_PIECE = 256, 2**24
 
 
 @dataclass(frozen=True)
@@ -26,15 +27,15 @@ class Checked:
     Args:
         num_rows: rows that were looked at, those without a prompt included.
         summary: of those with a prompt.
-        refused: the first rows whose prompts cannot run: name and error.
+        refused: rows whose prompts cannot run.
     """
 
     num_rows: int
     summary: PreflightSummary
-    refused: list[tuple[str, str]]
+    refused: Errors
 
     def say(self, num_rows: int, index: Index) -> None:
-        """Logs it; `num_rows` is of the job."""
+        """Logs what was found. `num_rows`: rows of the whole job."""
         summary = self.summary
         tokenized = "all" if self.num_rows == num_rows else f"{self.num_rows:,} of them"
         logger.info(
@@ -43,10 +44,10 @@ class Checked:
             num_rows_in_words(num_rows), tokenized, f"{summary.num_prompt_tokens:,}", f"{summary.longest_prompt:,}",
             f"{summary.most_new_tokens:,}", f"{summary.num_distinct_prefixes:,}", 100 * summary.expected_hit_rate,
         )  # fmt: skip
-        for errors, count in ((index.errors, index.num_errors), (self.refused, summary.num_errors)):
-            if count:
-                first = "; ".join(f"{row}: {error}" for row, error in errors[:10])
-                logger.warning("%s cannot run: %s", num_rows_in_words(count), first)
+        for errors in (index.errors, self.refused):
+            if errors.num_rows:
+                first = "; ".join(f"{row}: {error}" for row, error in errors.first)
+                logger.warning("%s cannot run: %s", num_rows_in_words(errors.num_rows), first)
 
     def as_report(self) -> dict[str, Any]:
         """For the report; docs/jobs.md lists the keys."""
@@ -55,23 +56,20 @@ class Checked:
     def errors(self, index: Index) -> Errors:
         """All rows that cannot run, as far as is known."""
         errors = Errors()
-        for row, error in (*index.errors, *self.refused):
-            errors.add(row, error)
-        errors.num_rows = index.num_errors + self.summary.num_errors
+        errors.include(index.errors)
+        errors.include(self.refused)
         return errors
 
 
 def check_rows(lines: Source, index: Index, params: RowParams, preflight: Preflight, num_rows: int) -> Checked:
-    """Tokenizes so many rows, which are spread evenly over the input."""
+    """Tokenizes `num_rows` rows, spread evenly over the input."""
     numbers = np.linspace(0, len(lines) - 1, num_rows).astype(np.int64).tolist()
-    refused: list[tuple[str, str]] = []
+    refused = Errors()
     for rows in _pieces(lines, index, numbers):
         checks = preflight.check([row.prompt for row in rows], [params.of(row) for row in rows])
-        refused += [
-            (name_of(row), check.error)
-            for row, check in zip(rows, checks, strict=True)
-            if check.error is not None and len(refused) < _MOST_ERRORS
-        ]
+        for row, check in zip(rows, checks, strict=True):
+            if check.error is not None:
+                refused.add(name_of(row), check.error)
     return Checked(num_rows, preflight.summary(), refused)
 
 

@@ -1,5 +1,51 @@
-"""What stops a job, in words for the person who started it."""
+"""What is wrong with a job, and with its rows."""
+
+import re
+from collections import Counter
+from typing import Any
+
+_MOST_KINDS, _MOST_FIRST = 1000, 10
 
 
 class JobError(Exception):
     """The job cannot start or go on. Nothing that it wrote is lost; the message says what to do."""
+
+
+class Errors:
+    """Error rows by kind: errors that differ only in numbers and quoted values are of one. Memory stays flat.
+
+    num_rows: all of them.
+    first: the first ten, each its name and error.
+    """
+
+    def __init__(self):
+        self.num_rows = 0
+        self.first: list[tuple[str, str]] = []
+        self._count: Counter[str] = Counter()
+        self._example: dict[str, tuple[str, str]] = {}  # of each kind, the first row's name and its error
+
+    def add(self, row: str, error: str) -> None:
+        kind = re.sub(r"'[^']*'|\"[^\"]*\"|-?[0-9][0-9,.]*", "…", error)[:200]
+        self._add(kind, (row, error[:500]), 1)
+        if len(self.first) < _MOST_FIRST:
+            self.first.append((row, error[:500]))
+
+    def include(self, others: "Errors") -> None:
+        """Adds the rows of `others`."""
+        for kind, count in others._count.items():
+            self._add(kind, others._example[kind], count)
+        self.first += others.first[: _MOST_FIRST - len(self.first)]
+
+    def _add(self, kind: str, example: tuple[str, str], count: int) -> None:
+        self.num_rows += count
+        if kind not in self._count and len(self._count) >= _MOST_KINDS:
+            kind = "other errors"
+        self._count[kind] += count
+        self._example.setdefault(kind, example)
+
+    def by_kind(self) -> list[dict[str, Any]]:
+        """The most frequent first."""
+        return [
+            {"rows": count, "first": self._example[kind][0], "error": self._example[kind][1]}
+            for kind, count in self._count.most_common()
+        ]

@@ -8,11 +8,9 @@ from dataclasses import replace
 import numpy as np
 import xxhash
 
-from nanovllm.jobs.errors import JobError
+from nanovllm.jobs.errors import Errors, JobError
 from nanovllm.jobs.rows import JobRow
 from nanovllm.jobs.source import Source
-
-_MOST_ERRORS = 1000  # that are kept with their texts
 
 
 class Index:
@@ -23,7 +21,7 @@ class Index:
         parse: makes the row of a number and a line.
         most_new_tokens: of a row without an error.
 
-    num_errors: rows that cannot run, as far as the rows alone can tell; `errors` are the first of them: name and error.
+    errors: rows that cannot run, as far as the rows alone can tell.
     most_new_tokens: int64 [num_rows].
     kinds: the kinds of rows that there are; see JobRow.
     can_run: bool [num_rows], the rows without an error.
@@ -32,8 +30,7 @@ class Index:
 
     def __init__(self, lines: Source, parse: Callable[[int, bytes], JobRow], most_new_tokens: Callable[[JobRow], int]):
         self._parse = parse
-        self.errors: list[tuple[str, str]] = []
-        self.num_errors = 0
+        self.errors = Errors()
         self.kinds: set[str] = set()
         ids, most, self._checksums, is_row = array("Q"), array("q"), array("I"), bytearray()
         for number, line in enumerate(lines.scan()):
@@ -71,9 +68,7 @@ class Index:
 
     def _note(self, row: JobRow) -> None:
         if row.error is not None:
-            self.num_errors += 1
-            if len(self.errors) < _MOST_ERRORS:
-                self.errors.append((name_of(row), row.error))
+            self.errors.add(name_of(row), row.error)
 
     def _first_uses(self, ids: np.ndarray, lines: Source) -> np.ndarray:
         """`first_use`; `ids` are hashes, and 0 stands for no id."""

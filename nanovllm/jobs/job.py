@@ -20,14 +20,14 @@ from typing import Any
 
 from nanovllm import LLM, Preflight
 from nanovllm.jobs.check import Checked, check_rows
-from nanovllm.jobs.errors import JobError
+from nanovllm.jobs.errors import Errors, JobError
 from nanovllm.jobs.estimate import estimate
 from nanovllm.jobs.identity import check_same, identity_of, load_state, replace_durably, save_state, write_whole
 from nanovllm.jobs.index import Index
 from nanovllm.jobs.journal import Journal
 from nanovllm.jobs.options import JobOptions
 from nanovllm.jobs.parquet import import_pyarrow, is_parquet, write_parquet
-from nanovllm.jobs.report import Errors, Progress, in_words, num_rows_in_words, report_of
+from nanovllm.jobs.report import Progress, in_words, num_rows_in_words, report_of
 from nanovllm.jobs.row_params import RowParams
 from nanovllm.jobs.run import Results, RowsRun, Stdout
 from nanovllm.jobs.source import Source, open_source
@@ -75,11 +75,11 @@ class Job:
                 params = RowParams(preflight.get_default_sampling_params(), options.params, options.seed)
                 most = preflight.max_model_len
                 index = Index(lines, params.parse, lambda row: params.most_new_tokens(row, most))
-                self._refuse(index.num_errors, index.errors)
+                self._refuse(index.errors)
                 checked = check_rows(lines, index, params, preflight, self._num_to_check(len(lines)))
                 if checked.num_rows:
                     checked.say(len(lines), index)
-                    self._refuse(checked.summary.num_errors, checked.refused)
+                    self._refuse(checked.refused)
             if options.dry_run:
                 report = self._dry_run(lines, index, params, checked)
             elif self._is_stream:
@@ -122,10 +122,10 @@ class Job:
         given = {name: value for name, value in self._options.engine.items() if name in names and value is not None}
         return Preflight(self._options.model, **given)
 
-    def _refuse(self, num_errors: int, errors: list[tuple[str, str]]) -> None:
-        if self._options.on_error == "stop" and num_errors:
-            first = "; ".join(f"{row}: {error}" for row, error in errors[:10])
-            raise JobError(f"{num_rows_in_words(num_errors)} cannot run; --on-error stop refuses the job: {first}")
+    def _refuse(self, errors: Errors) -> None:
+        if self._options.on_error == "stop" and errors.num_rows:
+            first = "; ".join(f"{row}: {error}" for row, error in errors.first)
+            raise JobError(f"{num_rows_in_words(errors.num_rows)} cannot run; --on-error stop refuses the job: {first}")
 
     def _num_to_check(self, num_rows: int) -> int:
         """How many rows are tokenized before the weights are loaded."""
@@ -276,7 +276,7 @@ def run_batch(options: JobOptions) -> dict[str, Any]:
     Raises:
         JobError: the job cannot start or continue; finished rows are kept.
         OSError, TypeError, ValueError, RuntimeError: a file, an option, or the LLM.
-        KeyboardInterrupt: a second signal.
+        KeyboardInterrupt: a second signal; in an estimate, the first.
     """
     report = Job(options).run()
     print(in_words(report), file=sys.stderr)

@@ -57,13 +57,12 @@ def in_windows(
     window = _Window[T](min(first_rows, most_rows))
     window.read(sized, window.most_rows)
     while window.rows:
-        coming = _Window[T](min(2 * window.most_rows, most_rows))
-        rows_each = -(-coming.most_rows // len(window.rows))
+        coming = _Window[T](min(2 * len(window.rows), most_rows))
         window.rows.sort(key=itemgetter(0))
         window.rows.reverse()
         while window.rows:
             yield window.rows.pop()[1]
-            coming.read(sized, rows_each)
+            coming.read(sized, 2)
         window = coming
 
 

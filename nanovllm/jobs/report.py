@@ -1,10 +1,8 @@
 """What a job says while it runs and at its end."""
 
 import logging
-import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,31 +11,6 @@ from tqdm import tqdm
 logger = logging.getLogger("nanovllm.jobs")
 
 _SECONDS_BETWEEN_LINES = 60.0
-_MOST_KINDS = 1000
-
-
-class Errors:
-    """Error rows by kind: errors that differ only in numbers and quoted values are of one. Memory stays flat."""
-
-    def __init__(self):
-        self.num_rows = 0
-        self._count: Counter[str] = Counter()
-        self._example: dict[str, tuple[str, str]] = {}  # of each kind, the first row's name and its error
-
-    def add(self, row: str, error: str) -> None:
-        self.num_rows += 1
-        kind = re.sub(r"'[^']*'|\"[^\"]*\"|-?[0-9][0-9,.]*", "…", error)[:200]
-        if kind not in self._count and len(self._count) == _MOST_KINDS:
-            kind = "other errors"
-        self._count[kind] += 1
-        self._example.setdefault(kind, (row, error[:500]))
-
-    def by_kind(self) -> list[dict[str, Any]]:
-        """The most frequent first."""
-        return [
-            {"rows": count, "first": self._example[kind][0], "error": self._example[kind][1]}
-            for kind, count in self._count.most_common()
-        ]
 
 
 class Progress:
@@ -82,6 +55,11 @@ class Progress:
         ]
         parts = [*per_second, f"cache hits {now['prefix_cache_hit_rate']:.0%}", f"memory {_resident_mib():,} MiB"]
         return ", ".join([*parts, f"errors: {num_rows_in_words(num_errors)}"] if num_errors else parts)
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether no more rows should start."""
+        return False
 
     def close(self) -> None:
         self._bar.close()
@@ -146,7 +124,10 @@ def in_words(report: dict[str, Any]) -> str:
     rows, tokens, seconds = report["rows"], report["tokens"], report["seconds"]
     lines = ["seconds: " + ", ".join(f"{name} {value:,.1f}" for name, value in seconds.items())]
     if "preflight" in report:
-        lines.insert(0, f"{num_rows_in_words(rows['total'])}, of which {rows['errors']:,} cannot run")
+        is_part = report["preflight"]["checked_rows"] < rows["total"]
+        lines.insert(
+            0, f"{num_rows_in_words(rows['total'])}, of which {'at least ' * is_part}{rows['errors']:,} cannot run"
+        )
     else:
         lines.insert(
             0,
@@ -159,8 +140,8 @@ def in_words(report: dict[str, Any]) -> str:
             f"prefix cache), {tokens['output']:,} generated, {tokens['output_per_second']:,.0f} per second; "
             f"{report['preemptions']:,} preemptions"
         )
-    tail = report.get("tail_seconds")
-    if tail is not None and tail > max(1.0, 0.05 * seconds["rows"]):
+    tail, num_new = report.get("tail_seconds"), rows["finished"] - rows["finished_before"]
+    if tail is not None and num_new >= 100 and tail > max(1.0, 0.05 * seconds["rows"]):
         lines.append(f"the last 1% of the rows took {tail:,.1f} s: a few long rows ran alone at the end")
     if "estimate" in report:
         lines.append(_estimate_in_words(report["estimate"]))

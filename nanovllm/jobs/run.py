@@ -10,9 +10,10 @@ from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.jobs.errors import Errors
 from nanovllm.jobs.index import Index, name_of
 from nanovllm.jobs.plan import early_rows, in_windows
-from nanovllm.jobs.report import Errors, Progress
+from nanovllm.jobs.report import Progress
 from nanovllm.jobs.row_params import RowParams
 from nanovllm.jobs.rows import JobRow, output_of
 from nanovllm.jobs.source import Source
@@ -74,6 +75,11 @@ class RowsRun:
         self.errors = Errors()
         self.tail_seconds: float | None = None
 
+    @property
+    def was_stopped(self) -> bool:
+        """Whether a signal came."""
+        return self._num_stops > 0
+
     def through(self, llm: LLM | Replicas, progress: Progress) -> None:
         """Runs them. In the main thread, the first SIGINT or SIGTERM lets running rows finish, and the second raises
         KeyboardInterrupt."""
@@ -91,7 +97,7 @@ class RowsRun:
                 progress.update(self._results.num_rows, self.errors.num_rows)
                 if tail_began is None and self._results.num_rows >= before_tail:
                     tail_began = time.monotonic()
-                if self._num_stops and not is_drained:
+                if (self._num_stops or progress.is_enough) and not is_drained:
                     outputs.drain()
                     is_drained = True
             self._results.write()

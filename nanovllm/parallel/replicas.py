@@ -28,7 +28,7 @@ from nanovllm.sampling_params import SamplingParams, with_params
 logger = logging.getLogger(__name__)
 
 _SECONDS_TO_END = 5.0
-# Of metrics: what belongs to processes that live; what replicas have alike; and what a sum says nothing of.
+# Of metrics: what belongs to processes that live, and what replicas have alike.
 _OF_LIVING = (
     "num_unfinished_requests",
     "max_num_seqs",

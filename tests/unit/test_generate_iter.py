@@ -162,13 +162,25 @@ def test_an_iterator_is_asked_for_a_few_rows_per_step_once_enough_wait(text):
     assert per_step[0] == 512 and read[0] == 256 and set(read[1:]) == {32} and len(read) > 50
 
 
-def test_rows_that_finish_at_once_leave_no_step_without_rows():
-    """Small pieces once left most of the batch empty."""
+def test_an_iterator_of_token_ids_is_not_read_to_its_end_before_the_first_step():
+    seen = []
+    with LLM(MODEL_DIRECTORY, device="cpu", max_num_seqs=64, max_model_len=64) as llm:
+        params = SamplingParams(temperature=0, max_tokens=1)
+        outputs = llm.generate_iter(counted([[1, 2]] * 900, seen), params, ordered=False)
+        next(outputs)
+        assert len(seen) < 600
+        outputs.close()
+
+
+@pytest.mark.parametrize("num_running", [0, 300])
+def test_rows_that_finish_at_once_leave_no_step_without_rows(num_running):
+    """Small pieces once left most of the batch empty. Rows that run fill no other row's place."""
     engine, sizes = FakeEngine(), []
+    engine.num_running = num_running
     source = (([1], SamplingParams(max_tokens=1)) for _ in range(4000))
     rows = RowStream(engine, Text(None), source, Text(None).encode, StructuredOutputs(None, 8, []), is_lazy=True)
     sizes = [len(finished) for finished in rows.run()]
-    assert sum(sizes) == 4000 and min(sizes[:-1]) >= 512
+    assert sum(sizes) == 4000 and min(sizes[:-1]) >= 512 + num_running
 
 
 def test_only_an_iterator_may_have_no_prompt_yet(llm):
@@ -623,6 +635,7 @@ class FakeEngine:
         self._most = most
         self.info, self.eos_token_ids = SimpleNamespace(max_num_seqs=512), frozenset()
         self.num_requests, self.waiting, self.weight_version = 0, [], 0
+        self.num_running = 0  # of those in `waiting`
 
     def add_request(self, token_ids, params, predicates, first_scored):
         seq = Sequence(self.num_requests, token_ids, params, 64)
@@ -634,7 +647,7 @@ class FakeEngine:
 
     @property
     def num_waiting(self):
-        return len(self.waiting)
+        return max(0, len(self.waiting) - self.num_running)
 
     def is_finished(self):
         return not self.waiting
