@@ -46,8 +46,7 @@ class Checked:
         )  # fmt: skip
         for errors in (index.errors, self.refused):
             if errors.num_rows:
-                first = "; ".join(f"{row}: {error}" for row, error in errors.first)
-                logger.warning("%s cannot run: %s", num_rows_in_words(errors.num_rows), first)
+                logger.warning("%s cannot run: %s", num_rows_in_words(errors.num_rows), errors.in_words())
 
     def as_report(self) -> dict[str, Any]:
         """For the report; docs/jobs.md lists the keys."""

@@ -15,26 +15,25 @@ class Errors:
     """Error rows by kind: errors that differ only in numbers and quoted values are of one. Memory stays flat.
 
     num_rows: all of them.
-    first: the first ten, each its name and error.
     """
 
     def __init__(self):
         self.num_rows = 0
-        self.first: list[tuple[str, str]] = []
+        self._first: list[str] = []
         self._count: Counter[str] = Counter()
         self._example: dict[str, tuple[str, str]] = {}  # of each kind, the first row's name and its error
 
     def add(self, row: str, error: str) -> None:
         kind = re.sub(r"'[^']*'|\"[^\"]*\"|-?[0-9][0-9,.]*", "…", error)[:200]
         self._add(kind, (row, error[:500]), 1)
-        if len(self.first) < _MOST_FIRST:
-            self.first.append((row, error[:500]))
+        if len(self._first) < _MOST_FIRST:
+            self._first.append(f"{row}: {error[:500]}")
 
     def include(self, others: "Errors") -> None:
         """Adds the rows of `others`."""
         for kind, count in others._count.items():
             self._add(kind, others._example[kind], count)
-        self.first += others.first[: _MOST_FIRST - len(self.first)]
+        self._first += others._first[: _MOST_FIRST - len(self._first)]
 
     def _add(self, kind: str, example: tuple[str, str], count: int) -> None:
         self.num_rows += count
@@ -42,6 +41,10 @@ class Errors:
             kind = "other errors"
         self._count[kind] += count
         self._example.setdefault(kind, example)
+
+    def in_words(self) -> str:
+        """The first ten, each with its name."""
+        return "; ".join(self._first)
 
     def by_kind(self) -> list[dict[str, Any]]:
         """The most frequent first."""

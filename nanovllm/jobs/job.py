@@ -124,8 +124,8 @@ class Job:
 
     def _refuse(self, errors: Errors) -> None:
         if self._options.on_error == "stop" and errors.num_rows:
-            first = "; ".join(f"{row}: {error}" for row, error in errors.first)
-            raise JobError(f"{num_rows_in_words(errors.num_rows)} cannot run; --on-error stop refuses the job: {first}")
+            num_rows, first = num_rows_in_words(errors.num_rows), errors.in_words()
+            raise JobError(f"{num_rows} cannot run; --on-error stop refuses the job: {first}")
 
     def _num_to_check(self, num_rows: int) -> int:
         """How many rows are tokenized before the weights are loaded."""

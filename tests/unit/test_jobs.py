@@ -17,6 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.demo import MODEL_DIRECTORY
+from nanovllm.jobs import cli
+from nanovllm.jobs import job as job_module
 from nanovllm.jobs.cli import main
 from nanovllm.jobs.errors import JobError
 from nanovllm.jobs.identity import identity_of
@@ -428,6 +430,32 @@ def test_ctrl_c_finishes_what_runs_and_the_same_command_goes_on(job, tmp_path):
     report, found = job()
     assert len(FakeLLM.made) == 300 and found == read(tmp_path / "whole")
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_resumed_job_tokenizes_nothing_in_advance(job, monkeypatch):
+    class Interrupted(FakeLLM):
+        def complete(self, number, prompt, params):
+            if len(self.made) == 100:
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().complete(number, prompt, params)
+
+    checked = []
+    check = job_module.check_rows
+    monkeypatch.setattr(job_module, "check_rows", lambda *given: (checked.append(given[-1]), check(*given))[1])
+    job(plain(300), Interrupted, preflight="full")
+    assert job(preflight="full")[1] is not None
+    job(preflight="full", restart=True)
+    assert checked == [300, 0, 300]
+
+
+def test_nobody_is_told_to_resume_a_dry_run(monkeypatch, capsys):
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run_batch", interrupted)
+    command = ["run-batch", "-i", "in", "-o", "out", "--model", "bundled"]
+    assert main(command) == 130 and "to resume" in capsys.readouterr().err
+    assert main([*command, "--dry-run"]) == 130 and "resume" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("tail", "is_said"), [(None, False), (0.2, False), (4.0, False), (9.0, True)])
