@@ -105,14 +105,9 @@ class Pace(Progress):
     def __init__(self, num_rows: int, mean_n: float, metrics: Callable[[], dict[str, Any]]):
         super().__init__(num_rows, 0, metrics, "estimate")
         self._mean_n = mean_n
-        self._is_enough = False
         self._marks = [self._mark(0)]
         self._ended = self._marks[0].seconds
         self._steady: float | None = None
-
-    @property
-    def is_enough(self) -> bool:
-        return self._is_enough
 
     @property
     def filled_the_batch(self) -> bool:
@@ -129,7 +124,7 @@ class Pace(Progress):
             if mark[2:] == before[2:] and before.num_rows:
                 self._marks.pop()
             self._marks.append(mark)
-            self._is_enough = mark.num_decode_tokens >= _MOST_NEW_TOKENS
+            self.is_enough = mark.num_decode_tokens >= _MOST_NEW_TOKENS
 
     def _mark(self, num_finished: int) -> _Mark:
         metrics = self._metrics()

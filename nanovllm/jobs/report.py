@@ -18,6 +18,8 @@ class Progress:
 
     Tokens per second are those of the run so far, from its first row on. The remaining time assumes that the remaining
     rows are like those of this run.
+
+    is_enough: whether no more rows should start.
     """
 
     def __init__(
@@ -25,6 +27,7 @@ class Progress:
     ):
         self._num_rows, self._num_finished, self._num_before = num_rows, num_finished, num_finished
         self._metrics, self._at_start = metrics, metrics()
+        self.is_enough = False
         self._began = self._said_at = time.monotonic()
         self._bar = tqdm(total=num_rows, initial=num_finished, unit="row", desc=name, disable=not sys.stderr.isatty())
 
@@ -55,11 +58,6 @@ class Progress:
         ]
         parts = [*per_second, f"cache hits {now['prefix_cache_hit_rate']:.0%}", f"memory {_resident_mib():,} MiB"]
         return ", ".join([*parts, f"errors: {num_rows_in_words(num_errors)}"] if num_errors else parts)
-
-    @property
-    def is_enough(self) -> bool:
-        """Whether no more rows should start."""
-        return False
 
     def close(self) -> None:
         self._bar.close()
