@@ -8,6 +8,7 @@ prefixes. The softmax is the online one of FlashAttention (Dao, 2023), in base 2
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -178,14 +179,72 @@ class TritonAttention:
     def _attend_prompts(
         self, q, k_cache, v_cache, metadata: AttentionMetadata, tiles: torch.Tensor, window: int, out
     ) -> None:
-        shape = self._shape
-        _prefill_kernel[(len(tiles), shape.num_heads)](
-            q, k_cache, v_cache, out, metadata.block_tables, tiles, shape.score_scale * _LOG2_E,
-            q.stride(0), metadata.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
-            HEAD_DIM=shape.head_dim, WIDTH=self._width, BLOCK_SIZE=metadata.block_size, QUERIES=QUERY_TILE, KEYS=32,
-            WINDOW=window, num_warps=4 if self._width <= 128 else 8, num_stages=3 if self._width <= 128 else 2,
-            **LAUNCH_OPTIONS,
+        shape, block_size = self._shape, metadata.block_size
+        how = prompt_launch(shape, block_size)
+        _prefill_kernel[(shape.num_heads // how.heads, len(tiles))](
+            q, k_cache, v_cache, *(how.by_slot(cache) for cache in (k_cache, v_cache)), out, metadata.block_tables,
+            tiles, shape.score_scale * _LOG2_E, q.stride(0), metadata.block_tables.stride(0),
+            NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads, HEAD_DIM=shape.head_dim, WIDTH=self._width,
+            BLOCK_SIZE=block_size, QUERIES=QUERY_TILE, HEADS=how.heads, KEYS=how.keys, WINDOW=window,
+            **how.options, **LAUNCH_OPTIONS,
         )  # fmt: skip
+
+
+class PromptLaunch(NamedTuple):
+    """How _prefill_kernel is launched.
+
+    heads, keys: those that a program takes at once.
+    options: of Triton's launch.
+    has_descriptors: whether whole tiles of keys and values come by tensor descriptors.
+    """
+
+    heads: int
+    keys: int
+    options: dict[str, int]
+    has_descriptors: bool = True
+
+    def by_slot(self, cache: torch.Tensor) -> Any:
+        """A descriptor of [num_blocks, block_size, num_kv_heads, head_dim], or None."""
+        if not self.has_descriptors:
+            return None
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        num_blocks, block_size, num_kv_heads, head_dim = cache.shape
+        width = num_kv_heads * head_dim
+        return TensorDescriptor(cache, [num_blocks * block_size, width], [width, 1], [self.keys, head_dim])
+
+
+# By head_dim, for an even number of query heads per key head and for an odd one. Registers limit how many programs a
+# processor runs at once, and it needs two at least: one calculates products while the other calculates weights.
+_PROMPT_LAUNCHES = {
+    64: (
+        PromptLaunch(1, 64, {"num_warps": 4, "num_stages": 2, "maxnreg": 96}),
+        PromptLaunch(1, 64, {"num_warps": 4, "num_stages": 2, "maxnreg": 96}),
+    ),
+    128: (
+        PromptLaunch(2, 64, {"num_warps": 8, "num_stages": 2, "maxnreg": 128}),
+        PromptLaunch(1, 32, {"num_warps": 4, "num_stages": 2, "maxnreg": 128}),
+    ),
+    256: (
+        PromptLaunch(2, 64, {"num_warps": 8, "num_stages": 2}),
+        PromptLaunch(1, 32, {"num_warps": 4, "num_stages": 2}),
+    ),
+}
+
+
+def prompt_launch(shape: AttentionShape, block_size: int) -> PromptLaunch:
+    """The fastest way found for prompts of this shape; docs/performance.md has the figures."""
+    is_interpreted = shape.device.type == "cpu"
+    # The copy engine came with compute capability 9.0. Products of float32 need other tiles.
+    has_engine = is_interpreted or (
+        shape.dtype.itemsize == 2 and torch.cuda.get_device_capability(shape.device) >= (9, 0)
+    )
+    if has_engine and shape.head_dim in _PROMPT_LAUNCHES:
+        launch = _PROMPT_LAUNCHES[shape.head_dim][shape.num_heads // shape.num_kv_heads % 2]
+        if block_size % launch.keys == 0:
+            return launch
+    warps, stages = (4, 3) if shape.head_dim <= 128 else (8, 2)
+    return PromptLaunch(1, 32, {"num_warps": warps, "num_stages": stages}, has_descriptors=False)
 
 
 def _shared(metadata: AttentionMetadata, window: int) -> SharedPrefixes | None:
@@ -359,7 +418,7 @@ def _grouped_kernel(
         largest = tl.full([QUERIES], float("-inf"), tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         summed = tl.zeros([QUERIES, WIDTH], tl.float32)
-        largest, total, summed = _attend_tile(
+        largest, total, summed = _attend_keys(
             queries, query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale,
             split * split_length, (split + 1) * split_length, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, False, 0,
         )  # fmt: skip
@@ -408,7 +467,20 @@ def _merge_kernel(
 
 
 @jit
-def _attend_tile(
+def _softmax(scores, scale, largest, total, summed, CAN_BE_EMPTY: tl.constexpr):
+    """The next tile of an online softmax: the weights of its scores, and what was summed before, brought to the largest
+    score so far. CAN_BE_EMPTY: a query may not have seen any key yet."""
+    new_largest = tl.maximum(largest, tl.max(scores, 1) * scale)
+    shift = new_largest
+    if CAN_BE_EMPTY:
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    weights = tl.exp2(scores * scale - shift[:, None])
+    shrink = tl.exp2(largest - shift)
+    return weights, new_largest, total * shrink + tl.sum(weights, 1), summed * shrink[:, None]
+
+
+@jit
+def _attend_keys(
     queries, query_position, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale, first, last,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, IS_MASKED: tl.constexpr, WINDOW: tl.constexpr,
@@ -423,71 +495,96 @@ def _attend_tile(
         at = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + column[None, :]
         is_read = is_key[:, None] & (column < HEAD_DIM)[None, :]
         keys = tl.load(k_cache + at, is_read, 0.0)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         if IS_MASKED:
             scores = tl.where(position[None, :] <= query_position[:, None], scores, float("-inf"))
             if WINDOW:
                 scores = tl.where(position[None, :] > query_position[:, None] - WINDOW, scores, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(scores, 1))
-        shift = new_largest
-        if IS_MASKED and WINDOW:  # a query may not have seen any key yet
-            shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weights = tl.exp2(scores - shift[:, None])
-        shrink = tl.exp2(largest - shift)
-        total = total * shrink + tl.sum(weights, 1)
+        weights, largest, total, summed = _softmax(scores, scale, largest, total, summed, IS_MASKED and WINDOW > 0)
         values = tl.load(v_cache + at, is_read, 0.0)
-        summed = summed * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        largest = new_largest
+        summed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return largest, total, summed
+
+
+@jit
+def _attend_whole_tiles(
+    queries, largest, total, summed, keys_by_slot, values_by_slot, block_table, kv_head, scale, first, last,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """`_attend_keys` without a mask, where the GPU's copy engine (TMA) fetches the tiles: no program calculates
+    addresses, and none has registers in use for them."""
+    for start in range(first, last, KEYS):
+        slot = tl.load(block_table + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
+        keys = keys_by_slot.load([slot, kv_head * HEAD_DIM])
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        weights, largest, total, summed = _softmax(scores, scale, largest, total, summed, False)
+        values = values_by_slot.load([slot, kv_head * HEAD_DIM])
+        summed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
     return largest, total, summed
 
 
 @jit(do_not_specialize=["q_stride", "table_stride"])
 def _prefill_kernel(
-    q, k_cache, v_cache, out, block_tables, query_tiles, scale, q_stride, table_stride, NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
+    q, k_cache, v_cache, keys_by_slot, values_by_slot, out, block_tables, query_tiles, scale, q_stride, table_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """One program per head and tile of a sequence's queries."""
+    """One program per tile of a sequence's queries and `HEADS` heads, which have the same keys. Heads of one tile are
+    neighbours, and tiles come in their order, so that those with most keys begin first.
+
+    keys_by_slot, values_by_slot: descriptors of k_cache and v_cache as [num_slots, num_kv_heads × head_dim] in boxes of
+    [KEYS, HEAD_DIM]; None where the GPU or the shape does without.
+    """
     wait()  # before the next kernel may start, which does not wait
     let_next_come()
-    head = tl.program_id(1)
-    tile = query_tiles + tl.program_id(0) * 4
+    first_head = tl.program_id(0) * HEADS
+    tile = query_tiles + tl.program_id(1) * 4
     num_queries = tl.load(tile + 1)
     if num_queries > 0:
         first_token = tl.load(tile).to(tl.int64)
         first_position = tl.load(tile + 2)
         seq = tl.load(tile + 3).to(tl.int64)
-        query = tl.arange(0, QUERIES)
+        query = tl.arange(0, HEADS * QUERIES) % QUERIES
+        head = first_head + tl.arange(0, HEADS * QUERIES) // QUERIES
         column = tl.arange(0, WIDTH)
         is_query = (query < num_queries)[:, None] & (column < HEAD_DIM)[None, :]
         token = first_token + query
-        queries = tl.load(q + token[:, None] * q_stride + head * HEAD_DIM + column[None, :], is_query, 0.0)
+        at = token[:, None] * q_stride + head[:, None] * HEAD_DIM + column[None, :]
+        queries = tl.load(q + at, is_query, 0.0)
         # Keys below this are seen by every query of the tile, unless they lie before its window.
         last_of_all = (first_position + 1) // KEYS * KEYS
         first_of_all = 0
-        largest = tl.full([QUERIES], float("-inf"), tl.float32)
-        total = tl.zeros([QUERIES], tl.float32)
-        summed = tl.zeros([QUERIES, WIDTH], tl.float32)
+        largest = tl.full([HEADS * QUERIES], float("-inf"), tl.float32)
+        total = tl.zeros([HEADS * QUERIES], tl.float32)
+        summed = tl.zeros([HEADS * QUERIES, WIDTH], tl.float32)
         block_table = block_tables + seq * table_stride
-        kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
+        kv_head = first_head // (NUM_HEADS // NUM_KV_HEADS)
         if WINDOW:
             # From here on, keys lie in the window of the tile's last query too.
             first_of_all = tl.cdiv(tl.maximum(first_position + num_queries - WINDOW, 0), KEYS) * KEYS
             first_seen = tl.maximum(first_position + 1 - WINDOW, 0) // KEYS * KEYS
-            largest, total, summed = _attend_tile(
+            largest, total, summed = _attend_keys(
                 queries, first_position + query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale,
                 first_seen, tl.minimum(first_of_all, first_position + num_queries), NUM_KV_HEADS, HEAD_DIM, WIDTH,
                 BLOCK_SIZE, KEYS, True, WINDOW,
             )  # fmt: skip
-        largest, total, summed = _attend_tile(
-            queries, first_position + query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale,
-            first_of_all, last_of_all, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, False, WINDOW,
-        )  # fmt: skip
+        if keys_by_slot is not None:
+            largest, total, summed = _attend_whole_tiles(
+                queries, largest, total, summed, keys_by_slot, values_by_slot, block_table, kv_head, scale,
+                first_of_all, last_of_all, HEAD_DIM, BLOCK_SIZE, KEYS,
+            )  # fmt: skip
+        else:
+            largest, total, summed = _attend_keys(
+                queries, first_position + query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale,
+                first_of_all, last_of_all, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, False, WINDOW,
+            )  # fmt: skip
         if WINDOW:
             last_of_all = tl.maximum(last_of_all, first_of_all)
-        largest, total, summed = _attend_tile(
+        largest, total, summed = _attend_keys(
             queries, first_position + query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale,
             last_of_all, first_position + num_queries, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, True, WINDOW,
         )  # fmt: skip
-        at = token[:, None] * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + column[None, :]
+        # Read again rather than kept: registers are what limits how many programs a processor runs at once.
+        token = tl.load(tile, volatile=True).to(tl.int64) + query
+        at = token[:, None] * (NUM_HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + column[None, :]
         tl.store(out + at, summed / total[:, None], is_query)

@@ -133,13 +133,14 @@ def test_grouped_queries_attend_as_the_formula_says(backend, dtype, head_dim, gr
     assert_exact(backend, make_gpu_case(MIXED, BLOCK_SIZE[backend], seed=head_dim + group_size, **options))
 
 
+@pytest.mark.parametrize("group_size", [2, 3])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("window", [0, 1, 20, 64, 100, 500])
 @pytest.mark.parametrize(("backend", "dtype"), BACKEND_DTYPES, ids=lambda value: str(value))
-def test_windows_scales_and_head_sizes_of_every_family(backend, dtype, window, head_dim):
+def test_windows_scales_and_head_sizes_of_every_family(backend, dtype, window, head_dim, group_size):
     """A window leaves some tiles without a key for some of their queries. Gemma's heads are 256 wide."""
     sequences = [(250, 1), (256, 1), (900, 1), *MIXED, (30, 100), (0, 150), (290, 40), (500, 70)]
-    options = {"num_kv_heads": 2, "group_size": 3, "head_dim": head_dim, "dtype": dtype, "scale": 0.1}
+    options = {"num_kv_heads": 2, "group_size": group_size, "head_dim": head_dim, "dtype": dtype, "scale": 0.1}
     assert_exact(backend, make_gpu_case(sequences, BLOCK_SIZE[backend], window=window, **options))
 
 

@@ -2006,6 +2006,27 @@ MUTANTS = [
         ("test_triton_kernels.py::test_the_longest_context_has_as_many_splits_as_there_is_room_for[65]",),
     ),
     Mutant(
+        "a descriptor fetches a block's first tile of keys whichever is wanted",
+        TRITON,
+        "* BLOCK_SIZE + start % BLOCK_SIZE",
+        "* BLOCK_SIZE",
+        ("test_attention.py::test_prompts_of_whole_tiles_of_keys[64-2-128-0]",),
+    ),
+    Mutant(
+        "a descriptor fetches the first head's values for all",
+        TRITON,
+        "values_by_slot.load([slot, kv_head * HEAD_DIM])",
+        "values_by_slot.load([slot, 0])",
+        ("test_attention.py::test_prompts_of_whole_tiles_of_keys[64-2-64-0]",),
+    ),
+    Mutant(
+        "two heads of one program are taken for two key heads",
+        TRITON,
+        "kv_head = first_head // (NUM_HEADS // NUM_KV_HEADS)",
+        "kv_head = first_head // HEADS // (NUM_HEADS // NUM_KV_HEADS)",
+        ("test_attention.py::test_prompts_of_whole_tiles_of_keys[128-4-64-0]",),
+    ),
+    Mutant(
         "queries see keys of the future up to the next tile",
         TRITON,
         "(first_position + 1) // KEYS * KEYS",

@@ -254,6 +254,18 @@ def test_any_mix_of_prefill_chunk_and_decode(backend, seed):
     )
 
 
+@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_prompts_of_whole_tiles_of_keys(head_dim, group_size, block_size, window):
+    """These shapes have their tiles of keys fetched by descriptors, in blocks that lie apart, for one head or two of a
+    group. What stands behind a sequence's keys, in its last block too, is NaN."""
+    sequences = [(0, 150), (64, 64), (130, 70), (200, 1), (0, 3), (190, 2)]
+    case = make_case(sequences, block_size, 2, group_size, head_dim, torch.float32, seed=head_dim, window=window)
+    assert_exact("triton", case)
+
+
 @BACKENDS_AND_DTYPES
 @pytest.mark.parametrize("window", [1, 2, 16, 31, 32, 33, 64, 65, 300, 900])
 def test_a_query_sees_the_last_keys_of_its_window(backend, dtype, window):
