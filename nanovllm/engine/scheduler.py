@@ -12,6 +12,11 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import NO_TOKEN_LEFT, Chunk, Scored, Step
 from nanovllm.engine.waiting_queue import WaitingQueue
 
+# A sequence of so many tokens is a long one: its attention takes a good part of the time of its prompt. A step that takes
+# it up beside decodes has room for so many tokens. Shorter steps leave some of the GPU's processors without a tile.
+_LONG_SEQUENCE = 4096
+_TOKENS_BESIDE_DECODES_OF_LONG = 8192
+
 _BROKEN_LOGITS = "the model's logits were not finite (NaN or infinity)"
 _NO_TOKEN_LEFT = (
     "no token is left to sample: logit_bias, bad_words, allowed_token_ids, min_tokens and structured_outputs together "
@@ -37,9 +42,9 @@ class Scheduler:
         max_num_batched_tokens: most tokens of one step.
         max_num_seqs: most running sequences.
         stats: counters to add to.
-        most_tokens_beside_decodes: most tokens of a step that has decodes to do, or twice the running sequences if
-            that is more. Decodes ride along with a prompt's tokens for little more than their attention, so prompts
-            are spread over steps that are just large enough.
+        most_tokens_beside_decodes: most tokens of a step that has decodes to do, or twice its decodes if that is more.
+            Decodes ride along with a prompt's tokens for little more than their attention, so prompts are spread over
+            steps that are just large enough. Long prompts want larger ones.
     """
 
     def __init__(
@@ -79,11 +84,7 @@ class Scheduler:
         """The next step; without chunks when nothing can run until a step in flight is committed."""
         chunks: list[Chunk] = []
         self._copies, self._scored, self._constrained = [], [], []
-        budget, running = self.max_num_batched_tokens, self.running
-        oldest = next((seq for seq in running if not seq.only_scores), None)
-        if oldest is not None and oldest.num_tokens - oldest.num_computed_tokens <= 1:  # it is past its prompt
-            budget = min(budget, max(self.most_tokens_beside_decodes, 2 * len(running)))
-        budget = self._advance_running(chunks, budget)
+        budget = self._advance_running(chunks, self.max_num_batched_tokens)
         if self.waiting and budget > 0:
             self._admit(chunks, budget)
         return Step.of(chunks, self._copies, self._scored, self._constrained)
@@ -139,7 +140,7 @@ class Scheduler:
     def _advance_running(self, chunks: list[Chunk], budget: int) -> int:
         """Schedules what runs, oldest first, preempting the newest when blocks run out; returns the budget left."""
         running, block_manager = self.running, self.block_manager
-        index = 0
+        index, is_past_decodes = 0, False
         while index < len(running) and budget > 0:
             seq = running[index]
             index += 1
@@ -147,6 +148,8 @@ class Scheduler:
             num_new_tokens = min(seq.num_tokens, seq.max_length - 1) - seq.num_computed_tokens
             if num_new_tokens <= 0:
                 continue
+            if num_new_tokens > 1 and not is_past_decodes:
+                budget, is_past_decodes = self._budget_of_prompts(len(chunks), budget, seq), True
             if num_new_tokens > budget:
                 num_new_tokens = budget
             while not block_manager.can_append(seq, num_new_tokens):
@@ -157,8 +160,23 @@ class Scheduler:
             else:
                 budget -= num_new_tokens
                 self._launch(chunks, seq, num_new_tokens)
+        if not is_past_decodes and self.waiting:
+            budget = self._budget_of_prompts(len(chunks), budget, self.waiting.peek())
         self._fork(chunks)
         return budget
+
+    def _budget_of_prompts(self, num_decodes: int, budget: int, first: Sequence) -> int:
+        """How many tokens the step may take of prompts, the first of which is `first`, if its decodes left `budget`.
+
+        Only what goes on decoding counts: a sequence that waits for the token that ends it, or has it, takes no part in
+        the step.
+        """
+        if num_decodes == 0:
+            return budget
+        most = self.most_tokens_beside_decodes
+        if first.num_tokens >= _LONG_SEQUENCE:
+            most = max(most, _TOKENS_BESIDE_DECODES_OF_LONG)
+        return min(budget, max(most - num_decodes, num_decodes))
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
         """Moves waiting sequences to running, in one large prefill rather than many small ones."""

@@ -166,23 +166,27 @@ class ModelRunner(Runner):
             self.model = CausalLM(
                 model_config, self.max_model_len, self.backend, parallel, self.dtype, self.device, self._fused
             )
-        if config.load_format == "dummy":
-            fill_dummy_weights(self.model, config.seed)
-        else:
-            load_weights(self.model, directory)
-        self._pack_weights()
+        # A captured step must not ask the device for a count; only our kernels sample without one.
+        self._is_captured = self._is_gpu and self._fused and self.backend.can_be_captured and not config.enforce_eager
+        self._captures_prompts = self._is_captured and self.backend.can_capture_prompts
         # Layers with a window share no keys for long.
         may_share = self.backend.most_shared_splits > 0 and 0 in shape.windows
         self._groups_prefixes = config.prefix_grouping and may_share
         self._grouped = np.zeros((0, 3), np.int64)  # tenants and split lengths of the decodes last looked at
         self._is_grouped = False
-        # A captured step must not ask the device for a count; only our kernels sample without one.
-        self._is_captured = self._is_gpu and self._fused and self.backend.can_be_captured and not config.enforce_eager
-        self._captures_prompts = self._is_captured and self.backend.can_capture_prompts
         self._choose_sizes(config)
         if self._is_captured:
             num_rows, width = self._padded_sampled(self._most_rows), model_config.hidden_size
             self._hidden_states = torch.zeros(num_rows, width, dtype=self.dtype, device=self.device)
+        self._layout = KVCacheLayout(
+            model_config.num_hidden_layers, self.block_size, self.model.num_kv_heads, model_config.head_dim, self.dtype
+        )
+        self._compile_forward()
+        if config.load_format == "dummy":
+            fill_dummy_weights(self.model, config.seed)
+        else:
+            load_weights(self.model, directory)
+        self._pack_weights()
         num_blocks = self._allocate_kv_cache(config, free_at_start)
         self.capture()
         return num_blocks
@@ -219,9 +223,27 @@ class ModelRunner(Runner):
 
         if self._is_gpu and self._fused:
             for rules_version in (0, self.table.rules.version):
-                thread = Thread(target=compile_both, args=(rules_version,), daemon=True)
-                thread.start()
-                self._compiling.append(thread)
+                self._compile(partial(compile_both, rules_version))
+
+    def _compile_forward(self) -> None:
+        """The same for the kernels of the layers, with whatever the weights hold by then."""
+
+        @torch.inference_mode()
+        def try_each_kind() -> None:
+            with self._on_device(), self.table.parked():
+                functions = {kind: function for _, function, kind in map(self._forward_half, self._sizes_to_capture())}
+                for function in functions.values():
+                    function()
+
+        # Ranks would wait for each other's kernels here, each at its own pace.
+        if self._is_captured and self._parallel.size == 1:
+            self.kv_cache = self._layout.empty(1, self.device).zero_()
+            self._compile(try_each_kind)
+
+    def _compile(self, function: Callable[[], None]) -> None:
+        thread = Thread(target=function, daemon=True)
+        thread.start()
+        self._compiling.append(thread)
 
     def _await_compiling(self) -> None:
         while self._compiling:
@@ -255,17 +277,19 @@ class ModelRunner(Runner):
         graphs = self.graphs
         if graphs is None:
             self.graphs = graphs = CudaGraphs(self.table.parked, self.device, parallel.size == 1, parallel.calls_nccl)
-        sizes = [self._prompt_size(num_tokens) for num_tokens in self._token_sizes]
-        sizes += [self._decode_size(num_rows) for num_rows in self._row_sizes]
-        for size in sorted(sizes, key=lambda size: size.num_tokens, reverse=True):
+        for size in self._sizes_to_capture():
             graphs.capture(*self._forward_half(size))
-        if self._groups_prefixes:
-            graphs.capture(*self._forward_half(self._decode_size(self._row_sizes[-1], True)))
         for num_sampled in dict.fromkeys(map(self._padded_sampled, reversed(self._row_sizes))):
             for has_filters in (True, False):
                 graphs.capture(*self._sampling_half(num_sampled, SamplingNeeds(has_filters)))
         torch.cuda.synchronize(self.device)
         logger.info("captured %d CUDA graphs in %.1f s", len(graphs), time.perf_counter() - began)
+
+    def _sizes_to_capture(self) -> list[StepSize]:
+        sizes = [self._prompt_size(num_tokens) for num_tokens in self._token_sizes]
+        sizes += [self._decode_size(num_rows) for num_rows in self._row_sizes]
+        sizes.sort(key=lambda size: size.num_tokens, reverse=True)
+        return sizes + [self._decode_size(self._row_sizes[-1], True)] * self._groups_prefixes
 
     @torch.inference_mode()
     def launch(self, step: Step) -> StepInFlight:
@@ -452,11 +476,9 @@ class ModelRunner(Runner):
 
     def _allocate_kv_cache(self, config: Config, free_at_start: int) -> int:
         """Makes the cache as large as memory allows and returns its number of blocks."""
-        model_config, blocks_of_longest = self.model_config, -(-self.max_model_len // self.block_size)
-        self._layout = layout = KVCacheLayout(
-            model_config.num_hidden_layers, self.block_size, self.model.num_kv_heads, model_config.head_dim, self.dtype
-        )
+        layout, blocks_of_longest = self._layout, -(-self.max_model_len // self.block_size)
         if self._is_gpu:
+            self._await_compiling()
             self.kv_cache = layout.empty(1, self.device).zero_()
             num_tokens = min(config.max_num_batched_tokens, self.max_num_seqs * (self.max_model_len - 1))
             memory = measure_memory(self._try_step, num_tokens, self.max_num_seqs, free_at_start, self.device)
@@ -510,7 +532,6 @@ class ModelRunner(Runner):
         All of them sample with penalties, a top-p and log-probabilities, and a prompt is scored, which takes the most
         memory.
         """
-        self._await_compiling()
         params = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=MOST_LOGPROBS, prompt_logprobs=0)
         chunks = []
         for entry, num_new_tokens in enumerate(sizes):

@@ -563,20 +563,15 @@ def test_the_queue_does_what_a_plain_list_sorted_anew_does(runs):
 
 
 def note_steps(engine: LLMEngine) -> list[tuple[int, int, int]]:
-    """A list that gets (running before, rows that decode, tokens) of each step."""
+    """A list that gets (running before, those of them that run for one token, tokens) of each step."""
     steps = []
     schedule = engine.scheduler.schedule
-    has_sampled: dict[tuple[int, int], bool] = {}  # by request and number of preemptions
 
     def noted():
-        num_running, num_decodes, num_tokens = len(engine.scheduler.running), 0, 0
+        running = [seq.seq_id for seq in engine.scheduler.running]
         step = schedule()
-        for seq, num_new_tokens, samples in step.chunks:
-            admission = seq.seq_id, seq.num_preemptions
-            num_decodes += has_sampled.get(admission, False)
-            num_tokens += num_new_tokens
-            has_sampled[admission] = samples
-        steps.append((num_running, num_decodes, num_tokens))
+        num_decodes = sum(num_new_tokens == 1 and seq.seq_id in running for seq, num_new_tokens, _ in step.chunks)
+        steps.append((len(running), num_decodes, step.num_tokens))
         return step
 
     engine.scheduler.schedule = noted
@@ -596,9 +591,9 @@ def test_prompts_beside_decodes_fill_steps_of_their_own_size_and_the_first_the_w
     # 3 prompts and most of the fourth, then what is left beside the decodes: the 10, or as much as they have.
     while_prompts_came = list(takewhile(lambda step: step[0] < 20, steps))
     assert while_prompts_came[:3] == [(0, 0, 60), (4, 3, 10), (5, 4, 10)]
-    assert {max(10, 2 * num_running) for num_running, _, _ in while_prompts_came[1:]} == {*range(10, 40, 2)}
+    assert {num_tokens for _, _, num_tokens in while_prompts_came[1:]} == {*range(10, 38, 2)}
     for num_running, num_decodes, num_tokens in while_prompts_came[1:]:
-        assert num_decodes >= num_running - 1 and num_tokens == max(10, 2 * num_running)
+        assert num_decodes >= num_running - 1 and num_tokens == max(10, 2 * num_decodes)
 
 
 @both_depths
@@ -608,12 +603,44 @@ def test_chunks_of_prompts_are_cut_short_only_beside_decodes(overlap):
         add(engine, [index] * 20, max_tokens=9)
     check_right(engine, run_to_end(engine))
     assert [num for num, _ in rows_of(engine, 0)][:4] == [8, 8, 4, 1]
-    assert [num for num, _ in rows_of(engine, 1)][:7] == [4, 3, 3, 3, 3, 3, 1]
+    assert [num for num, _ in rows_of(engine, 1)][:7] == [4, 1, 1, 1, 1, 1, 1]
+
+
+@both_depths
+@pytest.mark.parametrize("scores", [False, True])
+def test_rows_that_end_with_their_first_token_are_no_decodes(scores, overlap):
+    """One more step is planned before their token is known; it has the whole budget all the same."""
+    engine = make_engine(
+        num_blocks=1000, max_num_batched_tokens=60, most_tokens_beside_decodes=10, max_num_seqs=40, overlap=overlap
+    )
+    steps = note_steps(engine)
+    for index in range(20):
+        params = {"max_tokens": 0, "prompt_logprobs": 0} if scores and index % 2 else {"max_tokens": 1}
+        add(engine, [index] * 15, **params)
+    check_right(engine, run_to_end(engine))
+    tokens = [num_tokens for _, _, num_tokens in steps if num_tokens]
+    assert tokens[:-1] == [60] * (len(tokens) - 1) and tokens[-1] <= 60 and sum(tokens) >= 290
+
+
+@both_depths
+def test_long_prompts_beside_decodes_have_larger_steps(overlap, monkeypatch):
+    monkeypatch.setattr("nanovllm.engine.scheduler._LONG_SEQUENCE", 30)
+    monkeypatch.setattr("nanovllm.engine.scheduler._TOKENS_BESIDE_DECODES_OF_LONG", 20)
+    engine = make_engine(
+        num_blocks=1000, max_num_batched_tokens=60, max_model_len=64, most_tokens_beside_decodes=10, overlap=overlap
+    )
+    steps = note_steps(engine)
+    add(engine, [1] * 50, max_tokens=14)
+    for token, length in ((2, 29), (3, 30), (4, 29), (5, 50)):
+        add(engine, [token] * length, max_tokens=13 - token)
+    check_right(engine, run_to_end(engine))
+    # Only the third and the last are long, and begin steps when the prompt before them has one token left, or none.
+    assert [tokens for _, _, tokens in steps][:10] == [60, 10, 10, 20, 20, 10, 10, 10, 10, 20]
 
 
 @both_depths
 @pytest.mark.parametrize("cap", [1, 5, 24, 1000])
-def test_no_step_with_decodes_is_larger_than_the_cap_or_twice_what_runs(cap, overlap):
+def test_no_step_with_decodes_is_larger_than_the_cap_or_twice_its_decodes(cap, overlap):
     rng = random.Random(cap)
     engine = make_engine(
         num_blocks=24, max_num_batched_tokens=48, most_tokens_beside_decodes=cap, max_num_seqs=12, overlap=overlap
@@ -628,8 +655,8 @@ def test_no_step_with_decodes_is_larger_than_the_cap_or_twice_what_runs(cap, ove
     finished |= run_to_end(engine)
     check_right(engine, finished)
     assert len(finished) > 150 and engine.metrics()["num_preemptions"] > 10
-    for num_running, num_decodes, num_tokens in steps:
-        assert num_tokens <= (48 if num_decodes == 0 else min(48, max(cap, 2 * num_running)))
+    for _, num_decodes, num_tokens in steps:
+        assert num_tokens <= (48 if num_decodes == 0 else min(48, max(cap, 2 * num_decodes)))
     assert max(num_tokens for _, num_decodes, num_tokens in steps if num_decodes == 0) == 48
 
 
