@@ -12,8 +12,8 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import NO_TOKEN_LEFT, Chunk, Scored, Step
 from nanovllm.engine.waiting_queue import WaitingQueue
 
-# A sequence of so many tokens is a long one: its attention takes a good part of the time of its prompt. A step that takes
-# it up beside decodes has room for so many tokens. Shorter steps leave some of the GPU's processors without a tile.
+# A sequence of so many tokens is a long one: attention takes a good part of its prompt's time. A step beside decodes
+# that takes it up has room for so many tokens; smaller steps leave some of the GPU's processors without a tile.
 _LONG_SEQUENCE = 4096
 _TOKENS_BESIDE_DECODES_OF_LONG = 8192
 

@@ -9,50 +9,71 @@ import torch
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.ops.kernel import jit, tl, triton
 
-# Heads that a program norms and rotates together.
-_HEADS_OF_PROGRAM = 8
+# Heads that a program norms and rotates together, and its warps.
+_HEADS_OF_PROGRAM = 16
+_NUM_WARPS = 4
 
 
 @jit
 def _qk_norm_rotate_store_kernel(
     qkv, weight, cos, sin, out, k_cache, v_cache, slot_mapping, eps, NUM_NORMED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, HEADS: tl.constexpr,
-    WIDTH: tl.constexpr, NORMS: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and some of its heads; the values, which come last, are only stored."""
+    """One program per token and some of its heads; the values, which come last, are only stored.
+
+    A head is read as the two halves that rotate into each other, of HALF columns with padding, and the columns beyond
+    them that do not rotate, of which there are REST with padding, or none.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    column = tl.arange(0, WIDTH)[None, :]
-    is_column = column < HEAD_DIM
-    is_normed = (head < NUM_NORMED) & is_column
-    first = qkv + token * (NUM_NORMED + NUM_KV_HEADS) * HEAD_DIM
-    # The halves swapped: rotated is normed × cos + swapped × signed sin. Beyond ROTARY_DIM, cos is 1 and sin is 0.
-    swapped_column = (column + ROTARY_DIM // 2) % ROTARY_DIM
-    if ROTARY_DIM < HEAD_DIM:
-        swapped_column = tl.where(column < ROTARY_DIM, swapped_column, column)
+    is_normed, is_head = head < NUM_NORMED, head < NUM_NORMED + NUM_KV_HEADS
+    low = tl.arange(0, HALF)[None, :]
+    high, is_rotated = low + ROTARY_DIM // 2, low < ROTARY_DIM // 2
+    if REST:
+        rest = ROTARY_DIM + tl.arange(0, REST)[None, :]
+        is_rest = rest < HEAD_DIM
     if NORMS:  # nothing before writes the weights
-        weights = tl.load(weight + head * HEAD_DIM + column, is_normed, 0.0).to(tl.float32)
-        swapped_weights = tl.load(weight + head * HEAD_DIM + swapped_column, is_normed, 0.0).to(tl.float32)
+        weights_low = tl.load(weight + head * HEAD_DIM + low, is_normed & is_rotated, 0.0).to(tl.float32)
+        weights_high = tl.load(weight + head * HEAD_DIM + high, is_normed & is_rotated, 0.0).to(tl.float32)
+        if REST:
+            weights_rest = tl.load(weight + head * HEAD_DIM + rest, is_normed & is_rest, 0.0).to(tl.float32)
     begin()
-    is_head = (head < NUM_NORMED + NUM_KV_HEADS) & is_column
-    values = tl.load(first + head * HEAD_DIM + column, is_head, 0.0)
-    x = values.to(tl.float32)
-    swapped = tl.load(first + head * HEAD_DIM + swapped_column, is_normed, 0.0).to(tl.float32)
+    of_head = qkv + token * (NUM_NORMED + NUM_KV_HEADS) * HEAD_DIM + head * HEAD_DIM
+    given_low = tl.load(of_head + low, is_head & is_rotated, 0.0)
+    given_high = tl.load(of_head + high, is_head & is_rotated, 0.0)
+    x, y = given_low.to(tl.float32), given_high.to(tl.float32)
+    if REST:
+        given_rest = tl.load(of_head + rest, is_head & is_rest, 0.0)
+        z = given_rest.to(tl.float32)
     if NORMS:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
-        x *= scale * weights
-        swapped *= scale * swapped_weights
-    cosine = tl.load(cos + token * HEAD_DIM + column, is_column, 0.0).to(tl.float32)
-    sine = tl.load(sin + token * HEAD_DIM + column, is_column, 0.0).to(tl.float32)
-    rotated = (x * cosine + swapped * sine).to(out.dtype.element_ty)
-    tl.store(out + token * NUM_NORMED * HEAD_DIM + head * HEAD_DIM + column, rotated, is_normed)
+        squares = tl.sum(x * x, 1) + tl.sum(y * y, 1)
+        if REST:
+            squares += tl.sum(z * z, 1)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        x *= scale * weights_low
+        y *= scale * weights_high
+        if REST:
+            z *= scale * weights_rest
+    cosine = tl.load(cos + token * HEAD_DIM + high, is_rotated, 0.0).to(tl.float32)
+    sine = tl.load(sin + token * HEAD_DIM + high, is_rotated, 0.0).to(tl.float32)  # those before have the other sign
+    rotated_low = (x * cosine - y * sine).to(out.dtype.element_ty)
+    rotated_high = (y * cosine + x * sine).to(out.dtype.element_ty)
+    of_out = out + token * NUM_NORMED * HEAD_DIM + head * HEAD_DIM
+    tl.store(of_out + low, rotated_low, is_normed & is_rotated)
+    tl.store(of_out + high, rotated_high, is_normed & is_rotated)
+    if REST:
+        tl.store(of_out + rest, z, is_normed & is_rest)
     slot = tl.load(slot_mapping + token)
     if slot >= 0:
-        at_slot = slot * NUM_KV_HEADS * HEAD_DIM + column
         kv_head = head - (NUM_NORMED - NUM_KV_HEADS)
-        tl.store(k_cache + at_slot + kv_head * HEAD_DIM, rotated, is_normed & (kv_head >= 0))
-        value_head = head - NUM_NORMED
-        tl.store(v_cache + at_slot + value_head * HEAD_DIM, values, is_head & (value_head >= 0))
+        at_slot = slot * NUM_KV_HEADS * HEAD_DIM + kv_head % NUM_KV_HEADS * HEAD_DIM
+        of_slot = tl.where(is_normed, k_cache + at_slot, v_cache + at_slot)
+        is_kept = is_head & (kv_head >= 0)
+        tl.store(of_slot + low, tl.where(is_normed, rotated_low, given_low), is_kept & is_rotated)
+        tl.store(of_slot + high, tl.where(is_normed, rotated_high, given_high), is_kept & is_rotated)
+        if REST:
+            tl.store(of_slot + rest, tl.where(is_normed, z.to(given_rest.dtype), given_rest), is_kept & is_rest)
 
 
 def qk_norm_rotate_store(
@@ -81,12 +102,13 @@ def qk_norm_rotate_store(
     """
     num_tokens, num_all_heads, head_dim = qkv.shape
     num_kv_heads = k_cache.shape[2]
-    num_normed = num_all_heads - num_kv_heads
+    num_normed, rest = num_all_heads - num_kv_heads, head_dim - rotary_dim
     out = torch.empty((num_tokens, num_normed, head_dim), dtype=qkv.dtype, device=qkv.device)
     heads = min(_HEADS_OF_PROGRAM, triton.next_power_of_2(num_all_heads))
     _qk_norm_rotate_store_kernel[(num_tokens, triton.cdiv(num_all_heads, heads))](
         qkv, weight, cos, sin, out, k_cache, v_cache, slot_mapping, eps, NUM_NORMED=num_normed,
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, HEADS=heads,
-        WIDTH=triton.next_power_of_2(head_dim), NORMS=weight is not None, num_warps=4, **LAUNCH_OPTIONS,
+        HALF=triton.next_power_of_2(rotary_dim // 2), REST=triton.next_power_of_2(rest) if rest else 0,
+        NORMS=weight is not None, num_warps=_NUM_WARPS, **LAUNCH_OPTIONS,
     )  # fmt: skip
     return out

@@ -2264,15 +2264,22 @@ MUTANTS = [
     Mutant(
         "keys are stored as values",
         QK_NORM,
-        "value_head * HEAD_DIM, values, is_head",
-        "value_head * HEAD_DIM, rotated, is_head",
+        "tl.where(is_normed, rotated_low, given_low)",
+        "rotated_low",
         ("test_triton_kernels.py::test_queries_and_keys_are_normed_rotated_and_stored_as_by_the_layers",),
     ),
     Mutant(
-        "halves are swapped over the padded width",
+        "columns that do not rotate do not count for the norm",
         QK_NORM,
-        "(column + ROTARY_DIM // 2) % ROTARY_DIM",
-        "(column + WIDTH // 2) % WIDTH",
+        "            squares += tl.sum(z * z, 1)\n",
+        "            squares += 0.0\n",
+        ("test_triton_kernels.py::test_queries_and_keys_are_normed_rotated_and_stored_as_by_the_layers",),
+    ),
+    Mutant(
+        "both halves rotate the same way",
+        QK_NORM,
+        "x * cosine - y * sine",
+        "x * cosine + y * sine",
         ("test_triton_kernels.py::test_queries_and_keys_are_normed_rotated_and_stored_as_by_the_layers",),
     ),
     Mutant(
