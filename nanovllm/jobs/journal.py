@@ -42,7 +42,7 @@ class Journal:
         self._sizes = np.empty(0, np.int64)
         self._written_at = self._synced_at = time.monotonic()
         self.num_rows = 0
-        # The last rows before a long step must not wait for the next row to finish.
+        # Syncs, and writes the last rows before a long step, which must not wait for the next row to finish.
         self._lock, self._closing = threading.RLock(), threading.Event()
         self._failure: JobError | None = None
         self._thread = threading.Thread(target=self._write_in_time, daemon=True)
@@ -79,6 +79,8 @@ class Journal:
     def append(self, number: int, row: bytes) -> None:
         """Adds the output row of an input row. It is written soon, and synced at the stated interval.
 
+        Only an interval of 0 makes it wait for the disk: a disk may take seconds, and the engine would stand still.
+
         Raises:
             JobError: the file cannot be written, for example because the disk is full. Earlier lines are kept.
         """
@@ -91,7 +93,7 @@ class Journal:
         now = time.monotonic()
         if self._num_waiting >= _BYTES_OF_WRITE or now - self._written_at >= _SECONDS_BETWEEN_WRITES:
             self.write()
-        if now - self._synced_at >= self._seconds_between_syncs:
+        if self._seconds_between_syncs == 0:
             self.sync()
 
     def write(self) -> None:

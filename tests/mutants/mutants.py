@@ -2779,6 +2779,20 @@ MUTANTS = [
     ),
     # Jobs
     Mutant(
+        "the engine waits for the disk",
+        JOURNAL,
+        "        if self._seconds_between_syncs == 0:\n            self.sync()\n",
+        "        self.sync()\n",
+        ("test_job_journal.py::test_a_slow_disk_stops_nobody",),
+    ),
+    Mutant(
+        "rows are never synced at once",
+        JOURNAL,
+        "if self._seconds_between_syncs == 0:",
+        "if self._seconds_between_syncs < 0:",
+        ("test_job_journal.py::test_without_an_interval_every_row_is_synced_when_append_returns",),
+    ),
+    Mutant(
         "a torn line of the journal counts",
         JOURNAL,
         'return number.isdigit() and checksum == b"%08x" % zlib.crc32(row, zlib.crc32(number + b" "))',

@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -110,6 +111,39 @@ def test_a_full_disk_leaves_whole_lines_and_says_what_to_do(tmp_path, monkeypatc
     assert (tmp_path / "part").read_bytes() == before
     journal.close()
     assert recovered(tmp_path / "part", 3) == {0: b"first"}
+
+
+def test_a_slow_disk_stops_nobody(tmp_path, monkeypatch):
+    """A sync is under way, on another thread, and rows are appended and written all the same."""
+    began, may_end, threads = threading.Event(), threading.Event(), []
+
+    def slow(fd: int) -> None:
+        threads.append(threading.current_thread())
+        began.set()
+        assert may_end.wait(60)
+
+    monkeypatch.setattr(os, "fdatasync", slow)
+    journal = Journal(tmp_path / "part", seconds_between_syncs=0.01)
+    journal.recover(5)
+    journal.append(0, ROWS[1])
+    assert began.wait(60)
+    for number in range(1, 5):
+        journal.append(number, b"x" * 200_000)  # more than one write
+    assert list(journal.rows()) == [ROWS[1]] + 4 * [b"x" * 200_000]
+    assert threading.main_thread() not in threads
+    may_end.set()
+    journal.close()
+
+
+def test_without_an_interval_every_row_is_synced_when_append_returns(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fdatasync", lambda fd: synced.append(os.fstat(fd).st_size))
+    journal = Journal(tmp_path / "part", seconds_between_syncs=0)
+    journal.recover(5)
+    for number in range(4):
+        journal.append(number, ROWS[number])
+        assert synced[-1] == (tmp_path / "part").stat().st_size > 0
+    journal.close()
 
 
 def test_two_processes_never_write_one_journal(tmp_path):
