@@ -60,7 +60,7 @@ def store_kvcache(
     width = k.shape[1] * k.shape[2]
     _store_kernel[(len(k),)](
         k, v, k_cache, v_cache, slot_mapping, k.stride(0), v.stride(0),
-        WIDTH=width, PADDED=triton.next_power_of_2(width),
+        WIDTH=width, PADDED=triton.next_power_of_2(width), enable_fp_fusion=True,
     )  # fmt: skip
 
 

@@ -26,7 +26,9 @@ def copy_blocks(kv_cache: torch.Tensor, copies: tuple[tuple[int, int], ...], fus
     sources, targets = upload(list(np.array(copies, np.int64).T), kv_cache.device)
     flat = kv_cache.flatten(0, 1).flatten(2)  # [2 × num_layers, num_blocks, size]
     num_parts, num_blocks, size = flat.shape
-    _copy_kernel[(num_parts, len(copies))](flat, sources, targets, num_blocks, size, WIDTH=_WIDTH)
+    _copy_kernel[(num_parts, len(copies))](
+        flat, sources, targets, num_blocks, size, WIDTH=_WIDTH, enable_fp_fusion=True
+    )  # fmt: skip
 
 
 @jit(do_not_specialize=["num_blocks"])

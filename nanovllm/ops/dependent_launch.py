@@ -30,7 +30,8 @@ def _is_supported() -> bool:
 
 _HAS_IT = _is_supported()
 IS_SUPPORTED = tl.constexpr(_HAS_IT)
-LAUNCH_OPTIONS = {"launch_pdl": True} if _HAS_IT else {}
+# Multiplications and additions may be fused. Triton 3.9 wants that said, and a later version will not do it by itself.
+LAUNCH_OPTIONS = {"enable_fp_fusion": True} | ({"launch_pdl": True} if _HAS_IT else {})
 
 if _HAS_IT:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait

@@ -173,7 +173,8 @@ def fused_process_logits(
         rules.prefix_tokens, num_edits, num_prefix_tokens, POSITIONS=_POSITIONS, **LAUNCH_OPTIONS,
     )  # fmt: skip
     # A product and a difference are rounded one by one, as PyTorch does.
-    _penalise_kernel[(parts, num_rows)](out, counts, *history, _POSITIONS, enable_fp_fusion=False, **LAUNCH_OPTIONS)
+    options = {**LAUNCH_OPTIONS, "enable_fp_fusion": False}
+    _penalise_kernel[(parts, num_rows)](out, counts, *history, _POSITIONS, **options)
     return out
 
 
