@@ -1,10 +1,10 @@
-"""How cost grows: tokens per second against the number of requests, of sequences at once, and against the lengths of
-prompts and contexts; the host's seconds and bytes per request.
+"""Measures how cost grows: tokens per second against the number of requests, the number of sequences at once, the
+length of prompts and the length of contexts; the host's seconds and bytes per request.
 
     python docs/measurements/growth.py [--size 0.6B] [--curves requests,sequences,prompts,contexts] --output FILE
     python docs/measurements/growth.py --draw FILE…
 
-requests: of 32 tokens in and 32 out each, output tokens per second of one call.
+requests: output tokens per second of one call, with 32 tokens in and 32 out per request.
 sequences: as many requests of 128 tokens in and 256 out as may run at once, output tokens per second.
 prompts: input tokens per second of prompts that get one token each; at least 131,072 tokens in all.
 contexts: output tokens per second of 16 sequences, from the difference of two calls with 1 and 129 tokens each.
@@ -56,6 +56,12 @@ class Growth:
         self._config = load_model_config(directory)
         self._rates: tuple[float, float] | None = None
 
+    def points(self, name: str, most: int) -> list[int]:
+        """Those of a curve that the model takes."""
+        if name in ("prompts", "contexts"):
+            most = min(most, self._config.max_position - 256)
+        return [point for point in POINTS[name] if point <= most]
+
     def curve(self, name: str, points: list[int]) -> list[dict[str, float]]:
         most_seqs = {"max_num_seqs": max(points)} if name == "sequences" else {}
         lengths = {"prompts": max(points) + 16, "contexts": max(points) + 256}
@@ -93,7 +99,7 @@ class Growth:
         params = SamplingParams(temperature=0.6, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
 
         def call() -> Any:
-            return llm.generate(prompts, params, use_tqdm=False)
+            return llm.generate(prompts, params, use_tqdm=False, raise_on_error=True)
 
         call()
         memory, cpu, began = resident_bytes(), time.process_time(), time.perf_counter()
@@ -171,9 +177,9 @@ def main() -> None:
         growth = Growth(path, load_format)
         report = {"model": given.size or path.name, "curves": {}}
         if given.output and given.output.exists():
-            report = json.loads(given.output.read_text())
+            report["curves"] = json.loads(given.output.read_text())["curves"]
         for name in given.curves.split(","):
-            points = [point for point in POINTS[name] if point <= given.most]
+            points = growth.points(name, given.most)
             report["curves"][name] = growth.curve(name, points) if points else []
             if given.output:
                 given.output.write_text(json.dumps(report, indent=1) + "\n")

@@ -64,7 +64,7 @@ class Case:
         heads = self.num_heads + 2 * self.num_kv_heads  # queries are a part of one product, as in the engine
         qkv = torch.randn(self.num_tokens, heads, self.head_dim, device=device, dtype=dtype, generator=generator)
         self.q = qkv[:, : self.num_heads]
-        counts = -(-self.lengths // (2 * BLOCK_SIZE))  # blocks of twice the size, for who wants them larger
+        counts = -(-self.lengths // (2 * BLOCK_SIZE))  # blocks of twice the size, for libraries that need larger pages
         shape = 2 * int(counts.sum()), BLOCK_SIZE, self.num_kv_heads, self.head_dim
         self.caches = [torch.randn(shape, device=device, dtype=dtype, generator=generator) for _ in range(2)]
         blocks = torch.randperm(int(counts.sum()), generator=torch.Generator().manual_seed(0)).int()

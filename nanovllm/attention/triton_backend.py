@@ -8,6 +8,7 @@ prefixes. The softmax is the online one of FlashAttention (Dao, 2023), in base 2
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -214,8 +215,9 @@ class PromptLaunch(NamedTuple):
         return TensorDescriptor(cache, [num_blocks * block_size, width], [width, 1], [self.keys, head_dim])
 
 
-# By head_dim, for an even number of query heads per key head and for an odd one. Registers limit how many programs a
-# processor runs at once, and it needs two at least: one calculates products while the other calculates weights.
+# Keyed by head_dim. The first launch is for an even number of query heads per key head, the second for an odd one.
+# Registers limit how many programs a processor runs at once. With two, one calculates products while the other
+# calculates weights.
 _PROMPT_LAUNCHES = {
     64: (
         PromptLaunch(1, 64, {"num_warps": 4, "num_stages": 2, "maxnreg": 96}),
@@ -232,14 +234,14 @@ _PROMPT_LAUNCHES = {
 }
 
 
+@cache
 def prompt_launch(shape: AttentionShape, block_size: int) -> PromptLaunch:
     """The fastest way found for prompts of this shape; docs/performance.md has the figures."""
     is_interpreted = shape.device.type == "cpu"
-    # The copy engine came with compute capability 9.0. Products of float32 need other tiles.
-    has_engine = is_interpreted or (
-        shape.dtype.itemsize == 2 and torch.cuda.get_device_capability(shape.device) >= (9, 0)
-    )
-    if has_engine and shape.head_dim in _PROMPT_LAUNCHES:
+    # The copy engine came with compute capability 9.0. Later GPUs have other registers and less shared memory. Products
+    # of float32 need other tiles.
+    is_known = is_interpreted or (shape.dtype.itemsize == 2 and torch.cuda.get_device_capability(shape.device)[0] == 9)
+    if is_known and shape.head_dim in _PROMPT_LAUNCHES:
         launch = _PROMPT_LAUNCHES[shape.head_dim][shape.num_heads // shape.num_kv_heads % 2]
         if block_size % launch.keys == 0:
             return launch
@@ -468,8 +470,8 @@ def _merge_kernel(
 
 @jit
 def _softmax(scores, scale, largest, total, summed, CAN_BE_EMPTY: tl.constexpr):
-    """The next tile of an online softmax: the weights of its scores, and what was summed before, brought to the largest
-    score so far. CAN_BE_EMPTY: a query may not have seen any key yet."""
+    """Takes one tile of scores into an online softmax. Returns its weights, the largest score so far, and `total` and
+    `summed` rescaled to it. CAN_BE_EMPTY: a query may not have seen any key yet."""
     new_largest = tl.maximum(largest, tl.max(scores, 1) * scale)
     shift = new_largest
     if CAN_BE_EMPTY:
@@ -511,8 +513,8 @@ def _attend_whole_tiles(
     queries, largest, total, summed, keys_by_slot, values_by_slot, block_table, kv_head, scale, first, last,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """`_attend_keys` without a mask, where the GPU's copy engine (TMA) fetches the tiles: no program calculates
-    addresses, and none has registers in use for them."""
+    """`_attend_keys` without a mask, where the GPU's copy engine (TMA) fetches the tiles. Programs then compute no
+    addresses and keep no registers for them."""
     for start in range(first, last, KEYS):
         slot = tl.load(block_table + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
         keys = keys_by_slot.load([slot, kv_head * HEAD_DIM])
@@ -530,10 +532,10 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One program per tile of a sequence's queries and `HEADS` heads, which have the same keys. Heads of one tile are
-    neighbours, and tiles come in their order, so that those with most keys begin first.
+    neighbours. Tiles start in the list's order, so those with most keys start first.
 
     keys_by_slot, values_by_slot: descriptors of k_cache and v_cache as [num_slots, num_kv_heads × head_dim] in boxes of
-    [KEYS, HEAD_DIM]; None where the GPU or the shape does without.
+    [KEYS, HEAD_DIM]; None if the GPU or the shape does not use them.
     """
     wait()  # before the next kernel may start, which does not wait
     let_next_come()
@@ -584,7 +586,7 @@ def _prefill_kernel(
             queries, first_position + query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale,
             last_of_all, first_position + num_queries, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, True, WINDOW,
         )  # fmt: skip
-        # Read again rather than kept: registers are what limits how many programs a processor runs at once.
+        # The first token is read again. Keeping it would take registers, and they limit how many programs run at once.
         token = tl.load(tile, volatile=True).to(tl.int64) + query
         at = token[:, None] * (NUM_HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + column[None, :]
         tl.store(out + at, summed / total[:, None], is_query)

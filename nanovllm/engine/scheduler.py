@@ -12,8 +12,8 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import NO_TOKEN_LEFT, Chunk, Scored, Step
 from nanovllm.engine.waiting_queue import WaitingQueue
 
-# A sequence of so many tokens is a long one: attention takes a good part of its prompt's time. A step beside decodes
-# that takes it up has room for so many tokens; smaller steps leave some of the GPU's processors without a tile.
+# From this many tokens on, a sequence is long: attention takes a good part of its prompt's time. A step whose first
+# prompt is long may take this many tokens beside decodes. Smaller steps leave some of the GPU's processors idle.
 _LONG_SEQUENCE = 4096
 _TOKENS_BESIDE_DECODES_OF_LONG = 8192
 
@@ -44,7 +44,7 @@ class Scheduler:
         stats: counters to add to.
         most_tokens_beside_decodes: most tokens of a step that has decodes to do, or twice its decodes if that is more.
             Decodes ride along with a prompt's tokens for little more than their attention, so prompts are spread over
-            steps that are just large enough. Long prompts want larger ones.
+            steps that are just large enough. Long prompts get larger steps.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Scheduler:
             num_new_tokens = min(seq.num_tokens, seq.max_length - 1) - seq.num_computed_tokens
             if num_new_tokens <= 0:
                 continue
-            if num_new_tokens > 1 and not is_past_decodes:
+            if num_new_tokens > 1 and not is_past_decodes:  # the last token of a prompt is computed like a decode
                 budget, is_past_decodes = self._budget_of_prompts(len(chunks), budget, seq), True
             if num_new_tokens > budget:
                 num_new_tokens = budget
@@ -166,10 +166,10 @@ class Scheduler:
         return budget
 
     def _budget_of_prompts(self, num_decodes: int, budget: int, first: Sequence) -> int:
-        """How many tokens the step may take of prompts, the first of which is `first`, if its decodes left `budget`.
+        """How many prompt tokens the step may take. `first` is the first of these prompts; `budget` is what the decodes
+        left.
 
-        Only what goes on decoding counts: a sequence that waits for the token that ends it, or has it, takes no part in
-        the step.
+        A sequence that has its last token, or waits for it, is not in the step and does not count as a decode.
         """
         if num_decodes == 0:
             return budget

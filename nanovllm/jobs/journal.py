@@ -42,7 +42,7 @@ class Journal:
         self._sizes = np.empty(0, np.int64)
         self._written_at = self._synced_at = time.monotonic()
         self.num_rows = 0
-        # Syncs, and writes the last rows before a long step, which must not wait for the next row to finish.
+        # The thread syncs the file. During a long step it also writes the rows that wait.
         self._lock, self._closing = threading.RLock(), threading.Event()
         self._failure: JobError | None = None
         self._thread = threading.Thread(target=self._write_in_time, daemon=True)
@@ -79,7 +79,7 @@ class Journal:
     def append(self, number: int, row: bytes) -> None:
         """Adds the output row of an input row. It is written soon, and synced at the stated interval.
 
-        Only an interval of 0 makes it wait for the disk: a disk may take seconds, and the engine would stand still.
+        It waits for the disk only if the interval is 0. A sync may take seconds, and the engine would stand still.
 
         Raises:
             JobError: the file cannot be written, for example because the disk is full. Earlier lines are kept.
@@ -119,22 +119,23 @@ class Journal:
 
     def sync(self) -> None:
         """Waits until everything is on the disk."""
+        began = time.monotonic()  # rows that come during the sync count from here
         self.write()
         try:
             os.fdatasync(self._fd) if hasattr(os, "fdatasync") else os.fsync(self._fd)
         except OSError as error:
             raise JobError(f"{self._path} cannot be synced: {error.strerror}; run the same command again") from error
-        self._synced_at = time.monotonic()
+        self._synced_at = began
 
     def _write_in_time(self) -> None:
-        while not self._closing.wait(_SECONDS_BETWEEN_WRITES or 0.2):
+        while not self._closing.wait(min(_SECONDS_BETWEEN_WRITES, self._seconds_between_syncs) or 0.2):
             try:
                 if self._waiting:
                     self.write()
                 if time.monotonic() - self._synced_at >= self._seconds_between_syncs:
                     self.sync()
-            except JobError as error:
-                self._failure = error  # the next append raises it
+            except Exception as error:  # the next append raises it, or `close`
+                self._failure = error if isinstance(error, JobError) else JobError(f"{self._path}: {error!r}")
                 return
 
     def rows(self) -> Iterator[bytes]:

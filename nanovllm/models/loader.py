@@ -4,9 +4,7 @@ Nothing is unpickled, and no name in an index may lead out of the model's direct
 """
 
 import logging
-import threading
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,6 @@ logger = logging.getLogger(__name__)
 
 INDEX_FILE = "model.safetensors.index.json"
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]  # config, tokenizer, chat template
-# Threads that read a checkpoint: one alone spends its time on page faults and copies, not on the disk.
-_NUM_READERS = 8
-_BYTES_OF_STAGE = 2**24
 
 
 def find_model(model: str, revision: str | None, with_weights: bool = True, option: str = "model") -> Path:
@@ -138,7 +133,7 @@ def given_tensors(weights: Iterable[Any]) -> dict[str, Given]:
 
 
 def load_weights(model: CausalLM, directory: Path) -> None:
-    """Fills `model` from the safetensors files in `directory`, on several threads; each rank reads only its own slices.
+    """Fills `model` from the safetensors files in `directory`; each rank reads only its own slices.
 
     Raises:
         ValueError: a tensor is missing, unexpected, there twice, misshapen or unreadable, or the index names a
@@ -147,9 +142,7 @@ def load_weights(model: CausalLM, directory: Path) -> None:
     expected = expected_tensors(model)
     seen: dict[str, Path] = {}
     stored: dict[str, Stored] = {}
-    readers, stages = ThreadPoolExecutor(_NUM_READERS), threading.local()
-    try:
-        fills = []
+    with torch.no_grad():
         for path in checkpoint_files(directory):
             file = _open(path)
             for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
@@ -157,60 +150,14 @@ def load_weights(model: CausalLM, directory: Path) -> None:
                     raise ValueError(f"tensor {name} is in {seen[name].name} and again in {path.name}")
                 seen[name], stored[name] = path, Stored(f"tensor {name} in {path}", name, file)
                 _check_name(model, expected, name, stored[name])
-                fills += [readers.submit(_read, stored[name], shard, stages) for shard in expected.get(name, ())]
-        for fill in fills:  # in the files' order, so that of several faults always the same is named
-            fill.result()
-    finally:
-        readers.shutdown(cancel_futures=True)
-    missing = [name for name in expected if name not in seen]
-    if missing:
-        names = ", ".join(missing[:5])
-        number = "a tensor is" if len(missing) == 1 else f"{len(missing)} tensors are"
-        raise ValueError(f"{number} missing from {directory}: {names}{' …' * (len(missing) > 5)}")
-    _check_tied(model, stored)
-
-
-def _read(tensor: Stored, shard: Shard, stages: threading.local) -> None:
-    """`_fill` on a thread of its own; `stages` keeps each thread's memory."""
-    device = shard.target.device
-    if device.type != "cuda":
-        with torch.no_grad():
-            return _fill(tensor, shard)
-    with torch.no_grad(), torch.cuda.device(device):
-        if not hasattr(stages, "own"):
-            stages.own = Stage(device)
-        _fill(tensor, shard, stages.own)
-
-
-class Stage:
-    """Page-locked memory through which a thread copies to a GPU: the copy is asynchronous, and as fast as the bus.
-
-    Half of it is filled while the other half is on its way.
-    """
-
-    def __init__(self, device: torch.device, num_bytes: int = _BYTES_OF_STAGE):
-        on_gpu = device.type == "cuda"
-        self._halves = torch.empty(2, num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
-        self._left = [torch.cuda.Event() for _ in range(2)] if on_gpu else None
-        self._next = 0
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copies rows of a tensor in this machine's memory to `target`, which may have another dtype."""
-        row_bytes = max(1, target[:1].numel() * target.itemsize)
-        num_rows = max(1, self._halves.shape[1] // row_bytes)
-        for some, there in zip(source.split(num_rows), target.split(num_rows), strict=True):
-            num_bytes = there.numel() * there.itemsize
-            if num_bytes > self._halves.shape[1]:  # a single row that is too long
-                there.copy_(some.to(there.dtype))
-                continue
-            half, self._next = self._next, 1 - self._next
-            if self._left is not None:
-                self._left[half].synchronize()
-            staged = self._halves[half, :num_bytes].view(there.dtype).view(there.shape)
-            staged.copy_(some)
-            there.copy_(staged, non_blocking=True)
-            if self._left is not None:
-                self._left[half].record()
+                for shard in expected.get(name, ()):
+                    _fill(stored[name], shard)
+        missing = [name for name in expected if name not in seen]
+        if missing:
+            names = ", ".join(missing[:5])
+            number = "a tensor is" if len(missing) == 1 else f"{len(missing)} tensors are"
+            raise ValueError(f"{number} missing from {directory}: {names}{' …' * (len(missing) > 5)}")
+        _check_tied(model, stored)
 
 
 def check_update(model: CausalLM, tensors: Tensors) -> None:
@@ -388,16 +335,13 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def _fill(tensor: Stored | Given, shard: Shard, stage: Stage | None = None) -> None:
+def _fill(tensor: Stored | Given, shard: Shard) -> None:
     """The one way of a tensor into a parameter."""
     _check_shape(tensor, shard)
     part = tensor.part(shard.source)
     _check_dtype(tensor.what, part)
-    if stage is not None:
-        stage.copy(part, shard.target)
-    elif part.device != shard.target.device:  # copied as it is, it would need room beside the parameter
-        shard.target.copy_(part.to(shard.target.dtype))
-    else:
-        shard.target.copy_(part)
+    if part.device != shard.target.device:
+        part = part.to(shard.target.dtype)  # copied as it is, it would need room beside the parameter
+    shard.target.copy_(part)
     if shard.offset:
         shard.target.add_(shard.offset)

@@ -22,8 +22,8 @@ def _qk_norm_rotate_store_kernel(
 ):  # fmt: skip
     """One program per token and some of its heads; the values, which come last, are only stored.
 
-    A head is read as the two halves that rotate into each other, of HALF columns with padding, and the columns beyond
-    them that do not rotate, of which there are REST with padding, or none.
+    A head is read in parts: the two halves that rotate into each other, and the columns behind them, which do not
+    rotate. HALF and REST are their padded numbers of columns; REST is 0 if all columns rotate.
     """
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -56,7 +56,7 @@ def _qk_norm_rotate_store_kernel(
         if REST:
             z *= scale * weights_rest
     cosine = tl.load(cos + token * HEAD_DIM + high, is_rotated, 0.0).to(tl.float32)
-    sine = tl.load(sin + token * HEAD_DIM + high, is_rotated, 0.0).to(tl.float32)  # those before have the other sign
+    sine = tl.load(sin + token * HEAD_DIM + high, is_rotated, 0.0).to(tl.float32)  # the low half's have the other sign
     rotated_low = (x * cosine - y * sine).to(out.dtype.element_ty)
     rotated_high = (y * cosine + x * sine).to(out.dtype.element_ty)
     of_out = out + token * NUM_NORMED * HEAD_DIM + head * HEAD_DIM

@@ -226,7 +226,8 @@ class ModelRunner(Runner):
                 self._compile(partial(compile_both, rules_version))
 
     def _compile_forward(self) -> None:
-        """The same for the kernels of the layers, with whatever the weights hold by then."""
+        """Starts a thread that compiles the layers' kernels. It runs each kind of step once, on weights that may not be
+        loaded yet."""
 
         @torch.inference_mode()
         def try_each_kind() -> None:
@@ -235,13 +236,19 @@ class ModelRunner(Runner):
                 for function in functions.values():
                     function()
 
-        # Ranks would wait for each other's kernels here, each at its own pace.
+        # Not with several ranks: their kernels wait for each other, and the ranks compile at different speeds.
         if self._is_captured and self._parallel.size == 1:
             self.kv_cache = self._layout.empty(1, self.device).zero_()
             self._compile(try_each_kind)
 
     def _compile(self, function: Callable[[], None]) -> None:
-        thread = Thread(target=function, daemon=True)
+        def explained() -> None:
+            try:
+                function()
+            except Exception:  # whoever needs the kernel meets the error again, where it can be reported
+                logger.debug("a kernel could not be compiled beforehand", exc_info=True)
+
+        thread = Thread(target=explained, daemon=True)
         thread.start()
         self._compiling.append(thread)
 

@@ -19,14 +19,13 @@ from model_factory import (
     write_shards,
     write_tensors,
 )
-from safetensors import safe_open
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.torch_backend import TorchAttention
 from nanovllm.models.config import load_model_config
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.loader import Stage, expected_tensors, fill_dummy_weights, find_model, load_weights
+from nanovllm.models.loader import expected_tensors, fill_dummy_weights, find_model, load_weights
 from nanovllm.ops.collectives import Parallel
 
 INDEX = "model.safetensors.index.json"
@@ -245,40 +244,6 @@ def test_a_misshapen_tensor_is_named_with_both_shapes(checkpoint, name, change):
     message = error_of(checkpoint)
     assert f"tensor {name} in " in message and "model.safetensors" in message
     assert str(list(tensor.shape)) in message and str(list(tensors[name].shape)) in message
-
-
-def test_of_several_faults_the_first_is_named_whichever_thread_is_first(checkpoint):
-    """The last tensors are read while the first is; the first fault is that of a late one if it is a small one."""
-    tensors = read_tensors(checkpoint)
-    for name in list(tensors)[3:]:
-        tensors[name] = torch.zeros(3, 5)
-    write_tensors(checkpoint, tensors)
-    stored_order = list(safe_open(checkpoint / "model.safetensors", "pt").keys())
-    first = next(name for name in stored_order if tensors[name].shape == (3, 5))
-    for _ in range(10):
-        assert f"tensor {first} in" in error_of(checkpoint)
-
-
-@pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_bytes", [64, 100, 1000, 2**20])
-def test_a_stage_copies_every_row(num_bytes, target_dtype):
-    """Rows that do not fill it evenly, parts of wider tensors, vectors, nothing, and rows that it cannot hold."""
-    stage = Stage(torch.device("cpu"), num_bytes)
-    wide = torch.randn(37, 24)
-    for source in (
-        wide,
-        wide[:, 3:10],
-        wide[5:6],
-        wide[0],
-        wide.T,
-        wide[:0],
-        torch.randn(4, 5, 6),
-        torch.randn(2, 999),
-    ):
-        memory = torch.full((len(source) + 2, *source.shape[1:]), 7.0, dtype=target_dtype)
-        stage.copy(source, memory[1:-1])
-        assert torch.equal(memory[1:-1], source.to(target_dtype))
-        assert (memory[0] == 7).all() and (memory[-1] == 7).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.uint8, torch.bool], ids=str)
