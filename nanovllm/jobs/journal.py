@@ -134,7 +134,7 @@ class Journal:
                     self.write()
                 if time.monotonic() - self._synced_at >= self._seconds_between_syncs:
                     self.sync()
-            except Exception as error:  # the next append raises it, or `close`
+            except Exception as error:  # the next append raises it
                 self._failure = error if isinstance(error, JobError) else JobError(f"{self._path}: {error!r}")
                 return
 

@@ -242,13 +242,13 @@ class ModelRunner(Runner):
             self._compile(try_each_kind)
 
     def _compile(self, function: Callable[[], None]) -> None:
-        def explained() -> None:
+        def logged() -> None:
             try:
                 function()
             except Exception:  # whoever needs the kernel meets the error again, where it can be reported
                 logger.debug("a kernel could not be compiled beforehand", exc_info=True)
 
-        thread = Thread(target=explained, daemon=True)
+        thread = Thread(target=logged, daemon=True)
         thread.start()
         self._compiling.append(thread)
 

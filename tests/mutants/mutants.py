@@ -2020,6 +2020,27 @@ MUTANTS = [
         ("test_triton_kernels.py::test_the_longest_context_has_as_many_splits_as_there_is_room_for[65]",),
     ),
     Mutant(
+        "later GPUs are launched like Hopper",
+        TRITON,
+        "torch.cuda.get_device_capability(shape.device)[0] == 9",
+        "torch.cuda.get_device_capability(shape.device)[0] >= 9",
+        ("test_triton_kernels.py::test_prompts_are_launched_as_was_measured_only_where_it_was",),
+    ),
+    Mutant(
+        "a tile of keys may be larger than a block",
+        TRITON,
+        "if block_size % launch.keys == 0:",
+        "if block_size > 0:",
+        ("test_triton_kernels.py::test_prompts_are_launched_as_was_measured_only_where_it_was",),
+    ),
+    Mutant(
+        "a kernel that cannot be compiled beforehand breaks its thread",
+        RUNNER,
+        "            except Exception:  # whoever needs the kernel",
+        "            except KeyError:  # whoever needs the kernel",
+        ("test_cuda_graph.py::test_a_kernel_that_cannot_be_compiled_beforehand_is_only_noted",),
+    ),
+    Mutant(
         "a descriptor fetches a block's first tile of keys whichever is wanted",
         TRITON,
         "* BLOCK_SIZE + start % BLOCK_SIZE",
@@ -2778,6 +2799,20 @@ MUTANTS = [
         ("test_replicas.py::test_drain_finishes_what_has_started_and_reads_no_more",),
     ),
     # Jobs
+    Mutant(
+        "the journal's thread dies of an error that it does not know",
+        JOURNAL,
+        "except Exception as error:  # the next append raises it",
+        "except JobError as error:  # the next append raises it",
+        ("test_job_journal.py::test_whatever_fails_in_the_thread_is_raised_by_a_later_append",),
+    ),
+    Mutant(
+        "a short interval between syncs is as long as that between writes",
+        JOURNAL,
+        "min(_SECONDS_BETWEEN_WRITES, self._seconds_between_syncs) or 0.2",
+        "_SECONDS_BETWEEN_WRITES or 0.2",
+        ("test_job_journal.py::test_the_thread_wakes_as_often_as_the_interval_asks",),
+    ),
     Mutant(
         "the engine waits for the disk",
         JOURNAL,

@@ -166,6 +166,23 @@ def test_long_sequences_have_longer_splits(monkeypatch, window):
     ]
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_prompts_are_launched_as_was_measured_only_where_it_was(monkeypatch, capability, head_dim, dtype):
+    """Elsewhere there may be no copy engine, or too little shared memory for these tiles."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    launch_of = triton_backend.prompt_launch.__wrapped__
+    for num_heads, num_kv_heads in ((8, 8), (8, 4), (12, 4), (8, 2)):
+        shape = AttentionShape(num_heads, num_kv_heads, head_dim, dtype, torch.device("cuda"))
+        is_known = capability[0] == 9 and head_dim in (64, 128, 256) and dtype != torch.float32
+        for block_size in (16, 32, 48, 64, 256):
+            launch = launch_of(shape, block_size)
+            assert (num_heads // num_kv_heads) % launch.heads == 0
+            assert not launch.has_descriptors or (is_known and block_size % launch.keys == 0)
+        assert launch_of(shape, 64).has_descriptors == is_known
+
+
 @pytest.mark.parametrize(
     "head_dim, dtype, num_bytes, num_stages",
     [(128, torch.bfloat16, 232448, 5), (128, torch.bfloat16, 166912, 5), (128, torch.bfloat16, 101376, 2),

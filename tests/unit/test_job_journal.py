@@ -146,6 +146,37 @@ def test_without_an_interval_every_row_is_synced_when_append_returns(tmp_path, m
     journal.close()
 
 
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError("none left")])
+def test_whatever_fails_in_the_thread_is_raised_by_a_later_append(tmp_path, monkeypatch, error):
+    def fails(fd: int) -> None:
+        raise error
+
+    monkeypatch.setattr(os, "fdatasync", fails)
+    journal = Journal(tmp_path / "part", seconds_between_syncs=0.01)
+    journal.recover(5)
+    journal.append(0, ROWS[1])
+    journal._thread.join(60)
+    with pytest.raises(JobError, match="part"):
+        journal.append(1, ROWS[4])
+    journal.close()
+
+
+def test_the_thread_wakes_as_often_as_the_interval_asks(tmp_path, monkeypatch):
+    waits, wait = [], threading.Event.wait
+
+    def noted(event: threading.Event, timeout: float | None = None) -> bool:
+        waits.append(timeout)
+        return wait(event, timeout)
+
+    monkeypatch.setattr(threading.Event, "wait", noted)
+    for interval, expected in ((0.0, 0.2), (0.03, 0.03), (0.2, 0.2), (10.0, 0.2)):
+        waits.clear()
+        journal = Journal(tmp_path / "part", interval)
+        journal.recover(1)
+        journal.close()
+        assert {timeout for timeout in waits if timeout is not None} == {expected}
+
+
 def test_two_processes_never_write_one_journal(tmp_path):
     journal = Journal(tmp_path / "part")
     with pytest.raises(JobError, match="another process is writing"):
