@@ -125,7 +125,12 @@ def gluon(case: Case) -> Attend | None:
     from prompt_attention_gluon import attend_prompts
 
     out, log2_e = torch.empty_like(case.q), 1.4426950408889634
-    return lambda: attend_prompts(case.q, *case.caches, out, case.metadata, case.scale * log2_e)
+
+    def attend() -> torch.Tensor:
+        attend_prompts(case.q, *case.caches, out, case.metadata, case.metadata.query_tiles, case.scale * log2_e)
+        return out
+
+    return attend
 
 
 def flash_attention_2(case: Case) -> Attend | None:

@@ -1,9 +1,15 @@
-"""A candidate for attention of prompts on Hopper GPUs, which prompt_attention.py compares with what the engine uses.
+"""A candidate for attention of prompts on GPUs of compute capability 9.x, in Gluon, the lower-level language of Triton
+3.6 and later. prompt_attention.py compares it with what the engine uses.
 
-It follows the scheme of FlashAttention 3 (Shah et al., 2024) in Gluon (Triton 3.6 and later): one warp fetches tiles of
-keys and values, and two groups of four warps, one for each of two heads with the same keys, take them in. While a group
-calculates the weights of a pair of tiles, its tensor cores multiply the weights of the pair before with their values.
+The schedule is that of FlashAttention 3 (Shah et al., 2024). In each program, one warp fetches queries, keys and values
+with the copy engine (TMA), and two groups of four warps attend two heads that have the same keys. While a group
+calculates the weights of some keys, the tensor cores multiply the weights of the keys before with their values. There
+are no more programs than processors: each works off its part of a list, and the next item's data arrives while the
+result of the last one is written.
 """
+
+from functools import cache
+from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -16,11 +22,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.attention.metadata import QUERY_TILE, AttentionMetadata
+from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS
 
-_KEYS, _STAGES = 64, 2
-# Its name changed in Triton 3.9.
+# Keys are taken in tiles of two boxes. A box lies in one block.
+_BOX = 64
+# Tiles of keys and values, and of queries, that are under way or in use. With three stages of keys and one of queries,
+# long prompts were not faster, and short ones were slower.
+_STAGES, _QUERY_STAGES = 2, 2
+_IS_DEPENDENT = gl.constexpr("launch_pdl" in LAUNCH_OPTIONS)
+# Triton 3.9 renamed it.
 _fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
@@ -30,214 +43,285 @@ def attend_prompts(
     v_cache: torch.Tensor,
     out: torch.Tensor,
     metadata: AttentionMetadata,
+    tiles: torch.Tensor,
     scale: float,
 ) -> None:
-    """Attends the queries of `metadata.query_tiles` and writes to `out`.
+    """Attends the queries of `tiles` and writes their rows of `out`.
 
     Args:
-        q: [num_tokens, num_heads, head_dim], a part of a product; bfloat16 or float16, head_dim 64 or 128, and an even
-            number of heads for each key head.
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], with blocks of a multiple of 64.
+        q: [num_tokens, num_heads, head_dim], bfloat16 or float16; rows may have a stride.
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim].
+        out: [num_tokens, num_heads, head_dim], contiguous.
+        tiles: int32 [num_tiles, 4], see `metadata.query_tiles`.
         scale: of the scores, in base 2.
     """
-    (_, num_heads, head_dim), num_kv_heads, tiles = q.shape, k_cache.shape[2], metadata.query_tiles
-    width, dtype = num_kv_heads * head_dim, gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for([_KEYS, head_dim], dtype)
-    descriptors = [
-        TensorDescriptor(cache, [cache.numel() // width, width], [width, 1], [_KEYS, head_dim], layout)
+    (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
+    width, num_items = num_kv_heads * head_dim, len(tiles) * (num_heads // 2)
+    layout = gl.NVMMASharedLayout.get_default_for([_BOX, head_dim], _DTYPES[q.dtype])
+    by_token = TensorDescriptor(q, [num_tokens, num_heads * head_dim], [q.stride(0), 1], [QUERY_TILE, head_dim], layout)
+    by_slot = [
+        TensorDescriptor(cache, [cache.numel() // width, width], [width, 1], [_BOX, head_dim], layout)
         for cache in (k_cache, v_cache)
     ]
-    _kernel[(num_heads // 2, len(tiles))](
-        q, *descriptors, out, metadata.block_tables, tiles, scale, q.stride(0), metadata.block_tables.stride(0),
+    _kernel[(min(_num_processors(q.device), num_items),)](
+        by_token, *by_slot, out, metadata.block_tables, tiles, scale, num_items, metadata.block_tables.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=metadata.block_size,
-        QUERIES=QUERY_TILE, KEYS=_KEYS, STAGES=_STAGES, num_warps=4,
+        QUERIES=QUERY_TILE, BOX=_BOX, STAGES=_STAGES,
+        QUERY_STAGES=_QUERY_STAGES, num_warps=4, **LAUNCH_OPTIONS,
     )  # fmt: skip
 
 
+_DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 @gluon.jit
-def _produce(
-    keys_by_slot, values_by_slot, keys, values, keys_there, keys_free, values_there, values_free, block_table, at_head,
-    num_pairs, last_block, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+def _item(turn, query_tiles, num_items, NUM_HEADS: gl.constexpr):
+    """What this program does in a turn: the tile's first token, number of queries, first position and row, and the
+    first of two heads. Without work left, there are no queries.
+
+    Tiles with most keys come first. The program that gets the longest item of one turn gets the shortest of the next.
+    """
+    program, num_programs = gl.program_id(0), gl.num_programs(0)
+    item = turn * num_programs + gl.where(turn % 2 == 0, program, num_programs - 1 - program)
+    place = gl.minimum(item, num_items - 1)
+    tile = query_tiles + place // (NUM_HEADS // 2) * 4
+    num_queries = gl.where(item < num_items, gl.load(tile + 1), 0)
+    return gl.load(tile), num_queries, gl.load(tile + 2), gl.load(tile + 3), place % (NUM_HEADS // 2) * 2
+
+
+@gluon.jit
+def _fetch_all(
+    q_by_token, keys_by_slot, values_by_slot, queries, keys, values, barriers, block_tables, query_tiles, num_items,
+    table_stride, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fetches one pair of tiles after the other, as soon as both groups have done with what was in its place."""
-    for pair in range(num_pairs):
-        stage, phase = pair % STAGES, (pair // STAGES & 1) ^ 1
-        first, second = pair * 2 * KEYS, pair * 2 * KEYS + KEYS
-        # The second tile may lie behind the last block; then any other will do, as its keys are masked.
-        slot = gl.load(block_table + first // BLOCK_SIZE) * BLOCK_SIZE + first % BLOCK_SIZE
-        next_block = gl.minimum(second // BLOCK_SIZE, last_block)
-        next_slot = gl.load(block_table + next_block) * BLOCK_SIZE + second % BLOCK_SIZE
-        mbarrier.wait(keys_free.index(stage), phase)
-        mbarrier.expect(keys_there.index(stage), 2 * keys_by_slot.block_type.nbytes)
-        _fetch(keys_by_slot, [slot, at_head], keys_there.index(stage), keys.index(stage * 2))
-        _fetch(keys_by_slot, [next_slot, at_head], keys_there.index(stage), keys.index(stage * 2 + 1))
-        mbarrier.wait(values_free.index(stage), phase)
-        mbarrier.expect(values_there.index(stage), 2 * values_by_slot.block_type.nbytes)
-        _fetch(values_by_slot, [slot, at_head], values_there.index(stage), values.index(stage * 2))
-        _fetch(values_by_slot, [next_slot, at_head], values_there.index(stage), values.index(stage * 2 + 1))
+    """The warp that fetches. It puts data into a place as soon as both groups have released it."""
+    queries_there, queries_free, keys_there, keys_free, values_there, values_free = barriers
+    num_done, num_taken = 0, 0  # tiles of keys, and items
+    for turn in range(gl.cdiv(num_items, gl.num_programs(0))):
+        first_token, num_queries, first_position, row, head = _item(turn, query_tiles, num_items, NUM_HEADS)
+        if num_queries > 0:
+            block_table = block_tables + row.to(gl.int64) * table_stride
+            num_keys = first_position + num_queries
+            at_head = head // (NUM_HEADS // NUM_KV_HEADS) * HEAD_DIM
+            for first_key in range(0, num_keys, 2 * BOX):
+                stage, phase = num_done % STAGES, num_done // STAGES & 1 ^ 1
+                slot = gl.load(block_table + first_key // BLOCK_SIZE) * BLOCK_SIZE + first_key % BLOCK_SIZE
+                # The second box may lie behind the last block. Then any box will do, because its keys are masked.
+                second_key = first_key + BOX
+                block = gl.minimum(second_key // BLOCK_SIZE, (num_keys - 1) // BLOCK_SIZE)
+                second_slot = gl.load(block_table + block) * BLOCK_SIZE + second_key % BLOCK_SIZE
+                mbarrier.wait(keys_free.index(stage), phase)
+                mbarrier.expect(keys_there.index(stage), 2 * keys_by_slot.block_type.nbytes)
+                _fetch(keys_by_slot, [slot, at_head], keys_there.index(stage), keys.index(stage * 2))
+                _fetch(keys_by_slot, [second_slot, at_head], keys_there.index(stage), keys.index(stage * 2 + 1))
+                if first_key == 0:
+                    place = num_taken % QUERY_STAGES
+                    mbarrier.wait(queries_free.index(place), num_taken // QUERY_STAGES & 1 ^ 1)
+                    mbarrier.expect(queries_there.index(place), 2 * q_by_token.block_type.nbytes)
+                    for which in gl.static_range(2):
+                        at = [first_token, (head + which) * HEAD_DIM]
+                        _fetch(q_by_token, at, queries_there.index(place), queries.index(place * 2 + which))
+                mbarrier.wait(values_free.index(stage), phase)
+                mbarrier.expect(values_there.index(stage), 2 * values_by_slot.block_type.nbytes)
+                _fetch(values_by_slot, [slot, at_head], values_there.index(stage), values.index(stage * 2))
+                _fetch(values_by_slot, [second_slot, at_head], values_there.index(stage), values.index(stage * 2 + 1))
+                num_done += 1
+            num_taken += 1
 
 
 @gluon.jit
-def _begin_scores(queries, keys, stage, zeros):
+def _begin_scores(queries, keys, stage, SCORES: gl.constexpr, BOX: gl.constexpr):
+    """Starts the products of queries with the keys of a stage."""
+    zeros = gl.full([queries.shape[0], BOX], 0.0, gl.float32, SCORES)
     first = warpgroup_mma(queries, keys.index(stage * 2).permute((1, 0)), zeros, use_acc=False, is_async=True)
     second = warpgroup_mma(queries, keys.index(stage * 2 + 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
     return first, second
 
 
 @gluon.jit
+def _begin_sums(weights, second_weights, values, stage, summed):
+    """Starts to add the weighted values of a stage."""
+    summed = warpgroup_mma(weights, values.index(stage * 2), summed, is_async=True)
+    return warpgroup_mma(second_weights, values.index(stage * 2 + 1), summed, is_async=True)
+
+
+@gluon.jit
 def _softmax(
-    first_scores, second_scores, first_key, position, largest, total, scale, IS_MASKED: gl.constexpr,
-    KEYS: gl.constexpr, SCORES: gl.constexpr,
+    scores, second_scores, first_key, position, largest, total, scale, IS_MASKED: gl.constexpr, BOX: gl.constexpr,
+    SCORES: gl.constexpr, WEIGHTS: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """The weights of a pair of tiles, and by how much earlier sums shrink."""
+    """Takes a tile of scores into an online softmax. Returns its weights, the largest score so far, the weights' total,
+    and by how much earlier sums shrink."""
     if IS_MASKED:
-        key = first_key + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
-        first_scores = gl.where(key[None, :] <= position[:, None], first_scores, float("-inf"))
-        second_scores = gl.where(key[None, :] + KEYS <= position[:, None], second_scores, float("-inf"))
-    new_largest = gl.maximum(largest, gl.maximum(gl.max(first_scores, 1), gl.max(second_scores, 1)) * scale)
-    first_weights = gl.exp2(first_scores * scale - new_largest[:, None])
+        key = first_key + gl.arange(0, BOX, gl.SliceLayout(0, SCORES))
+        scores = gl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+        second_scores = gl.where(key[None, :] + BOX <= position[:, None], second_scores, float("-inf"))
+    new_largest = gl.maximum(largest, gl.maximum(gl.max(scores, 1), gl.max(second_scores, 1)) * scale)
+    weights = gl.exp2(scores * scale - new_largest[:, None])
     second_weights = gl.exp2(second_scores * scale - new_largest[:, None])
     shrink = gl.exp2(largest - new_largest)
-    total = total * shrink + gl.sum(first_weights + second_weights, 1)
-    return first_weights, second_weights, new_largest, total, shrink
+    total = total * shrink + gl.sum(weights + second_weights, 1)
+    weights = gl.convert_layout(weights.to(dtype), WEIGHTS)
+    return weights, gl.convert_layout(second_weights.to(dtype), WEIGHTS), new_largest, total, shrink
 
 
 @gluon.jit
-def _attend_pairs(
-    begin, end, queries, keys, values, keys_there, keys_free, values_there, values_free, position, first_weights,
-    second_weights, largest, total, summed, zeros, scale, IS_MASKED: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr, WEIGHTS: gl.constexpr,
+def _attend_tiles(
+    begin, end, num_done, queries, keys, values, barriers, position, weights, second_weights, largest, total, summed,
+    scale, IS_MASKED: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr,
+    WEIGHTS: gl.constexpr,
 ):  # fmt: skip
-    """Takes in the scores of pairs begin … end, and the values of the pair before each."""
-    for pair in range(begin, end):
-        stage, before = pair % STAGES, (pair - 1) % STAGES
-        mbarrier.wait(keys_there.index(stage), pair // STAGES & 1)
-        first, second = _begin_scores(queries, keys, stage, zeros)
-        mbarrier.wait(values_there.index(before), (pair - 1) // STAGES & 1)
-        sums = warpgroup_mma(first_weights, values.index(before * 2), summed, is_async=True)
-        sums = warpgroup_mma(second_weights, values.index(before * 2 + 1), sums, is_async=True)
-        first, second = warpgroup_mma_wait(2, (first, second))
-        mbarrier.arrive(keys_free.index(stage), count=1)
-        first, second, largest, total, shrink = _softmax(
-            first, second, pair * 2 * KEYS, position, largest, total, scale, IS_MASKED, KEYS, SCORES
-        )
+    """Takes in the scores of tiles begin … end of an item, and for each the values of the tile before it."""
+    _queries_there, _queries_free, keys_there, keys_free, values_there, values_free = barriers
+    for tile in range(begin, end):
+        done = num_done + tile
+        stage, before = done % STAGES, (done - 1) % STAGES
+        mbarrier.wait(keys_there.index(stage), done // STAGES & 1)
+        scores, second_scores = _begin_scores(queries, keys, stage, SCORES, BOX)
+        mbarrier.wait(values_there.index(before), (done - 1) // STAGES & 1)
+        sums = _begin_sums(weights, second_weights, values, before, summed)
+        scores, second_scores = warpgroup_mma_wait(2, (scores, second_scores))
+        weights, second_weights, largest, total, shrink = _softmax(
+            scores, second_scores, tile * 2 * BOX, position, largest, total, scale, IS_MASKED, BOX, SCORES, WEIGHTS,
+            queries.dtype,
+        )  # fmt: skip
         summed = warpgroup_mma_wait(0, (sums,))
+        # Both together, because the group waits for all of its warps before a release.
+        mbarrier.arrive(keys_free.index(stage), count=1)
         mbarrier.arrive(values_free.index(before), count=1)
         summed = summed * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
-        first_weights = gl.convert_layout(first.to(queries.dtype), WEIGHTS)
-        second_weights = gl.convert_layout(second.to(queries.dtype), WEIGHTS)
-    return first_weights, second_weights, largest, total, summed
+    return weights, second_weights, largest, total, summed
 
 
 @gluon.jit
-def _clear_behind(tile, num_left, KEYS: gl.constexpr, ROWS: gl.constexpr):
-    """Zeroes a tile's rows from `num_left` on, which may hold NaN."""
-    row = gl.arange(0, KEYS, gl.SliceLayout(1, ROWS))
-    tile.store(gl.where((row < num_left)[:, None], tile.load(ROWS), 0.0))
+def _clear_behind(box, num_left, ROWS: gl.constexpr):
+    """Zeroes a box's rows from `num_left` on. They may hold NaN, which a weight of 0 does not remove."""
+    row = gl.arange(0, box.shape[0], gl.SliceLayout(1, ROWS))
+    box.store(gl.where((row < num_left)[:, None], box.load(ROWS), 0.0))
 
 
 @gluon.jit
-def _consume(
-    q, out, queries, keys, values, keys_there, keys_free, values_there, values_free, first_token, num_queries,
-    first_position, head, num_pairs, scale, q_stride, NUM_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+def _attend_all(
+    out, queries, keys, values, barriers, query_tiles, num_items, scale, WHICH: gl.constexpr, NUM_HEADS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One head's queries of a tile."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    """A group of four warps, which attends the first or the second head of each item."""
+    queries_there, queries_free, keys_there, keys_free, values_there, values_free = barriers
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BOX, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
-    query = gl.arange(0, QUERIES, gl.SliceLayout(1, ROWS))
-    column = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, ROWS))
-    at = (first_token + query)[:, None] * q_stride + head * HEAD_DIM + column[None, :]
-    queries.store(gl.load(q + at, (query < num_queries)[:, None], 0.0))
-    fence_async_shared()
-    position = first_position + gl.arange(0, QUERIES, gl.SliceLayout(1, SCORES))
-    largest = gl.full([QUERIES], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    total = gl.full([QUERIES], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
-    zeros = gl.full([QUERIES, KEYS], 0.0, gl.float32, SCORES)
-    summed = gl.full([QUERIES, HEAD_DIM], 0.0, gl.float32, SUMS)
-    mbarrier.wait(keys_there.index(0), 0)
-    first, second = _begin_scores(queries, keys, 0, zeros)
-    first, second = warpgroup_mma_wait(0, (first, second))
-    mbarrier.arrive(keys_free.index(0), count=1)
-    first, second, largest, total, _ = _softmax(first, second, 0, position, largest, total, scale, True, KEYS, SCORES)
-    first_weights = gl.convert_layout(first.to(queries.dtype), WEIGHTS)
-    second_weights = gl.convert_layout(second.to(queries.dtype), WEIGHTS)
-    # Every query sees all keys of the pairs before this one.
-    first_masked = gl.maximum((first_position + 1) // (2 * KEYS), 1)
-    first_weights, second_weights, largest, total, summed = _attend_pairs(
-        1, first_masked, queries, keys, values, keys_there, keys_free, values_there, values_free, position,
-        first_weights, second_weights, largest, total, summed, zeros, scale, False, KEYS, STAGES, SCORES, SUMS, WEIGHTS,
+    # Like SUMS, but a thread has four successive columns, not two, and four threads write whole sectors of 32 bytes.
+    OUTPUT: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]], [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]], [], [QUERIES, HEAD_DIM],
     )  # fmt: skip
-    first_weights, second_weights, largest, total, summed = _attend_pairs(
-        first_masked, num_pairs, queries, keys, values, keys_there, keys_free, values_there, values_free, position,
-        first_weights, second_weights, largest, total, summed, zeros, scale, True, KEYS, STAGES, SCORES, SUMS, WEIGHTS,
-    )  # fmt: skip
-    last = (num_pairs - 1) % STAGES
-    mbarrier.wait(values_there.index(last), (num_pairs - 1) // STAGES & 1)
-    num_left = first_position + num_queries - (num_pairs - 1) * 2 * KEYS
-    if num_left < 2 * KEYS:  # both groups write the same
-        _clear_behind(values.index(last * 2), num_left, KEYS, ROWS)
-        _clear_behind(values.index(last * 2 + 1), num_left - KEYS, KEYS, ROWS)
-        fence_async_shared()
-    sums = warpgroup_mma(first_weights, values.index(last * 2), summed, is_async=True)
-    sums = warpgroup_mma(second_weights, values.index(last * 2 + 1), sums, is_async=True)
-    summed = warpgroup_mma_wait(0, (sums,))
-    summed = summed / gl.convert_layout(total, gl.SliceLayout(1, SUMS))[:, None]
-    row = gl.arange(0, QUERIES, gl.SliceLayout(1, SUMS))
-    to = (first_token + row)[:, None] * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
-    to += gl.arange(0, HEAD_DIM, gl.SliceLayout(0, SUMS))[None, :]
-    gl.store(out + to, summed.to(out.dtype.element_ty), (row < num_queries)[:, None])
+    num_done, num_taken = 0, 0  # tiles of keys, and items
+    first_token, num_queries, first_position, _row, head = _item(0, query_tiles, num_items, NUM_HEADS)
+    for turn in range(gl.cdiv(num_items, gl.num_programs(0))):
+        # Read now, so that nobody waits for it later.
+        next_token, next_number, next_position, _row, next_head = _item(turn + 1, query_tiles, num_items, NUM_HEADS)
+        if num_queries > 0:
+            num_keys = first_position + num_queries
+            num_tiles = (num_keys + 2 * BOX - 1) // (2 * BOX)
+            place = num_taken % QUERY_STAGES
+            mine = queries.index(place * 2 + WHICH)
+            position = first_position + gl.arange(0, QUERIES, gl.SliceLayout(1, SCORES))
+            largest = gl.full([QUERIES], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+            total = gl.full([QUERIES], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
+            summed = gl.full([QUERIES, HEAD_DIM], 0.0, gl.float32, SUMS)
+            mbarrier.wait(queries_there.index(place), num_taken // QUERY_STAGES & 1)
+            mbarrier.wait(keys_there.index(num_done % STAGES), num_done // STAGES & 1)
+            scores, second_scores = _begin_scores(mine, keys, num_done % STAGES, SCORES, BOX)
+            scores, second_scores = warpgroup_mma_wait(0, (scores, second_scores))
+            mbarrier.arrive(keys_free.index(num_done % STAGES), count=1)
+            weights, second_weights, largest, total, _shrink = _softmax(
+                scores, second_scores, 0, position, largest, total, scale, True, BOX, SCORES, WEIGHTS, mine.dtype
+            )
+            # Every query sees all keys of the tiles before this one.
+            first_masked = gl.maximum((first_position + 1) // (2 * BOX), 1)
+            weights, second_weights, largest, total, summed = _attend_tiles(
+                1, first_masked, num_done, mine, keys, values, barriers, position, weights, second_weights, largest,
+                total, summed, scale, False, BOX, STAGES, SCORES, SUMS, WEIGHTS,
+            )  # fmt: skip
+            weights, second_weights, largest, total, summed = _attend_tiles(
+                first_masked, num_tiles, num_done, mine, keys, values, barriers, position, weights, second_weights,
+                largest, total, summed, scale, True, BOX, STAGES, SCORES, SUMS, WEIGHTS,
+            )  # fmt: skip
+            mbarrier.arrive(queries_free.index(place), count=1)
+            num_done += num_tiles
+            num_taken += 1
+            last = (num_done - 1) % STAGES
+            mbarrier.wait(values_there.index(last), (num_done - 1) // STAGES & 1)
+            num_left = num_keys - (num_tiles - 1) * 2 * BOX
+            if num_left < 2 * BOX:  # both groups write the same
+                _clear_behind(values.index(last * 2), num_left, ROWS)
+                _clear_behind(values.index(last * 2 + 1), num_left - BOX, ROWS)
+                fence_async_shared()
+            summed = warpgroup_mma_wait(0, (_begin_sums(weights, second_weights, values, last, summed),))
+            mbarrier.arrive(values_free.index(last), count=1)
+            result = (summed / gl.convert_layout(total, gl.SliceLayout(1, SUMS))[:, None]).to(out.dtype.element_ty)
+            query = gl.arange(0, QUERIES, gl.SliceLayout(1, OUTPUT))
+            to = (first_token.to(gl.int64) + query)[:, None] * (NUM_HEADS * HEAD_DIM) + (head + WHICH) * HEAD_DIM
+            to += gl.arange(0, HEAD_DIM, gl.SliceLayout(0, OUTPUT))[None, :]
+            gl.store(out + to, gl.convert_layout(result, OUTPUT), (query < num_queries)[:, None])
+        first_token, num_queries, first_position, head = next_token, next_number, next_position, next_head
 
 
-@gluon.jit(do_not_specialize=["q_stride", "table_stride"])
+@gluon.jit(do_not_specialize=["num_items", "table_stride"])
 def _kernel(
-    q, keys_by_slot, values_by_slot, out, block_tables, query_tiles, scale, q_stride, table_stride,
+    q_by_token, keys_by_slot, values_by_slot, out, block_tables, query_tiles, scale, num_items, table_stride,
     NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    QUERIES: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One program per tile of a sequence's queries and two heads."""
-    head = gl.program_id(0) * 2
-    tile = query_tiles + gl.program_id(1) * 4
-    num_queries = gl.load(tile + 1)
-    if num_queries > 0:
-        first_token, first_position = gl.load(tile).to(gl.int64), gl.load(tile + 2)
-        block_table = block_tables + gl.load(tile + 3).to(gl.int64) * table_stride
-        num_keys = first_position + num_queries
-        num_pairs = (num_keys + 2 * KEYS - 1) // (2 * KEYS)
-        at_head = head // (NUM_HEADS // NUM_KV_HEADS) * HEAD_DIM
-        dtype: gl.constexpr = keys_by_slot.dtype
-        layout: gl.constexpr = keys_by_slot.layout
-        queries = gl.allocate_shared_memory(dtype, [2, QUERIES, HEAD_DIM], layout)
-        keys = gl.allocate_shared_memory(dtype, [2 * STAGES, KEYS, HEAD_DIM], layout)
-        values = gl.allocate_shared_memory(dtype, [2 * STAGES, KEYS, HEAD_DIM], layout)
-        keys_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        keys_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        values_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        values_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        for stage in gl.static_range(STAGES):
-            mbarrier.init(keys_there.index(stage), count=1)
-            mbarrier.init(values_there.index(stage), count=1)
-            mbarrier.init(keys_free.index(stage), count=2)
-            mbarrier.init(values_free.index(stage), count=2)
-        gl.warp_specialize(
-            [
-                (_consume, (
-                    q, out, queries.index(0), keys, values, keys_there, keys_free, values_there, values_free,
-                    first_token, num_queries, first_position, head, num_pairs, scale, q_stride, NUM_HEADS, HEAD_DIM,
-                    QUERIES, KEYS, STAGES,
-                )),
-                (_consume, (
-                    q, out, queries.index(1), keys, values, keys_there, keys_free, values_there, values_free,
-                    first_token, num_queries, first_position, head + 1, num_pairs, scale, q_stride, NUM_HEADS,
-                    HEAD_DIM, QUERIES, KEYS, STAGES,
-                )),
-                (_produce, (
-                    keys_by_slot, values_by_slot, keys, values, keys_there, keys_free, values_there, values_free,
-                    block_table, at_head, num_pairs, (num_keys - 1) // BLOCK_SIZE, BLOCK_SIZE, KEYS, STAGES,
-                )),
-            ],
-            [4, 1],
-            [240, 24],
-        )  # fmt: skip
+    """One program per processor. An item of its work is a tile of queries and two heads.
+
+    A barrier X_there is passed when the data of a place have arrived, X_free when both groups have released it.
+    """
+    dtype: gl.constexpr = keys_by_slot.dtype
+    layout: gl.constexpr = keys_by_slot.layout
+    queries = gl.allocate_shared_memory(dtype, [2 * QUERY_STAGES, QUERIES, HEAD_DIM], layout)
+    keys = gl.allocate_shared_memory(dtype, [2 * STAGES, BOX, HEAD_DIM], layout)
+    values = gl.allocate_shared_memory(dtype, [2 * STAGES, BOX, HEAD_DIM], layout)
+    queries_there = gl.allocate_shared_memory(gl.int64, [QUERY_STAGES, 1], mbarrier.MBarrierLayout())
+    queries_free = gl.allocate_shared_memory(gl.int64, [QUERY_STAGES, 1], mbarrier.MBarrierLayout())
+    keys_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    keys_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    values_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    values_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(QUERY_STAGES):
+        mbarrier.init(queries_there.index(stage), count=1)
+        mbarrier.init(queries_free.index(stage), count=2)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(keys_there.index(stage), count=1)
+        mbarrier.init(keys_free.index(stage), count=2)
+        mbarrier.init(values_there.index(stage), count=1)
+        mbarrier.init(values_free.index(stage), count=2)
+    if _IS_DEPENDENT:
+        gdc_wait()  # before the next kernel may start, which does not wait
+        gdc_launch_dependents()
+    barriers = (queries_there, queries_free, keys_there, keys_free, values_there, values_free)
+    gl.warp_specialize(
+        [
+            (_attend_all, (
+                out, queries, keys, values, barriers, query_tiles, num_items, scale, 0, NUM_HEADS, HEAD_DIM, QUERIES,
+                BOX, STAGES, QUERY_STAGES,
+            )),
+            (_attend_all, (
+                out, queries, keys, values, barriers, query_tiles, num_items, scale, 1, NUM_HEADS, HEAD_DIM, QUERIES,
+                BOX, STAGES, QUERY_STAGES,
+            )),
+            (_fetch_all, (
+                q_by_token, keys_by_slot, values_by_slot, queries, keys, values, barriers, block_tables, query_tiles,
+                num_items, table_stride, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BOX, STAGES, QUERY_STAGES,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

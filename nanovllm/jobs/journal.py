@@ -45,6 +45,7 @@ class Journal:
         # The thread syncs the file. During a long step it also writes the rows that wait.
         self._lock, self._closing = threading.RLock(), threading.Event()
         self._failure: JobError | None = None
+        self._is_failure_known = False
         self._thread = threading.Thread(target=self._write_in_time, daemon=True)
         self._thread.start()
 
@@ -100,6 +101,7 @@ class Journal:
         """Hands waiting lines to the operating system, so that they survive a kill of this process."""
         with self._lock:
             if self._failure is not None:
+                self._is_failure_known = True
                 raise self._failure
             data, self._waiting, self._num_waiting = b"".join(self._waiting), [], 0
             self._written_at = time.monotonic()
@@ -114,6 +116,7 @@ class Journal:
                     f"{self._path} cannot be written: {error.strerror}. Make room and run the same command again; all "
                     "rows that were written before are kept"
                 )
+                self._is_failure_known = threading.current_thread() is not self._thread
                 raise self._failure from error
             self._size = offset
 
@@ -134,7 +137,7 @@ class Journal:
                     self.write()
                 if time.monotonic() - self._synced_at >= self._seconds_between_syncs:
                     self.sync()
-            except Exception as error:  # the next append raises it
+            except Exception as error:  # the next append raises it, or the end
                 self._failure = error if isinstance(error, JobError) else JobError(f"{self._path}: {error!r}")
                 return
 
@@ -146,13 +149,19 @@ class Journal:
             yield os.pread(self._fd, size, place)
 
     def close(self) -> None:
-        """Syncs and closes the file. Removes it if it is empty."""
+        """Syncs and closes the file. Removes it if it is empty.
+
+        Raises:
+            JobError: the file cannot be written or synced, and nobody has been told yet.
+        """
         if self._fd >= 0:
             self._closing.set()
             self._thread.join()
             try:
                 if self._failure is None:
                     self.sync()
+                elif not self._is_failure_known:
+                    raise self._failure
                 if os.fstat(self._fd).st_size == 0:
                     self.remove()
             finally:

@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,13 +38,27 @@ def _cublas_lt() -> Iterator[None]:
     PyTorch knows this choice only for the process as a whole: another thread's products may come from there too.
     """
     before = torch.backends.cuda.preferred_blas_library()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this switch is experimental
-        torch.backends.cuda.preferred_blas_library("cublaslt")
+    _without_warnings(partial(torch.backends.cuda.preferred_blas_library, "cublaslt"))  # it is called experimental
     try:
         yield
     finally:
         torch.backends.cuda.preferred_blas_library(before)
+
+
+def _without_warnings(function: Callable[[], Any]) -> None:
+    """Calls a function of PyTorch without its warnings.
+
+    A function that is a bare binding of C++ writes its warnings to standard error, where Python cannot stop them. Below
+    a method of a tensor, PyTorch makes them warnings of Python.
+    """
+
+    def called(number: float) -> float:
+        function()
+        return number
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.zeros(1, device="cpu").apply_(called)
 
 
 class CudaGraphs:

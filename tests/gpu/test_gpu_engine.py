@@ -863,6 +863,23 @@ def test_a_closed_engine_gives_its_memory_back(dummy_directory):
         assert before - after < 300 * MIB
 
 
+SWITCHING = """
+import torch
+from nanovllm.runner.cuda_graph import _cublas_lt
+product = torch.ones(8, 8, device="cuda")
+with _cublas_lt():
+    print(torch.backends.cuda.preferred_blas_library(), (product @ product).sum().item())
+"""
+
+
+def test_the_switch_of_the_matrix_library_is_silent():
+    """PyTorch wrote to standard error that this switch is experimental, once per process."""
+    done = subprocess.run([sys.executable, "-c", SWITCHING], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "Cublaslt" in done.stdout and "512.0" in done.stdout
+    assert "experimental" not in done.stderr
+
+
 HOLDING = """
 import sys, torch
 total = torch.cuda.mem_get_info()[1]

@@ -2802,9 +2802,30 @@ MUTANTS = [
     Mutant(
         "the journal's thread dies of an error that it does not know",
         JOURNAL,
-        "except Exception as error:  # the next append raises it",
-        "except JobError as error:  # the next append raises it",
+        "except Exception as error:  # the next append raises it, or the end",
+        "except JobError as error:  # the next append raises it, or the end",
         ("test_job_journal.py::test_whatever_fails_in_the_thread_is_raised_by_a_later_append",),
+    ),
+    Mutant(
+        "nobody hears of a sync that failed after the last row",
+        JOURNAL,
+        "elif not self._is_failure_known:",
+        "elif False:",
+        ("test_job_journal.py::test_what_fails_in_the_thread_after_the_last_row_is_raised_at_the_end",),
+    ),
+    Mutant(
+        "a job begins when thousands of rows are read",
+        "jobs/plan.py",
+        "_ROWS_OF_FIRST_WINDOW = 2**9",
+        "_ROWS_OF_FIRST_WINDOW = 2**11",
+        ("test_jobs.py::test_a_job_begins_before_many_rows_are_read",),
+    ),
+    Mutant(
+        "PyTorch calls its own switch experimental",
+        GRAPHS,
+        '        warnings.simplefilter("ignore")\n',
+        "",
+        ("test_cuda_graph.py::test_a_call_without_warnings_stops_only_its_own_and_passes_errors_on",),
     ),
     Mutant(
         "a short interval between syncs is as long as that between writes",

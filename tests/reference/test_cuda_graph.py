@@ -4,6 +4,7 @@ The captures on a GPU: test_gpu_engine.py.
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from itertools import pairwise
@@ -297,6 +298,23 @@ def test_a_trial_that_failed_is_tried_again():
     assert len(graphs) == 0 and not holds(graphs, 1)
     graphs.run(1, Counter(), "kind")
     assert [what for what, _ in graphs.events] == ["try", "try", "record"]
+
+
+def test_a_call_without_warnings_stops_only_its_own_and_passes_errors_on(recwarn):
+    """test_gpu_engine.py has the warning that PyTorch writes past Python."""
+    calls = []
+
+    def warns() -> None:
+        calls.append("called")
+        warnings.warn("experimental", UserWarning, stacklevel=1)
+
+    with torch.inference_mode():
+        cuda_graph._without_warnings(warns)
+    assert calls == ["called"] and not recwarn.list
+    warnings.warn("another", UserWarning, stacklevel=1)
+    assert [str(each.message) for each in recwarn.list] == ["another"]
+    with pytest.raises(ZeroDivisionError):
+        cuda_graph._without_warnings(lambda: 1 / 0)
 
 
 def test_a_trial_leaves_no_trace_and_works_on_parked_state(monkeypatch):

@@ -161,6 +161,25 @@ def test_whatever_fails_in_the_thread_is_raised_by_a_later_append(tmp_path, monk
     journal.close()
 
 
+@pytest.mark.parametrize("name", ["fdatasync", "pwrite"])
+def test_what_fails_in_the_thread_after_the_last_row_is_raised_at_the_end(tmp_path, monkeypatch, name):
+    """A job that was stopped once ended without a word about rows that had not reached the disk."""
+
+    def fails(*arguments: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    journal = Journal(tmp_path / "part", seconds_between_syncs=0.01)
+    journal.recover(5)
+    monkeypatch.setattr(os, name, fails)
+    journal.append(0, ROWS[1])
+    journal._thread.join(60)
+    with pytest.raises(JobError, match="Input/output error"):
+        journal.close()
+    journal.close()
+    monkeypatch.undo()
+    Journal(tmp_path / "part").close()  # nobody holds it any more
+
+
 def test_the_thread_wakes_as_often_as_the_interval_asks(tmp_path, monkeypatch):
     waits, wait = [], threading.Event.wait
 

@@ -537,6 +537,13 @@ def test_a_window_is_read_while_the_one_before_is_given_out(most_rows):
     assert num_read == 1000
 
 
+def test_a_job_begins_before_many_rows_are_read():
+    """A first window of 2,048 rows once kept the GPU waiting for a quarter of a second."""
+    rows = iter(range(10_000))
+    next(in_windows(rows, lambda row: 8, lambda row: [row]))
+    assert next(rows) <= 512
+
+
 def test_prompts_of_all_kinds_have_a_place():
     conversation = {"messages": [{"role": "user", "content": "x"}]}
     prompts = [[1, 2], "b", conversation, [], [-1], [2**40], "a", [1]]
@@ -548,7 +555,7 @@ def test_prompts_of_all_kinds_have_a_place():
 def test_shared_beginnings_stand_together_in_a_shuffled_input():
     rows = [f"prefix {number % 8} own {number}" for number in range(1000)]
     random.Random(0).shuffle(rows)
-    planned = list(in_windows(rows, len, lambda row: row))
+    planned = list(in_windows(rows, len, lambda row: row, first_rows=1000))
     changes = sum(a[:8] != b[:8] for a, b in pairwise(planned))
     assert changes == 7
 
