@@ -5,7 +5,7 @@
 Each item starts an engine of its own, in a process of its own, and prints the seconds of its rows: for a job, from the
 first row that the engine gets to the last one that is written. Prompts are token ids, and no text is made.
 
-generate: one call of `LLM.generate`, after a warm-up call of one token.
+generate: one call of `LLM.generate`, after a warm-up call of one token. generate-sorted: in the order of the prompts.
 job: a file with the rows in the workload's order. sorted: in the order of their prompts.
 replicasN: `job` with `--data-parallel-size N`. It also prints how many output rows equal those of the last `job`.
 estimate: what `--dry-run --estimate` predicts for `job`.
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import bench
 
-ITEMS = r"generate|job|sorted|estimate|replicas[1-9][0-9]*"
+ITEMS = r"generate|generate-sorted|job|sorted|estimate|replicas[1-9][0-9]*"
 
 
 class Measurement:
@@ -49,9 +49,9 @@ class Measurement:
             self._engine["max_num_seqs"] = max_num_seqs
 
     def run(self, item: str) -> None:
-        if item == "generate":
+        if item in ("generate", "generate-sorted"):
             command = [sys.executable, __file__, "call"]
-            asked = {"directory": str(self._directory), "rows": self._rows, "sampling": self._sampling}
+            asked = {"directory": str(self._directory), "rows": self._in_order(item), "sampling": self._sampling}
             asked["engine"] = self._engine
             done = subprocess.run(command, input=json.dumps(asked), stdout=subprocess.PIPE, text=True, check=True)
             self._say(item, float(done.stdout.split()[-1]))
@@ -73,7 +73,7 @@ class Measurement:
                 print(f"  {sum(one == other for one, other in pairs)} of {len(self._rows)} rows are those of job")
 
     def _job(self, item: str, *options: str) -> dict[str, Any]:
-        rows = sorted(self._rows, key=lambda row: row["token_ids"]) if item == "sorted" else self._rows
+        rows = self._in_order(item)
         paths = {kind: self._directory / f"{item}.{kind}" for kind in ("in", "out", "report")}
         paths["in"].write_text("".join(json.dumps(row) + "\n" for row in rows))
         command = [sys.executable, "-m", "nanovllm", "run-batch", "-i", paths["in"], "-o", paths["out"]]
@@ -88,6 +88,9 @@ class Measurement:
             command.append("--restart")
         subprocess.run(command, check=True)
         return json.loads(paths["report"].read_text())
+
+    def _in_order(self, item: str) -> list[dict[str, Any]]:
+        return sorted(self._rows, key=lambda row: row["token_ids"]) if item.endswith("sorted") else self._rows
 
     def _outputs(self, item: str) -> list[Any]:
         return [json.loads(line)["outputs"] for line in (self._directory / f"{item}.out").open()]
@@ -119,7 +122,9 @@ def main() -> None:
     given = parser.parse_args()
     items = given.items.split(",")
     if unknown := [item for item in items if not re.fullmatch(ITEMS, item)]:
-        parser.error(f"unknown items {unknown}; known are generate, job, sorted, estimate and replicasN")
+        parser.error(
+            f"unknown items {unknown}; known are generate, generate-sorted, job, sorted, estimate and replicasN"
+        )
     with tempfile.TemporaryDirectory() as directory:
         measurement = Measurement(Path(directory), given.size, given.workload, given.times, given.max_num_seqs)
         for item in items:
