@@ -173,7 +173,7 @@ class LLM:
             if isinstance(sampling_params, (list, tuple)):
                 sampling_params = one_per_prompt(sampling_params, len(prompts))
         source = with_params(iter(prompts), sampling_params)
-        rows = self._rows(source, encode, is_lazy=isinstance(prompts, Iterator))
+        rows = self._rows(source, encode)
         with self._locked():
             self._check_idle()
             self.engine.check_awake()
@@ -360,13 +360,9 @@ class LLM:
             sampling_params = self.get_default_sampling_params()
         return one_per_prompt(sampling_params, num_prompts)
 
-    def _rows(
-        self, source: Iterator, encode: Callable[[list[Any]], list[Row]], raises: bool = False, is_lazy: bool = False
-    ) -> RowStream:
+    def _rows(self, source: Iterator, encode: Callable[[list[Any]], list[Row]], raises: bool = False) -> RowStream:
         before_step = self._cpu_threads.adapt
-        return RowStream(
-            self.engine, self._text, source, encode, self._structured_outputs, before_step, raises, is_lazy
-        )
+        return RowStream(self.engine, self._text, source, encode, self._structured_outputs, before_step, raises)
 
     def _run(
         self,

@@ -17,11 +17,11 @@ from nanovllm.prompts import Row
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text import Text
 
-# Texts are tokenized in pieces of so many: a tokenizer takes ten times a text's memory while it works.
+# Rows are read in pieces of so many: a tokenizer takes ten times a text's memory while it works.
 ROWS_OF_PIECE = 256
 # Rows that are read before the oldest one has finished, for each that can run at a time.
 _ROWS_AHEAD = 16
-# Rows that an iterator is asked for per step once enough rows wait. Making them should take less time than the step.
+# Rows that are read per step once enough of them wait. That should take less time than the step.
 _ROWS_OF_STEP = 32
 
 
@@ -51,7 +51,6 @@ class RowStream:
         before_step: is called before each step.
         structured: makes the constraints of structured outputs.
         raises: raise for a row that cannot run, before any row runs; all rows are read first then.
-        is_lazy: the prompts come from an iterator, which may take time to make them.
     """
 
     def __init__(
@@ -63,13 +62,12 @@ class RowStream:
         structured: StructuredOutputs,
         before_step: Callable[[], None] = lambda: None,
         raises: bool = False,
-        is_lazy: bool = False,
     ):
         self.num_read = 0
         self.errors = ErrorSummary()
         self._engine, self._text, self._source, self._encode, self._raises = engine, text, source, encode, raises
         self._window = None if raises else _ROWS_AHEAD * engine.info.max_num_seqs
-        self._structured, self._before_step, self._is_lazy = structured, before_step, is_lazy
+        self._structured, self._before_step = structured, before_step
         self._is_exhausted = False
         self._running: dict[int, _RunningRow] = {}  # by request id, in the rows' order
         self._most_completions = 1  # that a row of this call has
@@ -115,8 +113,12 @@ class RowStream:
     # Reading
 
     def _read(self) -> dict[int, RequestOutput]:
-        """Adds rows until the window is full; returns those that cannot run."""
+        """Adds rows; returns those that cannot run.
+
+        Reading takes time. So each step waits only for what fills it, and the device works during most of the reading.
+        """
         refused: dict[int, RequestOutput] = {}
+        num_tokens = 0
         while not self._is_exhausted and len(refused) < ROWS_OF_PIECE and (room := self._room()) > 0:
             piece: list[tuple[Any, SamplingParams]] = []
             for pair in islice(self._source, room):
@@ -129,12 +131,11 @@ class RowStream:
             for row, (_, params) in zip(rows, piece, strict=True):
                 if (output := self._add(row, params)) is not None:
                     refused[self.num_read] = output
+                else:
+                    num_tokens += len(row.token_ids)
                 self.num_read += 1
-            if len(piece) < room:
-                break
-            # Reading takes time, and enough rows wait for the next step.
-            is_slow = self._is_lazy or any(row.text is not None for row in rows)
-            if is_slow and not self._raises and self._has_enough():
+            is_full = num_tokens >= self._engine.max_num_batched_tokens or self._has_enough()
+            if len(piece) < room or (is_full and not self._raises):
                 break
         return refused
 
@@ -143,7 +144,7 @@ class RowStream:
             return ROWS_OF_PIECE
         oldest = next(iter(self._running.values())).number if self._running else self.num_read
         window = max(1, self._window // self._most_completions)
-        most = _ROWS_OF_STEP if self._is_lazy and self._has_enough() else ROWS_OF_PIECE
+        most = _ROWS_OF_STEP if self._has_enough() else ROWS_OF_PIECE
         return min(most, oldest + window - self.num_read)
 
     def _has_enough(self) -> bool:

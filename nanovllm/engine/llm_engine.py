@@ -151,6 +151,11 @@ class LLMEngine:
         """How many completions wait for a place in the batch, preempted ones included."""
         return len(self.scheduler.waiting)
 
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Most tokens of one step."""
+        return self.scheduler.max_num_batched_tokens
+
     def is_waiting(self, seq_id: int) -> bool:
         """Whether a completion has not started. One that was preempted has."""
         seq = self._unfinished.get(seq_id)

@@ -12,7 +12,7 @@ T = TypeVar("T")
 # A window has at most so many rows and bytes, so that memory stays flat. Those of its rows that begin alike run
 # together. Two windows are in memory. The first one is small, so that the job starts soon.
 ROWS_OF_WINDOW, BYTES_OF_WINDOW = 2**15, 2**25
-_ROWS_OF_FIRST_WINDOW = 2**9
+_ROWS_OF_FIRST_WINDOW = 2**8
 # Sequences that decode together, for the estimate of how long the rest of a job keeps a device busy.
 _BATCH = 256
 

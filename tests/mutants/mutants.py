@@ -2141,11 +2141,25 @@ MUTANTS = [
         ("test_generate_iter.py::test_an_engine_emptied_by_hand_is_noticed",),
     ),
     Mutant(
-        "the first step waits for the text of the whole window",
+        "the first step waits for the rows of the whole window",
         ROWS,
-        "if is_slow and not self._raises",
-        "if False and not self._raises",
-        ("test_generate_iter.py::test_texts_are_tokenized_as_they_are_needed",),
+        "or (is_full and not self._raises):",
+        "or False:",
+        ("test_generate_iter.py::test_the_first_step_waits_only_for_what_fills_it",),
+    ),
+    Mutant(
+        "a step of long prompts waits for as many rows as one of short ones",
+        ROWS,
+        "num_tokens >= self._engine.max_num_batched_tokens or self._has_enough()",
+        "self._has_enough()",
+        ("test_generate_iter.py::test_the_first_step_waits_only_for_what_fills_it",),
+    ),
+    Mutant(
+        "rows are read in large pieces though enough wait",
+        ROWS,
+        "most = _ROWS_OF_STEP if self._has_enough() else ROWS_OF_PIECE",
+        "most = ROWS_OF_PIECE",
+        ("test_generate_iter.py::test_rows_are_read_on_until_enough_wait",),
     ),
     Mutant(
         "rows run before one beyond the window is raised",
@@ -2816,7 +2830,7 @@ MUTANTS = [
     Mutant(
         "a job begins when thousands of rows are read",
         "jobs/plan.py",
-        "_ROWS_OF_FIRST_WINDOW = 2**9",
+        "_ROWS_OF_FIRST_WINDOW = 2**8",
         "_ROWS_OF_FIRST_WINDOW = 2**11",
         ("test_jobs.py::test_a_job_begins_before_many_rows_are_read",),
     ),

@@ -102,15 +102,22 @@ def test_a_row_waits_no_longer_than_the_window_behind_longer_ones(llm):
     assert 0 in numbers[:34]
 
 
-@pytest.mark.parametrize(
-    "text, is_lazy, num_read", [("Row", False, 512), (None, False, 16 * 512), (None, True, 512), ("Row", True, 512)]
-)
-def test_texts_are_tokenized_as_they_are_needed(text, is_lazy, num_read):
-    """The first step waits neither for the tokens of the whole window nor for prompts that it cannot run. Token ids of
-    a list wait for nothing."""
-    source = itertools.repeat((Row(text, [1]), SamplingParams(max_tokens=1)))
-    rows = RowStream(FakeEngine(), Text(None), source, list, StructuredOutputs(None, 8, []), is_lazy=is_lazy)
+@pytest.mark.parametrize("text", [None, "Row"])
+@pytest.mark.parametrize("num_tokens, num_read", [(1, 512), (63, 512), (64, 256), (5000, 256)])
+def test_the_first_step_waits_only_for_what_fills_it(text, num_tokens, num_read):
+    """It once waited for all rows of the window, and the GPU with it."""
+    source = itertools.repeat((Row(text, [1] * num_tokens), SamplingParams(max_tokens=1)))
+    rows = RowStream(FakeEngine(), Text(None), source, list, StructuredOutputs(None, 8, []))
     assert len(next(rows.run())) == rows.num_read == num_read
+
+
+@pytest.mark.parametrize("num_tokens, read", [(1, [512, 256, 32, 32]), (64, [256, 256, 256, 32, 32])])
+def test_rows_are_read_on_until_enough_wait(num_tokens, read):
+    """Only a few per step from then on, as rows that run wait during a read."""
+    source = itertools.repeat((Row(None, [1] * num_tokens), SamplingParams(max_tokens=1)))
+    rows = RowStream(FakeEngine(most=4), Text(None), source, list, StructuredOutputs(None, 8, []))
+    numbers = [0, *(rows.num_read for _ in zip(read, rows.run(), strict=False))]
+    assert [after - before for before, after in pairwise(numbers)] == read
 
 
 @pytest.mark.parametrize("as_params", [lambda _: SHORT, lambda num: iter([SHORT] * num)], ids=["for all", "each"])
@@ -155,7 +162,7 @@ def test_an_iterator_is_asked_for_a_few_rows_per_step_once_enough_wait(text):
     """Rows that run wait while it makes them."""
     seen, per_step = [], []
     source = ((Row(text, [1]), SamplingParams(max_tokens=1)) for _ in counted(range(3000), seen))
-    rows = RowStream(FakeEngine(most=4), Text(None), source, list, StructuredOutputs(None, 8, []), is_lazy=True)
+    rows = RowStream(FakeEngine(most=4), Text(None), source, list, StructuredOutputs(None, 8, []))
     for _ in rows.run():
         per_step.append(len(seen))
     read = [after - before for before, after in pairwise(per_step) if after < 3000]
@@ -178,7 +185,7 @@ def test_rows_that_finish_at_once_leave_no_step_without_rows(num_running):
     engine, sizes = FakeEngine(), []
     engine.num_running = num_running
     source = (([1], SamplingParams(max_tokens=1)) for _ in range(4000))
-    rows = RowStream(engine, Text(None), source, Text(None).encode, StructuredOutputs(None, 8, []), is_lazy=True)
+    rows = RowStream(engine, Text(None), source, Text(None).encode, StructuredOutputs(None, 8, []))
     sizes = [len(finished) for finished in rows.run()]
     assert sum(sizes) == 4000 and min(sizes[:-1]) >= 512 + num_running
 
@@ -636,6 +643,7 @@ class FakeEngine:
         self.info, self.eos_token_ids = SimpleNamespace(max_num_seqs=512), frozenset()
         self.num_requests, self.waiting, self.weight_version = 0, [], 0
         self.num_running = 0  # of those in `waiting`
+        self.max_num_batched_tokens = 2**14
 
     def add_request(self, token_ids, params, predicates, first_scored):
         seq = Sequence(self.num_requests, token_ids, params, 64)

@@ -541,7 +541,7 @@ def test_a_job_begins_before_many_rows_are_read():
     """A first window of 2,048 rows once kept the GPU waiting for a quarter of a second."""
     rows = iter(range(10_000))
     next(in_windows(rows, lambda row: 8, lambda row: [row]))
-    assert next(rows) <= 512
+    assert next(rows) <= 256
 
 
 def test_prompts_of_all_kinds_have_a_place():
