@@ -154,8 +154,7 @@ class Job:
     def _with_journal(self, lines: Source, index: Index, params: RowParams, directory: Path) -> dict[str, Any]:
         """Goes on with the job beside the output, or begins one."""
         options = self._options
-        journal = Journal(self._part_path, options.seconds_between_syncs)
-        try:
+        with Journal(self._part_path, options.seconds_between_syncs) as journal:
             with self._phase("recovery"):
                 if options.restart:
                     for path in (self._state_path, self._output):
@@ -176,8 +175,6 @@ class Job:
                 save_state(self._state_path, {**state, "finished": True, "report": report})
                 journal.remove()
             return report
-        finally:
-            journal.close()
 
     def _state(self, identity: dict[str, Any], journal: Journal, num_rows: int) -> dict[str, Any]:
         """The job's description: the one beside the output if it is the same job, or a new one. The journal then knows
@@ -218,6 +215,9 @@ class Job:
                 file.flush()
                 os.fsync(file.fileno())
             replace_durably(new, self._output)
+        except JobError:
+            new.unlink(missing_ok=True)
+            raise
         except OSError as error:
             new.unlink(missing_ok=True)
             raise JobError(

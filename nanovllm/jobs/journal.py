@@ -5,17 +5,23 @@ row, which has no newline. Lines are only appended. After a kill or a power fail
 anything; it is cut off before the first line whose checksum is wrong.
 """
 
+import errno
 import fcntl
+import logging
 import os
 import threading
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from nanovllm.jobs.errors import JobError
+
+logger = logging.getLogger("nanovllm.jobs")
 
 _BYTES_OF_READ = 2**22
 _BYTES_OF_WRITE, _SECONDS_BETWEEN_WRITES = 2**17, 0.2
@@ -23,6 +29,9 @@ _BYTES_OF_WRITE, _SECONDS_BETWEEN_WRITES = 2**17, 0.2
 
 class Journal:
     """The journal at `path`, which no other process can open as long as this one is alive.
+
+    As a context it is closed at the end. A failure that nobody has raised is then raised, or logged if another
+    exception is on its way.
 
     Args:
         path: is made if it does not exist.
@@ -45,14 +54,30 @@ class Journal:
         # The thread syncs the file. During a long step it also writes the rows that wait.
         self._lock, self._closing = threading.RLock(), threading.Event()
         self._failure: JobError | None = None
-        self._is_failure_known = False
+        self._is_removed = False
         self._thread = threading.Thread(target=self._write_in_time, daemon=True)
         self._thread.start()
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self.close()
+        except JobError as failure:
+            if error is None:
+                raise
+            if failure is not error:
+                logger.error("%s", failure)
 
     def recover(self, num_rows: int) -> None:
         """Reads what is there, and cuts off a torn end. It is called first.
 
-        num_rows: of the input.
+        Args:
+            num_rows: of the input.
+
+        Raises:
+            JobError: the file cannot be cut or synced.
         """
         self._places, self._sizes = np.full(num_rows, -1, np.int64), np.zeros(num_rows, np.int64)
         self._size = self.num_rows = 0
@@ -63,8 +88,11 @@ class Journal:
                 break
             self._note(int(number), len(line) - len(row), len(row))
             self._size += len(line) + 1
-        os.ftruncate(self._fd, self._size)
-        os.fsync(self._fd)
+        try:
+            os.ftruncate(self._fd, self._size)
+            os.fsync(self._fd)
+        except OSError as error:
+            raise self._error("cannot be repaired", error) from error
 
     def clear(self) -> None:
         """Drops all rows; it is called before `recover`."""
@@ -101,7 +129,6 @@ class Journal:
         """Hands waiting lines to the operating system, so that they survive a kill of this process."""
         with self._lock:
             if self._failure is not None:
-                self._is_failure_known = True
                 raise self._failure
             data, self._waiting, self._num_waiting = b"".join(self._waiting), [], 0
             self._written_at = time.monotonic()
@@ -111,12 +138,9 @@ class Journal:
                     written = os.pwrite(self._fd, view, offset)
                     offset, view = offset + written, view[written:]
             except OSError as error:
-                os.ftruncate(self._fd, self._size)
-                self._failure = JobError(
-                    f"{self._path} cannot be written: {error.strerror}. Make room and run the same command again; all "
-                    "rows that were written before are kept"
-                )
-                self._is_failure_known = threading.current_thread() is not self._thread
+                self._failure = self._error("cannot be written", error)
+                with suppress(OSError):  # a torn line is cut off when the job resumes
+                    os.ftruncate(self._fd, self._size)
                 raise self._failure from error
             self._size = offset
 
@@ -126,9 +150,17 @@ class Journal:
         self.write()
         try:
             os.fdatasync(self._fd) if hasattr(os, "fdatasync") else os.fsync(self._fd)
-        except OSError as error:
-            raise JobError(f"{self._path} cannot be synced: {error.strerror}; run the same command again") from error
+        except OSError as error:  # a second sync could succeed without the rows of the first
+            self._failure = self._error("cannot be synced", error)
+            raise self._failure from error
         self._synced_at = began
+
+    def _error(self, problem: str, error: OSError) -> JobError:
+        what_to_do = "Make room and run" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Run"
+        return JobError(
+            f"{self._path} {problem}: {error.strerror}. {what_to_do} the same command again; the rows that are on the "
+            "disk are kept"
+        )
 
     def _write_in_time(self) -> None:
         while not self._closing.wait(min(_SECONDS_BETWEEN_WRITES, self._seconds_between_syncs) or 0.2):
@@ -149,28 +181,35 @@ class Journal:
             yield os.pread(self._fd, size, place)
 
     def close(self) -> None:
-        """Syncs and closes the file. Removes it if it is empty.
+        """Syncs and closes the file, unless it was removed. Removes it if it is empty.
 
         Raises:
-            JobError: the file cannot be written or synced, and nobody has been told yet.
+            JobError: the file cannot be written or synced, or could not be before.
         """
-        if self._fd >= 0:
-            self._closing.set()
+        if self._fd < 0:
+            return
+        self._closing.set()
+        try:
             self._thread.join()
-            try:
-                if self._failure is None:
-                    self.sync()
-                elif not self._is_failure_known:
-                    raise self._failure
-                if os.fstat(self._fd).st_size == 0:
-                    self.remove()
-            finally:
+            if self._is_removed:
+                return
+            if self._failure is not None:
+                raise self._failure
+            self.sync()
+            if os.fstat(self._fd).st_size == 0:
+                self.remove()
+        finally:
+            with self._lock:  # the thread may still run if Ctrl-C ended the wait for it
                 os.close(self._fd)
                 self._fd = -1
 
     def remove(self) -> None:
-        """Removes the file, once its rows are elsewhere."""
-        self._path.unlink(missing_ok=True)
+        """Removes the file, once its rows are elsewhere. What failed before does not matter any more."""
+        self._is_removed = True
+        with suppress(FileNotFoundError):
+            # Under this name there may be another process's journal by now, if this one was removed before.
+            if os.path.samestat(os.fstat(self._fd), self._path.stat()):
+                self._path.unlink()
 
     def _note(self, number: int, head_size: int, row_size: int, line_place: int | None = None) -> None:
         if self._places[number] < 0:

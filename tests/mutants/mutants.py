@@ -2823,9 +2823,30 @@ MUTANTS = [
     Mutant(
         "nobody hears of a sync that failed after the last row",
         JOURNAL,
-        "elif not self._is_failure_known:",
-        "elif False:",
+        "            if self._failure is not None:\n                raise self._failure\n            self.sync()\n",
+        "            if self._failure is None:\n                self.sync()\n",
         ("test_job_journal.py::test_what_fails_in_the_thread_after_the_last_row_is_raised_at_the_end",),
+    ),
+    Mutant(
+        "a failed sync takes the place of the engine's error",
+        JOURNAL,
+        "            if error is None:\n                raise\n",
+        "            raise\n",
+        ("test_jobs.py::test_an_engines_error_is_not_hidden_by_the_journals",),
+    ),
+    Mutant(
+        "a finished job fails because its journal did",
+        JOURNAL,
+        "            if self._is_removed:\n                return\n",
+        "",
+        ("test_jobs.py::test_a_finished_job_is_no_failure_and_leaves_only_its_output",),
+    ),
+    Mutant(
+        "a journal removes that of another process",
+        JOURNAL,
+        "if os.path.samestat(os.fstat(self._fd), self._path.stat()):",
+        "if True:",
+        ("test_job_journal.py::test_only_its_own_file_is_removed",),
     ),
     Mutant(
         "a job begins when thousands of rows are read",
@@ -2879,8 +2900,8 @@ MUTANTS = [
     Mutant(
         "a full disk leaves half a line",
         JOURNAL,
-        "                os.ftruncate(self._fd, self._size)\n                self._failure = JobError(",
-        "                self._failure = JobError(",
+        "                    os.ftruncate(self._fd, self._size)\n                raise self._failure",
+        "                    pass\n                raise self._failure",
         ("test_job_journal.py::test_a_full_disk_leaves_whole_lines_and_says_what_to_do",),
     ),
     Mutant(

@@ -109,7 +109,8 @@ def test_a_full_disk_leaves_whole_lines_and_says_what_to_do(tmp_path, monkeypatc
         journal.append(1, b"x" * 200_000)
     monkeypatch.undo()
     assert (tmp_path / "part").read_bytes() == before
-    journal.close()
+    with pytest.raises(JobError, match="No space left"):
+        journal.close()
     assert recovered(tmp_path / "part", 3) == {0: b"first"}
 
 
@@ -156,9 +157,9 @@ def test_whatever_fails_in_the_thread_is_raised_by_a_later_append(tmp_path, monk
     journal.recover(5)
     journal.append(0, ROWS[1])
     journal._thread.join(60)
-    with pytest.raises(JobError, match="part"):
-        journal.append(1, ROWS[4])
-    journal.close()
+    for last in (lambda: journal.append(1, ROWS[4]), journal.close):
+        with pytest.raises(JobError, match="part"):
+            last()
 
 
 @pytest.mark.parametrize("name", ["fdatasync", "pwrite"])
@@ -178,6 +179,109 @@ def test_what_fails_in_the_thread_after_the_last_row_is_raised_at_the_end(tmp_pa
     journal.close()
     monkeypatch.undo()
     Journal(tmp_path / "part").close()  # nobody holds it any more
+
+
+def test_a_failure_never_hides_another_exception_and_is_never_hidden_by_one(tmp_path, monkeypatch, caplog):
+    """A failed sync once took the place of the engine's error. And a Ctrl-C that came after it made it silent."""
+
+    def fails(fd: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(ZeroDivisionError), Journal(tmp_path / "part", seconds_between_syncs=0.01) as journal:
+        journal.recover(5)
+        monkeypatch.setattr(os, "fdatasync", fails)
+        journal.append(0, ROWS[1])
+        journal._thread.join(60)
+        raise ZeroDivisionError
+    assert "part cannot be synced: Input/output error" in caplog.text
+    caplog.clear()
+    with pytest.raises(JobError, match="cannot be synced"), Journal(tmp_path / "part", 0) as journal:
+        journal.recover(5)
+        journal.append(0, ROWS[1])
+    assert not caplog.records, "it is raised already"
+    with pytest.raises(KeyboardInterrupt), Journal(tmp_path / "part", 0) as journal:
+        journal.recover(5)
+        try:
+            journal.append(0, ROWS[1])
+        except JobError:
+            monkeypatch.undo()  # a second sync would succeed
+            raise KeyboardInterrupt from None
+    assert "cannot be synced" in caplog.text
+
+
+def test_a_disk_that_is_full_and_broken_is_called_full(tmp_path, monkeypatch):
+    def full(*arguments: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    def broken(*arguments: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    journal = Journal(tmp_path / "part", seconds_between_syncs=0)
+    journal.recover(3)
+    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "ftruncate", broken)
+    with pytest.raises(JobError, match=r"part cannot be written: No space left on device\. Make room and run"):
+        journal.append(0, ROWS[1])
+    monkeypatch.undo()
+    with pytest.raises(JobError, match="No space left"):
+        journal.close()
+
+
+def test_what_failed_does_not_matter_when_the_journal_is_removed(tmp_path, monkeypatch):
+    """A job whose output was complete once ended with an error about the journal that it had just removed."""
+
+    def fails(fd: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    journal = Journal(tmp_path / "part", seconds_between_syncs=0.01)
+    journal.recover(1)
+    journal.append(0, ROWS[1])
+    assert list(journal.rows()) == [ROWS[1]]
+    monkeypatch.setattr(os, "fdatasync", fails)
+    journal._thread.join(60)
+    journal.remove()
+    journal.close()
+    assert not (tmp_path / "part").exists()
+
+
+def test_only_its_own_file_is_removed(tmp_path):
+    """A run that removed its journal removed, at its end, that of another process which had begun."""
+    first = Journal(tmp_path / "part")
+    first.recover(1)
+    first.remove()
+    with Journal(tmp_path / "part") as second:
+        second.recover(1)
+        first.remove()
+        first.close()
+        assert (tmp_path / "part").exists()
+        with pytest.raises(JobError, match="another process"):
+            Journal(tmp_path / "part")
+
+
+def test_ctrl_c_during_the_last_sync_leaves_no_lock(tmp_path, monkeypatch):
+    began, may_end = threading.Event(), threading.Event()
+
+    def slow(fd: int) -> None:
+        began.set()
+        assert may_end.wait(60)
+
+    def interrupted(timeout: float | None = None) -> None:
+        raise KeyboardInterrupt
+
+    journal = Journal(tmp_path / "part", seconds_between_syncs=0.01)
+    journal.recover(1)
+    monkeypatch.setattr(os, "fdatasync", slow)
+    journal.append(0, ROWS[1])
+    assert began.wait(60)
+    thread = journal._thread
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(thread, "join", interrupted)
+        journal.close()
+    monkeypatch.undo()
+    may_end.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert recovered(tmp_path / "part", 1) == {0: ROWS[1]}
 
 
 def test_the_thread_wakes_as_often_as_the_interval_asks(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -535,6 +536,47 @@ def test_a_window_is_read_while_the_one_before_is_given_out(most_rows):
         assert num_read <= 3 * (num_given + 1) + 4
         assert num_read - num_given <= 2 * most_rows + 1
     assert num_read == 1000
+
+
+def test_a_finished_job_is_no_failure_and_leaves_only_its_output(job, tmp_path, monkeypatch):
+    """The journal's last sync failed when the output was there already, and the report was lost."""
+    write, failed = Job._write_output, threading.Event()
+
+    def fails(fd: int) -> None:
+        failed.set()
+        raise OSError(5, "Input/output error")
+
+    def written_slowly(self, journal, index) -> None:
+        monkeypatch.setattr(os, "fdatasync", fails)
+        write(self, journal, index)
+        assert failed.wait(60)
+
+    monkeypatch.setattr(Job, "_write_output", written_slowly)
+    report, found = job(plain(5), seconds_between_syncs=0.02, report=str(tmp_path / "report"))
+    assert report["rows"]["finished"] == len(found) == 5
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out", "out.job", "report"]
+
+
+def test_an_engines_error_is_not_hidden_by_the_journals(job, tmp_path, monkeypatch, caplog):
+    failed = threading.Event()
+
+    def fails(fd: int) -> None:
+        failed.set()
+        raise OSError(5, "Input/output error")
+
+    class Dies(FakeLLM):
+        def complete(self, number, prompt, params):
+            if len(self.made) == 3:
+                monkeypatch.setattr(os, "fdatasync", fails)
+                assert failed.wait(60)
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            return super().complete(number, prompt, params)
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        job(plain(5), Dies, seconds_between_syncs=0.02)
+    assert "out.part cannot be synced" in caplog.text
+    monkeypatch.undo()
+    assert len(job()[1]) == 5
 
 
 def test_a_job_begins_before_many_rows_are_read():
