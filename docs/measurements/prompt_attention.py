@@ -21,12 +21,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from nanovllm.attention import triton_backend
+from nanovllm.attention import triton_prompts
 from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.metadata import AttentionMetadata, query_tiles
 
 BLOCK_SIZE = 64
-PLAIN = triton_backend.PromptLaunch(1, 32, {"num_warps": 4, "num_stages": 3}, has_descriptors=False)
+LOG2_E = 1.4426950408889634
+PLAIN = triton_prompts.PromptLaunch(1, 32, {"num_warps": 4, "num_stages": 3}, has_descriptors=False)
 
 
 def labelling_prompts() -> list[tuple[int, int]]:
@@ -104,16 +105,13 @@ class Case:
 Attend = Callable[[], torch.Tensor]
 
 
-def ours(case: Case, launch: triton_backend.PromptLaunch | None = None) -> Attend:
-    backend, out = triton_backend.TritonAttention(case.shape), torch.empty_like(case.q)
-    chosen = launch or triton_backend.prompt_launch(case.shape, BLOCK_SIZE)
+def ours(case: Case, launch: triton_prompts.PromptLaunch | None = None) -> Attend:
+    out, scale = torch.empty_like(case.q), case.scale * LOG2_E
+    how = launch or triton_prompts.prompt_launch(case.shape, BLOCK_SIZE)
 
     def attend() -> torch.Tensor:
-        usual, triton_backend.prompt_launch = triton_backend.prompt_launch, lambda *_: chosen
-        try:
-            backend._attend_prompts(case.q, *case.caches, case.metadata, case.metadata.query_tiles, 0, out)
-        finally:
-            triton_backend.prompt_launch = usual
+        tiles = case.metadata.query_tiles
+        triton_prompts.attend_prompts(case.q, *case.caches, out, case.metadata, tiles, scale, 0, how)
         return out
 
     return attend
@@ -124,10 +122,10 @@ def gluon(case: Case) -> Attend | None:
         return None
     from prompt_attention_gluon import attend_prompts
 
-    out, log2_e = torch.empty_like(case.q), 1.4426950408889634
+    out = torch.empty_like(case.q)
 
     def attend() -> torch.Tensor:
-        attend_prompts(case.q, *case.caches, out, case.metadata, case.metadata.query_tiles, case.scale * log2_e)
+        attend_prompts(case.q, *case.caches, out, case.metadata, case.metadata.query_tiles, case.scale * LOG2_E)
         return out
 
     return attend

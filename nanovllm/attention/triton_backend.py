@@ -1,22 +1,22 @@
 """Attention by kernels of our own, in Triton: any GPU, dtype and block size that is a multiple of 16.
 
-Decodes are split over their keys, and the partial results are merged in order. A sequence's own length decides how long
-its splits are; its neighbours have no influence. `plan` lists the splits on the device, and a fixed grid works the list
-off, so a captured step serves any lengths. One program reads a split's keys once for all query heads of their group,
-and once for all decodes that share it: the idea of cascade inference (Ye et al., FlashInfer, 2024), with any number of
-prefixes. The softmax is the online one of FlashAttention (Dao, 2023), in base 2; the plain twin is TorchAttention.
+Prompts are attended in triton_prompts.py. Decodes are split over their keys, and the partial results are merged in
+order. A sequence's own length decides how long its splits are; its neighbours have no influence. `plan` lists the
+splits on the device, and a fixed grid works the list off, so a captured step serves any lengths. One program reads a
+split's keys once for all query heads of their group, and once for all decodes that share it: the idea of cascade
+inference (Ye et al., FlashInfer, 2024), with any number of prefixes. The softmax is the online one of FlashAttention
+(Dao, 2023), in base 2; the plain twin is TorchAttention.
 """
 
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from nanovllm.attention.backend import AttentionShape
-from nanovllm.attention.metadata import QUERY_TILE, AttentionMetadata, SharedPrefixes
+from nanovllm.attention.metadata import AttentionMetadata, SharedPrefixes
 from nanovllm.attention.prefix_groups import PrefixGroups, find_prefix_groups
+from nanovllm.attention.triton_prompts import attend_keys, attend_prompts, prompt_launch, slots_of
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin, let_next_come, wait
 from nanovllm.ops.kernel import jit, shared_memory, tl, triton
 
@@ -72,7 +72,7 @@ class TritonAttention:
     can_capture_prompts = True
 
     def __init__(self, shape: AttentionShape):
-        self._shape = shape
+        self._shape, self._scale = shape, shape.score_scale * _LOG2_E
         self._most_splits = most_splits(shape.max_model_len)  # of a sequence
         self._split = {"SHORTEST": _SHORTEST_SPLIT, "LONGEST": int(self.split_lengths(np.array(shape.max_model_len)))}
         capacity = shape.max_num_seqs * self._most_splits
@@ -140,7 +140,8 @@ class TritonAttention:
     def attend(self, q, k, v, k_cache, v_cache, metadata: AttentionMetadata, window: int = 0) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if metadata.query_tiles is not None:
-            self._attend_prompts(q, k_cache, v_cache, metadata, metadata.query_tiles, window, out)
+            how = prompt_launch(self._shape, metadata.block_size)
+            attend_prompts(q, k_cache, v_cache, out, metadata, metadata.query_tiles, self._scale, window, how)
         if metadata.most_decodes:
             self._attend_decodes(q, k_cache, v_cache, metadata, window, out)
         return out
@@ -153,7 +154,7 @@ class TritonAttention:
         most_items = metadata.most_decodes * self._most_splits * shape.num_kv_heads
         _decode_kernel[(min(self._num_programs, most_items),)](
             q, k_cache, v_cache, metadata.block_tables, metadata.context_lens, plan.num_items, plan.item_rows,
-            plan.item_splits, plan.first_items, self._partial, self._log_sums, shape.score_scale * _LOG2_E,
+            plan.item_splits, plan.first_items, self._partial, self._log_sums, self._scale,
             q.stride(0), metadata.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
             GROUP=group_size, PADDED_GROUP=max(16, triton.next_power_of_2(group_size)), HEAD_DIM=shape.head_dim,
             WIDTH=self._width, BLOCK_SIZE=metadata.block_size, KEYS=_KEYS, IS_BESIDE_PROMPTS=is_beside_prompts,
@@ -163,7 +164,7 @@ class TritonAttention:
             queries = max(16, triton.next_power_of_2(max(1, _QUERIES_OF_GROUP // group_size) * group_size))
             _grouped_kernel[(self._num_grouped_programs,)](
                 q, k_cache, v_cache, metadata.block_tables, metadata.context_lens, shared.num_items, shared.items,
-                shared.members, plan.first_items, self._partial, self._log_sums, shape.score_scale * _LOG2_E,
+                shared.members, plan.first_items, self._partial, self._log_sums, self._scale,
                 q.stride(0), metadata.block_tables.stride(0), NUM_HEADS=shape.num_heads,
                 NUM_KV_HEADS=shape.num_kv_heads, GROUP=group_size, QUERIES=queries, HEAD_DIM=shape.head_dim,
                 WIDTH=self._width, BLOCK_SIZE=metadata.block_size, KEYS=_KEYS, num_warps=4, num_stages=2,
@@ -176,77 +177,6 @@ class TritonAttention:
             MOST_SPLITS=triton.next_power_of_2(self._most_splits), SPLITS=_SPLITS_OF_MERGE, HEADS=heads, WINDOW=window,
             num_warps=heads, **self._split, **LAUNCH_OPTIONS,
         )  # fmt: skip
-
-    def _attend_prompts(
-        self, q, k_cache, v_cache, metadata: AttentionMetadata, tiles: torch.Tensor, window: int, out
-    ) -> None:
-        shape, block_size = self._shape, metadata.block_size
-        how = prompt_launch(shape, block_size)
-        _prefill_kernel[(shape.num_heads // how.heads, len(tiles))](
-            q, k_cache, v_cache, *(how.by_slot(cache) for cache in (k_cache, v_cache)), out, metadata.block_tables,
-            tiles, shape.score_scale * _LOG2_E, q.stride(0), metadata.block_tables.stride(0),
-            NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads, HEAD_DIM=shape.head_dim, WIDTH=self._width,
-            BLOCK_SIZE=block_size, QUERIES=QUERY_TILE, HEADS=how.heads, KEYS=how.keys, WINDOW=window,
-            **how.options, **LAUNCH_OPTIONS,
-        )  # fmt: skip
-
-
-class PromptLaunch(NamedTuple):
-    """How _prefill_kernel is launched.
-
-    heads, keys: those that a program takes at once.
-    options: of Triton's launch.
-    has_descriptors: whether whole tiles of keys and values come by tensor descriptors.
-    """
-
-    heads: int
-    keys: int
-    options: dict[str, int]
-    has_descriptors: bool = True
-
-    def by_slot(self, cache: torch.Tensor) -> Any:
-        """A descriptor of [num_blocks, block_size, num_kv_heads, head_dim], or None."""
-        if not self.has_descriptors:
-            return None
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        num_blocks, block_size, num_kv_heads, head_dim = cache.shape
-        width = num_kv_heads * head_dim
-        return TensorDescriptor(cache, [num_blocks * block_size, width], [width, 1], [self.keys, head_dim])
-
-
-# Keyed by head_dim. The first launch is for an even number of query heads per key head, the second for an odd one.
-# Registers limit how many programs a processor runs at once. With two, one calculates products while the other
-# calculates weights.
-_PROMPT_LAUNCHES = {
-    64: (
-        PromptLaunch(1, 64, {"num_warps": 4, "num_stages": 2, "maxnreg": 96}),
-        PromptLaunch(1, 64, {"num_warps": 4, "num_stages": 2, "maxnreg": 96}),
-    ),
-    128: (
-        PromptLaunch(2, 64, {"num_warps": 8, "num_stages": 2, "maxnreg": 128}),
-        PromptLaunch(1, 32, {"num_warps": 4, "num_stages": 2, "maxnreg": 128}),
-    ),
-    256: (
-        PromptLaunch(2, 64, {"num_warps": 8, "num_stages": 2}),
-        PromptLaunch(1, 32, {"num_warps": 4, "num_stages": 2}),
-    ),
-}
-
-
-@cache
-def prompt_launch(shape: AttentionShape, block_size: int) -> PromptLaunch:
-    """The fastest way found for prompts of this shape; docs/performance.md has the figures."""
-    is_interpreted = shape.device.type == "cpu"
-    # The copy engine came with compute capability 9.0. Later GPUs have other registers and less shared memory. Products
-    # of float32 need other tiles.
-    is_known = is_interpreted or (shape.dtype.itemsize == 2 and torch.cuda.get_device_capability(shape.device)[0] == 9)
-    if is_known and shape.head_dim in _PROMPT_LAUNCHES:
-        launch = _PROMPT_LAUNCHES[shape.head_dim][shape.num_heads // shape.num_kv_heads % 2]
-        if block_size % launch.keys == 0:
-            return launch
-    warps, stages = (4, 3) if shape.head_dim <= 128 else (8, 2)
-    return PromptLaunch(1, 32, {"num_warps": warps, "num_stages": stages}, has_descriptors=False)
 
 
 def _shared(metadata: AttentionMetadata, window: int) -> SharedPrefixes | None:
@@ -317,17 +247,6 @@ def _plan_kernel(
         tl.store(item_splits + first + index, first_split + index, is_split)
 
 
-@jit
-def _slots(block_table, position, is_key, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
-    """int64 [KEYS], where the keys at these successive positions lie."""
-    if BLOCK_SIZE % KEYS == 0:  # all in one block
-        first = tl.min(position, 0)
-        block = tl.load(block_table + first // BLOCK_SIZE).to(tl.int64)
-        return block * BLOCK_SIZE + position % BLOCK_SIZE
-    block = tl.load(block_table + position // BLOCK_SIZE, is_key, 0).to(tl.int64)
-    return block * BLOCK_SIZE + position % BLOCK_SIZE
-
-
 @jit(do_not_specialize=["q_stride", "table_stride"])
 def _decode_kernel(
     q, k_cache, v_cache, block_tables, context_lens, num_items, item_rows, item_splits, first_items, partial,
@@ -338,8 +257,8 @@ def _decode_kernel(
 ):  # fmt: skip
     """A fixed number of programs share the list of splits × key/value heads; neighbours read neighbouring heads.
 
-    In a step with prompts they run beside _prefill_kernel, which has waited for all that they read: prompts keep the
-    arithmetic units busy, decodes the memory.
+    In a step with prompts they run beside _prefill_kernel (triton_prompts.py), which has waited for all that they read:
+    prompts keep the arithmetic units busy, decodes the memory.
     """
     let_next_come()
     if not IS_BESIDE_PROMPTS:
@@ -368,7 +287,7 @@ def _decode_kernel(
         for start in range(first, last, KEYS):
             position = start + tl.arange(0, KEYS)
             is_key = (position < last) & (position >= first_seen) if WINDOW else position < last
-            slot = _slots(block_tables + row * table_stride, position, is_key, BLOCK_SIZE, KEYS)
+            slot = slots_of(block_tables + row * table_stride, position, is_key, BLOCK_SIZE, KEYS)
             at = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + column[None, :]
             is_read = is_key[:, None] & is_column[None, :]
             keys = tl.load(k_cache + at, is_read, 0.0)
@@ -420,7 +339,7 @@ def _grouped_kernel(
         largest = tl.full([QUERIES], float("-inf"), tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         summed = tl.zeros([QUERIES, WIDTH], tl.float32)
-        largest, total, summed = _attend_keys(
+        largest, total, summed = attend_keys(
             queries, query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale,
             split * split_length, (split + 1) * split_length, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, False, 0,
         )  # fmt: skip
@@ -466,127 +385,3 @@ def _merge_kernel(
             total += tl.sum(weight, 1)
         at = (row * NUM_HEADS + head[:, None]) * HEAD_DIM + column[None, :]
         tl.store(out + at, merged / total[:, None], is_head[:, None] & is_column[None, :])
-
-
-@jit
-def _softmax(scores, scale, largest, total, summed, CAN_BE_EMPTY: tl.constexpr):
-    """Takes one tile of scores into an online softmax. Returns its weights, the largest score so far, and `total` and
-    `summed` rescaled to it. CAN_BE_EMPTY: a query may not have seen any key yet."""
-    new_largest = tl.maximum(largest, tl.max(scores, 1) * scale)
-    shift = new_largest
-    if CAN_BE_EMPTY:
-        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-    weights = tl.exp2(scores * scale - shift[:, None])
-    shrink = tl.exp2(largest - shift)
-    return weights, new_largest, total * shrink + tl.sum(weights, 1), summed * shrink[:, None]
-
-
-@jit
-def _attend_keys(
-    queries, query_position, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale, first, last,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr, IS_MASKED: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Takes keys first … last into a tile of queries; masked, each query sees those up to its own position, in its
-    window if there is one."""
-    column = tl.arange(0, WIDTH)
-    for start in range(first, last, KEYS):
-        position = start + tl.arange(0, KEYS)
-        is_key = position < last
-        slot = _slots(block_table, position, is_key, BLOCK_SIZE, KEYS)
-        at = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + column[None, :]
-        is_read = is_key[:, None] & (column < HEAD_DIM)[None, :]
-        keys = tl.load(k_cache + at, is_read, 0.0)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-        if IS_MASKED:
-            scores = tl.where(position[None, :] <= query_position[:, None], scores, float("-inf"))
-            if WINDOW:
-                scores = tl.where(position[None, :] > query_position[:, None] - WINDOW, scores, float("-inf"))
-        weights, largest, total, summed = _softmax(scores, scale, largest, total, summed, IS_MASKED and WINDOW > 0)
-        values = tl.load(v_cache + at, is_read, 0.0)
-        summed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-    return largest, total, summed
-
-
-@jit
-def _attend_whole_tiles(
-    queries, largest, total, summed, keys_by_slot, values_by_slot, block_table, kv_head, scale, first, last,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """`_attend_keys` without a mask, where the GPU's copy engine (TMA) fetches the tiles. Programs then compute no
-    addresses and keep no registers for them."""
-    for start in range(first, last, KEYS):
-        slot = tl.load(block_table + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
-        keys = keys_by_slot.load([slot, kv_head * HEAD_DIM])
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-        weights, largest, total, summed = _softmax(scores, scale, largest, total, summed, False)
-        values = values_by_slot.load([slot, kv_head * HEAD_DIM])
-        summed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-    return largest, total, summed
-
-
-@jit(do_not_specialize=["q_stride", "table_stride"])
-def _prefill_kernel(
-    q, k_cache, v_cache, keys_by_slot, values_by_slot, out, block_tables, query_tiles, scale, q_stride, table_stride,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """One program per tile of a sequence's queries and `HEADS` heads, which have the same keys. Heads of one tile are
-    neighbours. Tiles start in the list's order, so those with most keys start first.
-
-    keys_by_slot, values_by_slot: descriptors of k_cache and v_cache as [num_slots, num_kv_heads × head_dim] in boxes of
-    [KEYS, HEAD_DIM]; None if the GPU or the shape does not use them.
-    """
-    wait()  # before the next kernel may start, which does not wait
-    let_next_come()
-    first_head = tl.program_id(0) * HEADS
-    tile = query_tiles + tl.program_id(1) * 4
-    num_queries = tl.load(tile + 1)
-    if num_queries > 0:
-        first_token = tl.load(tile).to(tl.int64)
-        first_position = tl.load(tile + 2)
-        seq = tl.load(tile + 3).to(tl.int64)
-        query = tl.arange(0, HEADS * QUERIES) % QUERIES
-        head = first_head + tl.arange(0, HEADS * QUERIES) // QUERIES
-        column = tl.arange(0, WIDTH)
-        is_query = (query < num_queries)[:, None] & (column < HEAD_DIM)[None, :]
-        token = first_token + query
-        at = token[:, None] * q_stride + head[:, None] * HEAD_DIM + column[None, :]
-        queries = tl.load(q + at, is_query, 0.0)
-        # Keys below this are seen by every query of the tile, unless they lie before its window.
-        last_of_all = (first_position + 1) // KEYS * KEYS
-        first_of_all = 0
-        largest = tl.full([HEADS * QUERIES], float("-inf"), tl.float32)
-        total = tl.zeros([HEADS * QUERIES], tl.float32)
-        summed = tl.zeros([HEADS * QUERIES, WIDTH], tl.float32)
-        block_table = block_tables + seq * table_stride
-        kv_head = first_head // (NUM_HEADS // NUM_KV_HEADS)
-        if WINDOW:
-            # From here on, keys lie in the window of the tile's last query too.
-            first_of_all = tl.cdiv(tl.maximum(first_position + num_queries - WINDOW, 0), KEYS) * KEYS
-            first_seen = tl.maximum(first_position + 1 - WINDOW, 0) // KEYS * KEYS
-            largest, total, summed = _attend_keys(
-                queries, first_position + query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale,
-                first_seen, tl.minimum(first_of_all, first_position + num_queries), NUM_KV_HEADS, HEAD_DIM, WIDTH,
-                BLOCK_SIZE, KEYS, True, WINDOW,
-            )  # fmt: skip
-        if keys_by_slot is not None:
-            largest, total, summed = _attend_whole_tiles(
-                queries, largest, total, summed, keys_by_slot, values_by_slot, block_table, kv_head, scale,
-                first_of_all, last_of_all, HEAD_DIM, BLOCK_SIZE, KEYS,
-            )  # fmt: skip
-        else:
-            largest, total, summed = _attend_keys(
-                queries, first_position + query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale,
-                first_of_all, last_of_all, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, False, WINDOW,
-            )  # fmt: skip
-        if WINDOW:
-            last_of_all = tl.maximum(last_of_all, first_of_all)
-        largest, total, summed = _attend_keys(
-            queries, first_position + query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale,
-            last_of_all, first_position + num_queries, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, True, WINDOW,
-        )  # fmt: skip
-        # The first token is read again. Keeping it would take registers, and they limit how many programs run at once.
-        token = tl.load(tile, volatile=True).to(tl.int64) + query
-        at = token[:, None] * (NUM_HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + column[None, :]
-        tl.store(out + at, summed / total[:, None], is_query)

@@ -45,6 +45,7 @@ EMBED_HEAD = "layers/embed_head.py"
 METADATA = "attention/metadata.py"
 SDPA = "attention/sdpa_backend.py"
 TRITON = "attention/triton_backend.py"
+TRITON_PROMPTS = "attention/triton_prompts.py"
 PREFIX_GROUPS = "attention/prefix_groups.py"
 LOADER = "models/loader.py"
 MODEL_CONFIG = "models/config.py"
@@ -1810,21 +1811,21 @@ MUTANTS = [
     ),
     Mutant(
         "a kernel's prompt has a window that is one key too long",
-        TRITON,
+        TRITON_PROMPTS,
         "position[None, :] > query_position[:, None] - WINDOW",
         "position[None, :] >= query_position[:, None] - WINDOW",
         ("test_attention.py::test_a_query_sees_the_last_keys_of_its_window",),
     ),
     Mutant(
         "a query without a key yet is not a number",
-        TRITON,
+        TRITON_PROMPTS,
         'shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)',
         "shift = new_largest",
         ("test_attention.py::test_a_query_sees_the_last_keys_of_its_window",),
     ),
     Mutant(
         "the last query's window is not asked for the tile's unmasked keys",
-        TRITON,
+        TRITON_PROMPTS,
         "first_position + num_queries - WINDOW, 0), KEYS) * KEYS",
         "first_position + 1 - WINDOW, 0), KEYS) * KEYS",
         ("test_attention.py::test_a_query_sees_the_last_keys_of_its_window",),
@@ -2021,14 +2022,14 @@ MUTANTS = [
     ),
     Mutant(
         "later GPUs are launched like Hopper",
-        TRITON,
+        TRITON_PROMPTS,
         "torch.cuda.get_device_capability(shape.device)[0] == 9",
         "torch.cuda.get_device_capability(shape.device)[0] >= 9",
         ("test_triton_kernels.py::test_prompts_are_launched_as_was_measured_only_where_it_was",),
     ),
     Mutant(
         "a tile of keys may be larger than a block",
-        TRITON,
+        TRITON_PROMPTS,
         "if block_size % launch.keys == 0:",
         "if block_size > 0:",
         ("test_triton_kernels.py::test_prompts_are_launched_as_was_measured_only_where_it_was",),
@@ -2042,28 +2043,28 @@ MUTANTS = [
     ),
     Mutant(
         "a descriptor fetches a block's first tile of keys whichever is wanted",
-        TRITON,
+        TRITON_PROMPTS,
         "* BLOCK_SIZE + start % BLOCK_SIZE",
         "* BLOCK_SIZE",
         ("test_attention.py::test_prompts_of_whole_tiles_of_keys[64-2-128-0]",),
     ),
     Mutant(
         "a descriptor fetches the first head's values for all",
-        TRITON,
+        TRITON_PROMPTS,
         "values_by_slot.load([slot, kv_head * HEAD_DIM])",
         "values_by_slot.load([slot, 0])",
         ("test_attention.py::test_prompts_of_whole_tiles_of_keys[64-2-64-0]",),
     ),
     Mutant(
         "two heads of one program are taken for two key heads",
-        TRITON,
+        TRITON_PROMPTS,
         "kv_head = first_head // (NUM_HEADS // NUM_KV_HEADS)",
         "kv_head = first_head // HEADS // (NUM_HEADS // NUM_KV_HEADS)",
         ("test_attention.py::test_prompts_of_whole_tiles_of_keys[128-4-64-0]",),
     ),
     Mutant(
         "queries see keys of the future up to the next tile",
-        TRITON,
+        TRITON_PROMPTS,
         "(first_position + 1) // KEYS * KEYS",
         "(first_position + KEYS) // KEYS * KEYS",
         (

@@ -23,7 +23,7 @@ from test_attention import run as run_case
 
 import nanovllm.ops
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention import triton_backend
+from nanovllm.attention import triton_backend, triton_prompts
 from nanovllm.attention.backend import AttentionShape, make_attention_backend
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.attention.torch_backend import store_kvcache as plain_store
@@ -172,7 +172,7 @@ def test_long_sequences_have_longer_splits(monkeypatch, window):
 def test_prompts_are_launched_as_was_measured_only_where_it_was(monkeypatch, capability, head_dim, dtype):
     """Elsewhere there may be no copy engine, or too little shared memory for these tiles."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    launch_of = triton_backend.prompt_launch.__wrapped__
+    launch_of = triton_prompts.prompt_launch.__wrapped__
     for num_heads, num_kv_heads in ((8, 8), (8, 4), (12, 4), (8, 2)):
         shape = AttentionShape(num_heads, num_kv_heads, head_dim, dtype, torch.device("cuda"))
         is_known = capability[0] == 9 and head_dim in (64, 128, 256) and dtype != torch.float32
@@ -562,7 +562,7 @@ def launched(monkeypatch) -> set[str]:
     """The names of the kernels that were launched."""
     names: set[str] = set()
     modules = [importlib.import_module(f"nanovllm.ops.{it.name}") for it in pkgutil.iter_modules(nanovllm.ops.__path__)]
-    for module in (*modules, triton_backend):
+    for module in (*modules, triton_backend, triton_prompts):
         for name, kernel in vars(module).copy().items():
             if name.endswith("_kernel") and name.startswith("_"):
                 monkeypatch.setattr(module, name, Counted(kernel, names))

@@ -1,0 +1,238 @@
+"""Attention of prompts by a kernel of our own, in Triton, for TritonAttention.
+
+A program attends a tile of a sequence's queries, for one head or for two that have the same keys. The softmax is the
+online one of FlashAttention (Dao, 2023), in base 2.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from nanovllm.attention.backend import AttentionShape
+from nanovllm.attention.metadata import QUERY_TILE, AttentionMetadata
+from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, let_next_come, wait
+from nanovllm.ops.kernel import jit, tl, triton
+
+
+class PromptLaunch(NamedTuple):
+    """How _prefill_kernel is launched.
+
+    heads, keys: those that a program takes at once.
+    options: of Triton's launch.
+    has_descriptors: whether whole tiles of keys and values come by tensor descriptors.
+    """
+
+    heads: int
+    keys: int
+    options: dict[str, int]
+    has_descriptors: bool = True
+
+    def by_slot(self, cache: torch.Tensor) -> Any:
+        """A descriptor of [num_blocks, block_size, num_kv_heads, head_dim], or None."""
+        if not self.has_descriptors:
+            return None
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        num_blocks, block_size, num_kv_heads, head_dim = cache.shape
+        width = num_kv_heads * head_dim
+        return TensorDescriptor(cache, [num_blocks * block_size, width], [width, 1], [self.keys, head_dim])
+
+
+# Keyed by head_dim. The first launch is for an even number of query heads per key head, the second for an odd one.
+# Registers limit how many programs a processor runs at once. With two, one calculates products while the other
+# calculates weights.
+_PROMPT_LAUNCHES = {
+    64: (
+        PromptLaunch(1, 64, {"num_warps": 4, "num_stages": 2, "maxnreg": 96}),
+        PromptLaunch(1, 64, {"num_warps": 4, "num_stages": 2, "maxnreg": 96}),
+    ),
+    128: (
+        PromptLaunch(2, 64, {"num_warps": 8, "num_stages": 2, "maxnreg": 128}),
+        PromptLaunch(1, 32, {"num_warps": 4, "num_stages": 2, "maxnreg": 128}),
+    ),
+    256: (
+        PromptLaunch(2, 64, {"num_warps": 8, "num_stages": 2}),
+        PromptLaunch(1, 32, {"num_warps": 4, "num_stages": 2}),
+    ),
+}
+
+
+@cache
+def prompt_launch(shape: AttentionShape, block_size: int) -> PromptLaunch:
+    """The fastest way found for prompts of this shape; docs/performance.md has the figures."""
+    is_interpreted = shape.device.type == "cpu"
+    # The copy engine came with compute capability 9.0. Later GPUs have other registers and less shared memory. Products
+    # of float32 need other tiles.
+    is_known = is_interpreted or (shape.dtype.itemsize == 2 and torch.cuda.get_device_capability(shape.device)[0] == 9)
+    if is_known and shape.head_dim in _PROMPT_LAUNCHES:
+        launch = _PROMPT_LAUNCHES[shape.head_dim][shape.num_heads // shape.num_kv_heads % 2]
+        if block_size % launch.keys == 0:
+            return launch
+    warps, stages = (4, 3) if shape.head_dim <= 128 else (8, 2)
+    return PromptLaunch(1, 32, {"num_warps": warps, "num_stages": stages}, has_descriptors=False)
+
+
+def attend_prompts(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    metadata: AttentionMetadata,
+    tiles: torch.Tensor,
+    scale: float,
+    window: int,
+    how: PromptLaunch,
+) -> None:
+    """Attends the queries of `tiles` and writes their rows of `out`.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim]; rows may have a stride.
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim].
+        out: [num_tokens, num_heads, head_dim], contiguous.
+        tiles: int32 [num_tiles, 4], see `metadata.query_tiles`.
+        scale: of the scores, in base 2.
+        window: see AttentionBackend.attend.
+    """
+    (num_heads, head_dim), num_kv_heads = q.shape[1:], k_cache.shape[2]
+    _prefill_kernel[(num_heads // how.heads, len(tiles))](
+        q, k_cache, v_cache, *(how.by_slot(cache) for cache in (k_cache, v_cache)), out, metadata.block_tables, tiles,
+        scale, q.stride(0), metadata.block_tables.stride(0), NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim, WIDTH=triton.next_power_of_2(head_dim), BLOCK_SIZE=metadata.block_size, QUERIES=QUERY_TILE,
+        HEADS=how.heads, KEYS=how.keys, WINDOW=window, **how.options, **LAUNCH_OPTIONS,
+    )  # fmt: skip
+
+
+@jit
+def slots_of(block_table, position, is_key, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """int64 [KEYS], where the keys at these successive positions lie."""
+    if BLOCK_SIZE % KEYS == 0:  # all in one block
+        first = tl.min(position, 0)
+        block = tl.load(block_table + first // BLOCK_SIZE).to(tl.int64)
+        return block * BLOCK_SIZE + position % BLOCK_SIZE
+    block = tl.load(block_table + position // BLOCK_SIZE, is_key, 0).to(tl.int64)
+    return block * BLOCK_SIZE + position % BLOCK_SIZE
+
+
+@jit
+def _softmax(scores, scale, largest, total, summed, CAN_BE_EMPTY: tl.constexpr):
+    """Takes one tile of scores into an online softmax. Returns its weights, the largest score so far, and `total` and
+    `summed` rescaled to it. CAN_BE_EMPTY: a query may not have seen any key yet."""
+    new_largest = tl.maximum(largest, tl.max(scores, 1) * scale)
+    shift = new_largest
+    if CAN_BE_EMPTY:
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    weights = tl.exp2(scores * scale - shift[:, None])
+    shrink = tl.exp2(largest - shift)
+    return weights, new_largest, total * shrink + tl.sum(weights, 1), summed * shrink[:, None]
+
+
+@jit
+def attend_keys(
+    queries, query_position, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale, first, last,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr, IS_MASKED: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Takes keys first … last into a tile of queries; masked, each query sees those up to its own position, in its
+    window if there is one."""
+    column = tl.arange(0, WIDTH)
+    for start in range(first, last, KEYS):
+        position = start + tl.arange(0, KEYS)
+        is_key = position < last
+        slot = slots_of(block_table, position, is_key, BLOCK_SIZE, KEYS)
+        at = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + column[None, :]
+        is_read = is_key[:, None] & (column < HEAD_DIM)[None, :]
+        keys = tl.load(k_cache + at, is_read, 0.0)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        if IS_MASKED:
+            scores = tl.where(position[None, :] <= query_position[:, None], scores, float("-inf"))
+            if WINDOW:
+                scores = tl.where(position[None, :] > query_position[:, None] - WINDOW, scores, float("-inf"))
+        weights, largest, total, summed = _softmax(scores, scale, largest, total, summed, IS_MASKED and WINDOW > 0)
+        values = tl.load(v_cache + at, is_read, 0.0)
+        summed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return largest, total, summed
+
+
+@jit
+def _attend_whole_tiles(
+    queries, largest, total, summed, keys_by_slot, values_by_slot, block_table, kv_head, scale, first, last,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """`attend_keys` without a mask, where the GPU's copy engine (TMA) fetches the tiles. Programs then compute no
+    addresses and keep no registers for them."""
+    for start in range(first, last, KEYS):
+        slot = tl.load(block_table + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
+        keys = keys_by_slot.load([slot, kv_head * HEAD_DIM])
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        weights, largest, total, summed = _softmax(scores, scale, largest, total, summed, False)
+        values = values_by_slot.load([slot, kv_head * HEAD_DIM])
+        summed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return largest, total, summed
+
+
+@jit(do_not_specialize=["q_stride", "table_stride"])
+def _prefill_kernel(
+    q, k_cache, v_cache, keys_by_slot, values_by_slot, out, block_tables, query_tiles, scale, q_stride, table_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """One program per tile of a sequence's queries and `HEADS` heads, which have the same keys. Heads of one tile are
+    neighbours. Tiles start in the list's order, so those with most keys start first.
+
+    keys_by_slot, values_by_slot: descriptors of k_cache and v_cache as [num_slots, num_kv_heads × head_dim] in boxes of
+    [KEYS, HEAD_DIM]; None if the GPU or the shape does not use them.
+    """
+    wait()  # before the next kernel may start, which does not wait
+    let_next_come()
+    first_head = tl.program_id(0) * HEADS
+    tile = query_tiles + tl.program_id(1) * 4
+    num_queries = tl.load(tile + 1)
+    if num_queries > 0:
+        first_token = tl.load(tile).to(tl.int64)
+        first_position = tl.load(tile + 2)
+        seq = tl.load(tile + 3).to(tl.int64)
+        query = tl.arange(0, HEADS * QUERIES) % QUERIES
+        head = first_head + tl.arange(0, HEADS * QUERIES) // QUERIES
+        column = tl.arange(0, WIDTH)
+        is_query = (query < num_queries)[:, None] & (column < HEAD_DIM)[None, :]
+        token = first_token + query
+        at = token[:, None] * q_stride + head[:, None] * HEAD_DIM + column[None, :]
+        queries = tl.load(q + at, is_query, 0.0)
+        # Keys below this are seen by every query of the tile, unless they lie before its window.
+        last_of_all = (first_position + 1) // KEYS * KEYS
+        first_of_all = 0
+        largest = tl.full([HEADS * QUERIES], float("-inf"), tl.float32)
+        total = tl.zeros([HEADS * QUERIES], tl.float32)
+        summed = tl.zeros([HEADS * QUERIES, WIDTH], tl.float32)
+        block_table = block_tables + seq * table_stride
+        kv_head = first_head // (NUM_HEADS // NUM_KV_HEADS)
+        if WINDOW:
+            # From here on, keys lie in the window of the tile's last query too.
+            first_of_all = tl.cdiv(tl.maximum(first_position + num_queries - WINDOW, 0), KEYS) * KEYS
+            first_seen = tl.maximum(first_position + 1 - WINDOW, 0) // KEYS * KEYS
+            largest, total, summed = attend_keys(
+                queries, first_position + query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale,
+                first_seen, tl.minimum(first_of_all, first_position + num_queries), NUM_KV_HEADS, HEAD_DIM, WIDTH,
+                BLOCK_SIZE, KEYS, True, WINDOW,
+            )  # fmt: skip
+        if keys_by_slot is not None:
+            largest, total, summed = _attend_whole_tiles(
+                queries, largest, total, summed, keys_by_slot, values_by_slot, block_table, kv_head, scale,
+                first_of_all, last_of_all, HEAD_DIM, BLOCK_SIZE, KEYS,
+            )  # fmt: skip
+        else:
+            largest, total, summed = attend_keys(
+                queries, first_position + query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale,
+                first_of_all, last_of_all, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, False, WINDOW,
+            )  # fmt: skip
+        if WINDOW:
+            last_of_all = tl.maximum(last_of_all, first_of_all)
+        largest, total, summed = attend_keys(
+            queries, first_position + query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale,
+            last_of_all, first_position + num_queries, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, True, WINDOW,
+        )  # fmt: skip
+        # The first token is read again. Keeping it would take registers, and they limit how many programs run at once.
+        token = tl.load(tile, volatile=True).to(tl.int64) + query
+        at = token[:, None] * (NUM_HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + column[None, :]
+        tl.store(out + at, summed / total[:, None], is_query)
