@@ -48,14 +48,8 @@ def attend_prompts(
     tiles: torch.Tensor,
     scale: float,
 ) -> None:
-    """Attends the queries of `tiles` and writes their rows of `out`.
-
-    Args:
-        q: [num_tokens, num_heads, head_dim], bfloat16 or float16; rows may have a stride.
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim].
-        out: [num_tokens, num_heads, head_dim], contiguous.
-        tiles: int32 [num_tiles, 4], see `metadata.query_tiles`.
-        scale: of the scores, in base 2.
+    """Like `triton_prompts.attend_prompts`, for 16-bit heads of 128, an even number of them per key head, blocks of a
+    multiple of 64, and no window.
     """
     (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
     width, num_items = num_kv_heads * head_dim, len(tiles) * (num_heads // 2)
