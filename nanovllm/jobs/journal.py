@@ -95,8 +95,15 @@ class Journal:
             raise self._error("cannot be repaired", error) from error
 
     def clear(self) -> None:
-        """Drops all rows; it is called before `recover`."""
-        os.ftruncate(self._fd, 0)
+        """Drops all rows; it is called before `recover`.
+
+        Raises:
+            JobError: the file cannot be cut.
+        """
+        try:
+            os.ftruncate(self._fd, 0)
+        except OSError as error:
+            raise self._error("cannot be emptied", error) from error
 
     def __contains__(self, number: int) -> bool:
         return self._places[number] >= 0

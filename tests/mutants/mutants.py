@@ -2857,6 +2857,13 @@ MUTANTS = [
         ("test_jobs.py::test_a_job_begins_before_many_rows_are_read",),
     ),
     Mutant(
+        "PyTorch calls its own switch experimental past Python",
+        GRAPHS,
+        'torch.zeros(1, device="cpu").apply_(called)',
+        "called(0.0)",
+        ("test_cuda_graph.py::test_a_call_without_warnings_is_made_below_a_method_of_a_tensor",),
+    ),
+    Mutant(
         "PyTorch calls its own switch experimental",
         GRAPHS,
         '        warnings.simplefilter("ignore")\n',

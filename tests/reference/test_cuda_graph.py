@@ -4,6 +4,7 @@ The captures on a GPU: test_gpu_engine.py.
 """
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
@@ -315,6 +316,22 @@ def test_a_call_without_warnings_stops_only_its_own_and_passes_errors_on(recwarn
     assert [str(each.message) for each in recwarn.list] == ["another"]
     with pytest.raises(ZeroDivisionError):
         cuda_graph._without_warnings(lambda: 1 / 0)
+
+
+def test_a_call_without_warnings_is_made_below_a_method_of_a_tensor():
+    """Only there does PyTorch make a binding's warnings Python's. No binding warns on a CPU."""
+    entered, before = [], []
+
+    def profile(frame: object, event: str, argument: Any) -> None:
+        if event in ("c_call", "c_return"):
+            (entered.append if event == "c_call" else entered.remove)(argument.__name__)
+
+    sys.setprofile(profile)
+    try:
+        cuda_graph._without_warnings(lambda: before.extend(entered))
+    finally:
+        sys.setprofile(None)
+    assert "apply_" in before
 
 
 def test_a_trial_leaves_no_trace_and_works_on_parked_state(monkeypatch):

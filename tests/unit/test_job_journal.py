@@ -227,6 +227,22 @@ def test_a_disk_that_is_full_and_broken_is_called_full(tmp_path, monkeypatch):
         journal.close()
 
 
+@pytest.mark.parametrize(
+    "name, call", [("ftruncate", "clear"), ("ftruncate", "recover"), ("fsync", "recover")], ids=str
+)
+def test_a_disk_that_fails_at_the_start_is_named_with_its_file(tmp_path, monkeypatch, name, call):
+    """Such an error was once "[Errno 5] Input/output error", without a file."""
+
+    def fails(*arguments: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    journal = Journal(tmp_path / "part")
+    with monkeypatch.context() as patch, pytest.raises(JobError, match=r"part cannot be .*: Input/output error"):
+        patch.setattr(os, name, fails)
+        journal.clear() if call == "clear" else journal.recover(3)
+    journal.close()
+
+
 def test_what_failed_does_not_matter_when_the_journal_is_removed(tmp_path, monkeypatch):
     """A job whose output was complete once ended with an error about the journal that it had just removed."""
 
