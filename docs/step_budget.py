@@ -12,7 +12,8 @@ from pathlib import Path
 
 # Parts by what their kernels' names contain. The first that fits counts.
 PARTS = {
-    "attention": ("_decode_kernel", "_grouped_kernel", "_merge_kernel", "_prefill_kernel", "flash_fwd"),
+    "attention": ("_decode_kernel", "_grouped_kernel", "_merge_kernel", "_prefill_kernel", "_attend_prompts_kernel",
+                  "flash_fwd"),
     "matrix products": (
         "nvjet", "splitKreduce", "gemm", "gemv", "_single_row_linear_kernel", "_gate_up_kernel", "_down_kernel",
     ),

@@ -4,8 +4,8 @@
 
 Every line is checked against the plain launch; a "!" marks a difference. FlashAttention 2 (`flash-attn`) and 4
 (`flash-attn-4`) are measured where they are installed, and cuDNN through PyTorch where no key is cached. Keys lie in
-blocks of 64 in random order; FlashAttention 2 and cuDNN get them contiguous. `gluon` is a candidate in
-prompt_attention_gluon.py, which the engine does not use.
+blocks of 64 in random order; FlashAttention 2 and cuDNN get them contiguous. `_prefill_kernel` is what prompts
+of other shapes and on other GPUs get; `ours` is what the engine uses here.
 """
 
 import argparse
@@ -26,7 +26,6 @@ from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.metadata import AttentionMetadata, query_tiles
 
 BLOCK_SIZE = 64
-LOG2_E = 1.4426950408889634
 PLAIN = triton_prompts.PromptLaunch(1, 32, {"num_warps": 4, "num_stages": 3}, has_descriptors=False)
 
 
@@ -105,27 +104,23 @@ class Case:
 Attend = Callable[[], torch.Tensor]
 
 
-def ours(case: Case, launch: triton_prompts.PromptLaunch | None = None) -> Attend:
-    out, scale = torch.empty_like(case.q), case.scale * LOG2_E
-    how = launch or triton_prompts.prompt_launch(case.shape, BLOCK_SIZE)
+def ours(case: Case) -> Attend:
+    out, tiles = torch.empty_like(case.q), case.metadata.query_tiles
 
     def attend() -> torch.Tensor:
-        tiles = case.metadata.query_tiles
-        triton_prompts.attend_prompts(case.q, *case.caches, out, case.metadata, tiles, scale, 0, how)
+        triton_prompts.attend_prompts(case.shape, case.q, *case.caches, out, case.metadata, tiles, 0)
         return out
 
     return attend
 
 
-def gluon(case: Case) -> Attend | None:
-    if case.head_dim not in (64, 128) or case.num_heads // case.num_kv_heads % 2:
-        return None
-    from prompt_attention_gluon import attend_prompts
-
-    out = torch.empty_like(case.q)
+def launched(case: Case, launch: triton_prompts.PromptLaunch | None = None) -> Attend:
+    """By _prefill_kernel."""
+    out, tiles, scale = torch.empty_like(case.q), case.metadata.query_tiles, case.scale * triton_prompts.LOG2_E
+    how = launch or triton_prompts.prompt_launch(case.shape, BLOCK_SIZE)
 
     def attend() -> torch.Tensor:
-        attend_prompts(case.q, *case.caches, out, case.metadata, case.metadata.query_tiles, case.scale * LOG2_E)
+        triton_prompts.launch_prefill(how, case.q, *case.caches, out, case.metadata, tiles, scale, 0)
         return out
 
     return attend
@@ -178,9 +173,9 @@ def cudnn(case: Case) -> Attend | None:
 
 
 LINES: dict[str, Callable[[Case], Attend | None]] = {
-    "plain launch": lambda case: ours(case, PLAIN),
+    "plain launch": lambda case: launched(case, PLAIN),
+    "_prefill_kernel": launched,
     "ours": ours,
-    "gluon": gluon,
     "FlashAttention 2": flash_attention_2,
     "FlashAttention 4, 64": lambda case: flash_attention_4(case, 64),
     "FlashAttention 4, 128": lambda case: flash_attention_4(case, 128),
@@ -213,7 +208,7 @@ def main() -> None:
     for heads in given.heads.split(","):
         head_dim, num_heads, num_kv_heads = map(int, heads.split(":"))
         cases = {name: Case(CASES[name], head_dim, num_heads, num_kv_heads) for name in given.cases.split(",")}
-        expected = {name: ours(case, PLAIN)().float() for name, case in cases.items()}
+        expected = {name: launched(case, PLAIN)().float() for name, case in cases.items()}
         print(f"head_dim {head_dim}, {num_heads}/{num_kv_heads} heads".ljust(28), *(f"{name:>13}" for name in cases))
         for line in given.lines.split(","):
             cells = []

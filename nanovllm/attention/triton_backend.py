@@ -16,7 +16,7 @@ import torch
 from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.metadata import AttentionMetadata, SharedPrefixes
 from nanovllm.attention.prefix_groups import PrefixGroups, find_prefix_groups
-from nanovllm.attention.triton_prompts import attend_keys, attend_prompts, prompt_launch, slots_of
+from nanovllm.attention.triton_prompts import LOG2_E, attend_keys, attend_prompts, slots_of
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin, let_next_come, wait
 from nanovllm.ops.kernel import jit, shared_memory, tl, triton
 
@@ -37,7 +37,6 @@ _QUERIES_OF_GROUP = 64
 # Heads that a program merges, a warp for each, and how many of their splits at a time.
 _HEADS_OF_MERGE = 4
 _SPLITS_OF_MERGE = 8
-_LOG2_E = 1.4426950408889634
 
 
 @dataclass
@@ -72,7 +71,7 @@ class TritonAttention:
     can_capture_prompts = True
 
     def __init__(self, shape: AttentionShape):
-        self._shape, self._scale = shape, shape.score_scale * _LOG2_E
+        self._shape, self._scale = shape, shape.score_scale * LOG2_E
         self._most_splits = most_splits(shape.max_model_len)  # of a sequence
         self._split = {"SHORTEST": _SHORTEST_SPLIT, "LONGEST": int(self.split_lengths(np.array(shape.max_model_len)))}
         capacity = shape.max_num_seqs * self._most_splits
@@ -140,8 +139,7 @@ class TritonAttention:
     def attend(self, q, k, v, k_cache, v_cache, metadata: AttentionMetadata, window: int = 0) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if metadata.query_tiles is not None:
-            how = prompt_launch(self._shape, metadata.block_size)
-            attend_prompts(q, k_cache, v_cache, out, metadata, metadata.query_tiles, self._scale, window, how)
+            attend_prompts(self._shape, q, k_cache, v_cache, out, metadata, metadata.query_tiles, window)
         if metadata.most_decodes:
             self._attend_decodes(q, k_cache, v_cache, metadata, window, out)
         return out
@@ -257,8 +255,8 @@ def _decode_kernel(
 ):  # fmt: skip
     """A fixed number of programs share the list of splits × key/value heads; neighbours read neighbouring heads.
 
-    In a step with prompts they run beside _prefill_kernel (triton_prompts.py), which has waited for all that they read:
-    prompts keep the arithmetic units busy, decodes the memory.
+    In a step with prompts they run beside the prompts' kernel, which has waited for all that they read: prompts
+    keep the arithmetic units busy, decodes the memory.
     """
     let_next_come()
     if not IS_BESIDE_PROMPTS:
@@ -306,7 +304,7 @@ def _decode_kernel(
         tl.store(result, summed / total[:, None], is_member, eviction_policy="evict_last")
         tl.store(log_sums + place, largest + tl.log2(total), member < GROUP)
     if IS_BESIDE_PROMPTS and tl.program_id(0) == 0:
-        wait()  # so that this kernel's end is _prefill_kernel's too
+        wait()  # so that this kernel's end is that of the prompts' kernel too
 
 
 @jit(do_not_specialize=["q_stride", "table_stride"])

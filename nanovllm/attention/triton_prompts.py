@@ -14,6 +14,24 @@ from nanovllm.attention.metadata import QUERY_TILE, AttentionMetadata
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, let_next_come, wait
 from nanovllm.ops.kernel import jit, tl, triton
 
+LOG2_E = 1.4426950408889634
+# Gluon is experimental. With other versions, Triton's kernel attends prompts.
+_GLUON_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
+
+
+@cache
+def has_hopper_kernel(shape: AttentionShape, block_size: int) -> bool:
+    """Whether prompts of layers without a window are attended by hopper_prompts.py."""
+    return (
+        shape.device.type == "cuda"
+        and torch.cuda.get_device_capability(shape.device)[0] == 9
+        and tuple(map(int, triton.__version__.split(".")[:2])) in _GLUON_VERSIONS
+        and shape.dtype in (torch.bfloat16, torch.float16)
+        and shape.head_dim == 128
+        and shape.num_heads // shape.num_kv_heads % 2 == 0  # a program takes two heads with the same keys
+        and block_size % 64 == 0
+    )
+
 
 class PromptLaunch(NamedTuple):
     """How _prefill_kernel is launched.
@@ -74,6 +92,36 @@ def prompt_launch(shape: AttentionShape, block_size: int) -> PromptLaunch:
 
 
 def attend_prompts(
+    shape: AttentionShape,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    metadata: AttentionMetadata,
+    tiles: torch.Tensor,
+    window: int,
+) -> None:
+    """Attends the queries of `tiles` and writes their rows of `out`, by the fastest kernel for the shape.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim]; rows may have a stride.
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim].
+        out: [num_tokens, num_heads, head_dim], contiguous.
+        tiles: int32 [num_tiles, 4], see `metadata.query_tiles`.
+        window: see AttentionBackend.attend.
+    """
+    scale = shape.score_scale * LOG2_E
+    if window == 0 and has_hopper_kernel(shape, metadata.block_size):
+        from nanovllm.attention import hopper_prompts  # Gluon is not everywhere
+
+        hopper_prompts.attend_prompts(q, k_cache, v_cache, out, metadata, tiles, scale)
+    else:
+        how = prompt_launch(shape, metadata.block_size)
+        launch_prefill(how, q, k_cache, v_cache, out, metadata, tiles, scale, window)
+
+
+def launch_prefill(
+    how: PromptLaunch,
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -82,17 +130,11 @@ def attend_prompts(
     tiles: torch.Tensor,
     scale: float,
     window: int,
-    how: PromptLaunch,
 ) -> None:
-    """Attends the queries of `tiles` and writes their rows of `out`.
+    """`attend_prompts` by _prefill_kernel.
 
     Args:
-        q: [num_tokens, num_heads, head_dim]; rows may have a stride.
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim].
-        out: [num_tokens, num_heads, head_dim], contiguous.
-        tiles: int32 [num_tiles, 4], see `metadata.query_tiles`.
         scale: of the scores, in base 2.
-        window: see AttentionBackend.attend.
     """
     (num_heads, head_dim), num_kv_heads = q.shape[1:], k_cache.shape[2]
     _prefill_kernel[(num_heads // how.heads, len(tiles))](

@@ -10,6 +10,7 @@ import itertools
 import math
 import os
 import pkgutil
+import subprocess
 import sys
 import threading
 import time
@@ -181,6 +182,80 @@ def test_prompts_are_launched_as_was_measured_only_where_it_was(monkeypatch, cap
             assert (num_heads // num_kv_heads) % launch.heads == 0
             assert not launch.has_descriptors or (is_known and block_size % launch.keys == 0)
         assert launch_of(shape, 64).has_descriptors == is_known
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("version", ["3.5.1", "3.6.0", "3.9.0", "3.10.0", "4.0.0"])
+def test_the_kernel_of_hopper_gets_what_it_can_attend(monkeypatch, capability, version):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(triton_prompts.triton, "__version__", version)
+    has_kernel = triton_prompts.has_hopper_kernel.__wrapped__
+    for dtype, head_dim, (num_heads, num_kv_heads), block_size in itertools.product(
+        (torch.float32, torch.float16, torch.bfloat16), (64, 96, 128, 256), ((8, 8), (8, 4), (12, 4), (8, 2)),
+        (16, 32, 64, 96, 128, 256),
+    ):  # fmt: skip
+        shape = AttentionShape(num_heads, num_kv_heads, head_dim, dtype, torch.device("cuda"))
+        assert has_kernel(shape, block_size) == (
+            capability == (9, 0)
+            and version in ("3.6.0", "3.9.0")
+            and dtype != torch.float32
+            and head_dim == 128
+            and (num_heads, num_kv_heads) in ((8, 4), (8, 2))
+            and block_size in (64, 128, 256)
+        )
+
+
+def test_layers_with_a_window_do_not_get_the_kernel_of_hopper(monkeypatch):
+    monkeypatch.setattr(triton_prompts, "has_hopper_kernel", lambda *_: pytest.fail("it knows no windows"))
+    case = make_case(MIXED, 16, window=20)
+    assert relative_error(case, run_case("triton", case)) < 1e-6
+
+
+COMPILING = """
+import sys
+import torch
+
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+torch.cuda.get_device_capability = lambda *_: (9, 0)
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from nanovllm.attention.hopper_prompts import CONSTANTS, _attend_prompts_kernel as kernel
+
+for dtype, (num_heads, num_kv_heads), block_size in (("bf16", (16, 8), 64), ("fp16", (8, 2), 256)):
+    layout = gl.NVMMASharedLayout.get_default_for([64, 128], {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype])
+    types = dict.fromkeys(("q_by_token", "keys_by_slot", "values_by_slot"), f"tensordesc<{dtype}[64,128],{layout!r}>")
+    types |= {"out": f"*{dtype}", "block_tables": "*i32", "query_tiles": "*i32", "scale": "fp32", "num_items": "i32"}
+    constants = {"NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": 128, "BLOCK_SIZE": block_size}
+    constants |= CONSTANTS
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if signature[name][0] == "*"}
+    placed = {(names.index(name),): constant for name, constant in constants.items()}
+    source = GluonASTSource(kernel, signature, placed, aligned)
+    options = {"num_warps": 4, "launch_pdl": True, "enable_fp_fusion": True}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    ptx = compiled.asm["ptx"]
+    print(compiled.metadata.shared, all(each in ptx for each in ("wgmma", "setmaxnreg", "griddepcontrol")))
+"""
+
+
+def test_the_kernel_of_hopper_compiles_with_this_triton(tmp_path):
+    """It cannot be interpreted. What it computes: test_gpu_kernels.py."""
+    if tuple(map(int, triton_prompts.triton.__version__.split(".")[:2])) not in triton_prompts._GLUON_VERSIONS:
+        pytest.skip("this Triton's Gluon is not used")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)  # compiled afresh
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILING], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        shared, is_hoppers = line.split()
+        assert int(shared) <= 227 * 1024 and is_hoppers == "True"
+    assert len(done.stdout.splitlines()) == 2
 
 
 @pytest.mark.parametrize(

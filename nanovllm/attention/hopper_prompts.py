@@ -1,5 +1,4 @@
-"""A candidate for attention of prompts on GPUs of compute capability 9.x, in Gluon, the lower-level language of Triton
-3.6 and later. prompt_attention.py compares it with what the engine uses.
+"""Attention of prompts on Hopper GPUs, in Gluon, the lower-level language of Triton 3.6 and later.
 
 The schedule is that of FlashAttention 3 (Shah et al., 2024). In each program, one warp fetches queries, keys and values
 with the copy engine (TMA), and two groups of four warps attend two heads that have the same keys. While a group
@@ -7,7 +6,7 @@ calculates the weights of some keys, the tensor cores multiply the weights of th
 are no more programs than processors: each works off its part of a list, and the next item's data arrives while the
 result of the last one is written.
 
-docs/performance.md has what this kernel reached before it had `_before_wait` and `gdc_wait`. With them it has not run.
+TritonAttention sends prompts here if `has_hopper_kernel`. The twin is its _prefill_kernel.
 """
 
 from functools import cache
@@ -34,6 +33,8 @@ _BOX = 64
 # Tiles of keys and values, and of queries, that are under way or in use. With three stages of keys and one of queries,
 # long prompts were not faster, and short ones were slower.
 _STAGES, _QUERY_STAGES = 2, 2
+_DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+CONSTANTS = {"QUERIES": QUERY_TILE, "BOX": _BOX, "STAGES": _STAGES, "QUERY_STAGES": _QUERY_STAGES}
 _IS_DEPENDENT = gl.constexpr("launch_pdl" in LAUNCH_OPTIONS)
 # Triton 3.9 renamed it.
 _fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -59,15 +60,11 @@ def attend_prompts(
         TensorDescriptor(cache, [cache.numel() // width, width], [width, 1], [_BOX, head_dim], layout)
         for cache in (k_cache, v_cache)
     ]
-    _kernel[(min(_num_processors(q.device), num_items),)](
+    _attend_prompts_kernel[(min(_num_processors(q.device), num_items),)](
         by_token, *by_slot, out, metadata.block_tables, tiles, scale, num_items, metadata.block_tables.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=metadata.block_size,
-        QUERIES=QUERY_TILE, BOX=_BOX, STAGES=_STAGES,
-        QUERY_STAGES=_QUERY_STAGES, num_warps=4, **LAUNCH_OPTIONS,
+        num_warps=4, **CONSTANTS, **LAUNCH_OPTIONS,
     )  # fmt: skip
-
-
-_DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 @cache
@@ -227,8 +224,8 @@ def _attend_all(
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
     # Like SUMS, but a thread has four successive columns, not two, and four threads write whole sectors of 32 bytes.
     OUTPUT: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]], [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]], [], [QUERIES, HEAD_DIM],
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]] + ([[0, 64]] if HEAD_DIM == 128 else []),
+        [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [QUERIES, HEAD_DIM],
     )  # fmt: skip
     num_done, num_taken = 0, 0  # tiles of keys, and items
     first_token, num_queries, first_position, _row, head = _item(0, query_tiles, num_items, NUM_HEADS)
@@ -283,7 +280,7 @@ def _attend_all(
 
 
 @gluon.jit(do_not_specialize=["num_items", "table_stride"])
-def _kernel(
+def _attend_prompts_kernel(
     q_by_token, keys_by_slot, values_by_slot, out, block_tables, query_tiles, scale, num_items, table_stride,
     NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     QUERIES: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
