@@ -188,7 +188,7 @@ def best_seconds(attend: Attend) -> float:
     seconds = []
     for _ in range(5):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(200_000)  # so that the host is ahead
+        torch.cuda._sleep(2_000_000)  # so that the host is ahead
         start.record()
         attend()
         end.record()

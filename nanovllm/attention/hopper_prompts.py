@@ -1,10 +1,10 @@
 """Attention of prompts on Hopper GPUs, in Gluon, the lower-level language of Triton 3.6 and later.
 
 The schedule is that of FlashAttention 3 (Shah et al., 2024). In each program, one warp fetches queries, keys and values
-with the copy engine (TMA), and two groups of four warps attend two heads that have the same keys. While a group
-calculates the weights of some keys, the tensor cores multiply the weights of the keys before with their values. There
-are no more programs than processors: each works off its part of a list, and the next item's data arrives while the
-result of the last one is written.
+with the copy engine (TMA), and two groups of four warps attend two heads that have the same keys. A group starts two
+products at once: its queries with a tile of keys, and the last tile's weights with their values. While it calculates
+weights, the tensor cores work for the other group. There are no more programs than processors: each works off its part
+of a list, and the next item's data arrives while the result of the last one is written.
 
 TritonAttention sends prompts here if `has_hopper_kernel`. The twin is its _prefill_kernel.
 """
@@ -28,16 +28,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm.attention.metadata import QUERY_TILE, AttentionMetadata
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS
 
-# Keys are taken in tiles of two boxes. A box lies in one block.
-_BOX = 64
+# A tile of keys or values is fetched in boxes of 64 rows × 64 columns. A box lies in one block. In shared memory, the
+# boxes of a tile's first 64 columns precede those of the others; the tensor cores read it so.
+_KEYS, _BOX = 128, 64
 # Tiles of keys and values, and of queries, that are under way or in use. With three stages of keys and one of queries,
 # long prompts were not faster, and short ones were slower.
 _STAGES, _QUERY_STAGES = 2, 2
 _DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-CONSTANTS = {"QUERIES": QUERY_TILE, "BOX": _BOX, "STAGES": _STAGES, "QUERY_STAGES": _QUERY_STAGES}
+CONSTANTS = {"QUERIES": QUERY_TILE, "KEYS": _KEYS, "STAGES": _STAGES, "QUERY_STAGES": _QUERY_STAGES}
 _IS_DEPENDENT = gl.constexpr("launch_pdl" in LAUNCH_OPTIONS)
-# Triton 3.9 renamed it.
+# Triton 3.9 renamed both.
 _fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_SharedMemory = gl.shared_memory_descriptor
+_reinterpret = _SharedMemory.reinterpret if hasattr(_SharedMemory, "reinterpret") else _SharedMemory._reinterpret
 
 
 def attend_prompts(
@@ -54,10 +57,10 @@ def attend_prompts(
     """
     (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
     width, num_items = num_kv_heads * head_dim, len(tiles) * (num_heads // 2)
-    layout = gl.NVMMASharedLayout.get_default_for([_BOX, head_dim], _DTYPES[q.dtype])
+    layout = gl.NVMMASharedLayout.get_default_for([_BOX, _BOX], _DTYPES[q.dtype])
     by_token = TensorDescriptor(q, [num_tokens, num_heads * head_dim], [q.stride(0), 1], [QUERY_TILE, head_dim], layout)
     by_slot = [
-        TensorDescriptor(cache, [cache.numel() // width, width], [width, 1], [_BOX, head_dim], layout)
+        TensorDescriptor(cache, [cache.numel() // width, width], [width, 1], [_BOX, _BOX], layout)
         for cache in (k_cache, v_cache)
     ]
     _attend_prompts_kernel[(min(_num_processors(q.device), num_items),)](
@@ -88,10 +91,27 @@ def _item(turn, query_tiles, num_items, NUM_HEADS: gl.constexpr):
 
 
 @gluon.jit
+def _fetch_tile(by_slot, tile, is_there, block_table, first_key, num_keys, at_head, BLOCK_SIZE: gl.constexpr):
+    """Fetches the boxes of a tile of keys or of values."""
+    BOX: gl.constexpr = by_slot.block_type.shape[0]
+    NUM_BOXES: gl.constexpr = tile.shape[0] // BOX
+    SHAPE: gl.constexpr = [tile.shape[0] * tile.shape[1] // (BOX * BOX), BOX, BOX]
+    boxes = _reinterpret(tile, tile.dtype, SHAPE, by_slot.layout)
+    mbarrier.expect(is_there, boxes.shape[0] * by_slot.block_type.nbytes)
+    for box in gl.static_range(NUM_BOXES):
+        key = first_key + box * BOX
+        # A box may lie behind the last block. Then any block will do, because its keys are masked.
+        block = gl.minimum(key // BLOCK_SIZE, (num_keys - 1) // BLOCK_SIZE)
+        slot = gl.load(block_table + block) * BLOCK_SIZE + key % BLOCK_SIZE
+        for part in gl.static_range(boxes.shape[0] // NUM_BOXES):
+            _fetch(by_slot, [slot, at_head + part * BOX], is_there, boxes.index(part * NUM_BOXES + box))
+
+
+@gluon.jit
 def _fetch_all(
     q_by_token, keys_by_slot, values_by_slot, queries, keys, values, barriers, block_tables, query_tiles, num_items,
     table_stride, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that fetches. It puts data into a place as soon as both groups have released it."""
     queries_there, queries_free, keys_there, keys_free, values_there, values_free = barriers
@@ -102,17 +122,13 @@ def _fetch_all(
             block_table = block_tables + row.to(gl.int64) * table_stride
             num_keys = first_position + num_queries
             at_head = head // (NUM_HEADS // NUM_KV_HEADS) * HEAD_DIM
-            for first_key in range(0, num_keys, 2 * BOX):
+            for first_key in range(0, num_keys, KEYS):
                 stage, phase = num_done % STAGES, num_done // STAGES & 1 ^ 1
-                slot = gl.load(block_table + first_key // BLOCK_SIZE) * BLOCK_SIZE + first_key % BLOCK_SIZE
-                # The second box may lie behind the last block. Then any box will do, because its keys are masked.
-                second_key = first_key + BOX
-                block = gl.minimum(second_key // BLOCK_SIZE, (num_keys - 1) // BLOCK_SIZE)
-                second_slot = gl.load(block_table + block) * BLOCK_SIZE + second_key % BLOCK_SIZE
                 mbarrier.wait(keys_free.index(stage), phase)
-                mbarrier.expect(keys_there.index(stage), 2 * keys_by_slot.block_type.nbytes)
-                _fetch(keys_by_slot, [slot, at_head], keys_there.index(stage), keys.index(stage * 2))
-                _fetch(keys_by_slot, [second_slot, at_head], keys_there.index(stage), keys.index(stage * 2 + 1))
+                _fetch_tile(
+                    keys_by_slot, keys.index(stage), keys_there.index(stage), block_table, first_key, num_keys, at_head,
+                    BLOCK_SIZE,
+                )  # fmt: skip
                 if first_key == 0:
                     place = num_taken % QUERY_STAGES
                     mbarrier.wait(queries_free.index(place), num_taken // QUERY_STAGES & 1 ^ 1)
@@ -121,65 +137,43 @@ def _fetch_all(
                         at = [first_token, (head + which) * HEAD_DIM]
                         _fetch(q_by_token, at, queries_there.index(place), queries.index(place * 2 + which))
                 mbarrier.wait(values_free.index(stage), phase)
-                mbarrier.expect(values_there.index(stage), 2 * values_by_slot.block_type.nbytes)
-                _fetch(values_by_slot, [slot, at_head], values_there.index(stage), values.index(stage * 2))
-                _fetch(values_by_slot, [second_slot, at_head], values_there.index(stage), values.index(stage * 2 + 1))
+                _fetch_tile(
+                    values_by_slot, values.index(stage), values_there.index(stage), block_table, first_key, num_keys,
+                    at_head, BLOCK_SIZE,
+                )  # fmt: skip
                 num_done += 1
             num_taken += 1
 
 
 @gluon.jit
-def _begin_scores(queries, keys, stage, SCORES: gl.constexpr, BOX: gl.constexpr):
-    """Starts the products of queries with the keys of a stage."""
-    zeros = gl.full([queries.shape[0], BOX], 0.0, gl.float32, SCORES)
-    first = warpgroup_mma(queries, keys.index(stage * 2).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    second = warpgroup_mma(queries, keys.index(stage * 2 + 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    return first, second
-
-
-@gluon.jit
-def _begin_sums(weights, second_weights, values, stage, summed):
-    """Starts to add the weighted values of a stage."""
-    summed = warpgroup_mma(weights, values.index(stage * 2), summed, is_async=True)
-    return warpgroup_mma(second_weights, values.index(stage * 2 + 1), summed, is_async=True)
+def _begin_scores(queries, keys, SCORES: gl.constexpr):
+    """Starts the products of queries with a tile of keys."""
+    zeros = gl.full([queries.shape[0], keys.shape[0]], 0.0, gl.float32, SCORES)
+    return warpgroup_mma(queries, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _softmax(
-    scores, second_scores, first_key, position, largest, total, scale, IS_MASKED: gl.constexpr, BOX: gl.constexpr,
-    SCORES: gl.constexpr, WEIGHTS: gl.constexpr, dtype: gl.constexpr,
+    scores, first_key, position, largest, total, scale, IS_MASKED: gl.constexpr, WEIGHTS: gl.constexpr,
+    dtype: gl.constexpr,
 ):  # fmt: skip
     """Takes a tile of scores into an online softmax. Returns its weights, the largest score so far, the weights' total,
     and by how much earlier sums shrink."""
+    SCORES: gl.constexpr = scores.type.layout
     if IS_MASKED:
-        key = first_key + gl.arange(0, BOX, gl.SliceLayout(0, SCORES))
+        key = first_key + gl.arange(0, scores.shape[1], gl.SliceLayout(0, SCORES))
         scores = gl.where(key[None, :] <= position[:, None], scores, float("-inf"))
-        second_scores = gl.where(key[None, :] + BOX <= position[:, None], second_scores, float("-inf"))
-    new_largest = gl.maximum(largest, gl.maximum(gl.max(scores, 1), gl.max(second_scores, 1)) * scale)
+    new_largest = gl.maximum(largest, gl.max(scores, 1) * scale)
     weights = gl.exp2(scores * scale - new_largest[:, None])
-    second_weights = gl.exp2(second_scores * scale - new_largest[:, None])
     shrink = gl.exp2(largest - new_largest)
-    total = total * shrink + gl.sum(weights + second_weights, 1)
-    weights = gl.convert_layout(weights.to(dtype), WEIGHTS)
-    return weights, gl.convert_layout(second_weights.to(dtype), WEIGHTS), new_largest, total, shrink
-
-
-@gluon.jit
-def _before_wait(total):
-    """Returns `total`. All weights are calculated before what follows.
-
-    Otherwise ptxas calculates them after the next wait, when no product is under way. It does not move the sleep over a
-    wait, and it cannot know that nobody sleeps because totals are not negative.
-    """
-    code: gl.constexpr = "{ .reg .pred p; setp.lt.f32 p, $1, 0f00000000; @p nanosleep.u32 1; mov.b32 $0, $1; }"
-    return gl.inline_asm_elementwise(code, "=f,f", [total], gl.float32, is_pure=False, pack=1)
+    total = total * shrink + gl.sum(weights, 1)
+    return gl.convert_layout(weights.to(dtype), WEIGHTS), new_largest, total, shrink
 
 
 @gluon.jit
 def _attend_tiles(
-    begin, end, num_done, queries, keys, values, barriers, position, weights, second_weights, largest, total, summed,
-    scale, IS_MASKED: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr,
-    WEIGHTS: gl.constexpr,
+    begin, end, num_done, queries, keys, values, barriers, position, weights, largest, total, summed, scale,
+    IS_MASKED: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr, WEIGHTS: gl.constexpr,
 ):  # fmt: skip
     """Takes in the scores of tiles begin … end of an item, and for each the values of the tile before it."""
     _queries_there, _queries_free, keys_there, keys_free, values_there, values_free = barriers
@@ -187,38 +181,36 @@ def _attend_tiles(
         done = num_done + tile
         stage, before = done % STAGES, (done - 1) % STAGES
         mbarrier.wait(keys_there.index(stage), done // STAGES & 1)
-        scores, second_scores = _begin_scores(queries, keys, stage, SCORES, BOX)
+        scores = _begin_scores(queries, keys.index(stage), SCORES)
         mbarrier.wait(values_there.index(before), (done - 1) // STAGES & 1)
-        sums = _begin_sums(weights, second_weights, values, before, summed)
-        scores, second_scores = warpgroup_mma_wait(2, (scores, second_scores))
-        weights, second_weights, largest, total, shrink = _softmax(
-            scores, second_scores, tile * 2 * BOX, position, largest, total, scale, IS_MASKED, BOX, SCORES, WEIGHTS,
-            queries.dtype,
-        )  # fmt: skip
-        total = _before_wait(total)
+        sums = warpgroup_mma(weights, values.index(before), summed, is_async=True)
+        scores = warpgroup_mma_wait(1, (scores,))
+        weights, largest, total, shrink = _softmax(
+            scores, tile * keys.shape[1], position, largest, total, scale, IS_MASKED, WEIGHTS, queries.dtype
+        )
         summed = warpgroup_mma_wait(0, (sums,))
         # Both together, because the group waits for all of its warps before a release.
         mbarrier.arrive(keys_free.index(stage), count=1)
         mbarrier.arrive(values_free.index(before), count=1)
         summed = summed * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
-    return weights, second_weights, largest, total, summed
+    return weights, largest, total, summed
 
 
 @gluon.jit
-def _clear_behind(box, num_left, ROWS: gl.constexpr):
-    """Zeroes a box's rows from `num_left` on. They may hold NaN, which a weight of 0 does not remove."""
-    row = gl.arange(0, box.shape[0], gl.SliceLayout(1, ROWS))
-    box.store(gl.where((row < num_left)[:, None], box.load(ROWS), 0.0))
+def _clear_behind(tile, num_left, ROWS: gl.constexpr):
+    """Zeroes a tile's rows from `num_left` on. They may hold NaN, which a weight of 0 does not remove."""
+    row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, ROWS))
+    tile.store(gl.where((row < num_left)[:, None], tile.load(ROWS), 0.0))
 
 
 @gluon.jit
 def _attend_all(
     out, queries, keys, values, barriers, query_tiles, num_items, scale, WHICH: gl.constexpr, NUM_HEADS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps, which attends the first or the second head of each item."""
     queries_there, queries_free, keys_there, keys_free, values_there, values_free = barriers
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BOX, 16])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
@@ -234,7 +226,7 @@ def _attend_all(
         next_token, next_number, next_position, _row, next_head = _item(turn + 1, query_tiles, num_items, NUM_HEADS)
         if num_queries > 0:
             num_keys = first_position + num_queries
-            num_tiles = (num_keys + 2 * BOX - 1) // (2 * BOX)
+            num_tiles = (num_keys + KEYS - 1) // KEYS
             place = num_taken % QUERY_STAGES
             mine = queries.index(place * 2 + WHICH)
             position = first_position + gl.arange(0, QUERIES, gl.SliceLayout(1, SCORES))
@@ -243,33 +235,32 @@ def _attend_all(
             summed = gl.full([QUERIES, HEAD_DIM], 0.0, gl.float32, SUMS)
             mbarrier.wait(queries_there.index(place), num_taken // QUERY_STAGES & 1)
             mbarrier.wait(keys_there.index(num_done % STAGES), num_done // STAGES & 1)
-            scores, second_scores = _begin_scores(mine, keys, num_done % STAGES, SCORES, BOX)
-            scores, second_scores = warpgroup_mma_wait(0, (scores, second_scores))
+            scores = warpgroup_mma_wait(0, (_begin_scores(mine, keys.index(num_done % STAGES), SCORES),))
             mbarrier.arrive(keys_free.index(num_done % STAGES), count=1)
-            weights, second_weights, largest, total, _shrink = _softmax(
-                scores, second_scores, 0, position, largest, total, scale, True, BOX, SCORES, WEIGHTS, mine.dtype
+            weights, largest, total, _shrink = _softmax(
+                scores, 0, position, largest, total, scale, True, WEIGHTS, mine.dtype
             )
             # Every query sees all keys of the tiles before this one.
-            first_masked = gl.maximum((first_position + 1) // (2 * BOX), 1)
-            weights, second_weights, largest, total, summed = _attend_tiles(
-                1, first_masked, num_done, mine, keys, values, barriers, position, weights, second_weights, largest,
-                total, summed, scale, False, BOX, STAGES, SCORES, SUMS, WEIGHTS,
+            first_masked = gl.maximum((first_position + 1) // KEYS, 1)
+            weights, largest, total, summed = _attend_tiles(
+                1, first_masked, num_done, mine, keys, values, barriers, position, weights, largest, total, summed,
+                scale, False, STAGES, SCORES, SUMS, WEIGHTS,
             )  # fmt: skip
-            weights, second_weights, largest, total, summed = _attend_tiles(
-                first_masked, num_tiles, num_done, mine, keys, values, barriers, position, weights, second_weights,
-                largest, total, summed, scale, True, BOX, STAGES, SCORES, SUMS, WEIGHTS,
+            weights, largest, total, summed = _attend_tiles(
+                first_masked, num_tiles, num_done, mine, keys, values, barriers, position, weights, largest, total,
+                summed, scale, True, STAGES, SCORES, SUMS, WEIGHTS,
             )  # fmt: skip
             mbarrier.arrive(queries_free.index(place), count=1)
             num_done += num_tiles
             num_taken += 1
             last = (num_done - 1) % STAGES
             mbarrier.wait(values_there.index(last), (num_done - 1) // STAGES & 1)
-            num_left = num_keys - (num_tiles - 1) * 2 * BOX
-            if num_left < 2 * BOX:  # both groups write the same
-                _clear_behind(values.index(last * 2), num_left, ROWS)
-                _clear_behind(values.index(last * 2 + 1), num_left - BOX, ROWS)
+            num_left = num_keys - (num_tiles - 1) * KEYS
+            if num_left < KEYS:  # both groups write the same
+                _clear_behind(values.index(last), num_left, ROWS)
                 fence_async_shared()
-            summed = warpgroup_mma_wait(0, (_begin_sums(weights, second_weights, values, last, summed),))
+            sums = warpgroup_mma(weights, values.index(last), summed, is_async=True)
+            summed = warpgroup_mma_wait(0, (sums,))
             mbarrier.arrive(values_free.index(last), count=1)
             result = (summed / gl.convert_layout(total, gl.SliceLayout(1, SUMS))[:, None]).to(out.dtype.element_ty)
             query = gl.arange(0, QUERIES, gl.SliceLayout(1, OUTPUT))
@@ -283,7 +274,7 @@ def _attend_all(
 def _attend_prompts_kernel(
     q_by_token, keys_by_slot, values_by_slot, out, block_tables, query_tiles, scale, num_items, table_stride,
     NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    QUERIES: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
+    QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
     """One program per processor. An item of its work is a tile of queries and two heads.
 
@@ -292,8 +283,8 @@ def _attend_prompts_kernel(
     dtype: gl.constexpr = keys_by_slot.dtype
     layout: gl.constexpr = keys_by_slot.layout
     queries = gl.allocate_shared_memory(dtype, [2 * QUERY_STAGES, QUERIES, HEAD_DIM], layout)
-    keys = gl.allocate_shared_memory(dtype, [2 * STAGES, BOX, HEAD_DIM], layout)
-    values = gl.allocate_shared_memory(dtype, [2 * STAGES, BOX, HEAD_DIM], layout)
+    keys = gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_DIM], layout)
+    values = gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_DIM], layout)
     queries_there = gl.allocate_shared_memory(gl.int64, [QUERY_STAGES, 1], mbarrier.MBarrierLayout())
     queries_free = gl.allocate_shared_memory(gl.int64, [QUERY_STAGES, 1], mbarrier.MBarrierLayout())
     keys_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -316,15 +307,15 @@ def _attend_prompts_kernel(
         [
             (_attend_all, (
                 out, queries, keys, values, barriers, query_tiles, num_items, scale, 0, NUM_HEADS, HEAD_DIM, QUERIES,
-                BOX, STAGES, QUERY_STAGES,
+                KEYS, STAGES, QUERY_STAGES,
             )),
             (_attend_all, (
                 out, queries, keys, values, barriers, query_tiles, num_items, scale, 1, NUM_HEADS, HEAD_DIM, QUERIES,
-                BOX, STAGES, QUERY_STAGES,
+                KEYS, STAGES, QUERY_STAGES,
             )),
             (_fetch_all, (
                 q_by_token, keys_by_slot, values_by_slot, queries, keys, values, barriers, block_tables, query_tiles,
-                num_items, table_stride, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BOX, STAGES, QUERY_STAGES,
+                num_items, table_stride, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEYS, STAGES, QUERY_STAGES,
             )),
         ],
         [4, 1],

@@ -1810,6 +1810,34 @@ MUTANTS = [
         ("test_attention.py::test_a_query_sees_the_last_keys_of_its_window",),
     ),
     Mutant(
+        "the kernel of Hopper attends the odd head of a group with another one's keys",
+        TRITON_PROMPTS,
+        "        and shape.num_heads // shape.num_kv_heads % 2 == 0  #",
+        "        and shape.num_heads % 2 == 0  #",
+        ("test_triton_kernels.py::test_the_kernel_of_hopper_gets_what_it_can_attend",),
+    ),
+    Mutant(
+        "boxes of the kernel of Hopper reach over two blocks",
+        TRITON_PROMPTS,
+        "        and block_size % 64 == 0\n",
+        "        and block_size >= 64\n",
+        ("test_triton_kernels.py::test_the_kernel_of_hopper_gets_what_it_can_attend",),
+    ),
+    Mutant(
+        "layers with a window get the kernel of Hopper, which knows none",
+        TRITON_PROMPTS,
+        "    if window == 0 and has_hopper_kernel(",
+        "    if has_hopper_kernel(",
+        ("test_triton_kernels.py::test_layers_with_a_window_do_not_get_the_kernel_of_hopper",),
+    ),
+    Mutant(
+        "a version of Gluon that nobody tried is used",
+        TRITON_PROMPTS,
+        '        and tuple(map(int, triton.__version__.split(".")[:2])) in _GLUON_VERSIONS\n',
+        '        and tuple(map(int, triton.__version__.split(".")[:2])) >= _GLUON_VERSIONS[0]\n',
+        ("test_triton_kernels.py::test_the_kernel_of_hopper_gets_what_it_can_attend",),
+    ),
+    Mutant(
         "a kernel's prompt has a window that is one key too long",
         TRITON_PROMPTS,
         "position[None, :] > query_position[:, None] - WINDOW",
@@ -2023,8 +2051,8 @@ MUTANTS = [
     Mutant(
         "later GPUs are launched like Hopper",
         TRITON_PROMPTS,
-        "torch.cuda.get_device_capability(shape.device)[0] == 9",
-        "torch.cuda.get_device_capability(shape.device)[0] >= 9",
+        "shape.dtype.itemsize == 2 and torch.cuda.get_device_capability(shape.device)[0] == 9",
+        "shape.dtype.itemsize == 2 and torch.cuda.get_device_capability(shape.device)[0] >= 9",
         ("test_triton_kernels.py::test_prompts_are_launched_as_was_measured_only_where_it_was",),
     ),
     Mutant(

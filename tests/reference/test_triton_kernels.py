@@ -225,8 +225,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from nanovllm.attention.hopper_prompts import CONSTANTS, _attend_prompts_kernel as kernel
 
 for dtype, (num_heads, num_kv_heads), block_size in (("bf16", (16, 8), 64), ("fp16", (8, 2), 256)):
-    layout = gl.NVMMASharedLayout.get_default_for([64, 128], {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype])
-    types = dict.fromkeys(("q_by_token", "keys_by_slot", "values_by_slot"), f"tensordesc<{dtype}[64,128],{layout!r}>")
+    layout = gl.NVMMASharedLayout.get_default_for([64, 64], {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype])
+    types = dict.fromkeys(("keys_by_slot", "values_by_slot"), f"tensordesc<{dtype}[64,64],{layout!r}>")
+    types["q_by_token"] = f"tensordesc<{dtype}[64,128],{layout!r}>"
     types |= {"out": f"*{dtype}", "block_tables": "*i32", "query_tiles": "*i32", "scale": "fp32", "num_items": "i32"}
     constants = {"NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": 128, "BLOCK_SIZE": block_size}
     constants |= CONSTANTS
