@@ -43,7 +43,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -483,10 +483,13 @@ def num_weights(config: ModelConfig, num_tokens: int = 1) -> int:
 
 def matrix_operations(log: StepLog, config: ModelConfig) -> list[int]:
     """Operations of each step's matrix products. A multiplication and an addition are two."""
-    head = config.vocab_size * config.hidden_size
-    layers = num_weights(config) - head
+    all_but_last = replace(config, layers=config.layers[:-1])
+    qkv_rows = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
+    of_all_tokens = all_but_last.num_layer_parameters(1) + qkv_rows * config.hidden_size
+    # Behind the attention of the last layer, only tokens that sample count.
+    of_sampled = num_weights(config) - of_all_tokens
     steps = zip(log.num_tokens, log.num_sampled, strict=True)
-    return [2 * (num_tokens * layers + num_sampled * head) for num_tokens, num_sampled in steps]
+    return [2 * (num_tokens * of_all_tokens + num_sampled * of_sampled) for num_tokens, num_sampled in steps]
 
 
 def score_operations(log: StepLog, config: ModelConfig) -> list[float]:

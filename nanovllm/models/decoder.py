@@ -41,9 +41,10 @@ class DecoderAttention(nn.Module):
             offset = config.family.norm_offset
             self.qk_norm = QKNorm(num_heads, num_kv_heads, head_dim, config.rms_norm_eps, offset=offset, **kw)
 
-    def forward(self, hidden_states, rotary, kv_cache, metadata):
+    def forward(self, hidden_states, rotary, kv_cache, metadata, needed=None):
         qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # [num_tokens, all heads, head_dim]
-        return self.o_proj(self.attn(qkv, self.qk_norm, rotary, kv_cache, metadata).flatten(1))
+        attended = self.attn(qkv, self.qk_norm, rotary, kv_cache, metadata).flatten(1)
+        return self.o_proj(attended if needed is None else attended.index_select(0, needed))
 
 
 class DecoderMLP(nn.Module):
@@ -89,10 +90,15 @@ class DecoderLayer(nn.Module):
             config.hidden_act, parallel, **kw,
         )  # fmt: skip
 
-    def forward(self, output, residual, rotary, kv_cache, metadata):
-        """(output of the layer before, residual) -> the same of this layer; see RMSNorm.reduce_add."""
+    def forward(self, output, residual, rotary, kv_cache, metadata, needed=None):
+        """(output of the layer before, residual) -> the same of this layer; see RMSNorm.reduce_add.
+
+        needed: int64, the tokens whose results anybody reads; None for all. The cache gets the keys of all tokens.
+        """
         hidden_states, residual = self.input_layernorm.reduce_add(output, residual)
-        output = self.self_attn(hidden_states, rotary[self.rope], kv_cache, metadata)
+        output = self.self_attn(hidden_states, rotary[self.rope], kv_cache, metadata, needed)
+        if needed is not None:
+            residual = residual.index_select(0, needed)
         if not self.has_post_norms:
             hidden_states, residual = self.post_attention_layernorm.reduce_add(output, residual)
             return self.mlp(hidden_states), residual
@@ -113,12 +119,14 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(hidden_size, config.rms_norm_eps, parallel=parallel, offset=family.norm_offset, **kw)
         self.has_post_norms = family.has_post_norms
 
-    def forward(self, token_ids, rotary, kv_cache, metadata):
+    def forward(self, token_ids, rotary, kv_cache, metadata, needed=None):
         # What a norm after a block gives is whole, so the residual that it is added to must be whole too.
         embed = self.embed_tokens.reduce if self.has_post_norms else self.embed_tokens
         output, residual = embed(token_ids), None
-        for layer in self.layers:
+        *layers, last = self.layers
+        for layer in layers:
             output, residual = layer(output, residual, rotary, kv_cache, metadata)
+        output, residual = last(output, residual, rotary, kv_cache, metadata, needed)
         return self.norm.reduce_add(output, residual)[0]
 
 
@@ -160,11 +168,20 @@ class CausalLM(nn.Module):
         self.tied_weights = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        needed: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """token_ids, positions: [num_tokens] -> hidden_states [num_tokens, hidden_size]"""
+        """token_ids, positions: [num_tokens] -> hidden states [num_tokens, hidden_size]
+
+        needed: int64 [num_needed], indices of tokens. The last layer computes its results for them alone, and hidden
+            states are [num_needed, hidden_size]. Not for ranks with an Exchange, whose residuals lack rows.
+        """
         rotary = {rope: embedding.lookup(positions) for rope, embedding in self.rotary_embs.items()}
-        return self.model(token_ids, rotary, kv_cache, metadata)
+        return self.model(token_ids, rotary, kv_cache, metadata, needed)
 
     def kernels(self, num_tokens: int) -> tuple[int, ...]:
         """What the layers choose by the number of tokens: steps in which it differs need different kernels."""

@@ -314,11 +314,15 @@ class ModelRunner(Runner):
                 num_padded = self._padded_sampled(_next(self._row_sizes, num_sampled)) if num_sampled else 0
                 sample = partial(self.graphs.run, *self._sampling_half(num_padded, needs))
             else:
-                of_tokens = self._hidden_states_of_tokens(size, list(map(tuple, rows.tenants.tolist())))
-                self._copy_blocks(step)
+                tenants = list(map(tuple, rows.tenants.tolist()))
                 if step.scored:
+                    of_tokens = self._hidden_states_of_tokens(size, tenants)
                     scores = self._score(step, rows, of_tokens)
-                sample = partial(self._sample, self._rows_that_sample(size, of_tokens), needs)
+                    of_rows = of_tokens.index_select(0, self.table.sampled(size.num_sampled)[0])
+                else:
+                    of_rows = self._rows_that_sample(size, tenants)
+                self._copy_blocks(step)
+                sample = partial(self._sample, of_rows, needs)
             if not step.constrained:
                 return StepInFlight(sample().first(num_sampled) if num_sampled else self._nothing, scores)
         entries = np.array([seq.entry for seq in step.constrained], np.int64)
@@ -356,7 +360,8 @@ class ModelRunner(Runner):
             for size in map(self._prompt_size, self._token_sizes[bisect_left(self._token_sizes, num_tokens) :]):
                 if num_tiles <= size.num_tiles and num_rows <= size.num_rows:
                     return size._replace(is_grouped=is_grouped), True
-        num_sampled, longest = self._padded_sampled(num_sampled), int(rows.num_new_tokens.max())
+        # With one more row at least, no kernel has to do without any.
+        num_sampled, longest = self._padded_sampled(max(num_sampled, 1)), int(rows.num_new_tokens.max())
         return StepSize(num_rows, num_tokens, num_sampled, num_tiles, num_decodes, longest, is_grouped), False
 
     def _decode_size(self, num_rows: int, is_grouped: bool = False) -> StepSize:
@@ -382,7 +387,7 @@ class ModelRunner(Runner):
         to `_hidden_states`."""
 
         def forward() -> None:
-            self._rows_that_sample(size, self._hidden_states_of_tokens(size), self._hidden_states[: size.num_sampled])
+            self._rows_that_sample(size, out=self._hidden_states[: size.num_sampled])
 
         remainders = tuple(number % 16 for number in size[:3])  # kernels differ by how their tensors are aligned
         exchange, row_bytes = self._parallel.exchange, self.model_config.hidden_size * self.dtype.itemsize
@@ -395,7 +400,8 @@ class ModelRunner(Runner):
         if size not in self._kernels_of:
             has_prompts = size.num_tiles > 0
             attention = self.backend.kernels(size.most_decodes, has_prompts)
-            self._kernels_of[size] = has_prompts, attention, self.model.kernels(size.num_tokens)
+            layers = self.model.kernels(size.num_tokens), self.model.kernels(size.num_sampled)
+            self._kernels_of[size] = has_prompts, attention, *layers
         return self._kernels_of[size]
 
     def _sampling_half(
@@ -405,24 +411,32 @@ class ModelRunner(Runner):
         key, kind = ("sample", num_sampled, needs), ("sample", num_sampled == 1, num_sampled % 16, needs)
         return key, lambda: self._sample(self._hidden_states[:num_sampled], needs), kind
 
-    def _hidden_states_of_tokens(self, size: StepSize, tenants: list[tuple[int, int]] | None = None) -> torch.Tensor:
-        """Embeds and runs the layers: [size.num_tokens, hidden_size].
+    def _hidden_states_of_tokens(
+        self, size: StepSize, tenants: list[tuple[int, int]] | None = None, needed: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Embeds and runs the layers: [size.num_tokens or len(needed), hidden_size].
 
         tenants: see AttentionMetadata.
+        needed: see CausalLM.
         """
         batch = self.table.batch(size, tenants)
         metadata = replace(batch.metadata, plan=self.backend.plan(batch.metadata))
-        return self.model(batch.token_ids, batch.positions, self.kv_cache, metadata)
+        return self.model(batch.token_ids, batch.positions, self.kv_cache, metadata, needed)
 
     def _rows_that_sample(
-        self, size: StepSize, hidden_states: torch.Tensor, out: torch.Tensor | None = None
+        self, size: StepSize, tenants: list[tuple[int, int]] | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Of the hidden states of all tokens, those of the rows that may sample: [size.num_sampled, hidden_size].
+        """The hidden states of the rows that may sample: [size.num_sampled, hidden_size].
 
+        tenants: see AttentionMetadata.
         out: where to put them, or None.
         """
-        after, _ = self.table.sampled(size.num_sampled)
-        return torch.index_select(hidden_states, 0, after, out=out)
+        last_tokens, _ = self.table.sampled(size.num_sampled)
+        if size.num_tiles and self._parallel.exchange is None:
+            # Of most tokens of prompts, the last layer's keys and values are all that anybody reads.
+            hidden_states = self._hidden_states_of_tokens(size, tenants, last_tokens)
+            return hidden_states if out is None else out.copy_(hidden_states)
+        return torch.index_select(self._hidden_states_of_tokens(size, tenants), 0, last_tokens, out=out)
 
     def _score(self, step: Step, rows: StepRows, hidden_states: torch.Tensor) -> torch.Tensor:
         """The numbers of the tokens in `step.scored`, int32 [num_scored, 1 + 2 × width].

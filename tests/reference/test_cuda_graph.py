@@ -135,7 +135,7 @@ def test_sampled_rows_are_padded_to_a_multiple_of_the_ranks():
         assert is_captured and size.num_sampled == expected
     assert size_of(runner, (1, 9), (30, 0))[0].num_sampled == 32, "as many as may sample"
     runner.graphs = None
-    for num_sampled, expected in ((0, 0), (1, 16), (3, 16)):
+    for num_sampled, expected in ((0, 16), (1, 16), (3, 16)):
         assert size_of(runner, *[(1, 9)] * 3, num_sampled=num_sampled)[0].num_sampled == expected
 
 
@@ -615,6 +615,9 @@ def test_what_needs_other_kernels_is_of_another_kind():
     # Narrow products of few rows come in parts, and attention of few decodes has more stages.
     large = [runner._forward_half(StepSize(n, n, n, 0, n, 1, False))[2] for n in (64, 80, 256, 272)]
     assert large[0] == kinds[2] != large[1] == large[2] != large[3] and large[3] != kinds[2]
+    # In a step with prompts, the last layer has as many rows as may sample.
+    few, many = (runner._forward_half(StepSize(n, 512, n, 8, n, 512, False))[2] for n in (64, 80))
+    assert few != many
     needs = [SamplingNeeds(), SamplingNeeds(True, 0), SamplingNeeds(True, 1), SamplingNeeds(True, 2)]
     samplings = [(16, need) for need in needs] + [(1, needs[0]), (17, needs[0])]
     keys, _, kinds = zip(*(runner._sampling_half(*sampling) for sampling in samplings), strict=True)

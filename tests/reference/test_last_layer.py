@@ -1,0 +1,73 @@
+"""The last layer computes what anybody reads of a step with prompts: the cache of all tokens, and the results of those
+that sample."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from family_factory import FAMILIES, save_family_model
+from model_factory import save_model
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.models.decoder import CausalLM
+
+PROMPTS = [list(range(1, length + 1)) for length in (1, 2, 29, 5, 23, 1, 14)]
+
+
+@pytest.fixture
+def steps(monkeypatch) -> list[tuple[int, int | None]]:
+    """(tokens, results of the last layer) of each step; None where it computes all. Each result is compared with that
+    of a last layer that computes everything."""
+    noted: list[tuple[int, int | None]] = []
+    forward = CausalLM.forward
+
+    def compared(self, token_ids, positions, kv_cache, metadata, needed=None):
+        whole = forward(self, token_ids, positions, kv_cache, metadata)
+        if needed is None:
+            noted.append((len(token_ids), None))
+            return whole
+        kv_cache_of_whole, shapes = kv_cache.clone(), []
+        handle = self.model.layers[-1].mlp.register_forward_pre_hook(lambda _, inputs: shapes.append(len(inputs[0])))
+        result = forward(self, token_ids, positions, kv_cache, metadata, needed)
+        handle.remove()
+        assert shapes == [len(needed)]
+        torch.testing.assert_close(result, whole[needed], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(kv_cache, kv_cache_of_whole, rtol=0, atol=0, equal_nan=True)
+        noted.append((len(token_ids), len(needed)))
+        return result
+
+    monkeypatch.setattr(CausalLM, "forward", compared)
+    return noted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_of_prompts_only_the_last_tokens_pass_the_last_layer(tmp_path, family, steps):
+    save_family_model(tmp_path, family, FAMILIES[family][2](random.Random(family)), seed=1)
+    params = [SamplingParams(temperature=0, max_tokens=1 + index, ignore_eos=True) for index in range(len(PROMPTS))]
+    with LLM(str(tmp_path), device="cpu", dtype="float32", max_num_batched_tokens=12, max_model_len=64) as llm:
+        llm.generate(PROMPTS, params, use_tqdm=False, raise_on_error=True)
+    with_prompts = [step for step in steps if step[1] is not None]
+    # Chunks of 12 tokens or fewer, of which none samples or one to four do.
+    assert (12, 1) in with_prompts and max(needed for _, needed in with_prompts) > 1
+    assert all(0 < needed < num_tokens for num_tokens, needed in with_prompts if num_tokens == 12)
+    assert (1, None) in steps, "decodes alone need all of their tokens"
+
+
+def test_ranks_with_an_exchange_compute_all_of_the_last_layer(tmp_path, steps):
+    """Each has the residual of its own rows alone."""
+    save_model(tmp_path, seed=4)
+    with LLM(str(tmp_path), device="cpu", max_num_batched_tokens=12, max_model_len=64) as llm:
+        runner = llm.engine.runner
+        runner._parallel = replace(runner._parallel, exchange=object())
+        llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=2), use_tqdm=False, raise_on_error=True)
+    assert {needed for _, needed in steps} == {None} and (12, None) in steps
+
+
+def test_scored_prompts_pass_the_last_layer_whole(tmp_path, steps):
+    save_model(tmp_path, seed=4)
+    with LLM(str(tmp_path), device="cpu", max_num_batched_tokens=12, max_model_len=64) as llm:
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False, raise_on_error=True)
+    assert all(len(output.prompt_logprobs) == len(prompt) for output, prompt in zip(outputs, PROMPTS, strict=True))
+    assert (12, None) in steps
