@@ -3,10 +3,11 @@
 The schedule is that of FlashAttention 3 (Shah et al., 2024). In each program, one warp fetches queries, keys and values
 with the copy engine (TMA), and two groups of four warps attend two heads that have the same keys. A group starts two
 products at once: its queries with a tile of keys, and the last tile's weights with their values. While it calculates
-weights, the tensor cores work for the other group. There are no more programs than processors: each works off its part
-of a list, and the next item's data arrives while the result of the last one is written.
+weights, the tensor cores work for the other group. There are no more programs than processors. Each takes its share of
+a list of items (a tile of queries and two heads), and the next item's data arrives while the result of the last one is
+written.
 
-TritonAttention sends prompts here if `has_hopper_kernel`. The twin is its _prefill_kernel.
+TritonAttention sends prompts here if `has_hopper_kernel`. The twin is `_prefill_kernel` in triton_prompts.py.
 """
 
 from functools import cache
@@ -31,13 +32,13 @@ from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS
 # A tile of keys or values is fetched in boxes of 64 rows × 64 columns. A box lies in one block. In shared memory, the
 # boxes of a tile's first 64 columns precede those of the others; the tensor cores read it so.
 _KEYS, _BOX = 128, 64
-# Tiles of keys and values, and of queries, that are under way or in use. With three stages of keys and one of queries,
-# long prompts were not faster, and short ones were slower.
+# How many tiles of keys, as many of values, and pairs of query tiles shared memory holds. With three of keys and one of
+# queries, long prompts were not faster, and short ones were slower.
 _STAGES, _QUERY_STAGES = 2, 2
 _DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 CONSTANTS = {"QUERIES": QUERY_TILE, "KEYS": _KEYS, "STAGES": _STAGES, "QUERY_STAGES": _QUERY_STAGES}
 _IS_DEPENDENT = gl.constexpr("launch_pdl" in LAUNCH_OPTIONS)
-# Triton 3.9 renamed both.
+# Triton 3.8 renamed the first, 3.9 the second.
 _fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _SharedMemory = gl.shared_memory_descriptor
 _reinterpret = _SharedMemory.reinterpret if hasattr(_SharedMemory, "reinterpret") else _SharedMemory._reinterpret
@@ -100,7 +101,7 @@ def _fetch_tile(by_slot, tile, is_there, block_table, first_key, num_keys, at_he
     mbarrier.expect(is_there, boxes.shape[0] * by_slot.block_type.nbytes)
     for box in gl.static_range(NUM_BOXES):
         key = first_key + box * BOX
-        # A box may lie behind the last block. Then any block will do, because its keys are masked.
+        # A box may lie behind the last block. Any block will do: its keys are masked, its values cleared.
         block = gl.minimum(key // BLOCK_SIZE, (num_keys - 1) // BLOCK_SIZE)
         slot = gl.load(block_table + block) * BLOCK_SIZE + key % BLOCK_SIZE
         for part in gl.static_range(boxes.shape[0] // NUM_BOXES):
@@ -113,7 +114,7 @@ def _fetch_all(
     table_stride, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warp that fetches. It puts data into a place as soon as both groups have released it."""
+    """The warp that fetches. It puts data into a stage as soon as both groups have released it."""
     queries_there, queries_free, keys_there, keys_free, values_there, values_free = barriers
     num_done, num_taken = 0, 0  # tiles of keys, and items
     for turn in range(gl.cdiv(num_items, gl.num_programs(0))):
@@ -130,12 +131,13 @@ def _fetch_all(
                     BLOCK_SIZE,
                 )  # fmt: skip
                 if first_key == 0:
-                    place = num_taken % QUERY_STAGES
-                    mbarrier.wait(queries_free.index(place), num_taken // QUERY_STAGES & 1 ^ 1)
-                    mbarrier.expect(queries_there.index(place), 2 * q_by_token.block_type.nbytes)
+                    query_stage = num_taken % QUERY_STAGES
+                    is_there = queries_there.index(query_stage)
+                    mbarrier.wait(queries_free.index(query_stage), num_taken // QUERY_STAGES & 1 ^ 1)
+                    mbarrier.expect(is_there, 2 * q_by_token.block_type.nbytes)
                     for which in gl.static_range(2):
                         at = [first_token, (head + which) * HEAD_DIM]
-                        _fetch(q_by_token, at, queries_there.index(place), queries.index(place * 2 + which))
+                        _fetch(q_by_token, at, is_there, queries.index(query_stage * 2 + which))
                 mbarrier.wait(values_free.index(stage), phase)
                 _fetch_tile(
                     values_by_slot, values.index(stage), values_there.index(stage), block_table, first_key, num_keys,
@@ -175,7 +177,7 @@ def _attend_tiles(
     begin, end, num_done, queries, keys, values, barriers, position, weights, largest, total, summed, scale,
     IS_MASKED: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr, WEIGHTS: gl.constexpr,
 ):  # fmt: skip
-    """Takes in the scores of tiles begin … end of an item, and for each the values of the tile before it."""
+    """Takes tiles begin … end − 1 of an item: the scores of each, and the values of the tile before it."""
     _queries_there, _queries_free, keys_there, keys_free, values_there, values_free = barriers
     for tile in range(begin, end):
         done = num_done + tile
@@ -189,7 +191,7 @@ def _attend_tiles(
             scores, tile * keys.shape[1], position, largest, total, scale, IS_MASKED, WEIGHTS, queries.dtype
         )
         summed = warpgroup_mma_wait(0, (sums,))
-        # Both together, because the group waits for all of its warps before a release.
+        # A release waits for all warps of the group. They have just met for the first, so the second costs little.
         mbarrier.arrive(keys_free.index(stage), count=1)
         mbarrier.arrive(values_free.index(before), count=1)
         summed = summed * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
@@ -197,10 +199,29 @@ def _attend_tiles(
 
 
 @gluon.jit
-def _clear_behind(tile, num_left, ROWS: gl.constexpr):
-    """Zeroes a tile's rows from `num_left` on. They may hold NaN, which a weight of 0 does not remove."""
-    row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, ROWS))
-    tile.store(gl.where((row < num_left)[:, None], tile.load(ROWS), 0.0))
+def _clear_behind(values, num_left):
+    """Zeroes the rows of a tile of values from `num_left` on. They may hold NaN, which a weight of 0 does not remove.
+    Both groups write the same zeros, in any order."""
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    row = gl.arange(0, values.shape[0], gl.SliceLayout(1, ROWS))
+    values.store(gl.where((row < num_left)[:, None], values.load(ROWS), 0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def _write(out, result, first_token, num_queries, head, NUM_HEADS: gl.constexpr):
+    """Writes what a tile's queries got for a head, [queries, 128]."""
+    HEAD_DIM: gl.constexpr = result.shape[1]
+    # Like the layout of a product, but a thread has four successive columns, not two, and four threads write whole
+    # sectors of 32 bytes.
+    OUTPUT: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]], [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]], [], result.shape,
+    )  # fmt: skip
+    query = gl.arange(0, result.shape[0], gl.SliceLayout(1, OUTPUT))
+    to = (first_token.to(gl.int64) + query)[:, None] * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
+    to += gl.arange(0, HEAD_DIM, gl.SliceLayout(0, OUTPUT))[None, :]
+    gl.store(out + to, gl.convert_layout(result.to(out.dtype.element_ty), OUTPUT), (query < num_queries)[:, None])
 
 
 @gluon.jit
@@ -213,12 +234,6 @@ def _attend_all(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
-    # Like SUMS, but a thread has four successive columns, not two, and four threads write whole sectors of 32 bytes.
-    OUTPUT: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]] + ([[0, 64]] if HEAD_DIM == 128 else []),
-        [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [QUERIES, HEAD_DIM],
-    )  # fmt: skip
     num_done, num_taken = 0, 0  # tiles of keys, and items
     first_token, num_queries, first_position, _row, head = _item(0, query_tiles, num_items, NUM_HEADS)
     for turn in range(gl.cdiv(num_items, gl.num_programs(0))):
@@ -227,13 +242,13 @@ def _attend_all(
         if num_queries > 0:
             num_keys = first_position + num_queries
             num_tiles = (num_keys + KEYS - 1) // KEYS
-            place = num_taken % QUERY_STAGES
-            mine = queries.index(place * 2 + WHICH)
+            query_stage = num_taken % QUERY_STAGES
+            mine = queries.index(query_stage * 2 + WHICH)
             position = first_position + gl.arange(0, QUERIES, gl.SliceLayout(1, SCORES))
             largest = gl.full([QUERIES], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
             total = gl.full([QUERIES], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
             summed = gl.full([QUERIES, HEAD_DIM], 0.0, gl.float32, SUMS)
-            mbarrier.wait(queries_there.index(place), num_taken // QUERY_STAGES & 1)
+            mbarrier.wait(queries_there.index(query_stage), num_taken // QUERY_STAGES & 1)
             mbarrier.wait(keys_there.index(num_done % STAGES), num_done // STAGES & 1)
             scores = warpgroup_mma_wait(0, (_begin_scores(mine, keys.index(num_done % STAGES), SCORES),))
             mbarrier.arrive(keys_free.index(num_done % STAGES), count=1)
@@ -250,23 +265,19 @@ def _attend_all(
                 first_masked, num_tiles, num_done, mine, keys, values, barriers, position, weights, largest, total,
                 summed, scale, True, STAGES, SCORES, SUMS, WEIGHTS,
             )  # fmt: skip
-            mbarrier.arrive(queries_free.index(place), count=1)
+            mbarrier.arrive(queries_free.index(query_stage), count=1)
             num_done += num_tiles
             num_taken += 1
             last = (num_done - 1) % STAGES
             mbarrier.wait(values_there.index(last), (num_done - 1) // STAGES & 1)
             num_left = num_keys - (num_tiles - 1) * KEYS
-            if num_left < KEYS:  # both groups write the same
-                _clear_behind(values.index(last), num_left, ROWS)
-                fence_async_shared()
+            if num_left < KEYS:
+                _clear_behind(values.index(last), num_left)
             sums = warpgroup_mma(weights, values.index(last), summed, is_async=True)
             summed = warpgroup_mma_wait(0, (sums,))
             mbarrier.arrive(values_free.index(last), count=1)
-            result = (summed / gl.convert_layout(total, gl.SliceLayout(1, SUMS))[:, None]).to(out.dtype.element_ty)
-            query = gl.arange(0, QUERIES, gl.SliceLayout(1, OUTPUT))
-            to = (first_token.to(gl.int64) + query)[:, None] * (NUM_HEADS * HEAD_DIM) + (head + WHICH) * HEAD_DIM
-            to += gl.arange(0, HEAD_DIM, gl.SliceLayout(0, OUTPUT))[None, :]
-            gl.store(out + to, gl.convert_layout(result, OUTPUT), (query < num_queries)[:, None])
+            result = summed / gl.convert_layout(total, gl.SliceLayout(1, SUMS))[:, None]
+            _write(out, result, first_token, num_queries, head + WHICH, NUM_HEADS)
         first_token, num_queries, first_position, head = next_token, next_number, next_position, next_head
 
 
@@ -276,10 +287,9 @@ def _attend_prompts_kernel(
     NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One program per processor. An item of its work is a tile of queries and two heads.
-
-    A barrier X_there is passed when the data of a place have arrived, X_free when both groups have released it.
-    """
+    """One program per processor. A barrier X_there is passed when the data of a stage have arrived, X_free when both
+    groups have released it."""
+    gl.static_assert(HEAD_DIM == 128 and QUERIES == 64)
     dtype: gl.constexpr = keys_by_slot.dtype
     layout: gl.constexpr = keys_by_slot.layout
     queries = gl.allocate_shared_memory(dtype, [2 * QUERY_STAGES, QUERIES, HEAD_DIM], layout)
@@ -300,7 +310,7 @@ def _attend_prompts_kernel(
         mbarrier.init(values_there.index(stage), count=1)
         mbarrier.init(values_free.index(stage), count=2)
     if _IS_DEPENDENT:
-        gdc_wait()  # before the next kernel may start, which does not wait
+        gdc_wait()  # first, because the decodes' kernel may start next, which does not wait itself
         gdc_launch_dependents()
     barriers = (queries_there, queries_free, keys_there, keys_free, values_there, values_free)
     gl.warp_specialize(
@@ -318,6 +328,6 @@ def _attend_prompts_kernel(
                 num_items, table_stride, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEYS, STAGES, QUERY_STAGES,
             )),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1],  # warps of the second group and of the one that fetches
+        [240, 24],  # their registers per thread; the first group has 240 too
     )  # fmt: skip

@@ -256,7 +256,7 @@ def _decode_kernel(
     """A fixed number of programs share the list of splits × key/value heads; neighbours read neighbouring heads.
 
     In a step with prompts they run beside the prompts' kernel, which has waited for all that they read: prompts
-    keep the arithmetic units busy, decodes the memory.
+    keep the arithmetic units busy, decodes the memory. On Hopper they find room where no prompts are left.
     """
     let_next_come()
     if not IS_BESIDE_PROMPTS:

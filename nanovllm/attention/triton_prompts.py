@@ -1,9 +1,10 @@
-"""Attention of prompts by a kernel of our own, in Triton, for TritonAttention.
+"""Attention of prompts for TritonAttention, by a kernel of our own in Triton, or by that in hopper_prompts.py.
 
 A program attends a tile of a sequence's queries, for one head or for two that have the same keys. The softmax is the
 online one of FlashAttention (Dao, 2023), in base 2.
 """
 
+import logging
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -14,8 +15,11 @@ from nanovllm.attention.metadata import QUERY_TILE, AttentionMetadata
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, let_next_come, wait
 from nanovllm.ops.kernel import jit, tl, triton
 
+logger = logging.getLogger(__name__)
+
 LOG2_E = 1.4426950408889634
-# Gluon is experimental. With other versions, Triton's kernel attends prompts.
+# Gluon changes between versions; with others than these, _prefill_kernel attends prompts. Only 3.6 ran on a GPU. With
+# the others the kernel was compiled, and its barriers and layouts were compared.
 _GLUON_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 
@@ -30,7 +34,18 @@ def has_hopper_kernel(shape: AttentionShape, block_size: int) -> bool:
         and shape.head_dim == 128
         and shape.num_heads // shape.num_kv_heads % 2 == 0  # a program takes two heads with the same keys
         and block_size % 64 == 0
+        and _has_gluon()
     )
+
+
+@cache
+def _has_gluon() -> bool:
+    try:
+        from nanovllm.attention import hopper_prompts  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        logger.warning("prompts take the kernel for other GPUs, which is slower: Gluon cannot be imported (%s)", error)
+        return False
+    return True
 
 
 class PromptLaunch(NamedTuple):
@@ -112,7 +127,7 @@ def attend_prompts(
     """
     scale = shape.score_scale * LOG2_E
     if window == 0 and has_hopper_kernel(shape, metadata.block_size):
-        from nanovllm.attention import hopper_prompts  # Gluon is not everywhere
+        from nanovllm.attention import hopper_prompts  # not every Triton has Gluon
 
         hopper_prompts.attend_prompts(q, k_cache, v_cache, out, metadata, tiles, scale)
     else:

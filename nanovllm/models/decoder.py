@@ -3,6 +3,8 @@
 `kw` is where and how layers compute: dtype and device of parameters, and whether with our kernels (`fused`).
 """
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -126,6 +128,8 @@ class Decoder(nn.Module):
         *layers, last = self.layers
         for layer in layers:
             output, residual = layer(output, residual, rotary, kv_cache, metadata)
+        if needed is not None:
+            metadata = replace(metadata, query_tiles=metadata.sampled_tiles)
         output, residual = last(output, residual, rotary, kv_cache, metadata, needed)
         return self.norm.reduce_add(output, residual)[0]
 
@@ -177,8 +181,9 @@ class CausalLM(nn.Module):
     ) -> torch.Tensor:
         """token_ids, positions: [num_tokens] -> hidden states [num_tokens, hidden_size]
 
-        needed: int64 [num_needed], indices of tokens. The last layer computes its results for them alone, and hidden
-            states are [num_needed, hidden_size]. Not for ranks with an Exchange, whose residuals lack rows.
+        needed: int64 [num_needed], indices of tokens, of prompts only such as are in `metadata.sampled_tiles`. The last
+            layer computes its results for them alone, and hidden states are [num_needed, hidden_size]. Not for steps of
+            decodes alone, nor for ranks with an Exchange, whose residuals lack rows.
         """
         rotary = {rope: embedding.lookup(positions) for rope, embedding in self.rotary_embs.items()}
         return self.model(token_ids, rotary, kv_cache, metadata, needed)

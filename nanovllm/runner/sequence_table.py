@@ -136,7 +136,8 @@ class SequenceTable:
         # The step's inputs: a first line with the number of decodes, then the rows that `expand_rows` describes.
         self._lines = zeros(torch.int32, 1 + num_entries + sampled_multiple, 4)
         self._samples = ExpandedSamples.empty(num_entries + sampled_multiple, len(self._table.settings), device)
-        self._tiles = zeros(torch.int32, most_tokens // QUERY_TILE + min(max_num_seqs, most_tokens) + 1, 4)
+        most_tiles = most_tokens // QUERY_TILE + min(max_num_seqs, most_tokens) + 1
+        self._tiles = zeros(torch.int32, 2 * most_tiles, 4)
         self._shared = SharedPrefixes(
             num_items=zeros(torch.int32, 1),
             items=zeros(torch.int32, most_shared_splits, 3),
@@ -195,9 +196,11 @@ class SequenceTable:
         samples[: len(sampled)], samples[len(sampled) :] = sampled, size.num_rows
         upload([lines], self._device, into=self._lines)
         if size.num_tiles:
-            tiles = np.zeros((size.num_tiles, 4), np.int32)
+            tiles = np.zeros((2, size.num_tiles, 4), np.int32)
             real = query_tiles(rows.num_new_tokens, rows.keys, num_decodes)
-            tiles[: len(real)] = real
+            row_of_tile, is_last = real[:, 3], real[:, 0] + real[:, 1] == ends[real[:, 3]]
+            sampled = real[is_last & (rows.samples[row_of_tile] > 0)]
+            tiles[0, : len(real)], tiles[1, : len(sampled)] = real, sampled
             upload([tiles], self._device, into=self._tiles)
 
     def _admit(self, sequences: list[Sequence], entries: np.ndarray) -> None:
@@ -261,6 +264,7 @@ class SequenceTable:
             block_tables=made.block_tables,
             block_size=self._block_size,
             query_tiles=self._tiles[: size.num_tiles] if size.num_tiles else None,
+            sampled_tiles=self._tiles[size.num_tiles : 2 * size.num_tiles] if size.num_tiles else None,
             shared_prefixes=self._shared if size.is_grouped else None,
             tenants=tenants,
         )

@@ -3,7 +3,9 @@
 test_gpu_kernels.py has it in few items per program, among all backends.
 """
 
+import math
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -32,12 +34,14 @@ MIXED = [
 
 
 @pytest.fixture(params=[1, 5, 132])
-def num_programs(request, monkeypatch) -> int:
-    """With one program, each item comes after another one."""
+def num_programs(request, monkeypatch) -> Iterator[int]:
+    """With one program, each item comes after another one. The test must have used the kernel."""
     from nanovllm.attention import hopper_prompts
 
-    monkeypatch.setattr(hopper_prompts, "_num_processors", lambda device: request.param)
-    return request.param
+    asked = []
+    monkeypatch.setattr(hopper_prompts, "_num_processors", lambda device: asked.append(device) or request.param)
+    yield request.param
+    assert asked
 
 
 def make_hopper_case(sequences: list[tuple[int, int]], block_size: int = 64, **options) -> Case:
@@ -89,6 +93,21 @@ def test_queries_of_a_projection_are_attended_like_copies(num_programs):
     metadata = replace(metadata, plan=backend.plan(metadata))
     backend.store_kvcache(k, v, case.k_cache, case.v_cache, metadata.slot_mapping)
     assert_close_to_formula(case, backend.attend(q, k, v, case.k_cache, case.v_cache, metadata))
+
+
+def test_queries_behind_the_last_one_of_a_tile_change_nothing(num_programs):
+    """They are the next sequence's, or nobody's."""
+    case = make_hopper_case([(0, 70), (100, 30), (0, 65)])
+    backend, expected = make_hopper_backend(case), None
+    for number in (0.0, math.nan):
+        q = torch.cat((case.new(case.queries), randn(64, 4, 128, dtype=torch.bfloat16, seed=1) * 0 + number))
+        q[70:100] = number
+        out = torch.zeros_like(q)
+        attend_prompts(backend._shape, q, case.k_cache, case.v_cache, out, case.metadata, case.metadata.query_tiles, 0)
+        others = torch.cat((out[:70], out[100:165]))
+        assert expected is None or torch.equal(others, expected)
+        expected = others
+    assert expected.abs().max() > 0.1 and not expected.isnan().any()
 
 
 @pytest.mark.parametrize("where", ["between", "behind", "alone"])
@@ -160,13 +179,15 @@ def test_layers_back_to_back_never_read_what_is_not_written_yet():
     weight = torch.ones(24, 128, dtype=torch.bfloat16, device=GPU)
     inputs = [randn(num_tokens, 32, 128, dtype=torch.bfloat16, seed=seed) for seed in range(3)]
 
-    def layer(qkv: torch.Tensor) -> torch.Tensor:
+    def layer(qkv: torch.Tensor, is_awaited: bool = False) -> torch.Tensor:
         qk = qk_norm_rotate_store(qkv, weight, 1e-6, *rotations, case.k_cache, case.v_cache, metadata.slot_mapping)
+        if is_awaited:
+            torch.cuda.synchronize()
         return backend.attend(qk[:, :16], qk[:, 16:], qkv[:, 24:], case.k_cache, case.v_cache, metadata)
 
     expected = []
     for qkv in inputs:
-        expected.append(layer(qkv))
+        expected.append(layer(qkv, is_awaited=True))
         torch.cuda.synchronize()
     for number in range(300):
         out = layer(inputs[number % 3])

@@ -46,6 +46,7 @@ METADATA = "attention/metadata.py"
 SDPA = "attention/sdpa_backend.py"
 TRITON = "attention/triton_backend.py"
 TRITON_PROMPTS = "attention/triton_prompts.py"
+HOPPER_PROMPTS = "attention/hopper_prompts.py"
 PREFIX_GROUPS = "attention/prefix_groups.py"
 LOADER = "models/loader.py"
 MODEL_CONFIG = "models/config.py"
@@ -1191,6 +1192,20 @@ MUTANTS = [
         ("test_last_layer.py::test_of_prompts_only_the_last_tokens_pass_the_last_layer[qwen3]",),
     ),
     Mutant(
+        "the last layer attends all queries of prompts",
+        DECODER,
+        "            metadata = replace(metadata, query_tiles=metadata.sampled_tiles)\n",
+        "            pass\n",
+        ("test_last_layer.py::test_our_kernel_attends_only_tiles_with_tokens_that_are_read",),
+    ),
+    Mutant(
+        "the last layer does not attend the token that samples",
+        TABLE,
+        "real[:, 0] + real[:, 1] == ends[real[:, 3]]",
+        "real[:, 0] + 64 == ends[real[:, 3]]",
+        ("test_sequence_table.py::test_padding_leaves_no_trace",),
+    ),
+    Mutant(
         "kernels get no row in a step that samples nothing",
         RUNNER,
         "self._padded_sampled(max(num_sampled, 1))",
@@ -1863,7 +1878,22 @@ MUTANTS = [
         TRITON_PROMPTS,
         "    if window == 0 and has_hopper_kernel(",
         "    if has_hopper_kernel(",
-        ("test_triton_kernels.py::test_layers_with_a_window_do_not_get_the_kernel_of_hopper",),
+        ("test_triton_kernels.py::test_layers_without_a_window_get_the_kernel_of_hopper",),
+    ),
+    Mutant(
+        "nobody gets the kernel of Hopper",
+        TRITON_PROMPTS,
+        "    if window == 0 and has_hopper_kernel(",
+        "    if window < 0 and has_hopper_kernel(",
+        ("test_triton_kernels.py::test_layers_without_a_window_get_the_kernel_of_hopper",),
+    ),
+    Mutant(
+        "decodes start beside prompts before their keys are written",
+        HOPPER_PROMPTS,
+        "        gdc_wait()  # first, because the decodes' kernel may start next, which does not wait itself\n"
+        "        gdc_launch_dependents()\n",
+        "        gdc_launch_dependents()\n        gdc_wait()\n",
+        ("test_triton_kernels.py::test_the_kernel_of_hopper_compiles_with_this_triton",),
     ),
     Mutant(
         "a version of Gluon that nobody tried is used",

@@ -10,6 +10,7 @@ from family_factory import FAMILIES, save_family_model
 from model_factory import save_model
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.attention import triton_backend
 from nanovllm.models.decoder import CausalLM
 
 PROMPTS = [list(range(1, length + 1)) for length in (1, 2, 29, 5, 23, 1, 14)]
@@ -52,6 +53,29 @@ def test_of_prompts_only_the_last_tokens_pass_the_last_layer(tmp_path, family, s
     assert (12, 1) in with_prompts and max(needed for _, needed in with_prompts) > 1
     assert all(0 < needed < num_tokens for num_tokens, needed in with_prompts if num_tokens == 12)
     assert (1, None) in steps, "decodes alone need all of their tokens"
+
+
+def test_our_kernel_attends_only_tiles_with_tokens_that_are_read(tmp_path, steps, monkeypatch):
+    """A prompt of 150 tokens has three tiles of queries."""
+    attend, numbers = triton_backend.attend_prompts, []
+
+    def counted(shape, q, k_cache, v_cache, out, metadata, tiles, window):
+        numbers.append((k_cache.data_ptr(), int((tiles[:, 1] > 0).sum())))
+        attend(shape, q, k_cache, v_cache, out, metadata, tiles, window)
+
+    monkeypatch.setattr(triton_backend, "attend_prompts", counted)
+    save_model(tmp_path, seed=4, num_hidden_layers=2)
+    options = {"attention_backend": "triton", "kvcache_block_size": 16, "max_num_batched_tokens": 100}
+    prompts = [list(range(50)) * 3, [7] * 20, [5] * 70]
+    params = [SamplingParams(temperature=0, max_tokens=number, ignore_eos=True) for number in (1, 4, 2)]
+    with LLM(str(tmp_path), device="cpu", max_model_len=256, **options) as llm:
+        llm.generate(prompts, params, use_tqdm=False, raise_on_error=True)
+    assert steps == [(100, 2), (100, 2), (43, 2), (1, None)]
+    # Of each step: two layers that compute everything, and then, for the comparison, two of which the last does not.
+    (first, _), (last, _) = numbers[:2]
+    assert [cache for cache, _ in numbers] == [first, last] * 6
+    of_steps = [[number for _, number in numbers[at : at + 4]] for at in (0, 4, 8)]
+    assert of_steps == [[4, 4, 4, 2], [2, 2, 2, 0], [1, 1, 1, 1]]
 
 
 def test_ranks_with_an_exchange_compute_all_of_the_last_layer(tmp_path, steps):

@@ -324,6 +324,7 @@ def test_padding_leaves_no_trace(fused):
     assert metadata.cu_seqlens_q.tolist() == [0, 1, 31, 32, 32, 32]
     assert metadata.num_decodes.tolist() == [1] and metadata.most_decodes == 5
     assert metadata.query_tiles.tolist() == [[1, 30, 2, 1], [31, 1, 7, 2], [0] * 4, [0] * 4]
+    assert torch.equal(metadata.sampled_tiles, metadata.query_tiles)
     assert metadata.slot_mapping[32:].tolist() == [-1] * 32
     assert batch.token_ids[32:].tolist() == batch.positions[32:].tolist() == [0] * 32
     assert not metadata.block_tables[3:].any()
@@ -414,7 +415,7 @@ def test_parked_rows_leave_no_trace_and_come_back(size, fused):
         unset = [batch.token_ids, batch.positions, batch.sampled_tokens, batch.sampled.lengths, metadata.context_lens]
         unset += [metadata.cu_seqlens_q, metadata.num_decodes, metadata.block_tables]
         assert not any(tensor.any() for tensor in unset)
-        assert metadata.query_tiles is None or not metadata.query_tiles.any()
+        assert metadata.query_tiles is None or not (metadata.query_tiles.any() or metadata.sampled_tiles.any())
         # Where a row's partial results begin is only known of real rows.
         assert metadata.shared_prefixes.num_items.tolist() == [0]
         tokens = table.tokens[:5].clone()
@@ -554,7 +555,7 @@ def test_a_mixed_step_between_sends_only_what_is_new(uploads):
         uploads.clear()
         step = step_of(*chunks)
         build(table, step)
-        return num_bytes(uploads) - 16 * (2 + len(chunks)) - 16 * exact_size(step).num_tiles
+        return num_bytes(uploads) - 16 * (2 + len(chunks)) - 32 * exact_size(step).num_tiles
 
     assert sent((a, 1, True), (b, 1, True)) == 0
     assert sent((b, 1, True), (a, 1, True)) == 0, "in another order"
@@ -574,7 +575,7 @@ def test_a_chunk_sends_its_new_blocks_once(uploads):
     seq.num_computed_tokens = 27
     uploads.clear()
     batch = build(table, step_of((seq, 19, False)))
-    assert num_bytes(uploads) == 5 * (8 + 4) + 3 * 16 + 16
+    assert num_bytes(uploads) == 5 * (8 + 4) + 3 * 16 + 2 * 16
     assert batch.metadata.block_tables[0, :7].tolist() == [9, 8, 7, 6, 5, 4, 3]
     expected = [block * 4 + offset for block in (7, 6, 5, 4, 3) for offset in range(4)][:19]
     assert batch.metadata.slot_mapping.tolist() == expected
@@ -1019,8 +1020,12 @@ class TableRunner(FakeRunner):
                 for i in range(num_queries)
             ]
             assert sorted(found) == tiles
+            # What the last layer attends: the tiles with the tokens that are sampled after.
+            all_tiles, last = metadata.query_tiles.tolist(), [token for token, _ in sampled]
+            expected = [tile for tile in all_tiles if any(tile[0] <= token < tile[0] + tile[1] for token in last)]
+            assert metadata.sampled_tiles.tolist() == expected + [[0] * 4] * (size.num_tiles - len(expected))
         else:
-            assert metadata.query_tiles is None
+            assert metadata.query_tiles is None and metadata.sampled_tiles is None
         later = step.chunks[step.num_decodes :]
         self.kinds_seen.add((
             step.num_decodes > 0, bool(later),

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from model_factory import one_thread, save_model  # noqa: F401
 from test_attention import MIXED, Case, make_case, relative_error
 from test_attention import run as run_case
 
+import nanovllm.attention
 import nanovllm.ops
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention import triton_backend, triton_prompts
@@ -185,9 +187,10 @@ def test_prompts_are_launched_as_was_measured_only_where_it_was(monkeypatch, cap
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
-@pytest.mark.parametrize("version", ["3.5.1", "3.6.0", "3.9.0", "3.10.0", "4.0.0"])
+@pytest.mark.parametrize("version", ["3.5.1", "3.6.0.post1", "3.7.1", "3.8.0+git12ab34", "3.9.0", "3.10.0", "4.0.0"])
 def test_the_kernel_of_hopper_gets_what_it_can_attend(monkeypatch, capability, version):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(triton_prompts, "_has_gluon", lambda: True)
     monkeypatch.setattr(triton_prompts.triton, "__version__", version)
     has_kernel = triton_prompts.has_hopper_kernel.__wrapped__
     for dtype, head_dim, (num_heads, num_kv_heads), block_size in itertools.product(
@@ -197,7 +200,7 @@ def test_the_kernel_of_hopper_gets_what_it_can_attend(monkeypatch, capability, v
         shape = AttentionShape(num_heads, num_kv_heads, head_dim, dtype, torch.device("cuda"))
         assert has_kernel(shape, block_size) == (
             capability == (9, 0)
-            and version in ("3.6.0", "3.9.0")
+            and version[:3] in ("3.6", "3.7", "3.8", "3.9")
             and dtype != torch.float32
             and head_dim == 128
             and (num_heads, num_kv_heads) in ((8, 4), (8, 2))
@@ -205,10 +208,29 @@ def test_the_kernel_of_hopper_gets_what_it_can_attend(monkeypatch, capability, v
         )
 
 
-def test_layers_with_a_window_do_not_get_the_kernel_of_hopper(monkeypatch):
-    monkeypatch.setattr(triton_prompts, "has_hopper_kernel", lambda *_: pytest.fail("it knows no windows"))
-    case = make_case(MIXED, 16, window=20)
-    assert relative_error(case, run_case("triton", case)) < 1e-6
+def test_a_triton_without_gluon_takes_the_other_kernel_and_says_so(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "nanovllm.attention.hopper_prompts", None)
+    monkeypatch.delattr(nanovllm.attention, "hopper_prompts", raising=False)
+    assert not triton_prompts._has_gluon.__wrapped__()
+    assert "Gluon cannot be imported" in caplog.text
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_layers_without_a_window_get_the_kernel_of_hopper(monkeypatch, window):
+    """It knows no windows."""
+    calls = []
+    stub = SimpleNamespace(attend_prompts=lambda *args: calls.append(args))
+    monkeypatch.setitem(sys.modules, "nanovllm.attention.hopper_prompts", stub)
+    monkeypatch.setattr(nanovllm.attention, "hopper_prompts", stub, raising=False)
+    monkeypatch.setattr(triton_prompts, "has_hopper_kernel", lambda *_: True)
+    case = make_case(MIXED, 16, window=window, scale=0.3)
+    found = run_case("triton", case)
+    if window:
+        assert not calls and relative_error(case, found) < 1e-6
+    else:
+        ((q, k_cache, _, _, metadata, tiles, scale),) = calls
+        assert len(q) == sum(new for _, new in MIXED) and k_cache is case.k_cache
+        assert tiles is metadata.query_tiles and scale == pytest.approx(0.3 / math.log(2))
 
 
 COMPILING = """
@@ -239,12 +261,14 @@ for dtype, (num_heads, num_kv_heads), block_size in (("bf16", (16, 8), 64), ("fp
     options = {"num_warps": 4, "launch_pdl": True, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = compiled.asm["ptx"]
-    print(compiled.metadata.shared, all(each in ptx for each in ("wgmma", "setmaxnreg", "griddepcontrol")))
+    # The kernel after this one may start only when this one knows that all before it is done.
+    waits, lets_next_come = (ptx.find(f"griddepcontrol.{each}") for each in ("wait", "launch_dependents"))
+    print(compiled.metadata.shared, "wgmma" in ptx and "setmaxnreg" in ptx, 0 < waits < lets_next_come)
 """
 
 
 def test_the_kernel_of_hopper_compiles_with_this_triton(tmp_path):
-    """It cannot be interpreted. What it computes: test_gpu_kernels.py."""
+    """It cannot be interpreted. What it computes: tests/gpu/test_gpu_hopper_prompts.py."""
     if tuple(map(int, triton_prompts.triton.__version__.split(".")[:2])) not in triton_prompts._GLUON_VERSIONS:
         pytest.skip("this Triton's Gluon is not used")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -254,8 +278,8 @@ def test_the_kernel_of_hopper_compiles_with_this_triton(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     for line in done.stdout.splitlines():
-        shared, is_hoppers = line.split()
-        assert int(shared) <= 227 * 1024 and is_hoppers == "True"
+        shared, is_hoppers, waits_first = line.split()
+        assert int(shared) <= 227 * 1024 and is_hoppers == waits_first == "True"
     assert len(done.stdout.splitlines()) == 2
 
 
