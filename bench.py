@@ -486,7 +486,7 @@ def matrix_operations(log: StepLog, config: ModelConfig) -> list[int]:
     all_but_last = replace(config, layers=config.layers[:-1])
     qkv_rows = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
     of_all_tokens = all_but_last.num_layer_parameters(1) + qkv_rows * config.hidden_size
-    # Behind the attention of the last layer, only tokens that sample count.
+    # After the attention of the last layer, a step needs only the tokens that sample.
     of_sampled = num_weights(config) - of_all_tokens
     steps = zip(log.num_tokens, log.num_sampled, strict=True)
     return [2 * (num_tokens * of_all_tokens + num_sampled * of_sampled) for num_tokens, num_sampled in steps]
@@ -494,7 +494,7 @@ def matrix_operations(log: StepLog, config: ModelConfig) -> list[int]:
 
 def score_operations(log: StepLog, config: ModelConfig) -> list[float]:
     """Operations of each step's attention over prompts: per query-key pair, head and layer, a product with the key and
-    one with the value."""
+    one with the value. All queries count in the last layer too, although the engine skips tiles that nobody reads."""
     per_pair = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
     return [scores * per_pair for scores in log.prefill_scores]
 

@@ -1,11 +1,12 @@
-"""Attention of prompts on one GPU: TFLOP/s of our kernel, of its plain launch, and of other libraries.
+"""Attention of prompts on one GPU: TFLOP/s of our kernels and of other libraries.
 
     python docs/measurements/prompt_attention.py [--heads 128:16:8,128:32:8,64:32:8,256:8:4] [--cases 2k,16k]
 
-Every line is checked against the plain launch; a "!" marks a difference. FlashAttention 2 (`flash-attn`) and 4
-(`flash-attn-4`) are measured where they are installed, and cuDNN through PyTorch where no key is cached. Keys lie in
-blocks of 64 in random order; FlashAttention 2 and cuDNN get them contiguous. `_prefill_kernel` is what prompts
-of other shapes and on other GPUs get; `ours` is what the engine uses here.
+Every line is checked against the plain launch of `_prefill_kernel`; a "!" marks a difference. FlashAttention 2
+(`flash-attn`) and 4 (`flash-attn-4`) are measured where they are installed, and cuDNN through PyTorch where no key is
+cached. Keys lie in blocks of 64 in random order; FlashAttention 2 and cuDNN get them contiguous. The line `ours` is the
+kernel that the engine chooses on this GPU. The line `_prefill_kernel` is the one that it chooses on other GPUs, and for
+shapes that hopper_prompts.py does not take.
 """
 
 import argparse
@@ -115,7 +116,7 @@ def ours(case: Case) -> Attend:
 
 
 def launched(case: Case, launch: triton_prompts.PromptLaunch | None = None) -> Attend:
-    """By _prefill_kernel."""
+    """Attends by _prefill_kernel, launched as given or as for this shape."""
     out, tiles, scale = torch.empty_like(case.q), case.metadata.query_tiles, case.scale * triton_prompts.LOG2_E
     how = launch or triton_prompts.prompt_launch(case.shape, BLOCK_SIZE)
 

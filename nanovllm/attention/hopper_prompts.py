@@ -2,12 +2,13 @@
 
 The schedule is that of FlashAttention 3 (Shah et al., 2024). In each program, one warp fetches queries, keys and values
 with the copy engine (TMA), and two groups of four warps attend two heads that have the same keys. A group starts two
-products at once: its queries with a tile of keys, and the last tile's weights with their values. While it calculates
-weights, the tensor cores work for the other group. There are no more programs than processors. Each takes its share of
-a list of items (a tile of queries and two heads), and the next item's data arrives while the result of the last one is
-written.
+products at once: its queries with a tile of keys, and the weights of the tile before with that tile's values. While the
+group calculates weights, the tensor cores work for the other group. There are no more programs than processors. Each
+program takes its share of a list of items (a tile of queries and two heads). The next item's data arrives while the
+program writes the result of the current one.
 
-TritonAttention sends prompts here if `has_hopper_kernel`. The twin is `_prefill_kernel` in triton_prompts.py.
+`triton_prompts.attend_prompts` calls this kernel in layers without a window, if `has_hopper_kernel`. Its twin is
+`_prefill_kernel` in triton_prompts.py.
 """
 
 from functools import cache
@@ -30,15 +31,15 @@ from nanovllm.attention.metadata import QUERY_TILE, AttentionMetadata
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS
 
 # A tile of keys or values is fetched in boxes of 64 rows × 64 columns. A box lies in one block. In shared memory, the
-# boxes of a tile's first 64 columns precede those of the others; the tensor cores read it so.
+# boxes with a tile's first 64 columns precede the others, because the tensor cores read a tile in this order.
 _KEYS, _BOX = 128, 64
-# How many tiles of keys, as many of values, and pairs of query tiles shared memory holds. With three of keys and one of
-# queries, long prompts were not faster, and short ones were slower.
+# Shared memory holds _STAGES tiles of keys, as many tiles of values, and _QUERY_STAGES pairs of query tiles. With three
+# and one instead, long prompts were not faster, and short ones were slower.
 _STAGES, _QUERY_STAGES = 2, 2
 _DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 CONSTANTS = {"QUERIES": QUERY_TILE, "KEYS": _KEYS, "STAGES": _STAGES, "QUERY_STAGES": _QUERY_STAGES}
 _IS_DEPENDENT = gl.constexpr("launch_pdl" in LAUNCH_OPTIONS)
-# Triton 3.8 renamed the first, 3.9 the second.
+# Triton 3.8 renamed async_copy_global_to_shared, and Triton 3.9 renamed _reinterpret.
 _fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _SharedMemory = gl.shared_memory_descriptor
 _reinterpret = _SharedMemory.reinterpret if hasattr(_SharedMemory, "reinterpret") else _SharedMemory._reinterpret
@@ -55,6 +56,8 @@ def attend_prompts(
 ) -> None:
     """Like `triton_prompts.attend_prompts`, for 16-bit heads of 128, an even number of them per key head, blocks of a
     multiple of 64, and no window.
+
+    scale: of the scores, in base 2.
     """
     (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
     width, num_items = num_kv_heads * head_dim, len(tiles) * (num_heads // 2)
@@ -79,9 +82,10 @@ def _num_processors(device: torch.device) -> int:
 @gluon.jit
 def _item(turn, query_tiles, num_items, NUM_HEADS: gl.constexpr):
     """What this program does in a turn: the tile's first token, number of queries, first position and row, and the
-    first of two heads. Without work left, there are no queries.
+    first of two heads. If no work is left, the number of queries is 0.
 
-    Tiles with most keys come first. The program that gets the longest item of one turn gets the shortest of the next.
+    The tiles that see the most keys come first. Turns alternate in direction: the program that gets the longest item of
+    one turn gets the shortest of the next.
     """
     program, num_programs = gl.program_id(0), gl.num_programs(0)
     item = turn * num_programs + gl.where(turn % 2 == 0, program, num_programs - 1 - program)
@@ -159,8 +163,8 @@ def _softmax(
     scores, first_key, position, largest, total, scale, IS_MASKED: gl.constexpr, WEIGHTS: gl.constexpr,
     dtype: gl.constexpr,
 ):  # fmt: skip
-    """Takes a tile of scores into an online softmax. Returns its weights, the largest score so far, the weights' total,
-    and by how much earlier sums shrink."""
+    """Takes a tile of scores into an online softmax. Returns the weights of this tile, the largest score so far, the
+    total of all weights so far, and the factor by which earlier sums shrink."""
     SCORES: gl.constexpr = scores.type.layout
     if IS_MASKED:
         key = first_key + gl.arange(0, scores.shape[1], gl.SliceLayout(0, SCORES))
@@ -191,7 +195,8 @@ def _attend_tiles(
             scores, tile * keys.shape[1], position, largest, total, scale, IS_MASKED, WEIGHTS, queries.dtype
         )
         summed = warpgroup_mma_wait(0, (sums,))
-        # A release waits for all warps of the group. They have just met for the first, so the second costs little.
+        # Each release waits for all warps of the group. The first has just brought them together, so the second is
+        # cheap.
         mbarrier.arrive(keys_free.index(stage), count=1)
         mbarrier.arrive(values_free.index(before), count=1)
         summed = summed * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
@@ -310,7 +315,7 @@ def _attend_prompts_kernel(
         mbarrier.init(values_there.index(stage), count=1)
         mbarrier.init(values_free.index(stage), count=2)
     if _IS_DEPENDENT:
-        gdc_wait()  # first, because the decodes' kernel may start next, which does not wait itself
+        gdc_wait()  # comes first: the decodes' kernel may start right after the next line, and does not wait itself
         gdc_launch_dependents()
     barriers = (queries_there, queries_free, keys_there, keys_free, values_there, values_free)
     gl.warp_specialize(

@@ -44,7 +44,8 @@ class AttentionMetadata:
         block_size: tokens per block.
         query_tiles: int32 [num_tiles, 4], the queries of the rows that are not decodes; see `query_tiles`. A tile of
             padding has no queries. None if the step holds decodes alone.
-        sampled_tiles: those of `query_tiles` that hold the last token of a row that samples, padded to the same length.
+        sampled_tiles: int32 [num_tiles, 4], those of `query_tiles` that hold the last token of a row that samples, then
+            tiles of padding. None if nothing asks for them, or if the step holds decodes alone.
         shared_prefixes: which keys several decodes share; None if none are.
         tenants: each row's admission as (request id, number of preemptions), which no other admission ever has: for a
             backend that keeps keys from step to step. None where they are not known, as in a captured step.

@@ -255,8 +255,9 @@ def _decode_kernel(
 ):  # fmt: skip
     """A fixed number of programs share the list of splits × key/value heads; neighbours read neighbouring heads.
 
-    In a step with prompts they run beside the prompts' kernel, which has waited for all that they read: prompts
-    keep the arithmetic units busy, decodes the memory. On Hopper they find room where no prompts are left.
+    In a step with prompts they run beside the prompts' kernel, which has waited for all that they read: prompts keep
+    the arithmetic units busy, decodes the memory. The kernel in hopper_prompts.py fills each processor that it runs on.
+    Beside it, decodes start only on a processor that has no prompts left.
     """
     let_next_come()
     if not IS_BESIDE_PROMPTS:

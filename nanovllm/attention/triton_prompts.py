@@ -18,14 +18,14 @@ from nanovllm.ops.kernel import jit, tl, triton
 logger = logging.getLogger(__name__)
 
 LOG2_E = 1.4426950408889634
-# Gluon changes between versions; with others than these, _prefill_kernel attends prompts. Only 3.6 ran on a GPU. With
-# the others the kernel was compiled, and its barriers and layouts were compared.
+# Gluon changes between versions. With versions that are not in this list, _prefill_kernel attends prompts. On a GPU,
+# only 3.6 ran. With 3.7 to 3.9, the kernel was only compiled, and its barriers and layouts were compared with 3.6's.
 _GLUON_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 
 @cache
 def has_hopper_kernel(shape: AttentionShape, block_size: int) -> bool:
-    """Whether prompts of layers without a window are attended by hopper_prompts.py."""
+    """Whether hopper_prompts.py attends the prompts of layers without a window."""
     return (
         shape.device.type == "cuda"
         and torch.cuda.get_device_capability(shape.device)[0] == 9
@@ -43,7 +43,7 @@ def _has_gluon() -> bool:
     try:
         from nanovllm.attention import hopper_prompts  # noqa: F401
     except (ImportError, AttributeError) as error:
-        logger.warning("prompts take the kernel for other GPUs, which is slower: Gluon cannot be imported (%s)", error)
+        logger.warning("Gluon cannot be imported (%s): prompts use the slower kernel for other GPUs", error)
         return False
     return True
 
@@ -93,7 +93,7 @@ _PROMPT_LAUNCHES = {
 
 @cache
 def prompt_launch(shape: AttentionShape, block_size: int) -> PromptLaunch:
-    """The fastest way found for prompts of this shape; docs/performance.md has the figures."""
+    """The fastest launch of _prefill_kernel found for this shape; docs/performance.md has the figures."""
     is_interpreted = shape.device.type == "cpu"
     # The copy engine came with compute capability 9.0. Later GPUs have other registers and less shared memory. Products
     # of float32 need other tiles.

@@ -95,7 +95,8 @@ class DecoderLayer(nn.Module):
     def forward(self, output, residual, rotary, kv_cache, metadata, needed=None):
         """(output of the layer before, residual) -> the same of this layer; see RMSNorm.reduce_add.
 
-        needed: int64, the tokens whose results anybody reads; None for all. The cache gets the keys of all tokens.
+        needed: int64 [num_needed], the tokens whose results are read; None for all. Results have one row per needed
+            token then. The cache gets the keys and values of all tokens.
         """
         hidden_states, residual = self.input_layernorm.reduce_add(output, residual)
         output = self.self_attn(hidden_states, rotary[self.rope], kv_cache, metadata, needed)
@@ -181,9 +182,9 @@ class CausalLM(nn.Module):
     ) -> torch.Tensor:
         """token_ids, positions: [num_tokens] -> hidden states [num_tokens, hidden_size]
 
-        needed: int64 [num_needed], indices of tokens, of prompts only such as are in `metadata.sampled_tiles`. The last
-            layer computes its results for them alone, and hidden states are [num_needed, hidden_size]. Not for steps of
-            decodes alone, nor for ranks with an Exchange, whose residuals lack rows.
+        needed: int64 [num_needed], indices of tokens; those of prompts must lie in `metadata.sampled_tiles`. The last
+            layer computes results for them alone, and the hidden states are [num_needed, hidden_size]. None for all
+            tokens. Must be None in steps of decodes alone, and for ranks with an Exchange, whose residuals lack rows.
         """
         rotary = {rope: embedding.lookup(positions) for rope, embedding in self.rotary_embs.items()}
         return self.model(token_ids, rotary, kv_cache, metadata, needed)

@@ -360,7 +360,7 @@ class ModelRunner(Runner):
             for size in map(self._prompt_size, self._token_sizes[bisect_left(self._token_sizes, num_tokens) :]):
                 if num_tiles <= size.num_tiles and num_rows <= size.num_rows:
                     return size._replace(is_grouped=is_grouped), True
-        # With one more row at least, no kernel has to do without any.
+        # At least one row, real or of padding, so that no kernel gets an empty tensor.
         num_sampled, longest = self._padded_sampled(max(num_sampled, 1)), int(rows.num_new_tokens.max())
         return StepSize(num_rows, num_tokens, num_sampled, num_tiles, num_decodes, longest, is_grouped), False
 
@@ -371,7 +371,8 @@ class ModelRunner(Runner):
     def _prompt_size(self, num_tokens: int) -> StepSize:
         """The size of a captured step with prompts: all its rows may be decodes, or prompts of any length."""
         num_rows = min(self._most_rows, num_tokens)
-        # Enough for prompts of 32 tokens and more; every tile costs a program per head, whether it is used or not.
+        # Enough for prompts of 32 tokens and more. Every tile costs each head a program, or a turn of a program in
+        # hopper_prompts.py, whether it is used or not.
         num_tiles = num_tokens // QUERY_TILE + min(num_rows, num_tokens // 32 + 1)
         return StepSize(num_rows, num_tokens, self._padded_sampled(num_rows), num_tiles, num_rows, num_tokens, False)
 
@@ -414,7 +415,7 @@ class ModelRunner(Runner):
     def _hidden_states_of_tokens(
         self, size: StepSize, tenants: list[tuple[int, int]] | None = None, needed: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Embeds and runs the layers: [size.num_tokens or len(needed), hidden_size].
+        """Embeds the tokens and runs the layers: [size.num_tokens or len(needed), hidden_size].
 
         tenants: see AttentionMetadata.
         needed: see CausalLM.
@@ -433,7 +434,7 @@ class ModelRunner(Runner):
         """
         last_tokens, _ = self.table.sampled(size.num_sampled)
         if size.num_tiles and self._parallel.exchange is None:
-            # Of most tokens of prompts, the last layer's keys and values are all that anybody reads.
+            # For most tokens of prompts, nobody reads more of the last layer than its keys and values.
             hidden_states = self._hidden_states_of_tokens(size, tenants, last_tokens)
             return hidden_states if out is None else out.copy_(hidden_states)
         return torch.index_select(self._hidden_states_of_tokens(size, tenants), 0, last_tokens, out=out)

@@ -137,6 +137,7 @@ class SequenceTable:
         self._lines = zeros(torch.int32, 1 + num_entries + sampled_multiple, 4)
         self._samples = ExpandedSamples.empty(num_entries + sampled_multiple, len(self._table.settings), device)
         most_tiles = most_tokens // QUERY_TILE + min(max_num_seqs, most_tokens) + 1
+        # Twice: all tiles, and then those with tokens after which a row samples.
         self._tiles = zeros(torch.int32, 2 * most_tiles, 4)
         self._shared = SharedPrefixes(
             num_items=zeros(torch.int32, 1),

@@ -1,6 +1,5 @@
-"""Attention of prompts on Hopper GPUs, in Gluon: many items per program, whatever the blocks, the padding and the step.
-
-test_gpu_kernels.py has it in few items per program, among all backends.
+"""Attention of prompts on Hopper GPUs, in Gluon. Here each program attends many items, with all kinds of blocks,
+padding and steps. test_gpu_kernels.py tests the same kernel with few items per program, beside all other backends.
 """
 
 import math

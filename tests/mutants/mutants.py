@@ -1890,7 +1890,8 @@ MUTANTS = [
     Mutant(
         "decodes start beside prompts before their keys are written",
         HOPPER_PROMPTS,
-        "        gdc_wait()  # first, because the decodes' kernel may start next, which does not wait itself\n"
+        "        gdc_wait()  # comes first: the decodes' kernel may start right after the next line, and does not wait "
+        "itself\n"
         "        gdc_launch_dependents()\n",
         "        gdc_launch_dependents()\n        gdc_wait()\n",
         ("test_triton_kernels.py::test_the_kernel_of_hopper_compiles_with_this_triton",),

@@ -1,5 +1,5 @@
-"""The last layer computes what anybody reads of a step with prompts: the cache of all tokens, and the results of those
-that sample."""
+"""In a step with prompts, the last layer writes the keys and values of all tokens. It computes results only for the
+tokens after which a row samples."""
 
 import random
 from dataclasses import replace
@@ -18,8 +18,8 @@ PROMPTS = [list(range(1, length + 1)) for length in (1, 2, 29, 5, 23, 1, 14)]
 
 @pytest.fixture
 def steps(monkeypatch) -> list[tuple[int, int | None]]:
-    """(tokens, results of the last layer) of each step; None where it computes all. Each result is compared with that
-    of a last layer that computes everything."""
+    """(tokens, results of the last layer) of each step; the second is None where the layer computes all tokens. The
+    fixture compares each result with that of a last layer that computes everything."""
     noted: list[tuple[int, int | None]] = []
     forward = CausalLM.forward
 
@@ -49,14 +49,15 @@ def test_of_prompts_only_the_last_tokens_pass_the_last_layer(tmp_path, family, s
     with LLM(str(tmp_path), device="cpu", dtype="float32", max_num_batched_tokens=12, max_model_len=64) as llm:
         llm.generate(PROMPTS, params, use_tqdm=False, raise_on_error=True)
     with_prompts = [step for step in steps if step[1] is not None]
-    # Chunks of 12 tokens or fewer, of which none samples or one to four do.
+    # Steps of at most 12 tokens. In some no row samples, in others one to four rows do.
     assert (12, 1) in with_prompts and max(needed for _, needed in with_prompts) > 1
     assert all(0 < needed < num_tokens for num_tokens, needed in with_prompts if num_tokens == 12)
     assert (1, None) in steps, "decodes alone need all of their tokens"
 
 
 def test_our_kernel_attends_only_tiles_with_tokens_that_are_read(tmp_path, steps, monkeypatch):
-    """A prompt of 150 tokens has three tiles of queries."""
+    """The first step takes whole prompts of 20 and 70 tokens and 10 tokens of the third: four tiles of queries. Only
+    the last tiles of the two whole prompts hold a token that is read."""
     attend, numbers = triton_backend.attend_prompts, []
 
     def counted(shape, q, k_cache, v_cache, out, metadata, tiles, window):
@@ -71,7 +72,8 @@ def test_our_kernel_attends_only_tiles_with_tokens_that_are_read(tmp_path, steps
     with LLM(str(tmp_path), device="cpu", max_model_len=256, **options) as llm:
         llm.generate(prompts, params, use_tqdm=False, raise_on_error=True)
     assert steps == [(100, 2), (100, 2), (43, 2), (1, None)]
-    # Of each step: two layers that compute everything, and then, for the comparison, two of which the last does not.
+    # Each step calls the model twice, with two layers each. The first call computes everything, for comparison. In the
+    # second, the last layer attends only the tiles that are read.
     (first, _), (last, _) = numbers[:2]
     assert [cache for cache, _ in numbers] == [first, last] * 6
     of_steps = [[number for _, number in numbers[at : at + 4]] for at in (0, 4, 8)]

@@ -550,7 +550,8 @@ class Peers(threading.Thread):
 
 
 def _deadline() -> float:
-    """In processor time: whoever waits spends it too, and on a busy machine no time of the clock is enough."""
+    """In seconds of this process's processor time. Threads that wait for mail spin, so it passes while they wait. On a
+    busy machine, a deadline by the clock could pass while these threads hardly run."""
     return time.process_time() + 6
 
 
