@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +99,25 @@ def save_state(path: Path, state: dict[str, Any]) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a small file that is there whole or not at all."""
+    """Writes a small file that is there whole or not at all.
+
+    Raises:
+        JobError: it cannot be written.
+    """
     new = path.with_name(path.name + ".new")
-    with new.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    replace_durably(new, path)
+    try:
+        with new.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        replace_durably(new, path)
+    except OSError as error:
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise JobError(
+            f"{path} cannot be written: {error.strerror or error}. When this is mended, run the same command again; "
+            "finished rows are kept"
+        ) from error
 
 
 def replace_durably(new: Path, path: Path) -> None:

@@ -56,6 +56,7 @@ PREFLIGHT = "preflight.py"
 JOB_INDEX = "jobs/index.py"
 ROW_PARAMS = "jobs/row_params.py"
 JOURNAL = "jobs/journal.py"
+JOB_IDENTITY = "jobs/identity.py"
 LLM_PY = "llm.py"
 DECODER = "models/decoder.py"
 ROUTE = "ops/route.py"
@@ -2908,6 +2909,13 @@ MUTANTS = [
         ("test_replicas.py::test_drain_finishes_what_has_started_and_reads_no_more",),
     ),
     # Jobs
+    Mutant(
+        "half a description stays on a full disk",
+        JOB_IDENTITY,
+        "            new.unlink(missing_ok=True)\n        raise JobError(",
+        "            pass\n        raise JobError(",
+        ("test_jobs.py::test_a_description_that_cannot_be_written_is_named",),
+    ),
     Mutant(
         "the journal's thread dies of an error that it does not know",
         JOURNAL,

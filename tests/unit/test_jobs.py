@@ -492,8 +492,28 @@ def test_a_full_disk_at_the_end_keeps_all_rows(job, tmp_path, monkeypatch):
         patch.setattr("nanovllm.jobs.job.replace_durably", refuse)
         with pytest.raises(JobError, match=r"cannot be written: No space left on device. All rows are in"):
             job(rows)
+    assert not list(tmp_path.glob("*.new"))
     FakeLLM.made = []
     assert len(job()[1]) == 40 and FakeLLM.made == []
+
+
+@pytest.mark.parametrize("num_written", [0, 1])
+def test_a_description_that_cannot_be_written_is_named(job, tmp_path, monkeypatch, num_written):
+    """At the start, or when all rows are there."""
+    numbers, replace = iter(range(9)), os.replace
+
+    def refuse(new, path):
+        if str(path).endswith(".job") and next(numbers) >= num_written:
+            raise OSError(28, "No space left on device")
+        replace(new, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", refuse)
+        with pytest.raises(JobError, match=r"\.job cannot be written: No space left on device. When this is mended"):
+            job(plain(40))
+    assert not list(tmp_path.glob("*.new"))
+    FakeLLM.made = []
+    assert len(job()[1]) == 40 and (FakeLLM.made == []) == bool(num_written)
 
 
 def test_blank_lines_marks_and_a_last_line_without_end_are_read_as_people_mean_them(tmp_path):
