@@ -50,12 +50,12 @@ def pack_masks(masks: np.ndarray) -> list:
     """int32 [num_rows, num_words] for JSON; see `unpack_masks`. Rows under one schema often have equal masks."""
     place_of: dict[bytes, int] = {}
     places = [place_of.setdefault(mask.tobytes(), len(place_of)) for mask in masks]
-    return [places, b64encode(b"".join(place_of)).decode()]
+    return [places, masks.shape[1], b64encode(b"".join(place_of)).decode()]
 
 
-def unpack_masks(places: list[int], data: str) -> np.ndarray:
-    different = np.frombuffer(b64decode(data), np.int32).reshape(max(places, default=0) + 1, -1)
-    return different[places]
+def unpack_masks(places: list[int], num_words: int, data: str) -> np.ndarray:
+    different = np.frombuffer(b64decode(data), np.int32).reshape(-1, num_words)
+    return different[np.array(places, np.int64)]
 
 
 def unpack_output(token_ids: list[int], *numbers: list) -> StepOutput:
@@ -157,8 +157,8 @@ class Worker:
             )
         self._in_flight[number] = step, self._runner.launch(step)
 
-    def _constrain(self, number: int, rows: list[int], places: list[int], data: str) -> None:
-        self._in_flight[number][1].constrain(unpack_masks(places, data), rows)
+    def _constrain(self, number: int, rows: list[int], *packed) -> None:
+        self._in_flight[number][1].constrain(unpack_masks(*packed), rows)
 
     def _wait(self, number: int) -> list:
         """A number for the step's tokens, and on rank 0 all that it computed."""

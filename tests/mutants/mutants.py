@@ -2478,6 +2478,15 @@ MUTANTS = [
         ("test_update_weights.py::test_a_bad_update_changes_nothing[one rank-unknown name]",),
     ),
     Mutant(
+        "masks of no rows have no words",
+        WORKER,
+        "return [places, masks.shape[1], ",
+        "return [places, masks.shape[1] if len(masks) else 0, ",
+        (
+            "test_structured_outputs_of_llm.py::test_a_step_in_flight_whose_constrained_rows_have_all_ended_gets_no_masks",
+        ),
+    ),
+    Mutant(
         "a ranks' update is copied unchecked",
         WORKER,
         "            self._runner.check_update(tensors)\n",

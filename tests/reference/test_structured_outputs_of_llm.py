@@ -87,6 +87,18 @@ def test_every_completion_is_of_its_schema_or_was_cut(random_model, is_trained, 
     assert num_valid > num_cut / 4
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_step_in_flight_whose_constrained_rows_have_all_ended_gets_no_masks(num_ranks):
+    """Several ranks once took the masks of no rows for masks without words, and the LLM was lost."""
+    params = [
+        SamplingParams(temperature=0, max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])),
+        SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+    ]
+    with LLM(MODEL_DIRECTORY, device="cpu", num_kvcache_blocks=40, tensor_parallel_size=num_ranks) as llm:
+        chosen, free = llm.generate(["Is it so?", "1 + 1 ="], params, use_tqdm=False, raise_on_error=True)
+    assert chosen.text in ("yes", "no") and len(chosen.token_ids) < 19 and len(free.token_ids) == 20
+
+
 @pytest.mark.parametrize("options", SCHEDULES, ids=str)
 def test_neighbours_and_schedules_change_nothing(options):
     """Rows under constraints beside rows without any, with siblings, stop strings and log-probabilities."""
