@@ -165,7 +165,7 @@ class Job:
                 state = self._state(identity, journal, len(lines))
             if state["finished"] and self._output.exists():
                 journal.remove()
-                logger.info("%s is finished already", self._output)
+                logger.info("%s is finished already; the report of the run that finished it follows", self._output)
                 return state["report"]
             report = self._run_rows(lines, index, params, journal)
             if journal.is_complete():
