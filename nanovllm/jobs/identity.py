@@ -2,9 +2,10 @@
 
 import json
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -95,11 +96,13 @@ def load_state(path: Path) -> dict[str, Any] | None:
 
 def save_state(path: Path, state: dict[str, Any]) -> None:
     """Replaces the description; a kill leaves the old one or the new one."""
-    write_whole(path, json.dumps(state, indent=1).encode())
+    with whole_file(path) as file:
+        file.write(json.dumps(state, indent=1).encode())
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes a small file that is there whole or not at all.
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which is then at `path` whole and on the disk. After an exception there is no trace of it.
 
     Raises:
         JobError: it cannot be written.
@@ -107,20 +110,22 @@ def write_whole(path: Path, data: bytes) -> None:
     new = path.with_name(path.name + ".new")
     try:
         with new.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
-        replace_durably(new, path)
-    except OSError as error:
+        _replace_durably(new, path)
+    except BaseException as error:
         with suppress(OSError):
             new.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         raise JobError(
-            f"{path} cannot be written: {error.strerror or error}. When this is mended, run the same command again; "
-            "finished rows are kept"
+            f"{path} cannot be written: {error.strerror or error}. Make room and run the same command again; the rows "
+            "that are on the disk are kept"
         ) from error
 
 
-def replace_durably(new: Path, path: Path) -> None:
+def _replace_durably(new: Path, path: Path) -> None:
     """Renames a file whose content is on the disk, and makes the new name last."""
     os.replace(new, path)
     directory = os.open(path.parent, os.O_RDONLY)

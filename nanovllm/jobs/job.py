@@ -10,7 +10,6 @@ Beside `OUTPUT` there are `OUTPUT.job`, which says what the job is, and until th
 import json
 import logging
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from nanovllm import LLM, Preflight
 from nanovllm.jobs.check import Checked, check_rows
 from nanovllm.jobs.errors import Errors, JobError
 from nanovllm.jobs.estimate import estimate
-from nanovllm.jobs.identity import check_same, identity_of, load_state, replace_durably, save_state, write_whole
+from nanovllm.jobs.identity import check_same, identity_of, load_state, save_state, whole_file
 from nanovllm.jobs.index import Index
 from nanovllm.jobs.journal import Journal
 from nanovllm.jobs.options import JobOptions
@@ -94,7 +93,8 @@ class Job:
             if path.exists() and not path.is_file():  # a terminal or a pipe
                 path.write_text(text)
             else:
-                write_whole(path.resolve(), text.encode())
+                with whole_file(path.resolve()) as file:
+                    file.write(text.encode())
         return report
 
     # Before the rows run
@@ -205,25 +205,11 @@ class Job:
         return state
 
     def _write_output(self, journal: Journal, index: Index) -> None:
-        new = self._output.with_name(self._output.name + ".new")
-        try:
-            with new.open("wb") as file:
-                if is_parquet(self._options.output):
-                    write_parquet(file, self._output, journal.rows(), index.kinds)
-                else:
-                    file.writelines(row + b"\n" for row in journal.rows())
-                file.flush()
-                os.fsync(file.fileno())
-            replace_durably(new, self._output)
-        except JobError:
-            new.unlink(missing_ok=True)
-            raise
-        except OSError as error:
-            new.unlink(missing_ok=True)
-            raise JobError(
-                f"{self._output} cannot be written: {error.strerror or error}. All rows are in "
-                f"{self._part_path}; make room and run the same command again"
-            ) from error
+        with whole_file(self._output) as file:
+            if is_parquet(self._options.output):
+                write_parquet(file, self._output, journal.rows(), index.kinds)
+            else:
+                file.writelines(row + b"\n" for row in journal.rows())
 
     # The rows
 

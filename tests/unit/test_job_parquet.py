@@ -453,7 +453,7 @@ def test_a_full_disk_at_the_end_keeps_all_rows_of_a_table(job, tmp_path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(pq.ParquetWriter, "write_table", refuse)
-        with pytest.raises(JobError, match=r"cannot be written: No space left on device. All rows are in"):
+        with pytest.raises(JobError, match=r"cannot be written: No space left on device. Make room and run"):
             job(plain(40))
     assert sorted(os.listdir(tmp_path)) == ["in", "out.parquet.job", "out.parquet.part"]
     FakeLLM.made = []

@@ -483,14 +483,16 @@ def test_a_second_ctrl_c_stops_at_once_and_nothing_is_lost(job, tmp_path):
 
 
 def test_a_full_disk_at_the_end_keeps_all_rows(job, tmp_path, monkeypatch):
-    rows = plain(40)
+    rows, replace = plain(40), os.replace
 
-    def refuse(*arguments):
-        raise OSError(28, "No space left on device")
+    def refuse(new, path):
+        if not str(path).endswith(".job"):
+            raise OSError(28, "No space left on device")
+        replace(new, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr("nanovllm.jobs.job.replace_durably", refuse)
-        with pytest.raises(JobError, match=r"cannot be written: No space left on device. All rows are in"):
+        patch.setattr(os, "replace", refuse)
+        with pytest.raises(JobError, match=r"cannot be written: No space left on device. Make room and run"):
             job(rows)
     assert not list(tmp_path.glob("*.new"))
     FakeLLM.made = []
@@ -509,7 +511,7 @@ def test_a_description_that_cannot_be_written_is_named(job, tmp_path, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", refuse)
-        with pytest.raises(JobError, match=r"\.job cannot be written: No space left on device. When this is mended"):
+        with pytest.raises(JobError, match=r"\.job cannot be written: No space left on device. Make room and run"):
             job(plain(40))
     assert not list(tmp_path.glob("*.new"))
     FakeLLM.made = []
