@@ -106,10 +106,10 @@ Attend = Callable[[], torch.Tensor]
 
 
 def ours(case: Case) -> Attend:
-    out, tiles = torch.empty_like(case.q), case.metadata.query_tiles
+    out = torch.empty_like(case.q)
 
     def attend() -> torch.Tensor:
-        triton_prompts.attend_prompts(case.shape, case.q, *case.caches, out, case.metadata, tiles, 0)
+        triton_prompts.attend_prompts(case.shape, case.q, *case.caches, out, case.metadata, 0)
         return out
 
     return attend
@@ -117,11 +117,11 @@ def ours(case: Case) -> Attend:
 
 def launched(case: Case, launch: triton_prompts.PromptLaunch | None = None) -> Attend:
     """Attends by _prefill_kernel, launched as given or as for this shape."""
-    out, tiles, scale = torch.empty_like(case.q), case.metadata.query_tiles, case.scale * triton_prompts.LOG2_E
+    out, scale = torch.empty_like(case.q), case.scale * triton_prompts.LOG2_E
     how = launch or triton_prompts.prompt_launch(case.shape, BLOCK_SIZE)
 
     def attend() -> torch.Tensor:
-        triton_prompts.launch_prefill(how, case.q, *case.caches, out, case.metadata, tiles, scale, 0)
+        triton_prompts.launch_prefill(how, case.q, *case.caches, out, case.metadata, scale, 0)
         return out
 
     return attend

@@ -51,7 +51,6 @@ def attend_prompts(
     v_cache: torch.Tensor,
     out: torch.Tensor,
     metadata: AttentionMetadata,
-    tiles: torch.Tensor,
     scale: float,
 ) -> None:
     """Like `triton_prompts.attend_prompts`, for 16-bit heads of 128, an even number of them per key head, blocks of a
@@ -59,7 +58,8 @@ def attend_prompts(
 
     scale: of the scores, in base 2.
     """
-    (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
+    (num_tokens, num_heads, head_dim), num_kv_heads, tiles = q.shape, k_cache.shape[2], metadata.query_tiles
+    assert tiles is not None
     width, num_items = num_kv_heads * head_dim, len(tiles) * (num_heads // 2)
     layout = gl.NVMMASharedLayout.get_default_for([_BOX, _BOX], _DTYPES[q.dtype])
     by_token = TensorDescriptor(q, [num_tokens, num_heads * head_dim], [q.stride(0), 1], [QUERY_TILE, head_dim], layout)

@@ -139,7 +139,7 @@ class TritonAttention:
     def attend(self, q, k, v, k_cache, v_cache, metadata: AttentionMetadata, window: int = 0) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if metadata.query_tiles is not None:
-            attend_prompts(self._shape, q, k_cache, v_cache, out, metadata, metadata.query_tiles, window)
+            attend_prompts(self._shape, q, k_cache, v_cache, out, metadata, window)
         if metadata.most_decodes:
             self._attend_decodes(q, k_cache, v_cache, metadata, window, out)
         return out

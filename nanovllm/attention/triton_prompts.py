@@ -113,26 +113,24 @@ def attend_prompts(
     v_cache: torch.Tensor,
     out: torch.Tensor,
     metadata: AttentionMetadata,
-    tiles: torch.Tensor,
     window: int,
 ) -> None:
-    """Attends the queries of `tiles` and writes their rows of `out`, by the fastest kernel for the shape.
+    """Attends the queries of `metadata.query_tiles` by the fastest kernel for the shape, and writes their rows of out.
 
     Args:
         q: [num_tokens, num_heads, head_dim]; rows may have a stride.
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim].
         out: [num_tokens, num_heads, head_dim], contiguous.
-        tiles: int32 [num_tiles, 4], see `metadata.query_tiles`.
         window: see AttentionBackend.attend.
     """
     scale = shape.score_scale * LOG2_E
     if window == 0 and has_hopper_kernel(shape, metadata.block_size):
         from nanovllm.attention import hopper_prompts  # not every Triton has Gluon
 
-        hopper_prompts.attend_prompts(q, k_cache, v_cache, out, metadata, tiles, scale)
+        hopper_prompts.attend_prompts(q, k_cache, v_cache, out, metadata, scale)
     else:
         how = prompt_launch(shape, metadata.block_size)
-        launch_prefill(how, q, k_cache, v_cache, out, metadata, tiles, scale, window)
+        launch_prefill(how, q, k_cache, v_cache, out, metadata, scale, window)
 
 
 def launch_prefill(
@@ -142,7 +140,6 @@ def launch_prefill(
     v_cache: torch.Tensor,
     out: torch.Tensor,
     metadata: AttentionMetadata,
-    tiles: torch.Tensor,
     scale: float,
     window: int,
 ) -> None:
@@ -151,7 +148,8 @@ def launch_prefill(
     Args:
         scale: of the scores, in base 2.
     """
-    (num_heads, head_dim), num_kv_heads = q.shape[1:], k_cache.shape[2]
+    (num_heads, head_dim), num_kv_heads, tiles = q.shape[1:], k_cache.shape[2], metadata.query_tiles
+    assert tiles is not None
     _prefill_kernel[(num_heads // how.heads, len(tiles))](
         q, k_cache, v_cache, *(how.by_slot(cache) for cache in (k_cache, v_cache)), out, metadata.block_tables, tiles,
         scale, q.stride(0), metadata.block_tables.stride(0), NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,

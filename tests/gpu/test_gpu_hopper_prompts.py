@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from test_attention import Case, run
-from test_gpu_kernels import GPU, assert_close_to_formula, make_backend, make_gpu_case, part, randn
+from test_gpu_kernels import GPU, assert_close_to_formula, captured, make_backend, make_gpu_case, part, randn
 
 from nanovllm.attention.triton_backend import TritonAttention
 from nanovllm.attention.triton_prompts import attend_prompts, has_hopper_kernel
@@ -102,7 +102,7 @@ def test_queries_behind_the_last_one_of_a_tile_change_nothing(num_programs):
         q = torch.cat((case.new(case.queries), randn(64, 4, 128, dtype=torch.bfloat16, seed=1) * 0 + number))
         q[70:100] = number
         out = torch.zeros_like(q)
-        attend_prompts(backend._shape, q, case.k_cache, case.v_cache, out, case.metadata, case.metadata.query_tiles, 0)
+        attend_prompts(backend._shape, q, case.k_cache, case.v_cache, out, case.metadata, 0)
         others = torch.cat((out[:70], out[100:165]))
         assert expected is None or torch.equal(others, expected)
         expected = others
@@ -119,7 +119,8 @@ def test_tiles_of_padding_change_nothing(num_programs, where):
     if where == "alone":
         out = torch.full_like(expected, 7.0)
         q = case.new(case.queries)
-        attend_prompts(backend._shape, q, case.k_cache, case.v_cache, out, case.metadata, padding, 0)
+        metadata = replace(case.metadata, query_tiles=padding)
+        attend_prompts(backend._shape, q, case.k_cache, case.v_cache, out, metadata, 0)
         assert (out == 7.0).all()
         return
     num_before = len(tiles) if where == "behind" else 3
@@ -144,14 +145,7 @@ def test_a_captured_step_follows_its_tiles_and_tables(num_programs):
 
     tiles.zero_()
     metadata.context_lens.zero_()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            out = step()
-    torch.cuda.current_stream().wait_stream(stream)
+    graph, out = captured(step)
     tiles.copy_(final)
     metadata.context_lens.copy_(lengths)
     graph.replay()

@@ -5,6 +5,7 @@ The logits processors: test_gpu_process_logits.py. The filters: test_gpu_filters
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -301,6 +302,19 @@ def test_a_triton_prompt_is_bitwise_the_same_whatever_its_neighbours(dtype):
         assert torch.equal(run("triton", part(case, [row]), attention), expected), sequences[row]
 
 
+def captured(step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """The step's graph, and what each replay overwrites. The step runs once before the capture, as in the engine."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = step()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph, out
+
+
 @pytest.mark.parametrize("backend", ON_GPUS_ONLY)
 def test_a_captured_decode_serves_lengths_other_than_those_it_was_captured_with(backend):
     """A grid, a split or a length fixed at capture loses the keys that come later."""
@@ -318,14 +332,7 @@ def test_a_captured_decode_serves_lengths_other_than_those_it_was_captured_with(
     final_lengths = metadata.context_lens.clone()
     metadata.context_lens.zero_()  # as all rows are padding when the engine captures
     metadata.num_decodes.zero_()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            out = step()
-    torch.cuda.current_stream().wait_stream(stream)
+    graph, out = captured(step)
     metadata.context_lens.copy_(final_lengths)
     metadata.num_decodes.fill_(len(lengths))
     graph.replay()

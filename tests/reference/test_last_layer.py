@@ -60,9 +60,9 @@ def test_our_kernel_attends_only_tiles_with_tokens_that_are_read(tmp_path, steps
     the last tiles of the two whole prompts hold a token that is read."""
     attend, numbers = triton_backend.attend_prompts, []
 
-    def counted(shape, q, k_cache, v_cache, out, metadata, tiles, window):
-        numbers.append((k_cache.data_ptr(), int((tiles[:, 1] > 0).sum())))
-        attend(shape, q, k_cache, v_cache, out, metadata, tiles, window)
+    def counted(shape, q, k_cache, v_cache, out, metadata, window):
+        numbers.append((k_cache.data_ptr(), int((metadata.query_tiles[:, 1] > 0).sum())))
+        attend(shape, q, k_cache, v_cache, out, metadata, window)
 
     monkeypatch.setattr(triton_backend, "attend_prompts", counted)
     save_model(tmp_path, seed=4, num_hidden_layers=2)

@@ -228,9 +228,9 @@ def test_layers_without_a_window_get_the_kernel_of_hopper(monkeypatch, window):
     if window:
         assert not calls and relative_error(case, found) < 1e-6
     else:
-        ((q, k_cache, _, _, metadata, tiles, scale),) = calls
+        ((q, k_cache, _, _, metadata, scale),) = calls
         assert len(q) == sum(new for _, new in MIXED) and k_cache is case.k_cache
-        assert tiles is metadata.query_tiles and scale == pytest.approx(0.3 / math.log(2))
+        assert metadata.query_tiles is case.metadata.query_tiles and scale == pytest.approx(0.3 / math.log(2))
 
 
 COMPILING = """
