@@ -2919,6 +2919,13 @@ MUTANTS = [
     ),
     # Jobs
     Mutant(
+        "half a file stays after Ctrl-C",
+        JOB_IDENTITY,
+        "    except BaseException as error:\n",
+        "    except OSError as error:\n",
+        ("test_jobs.py::test_what_stops_a_file_leaves_no_trace_of_it",),
+    ),
+    Mutant(
         "half a description stays on a full disk",
         JOB_IDENTITY,
         "            new.unlink(missing_ok=True)\n",

@@ -22,7 +22,7 @@ from nanovllm.jobs import cli
 from nanovllm.jobs import job as job_module
 from nanovllm.jobs.cli import main
 from nanovllm.jobs.errors import JobError
-from nanovllm.jobs.identity import identity_of
+from nanovllm.jobs.identity import identity_of, whole_file
 from nanovllm.jobs.job import Job, JobOptions
 from nanovllm.jobs.journal import Journal
 from nanovllm.jobs.plan import beginning, early_rows, in_windows
@@ -497,6 +497,15 @@ def test_a_full_disk_at_the_end_keeps_all_rows(job, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*.new"))
     FakeLLM.made = []
     assert len(job()[1]) == 40 and FakeLLM.made == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, JobError("a row cannot be written")])
+def test_what_stops_a_file_leaves_no_trace_of_it(tmp_path, error):
+    (tmp_path / "file").write_bytes(b"before")
+    with pytest.raises((KeyboardInterrupt, JobError)), whole_file(tmp_path / "file") as file:
+        file.write(b"half")
+        raise error
+    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_bytes() == b"before"
 
 
 @pytest.mark.parametrize("num_written", [0, 1])
