@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nanovllm.ops.collectives import Parallel
-from nanovllm.ops.linear import linear, linear_in_parts, num_input_parts, pack_weight
+from nanovllm.ops.linear import MOST_ROWS_IN_PARTS, linear, linear_in_parts, num_input_parts, pack_weight
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,16 @@ class PartialSum(NamedTuple):
     """
 
     part: torch.Tensor
+
+
+class PendingProduct(NamedTuple):
+    """`x @ weight.T`, not calculated yet: `RMSNorm.reduce_add` adds it to the residual while it multiplies.
+
+    x: [num_tokens, input_size]; weight: [size, input_size].
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
 
 
 # Key of a parameter that is one checkpoint tensor of the same name; fused layers use names such as "q_proj".
@@ -200,8 +210,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 class RowParallelLinear(LinearBase):
     """The inputs are divided over the ranks; the norm that reads their products sums them over the ranks.
 
-    Rank 0 alone adds the bias. With `in_parts`, a single rank's fused product may come as several parts, which only
-    `RMSNorm.reduce_add` sums.
+    Rank 0 alone adds the bias. With `in_parts`, a single rank's fused product may come as several parts, or be left to
+    `RMSNorm.reduce_add`, which alone takes such results.
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool, parallel: Parallel, in_parts: bool = False, **kw):
@@ -220,13 +230,18 @@ class RowParallelLinear(LinearBase):
         return {WHOLE: [Shard(shape, ((0, output_size), self.part), parameter)]}
 
     def kernels(self, num_tokens: int) -> int:
-        """In how many parts it multiplies; see CausalLM.kernels."""
-        return num_input_parts(num_tokens, *self.weight.shape[::-1]) if self.in_parts and self.weight is not None else 1
+        """In how many parts it multiplies, 0 if it does not; see CausalLM.kernels."""
+        if not self.in_parts or self.weight is None:
+            return 1
+        is_pending = num_tokens > MOST_ROWS_IN_PARTS  # then a product takes longer than to read and write the sum
+        return 0 if is_pending else num_input_parts(num_tokens, *self.weight.shape[::-1])
 
-    def forward(self, x: torch.Tensor) -> PartialSum:
-        """x: [num_tokens, input_size / ranks] -> [num_tokens, output_size], perhaps in parts"""
+    def forward(self, x: torch.Tensor) -> PartialSum | PendingProduct:
+        """x: [num_tokens, input_size / ranks] -> [num_tokens, output_size], perhaps in parts, or not calculated yet"""
         num_parts = self.kernels(x.shape[0])
-        if num_parts > 1 and self.weight is not None:
+        if num_parts != 1 and self.weight is not None:
+            if num_parts == 0:
+                return PendingProduct(x, self.weight)
             return PartialSum(linear_in_parts(x, self.weight, num_parts))
         # Every rank holds the bias, but the sum may count it only once.
         bias = self.bias if self.parallel.rank == 0 else None

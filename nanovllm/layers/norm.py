@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.layers.linear import PartialSum, Shard, Shards, empty_parameter, replicated_shards
+from nanovllm.layers.linear import PartialSum, PendingProduct, Shard, Shards, empty_parameter, replicated_shards
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.norm import add_rms_norm, rms_norm
 
@@ -44,19 +44,23 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, self.fused)
 
     def reduce_add(
-        self, x: PartialSum | torch.Tensor, residual: torch.Tensor | None
+        self, x: PartialSum | PendingProduct | torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual), with the ranks' parts of x summed: the residual form of pre-norm layers.
 
         Args:
             x: a PartialSum, or a tensor [num_tokens, size] that is whole on every rank; `residual` must then be whole
                 too.
-            residual: [num_tokens, size], not changed; None in the first call of a step.
+            residual: [num_tokens, size], which may be overwritten; None in the first call of a step.
 
         Returns:
             The second result is a residual for the next call and nothing else: that of a PartialSum may lack other
             ranks' rows.
         """
+        if isinstance(x, PendingProduct):
+            assert residual is not None, "a step begins with an embedding"
+            total = residual.addmm_(x.x, x.weight.mT)
+            return self(total), total
         if not isinstance(x, PartialSum):
             return self._add(x, residual)
         if self.parallel.exchange is not None:

@@ -19,7 +19,7 @@ from nanovllm.ops.kernel import jit, tl, triton
 _ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32), 512, 1024)
 # (most outputs, fewest rows, parts) for which parts were faster on an H200; the first line that fits counts.
 _INPUT_PARTS = ((2048, 2, 4), (3072, 2, 2), (4096, 65, 2), (5120, 193, 2))
-_MOST_ROWS_IN_PARTS = 256
+MOST_ROWS_IN_PARTS = 256
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor | None:
@@ -83,7 +83,7 @@ def num_input_parts(num_rows: int, input_size: int, output_size: int) -> int:
     A narrow product of few rows has too few output tiles to occupy all processors of a GPU. So several programs share
     the inputs of a tile (split-K), and the norm that reads the product sums their parts.
     """
-    if num_rows > _MOST_ROWS_IN_PARTS:
+    if num_rows > MOST_ROWS_IN_PARTS:
         return 1
     for most_outputs, least_rows, num_parts in _INPUT_PARTS:
         if output_size <= most_outputs and num_rows >= least_rows:
