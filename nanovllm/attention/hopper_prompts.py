@@ -53,14 +53,16 @@ def attend_prompts(
     metadata: AttentionMetadata,
     scale: float,
 ) -> None:
-    """Like `triton_prompts.attend_prompts`, for 16-bit heads of 128, an even number of them per key head, blocks of a
-    multiple of 64, and no window.
+    """Like `triton_prompts.attend_prompts`, for 16-bit heads of 128, blocks of a multiple of 64, and no window.
+
+    If an odd number of heads has the same keys, both groups of warps attend the last one, and the first writes it.
 
     scale: of the scores, in base 2.
     """
     (num_tokens, num_heads, head_dim), num_kv_heads, tiles = q.shape, k_cache.shape[2], metadata.query_tiles
     assert tiles is not None
-    width, num_items = num_kv_heads * head_dim, len(tiles) * (num_heads // 2)
+    num_pairs = -(-(num_heads // num_kv_heads) // 2)
+    width, num_items = num_kv_heads * head_dim, len(tiles) * num_kv_heads * num_pairs
     layout = gl.NVMMASharedLayout.get_default_for([_BOX, _BOX], _DTYPES[q.dtype])
     by_token = TensorDescriptor(q, [num_tokens, num_heads * head_dim], [q.stride(0), 1], [QUERY_TILE, head_dim], layout)
     by_slot = [
@@ -80,9 +82,9 @@ def _num_processors(device: torch.device) -> int:
 
 
 @gluon.jit
-def _item(turn, query_tiles, num_items, NUM_HEADS: gl.constexpr):
+def _item(turn, query_tiles, num_items, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr):
     """What this program does in a turn: the tile's first token, number of queries, first position and row, and the
-    first of two heads. If no work is left, the number of queries is 0.
+    heads of both groups. If no work is left, the number of queries is 0.
 
     The tiles that see the most keys come first. Turns alternate in direction: the program that gets the longest item of
     one turn gets the shortest of the next.
@@ -90,9 +92,14 @@ def _item(turn, query_tiles, num_items, NUM_HEADS: gl.constexpr):
     program, num_programs = gl.program_id(0), gl.num_programs(0)
     item = turn * num_programs + gl.where(turn % 2 == 0, program, num_programs - 1 - program)
     place = gl.minimum(item, num_items - 1)
-    tile = query_tiles + place // (NUM_HEADS // 2) * 4
+    GROUP: gl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    NUM_PAIRS: gl.constexpr = (GROUP + 1) // 2
+    tile = query_tiles + place // (NUM_KV_HEADS * NUM_PAIRS) * 4
     num_queries = gl.where(item < num_items, gl.load(tile + 1), 0)
-    return gl.load(tile), num_queries, gl.load(tile + 2), gl.load(tile + 3), place % (NUM_HEADS // 2) * 2
+    first_of_pair = place % NUM_PAIRS * 2
+    head = place // NUM_PAIRS % NUM_KV_HEADS * GROUP + first_of_pair
+    second_head = gl.where(first_of_pair + 1 < GROUP, head + 1, head)
+    return gl.load(tile), num_queries, gl.load(tile + 2), gl.load(tile + 3), head, second_head
 
 
 @gluon.jit
@@ -122,7 +129,9 @@ def _fetch_all(
     queries_there, queries_free, keys_there, keys_free, values_there, values_free = barriers
     num_done, num_taken = 0, 0  # tiles of keys, and items
     for turn in range(gl.cdiv(num_items, gl.num_programs(0))):
-        first_token, num_queries, first_position, row, head = _item(turn, query_tiles, num_items, NUM_HEADS)
+        first_token, num_queries, first_position, row, head, second_head = _item(
+            turn, query_tiles, num_items, NUM_HEADS, NUM_KV_HEADS
+        )
         if num_queries > 0:
             block_table = block_tables + row.to(gl.int64) * table_stride
             num_keys = first_position + num_queries
@@ -139,9 +148,9 @@ def _fetch_all(
                     is_there = queries_there.index(query_stage)
                     mbarrier.wait(queries_free.index(query_stage), num_taken // QUERY_STAGES & 1 ^ 1)
                     mbarrier.expect(is_there, 2 * q_by_token.block_type.nbytes)
-                    for which in gl.static_range(2):
-                        at = [first_token, (head + which) * HEAD_DIM]
-                        _fetch(q_by_token, at, is_there, queries.index(query_stage * 2 + which))
+                    _fetch(q_by_token, [first_token, head * HEAD_DIM], is_there, queries.index(query_stage * 2))
+                    at = [first_token, second_head * HEAD_DIM]
+                    _fetch(q_by_token, at, is_there, queries.index(query_stage * 2 + 1))
                 mbarrier.wait(values_free.index(stage), phase)
                 _fetch_tile(
                     values_by_slot, values.index(stage), values_there.index(stage), block_table, first_key, num_keys,
@@ -232,7 +241,8 @@ def _write(out, result, first_token, num_queries, head, NUM_HEADS: gl.constexpr)
 @gluon.jit
 def _attend_all(
     out, queries, keys, values, barriers, query_tiles, num_items, scale, WHICH: gl.constexpr, NUM_HEADS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps, which attends the first or the second head of each item."""
     queries_there, queries_free, keys_there, keys_free, values_there, values_free = barriers
@@ -240,10 +250,14 @@ def _attend_all(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     num_done, num_taken = 0, 0  # tiles of keys, and items
-    first_token, num_queries, first_position, _row, head = _item(0, query_tiles, num_items, NUM_HEADS)
+    first_token, num_queries, first_position, _row, head, second_head = _item(
+        0, query_tiles, num_items, NUM_HEADS, NUM_KV_HEADS
+    )
     for turn in range(gl.cdiv(num_items, gl.num_programs(0))):
         # Read now, so that nobody waits for it later.
-        next_token, next_number, next_position, _row, next_head = _item(turn + 1, query_tiles, num_items, NUM_HEADS)
+        next_token, next_number, next_position, _row, next_head, next_second_head = _item(
+            turn + 1, query_tiles, num_items, NUM_HEADS, NUM_KV_HEADS
+        )
         if num_queries > 0:
             num_keys = first_position + num_queries
             num_tiles = (num_keys + KEYS - 1) // KEYS
@@ -282,8 +296,12 @@ def _attend_all(
             summed = warpgroup_mma_wait(0, (sums,))
             mbarrier.arrive(values_free.index(last), count=1)
             result = summed / gl.convert_layout(total, gl.SliceLayout(1, SUMS))[:, None]
-            _write(out, result, first_token, num_queries, head + WHICH, NUM_HEADS)
-        first_token, num_queries, first_position, head = next_token, next_number, next_position, next_head
+            if WHICH == 0:
+                _write(out, result, first_token, num_queries, head, NUM_HEADS)
+            elif second_head > head:
+                _write(out, result, first_token, num_queries, second_head, NUM_HEADS)
+        first_token, num_queries, first_position = next_token, next_number, next_position
+        head, second_head = next_head, next_second_head
 
 
 @gluon.jit(do_not_specialize=["num_items", "table_stride"])
@@ -321,12 +339,12 @@ def _attend_prompts_kernel(
     gl.warp_specialize(
         [
             (_attend_all, (
-                out, queries, keys, values, barriers, query_tiles, num_items, scale, 0, NUM_HEADS, HEAD_DIM, QUERIES,
-                KEYS, STAGES, QUERY_STAGES,
+                out, queries, keys, values, barriers, query_tiles, num_items, scale, 0, NUM_HEADS,
+                NUM_KV_HEADS, HEAD_DIM, QUERIES, KEYS, STAGES, QUERY_STAGES,
             )),
             (_attend_all, (
-                out, queries, keys, values, barriers, query_tiles, num_items, scale, 1, NUM_HEADS, HEAD_DIM, QUERIES,
-                KEYS, STAGES, QUERY_STAGES,
+                out, queries, keys, values, barriers, query_tiles, num_items, scale, 1, NUM_HEADS,
+                NUM_KV_HEADS, HEAD_DIM, QUERIES, KEYS, STAGES, QUERY_STAGES,
             )),
             (_fetch_all, (
                 q_by_token, keys_by_slot, values_by_slot, queries, keys, values, barriers, block_tables, query_tiles,

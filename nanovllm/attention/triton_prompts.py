@@ -32,7 +32,7 @@ def has_hopper_kernel(shape: AttentionShape, block_size: int) -> bool:
         and tuple(map(int, triton.__version__.split(".")[:2])) in _GLUON_VERSIONS
         and shape.dtype in (torch.bfloat16, torch.float16)
         and shape.head_dim == 128
-        and shape.num_heads // shape.num_kv_heads % 2 == 0  # a program takes two heads with the same keys
+        and shape.num_heads // shape.num_kv_heads > 1  # a program takes two heads with the same keys
         and block_size % 64 == 0
         and _has_gluon()
     )

@@ -55,7 +55,7 @@ def make_hopper_backend(case: Case) -> TritonAttention:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("group_size", [2, 6])
+@pytest.mark.parametrize("group_size", [2, 3, 6, 7])
 @pytest.mark.parametrize("block_size", [64, 128, 192, 256])
 def test_prompts_attend_as_the_formula_says(num_programs, block_size, group_size, dtype):
     case = make_hopper_case(MIXED, block_size, group_size=group_size, dtype=dtype, seed=block_size, scale=0.1)
