@@ -17,12 +17,15 @@ from nanovllm.prompts import Row
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text import Text
 
-# Rows are read in pieces of so many: a tokenizer takes ten times a text's memory while it works.
+# Rows are read in pieces of so many: a tokenizer takes ten times a text's memory while it works. The first step chooses
+# from one piece: the rows that may generate most start first.
 ROWS_OF_PIECE = 256
+# Later pieces: while the batch has places that no row takes, and after that.
+_ROWS_OF_LATER_PIECE, _ROWS_OF_LAST_PIECE = 32, 8
+# Rows that are read per step when no place is left. That should take less time than the step.
+_ROWS_AHEAD_OF_STEP = 32
 # Rows that are read before the oldest one has finished, for each that can run at a time.
 _ROWS_AHEAD = 16
-# Rows that are read per step once enough of them wait. That should take less time than the step.
-_ROWS_OF_STEP = 32
 
 
 @dataclass(slots=True)
@@ -118,8 +121,8 @@ class RowStream:
         Reading takes time. So each step waits only for what fills it, and the device works during most of the reading.
         """
         refused: dict[int, RequestOutput] = {}
-        num_tokens = 0
-        while not self._is_exhausted and len(refused) < ROWS_OF_PIECE and (room := self._room()) > 0:
+        num_places, num_tokens, num_ahead = self._engine.num_free_places, 0, 0
+        while not self._is_exhausted and len(refused) < ROWS_OF_PIECE and (room := self._room(num_places)) > 0:
             piece: list[tuple[Any, SamplingParams]] = []
             for pair in islice(self._source, room):
                 if pair is None:  # the source is not asked again before the next step
@@ -128,28 +131,29 @@ class RowStream:
             else:
                 self._is_exhausted = len(piece) < room
             rows = self._encode([prompt for prompt, _ in piece])
+            most_tokens = self._engine.max_num_batched_tokens
+            if num_places <= 0:  # long rows take longer to read
+                most_tokens, num_ahead = most_tokens // 2, num_ahead + len(piece)
             for row, (_, params) in zip(rows, piece, strict=True):
                 if (output := self._add(row, params)) is not None:
                     refused[self.num_read] = output
                 else:
                     num_tokens += len(row.token_ids)
+                    num_places -= params.n
                 self.num_read += 1
-            is_full = num_tokens >= self._engine.max_num_batched_tokens or self._has_enough()
+            is_full = num_tokens >= most_tokens or num_ahead >= _ROWS_AHEAD_OF_STEP
             if len(piece) < room or (is_full and not self._raises):
                 break
         return refused
 
-    def _room(self) -> int:
+    def _room(self, num_places: int) -> int:
+        """How many rows the next piece may have, if the batch has so many free places."""
         if self._window is None:
             return ROWS_OF_PIECE
         oldest = next(iter(self._running.values())).number if self._running else self.num_read
         window = max(1, self._window // self._most_completions)
-        most = _ROWS_OF_STEP if self._has_enough() else ROWS_OF_PIECE
-        return min(most, oldest + window - self.num_read)
-
-    def _has_enough(self) -> bool:
-        """Whether the rows that wait would fill the batch, even if all that run finished at once."""
-        return self._engine.num_waiting >= self._engine.info.max_num_seqs
+        later = _ROWS_OF_LATER_PIECE if num_places > 0 else _ROWS_OF_LAST_PIECE
+        return min(later if self._running else ROWS_OF_PIECE, oldest + window - self.num_read)
 
     def _add(self, row: Row, params: SamplingParams) -> RequestOutput | None:
         """Adds a row's request, or returns the output of a row that cannot run."""

@@ -147,9 +147,11 @@ class LLMEngine:
         return not self._in_flight and not self._unfinished
 
     @property
-    def num_waiting(self) -> int:
-        """How many completions wait for a place in the batch, preempted ones included."""
-        return len(self.scheduler.waiting)
+    def num_free_places(self) -> int:
+        """Places of the batch that are not for a completion that waits, or runs beyond the steps in flight. Negative if
+        too many wait."""
+        num_staying = sum(seq.num_tokens < seq.max_length for seq in self.scheduler.running)
+        return self.scheduler.max_num_seqs - num_staying - len(self.scheduler.waiting)
 
     @property
     def max_num_batched_tokens(self) -> int:

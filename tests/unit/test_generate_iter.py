@@ -103,7 +103,7 @@ def test_a_row_waits_no_longer_than_the_window_behind_longer_ones(llm):
 
 
 @pytest.mark.parametrize("text", [None, "Row"])
-@pytest.mark.parametrize("num_tokens, num_read", [(1, 512), (63, 512), (64, 256), (5000, 256)])
+@pytest.mark.parametrize("num_tokens, num_read", [(1, 544), (56, 320), (63, 288), (64, 256), (5000, 256)])
 def test_the_first_step_waits_only_for_what_fills_it(text, num_tokens, num_read):
     """It once waited for all rows of the window, and the GPU with it."""
     source = itertools.repeat((Row(text, [1] * num_tokens), SamplingParams(max_tokens=1)))
@@ -111,9 +111,12 @@ def test_the_first_step_waits_only_for_what_fills_it(text, num_tokens, num_read)
     assert len(next(rows.run())) == rows.num_read == num_read
 
 
-@pytest.mark.parametrize("num_tokens, read", [(1, [512, 256, 32, 32]), (64, [256, 256, 256, 32, 32])])
-def test_rows_are_read_on_until_enough_wait(num_tokens, read):
-    """Only a few per step from then on, as rows that run wait during a read."""
+@pytest.mark.parametrize(
+    "num_tokens, read",
+    [(1, [544, 32, 32]), (128, [256, 128, 128, 64, 32]), (1100, [256, *[32] * 10, 8]), (10**5, [256, *[32] * 10, 8])],
+)
+def test_few_rows_are_read_per_step_when_no_place_is_left(num_tokens, read):
+    """Rows that run wait during a read, and a long row takes longer to read."""
     source = itertools.repeat((Row(None, [1] * num_tokens), SamplingParams(max_tokens=1)))
     rows = RowStream(FakeEngine(most=4), Text(None), source, list, StructuredOutputs(None, 8, []))
     numbers = [0, *(rows.num_read for _ in zip(read, rows.run(), strict=False))]
@@ -166,7 +169,7 @@ def test_an_iterator_is_asked_for_a_few_rows_per_step_once_enough_wait(text):
     for _ in rows.run():
         per_step.append(len(seen))
     read = [after - before for before, after in pairwise(per_step) if after < 3000]
-    assert per_step[0] == 512 and read[0] == 256 and set(read[1:]) == {32} and len(read) > 50
+    assert per_step[0] == 544 and set(read) == {32} and len(read) > 50
 
 
 def test_an_iterator_of_token_ids_is_not_read_to_its_end_before_the_first_step():
@@ -179,15 +182,12 @@ def test_an_iterator_of_token_ids_is_not_read_to_its_end_before_the_first_step()
         outputs.close()
 
 
-@pytest.mark.parametrize("num_running", [0, 300])
-def test_rows_that_finish_at_once_leave_no_step_without_rows(num_running):
-    """Small pieces once left most of the batch empty. Rows that run fill no other row's place."""
-    engine, sizes = FakeEngine(), []
-    engine.num_running = num_running
+def test_rows_that_finish_at_once_leave_no_step_without_rows():
+    """Small pieces once left most of the batch empty."""
     source = (([1], SamplingParams(max_tokens=1)) for _ in range(4000))
-    rows = RowStream(engine, Text(None), source, Text(None).encode, StructuredOutputs(None, 8, []))
+    rows = RowStream(FakeEngine(), Text(None), source, Text(None).encode, StructuredOutputs(None, 8, []))
     sizes = [len(finished) for finished in rows.run()]
-    assert sum(sizes) == 4000 and min(sizes[:-1]) >= 512 + num_running
+    assert sum(sizes) == 4000 and min(sizes[:-1]) >= 512
 
 
 def test_only_an_iterator_may_have_no_prompt_yet(llm):
@@ -642,7 +642,6 @@ class FakeEngine:
         self._most = most
         self.info, self.eos_token_ids = SimpleNamespace(max_num_seqs=512), frozenset()
         self.num_requests, self.waiting, self.weight_version = 0, [], 0
-        self.num_running = 0  # of those in `waiting`
         self.max_num_batched_tokens = 2**14
 
     def add_request(self, token_ids, params, predicates, first_scored):
@@ -654,8 +653,8 @@ class FakeEngine:
         return seq.seq_id
 
     @property
-    def num_waiting(self):
-        return max(0, len(self.waiting) - self.num_running)
+    def num_free_places(self):
+        return 512 - len(self.waiting)
 
     def is_finished(self):
         return not self.waiting

@@ -72,6 +72,21 @@ def test_every_step_of_the_scheduler_says_how_many_of_its_chunks_are_decodes(ove
     assert kinds == {(True, False), (True, True), (False, True)}
 
 
+def test_a_completion_whose_last_step_is_in_flight_keeps_no_place():
+    """New rows are read for its place during that step. Otherwise the device would wait for them after it."""
+    engine = make_engine(max_num_seqs=4, overlap=True)
+    for max_tokens in (1, 3, 2, 3, 3, 3):
+        add(engine, [max_tokens] * 5, max_tokens=max_tokens)
+    assert engine.num_free_places == -2
+    found = []
+    for _ in range(3):
+        engine.step()
+        found.append((len(engine.scheduler.running), engine.num_free_places))
+    assert found == [(4, -2), (4, -2), (4, 2)]
+    run_to_end(engine)
+    assert engine.num_free_places == 4
+
+
 # Prefix cache
 
 
