@@ -6,6 +6,7 @@ import torch
 
 from nanovllm.attention.metadata import QUERY_TILE
 from nanovllm.engine.step import Chunk, Step
+from nanovllm.layers.sampler import SamplingNeeds
 from nanovllm.ops.expand_rows import Expanded, ExpandedSamples, Table, expand_rows
 from nanovllm.runner.sequence_table import Batch, SequenceTable, StepRows, StepSize
 
@@ -17,8 +18,15 @@ def make_batch(chunks: list[Chunk], block_size: int, max_model_len: int = 128, d
     num_tiles = sum(-(-n // QUERY_TILE) for n in num_new[step.num_decodes :])
     size = StepSize(len(chunks), sum(num_new), num_sampled, num_tiles, step.num_decodes, max(num_new), False)
     table = SequenceTable(len(chunks), max_model_len, block_size, 1000, sum(num_new), torch.device(device))
-    table.send(step, StepRows.of(step), size)
+    send(table, step, size)
     return table.batch(size, [(chunk.seq.seq_id, chunk.seq.num_preemptions) for chunk in chunks])
+
+
+def send(table: SequenceTable, step: Step, size: StepSize) -> SamplingNeeds:
+    """Puts the step of these chunks into place, as ModelRunner.launch does."""
+    rows = StepRows.of(step)
+    table.send_sequences(step, rows)
+    return table.send_rows(rows, size, step.num_decodes)
 
 
 # Expanded and ExpandedSamples together.

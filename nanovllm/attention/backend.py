@@ -59,9 +59,11 @@ class AttentionBackend(Protocol):
         next step is planned."""
 
     def shared_prefixes(
-        self, block_tables: list[list[int]], context_lens: list[int], block_size: int
+        self, block_tables: np.ndarray, context_lens: np.ndarray, block_size: int
     ) -> PrefixGroups | None:
         """Which of these decodes share leading blocks, so that `attend` can read those once for all of them.
+
+        block_tables: int [num_rows, ≥ blocks of the longest row]; context_lens: int [num_rows].
 
         The answer holds while the same rows go on decoding and their `split_lengths` do not change. It goes into the
         metadata, and the backend keeps nothing. None if nothing is shared.

@@ -25,40 +25,50 @@ class PrefixGroups:
 
 
 def find_prefix_groups(
-    block_tables: list[list[int]], context_lens: list[int], block_size: int, split_lengths: list[int], most_members: int
+    block_tables: np.ndarray, context_lens: np.ndarray, block_size: int, split_lengths: np.ndarray, most_members: int
 ) -> PrefixGroups | None:
-    """The groups among decodes with these block tables; None if nothing is shared.
+    """The groups among decodes; None if nothing is shared.
 
     Args:
-        split_lengths: of each row, how many keys a split has; multiples of block_size.
+        block_tables: int [num_rows, ≥ blocks of the longest row].
+        context_lens, split_lengths: int [num_rows], keys of each row, and of each of its splits; the latter are multiples
+            of block_size.
         most_members: rows of one item.
     """
-    # A prefix is known by the prefix before it (-1: none) and its own last split's blocks.
-    numbers: dict[tuple[int, tuple[int, ...]], int] = {}
-    rows_of_prefix: list[list[int]] = []
-    splits: list[int] = []  # of each prefix, which split its last one is
-    rows = zip(block_tables, context_lens, split_lengths, strict=True)
-    for row, (table, length, split_length) in enumerate(rows):
-        number, blocks_per_split = -1, split_length // block_size
-        # Only whole splits: a row still writes to its last block.
-        for index in range(length // split_length):
-            blocks = tuple(table[index * blocks_per_split : (index + 1) * blocks_per_split])
-            number = numbers.setdefault((number, blocks), len(numbers))
-            if number == len(rows_of_prefix):
-                rows_of_prefix.append([])
-                splits.append(index)
-            rows_of_prefix[number].append(row)
     items: list[tuple[int, int, int]] = []
-    members: list[int] = []
+    members: list[np.ndarray] = []
+    num_members = 0
     num_shared = np.zeros(len(block_tables), np.int32)
-    for index, sharers in zip(splits, rows_of_prefix, strict=True):
-        if len(sharers) < 2:
-            continue
-        num_shared[sharers] = np.maximum(num_shared[sharers], index + 1)
-        for first in range(0, len(sharers), most_members):
-            part = sharers[first : first + most_members]
-            items.append((index, len(members), len(part)))
-            members += part
+    for split_length in np.unique(split_lengths).tolist():
+        blocks_per_split = split_length // block_size
+        # Only whole splits: a row still writes to its last block.
+        num_splits = np.where(split_lengths == split_length, context_lens // split_length, 0)
+        # A prefix is known by the prefix before it and its own last split's blocks.
+        rows, index = np.flatnonzero(num_splits > 0), 0
+        prefixes = np.zeros(len(rows), np.int64)
+        while len(rows) > 1:
+            blocks = block_tables[rows, index * blocks_per_split : (index + 1) * blocks_per_split]
+            order, sizes = _equal_rows(np.column_stack((prefixes, blocks)))
+            is_shared = np.repeat(sizes > 1, sizes)
+            rows, sizes = rows[order[is_shared]], sizes[sizes > 1]
+            num_shared[rows] = index + 1
+            for size in sizes.tolist():
+                for first in range(0, size, most_members):
+                    items.append((index, num_members + first, min(most_members, size - first)))
+                num_members += size
+            members.append(rows)
+            index += 1
+            prefixes = np.repeat(np.arange(len(sizes)), sizes)
+            goes_on = num_splits[rows] > index
+            rows, prefixes = rows[goes_on], prefixes[goes_on]
     if not items:
         return None
-    return PrefixGroups(np.array(items, np.int32), np.array(members, np.int32), num_shared)
+    return PrefixGroups(np.array(items, np.int32), np.concatenate(members).astype(np.int32), num_shared)
+
+
+def _equal_rows(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """numbers: int [num_rows, n] -> the rows' indices with equal rows side by side, and how many are equal each time."""
+    order = np.lexsort(numbers.T)
+    ordered = numbers[order]
+    starts = np.flatnonzero(np.append(True, (ordered[1:] != ordered[:-1]).any(1)))
+    return order, np.diff(np.append(starts, len(numbers)))

@@ -105,13 +105,13 @@ class TritonAttention:
         return _NUM_STAGES if self._has_stages and most_decodes <= _MOST_DECODES_OF_STAGES and not has_prompts else 2
 
     def shared_prefixes(
-        self, block_tables: list[list[int]], context_lens: list[int], block_size: int
+        self, block_tables: np.ndarray, context_lens: np.ndarray, block_size: int
     ) -> PrefixGroups | None:
         if _SHORTEST_SPLIT % block_size:
             return None
         group_size = self._shape.num_heads // self._shape.num_kv_heads
         most_members = max(1, _QUERIES_OF_GROUP // group_size)
-        lengths = split_lengths(np.array(context_lens)).tolist()
+        lengths = split_lengths(context_lens)
         return find_prefix_groups(block_tables, context_lens, block_size, lengths, most_members)
 
     def plan(self, metadata: AttentionMetadata) -> dict[int, DecodePlan]:

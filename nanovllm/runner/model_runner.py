@@ -304,9 +304,10 @@ class ModelRunner(Runner):
         with self._on_device():
             rows = StepRows.of(step)
             num_sampled = int(rows.samples.sum())
-            is_grouped = self._group_prefixes(step, rows)
+            self.table.send_sequences(step, rows)
+            is_grouped = self._group_prefixes(rows, step.num_decodes)
             size, is_captured = self._size(rows, step.num_decodes, num_sampled, is_grouped, bool(step.scored))
-            needs = self.table.send(step, rows, size)
+            needs = self.table.send_rows(rows, size, step.num_decodes)
             scores = self._nothing.logprobs
             if is_captured and self.graphs is not None:
                 self.graphs.run(*self._forward_half(size))
@@ -471,9 +472,9 @@ class ModelRunner(Runner):
         write_tokens(self.table.tokens, rows.entries, rows.lengths, sampled.tokens, self._fused)
         return sampled
 
-    def _group_prefixes(self, step: Step, rows: StepRows) -> bool:
+    def _group_prefixes(self, rows: StepRows, num_decodes: int) -> bool:
         """Whether the step's decodes share keys that are read once for all of them; the table then knows which."""
-        decodes = slice(step.num_decodes)
+        decodes = slice(num_decodes)
         # Without a hit when they were admitted, sequences seldom share keys. One that came back after preemption may;
         # it is not looked for.
         if not self._groups_prefixes or not rows.num_cached[decodes].any():
@@ -482,8 +483,8 @@ class ModelRunner(Runner):
         context_lens = rows.keys[decodes]
         grouped = np.column_stack((rows.tenants[decodes], self.backend.split_lengths(context_lens)))
         if not np.array_equal(grouped, self._grouped):
-            tables = [chunk.seq.block_table for chunk in step.chunks[decodes]]
-            groups = self.backend.shared_prefixes(tables, context_lens.tolist(), self.block_size)
+            tables = self.table.block_tables_of(rows.entries[decodes], context_lens.max())
+            groups = self.backend.shared_prefixes(tables, context_lens, self.block_size)
             if groups is not None:
                 self.table.send_shared_prefixes(groups)
             self._grouped, self._is_grouped = grouped, groups is not None

@@ -1,8 +1,8 @@
 """What the device knows of every running sequence, and the rows of the step at hand.
 
 The device keeps each running sequence in an entry of the table: its tokens, its block table and its sampling settings.
-A step is nothing but rows: entry, keys, first token. `send` brings the device up to date, and `batch` turns the rows
-into a Batch on the device, with the same function for eager, padded and captured steps.
+A step is nothing but rows: entry, keys, first token. `send_sequences` and `send_rows` bring the device up to date, and
+`batch` turns the rows into a Batch on the device, with the same function for eager, padded and captured steps.
 """
 
 from bisect import bisect_left
@@ -145,8 +145,9 @@ class SequenceTable:
             members=zeros(torch.int32, most_shared_splits),
             num_shared=zeros(torch.int32, max_num_seqs),
         )
-        # What the device has, by entry: whose it is, and how much of the block table.
+        # What the device has, by entry: whose it is, and its block table.
         self._tenants = np.full((num_entries, 2), -1, np.int64)
+        self._block_tables = np.zeros(self._table.block_tables.shape, np.int32)
         self._num_blocks = np.zeros(num_entries, np.int64)
         self._has_filters = np.zeros(num_entries, bool)
         self._ruled_until = np.zeros(num_entries, np.int64)
@@ -159,8 +160,8 @@ class SequenceTable:
 
     # From the host to the device
 
-    def send(self, step: Step, rows: StepRows, size: StepSize) -> SamplingNeeds:
-        """Brings entries up to date with the host's sequences, and puts the step's rows into place."""
+    def send_sequences(self, step: Step, rows: StepRows) -> None:
+        """Brings entries up to date with the host's sequences."""
         is_new = (self._tenants[rows.entries] != rows.tenants).any(1)
         if is_new.any():
             self._admit([step.chunks[row].seq for row in np.flatnonzero(is_new)], rows.entries[is_new])
@@ -169,7 +170,14 @@ class SequenceTable:
         if len(has_grown):
             self._send_blocks([step.chunks[row].seq for row in has_grown], rows.entries[has_grown])
             self._num_blocks[rows.entries] = rows.num_blocks
-        self._send_rows(rows, size, step.num_decodes)
+
+    def block_tables_of(self, entries: np.ndarray, num_keys: int) -> np.ndarray:
+        """Block tables that were sent, as far as `num_keys` keys need them: int32 [num_entries, blocks], on the host."""
+        return self._block_tables[entries, : -(-num_keys // self._block_size)]
+
+    def send_rows(self, rows: StepRows, size: StepSize, num_decodes: int) -> SamplingNeeds:
+        """Puts the rows of a step into place, whose sequences were sent."""
+        self._send_lines(rows, size, num_decodes)
         samples = rows.samples > 0
         sampling = rows.entries[samples]
         is_ruled = bool((rows.keys[samples] < self._ruled_until[sampling]).any())
@@ -186,7 +194,7 @@ class SequenceTable:
         for place, new in zip(self._shared, upload(arrays, self._device), strict=True):
             place[: len(new)].copy_(new)
 
-    def _send_rows(self, rows: StepRows, size: StepSize, num_decodes: int) -> None:
+    def _send_lines(self, rows: StepRows, size: StepSize, num_decodes: int) -> None:
         num_rows, ends, sampled = len(rows.entries), np.cumsum(rows.num_new_tokens), np.flatnonzero(rows.samples)
         lines = np.zeros((1 + max(size.num_rows + 1, size.num_sampled), 4), np.int32)
         lines[0, 0] = num_decodes
@@ -240,7 +248,9 @@ class SequenceTable:
         for seq, entry, num_known in zip(sequences, entries.tolist(), self._num_blocks[entries].tolist(), strict=True):
             places += range(entry * width + num_known, entry * width + len(seq.block_table))
             blocks += seq.block_table[num_known:]
-        on_device, new = upload([np.array(places, np.int64), np.array(blocks, np.int32)], self._device)
+        known = np.array(places, np.int64), np.array(blocks, np.int32)
+        self._block_tables.reshape(-1)[known[0]] = known[1]
+        on_device, new = upload(list(known), self._device)
         self._table.block_tables.view(-1).index_copy_(0, on_device, new)
 
     # On the device

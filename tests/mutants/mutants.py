@@ -2170,8 +2170,8 @@ MUTANTS = [
     Mutant(
         "a split that a row still writes to is shared",
         PREFIX_GROUPS,
-        "range(length // split_length)",
-        "range(len(table) // blocks_per_split)",
+        "context_lens // split_length, 0)",
+        "-(-context_lens // split_length), 0)",
         (
             "test_prefix_groups.py::test_only_whole_splits_of_written_keys_are_shared",
             "test_prefix_groups.py::test_prefixes_may_branch_and_groups_may_be_larger_than_a_tile",
@@ -2180,15 +2180,15 @@ MUTANTS = [
     Mutant(
         "a shared split is thought to be shared with all before it",
         PREFIX_GROUPS,
-        "numbers.setdefault((number, blocks), len(numbers))",
-        "numbers.setdefault((0, blocks), len(numbers))",
+        "prefixes = np.repeat(np.arange(len(sizes)), sizes)",
+        "prefixes = np.zeros(len(rows), np.int64)",
         ("test_prefix_groups.py::test_a_split_is_shared_only_with_all_before_it",),
     ),
     Mutant(
         "a shared split is attended again by itself",
         PREFIX_GROUPS,
-        "np.maximum(num_shared[sharers], index + 1)",
-        "np.maximum(num_shared[sharers], index)",
+        "num_shared[rows] = index + 1",
+        "num_shared[rows] = index",
         (
             "test_prefix_groups.py::test_only_whole_splits_of_written_keys_are_shared",
             "test_prefix_groups.py::test_prefixes_may_branch_and_groups_may_be_larger_than_a_tile",
@@ -2197,12 +2197,19 @@ MUTANTS = [
     Mutant(
         "only the first tile of a large group is attended",
         PREFIX_GROUPS,
-        "items.append((index, len(members), len(part)))",
-        "items.append((index, 0, len(part)))",
+        "items.append((index, num_members + first,",
+        "items.append((index, num_members,",
         (
             "test_prefix_groups.py::test_only_whole_splits_of_written_keys_are_shared",
             "test_prefix_groups.py::test_prefixes_may_branch_and_groups_may_be_larger_than_a_tile",
         ),
+    ),
+    Mutant(
+        "the host's copy of the block tables lacks what was sent",
+        TABLE,
+        "self._block_tables.reshape(-1)[known[0]] = known[1]",
+        "pass",
+        ("test_prefix_groups.py::test_the_engine_groups_and_its_tokens_stay",),
     ),
     # Rows
     Mutant(

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from batch_factory import send
 from model_factory import read_tensors, save_model
 from test_sequence_table import scheduled, step_of
 
@@ -542,7 +543,7 @@ def test_the_rows_that_sample_lie_in_one_place(tmp_path):
     for tokens in ([1, 2, 3], [4]):
         step = step_of((scheduled(tokens, [0], entry=1), len(tokens), True))
         size, _ = runner._size(StepRows.of(step), step.num_decodes, 1, False)
-        runner.table.send(step, StepRows.of(step), size)
+        send(runner.table, step, size)
         runner.table.batch(size)
         after, rows = runner.table.sampled(1)
         assert after.tolist() == [len(tokens) - 1] and rows.lengths.tolist() == [len(tokens)]
@@ -740,9 +741,9 @@ def test_a_trial_step_samples_all_its_prompts_with_all_there_is_within_one_block
     runner = ModelRunner(Config(str(MODEL_DIRECTORY), device="cpu", max_num_seqs=4, num_kvcache_blocks=4))
     launched: list[Step] = []
     needs: list[SamplingNeeds] = []
-    launch, send = runner.launch, runner.table.send
+    launch, send_rows = runner.launch, runner.table.send_rows
     monkeypatch.setattr(runner, "launch", lambda step: launched.append(step) or launch(step))
-    monkeypatch.setattr(runner.table, "send", lambda *args: needs.append(send(*args)) or needs[-1])
+    monkeypatch.setattr(runner.table, "send_rows", lambda *args: needs.append(send_rows(*args)) or needs[-1])
     sizes = [1, 3, 2 * runner.block_size + 1]
     runner._try_step(sizes)
     [step] = launched

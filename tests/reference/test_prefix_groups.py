@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from model_factory import save_model
@@ -9,53 +10,85 @@ from test_attention import Case, make_case, relative_error, run
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.metadata import SharedPrefixes
-from nanovllm.attention.prefix_groups import find_prefix_groups
+from nanovllm.attention.prefix_groups import PrefixGroups, find_prefix_groups
+
+
+def groups_of(tables: list[list[int]], lengths: list[int], block_size: int, split_lengths, most: int):
+    width = max(map(len, tables), default=0)
+    padded = np.array([table + [0] * (width - len(table)) for table in tables], np.int32).reshape(len(tables), width)
+    return find_prefix_groups(padded, np.array(lengths, int), block_size, np.array(split_lengths, int), most)
+
+
+def rows_of_splits(groups: PrefixGroups) -> list[tuple[int, list[int]]]:
+    """Each item's split and rows."""
+    rows = groups.members.tolist()
+    return sorted((split, rows[first : first + count]) for split, first, count in groups.items.tolist())
 
 
 def test_nothing_shared_gives_nothing():
     """A step without groups must take the path without them."""
-    assert find_prefix_groups([[0, 1, 2], [3, 4, 5]], [12, 12], 4, [4, 4], 8) is None
-    assert find_prefix_groups([], [], 4, [], 8) is None
+    assert groups_of([[0, 1, 2], [3, 4, 5]], [12, 12], 4, [4, 4], 8) is None
+    assert groups_of([], [], 4, [], 8) is None
 
 
 def test_only_whole_splits_of_written_keys_are_shared():
     """A row still writes to its last block, and a chunked prompt holds blocks that nobody has written yet."""
     tables = [[7, 8, 9, 1], [7, 8, 9, 2]]
-    groups = find_prefix_groups(tables, [11, 12], 4, [4, 4], 8)
+    groups = groups_of(tables, [11, 12], 4, [4, 4], 8)
     assert groups.items.tolist() == [[0, 0, 2], [1, 2, 2]] and groups.members.tolist() == [0, 1, 0, 1]
     assert groups.num_shared.tolist() == [2, 2]
-    assert find_prefix_groups(tables, [15, 15], 4, [8, 8], 8).num_shared.tolist() == [1, 1]
-    assert find_prefix_groups(tables, [7, 7], 4, [8, 8], 8) is None
+    assert groups_of(tables, [15, 15], 4, [8, 8], 8).num_shared.tolist() == [1, 1]
+    assert groups_of(tables, [7, 7], 4, [8, 8], 8) is None
 
 
 def test_prefixes_may_branch_and_groups_may_be_larger_than_a_tile():
     """All share a system prompt, some more of it; one tile holds three rows here."""
     tables = [[1, 2, 3], [1, 2, 4], [1, 5, 6], [1, 5, 7], [1, 8, 9], [10, 11, 12]]
-    groups = find_prefix_groups(tables, [12] * 6, 4, [4] * 6, 3)
-    found = {}
-    for split, first, count in groups.items.tolist():
-        found.setdefault(split, []).append(groups.members[first : first + count].tolist())
-    assert found == {0: [[0, 1, 2], [3, 4]], 1: [[0, 1], [2, 3]]}
+    groups = groups_of(tables, [12] * 6, 4, [4] * 6, 3)
+    assert rows_of_splits(groups) == [(0, [0, 1, 2]), (0, [3, 4]), (1, [0, 1]), (1, [2, 3])]
     assert groups.num_shared.tolist() == [2, 2, 2, 2, 1, 0]
 
 
 def test_a_split_is_shared_only_with_all_before_it():
     """A private twin may stand before a shared block. The splits before it were once left out for both rows."""
-    assert find_prefix_groups([[0, 1, 2], [3, 1, 4]], [12, 12], 4, [4, 4], 8) is None
-    groups = find_prefix_groups([[0, 1, 2], [3, 1, 2], [0, 1, 4]], [12, 12, 12], 4, [4, 4, 4], 8)
+    assert groups_of([[0, 1, 2], [3, 1, 4]], [12, 12], 4, [4, 4], 8) is None
+    groups = groups_of([[0, 1, 2], [3, 1, 2], [0, 1, 4]], [12, 12, 12], 4, [4, 4, 4], 8)
     assert groups.items.tolist() == [[0, 0, 2], [1, 2, 2]] and groups.num_shared.tolist() == [2, 0, 2]
     # Nor does its last block alone make a split of two blocks.
-    assert find_prefix_groups([[0, 1], [2, 1]], [8, 8], 4, [8, 8], 8) is None
+    assert groups_of([[0, 1], [2, 1]], [8, 8], 4, [8, 8], 8) is None
 
 
 def test_a_split_is_shared_only_by_rows_that_are_split_alike():
     """Longer rows have longer splits, so the same blocks are other splits of theirs."""
     tables = [[1, 2, 3, 4, row] for row in range(5, 9)]
-    groups = find_prefix_groups(tables, [17, 17, 18, 18], 4, [4, 4, 8, 8], 8)
-    found = sorted((split, groups.members[first : first + n].tolist()) for split, first, n in groups.items.tolist())
-    assert found == [(0, [0, 1]), (0, [2, 3]), (1, [0, 1]), (1, [2, 3]), (2, [0, 1]), (3, [0, 1])]
+    groups = groups_of(tables, [17, 17, 18, 18], 4, [4, 4, 8, 8], 8)
+    assert rows_of_splits(groups) == [(0, [0, 1]), (0, [2, 3]), (1, [0, 1]), (1, [2, 3]), (2, [0, 1]), (3, [0, 1])]
     assert groups.num_shared.tolist() == [4, 4, 2, 2]
-    assert find_prefix_groups(tables[:2], [17, 18], 4, [4, 8], 8) is None
+    assert groups_of(tables[:2], [17, 18], 4, [4, 8], 8) is None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_groups_are_those_that_a_look_at_all_rows_finds(seed):
+    """What lies behind a row's blocks is anything. Few different blocks make many rows alike."""
+    rng = random.Random(seed)
+    num_rows, num_blocks, most = rng.randrange(1, 60), rng.randrange(1, 9), rng.randrange(1, 9)
+    tables = [[rng.randrange(rng.choice((1, 2, 50))) for _ in range(num_blocks)] for _ in range(num_rows)]
+    lengths = [rng.randrange(1, 4 * num_blocks + 1) for _ in tables]
+    split_lengths = [rng.choice((4, 8)) for _ in tables]
+    rows_of_prefix: dict[tuple, list[int]] = {}
+    for row, (table, length, split_length) in enumerate(zip(tables, lengths, split_lengths, strict=True)):
+        for split in range(length // split_length):
+            prefix = tuple(table[: (split + 1) * split_length // 4])
+            rows_of_prefix.setdefault((split, split_length, prefix), []).append(row)
+    shared = [(split, rows) for (split, _, _), rows in rows_of_prefix.items() if len(rows) > 1]
+    pieces = [(split, rows[at : at + most]) for split, rows in shared for at in range(0, len(rows), most)]
+    groups = groups_of(tables, lengths, 4, split_lengths, most)
+    assert (groups is None) == (not shared)
+    if groups is not None:
+        assert rows_of_splits(groups) == sorted(pieces)
+        num_shared = [max((split + 1 for split, rows in shared if row in rows), default=0) for row in range(num_rows)]
+        assert groups.num_shared.tolist() == num_shared
+        assert (groups.items.dtype, groups.members.dtype, groups.num_shared.dtype) == (np.int32,) * 3
 
 
 def share(case: Case, row: int, source: int, num_keys: int) -> None:
@@ -77,8 +110,7 @@ def test_shared_splits_attended_once_change_nothing(num_kv_heads, group_size, bl
     for row in range(8, len(lengths)):
         share(case, row, 7, 512)
     backend, metadata = case.backend("triton"), case.metadata
-    tables = [metadata.block_tables[row, : length // block_size + 1].tolist() for row, length in enumerate(lengths)]
-    groups = backend.shared_prefixes(tables, [length + 1 for length in lengths], block_size)
+    groups = backend.shared_prefixes(metadata.block_tables.numpy(), np.array(lengths) + 1, block_size)
     assert len(groups.items) <= backend.most_shared_splits >= len(groups.members)
     # In the table they stand in place of older ones, which were more.
     on_device = [groups.items, groups.members, groups.num_shared]

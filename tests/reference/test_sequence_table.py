@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from batch_factory import expanded
+from batch_factory import send as send_step
 from fake_runner import FakeRunner, make_engine, run_to_end
 
 from nanovllm.attention.metadata import QUERY_TILE, query_tiles
@@ -26,7 +27,7 @@ from nanovllm.ops.expand_rows import Table
 from nanovllm.ops.process_logits import ALWAYS, TokenRules
 from nanovllm.ops.write_tokens import write_tokens
 from nanovllm.runner import sequence_table, token_rules
-from nanovllm.runner.sequence_table import Batch, SequenceTable, StepRows, StepSize
+from nanovllm.runner.sequence_table import Batch, SequenceTable, StepSize
 from nanovllm.runner.token_rules import TokenRulesTable
 from nanovllm.sampling_params import SamplingParams
 
@@ -86,7 +87,7 @@ def decode_size(num_rows: int, num_sampled: int | None = None) -> StepSize:
 
 
 def send(table: SequenceTable, step: Step, size: StepSize | None = None) -> SamplingNeeds:
-    return table.send(step, StepRows.of(step), size or exact_size(step))
+    return send_step(table, step, size or exact_size(step))
 
 
 @dataclass

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from batch_factory import send
 from model_factory import one_thread, save_model  # noqa: F401
 
 from nanovllm import LLM, SamplingParams
@@ -16,7 +17,7 @@ from nanovllm.engine.step import BROKEN_LOGITS, NO_TOKEN_LEFT, Chunk, Step
 from nanovllm.layers.embed_head import VocabSlice
 from nanovllm.layers.sampler import SampledRows, Sampler, SamplingNeeds
 from nanovllm.ops.collectives import Parallel
-from nanovllm.runner.sequence_table import SequenceTable, StepRows, StepSize
+from nanovllm.runner.sequence_table import SequenceTable, StepSize
 
 CPU = torch.device("cpu")
 
@@ -35,7 +36,7 @@ def table_of(
     num_rows, longest = len(chunks), max(map(len, prompts)) + 1
     step, size = Step.of(chunks), StepSize(num_rows, num_rows, num_rows, 0, num_rows, 1, False)
     table = SequenceTable(num_rows, longest, longest, vocab_size, num_rows, CPU)
-    needs = table.send(step, StepRows.of(step), size)
+    needs = send(table, step, size)
     table.batch(size)
     return table, table.sampled(num_rows)[1], needs
 
