@@ -2,6 +2,7 @@
 
 import os
 import sys
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -191,8 +192,9 @@ class _Prefixes:
         """Makes a prompt's blocks known; returns how many of its leading tokens, at most `most_shared`, lie in blocks
         that were known before."""
         num_shared = parent = 0
+        known = array("i", token_ids)
         for end in range(BLOCK_SIZE, len(token_ids) + 1, BLOCK_SIZE):
-            parent = hash_block(parent, token_ids[end - BLOCK_SIZE : end])
+            parent = hash_block(parent, known[end - BLOCK_SIZE : end])
             if parent in self._known:
                 if end <= most_shared:
                     num_shared = end

@@ -14,12 +14,13 @@ import xxhash
 
 from nanovllm.engine.sequence import Sequence
 
-BlockHash = Callable[[int, list[int]], int]
+BlockHash = Callable[[int, "array[int]"], int]
+_NO_TOKENS = array("i")
 
 
-def hash_block(parent_hash: int, token_ids: list[int]) -> int:
+def hash_block(parent_hash: int, token_ids: "array[int]") -> int:
     """64-bit chained hash (XXH3) of a block's tokens and, through the seed, of everything before them."""
-    return xxhash.xxh3_64_intdigest(array("q", token_ids).tobytes(), seed=parent_hash)
+    return xxhash.xxh3_64_intdigest(token_ids, seed=parent_hash)
 
 
 class Block:
@@ -31,7 +32,7 @@ class Block:
         self.block_id = block_id
         self.ref_count = 0
         self.hash: int | None = None
-        self.token_ids: list[int] = []
+        self.token_ids = _NO_TOKENS
         self.parent = 0  # serial of the registration before this one in the prefix, 0 for the first block
         self.serial = 0  # of the registration; never used twice, while a block id is
 
@@ -241,7 +242,7 @@ class BlockManager:
     def _unregister(self, block: Block) -> None:
         assert block.hash is not None, "only registered blocks come here"
         del self._registered[block.hash]
-        block.hash, block.token_ids, block.parent, block.serial = None, [], 0, 0
+        block.hash, block.token_ids, block.parent, block.serial = None, _NO_TOKENS, 0, 0
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

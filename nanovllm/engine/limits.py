@@ -1,6 +1,9 @@
 """What a request may ask of an engine: decided before anything runs."""
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Collection, Iterable
+
+import numpy as np
 
 from nanovllm.engine.runner import RunnerInfo
 from nanovllm.sampling_params import SamplingParams
@@ -24,11 +27,11 @@ def _check_scoring(num_tokens: int, info: RunnerInfo) -> None:
         )
 
 
-def check_request(token_ids: list[int], params: SamplingParams, info: RunnerInfo) -> None:
-    """Refuses what can never be run.
+def check_request(token_ids: Collection[int], params: SamplingParams, info: RunnerInfo) -> "array[int]":
+    """Refuses what can never be run; returns the prompt as a Sequence keeps it.
 
     Raises:
-        TypeError: the prompt holds something other than plain integers.
+        TypeError: the prompt holds something other than integers.
         ValueError: the prompt is empty or too long, a token id of prompt or parameters is outside the vocabulary,
             or the request might never fit in the KV cache.
     """
@@ -42,9 +45,17 @@ def check_request(token_ids: list[int], params: SamplingParams, info: RunnerInfo
             f"the prompt's {num_tokens} tokens leave no room for a new one within max_model_len="
             f"{info.max_model_len}; shorten it, or raise max_model_len if the model was made for more"
         )
-    if not set(map(type, token_ids)) <= {int}:
-        raise TypeError("token ids must be plain integers")
-    if min(token_ids) < 0 or max(token_ids) >= info.vocab_size:
+    try:
+        if isinstance(token_ids, (bytes, bytearray)):  # an array would take four of them for a number
+            raise TypeError
+        prompt = array("i", token_ids)
+        numbers = np.frombuffer(prompt, np.intc)
+        is_inside = numbers.min() >= 0 and numbers.max() < info.vocab_size
+    except TypeError:
+        raise TypeError("token ids must be integers") from None
+    except OverflowError:
+        is_inside = False
+    if not is_inside:
         bad = next(token_id for token_id in token_ids if not 0 <= token_id < info.vocab_size)
         raise ValueError(f"token id {bad} is outside the vocabulary (0 to {info.vocab_size - 1})")
     if any(isinstance(word, str) for word in params.bad_words):
@@ -66,3 +77,4 @@ def check_request(token_ids: list[int], params: SamplingParams, info: RunnerInfo
             f"the request may need {num_blocks} KV cache blocks of {info.kvcache_block_size} tokens, but there "
             f"are {info.num_kvcache_blocks}; lower max_tokens, shorten the prompt or raise num_kvcache_blocks"
         )
+    return prompt

@@ -99,7 +99,7 @@ class LLMEngine:
             predicates = [stop_predicates] if callable(stop_predicates) else stop_predicates
         is_constrained = sampling_params.structured_outputs is not None
         try:
-            check_request(prompt_token_ids, sampling_params, self.info)
+            prompt = check_request(prompt_token_ids, sampling_params, self.info)
             _check_predicates(predicates, n, is_constrained)
             if sampling_params.prompt_logprobs is not None and not 1 <= first_scored <= len(prompt_token_ids):
                 raise ValueError(f"first_scored must be from 1 to the prompt's length, not {first_scored}")
@@ -112,7 +112,7 @@ class LLMEngine:
         seed = mixed_seed(self.config.seed, number) if sampling_params.seed is None else sampling_params.seed
         most_tokens = max_length(len(prompt_token_ids), sampling_params, self.info)
         sequences = make_sequences(
-            seq_id, prompt_token_ids, sampling_params, most_tokens, stop_token_ids, seed, first_scored,
+            seq_id, prompt, sampling_params, most_tokens, stop_token_ids, seed, first_scored,
             is_constrained,
         )  # fmt: skip
         for seq, predicate in zip(sequences, predicates, strict=True):

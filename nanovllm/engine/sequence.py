@@ -1,6 +1,7 @@
 """One completion of a request as the engine sees it: its tokens, how far they are computed, where their keys live."""
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable
 from enum import Enum
 
 from nanovllm.sampling_params import SamplingParams, completion_seed
@@ -23,7 +24,7 @@ class Sequence:
     __slots__ = (
         "seq_id",
         "siblings",  # all completions of its request, itself among them; empty if it is the only one
-        "token_ids",  # prompt + completion, as far as known
+        "token_ids",  # prompt + completion, as far as known: an array of 32-bit integers, which C code reads as it is
         "num_prompt_tokens",
         "num_tokens",  # len(token_ids) + tokens in flight
         "num_computed_tokens",  # leading tokens whose keys and values are in the cache (or will be: launched)
@@ -51,7 +52,7 @@ class Sequence:
     def __init__(
         self,
         seq_id: int,
-        prompt_token_ids: list[int],
+        prompt_token_ids: Iterable[int],
         sampling_params: SamplingParams,
         max_length: int,
         stop_token_ids: frozenset[int] = frozenset(),
@@ -60,8 +61,8 @@ class Sequence:
     ):
         self.seq_id = seq_id
         self.siblings: list[Sequence] = []
-        self.token_ids = list(prompt_token_ids)
-        self.num_prompt_tokens = self.num_tokens = len(prompt_token_ids)
+        self.token_ids = array("i", prompt_token_ids)
+        self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
         self.num_computed_tokens = self.num_cached_tokens = 0
         self.next_scored = self.num_prompt_tokens
         self.logprobs, self.prompt_logprobs = bytearray(), bytearray()
@@ -81,7 +82,7 @@ class Sequence:
 
     @property
     def completion_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
+        return self.token_ids[self.num_prompt_tokens :].tolist()
 
     @property
     def has_token_in_flight(self) -> bool:
@@ -112,7 +113,7 @@ class Sequence:
 
 def make_sequences(
     first_id: int,
-    prompt_token_ids: list[int],
+    prompt_token_ids: Iterable[int],
     sampling_params: SamplingParams,
     max_length: int,
     stop_token_ids: frozenset[int],

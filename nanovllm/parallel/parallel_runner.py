@@ -149,7 +149,7 @@ class TensorParallelRunner(Runner):
         seq = sequences[0]
         params = {name: getattr(seq.sampling_params, name) for name in _SAMPLING_FIELDS}
         numbers = seq.max_length, list(seq.stop_token_ids), seq.seed, seq.next_scored, seq.is_constrained
-        self._write("add", seq.seq_id, seq.token_ids, params, *numbers)
+        self._write("add", seq.seq_id, seq.token_ids.tolist(), params, *numbers)
 
     def request_aborted(self, seq: Sequence) -> None:
         self._write("abort", seq.seq_id)

@@ -456,7 +456,11 @@ class ModelRunner(Runner):
         num_scored, multiple = sum(map(len, targets)), row_multiple(self._parallel)
         padding = -num_scored % multiple
         place, target = upload(
-            [np.pad(np.concatenate(places), (0, padding)), np.pad(np.concatenate(targets), (0, padding))], self.device
+            [
+                np.pad(np.concatenate(places), (0, padding)),
+                np.pad(np.concatenate(targets, dtype=np.int64), (0, padding)),
+            ],
+            self.device,
         )
         scores = []
         for some, expected in zip(place.split(self._most_scored), target.split(self._most_scored), strict=True):

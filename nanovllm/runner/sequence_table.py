@@ -172,7 +172,7 @@ class SequenceTable:
             self._num_blocks[rows.entries] = rows.num_blocks
 
     def block_tables_of(self, entries: np.ndarray, num_keys: int) -> np.ndarray:
-        """Block tables that were sent, as far as `num_keys` keys need them: int32 [num_entries, blocks], on the host."""
+        """The block tables that were sent, up to `num_keys` keys: int32 [num_entries, blocks], on the host."""
         return self._block_tables[entries, : -(-num_keys // self._block_size)]
 
     def send_rows(self, rows: StepRows, size: StepSize, num_decodes: int) -> SamplingNeeds:
@@ -229,7 +229,7 @@ class SequenceTable:
         places, token_ids, on_device, settings, seeds = upload(
             [
                 first + np.arange(len(first)),
-                np.array([token_id for seq in sequences for token_id in seq.token_ids], np.int32),
+                np.frombuffer(b"".join(seq.token_ids for seq in sequences), np.int32),
                 entries,
                 np.stack([values.view(np.int32) for values in (temperatures, top_ks, top_ps, min_ps, kinds)]),
                 np.array([seq.seed for seq in sequences], np.uint64).view(np.int64),

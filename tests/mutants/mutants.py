@@ -2400,6 +2400,20 @@ MUTANTS = [
         ("test_triton_kernels.py::test_the_parts_of_a_product_are_summed_by_the_norm[2-160-torch.float32]",),
     ),
     Mutant(
+        "a large product replaces the residual",
+        "layers/norm.py",
+        "residual.addmm_(x.x, x.weight.mT)",
+        "residual.addmm_(x.x, x.weight.mT, beta=0)",
+        ("test_layers.py::test_a_large_fused_product_is_added_to_the_residual_while_it_is_multiplied",),
+    ),
+    Mutant(
+        "a large product is multiplied before its norm",
+        LINEAR,
+        "is_pending = num_tokens > MOST_ROWS_IN_PARTS",
+        "is_pending = False",
+        ("test_layers.py::test_a_large_fused_product_is_added_to_the_residual_while_it_is_multiplied",),
+    ),
+    Mutant(
         "the bias of a product in parts is lost",
         LINEAR,
         "self.fused and parallel.size == 1 and not bias",

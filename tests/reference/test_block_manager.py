@@ -2,6 +2,7 @@
 
 import pickle
 import time
+from array import array
 from collections import deque
 from dataclasses import dataclass
 
@@ -137,7 +138,7 @@ class Books:
     def hash_of(self, prefix: bytes) -> int:
         value = 0
         for start in range(0, len(prefix), self.block_size):
-            value = self.block_hash(value, list(prefix[start : start + self.block_size]))
+            value = self.block_hash(value, array("i", list(prefix[start : start + self.block_size])))
         return value
 
     def is_equal(self, found: Registration, prefix: bytes, parent: Registration | None) -> bool:
@@ -195,11 +196,11 @@ class Books:
                 block = by_serial[block.parent]
                 chain = block.token_ids + chain
             # A chain whose beginning was reused can no longer be reached, but must not lie either.
-            assert bytes(chain) == prefix[-len(chain) :]
+            assert bytes(list(chain)) == prefix[-len(chain) :]
             assert block.parent or len(chain) == len(prefix)
 
 
-def weak_hash(parent_hash: int, token_ids: list[int]) -> int:
+def weak_hash(parent_hash: int, token_ids: array) -> int:
     return hash_block(parent_hash, token_ids) & 3
 
 
@@ -424,14 +425,14 @@ def test_a_block_is_closed_when_it_is_full_and_the_next_appended_when_it_is_need
         (8, [0, 1], [0, 1]),
         (9, [0, 1, 2], [0, 1]),
     ]
-    assert manager.blocks[1].token_ids == [1, 2, 3, 4]
+    assert list(manager.blocks[1].token_ids) == [1, 2, 3, 4]
 
 
 def test_growth_takes_as_many_blocks_as_any_number_of_tokens_needs():
     """Engines that ask whether length % block_size == 1 take one block, and only for one token."""
     manager = BlockManager(8, 4)
     seq = compute(manager, make_sequence([1, 2, 3]))
-    seq.token_ids += range(14)
+    seq.token_ids.extend(range(14))
     seq.num_tokens += 14
     assert manager.can_append(seq, 14)
     manager.append(seq, 14)
@@ -529,8 +530,8 @@ def test_each_prefix_is_hashed_once_a_request():
     """Every question about a waiting request hashed its whole prompt again."""
     asked = []
 
-    def block_hash(parent: int, token_ids: list[int]) -> int:
-        asked.append(token_ids)
+    def block_hash(parent: int, token_ids: array) -> int:
+        asked.append(list(token_ids))
         return hash_block(parent, token_ids)
 
     manager = BlockManager(4, 2, block_hash=block_hash)

@@ -652,23 +652,27 @@ def test_no_more_rows_are_sampled_than_may_sample():
                     assert padded <= size.num_sampled, (max_num_seqs, most_tokens, num_ranks, size)
 
 
+def tables_of(entries: np.ndarray, num_keys: int) -> np.ndarray:
+    return np.zeros((len(entries), -(-num_keys // 4)), np.int32)
+
+
 def test_what_rows_share_is_looked_for_once_while_they_go_on():
     """The search walks through all block tables, which takes longer than the rest of a decode step on the host."""
     asked: list[list[int]] = []
 
     def shared_prefixes(tables, context_lens, block_size) -> PrefixGroups | None:
-        asked.append(context_lens)
+        asked.append(context_lens.tolist())
         return PrefixGroups(*(np.zeros((1, 1), np.int32) for _ in range(3))) if len(tables) > 1 else None
 
     runner, sent = make_runner(8), []
-    runner.table, runner.block_size = SimpleNamespace(send_shared_prefixes=sent.append), 4
+    runner.table, runner.block_size = SimpleNamespace(send_shared_prefixes=sent.append, block_tables_of=tables_of), 4
     runner.backend = SimpleNamespace(shared_prefixes=shared_prefixes, split_lengths=lambda keys: keys // 100)
     runner._groups_prefixes, runner._is_grouped, runner._grouped = True, False, np.zeros((0, 3), np.int64)
     one, two, other = (scheduled([1] * (5 + i), [0, 1], entry=i) for i in range(3))
 
     def is_grouped(*seqs: Sequence) -> bool:
         step = step_of(*((seq, 1, True) for seq in seqs))
-        return runner._group_prefixes(step, StepRows.of(step))
+        return runner._group_prefixes(StepRows.of(step), step.num_decodes)
 
     assert not is_grouped(one, two) and not asked, "without a hit nobody shares anything"
     one.num_cached_tokens = 4
@@ -685,9 +689,9 @@ def test_what_rows_share_is_looked_for_again_when_a_row_is_split_otherwise(tmp_p
     """Its number of shared splits would count splits of another length."""
     asked: list[list[int]] = []
     runner = make_runner(8)
-    runner.table, runner.block_size = SimpleNamespace(send_shared_prefixes=None), 4
+    runner.table, runner.block_size = SimpleNamespace(send_shared_prefixes=None, block_tables_of=tables_of), 4
     runner.backend = SimpleNamespace(
-        shared_prefixes=lambda tables, context_lens, block_size: asked.append(context_lens),
+        shared_prefixes=lambda tables, context_lens, block_size: asked.append(context_lens.tolist()),
         split_lengths=lambda keys: np.where(keys > 7, 8, 4),
     )
     runner._groups_prefixes, runner._is_grouped, runner._grouped = True, False, np.zeros((0, 3), np.int64)
@@ -695,7 +699,7 @@ def test_what_rows_share_is_looked_for_again_when_a_row_is_split_otherwise(tmp_p
     seqs[0].num_cached_tokens = 4
     for _ in range(3):
         step = step_of(*((seq, 1, True) for seq in seqs))
-        runner._group_prefixes(step, StepRows.of(step))
+        runner._group_prefixes(StepRows.of(step), step.num_decodes)
         for seq in seqs:
             seq.num_computed_tokens += 1
     assert asked == [[5, 6], [7, 8]]

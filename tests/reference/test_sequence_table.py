@@ -755,7 +755,7 @@ def test_stop_tokens_are_banned_until_min_tokens_have_been_generated():
     # Without a stop token there is nothing to ban, and a sequence that returns has generated its tokens before.
     assert not needs_of(table, (scheduled([1], [0], params=params, entry=2), 1, True)).rules_version
     returned = scheduled([1, 2, 3], [0], params=params, stop_token_ids=stops, entry=3)
-    returned.token_ids += [5, 5]
+    returned.token_ids.extend([5, 5])
     returned.num_tokens = returned.num_computed_tokens = 5
     assert not needs_of(table, (returned, 5, True)).rules_version
 

@@ -179,7 +179,7 @@ class Workload:
 
     def check(self, seq: Sequence) -> None:
         request = self.unfinished.pop(seq.seq_id)
-        assert seq.token_ids[: seq.num_prompt_tokens] == request.prompt
+        assert list(seq.token_ids[: seq.num_prompt_tokens]) == request.prompt
         assert (seq.completion_token_ids, seq.finish_reason) == request.expected, seq
         is_scored = request.params.prompt_logprobs is not None and seq.seq_id == (seq.siblings or [seq])[0].seq_id
         assert seq.prompt_logprobs == (expected_scores(request.prompt, request.first_scored) if is_scored else b"")

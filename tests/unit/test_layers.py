@@ -25,6 +25,7 @@ from nanovllm.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     PartialSum,
+    PendingProduct,
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
@@ -351,12 +352,40 @@ def test_a_fused_product_of_few_rows_comes_in_parts_for_the_norm(dtype):
         return layer(torch.randn(rows, layer.weight.shape[1]).to(dtype)).part.ndim
 
     assert num_dims(256) == 3 and num_dims(2) == 3
-    assert [layer.kernels(rows) for rows in (1, 2, 256, 257)] == [1, 4, 4, 1]
-    assert num_dims(257) == num_dims(5, 72) == num_dims(5, bias=True) == num_dims(5, num_ranks=2) == 2
+    assert [layer.kernels(rows) for rows in (1, 2, 256, 257)] == [1, 4, 4, 0]
+    assert num_dims(5, 72) == num_dims(5, bias=True) == num_dims(5, num_ranks=2) == 2
     assert num_dims(5, in_parts=False) == num_dims(5, fused=False) == 2
     if dtype == torch.float32:
         layer.pack()
         assert layer.packed is None or layer(x).part.ndim == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_fused_product_is_added_to_the_residual_while_it_is_multiplied(dtype):
+    """The norm then reads one tensor instead of two. The sum is rounded once, not twice."""
+    kw = {"dtype": dtype, "device": CPU}
+
+    def made(**options) -> RowParallelLinear:
+        options = {"bias": False, "parallel": Parallel(), "in_parts": True, "fused": True, **options}
+        layer = RowParallelLinear(64, 24, **options, **kw)
+        layer.weight.normal_()
+        return layer
+
+    layer, x = made(), torch.randn(257, 64).to(dtype)
+    residual = torch.randn(257, 24).to(dtype)
+    exact = x.double() @ layer.weight.double().T + residual.double()
+    norm, pending = make_norm(24, dtype), layer(x)
+    assert isinstance(pending, PendingProduct)
+    normed, total = norm.reduce_add(pending, residual)
+    torch.testing.assert_close(total.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
+    exactly(normed, norm(total))
+    # A bias, ranks and packed weights have other ways; a product of few rows comes in parts.
+    others = [made(bias=True), made(parallel=LonelyRank(0, 2)), made(in_parts=False), made(fused=False)]
+    assert not any(isinstance(other(x[:, : other.weight.shape[1]]), PendingProduct) for other in others)
+    assert isinstance(layer(x[:256]), PartialSum)
+    if dtype == torch.float32:
+        layer.pack()
+        assert layer.packed is None or isinstance(layer(x), PartialSum)
 
 
 @pytest.mark.parametrize(

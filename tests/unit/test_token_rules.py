@@ -143,7 +143,7 @@ def test_a_table_says_how_long_rules_matter(options, num_generated, until):
     """A step in which nobody's rules matter any more does without the logits processors."""
     table = TokenRulesTable(NUM_ENTRIES, VOCAB_SIZE, CPU)
     seq = sequence(0, **options)
-    seq.token_ids += [7] * num_generated
+    seq.token_ids.extend([7] * num_generated)
     assert admit(table, {2: seq}) == [until]
 
 
@@ -158,7 +158,7 @@ def test_entries_that_change_hands_at_random_always_hold_their_tenants_rules(run
                 if rng.random() < 0.2:
                     options["logit_bias"] = {token_id: 0.5 for token_id in range(rng.randint(1, 60))}
                 new[entry] = sequence(number, rng.randint(1, 9), **options)
-                new[entry].token_ids += [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(0, 6))]
+                new[entry].token_ids.extend(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(0, 6)))
             admit(table, new)
             tenants |= new
             assert_everybody_has_their_own(table, tenants)
