@@ -229,7 +229,7 @@ class SequenceTable:
         places, token_ids, on_device, settings, seeds = upload(
             [
                 first + np.arange(len(first)),
-                np.frombuffer(b"".join(seq.token_ids for seq in sequences), np.int32),
+                np.frombuffer(bytearray().join(seq.token_ids for seq in sequences), np.int32),
                 entries,
                 np.stack([values.view(np.int32) for values in (temperatures, top_ks, top_ps, min_ps, kinds)]),
                 np.array([seq.seed for seq in sequences], np.uint64).view(np.int64),

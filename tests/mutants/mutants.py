@@ -2672,8 +2672,8 @@ MUTANTS = [
     Mutant(
         "a block is shared wherever it stands",
         PREFLIGHT,
-        "hash_block(parent, token_ids",
-        "hash_block(0, token_ids",
+        "hash_block(parent, known",
+        "hash_block(0, known",
         ("test_preflight.py::test_what_was_shared_is_every_block_that_an_earlier_prompt_begins_with",),
     ),
     Mutant(

@@ -54,6 +54,8 @@ def test_a_split_is_shared_only_with_all_before_it():
     assert groups_of([[0, 1, 2], [3, 1, 4]], [12, 12], 4, [4, 4], 8) is None
     groups = groups_of([[0, 1, 2], [3, 1, 2], [0, 1, 4]], [12, 12, 12], 4, [4, 4, 4], 8)
     assert groups.items.tolist() == [[0, 0, 2], [1, 2, 2]] and groups.num_shared.tolist() == [2, 0, 2]
+    groups = groups_of([[0, 1], [3, 1], [0, 1], [3, 1]], [8] * 4, 4, [4] * 4, 8)
+    assert rows_of_splits(groups) == [(0, [0, 2]), (0, [1, 3]), (1, [0, 2]), (1, [1, 3])]
     # Nor does its last block alone make a split of two blocks.
     assert groups_of([[0, 1], [2, 1]], [8, 8], 4, [8, 8], 8) is None
 
