@@ -17,12 +17,12 @@ from nanovllm.prompts import Row
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text import Text
 
-# Rows are read in pieces of so many: a tokenizer takes ten times a text's memory while it works. The first step chooses
-# from one piece: the rows that may generate most start first.
+# Most rows per piece: a tokenizer takes ten times a text's memory while it works. If no row runs, the next piece is
+# this large, so that the first step has many to choose from: the rows that may generate most start first.
 ROWS_OF_PIECE = 256
-# Later pieces: while the batch has places that no row takes, and after that.
+# Rows per piece if others run: while the batch has free places, and when it has none.
 _ROWS_OF_LATER_PIECE, _ROWS_OF_LAST_PIECE = 32, 8
-# Rows that are read per step when no place is left. That should take less time than the step.
+# Most rows to read per step when the batch has no free place. To read them should take less time than the step.
 _ROWS_AHEAD_OF_STEP = 32
 # Rows that are read before the oldest one has finished, for each that can run at a time.
 _ROWS_AHEAD = 16
@@ -147,7 +147,7 @@ class RowStream:
         return refused
 
     def _room(self, num_places: int) -> int:
-        """How many rows the next piece may have, if the batch has so many free places."""
+        """How many rows the next piece may have. `num_places`: free places of the batch."""
         if self._window is None:
             return ROWS_OF_PIECE
         oldest = next(iter(self._running.values())).number if self._running else self.num_read

@@ -23,7 +23,7 @@ def make_batch(chunks: list[Chunk], block_size: int, max_model_len: int = 128, d
 
 
 def send(table: SequenceTable, step: Step, size: StepSize) -> SamplingNeeds:
-    """Puts the step of these chunks into place, as ModelRunner.launch does."""
+    """Puts a step into place, as ModelRunner.launch does."""
     rows = StepRows.of(step)
     table.send_sequences(step, rows)
     return table.send_rows(rows, size, step.num_decodes)

@@ -31,8 +31,8 @@ def find_prefix_groups(
 
     Args:
         block_tables: int [num_rows, ≥ blocks of the longest row].
-        context_lens, split_lengths: int [num_rows], keys of each row, and of each of its splits, which are multiples of
-            block_size.
+        context_lens: int [num_rows], how many keys each row has.
+        split_lengths: int [num_rows], how many keys each split of the row has; multiples of block_size.
         most_members: rows of one item.
     """
     items: list[tuple[int, int, int]] = []
@@ -67,7 +67,10 @@ def find_prefix_groups(
 
 
 def _equal_rows(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """numbers: int [num_rows, n] -> the rows' indices, equal rows side by side, and how many are equal each time."""
+    """Sorts rows so that equal ones stand together.
+
+    numbers: int [num_rows, n] -> the rows' indices in that order, and the size of each set of equal rows.
+    """
     order = np.lexsort(numbers.T)
     ordered = numbers[order]
     starts = np.flatnonzero(np.append(True, (ordered[1:] != ordered[:-1]).any(1)))

@@ -148,8 +148,8 @@ class LLMEngine:
 
     @property
     def num_free_places(self) -> int:
-        """Places of the batch that are not for a completion that waits, or runs beyond the steps in flight. Negative if
-        too many wait."""
+        """How many more completions the batch can take: its places, less the completions that wait, and less those that
+        run and do not reach their greatest length with the steps in flight. Negative if more wait than fit."""
         num_staying = sum(seq.num_tokens < seq.max_length for seq in self.scheduler.running)
         return self.scheduler.max_num_seqs - num_staying - len(self.scheduler.waiting)
 

@@ -211,7 +211,7 @@ class RowParallelLinear(LinearBase):
     """The inputs are divided over the ranks; the norm that reads their products sums them over the ranks.
 
     Rank 0 alone adds the bias. With `in_parts`, a single rank's fused product may come as several parts, or be left to
-    `RMSNorm.reduce_add`, which alone takes such results.
+    `RMSNorm.reduce_add`. Only that takes such results.
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool, parallel: Parallel, in_parts: bool = False, **kw):
@@ -230,10 +230,11 @@ class RowParallelLinear(LinearBase):
         return {WHOLE: [Shard(shape, ((0, output_size), self.part), parameter)]}
 
     def kernels(self, num_tokens: int) -> int:
-        """In how many parts it multiplies, 0 if it does not; see CausalLM.kernels."""
+        """How many parts the product comes in; 0 if it is left to `RMSNorm.reduce_add`. See CausalLM.kernels."""
         if not self.in_parts or self.weight is None:
             return 1
-        is_pending = num_tokens > MOST_ROWS_IN_PARTS  # then a product takes longer than to read and write the sum
+        # Only a large product takes longer than the residual takes to be read and written.
+        is_pending = num_tokens > MOST_ROWS_IN_PARTS
         return 0 if is_pending else num_input_parts(num_tokens, *self.weight.shape[::-1])
 
     def forward(self, x: torch.Tensor) -> PartialSum | PendingProduct:

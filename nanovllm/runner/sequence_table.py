@@ -176,7 +176,7 @@ class SequenceTable:
         return self._block_tables[entries, : -(-num_keys // self._block_size)]
 
     def send_rows(self, rows: StepRows, size: StepSize, num_decodes: int) -> SamplingNeeds:
-        """Puts the rows of a step into place, whose sequences were sent."""
+        """Puts a step's rows into place. `send_sequences` must have sent their sequences before."""
         self._send_lines(rows, size, num_decodes)
         samples = rows.samples > 0
         sampling = rows.entries[samples]

@@ -98,7 +98,7 @@ def test_queries_behind_the_last_one_of_a_tile_change_nothing(num_programs):
     """They are the next sequence's, or nobody's."""
     case = make_hopper_case([(0, 70), (100, 30), (0, 65)])
     backend, expected = make_hopper_backend(case), None
-    run("triton", case, backend)  # It writes the keys and the values.
+    run("triton", case, backend)  # This run writes the keys and values that the next runs read.
     for number in (0.0, math.nan):
         q = torch.cat((case.new(case.queries), randn(64, 4, 128, dtype=torch.bfloat16, seed=1) * 0 + number))
         q[70:100] = number

@@ -2279,7 +2279,7 @@ MUTANTS = [
         ("test_generate_iter.py::test_few_rows_are_read_per_step_when_no_place_is_left",),
     ),
     Mutant(
-        "a completion keeps its place for rows to come during its last step",
+        "a completion whose last step is in flight still takes a place",
         ENGINE,
         "num_staying = sum(seq.num_tokens < seq.max_length for seq in self.scheduler.running)",
         "num_staying = len(self.scheduler.running)",
@@ -2407,7 +2407,7 @@ MUTANTS = [
         ("test_layers.py::test_a_large_fused_product_is_added_to_the_residual_while_it_is_multiplied",),
     ),
     Mutant(
-        "a large product is multiplied before its norm",
+        "a large product is not left to the norm",
         LINEAR,
         "is_pending = num_tokens > MOST_ROWS_IN_PARTS",
         "is_pending = False",

@@ -71,7 +71,7 @@ def test_a_split_is_shared_only_by_rows_that_are_split_alike():
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_groups_are_those_that_a_look_at_all_rows_finds(seed):
-    """What lies behind a row's blocks is anything. Few different blocks make many rows alike."""
+    """The blocks behind a row's keys may be any. There are few different blocks, so many rows begin alike."""
     rng = random.Random(seed)
     num_rows, num_blocks, most = rng.randrange(1, 60), rng.randrange(1, 9), rng.randrange(1, 9)
     tables = [[rng.randrange(rng.choice((1, 2, 50))) for _ in range(num_blocks)] for _ in range(num_rows)]

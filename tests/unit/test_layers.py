@@ -379,7 +379,7 @@ def test_a_large_fused_product_is_added_to_the_residual_while_it_is_multiplied(d
     normed, total = norm.reduce_add(pending, residual)
     torch.testing.assert_close(total.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
     exactly(normed, norm(total))
-    # A bias, ranks and packed weights have other ways; a product of few rows comes in parts.
+    # With a bias, several ranks or packed weights, the product is calculated at once. One of few rows comes in parts.
     others = [made(bias=True), made(parallel=LonelyRank(0, 2)), made(in_parts=False), made(fused=False)]
     assert not any(isinstance(other(x[:, : other.weight.shape[1]]), PendingProduct) for other in others)
     assert isinstance(layer(x[:256]), PartialSum)

@@ -73,7 +73,8 @@ def test_every_step_of_the_scheduler_says_how_many_of_its_chunks_are_decodes(ove
 
 
 def test_a_completion_whose_last_step_is_in_flight_keeps_no_place():
-    """New rows are read for its place during that step. Otherwise the device would wait for them after it."""
+    """The place counts as free during that step, so a new row is read for it. Otherwise the device would wait for that
+    row after the step."""
     engine = make_engine(max_num_seqs=4, overlap=True)
     for max_tokens in (1, 3, 2, 3, 3, 3):
         add(engine, [max_tokens] * 5, max_tokens=max_tokens)
