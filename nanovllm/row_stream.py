@@ -22,8 +22,8 @@ from nanovllm.text import Text
 ROWS_OF_PIECE = 256
 # Rows per piece if others run: while the batch has free places, and when it has none.
 _ROWS_OF_LATER_PIECE, _ROWS_OF_LAST_PIECE = 32, 8
-# Most rows to read per step when the batch has no free place. To read them should take less time than the step.
-_ROWS_AHEAD_OF_STEP = 32
+# Most rows and tokens to read per step when the batch has no free place. That should take less time than the step.
+_ROWS_AHEAD_OF_STEP, _TOKENS_AHEAD_OF_STEP = 32, 8192
 # Rows that are read before the oldest one has finished, for each that can run at a time.
 _ROWS_AHEAD = 16
 
@@ -121,7 +121,10 @@ class RowStream:
         Reading takes time. So each step waits only for what fills it, and the device works during most of the reading.
         """
         refused: dict[int, RequestOutput] = {}
-        num_places, num_tokens, num_ahead = self._engine.num_free_places, 0, 0
+        if self._is_exhausted:
+            return refused
+        num_places, num_tokens = self._engine.room_for_prompts()
+        rows_ahead, tokens_ahead = _ROWS_AHEAD_OF_STEP, _TOKENS_AHEAD_OF_STEP
         while not self._is_exhausted and len(refused) < ROWS_OF_PIECE and (room := self._room(num_places)) > 0:
             piece: list[tuple[Any, SamplingParams]] = []
             for pair in islice(self._source, room):
@@ -131,17 +134,17 @@ class RowStream:
             else:
                 self._is_exhausted = len(piece) < room
             rows = self._encode([prompt for prompt, _ in piece])
-            most_tokens = self._engine.max_num_batched_tokens
-            if num_places <= 0:  # long rows take longer to read
-                most_tokens, num_ahead = most_tokens // 2, num_ahead + len(piece)
+            if num_places <= 0:
+                rows_ahead -= len(rows)
+                tokens_ahead -= sum(len(row.token_ids) for row in rows)
             for row, (_, params) in zip(rows, piece, strict=True):
                 if (output := self._add(row, params)) is not None:
                     refused[self.num_read] = output
                 else:
-                    num_tokens += len(row.token_ids)
                     num_places -= params.n
+                    num_tokens -= self._engine.num_uncached_tokens(next(reversed(self._running)))
                 self.num_read += 1
-            is_full = num_tokens >= most_tokens or num_ahead >= _ROWS_AHEAD_OF_STEP
+            is_full = num_tokens <= 0 or rows_ahead <= 0 or tokens_ahead <= 0
             if len(piece) < room or (is_full and not self._raises):
                 break
         return refused

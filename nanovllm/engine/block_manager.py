@@ -199,6 +199,10 @@ class BlockManager:
             return None
         return self._hash(seq, 0)
 
+    def num_cached_tokens(self, seq: Sequence) -> int:
+        """How many leading tokens of `seq`, which waits, `allocate` would find in the cache."""
+        return len(self._cached_prefix(seq)) * self.block_size
+
     def _cached_prefix(self, seq: Sequence) -> list[Block]:
         """The registered blocks that hold the beginning of `seq`, leaving at least one token to compute."""
         prefix: list[Block] = []

@@ -146,17 +146,14 @@ class LLMEngine:
         """Whether nothing is queued, running or in flight."""
         return not self._in_flight and not self._unfinished
 
-    @property
-    def num_free_places(self) -> int:
-        """How many more completions the batch can take: its places, less the completions that wait, and less those that
-        run and do not reach their greatest length with the steps in flight. Negative if more wait than fit."""
-        num_staying = sum(seq.num_tokens < seq.max_length for seq in self.scheduler.running)
-        return self.scheduler.max_num_seqs - num_staying - len(self.scheduler.waiting)
+    def room_for_prompts(self) -> tuple[int, int]:
+        """See Scheduler.room_for_prompts."""
+        return self.scheduler.room_for_prompts()
 
-    @property
-    def max_num_batched_tokens(self) -> int:
-        """Most tokens of one step."""
-        return self.scheduler.max_num_batched_tokens
+    def num_uncached_tokens(self, seq_id: int) -> int:
+        """How many tokens of an unfinished completion the prefix cache does not hold now."""
+        seq = self._unfinished[seq_id]
+        return seq.num_tokens - self.scheduler.block_manager.num_cached_tokens(seq)
 
     def is_waiting(self, seq_id: int) -> bool:
         """Whether a completion has not started. One that was preempted has."""

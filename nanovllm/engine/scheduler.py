@@ -80,6 +80,21 @@ class Scheduler:
         """Ends a sequence at once; a token of it that is still in flight will be dropped."""
         self._finish(seq, "abort")
 
+    def room_for_prompts(self) -> tuple[int, int]:
+        """How many more completions the batch can take, and how many tokens of prompts the next step.
+
+        The first number is the places of the batch, less the completions that wait, and less those that run and do not
+        reach their greatest length with the steps in flight. It is negative if more wait than fit. The second number
+        does not know which running completions a stop token ends.
+        """
+        staying = [seq for seq in self.running if seq.num_tokens < seq.max_length]
+        num_tokens = self.max_num_batched_tokens
+        if staying:
+            num_decodes = sum(seq.num_tokens - seq.num_computed_tokens == 1 for seq in staying)
+            first = self.waiting.peek() if self.waiting else self.running[-1]
+            num_tokens = self._budget_of_prompts(num_decodes, num_tokens - num_decodes, first)
+        return self.max_num_seqs - len(staying) - len(self.waiting), num_tokens
+
     def schedule(self) -> Step:
         """The next step; without chunks when nothing can run until a step in flight is committed."""
         chunks: list[Chunk] = []

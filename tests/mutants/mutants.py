@@ -2253,8 +2253,8 @@ MUTANTS = [
     Mutant(
         "a step of long prompts waits for as many rows as one of short ones",
         ROWS,
-        "num_tokens >= most_tokens or num_ahead",
-        "num_ahead",
+        "is_full = num_tokens <= 0 or",
+        "is_full =",
         ("test_generate_iter.py::test_the_first_step_waits_only_for_what_fills_it",),
     ),
     Mutant(
@@ -2267,22 +2267,29 @@ MUTANTS = [
     Mutant(
         "as many long rows are read per step as short ones",
         ROWS,
-        "most_tokens, num_ahead = most_tokens // 2, num_ahead + len(piece)",
-        "num_ahead += len(piece)",
+        "rows_ahead <= 0 or tokens_ahead <= 0",
+        "rows_ahead <= 0",
         ("test_generate_iter.py::test_few_rows_are_read_per_step_when_no_place_is_left",),
     ),
     Mutant(
         "short rows are read ahead in one piece per step",
         ROWS,
-        "num_ahead >= _ROWS_AHEAD_OF_STEP",
-        "num_ahead > 0",
+        "rows_ahead <= 0 or tokens_ahead <= 0",
+        "rows_ahead < _ROWS_AHEAD_OF_STEP",
         ("test_generate_iter.py::test_few_rows_are_read_per_step_when_no_place_is_left",),
     ),
     Mutant(
-        "a completion whose last step is in flight still takes a place",
+        "rows are read as if the cache held nothing of them",
         ENGINE,
-        "num_staying = sum(seq.num_tokens < seq.max_length for seq in self.scheduler.running)",
-        "num_staying = len(self.scheduler.running)",
+        "seq.num_tokens - self.scheduler.block_manager.num_cached_tokens(seq)",
+        "seq.num_tokens",
+        ("test_generate_iter.py::test_enough_rows_are_read_where_the_cache_has_most_of_their_tokens[1-15]",),
+    ),
+    Mutant(
+        "a completion whose last step is in flight still takes a place",
+        SCHEDULER,
+        "staying = [seq for seq in self.running if seq.num_tokens < seq.max_length]",
+        "staying = self.running",
         ("test_scheduler.py::test_a_completion_whose_last_step_is_in_flight_keeps_no_place",),
     ),
     Mutant(

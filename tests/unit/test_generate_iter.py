@@ -8,6 +8,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+from fake_runner import make_engine
 
 from nanovllm import LLM, NOT_YET, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
@@ -188,6 +189,21 @@ def test_rows_that_finish_at_once_leave_no_step_without_rows():
     rows = RowStream(FakeEngine(), Text(None), source, Text(None).encode, StructuredOutputs(None, 8, []))
     sizes = [len(finished) for finished in rows.run()]
     assert sum(sizes) == 4000 and min(sizes[:-1]) >= 512
+
+
+@pytest.mark.parametrize("max_tokens, num_steps", [(1, 15), (4, 78)])
+def test_enough_rows_are_read_where_the_cache_has_most_of_their_tokens(max_tokens, num_steps):
+    """A step of 512 tokens takes 64 of these rows. Without the cache it would take 4. As many steps run as if all rows
+    had been read before."""
+    engine = make_engine(
+        num_blocks=4000, block_size=8, max_model_len=256, max_num_seqs=128, max_num_batched_tokens=512,
+        most_tokens_beside_decodes=128, overlap=True,
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    source = (([1] * 120 + [2 + i % 30, 2 + i // 30] + [1] * 6, params) for i in range(900))
+    rows = RowStream(engine, Text(None), source, Text(None).encode, StructuredOutputs(None, 8, []))
+    assert sum(map(len, rows.run())) == 900
+    assert engine.metrics()["num_steps"] == num_steps
 
 
 def test_only_an_iterator_may_have_no_prompt_yet(llm):
@@ -642,7 +658,6 @@ class FakeEngine:
         self._most = most
         self.info, self.eos_token_ids = SimpleNamespace(max_num_seqs=512), frozenset()
         self.num_requests, self.waiting, self.weight_version = 0, [], 0
-        self.max_num_batched_tokens = 2**14
 
     def add_request(self, token_ids, params, predicates, first_scored):
         seq = Sequence(self.num_requests, token_ids, params, 64)
@@ -652,9 +667,11 @@ class FakeEngine:
         self.waiting.append(seq)
         return seq.seq_id
 
-    @property
-    def num_free_places(self):
-        return 512 - len(self.waiting)
+    def room_for_prompts(self):
+        return 512 - len(self.waiting), 2**14
+
+    def num_uncached_tokens(self, seq_id):
+        return self.waiting[-1].num_tokens
 
     def is_finished(self):
         return not self.waiting

@@ -78,14 +78,14 @@ def test_a_completion_whose_last_step_is_in_flight_keeps_no_place():
     engine = make_engine(max_num_seqs=4, overlap=True)
     for max_tokens in (1, 3, 2, 3, 3, 3):
         add(engine, [max_tokens] * 5, max_tokens=max_tokens)
-    assert engine.num_free_places == -2
+    assert engine.room_for_prompts()[0] == -2
     found = []
     for _ in range(3):
         engine.step()
-        found.append((len(engine.scheduler.running), engine.num_free_places))
+        found.append((len(engine.scheduler.running), engine.room_for_prompts()[0]))
     assert found == [(4, -2), (4, -2), (4, 2)]
     run_to_end(engine)
-    assert engine.num_free_places == 4
+    assert engine.room_for_prompts()[0] == 4
 
 
 # Prefix cache
