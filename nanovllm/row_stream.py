@@ -134,7 +134,8 @@ class RowStream:
             else:
                 self._is_exhausted = len(piece) < room
             rows = self._encode([prompt for prompt, _ in piece])
-            if num_places <= 0:
+            is_ahead = num_places <= 0
+            if is_ahead:
                 rows_ahead -= len(rows)
                 tokens_ahead -= sum(len(row.token_ids) for row in rows)
             for row, (_, params) in zip(rows, piece, strict=True):
@@ -144,7 +145,7 @@ class RowStream:
                     num_places -= params.n
                     num_tokens -= self._engine.num_uncached_tokens(next(reversed(self._running)))
                 self.num_read += 1
-            is_full = num_tokens <= 0 or rows_ahead <= 0 or tokens_ahead <= 0
+            is_full = (rows_ahead <= 0 or tokens_ahead <= 0) if is_ahead else num_tokens <= 0
             if len(piece) < room or (is_full and not self._raises):
                 break
         return refused

@@ -145,7 +145,8 @@ class SequenceTable:
             members=zeros(torch.int32, most_shared_splits),
             num_shared=zeros(torch.int32, max_num_seqs),
         )
-        # What the device has, by entry: whose it is, and its block table.
+        # What the device has, by entry: whose it is, and its block table. The sequences have the same blocks in lists.
+        # To make arrays of those in each step would take longer than to find what they share.
         self._tenants = np.full((num_entries, 2), -1, np.int64)
         self._block_tables = np.zeros(self._table.block_tables.shape, np.int32)
         self._num_blocks = np.zeros(num_entries, np.int64)

@@ -2253,8 +2253,8 @@ MUTANTS = [
     Mutant(
         "a step of long prompts waits for as many rows as one of short ones",
         ROWS,
-        "is_full = num_tokens <= 0 or",
-        "is_full =",
+        "if is_ahead else num_tokens <= 0",
+        "if is_ahead else False",
         ("test_generate_iter.py::test_the_first_step_waits_only_for_what_fills_it",),
     ),
     Mutant(
@@ -2267,16 +2267,30 @@ MUTANTS = [
     Mutant(
         "as many long rows are read per step as short ones",
         ROWS,
-        "rows_ahead <= 0 or tokens_ahead <= 0",
+        "(rows_ahead <= 0 or tokens_ahead <= 0)",
         "rows_ahead <= 0",
         ("test_generate_iter.py::test_few_rows_are_read_per_step_when_no_place_is_left",),
     ),
     Mutant(
         "short rows are read ahead in one piece per step",
         ROWS,
-        "rows_ahead <= 0 or tokens_ahead <= 0",
+        "(rows_ahead <= 0 or tokens_ahead <= 0)",
         "rows_ahead < _ROWS_AHEAD_OF_STEP",
         ("test_generate_iter.py::test_few_rows_are_read_per_step_when_no_place_is_left",),
+    ),
+    Mutant(
+        "a prompt of which a chunk is left counts as a decode when rows are read",
+        SCHEDULER,
+        "sum(seq.num_tokens - seq.num_computed_tokens == 1 for seq in staying)",
+        "len(staying)",
+        ("test_scheduler.py::test_the_room_for_prompts_is_that_of_the_next_step",),
+    ),
+    Mutant(
+        "bytes are read as token ids, four at a time",
+        "engine/limits.py",
+        "isinstance(token_ids, (bytes, bytearray, memoryview))",
+        "False",
+        ("test_scheduler.py::test_bytes_are_no_token_ids",),
     ),
     Mutant(
         "rows are read as if the cache held nothing of them",

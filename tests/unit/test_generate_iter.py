@@ -191,6 +191,21 @@ def test_rows_that_finish_at_once_leave_no_step_without_rows():
     assert sum(sizes) == 4000 and min(sizes[:-1]) >= 512
 
 
+def test_rows_are_read_ahead_whatever_the_next_step_may_take():
+    """Beside many decodes a step takes few tokens of prompts. Rows that wait are chosen from, so more are read."""
+    engine = FakeEngine(most=4)
+    engine.tokens_of_step = 16
+    rows = RowStream(
+        engine,
+        Text(None),
+        itertools.repeat((Row(None, [1] * 10), SamplingParams(max_tokens=1))),
+        list,
+        StructuredOutputs(None, 8, []),
+    )
+    numbers = [0, *(rows.num_read for _ in zip(range(14), rows.run(), strict=False))]
+    assert [after - before for before, after in pairwise(numbers)] == [256, *[32] * 13]
+
+
 @pytest.mark.parametrize("max_tokens, num_steps", [(1, 15), (4, 78)])
 def test_enough_rows_are_read_where_the_cache_has_most_of_their_tokens(max_tokens, num_steps):
     """A step of 512 tokens takes 64 of these rows. Without the cache it would take 4. As many steps run as if all rows
@@ -658,6 +673,7 @@ class FakeEngine:
         self._most = most
         self.info, self.eos_token_ids = SimpleNamespace(max_num_seqs=512), frozenset()
         self.num_requests, self.waiting, self.weight_version = 0, [], 0
+        self.tokens_of_step = 2**14
 
     def add_request(self, token_ids, params, predicates, first_scored):
         seq = Sequence(self.num_requests, token_ids, params, 64)
@@ -668,7 +684,7 @@ class FakeEngine:
         return seq.seq_id
 
     def room_for_prompts(self):
-        return 512 - len(self.waiting), 2**14
+        return 512 - len(self.waiting), self.tokens_of_step
 
     def num_uncached_tokens(self, seq_id):
         return self.waiting[-1].num_tokens

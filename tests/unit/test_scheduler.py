@@ -88,6 +88,25 @@ def test_a_completion_whose_last_step_is_in_flight_keeps_no_place():
     assert engine.room_for_prompts()[0] == 4
 
 
+def test_the_room_for_prompts_is_that_of_the_next_step():
+    """Beside decodes a step takes fewer tokens of prompts. A prompt of which a chunk is left is no decode."""
+    engine = make_engine(max_num_batched_tokens=8, most_tokens_beside_decodes=4, max_num_seqs=4)
+    assert engine.room_for_prompts() == (4, 8)
+    add(engine, range(10), max_tokens=3)
+    engine.step()
+    assert engine.room_for_prompts() == (3, 8)
+    engine.step()
+    assert engine.room_for_prompts() == (3, 3)
+
+
+def test_bytes_are_no_token_ids():
+    """An array would read four of them as one number."""
+    engine = make_engine()
+    for prompt in (b"four", bytearray(b"four"), memoryview(b"four")):
+        with pytest.raises(TypeError, match="token ids must be integers"):
+            engine.add_request(prompt, SamplingParams())
+
+
 # Prefix cache
 
 
