@@ -1,26 +1,30 @@
 """Measures how cost grows: tokens per second against the number of requests, the number of sequences at once, the
-length of prompts and the length of contexts; the host's seconds and bytes per request.
+length of prompts and the length of contexts; and per request, what the host takes.
 
     python docs/measurements/growth.py [--size 0.6B] [--curves requests,sequences,prompts,contexts] --output FILE
     python docs/measurements/growth.py --draw FILE…
 
-requests: output tokens per second of one call, with 32 tokens in and 32 out per request.
+requests: output tokens per second of one call, with 32 tokens in and 32 out per request. A call of up to 10,000 such
+    requests runs once more under `tracemalloc`: `bytes_per_request` is the most memory of Python that it held, its
+    prompts aside, divided by the number of requests.
 sequences: as many requests of 128 tokens in and 256 out as may run at once, output tokens per second.
 prompts: input tokens per second of prompts that get one token each; at least 131,072 tokens in all.
 contexts: output tokens per second of 16 sequences, from the difference of two calls with 1 and 129 tokens each.
 
-Every point is the second call of its kind. Beside each stands the roofline of bench.py for the same steps. `--draw`
+Every point is the second call of its kind. On a GPU, the roofline of bench.py for the same steps stands beside it, and
+`host_seconds_per_request`: the time of all the process's processors, but for that which it waits for the GPU. `--draw`
 draws docs/growth.svg and needs matplotlib.
 """
 
 import argparse
 import json
-import os
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import bench
 from nanovllm import LLM, SamplingParams
 from nanovllm.models.config import load_model_config
+from nanovllm.runner.step_in_flight import StepInFlight
 
 DOCS = Path(__file__).resolve().parent.parent
 POINTS = {
@@ -46,6 +51,7 @@ AXES = {
     "contexts": ("keys of each of 16 sequences", "output tokens per second"),
 }
 _TOKENS_OF_PROMPTS = 131_072  # in all, or a little more
+_MOST_TRACED = 10_000  # requests; tracing multiplies the time of a call
 
 
 class Growth:
@@ -75,7 +81,15 @@ class Growth:
         return found
 
     def _requests(self, llm: LLM, number: int) -> dict[str, float]:
-        return self._run(llm, number, 32, 32, of_output=True)
+        found = self._run(llm, number, 32, 32, of_output=True)
+        if number <= _MOST_TRACED:
+            call = self._call(llm, number, 32, 32)
+            tracemalloc.start()
+            before, _ = tracemalloc.get_traced_memory()
+            call()
+            found["bytes_per_request"] = (tracemalloc.get_traced_memory()[1] - before) / number
+            tracemalloc.stop()
+        return found
 
     def _sequences(self, llm: LLM, number: int) -> dict[str, float]:
         return self._run(llm, number, 128, 256, of_output=True)
@@ -92,26 +106,28 @@ class Growth:
             found["roofline"] = tokens / (rooflines[1] - rooflines[0])
         return found
 
-    def _run(self, llm: LLM, number: int, length: int, num_tokens: int, of_output: bool) -> dict[str, float]:
-        """The second of two calls, and on a GPU the roofline of a third."""
+    def _call(self, llm: LLM, number: int, length: int, num_tokens: int) -> Callable[[], None]:
         rng = random.Random(number)
         prompts = [rng.choices(range(self._config.vocab_size), k=length) for _ in range(number)]
         params = SamplingParams(temperature=0.6, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
 
-        def call() -> Any:
-            return llm.generate(prompts, params, use_tqdm=False, raise_on_error=True)
+        def call() -> None:
+            llm.generate(prompts, params, use_tqdm=False, raise_on_error=True)
 
+        return call
+
+    def _run(self, llm: LLM, number: int, length: int, num_tokens: int, of_output: bool) -> dict[str, float]:
+        """The second of two calls, and on a GPU the roofline of a third."""
+        call = self._call(llm, number, length, num_tokens)
         call()
-        memory, cpu, began = resident_bytes(), time.process_time(), time.perf_counter()
-        outputs = call()
-        seconds, cpu, memory = time.perf_counter() - began, time.process_time() - cpu, resident_bytes() - memory
-        del outputs
+        with waiting_time() as waited:
+            cpu, began = time.process_time(), time.perf_counter()
+            call()
+            seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         tokens = number * (num_tokens if of_output else length)
-        found = {
-            "tokens_per_second": tokens / seconds, "seconds": seconds, "host_seconds_per_request": cpu / number,
-            "bytes_per_request": memory / number,
-        }  # fmt: skip
+        found = {"tokens_per_second": tokens / seconds, "seconds": seconds}
         if llm.engine.info.device.startswith("cuda"):
+            found["host_seconds_per_request"] = (cpu - sum(waited)) / number
             found["roofline"] = tokens / self._roofline_seconds(llm, call)
         return found
 
@@ -125,9 +141,23 @@ class Growth:
         return bench.roofline_seconds(log, self._config, itemsize, *self._rates)
 
 
-def resident_bytes() -> int:
-    """Of this process, in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+@contextmanager
+def waiting_time() -> Iterator[list[float]]:
+    """A list of the processors' seconds of each wait for a step's results, which is a loop that asks for them."""
+    wait, waited = StepInFlight.wait, list[float]()
+
+    def timed(step: StepInFlight) -> Any:
+        began = time.process_time()
+        try:
+            return wait(step)
+        finally:
+            waited.append(time.process_time() - began)
+
+    StepInFlight.wait = timed  # type: ignore[method-assign]
+    try:
+        yield waited
+    finally:
+        StepInFlight.wait = wait  # type: ignore[method-assign]
 
 
 def draw(files: list[Path], target: Path) -> None:
