@@ -22,7 +22,8 @@ from nanovllm.text import Text
 ROWS_OF_PIECE = 256
 # Rows per piece if others run: while the batch has free places, and when it has none.
 _ROWS_OF_LATER_PIECE, _ROWS_OF_LAST_PIECE = 32, 8
-# Most rows and tokens to read per step when the batch has no free place. That should take less time than the step.
+# When the batch has no free place, a step reads no further piece after so many rows or tokens. Reading should take less
+# time than the step.
 _ROWS_AHEAD_OF_STEP, _TOKENS_AHEAD_OF_STEP = 32, 8192
 # Rows that are read before the oldest one has finished, for each that can run at a time.
 _ROWS_AHEAD = 16
@@ -118,7 +119,8 @@ class RowStream:
     def _read(self) -> dict[int, RequestOutput]:
         """Adds rows; returns those that cannot run.
 
-        Reading takes time. So each step waits only for what fills it, and the device works during most of the reading.
+        Reading takes time. So each step waits for few rows, and the device works during most of the reading. A piece is
+        read whole, however long its rows are.
         """
         refused: dict[int, RequestOutput] = {}
         if self._is_exhausted:

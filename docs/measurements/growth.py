@@ -207,7 +207,10 @@ def main() -> None:
         growth = Growth(path, load_format)
         report = {"model": given.size or path.name, "curves": {}}
         if given.output and given.output.exists():
-            report["curves"] = json.loads(given.output.read_text())["curves"]
+            before = json.loads(given.output.read_text())
+            if before["model"] != report["model"]:
+                parser.error(f"{given.output} holds curves of {before['model']}; give another file")
+            report["curves"] = before["curves"]
         for name in given.curves.split(","):
             points = growth.points(name, given.most)
             report["curves"][name] = growth.curve(name, points) if points else []

@@ -46,7 +46,7 @@ def check_request(token_ids: Collection[int], params: SamplingParams, info: Runn
             f"{info.max_model_len}; shorten it, or raise max_model_len if the model was made for more"
         )
     try:
-        if isinstance(token_ids, (bytes, bytearray, memoryview)):  # array() would read four bytes as one number
+        if isinstance(token_ids, (bytes, bytearray, memoryview)):  # array() would read their bytes, perhaps four as one
             raise TypeError
         prompt = array("i", token_ids)
         numbers = np.frombuffer(prompt, np.intc)

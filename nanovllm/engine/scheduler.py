@@ -87,10 +87,12 @@ class Scheduler:
         reach their greatest length with the steps in flight. It is negative if more wait than fit. The second number
         does not know which running completions a stop token ends.
         """
-        staying = [seq for seq in self.running if seq.num_tokens < seq.max_length]
+        # A row that only scores has its greatest length from the start.
+        staying = [seq for seq in self.running if not seq.is_all_launched or seq.num_tokens < seq.max_length]
         num_tokens = self.max_num_batched_tokens
         if staying:
             num_decodes = sum(seq.num_tokens - seq.num_computed_tokens == 1 for seq in staying)
+            # If nobody waits, the prompt that comes next is taken to be as long as the last one.
             first = self.waiting.peek() if self.waiting else self.running[-1]
             num_tokens = self._budget_of_prompts(num_decodes, num_tokens - num_decodes, first)
         return self.max_num_seqs - len(staying) - len(self.waiting), num_tokens

@@ -106,7 +106,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
         "--preflight",
         choices=("full", "sample", "off"),
         help="how many rows to tokenize first: full is all, sample at most 5,000, off none (default: sample, or full "
-        "with --dry-run and --on-error stop)",
+        "with --dry-run or --on-error stop)",
     )
     add("--sync-seconds", type=float, default=10.0, help="seconds between syncs to the disk (default 10)")
     add("--price-per-hour", type=float, help="the machine's price per hour; adds the cost to the report")

@@ -43,8 +43,9 @@ class Errors:
         self._example.setdefault(kind, example)
 
     def in_words(self) -> str:
-        """The first ten, each with its name."""
-        return "; ".join(self._first)
+        """The first ten, each with its name, and how many more there are."""
+        num_more = self.num_rows - len(self._first)
+        return "; ".join([*self._first, *[f"and {num_more:,} more"] * (num_more > 0)])
 
     def by_kind(self) -> list[dict[str, Any]]:
         """The most frequent first."""

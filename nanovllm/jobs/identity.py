@@ -1,5 +1,6 @@
 """What a job is: its input, its model and whatever else decides its results. Only the same job is resumed."""
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -59,8 +60,8 @@ def check_same(before: dict[str, Any], now: dict[str, Any], path: Path) -> None:
     changed = [_change(name, before.get(name), now[name]) for name in now if before.get(name) != now[name]]
     if changed:
         raise JobError(
-            f"{path} belongs to another job: {'; '.join(changed)}. Run the same command as before to resume it, "
-            "choose another output, or start over with --restart, which deletes its results"
+            f"{path} belongs to another job: {'; '.join(changed)}. Run the command of "
+            "that job, choose another output, or start over with --restart, which deletes that job's results"
         )
 
 
@@ -102,7 +103,8 @@ def save_state(path: Path, state: dict[str, Any]) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which is then at `path` whole and on the disk. After an exception there is no trace of it.
+    """A file to write, which is then at `path` whole and on the disk. If the body ends with an exception, there is no
+    trace of it.
 
     Raises:
         JobError: it cannot be written.
@@ -119,10 +121,13 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
             new.unlink(missing_ok=True)
         if not isinstance(error, OSError):
             raise
-        raise JobError(
-            f"{path} cannot be written: {error.strerror or error}. Make room and run the same command again; the rows "
-            "that are on the disk are kept"
-        ) from error
+        raise JobError(f"{path} cannot be written: {error.strerror or error}. {what_to_do(error)}") from error
+
+
+def what_to_do(error: OSError) -> str:
+    """After a job's file could not be written."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return f"{'Make room and run' if is_full else 'Run'} the same command again; the rows that are on the disk are kept"
 
 
 def _replace_durably(new: Path, path: Path) -> None:

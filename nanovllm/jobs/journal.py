@@ -5,7 +5,6 @@ row, which has no newline. Lines are only appended. After a kill or a power fail
 anything; it is cut off before the first line whose checksum is wrong.
 """
 
-import errno
 import fcntl
 import logging
 import os
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.jobs.errors import JobError
+from nanovllm.jobs.identity import what_to_do
 
 logger = logging.getLogger("nanovllm.jobs")
 
@@ -163,11 +163,7 @@ class Journal:
         self._synced_at = began
 
     def _error(self, problem: str, error: OSError) -> JobError:
-        what_to_do = "Make room and run" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Run"
-        return JobError(
-            f"{self._path} {problem}: {error.strerror}. {what_to_do} the same command again; the rows that are on the "
-            "disk are kept"
-        )
+        return JobError(f"{self._path} {problem}: {error.strerror}. {what_to_do(error)}")
 
     def _write_in_time(self) -> None:
         while not self._closing.wait(min(_SECONDS_BETWEEN_WRITES, self._seconds_between_syncs) or 0.2):
@@ -176,7 +172,7 @@ class Journal:
                     self.write()
                 if time.monotonic() - self._synced_at >= self._seconds_between_syncs:
                     self.sync()
-            except Exception as error:  # the next append raises it, or the end
+            except Exception as error:  # a later append raises it, or the end
                 self._failure = error if isinstance(error, JobError) else JobError(f"{self._path}: {error!r}")
                 return
 

@@ -11,13 +11,14 @@ from tqdm import tqdm
 logger = logging.getLogger("nanovllm.jobs")
 
 _SECONDS_BETWEEN_LINES = 60.0
+_MOST_KINDS_SHOWN = 10
 
 
 class Progress:
     """One line on a terminal; otherwise a line in the log per minute.
 
-    Tokens per second are those of the run so far, from its first row on. The remaining time assumes that the remaining
-    rows are like those of this run.
+    Tokens per second are those of the run so far, from its first row on. The remaining time is tqdm's: at the rate of
+    the last moments.
 
     is_enough: whether no more rows should start.
     """
@@ -151,7 +152,11 @@ def in_words(report: dict[str, Any]) -> str:
     if report["errors"]:
         if "preflight" not in report:
             lines.append(f"errors in this run: {num_rows_in_words(rows['errors'])}")
-        lines += [f"  {kind['rows']:,} × {kind['error']} (first: {kind['first']})" for kind in report["errors"][:10]]
+        named, others = report["errors"][:_MOST_KINDS_SHOWN], report["errors"][_MOST_KINDS_SHOWN:]
+        lines += [f"  {kind['rows']:,} × {kind['error']} (first: {kind['first']})" for kind in named]
+        if others:
+            num_rows = num_rows_in_words(sum(kind["rows"] for kind in others))
+            lines.append(f"  and {num_rows} with {len(others):,} other errors, which --report writes")
     return "\n".join(lines)
 
 

@@ -184,7 +184,7 @@ class CausalLM(nn.Module):
 
         needed: int64 [num_needed], indices of tokens; those of prompts must lie in `metadata.sampled_tiles`. The last
             layer computes results for them alone, and the hidden states are [num_needed, hidden_size]. None for all
-            tokens. Must be None in steps of decodes alone, and for ranks with an Exchange, whose residuals lack rows.
+            tokens. Must be None for ranks with an Exchange, whose residuals lack rows.
         """
         rotary = {rope: embedding.lookup(positions) for rope, embedding in self.rotary_embs.items()}
         return self.model(token_ids, rotary, kv_cache, metadata, needed)

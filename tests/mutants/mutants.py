@@ -1200,6 +1200,15 @@ MUTANTS = [
         ("test_last_layer.py::test_our_kernel_attends_only_tiles_with_tokens_that_are_read",),
     ),
     Mutant(
+        "the last layer keeps the keys of sampled tokens alone",
+        DECODER,
+        "            metadata = replace(metadata, query_tiles=metadata.sampled_tiles)\n",
+        "            kept = torch.full_like(metadata.slot_mapping, -1)\n"
+        "            kept[needed] = metadata.slot_mapping[needed]\n"
+        "            metadata = replace(metadata, query_tiles=metadata.sampled_tiles, slot_mapping=kept)\n",
+        ("test_last_layer.py::test_of_prompts_only_the_last_tokens_pass_the_last_layer[qwen3]",),
+    ),
+    Mutant(
         "the last layer does not attend the token that samples",
         TABLE,
         "real[:, 0] + real[:, 1] == ends[real[:, 3]]",
@@ -2286,6 +2295,13 @@ MUTANTS = [
         ("test_scheduler.py::test_the_room_for_prompts_is_that_of_the_next_step",),
     ),
     Mutant(
+        "a row that only scores keeps no place while its prompt is read",
+        SCHEDULER,
+        "if not seq.is_all_launched or seq.num_tokens < seq.max_length",
+        "if seq.num_tokens < seq.max_length",
+        ("test_scheduler.py::test_a_row_that_only_scores_keeps_its_place_until_its_prompt_is_read",),
+    ),
+    Mutant(
         "bytes are read as token ids, four at a time",
         "engine/limits.py",
         "isinstance(token_ids, (bytes, bytearray, memoryview))",
@@ -2302,7 +2318,7 @@ MUTANTS = [
     Mutant(
         "a completion whose last step is in flight still takes a place",
         SCHEDULER,
-        "staying = [seq for seq in self.running if seq.num_tokens < seq.max_length]",
+        "staying = [seq for seq in self.running if not seq.is_all_launched or seq.num_tokens < seq.max_length]",
         "staying = self.running",
         ("test_scheduler.py::test_a_completion_whose_last_step_is_in_flight_keeps_no_place",),
     ),
@@ -2998,7 +3014,7 @@ MUTANTS = [
     Mutant(
         "the journal's thread dies of an error that it does not know",
         JOURNAL,
-        "except Exception as error:  # the next append raises it, or the end",
+        "except Exception as error:  # a later append raises it, or the end",
         "except JobError as error:  # the next append raises it, or the end",
         ("test_job_journal.py::test_whatever_fails_in_the_thread_is_raised_by_a_later_append",),
     ),

@@ -24,11 +24,13 @@ def steps(monkeypatch) -> list[tuple[int, int | None]]:
     forward = CausalLM.forward
 
     def compared(self, token_ids, positions, kv_cache, metadata, needed=None):
+        before = kv_cache.clone()
         whole = forward(self, token_ids, positions, kv_cache, metadata)
         if needed is None:
             noted.append((len(token_ids), None))
             return whole
         kv_cache_of_whole, shapes = kv_cache.clone(), []
+        kv_cache.copy_(before)  # so that a key which is not written again is missed
         handle = self.model.layers[-1].mlp.register_forward_pre_hook(lambda _, inputs: shapes.append(len(inputs[0])))
         result = forward(self, token_ids, positions, kv_cache, metadata, needed)
         handle.remove()

@@ -21,7 +21,7 @@ from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.jobs import cli
 from nanovllm.jobs import job as job_module
 from nanovllm.jobs.cli import main
-from nanovllm.jobs.errors import JobError
+from nanovllm.jobs.errors import Errors, JobError
 from nanovllm.jobs.identity import identity_of, whole_file
 from nanovllm.jobs.job import Job, JobOptions
 from nanovllm.jobs.journal import Journal
@@ -506,6 +506,29 @@ def test_what_stops_a_file_leaves_no_trace_of_it(tmp_path, error):
         file.write(b"half")
         raise error
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_bytes() == b"before"
+
+
+def test_room_is_asked_for_only_where_it_lacks(tmp_path):
+    """The directory was missing, and the message said to make room."""
+    with (
+        pytest.raises(JobError, match=r"cannot be written: No such file or directory\. Run the same command again"),
+        whole_file(tmp_path / "missing" / "file") as file,
+    ):
+        file.write(b"")
+
+
+def test_errors_beyond_the_first_ten_are_counted(job):
+    """They were left out, and nobody could see that there were more."""
+    errors = Errors()
+    for name in "abcdefghijklm":
+        errors.add(f"row {name}", f"error {name}")
+    text = errors.in_words()
+    assert text.startswith("row a: error a; row b") and text.endswith("row j: error j; and 3 more")
+    report, _ = job(plain(20))
+    report |= {"errors": errors.by_kind()}
+    lines = in_words(report).splitlines()
+    assert "  1 × error j (first: row j)" in lines
+    assert lines[-1] == "  and 3 rows with 3 other errors, which --report writes"
 
 
 @pytest.mark.parametrize("num_written", [0, 1])

@@ -99,6 +99,17 @@ def test_the_room_for_prompts_is_that_of_the_next_step():
     assert engine.room_for_prompts() == (3, 3)
 
 
+def test_a_row_that_only_scores_keeps_its_place_until_its_prompt_is_read():
+    """It has its greatest length from the start, and so its place counted as free."""
+    engine = make_engine(max_num_batched_tokens=8, most_tokens_beside_decodes=4, max_num_seqs=4)
+    add(engine, range(20), max_tokens=0, prompt_logprobs=0)
+    found = []
+    while not engine.is_finished():
+        engine.step()
+        found.append(engine.room_for_prompts())
+    assert (3, 8) in found and found[-1] == (4, 8)
+
+
 def test_bytes_are_no_token_ids():
     """An array would read four of them as one number."""
     engine = make_engine()
