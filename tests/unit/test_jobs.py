@@ -600,12 +600,12 @@ def test_a_finished_job_is_no_failure_and_leaves_only_its_output(job, tmp_path, 
         failed.set()
         raise OSError(5, "Input/output error")
 
-    def written_slowly(self, journal, index) -> None:
-        monkeypatch.setattr(os, "fdatasync", fails)
+    def written_before_it_fails(self, journal, index) -> None:
         write(self, journal, index)
+        monkeypatch.setattr(os, "fdatasync", fails)
         assert failed.wait(60)
 
-    monkeypatch.setattr(Job, "_write_output", written_slowly)
+    monkeypatch.setattr(Job, "_write_output", written_before_it_fails)
     report, found = job(plain(5), seconds_between_syncs=0.02, report=str(tmp_path / "report"))
     assert report["rows"]["finished"] == len(found) == 5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out", "out.job", "report"]
