@@ -141,11 +141,12 @@ class RowStream:
                 rows_ahead -= len(rows)
                 tokens_ahead -= sum(len(row.token_ids) for row in rows)
             for row, (_, params) in zip(rows, piece, strict=True):
-                if (output := self._add(row, params)) is not None:
-                    refused[self.num_read] = output
+                added = self._add(row, params)
+                if isinstance(added, RequestOutput):
+                    refused[self.num_read] = added
                 else:
                     num_places -= params.n
-                    num_tokens -= self._engine.num_uncached_tokens(next(reversed(self._running)))
+                    num_tokens -= self._engine.num_uncached_tokens(added)
                 self.num_read += 1
             is_full = (rows_ahead <= 0 or tokens_ahead <= 0) if is_ahead else num_tokens <= 0
             if len(piece) < room or (is_full and not self._raises):
@@ -161,8 +162,8 @@ class RowStream:
         later = _ROWS_OF_LATER_PIECE if num_places > 0 else _ROWS_OF_LAST_PIECE
         return min(later if self._running else ROWS_OF_PIECE, oldest + window - self.num_read)
 
-    def _add(self, row: Row, params: SamplingParams) -> RequestOutput | None:
-        """Adds a row's request, or returns the output of a row that cannot run."""
+    def _add(self, row: Row, params: SamplingParams) -> int | RequestOutput:
+        """Adds a row's request and returns its id, or returns the output of a row that cannot run."""
         error: ValueError | None = None
         predicates: list[Callable[[int], bool]] | None = None
         self._most_completions = max(self._most_completions, params.n)
@@ -175,7 +176,7 @@ class RowStream:
             token_ids = row.token_ids if error is None else []
             request_id = self._engine.add_request(token_ids, params, predicates, row.first_scored)
             self._running[request_id] = _RunningRow(self.num_read, row, params)
-            return None
+            return request_id
         except ValueError as problem:
             reason = str(error or problem)
             if self._raises:

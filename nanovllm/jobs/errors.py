@@ -1,5 +1,6 @@
 """What is wrong with a job, and with its rows."""
 
+import errno
 import re
 from collections import Counter
 from typing import Any
@@ -9,6 +10,12 @@ _MOST_KINDS, _MOST_FIRST = 1000, 10
 
 class JobError(Exception):
     """The job cannot start or go on. Nothing that it wrote is lost; the message says what to do."""
+
+
+def what_to_do(error: OSError) -> str:
+    """After a job's file could not be written."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return f"{'Make room and run' if is_full else 'Run'} the same command again; the rows that are on the disk are kept"
 
 
 class Errors:

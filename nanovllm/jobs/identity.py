@@ -1,6 +1,5 @@
 """What a job is: its input, its model and whatever else decides its results. Only the same job is resumed."""
 
-import errno
 import json
 import os
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from nanovllm.jobs.errors import JobError
+from nanovllm.jobs.errors import JobError, what_to_do
 
 # Engine options that can change a completion. The others may differ when a job is resumed on another machine.
 _DECIDING = ("model", "revision", "tokenizer", "dtype", "load_format", "max_model_len", "deterministic")
@@ -122,12 +121,6 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         if not isinstance(error, OSError):
             raise
         raise JobError(f"{path} cannot be written: {error.strerror or error}. {what_to_do(error)}") from error
-
-
-def what_to_do(error: OSError) -> str:
-    """After a job's file could not be written."""
-    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return f"{'Make room and run' if is_full else 'Run'} the same command again; the rows that are on the disk are kept"
 
 
 def _replace_durably(new: Path, path: Path) -> None:

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.jobs.errors import JobError
-from nanovllm.jobs.identity import what_to_do
+from nanovllm.jobs.errors import JobError, what_to_do
 
 logger = logging.getLogger("nanovllm.jobs")
 

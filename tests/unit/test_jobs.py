@@ -521,14 +521,15 @@ def test_errors_beyond_the_first_ten_are_counted(job):
     """They were left out, and nobody could see that there were more."""
     errors = Errors()
     for name in "abcdefghijklm":
-        errors.add(f"row {name}", f"error {name}")
+        for row in (1, 2):
+            errors.add(f"row {row} {name}", f"error {name}")
     text = errors.in_words()
-    assert text.startswith("row a: error a; row b") and text.endswith("row j: error j; and 3 more")
+    assert text.startswith("row 1 a: error a; row 2 a") and text.endswith("row 2 e: error e; and 16 more")
     report, _ = job(plain(20))
     report |= {"errors": errors.by_kind()}
     lines = in_words(report).splitlines()
-    assert "  1 × error j (first: row j)" in lines
-    assert lines[-1] == "  and 3 rows with 3 other errors, which --report writes"
+    assert "  2 × error j (first: row 1 j)" in lines
+    assert lines[-1] == "  and 6 rows with 3 other errors, which --report writes"
 
 
 @pytest.mark.parametrize("num_written", [0, 1])
