@@ -2295,6 +2295,27 @@ MUTANTS = [
         ("test_scheduler.py::test_the_room_for_prompts_is_that_of_the_next_step",),
     ),
     Mutant(
+        "when rows are read, the next prompt is taken to be as long as the first that runs",
+        SCHEDULER,
+        "else self.running[-1]",
+        "else self.running[0]",
+        ("test_scheduler.py::test_the_room_for_prompts_is_larger_if_the_next_prompt_is_long",),
+    ),
+    Mutant(
+        "when rows are read, the length of the prompt that waits does not count",
+        SCHEDULER,
+        "self.waiting.peek() if self.waiting else self.running[-1]",
+        "self.running[-1]",
+        ("test_scheduler.py::test_the_room_for_prompts_is_larger_if_the_next_prompt_is_long",),
+    ),
+    Mutant(
+        "when rows are read, the decodes take nothing of the step's greatest size",
+        SCHEDULER,
+        "num_tokens - num_decodes, first)",
+        "num_tokens, first)",
+        ("test_scheduler.py::test_the_room_for_prompts_is_less_the_decodes_without_a_cap_too",),
+    ),
+    Mutant(
         "a row that only scores keeps no place while its prompt is read",
         SCHEDULER,
         "if not seq.is_all_launched or seq.num_tokens < seq.max_length",

@@ -99,6 +99,31 @@ def test_the_room_for_prompts_is_that_of_the_next_step():
     assert engine.room_for_prompts() == (3, 3)
 
 
+def test_the_room_for_prompts_is_less_the_decodes_without_a_cap_too():
+    engine = make_engine(max_num_batched_tokens=8, max_num_seqs=4)
+    for token in (1, 2):
+        add(engine, [token] * 3, max_tokens=9)
+    engine.step()
+    engine.step()
+    assert engine.room_for_prompts() == (2, 6)
+
+
+def test_the_room_for_prompts_is_larger_if_the_next_prompt_is_long(monkeypatch):
+    """The next is the first that waits. If nobody waits, it is taken to be as long as the last."""
+    monkeypatch.setattr("nanovllm.engine.scheduler._LONG_SEQUENCE", 30)
+    monkeypatch.setattr("nanovllm.engine.scheduler._TOKENS_BESIDE_DECODES_OF_LONG", 20)
+    engine = make_engine(max_num_batched_tokens=60, most_tokens_beside_decodes=10, max_num_seqs=4)
+    found = []
+    for token, length in ((1, 5), (2, 35), (3, 5)):
+        add(engine, [token] * length, max_tokens=16)
+        waiting = engine.room_for_prompts()
+        while engine.scheduler.waiting or engine.scheduler.running[-1].num_tokens == length:
+            engine.step()
+        found.append((waiting, engine.room_for_prompts()))
+    assert found == [((3, 60), (3, 9)), ((2, 19), (2, 18)), ((1, 8), (1, 7))]
+    check_right(engine, run_to_end(engine))
+
+
 def test_a_row_that_only_scores_keeps_its_place_until_its_prompt_is_read():
     """It has its greatest length from the start, and so its place counted as free."""
     engine = make_engine(max_num_batched_tokens=8, most_tokens_beside_decodes=4, max_num_seqs=4)
