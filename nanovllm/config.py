@@ -12,6 +12,7 @@ _DTYPE_NAMES = {
 }  # fmt: skip
 ATTENTION_BACKENDS = ("auto", "triton", "flash", "sdpa", "torch")
 LOAD_FORMATS = ("auto", "dummy")
+QUANTIZATIONS = ("fp8",)
 _MOST = 65535
 
 # Other libraries' names for our options, or what to do instead of using theirs.
@@ -52,6 +53,9 @@ class Config:
             "sdpa" (PyTorch's own operators over gathered blocks, the fast one on a CPU), "torch" (the plain
             reference) or "auto", the fastest that can run.
         load_format: "auto" reads safetensors; "dummy" needs only config.json and makes up random weights.
+        quantization: "fp8" rounds the weights of linear layers to FP8 (e4m3) while they load, with a scale per output
+            channel; their inputs are rounded too, with a scale per token. None takes the weights as they are stored,
+            FP8 included.
         max_model_len: most tokens of prompt + completion; None is the model's own limit, at most
             32,768, and with LongRoPE at most the original length.
         max_num_batched_tokens: most tokens computed in one step; longer prompts are computed in chunks.
@@ -79,6 +83,7 @@ class Config:
     device: str = "auto"
     attention_backend: str = "auto"
     load_format: str = "auto"
+    quantization: str | None = None
     max_model_len: int | None = None
     max_num_batched_tokens: int = 16384
     max_num_seqs: int | None = None
@@ -106,6 +111,8 @@ class Config:
         self._check_choice("dtype", DTYPES)
         self._check_choice("attention_backend", ATTENTION_BACKENDS)
         self._check_choice("load_format", LOAD_FORMATS)
+        if self.quantization is not None:
+            self._check_choice("quantization", QUANTIZATIONS)
         device = self.device if isinstance(self.device, str) else str(self.device)
         if device not in ("auto", "cpu", "cuda") and not re.fullmatch("cuda:[0-9]{1,3}", device):
             raise ValueError(f'device must be "auto", "cpu", "cuda" or "cuda:N", not {self.device!r}')

@@ -59,6 +59,7 @@ class LLM:
         device: "str | torch.device" = "auto",
         attention_backend: str = "auto",
         load_format: str = "auto",
+        quantization: str | None = None,
         max_model_len: int | None = None,
         max_num_batched_tokens: int = 16384,
         max_num_seqs: int | None = None,

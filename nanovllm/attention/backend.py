@@ -52,6 +52,7 @@ class AttentionBackend(Protocol):
     default_block_size: int
     can_be_captured: bool  # whether plan and attend of decodes only launch kernels, so that a CUDA graph can hold them
     can_capture_prompts: bool  # the same for any queries, given as query_tiles
+    reads_new_keys: bool  # whether attend reads k and v, and not the cache alone
     most_shared_splits: int  # capacity of what `shared_prefixes` can return; 0 if the backend reads every key by itself
 
     def keep_buffers(self, is_kept: bool) -> None:

@@ -32,6 +32,7 @@ class FlashAttention:
     default_block_size = 256
     can_be_captured = True
     can_capture_prompts = False
+    reads_new_keys = False
     most_shared_splits = 0
 
     def __init__(self, shape: AttentionShape):

@@ -108,6 +108,7 @@ class SDPAAttention:
     default_block_size = 64
     can_be_captured = False
     can_capture_prompts = False
+    reads_new_keys = True
     most_shared_splits = 0
 
     def __init__(self, shape: AttentionShape):

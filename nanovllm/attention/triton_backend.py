@@ -69,6 +69,7 @@ class TritonAttention:
     default_block_size = 64
     can_be_captured = True
     can_capture_prompts = True
+    reads_new_keys = False
 
     def __init__(self, shape: AttentionShape):
         self._shape, self._scale = shape, shape.score_scale * LOG2_E

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.layers.linear import WHOLE, Packable, PartialSum, Shard, Shards, empty_parameter
+from nanovllm.layers.linear import Packable, PartialSum
+from nanovllm.layers.shard import WHOLE, Shard, Shards, empty_parameter
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.linear import linear
 

@@ -5,31 +5,16 @@ know nothing else. Column-parallel layers divide the outputs, row-parallel ones 
 them needs one all-reduce (Megatron-LM, Shoeybi et al., 2019). `kw` is the `dtype` and `device` of parameters.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from nanovllm.layers.quantization import ChannelFp8, WeightFormat
+from nanovllm.layers.shard import WHOLE, Shard, Shards, empty_parameter, replicated_shards
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.linear import MOST_ROWS_IN_PARTS, linear, linear_in_parts, num_input_parts, pack_weight
-
-
-@dataclass(frozen=True)
-class Shard:
-    """How a checkpoint tensor, or a part of it, gets into a parameter.
-
-    Args:
-        shape: the tensor's whole shape in the checkpoint.
-        source: what this rank reads of it, a (start, length) for each dimension.
-        target: the part of the parameter that it fills.
-        offset: is added to it.
-    """
-
-    shape: tuple[int, ...]
-    source: tuple[tuple[int, int], ...]
-    target: torch.Tensor
-    offset: float = 0.0
+from nanovllm.ops.quantize import E4M3, Quantized, ScaledProduct
 
 
 class PartialSum(NamedTuple):
@@ -38,10 +23,10 @@ class PartialSum(NamedTuple):
     add a tensor that every rank holds.
 
     part: [num_tokens, size]. On one rank `RMSNorm.reduce_add` also takes float32 [num_parts, num_tokens, size], to be
-        summed over the parts.
+        summed over the parts, or a product whose scales are not multiplied in yet.
     """
 
-    part: torch.Tensor
+    part: torch.Tensor | ScaledProduct
 
 
 class PendingProduct(NamedTuple):
@@ -52,22 +37,6 @@ class PendingProduct(NamedTuple):
 
     x: torch.Tensor
     weight: torch.Tensor
-
-
-# Key of a parameter that is one checkpoint tensor of the same name; fused layers use names such as "q_proj".
-WHOLE = ""
-# What each checkpoint tensor fills. Only one that holds several projections has several shards.
-Shards = dict[str, list[Shard]]
-
-
-def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
-
-def replicated_shards(parameter: torch.Tensor, offset: float = 0.0) -> Shards:
-    """The rule of a parameter that every rank holds whole."""
-    shape = tuple(parameter.shape)
-    return {WHOLE: [Shard(shape, tuple((0, size) for size in shape), parameter, offset)]}
 
 
 class Packable(nn.Module):
@@ -104,26 +73,52 @@ class LinearBase(Packable):
     """The parameters of `y = x @ weight.T + bias`; `fused` computes with our kernels.
 
     weight: [output_size, input_size] of this rank.
+
+    Args:
+        format: of the weight; None is `dtype`. The weight's scales are a parameter named as in the checkpoint.
+        keeps_scales: whoever reads the results takes a ScaledProduct too.
     """
 
-    def __init__(self, input_size: int, output_size: int, bias: bool, fused: bool = False, **kw):
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool,
+        fused: bool = False,
+        format: WeightFormat | None = None,
+        keeps_scales: bool = False,
+        **kw,
+    ):
         super().__init__()
-        self.fused = fused
-        self.weight = empty_parameter(output_size, input_size, **kw)
+        self.fused, self.format = fused, format
+        weight_kw = kw if format is None else {**kw, "dtype": E4M3}
+        self.weight = empty_parameter(output_size, input_size, **weight_kw)
         self.bias = empty_parameter(output_size, **kw) if bias else None
         self.packed = None
         self._shares_weight = False
+        self._scale_name = ""
+        if format is not None:
+            self._scale_name = format.config.scale_name or "weight_scale"
+            shape = format.scales_shape(output_size, input_size)
+            self.register_parameter(self._scale_name, empty_parameter(*shape, **{**kw, "dtype": torch.float32}))
+        self.keeps_scales = keeps_scales and fused and not bias
+        # What is given in e4m3 already; a layer that keeps no scales takes it all the same.
+        self.takes_quantized = fused and isinstance(format, ChannelFp8)
 
+    def _shard(self, name: str, shard: Shard, first_row: int) -> Shard | None:
+        """The shard of this parameter, given that of a part of the weight or bias, which begins with `first_row`."""
+        if self.format is None or name == "bias":
+            return shard
+        of_part = self.format.weight_shard if name == "weight" else self.format.scales_shard
+        return of_part(shard, self.get_parameter(self._scale_name), first_row)
 
-class ReplicatedLinear(LinearBase):
-    """Every rank computes the whole product."""
-
-    def shards(self, name: str) -> Shards:
-        return replicated_shards(self.parameter(name))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def _multiply(self, x: torch.Tensor | Quantized, bias: torch.Tensor | None) -> torch.Tensor | ScaledProduct:
         """x: [..., input_size] -> [..., output_size]"""
-        return linear(x, self.weight, self.packed, self.bias, self.fused)
+        if self.format is None:
+            assert isinstance(x, torch.Tensor), "only layers in FP8 take inputs in FP8"
+            return linear(x, self.weight, self.packed, bias, self.fused)
+        weight, scales = self.get_parameter("weight"), self.get_parameter(self._scale_name)
+        return self.format.multiply(x, weight, scales, bias, self.fused, self.keeps_scales)
 
 
 class MergedColumnParallelLinear(LinearBase):
@@ -152,7 +147,7 @@ class MergedColumnParallelLinear(LinearBase):
         super().__init__(input_size, sum(length for _, length in self.parts.values()), bias, **kw)
 
     def shards(self, name: str) -> Shards:
-        parameter, first, first_stored = self.parameter(name), 0, 0
+        parameter, first, first_stored = self.parameter("bias" if name == "bias" else "weight"), 0, 0
         rest, shards = tuple(parameter.shape[1:]), Shards()
         for part, (start, length) in self.parts.items():
             key, num_rows = part, self.output_sizes[part]
@@ -161,13 +156,15 @@ class MergedColumnParallelLinear(LinearBase):
                 first_stored += num_rows
                 key, num_rows = self.stored_as, sum(self.output_sizes.values())
             source = ((start, length), *((0, width) for width in rest))
-            shards.setdefault(key, []).append(Shard((num_rows, *rest), source, parameter[first : first + length]))
+            whole = Shard((num_rows, *rest), source, parameter[first : first + length])
+            if (shard := self._shard(name, whole, first)) is not None:
+                shards.setdefault(key, []).append(shard)
             first += length
         return shards
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Quantized) -> torch.Tensor | ScaledProduct:
         """x: [..., input_size] -> [..., output_size / ranks]"""
-        return linear(x, self.weight, self.packed, self.bias, self.fused)
+        return self._multiply(x, self.bias)
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
@@ -217,17 +214,19 @@ class RowParallelLinear(LinearBase):
     def __init__(self, input_size: int, output_size: int, bias: bool, parallel: Parallel, in_parts: bool = False, **kw):
         self.full_input_size = input_size
         self.part = parallel.shard(input_size, "input size")
-        super().__init__(self.part[1], output_size, bias, **kw)
+        takes_unfinished = in_parts and parallel.size == 1
+        super().__init__(self.part[1], output_size, bias, keeps_scales=takes_unfinished, **kw)
         self.parallel = parallel
-        self.in_parts = in_parts and self.fused and parallel.size == 1 and not bias
+        self.in_parts = takes_unfinished and self.fused and not bias and self.format is None
 
     def shards(self, name: str) -> Shards:
-        parameter = self.parameter(name)
         if name == "bias":
-            return replicated_shards(parameter)
-        output_size = parameter.shape[0]
+            return replicated_shards(self.parameter(name))
+        weight = self.parameter("weight")
+        output_size = weight.shape[0]
         shape = (output_size, self.full_input_size)
-        return {WHOLE: [Shard(shape, ((0, output_size), self.part), parameter)]}
+        shard = self._shard(name, Shard(shape, ((0, output_size), self.part), weight), 0)
+        return {} if shard is None else {WHOLE: [shard]}
 
     def kernels(self, num_tokens: int) -> int:
         """How many parts the product comes in; 0 if it is left to `RMSNorm.reduce_add`. See CausalLM.kernels."""
@@ -237,13 +236,14 @@ class RowParallelLinear(LinearBase):
         is_pending = num_tokens > MOST_ROWS_IN_PARTS
         return 0 if is_pending else num_input_parts(num_tokens, *self.weight.shape[::-1])
 
-    def forward(self, x: torch.Tensor) -> PartialSum | PendingProduct:
+    def forward(self, x: torch.Tensor | Quantized) -> PartialSum | PendingProduct:
         """x: [num_tokens, input_size / ranks] -> [num_tokens, output_size], perhaps in parts, or not calculated yet"""
-        num_parts = self.kernels(x.shape[0])
+        num_parts = self.kernels(x.shape[0]) if isinstance(x, torch.Tensor) else 1
         if num_parts != 1 and self.weight is not None:
+            assert isinstance(x, torch.Tensor)
             if num_parts == 0:
                 return PendingProduct(x, self.weight)
             return PartialSum(linear_in_parts(x, self.weight, num_parts))
         # Every rank holds the bias, but the sum may count it only once.
         bias = self.bias if self.parallel.rank == 0 else None
-        return PartialSum(linear(x, self.weight, self.packed, bias, self.fused))
+        return PartialSum(self._multiply(x, bias))

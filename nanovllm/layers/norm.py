@@ -4,9 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.layers.linear import PartialSum, PendingProduct, Shard, Shards, empty_parameter, replicated_shards
+from nanovllm.layers.linear import PartialSum, PendingProduct
+from nanovllm.layers.shard import Shard, Shards, empty_parameter, replicated_shards
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.norm import add_rms_norm, rms_norm
+from nanovllm.ops.quantize import Quantized, ScaledProduct, quantize_rows
 
 
 class RMSNorm(nn.Module):
@@ -17,6 +19,7 @@ class RMSNorm(nn.Module):
         offset: the loader adds it to the checkpoint's weights (1 for Gemma); such weights are kept in float32.
         fused: compute with our kernels.
         parallel: the ranks whose parts `reduce_add` and `reduce` sum.
+        quantizes: `forward` and `reduce_add` give rows in FP8; only with `fused`.
     """
 
     def __init__(
@@ -28,9 +31,11 @@ class RMSNorm(nn.Module):
         fused: bool = False,
         parallel: Parallel | None = None,
         offset: float = 0.0,
+        quantizes: bool = False,
     ):
         super().__init__()
         self.weight = empty_parameter(size, dtype=torch.float32 if offset else dtype, device=device)
+        self.quantizes = quantizes and fused
         self.offset = offset
         self.eps = eps
         self.fused = fused
@@ -39,13 +44,13 @@ class RMSNorm(nn.Module):
     def shards(self, name: str) -> Shards:
         return replicated_shards(self.weight, self.offset)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor | Quantized:
         """x: [..., size] -> the same; x itself is not changed."""
-        return rms_norm(x, self.weight, self.eps, self.fused)
+        return rms_norm(x, self.weight, self.eps, self.fused, self.quantizes)
 
     def reduce_add(
         self, x: PartialSum | PendingProduct | torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor | Quantized, torch.Tensor]:
         """(norm(x + residual), x + residual), with the ranks' parts of x summed: the residual form of pre-norm layers.
 
         Args:
@@ -63,22 +68,27 @@ class RMSNorm(nn.Module):
             return self(total), total
         if not isinstance(x, PartialSum):
             return self._add(x, residual)
+        if isinstance(x.part, ScaledProduct):
+            assert residual is not None and self.parallel.size == 1, "ranks sum what is scaled"
+            return add_rms_norm(x.part, residual, self.weight, self.eps, self.fused, self.quantizes)
         if self.parallel.exchange is not None:
-            return self.parallel.exchange.sum_add_norm(x.part, residual, self.weight, self.eps, residual is None)
-        total = self.parallel.all_reduce(x.part)
-        return self._add(total, residual)
+            begins = residual is None
+            normed, total = self.parallel.exchange.sum_add_norm(x.part, residual, self.weight, self.eps, begins)
+            return quantize_rows(normed, self.fused) if self.quantizes else normed, total
+        return self._add(self.parallel.all_reduce(x.part), residual)
 
     def reduce(self, x: PartialSum) -> torch.Tensor:
         """x: [num_tokens, size] -> norm(x) with the ranks' parts summed, which is whole on every rank."""
-        assert x.part.ndim == 2, "only reduce_add takes a product in several parts"
+        assert isinstance(x.part, torch.Tensor) and x.part.ndim == 2, "only reduce_add takes an unfinished product"
+        assert not self.quantizes, "a norm after a block is added to the residual"
         if self.parallel.exchange is not None:
             return self.parallel.exchange.sum_add_norm(x.part, None, self.weight, self.eps, False)[0]
         return self(self.parallel.all_reduce(x.part))
 
-    def _add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor | Quantized, torch.Tensor]:
         if residual is None:
             return self(x), x
-        return add_rms_norm(x, residual, self.weight, self.eps, self.fused)
+        return add_rms_norm(x, residual, self.weight, self.eps, self.fused, self.quantizes)
 
 
 class QKNorm(nn.Module):

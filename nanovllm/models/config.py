@@ -1,11 +1,13 @@
 """Reads a model's config.json and generation_config.json: the only place that knows Hugging Face's quirks."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.layers.rope_config import ROPE_KINDS, RopeConfig
 
 
@@ -97,7 +99,7 @@ FAMILIES = {
 }  # fmt: skip
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 # What some configs ask for and nothing here does.
-_REFUSED = ("quantization_config", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+_REFUSED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 # Fields that only some architectures read, and their values that change nothing. transformers ignores them elsewhere; a
 # model that was made with another value would answer nonsense.
 _OPTIONAL: dict[str, Any] = {
@@ -168,6 +170,7 @@ class ModelConfig:
     dtype: str | None  # of the checkpoint, as "bfloat16"
     eos_token_ids: frozenset[int]
     generation: dict[str, Any]  # generation_config.json, for the recommended sampling
+    fp8: Fp8Config | None = None  # None if no weight is in FP8
 
     @property
     def num_hidden_layers(self) -> int:
@@ -297,6 +300,7 @@ def load_model_config(directory: Path) -> ModelConfig:
         dtype=dtype,
         eos_token_ids=_eos_token_ids(generation) or _eos_token_ids(raw),
         generation=generation,
+        fp8=_fp8(raw),
     )
 
 
@@ -318,8 +322,7 @@ def _fields_of_architecture(raw: dict[str, Any], directory: Path) -> tuple[str, 
     raw = {**family.defaults, **given}
     for name in _REFUSED:
         if raw.get(name):
-            hint = "; take the checkpoint whose weights are not quantized" * name.startswith("quantization")
-            raise ValueError(f"{name}={_shown(raw[name])} in config.json is not supported{hint}")
+            raise ValueError(f"{name}={_shown(raw[name])} in config.json is not supported")
     for name, neutral in _OPTIONAL.items():
         if name not in family.reads and raw.get(name, neutral) != neutral:
             raise ValueError(f"{name}={_shown(raw[name])} in config.json is not supported for {architecture}")
@@ -457,6 +460,88 @@ def _rope(raw: dict[str, Any], family: Family, is_local: bool, head_dim: int, ma
         numbers.update({name: _numbers(fields, name, rotary_dim // 2) for name in ("short_factor", "long_factor")})
     truncate = _flag(fields, "truncate", default=True)
     return RopeConfig(theta, rotary_dim, kind, factor, original, truncate=truncate, **numbers)
+
+
+def _fp8(raw: dict[str, Any]) -> Fp8Config | None:
+    """What quantization_config says. Two kinds of FP8 are read: quant_method "fp8" with blocks, as Qwen and DeepSeek
+    publish it, and compressed-tensors with a scale per channel or tensor and inputs that are quantized by row."""
+    given = raw.get("quantization_config")
+    if not given:
+        return None
+    problem = "is neither fp8 nor compressed-tensors"
+    if isinstance(given, dict):
+        method = given.get("quant_method")
+        if method == "fp8":
+            config = _block_fp8(given)
+        elif method == "compressed-tensors":
+            config = _compressed_fp8(given)
+        else:
+            config = f"quant_method {_shown(method)} {problem}"
+        if isinstance(config, Fp8Config):
+            return config
+        problem = config
+    raise ValueError(
+        f"quantization_config={_shown(given)} in config.json is not supported: {problem}; take a checkpoint in FP8, or "
+        "one whose weights are not quantized"
+    )
+
+
+def _block_fp8(given: dict[str, Any]) -> Fp8Config | str:
+    """The config, or what is wrong with it."""
+    block = given.get("weight_block_size")
+    if (
+        not isinstance(block, list)
+        or len(block) != 2
+        or not all(type(n) is int and 0 < n <= _LARGEST_SIZE for n in block)
+    ):
+        return f"weight_block_size must be two numbers such as [128, 128], not {_shown(block)}"
+    if (scheme := given.get("activation_scheme", "dynamic")) != "dynamic":
+        return f"activation_scheme must be dynamic, not {_shown(scheme)}"
+    if (kind := given.get("fmt", "e4m3")) != "e4m3":
+        return f"fmt must be e4m3, not {_shown(kind)}"
+    # transformers looks for these names anywhere at a dot, as parts of layers' names.
+    ignored = tuple(rf"(^|\.){re.escape(name)}(\.|$)" for name in _names(given, "modules_to_not_convert"))
+    return Fp8Config("weight_scale_inv", (block[0], block[1]), ignored=ignored)
+
+
+def _compressed_fp8(given: dict[str, Any]) -> Fp8Config | str:
+    """The config, or what is wrong with it."""
+    if (kind := given.get("format")) not in ("float-quantized", None):
+        return f"format {_shown(kind)} is not float-quantized"
+    groups = given.get("config_groups")
+    if not isinstance(groups, dict) or len(groups) != 1 or not isinstance(group := next(iter(groups.values())), dict):
+        return "config_groups must hold one group"
+    if given.get("kv_cache_scheme") is not None:
+        return "kv_cache_scheme is set"
+    if (targets := group.get("targets")) != ["Linear"]:
+        return f'targets must be ["Linear"], not {_shown(targets)}'
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    if not isinstance(weights, dict) or not isinstance(inputs, dict):
+        return "a group must have weights and input_activations"
+    for name, part in (("weights", weights), ("input_activations", inputs)):
+        if (part.get("num_bits"), part.get("type")) != (8, "float") or part.get("symmetric") is not True:
+            return f"{name} must be symmetric floats of 8 bits"
+    if (strategy := weights.get("strategy")) not in ("channel", "tensor"):
+        return f"the weights' strategy must be channel or tensor, not {_shown(strategy)}"
+    if inputs.get("strategy") != "token" or inputs.get("dynamic") is not True:
+        return "input_activations must be dynamic with the strategy token"
+    ignored = tuple(
+        name.removeprefix("re:") if name.startswith("re:") else rf"^{re.escape(name)}$"
+        for name in _names(given, "ignore")
+    )
+    for pattern in ignored:
+        try:
+            re.compile(pattern)
+        except re.error:
+            return f"ignore holds {_shown(pattern)}, which is no regular expression"
+    return Fp8Config("weight_scale", is_per_tensor=strategy == "tensor", ignored=ignored)
+
+
+def _names(raw: dict[str, Any], name: str) -> list[str]:
+    names = _list(raw, name)
+    if not all(isinstance(each, str) for each in names):
+        raise ValueError(f"{name} in config.json must be a list of layers' names, not {_shown(names)}")
+    return names
 
 
 def _eos_token_ids(raw: dict[str, Any]) -> frozenset[int]:

@@ -1,6 +1,7 @@
 """Every decoder, on one page: Llama's, and where a Family's flags say so, something else.
 
-`kw` is where and how layers compute: dtype and device of parameters, and whether with our kernels (`fused`).
+`kw` is where and how layers compute: dtype and device of parameters, and whether with our kernels (`fused`). `formats`
+says which layers have weights in FP8.
 """
 
 from dataclasses import replace
@@ -15,6 +16,7 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import QKNorm, RMSNorm
+from nanovllm.layers.quantization import Formats
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.config import ModelConfig
 from nanovllm.ops.act_and_mul import act_and_mul
@@ -23,18 +25,27 @@ from nanovllm.ops.collectives import Parallel
 
 class DecoderAttention(nn.Module):
     def __init__(
-        self, config: ModelConfig, layer_index: int, backend: AttentionBackend, parallel: Parallel, fused: bool, **kw
+        self,
+        config: ModelConfig,
+        layer_index: int,
+        backend: AttentionBackend,
+        parallel: Parallel,
+        formats: Formats,
+        fused: bool,
+        **kw,
     ):
         super().__init__()
+        name = f"model.layers.{layer_index}.self_attn"
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.head_dim = head_dim
         stored_as = "qkv_proj" if config.family.stores_merged else None
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, head_dim, heads, kv_heads, config.qkv_bias, parallel, stored_as, fused=fused, **kw
-        )
+            config.hidden_size, head_dim, heads, kv_heads, config.qkv_bias, parallel, stored_as, fused=fused,
+            format=formats.of(*(f"{name}.{x}" for x in ([stored_as] if stored_as else ["q_proj", "k_proj", "v_proj"]))),
+            keeps_scales=not backend.reads_new_keys, **kw,
+        )  # fmt: skip
         self.o_proj = RowParallelLinear(
             heads * head_dim, config.hidden_size, config.o_bias, parallel,
-            in_parts=not config.family.has_post_norms, fused=fused, **kw,
+            in_parts=not config.family.has_post_norms, fused=fused, format=formats.of(f"{name}.o_proj"), **kw,
         )  # fmt: skip
         num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads  # of this rank
         self.attn = Attention(layer_index, backend, config.layers[layer_index].window, fused)
@@ -44,21 +55,26 @@ class DecoderAttention(nn.Module):
             self.qk_norm = QKNorm(num_heads, num_kv_heads, head_dim, config.rms_norm_eps, offset=offset, **kw)
 
     def forward(self, hidden_states, rotary, kv_cache, metadata, needed=None):
-        qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # [num_tokens, all heads, head_dim]
-        attended = self.attn(qkv, self.qk_norm, rotary, kv_cache, metadata).flatten(1)
+        attended = self.attn(self.qkv_proj(hidden_states), self.qk_norm, rotary, kv_cache, metadata).flatten(1)
         return self.o_proj(attended if needed is None else attended.index_select(0, needed))
 
 
 class DecoderMLP(nn.Module):
-    def __init__(self, config: ModelConfig, parallel: Parallel, **kw):
+    def __init__(self, config: ModelConfig, layer_index: int, parallel: Parallel, formats: Formats, **kw):
         super().__init__()
+        name = f"model.layers.{layer_index}.mlp"
         hidden_size, size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         stored_as = "gate_up_proj" if config.family.stores_merged else None
+        self.down_proj = RowParallelLinear(
+            size, hidden_size, bias, parallel, in_parts=not config.family.has_post_norms,
+            format=formats.of(f"{name}.down_proj"), **kw,
+        )  # fmt: skip
         self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size, {"gate_proj": size, "up_proj": size}, bias, parallel, stored_as=stored_as, **kw
-        )
-        in_parts = not config.family.has_post_norms
-        self.down_proj = RowParallelLinear(size, hidden_size, bias, parallel, in_parts=in_parts, **kw)
+            hidden_size, {"gate_proj": size, "up_proj": size}, bias, parallel, stored_as=stored_as,
+            format=formats.of(*(f"{name}.{x}" for x in ([stored_as] if stored_as else ["gate_proj", "up_proj"]))),
+            keeps_scales=self.down_proj.takes_quantized, **kw,
+        )  # fmt: skip
+        self.takes_quantized = self.gate_up_proj.takes_quantized
         self.hidden_act = config.hidden_act
 
     def forward(self, hidden_states):
@@ -67,29 +83,41 @@ class DecoderMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, layer_index: int, backend: AttentionBackend, parallel: Parallel, **kw):
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_index: int,
+        backend: AttentionBackend,
+        parallel: Parallel,
+        formats: Formats,
+        **kw,
+    ):
         super().__init__()
 
-        def norm() -> RMSNorm:
-            offset = config.family.norm_offset
-            return RMSNorm(config.hidden_size, config.rms_norm_eps, parallel=parallel, offset=offset, **kw)
+        def norm(quantizes: bool = False) -> RMSNorm:
+            size, eps, offset = config.hidden_size, config.rms_norm_eps, config.family.norm_offset
+            return RMSNorm(size, eps, parallel=parallel, offset=offset, quantizes=quantizes, **kw)
 
         self.rope = config.layers[layer_index].rope
-        self.self_attn = DecoderAttention(config, layer_index, backend, parallel, **kw)
-        self.mlp = self._make_mlp(config, layer_index, parallel, **kw)
-        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+        self.self_attn = DecoderAttention(config, layer_index, backend, parallel, formats, **kw)
+        self.mlp = self._make_mlp(config, layer_index, parallel, formats, **kw)
         self.has_post_norms = config.family.has_post_norms
+        before_mlp = norm(quantizes=getattr(self.mlp, "takes_quantized", False))
+        self.input_layernorm = norm(quantizes=self.self_attn.qkv_proj.takes_quantized)
         if self.has_post_norms:  # the checkpoint's names: post_attention_layernorm comes before the addition then
-            self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
+            self.post_attention_layernorm, self.post_feedforward_layernorm = norm(), norm()
+            self.pre_feedforward_layernorm = before_mlp
+        else:
+            self.post_attention_layernorm = before_mlp
 
     @staticmethod
-    def _make_mlp(config: ModelConfig, layer_index: int, parallel: Parallel, **kw) -> nn.Module:
+    def _make_mlp(config: ModelConfig, layer_index: int, parallel: Parallel, formats: Formats, **kw) -> nn.Module:
         experts = config.experts
         if experts is None or not config.layers[layer_index].has_experts:
-            return DecoderMLP(config, parallel, **kw)
+            return DecoderMLP(config, layer_index, parallel, formats, **kw)
         return Experts(
             config.hidden_size, experts.size, experts.num_experts, experts.top_k, experts.renormalizes,
-            config.hidden_act, parallel, **kw,
+            config.hidden_act, parallel, format=formats.of(f"model.layers.{layer_index}.mlp.experts"), **kw,
         )  # fmt: skip
 
     def forward(self, output, residual, rotary, kv_cache, metadata, needed=None):
@@ -116,7 +144,10 @@ class Decoder(nn.Module):
         family, hidden_size = config.family, config.hidden_size
         scale = hidden_size**0.5 if family.scales_embedding else 1.0
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, hidden_size, parallel, scale=scale, **kw)
-        layers = [DecoderLayer(config, index, backend, parallel, **kw) for index in range(config.num_hidden_layers)]
+        formats = Formats(config.fp8, kw["dtype"], kw["device"])
+        layers = [
+            DecoderLayer(config, index, backend, parallel, formats, **kw) for index in range(config.num_hidden_layers)
+        ]
         self.num_kv_heads = layers[0].self_attn.qkv_proj.num_kv_heads  # of this rank
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(hidden_size, config.rms_norm_eps, parallel=parallel, offset=family.norm_offset, **kw)

@@ -12,9 +12,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from nanovllm.layers.linear import Packable, Shard
+from nanovllm.layers.linear import Packable
+from nanovllm.layers.shard import Shard
 from nanovllm.models.config import read_json
 from nanovllm.models.decoder import CausalLM
+from nanovllm.ops.quantize import E4M3, quantize_rows
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +112,7 @@ def given_tensors(weights: Iterable[Any]) -> dict[str, Given]:
 
     Raises:
         TypeError: something other than such a pair.
-        ValueError: a name given twice, or a tensor that is not dense or not of floating-point numbers of 16 bits and
-            more.
+        ValueError: a name given twice, or a tensor that is not dense.
     """
     found: dict[str, Given] = {}
     for pair in weights:
@@ -128,7 +129,6 @@ def given_tensors(weights: Iterable[Any]) -> dict[str, Given]:
         if tensor.layout is not torch.strided or tensor.is_meta:
             raise ValueError(f"tensor {name} is on {tensor.device} in layout {tensor.layout}; give one with all values")
         found[name] = Given(f"tensor {name}", tensor)
-        _check_dtype(found[name].what, tensor)
     return found
 
 
@@ -172,7 +172,7 @@ def check_update(model: CausalLM, tensors: Tensors) -> None:
         _check_name(model, expected, name, tensor)
         for shard in expected.get(name, ()):
             _check_shape(tensor, shard)
-            _check_dtype(tensor.what, tensor.part(tuple((0, 0) for _ in shard.source)))
+            _check_dtype(tensor.what, tensor.part(tuple((0, 0) for _ in shard.source)), shard)
     _check_tied(model, tensors)
 
 
@@ -241,6 +241,13 @@ def fill_dummy_weights(model: nn.Module, seed: int) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.fill_(1)
+            elif name.endswith(("weight_scale", "weight_scale_inv")):
+                parameter.fill_(0.02 / 100)
+            elif parameter.dtype == E4M3:
+                for row in parameter.split(4096):  # there is no normal_ for it
+                    row.copy_(
+                        torch.empty(row.shape, device=row.device).normal_(0, 100, generator=generator).clamp_(-448, 448)
+                    )
             else:
                 parameter.normal_(0, 0.02, generator=generator)
 
@@ -308,9 +315,13 @@ def _check_shape(tensor: Stored | Given, shard: Shard) -> None:
         raise ValueError(f"{tensor.what} has shape {list(shape)}, the model needs {list(shard.shape)}")
 
 
-def _check_dtype(what: str, tensor: torch.Tensor) -> None:
-    if not tensor.is_floating_point() or tensor.itemsize < 2:
-        raise ValueError(f"{what} is {tensor.dtype}; only floating-point weights of 16 bits and more are read")
+def _check_dtype(what: str, tensor: torch.Tensor, shard: Shard) -> None:
+    if shard.target.dtype == E4M3 and shard.scales is None:
+        if tensor.dtype != E4M3:
+            raise ValueError(f"{what} is {tensor.dtype}, but quantization_config in config.json says float8_e4m3fn")
+    elif not tensor.is_floating_point() or tensor.itemsize < 2:
+        hint = "; quantization_config in config.json says nothing of it" * (tensor.itemsize == 1)
+        raise ValueError(f"{what} is {tensor.dtype}; only floating-point weights of 16 bits and more are read{hint}")
 
 
 def _check_tied(model: CausalLM, tensors: Tensors) -> None:
@@ -339,7 +350,12 @@ def _fill(tensor: Stored | Given, shard: Shard) -> None:
     """The one way of a tensor into a parameter."""
     _check_shape(tensor, shard)
     part = tensor.part(shard.source)
-    _check_dtype(tensor.what, part)
+    _check_dtype(tensor.what, part, shard)
+    if shard.scales is not None:
+        quantized = quantize_rows(part.to(shard.target.device))
+        shard.target.copy_(quantized.values)
+        shard.scales.copy_(quantized.scales)
+        return
     if part.device != shard.target.device:
         part = part.to(shard.target.dtype)  # copied as it is, it would need room beside the parameter
     shard.target.copy_(part)

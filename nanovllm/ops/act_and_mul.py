@@ -5,15 +5,22 @@ import torch.nn.functional as F
 
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.ops.kernel import jit, tl, triton
+from nanovllm.ops.quantize import Quantized, ScaledProduct, divided_by_peak, empty_quantized
 
 ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": lambda gate: F.gelu(gate, approximate="tanh")}
 
 
-def act_and_mul(gate_up: torch.Tensor, activation: str = "silu", fused: bool = False) -> torch.Tensor:
-    """gate_up: [num_tokens, 2 × size] -> activation(gate) × up: [num_tokens, size].
+def act_and_mul(
+    gate_up: torch.Tensor | ScaledProduct, activation: str = "silu", fused: bool = False
+) -> torch.Tensor | Quantized:
+    """gate_up: [num_tokens, 2 × size] -> activation(gate) × up: [num_tokens, size]. Of an FP8 product, the kernel makes
+    rows in FP8.
 
     activation: one of ACTIVATIONS; fused: compute with the kernel.
     """
+    if isinstance(gate_up, ScaledProduct):
+        assert fused, "only the kernel knows FP8"
+        return _scaled_act_and_mul(gate_up, activation)
     if fused:
         return _fused_act_and_mul(gate_up, activation)
     gate, up = gate_up.chunk(2, -1)
@@ -48,4 +55,50 @@ def _fused_act_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     _act_and_mul_kernel[(num_tokens, triton.cdiv(size, block))](
         gate_up, out, SIZE=size, BLOCK=block, ACTIVATION=activation, **LAUNCH_OPTIONS
     )
+    return out
+
+
+@jit
+def _scaled_act_and_mul_kernel(
+    gate_up, row_scales, column_scales, out, scales, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """One program per row. It computes the row twice, because it cannot hold a long one: for the peak, and to store it.
+    What it reads the second time is in the caches."""
+    begin()
+    row = tl.program_id(0).to(tl.int64)
+    of_row = tl.load(row_scales + row)
+    peaks = tl.zeros([COLUMNS], tl.float32)
+    for first in tl.static_range(0, SIZE, COLUMNS):
+        peaks = tl.maximum(peaks, tl.abs(_gated(gate_up, column_scales, row, of_row, first, SIZE, COLUMNS, ACTIVATION)))
+    peak = tl.max(peaks, 0)
+    for first in tl.static_range(0, SIZE, COLUMNS):
+        values = _gated(gate_up, column_scales, row, of_row, first, SIZE, COLUMNS, ACTIVATION)
+        quantized, scale = divided_by_peak(values, peak)
+        column = first + tl.arange(0, COLUMNS)
+        tl.store(out + row * SIZE + column, quantized, column < SIZE)
+        tl.store(scales + row, scale)
+
+
+@jit
+def _gated(
+    gate_up, column_scales, row, of_row, first, SIZE: tl.constexpr, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr
+):
+    """Columns first … first + COLUMNS of a row, in float32."""
+    column = first + tl.arange(0, COLUMNS)
+    is_real = column < SIZE
+    at = gate_up + row * 2 * SIZE + column
+    gate = tl.load(at, is_real, 0.0).to(tl.float32) * of_row * tl.load(column_scales + column, is_real, 0.0)
+    up = tl.load(at + SIZE, is_real, 0.0).to(tl.float32) * of_row * tl.load(column_scales + SIZE + column, is_real, 0.0)
+    return activated(gate, ACTIVATION) * up
+
+
+def _scaled_act_and_mul(gate_up: ScaledProduct, activation: str) -> Quantized:
+    num_tokens, size = gate_up.product.shape[0], gate_up.product.shape[1] // 2
+    out = empty_quantized(num_tokens, size, gate_up.product.device)
+    columns = min(4096, triton.next_power_of_2(size))
+    _scaled_act_and_mul_kernel[(num_tokens,)](
+        *gate_up, *out, SIZE=size, COLUMNS=columns, ACTIVATION=activation, num_warps=max(4, columns // 512),
+        **LAUNCH_OPTIONS,
+    )  # fmt: skip
     return out

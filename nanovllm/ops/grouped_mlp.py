@@ -4,6 +4,9 @@ A pair is a token and one of its experts: pair i belongs to token i // top_k. On
 two grouped products have a fixed grid and read on the device how many pairs an expert has, so a captured step serves
 any choice. They read only the weights of experts that somebody chose, and write their results by pair. So nothing is
 sorted, and a token's results are added in the order of its experts, whatever its neighbours chose.
+
+Weights in FP8 become numbers of the inputs' dtype when they are read, and the inputs are not rounded: what an expert
+costs is mostly the reading of its weights.
 """
 
 from typing import NamedTuple
@@ -29,6 +32,35 @@ class _Tile(NamedTuple):
     num_warps: int
 
 
+class ExpertWeights(NamedTuple):
+    """One projection of all experts.
+
+    weight: [num_experts, output_size, input_size].
+    scales: None, or of FP8 float32 [num_experts, output_size / rows, input_size / columns], rounded up.
+    rows, columns: of the weight's blocks that share a scale; the last block of a row or column may be cut off.
+    """
+
+    weight: torch.Tensor
+    scales: torch.Tensor | None = None
+    rows: int = 1
+    columns: int = 1
+
+    def whole(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        """[output_size, input_size]"""
+        weight = self.weight[expert]
+        if self.scales is None:
+            return weight
+        of_rows = self.scales[expert].repeat_interleave(self.rows, 0)[: weight.shape[0]]
+        return (weight.float() * of_rows.repeat_interleave(self.columns, 1)[:, : weight.shape[1]]).to(dtype)
+
+    def options(self) -> dict[str, int]:
+        """What kernels call ROWS, COLUMNS and WIDTH: of a block, and how many blocks lie side by side; 0 without
+        scales."""
+        if self.scales is None:
+            return {"ROWS": 0, "COLUMNS": 0, "WIDTH": 0}
+        return {"ROWS": self.rows, "COLUMNS": self.columns, "WIDTH": self.scales.shape[2]}
+
+
 # Pairs of a tile -> (tile of the product that makes `hidden`, tile of the one that makes `outputs`). The fastest of 121
 # and of 131 shapes on an H200 with the experts of Qwen3-30B-A3B (docs/performance.md).
 _TILES = {
@@ -44,8 +76,8 @@ _PAIRS_OF_CHUNK = 8192
 def grouped_mlp(
     x: torch.Tensor,
     routes: Routes,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
     activation: str = "silu",
     fused: bool = False,
 ) -> torch.Tensor:
@@ -54,8 +86,8 @@ def grouped_mlp(
     Args:
         x: [num_tokens, hidden_size].
         routes: the tokens' experts.
-        gate_up: [num_experts, 2 × size, hidden_size].
-        down: [num_experts, hidden_size, size].
+        gate_up: of 2 × size outputs and hidden_size inputs.
+        down: of hidden_size outputs and size inputs.
         activation: see act_and_mul.
         fused: compute with our kernels.
 
@@ -67,8 +99,9 @@ def grouped_mlp(
     outputs = x.new_zeros(*routes.experts.shape, x.shape[1])
     for expert in routes.experts.unique().tolist():
         token, place = torch.where(routes.experts == expert)
-        hidden = act_and_mul(linear(x[token], gate_up[expert], None), activation)
-        outputs[token, place] = linear(hidden, down[expert], None)
+        hidden = act_and_mul(linear(x[token], gate_up.whole(expert, x.dtype), None), activation)
+        assert isinstance(hidden, torch.Tensor)
+        outputs[token, place] = linear(hidden, down.whole(expert, x.dtype), None)
     return (outputs.float() * routes.weights[:, :, None]).sum(1).to(x.dtype)
 
 
@@ -107,11 +140,24 @@ def _tile(pairs, counts, num_tokens, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.cons
     return ours, pair, place < num_pairs, first < num_pairs
 
 
+@jit
+def _scaled(
+    product, scales, expert, output, is_output, start, OUTPUT_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """A product with some inputs, the first of which is `start`, times the scales of the outputs' weights."""
+    if ROWS:  # not a return before it: Triton compiles what follows all the same
+        of_expert = scales + expert * (tl.cdiv(OUTPUT_SIZE, ROWS) * WIDTH)
+        at = of_expert + output // ROWS * WIDTH + start // COLUMNS
+        product *= tl.load(at, is_output, 0.0)[None, :]
+    return product
+
+
 @jit(do_not_specialize=["num_tokens"])
 def _gate_up_kernel(
-    x, gate_up, pairs, counts, hidden, num_tokens, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIZE: tl.constexpr,
-    HIDDEN_SIZE: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr, ACTIVATION: tl.constexpr,
+    x, gate_up, scales, pairs, counts, hidden, num_tokens, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    SIZE: tl.constexpr, HIDDEN_SIZE: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """hidden: [num_pairs, SIZE]; one program per tile of pairs and of the columns of `hidden`."""
     begin()
@@ -129,18 +175,21 @@ def _gate_up_kernel(
             is_real = column < HIDDEN_SIZE - start
             values = tl.load(at_x + start, is_pair[:, None] & is_real[None, :], 0.0)
             is_weight = is_real[:, None] & is_output[None, :]
-            gate += tl.dot(values, tl.load(at_gate + start, is_weight, 0.0), input_precision="ieee")
-            of_up = tl.load(at_gate + SIZE * HIDDEN_SIZE + start, is_weight, 0.0)
-            up += tl.dot(values, of_up, input_precision="ieee")
+            of_gate = tl.load(at_gate + start, is_weight, 0.0).to(values.dtype)
+            product = tl.dot(values, of_gate, input_precision="ieee")
+            gate += _scaled(product, scales, expert, output, is_output, start, 2 * SIZE, ROWS, COLUMNS, WIDTH)
+            of_up = tl.load(at_gate + SIZE * HIDDEN_SIZE + start, is_weight, 0.0).to(values.dtype)
+            product = tl.dot(values, of_up, input_precision="ieee")
+            up += _scaled(product, scales, expert, SIZE + output, is_output, start, 2 * SIZE, ROWS, COLUMNS, WIDTH)
         at = hidden + pair[:, None] * SIZE + output[None, :]
         tl.store(at, activated(gate, ACTIVATION) * up, is_pair[:, None] & is_output[None, :])
 
 
 @jit(do_not_specialize=["num_tokens"])
 def _down_kernel(
-    hidden, down, pairs, counts, outputs, num_tokens, NUM_EXPERTS: tl.constexpr, SIZE: tl.constexpr,
+    hidden, down, scales, pairs, counts, outputs, num_tokens, NUM_EXPERTS: tl.constexpr, SIZE: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
+    INPUTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """outputs: [num_pairs, HIDDEN_SIZE]; one program per tile of pairs and of the columns of `outputs`."""
     begin()
@@ -155,8 +204,9 @@ def _down_kernel(
         for start in range(0, SIZE, INPUTS):
             is_real = column < SIZE - start
             values = tl.load(at_hidden + start, is_pair[:, None] & is_real[None, :], 0.0)
-            weights = tl.load(at_down + start, is_real[:, None] & is_output[None, :], 0.0)
-            total += tl.dot(values, weights, input_precision="ieee")
+            weights = tl.load(at_down + start, is_real[:, None] & is_output[None, :], 0.0).to(values.dtype)
+            product = tl.dot(values, weights, input_precision="ieee")
+            total += _scaled(product, scales, expert, output, is_output, start, HIDDEN_SIZE, ROWS, COLUMNS, WIDTH)
         tl.store(outputs + pair[:, None] * HIDDEN_SIZE + output[None, :], total, is_pair[:, None] & is_output[None, :])
 
 
@@ -176,9 +226,9 @@ def _combine_kernel(outputs, weights, out, TOP_K: tl.constexpr, HIDDEN_SIZE: tl.
 
 
 def _fused_grouped_mlp(
-    x: torch.Tensor, routes: Routes, gate_up: torch.Tensor, down: torch.Tensor, activation: str
+    x: torch.Tensor, routes: Routes, gate_up: ExpertWeights, down: ExpertWeights, activation: str
 ) -> torch.Tensor:
-    (num_tokens, top_k), (num_experts, hidden_size, size), device = routes.experts.shape, down.shape, x.device
+    (num_tokens, top_k), (num_experts, hidden_size, size), device = routes.experts.shape, down.weight.shape, x.device
     num_pairs = num_tokens * top_k
     pairs = torch.empty((num_experts, num_tokens), dtype=torch.int32, device=device)
     counts = torch.empty(num_experts, dtype=torch.int32, device=device)
@@ -198,11 +248,12 @@ def _fused_grouped_mlp(
         "EXPERTS": triton.next_power_of_2(num_experts), **LAUNCH_OPTIONS,
     }  # fmt: skip
     _gate_up_kernel[(num_tiles, triton.cdiv(size, of_hidden.columns))](
-        x, gate_up, pairs, counts, hidden, num_tokens, TOP_K=top_k, ACTIVATION=activation,
+        x, gate_up.weight, gate_up.scales, pairs, counts, hidden, num_tokens, TOP_K=top_k, ACTIVATION=activation,
+        **gate_up.options(),
         **_launch_options(of_hidden, pairs_of_tile + 2 * of_hidden.columns, x), **shape,
     )  # fmt: skip
     _down_kernel[(num_tiles, triton.cdiv(hidden_size, of_outputs.columns))](
-        hidden, down, pairs, counts, outputs, num_tokens,
+        hidden, down.weight, down.scales, pairs, counts, outputs, num_tokens, **down.options(),
         **_launch_options(of_outputs, pairs_of_tile + of_outputs.columns, x), **shape,
     )  # fmt: skip
     block = min(1024, triton.next_power_of_2(hidden_size))

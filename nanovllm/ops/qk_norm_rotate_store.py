@@ -8,6 +8,7 @@ import torch
 
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.ops.kernel import jit, tl, triton
+from nanovllm.ops.quantize import ScaledProduct
 
 # Heads that a program norms and rotates together, and its warps.
 _HEADS_OF_PROGRAM = 16
@@ -16,14 +17,15 @@ _NUM_WARPS = 4
 
 @jit
 def _qk_norm_rotate_store_kernel(
-    qkv, weight, cos, sin, out, k_cache, v_cache, slot_mapping, eps, NUM_NORMED: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, HEADS: tl.constexpr,
-    HALF: tl.constexpr, REST: tl.constexpr, NORMS: tl.constexpr,
+    qkv, row_scales, column_scales, weight, cos, sin, out, k_cache, v_cache, slot_mapping, eps,
+    NUM_NORMED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, NORMS: tl.constexpr, IS_SCALED: tl.constexpr,
 ):  # fmt: skip
     """One program per token and some of its heads; the values, which come last, are only stored.
 
     A head is read in parts: the two halves that rotate into each other, and the columns behind them, which do not
-    rotate. HALF and REST are their padded numbers of columns; REST is 0 if all columns rotate.
+    rotate. HALF and REST are their padded numbers of columns; REST is 0 if all columns rotate. IS_SCALED: qkv is a
+    ScaledProduct, with its scales.
     """
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -38,13 +40,24 @@ def _qk_norm_rotate_store_kernel(
         weights_high = tl.load(weight + head * HEAD_DIM + high, is_normed & is_rotated, 0.0).to(tl.float32)
         if REST:
             weights_rest = tl.load(weight + head * HEAD_DIM + rest, is_normed & is_rest, 0.0).to(tl.float32)
+    if IS_SCALED:
+        scales_low = tl.load(column_scales + head * HEAD_DIM + low, is_head & is_rotated, 0.0)
+        scales_high = tl.load(column_scales + head * HEAD_DIM + high, is_head & is_rotated, 0.0)
+        if REST:
+            scales_rest = tl.load(column_scales + head * HEAD_DIM + rest, is_head & is_rest, 0.0)
     begin()
     of_head = qkv + token * (NUM_NORMED + NUM_KV_HEADS) * HEAD_DIM + head * HEAD_DIM
     given_low = tl.load(of_head + low, is_head & is_rotated, 0.0)
     given_high = tl.load(of_head + high, is_head & is_rotated, 0.0)
+    if IS_SCALED:
+        of_row = tl.load(row_scales + token)
+        given_low = (given_low.to(tl.float32) * of_row * scales_low).to(out.dtype.element_ty)
+        given_high = (given_high.to(tl.float32) * of_row * scales_high).to(out.dtype.element_ty)
     x, y = given_low.to(tl.float32), given_high.to(tl.float32)
     if REST:
         given_rest = tl.load(of_head + rest, is_head & is_rest, 0.0)
+        if IS_SCALED:
+            given_rest = (given_rest.to(tl.float32) * of_row * scales_rest).to(out.dtype.element_ty)
         z = given_rest.to(tl.float32)
     if NORMS:
         squares = tl.sum(x * x, 1) + tl.sum(y * y, 1)
@@ -77,7 +90,7 @@ def _qk_norm_rotate_store_kernel(
 
 
 def qk_norm_rotate_store(
-    qkv: torch.Tensor,
+    qkv: torch.Tensor | ScaledProduct,
     weight: torch.Tensor | None,
     eps: float,
     cos: torch.Tensor,
@@ -90,7 +103,7 @@ def qk_norm_rotate_store(
     """Norms and rotates every query and key head, and writes keys and values to their slots.
 
     Args:
-        qkv: [num_tokens, num_heads + 2 × num_kv_heads, head_dim].
+        qkv: [num_tokens, (num_heads + 2 × num_kv_heads) × head_dim], or with a dimension for the heads.
         weight: [num_heads + num_kv_heads, head_dim], of the norm; None does not norm.
         cos, sin: [num_tokens, 1, head_dim], as RotaryEmbedding.lookup gives them.
         rotary_dim: leading columns of a head that are rotated.
@@ -100,15 +113,16 @@ def qk_norm_rotate_store(
     Returns:
         The finished queries and keys: [num_tokens, num_heads + num_kv_heads, head_dim].
     """
-    num_tokens, num_all_heads, head_dim = qkv.shape
-    num_kv_heads = k_cache.shape[2]
+    given, *scales = qkv if isinstance(qkv, ScaledProduct) else (qkv, None, None)
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    num_tokens, num_all_heads = given.shape[0], given.shape[1:].numel() // head_dim
     num_normed, rest = num_all_heads - num_kv_heads, head_dim - rotary_dim
-    out = torch.empty((num_tokens, num_normed, head_dim), dtype=qkv.dtype, device=qkv.device)
+    out = torch.empty((num_tokens, num_normed, head_dim), dtype=given.dtype, device=given.device)
     heads = min(_HEADS_OF_PROGRAM, triton.next_power_of_2(num_all_heads))
     _qk_norm_rotate_store_kernel[(num_tokens, triton.cdiv(num_all_heads, heads))](
-        qkv, weight, cos, sin, out, k_cache, v_cache, slot_mapping, eps, NUM_NORMED=num_normed,
+        given, *scales, weight, cos, sin, out, k_cache, v_cache, slot_mapping, eps, NUM_NORMED=num_normed,
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, HEADS=heads,
         HALF=triton.next_power_of_2(rotary_dim // 2), REST=triton.next_power_of_2(rest) if rest else 0,
-        NORMS=weight is not None, num_warps=_NUM_WARPS, **LAUNCH_OPTIONS,
+        NORMS=weight is not None, IS_SCALED=isinstance(qkv, ScaledProduct), num_warps=_NUM_WARPS, **LAUNCH_OPTIONS,
     )  # fmt: skip
     return out

@@ -2,6 +2,8 @@
 
 import torch
 
+from nanovllm.layers.fp8_config import Fp8Config
+
 
 def rank_device(name: str, rank: int = 0, size: int = 1) -> torch.device:
     """The device that `name` means to a rank; a RuntimeError if there is none."""
@@ -33,3 +35,21 @@ def dtype_of(wanted: str, of_checkpoint: str | None, device: torch.device) -> to
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f'the checkpoint\'s dtype is {wanted!r}; name float32, bfloat16 or float16 with dtype="…"')
     return dtype
+
+
+def fp8_of(
+    wanted: str | None, of_checkpoint: Fp8Config | None, dtype: torch.dtype, device: torch.device
+) -> Fp8Config | None:
+    """How linear layers get weights in FP8, if they do; a ValueError if FP8 cannot be computed here."""
+    fp8 = Fp8Config() if wanted == "fp8" and of_checkpoint is None else of_checkpoint
+    if fp8 is None:
+        return None
+    what = f"quantization={wanted!r}" if of_checkpoint is None else "a checkpoint in FP8"
+    if dtype == torch.float16:
+        raise ValueError(f'{what} needs dtype="bfloat16" or "float32"; products in FP8 exceed the range of float16')
+    if device.type == "cuda":
+        if dtype != torch.bfloat16:
+            raise ValueError(f'{what} needs dtype="bfloat16" on a GPU, not {dtype}')
+        if torch.cuda.get_device_capability(device) < (8, 9):
+            raise ValueError(f"{what} needs a GPU of compute capability 8.9 or newer; use weights that are not in FP8")
+    return fp8

@@ -41,7 +41,7 @@ from nanovllm.ops.kernel import has_kernels
 from nanovllm.ops.upload import upload
 from nanovllm.ops.write_tokens import write_tokens
 from nanovllm.runner.cuda_graph import CudaGraphs, graph_sizes, prompt_sizes
-from nanovllm.runner.device import dtype_of, rank_device
+from nanovllm.runner.device import dtype_of, fp8_of, rank_device
 from nanovllm.runner.kv_cache import (
     KVCacheLayout,
     MemoryUse,
@@ -98,6 +98,8 @@ class ModelRunner(Runner):
         self.max_model_len = model_config.max_model_len(config.max_model_len)
         self.model_config = model_config = model_config.without_idle_windows(self.max_model_len)
         self.dtype = dtype_of(config.dtype, model_config.dtype, self.device)
+        fp8 = fp8_of(config.quantization, model_config.fp8, self.dtype, self.device)
+        self.model_config = model_config = replace(model_config, fp8=fp8)
         check_weights_fit(self._weight_bytes(), self._free_bytes(), self.dtype, self.device)
         self.max_num_seqs = config.max_num_seqs or self._default_max_num_seqs(config)
         self._compiling: list[Thread] = []
@@ -532,7 +534,9 @@ class ModelRunner(Runner):
 
     def _weight_bytes(self) -> int:
         """About what this rank's weights take."""
-        return self.model_config.num_parameters * self.dtype.itemsize // self._parallel.size
+        config = self.model_config
+        in_fp8 = 0 if config.fp8 is None else config.num_layer_parameters(2**31)
+        return (in_fp8 + (config.num_parameters - in_fp8) * self.dtype.itemsize) // self._parallel.size
 
     def _free_bytes(self) -> int:
         """This rank's share of the memory that is free: the ranks have a GPU each, or one CPU together."""

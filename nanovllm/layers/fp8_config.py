@@ -1,0 +1,26 @@
+"""How a checkpoint stores FP8 weights. No torch: the reader of configurations needs it too."""
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fp8Config:
+    """How a model's linear layers get weights in e4m3.
+
+    Args:
+        scale_name: of the scales of a layer's `weight` in the checkpoint; None if its weights are not in FP8, and are
+            quantized while they load.
+        block: rows and columns of the weight that share a scale; None is a scale per output channel.
+        is_per_tensor: the checkpoint has one scale for the whole weight, which then is that of every channel.
+        ignored: regular expressions of layers' names that stay as they are.
+    """
+
+    scale_name: str | None = None
+    block: tuple[int, int] | None = None
+    is_per_tensor: bool = False
+    ignored: tuple[str, ...] = ()
+
+    def applies_to(self, layer: str) -> bool:
+        """layer: its name in the checkpoint, such as model.layers.0.self_attn.q_proj."""
+        return not any(re.search(pattern, layer) for pattern in self.ignored)

@@ -1,0 +1,145 @@
+"""The number formats of weights in FP8 (e4m3): how a checkpoint stores them, and how they are multiplied.
+
+A linear layer only hands over its inputs, its weight and its scales.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.layers.fp8_config import Fp8Config
+from nanovllm.layers.shard import Shard
+from nanovllm.ops.quantize import E4M3, LARGEST, Quantized, ScaledProduct, quantize_rows, scaled_product, whole_product
+
+
+class ChannelFp8:
+    """A scale per output channel of the weight, and one per row of the inputs, which kernels before it may quantize.
+
+    Args:
+        config: says how the checkpoint stores the scales; if it has none, weights are quantized while they load.
+        dtype: of results.
+    """
+
+    def __init__(self, config: Fp8Config, dtype: torch.dtype, device: torch.device):
+        self.config, self._dtype = config, dtype
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+
+    def scales_shape(self, output_size: int, input_size: int) -> tuple[int, ...]:
+        return (output_size,)
+
+    def weight_shard(self, shard: Shard, scales: torch.Tensor, first_row: int) -> Shard:
+        """That of a part of the weight, which begins with `first_row`."""
+        if self.config.scale_name is not None:
+            return shard
+        return replace(shard, scales=scales[first_row : first_row + len(shard.target)])
+
+    def scales_shard(self, shard: Shard, scales: torch.Tensor, first_row: int) -> Shard | None:
+        """That of the scales of a part of the weight; None if the checkpoint has none."""
+        target = scales[first_row : first_row + len(shard.target)]
+        if self.config.scale_name is None:
+            return None
+        if self.config.is_per_tensor:
+            return Shard((1,), ((0, 1),), target)
+        return Shard((shard.shape[0], 1), (shard.source[0], (0, 1)), target[:, None])
+
+    def multiply(
+        self,
+        x: torch.Tensor | Quantized,
+        weight: torch.Tensor,
+        scales: torch.Tensor,
+        bias: torch.Tensor | None,
+        fused: bool,
+        keeps_scales: bool,
+    ) -> torch.Tensor | ScaledProduct:
+        """`x @ weight.T + bias`: [num_rows, output_size]; without a bias, it may keep its scales.
+
+        x: [num_rows, input_size].
+        """
+        quantized = x if isinstance(x, Quantized) else quantize_rows(x, fused)
+        if keeps_scales:
+            return scaled_product(quantized, weight, scales, self._one, self._dtype)
+        return whole_product(quantized, weight, scales, bias, self._dtype)
+
+
+class BlockFp8:
+    """A scale per block of the weight, and one per row and as many inputs as a block has: DeepSeek-V3's format."""
+
+    def __init__(self, config: Fp8Config, dtype: torch.dtype, device: torch.device):
+        assert config.block is not None
+        self.config, self._dtype = config, dtype
+        self._rows, self._columns = config.block
+
+    def scales_shape(self, output_size: int, input_size: int) -> tuple[int, ...]:
+        return -(-output_size // self._rows), -(-input_size // self._columns)
+
+    def weight_shard(self, shard: Shard, scales: torch.Tensor, first_row: int) -> Shard:
+        return shard
+
+    def scales_shard(self, shard: Shard, scales: torch.Tensor, first_row: int) -> Shard:
+        """Raises a ValueError if the part's blocks are not whole."""
+        source = []
+        for (start, length), size, block in zip(shard.source, shard.shape, self.config.block or (), strict=True):
+            if start % block or (length % block and start + length < size) or first_row % self._rows:
+                raise ValueError(
+                    f"FP8 weights in blocks of {self._rows} × {self._columns} cannot be divided into parts of "
+                    f"{length} of {size}; use a smaller tensor_parallel_size, or weights that are not quantized"
+                )
+            source.append((start // block, -(-length // block)))
+        first = first_row // self._rows
+        return Shard(self.scales_shape(*shard.shape), tuple(source), scales[first : first + source[0][1]])
+
+    def multiply(
+        self,
+        x: torch.Tensor | Quantized,
+        weight: torch.Tensor,
+        scales: torch.Tensor,
+        bias: torch.Tensor | None,
+        fused: bool,
+        keeps_scales: bool,
+    ) -> torch.Tensor:
+        """x: [num_rows, input_size] -> `x @ weight.T + bias`: [num_rows, output_size]"""
+        assert isinstance(x, torch.Tensor), "no kernel before it rounds by blocks"
+        blocks = F.pad(x.float(), (0, -x.shape[1] % self._columns)).unflatten(1, (-1, self._columns))
+        of_rows = blocks.abs().amax(2, keepdim=True).clamp(min=1e-30) / LARGEST
+        rounded = (blocks / of_rows).to(E4M3).float() * of_rows
+        product = F.linear(rounded.flatten(1)[:, : x.shape[1]], self._whole(weight, scales))
+        return (product if bias is None else product + bias).to(self._dtype)
+
+    def _whole(self, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """float32, of the weight's shape"""
+        of_rows = scales.repeat_interleave(self._rows, 0)[: weight.shape[0]]
+        return weight.float() * of_rows.repeat_interleave(self._columns, 1)[:, : weight.shape[1]]
+
+
+WeightFormat = ChannelFp8 | BlockFp8
+
+
+class Formats:
+    """Of a model's linear layers.
+
+    Args:
+        config: None if no layer is in FP8.
+        dtype: of what the layers calculate.
+    """
+
+    def __init__(self, config: Fp8Config | None, dtype: torch.dtype, device: torch.device):
+        self._config, self._fp8 = config, None
+        if config is not None:
+            self._fp8 = (ChannelFp8 if config.block is None else BlockFp8)(config, dtype, device)
+
+    def of(self, *layers: str) -> WeightFormat | None:
+        """That of the layer that computes these layers of the checkpoint at once; None for plain weights.
+
+        Raises:
+            ValueError: some of them are in FP8, and some are not.
+        """
+        if self._config is None:
+            return None
+        are_fp8 = [self._config.applies_to(layer) for layer in layers]
+        if any(are_fp8) != all(are_fp8):
+            raise ValueError(
+                f"config.json says that some of {', '.join(layers)} are in FP8 and some are not; they are computed as "
+                "one product, so they must be alike"
+            )
+        return self._fp8 if all(are_fp8) else None

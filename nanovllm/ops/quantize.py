@@ -1,0 +1,153 @@
+"""FP8: rows of e4m3 with a scale each, and products of two such matrices before their scales are multiplied in.
+
+The products run at the speed of their bytes only if nothing is scaled in them. So the kernel that makes a row quantizes
+it, and the kernel that reads a product next, which reads all of it anyway, applies both scales. The plain twins are
+`quantize_rows` and `scaled_product` with fused=False: PyTorch, in float32.
+"""
+
+import os
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
+from nanovllm.ops.kernel import jit, tl, triton
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0  # of e4m3
+_LEAST_PEAK = 1e-30  # a row of zeros has a scale too
+_IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+class Quantized(NamedTuple):
+    """Rows of numbers, each `values × scales`.
+
+    values: float8_e4m3fn [num_rows, size].
+    scales: float32 [num_rows].
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+    def whole(self) -> torch.Tensor:
+        """float32 [num_rows, size]"""
+        return self.values.float() * self.scales[:, None]
+
+
+class ScaledProduct(NamedTuple):
+    """A matrix of which each number is `product × row_scales × column_scales`.
+
+    product: [num_rows, size], not in float16, whose range is too small for it.
+    row_scales: float32 [num_rows].
+    column_scales: float32 [size].
+    """
+
+    product: torch.Tensor
+    row_scales: torch.Tensor
+    column_scales: torch.Tensor
+
+    def whole(self) -> torch.Tensor:
+        """[num_rows, size], of the product's dtype"""
+        scaled = self.product.float() * self.row_scales[:, None] * self.column_scales
+        return scaled.to(self.product.dtype)
+
+
+def quantize_rows(x: torch.Tensor, fused: bool = False) -> Quantized:
+    """Divides each row by a scale that makes its largest number 448, and rounds it to e4m3.
+
+    Args:
+        x: [num_rows, size]. A row with a NaN or an infinity becomes one of NaNs.
+        fused: compute with the kernel.
+    """
+    if fused:
+        return _fused_quantize_rows(x)
+    scales = x.abs().amax(1).float().clamp(min=_LEAST_PEAK) / LARGEST
+    return Quantized((x.float() / scales[:, None]).to(E4M3), scales)
+
+
+def scaled_product(
+    x: Quantized, weight: torch.Tensor, scales: torch.Tensor, one: torch.Tensor, dtype: torch.dtype
+) -> ScaledProduct:
+    """The product of two matrices in e4m3, computed in float32 and rounded to `dtype`.
+
+    Args:
+        x: [num_rows, input_size].
+        weight: float8_e4m3fn [output_size, input_size].
+        scales: float32 [output_size], of the weight's rows.
+        one: float32 [], the number 1 on the weight's device.
+
+    Returns:
+        `x @ weight.T`: [num_rows, output_size].
+    """
+    if weight.is_cuda:
+        product = torch._scaled_mm(x.values, weight.mT, scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=True)
+    else:
+        product = F.linear(x.values.float(), weight.float()).to(dtype)
+    return ScaledProduct(product, x.scales, scales)
+
+
+def whole_product(
+    x: Quantized, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """`x @ weight.T + bias`: [num_rows, output_size], scaled while it is multiplied, which is slower for few rows.
+
+    Args:
+        x, weight, scales, dtype: as for `scaled_product`.
+        bias: [output_size] or None.
+    """
+    if weight.is_cuda:
+        return torch._scaled_mm(
+            x.values, weight.mT, scale_a=x.scales[:, None], scale_b=scales[None, :], bias=bias, out_dtype=dtype,
+            use_fast_accum=True,
+        )  # fmt: skip
+    product = F.linear(x.values.float(), weight.float()) * x.scales[:, None] * scales
+    return (product if bias is None else product + bias).to(dtype)
+
+
+@jit
+def divided_by_peak(values, peak):
+    """(float32 values, their largest absolute number) -> (e4m3 values, scale)"""
+    scale = tl.maximum(peak, 1e-30) / 448.0
+    quotients = values / scale
+    if (
+        _IS_INTERPRETED
+    ):  # Triton's interpreter halves some numbers that it rounds up, so nothing is left for it to round
+        bits = quotients.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        is_subnormal = tl.abs(quotients) < 0.015625
+        quotients = tl.where(is_subnormal, (quotients + 24576.0) - 24576.0, rounded)
+    return quotients.to(tl.float8e4nv), scale
+
+
+@jit
+def _quantize_rows_kernel(x, values, scales, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    begin()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, PADDED)
+    is_real = column < SIZE
+    numbers = tl.load(x + row * SIZE + column, is_real, 0.0).to(tl.float32)
+    quantized, scale = divided_by_peak(numbers, tl.max(tl.abs(numbers), 0))
+    tl.store(values + row * SIZE + column, quantized, is_real)
+    tl.store(scales + row, scale)
+
+
+def _fused_quantize_rows(x: torch.Tensor) -> Quantized:
+    num_rows, size = x.shape
+    quantized = empty_quantized(num_rows, size, x.device)
+    padded = triton.next_power_of_2(size)
+    _quantize_rows_kernel[(num_rows,)](
+        x, *quantized, SIZE=size, PADDED=padded, num_warps=num_warps_of_row(padded), **LAUNCH_OPTIONS
+    )
+    return quantized
+
+
+def empty_quantized(num_rows: int, size: int, device: torch.device) -> Quantized:
+    """For a kernel to fill."""
+    values = torch.empty((num_rows, size), dtype=E4M3, device=device)
+    return Quantized(values, torch.empty(num_rows, dtype=torch.float32, device=device))
+
+
+def num_warps_of_row(padded: int) -> int:
+    """For a kernel one of whose programs holds `padded` numbers of a row."""
+    return max(4, min(16, padded // 512))
