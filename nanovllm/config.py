@@ -13,6 +13,7 @@ _DTYPE_NAMES = {
 ATTENTION_BACKENDS = ("auto", "triton", "flash", "sdpa", "torch")
 LOAD_FORMATS = ("auto", "dummy")
 QUANTIZATIONS = ("fp8",)
+KV_CACHE_DTYPES = ("auto", "fp8")
 _MOST = 65535
 
 # Other libraries' names for our options, or what to do instead of using theirs.
@@ -26,6 +27,7 @@ MEANT_OPTIONS = {
     "batch_size": "max_num_seqs",
     "max_num_tokens": "max_num_batched_tokens",
     "torch_dtype": "dtype",
+    "cache_dtype": "kv_cache_dtype",
     "tp": "tensor_parallel_size",
     "tp_size": "tensor_parallel_size",
     "num_gpus": "tensor_parallel_size",
@@ -46,8 +48,8 @@ class Config:
         model: a directory in the Hugging Face layout, or a hub name such as "Qwen/Qwen3-0.6B".
         tokenizer: directory or hub name of the tokenizer; None is the model's own.
         revision: branch, tag or commit of the model's hub name; a directory and `tokenizer` have none.
-        dtype: of weights, activations and KV cache: "float32" ("float", "fp32"), "bfloat16" ("bf16"), "float16"
-            ("half", "fp16"), or one of torch's; "auto" is the checkpoint's on a GPU, float32 on a CPU.
+        dtype: of weights, activations and, by default, KV cache: "float32" ("float", "fp32"), "bfloat16" ("bf16"),
+            "float16" ("half", "fp16"), or one of torch's; "auto" is the checkpoint's on a GPU, float32 on a CPU.
         device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1".
         attention_backend: "triton" (our own kernels, GPUs), "flash" (FlashAttention 2, GPUs, needs flash-attn),
             "sdpa" (PyTorch's own operators over gathered blocks, the fast one on a CPU), "torch" (the plain
@@ -56,6 +58,8 @@ class Config:
         quantization: "fp8" rounds the weights of linear layers to FP8 (e4m3) while they load, with a scale per output
             channel; their inputs are rounded too, with a scale per token. None takes the weights as they are stored,
             FP8 included.
+        kv_cache_dtype: "fp8" keeps each head of a key or value as e4m3 with a scale of its own, in about half the
+            bytes of 16-bit numbers; "auto" keeps them in `dtype`.
         max_model_len: most tokens of prompt + completion; None is the model's own limit, at most
             32,768, and with LongRoPE at most the original length.
         max_num_batched_tokens: most tokens computed in one step; longer prompts are computed in chunks.
@@ -84,6 +88,7 @@ class Config:
     attention_backend: str = "auto"
     load_format: str = "auto"
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
     max_num_batched_tokens: int = 16384
     max_num_seqs: int | None = None
@@ -113,6 +118,7 @@ class Config:
         self._check_choice("load_format", LOAD_FORMATS)
         if self.quantization is not None:
             self._check_choice("quantization", QUANTIZATIONS)
+        self._check_choice("kv_cache_dtype", KV_CACHE_DTYPES)
         device = self.device if isinstance(self.device, str) else str(self.device)
         if device not in ("auto", "cpu", "cuda") and not re.fullmatch("cuda:[0-9]{1,3}", device):
             raise ValueError(f'device must be "auto", "cpu", "cuda" or "cuda:N", not {self.device!r}')

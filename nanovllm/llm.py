@@ -60,6 +60,7 @@ class LLM:
         attention_backend: str = "auto",
         load_format: str = "auto",
         quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
         max_model_len: int | None = None,
         max_num_batched_tokens: int = 16384,
         max_num_seqs: int | None = None,

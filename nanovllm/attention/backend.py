@@ -17,6 +17,7 @@ import torch
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.attention.prefix_groups import PrefixGroups
 from nanovllm.ops.kernel import has_triton
+from nanovllm.ops.layer_cache import LayerCache
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ class AttentionShape:
 
     scale: of the scores; None is 1 / sqrt(head_dim).
     windows: those of the layers, see AttentionBackend.attend, each once.
+    has_fp8_cache: whether the KV cache is in FP8.
     """
 
     num_heads: int
@@ -38,6 +40,7 @@ class AttentionShape:
     max_model_len: int = 4096
     scale: float | None = None
     windows: tuple[int, ...] = (0,)
+    has_fp8_cache: bool = False
 
     @property
     def score_scale(self) -> float:
@@ -80,24 +83,15 @@ class AttentionBackend(Protocol):
     def plan(self, metadata: AttentionMetadata) -> Any:
         """What `attend` wants to know beforehand, once per step for all layers; goes into `metadata.plan`."""
 
-    def store_kvcache(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        """Writes k, v: [num_tokens, num_kv_heads, head_dim] into caches [num_blocks, block_size, num_kv_heads,
-        head_dim] at `slot_mapping`: int64 [num_tokens]; a slot of −1 is skipped."""
+    def store_kvcache(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slot_mapping: torch.Tensor) -> None:
+        """`cache.write`."""
 
     def attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: LayerCache,
         metadata: AttentionMetadata,
         window: int = 0,
     ) -> torch.Tensor:
@@ -105,7 +99,8 @@ class AttentionBackend(Protocol):
 
         A sequence's queries are its last ones: query i of n sees keys 0 … context_len − n + i, and with a sliding
         window only the last `window` of those; 0 is no window. Scores are scaled by `shape.score_scale`. Nothing
-        beyond a sequence's own keys is read: other slots may hold NaN.
+        beyond a sequence's own keys is read: other slots may hold NaN. With a cache in FP8, every key and value is seen
+        as the cache has it, a new one too: a prompt attends alike however it is cut into chunks.
         """
 
 
@@ -161,11 +156,25 @@ def _problem(name: str, shape: AttentionShape, block_size: int | None) -> Except
     if name == "triton":
         if not has_triton():
             return RuntimeError('attention_backend="triton" needs the triton package: pip install triton')
+        if shape.has_fp8_cache and shape.head_dim % 16:
+            return ValueError(
+                'attention_backend="triton" needs a head_dim that 16 divides for kv_cache_dtype="fp8", not '
+                f'{shape.head_dim}; use attention_backend="sdpa" or kv_cache_dtype="auto"'
+            )
+        if shape.has_fp8_cache and block_size is not None and block_size % 32:
+            return ValueError(
+                'attention_backend="triton" needs kvcache_block_size to be a multiple of 32 for kv_cache_dtype="fp8", '
+                f"not {block_size}"
+            )
         if block_size is not None and block_size % 16:
             return ValueError(
                 f'attention_backend="triton" needs kvcache_block_size to be a multiple of 16, not {block_size}'
             )
     if name == "flash":
+        if shape.has_fp8_cache:
+            return ValueError(
+                'attention_backend="flash" cannot read kv_cache_dtype="fp8"; use "triton", or kv_cache_dtype="auto"'
+            )
         if shape.dtype not in (torch.bfloat16, torch.float16):
             return ValueError(f'attention_backend="flash" needs dtype bfloat16 or float16, not {shape.dtype}')
         if shape.head_dim > 256 or shape.head_dim % 8:

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.attention.torch_backend import TorchAttention
-from nanovllm.attention.torch_backend import store_kvcache as plain_store_kvcache
 from nanovllm.ops.kernel import has_triton
+from nanovllm.ops.layer_cache import LayerCache
 
 
 @dataclass
@@ -40,11 +40,6 @@ class FlashAttention:
 
         self._flash = flash_attn
         self._scale = shape.score_scale
-        self.store_kvcache = plain_store_kvcache
-        if has_triton():
-            from nanovllm.attention.triton_backend import store_kvcache
-
-            self.store_kvcache = store_kvcache
 
     def keep_buffers(self, is_kept: bool) -> None:
         return None
@@ -66,30 +61,38 @@ class FlashAttention:
         keys = F.pad(metadata.context_lens[first:].cumsum(0, dtype=torch.int32), (1, 0))
         return PrefillPlan(starts, keys)
 
-    def attend(self, q, k, v, k_cache, v_cache, metadata: AttentionMetadata, window: int = 0) -> torch.Tensor:
+    def store_kvcache(self, k, v, cache: LayerCache, slot_mapping) -> None:
+        if has_triton():
+            from nanovllm.attention.triton_backend import store_kvcache
+
+            store_kvcache(k, v, cache, slot_mapping)
+        else:
+            cache.write(k, v, slot_mapping)
+
+    def attend(self, q, k, v, cache: LayerCache, metadata: AttentionMetadata, window: int = 0) -> torch.Tensor:
         num_decodes = metadata.most_decodes
         # How many keys before its own a query sees, and how many after it; −1 is all of them.
         options = {"causal": True, "softmax_scale": self._scale, "window_size": (window - 1, 0 if window else -1)}
         if metadata.query_tiles is None:
-            return self._attend_decodes(q, k_cache, v_cache, metadata, options)
+            return self._attend_decodes(q, cache, metadata, options)
         if num_decodes == 0:
-            return self._attend_prefills(q, k_cache, v_cache, metadata, options)
-        decodes = self._attend_decodes(q[:num_decodes], k_cache, v_cache, metadata, options)
-        return torch.cat((decodes, self._attend_prefills(q[num_decodes:], k_cache, v_cache, metadata, options)))
+            return self._attend_prefills(q, cache, metadata, options)
+        decodes = self._attend_decodes(q[:num_decodes], cache, metadata, options)
+        return torch.cat((decodes, self._attend_prefills(q[num_decodes:], cache, metadata, options)))
 
-    def _attend_decodes(self, q, k_cache, v_cache, metadata: AttentionMetadata, options) -> torch.Tensor:
+    def _attend_decodes(self, q, cache: LayerCache, metadata: AttentionMetadata, options) -> torch.Tensor:
         decodes = slice(metadata.most_decodes)
         out = self._flash.flash_attn_with_kvcache(
-            q.unsqueeze(1), k_cache, v_cache, cache_seqlens=metadata.context_lens[decodes],
+            q.unsqueeze(1), cache.keys, cache.values, cache_seqlens=metadata.context_lens[decodes],
             block_table=metadata.block_tables[decodes], **options,
         )  # fmt: skip
         return out.squeeze(1)
 
-    def _attend_prefills(self, q, k_cache, v_cache, metadata: AttentionMetadata, options) -> torch.Tensor:
+    def _attend_prefills(self, q, cache: LayerCache, metadata: AttentionMetadata, options) -> torch.Tensor:
         plan: PrefillPlan = metadata.plan
         return self._flash.flash_attn_varlen_func(
-            q, k_cache, v_cache, plan.cu_seqlens_q, plan.cu_seqlens_k, metadata.max_seqlen_q, metadata.max_seqlen_k,
-            block_table=metadata.block_tables[metadata.most_decodes :], **options,
+            q, cache.keys, cache.values, plan.cu_seqlens_q, plan.cu_seqlens_k, metadata.max_seqlen_q,
+            metadata.max_seqlen_k, block_table=metadata.block_tables[metadata.most_decodes :], **options,
         )  # fmt: skip
 
 
@@ -116,9 +119,9 @@ def find_fault(shape: AttentionShape) -> str | None:
 
     q, k, v = randn(2, 6, shape.head_dim), randn(6, 256, 2, shape.head_dim), randn(6, 256, 2, shape.head_dim)
     for window in dict.fromkeys(min(window, 200) for window in shape.windows):
-        expected = TorchAttention(shape).attend(q, k, v, k, v, metadata, window)
+        expected = TorchAttention(shape).attend(q, k, v, LayerCache(k, v), metadata, window)
         try:
-            out = FlashAttention(shape).attend(q, k, v, k, v, metadata, window)
+            out = FlashAttention(shape).attend(q, k, v, LayerCache(k, v), metadata, window)
         except (RuntimeError, TypeError) as error:  # TypeError: a version with other arguments
             return str(error)
         error_norm, norm = (float(x.float().norm()) for x in (out - expected, expected))

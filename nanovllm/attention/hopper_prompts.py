@@ -29,6 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.attention.metadata import QUERY_TILE, AttentionMetadata
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS
+from nanovllm.ops.layer_cache import LayerCache
 
 # A tile of keys or values is fetched in boxes of 64 rows × 64 columns. A box lies in one block. In shared memory, the
 # boxes with a tile's first 64 columns precede the others, because the tensor cores read a tile in this order.
@@ -47,8 +48,7 @@ _reinterpret = _SharedMemory.reinterpret if hasattr(_SharedMemory, "reinterpret"
 
 def attend_prompts(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache: LayerCache,
     out: torch.Tensor,
     metadata: AttentionMetadata,
     scale: float,
@@ -59,15 +59,15 @@ def attend_prompts(
 
     scale: of the scores, in base 2.
     """
-    (num_tokens, num_heads, head_dim), num_kv_heads, tiles = q.shape, k_cache.shape[2], metadata.query_tiles
+    (num_tokens, num_heads, head_dim), num_kv_heads, tiles = q.shape, cache.num_kv_heads, metadata.query_tiles
     assert tiles is not None
     num_pairs = -(-(num_heads // num_kv_heads) // 2)
     width, num_items = num_kv_heads * head_dim, len(tiles) * num_kv_heads * num_pairs
     layout = gl.NVMMASharedLayout.get_default_for([_BOX, _BOX], _DTYPES[q.dtype])
     by_token = TensorDescriptor(q, [num_tokens, num_heads * head_dim], [q.stride(0), 1], [QUERY_TILE, head_dim], layout)
     by_slot = [
-        TensorDescriptor(cache, [cache.numel() // width, width], [width, 1], [_BOX, _BOX], layout)
-        for cache in (k_cache, v_cache)
+        TensorDescriptor(whole, [whole.numel() // width, width], [width, 1], [_BOX, _BOX], layout)
+        for whole in (cache.keys, cache.values)
     ]
     _attend_prompts_kernel[(min(_num_processors(q.device), num_items),)](
         by_token, *by_slot, out, metadata.block_tables, tiles, scale, num_items, metadata.block_tables.stride(0),

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.metadata import AttentionMetadata
-from nanovllm.attention.torch_backend import store_kvcache
+from nanovllm.ops.layer_cache import LayerCache, rounded_heads
 
 # A bucket is closed when the next sequence is shorter than this part of the bucket's longest: padding costs
 # memory traffic, another bucket costs a few small operations per layer.
@@ -52,7 +52,7 @@ class Gathered:
     lengths: int64 [num_places], keys of each so far; of a finished sequence, the last it had.
     capacities: int64 [num_places], keys that each has room for.
     first_rows: int64 [num_places], where the rows of each one's first key/value head begin.
-    layers: a layer's key cache -> its gathered keys and values, each [num_rows, head_dim].
+    layers: address of a layer's keys in the cache -> its gathered keys and values, each [num_rows, head_dim].
     """
 
     place_of: dict[tuple[int, int], int]
@@ -190,28 +190,30 @@ class SDPAAttention:
             names is not None,
         )
 
-    def store_kvcache(self, k, v, k_cache, v_cache, slot_mapping) -> None:
-        if slot_mapping is not self._full_mapping:
-            store_kvcache(k, v, k_cache, v_cache, slot_mapping)
+    def store_kvcache(self, k, v, cache: LayerCache, slot_mapping: torch.Tensor) -> None:
+        if slot_mapping is not self._full_mapping or cache.is_fp8:
+            cache.write(k, v, slot_mapping)
         else:
-            k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k)
-            v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)
+            cache.keys.flatten(0, 1).index_copy_(0, slot_mapping, k)
+            cache.values.flatten(0, 1).index_copy_(0, slot_mapping, v)
 
-    def attend(self, q, k, v, k_cache, v_cache, metadata: AttentionMetadata, window: int = 0) -> torch.Tensor:
+    def attend(self, q, k, v, cache: LayerCache, metadata: AttentionMetadata, window: int = 0) -> torch.Tensor:
         plan: SDPAPlan = metadata.plan
+        if cache.is_fp8:
+            k, v = rounded_heads(k), rounded_heads(v)
         if plan.decodes is not None and not plan.prefills:
-            return self._attend_decodes(plan.decodes, q, k, v, k_cache, v_cache, window)
+            return self._attend_decodes(plan.decodes, q, k, v, cache, window)
         out = torch.empty_like(q)
         for prefill in plan.prefills:
-            self._attend_prefill(out, prefill, q, k, v, k_cache, v_cache, window)
+            self._attend_prefill(out, prefill, q, k, v, cache, window)
         if plan.decodes is not None:
             rows = plan.decodes.rows
-            out.index_copy_(0, rows, self._attend_decodes(plan.decodes, q, k[rows], v[rows], k_cache, v_cache, window))
+            out.index_copy_(0, rows, self._attend_decodes(plan.decodes, q, k[rows], v[rows], cache, window))
         return out
 
-    def _attend_decodes(self, plan: DecodePlan, q, k, v, k_cache, v_cache, window: int) -> torch.Tensor:
+    def _attend_decodes(self, plan: DecodePlan, q, k, v, cache: LayerCache, window: int) -> torch.Tensor:
         """q: every row of the batch; k, v: the decodes' alone -> [num_decodes, num_heads, head_dim]"""
-        keys, values = self._decode_keys(plan, k, v, k_cache, v_cache)
+        keys, values = self._decode_keys(plan, k, v, cache)
         num_kv_heads, scale = k.shape[1], self._shape.score_scale
         # The query heads of a group are queries of its one key head: [num_places, num_kv_heads, group_size, head_dim].
         queries = q.index_select(0, plan.place_rows).unflatten(1, (num_kv_heads, -1))
@@ -235,20 +237,21 @@ class SDPAAttention:
                 )
         return attended.flatten(1, 2).index_select(0, plan.places)
 
-    def _decode_keys(self, plan: DecodePlan, k, v, k_cache, v_cache) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode_keys(self, plan: DecodePlan, k, v, cache: LayerCache) -> tuple[torch.Tensor, torch.Tensor]:
         """The places' keys and values, new ones included: each [num_rows, head_dim]."""
-        layer, head_dim = k_cache.data_ptr(), k.shape[-1]
+        layer, head_dim = cache.keys.data_ptr(), k.shape[-1]
         if plan.source_rows is None:
             for gathered, new in zip(plan.gathered.layers[layer], (k, v), strict=True):
                 gathered.index_copy_(0, plan.new_rows, new.reshape(-1, head_dim))
             return plan.gathered.layers[layer]
-        if not plan.may_keep or k_cache.is_cuda or plan.source_rows.numel() * head_dim > _MOST_KEPT * k_cache.numel():
-            return self._gather(k_cache, v_cache, plan.source_rows, head_dim)
+        num_bytes = plan.source_rows.numel() * head_dim * k.itemsize
+        if not plan.may_keep or k.is_cuda or num_bytes > _MOST_KEPT * cache.keys.nbytes:
+            return self._gather(cache, plan.source_rows, head_dim)
         self._kept = plan.gathered
-        self._kept.layers[layer] = self._gather(k_cache, v_cache, plan.source_rows, head_dim, buffer=layer)
+        self._kept.layers[layer] = self._gather(cache, plan.source_rows, head_dim, buffer=layer)
         return self._kept.layers[layer]
 
-    def _attend_prefill(self, out, prefill: Prefill, q, k, v, k_cache, v_cache, window: int) -> None:
+    def _attend_prefill(self, out, prefill: Prefill, q, k, v, cache: LayerCache, window: int) -> None:
         """Writes one sequence's rows of `out`: [num_tokens, num_heads, head_dim]."""
         start, end = prefill.start, prefill.end
         attend = partial(F.scaled_dot_product_attention, enable_gqa=True, scale=self._shape.score_scale)
@@ -264,7 +267,7 @@ class SDPAAttention:
             num_kv_heads, head_dim = k.shape[1:]
             keys, values = (
                 x.view(1, -1, num_kv_heads, head_dim).transpose(1, 2)
-                for x in self._gather(k_cache, v_cache, prefill.slots, num_kv_heads * head_dim)
+                for x in self._gather(cache, prefill.slots, num_kv_heads * head_dim)
             )
         num_before = keys.shape[2] - num_queries
         for first in range(0, num_queries, _QUERIES_PER_MASK):
@@ -279,18 +282,26 @@ class SDPAAttention:
             out[start + first : start + last] = attended[0].transpose(0, 1)
 
     def _gather(
-        self, k_cache, v_cache, rows: torch.Tensor, width: int, buffer: int = 0
+        self, cache: LayerCache, rows: torch.Tensor, width: int, buffer: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of the caches as [-1, width], each [num_rows, width], valid until the next call with that buffer."""
+        """Rows of the cache as [-1, width], each [num_rows, width], valid until the next call with that buffer.
+
+        width: one head's or all heads'.
+        """
+        if cache.is_fp8:
+            num_heads = width // cache.head_dim
+            of_heads = rows[:, None] * num_heads + torch.arange(num_heads, device=rows.device)
+            keys, values = (x.to(self._shape.dtype).view(-1, width) for x in cache.read_heads(of_heads.flatten()))
+            return keys, values
         size = rows.numel() * width
         buffers = self._buffers.get(buffer)
         if buffers is None or buffers[0].numel() < size:
             # Half as much again for the next step's longer contexts; what is kept has room already.
-            new = torch.empty(size if buffer else size + size // 2, dtype=k_cache.dtype, device=k_cache.device)
+            new = torch.empty(size if buffer else size + size // 2, dtype=cache.keys.dtype, device=cache.keys.device)
             self._buffers[buffer] = buffers = new, torch.empty_like(new)
         keys, values = (
-            torch.index_select(cache.view(-1, width), 0, rows, out=memory[:size].view(-1, width))
-            for cache, memory in zip((k_cache, v_cache), buffers, strict=True)
+            torch.index_select(whole.view(-1, width), 0, rows, out=memory[:size].view(-1, width))
+            for whole, memory in zip((cache.keys, cache.values), buffers, strict=True)
         )
         return keys, values
 

@@ -4,16 +4,7 @@ import torch
 
 from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.metadata import AttentionMetadata
-
-
-def store_kvcache(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
-    """Writes new keys and values to their slots; see AttentionBackend."""
-    is_written = slot_mapping >= 0
-    slots = slot_mapping[is_written]
-    k_cache.flatten(0, 1)[slots] = k[is_written]
-    v_cache.flatten(0, 1)[slots] = v[is_written]
+from nanovllm.ops.layer_cache import LayerCache
 
 
 class TorchAttention:
@@ -44,20 +35,19 @@ class TorchAttention:
     def plan(self, metadata: AttentionMetadata) -> None:
         return None
 
-    def store_kvcache(self, k, v, k_cache, v_cache, slot_mapping) -> None:
-        store_kvcache(k, v, k_cache, v_cache, slot_mapping)
+    def store_kvcache(self, k, v, cache: LayerCache, slot_mapping) -> None:
+        cache.write(k, v, slot_mapping)
 
-    def attend(self, q, k, v, k_cache, v_cache, metadata: AttentionMetadata, window: int = 0) -> torch.Tensor:
+    def attend(self, q, k, v, cache: LayerCache, metadata: AttentionMetadata, window: int = 0) -> torch.Tensor:
         out = torch.empty_like(q)
-        group_size = q.shape[1] // k_cache.shape[2]
+        group_size = q.shape[1] // cache.num_kv_heads
         precision = torch.promote_types(q.dtype, torch.float32)
         starts = metadata.cu_seqlens_q.tolist()
         for row, length in enumerate(metadata.context_lens.tolist()):
             queries = q[starts[row] : starts[row + 1]].to(precision)
-            table = metadata.block_tables[row, : -(-length // k_cache.shape[1])].long()
+            table = metadata.block_tables[row, : -(-length // cache.block_size)].long()
             keys, values = (
-                cache[table].flatten(0, 1)[:length].repeat_interleave(group_size, 1).to(precision)
-                for cache in (k_cache, v_cache)
+                heads[:length].repeat_interleave(group_size, 1).to(precision) for heads in cache.read(table)
             )
             scores = torch.einsum("qhd,khd->hqk", queries, keys) * self._scale
             num_queries = len(queries)

@@ -19,6 +19,8 @@ from nanovllm.attention.prefix_groups import PrefixGroups, find_prefix_groups
 from nanovllm.attention.triton_prompts import LOG2_E, attend_keys, attend_prompts, slots_of
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin, let_next_come, wait
 from nanovllm.ops.kernel import jit, shared_memory, tl, triton
+from nanovllm.ops.layer_cache import LayerCache
+from nanovllm.ops.store_fp8 import store_fp8
 
 # A sequence of up to _SHORT_SPLITS × _SHORTEST_SPLIT keys has splits of _SHORTEST_SPLIT keys. A longer one has splits
 # of twice that, doubled further only to stay within _MOST_SPLITS. Short splits let few sequences occupy all processors.
@@ -53,13 +55,15 @@ class DecodePlan:
     first_items: torch.Tensor
 
 
-def store_kvcache(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
-    """Writes new keys and values to their slots; see AttentionBackend."""
+def store_kvcache(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slot_mapping: torch.Tensor) -> None:
+    """`cache.write`."""
+    if cache.is_fp8:
+        store_fp8(k, cache, slot_mapping, are_keys=True)
+        store_fp8(v, cache, slot_mapping, are_keys=False)
+        return
     width = k.shape[1] * k.shape[2]
     _store_kernel[(len(k),)](
-        k, v, k_cache, v_cache, slot_mapping, k.stride(0), v.stride(0),
+        k, v, cache.keys, cache.values, slot_mapping, k.stride(0), v.stride(0),
         WIDTH=width, PADDED=triton.next_power_of_2(width), enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -134,25 +138,27 @@ class TritonAttention:
         )  # fmt: skip
         return plan
 
-    def store_kvcache(self, k, v, k_cache, v_cache, slot_mapping) -> None:
-        store_kvcache(k, v, k_cache, v_cache, slot_mapping)
+    def store_kvcache(self, k, v, cache: LayerCache, slot_mapping) -> None:
+        store_kvcache(k, v, cache, slot_mapping)
 
-    def attend(self, q, k, v, k_cache, v_cache, metadata: AttentionMetadata, window: int = 0) -> torch.Tensor:
+    def attend(self, q, k, v, cache: LayerCache, metadata: AttentionMetadata, window: int = 0) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if metadata.query_tiles is not None:
-            attend_prompts(self._shape, q, k_cache, v_cache, out, metadata, window)
+            attend_prompts(self._shape, q, cache, out, metadata, window)
         if metadata.most_decodes:
-            self._attend_decodes(q, k_cache, v_cache, metadata, window, out)
+            self._attend_decodes(q, cache, metadata, window, out)
         return out
 
-    def _attend_decodes(self, q, k_cache, v_cache, metadata: AttentionMetadata, window: int, out) -> None:
+    def _attend_decodes(self, q, cache: LayerCache, metadata: AttentionMetadata, window: int, out) -> None:
+        if cache.is_fp8:
+            raise NotImplementedError
         shape, plan, shared = self._shape, metadata.plan[window], _shared(metadata, window)
         group_size = shape.num_heads // shape.num_kv_heads
         is_beside_prompts = metadata.query_tiles is not None
         num_stages = self.kernels(metadata.most_decodes, is_beside_prompts)
         most_items = metadata.most_decodes * self._most_splits * shape.num_kv_heads
         _decode_kernel[(min(self._num_programs, most_items),)](
-            q, k_cache, v_cache, metadata.block_tables, metadata.context_lens, plan.num_items, plan.item_rows,
+            q, cache.keys, cache.values, metadata.block_tables, metadata.context_lens, plan.num_items, plan.item_rows,
             plan.item_splits, plan.first_items, self._partial, self._log_sums, self._scale,
             q.stride(0), metadata.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
             GROUP=group_size, PADDED_GROUP=max(16, triton.next_power_of_2(group_size)), HEAD_DIM=shape.head_dim,
@@ -162,7 +168,7 @@ class TritonAttention:
         if shared is not None:
             queries = max(16, triton.next_power_of_2(max(1, _QUERIES_OF_GROUP // group_size) * group_size))
             _grouped_kernel[(self._num_grouped_programs,)](
-                q, k_cache, v_cache, metadata.block_tables, metadata.context_lens, shared.num_items, shared.items,
+                q, *cache, metadata.block_tables, metadata.context_lens, shared.num_items, shared.items,
                 shared.members, plan.first_items, self._partial, self._log_sums, self._scale,
                 q.stride(0), metadata.block_tables.stride(0), NUM_HEADS=shape.num_heads,
                 NUM_KV_HEADS=shape.num_kv_heads, GROUP=group_size, QUERIES=queries, HEAD_DIM=shape.head_dim,
@@ -311,8 +317,8 @@ def _decode_kernel(
 
 @jit(do_not_specialize=["q_stride", "table_stride"])
 def _grouped_kernel(
-    q, k_cache, v_cache, block_tables, context_lens, num_groups, groups, members, first_items, partial, log_sums,
-    scale, q_stride, table_stride, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    q, k_cache, v_cache, scales, block_tables, context_lens, num_groups, groups, members, first_items, partial,
+    log_sums, scale, q_stride, table_stride, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
     SHORTEST: tl.constexpr, LONGEST: tl.constexpr,
 ):  # fmt: skip
@@ -340,7 +346,7 @@ def _grouped_kernel(
         total = tl.zeros([QUERIES], tl.float32)
         summed = tl.zeros([QUERIES, WIDTH], tl.float32)
         largest, total, summed = attend_keys(
-            queries, query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale,
+            queries, query, largest, total, summed, k_cache, v_cache, scales, block_table, kv_head, scale,
             split * split_length, (split + 1) * split_length, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, False, 0,
         )  # fmt: skip
         place = (tl.load(first_items + row, is_query, 0) + split).to(tl.int64) * NUM_HEADS + head

@@ -14,6 +14,7 @@ from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.metadata import QUERY_TILE, AttentionMetadata
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, let_next_come, wait
 from nanovllm.ops.kernel import jit, tl, triton
+from nanovllm.ops.layer_cache import LayerCache
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ def has_hopper_kernel(shape: AttentionShape, block_size: int) -> bool:
         and shape.head_dim == 128
         and shape.num_heads // shape.num_kv_heads > 1  # a program takes two heads with the same keys
         and block_size % 64 == 0
+        and not shape.has_fp8_cache
         and _has_gluon()
     )
 
@@ -61,15 +63,15 @@ class PromptLaunch(NamedTuple):
     options: dict[str, int]
     has_descriptors: bool = True
 
-    def by_slot(self, cache: torch.Tensor) -> Any:
+    def by_slot(self, whole: torch.Tensor) -> Any:
         """A descriptor of [num_blocks, block_size, num_kv_heads, head_dim], or None."""
         if not self.has_descriptors:
             return None
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        num_blocks, block_size, num_kv_heads, head_dim = cache.shape
+        num_blocks, block_size, num_kv_heads, head_dim = whole.shape
         width = num_kv_heads * head_dim
-        return TensorDescriptor(cache, [num_blocks * block_size, width], [width, 1], [self.keys, head_dim])
+        return TensorDescriptor(whole, [num_blocks * block_size, width], [width, 1], [self.keys, head_dim])
 
 
 # Keyed by head_dim. The first launch is for an even number of query heads per key head, the second for an odd one.
@@ -101,7 +103,7 @@ def prompt_launch(shape: AttentionShape, block_size: int) -> PromptLaunch:
     if is_known and shape.head_dim in _PROMPT_LAUNCHES:
         launch = _PROMPT_LAUNCHES[shape.head_dim][shape.num_heads // shape.num_kv_heads % 2]
         if block_size % launch.keys == 0:
-            return launch
+            return launch._replace(has_descriptors=not shape.has_fp8_cache)
     warps, stages = (4, 3) if shape.head_dim <= 128 else (8, 2)
     return PromptLaunch(1, 32, {"num_warps": warps, "num_stages": stages}, has_descriptors=False)
 
@@ -109,8 +111,7 @@ def prompt_launch(shape: AttentionShape, block_size: int) -> PromptLaunch:
 def attend_prompts(
     shape: AttentionShape,
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache: LayerCache,
     out: torch.Tensor,
     metadata: AttentionMetadata,
     window: int,
@@ -119,7 +120,6 @@ def attend_prompts(
 
     Args:
         q: [num_tokens, num_heads, head_dim]; rows may have a stride.
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim].
         out: [num_tokens, num_heads, head_dim], contiguous.
         window: see AttentionBackend.attend.
     """
@@ -127,17 +127,16 @@ def attend_prompts(
     if window == 0 and has_hopper_kernel(shape, metadata.block_size):
         from nanovllm.attention import hopper_prompts  # not every Triton has Gluon
 
-        hopper_prompts.attend_prompts(q, k_cache, v_cache, out, metadata, scale)
+        hopper_prompts.attend_prompts(q, cache, out, metadata, scale)
     else:
         how = prompt_launch(shape, metadata.block_size)
-        launch_prefill(how, q, k_cache, v_cache, out, metadata, scale, window)
+        launch_prefill(how, q, cache, out, metadata, scale, window)
 
 
 def launch_prefill(
     how: PromptLaunch,
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache: LayerCache,
     out: torch.Tensor,
     metadata: AttentionMetadata,
     scale: float,
@@ -148,11 +147,11 @@ def launch_prefill(
     Args:
         scale: of the scores, in base 2.
     """
-    (num_heads, head_dim), num_kv_heads, tiles = q.shape[1:], k_cache.shape[2], metadata.query_tiles
+    (num_heads, head_dim), num_kv_heads, tiles = q.shape[1:], cache.num_kv_heads, metadata.query_tiles
     assert tiles is not None
     _prefill_kernel[(num_heads // how.heads, len(tiles))](
-        q, k_cache, v_cache, *(how.by_slot(cache) for cache in (k_cache, v_cache)), out, metadata.block_tables, tiles,
-        scale, q.stride(0), metadata.block_tables.stride(0), NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
+        q, *cache, how.by_slot(cache.keys), how.by_slot(cache.values), out, metadata.block_tables, tiles, scale,
+        q.stride(0), metadata.block_tables.stride(0), NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim, WIDTH=triton.next_power_of_2(head_dim), BLOCK_SIZE=metadata.block_size, QUERIES=QUERY_TILE,
         HEADS=how.heads, KEYS=how.keys, WINDOW=window, **how.options, **LAUNCH_OPTIONS,
     )  # fmt: skip
@@ -184,27 +183,42 @@ def _softmax(scores, scale, largest, total, summed, CAN_BE_EMPTY: tl.constexpr):
 
 @jit
 def attend_keys(
-    queries, query_position, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale, first, last,
+    queries, query_position, largest, total, summed, k_cache, v_cache, scales, block_table, kv_head, scale, first, last,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, IS_MASKED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Takes keys first … last into a tile of queries; masked, each query sees those up to its own position, in its
-    window if there is one."""
+    window if there is one. scales: LayerCache's, or None."""
     column = tl.arange(0, WIDTH)
     for start in range(first, last, KEYS):
         position = start + tl.arange(0, KEYS)
         is_key = position < last
         slot = slots_of(block_table, position, is_key, BLOCK_SIZE, KEYS)
-        at = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + column[None, :]
         is_read = is_key[:, None] & (column < HEAD_DIM)[None, :]
-        keys = tl.load(k_cache + at, is_read, 0.0)
+        if scales is None:
+            at = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + column[None, :]
+            keys = tl.load(k_cache + at, is_read, 0.0)
+        else:
+            of_head = slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head
+            place = slot % BLOCK_SIZE
+            row = of_head * BLOCK_SIZE + place
+            both_scales = tl.load(scales + row, is_key, 0)
+            key_scales = (both_scales & -65536).to(tl.float32, bitcast=True)
+            keys = tl.load(k_cache + row[:, None] * HEAD_DIM + column[None, :], is_read, 0.0)
+            keys = (keys.to(tl.float32) * key_scales[:, None]).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         if IS_MASKED:
             scores = tl.where(position[None, :] <= query_position[:, None], scores, float("-inf"))
             if WINDOW:
                 scores = tl.where(position[None, :] > query_position[:, None] - WINDOW, scores, float("-inf"))
         weights, largest, total, summed = _softmax(scores, scale, largest, total, summed, IS_MASKED and WINDOW > 0)
-        values = tl.load(v_cache + at, is_read, 0.0)
+        if scales is None:
+            values = tl.load(v_cache + at, is_read, 0.0)
+        else:
+            value_scales = (both_scales << 16).to(tl.float32, bitcast=True)
+            at = of_head[:, None] * (HEAD_DIM * BLOCK_SIZE) + column[None, :] * BLOCK_SIZE + place[:, None]
+            values = tl.load(v_cache + at, is_read, 0.0)
+            values = (values.to(tl.float32) * value_scales[:, None]).to(queries.dtype)
         summed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
     return largest, total, summed
 
@@ -228,8 +242,8 @@ def _attend_whole_tiles(
 
 @jit(do_not_specialize=["q_stride", "table_stride"])
 def _prefill_kernel(
-    q, k_cache, v_cache, keys_by_slot, values_by_slot, out, block_tables, query_tiles, scale, q_stride, table_stride,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    q, k_cache, v_cache, scales, keys_by_slot, values_by_slot, out, block_tables, query_tiles, scale, q_stride,
+    table_stride, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One program per tile of a sequence's queries and `HEADS` heads, which have the same keys. Heads of one tile are
@@ -267,9 +281,9 @@ def _prefill_kernel(
             first_of_all = tl.cdiv(tl.maximum(first_position + num_queries - WINDOW, 0), KEYS) * KEYS
             first_seen = tl.maximum(first_position + 1 - WINDOW, 0) // KEYS * KEYS
             largest, total, summed = attend_keys(
-                queries, first_position + query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale,
-                first_seen, tl.minimum(first_of_all, first_position + num_queries), NUM_KV_HEADS, HEAD_DIM, WIDTH,
-                BLOCK_SIZE, KEYS, True, WINDOW,
+                queries, first_position + query, largest, total, summed, k_cache, v_cache, scales, block_table, kv_head,
+                scale, first_seen, tl.minimum(first_of_all, first_position + num_queries), NUM_KV_HEADS, HEAD_DIM,
+                WIDTH, BLOCK_SIZE, KEYS, True, WINDOW,
             )  # fmt: skip
         if keys_by_slot is not None:
             largest, total, summed = _attend_whole_tiles(
@@ -278,14 +292,15 @@ def _prefill_kernel(
             )  # fmt: skip
         else:
             largest, total, summed = attend_keys(
-                queries, first_position + query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale,
-                first_of_all, last_of_all, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, False, WINDOW,
+                queries, first_position + query, largest, total, summed, k_cache, v_cache, scales, block_table, kv_head,
+                scale, first_of_all, last_of_all, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, False, WINDOW,
             )  # fmt: skip
         if WINDOW:
             last_of_all = tl.maximum(last_of_all, first_of_all)
         largest, total, summed = attend_keys(
-            queries, first_position + query, largest, total, summed, k_cache, v_cache, block_table, kv_head, scale,
-            last_of_all, first_position + num_queries, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, True, WINDOW,
+            queries, first_position + query, largest, total, summed, k_cache, v_cache, scales, block_table, kv_head,
+            scale, last_of_all, first_position + num_queries, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, True,
+            WINDOW,
         )  # fmt: skip
         # The first token is read again. Keeping it would take registers, and they limit how many programs run at once.
         token = tl.load(tile, volatile=True).to(tl.int64) + query

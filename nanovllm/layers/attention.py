@@ -7,6 +7,7 @@ from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.layers.norm import QKNorm
 from nanovllm.layers.rotary_embedding import Rotary
+from nanovllm.ops.layer_cache import LayerCache
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
 from nanovllm.ops.quantize import ScaledProduct
 
@@ -30,7 +31,7 @@ class Attention(nn.Module):
         qkv: torch.Tensor | ScaledProduct,
         qk_norm: QKNorm | None,
         rotary: Rotary,
-        kv_cache: torch.Tensor,
+        kv_cache: list[LayerCache],
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """Causal attention of new tokens over everything before them.
@@ -40,22 +41,22 @@ class Attention(nn.Module):
                 and the backend reads new keys and values from the cache.
             qk_norm: the layer's, or None.
             rotary: what RotaryEmbedding.lookup gives for the tokens' positions.
-            kv_cache: [2, num_layers, num_blocks, block_size, num_kv_heads, head_dim].
+            kv_cache: by layer.
             metadata: the step's.
 
         Returns:
             [num_tokens, num_heads, head_dim].
         """
-        k_cache, v_cache = kv_cache[0, self.layer_index], kv_cache[1, self.layer_index]
-        (num_kv_heads, head_dim), slots = k_cache.shape[2:], metadata.slot_mapping
+        cache, slots = kv_cache[self.layer_index], metadata.slot_mapping
+        num_kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
         values = qkv.product if isinstance(qkv, ScaledProduct) else qkv
         qk, v = values.unflatten(1, (-1, head_dim)).tensor_split((-num_kv_heads,), 1)
         if self.fused:
             weight, eps = (None, 0.0) if qk_norm is None else (qk_norm.weight, qk_norm.eps)
-            qk = qk_norm_rotate_store(qkv, weight, eps, *rotary, k_cache, v_cache, slots)
+            qk = qk_norm_rotate_store(qkv, weight, eps, *rotary, cache, slots)
         else:
             qk = rotary.rotate(qk if qk_norm is None else qk_norm(qk))
         q, k = qk.tensor_split((-num_kv_heads,), 1)
         if not self.fused:
-            self.backend.store_kvcache(k, v, k_cache, v_cache, slots)
-        return self.backend.attend(q, k, v, k_cache, v_cache, metadata, self.window)
+            self.backend.store_kvcache(k, v, cache, slots)
+        return self.backend.attend(q, k, v, cache, metadata, self.window)

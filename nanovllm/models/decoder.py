@@ -21,6 +21,7 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.config import ModelConfig
 from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.ops.collectives import Parallel
+from nanovllm.ops.layer_cache import LayerCache
 
 
 class DecoderAttention(nn.Module):
@@ -207,7 +208,7 @@ class CausalLM(nn.Module):
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: list[LayerCache],
         metadata: AttentionMetadata,
         needed: torch.Tensor | None = None,
     ) -> torch.Tensor:

@@ -9,22 +9,22 @@ from nanovllm.ops.upload import upload
 _WIDTH = 2048  # numbers that a program copies at a time
 
 
-def copy_blocks(kv_cache: torch.Tensor, copies: tuple[tuple[int, int], ...], fused: bool = False) -> None:
+def copy_blocks(whole: torch.Tensor, copies: tuple[tuple[int, int], ...], fused: bool = False) -> None:
     """Copies each block over another, in every layer. No block is a target twice, and none is a source and
     another's target.
 
     Args:
-        kv_cache: contiguous [2, num_layers, num_blocks, …].
+        whole: contiguous [num_parts, num_layers, num_blocks, …], one of KVCache's tensors.
         copies: (source, copy) block ids.
         fused: compute with the kernel, which needs no memory for the blocks.
     """
     if not fused:
         # One by one, because all of them gathered may be larger than what is left of the memory.
         for source, target in copies:
-            kv_cache[:, :, target] = kv_cache[:, :, source]
+            whole[:, :, target] = whole[:, :, source]
         return
-    sources, targets = upload(list(np.array(copies, np.int64).T), kv_cache.device)
-    flat = kv_cache.flatten(0, 1).flatten(2)  # [2 × num_layers, num_blocks, size]
+    sources, targets = upload(list(np.array(copies, np.int64).T), whole.device)
+    flat = whole.flatten(0, 1).flatten(2)  # [num_parts × num_layers, num_blocks, size]
     num_parts, num_blocks, size = flat.shape
     _copy_kernel[(num_parts, len(copies))](
         flat, sources, targets, num_blocks, size, WIDTH=_WIDTH, enable_fp_fusion=True
@@ -32,9 +32,9 @@ def copy_blocks(kv_cache: torch.Tensor, copies: tuple[tuple[int, int], ...], fus
 
 
 @jit(do_not_specialize=["num_blocks"])
-def _copy_kernel(kv_cache, sources, targets, num_blocks, size, WIDTH: tl.constexpr):
-    """One layer's keys or values of one block."""
-    part = kv_cache + tl.program_id(0).to(tl.int64) * num_blocks * size
+def _copy_kernel(whole, sources, targets, num_blocks, size, WIDTH: tl.constexpr):
+    """One layer's keys or values of one block, or their scales."""
+    part = whole + tl.program_id(0).to(tl.int64) * num_blocks * size
     source = part + tl.load(sources + tl.program_id(1)) * size
     target = part + tl.load(targets + tl.program_id(1)) * size
     for first in range(0, size, WIDTH):

@@ -1,5 +1,5 @@
 """Norms (if the model does) and rotates every query and key head, and writes keys and values to their slots, in one
-kernel.
+kernel. For a cache in FP8, a second kernel writes the values: transposed, many tokens at a time.
 
 The plain twin is what the layers do one after the other: QKNorm, RotaryEmbedding.rotate and a backend's store_kvcache.
 """
@@ -8,7 +8,9 @@ import torch
 
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.ops.kernel import jit, tl, triton
-from nanovllm.ops.quantize import ScaledProduct
+from nanovllm.ops.layer_cache import LayerCache
+from nanovllm.ops.quantize import ScaledProduct, to_e4m3
+from nanovllm.ops.store_fp8 import bits_of_peak, halves, scale_of, store_fp8
 
 # Heads that a program norms and rotates together, and its warps.
 _HEADS_OF_PROGRAM = 16
@@ -17,15 +19,16 @@ _NUM_WARPS = 4
 
 @jit
 def _qk_norm_rotate_store_kernel(
-    qkv, row_scales, column_scales, weight, cos, sin, out, k_cache, v_cache, slot_mapping, eps,
+    qkv, row_scales, column_scales, weight, cos, sin, out, k_cache, v_cache, cache_scales, slot_mapping, eps,
     NUM_NORMED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, NORMS: tl.constexpr, IS_SCALED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, NORMS: tl.constexpr,
+    IS_SCALED: tl.constexpr,
 ):  # fmt: skip
     """One program per token and some of its heads; the values, which come last, are only stored.
 
     A head is read in parts: the two halves that rotate into each other, and the columns behind them, which do not
     rotate. HALF and REST are their padded numbers of columns; REST is 0 if all columns rotate. IS_SCALED: qkv is a
-    ScaledProduct, with its scales.
+    ScaledProduct, with its scales. cache_scales: `halves` of a cache in FP8, of which keys alone are written, or None.
     """
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -76,17 +79,33 @@ def _qk_norm_rotate_store_kernel(
     tl.store(of_out + low, rotated_low, is_normed & is_rotated)
     tl.store(of_out + high, rotated_high, is_normed & is_rotated)
     if REST:
-        tl.store(of_out + rest, z, is_normed & is_rest)
+        finished_rest = z.to(out.dtype.element_ty)
+        tl.store(of_out + rest, finished_rest, is_normed & is_rest)
     slot = tl.load(slot_mapping + token)
-    if slot >= 0:
-        kv_head = head - (NUM_NORMED - NUM_KV_HEADS)
+    kv_head = head - (NUM_NORMED - NUM_KV_HEADS)
+    if slot >= 0 and cache_scales is not None:
+        is_key = is_normed & (kv_head >= 0)
+        row = (slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+        low_key, high_key = rotated_low.to(tl.float32), rotated_high.to(tl.float32)
+        peak = tl.maximum(bits_of_peak(low_key), bits_of_peak(high_key))
+        if REST:
+            rest_key = finished_rest.to(tl.float32)
+            peak = tl.maximum(peak, bits_of_peak(rest_key))
+        factor, half = scale_of(peak)
+        tl.store(cache_scales + 2 * row + 1, half, is_key)
+        of_row = k_cache + row * HEAD_DIM
+        tl.store(of_row + low, to_e4m3(low_key * factor), is_key & is_rotated)
+        tl.store(of_row + high, to_e4m3(high_key * factor), is_key & is_rotated)
+        if REST:
+            tl.store(of_row + rest, to_e4m3(rest_key * factor), is_key & is_rest)
+    elif slot >= 0:
         at_slot = slot * NUM_KV_HEADS * HEAD_DIM + kv_head % NUM_KV_HEADS * HEAD_DIM
         of_slot = tl.where(is_normed, k_cache + at_slot, v_cache + at_slot)
         is_kept = is_head & (kv_head >= 0)
         tl.store(of_slot + low, tl.where(is_normed, rotated_low, given_low), is_kept & is_rotated)
         tl.store(of_slot + high, tl.where(is_normed, rotated_high, given_high), is_kept & is_rotated)
         if REST:
-            tl.store(of_slot + rest, tl.where(is_normed, z.to(given_rest.dtype), given_rest), is_kept & is_rest)
+            tl.store(of_slot + rest, tl.where(is_normed, finished_rest, given_rest), is_kept & is_rest)
 
 
 def qk_norm_rotate_store(
@@ -96,8 +115,7 @@ def qk_norm_rotate_store(
     cos: torch.Tensor,
     sin: torch.Tensor,
     rotary_dim: int,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache: LayerCache,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
     """Norms and rotates every query and key head, and writes keys and values to their slots.
@@ -107,22 +125,29 @@ def qk_norm_rotate_store(
         weight: [num_heads + num_kv_heads, head_dim], of the norm; None does not norm.
         cos, sin: [num_tokens, 1, head_dim], as RotaryEmbedding.lookup gives them.
         rotary_dim: leading columns of a head that are rotated.
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim].
         slot_mapping: int64 [num_tokens]; −1 is not written.
 
     Returns:
         The finished queries and keys: [num_tokens, num_heads + num_kv_heads, head_dim].
     """
     given, *scales = qkv if isinstance(qkv, ScaledProduct) else (qkv, None, None)
-    num_kv_heads, head_dim = k_cache.shape[2:]
+    num_kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
     num_tokens, num_all_heads = given.shape[0], given.shape[1:].numel() // head_dim
     num_normed, rest = num_all_heads - num_kv_heads, head_dim - rotary_dim
     out = torch.empty((num_tokens, num_normed, head_dim), dtype=given.dtype, device=given.device)
-    heads = min(_HEADS_OF_PROGRAM, triton.next_power_of_2(num_all_heads))
-    _qk_norm_rotate_store_kernel[(num_tokens, triton.cdiv(num_all_heads, heads))](
-        given, *scales, weight, cos, sin, out, k_cache, v_cache, slot_mapping, eps, NUM_NORMED=num_normed,
-        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, HEADS=heads,
+    num_heads = num_normed if cache.is_fp8 else num_all_heads
+    heads = min(_HEADS_OF_PROGRAM, triton.next_power_of_2(num_heads))
+    _qk_norm_rotate_store_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
+        given, *scales, weight, cos, sin, out, cache.keys, cache.values, halves(cache), slot_mapping, eps,
+        NUM_NORMED=num_normed, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim,
+        BLOCK_SIZE=cache.block_size, HEADS=heads,
         HALF=triton.next_power_of_2(rotary_dim // 2), REST=triton.next_power_of_2(rest) if rest else 0,
         NORMS=weight is not None, IS_SCALED=isinstance(qkv, ScaledProduct), num_warps=_NUM_WARPS, **LAUNCH_OPTIONS,
     )  # fmt: skip
+    if cache.is_fp8:
+        first = num_normed * head_dim
+        values: torch.Tensor | ScaledProduct = given.flatten(1)[:, first:]
+        if isinstance(qkv, ScaledProduct):
+            values = ScaledProduct(qkv.product[:, first:], qkv.row_scales, qkv.column_scales[first:])
+        store_fp8(values, cache, slot_mapping, are_keys=False)
     return out

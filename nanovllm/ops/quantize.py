@@ -106,18 +106,21 @@ def whole_product(
 
 
 @jit
+def to_e4m3(x):
+    """float32 numbers, rounded to e4m3"""
+    # Triton's interpreter halves some numbers that it rounds up, so nothing is left for it to round.
+    if _IS_INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, rounded)
+    return x.to(tl.float8e4nv)
+
+
+@jit
 def divided_by_peak(values, peak):
     """(float32 values, their largest absolute number) -> (e4m3 values, scale)"""
     scale = tl.maximum(peak, 1e-30) / 448.0
-    quotients = values / scale
-    if (
-        _IS_INTERPRETED
-    ):  # Triton's interpreter halves some numbers that it rounds up, so nothing is left for it to round
-        bits = quotients.to(tl.int32, bitcast=True)
-        rounded = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-        is_subnormal = tl.abs(quotients) < 0.015625
-        quotients = tl.where(is_subnormal, (quotients + 24576.0) - 24576.0, rounded)
-    return quotients.to(tl.float8e4nv), scale
+    return to_e4m3(values / scale), scale
 
 
 @jit

@@ -3,6 +3,7 @@
 import torch
 
 from nanovllm.layers.fp8_config import Fp8Config
+from nanovllm.ops.quantize import E4M3
 
 
 def rank_device(name: str, rank: int = 0, size: int = 1) -> torch.device:
@@ -27,7 +28,7 @@ def rank_device(name: str, rank: int = 0, size: int = 1) -> torch.device:
 
 
 def dtype_of(wanted: str, of_checkpoint: str | None, device: torch.device) -> torch.dtype:
-    """The dtype of weights, activations and KV cache; a ValueError if we cannot compute in the checkpoint's."""
+    """The dtype of weights and activations; a ValueError if we cannot compute in the checkpoint's."""
     if wanted == "auto":
         # CPUs compute bfloat16 slowly, and float32 loses nothing.
         wanted = "float32" if device.type == "cpu" else of_checkpoint or "bfloat16"
@@ -53,3 +54,14 @@ def fp8_of(
         if torch.cuda.get_device_capability(device) < (8, 9):
             raise ValueError(f"{what} needs a GPU of compute capability 8.9 or newer; use weights that are not in FP8")
     return fp8
+
+
+def kv_cache_dtype_of(wanted: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of the KV cache of a model that computes in `dtype`; a ValueError if the device has no FP8."""
+    if wanted == "auto":
+        return dtype
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ValueError(
+            f'kv_cache_dtype={wanted!r} needs a GPU of compute capability 8.9 or newer; use kv_cache_dtype="auto"'
+        )
+    return E4M3

@@ -1,4 +1,4 @@
-"""The KV cache: its tensor, and how many blocks it gets. The number follows from what a GPU has left after the weights
+"""The KV cache: its tensors, and how many blocks it gets. The number follows from what a GPU has left after the weights
 and a trial of the largest step, or from a CPU's free RAM."""
 
 from collections.abc import Callable, Iterator
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.config import Config
+from nanovllm.ops.layer_cache import LayerCache
+from nanovllm.ops.quantize import E4M3
 
 _GIB = 2**30
 # A KV cache on a CPU takes at most half of the free memory, and no more than this unless one sequence needs it.
@@ -16,6 +18,27 @@ _USUAL_CPU_CACHE_BYTES = 4 * _GIB
 _GPU_MARGIN = _GIB // 2
 # More sequences bring little (docs/performance.md), and fewer are better than ones that wait for blocks.
 _MOST_SEQS_ON_GPU, _MOST_SEQS_ON_CPU, _FEWEST_SEQS, _TOKENS_OF_A_SEQUENCE = 1024, 512, 16, 256
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """The memory of all blocks, and the part of each layer.
+
+    tensors: all there is, contiguous, each [num_parts, num_layers, num_blocks, …].
+    layers: views of them.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    layers: list[LayerCache]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def zero_(self) -> "KVCache":
+        for tensor in self.tensors:
+            tensor.zero_()
+        return self
 
 
 @dataclass(frozen=True)
@@ -29,13 +52,27 @@ class KVCacheLayout:
     dtype: torch.dtype
 
     @property
-    def block_bytes(self) -> int:
-        return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+    def is_fp8(self) -> bool:
+        return self.dtype == E4M3
 
-    def empty(self, num_blocks: int, device: torch.device) -> torch.Tensor:
-        """Keys, then values: [2, num_layers, num_blocks, block_size, num_kv_heads, head_dim], uninitialised."""
-        shape = 2, self.num_layers, num_blocks, self.block_size, self.num_kv_heads, self.head_dim
-        return torch.empty(shape, dtype=self.dtype, device=device)
+    @property
+    def block_bytes(self) -> int:
+        bytes_of_head = 2 * self.head_dim * self.dtype.itemsize + (torch.int32.itemsize if self.is_fp8 else 0)
+        return self.num_layers * self.block_size * self.num_kv_heads * bytes_of_head
+
+    def empty(self, num_blocks: int, device: torch.device) -> KVCache:
+        """Keys, then values, then in FP8 their scales, uninitialised; LayerCache has the shapes."""
+        blocks, heads = (self.num_layers, num_blocks), self.num_kv_heads
+        if not self.is_fp8:
+            shape = 2, *blocks, self.block_size, heads, self.head_dim
+            whole = torch.empty(shape, dtype=self.dtype, device=device)
+            return KVCache((whole,), [LayerCache(*of_layer) for of_layer in zip(*whole, strict=True)])
+        numbers = torch.empty((2, *blocks, heads, self.block_size * self.head_dim), dtype=E4M3, device=device)
+        scales = torch.empty((1, *blocks, heads, self.block_size), dtype=torch.int32, device=device)
+        keys = numbers[0].unflatten(-1, (self.block_size, self.head_dim))
+        values = numbers[1].unflatten(-1, (self.head_dim, self.block_size))
+        of_layers = zip(keys, values, scales[0], strict=True)
+        return KVCache((numbers, scales), [LayerCache(*of_layer) for of_layer in of_layers])
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,9 @@ from nanovllm.ops.kernel import has_kernels
 from nanovllm.ops.upload import upload
 from nanovllm.ops.write_tokens import write_tokens
 from nanovllm.runner.cuda_graph import CudaGraphs, graph_sizes, prompt_sizes
-from nanovllm.runner.device import dtype_of, fp8_of, rank_device
+from nanovllm.runner.device import dtype_of, fp8_of, kv_cache_dtype_of, rank_device
 from nanovllm.runner.kv_cache import (
+    KVCache,
     KVCacheLayout,
     MemoryUse,
     check_weights_fit,
@@ -83,7 +84,7 @@ class ModelRunner(Runner):
     model: CausalLM
     backend: AttentionBackend
     table: SequenceTable
-    kv_cache: torch.Tensor  # None also during sleep
+    kv_cache: KVCache  # None also during sleep
     graphs: CudaGraphs | None
     sampler: Sampler
     _hidden_states: torch.Tensor
@@ -98,6 +99,7 @@ class ModelRunner(Runner):
         self.max_model_len = model_config.max_model_len(config.max_model_len)
         self.model_config = model_config = model_config.without_idle_windows(self.max_model_len)
         self.dtype = dtype_of(config.dtype, model_config.dtype, self.device)
+        self._kv_cache_dtype = kv_cache_dtype_of(config.kv_cache_dtype, self.dtype, self.device)
         fp8 = fp8_of(config.quantization, model_config.fp8, self.dtype, self.device)
         self.model_config = model_config = replace(model_config, fp8=fp8)
         check_weights_fit(self._weight_bytes(), self._free_bytes(), self.dtype, self.device)
@@ -127,10 +129,10 @@ class ModelRunner(Runner):
             attention_backend=self.backend.name,
         )
         logger.info(
-            "%s on %s in %s, attention %s%s, %d KV cache blocks of %d tokens (%.2f GiB), max_model_len %d",
+            "%s on %s in %s, attention %s%s, %d KV cache blocks of %d tokens (%.2f GiB of %s), max_model_len %d",
             model_config.architecture, self.device, self.dtype, self.backend.name,
             " with CUDA graphs" if self.graphs else "", num_blocks, self.block_size,
-            self._layout.block_bytes * num_blocks / _GIB, self.max_model_len,
+            self._layout.block_bytes * num_blocks / _GIB, self._kv_cache_dtype, self.max_model_len,
         )  # fmt: skip
 
     def _start(self, config: Config, parallel: Parallel, directory: Path) -> int:
@@ -152,6 +154,7 @@ class ModelRunner(Runner):
             max_model_len=self.max_model_len,
             scale=model_config.attention_scale,
             windows=tuple({layer.window: None for layer in model_config.layers}),
+            has_fp8_cache=config.kv_cache_dtype == "fp8",
         )
         self.backend = make_attention_backend(config.attention_backend, shape, config.kvcache_block_size)
         self.block_size = config.kvcache_block_size or self.backend.default_block_size
@@ -181,8 +184,9 @@ class ModelRunner(Runner):
             num_rows, width = self._padded_sampled(self._most_rows), model_config.hidden_size
             self._hidden_states = torch.zeros(num_rows, width, dtype=self.dtype, device=self.device)
         self._layout = KVCacheLayout(
-            model_config.num_hidden_layers, self.block_size, self.model.num_kv_heads, model_config.head_dim, self.dtype
-        )
+            model_config.num_hidden_layers, self.block_size, self.model.num_kv_heads, model_config.head_dim,
+            self._kv_cache_dtype,
+        )  # fmt: skip
         self._compile_forward()
         if config.load_format == "dummy":
             fill_dummy_weights(self.model, config.seed)
@@ -345,7 +349,8 @@ class ModelRunner(Runner):
 
     def _copy_blocks(self, step: Step) -> None:
         if step.copies:
-            copy_blocks(self.kv_cache, step.copies, self._fused)
+            for tensor in self.kv_cache.tensors:
+                copy_blocks(tensor, step.copies, self._fused)
 
     def _size(
         self, rows: StepRows, num_decodes: int, num_sampled: int, is_grouped: bool, is_scored: bool = False
@@ -425,7 +430,7 @@ class ModelRunner(Runner):
         """
         batch = self.table.batch(size, tenants)
         metadata = replace(batch.metadata, plan=self.backend.plan(batch.metadata))
-        return self.model(batch.token_ids, batch.positions, self.kv_cache, metadata, needed)
+        return self.model(batch.token_ids, batch.positions, self.kv_cache.layers, metadata, needed)
 
     def _rows_that_sample(
         self, size: StepSize, tenants: list[tuple[int, int]] | None = None, out: torch.Tensor | None = None
@@ -528,7 +533,8 @@ class ModelRunner(Runner):
         return num_blocks
 
     def _default_max_num_seqs(self, config: Config) -> int:
-        token_bytes = -(-self.model_config.num_kv_values_per_token * self.dtype.itemsize // self._parallel.size)
+        token_bytes = self.model_config.num_kv_values_per_token * self._kv_cache_dtype.itemsize
+        token_bytes = -(-token_bytes // self._parallel.size)
         chosen = default_max_num_seqs(config, self._weight_bytes(), token_bytes, self._free_bytes(), self._is_gpu)
         return self._parallel.minimum(chosen, self.device)
 

@@ -695,8 +695,8 @@ class FakeGpu:
 
 def test_a_layouts_bytes_are_those_of_its_tensor():
     layout = kv_cache.KVCacheLayout(3, 16, 2, 8, torch.bfloat16)
-    tensor = layout.empty(5, torch.device("cpu"))
-    assert tensor.shape == (2, 3, 5, 16, 2, 8) and tensor.nbytes == 5 * layout.block_bytes
+    cache = layout.empty(5, torch.device("cpu"))
+    assert cache.tensors[0].shape == (2, 3, 5, 16, 2, 8) and cache.nbytes == 5 * layout.block_bytes
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,8 @@ def test_queries_of_a_projection_are_attended_like_copies(num_programs):
     qkv = torch.cat([case.new(whole) for whole in (case.queries, case.keys, case.values)], 1)
     q, k, v = qkv.split((4, 2, 2), 1)
     metadata = replace(metadata, plan=backend.plan(metadata))
-    backend.store_kvcache(k, v, case.k_cache, case.v_cache, metadata.slot_mapping)
-    assert_close_to_formula(case, backend.attend(q, k, v, case.k_cache, case.v_cache, metadata))
+    backend.store_kvcache(k, v, case.cache, metadata.slot_mapping)
+    assert_close_to_formula(case, backend.attend(q, k, v, case.cache, metadata))
 
 
 def test_queries_behind_the_last_one_of_a_tile_change_nothing(num_programs):
@@ -103,7 +103,7 @@ def test_queries_behind_the_last_one_of_a_tile_change_nothing(num_programs):
         q = torch.cat((case.new(case.queries), randn(64, 4, 128, dtype=torch.bfloat16, seed=1) * 0 + number))
         q[70:100] = number
         out = torch.zeros_like(q)
-        attend_prompts(backend._shape, q, case.k_cache, case.v_cache, out, case.metadata, 0)
+        attend_prompts(backend._shape, q, case.cache, out, case.metadata, 0)
         others = torch.cat((out[:70], out[100:165]))
         assert expected is None or torch.equal(others, expected)
         expected = others
@@ -121,7 +121,7 @@ def test_tiles_of_padding_change_nothing(num_programs, where):
         out = torch.full_like(expected, 7.0)
         q = case.new(case.queries)
         metadata = replace(case.metadata, query_tiles=padding)
-        attend_prompts(backend._shape, q, case.k_cache, case.v_cache, out, metadata, 0)
+        attend_prompts(backend._shape, q, case.cache, out, metadata, 0)
         assert (out == 7.0).all()
         return
     num_before = len(tiles) if where == "behind" else 3
@@ -142,7 +142,7 @@ def test_a_captured_step_follows_its_tiles_and_tables(num_programs):
 
     def step() -> torch.Tensor:
         planned = replace(metadata, plan=backend.plan(metadata))
-        return backend.attend(q, k, v, case.k_cache, case.v_cache, planned)
+        return backend.attend(q, k, v, case.cache, planned)
 
     tiles.zero_()
     metadata.context_lens.zero_()
@@ -174,10 +174,10 @@ def test_layers_back_to_back_never_read_what_is_not_written_yet():
     inputs = [randn(num_tokens, 32, 128, dtype=torch.bfloat16, seed=seed) for seed in range(3)]
 
     def layer(qkv: torch.Tensor, is_awaited: bool = False) -> torch.Tensor:
-        qk = qk_norm_rotate_store(qkv, weight, 1e-6, *rotations, case.k_cache, case.v_cache, metadata.slot_mapping)
+        qk = qk_norm_rotate_store(qkv, weight, 1e-6, *rotations, case.cache, metadata.slot_mapping)
         if is_awaited:
             torch.cuda.synchronize()
-        return backend.attend(qk[:, :16], qk[:, 16:], qkv[:, 24:], case.k_cache, case.v_cache, metadata)
+        return backend.attend(qk[:, :16], qk[:, 16:], qkv[:, 24:], case.cache, metadata)
 
     expected = []
     for qkv in inputs:

@@ -23,6 +23,7 @@ from nanovllm.layers.rotary_embedding import Rotary, RotaryEmbedding
 from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.ops.expand_rows import Table
 from nanovllm.ops.filters import filter_thresholds
+from nanovllm.ops.layer_cache import LayerCache
 from nanovllm.ops.linear import linear, linear_in_parts
 from nanovllm.ops.norm import add_rms_norm, rms_norm
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
@@ -59,8 +60,8 @@ def on_gpu(case: Case) -> Case:
     """The case on the GPU."""
     tensors = {name: value.to(GPU) for name, value in vars(case.metadata).items() if isinstance(value, torch.Tensor)}
     sequences = ([tensor.to(GPU) for tensor in whole] for whole in (case.queries, case.keys, case.values))
-    caches = case.k_cache.to(GPU), case.v_cache.to(GPU)
-    return Case(*sequences, case.num_new, *caches, replace(case.metadata, **tensors), case.window, case.scale)
+    cache = LayerCache(*(None if tensor is None else tensor.to(GPU) for tensor in case.cache))
+    return Case(*sequences, case.num_new, cache, replace(case.metadata, **tensors), case.window, case.scale)
 
 
 def make_gpu_case(sequences: list[tuple[int, int]], block_size: int, **options) -> Case:
@@ -75,7 +76,7 @@ def part(case: Case, rows: list[int]) -> Case:
     slots = [slot for row in rows for slot in all_slots[ends[row] - case.num_new[row] : ends[row]]]
     lengths = [len(keys) for keys in sequences[1]]
     metadata = make_metadata(num_new, lengths, slots, old.block_tables[rows].cpu(), old.block_size)
-    return on_gpu(Case(*sequences, num_new, case.k_cache, case.v_cache, metadata, case.window, case.scale))
+    return on_gpu(Case(*sequences, num_new, case.cache, metadata, case.window, case.scale))
 
 
 def make_backend(name: str, case: Case, max_model_len: int = 4096) -> AttentionBackend:
@@ -225,8 +226,8 @@ def test_views_of_one_projection_are_attended_like_copies(backend, dtype):
     q, k, v = torch.cat([case.new(x) for x in (case.queries, case.keys, case.values)], 1).split((4, 2, 2), 1)
     attention, metadata = make_backend(backend, case), case.metadata
     metadata = replace(metadata, plan=attention.plan(metadata))
-    attention.store_kvcache(k, v, case.k_cache, case.v_cache, metadata.slot_mapping)
-    assert_close_to_formula(case, attention.attend(q, k, v, case.k_cache, case.v_cache, metadata))
+    attention.store_kvcache(k, v, case.cache, metadata.slot_mapping)
+    assert_close_to_formula(case, attention.attend(q, k, v, case.cache, metadata))
 
 
 @pytest.mark.parametrize("backend", ["triton", "flash", "sdpa"])
@@ -235,10 +236,10 @@ def test_new_tokens_go_to_their_slots_and_nowhere_else(backend):
     case = make_gpu_case(MIXED, BLOCK_SIZE[backend], num_kv_heads=3, dtype=torch.bfloat16)
     slots = case.metadata.slot_mapping
     slots[::5] = -1
-    before = case.k_cache.clone(), case.v_cache.clone()
+    before = case.cache.keys.clone(), case.cache.values.clone()
     k, v = case.new(case.keys), case.new(case.values)
-    make_backend(backend, case).store_kvcache(k, v, case.k_cache, case.v_cache, slots)
-    for cache, old, new in zip((case.k_cache, case.v_cache), before, (k, v), strict=True):
+    make_backend(backend, case).store_kvcache(k, v, case.cache, slots)
+    for cache, old, new in zip(case.cache[:2], before, (k, v), strict=True):
         expected = old.flatten(0, 1)
         expected[slots[slots >= 0]] = new[slots >= 0]
         torch.testing.assert_close(cache.flatten(0, 1), expected, rtol=0, atol=0, equal_nan=True)
@@ -252,7 +253,7 @@ def test_padding_rows_change_nothing(backend, num_padding):
     case = make_gpu_case([(length - 1, 1) for length in lengths], 256, dtype=torch.bfloat16)
     attention = make_backend(backend, case)
     expected = run(backend, case, attention)
-    caches = case.k_cache.clone(), case.v_cache.clone()
+    before = case.cache.keys.clone(), case.cache.values.clone()
 
     def padded(tensor: torch.Tensor, value: float = 0) -> torch.Tensor:
         return torch.cat((tensor, torch.full((num_padding, *tensor.shape[1:]), value, dtype=tensor.dtype, device=GPU)))
@@ -268,13 +269,13 @@ def test_padding_rows_change_nothing(backend, num_padding):
     )
     metadata = replace(metadata, plan=attention.plan(metadata))
     q, k, v = (padded(case.new(x), 3.0) for x in (case.queries, case.keys, case.values))
-    attention.store_kvcache(k, v, case.k_cache, case.v_cache, metadata.slot_mapping)
-    out = attention.attend(q, k, v, case.k_cache, case.v_cache, metadata)
+    attention.store_kvcache(k, v, case.cache, metadata.slot_mapping)
+    out = attention.attend(q, k, v, case.cache, metadata)
     assert_close_to_formula(case, out[: len(lengths)])
     if backend == "triton":
         assert torch.equal(out[: len(lengths)], expected)
-    for cache, before in zip((case.k_cache, case.v_cache), caches, strict=True):
-        torch.testing.assert_close(cache, before, rtol=0, atol=0, equal_nan=True)
+    for cache, old in zip(case.cache[:2], before, strict=True):
+        torch.testing.assert_close(cache, old, rtol=0, atol=0, equal_nan=True)
 
 
 @DTYPES
@@ -326,9 +327,9 @@ def test_a_captured_decode_serves_lengths_other_than_those_it_was_captured_with(
 
     def step() -> torch.Tensor:
         planned = replace(metadata, plan=attention.plan(metadata))
-        return attention.attend(q, k, v, case.k_cache, case.v_cache, planned)
+        return attention.attend(q, k, v, case.cache, planned)
 
-    attention.store_kvcache(k, v, case.k_cache, case.v_cache, metadata.slot_mapping)
+    attention.store_kvcache(k, v, case.cache, metadata.slot_mapping)
     final_lengths = metadata.context_lens.clone()
     metadata.context_lens.zero_()  # as all rows are padding when the engine captures
     metadata.num_decodes.zero_()
@@ -479,7 +480,7 @@ def test_fused_norm_rotation_and_store_is_no_worse_than_its_twins(dtype, num_hea
     caches = [torch.full((6, 16, num_kv_heads, head_dim), 7.0, dtype=dtype, device=GPU) for _ in range(2)]
     slots = torch.randperm(96, generator=generator)[:num_tokens].to(GPU)
     slots[::7] = -1
-    fused = qk_norm_rotate_store(qkv, norm.weight, 1e-6, *rotations, *caches, slots)
+    fused = qk_norm_rotate_store(qkv, norm.weight, 1e-6, *rotations, LayerCache(*caches), slots)
     qk = qkv[:, :num_normed]
     twin = rotations.rotate(norm(qk))
     exact = qk.double() / (qk.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()

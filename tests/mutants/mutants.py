@@ -1816,7 +1816,7 @@ MUTANTS = [
     Mutant(
         "kept keys take any memory",
         SDPA,
-        "or plan.source_rows.numel() * head_dim > _MOST_KEPT * k_cache.numel():",
+        "or num_bytes > _MOST_KEPT * cache.keys.nbytes:",
         "or False:",
         ("test_attention.py::test_a_copy_that_would_take_much_of_the_memory_is_not_kept",),
     ),

@@ -155,7 +155,7 @@ def teacher_forced_logits(llm: LLM, token_ids: list[int], chunks: list[int]) -> 
         seq.num_computed_tokens += num_new
         batch = make_batch([Chunk(seq, num_new, False)], runner.block_size, runner.max_model_len, str(runner.device))
         metadata = replace(batch.metadata, plan=runner.backend.plan(batch.metadata))
-        hidden_states = runner.model(batch.token_ids, batch.positions, runner.kv_cache, metadata)
+        hidden_states = runner.model(batch.token_ids, batch.positions, runner.kv_cache.layers, metadata)
         logits.append(runner.model.compute_logits(hidden_states))
     return torch.cat(logits)
 

@@ -14,6 +14,7 @@ from nanovllm.attention.backend import AttentionBackend, AttentionShape, make_at
 from nanovllm.attention.metadata import AttentionMetadata, query_tiles
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Chunk
+from nanovllm.ops.layer_cache import LayerCache
 from nanovllm.sampling_params import SamplingParams
 
 # `triton` runs in Triton's interpreter here (see conftest.py).
@@ -38,7 +39,7 @@ class Case:
 
     queries, keys, values: a tensor [length, heads, head_dim] for each sequence, whole; those are the truth.
     num_new: how many of each sequence's tokens are new.
-    k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], the old tokens in their slots, else NaN.
+    cache: the old tokens in their slots, else NaN.
     window: how many keys a query sees; 0 is all. scale: of the scores; None is 1 / sqrt(head_dim).
     """
 
@@ -46,8 +47,7 @@ class Case:
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
     num_new: list[int]
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
+    cache: LayerCache
     metadata: AttentionMetadata
     window: int = 0
     scale: float | None = None
@@ -94,17 +94,16 @@ def make_case(
     for row, size in enumerate(table_sizes):
         tables[row, :size] = [blocks.pop() for _ in range(size)]
     shape = (sum(table_sizes) + 3, block_size, num_kv_heads, head_dim)
-    k_cache, v_cache = (torch.full(shape, math.nan, dtype=dtype) for _ in range(2))
+    cache = LayerCache(*(torch.full(shape, math.nan, dtype=dtype) for _ in range(2)))
 
     slot_mapping: list[int] = []
     for row, length in enumerate(lengths):
         slots = [int(tables[row, i // block_size]) * block_size + i % block_size for i in range(length)]
         old = torch.tensor(slots[: num_cached[row]], dtype=torch.int64)
-        k_cache.view(-1, num_kv_heads, head_dim)[old] = keys[row][: num_cached[row]]
-        v_cache.view(-1, num_kv_heads, head_dim)[old] = values[row][: num_cached[row]]
+        cache.write(keys[row][: num_cached[row]], values[row][: num_cached[row]], old)
         slot_mapping += slots[num_cached[row] :]
     metadata = make_metadata(num_new, lengths, slot_mapping, torch.from_numpy(tables).int(), block_size)
-    return Case(queries, keys, values, num_new, k_cache, v_cache, metadata, window, scale)
+    return Case(queries, keys, values, num_new, cache, metadata, window, scale)
 
 
 def make_metadata(
@@ -137,8 +136,8 @@ def run(backend_name: str, case: Case, backend: AttentionBackend | None = None) 
     backend, metadata = backend or case.backend(backend_name), case.metadata
     metadata = replace(metadata, plan=backend.plan(metadata))
     q, k, v = case.new(case.queries), case.new(case.keys), case.new(case.values)
-    backend.store_kvcache(k, v, case.k_cache, case.v_cache, metadata.slot_mapping)
-    return backend.attend(q, k, v, case.k_cache, case.v_cache, metadata, case.window)
+    backend.store_kvcache(k, v, case.cache, metadata.slot_mapping)
+    return backend.attend(q, k, v, case.cache, metadata, case.window)
 
 
 def formula(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, case: Case) -> np.ndarray:
@@ -284,9 +283,9 @@ def test_one_plan_serves_layers_with_and_without_a_window(backend):
     shared = case.backend(backend)
     metadata = replace(case.metadata, plan=shared.plan(case.metadata))
     q, k, v = case.new(case.queries), case.new(case.keys), case.new(case.values)
-    shared.store_kvcache(k, v, case.k_cache, case.v_cache, metadata.slot_mapping)
+    shared.store_kvcache(k, v, case.cache, metadata.slot_mapping)
     for window in (0, 100, 0):
-        out = shared.attend(q, k, v, case.k_cache, case.v_cache, metadata, window)
+        out = shared.attend(q, k, v, case.cache, metadata, window)
         assert relative_error(replace(case, window=window), out) < 1e-5
 
 
@@ -316,10 +315,10 @@ def test_large_scores_do_not_overflow(backend, dtype):
 def test_new_tokens_go_to_their_slots_and_nowhere_else(backend):
     """A write one slot off reaches a neighbour's block; everything that is not a new token's slot stays as it was."""
     case = make_case(MIXED, BLOCK_SIZE[backend])
-    before = case.k_cache.clone(), case.v_cache.clone()
+    before = case.cache.keys.clone(), case.cache.values.clone()
     run(backend, case)
     slots = case.metadata.slot_mapping
-    for cache, old, new in zip((case.k_cache, case.v_cache), before, (case.keys, case.values), strict=True):
+    for cache, old, new in zip((case.cache.keys, case.cache.values), before, (case.keys, case.values), strict=True):
         expected = old.flatten(0, 1)
         expected[slots] = case.new(new)
         torch.testing.assert_close(cache.flatten(0, 1), expected, rtol=0, atol=0, equal_nan=True)
@@ -332,7 +331,7 @@ def test_a_slot_of_minus_one_is_not_written(backend):
     k_cache, v_cache = torch.full((2, 3, 4, 2, 8), 7.0).unbind()
     slots = torch.tensor([3, -1, 0, -1, 10])
     shape = AttentionShape(2, 2, 8, torch.float32, torch.device("cpu"))
-    make_attention_backend(backend, shape).store_kvcache(k, v, k_cache, v_cache, slots)
+    make_attention_backend(backend, shape).store_kvcache(k, v, LayerCache(k_cache, v_cache), slots)
     for cache, new in ((k_cache.flatten(0, 1), k), (v_cache.flatten(0, 1), v)):
         assert torch.equal(cache[[3, 0, 10]], new[[0, 2, 4]])
         untouched = [slot for slot in range(12) if slot not in (3, 0, 10)]
@@ -345,7 +344,7 @@ def test_a_chunks_attention_ends_at_the_chunk(backend, poison):
     """The blocks of a chunked prompt's rest are allocated already and hold somebody's old keys."""
     sequences = [(9, 1), (0, 6), (6, 3), (11, 1), (3, 14)]
     case = make_case(sequences, BLOCK_SIZE[backend], num_blocks_ahead=3)
-    for cache in (case.k_cache, case.v_cache):
+    for cache in (case.cache.keys, case.cache.values):
         cache.masked_fill_(cache.isnan(), poison)
     assert_exact(backend, case)
 
@@ -364,8 +363,7 @@ def test_a_prompt_in_chunks_attends_as_in_one_piece(backend):
         )
         table = case.metadata.block_tables[0].long()
         slots = (table[:, None] * block_size + torch.arange(block_size)).flatten()
-        case.k_cache.flatten(0, 1)[slots[:start]] = whole.keys[0][:start]
-        case.v_cache.flatten(0, 1)[slots[:start]] = whole.values[0][:start]
+        case.cache.write(whole.keys[0][:start], whole.values[0][:start], slots[:start])
         parts.append(run(backend, case))
     torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-5, atol=1e-6)
 
@@ -407,8 +405,8 @@ def test_inputs_are_not_changed(backend):
     copies = [tensor.clone() for tensor in (q, k, v)]
     attention, metadata = case.backend(backend), case.metadata
     metadata = replace(metadata, plan=attention.plan(metadata))
-    attention.store_kvcache(k, v, case.k_cache, case.v_cache, metadata.slot_mapping)
-    attention.attend(q, k, v, case.k_cache, case.v_cache, metadata)
+    attention.store_kvcache(k, v, case.cache, metadata.slot_mapping)
+    attention.attend(q, k, v, case.cache, metadata)
     assert all(torch.equal(tensor, copy) for tensor, copy in zip((q, k, v), copies, strict=True))
 
 
@@ -421,8 +419,8 @@ def test_views_of_one_projection_are_attended_like_copies(backend):
     q, k, v = torch.cat((q, k, v), 1).split((4, 2, 2), 1)
     attention = case.backend(backend)
     metadata = replace(case.metadata, plan=attention.plan(case.metadata))
-    attention.store_kvcache(k, v, case.k_cache, case.v_cache, metadata.slot_mapping)
-    out = attention.attend(q, k, v, case.k_cache, case.v_cache, metadata)
+    attention.store_kvcache(k, v, case.cache, metadata.slot_mapping)
+    out = attention.attend(q, k, v, case.cache, metadata)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -511,12 +509,13 @@ class Steps:
                 torch.cat([getattr(seq, name)[layer, seq.num_cached : seq.num_cached + n] for seq, n in work])
                 for name in ("queries", "keys", "values")
             )
-            self.ours.store_kvcache(k, v, *self.cache[:, layer], metadata.slot_mapping)
+            cache, exact_cache = LayerCache(*self.cache[:, layer]), LayerCache(*self.exact_cache[:, layer])
+            self.ours.store_kvcache(k, v, cache, metadata.slot_mapping)
             window = (0, 9)[layer % 2]
-            out = self.ours.attend(q, k, v, *self.cache[:, layer], metadata, window)
+            out = self.ours.attend(q, k, v, cache, metadata, window)
             q, k, v = (x.double() for x in (q, k, v))
-            self.exact.store_kvcache(k, v, *self.exact_cache[:, layer], metadata.slot_mapping)
-            expected = self.exact.attend(q, k, v, *self.exact_cache[:, layer], metadata, window)
+            self.exact.store_kvcache(k, v, exact_cache, metadata.slot_mapping)
+            expected = self.exact.attend(q, k, v, exact_cache, metadata, window)
             assert out.dtype == self.dtype
             assert (out - expected).norm() <= TOLERANCE[self.dtype] * expected.norm(), (layer, lengths)
         for seq, n in work:
@@ -692,7 +691,7 @@ def test_padding_behind_the_rows_and_tokens_changes_nothing(backend, sequences):
     """
     case = make_case(sequences, BLOCK_SIZE[backend])
     expected, metadata = run(backend, case), case.metadata
-    caches = case.k_cache.clone(), case.v_cache.clone()
+    before = case.cache.keys.clone(), case.cache.values.clone()
     num_rows, num_tokens, more = len(sequences), sum(case.num_new), 3
     metadata.cu_seqlens_q = torch.cat((metadata.cu_seqlens_q, metadata.cu_seqlens_q[-1:].expand(more)))
     metadata.context_lens = torch.cat((metadata.context_lens, torch.zeros(more, dtype=torch.int32)))
@@ -707,8 +706,8 @@ def test_padding_behind_the_rows_and_tokens_changes_nothing(backend, sequences):
     metadata = replace(metadata, plan=attention.plan(metadata))
     new = (case.new(case.queries), case.new(case.keys), case.new(case.values))
     q, k, v = (torch.cat((x, x.new_full((2 * more, *x.shape[1:]), math.nan))) for x in new)
-    attention.store_kvcache(k, v, case.k_cache, case.v_cache, metadata.slot_mapping)
-    out = attention.attend(q, k, v, case.k_cache, case.v_cache, metadata)
+    attention.store_kvcache(k, v, case.cache, metadata.slot_mapping)
+    out = attention.attend(q, k, v, case.cache, metadata)
     assert out.shape == q.shape and torch.equal(out[:num_tokens], expected)
-    for cache, before in zip((case.k_cache, case.v_cache), caches, strict=True):
-        torch.testing.assert_close(cache, before, rtol=0, atol=0, equal_nan=True)
+    for cache, old in zip((case.cache.keys, case.cache.values), before, strict=True):
+        torch.testing.assert_close(cache, old, rtol=0, atol=0, equal_nan=True)

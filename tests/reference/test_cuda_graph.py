@@ -428,7 +428,8 @@ def make_captured(runner: ModelRunner, config: Config, is_alone: bool, fails: Ca
     runner._choose_sizes(config)
     runner._hidden_states = torch.full((8, runner.model_config.hidden_size), float("nan"))
     runner.graphs = graphs = Recorder(runner.table.parked, is_alone, not is_alone, fails)
-    runner.kv_cache.fill_(float("nan"))  # of which padding must not read
+    for tensor in runner.kv_cache.tensors:
+        tensor.fill_(float("nan"))  # of which padding must not read
     return graphs
 
 

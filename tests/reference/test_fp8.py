@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers.linear import LinearBase
 from nanovllm.ops.act_and_mul import act_and_mul
+from nanovllm.ops.layer_cache import LayerCache
 from nanovllm.ops.norm import add_rms_norm, rms_norm
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
 from nanovllm.ops.quantize import E4M3, LARGEST, Quantized, ScaledProduct, quantize_rows, scaled_product
@@ -96,7 +97,7 @@ def test_queries_keys_and_values_are_read_in_fp8(head_dim, rotary_dim, has_norm)
     for qkv in (product, product.whole()):
         k_cache, v_cache = torch.zeros(2, 4, 2, head_dim), torch.zeros(2, 4, 2, head_dim)
         out = qk_norm_rotate_store(
-            qkv, weight, 1e-6, cos, sin, rotary_dim, k_cache, v_cache, torch.tensor([3, 0, 7, -1, 5])
+            qkv, weight, 1e-6, cos, sin, rotary_dim, LayerCache(k_cache, v_cache), torch.tensor([3, 0, 7, -1, 5])
         )
         results.append((out, k_cache, v_cache))
     for found, expected in zip(*results, strict=True):

@@ -24,19 +24,21 @@ def steps(monkeypatch) -> list[tuple[int, int | None]]:
     forward = CausalLM.forward
 
     def compared(self, token_ids, positions, kv_cache, metadata, needed=None):
-        before = kv_cache.clone()
+        whole_cache = [tensor for layer in kv_cache for tensor in layer if tensor is not None]
+        before = [tensor.clone() for tensor in whole_cache]
         whole = forward(self, token_ids, positions, kv_cache, metadata)
         if needed is None:
             noted.append((len(token_ids), None))
             return whole
-        kv_cache_of_whole, shapes = kv_cache.clone(), []
-        kv_cache.copy_(before)  # so that a key which is not written again is missed
+        cache_of_whole, shapes = [tensor.clone() for tensor in whole_cache], []
+        for tensor, old in zip(whole_cache, before, strict=True):
+            tensor.copy_(old)  # so that a key which is not written again is missed
         handle = self.model.layers[-1].mlp.register_forward_pre_hook(lambda _, inputs: shapes.append(len(inputs[0])))
         result = forward(self, token_ids, positions, kv_cache, metadata, needed)
         handle.remove()
         assert shapes == [len(needed)]
         torch.testing.assert_close(result, whole[needed], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(kv_cache, kv_cache_of_whole, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(whole_cache, cache_of_whole, rtol=0, atol=0, equal_nan=True)
         noted.append((len(token_ids), len(needed)))
         return result
 
@@ -62,9 +64,9 @@ def test_our_kernel_attends_only_tiles_with_tokens_that_are_read(tmp_path, steps
     the last tiles of the two whole prompts hold a token that is read."""
     attend, numbers = triton_backend.attend_prompts, []
 
-    def counted(shape, q, k_cache, v_cache, out, metadata, window):
-        numbers.append((k_cache.data_ptr(), int((metadata.query_tiles[:, 1] > 0).sum())))
-        attend(shape, q, k_cache, v_cache, out, metadata, window)
+    def counted(shape, q, cache, out, metadata, window):
+        numbers.append((cache.keys.data_ptr(), int((metadata.query_tiles[:, 1] > 0).sum())))
+        attend(shape, q, cache, out, metadata, window)
 
     monkeypatch.setattr(triton_backend, "attend_prompts", counted)
     save_model(tmp_path, seed=4, num_hidden_layers=2)

@@ -29,7 +29,6 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.attention import triton_backend, triton_prompts
 from nanovllm.attention.backend import AttentionShape, make_attention_backend
 from nanovllm.attention.metadata import AttentionMetadata
-from nanovllm.attention.torch_backend import store_kvcache as plain_store
 from nanovllm.attention.triton_backend import TritonAttention, store_kvcache
 from nanovllm.layers.linear import PartialSum
 from nanovllm.layers.norm import QKNorm, RMSNorm
@@ -37,6 +36,7 @@ from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.exchange import Exchange, _is_direct, mail_shape
+from nanovllm.ops.layer_cache import LayerCache
 from nanovllm.ops.linear import linear, single_row_linear
 from nanovllm.ops.norm import add_rms_norm, rms_norm
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
@@ -73,8 +73,8 @@ def test_keys_and_values_go_to_their_slots_bit_by_bit(num_kv_heads, head_dim, dt
     ours, expected = (
         [torch.full((5, 8, num_kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(2)] for _ in range(2)
     )
-    store_kvcache(k, v, *ours, slots)
-    plain_store(k, v, *expected, slots)
+    store_kvcache(k, v, LayerCache(*ours), slots)
+    LayerCache(*expected).write(k, v, slots)
     for our_cache, cache in zip(ours, expected, strict=True):
         assert torch.equal(our_cache, cache)
         assert (our_cache.flatten(0, 1)[[2, 38]] == 7).all()
@@ -87,8 +87,7 @@ def take_rows(case: Case, rows: list[int]) -> Case:
     lengths = metadata.context_lens[rows]
     return Case(
         *lists,
-        case.k_cache,
-        case.v_cache,
+        case.cache,
         AttentionMetadata(
             cu_seqlens_q=torch.arange(len(rows) + 1, dtype=torch.int32),
             context_lens=lengths,
@@ -228,8 +227,8 @@ def test_layers_without_a_window_get_the_kernel_of_hopper(monkeypatch, window):
     if window:
         assert not calls and relative_error(case, found) < 1e-6
     else:
-        ((q, k_cache, _, _, metadata, scale),) = calls
-        assert len(q) == sum(new for _, new in MIXED) and k_cache is case.k_cache
+        ((q, cache, _, metadata, scale),) = calls
+        assert len(q) == sum(new for _, new in MIXED) and cache is case.cache
         assert metadata.query_tiles is case.metadata.query_tiles and scale == pytest.approx(0.3 / math.log(2))
 
 
@@ -448,10 +447,10 @@ def test_queries_and_keys_are_normed_rotated_and_stored_as_by_the_layers(
     shape = (3, block_size, num_kv_heads, head_dim)
     k_cache, v_cache, exact_k_cache, exact_v_cache = (torch.full(shape, 7.0, dtype=dtype) for _ in range(4))
     before = qkv.clone()
-    out = qk_norm_rotate_store(qkv, weight, eps, *rotary, k_cache, v_cache, slots)
+    out = qk_norm_rotate_store(qkv, weight, eps, *rotary, LayerCache(k_cache, v_cache), slots)
     assert torch.equal(qkv, before)
     expected = rotary.rotate(norm(qkv[:, :-num_kv_heads]))
-    plain_store(expected[:, num_heads:], qkv[:, -num_kv_heads:], exact_k_cache, exact_v_cache, slots)
+    LayerCache(exact_k_cache, exact_v_cache).write(expected[:, num_heads:], qkv[:, -num_kv_heads:], slots)
     assert_near(out, expected)
     assert_near(k_cache, exact_k_cache)
     assert torch.equal(v_cache, exact_v_cache)

@@ -40,6 +40,7 @@ from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.exchange import made_by_all
 from nanovllm.ops.linear import num_input_parts
 from nanovllm.ops.sampling_exchange import SamplingExchange
+from nanovllm.runner.kv_cache import KVCacheLayout
 from nanovllm.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -479,8 +480,10 @@ def logits_of(directory: Path, token_ids: list[int], parallel: Parallel) -> torc
     seq = Sequence(0, token_ids, SamplingParams(), 64)
     seq.block_table, seq.num_computed_tokens, seq.entry = [3, 0, 2, 1], num_tokens, 0
     batch = make_batch([Chunk(seq, num_tokens, False)], 16, 64)
-    kv_cache = torch.full((2, config.num_hidden_layers, 4, 16, model.num_kv_heads, config.head_dim), float("nan"))
-    columns = model.compute_logits(model(batch.token_ids, batch.positions, kv_cache, batch.metadata))
+    layout = KVCacheLayout(config.num_hidden_layers, 16, model.num_kv_heads, config.head_dim, torch.float32)
+    kv_cache = layout.empty(4, CPU)
+    kv_cache.tensors[0].fill_(float("nan"))
+    columns = model.compute_logits(model(batch.token_ids, batch.positions, kv_cache.layers, batch.metadata))
     assert columns.shape == (num_tokens, model.lm_head.vocab.size)
     rows = (parallel.sampling_exchange or parallel).rows_of_columns(columns)
     assert len(rows) == num_tokens // parallel.size

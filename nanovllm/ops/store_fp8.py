@@ -1,0 +1,82 @@
+"""Writes new keys or values to a KV cache in FP8 by a kernel. The plain twin is LayerCache.write."""
+
+import torch
+
+from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
+from nanovllm.ops.kernel import jit, tl, triton
+from nanovllm.ops.layer_cache import LayerCache
+from nanovllm.ops.quantize import ScaledProduct, to_e4m3
+
+_TOKENS = 32  # that a program stores, of one head
+
+
+@jit
+def bits_of_peak(x):
+    """float32 [m, n] -> int32 [m, 1], the bits of each row's largest absolute number; a NaN's are larger than any."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)[:, None]
+
+
+@jit
+def scale_of(peak):
+    """What `bits_of_peak` gives -> what rows are multiplied by before they become e4m3, float32, and their scales'
+    bfloat16 bits, int16. The factor of a row with a NaN or an infinity is NaN. The twin is `quantize_heads`."""
+    is_finite = peak < 0x7F800000
+    exponent = tl.where(is_finite, tl.minimum(tl.maximum(((peak + 0x1FFFFF) >> 23) - 8, 1), 254), 127)
+    factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return tl.where(is_finite, factor, float("nan")), (exponent << 7).to(tl.int16)
+
+
+@jit(do_not_specialize=["num_tokens", "stride"])
+def _store_fp8_kernel(
+    x, row_scales, column_scales, heads, scales, slot_mapping, num_tokens, stride, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+    ARE_KEYS: tl.constexpr, IS_SCALED: tl.constexpr,
+):  # fmt: skip
+    """One program per tile of tokens and head. It writes its half of a scale alone: the other half may be another
+    kernel's."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    kv_head = tl.program_id(1)
+    column = tl.arange(0, WIDTH)[None, :]
+    is_token, is_column = token < num_tokens, column < HEAD_DIM
+    if IS_SCALED:
+        scale_of_column = tl.load(column_scales + kv_head * HEAD_DIM + column, is_column, 0.0)
+    begin()
+    numbers = tl.load(x + token * stride + kv_head * HEAD_DIM + column, is_token & is_column, 0.0)
+    if IS_SCALED:
+        scale_of_row = tl.load(row_scales + token, is_token, 0.0)
+        numbers = (numbers.to(tl.float32) * scale_of_row * scale_of_column).to(x.dtype.element_ty)
+    numbers = numbers.to(tl.float32)
+    factor, half = scale_of(bits_of_peak(numbers))
+    slot = tl.load(slot_mapping + token, is_token, -1)
+    is_stored = slot >= 0
+    of_head, place = slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head, slot % BLOCK_SIZE
+    row = of_head * BLOCK_SIZE + place
+    if ARE_KEYS:
+        at = row * HEAD_DIM + column
+        tl.store(scales + 2 * row + 1, half, is_stored)
+    else:
+        at = (of_head * HEAD_DIM + column) * BLOCK_SIZE + place
+        tl.store(scales + 2 * row, half, is_stored)
+    tl.store(heads + at, to_e4m3(numbers * factor), is_stored & is_column)
+
+
+def store_fp8(x: torch.Tensor | ScaledProduct, cache: LayerCache, slot_mapping: torch.Tensor, are_keys: bool) -> None:
+    """Writes new keys, or new values, to their slots of a cache in FP8.
+
+    Args:
+        x: [num_tokens, num_kv_heads × head_dim], or with a dimension for the heads; rows may have a stride.
+        slot_mapping: int64 [num_tokens]; −1 is not written.
+        are_keys: whether x are keys.
+    """
+    given, *scales = x if isinstance(x, ScaledProduct) else (x, None, None)
+    _store_fp8_kernel[(triton.cdiv(len(given), _TOKENS), cache.num_kv_heads)](
+        given, *scales, cache.keys if are_keys else cache.values, halves(cache), slot_mapping, len(given),
+        given.stride(0), NUM_KV_HEADS=cache.num_kv_heads, HEAD_DIM=cache.head_dim,
+        WIDTH=triton.next_power_of_2(cache.head_dim), BLOCK_SIZE=cache.block_size, TOKENS=_TOKENS, ARE_KEYS=are_keys,
+        IS_SCALED=isinstance(x, ScaledProduct), **LAUNCH_OPTIONS,
+    )  # fmt: skip
+
+
+def halves(cache: LayerCache) -> torch.Tensor | None:
+    """The scales of a cache in FP8 as int16, each value's before its key's (all our machines are little-endian)."""
+    return None if cache.scales is None else cache.scales.view(torch.int16)
