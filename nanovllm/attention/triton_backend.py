@@ -16,18 +16,14 @@ import torch
 from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.metadata import AttentionMetadata, SharedPrefixes
 from nanovllm.attention.prefix_groups import PrefixGroups, find_prefix_groups
+from nanovllm.attention.splits import SHORTEST_SPLIT, most_splits, split_length_of, split_lengths
+from nanovllm.attention.triton_fp8 import decode_fp8_kernel
 from nanovllm.attention.triton_prompts import LOG2_E, attend_keys, attend_prompts, slots_of
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin, let_next_come, wait
 from nanovllm.ops.kernel import jit, shared_memory, tl, triton
 from nanovllm.ops.layer_cache import LayerCache
 from nanovllm.ops.store_fp8 import store_fp8
 
-# A sequence of up to _SHORT_SPLITS × _SHORTEST_SPLIT keys has splits of _SHORTEST_SPLIT keys. A longer one has splits
-# of twice that, doubled further only to stay within _MOST_SPLITS. Short splits let few sequences occupy all processors.
-# But each split costs a partial result, and long sequences have many.
-_SHORTEST_SPLIT = 256
-_SHORT_SPLITS = tl.constexpr(4)
-_MOST_SPLITS = tl.constexpr(32)
 # Keys of a tile.
 _KEYS = 64
 # Pipeline stages of the decode kernel, if shared memory allows. Beside prompts, or with more decodes than this, two
@@ -78,7 +74,7 @@ class TritonAttention:
     def __init__(self, shape: AttentionShape):
         self._shape, self._scale = shape, shape.score_scale * LOG2_E
         self._most_splits = most_splits(shape.max_model_len)  # of a sequence
-        self._split = {"SHORTEST": _SHORTEST_SPLIT, "LONGEST": int(self.split_lengths(np.array(shape.max_model_len)))}
+        self._split = {"SHORTEST": SHORTEST_SPLIT, "LONGEST": int(self.split_lengths(np.array(shape.max_model_len)))}
         capacity = shape.max_num_seqs * self._most_splits
         # Partial results live here between two kernels; a captured step needs them in one place.
         self._partial = torch.empty(
@@ -112,7 +108,7 @@ class TritonAttention:
     def shared_prefixes(
         self, block_tables: np.ndarray, context_lens: np.ndarray, block_size: int
     ) -> PrefixGroups | None:
-        if _SHORTEST_SPLIT % block_size:
+        if SHORTEST_SPLIT % block_size:
             return None
         group_size = self._shape.num_heads // self._shape.num_kv_heads
         most_members = max(1, _QUERIES_OF_GROUP // group_size)
@@ -150,20 +146,22 @@ class TritonAttention:
         return out
 
     def _attend_decodes(self, q, cache: LayerCache, metadata: AttentionMetadata, window: int, out) -> None:
-        if cache.is_fp8:
-            raise NotImplementedError
         shape, plan, shared = self._shape, metadata.plan[window], _shared(metadata, window)
         group_size = shape.num_heads // shape.num_kv_heads
         is_beside_prompts = metadata.query_tiles is not None
-        num_stages = self.kernels(metadata.most_decodes, is_beside_prompts)
         most_items = metadata.most_decodes * self._most_splits * shape.num_kv_heads
-        _decode_kernel[(min(self._num_programs, most_items),)](
-            q, cache.keys, cache.values, metadata.block_tables, metadata.context_lens, plan.num_items, plan.item_rows,
+        kernel, caches, options = _decode_kernel, cache[:2], {"num_warps": 4, "num_stages": 2, "PADDED_GROUP": 16}
+        if cache.is_fp8:
+            kernel, caches, options = decode_fp8_kernel, cache, {"num_warps": 2, "num_stages": 3, "PADDED_GROUP": 8}
+        else:
+            options["num_stages"] = self.kernels(metadata.most_decodes, is_beside_prompts)
+        options["PADDED_GROUP"] = max(options["PADDED_GROUP"], triton.next_power_of_2(group_size))
+        kernel[(min(self._num_programs, most_items),)](
+            q, *caches, metadata.block_tables, metadata.context_lens, plan.num_items, plan.item_rows,
             plan.item_splits, plan.first_items, self._partial, self._log_sums, self._scale,
             q.stride(0), metadata.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
-            GROUP=group_size, PADDED_GROUP=max(16, triton.next_power_of_2(group_size)), HEAD_DIM=shape.head_dim,
-            WIDTH=self._width, BLOCK_SIZE=metadata.block_size, KEYS=_KEYS, IS_BESIDE_PROMPTS=is_beside_prompts,
-            WINDOW=window, num_warps=4, num_stages=num_stages, **self._split, **LAUNCH_OPTIONS,
+            GROUP=group_size, HEAD_DIM=shape.head_dim, WIDTH=self._width, BLOCK_SIZE=metadata.block_size, KEYS=_KEYS,
+            IS_BESIDE_PROMPTS=is_beside_prompts, WINDOW=window, **options, **self._split, **LAUNCH_OPTIONS,
         )  # fmt: skip
         if shared is not None:
             queries = max(16, triton.next_power_of_2(max(1, _QUERIES_OF_GROUP // group_size) * group_size))
@@ -201,30 +199,6 @@ def _store_kernel(k, v, k_cache, v_cache, slot_mapping, k_stride, v_stride, WIDT
         tl.store(v_cache + slot * WIDTH + column, tl.load(v + token * v_stride + column, is_real), is_real)
 
 
-def split_lengths(context_lens: np.ndarray) -> np.ndarray:
-    """How many keys a split has in sequences of `context_lens` keys: int64, the same shape."""
-    lengths = np.where(context_lens > int(_SHORT_SPLITS) * _SHORTEST_SPLIT, 2 * _SHORTEST_SPLIT, _SHORTEST_SPLIT)
-    while (is_short := lengths * int(_MOST_SPLITS) < context_lens).any():
-        lengths = np.where(is_short, 2 * lengths, lengths)
-    return lengths
-
-
-def most_splits(max_model_len: int) -> int:
-    """The most splits that a sequence of up to `max_model_len` keys can have."""
-    in_short, in_long = (-(-max_model_len // (times * _SHORTEST_SPLIT)) for times in (1, 2))
-    return min(max(min(in_short, int(_SHORT_SPLITS)), in_long), int(_MOST_SPLITS))
-
-
-@jit
-def _split_length(length, SHORTEST: tl.constexpr, LONGEST: tl.constexpr):
-    """`split_lengths` on the device, for sequences whose splits have LONGEST keys at most."""
-    split = tl.where(length > _SHORT_SPLITS * SHORTEST, 2 * SHORTEST, SHORTEST)
-    for doublings in tl.static_range(2, 32):
-        if SHORTEST * 2**doublings <= LONGEST:
-            split = tl.where(length > split * _MOST_SPLITS, 2 * split, split)
-    return split
-
-
 @jit
 def _plan_kernel(
     context_lens, num_decodes, num_shared, num_items, first_items, item_rows, item_splits, ROWS: tl.constexpr,
@@ -235,7 +209,7 @@ def _plan_kernel(
     row = tl.arange(0, ROWS)
     is_row = row < tl.load(num_decodes)
     length = tl.load(context_lens + row, is_row, 0)
-    split_length = _split_length(length, SHORTEST, LONGEST)
+    split_length = split_length_of(length, SHORTEST, LONGEST)
     num_splits = tl.cdiv(length, split_length)
     tl.store(first_items + row, tl.cumsum(num_splits, 0) - num_splits, is_row)
     first_split = row * 0
@@ -279,7 +253,7 @@ def _decode_kernel(
         row = tl.load(item_rows + item).to(tl.int64)
         split = tl.load(item_splits + item)
         length = tl.load(context_lens + row)
-        split_length = _split_length(length, SHORTEST, LONGEST)
+        split_length = split_length_of(length, SHORTEST, LONGEST)
         first = split * split_length
         last = tl.minimum(first + split_length, length)
         first_seen = tl.maximum(length - WINDOW, 0) if WINDOW else 0
@@ -341,7 +315,7 @@ def _grouped_kernel(
         queries = tl.load(q + row[:, None] * q_stride + head[:, None] * HEAD_DIM + column[None, :], is_real, 0.0)
         one_of_them = tl.load(members + first_member).to(tl.int64)
         block_table = block_tables + one_of_them * table_stride
-        split_length = _split_length(tl.load(context_lens + one_of_them), SHORTEST, LONGEST)  # the same for all
+        split_length = split_length_of(tl.load(context_lens + one_of_them), SHORTEST, LONGEST)  # the same for all
         largest = tl.full([QUERIES], float("-inf"), tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         summed = tl.zeros([QUERIES, WIDTH], tl.float32)
@@ -365,7 +339,7 @@ def _merge_kernel(
     row = tl.program_id(0).to(tl.int64)
     is_decode = row < tl.load(num_decodes)
     length = tl.load(context_lens + row)  # before the branch, so that both loads are under way
-    split_length = _split_length(length, SHORTEST, LONGEST)
+    split_length = split_length_of(length, SHORTEST, LONGEST)
     first_split, num_splits = 0, tl.cdiv(length, split_length)
     if WINDOW:
         first_split = tl.maximum(length - WINDOW, 0) // split_length

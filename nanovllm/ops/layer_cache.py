@@ -11,6 +11,8 @@ import torch
 from nanovllm.ops.quantize import E4M3
 
 NO_SCALE = 127  # the exponent, as floats have it, of the scale 1
+# 2^-40: a scale's inverse times thousands of weights stays far below the largest float32 (triton_fp8.py).
+LEAST_EXPONENT = 127 - 40
 
 
 class LayerCache(NamedTuple):
@@ -89,7 +91,7 @@ def quantize_heads(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     numbers = x.float()
     peak = numbers.abs().amax(-1)
-    exponents = ((peak.view(torch.int32) + 0x1FFFFF >> 23) - 8).clamp(1, 254)
+    exponents = ((peak.view(torch.int32) + 0x1FFFFF >> 23) - 8).clamp(min=LEAST_EXPONENT)
     is_finite = peak.isfinite()
     exponents = torch.where(is_finite, exponents, NO_SCALE)
     quotients = numbers / _scales(exponents)[..., None]

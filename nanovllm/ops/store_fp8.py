@@ -4,9 +4,10 @@ import torch
 
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.ops.kernel import jit, tl, triton
-from nanovllm.ops.layer_cache import LayerCache
+from nanovllm.ops.layer_cache import LEAST_EXPONENT, LayerCache
 from nanovllm.ops.quantize import ScaledProduct, to_e4m3
 
+_LEAST_EXPONENT = tl.constexpr(LEAST_EXPONENT)
 _TOKENS = 32  # that a program stores, of one head
 
 
@@ -21,7 +22,7 @@ def scale_of(peak):
     """What `bits_of_peak` gives -> what rows are multiplied by before they become e4m3, float32, and their scales'
     bfloat16 bits, int16. The factor of a row with a NaN or an infinity is NaN. The twin is `quantize_heads`."""
     is_finite = peak < 0x7F800000
-    exponent = tl.where(is_finite, tl.minimum(tl.maximum(((peak + 0x1FFFFF) >> 23) - 8, 1), 254), 127)
+    exponent = tl.where(is_finite, tl.maximum(((peak + 0x1FFFFF) >> 23) - 8, _LEAST_EXPONENT), 127)
     factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     return tl.where(is_finite, factor, float("nan")), (exponent << 7).to(tl.int16)
 
