@@ -7,6 +7,9 @@ group calculates weights, the tensor cores work for the other group. There are n
 program takes its share of a list of items (a tile of queries and two heads). The next item's data arrives while the
 program writes the result of the current one.
 
+With a cache in FP8, the fetched tiles of keys and values are e4m3. Another group of four warps converts them to the
+queries' dtype, times their scales. Then the schedule is the same.
+
 `triton_prompts.attend_prompts` calls this kernel in layers without a window, if `has_hopper_kernel`. Its twin is
 `_prefill_kernel` in triton_prompts.py.
 """
@@ -37,7 +40,7 @@ _KEYS, _BOX = 128, 64
 # Shared memory holds _STAGES tiles of keys, as many tiles of values, and _QUERY_STAGES pairs of query tiles. With three
 # and one instead, long prompts were not faster, and short ones were slower.
 _STAGES, _QUERY_STAGES = 2, 2
-_DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
 CONSTANTS = {"QUERIES": QUERY_TILE, "KEYS": _KEYS, "STAGES": _STAGES, "QUERY_STAGES": _QUERY_STAGES}
 _IS_DEPENDENT = gl.constexpr("launch_pdl" in LAUNCH_OPTIONS)
 # Triton 3.8 renamed async_copy_global_to_shared, and Triton 3.9 renamed _reinterpret.
@@ -61,19 +64,31 @@ def attend_prompts(
     """
     (num_tokens, num_heads, head_dim), num_kv_heads, tiles = q.shape, cache.num_kv_heads, metadata.query_tiles
     assert tiles is not None
-    num_pairs = -(-(num_heads // num_kv_heads) // 2)
-    width, num_items = num_kv_heads * head_dim, len(tiles) * num_kv_heads * num_pairs
+    num_items = len(tiles) * num_kv_heads * -(-(num_heads // num_kv_heads) // 2)
     layout = gl.NVMMASharedLayout.get_default_for([_BOX, _BOX], _DTYPES[q.dtype])
     by_token = TensorDescriptor(q, [num_tokens, num_heads * head_dim], [q.stride(0), 1], [QUERY_TILE, head_dim], layout)
-    by_slot = [
-        TensorDescriptor(whole, [whole.numel() // width, width], [width, 1], [_BOX, _BOX], layout)
-        for whole in (cache.keys, cache.values)
-    ]
     _attend_prompts_kernel[(min(_num_processors(q.device), num_items),)](
-        by_token, *by_slot, out, metadata.block_tables, tiles, scale, num_items, metadata.block_tables.stride(0),
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=metadata.block_size,
-        num_warps=4, **CONSTANTS, **LAUNCH_OPTIONS,
+        by_token, *_descriptors(cache), out, metadata.block_tables, tiles, scale, num_items,
+        metadata.block_tables.stride(0), NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+        BLOCK_SIZE=metadata.block_size, num_warps=4, **CONSTANTS, **LAUNCH_OPTIONS,
     )  # fmt: skip
+
+
+def _descriptors(cache: LayerCache) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor | None]:
+    """Of keys, values and scales. In FP8, rows are blocks × heads × (keys or head_dim)."""
+    row = cache.num_kv_heads * cache.head_dim
+    widths = (cache.head_dim, cache.block_size) if cache.is_fp8 else (row, row)
+    box = [_BOX, _BOX]
+    layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[cache.keys.dtype])
+    keys, values = (
+        TensorDescriptor(numbers, [numbers.numel() // width, width], [width, 1], box, layout)
+        for numbers, width in zip((cache.keys, cache.values), widths, strict=True)
+    )
+    if cache.scales is None:
+        return keys, values, None
+    size = cache.block_size
+    plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return keys, values, TensorDescriptor(cache.scales, [cache.scales.numel() // size, size], [size, 1], [1, _BOX], plain)
 
 
 @cache
@@ -103,26 +118,41 @@ def _item(turn, query_tiles, num_items, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: g
 
 
 @gluon.jit
-def _fetch_tile(by_slot, tile, is_there, block_table, first_key, num_keys, at_head, BLOCK_SIZE: gl.constexpr):
-    """Fetches the boxes of a tile of keys or of values."""
-    BOX: gl.constexpr = by_slot.block_type.shape[0]
+def _fetch_tile(
+    by_row, scales_by_row, tile, scales, is_there, block_table, first_key, num_keys, kv_head,
+    NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, ARE_KEYS: gl.constexpr,
+):  # fmt: skip
+    """Fetches the boxes of a tile of keys or of values, and in FP8 their scales."""
+    BOX: gl.constexpr = by_row.block_type.shape[0]
     NUM_BOXES: gl.constexpr = tile.shape[0] // BOX
     SHAPE: gl.constexpr = [tile.shape[0] * tile.shape[1] // (BOX * BOX), BOX, BOX]
-    boxes = _reinterpret(tile, tile.dtype, SHAPE, by_slot.layout)
-    mbarrier.expect(is_there, boxes.shape[0] * by_slot.block_type.nbytes)
+    boxes = _reinterpret(tile, tile.dtype, SHAPE, by_row.layout)
+    num_bytes: gl.constexpr = boxes.shape[0] * by_row.block_type.nbytes
+    if scales_by_row is None:
+        mbarrier.expect(is_there, num_bytes)
+    else:
+        mbarrier.expect(is_there, num_bytes + NUM_BOXES * scales_by_row.block_type.nbytes)
     for box in gl.static_range(NUM_BOXES):
         key = first_key + box * BOX
         # A box may lie behind the last block. Any block will do: its keys are masked, its values cleared.
-        block = gl.minimum(key // BLOCK_SIZE, (num_keys - 1) // BLOCK_SIZE)
-        slot = gl.load(block_table + block) * BLOCK_SIZE + key % BLOCK_SIZE
+        block = gl.load(block_table + gl.minimum(key // BLOCK_SIZE, (num_keys - 1) // BLOCK_SIZE))
+        of_head, place = block * NUM_KV_HEADS + kv_head, key % BLOCK_SIZE
+        if scales_by_row is not None:
+            _fetch(scales_by_row, [of_head, place], is_there, scales.index(box))
         for part in gl.static_range(boxes.shape[0] // NUM_BOXES):
-            _fetch(by_slot, [slot, at_head + part * BOX], is_there, boxes.index(part * NUM_BOXES + box))
+            if scales_by_row is None:
+                at = [block * BLOCK_SIZE + place, kv_head * HEAD_DIM + part * BOX]
+            elif ARE_KEYS:
+                at = [of_head * BLOCK_SIZE + place, part * BOX]
+            else:  # transposed
+                at = [of_head * HEAD_DIM + part * BOX, place]
+            _fetch(by_row, at, is_there, boxes.index(part * NUM_BOXES + box))
 
 
 @gluon.jit
 def _fetch_all(
-    q_by_token, keys_by_slot, values_by_slot, queries, keys, values, barriers, block_tables, query_tiles, num_items,
-    table_stride, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    q_by_token, keys_by_row, values_by_row, scales_by_row, queries, keys, values, key_scales, value_scales, barriers,
+    block_tables, query_tiles, num_items, table_stride, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that fetches. It puts data into a stage as soon as both groups have released it."""
@@ -135,13 +165,13 @@ def _fetch_all(
         if num_queries > 0:
             block_table = block_tables + row.to(gl.int64) * table_stride
             num_keys = first_position + num_queries
-            at_head = head // (NUM_HEADS // NUM_KV_HEADS) * HEAD_DIM
+            kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
             for first_key in range(0, num_keys, KEYS):
                 stage, phase = num_done % STAGES, num_done // STAGES & 1 ^ 1
                 mbarrier.wait(keys_free.index(stage), phase)
                 _fetch_tile(
-                    keys_by_slot, keys.index(stage), keys_there.index(stage), block_table, first_key, num_keys, at_head,
-                    BLOCK_SIZE,
+                    keys_by_row, scales_by_row, keys.index(stage), key_scales, keys_there.index(stage), block_table,
+                    first_key, num_keys, kv_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, True,
                 )  # fmt: skip
                 if first_key == 0:
                     query_stage = num_taken % QUERY_STAGES
@@ -153,11 +183,70 @@ def _fetch_all(
                     _fetch(q_by_token, at, is_there, queries.index(query_stage * 2 + 1))
                 mbarrier.wait(values_free.index(stage), phase)
                 _fetch_tile(
-                    values_by_slot, values.index(stage), values_there.index(stage), block_table, first_key, num_keys,
-                    at_head, BLOCK_SIZE,
+                    values_by_row, scales_by_row, values.index(stage), value_scales, values_there.index(stage),
+                    block_table, first_key, num_keys, kv_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, False,
                 )  # fmt: skip
                 num_done += 1
             num_taken += 1
+
+
+@gluon.jit
+def _convert_tile(fetched, scales, tile, num_left, layout: gl.constexpr, ARE_KEYS: gl.constexpr):
+    """Writes a tile of keys, or of transposed values, whose boxes and scales were fetched. Values from `num_left` on
+    become 0: they may be NaN, which a weight of 0 does not remove."""
+    BOX: gl.constexpr = scales.shape[2]
+    NUM_BOXES: gl.constexpr = tile.shape[0] // BOX
+    SHAPE: gl.constexpr = [NUM_BOXES * NUM_BOXES, BOX, BOX]
+    NUMBERS: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [gl.num_warps(), 1], [1, 0])
+    fetched = _reinterpret(fetched, fetched.dtype, SHAPE, gl.NVMMASharedLayout.get_default_for([BOX, BOX], fetched.dtype))
+    boxes = _reinterpret(tile, tile.dtype, SHAPE, layout)
+    key = gl.arange(0, BOX, gl.SliceLayout(0, NUMBERS))
+    for box in gl.static_range(NUM_BOXES):
+        if ARE_KEYS:
+            bits = scales.index(box).permute((1, 0)).load(NUMBERS) & -65536
+        else:
+            bits = scales.index(box).load(NUMBERS) << 16
+        factor = bits.to(gl.float32, bitcast=True)
+        for part in gl.static_range(NUM_BOXES):
+            numbers = fetched.index(part * NUM_BOXES + box).load(NUMBERS).to(gl.float32) * factor
+            if ARE_KEYS:
+                boxes.index(part * NUM_BOXES + box).store(numbers.to(tile.dtype))
+            else:
+                numbers = gl.where((box * BOX + key < num_left)[None, :], numbers, 0.0)
+                boxes.index(box * NUM_BOXES + part).store(numbers.to(tile.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
+def _convert_all(
+    fetched_keys, fetched_values, key_scales, value_scales, fetched, keys, values, barriers, query_tiles, num_items,
+    layout: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """The warps that convert tiles in FP8. `fetched`: barriers of what is fetched, which has one stage."""
+    _queries_there, _queries_free, keys_there, keys_free, values_there, values_free = barriers
+    _queries_there, _queries_free, new_keys, old_keys, new_values, old_values = fetched
+    num_done = 0
+    for turn in range(gl.cdiv(num_items, gl.num_programs(0))):
+        _token, num_queries, first_position, _row, _head, _second_head = _item(
+            turn, query_tiles, num_items, NUM_HEADS, NUM_KV_HEADS
+        )
+        if num_queries > 0:
+            num_keys = first_position + num_queries
+            for first_key in range(0, num_keys, KEYS):
+                stage, phase = num_done % STAGES, num_done // STAGES & 1 ^ 1
+                num_left = num_keys - first_key
+                mbarrier.wait(keys_free.index(stage), phase)
+                mbarrier.wait(new_keys.index(0), num_done & 1)
+                _convert_tile(fetched_keys.index(0), key_scales, keys.index(stage), num_left, layout, True)
+                mbarrier.arrive(keys_there.index(stage), count=1)
+                mbarrier.arrive(old_keys.index(0), count=1)
+                mbarrier.wait(values_free.index(stage), phase)
+                mbarrier.wait(new_values.index(0), num_done & 1)
+                _convert_tile(fetched_values.index(0), value_scales, values.index(stage), num_left, layout, False)
+                mbarrier.arrive(values_there.index(stage), count=1)
+                mbarrier.arrive(old_values.index(0), count=1)
+                num_done += 1
 
 
 @gluon.jit
@@ -165,6 +254,15 @@ def _begin_scores(queries, keys, SCORES: gl.constexpr):
     """Starts the products of queries with a tile of keys."""
     zeros = gl.full([queries.shape[0], keys.shape[0]], 0.0, gl.float32, SCORES)
     return warpgroup_mma(queries, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _as_stored(values, IS_FP8: gl.constexpr):
+    """A tile of values, [keys, 128]."""
+    if IS_FP8:
+        return values.permute((1, 0))
+    else:
+        return values
 
 
 @gluon.jit
@@ -188,7 +286,8 @@ def _softmax(
 @gluon.jit
 def _attend_tiles(
     begin, end, num_done, queries, keys, values, barriers, position, weights, largest, total, summed, scale,
-    IS_MASKED: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr, WEIGHTS: gl.constexpr,
+    IS_MASKED: gl.constexpr, IS_FP8: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr,
+    WEIGHTS: gl.constexpr,
 ):  # fmt: skip
     """Takes tiles begin … end − 1 of an item: the scores of each, and the values of the tile before it."""
     _queries_there, _queries_free, keys_there, keys_free, values_there, values_free = barriers
@@ -198,7 +297,7 @@ def _attend_tiles(
         mbarrier.wait(keys_there.index(stage), done // STAGES & 1)
         scores = _begin_scores(queries, keys.index(stage), SCORES)
         mbarrier.wait(values_there.index(before), (done - 1) // STAGES & 1)
-        sums = warpgroup_mma(weights, values.index(before), summed, is_async=True)
+        sums = warpgroup_mma(weights, _as_stored(values.index(before), IS_FP8), summed, is_async=True)
         scores = warpgroup_mma_wait(1, (scores,))
         weights, largest, total, shrink = _softmax(
             scores, tile * keys.shape[1], position, largest, total, scale, IS_MASKED, WEIGHTS, queries.dtype
@@ -240,8 +339,8 @@ def _write(out, result, first_token, num_queries, head, NUM_HEADS: gl.constexpr)
 
 @gluon.jit
 def _attend_all(
-    out, queries, keys, values, barriers, query_tiles, num_items, scale, WHICH: gl.constexpr, NUM_HEADS: gl.constexpr,
-    NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr,
+    out, queries, keys, values, barriers, query_tiles, num_items, scale, WHICH: gl.constexpr, IS_FP8: gl.constexpr,
+    NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr,
     STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps, which attends the first or the second head of each item."""
@@ -278,11 +377,11 @@ def _attend_all(
             first_masked = gl.maximum((first_position + 1) // KEYS, 1)
             weights, largest, total, summed = _attend_tiles(
                 1, first_masked, num_done, mine, keys, values, barriers, position, weights, largest, total, summed,
-                scale, False, STAGES, SCORES, SUMS, WEIGHTS,
+                scale, False, IS_FP8, STAGES, SCORES, SUMS, WEIGHTS,
             )  # fmt: skip
             weights, largest, total, summed = _attend_tiles(
                 first_masked, num_tiles, num_done, mine, keys, values, barriers, position, weights, largest, total,
-                summed, scale, True, STAGES, SCORES, SUMS, WEIGHTS,
+                summed, scale, True, IS_FP8, STAGES, SCORES, SUMS, WEIGHTS,
             )  # fmt: skip
             mbarrier.arrive(queries_free.index(query_stage), count=1)
             num_done += num_tiles
@@ -290,9 +389,10 @@ def _attend_all(
             last = (num_done - 1) % STAGES
             mbarrier.wait(values_there.index(last), (num_done - 1) // STAGES & 1)
             num_left = num_keys - (num_tiles - 1) * KEYS
-            if num_left < KEYS:
-                _clear_behind(values.index(last), num_left)
-            sums = warpgroup_mma(weights, values.index(last), summed, is_async=True)
+            if not IS_FP8:
+                if num_left < KEYS:
+                    _clear_behind(values.index(last), num_left)
+            sums = warpgroup_mma(weights, _as_stored(values.index(last), IS_FP8), summed, is_async=True)
             summed = warpgroup_mma_wait(0, (sums,))
             mbarrier.arrive(values_free.index(last), count=1)
             result = summed / gl.convert_layout(total, gl.SliceLayout(1, SUMS))[:, None]
@@ -306,15 +406,15 @@ def _attend_all(
 
 @gluon.jit(do_not_specialize=["num_items", "table_stride"])
 def _attend_prompts_kernel(
-    q_by_token, keys_by_slot, values_by_slot, out, block_tables, query_tiles, scale, num_items, table_stride,
+    q_by_token, keys_by_row, values_by_row, scales_by_row, out, block_tables, query_tiles, scale, num_items, table_stride,
     NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
     """One program per processor. A barrier X_there is passed when the data of a stage have arrived, X_free when both
     groups have released it."""
     gl.static_assert(HEAD_DIM == 128 and QUERIES == 64)
-    dtype: gl.constexpr = keys_by_slot.dtype
-    layout: gl.constexpr = keys_by_slot.layout
+    dtype: gl.constexpr = q_by_token.dtype
+    layout: gl.constexpr = q_by_token.layout
     queries = gl.allocate_shared_memory(dtype, [2 * QUERY_STAGES, QUERIES, HEAD_DIM], layout)
     keys = gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_DIM], layout)
     values = gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_DIM], layout)
@@ -336,21 +436,60 @@ def _attend_prompts_kernel(
         gdc_wait()  # comes first: the decodes' kernel may start right after the next line, and does not wait itself
         gdc_launch_dependents()
     barriers = (queries_there, queries_free, keys_there, keys_free, values_there, values_free)
-    gl.warp_specialize(
-        [
-            (_attend_all, (
-                out, queries, keys, values, barriers, query_tiles, num_items, scale, 0, NUM_HEADS,
-                NUM_KV_HEADS, HEAD_DIM, QUERIES, KEYS, STAGES, QUERY_STAGES,
-            )),
-            (_attend_all, (
-                out, queries, keys, values, barriers, query_tiles, num_items, scale, 1, NUM_HEADS,
-                NUM_KV_HEADS, HEAD_DIM, QUERIES, KEYS, STAGES, QUERY_STAGES,
-            )),
-            (_fetch_all, (
-                q_by_token, keys_by_slot, values_by_slot, queries, keys, values, barriers, block_tables, query_tiles,
-                num_items, table_stride, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEYS, STAGES, QUERY_STAGES,
-            )),
-        ],
-        [4, 1],  # warps of the second group and of the one that fetches
-        [240, 24],  # their registers per thread; the first group has 240 too
-    )  # fmt: skip
+    if scales_by_row is None:
+        gl.warp_specialize(
+            [
+                (_attend_all, (
+                    out, queries, keys, values, barriers, query_tiles, num_items, scale, 0, False, NUM_HEADS,
+                    NUM_KV_HEADS, HEAD_DIM, QUERIES, KEYS, STAGES, QUERY_STAGES,
+                )),
+                (_attend_all, (
+                    out, queries, keys, values, barriers, query_tiles, num_items, scale, 1, False, NUM_HEADS,
+                    NUM_KV_HEADS, HEAD_DIM, QUERIES, KEYS, STAGES, QUERY_STAGES,
+                )),
+                (_fetch_all, (
+                    q_by_token, keys_by_row, values_by_row, None, queries, keys, values, None, None, barriers,
+                    block_tables, query_tiles, num_items, table_stride, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+                    KEYS, STAGES, QUERY_STAGES,
+                )),
+            ],
+            [4, 1],  # warps of the second group and of the one that fetches
+            [240, 24],  # their registers per thread; the first group has 240 too
+        )  # fmt: skip
+    else:
+        fetched_keys = gl.allocate_shared_memory(keys_by_row.dtype, [1, KEYS, HEAD_DIM], keys_by_row.layout)
+        fetched_values = gl.allocate_shared_memory(keys_by_row.dtype, [1, HEAD_DIM, KEYS], keys_by_row.layout)
+        key_scales = gl.allocate_shared_memory(gl.int32, [KEYS // 64, 1, 64], scales_by_row.layout)
+        value_scales = gl.allocate_shared_memory(gl.int32, [KEYS // 64, 1, 64], scales_by_row.layout)
+        new_keys = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        old_keys = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        new_values = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        old_values = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(new_keys.index(0), count=1)
+        mbarrier.init(old_keys.index(0), count=1)
+        mbarrier.init(new_values.index(0), count=1)
+        mbarrier.init(old_values.index(0), count=1)
+        fetched = (queries_there, queries_free, new_keys, old_keys, new_values, old_values)
+        gl.warp_specialize(
+            [
+                (_attend_all, (
+                    out, queries, keys, values, barriers, query_tiles, num_items, scale, 0, True, NUM_HEADS,
+                    NUM_KV_HEADS, HEAD_DIM, QUERIES, KEYS, STAGES, QUERY_STAGES,
+                )),
+                (_attend_all, (
+                    out, queries, keys, values, barriers, query_tiles, num_items, scale, 1, True, NUM_HEADS,
+                    NUM_KV_HEADS, HEAD_DIM, QUERIES, KEYS, STAGES, QUERY_STAGES,
+                )),
+                (_convert_all, (
+                    fetched_keys, fetched_values, key_scales, value_scales, fetched, keys, values, barriers,
+                    query_tiles, num_items, layout, NUM_HEADS, NUM_KV_HEADS, KEYS, STAGES,
+                )),
+                (_fetch_all, (
+                    q_by_token, keys_by_row, values_by_row, scales_by_row, queries, fetched_keys, fetched_values,
+                    key_scales, value_scales, fetched, block_tables, query_tiles, num_items, table_stride, NUM_HEADS,
+                    NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEYS, 1, QUERY_STAGES,
+                )),
+            ],
+            [4, 4, 1],  # warps of the second group, and of those that convert and that fetch
+            [216, 56, 24],  # their registers per thread; the first group has 216 too
+        )  # fmt: skip

@@ -35,7 +35,6 @@ def has_hopper_kernel(shape: AttentionShape, block_size: int) -> bool:
         and shape.head_dim == 128
         and shape.num_heads // shape.num_kv_heads > 1  # a program takes two heads with the same keys
         and block_size % 64 == 0
-        and not shape.has_fp8_cache
         and _has_gluon()
     )
 
