@@ -14,7 +14,9 @@ from nanovllm.attention.backend import AttentionBackend, AttentionShape, make_at
 from nanovllm.attention.metadata import AttentionMetadata, query_tiles
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Chunk
-from nanovllm.ops.layer_cache import LayerCache
+from nanovllm.ops.layer_cache import LayerCache, rounded_heads
+from nanovllm.ops.quantize import E4M3
+from nanovllm.runner.kv_cache import KVCache, KVCacheLayout
 from nanovllm.sampling_params import SamplingParams
 
 # `triton` runs in Triton's interpreter here (see conftest.py).
@@ -55,7 +57,7 @@ class Case:
     def backend(self, name: str) -> AttentionBackend:
         """A backend for tensors like these."""
         (num_heads, head_dim), num_kv_heads = self.queries[0].shape[1:], self.keys[0].shape[1]
-        options = {"scale": self.scale, "windows": tuple({0, self.window})}
+        options = {"scale": self.scale, "windows": tuple({0, self.window}), "has_fp8_cache": self.cache.is_fp8}
         shape = AttentionShape(num_heads, num_kv_heads, head_dim, self.queries[0].dtype, torch.device("cpu"), **options)
         return make_attention_backend(name, shape)
 
@@ -75,6 +77,7 @@ def make_case(
     seed: int = 0,
     window: int = 0,
     scale: float | None = None,
+    is_fp8: bool = False,
 ) -> Case:
     """A step over `sequences`, each (cached tokens, new tokens), in blocks dealt at random.
 
@@ -93,8 +96,8 @@ def make_case(
     tables = np.zeros((len(sequences), max(table_sizes)), np.int64)
     for row, size in enumerate(table_sizes):
         tables[row, :size] = [blocks.pop() for _ in range(size)]
-    shape = (sum(table_sizes) + 3, block_size, num_kv_heads, head_dim)
-    cache = LayerCache(*(torch.full(shape, math.nan, dtype=dtype) for _ in range(2)))
+    layout = KVCacheLayout(1, block_size, num_kv_heads, head_dim, E4M3 if is_fp8 else dtype)
+    cache = filled_with_nan(layout.empty(sum(table_sizes) + 3, torch.device("cpu"))).layers[0]
 
     slot_mapping: list[int] = []
     for row, length in enumerate(lengths):
@@ -104,6 +107,13 @@ def make_case(
         slot_mapping += slots[num_cached[row] :]
     metadata = make_metadata(num_new, lengths, slot_mapping, torch.from_numpy(tables).int(), block_size)
     return Case(queries, keys, values, num_new, cache, metadata, window, scale)
+
+
+def filled_with_nan(cache: KVCache) -> KVCache:
+    """In FP8, scales are NaN too: the interpreter takes e4m3's NaN for a number."""
+    for tensor in cache.tensors:
+        tensor.fill_(math.nan if tensor.is_floating_point() else 0x7FC07FC0)
+    return cache
 
 
 def make_metadata(
@@ -159,6 +169,8 @@ def relative_error(case: Case, out: torch.Tensor) -> float:
     assert out.dtype == case.queries[0].dtype and out.isfinite().all()
     ours, exact, start = [], [], 0
     for whole_q, whole_k, whole_v, num_new in zip(case.queries, case.keys, case.values, case.num_new, strict=True):
+        if case.cache.is_fp8:
+            whole_k, whole_v = rounded_heads(whole_k), rounded_heads(whole_v)
         q, k, v = (whole.double().numpy() for whole in (whole_q, whole_k, whole_v))
         rows = range(num_new)
         if num_new > NUM_COMPARED:

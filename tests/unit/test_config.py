@@ -25,6 +25,8 @@ def test_the_defaults_are_the_documented_ones():
         "device": "auto",
         "attention_backend": "auto",
         "load_format": "auto",
+        "quantization": None,
+        "kv_cache_dtype": "auto",
         "max_model_len": None,
         "max_num_batched_tokens": 16384,
         "max_num_seqs": None,

@@ -1,0 +1,462 @@
+"""The KV cache in FP8: its format, each kernel against its plain twin, and engines against each other."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_factory import FAMILIES, save_family_model
+from model_factory import one_thread, save_model  # noqa: F401
+from test_attention import MIXED, TOLERANCE, filled_with_nan, make_case, relative_error, run
+from test_fp8 import HALF_LEAST, HALF_ULP, assert_alike, random_product, random_tensor
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.attention import triton_prompts
+from nanovllm.attention.backend import AttentionShape, _problem, make_attention_backend
+from nanovllm.attention.triton_backend import store_kvcache
+from nanovllm.jobs.identity import identity_of
+from nanovllm.ops.copy_blocks import copy_blocks
+from nanovllm.ops.layer_cache import LayerCache, quantize_heads, rounded_heads, whole_heads
+from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
+from nanovllm.ops.quantize import E4M3, ScaledProduct
+from nanovllm.runner.device import kv_cache_dtype_of
+from nanovllm.runner.kv_cache import KVCacheLayout
+from nanovllm.sampling_params import completion_seed
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of infinities that are meant
+
+CPU = torch.device("cpu")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+# Queries, or weights, that are rounded twice to e4m3 have about 8 bits.
+DECODE_TOLERANCE = 6e-3
+
+
+def poisoned_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> LayerCache:
+    layout = KVCacheLayout(1, block_size, num_kv_heads, head_dim, E4M3)
+    return filled_with_nan(layout.empty(num_blocks, CPU)).layers[0]
+
+
+def assert_same_bits(found: LayerCache, expected: LayerCache) -> None:
+    assert torch.equal(found.scales, expected.scales)
+    for ours, theirs in zip(found[:2], expected[:2], strict=True):
+        # Interpreted kernels make zeros of the small numbers of which PyTorch makes negative zeros.
+        ours, theirs = (bits.where(bits != 0x80, 0) for bits in (ours.view(torch.uint8), theirs.view(torch.uint8)))
+        assert torch.equal(ours, theirs)
+
+
+def heads_of_many_sizes(num_tokens: int, num_heads: int, head_dim: int, seed: int = 0) -> torch.Tensor:
+    """Some of zeros, and some whose largest number is 448 × a power of two or a hair off."""
+    x = random_tensor(num_tokens, num_heads, head_dim, seed=seed)
+    x = x * torch.exp(2 * random_tensor(num_tokens, num_heads, 1, seed=seed + 100))
+    x[1] = 0
+    for token, peak in ((2, 448.0), (3, 448.00003), (4, 447.99997), (5, 56.0)):
+        x[token] = x[token].clamp(-peak / 2, peak / 2)
+        x[token, :, head_dim // 2] = -peak
+    return x
+
+
+# The format
+
+
+@DTYPES
+def test_a_head_is_rounded_to_e4m3_by_a_power_of_two(dtype):
+    x = heads_of_many_sizes(200, 3, 40).to(dtype)
+    heads, exponents = quantize_heads(x)
+    scales = torch.exp2(exponents - 127.0)
+    exact, found = x.float(), whole_heads(heads, exponents)
+    assert torch.equal(found, heads.float() * scales[..., None])
+    limit = HALF_ULP * exact.abs() + HALF_LEAST * scales[..., None]
+    assert ((found - exact).abs() <= limit).all()
+    quotients = exact.abs().amax(-1) / scales
+    is_zero = quotients == 0
+    assert is_zero.sum() == 3 and (found[is_zero] == 0).all()
+    assert (quotients[~is_zero] > 224).all() and (quotients <= 448).all(), "the range of e4m3 is used, not exceeded"
+    assert torch.equal(found, found.bfloat16().float()), "exact in bfloat16"
+
+
+@pytest.mark.parametrize("peak", [1e-45, 1e-38, 1.2e-38, 1e-30, 3e38])
+def test_the_ends_of_float32_are_scaled_too(peak):
+    """The smallest scale is 2^-126, whose reciprocal is a number still."""
+    x = torch.tensor([[peak, -peak / 2, 0, peak / 7]])
+    heads, exponents = quantize_heads(x)
+    assert exponents[0] >= 1
+    scale = torch.exp2(exponents.double() - 127)
+    error = (heads.double() * scale[:, None] - x.double()).abs()
+    assert (error <= HALF_ULP * x.double().abs() + HALF_LEAST * scale).all()
+
+
+def test_what_is_no_number_stays_in_its_head():
+    x = random_tensor(4, 2, 16)
+    expected = rounded_heads(x)
+    x[1, 0, 3], x[2, 1, 15], x[3, 0, 0] = float("nan"), float("inf"), -float("inf")
+    heads, exponents = quantize_heads(x)
+    is_bad = torch.zeros(4, 2, dtype=torch.bool)
+    is_bad[1, 0] = is_bad[2, 1] = is_bad[3, 0] = True
+    assert heads[is_bad].isnan().all() and (exponents[is_bad] == 127).all()
+    assert torch.equal(whole_heads(heads, exponents)[~is_bad], expected[~is_bad])
+
+
+@pytest.mark.parametrize(("num_kv_heads", "block_size", "head_dim"), [(3, 4, 10), (1, 32, 16), (2, 1, 64)])
+def test_what_is_written_is_read_and_lies_where_the_format_says(num_kv_heads, block_size, head_dim):
+    cache = poisoned_cache(9, block_size, num_kv_heads, head_dim)
+    assert (cache.num_kv_heads, cache.block_size, cache.head_dim) == (num_kv_heads, block_size, head_dim)
+    before = LayerCache(*(tensor.clone() for tensor in cache))
+    k, v = (heads_of_many_sizes(9, num_kv_heads, head_dim, seed) for seed in (0, 1))
+    slots = torch.randperm(9 * block_size, generator=torch.Generator().manual_seed(0))[:9]
+    slots[[0, 7]] = -1
+    cache.write(k, v, slots)
+    found = [x.unflatten(0, (9, block_size)) for x in cache.read(torch.arange(9))]
+    halves = cache.scales.view(torch.bfloat16).unflatten(-1, (block_size, 2))  # little-endian: the value's comes first
+    is_written = torch.zeros(9, block_size, dtype=torch.bool)
+    for token, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        block, place = divmod(slot, block_size)
+        is_written[block, place] = True
+        for head in range(num_kv_heads):
+            key, value = cache.keys[block, head, place].float(), cache.values[block, head, :, place].float()
+            value_scale, key_scale = halves[block, head, place].float()
+            assert torch.equal(key * key_scale, rounded_heads(k[token, head]))
+            assert torch.equal(value * value_scale, rounded_heads(v[token, head]))
+            rows = torch.tensor([slot * num_kv_heads + head])
+            for of_head, x, whole in zip(cache.read_heads(rows), (k, v), found, strict=True):
+                assert torch.equal(of_head[0], rounded_heads(x[token, head]))
+                assert torch.equal(whole[block, place, head], of_head[0])
+    for now, old in zip(
+        (cache.keys.transpose(1, 2), cache.values.permute(0, 3, 1, 2), cache.scales.transpose(1, 2)),
+        (before.keys.transpose(1, 2), before.values.permute(0, 3, 1, 2), before.scales.transpose(1, 2)),
+        strict=True,
+    ):
+        now, old = (x[~is_written].contiguous().view(torch.uint8) for x in (now, old))
+        assert torch.equal(now, old), "another slot was written"
+
+
+def test_blocks_are_read_in_the_order_asked_for():
+    cache = poisoned_cache(5, 4, 2, 16)
+    k, v = random_tensor(20, 2, 16), random_tensor(20, 2, 16, seed=1)
+    cache.write(k, v, torch.arange(20))
+    for found, x in zip(cache.read(torch.tensor([3, 0, 3])), (k, v), strict=True):
+        assert torch.equal(found, rounded_heads(x).unflatten(0, (5, 4))[[3, 0, 3]].flatten(0, 1))
+
+
+# Stores
+
+
+@DTYPES
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
+@pytest.mark.parametrize("block_size", [32, 64])
+def test_the_store_kernels_write_what_their_twin_writes(head_dim, block_size, dtype):
+    """More tokens than a program stores, rows that are no powers of two apart, and padding."""
+    num_tokens, num_kv_heads = 45, 3
+    found, expected = (poisoned_cache(3, block_size, num_kv_heads, head_dim) for _ in range(2))
+    k, v = (heads_of_many_sizes(num_tokens, num_kv_heads, head_dim, seed) for seed in (0, 1))
+    qkv = torch.cat((random_tensor(num_tokens, 4, head_dim), k, v), 1).to(dtype)
+    _, k, v = qkv.split((4, num_kv_heads, num_kv_heads), 1)
+    slots = torch.randperm(3 * block_size, generator=torch.Generator().manual_seed(1))[:num_tokens]
+    slots[::6] = -1
+    expected.write(k, v, slots)
+    store_kvcache(k, v, found, slots)
+    assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(32, 32), (64, 64), (80, 48), (80, 2), (128, 128)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (3, 3), (16, 1)])
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_the_fused_kernel_stores_what_its_twin_stores(
+    head_dim, rotary_dim, num_heads, num_kv_heads, has_norm, is_scaled
+):
+    """Keys as they are finished, values as they are projected; the other half of a scale is left alone."""
+    num_tokens, num_normed = 37, num_heads + num_kv_heads
+    product = random_product(num_tokens, (num_normed + num_kv_heads) * head_dim)
+    product.product[5], product.product[6] = 0, product.product[6] * 1e-6
+    dtype = torch.float32 if has_norm else torch.float16  # the interpreter does not round to bfloat16
+    product = ScaledProduct(product.product.to(dtype), product.row_scales, product.column_scales)
+    qkv: Any = product if is_scaled else product.whole()
+    weight = torch.rand(num_normed, head_dim) + 0.5 if has_norm else None
+    cos, sin = (random_tensor(num_tokens, 1, head_dim, seed=seed).to(dtype) for seed in (3, 4))
+    usual = LayerCache(*(torch.zeros(2, 32, num_kv_heads, head_dim, dtype=dtype) for _ in range(2)))
+    slots = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:num_tokens]
+    slots[::5] = -1
+    out = qk_norm_rotate_store(qkv, weight, 1e-6, cos, sin, rotary_dim, usual, slots)
+    found, expected = (poisoned_cache(2, 32, num_kv_heads, head_dim) for _ in range(2))
+    assert torch.equal(qk_norm_rotate_store(qkv, weight, 1e-6, cos, sin, rotary_dim, found, slots), out)
+    values = product.whole().unflatten(1, (-1, head_dim))[:, num_normed:]
+    expected.write(out[:, num_heads:], values, slots)
+    assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "kernel"])
+def test_copied_blocks_take_their_scales_along(fused):
+    layout = KVCacheLayout(3, 32, 2, 48, E4M3)
+    cache = layout.empty(6, CPU)
+    for seed, layer in enumerate(cache.layers):
+        k, v = random_tensor(64, 2, 48, seed=seed), random_tensor(64, 2, 48, seed=seed + 10)
+        layer.write(k, v, torch.arange(64))
+        layer.write(k, v, torch.arange(64, 128))
+    for tensor in cache.tensors:
+        copy_blocks(tensor, ((0, 4), (1, 2), (0, 5)), fused)
+    for seed, layer in enumerate(cache.layers):
+        for found, x in zip(layer.read(torch.tensor([4, 2, 5, 0])), (seed, seed + 10), strict=True):
+            expected = rounded_heads(random_tensor(64, 2, 48, seed=x)).unflatten(0, (2, 32))
+            assert torch.equal(found, expected[[0, 1, 0, 0]].flatten(0, 1))
+
+
+# Attention. The formula sees rounded keys and values; everything that is not a sequence's own is NaN.
+
+
+def assert_exact(backend: str, case) -> None:
+    tolerance = TOLERANCE[case.queries[0].dtype]
+    if backend == "triton" and case.metadata.most_decodes:
+        tolerance = max(tolerance, DECODE_TOLERANCE)
+    error = relative_error(case, run(backend, case))
+    assert error <= tolerance, error
+
+
+BACKENDS_AND_DTYPES = pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        ("torch", torch.float32), ("torch", torch.bfloat16), ("sdpa", torch.float32), ("sdpa", torch.bfloat16),
+        ("triton", torch.float32), ("triton", torch.float16),
+    ],
+    ids=str,
+)  # fmt: skip
+
+
+PROMPTS_ONLY = [(0, 17), (12, 9), (0, 4), (5, 2), (64, 64), (130, 70), (0, 150), (31, 33)]
+
+
+@BACKENDS_AND_DTYPES
+@pytest.mark.parametrize("window", [0, 1, 33, 100])
+@pytest.mark.parametrize("block_size", [32, 64])
+@pytest.mark.parametrize(
+    ("num_kv_heads", "group_size", "head_dim"), [(2, 1, 32), (1, 4, 64), (3, 3, 80), (2, 2, 128), (1, 2, 256)]
+)
+def test_prompts_attend_as_the_formula_says(backend, dtype, window, block_size, num_kv_heads, group_size, head_dim):
+    options = {"dtype": dtype, "seed": head_dim + window, "window": window, "is_fp8": True}
+    assert_exact(backend, make_case(PROMPTS_ONLY, block_size, num_kv_heads, group_size, head_dim, **options))
+
+
+@BACKENDS_AND_DTYPES
+@pytest.mark.parametrize("window", [0, 1, 33, 300])
+@pytest.mark.parametrize("block_size", [32, 64])
+@pytest.mark.parametrize(
+    ("num_kv_heads", "group_size", "head_dim"), [(2, 1, 32), (1, 8, 64), (3, 3, 80), (2, 5, 128), (1, 2, 256)]
+)
+def test_decodes_beside_prompts_attend_as_the_formula_says(
+    backend, dtype, window, block_size, num_kv_heads, group_size, head_dim
+):
+    options = {"dtype": dtype, "seed": head_dim + window, "window": window, "is_fp8": True}
+    sequences = [(250, 1), (256, 1), (600, 1), *MIXED]
+    assert_exact(backend, make_case(sequences, block_size, num_kv_heads, group_size, head_dim, **options))
+
+
+@pytest.mark.parametrize("backend", ["torch", "sdpa", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_prompt_in_chunks_attends_as_in_one_piece(backend, dtype):
+    """New keys are seen as they are cached, or a prompt would depend on where it was cut."""
+    whole = make_case([(0, 50)], 32, num_kv_heads=2, dtype=dtype, is_fp8=True)
+    expected, parts = run(backend, whole), []
+    # Chunks of two tokens at least: decodes have a kernel of their own.
+    for start, end in ((0, 13), (13, 15), (15, 40), (40, 50)):
+        case = make_case([(start, end - start)], 32, num_kv_heads=2, dtype=dtype, is_fp8=True)
+        case.queries, case.keys, case.values = (
+            [tensors[0][:end]] for tensors in (whole.queries, whole.keys, whole.values)
+        )
+        slots = (case.metadata.block_tables[0].long()[:, None] * 32 + torch.arange(32)).flatten()
+        case.cache.write(whole.keys[0][:start], whole.values[0][:start], slots[:start])
+        parts.append(run(backend, case))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(torch.cat(parts), expected, rtol=tolerance, atol=tolerance)
+
+
+# Engines. The cache in FP8 is a part of the model here: every engine has it.
+
+
+PROMPTS = [list(range(1, length + 1)) for length in (1, 2, 29, 5, 40, 33, 64)]
+PROMPTS += [PROMPTS[-1] + [7], PROMPTS[-1] + [9, 3], PROMPTS[4] + [8] * 20]
+SAMPLED = SamplingParams(temperature=0.9, max_tokens=12, ignore_eos=True, detokenize=False)
+
+
+def make_llm(directory: Path, **options: Any) -> LLM:
+    defaults = {"device": "cpu", "dtype": "float32", "max_model_len": 96, "kv_cache_dtype": "fp8"}
+    return LLM(str(directory), **(defaults | options))
+
+
+def greedy(directory: Path, **options: Any) -> list[tuple[list[int], list[float]]]:
+    """(tokens, their log-probabilities) of each prompt."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0, detokenize=False)
+    with make_llm(directory, **options) as llm:
+        outputs = llm.generate([*PROMPTS[:4], PROMPTS[2] * 2], params, use_tqdm=False, raise_on_error=True)
+    of_each = [output.outputs[0] for output in outputs]
+    return [
+        (one.token_ids, [step[token].logprob for token, step in zip(one.token_ids, one.logprobs, strict=True)])
+        for one in of_each
+    ]
+
+
+def sampled(llm: LLM) -> list[list[int]]:
+    params = [replace(SAMPLED, seed=seed) for seed in range(len(PROMPTS))]
+    return [output.token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False, raise_on_error=True)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    save_model(directory, seed=5, head_dim=32, vocab_size=101)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(model) -> list[list[int]]:
+    """Of one prompt at a time, computed whole."""
+    found = []
+    with make_llm(model, attention_backend="torch", enable_prefix_caching=False, overlap=False) as llm:
+        for seed, prompt in enumerate(PROMPTS):
+            found.append(llm.generate(prompt, replace(SAMPLED, seed=seed), use_tqdm=False)[0].token_ids)
+    return found
+
+
+def family_options(family: str) -> dict[str, Any]:
+    """Of a model whose heads our kernels can keep in FP8."""
+    rng = random.Random(family)
+    while True:
+        options = FAMILIES[family][2](rng)
+        if options.get("head_dim", options["hidden_size"] // options["num_attention_heads"]) % 16 == 0:
+            return options
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("backend", ["sdpa", "triton"])
+def test_every_familys_tokens_are_those_of_the_plain_backend(tmp_path, family, backend):
+    save_family_model(tmp_path, family, family_options(family), seed=1)
+    plain = greedy(tmp_path, attention_backend="torch")
+    found = greedy(tmp_path, attention_backend=backend, kvcache_block_size=32)
+    assert_alike(found, plain, tolerance=5e-2 if backend == "triton" else 1e-3)
+    in_float32 = greedy(tmp_path, attention_backend="torch", kv_cache_dtype="auto")
+    assert [logprobs for _, logprobs in in_float32] != [logprobs for _, logprobs in plain], "nothing was rounded"
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "at once": {},
+    "chunks": {"max_num_batched_tokens": 16},
+    "no sharing": {"enable_prefix_caching": False, "overlap": False},
+    "few blocks": {"num_kvcache_blocks": 20, "kvcache_block_size": 8, "max_num_seqs": 6},
+    "few rows": {"max_num_seqs": 3},
+    "two ranks": {"tensor_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_schedule_changes_a_token(model, expected, schedule):
+    with make_llm(model, attention_backend="sdpa", **SCHEDULES[schedule]) as llm:
+        assert sampled(llm) == expected
+        assert sampled(llm) == expected, "now with hits"
+        metrics = llm.metrics()
+        assert (metrics["num_preemptions"] > 0) == (schedule == "few blocks")
+        assert (metrics["prefix_cache_hit_rate"] > 0) == (schedule != "no sharing")
+
+
+@pytest.mark.parametrize("backend", ["torch", "sdpa", "triton"])
+def test_completions_of_one_prompt_have_copies_of_its_last_block(model, backend):
+    params = replace(SAMPLED, max_tokens=8)
+    with make_llm(model, attention_backend="torch") as llm:
+        seeds = [completion_seed(4, index) for index in range(3)]
+        apart = [llm.generate(PROMPTS[4], replace(params, seed=seed), use_tqdm=False)[0].token_ids for seed in seeds]
+    with make_llm(model, attention_backend=backend) as llm:
+        (output,) = llm.generate([PROMPTS[4]], replace(params, n=3, seed=4), use_tqdm=False)
+        assert [completion.token_ids for completion in output.outputs] == apart
+
+
+def test_a_cache_in_fp8_wakes_up_empty_and_right(model, expected):
+    with make_llm(model, attention_backend="sdpa") as llm:
+        bytes_awake = llm.metrics()["memory_bytes"]["kv_cache"]
+        sampled(llm)
+        llm.sleep()
+        assert llm.metrics()["memory_bytes"]["kv_cache"] == 0
+        llm.wake_up()
+        assert llm.metrics()["memory_bytes"]["kv_cache"] == bytes_awake
+        assert sampled(llm) == expected
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_nearly_twice_the_blocks_fit(head_dim):
+    """A scale of two bytes per head, for keys and values each."""
+    of_fp8, usual = (KVCacheLayout(4, 64, 8, head_dim, dtype) for dtype in (E4M3, torch.bfloat16))
+    assert usual.block_bytes / of_fp8.block_bytes == 2 * head_dim / (head_dim + 2)
+    for layout in (of_fp8, usual):
+        cache = layout.empty(7, CPU)
+        of_layers = sum(tensor.nbytes for layer in cache.layers for tensor in layer if tensor is not None)
+        assert cache.nbytes == 7 * layout.block_bytes == of_layers
+        assert len(cache.layers) == 4 and all(layer.is_fp8 == layout.is_fp8 for layer in cache.layers)
+
+
+def test_an_engine_gets_nearly_twice_the_blocks(tmp_path, monkeypatch):
+    """As many as fit into the memory there is, and as many rows by default as that suggests."""
+    save_model(tmp_path, head_dim=128, num_hidden_layers=1)
+    monkeypatch.setattr("nanovllm.runner.model_runner.free_bytes", lambda device: 30 * 2**20)
+    options = {"dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 512, "attention_backend": "sdpa"}
+    numbers = []
+    for kv_cache_dtype in ("auto", "fp8"):
+        with make_llm(tmp_path, kv_cache_dtype=kv_cache_dtype, **options) as llm:
+            info = llm.engine.info
+            numbers.append(info.num_kvcache_blocks)
+            assert llm.metrics()["memory_bytes"]["kv_cache"] <= 15 * 2**20
+    assert numbers[1] >= 1.9 * numbers[0] > 100
+
+
+# Options
+
+
+def shape_of(head_dim: int = 32, device: str = "cpu") -> AttentionShape:
+    return AttentionShape(4, 2, head_dim, torch.float32, torch.device(device), has_fp8_cache=True)
+
+
+def test_options_that_cannot_be_are_named(model, monkeypatch):
+    with pytest.raises(ValueError, match="kv_cache_dtype must be one of auto, fp8, not 'int8'"):
+        make_llm(model, kv_cache_dtype="int8")
+    with pytest.raises(ValueError, match=r'16 divides for kv_cache_dtype="fp8", not 40; use .*sdpa'):
+        make_attention_backend("triton", shape_of(40))
+    with pytest.raises(ValueError, match='multiple of 32 for kv_cache_dtype="fp8", not 16'):
+        make_attention_backend("triton", shape_of(), 16)
+    with pytest.raises(ValueError, match="multiple of 32"):
+        make_llm(model, attention_backend="triton", kvcache_block_size=16)
+    for name in ("torch", "sdpa"):
+        assert make_attention_backend(name, shape_of(40), 16).name == name
+    problem = _problem("flash", shape_of(device="cuda"), None)
+    assert isinstance(problem, ValueError) and 'cannot read kv_cache_dtype="fp8"' in str(problem)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
+def test_a_gpu_without_fp8_is_named(monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cuda")
+    assert kv_cache_dtype_of("auto", torch.float16, device) == torch.float16
+    assert kv_cache_dtype_of("fp8", torch.float16, CPU) == E4M3
+    if capability >= (8, 9):
+        assert kv_cache_dtype_of("fp8", torch.float16, device) == E4M3
+    else:
+        with pytest.raises(ValueError, match=r"capability 8\.9 or newer; use kv_cache_dtype"):
+            kv_cache_dtype_of("fp8", torch.float16, device)
+
+
+def test_the_kernels_of_the_usual_cache_are_not_taken(monkeypatch):
+    """Those with tensor descriptors, and that of Hopper."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(triton_prompts, "_has_gluon", lambda: True)
+    for has_fp8_cache in (False, True):
+        shape = AttentionShape(8, 4, 128, torch.bfloat16, torch.device("cuda"), has_fp8_cache=has_fp8_cache)
+        launch = triton_prompts.prompt_launch.__wrapped__(shape, 64)
+        assert launch.heads == 2 and launch.has_descriptors != has_fp8_cache
+        has_kernel = triton_prompts.has_hopper_kernel.__wrapped__(shape, 64)
+        assert not (has_fp8_cache and has_kernel)
+
+
+def test_a_job_is_another_one_with_another_cache(model):
+    of_each = [
+        identity_of("", 1, model, {"model": str(model), **engine}, {}, 0)
+        for engine in ({}, {"kv_cache_dtype": "auto"}, {"kv_cache_dtype": "fp8"})
+    ]
+    assert of_each[2] not in of_each[:2]
