@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from nanovllm.attention import splits
 from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.metadata import AttentionMetadata, SharedPrefixes
 from nanovllm.attention.prefix_groups import PrefixGroups, find_prefix_groups
-from nanovllm.attention.splits import SHORTEST_SPLIT, most_splits, split_length_of, split_lengths
+from nanovllm.attention.splits import most_splits, split_length_of, split_lengths
 from nanovllm.attention.triton_fp8 import decode_fp8_kernel
 from nanovllm.attention.triton_prompts import LOG2_E, attend_keys, attend_prompts, slots_of
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin, let_next_come, wait
@@ -74,7 +75,8 @@ class TritonAttention:
     def __init__(self, shape: AttentionShape):
         self._shape, self._scale = shape, shape.score_scale * LOG2_E
         self._most_splits = most_splits(shape.max_model_len)  # of a sequence
-        self._split = {"SHORTEST": SHORTEST_SPLIT, "LONGEST": int(self.split_lengths(np.array(shape.max_model_len)))}
+        longest = int(split_lengths(np.array(shape.max_model_len)))
+        self._split = {"SHORTEST": splits.SHORTEST_SPLIT, "LONGEST": longest}
         capacity = shape.max_num_seqs * self._most_splits
         # Partial results live here between two kernels; a captured step needs them in one place.
         self._partial = torch.empty(
@@ -108,7 +110,7 @@ class TritonAttention:
     def shared_prefixes(
         self, block_tables: np.ndarray, context_lens: np.ndarray, block_size: int
     ) -> PrefixGroups | None:
-        if SHORTEST_SPLIT % block_size:
+        if splits.SHORTEST_SPLIT % block_size:
             return None
         group_size = self._shape.num_heads // self._shape.num_kv_heads
         most_members = max(1, _QUERIES_OF_GROUP // group_size)

@@ -45,6 +45,7 @@ EMBED_HEAD = "layers/embed_head.py"
 METADATA = "attention/metadata.py"
 SDPA = "attention/sdpa_backend.py"
 TRITON = "attention/triton_backend.py"
+SPLITS = "attention/splits.py"
 TRITON_PROMPTS = "attention/triton_prompts.py"
 HOPPER_PROMPTS = "attention/hopper_prompts.py"
 PREFIX_GROUPS = "attention/prefix_groups.py"
@@ -2112,14 +2113,14 @@ MUTANTS = [
     ),
     Mutant(
         "the device's splits grow one key too early",
-        TRITON,
+        SPLITS,
         "split = tl.where(length > split * _MOST_SPLITS, 2 * split, split)",
         "split = tl.where(length >= split * _MOST_SPLITS, 2 * split, split)",
         ("test_triton_kernels.py::test_long_sequences_have_longer_splits[0]",),
     ),
     Mutant(
         "there is no room for the splits of middling contexts",
-        TRITON,
+        SPLITS,
         "return min(max(min(in_short, int(_SHORT_SPLITS)), in_long), int(_MOST_SPLITS))",
         "return min(in_long, int(_MOST_SPLITS))",
         ("test_triton_kernels.py::test_the_longest_context_has_as_many_splits_as_there_is_room_for[65]",),
@@ -2931,8 +2932,8 @@ MUTANTS = [
     Mutant(
         "a block is counted without its values",
         KV_CACHE,
-        "return 2 * self.num_layers",
-        "return self.num_layers",
+        "bytes_of_head = 2 * self.head_dim",
+        "bytes_of_head = self.head_dim",
         ("test_bad_input.py::test_a_layouts_bytes_are_those_of_its_tensor",),
     ),
     Mutant(

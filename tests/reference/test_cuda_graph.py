@@ -446,7 +446,7 @@ def test_padded_steps_give_the_tokens_of_eager_ones(
     """Chunks, hits, tokens in flight, rows that sample and rows that do not, filters and rules that some rows have;
     preemption where there are few blocks, shared prefixes where there are many; memory that ends for some sizes: what
     is captured once read the rows of the first step for ever if those lay elsewhere in each."""
-    monkeypatch.setattr("nanovllm.attention.triton_backend._SHORTEST_SPLIT", 64)
+    monkeypatch.setattr("nanovllm.attention.splits.SHORTEST_SPLIT", 64)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(model_runner, "StepInFlight", copied)
     save_model(tmp_path, seed=3, num_hidden_layers=1)

@@ -18,7 +18,7 @@ from nanovllm.attention.backend import AttentionShape, _problem, make_attention_
 from nanovllm.attention.triton_backend import store_kvcache
 from nanovllm.jobs.identity import identity_of
 from nanovllm.ops.copy_blocks import copy_blocks
-from nanovllm.ops.layer_cache import LayerCache, quantize_heads, rounded_heads, whole_heads
+from nanovllm.ops.layer_cache import LEAST_EXPONENT, LayerCache, quantize_heads, rounded_heads, whole_heads
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
 from nanovllm.ops.quantize import E4M3, ScaledProduct
 from nanovllm.runner.device import kv_cache_dtype_of
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # nump
 
 CPU = torch.device("cpu")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-# Queries, or weights, that are rounded twice to e4m3 have about 8 bits.
-DECODE_TOLERANCE = 6e-3
+# The decode kernel rounds queries and weights to two numbers of e4m3, which is about 8 bits.
+DECODE_TOLERANCE = 1.5e-3
 
 
 def poisoned_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> LayerCache:
@@ -76,12 +76,12 @@ def test_a_head_is_rounded_to_e4m3_by_a_power_of_two(dtype):
     assert torch.equal(found, found.bfloat16().float()), "exact in bfloat16"
 
 
-@pytest.mark.parametrize("peak", [1e-45, 1e-38, 1.2e-38, 1e-30, 3e38])
+@pytest.mark.parametrize("peak", [1e-45, 1e-38, 1e-14, 1e-9, 3e38])
 def test_the_ends_of_float32_are_scaled_too(peak):
-    """The smallest scale is 2^-126, whose reciprocal is a number still."""
+    """The smallest scale is 2^-40, whose inverse may still be multiplied by many weights."""
     x = torch.tensor([[peak, -peak / 2, 0, peak / 7]])
     heads, exponents = quantize_heads(x)
-    assert exponents[0] >= 1
+    assert (exponents[0] == LEAST_EXPONENT) == (peak < 1e-9)
     scale = torch.exp2(exponents.double() - 127)
     error = (heads.double() * scale[:, None] - x.double()).abs()
     assert (error <= HALF_ULP * x.double().abs() + HALF_LEAST * scale).all()
@@ -334,7 +334,8 @@ def test_every_familys_tokens_are_those_of_the_plain_backend(tmp_path, family, b
     save_family_model(tmp_path, family, family_options(family), seed=1)
     plain = greedy(tmp_path, attention_backend="torch")
     found = greedy(tmp_path, attention_backend=backend, kvcache_block_size=32)
-    assert_alike(found, plain, tolerance=5e-2 if backend == "triton" else 1e-3)
+    # The decode kernel has 8 bits. Now and then that changes what a later key is rounded to.
+    assert_alike(found, plain, tolerance=0.15 if backend == "triton" else 1e-3)
     in_float32 = greedy(tmp_path, attention_backend="torch", kv_cache_dtype="auto")
     assert [logprobs for _, logprobs in in_float32] != [logprobs for _, logprobs in plain], "nothing was rounded"
 
@@ -442,16 +443,12 @@ def test_a_gpu_without_fp8_is_named(monkeypatch, capability):
             kv_cache_dtype_of("fp8", torch.float16, device)
 
 
-def test_the_kernels_of_the_usual_cache_are_not_taken(monkeypatch):
-    """Those with tensor descriptors, and that of Hopper."""
+def test_the_tensor_descriptors_of_the_usual_cache_are_not_taken(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(triton_prompts, "_has_gluon", lambda: True)
     for has_fp8_cache in (False, True):
         shape = AttentionShape(8, 4, 128, torch.bfloat16, torch.device("cuda"), has_fp8_cache=has_fp8_cache)
         launch = triton_prompts.prompt_launch.__wrapped__(shape, 64)
         assert launch.heads == 2 and launch.has_descriptors != has_fp8_cache
-        has_kernel = triton_prompts.has_hopper_kernel.__wrapped__(shape, 64)
-        assert not (has_fp8_cache and has_kernel)
 
 
 def test_a_job_is_another_one_with_another_cache(model):

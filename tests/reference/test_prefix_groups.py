@@ -129,8 +129,8 @@ def test_the_engine_groups_and_its_tokens_stay(tmp_path, monkeypatch):
     same tokens."""
     from nanovllm.attention.triton_backend import TritonAttention
 
-    for name in ("_SHORTEST_SPLIT", "_KEYS"):  # the interpreter is slow; rows of more than 64 keys have splits of 32
-        monkeypatch.setattr(f"nanovllm.attention.triton_backend.{name}", 16)
+    for name in ("splits.SHORTEST_SPLIT", "triton_backend._KEYS"):  # rows of more than 64 keys have splits of 32
+        monkeypatch.setattr(f"nanovllm.attention.{name}", 16)
     save_model(tmp_path, seed=1, num_hidden_layers=1, max_position_embeddings=512)
     rng = random.Random(3)
     prefixes = [[rng.randrange(50) for _ in range(length)] for length in (60, 130)]

@@ -26,7 +26,7 @@ from test_attention import run as run_case
 import nanovllm.attention
 import nanovllm.ops
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention import triton_backend, triton_prompts
+from nanovllm.attention import splits, triton_backend, triton_prompts
 from nanovllm.attention.backend import AttentionShape, make_attention_backend
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.attention.triton_backend import TritonAttention, store_kvcache
@@ -151,7 +151,7 @@ def test_a_captured_step_with_prompts_attends_every_row_once():
 @pytest.mark.parametrize("window", [0, 700])
 def test_long_sequences_have_longer_splits(monkeypatch, window):
     """A sixteenth of the real lengths: splits of 16 keys up to key 64, then of 32 up to 1,024, of 64 up to 2,048."""
-    monkeypatch.setattr(triton_backend, "_SHORTEST_SPLIT", 16)
+    monkeypatch.setattr(splits, "SHORTEST_SPLIT", 16)
     edges = {16: 16, 64: 16, 1024: 32, 2048: 64, 4096: 128}  # the last length with splits of so many keys
     lengths = [edge + more for edge in edges for more in (-1, 0, 1)] + [1, 33, 1500, 5000]
     case = make_case([(length - 1, 1) for length in lengths], 16, 1, 2, 32, window=window)
@@ -245,13 +245,23 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from nanovllm.attention.hopper_prompts import CONSTANTS, _attend_prompts_kernel as kernel
 
-for dtype, (num_heads, num_kv_heads), block_size in (("bf16", (16, 8), 64), ("fp16", (28, 4), 256)):
-    layout = gl.NVMMASharedLayout.get_default_for([64, 64], {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype])
-    types = dict.fromkeys(("keys_by_slot", "values_by_slot"), f"tensordesc<{dtype}[64,64],{layout!r}>")
-    types["q_by_token"] = f"tensordesc<{dtype}[64,128],{layout!r}>"
+DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp8e4nv": gl.float8e4nv}
+
+def descriptor(dtype, columns):
+    return f"tensordesc<{dtype}[64,{columns}],{gl.NVMMASharedLayout.get_default_for([64, 64], DTYPES[dtype])!r}>"
+
+for dtype, of_cache, (num_heads, num_kv_heads), block_size in (
+    ("bf16", "bf16", (16, 8), 64), ("fp16", "fp16", (28, 4), 256), ("bf16", "fp8e4nv", (16, 8), 64),
+    ("fp16", "fp8e4nv", (28, 4), 128),
+):
+    types = dict.fromkeys(("keys_by_row", "values_by_row"), descriptor(of_cache, 64))
+    types["q_by_token"] = descriptor(dtype, 128)
+    if of_cache == "fp8e4nv":
+        scales = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+        types["scales_by_row"] = f"tensordesc<i32[1,64],{scales!r}>"
     types |= {"out": f"*{dtype}", "block_tables": "*i32", "query_tiles": "*i32", "scale": "fp32", "num_items": "i32"}
     constants = {"NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": 128, "BLOCK_SIZE": block_size}
-    constants |= CONSTANTS
+    constants |= CONSTANTS | ({} if "scales_by_row" in types else {"scales_by_row": None})
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if signature[name][0] == "*"}
@@ -279,7 +289,7 @@ def test_the_kernel_of_hopper_compiles_with_this_triton(tmp_path):
     for line in done.stdout.splitlines():
         shared, is_hoppers, waits_first = line.split()
         assert int(shared) <= 227 * 1024 and is_hoppers == waits_first == "True"
-    assert len(done.stdout.splitlines()) == 2
+    assert len(done.stdout.splitlines()) == 4
 
 
 @pytest.mark.parametrize(
@@ -298,10 +308,10 @@ def test_few_decodes_are_attended_in_more_stages_where_they_fit(monkeypatch, hea
 @pytest.mark.parametrize("max_model_len", [1, 16, 17, 65, 100, 129, 700, 1024, 1025, 3000])
 def test_the_longest_context_has_as_many_splits_as_there_is_room_for(monkeypatch, max_model_len):
     """One more would be lost, or written into the next row's."""
-    monkeypatch.setattr(triton_backend, "_SHORTEST_SPLIT", 16)
+    monkeypatch.setattr(splits, "SHORTEST_SPLIT", 16)
     lengths = np.arange(1, max_model_len + 1)
-    num_splits = -(-lengths // triton_backend.split_lengths(lengths))
-    assert triton_backend.most_splits(max_model_len) == num_splits.max()
+    num_splits = -(-lengths // splits.split_lengths(lengths))
+    assert splits.most_splits(max_model_len) == num_splits.max()
     rows = [(max_model_len - 1, 1), (int(lengths[num_splits.argmax()]) - 1, 1)] * 2
     case = make_case(rows, 16, 1, 2, 32)
     backend = TritonAttention(AttentionShape(2, 1, 32, torch.float32, CPU, len(rows), max_model_len))
