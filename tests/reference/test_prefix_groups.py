@@ -101,12 +101,14 @@ def share(case: Case, row: int, source: int, num_keys: int) -> None:
         tensors[row][:num_keys] = tensors[source][:num_keys]
 
 
+@pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize(("num_kv_heads", "group_size"), [(2, 2), (1, 5), (1, 8), (1, 80)])
 @pytest.mark.parametrize("block_size", [64, 256])
-def test_shared_splits_attended_once_change_nothing(num_kv_heads, group_size, block_size):
-    """Prefixes of different lengths, rows that share nothing, a group larger than a tile (8 rows with 8 heads)."""
+def test_shared_splits_attended_once_change_nothing(num_kv_heads, group_size, block_size, is_fp8):
+    """Prefixes of different lengths, rows that share nothing, a group larger than a tile (8 rows with 8 heads). With a
+    cache in FP8, only the kernel of decodes rounds queries and weights."""
     lengths = [700, 530, 520, 300, 800, 90, 1030, *range(520, 530)]
-    case = make_case([(length, 1) for length in lengths], block_size, num_kv_heads, group_size, 32)
+    case = make_case([(length, 1) for length in lengths], block_size, num_kv_heads, group_size, 32, is_fp8=is_fp8)
     for row, source, num_keys in ((1, 0, 512), (2, 0, 512), (4, 0, 512), (3, 0, 256)):
         share(case, row, source, num_keys)
     for row in range(8, len(lengths)):
@@ -119,9 +121,14 @@ def test_shared_splits_attended_once_change_nothing(num_kv_heads, group_size, bl
     items, members, num_shared = (torch.cat((torch.from_numpy(x), torch.from_numpy(x))) for x in on_device)
     metadata.shared_prefixes = SharedPrefixes(torch.tensor([len(groups.items)]).int(), items, members, num_shared)
     grouped = run("triton", case, backend)
-    assert relative_error(case, grouped) <= 1e-5
+    error = relative_error(case, grouped)
     metadata.shared_prefixes = None
-    torch.testing.assert_close(run("triton", case, backend), grouped, rtol=1e-5, atol=1e-6)
+    plain = run("triton", case, backend)
+    if is_fp8:
+        assert error < relative_error(case, plain) < 1.5e-3
+    else:
+        assert error <= 1e-5
+        torch.testing.assert_close(plain, grouped, rtol=1e-5, atol=1e-6)
 
 
 def test_the_engine_groups_and_its_tokens_stay(tmp_path, monkeypatch):
