@@ -33,6 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm.attention.metadata import QUERY_TILE, AttentionMetadata
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS
 from nanovllm.ops.layer_cache import LayerCache
+from nanovllm.ops.quantize import E4M3
 
 # A tile of keys or values is fetched in boxes of 64 rows × 64 columns. A box lies in one block. In shared memory, the
 # boxes with a tile's first 64 columns precede the others, because the tensor cores read a tile in this order.
@@ -40,8 +41,12 @@ _KEYS, _BOX = 128, 64
 # Shared memory holds _STAGES tiles of keys, as many tiles of values, and _QUERY_STAGES pairs of query tiles. With three
 # and one instead, long prompts were not faster, and short ones were slower.
 _STAGES, _QUERY_STAGES = 2, 2
-_DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
-CONSTANTS = {"QUERIES": QUERY_TILE, "KEYS": _KEYS, "STAGES": _STAGES, "QUERY_STAGES": _QUERY_STAGES}
+_DTYPES: dict[torch.dtype, Any] = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    E4M3: gl.float8e4nv,
+}
+CONSTANTS = {"QUERIES": QUERY_TILE, "KEYS": _KEYS, "STAGES": _STAGES}
 _IS_DEPENDENT = gl.constexpr("launch_pdl" in LAUNCH_OPTIONS)
 # Triton 3.8 renamed async_copy_global_to_shared, and Triton 3.9 renamed _reinterpret.
 _fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -70,7 +75,8 @@ def attend_prompts(
     _attend_prompts_kernel[(min(_num_processors(q.device), num_items),)](
         by_token, *_descriptors(cache), out, metadata.block_tables, tiles, scale, num_items,
         metadata.block_tables.stride(0), NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        BLOCK_SIZE=metadata.block_size, num_warps=4, **CONSTANTS, **LAUNCH_OPTIONS,
+        BLOCK_SIZE=metadata.block_size, QUERY_STAGES=1 if cache.is_fp8 else _QUERY_STAGES, num_warps=4, **CONSTANTS,
+        **LAUNCH_OPTIONS,
     )  # fmt: skip
 
 
@@ -88,7 +94,11 @@ def _descriptors(cache: LayerCache) -> tuple[TensorDescriptor, TensorDescriptor,
         return keys, values, None
     size = cache.block_size
     plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return keys, values, TensorDescriptor(cache.scales, [cache.scales.numel() // size, size], [size, 1], [1, _BOX], plain)
+    return (
+        keys,
+        values,
+        TensorDescriptor(cache.scales, [cache.scales.numel() // size, size], [size, 1], [1, _BOX], plain),
+    )
 
 
 @cache
@@ -119,10 +129,11 @@ def _item(turn, query_tiles, num_items, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: g
 
 @gluon.jit
 def _fetch_tile(
-    by_row, scales_by_row, tile, scales, is_there, block_table, first_key, num_keys, kv_head,
+    by_row, scales_by_row, tiles, scales, barriers, stage, block_table, first_key, num_keys, kv_head,
     NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, ARE_KEYS: gl.constexpr,
 ):  # fmt: skip
-    """Fetches the boxes of a tile of keys or of values, and in FP8 their scales."""
+    """Fetches the boxes of a stage's tile of keys or of values, and in FP8 their scales."""
+    tile, is_there = tiles.index(stage), barriers.index(stage)
     BOX: gl.constexpr = by_row.block_type.shape[0]
     NUM_BOXES: gl.constexpr = tile.shape[0] // BOX
     SHAPE: gl.constexpr = [tile.shape[0] * tile.shape[1] // (BOX * BOX), BOX, BOX]
@@ -138,7 +149,7 @@ def _fetch_tile(
         block = gl.load(block_table + gl.minimum(key // BLOCK_SIZE, (num_keys - 1) // BLOCK_SIZE))
         of_head, place = block * NUM_KV_HEADS + kv_head, key % BLOCK_SIZE
         if scales_by_row is not None:
-            _fetch(scales_by_row, [of_head, place], is_there, scales.index(box))
+            _fetch(scales_by_row, [of_head, place], is_there, scales.index(stage).index(box))
         for part in gl.static_range(boxes.shape[0] // NUM_BOXES):
             if scales_by_row is None:
                 at = [block * BLOCK_SIZE + place, kv_head * HEAD_DIM + part * BOX]
@@ -152,8 +163,9 @@ def _fetch_tile(
 @gluon.jit
 def _fetch_all(
     q_by_token, keys_by_row, values_by_row, scales_by_row, queries, keys, values, key_scales, value_scales, barriers,
-    block_tables, query_tiles, num_items, table_stride, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
+    block_tables, query_tiles, num_items, table_stride, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that fetches. It puts data into a stage as soon as both groups have released it."""
     queries_there, queries_free, keys_there, keys_free, values_there, values_free = barriers
@@ -170,8 +182,8 @@ def _fetch_all(
                 stage, phase = num_done % STAGES, num_done // STAGES & 1 ^ 1
                 mbarrier.wait(keys_free.index(stage), phase)
                 _fetch_tile(
-                    keys_by_row, scales_by_row, keys.index(stage), key_scales, keys_there.index(stage), block_table,
-                    first_key, num_keys, kv_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, True,
+                    keys_by_row, scales_by_row, keys, key_scales, keys_there, stage, block_table, first_key, num_keys,
+                    kv_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, True,
                 )  # fmt: skip
                 if first_key == 0:
                     query_stage = num_taken % QUERY_STAGES
@@ -183,36 +195,35 @@ def _fetch_all(
                     _fetch(q_by_token, at, is_there, queries.index(query_stage * 2 + 1))
                 mbarrier.wait(values_free.index(stage), phase)
                 _fetch_tile(
-                    values_by_row, scales_by_row, values.index(stage), value_scales, values_there.index(stage),
-                    block_table, first_key, num_keys, kv_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, False,
+                    values_by_row, scales_by_row, values, value_scales, values_there, stage, block_table, first_key,
+                    num_keys, kv_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, False,
                 )  # fmt: skip
                 num_done += 1
             num_taken += 1
 
 
 @gluon.jit
-def _convert_tile(fetched, scales, tile, num_left, layout: gl.constexpr, ARE_KEYS: gl.constexpr):
-    """Writes a tile of keys, or of transposed values, whose boxes and scales were fetched. Values from `num_left` on
-    become 0: they may be NaN, which a weight of 0 does not remove."""
+def _convert_tile(fetched, scales, tile, num_left, ARE_KEYS: gl.constexpr):
+    """Writes a tile of keys, or of transposed values, whose boxes and scales were fetched. What is nobody's, from
+    `num_left` on, becomes 0: a scale may be infinite, which a weight of 0 does not remove."""
     BOX: gl.constexpr = scales.shape[2]
     NUM_BOXES: gl.constexpr = tile.shape[0] // BOX
     SHAPE: gl.constexpr = [NUM_BOXES * NUM_BOXES, BOX, BOX]
     NUMBERS: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [gl.num_warps(), 1], [1, 0])
-    fetched = _reinterpret(fetched, fetched.dtype, SHAPE, gl.NVMMASharedLayout.get_default_for([BOX, BOX], fetched.dtype))
-    boxes = _reinterpret(tile, tile.dtype, SHAPE, layout)
-    key = gl.arange(0, BOX, gl.SliceLayout(0, NUMBERS))
+    fetched = _reinterpret(fetched, fetched.dtype, SHAPE, fetched.layout)
+    boxes = _reinterpret(tile, tile.dtype, SHAPE, tile.layout)
     for box in gl.static_range(NUM_BOXES):
         if ARE_KEYS:
-            bits = scales.index(box).permute((1, 0)).load(NUMBERS) & -65536
+            factor = (scales.index(box).permute((1, 0)).load(NUMBERS) & -65536).to(gl.float32, bitcast=True)
         else:
-            bits = scales.index(box).load(NUMBERS) << 16
-        factor = bits.to(gl.float32, bitcast=True)
+            is_there = box * BOX + gl.arange(0, BOX, gl.SliceLayout(0, NUMBERS))[None, :] < num_left
+            factor = (scales.index(box).load(NUMBERS) << 16).to(gl.float32, bitcast=True)
+            factor = gl.where(is_there, factor, 0.0)
         for part in gl.static_range(NUM_BOXES):
             numbers = fetched.index(part * NUM_BOXES + box).load(NUMBERS).to(gl.float32) * factor
             if ARE_KEYS:
                 boxes.index(part * NUM_BOXES + box).store(numbers.to(tile.dtype))
             else:
-                numbers = gl.where((box * BOX + key < num_left)[None, :], numbers, 0.0)
                 boxes.index(box * NUM_BOXES + part).store(numbers.to(tile.dtype))
     fence_async_shared()
 
@@ -220,10 +231,9 @@ def _convert_tile(fetched, scales, tile, num_left, layout: gl.constexpr, ARE_KEY
 @gluon.jit
 def _convert_all(
     fetched_keys, fetched_values, key_scales, value_scales, fetched, keys, values, barriers, query_tiles, num_items,
-    layout: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
+    NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warps that convert tiles in FP8. `fetched`: barriers of what is fetched, which has one stage."""
+    """The warps that convert tiles in FP8. `fetched`: barriers of what is fetched."""
     _queries_there, _queries_free, keys_there, keys_free, values_there, values_free = barriers
     _queries_there, _queries_free, new_keys, old_keys, new_values, old_values = fetched
     num_done = 0
@@ -237,15 +247,17 @@ def _convert_all(
                 stage, phase = num_done % STAGES, num_done // STAGES & 1 ^ 1
                 num_left = num_keys - first_key
                 mbarrier.wait(keys_free.index(stage), phase)
-                mbarrier.wait(new_keys.index(0), num_done & 1)
-                _convert_tile(fetched_keys.index(0), key_scales, keys.index(stage), num_left, layout, True)
+                mbarrier.wait(new_keys.index(stage), phase ^ 1)
+                _convert_tile(fetched_keys.index(stage), key_scales.index(stage), keys.index(stage), num_left, True)
                 mbarrier.arrive(keys_there.index(stage), count=1)
-                mbarrier.arrive(old_keys.index(0), count=1)
+                mbarrier.arrive(old_keys.index(stage), count=1)
                 mbarrier.wait(values_free.index(stage), phase)
-                mbarrier.wait(new_values.index(0), num_done & 1)
-                _convert_tile(fetched_values.index(0), value_scales, values.index(stage), num_left, layout, False)
+                mbarrier.wait(new_values.index(stage), phase ^ 1)
+                _convert_tile(
+                    fetched_values.index(stage), value_scales.index(stage), values.index(stage), num_left, False
+                )  # fmt: skip
                 mbarrier.arrive(values_there.index(stage), count=1)
-                mbarrier.arrive(old_values.index(0), count=1)
+                mbarrier.arrive(old_values.index(stage), count=1)
                 num_done += 1
 
 
@@ -340,8 +352,8 @@ def _write(out, result, first_token, num_queries, head, NUM_HEADS: gl.constexpr)
 @gluon.jit
 def _attend_all(
     out, queries, keys, values, barriers, query_tiles, num_items, scale, WHICH: gl.constexpr, IS_FP8: gl.constexpr,
-    NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
+    NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps, which attends the first or the second head of each item."""
     queries_there, queries_free, keys_there, keys_free, values_there, values_free = barriers
@@ -390,7 +402,7 @@ def _attend_all(
             mbarrier.wait(values_there.index(last), (num_done - 1) // STAGES & 1)
             num_left = num_keys - (num_tiles - 1) * KEYS
             if not IS_FP8:
-                if num_left < KEYS:
+                if num_left < KEYS:  # noqa: SIM102 (one is known when the kernel is compiled)
                     _clear_behind(values.index(last), num_left)
             sums = warpgroup_mma(weights, _as_stored(values.index(last), IS_FP8), summed, is_async=True)
             summed = warpgroup_mma_wait(0, (sums,))
@@ -406,8 +418,8 @@ def _attend_all(
 
 @gluon.jit(do_not_specialize=["num_items", "table_stride"])
 def _attend_prompts_kernel(
-    q_by_token, keys_by_row, values_by_row, scales_by_row, out, block_tables, query_tiles, scale, num_items, table_stride,
-    NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    q_by_token, keys_by_row, values_by_row, scales_by_row, out, block_tables, query_tiles, scale, num_items,
+    table_stride, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
     """One program per processor. A barrier X_there is passed when the data of a stage have arrived, X_free when both
@@ -457,18 +469,19 @@ def _attend_prompts_kernel(
             [240, 24],  # their registers per thread; the first group has 240 too
         )  # fmt: skip
     else:
-        fetched_keys = gl.allocate_shared_memory(keys_by_row.dtype, [1, KEYS, HEAD_DIM], keys_by_row.layout)
-        fetched_values = gl.allocate_shared_memory(keys_by_row.dtype, [1, HEAD_DIM, KEYS], keys_by_row.layout)
-        key_scales = gl.allocate_shared_memory(gl.int32, [KEYS // 64, 1, 64], scales_by_row.layout)
-        value_scales = gl.allocate_shared_memory(gl.int32, [KEYS // 64, 1, 64], scales_by_row.layout)
-        new_keys = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-        old_keys = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-        new_values = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-        old_values = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-        mbarrier.init(new_keys.index(0), count=1)
-        mbarrier.init(old_keys.index(0), count=1)
-        mbarrier.init(new_values.index(0), count=1)
-        mbarrier.init(old_values.index(0), count=1)
+        fetched_keys = gl.allocate_shared_memory(keys_by_row.dtype, [STAGES, KEYS, HEAD_DIM], keys_by_row.layout)
+        fetched_values = gl.allocate_shared_memory(keys_by_row.dtype, [STAGES, HEAD_DIM, KEYS], keys_by_row.layout)
+        key_scales = gl.allocate_shared_memory(gl.int32, [STAGES, KEYS // 64, 1, 64], scales_by_row.layout)
+        value_scales = gl.allocate_shared_memory(gl.int32, [STAGES, KEYS // 64, 1, 64], scales_by_row.layout)
+        new_keys = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        old_keys = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        new_values = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        old_values = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for stage in gl.static_range(STAGES):
+            mbarrier.init(new_keys.index(stage), count=1)
+            mbarrier.init(old_keys.index(stage), count=1)
+            mbarrier.init(new_values.index(stage), count=1)
+            mbarrier.init(old_values.index(stage), count=1)
         fetched = (queries_there, queries_free, new_keys, old_keys, new_values, old_values)
         gl.warp_specialize(
             [
@@ -482,12 +495,12 @@ def _attend_prompts_kernel(
                 )),
                 (_convert_all, (
                     fetched_keys, fetched_values, key_scales, value_scales, fetched, keys, values, barriers,
-                    query_tiles, num_items, layout, NUM_HEADS, NUM_KV_HEADS, KEYS, STAGES,
+                    query_tiles, num_items, NUM_HEADS, NUM_KV_HEADS, KEYS, STAGES,
                 )),
                 (_fetch_all, (
                     q_by_token, keys_by_row, values_by_row, scales_by_row, queries, fetched_keys, fetched_values,
                     key_scales, value_scales, fetched, block_tables, query_tiles, num_items, table_stride, NUM_HEADS,
-                    NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEYS, 1, QUERY_STAGES,
+                    NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEYS, STAGES, QUERY_STAGES,
                 )),
             ],
             [4, 4, 1],  # warps of the second group, and of those that convert and that fetch

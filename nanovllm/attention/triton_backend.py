@@ -152,18 +152,18 @@ class TritonAttention:
         group_size = shape.num_heads // shape.num_kv_heads
         is_beside_prompts = metadata.query_tiles is not None
         most_items = metadata.most_decodes * self._most_splits * shape.num_kv_heads
-        kernel, caches, options = _decode_kernel, cache[:2], {"num_warps": 4, "num_stages": 2, "PADDED_GROUP": 16}
+        kernel, caches, options = _decode_kernel, cache[:2], {"num_warps": 4}
         if cache.is_fp8:
-            kernel, caches, options = decode_fp8_kernel, cache, {"num_warps": 2, "num_stages": 3, "PADDED_GROUP": 8}
+            kernel, caches, options = decode_fp8_kernel, cache, {"num_warps": 2, "num_stages": 3}
         else:
             options["num_stages"] = self.kernels(metadata.most_decodes, is_beside_prompts)
-        options["PADDED_GROUP"] = max(options["PADDED_GROUP"], triton.next_power_of_2(group_size))
         kernel[(min(self._num_programs, most_items),)](
             q, *caches, metadata.block_tables, metadata.context_lens, plan.num_items, plan.item_rows,
             plan.item_splits, plan.first_items, self._partial, self._log_sums, self._scale,
             q.stride(0), metadata.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
-            GROUP=group_size, HEAD_DIM=shape.head_dim, WIDTH=self._width, BLOCK_SIZE=metadata.block_size, KEYS=_KEYS,
-            IS_BESIDE_PROMPTS=is_beside_prompts, WINDOW=window, **options, **self._split, **LAUNCH_OPTIONS,
+            GROUP=group_size, PADDED_GROUP=max(16, triton.next_power_of_2(group_size)), HEAD_DIM=shape.head_dim,
+            WIDTH=self._width, BLOCK_SIZE=metadata.block_size, KEYS=_KEYS, IS_BESIDE_PROMPTS=is_beside_prompts,
+            WINDOW=window, **options, **self._split, **LAUNCH_OPTIONS,
         )  # fmt: skip
         if shared is not None:
             queries = max(16, triton.next_power_of_2(max(1, _QUERIES_OF_GROUP // group_size) * group_size))

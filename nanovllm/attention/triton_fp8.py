@@ -1,36 +1,17 @@
 """Decodes over a KV cache in FP8: the kernel that TritonAttention launches in place of its `_decode_kernel`.
 
-Both products are computed in e4m3, so what was cached is not converted. A decode has few query heads per key head, and
-tensor cores take at least 16 rows. So each row is there twice: rounded to e4m3, and what that rounding lost, rounded
-again. The sum of both products has the precision of queries, and of weights, in bfloat16.
-
-A key's scale multiplies its scores. A value's scale ought to multiply its weights. It is a power of two, so its
-exponent is added to the scores instead, before the softmax: weights are then at most 1, and fill the range of e4m3. The
-sum of the weights takes the scale out again.
+What was cached becomes float16, which e4m3 does without loss and in one instruction for two numbers. Scales stay out of
+the products, so that nothing else happens to the numbers. A key's scale multiplies its scores. A value's scale ought to
+multiply its weights. It is a power of two, so its exponent is added to the scores instead, before the softmax: weights
+then fit float16. The sum of the weights takes the scale out again.
 """
 
 from nanovllm.attention.splits import split_length_of
-from nanovllm.attention.triton_prompts import slots_of
 from nanovllm.ops.dependent_launch import let_next_come, wait
 from nanovllm.ops.kernel import jit, tl
-from nanovllm.ops.quantize import to_e4m3
 
-# Log2 of the largest weight and of the largest number of a row of queries, when they become e4m3.
+# Log2 of the largest weight and of the largest number of a row of queries, when they become float16.
 _PEAK_EXPONENT = tl.constexpr(8)
-
-
-@jit
-def _twice_in_e4m3(x):
-    """float32 [rows, size] -> e4m3 [2 × rows, size]: the numbers, then what they lost."""
-    rounded = to_e4m3(x)
-    lost = to_e4m3(x - rounded.to(tl.float32))
-    return tl.join(rounded, lost).permute(2, 0, 1).reshape(2 * x.shape[0], x.shape[1])
-
-
-@jit
-def _sum_of_both(product):
-    """[2 × rows, size] -> [rows, size]"""
-    return tl.sum(product.reshape(2, product.shape[0] // 2, product.shape[1]), 0)
 
 
 @jit
@@ -40,24 +21,28 @@ def _attend_fp8_keys(
     BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """(the largest sum of a score and its value's exponent, the sum of weights, the sum of weighted values) of keys
-    first … last − 1, of which those before `first_seen` do not count.
+    first … last − 1, of which those before `first_seen` do not count; `first` is a multiple of KEYS.
 
-    queries: as `_twice_in_e4m3` gives them; query_scales: float32 [GROUP], the scale of scores included.
+    queries: float16 [GROUP, WIDTH]; query_scales: float32 [GROUP], the scale of scores included.
     """
     column = tl.arange(0, WIDTH)
-    is_column = column < HEAD_DIM
+    is_column = None if WIDTH == HEAD_DIM else column < HEAD_DIM
     largest = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     summed = tl.zeros([GROUP, WIDTH], tl.float32)
-    for start in range(first, last, KEYS):
+    for start in range(tl.multiple_of(first, KEYS), last, KEYS):
         position = start + tl.arange(0, KEYS)
         is_key = (position < last) & (position >= first_seen) if WINDOW else position < last
-        slot = slots_of(block_table, position, is_key, BLOCK_SIZE, KEYS)
-        of_head = slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head
-        row = of_head * BLOCK_SIZE + slot % BLOCK_SIZE
-        both = tl.load(scales + row, is_key, 0)
-        tile = tl.load(keys + row[:, None] * HEAD_DIM + column[None, :], is_key[:, None] & is_column[None, :], 0.0)
-        scores = _sum_of_both(tl.dot(queries, tl.trans(tile))) * query_scales[:, None]
+        if BLOCK_SIZE % KEYS == 0:
+            block = tl.load(block_table + start // BLOCK_SIZE).to(tl.int64)
+        else:
+            block = tl.load(block_table + position // BLOCK_SIZE, is_key, 0).to(tl.int64)
+        place = (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
+        both = tl.load(scales + place, is_key, 0)
+        # Numbers behind the last key are read too: they are not NaN, and their weight is 0.
+        at = place[:, None] * HEAD_DIM + column[None, :]
+        tile = tl.load(keys + at) if WIDTH == HEAD_DIM else tl.load(keys + at, is_column[None, :], 0.0)
+        scores = tl.dot(queries, tl.trans(tile.to(tl.float16))) * query_scales[:, None]
         exponent = (both >> 7) & 0xFF
         scores = scores * (both & -65536).to(tl.float32, bitcast=True)[None, :] + (exponent - 127).to(tl.float32)
         scores = tl.where(is_key[None, :], scores, float("-inf"))
@@ -65,9 +50,10 @@ def _attend_fp8_keys(
         weights = tl.exp2(scores - (new_largest - _PEAK_EXPONENT)[:, None])
         shrink = tl.exp2(largest - new_largest)
         total = total * shrink + tl.sum(weights * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[None, :], 1)
-        at = of_head[None, :] * (HEAD_DIM * BLOCK_SIZE) + column[:, None] * BLOCK_SIZE + (slot % BLOCK_SIZE)[None, :]
-        tile = tl.load(values + at, is_column[:, None] & is_key[None, :], 0.0)
-        summed = summed * shrink[:, None] + _sum_of_both(tl.dot(_twice_in_e4m3(weights), tl.trans(tile)))
+        at = (place - position % BLOCK_SIZE) * HEAD_DIM + position % BLOCK_SIZE
+        at = at[None, :] + column[:, None] * BLOCK_SIZE
+        tile = tl.load(values + at) if WIDTH == HEAD_DIM else tl.load(values + at, is_column[:, None], 0.0)
+        summed = tl.dot(weights.to(tl.float16), tl.trans(tile.to(tl.float16)), summed * shrink[:, None])
         largest = new_largest
     return largest, total, summed
 
@@ -103,7 +89,7 @@ def decode_fp8_kernel(
         given = tl.load(q + row * q_stride + head[:, None] * HEAD_DIM + column[None, :], is_member, 0.0).to(tl.float32)
         query_scales = tl.maximum(tl.max(tl.abs(given), 1), 1e-30) * (1 / 2**_PEAK_EXPONENT)
         largest, total, summed = _attend_fp8_keys(
-            _twice_in_e4m3(given / query_scales[:, None]), query_scales * scale, keys, values, scales,
+            (given / query_scales[:, None]).to(tl.float16), query_scales * scale, keys, values, scales,
             block_tables + row * table_stride, kv_head, first, last, first_seen, NUM_KV_HEADS, PADDED_GROUP, HEAD_DIM,
             WIDTH, BLOCK_SIZE, KEYS, WINDOW,
         )  # fmt: skip

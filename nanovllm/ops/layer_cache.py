@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.ops.quantize import E4M3
 
-NO_SCALE = 127  # the exponent, as floats have it, of the scale 1
+NO_SCALE = 255  # the exponent, as floats have it, of infinity
 # 2^-40: a scale's inverse times thousands of weights stays far below the largest float32 (triton_fp8.py).
 LEAST_EXPONENT = 127 - 40
 
@@ -84,7 +84,8 @@ def quantize_heads(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Divides each head by the smallest power of two that brings its largest number to at most 448, and rounds it.
 
     Args:
-        x: [..., head_dim]. A head with a NaN or an infinity becomes one of NaNs, with scale 1.
+        x: [..., head_dim]. A head with a NaN or an infinity becomes zeros with an infinite scale, whose products are
+            NaN. So no number of a cache is NaN, and kernels may read tiles whose last keys are nobody's.
 
     Returns:
         e4m3 [..., head_dim]; int32 [...], the scales' exponents as floats have them: a scale is 2^(exponent − 127).
@@ -95,7 +96,7 @@ def quantize_heads(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     is_finite = peak.isfinite()
     exponents = torch.where(is_finite, exponents, NO_SCALE)
     quotients = numbers / _scales(exponents)[..., None]
-    return torch.where(is_finite[..., None], quotients, torch.nan).to(E4M3), exponents
+    return torch.where(is_finite[..., None], quotients, 0.0).to(E4M3), exponents
 
 
 def whole_heads(heads: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,8 @@ import torch
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.ops.kernel import jit, tl, triton
 from nanovllm.ops.layer_cache import LayerCache
-from nanovllm.ops.quantize import ScaledProduct, to_e4m3
-from nanovllm.ops.store_fp8 import bits_of_peak, halves, scale_of, store_fp8
+from nanovllm.ops.quantize import ScaledProduct
+from nanovllm.ops.store_fp8 import bits_of_peak, halves, scale_of, store_fp8, times_factor
 
 # Heads that a program norms and rotates together, and its warps.
 _HEADS_OF_PROGRAM = 16
@@ -94,10 +94,10 @@ def _qk_norm_rotate_store_kernel(
         factor, half = scale_of(peak)
         tl.store(cache_scales + 2 * row + 1, half, is_key)
         of_row = k_cache + row * HEAD_DIM
-        tl.store(of_row + low, to_e4m3(low_key * factor), is_key & is_rotated)
-        tl.store(of_row + high, to_e4m3(high_key * factor), is_key & is_rotated)
+        tl.store(of_row + low, times_factor(low_key, factor), is_key & is_rotated)
+        tl.store(of_row + high, times_factor(high_key, factor), is_key & is_rotated)
         if REST:
-            tl.store(of_row + rest, to_e4m3(rest_key * factor), is_key & is_rest)
+            tl.store(of_row + rest, times_factor(rest_key, factor), is_key & is_rest)
     elif slot >= 0:
         at_slot = slot * NUM_KV_HEADS * HEAD_DIM + kv_head % NUM_KV_HEADS * HEAD_DIM
         of_slot = tl.where(is_normed, k_cache + at_slot, v_cache + at_slot)

@@ -20,11 +20,17 @@ def bits_of_peak(x):
 @jit
 def scale_of(peak):
     """What `bits_of_peak` gives -> what rows are multiplied by before they become e4m3, float32, and their scales'
-    bfloat16 bits, int16. The factor of a row with a NaN or an infinity is NaN. The twin is `quantize_heads`."""
+    bfloat16 bits, int16. The factor of a row with a NaN or an infinity is 0. The twin is `quantize_heads`."""
     is_finite = peak < 0x7F800000
-    exponent = tl.where(is_finite, tl.maximum(((peak + 0x1FFFFF) >> 23) - 8, _LEAST_EXPONENT), 127)
+    exponent = tl.where(is_finite, tl.maximum(((peak + 0x1FFFFF) >> 23) - 8, _LEAST_EXPONENT), 255)
     factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    return tl.where(is_finite, factor, float("nan")), (exponent << 7).to(tl.int16)
+    return tl.where(is_finite, factor, 0.0), (exponent << 7).to(tl.int16)
+
+
+@jit
+def times_factor(x, factor):
+    """float32 -> e4m3; a factor of 0 makes NaN and infinity 0 too."""
+    return to_e4m3(tl.where(factor == 0, 0.0, x * factor))
 
 
 @jit(do_not_specialize=["num_tokens", "stride"])
@@ -58,7 +64,7 @@ def _store_fp8_kernel(
     else:
         at = (of_head * HEAD_DIM + column) * BLOCK_SIZE + place
         tl.store(scales + 2 * row, half, is_stored)
-    tl.store(heads + at, to_e4m3(numbers * factor), is_stored & is_column)
+    tl.store(heads + at, times_factor(numbers, factor), is_stored & is_column)
 
 
 def store_fp8(x: torch.Tensor | ScaledProduct, cache: LayerCache, slot_mapping: torch.Tensor, are_keys: bool) -> None:

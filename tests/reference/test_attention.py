@@ -110,9 +110,12 @@ def make_case(
 
 
 def filled_with_nan(cache: KVCache) -> KVCache:
-    """In FP8, scales are NaN too: the interpreter takes e4m3's NaN for a number."""
+    """In FP8, no number is NaN, but scales may be infinite."""
     for tensor in cache.tensors:
-        tensor.fill_(math.nan if tensor.is_floating_point() else 0x7FC07FC0)
+        if tensor.dtype == E4M3:
+            tensor.view(torch.uint8).fill_(0x7E)  # 448
+        else:
+            tensor.fill_(math.nan if tensor.is_floating_point() else 0x7F807F80)
     return cache
 
 

@@ -94,7 +94,8 @@ def test_what_is_no_number_stays_in_its_head():
     heads, exponents = quantize_heads(x)
     is_bad = torch.zeros(4, 2, dtype=torch.bool)
     is_bad[1, 0] = is_bad[2, 1] = is_bad[3, 0] = True
-    assert heads[is_bad].isnan().all() and (exponents[is_bad] == 127).all()
+    assert not heads[is_bad].float().any() and (exponents[is_bad] == 255).all()
+    assert whole_heads(heads, exponents)[is_bad].isnan().all()
     assert torch.equal(whole_heads(heads, exponents)[~is_bad], expected[~is_bad])
 
 
@@ -152,6 +153,7 @@ def test_the_store_kernels_write_what_their_twin_writes(head_dim, block_size, dt
     num_tokens, num_kv_heads = 45, 3
     found, expected = (poisoned_cache(3, block_size, num_kv_heads, head_dim) for _ in range(2))
     k, v = (heads_of_many_sizes(num_tokens, num_kv_heads, head_dim, seed) for seed in (0, 1))
+    k[8, 1, 3], k[9, 0, head_dim - 1], v[10, 2, 0] = float("nan"), -float("inf"), float("inf")
     qkv = torch.cat((random_tensor(num_tokens, 4, head_dim), k, v), 1).to(dtype)
     _, k, v = qkv.split((4, num_kv_heads, num_kv_heads), 1)
     slots = torch.randperm(3 * block_size, generator=torch.Generator().manual_seed(1))[:num_tokens]
@@ -171,7 +173,9 @@ def test_the_fused_kernel_stores_what_its_twin_stores(
     """Keys as they are finished, values as they are projected; the other half of a scale is left alone."""
     num_tokens, num_normed = 37, num_heads + num_kv_heads
     product = random_product(num_tokens, (num_normed + num_kv_heads) * head_dim)
-    product.product[5], product.product[6] = 0, product.product[6] * 1e-6
+    product.product[6], product.product[7] = 0, product.product[7] * 1e-6
+    product.product[8, [3, (num_heads + 1) * head_dim - 1, -2]] = float("nan")  # in a query, a key and a value
+    product.product[9, -1] = float("inf")
     dtype = torch.float32 if has_norm else torch.float16  # the interpreter does not round to bfloat16
     product = ScaledProduct(product.product.to(dtype), product.row_scales, product.column_scales)
     qkv: Any = product if is_scaled else product.whole()
@@ -182,7 +186,8 @@ def test_the_fused_kernel_stores_what_its_twin_stores(
     slots[::5] = -1
     out = qk_norm_rotate_store(qkv, weight, 1e-6, cos, sin, rotary_dim, usual, slots)
     found, expected = (poisoned_cache(2, 32, num_kv_heads, head_dim) for _ in range(2))
-    assert torch.equal(qk_norm_rotate_store(qkv, weight, 1e-6, cos, sin, rotary_dim, found, slots), out)
+    found_out = qk_norm_rotate_store(qkv, weight, 1e-6, cos, sin, rotary_dim, found, slots)
+    torch.testing.assert_close(found_out, out, rtol=0, atol=0, equal_nan=True)
     values = product.whole().unflatten(1, (-1, head_dim))[:, num_normed:]
     expected.write(out[:, num_heads:], values, slots)
     assert_same_bits(found, expected)
@@ -270,6 +275,23 @@ def test_a_prompt_in_chunks_attends_as_in_one_piece(backend, dtype):
         parts.append(run(backend, case))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     torch.testing.assert_close(torch.cat(parts), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("what", ["keys", "values"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("backend", ["torch", "sdpa", "triton"])
+def test_what_is_no_number_reaches_the_queries_that_see_it_and_no_others(backend, number, what):
+    """A row of NaN logits gets an error. Neither its neighbours nor its other heads notice."""
+    case = make_case([(30, 1), (63, 1), (0, 40), (20, 9)], 32, 2, 2, 32, is_fp8=True)
+    expected = run(backend, case)
+    for row in (0, 2):
+        getattr(case, what)[row][-1, 1, 5] = number
+    found = run(backend, case)
+    sees = torch.zeros(found.shape[:2], dtype=torch.bool)
+    sees[[0, 41], 2:] = True  # the decode, and the last query of the prompt
+    assert found[sees].isnan().all()
+    sees[2:42, 2:] = True  # a weight of 0 does not help the prompt's other queries
+    assert torch.equal(found[~sees], expected[~sees])
 
 
 # Engines. The cache in FP8 is a part of the model here: every engine has it.
