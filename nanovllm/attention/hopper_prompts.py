@@ -46,7 +46,9 @@ _DTYPES: dict[torch.dtype, Any] = {
     torch.float16: gl.float16,
     E4M3: gl.float8e4nv,
 }
-CONSTANTS = {"QUERIES": QUERY_TILE, "KEYS": _KEYS, "STAGES": _STAGES}
+CONSTANTS = {"QUERIES": QUERY_TILE, "KEYS": _KEYS, "STAGES": _STAGES, "QUERY_STAGES": _QUERY_STAGES}
+# What is fetched in FP8 takes shared memory too.
+FP8_CONSTANTS = CONSTANTS | {"QUERY_STAGES": 1}
 _IS_DEPENDENT = gl.constexpr("launch_pdl" in LAUNCH_OPTIONS)
 # Triton 3.8 renamed async_copy_global_to_shared, and Triton 3.9 renamed _reinterpret.
 _fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -75,8 +77,7 @@ def attend_prompts(
     _attend_prompts_kernel[(min(_num_processors(q.device), num_items),)](
         by_token, *_descriptors(cache), out, metadata.block_tables, tiles, scale, num_items,
         metadata.block_tables.stride(0), NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        BLOCK_SIZE=metadata.block_size, QUERY_STAGES=1 if cache.is_fp8 else _QUERY_STAGES, num_warps=4, **CONSTANTS,
-        **LAUNCH_OPTIONS,
+        BLOCK_SIZE=metadata.block_size, num_warps=4, **(FP8_CONSTANTS if cache.is_fp8 else CONSTANTS), **LAUNCH_OPTIONS,
     )  # fmt: skip
 
 
@@ -149,7 +150,7 @@ def _fetch_tile(
         block = gl.load(block_table + gl.minimum(key // BLOCK_SIZE, (num_keys - 1) // BLOCK_SIZE))
         of_head, place = block * NUM_KV_HEADS + kv_head, key % BLOCK_SIZE
         if scales_by_row is not None:
-            _fetch(scales_by_row, [of_head, place], is_there, scales.index(stage).index(box))
+            _fetch(scales_by_row, [of_head, place], is_there, scales.index(stage * NUM_BOXES + box))
         for part in gl.static_range(boxes.shape[0] // NUM_BOXES):
             if scales_by_row is None:
                 at = [block * BLOCK_SIZE + place, kv_head * HEAD_DIM + part * BOX]
@@ -203,9 +204,10 @@ def _fetch_all(
 
 
 @gluon.jit
-def _convert_tile(fetched, scales, tile, num_left, ARE_KEYS: gl.constexpr):
-    """Writes a tile of keys, or of transposed values, whose boxes and scales were fetched. What is nobody's, from
+def _convert_tile(fetched, scales, tiles, stage, num_left, ARE_KEYS: gl.constexpr):
+    """Writes a stage's tile of keys, or of transposed values, whose boxes and scales were fetched. What is nobody's, from
     `num_left` on, becomes 0: a scale may be infinite, which a weight of 0 does not remove."""
+    tile, fetched = tiles.index(stage), fetched.index(stage)
     BOX: gl.constexpr = scales.shape[2]
     NUM_BOXES: gl.constexpr = tile.shape[0] // BOX
     SHAPE: gl.constexpr = [NUM_BOXES * NUM_BOXES, BOX, BOX]
@@ -214,11 +216,13 @@ def _convert_tile(fetched, scales, tile, num_left, ARE_KEYS: gl.constexpr):
     boxes = _reinterpret(tile, tile.dtype, SHAPE, tile.layout)
     for box in gl.static_range(NUM_BOXES):
         if ARE_KEYS:
-            factor = (scales.index(box).permute((1, 0)).load(NUMBERS) & -65536).to(gl.float32, bitcast=True)
+            factor = (scales.index(stage * NUM_BOXES + box).permute((1, 0)).load(NUMBERS) & -65536).to(
+                gl.float32, bitcast=True
+            )
         else:
             is_there = box * BOX + gl.arange(0, BOX, gl.SliceLayout(0, NUMBERS))[None, :] < num_left
-            factor = (scales.index(box).load(NUMBERS) << 16).to(gl.float32, bitcast=True)
-            factor = gl.where(is_there, factor, 0.0)
+            bits = scales.index(stage * NUM_BOXES + box).load(NUMBERS) << 16
+            factor = gl.where(is_there, bits.to(gl.float32, bitcast=True), 0.0)
         for part in gl.static_range(NUM_BOXES):
             numbers = fetched.index(part * NUM_BOXES + box).load(NUMBERS).to(gl.float32) * factor
             if ARE_KEYS:
@@ -248,14 +252,12 @@ def _convert_all(
                 num_left = num_keys - first_key
                 mbarrier.wait(keys_free.index(stage), phase)
                 mbarrier.wait(new_keys.index(stage), phase ^ 1)
-                _convert_tile(fetched_keys.index(stage), key_scales.index(stage), keys.index(stage), num_left, True)
+                _convert_tile(fetched_keys, key_scales, keys, stage, num_left, True)
                 mbarrier.arrive(keys_there.index(stage), count=1)
                 mbarrier.arrive(old_keys.index(stage), count=1)
                 mbarrier.wait(values_free.index(stage), phase)
                 mbarrier.wait(new_values.index(stage), phase ^ 1)
-                _convert_tile(
-                    fetched_values.index(stage), value_scales.index(stage), values.index(stage), num_left, False
-                )  # fmt: skip
+                _convert_tile(fetched_values, value_scales, values, stage, num_left, False)
                 mbarrier.arrive(values_there.index(stage), count=1)
                 mbarrier.arrive(old_values.index(stage), count=1)
                 num_done += 1
@@ -419,8 +421,8 @@ def _attend_all(
 @gluon.jit(do_not_specialize=["num_items", "table_stride"])
 def _attend_prompts_kernel(
     q_by_token, keys_by_row, values_by_row, scales_by_row, out, block_tables, query_tiles, scale, num_items,
-    table_stride, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
+    table_stride, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
     """One program per processor. A barrier X_there is passed when the data of a stage have arrived, X_free when both
     groups have released it."""
@@ -471,8 +473,8 @@ def _attend_prompts_kernel(
     else:
         fetched_keys = gl.allocate_shared_memory(keys_by_row.dtype, [STAGES, KEYS, HEAD_DIM], keys_by_row.layout)
         fetched_values = gl.allocate_shared_memory(keys_by_row.dtype, [STAGES, HEAD_DIM, KEYS], keys_by_row.layout)
-        key_scales = gl.allocate_shared_memory(gl.int32, [STAGES, KEYS // 64, 1, 64], scales_by_row.layout)
-        value_scales = gl.allocate_shared_memory(gl.int32, [STAGES, KEYS // 64, 1, 64], scales_by_row.layout)
+        key_scales = gl.allocate_shared_memory(gl.int32, [STAGES * KEYS // 64, 1, 64], scales_by_row.layout)
+        value_scales = gl.allocate_shared_memory(gl.int32, [STAGES * KEYS // 64, 1, 64], scales_by_row.layout)
         new_keys = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         old_keys = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         new_values = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -39,6 +39,9 @@ COLLECTIVES = "ops/collectives.py"
 OPS_LINEAR = "ops/linear.py"
 OPS_NORM = "ops/norm.py"
 QK_NORM = "ops/qk_norm_rotate_store.py"
+LAYER_CACHE = "ops/layer_cache.py"
+STORE_FP8 = "ops/store_fp8.py"
+TRITON_FP8 = "attention/triton_fp8.py"
 EXCHANGE = "ops/exchange.py"
 LINEAR = "layers/linear.py"
 EMBED_HEAD = "layers/embed_head.py"
@@ -3287,7 +3290,7 @@ MUTANTS = [
     ),
     Mutant(
         "a job goes on with another cache",
-        IDENTITY,
+        JOB_IDENTITY,
         '"quantization", "kv_cache_dtype", ',
         '"quantization", ',
         ("test_fp8_cache.py::test_a_job_is_another_one_with_another_cache",),

@@ -243,7 +243,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from nanovllm.attention.hopper_prompts import CONSTANTS, _attend_prompts_kernel as kernel
+from nanovllm.attention.hopper_prompts import CONSTANTS, FP8_CONSTANTS, _attend_prompts_kernel as kernel
 
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp8e4nv": gl.float8e4nv}
 
@@ -261,7 +261,7 @@ for dtype, of_cache, (num_heads, num_kv_heads), block_size in (
         types["scales_by_row"] = f"tensordesc<i32[1,64],{scales!r}>"
     types |= {"out": f"*{dtype}", "block_tables": "*i32", "query_tiles": "*i32", "scale": "fp32", "num_items": "i32"}
     constants = {"NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": 128, "BLOCK_SIZE": block_size}
-    constants |= CONSTANTS | ({} if "scales_by_row" in types else {"scales_by_row": None})
+    constants |= FP8_CONSTANTS if "scales_by_row" in types else {**CONSTANTS, "scales_by_row": None}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if signature[name][0] == "*"}
