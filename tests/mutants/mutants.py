@@ -3212,10 +3212,10 @@ MUTANTS = [
         ("test_fp8_cache.py::test_the_store_kernels_write_what_their_twin_writes[32-32-torch.float32]",),
     ),
     Mutant(
-        "a token without a slot is written to the cache in FP8",
+        "a token without a slot is written to the first of a cache in FP8",
         STORE_FP8,
-        "is_stored = slot >= 0",
-        "is_stored = slot >= -1",
+        "slot = tl.load(slot_mapping + token, is_token, -1)",
+        "slot = tl.maximum(tl.load(slot_mapping + token, is_token, -1), 0)",
         ("test_fp8_cache.py::test_the_store_kernels_write_what_their_twin_writes[32-32-torch.float32]",),
     ),
     Mutant(
