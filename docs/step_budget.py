@@ -13,7 +13,7 @@ from pathlib import Path
 # Parts by what their kernels' names contain. The first that fits counts.
 PARTS = {
     "attention": ("_decode_kernel", "_grouped_kernel", "_merge_kernel", "_prefill_kernel", "_attend_prompts_kernel",
-                  "flash_fwd"),
+                  "decode_fp8_kernel", "flash_fwd"),
     "matrix products": (
         "nvjet", "splitKreduce", "gemm", "gemv", "_single_row_linear_kernel", "_gate_up_kernel", "_down_kernel",
     ),
@@ -22,7 +22,7 @@ PARTS = {
         "_allow_kernel", "_edit_and_count_kernel", "_penalise_kernel", "_filter_kernel", "_best_of_part_kernel",
         "_best_part_kernel", "_logprobs_of_part_kernel", "_logprobs_of_row_kernel",
     ),
-    "norms, rotation, store, SiLU": ("_norm_kernel", "_store_kernel", "_act_and_mul_kernel"),
+    "norms, rotation, store, SiLU": ("_norm_kernel", "_store_kernel", "_store_fp8_kernel", "_act_and_mul_kernel"),
 }  # fmt: skip
 REST, IDLE = "the rest", "idle"
 
