@@ -506,5 +506,5 @@ def _attend_prompts_kernel(
                 )),
             ],
             [4, 4, 1],  # warps of the second group, and of those that convert and that fetch
-            [216, 56, 24],  # their registers per thread; the first group has 216 too
+            [200, 88, 24],  # their registers per thread; the first group has 200 too
         )  # fmt: skip
