@@ -22,7 +22,9 @@ PARTS = {
         "_allow_kernel", "_edit_and_count_kernel", "_penalise_kernel", "_filter_kernel", "_best_of_part_kernel",
         "_best_part_kernel", "_logprobs_of_part_kernel", "_logprobs_of_row_kernel",
     ),
-    "norms, rotation, store, SiLU": ("_norm_kernel", "_store_kernel", "_store_fp8_kernel", "_act_and_mul_kernel"),
+    "norms, rotation, store, SiLU": (
+        "_norm_kernel", "_store_kernel", "_store_fp8_kernel", "_act_and_mul_kernel", "_quantize_rows_kernel",
+    ),
 }  # fmt: skip
 REST, IDLE = "the rest", "idle"
 
@@ -51,9 +53,11 @@ def times_of_parts(events: list[dict]) -> dict[str, float]:
 def rooflines(steps: dict[str, float]) -> dict[str, float]:
     """Seconds per step that each part takes at least."""
     bandwidth, matrix_rate = steps["bytes_per_second"], steps["matrix_operations_per_second"]
+    fp8_seconds = steps["fp8_matrix_operations"] / steps["fp8_matrix_operations_per_second"]
+    operations = steps["matrix_operations"] / matrix_rate + fp8_seconds
     return {
         "attention": steps["key_value_bytes"] / bandwidth + steps["score_operations"] / matrix_rate,
-        "matrix products": max(steps["weight_bytes"] / bandwidth, steps["matrix_operations"] / matrix_rate),
+        "matrix products": max(steps["weight_bytes"] / bandwidth, operations),
         "sampling": steps["logit_bytes"] / bandwidth,
     }
 
