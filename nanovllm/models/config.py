@@ -145,9 +145,9 @@ class ExpertsConfig:
 
 
 class Matrix(NamedTuple):
-    """A weight matrix of a layer, or several alike: the projections of experts.
+    """A weight matrix of a layer, or several alike: the gates and ups, or the downs, of its experts.
 
-    name: in the checkpoint, as quantization_config refers to it.
+    name: of the layer that holds it; of several, the first one's.
     num_read: how many of them a step reads.
     fp8: None if it stays as it is.
     """
@@ -229,7 +229,7 @@ class ModelConfig:
             routed = self.experts if layer.has_experts else None
             for matrix in (*self._attention_matrices(), *self._mlp_matrices(routed, num_tokens)):
                 name = f"model.layers.{index}.{matrix.name}"
-                is_fp8 = self.fp8 is not None and name.endswith(("proj", "experts")) and self.fp8.applies_to(name)
+                is_fp8 = self.fp8 is not None and name.endswith("_proj") and self.fp8.applies_to(name)
                 yield matrix._replace(name=name, fp8=self.fp8 if is_fp8 else None)
 
     def _attention_matrices(self) -> list[Matrix]:
@@ -246,8 +246,8 @@ class ModelConfig:
             num_chosen = routed.num_experts * (1 - (1 - routed.top_k / routed.num_experts) ** num_tokens)
             return [
                 Matrix("mlp.gate", routed.num_experts, hidden_size),
-                Matrix("mlp.experts", routed.size, hidden_size, 2 * num_chosen),
-                Matrix("mlp.experts", hidden_size, routed.size, num_chosen),
+                Matrix("mlp.experts.0.gate_proj", routed.size, hidden_size, 2 * num_chosen),
+                Matrix("mlp.experts.0.down_proj", hidden_size, routed.size, num_chosen),
             ]
         down = Matrix("mlp.down_proj", hidden_size, size)
         if self.family.stores_merged:
@@ -350,7 +350,7 @@ def load_model_config(directory: Path) -> ModelConfig:
         dtype=dtype,
         eos_token_ids=_eos_token_ids(generation) or _eos_token_ids(raw),
         generation=generation,
-        fp8=_fp8(raw),
+        fp8=_fp8(raw, family),
     )
 
 
@@ -512,7 +512,7 @@ def _rope(raw: dict[str, Any], family: Family, is_local: bool, head_dim: int, ma
     return RopeConfig(theta, rotary_dim, kind, factor, original, truncate=truncate, **numbers)
 
 
-def _fp8(raw: dict[str, Any]) -> Fp8Config | None:
+def _fp8(raw: dict[str, Any], family: Family) -> Fp8Config | None:
     """What quantization_config says. Two kinds of FP8 are read: quant_method "fp8" with blocks, as Qwen and DeepSeek
     publish it, and compressed-tensors with a scale per channel or tensor and inputs that are quantized by row."""
     given = raw.get("quantization_config")
@@ -528,7 +528,7 @@ def _fp8(raw: dict[str, Any]) -> Fp8Config | None:
         else:
             config = f"quant_method {_shown(method)} {problem}"
         if isinstance(config, Fp8Config):
-            return config
+            return replace(config, renames=family.renames)
         problem = config
     raise ValueError(
         f"quantization_config={_shown(given)} in config.json is not supported: {problem}; take a checkpoint in FP8, or "
