@@ -543,8 +543,9 @@ def _block_fp8(given: dict[str, Any]) -> Fp8Config | str:
         not isinstance(block, list)
         or len(block) != 2
         or not all(type(n) is int and 0 < n <= _LARGEST_SIZE for n in block)
+        or block[1] % 32
     ):
-        return f"weight_block_size must be two numbers such as [128, 128], not {_shown(block)}"
+        return f"weight_block_size must be two numbers such as [128, 128], the second one by 32s, not {_shown(block)}"
     if (scheme := given.get("activation_scheme", "dynamic")) != "dynamic":
         return f"activation_scheme must be dynamic, not {_shown(scheme)}"
     if (kind := given.get("fmt", "e4m3")) != "e4m3":
