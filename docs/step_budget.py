@@ -15,7 +15,8 @@ PARTS = {
     "attention": ("_decode_kernel", "_grouped_kernel", "_merge_kernel", "_prefill_kernel", "_attend_prompts_kernel",
                   "decode_fp8_kernel", "flash_fwd"),
     "matrix products": (
-        "nvjet", "splitKreduce", "gemm", "gemv", "_single_row_linear_kernel", "_gate_up_kernel", "_down_kernel",
+        "nvjet", "splitKreduce", "gemm", "gemv", "_single_row_linear_kernel", "_block_product_kernel",
+        "_gate_up_kernel", "_down_kernel",
     ),
     "routing": ("_router_kernel", "_top_experts_kernel", "_pairs_kernel", "_combine_kernel"),
     "sampling": (
@@ -24,6 +25,7 @@ PARTS = {
     ),
     "norms, rotation, store, SiLU": (
         "_norm_kernel", "_store_kernel", "_store_fp8_kernel", "_act_and_mul_kernel", "_quantize_rows_kernel",
+        "_quantize_row_blocks_kernel",
     ),
 }  # fmt: skip
 REST, IDLE = "the rest", "idle"

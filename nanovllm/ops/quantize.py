@@ -2,7 +2,7 @@
 
 The products run at the speed of their bytes only if nothing is scaled in them. So the kernel that makes a row quantizes
 it, and the kernel that reads a product next, which reads all of it anyway, applies both scales. The plain twins are
-`quantize_rows` and `scaled_product` with fused=False: PyTorch, in float32.
+`quantize_rows` and `scaled_product` with fused=False: PyTorch.
 """
 
 import os
@@ -35,6 +35,23 @@ class Quantized(NamedTuple):
         return self.values.float() * self.scales[:, None]
 
 
+class BlockQuantized(NamedTuple):
+    """Rows of numbers, each `values × scales`, with a scale per block of columns.
+
+    values: float8_e4m3fn [num_rows, size].
+    scales: float32 [num_rows, size / columns], rounded up.
+    columns: of a block; a row's last block may be cut off.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    columns: int
+
+    def whole(self) -> torch.Tensor:
+        """float64 [num_rows, size]"""
+        return self.values.double() * self.scales.repeat_interleave(self.columns, 1)[:, : self.values.shape[1]]
+
+
 class ScaledProduct(NamedTuple):
     """A matrix of which each number is `product × row_scales × column_scales`.
 
@@ -64,6 +81,23 @@ def quantize_rows(x: torch.Tensor, fused: bool = False) -> Quantized:
         return _fused_quantize_rows(x)
     scales = x.abs().amax(1).float().clamp(min=_LEAST_PEAK) / LARGEST
     return Quantized((x.float() / scales[:, None]).to(E4M3), scales)
+
+
+def quantize_row_blocks(x: torch.Tensor, columns: int, fused: bool = False) -> BlockQuantized:
+    """`quantize_rows` of each block of columns.
+
+    Args:
+        x: [num_rows, size]. A block with a NaN or an infinity has a NaN.
+        columns: of a block.
+        fused: compute with the kernel.
+    """
+    if fused:
+        return _fused_quantize_row_blocks(x, columns)
+    size = x.shape[1]
+    blocks = F.pad(x.float(), (0, -size % columns)).unflatten(1, (-1, columns))
+    scales = blocks.abs().amax(2).clamp(min=_LEAST_PEAK) / LARGEST
+    values = (blocks / scales[:, :, None]).to(E4M3).flatten(1)[:, :size]
+    return BlockQuantized(values.contiguous(), scales, columns)
 
 
 def scaled_product(
@@ -149,6 +183,37 @@ def _fused_quantize_rows(x: torch.Tensor) -> Quantized:
         x, *quantized, SIZE=size, PADDED=padded, num_warps=num_warps_of_row(padded), **LAUNCH_OPTIONS
     )
     return quantized
+
+
+@jit
+def _quantize_row_blocks_kernel(
+    x, values, scales, SIZE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """One program per row and BLOCKS of its WIDTH blocks."""
+    begin()
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    inner = tl.arange(0, PADDED)
+    column = block[:, None] * COLUMNS + inner[None, :]
+    is_real = (inner < COLUMNS)[None, :] & (column < SIZE)
+    numbers = tl.load(x + row * SIZE + column, is_real, 0.0).to(tl.float32)
+    quantized, of_blocks = divided_by_peak(numbers, tl.max(tl.abs(numbers), 1)[:, None])
+    tl.store(values + row * SIZE + column, quantized, is_real)
+    tl.store(scales + row * WIDTH + block[:, None], of_blocks, block[:, None] < WIDTH)
+
+
+def _fused_quantize_row_blocks(x: torch.Tensor, columns: int) -> BlockQuantized:
+    (num_rows, size), width = x.shape, triton.cdiv(x.shape[1], columns)
+    values = torch.empty((num_rows, size), dtype=E4M3, device=x.device)
+    scales = torch.empty((num_rows, width), dtype=torch.float32, device=x.device)
+    padded = triton.next_power_of_2(columns)
+    blocks = min(max(1, 1024 // padded), triton.next_power_of_2(width))
+    _quantize_row_blocks_kernel[(num_rows, triton.cdiv(width, blocks))](
+        x, values, scales, SIZE=size, WIDTH=width, COLUMNS=columns, PADDED=padded, BLOCKS=blocks,
+        num_warps=num_warps_of_row(blocks * padded), **LAUNCH_OPTIONS,
+    )  # fmt: skip
+    return BlockQuantized(values, scales, columns)
 
 
 def empty_quantized(num_rows: int, size: int, device: torch.device) -> Quantized:

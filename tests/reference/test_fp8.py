@@ -6,14 +6,24 @@ from typing import Any
 import pytest
 import torch
 from family_factory import FAMILIES, save_family_model
-from fp8_factory import assert_alike, completions
+from fp8_factory import LAYOUTS, assert_alike, completions, quantized_copy
 from model_factory import one_thread  # noqa: F401
 
+from nanovllm.ops import block_product as block_module
 from nanovllm.ops.act_and_mul import act_and_mul
+from nanovllm.ops.block_product import BlockWeight, block_product, rows_of_tile
 from nanovllm.ops.layer_cache import LayerCache
 from nanovllm.ops.norm import add_rms_norm, rms_norm
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
-from nanovllm.ops.quantize import E4M3, LARGEST, Quantized, ScaledProduct, quantize_rows, scaled_product
+from nanovllm.ops.quantize import (
+    E4M3,
+    LARGEST,
+    Quantized,
+    ScaledProduct,
+    quantize_row_blocks,
+    quantize_rows,
+    scaled_product,
+)
 
 # Half a unit in the last place of e4m3, relative to a number and, for the smallest ones, to the row's scale.
 HALF_ULP, HALF_LEAST = 2**-4, 2**-10
@@ -103,8 +113,80 @@ def test_a_product_is_that_of_the_rounded_numbers():
     torch.testing.assert_close(found.whole(), x.whole() @ weight.whole().T, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "kernel"])
+@pytest.mark.parametrize(("size", "columns"), [(1, 32), (128, 128), (300, 128), (1500, 128), (100, 96), (2100, 1024)])
+def test_each_block_of_a_row_is_rounded_by_its_own_peak(size, columns, fused):
+    x = random_tensor(5, size) * torch.tensor([1e-9, 1e-3, 1, 1e3, 1e9])[:, None]
+    found = quantize_row_blocks(x, columns, fused)
+    assert found.values.is_contiguous() and found.scales.shape == (5, -(-size // columns))
+    for number, block in enumerate(x.split(columns, 1)):
+        values = found.values[:, number * columns : (number + 1) * columns]
+        assert_rounded(Quantized(values, found.scales[:, number]), block)
+    assert torch.equal(found.whole()[:, :columns].float(), quantize_rows(x[:, :columns]).whole())
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "kernel"])
+def test_a_block_of_zeros_is_one_of_zeros_and_what_is_no_number_stays_in_its_row(fused):
+    x = torch.ones(4, 192)
+    x[0, :128], x[1, 3], x[2, 150] = 0, float("nan"), float("inf")
+    weight = BlockWeight(torch.ones(40, 192).to(E4M3), torch.ones(1, 2), 128, 128)
+    # The product's kernel is left out: Triton's interpreter does not know NaN in e4m3.
+    product = block_product(quantize_row_blocks(x, 128, fused), weight, None, torch.float32)
+    assert product[1:3].isnan().all()
+    torch.testing.assert_close(product[[0, 3]], torch.tensor([[64.0], [192.0]]).expand(2, 40))
+
+
+@pytest.mark.parametrize("num_rows", [1, 17, 40, 65, 300])
+@pytest.mark.parametrize(
+    ("output_size", "input_size", "rows", "columns"),
+    [(256, 256, 128, 128), (136, 200, 128, 128), (60, 100, 8, 32), (200, 192, 96, 96), (70, 300, 1, 256)],
+)
+def test_a_product_of_blocks_is_that_of_the_rounded_numbers(num_rows, output_size, input_size, rows, columns):
+    """Whole tiles and cut ones; tiles of several blocks, and blocks of several tiles."""
+    scales = random_tensor(-(-output_size // rows), -(-input_size // columns), seed=2).abs() + 0.1
+    weight = BlockWeight(random_tensor(output_size, input_size).mul(100).to(E4M3), scales, rows, columns)
+    x = quantize_row_blocks(random_tensor(num_rows, input_size, seed=1), columns)
+    bias = random_tensor(output_size, seed=3)
+    exact = x.whole() @ weight.whole().T
+    for given in (None, bias):
+        for fused in (False, True):
+            found = block_product(x, weight, given, torch.float32, fused)
+            error = found - exact - (0 if given is None else given.double())
+            assert error.norm() <= 1e-6 * exact.norm()
+
+
+def test_many_rows_are_computed_in_groups(monkeypatch):
+    """And the last group may be cut off."""
+    monkeypatch.setattr(block_module, "_ROW_TILES_OF_GROUP", 2)
+    weight = BlockWeight(random_tensor(130, 64).mul(100).to(E4M3), torch.rand(2, 1), 128, 128)
+    x = quantize_row_blocks(random_tensor(520, 64, seed=1), 128)
+    found, plain = (block_product(x, weight, None, torch.float32, fused) for fused in (True, False))
+    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-4)
+
+
+def test_a_tile_has_about_as_many_rows_as_there_are():
+    assert [rows_of_tile(rows) for rows in (1, 16, 17, 33, 65, 9999)] == [16, 16, 32, 64, 128, 128]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_give_the_tokens_of_the_plain_engine_in_fp8(tmp_path, family):
     save_family_model(tmp_path, family, FAMILIES[family][2](random.Random(family)), seed=1)
     fused = completions(tmp_path, quantization="fp8", attention_backend="triton", kvcache_block_size=16)
     assert_alike(fused, completions(tmp_path, quantization="fp8", attention_backend="torch"))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "qwen3_moe", "gemma3"])
+def test_kernels_give_the_tokens_of_the_plain_engine_in_blocks(tmp_path, family):
+    """Blocks that divide every part of every layer."""
+    options = FAMILIES[family][2](random.Random(family)) | {"num_attention_heads": 4, "num_key_value_heads": 2}
+    options |= {"hidden_size": 64, "intermediate_size": 72}
+    options |= {"moe_intermediate_size": 40} if family == "qwen3_moe" else {}
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    ropes = {"full_attention": rope, "sliding_attention": rope}
+    options["rope_parameters"] = ropes if family == "gemma3" else rope
+    options |= {} if family == "phi3" else {"head_dim": 16, "layer_types": None}
+    (tmp_path / "plain").mkdir()
+    save_family_model(tmp_path / "plain", family, options, seed=1)
+    directory = quantized_copy(tmp_path / "plain", tmp_path / "fp8", LAYOUTS["small block"])
+    fused = completions(directory, attention_backend="triton", kvcache_block_size=16)
+    assert_alike(fused, completions(directory, attention_backend="torch"))
