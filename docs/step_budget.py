@@ -22,7 +22,9 @@ PARTS = {
         "_allow_kernel", "_edit_and_count_kernel", "_penalise_kernel", "_filter_kernel", "_best_of_part_kernel",
         "_best_part_kernel", "_logprobs_of_part_kernel", "_logprobs_of_row_kernel",
     ),
-    "norms, rotation, store, SiLU": ("_norm_kernel", "_store_kernel", "_store_fp8_kernel", "_act_and_mul_kernel"),
+    "norms, rotation, store, SiLU": (
+        "_norm_kernel", "_store_kernel", "_store_fp8_kernel", "_act_and_mul_kernel", "_quantize_rows_kernel",
+    ),
 }  # fmt: skip
 REST, IDLE = "the rest", "idle"
 
