@@ -13,7 +13,7 @@ from nanovllm.ops.kernel import jit, tl
 # Log2 of the largest weight and of the largest number of a row of queries, when they become float16.
 _PEAK_EXPONENT = tl.constexpr(8)
 # How the kernel is launched: the fastest of several on an H200.
-FP8_LAUNCH = {"num_warps": 2, "num_stages": 3}
+FP8_LAUNCH = {"num_warps": 1, "num_stages": 3}
 
 
 @jit
