@@ -53,9 +53,11 @@ def times_of_parts(events: list[dict]) -> dict[str, float]:
 def rooflines(steps: dict[str, float]) -> dict[str, float]:
     """Seconds per step that each part takes at least."""
     bandwidth, matrix_rate = steps["bytes_per_second"], steps["matrix_operations_per_second"]
+    fp8_seconds = steps["fp8_matrix_operations"] / steps["fp8_matrix_operations_per_second"]
+    operations = steps["matrix_operations"] / matrix_rate + fp8_seconds
     return {
         "attention": steps["key_value_bytes"] / bandwidth + steps["score_operations"] / matrix_rate,
-        "matrix products": max(steps["weight_bytes"] / bandwidth, steps["matrix_operations"] / matrix_rate),
+        "matrix products": max(steps["weight_bytes"] / bandwidth, operations),
         "sampling": steps["logit_bytes"] / bandwidth,
     }
 

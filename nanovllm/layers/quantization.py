@@ -83,7 +83,8 @@ class BlockFp8:
             if start % block or (length % block and start + length < size) or first_row % self._rows:
                 raise ValueError(
                     f"FP8 weights in blocks of {self._rows} × {self._columns} cannot be divided into parts of "
-                    f"{length} of {size}; use a smaller tensor_parallel_size, or weights that are not quantized"
+                    f"{length} of {size}, from {start} on, behind {first_row} rows of other projections; use a smaller "
+                    "tensor_parallel_size, or weights that are not quantized"
                 )
             source.append((start // block, -(-length // block)))
         first = first_row // self._rows
@@ -102,14 +103,15 @@ class BlockFp8:
         assert isinstance(x, torch.Tensor), "no kernel before it rounds by blocks"
         blocks = F.pad(x.float(), (0, -x.shape[1] % self._columns)).unflatten(1, (-1, self._columns))
         of_rows = blocks.abs().amax(2, keepdim=True).clamp(min=1e-30) / LARGEST
-        rounded = (blocks / of_rows).to(E4M3).float() * of_rows
-        product = F.linear(rounded.flatten(1)[:, : x.shape[1]], self._whole(weight, scales))
+        rounded = (blocks / of_rows).to(E4M3).double() * of_rows
+        # As good as exact, so that a row's results do not depend on how many rows there are.
+        product = F.linear(rounded.flatten(1)[:, : x.shape[1]], self._whole(weight, scales)).float()
         return (product if bias is None else product + bias).to(self._dtype)
 
     def _whole(self, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """float32, of the weight's shape"""
-        of_rows = scales.repeat_interleave(self._rows, 0)[: weight.shape[0]]
-        return weight.float() * of_rows.repeat_interleave(self._columns, 1)[:, : weight.shape[1]]
+        """float64, of the weight's shape"""
+        of_rows = scales.double().repeat_interleave(self._rows, 0)[: weight.shape[0]]
+        return weight.double() * of_rows.repeat_interleave(self._columns, 1)[:, : weight.shape[1]]
 
 
 WeightFormat = ChannelFp8 | BlockFp8

@@ -83,7 +83,7 @@ def scaled_product(
     if weight.is_cuda:
         product = torch._scaled_mm(x.values, weight.mT, scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=True)
     else:
-        product = F.linear(x.values.float(), weight.float()).to(dtype)
+        product = _exact_product(x.values, weight).to(dtype)
     return ScaledProduct(product, x.scales, scales)
 
 
@@ -101,8 +101,14 @@ def whole_product(
             x.values, weight.mT, scale_a=x.scales[:, None], scale_b=scales[None, :], bias=bias, out_dtype=dtype,
             use_fast_accum=True,
         )  # fmt: skip
-    product = F.linear(x.values.float(), weight.float()) * x.scales[:, None] * scales
+    product = _exact_product(x.values, weight) * x.scales[:, None] * scales
     return (product if bias is None else product + bias).to(dtype)
+
+
+def _exact_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x @ weight.T` of e4m3, in float32. float64 holds every sum exactly, so a row's result does not depend on how
+    many rows there are. Otherwise a last bit would now and then decide what a later layer's input is rounded to."""
+    return F.linear(x.double(), weight.double()).float()
 
 
 @jit
