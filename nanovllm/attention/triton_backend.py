@@ -152,6 +152,7 @@ class TritonAttention:
         group_size = shape.num_heads // shape.num_kv_heads
         is_beside_prompts = metadata.query_tiles is not None
         most_items = metadata.most_decodes * self._most_splits * shape.num_kv_heads
+        caches: tuple[torch.Tensor | None, ...]
         if cache.is_fp8:
             kernel, caches, options = decode_fp8_kernel, cache, FP8_LAUNCH
         else:

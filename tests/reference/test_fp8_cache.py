@@ -17,6 +17,7 @@ from nanovllm.attention import triton_prompts
 from nanovllm.attention.backend import AttentionShape, _problem, make_attention_backend
 from nanovllm.attention.triton_backend import store_kvcache
 from nanovllm.jobs.identity import identity_of
+from nanovllm.ops import store_fp8
 from nanovllm.ops.copy_blocks import copy_blocks
 from nanovllm.ops.layer_cache import LEAST_EXPONENT, LayerCache, quantize_heads, rounded_heads, whole_heads
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
@@ -148,8 +149,10 @@ def test_blocks_are_read_in_the_order_asked_for():
 @DTYPES
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
 @pytest.mark.parametrize("block_size", [32, 64])
-def test_the_store_kernels_write_what_their_twin_writes(head_dim, block_size, dtype):
-    """More tokens than a program stores, rows that are no powers of two apart, and padding."""
+@pytest.mark.parametrize("num_programs", [2, 128])
+def test_the_store_kernels_write_what_their_twin_writes(monkeypatch, head_dim, block_size, num_programs, dtype):
+    """Programs of one token and of 32, rows that are no powers of two apart, and padding."""
+    monkeypatch.setattr(store_fp8, "_PROGRAMS", num_programs)
     num_tokens, num_kv_heads = 45, 3
     found, expected = (poisoned_cache(3, block_size, num_kv_heads, head_dim) for _ in range(2))
     k, v = (heads_of_many_sizes(num_tokens, num_kv_heads, head_dim, seed) for seed in (0, 1))
@@ -168,9 +171,10 @@ def test_the_store_kernels_write_what_their_twin_writes(head_dim, block_size, dt
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("is_scaled", [False, True])
 def test_the_fused_kernel_stores_what_its_twin_stores(
-    head_dim, rotary_dim, num_heads, num_kv_heads, has_norm, is_scaled
+    monkeypatch, head_dim, rotary_dim, num_heads, num_kv_heads, has_norm, is_scaled
 ):
     """Keys as they are finished, values as they are projected; the other half of a scale is left alone."""
+    monkeypatch.setattr(store_fp8, "_PROGRAMS", 4)
     num_tokens, num_normed = 37, num_heads + num_kv_heads
     product = random_product(num_tokens, (num_normed + num_kv_heads) * head_dim)
     product.product[6], product.product[7] = 0, product.product[7] * 1e-6
