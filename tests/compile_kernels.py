@@ -1,6 +1,6 @@
-"""Compiles kernels for a GPU of compute capability 9.0 without one: `python compile_kernels.py`, with PyTorch for a CPU.
+"""Compiles kernels for a GPU of compute capability 9.0 without one: `python tests/compile_kernels.py`.
 
-It calls the functions that launch the kernels. What they would launch is compiled with their own options and not run. It
+It calls the functions that launch kernels. What they would launch is compiled with its own options and not run. It
 prints each kernel's name, the bytes that a program shares, and the instruction that it multiplies matrices with. Triton
 must not be interpreted, so this is a process of its own.
 """

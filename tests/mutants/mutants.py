@@ -42,8 +42,14 @@ QK_NORM = "ops/qk_norm_rotate_store.py"
 LAYER_CACHE = "ops/layer_cache.py"
 STORE_FP8 = "ops/store_fp8.py"
 TRITON_FP8 = "attention/triton_fp8.py"
+QUANTIZE = "ops/quantize.py"
+BLOCK_PRODUCT = "ops/block_product.py"
+ACT_AND_MUL = "ops/act_and_mul.py"
+GROUPED_MLP = "ops/grouped_mlp.py"
 EXCHANGE = "ops/exchange.py"
 LINEAR = "layers/linear.py"
+QUANTIZATION = "layers/quantization.py"
+FP8_CONFIG = "layers/fp8_config.py"
 EMBED_HEAD = "layers/embed_head.py"
 METADATA = "attention/metadata.py"
 SDPA = "attention/sdpa_backend.py"
@@ -3294,5 +3300,208 @@ MUTANTS = [
         '"quantization", "kv_cache_dtype", ',
         '"quantization", ',
         ("test_fp8_cache.py::test_a_job_is_another_one_with_another_cache",),
+    ),
+    Mutant(
+        "scales of a fused layer's weights begin at its first row",
+        QUANTIZATION,
+        "replace(shard, scales=scales[first_row : first_row + len(shard.target)])",
+        "replace(shard, scales=scales[: len(shard.target)])",
+        ("test_fp8_engines.py::test_weights_that_come_in_fp8_are_those_that_we_make",),
+    ),
+    Mutant(
+        "a checkpoint's scales begin at a fused layer's first row",
+        QUANTIZATION,
+        "target = scales[first_row : first_row + len(shard.target)]",
+        "target = scales[: len(shard.target)]",
+        ("test_fp8_engines.py::test_a_checkpoint_completes_as_the_model_that_it_stands_for[channel]",),
+    ),
+    Mutant(
+        "scales of blocks begin at a fused layer's first row",
+        QUANTIZATION,
+        "scales[first : first + source[0][1]]",
+        "scales[: source[0][1]]",
+        ("test_fp8_engines.py::test_a_checkpoint_completes_as_the_model_that_it_stands_for[block]",),
+    ),
+    Mutant(
+        "ranks divide blocks",
+        QUANTIZATION,
+        "(length % block and start + length < size)",
+        "False",
+        ("test_fp8.py::test_a_part_of_a_weight_is_of_whole_blocks",),
+    ),
+    Mutant(
+        "a projection begins within a block",
+        QUANTIZATION,
+        " or first_row % self._rows",
+        "",
+        ("test_fp8_engines.py::test_blocks_that_a_projection_would_begin_within_are_named",),
+    ),
+    Mutant(
+        "kernels of blocks are compiled while others wait",
+        QUANTIZATION,
+        "return rows_of_tile(num_tokens)",
+        "return 1",
+        ("test_fp8.py::test_a_tile_has_about_as_many_rows_as_there_are",),
+    ),
+    Mutant(
+        "ignored layers are taken for FP8",
+        FP8_CONFIG,
+        "return not any(",
+        "return True or any(",
+        ("test_fp8_engines.py::test_ignored_layers_stay_as_they_are[llama-small block-ignored2-skipped2]",),
+    ),
+    Mutant(
+        "ignored layers of Mixtral have our names",
+        FP8_CONFIG,
+        "for ours, theirs in self.renames:",
+        "for ours, theirs in ():",
+        ("test_fp8_engines.py::test_ignored_layers_stay_as_they_are[mixtral-channel-ignored5-skipped5]",),
+    ),
+    Mutant(
+        "a layer is ignored because its name begins like another's",
+        MODEL_CONFIG,
+        '(^|\\.){re.escape(name)}(\\.|$)"',
+        '(^|\\.){re.escape(name)}"',
+        ("test_fp8_engines.py::test_ignored_layers_stay_as_they_are[llama-small block-ignored4-skipped4]",),
+    ),
+    Mutant(
+        "one scale of a tensor is taken for those of channels",
+        MODEL_CONFIG,
+        'is_per_tensor=strategy == "tensor"',
+        "is_per_tensor=False",
+        ("test_fp8_engines.py::test_a_checkpoint_completes_as_the_model_that_it_stands_for[tensor]",),
+    ),
+    Mutant(
+        "blocks of any width are taken",
+        MODEL_CONFIG,
+        "        or block[1] % 32\n",
+        "",
+        ("test_fp8_engines.py::test_other_quantizations_are_named",),
+    ),
+    Mutant(
+        "FP8 weights are counted without their scales",
+        MODEL_CONFIG,
+        "self.num_parameters + round(4 * self.num_read * num_scales)",
+        "self.num_parameters",
+        ("test_step_budget.py::test_weights_in_fp8_count_as_what_the_model_holds",),
+    ),
+    Mutant(
+        "quantized weights keep the scales of older ones",
+        LOADER,
+        "        shard.scales.copy_(quantized.scales)\n",
+        "",
+        ("test_fp8_engines.py::test_weights_that_come_in_fp8_are_those_that_we_make",),
+    ),
+    Mutant(
+        "plain weights are written into a checkpoint's FP8",
+        LOADER,
+        "if shard.target.dtype == E4M3 and shard.scales is None:",
+        "if shard.target.dtype == E4M3 and shard.scales is None and tensor.dtype == E4M3:",
+        ("test_fp8_engines.py::test_a_checkpoint_in_fp8_is_updated_in_its_own_layout[channel]",),
+    ),
+    Mutant(
+        "a row of zeros is divided by zero",
+        QUANTIZE,
+        "scales = x.abs().amax(1).float().clamp(min=_LEAST_PEAK) / LARGEST",
+        "scales = x.abs().amax(1).float() / LARGEST",
+        ("test_fp8.py::test_a_row_of_zeros_is_a_row_of_zeros[plain]",),
+    ),
+    Mutant(
+        "the kernel divides a row of zeros by zero",
+        QUANTIZE,
+        "scale = tl.maximum(peak, 1e-30) / 448.0",
+        "scale = peak / 448.0",
+        ("test_fp8.py::test_a_row_of_zeros_is_a_row_of_zeros[kernel]",),
+    ),
+    Mutant(
+        "a product in FP8 depends on the rows beside it",
+        QUANTIZE,
+        "F.linear(x.double(), weight.double()).float()",
+        "F.linear(x.float(), weight.float())",
+        ("test_fp8.py::test_a_rows_product_does_not_depend_on_how_many_rows_there_are",),
+    ),
+    Mutant(
+        "blocks of a row are found at those of its first part",
+        QUANTIZE,
+        "block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)",
+        "block = tl.arange(0, BLOCKS)",
+        ("test_fp8.py::test_each_block_of_a_row_is_rounded_by_its_own_peak[1500-128-kernel]",),
+    ),
+    Mutant(
+        "a product of blocks forgets the weight's scales",
+        BLOCK_PRODUCT,
+        "(of_outputs[:, None] * of_rows[None, :])",
+        "of_rows[None, :]",
+        ("test_fp8.py::test_a_product_of_blocks_is_that_of_the_rounded_numbers[256-256-128-128-1]",),
+    ),
+    Mutant(
+        "a product of blocks takes the first block's scales",
+        BLOCK_PRODUCT,
+        "block = start // BLOCK_COLUMNS",
+        "block = 0",
+        ("test_fp8.py::test_a_product_of_blocks_is_that_of_the_rounded_numbers[256-256-128-128-1]",),
+    ),
+    Mutant(
+        "a product of blocks multiplies two blocks at a time",
+        BLOCK_PRODUCT,
+        "INPUTS=gcd(128, weight.columns)",
+        "INPUTS=128",
+        ("test_fp8.py::test_a_product_of_blocks_is_that_of_the_rounded_numbers[60-100-8-32-1]",),
+    ),
+    Mutant(
+        "only the first group of rows is multiplied",
+        BLOCK_PRODUCT,
+        "(tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * ROWS",
+        "tl.program_id(0) * ROWS",
+        ("test_fp8.py::test_many_rows_are_computed_in_groups",),
+    ),
+    Mutant(
+        "ups of experts take the scales of gates",
+        GROUPED_MLP,
+        "up += _scaled(product, scales, expert, SIZE + output,",
+        "up += _scaled(product, scales, expert, output,",
+        ("test_fp8_engines.py::test_experts_multiply_with_what_their_weights_stand_for[channel-kernel]",),
+    ),
+    Mutant(
+        "experts take the first one's scales",
+        GROUPED_MLP,
+        "of_expert = scales + expert * (tl.cdiv(OUTPUT_SIZE, ROWS) * WIDTH)",
+        "of_expert = scales",
+        ("test_fp8_engines.py::test_experts_multiply_with_what_their_weights_stand_for[channel-kernel]",),
+    ),
+    Mutant(
+        "experts take the scales of the first inputs",
+        GROUPED_MLP,
+        "output // ROWS * WIDTH + start // COLUMNS",
+        "output // ROWS * WIDTH",
+        ("test_fp8_engines.py::test_experts_multiply_with_what_their_weights_stand_for[block-kernel]",),
+    ),
+    Mutant(
+        "experts multiply more inputs at a time than share a scale",
+        GROUPED_MLP,
+        "inputs = gcd(inputs, self.columns)",
+        "inputs = max(inputs, 1)",
+        ("test_fp8_engines.py::test_experts_multiply_with_what_their_weights_stand_for[small block-kernel]",),
+    ),
+    Mutant(
+        "a norm forgets the scales of a product's columns",
+        OPS_NORM,
+        "values *= tl.load(row_scales + program) * of_columns",
+        "values *= tl.load(row_scales + program)",
+        ("test_fp8.py::test_norms_read_and_write_fp8[96-5]",),
+    ),
+    Mutant(
+        "the up half of a gate takes the scales of the other",
+        ACT_AND_MUL,
+        "tl.load(column_scales + SIZE + column, is_real, 0.0)",
+        "tl.load(column_scales + column, is_real, 0.0)",
+        ("test_fp8.py::test_the_gate_reads_and_writes_fp8[80-silu]",),
+    ),
+    Mutant(
+        "a long row's peak is that of its last piece",
+        ACT_AND_MUL,
+        "peaks = tl.maximum(peaks, tl.abs(_gated(",
+        "peaks = tl.abs(0 * tl.max(peaks, 0) + (_gated(",
+        ("test_fp8.py::test_the_gate_reads_and_writes_fp8[5000-silu]",),
     ),
 ]

@@ -14,9 +14,14 @@ from family_factory import FAMILIES, save_family_model
 from fp8_factory import LAYOUTS, assert_alike, completions, quantized_copy
 from model_factory import one_thread  # noqa: F401
 
+from nanovllm.layers.fp8_config import Fp8Config
+from nanovllm.layers.linear import RowParallelLinear
+from nanovllm.layers.quantization import BlockFp8
+from nanovllm.layers.shard import Shard
 from nanovllm.ops import block_product as block_module
 from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.ops.block_product import BlockWeight, block_product, rows_of_tile
+from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.layer_cache import LayerCache
 from nanovllm.ops.norm import add_rms_norm, rms_norm
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
@@ -64,7 +69,8 @@ def test_a_row_of_zeros_is_a_row_of_zeros(fused):
     """Its peak is no divisor."""
     x = torch.zeros(3, 40)
     x[1] = 1
-    assert torch.equal(quantize_rows(x, fused).whole(), x)
+    found = quantize_rows(x, fused)
+    assert torch.equal(found.whole(), x) and (found.scales > 0).all()
 
 
 def test_what_is_no_number_stays_in_its_row():
@@ -116,6 +122,15 @@ def test_a_product_is_that_of_the_rounded_numbers():
     x, weight = quantize_rows(random_tensor(9, 48)), quantize_rows(random_tensor(20, 48, seed=1))
     found = scaled_product(x, *weight, torch.ones(()), torch.float32)
     torch.testing.assert_close(found.whole(), x.whole() @ weight.whole().T, rtol=1e-5, atol=1e-5)
+
+
+def test_a_rows_product_does_not_depend_on_how_many_rows_there_are():
+    """On a CPU it is exact. A last bit that differs may decide what a later layer's input is rounded to."""
+    x, weight = quantize_rows(random_tensor(50, 3000)), quantize_rows(random_tensor(20, 3000, seed=1))
+    one, together = torch.ones(()), x.values.double() @ weight.values.double().T
+    for rows in (slice(0, 1), slice(0, 7), slice(0, 50)):
+        part = Quantized(x.values[rows], x.scales[rows])
+        assert torch.equal(scaled_product(part, *weight, one, torch.float32).product, together[rows].float())
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "kernel"])
@@ -170,7 +185,14 @@ def test_many_rows_are_computed_in_groups(monkeypatch):
 
 
 def test_a_tile_has_about_as_many_rows_as_there_are():
-    assert [rows_of_tile(rows) for rows in (1, 16, 17, 33, 65, 9999)] == [16, 16, 32, 64, 128, 128]
+    """A layer says so, because each tile is another kernel."""
+    numbers, expected = (1, 16, 17, 33, 65, 9999), [16, 16, 32, 64, 128, 128]
+    assert [rows_of_tile(rows) for rows in numbers] == expected
+    kw = {"dtype": torch.float32, "device": torch.device("cpu")}
+    blocks = BlockFp8(Fp8Config("weight_scale_inv", (128, 128)), **kw)
+    for fused in (False, True):
+        layer = RowParallelLinear(128, 128, False, Parallel(), in_parts=True, fused=fused, format=blocks, **kw)
+        assert [layer.kernels(rows) for rows in numbers] == (expected if fused else [1] * 6)
 
 
 def test_kernels_compile_for_hopper(tmp_path):
@@ -193,6 +215,34 @@ def test_kernels_give_the_tokens_of_the_plain_engine_in_fp8(tmp_path, family):
     save_family_model(tmp_path, family, FAMILIES[family][2](random.Random(family)), seed=1)
     fused = completions(tmp_path, quantization="fp8", attention_backend="triton", kvcache_block_size=16)
     assert_alike(fused, completions(tmp_path, quantization="fp8", attention_backend="torch"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "first_row", "fits"),
+    [
+        ((0, 128), (0, 256), 0, True),
+        ((128, 72), (128, 172), 128, True),  # cut off where the weight ends
+        ((0, 200), (0, 300), 0, True),
+        ((0, 64), (0, 300), 0, False),
+        ((64, 136), (0, 300), 0, False),
+        ((0, 128), (0, 150), 0, False),
+        ((0, 128), (150, 150), 0, False),
+        ((0, 128), (0, 256), 200, False),
+    ],
+)
+def test_a_part_of_a_weight_is_of_whole_blocks(rows, columns, first_row, fits):
+    """[200, 300] in blocks of 128 × 128: 2 × 3."""
+    blocks = BlockFp8(Fp8Config("weight_scale_inv", (128, 128)), torch.float32, torch.device("cpu"))
+    scales = torch.arange(5)[:, None] + torch.zeros(1, 3)
+    shard = Shard((200, 300), (rows, columns), torch.empty(rows[1], columns[1]))
+    if not fits:
+        with pytest.raises(ValueError, match="blocks of 128 × 128 cannot be divided into parts of"):
+            blocks.scales_shard(shard, scales, first_row)
+        return
+    found = blocks.scales_shard(shard, scales, first_row)
+    assert found.shape == (2, 3)
+    assert found.source == tuple((start // 128, -(-length // 128)) for start, length in (rows, columns))
+    assert found.target[:, 0].tolist() == list(range(first_row // 128, first_row // 128 + found.source[0][1]))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "qwen3_moe", "gemma3"])

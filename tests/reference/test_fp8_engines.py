@@ -123,6 +123,7 @@ def test_so_do_those_of_other_families(tmp_path, monkeypatch, family, layout):
         ("llama", "channel", ["re:.*mlp.*"], [".mlp."]),
         ("llama", "small block", ["self_attn"], [".self_attn."]),
         ("llama", "small block", ["model.layers.0"], [".layers.0."]),
+        ("llama", "small block", ["mlp.gate"], []),
         ("mixtral", "channel", ["re:.*block_sparse_moe.*", "lm_head"], [".block_sparse_moe."]),
         ("qwen3_moe", "channel", [f"model.layers.1.mlp.experts.{number}.{name}_proj" for number in range(5)
                                   for name in ("gate", "up", "down")], [".layers.1.mlp.experts"]),
@@ -343,7 +344,7 @@ def test_products_err_as_the_rounding_of_their_inputs_explains():
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "kernel"])
 @pytest.mark.parametrize("layout", ["channel", "block", "small block"])
-def test_experts_multiply_with_the_numbers_that_their_weights_stand_for(layout, fused):
+def test_experts_multiply_with_what_their_weights_stand_for(layout, fused):
     """Their inputs are not rounded, so this is exact but for float32."""
     generator = torch.Generator().manual_seed(0)
     num_experts, size, hidden_size, of_layout = 3, 136, 160, LAYOUTS[layout]
