@@ -105,6 +105,10 @@ class LinearBase(Packable):
         # What is given in e4m3 already; a layer that keeps no scales takes it all the same.
         self.takes_quantized = fused and isinstance(format, ChannelFp8)
 
+    def kernels(self, num_tokens: int) -> int:
+        """See CausalLM.kernels."""
+        return 0 if self.format is None or not self.fused else self.format.kernels(num_tokens)
+
     def _shard(self, name: str, shard: Shard, first_row: int) -> Shard | None:
         """The shard of this parameter, given that of a part of the weight or bias, which begins with `first_row`."""
         if self.format is None or name == "bias":
@@ -229,7 +233,11 @@ class RowParallelLinear(LinearBase):
         return {} if shard is None else {WHOLE: [shard]}
 
     def kernels(self, num_tokens: int) -> int:
-        """How many parts the product comes in; 0 if it is left to `RMSNorm.reduce_add`. See CausalLM.kernels."""
+        """See CausalLM.kernels."""
+        return self._num_parts(num_tokens) if self.format is None else super().kernels(num_tokens)
+
+    def _num_parts(self, num_tokens: int) -> int:
+        """How many parts the product comes in; 0 if it is left to `RMSNorm.reduce_add`."""
         if not self.in_parts or self.weight is None:
             return 1
         # Only a large product takes longer than the residual takes to be read and written.
@@ -238,7 +246,7 @@ class RowParallelLinear(LinearBase):
 
     def forward(self, x: torch.Tensor | Quantized) -> PartialSum | PendingProduct:
         """x: [num_tokens, input_size / ranks] -> [num_tokens, output_size], perhaps in parts, or not calculated yet"""
-        num_parts = self.kernels(x.shape[0]) if isinstance(x, torch.Tensor) else 1
+        num_parts = self._num_parts(x.shape[0]) if isinstance(x, torch.Tensor) else 1
         if num_parts != 1 and self.weight is not None:
             assert isinstance(x, torch.Tensor)
             if num_parts == 0:

@@ -6,11 +6,18 @@ A linear layer only hands over its inputs, its weight and its scales.
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 
 from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.layers.shard import Shard
-from nanovllm.ops.quantize import E4M3, LARGEST, Quantized, ScaledProduct, quantize_rows, scaled_product, whole_product
+from nanovllm.ops.block_product import BlockWeight, block_product, rows_of_tile
+from nanovllm.ops.quantize import (
+    Quantized,
+    ScaledProduct,
+    quantize_row_blocks,
+    quantize_rows,
+    scaled_product,
+    whole_product,
+)
 
 
 class ChannelFp8:
@@ -61,6 +68,10 @@ class ChannelFp8:
             return scaled_product(quantized, weight, scales, self._one, self._dtype)
         return whole_product(quantized, weight, scales, bias, self._dtype)
 
+    def kernels(self, num_tokens: int) -> int:
+        """See CausalLM.kernels."""
+        return 0
+
 
 class BlockFp8:
     """A scale per block of the weight, and one per row and as many inputs as a block has: DeepSeek-V3's format."""
@@ -100,16 +111,13 @@ class BlockFp8:
     ) -> torch.Tensor:
         """x: [num_rows, input_size] -> `x @ weight.T + bias`: [num_rows, output_size]"""
         assert isinstance(x, torch.Tensor), "no kernel before it rounds by blocks"
-        blocks = F.pad(x.float(), (0, -x.shape[1] % self._columns)).unflatten(1, (-1, self._columns))
-        of_rows = blocks.abs().amax(2, keepdim=True).clamp(min=1e-30) / LARGEST
-        rounded = (blocks / of_rows).to(E4M3).float() * of_rows
-        product = F.linear(rounded.flatten(1)[:, : x.shape[1]], self._whole(weight, scales))
-        return (product if bias is None else product + bias).to(self._dtype)
+        quantized = quantize_row_blocks(x, self._columns, fused)
+        of_weight = BlockWeight(weight, scales, self._rows, self._columns)
+        return block_product(quantized, of_weight, bias, self._dtype, fused)
 
-    def _whole(self, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """float32, of the weight's shape"""
-        of_rows = scales.repeat_interleave(self._rows, 0)[: weight.shape[0]]
-        return weight.float() * of_rows.repeat_interleave(self._columns, 1)[:, : weight.shape[1]]
+    def kernels(self, num_tokens: int) -> int:
+        """See CausalLM.kernels."""
+        return rows_of_tile(num_tokens)
 
 
 WeightFormat = ChannelFp8 | BlockFp8

@@ -17,6 +17,7 @@ from nanovllm.ops.kernel import jit, tl, triton
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 _LEAST_PEAK = 1e-30  # a row of zeros has a scale too
+_NUMBERS_OF_PROGRAM = 2048  # of a row, that a program quantizes by blocks
 _IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -33,6 +34,25 @@ class Quantized(NamedTuple):
     def whole(self) -> torch.Tensor:
         """float32 [num_rows, size]"""
         return self.values.float() * self.scales[:, None]
+
+
+class BlockQuantized(NamedTuple):
+    """Rows of numbers, each `values × scales`, with a scale per block of columns.
+
+    values: float8_e4m3fn [num_rows, size].
+    scales: float32 [num_rows, size / columns], rounded up. Those of one block lie side by side in memory, because a
+        program of the product reads them for many rows.
+    columns: of a block; a row's last block may be cut off.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    columns: int
+
+    def whole(self) -> torch.Tensor:
+        """float64 [num_rows, size]"""
+        of_columns = self.scales.double().repeat_interleave(self.columns, 1)
+        return self.values.double() * of_columns[:, : self.values.shape[1]]
 
 
 class ScaledProduct(NamedTuple):
@@ -64,6 +84,23 @@ def quantize_rows(x: torch.Tensor, fused: bool = False) -> Quantized:
         return _fused_quantize_rows(x)
     scales = x.abs().amax(1).float().clamp(min=_LEAST_PEAK) / LARGEST
     return Quantized((x.float() / scales[:, None]).to(E4M3), scales)
+
+
+def quantize_row_blocks(x: torch.Tensor, columns: int, fused: bool = False) -> BlockQuantized:
+    """Does to each block of columns of each row what `quantize_rows` does to a row.
+
+    Args:
+        x: [num_rows, size]. A block with a NaN or an infinity gets a NaN.
+        columns: of a block.
+        fused: compute with the kernel.
+    """
+    if fused:
+        return _fused_quantize_row_blocks(x, columns)
+    size = x.shape[1]
+    blocks = F.pad(x.float(), (0, -size % columns)).unflatten(1, (-1, columns))
+    scales = blocks.abs().amax(2).clamp(min=_LEAST_PEAK) / LARGEST
+    values = (blocks / scales[:, :, None]).to(E4M3).flatten(1)[:, :size]
+    return BlockQuantized(values.contiguous(), scales, columns)
 
 
 def scaled_product(
@@ -143,6 +180,36 @@ def _fused_quantize_rows(x: torch.Tensor) -> Quantized:
         x, *quantized, SIZE=size, PADDED=padded, num_warps=num_warps_of_row(padded), **LAUNCH_OPTIONS
     )
     return quantized
+
+
+@jit(do_not_specialize=["num_rows"])
+def _quantize_row_blocks_kernel(
+    x, values, scales, num_rows, SIZE: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """One program per row and BLOCKS of its blocks. scales: [number of blocks, num_rows]."""
+    begin()
+    row = tl.program_id(0).to(tl.int64)
+    block = (tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS))[:, None]
+    in_block = tl.arange(0, PADDED)[None, :]
+    column = block * COLUMNS + in_block
+    is_real = (in_block < COLUMNS) & (column < SIZE)
+    numbers = tl.load(x + row * SIZE + column, is_real, 0.0).to(tl.float32)
+    quantized, scale = divided_by_peak(numbers, tl.max(tl.abs(numbers), 1)[:, None])
+    tl.store(values + row * SIZE + column, quantized, is_real)
+    tl.store(scales + block * num_rows + row, scale, block * COLUMNS < SIZE)
+
+
+def _fused_quantize_row_blocks(x: torch.Tensor, columns: int) -> BlockQuantized:
+    (num_rows, size), num_blocks = x.shape, triton.cdiv(x.shape[1], columns)
+    values = torch.empty((num_rows, size), dtype=E4M3, device=x.device)
+    scales = torch.empty((num_blocks, num_rows), dtype=torch.float32, device=x.device)
+    padded = triton.next_power_of_2(columns)
+    blocks = max(1, min(_NUMBERS_OF_PROGRAM // padded, triton.next_power_of_2(num_blocks)))
+    _quantize_row_blocks_kernel[(num_rows, triton.cdiv(num_blocks, blocks))](
+        x, values, scales, num_rows, SIZE=size, COLUMNS=columns, PADDED=padded, BLOCKS=blocks,
+        num_warps=num_warps_of_row(blocks * padded), **LAUNCH_OPTIONS,
+    )  # fmt: skip
+    return BlockQuantized(values, scales.mT, columns)
 
 
 def empty_quantized(num_rows: int, size: int, device: torch.device) -> Quantized:
