@@ -4,6 +4,7 @@
     python bench.py --vs transformers                   the same requests through transformers too, with the ratio
     python bench.py --workload nano --size 0.6B         random weights of a real model's shape
     python bench.py --workload nano --size 0.6B --top-k 20 --top-p 0.95 --vs vllm
+    python bench.py --workload nano --size 8B --quantization fp8 --kv-cache-dtype fp8
     python bench.py --workload classify --model Qwen/Qwen3-0.6B
 
 An offline job calls `generate` once, so the first call after start counts. The report shows it on its own
@@ -19,7 +20,9 @@ and one. The figure of interest is output tokens per second, and for classify an
 On a GPU the report also has the roofline of the run: the throughput that this chip allows for the very steps that were
 run. A step takes at least the time to read the keys and values of its decodes, each shared one once, at the memory
 bandwidth measured here, plus the longer of reading the weights and doing the arithmetic at the matrix rate measured
-here. Of experts it counts as many as the tokens would choose if each were as likely as the others.
+here. Of experts it counts as many as the tokens would choose if each were as likely as the others. Weights in FP8 count
+with their scales, and their arithmetic at the rate that products in FP8 reach here. A cache in FP8 counts with its
+scales too; attention's arithmetic counts at the usual rate.
 
 --vs starts the other engine after ours is closed, so that each has the machine to itself. Both get the same token ids,
 sampling, dtype, max_model_len, seed, prefix caching and number of GPUs; all else is each engine's own default, threads
@@ -50,9 +53,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.config import KV_CACHE_DTYPES, QUANTIZATIONS
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.engine.step import Step
 from nanovllm.models.config import ModelConfig, load_model_config
+from nanovllm.runner.device import fp8_of
 
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA = {
@@ -454,8 +459,22 @@ def logged_steps(llm: LLM) -> Iterator[StepLog]:
         del runner.launch
 
 
-def device_rates(device: torch.device) -> tuple[float, float]:
-    """(bytes per second of a large copy, read and written; operations per second of a large bfloat16 product)."""
+class Rates(NamedTuple):
+    """What a chip does per second.
+
+    bandwidth: bytes read and written; products, fp8_products: operations of matrix products in bfloat16 and in FP8.
+    """
+
+    bandwidth: float
+    products: float
+    fp8_products: float
+
+    def times(self, num_gpus: int) -> "Rates":
+        return Rates(*(num_gpus * rate for rate in self))
+
+
+def device_rates(device: torch.device) -> Rates:
+    """As measured: of a large copy and of large products. A GPU without products in FP8 has the rate of bfloat16."""
 
     def best_seconds(run: Callable[..., object], *tensors: torch.Tensor) -> float:
         seconds = []
@@ -473,23 +492,78 @@ def device_rates(device: torch.device) -> tuple[float, float]:
     bandwidth = 2 * source.nbytes / best_seconds(torch.Tensor.copy_, target, source)
     del source, target
     left, right = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return bandwidth, 2 * 8192**3 / best_seconds(torch.matmul, left, right)
+    products = fp8_products = 2 * 8192**3 / best_seconds(torch.matmul, left, right)
+    if torch.cuda.get_device_capability(device) >= (8, 9):
+        one = torch.ones((), device=device)
+
+        def in_fp8(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            return torch._scaled_mm(left, right.mT, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+        inputs = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn)
+        fp8_products = 2 * 8192**3 / best_seconds(in_fp8, *inputs)
+    return Rates(bandwidth, products, fp8_products)
 
 
-def num_weights(config: ModelConfig, num_tokens: int = 1) -> int:
-    """Numbers in the matrices of the layers and the LM head that a step of so many tokens reads."""
-    return config.num_layer_parameters(num_tokens) + config.vocab_size * config.hidden_size
+@dataclass(frozen=True)
+class Numbers:
+    """What a model's numbers are stored in.
+
+    config: its `fp8` says which weights are in FP8.
+    itemsize: bytes of all other numbers.
+    has_fp8_cache: the KV cache is in FP8.
+    """
+
+    config: ModelConfig
+    itemsize: int
+    has_fp8_cache: bool = False
+
+    @classmethod
+    def of(cls, llm: LLM) -> "Numbers":
+        info, options = llm.engine.info, llm.engine.config
+        config, dtype = load_model_config(Path(options.model)), getattr(torch, info.dtype)
+        fp8 = fp8_of(options.quantization, config.fp8, dtype, torch.device(info.device))
+        return cls(replace(config, fp8=fp8), dtype.itemsize, options.kv_cache_dtype == "fp8")
+
+    def weight_bytes(self, num_tokens: int = 1) -> int:
+        """Of the matrices of the layers and the LM head that a step of so many tokens reads."""
+        config = self.config
+        of_layers = sum(matrix.num_bytes(self.itemsize) for matrix in config.matrices(num_tokens))
+        return of_layers + config.vocab_size * config.hidden_size * self.itemsize
+
+    @property
+    def key_value_bytes(self) -> int:
+        """Of one token's keys and values in all layers. In FP8 a key and its value have 4 bytes of scales."""
+        config = self.config
+        if not self.has_fp8_cache:
+            return config.num_kv_values_per_token * self.itemsize
+        return config.num_kv_values_per_token + 4 * config.num_hidden_layers * config.num_key_value_heads
 
 
-def matrix_operations(log: StepLog, config: ModelConfig) -> list[int]:
-    """Operations of each step's matrix products. A multiplication and an addition are two."""
-    all_but_last = replace(config, layers=config.layers[:-1])
-    qkv_rows = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
-    of_all_tokens = all_but_last.num_layer_parameters(1) + qkv_rows * config.hidden_size
-    # After the attention of the last layer, a step needs only the tokens that sample.
-    of_sampled = num_weights(config) - of_all_tokens
+class Operations(NamedTuple):
+    """A multiplication and an addition are two; all numbers but FP8's together, and those of FP8."""
+
+    usual: int
+    fp8: int
+
+    def seconds(self, rates: Rates) -> float:
+        return self.usual / rates.products + self.fp8 / rates.fp8_products
+
+
+def matrix_operations(log: StepLog, config: ModelConfig) -> list[Operations]:
+    """Operations of each step's matrix products."""
+    last = f"model.layers.{config.num_hidden_layers - 1}."
+    of_keys = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+    # Of all tokens, and of those that sample: after the attention of the last layer, a step needs only these.
+    all_tokens, sampled = Counter[bool](), Counter({False: config.vocab_size * config.hidden_size})
+    for matrix in config.matrices(1):
+        is_of_sampled = matrix.name.startswith(last) and not matrix.name.endswith(of_keys)
+        (sampled if is_of_sampled else all_tokens)[matrix.fp8 is not None] += matrix.num_parameters
+
+    def operations(num_tokens: int, num_sampled: int, is_fp8: bool) -> int:
+        return 2 * (num_tokens * all_tokens[is_fp8] + num_sampled * sampled[is_fp8])
+
     steps = zip(log.num_tokens, log.num_sampled, strict=True)
-    return [2 * (num_tokens * of_all_tokens + num_sampled * of_sampled) for num_tokens, num_sampled in steps]
+    return [Operations(operations(*step, False), operations(*step, True)) for step in steps]
 
 
 def score_operations(log: StepLog, config: ModelConfig) -> list[float]:
@@ -499,13 +573,13 @@ def score_operations(log: StepLog, config: ModelConfig) -> list[float]:
     return [scores * per_pair for scores in log.prefill_scores]
 
 
-def roofline_seconds(log: StepLog, config: ModelConfig, itemsize: int, bandwidth: float, matrix_rate: float) -> float:
+def roofline_seconds(log: StepLog, numbers: Numbers, rates: Rates) -> float:
     """What the steps of `log` take at least on a chip of these rates."""
-    weight_seconds = {n: num_weights(config, n) * itemsize / bandwidth for n in set(log.num_tokens)}
-    key_seconds = config.num_kv_values_per_token * itemsize / bandwidth
-    operations = matrix_operations(log, config), score_operations(log, config)
+    weight_seconds = {n: numbers.weight_bytes(n) / rates.bandwidth for n in set(log.num_tokens)}
+    key_seconds = numbers.key_value_bytes / rates.bandwidth
+    operations = matrix_operations(log, numbers.config), score_operations(log, numbers.config)
     return sum(
-        num_keys * key_seconds + max(weight_seconds[num_tokens], (products + scores) / matrix_rate)
+        num_keys * key_seconds + max(weight_seconds[num_tokens], products.seconds(rates) + scores / rates.products)
         for num_tokens, num_keys, products, scores in zip(log.num_tokens, log.num_keys, *operations, strict=True)
     )
 
@@ -524,15 +598,14 @@ def gpu_report(llm: LLM, requests: Requests, params: list[SamplingParams], media
         run_nanovllm(llm, requests, params)
         logged_seconds = time.perf_counter() - began
         peak_bytes = torch.cuda.max_memory_allocated()
-        bandwidth, matrix_rate = device_rates(device)
+        rates = device_rates(device)
         idle_seconds = log.idle_seconds()
-    config = load_model_config(Path(engine.config.model))
-    itemsize = getattr(torch, engine.info.dtype).itemsize
-    roofline = roofline_seconds(log, config, itemsize, num_gpus * bandwidth, num_gpus * matrix_rate)
+    roofline = roofline_seconds(log, Numbers.of(llm), rates.times(num_gpus))
     of_one_gpu = {"gpu_idle_fraction": idle_seconds / logged_seconds, "peak_memory_gib": peak_bytes / 2**30}
     return {
-        "bandwidth_tb_per_second": bandwidth / 1e12,
-        "matrix_tflop_per_second": matrix_rate / 1e12,
+        "bandwidth_tb_per_second": rates.bandwidth / 1e12,
+        "matrix_tflop_per_second": rates.products / 1e12,
+        "fp8_matrix_tflop_per_second": rates.fp8_products / 1e12,
         "roofline_seconds": roofline,
         "roofline_tokens_per_second": requests.num_output_tokens / roofline,
         "roofline_input_tokens_per_second": requests.num_prompt_tokens / roofline,
@@ -563,19 +636,21 @@ def write_profile(llm: LLM, requests: Requests, params: list[SamplingParams], di
     sort = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
     (directory / "operators.txt").write_text(profiled.key_averages().table(sort_by=sort, row_limit=60))
     if torch.cuda.is_available():
-        config = load_model_config(Path(engine.config.model))
-        itemsize = getattr(torch, engine.info.dtype).itemsize
-        bandwidth, matrix_rate = device_rates(torch.device(engine.info.device))
+        numbers, rates = Numbers.of(llm), device_rates(torch.device(engine.info.device))
+        operations = matrix_operations(log, numbers.config)
+        logits = numbers.config.vocab_size * numbers.itemsize
         steps = {
             "num_steps": len(log.num_tokens),
             "mean_rows": statistics.mean(log.num_sampled),
-            "key_value_bytes": statistics.mean(log.num_keys) * config.num_kv_values_per_token * itemsize,
-            "score_operations": statistics.mean(score_operations(log, config)),
-            "weight_bytes": statistics.mean(num_weights(config, n) for n in log.num_tokens) * itemsize,
-            "matrix_operations": statistics.mean(matrix_operations(log, config)),
-            "logit_bytes": statistics.mean(log.num_sampled) * config.vocab_size * itemsize,
-            "bytes_per_second": bandwidth,
-            "matrix_operations_per_second": matrix_rate,
+            "key_value_bytes": statistics.mean(log.num_keys) * numbers.key_value_bytes,
+            "score_operations": statistics.mean(score_operations(log, numbers.config)),
+            "weight_bytes": statistics.mean(map(numbers.weight_bytes, log.num_tokens)),
+            "matrix_operations": statistics.mean(each.usual for each in operations),
+            "fp8_matrix_operations": statistics.mean(each.fp8 for each in operations),
+            "logit_bytes": statistics.mean(log.num_sampled) * logits,
+            "bytes_per_second": rates.bandwidth,
+            "matrix_operations_per_second": rates.products,
+            "fp8_matrix_operations_per_second": rates.fp8_products,
         }
         (directory / "steps.json").write_text(json.dumps(steps) + "\n")
 
@@ -607,6 +682,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--backend", choices=("auto", "triton", "flash", "sdpa", "torch"), default="auto", help="attention backend"
     )
     engine.add_argument("--dtype", default="auto")
+    engine.add_argument("--quantization", choices=QUANTIZATIONS, help="of the weights of linear layers; default: none")
+    engine.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, help="default: that of the model")
     engine.add_argument("--device", default="auto")
     engine.add_argument("--max-model-len", type=int, help="with --size, default: the workload's, 4096 or 20000")
     engine.add_argument("--max-num-seqs", type=int)
@@ -639,6 +716,8 @@ def make_llm(arguments: argparse.Namespace, directory: str, has_weights: bool) -
         "tensor_parallel_size": arguments.tensor_parallel_size,
     }  # fmt: skip
     given = {
+        "quantization": arguments.quantization,
+        "kv_cache_dtype": arguments.kv_cache_dtype,
         "max_num_seqs": arguments.max_num_seqs,
         "kvcache_block_size": arguments.block_size,
         "max_model_len": arguments.max_model_len or (workload.max_model_len if arguments.size else None),
@@ -675,6 +754,8 @@ def measure(arguments: argparse.Namespace, directory: str, has_weights: bool) ->
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "tensor_parallel_size": arguments.tensor_parallel_size,
             "dtype": info.dtype,
+            "quantization": arguments.quantization,
+            "kv_cache_dtype": engine.config.kv_cache_dtype,
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "backend": info.attention_backend,

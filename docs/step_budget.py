@@ -13,16 +13,20 @@ from pathlib import Path
 # Parts by what their kernels' names contain. The first that fits counts.
 PARTS = {
     "attention": ("_decode_kernel", "_grouped_kernel", "_merge_kernel", "_prefill_kernel", "_attend_prompts_kernel",
-                  "flash_fwd"),
+                  "decode_fp8_kernel", "flash_fwd"),
     "matrix products": (
-        "nvjet", "splitKreduce", "gemm", "gemv", "_single_row_linear_kernel", "_gate_up_kernel", "_down_kernel",
+        "nvjet", "splitKreduce", "gemm", "gemv", "_single_row_linear_kernel", "_block_product_kernel",
+        "_gate_up_kernel", "_down_kernel",
     ),
     "routing": ("_router_kernel", "_top_experts_kernel", "_pairs_kernel", "_combine_kernel"),
     "sampling": (
         "_allow_kernel", "_edit_and_count_kernel", "_penalise_kernel", "_filter_kernel", "_best_of_part_kernel",
         "_best_part_kernel", "_logprobs_of_part_kernel", "_logprobs_of_row_kernel",
     ),
-    "norms, rotation, store, SiLU": ("_norm_kernel", "_store_kernel", "_act_and_mul_kernel"),
+    "norms, rotation, store, SiLU": (
+        "_norm_kernel", "_store_kernel", "_store_fp8_kernel", "_act_and_mul_kernel", "_quantize_rows_kernel",
+        "_quantize_row_blocks_kernel",
+    ),
 }  # fmt: skip
 REST, IDLE = "the rest", "idle"
 
@@ -51,9 +55,11 @@ def times_of_parts(events: list[dict]) -> dict[str, float]:
 def rooflines(steps: dict[str, float]) -> dict[str, float]:
     """Seconds per step that each part takes at least."""
     bandwidth, matrix_rate = steps["bytes_per_second"], steps["matrix_operations_per_second"]
+    fp8_seconds = steps["fp8_matrix_operations"] / steps["fp8_matrix_operations_per_second"]
+    operations = steps["matrix_operations"] / matrix_rate + fp8_seconds
     return {
         "attention": steps["key_value_bytes"] / bandwidth + steps["score_operations"] / matrix_rate,
-        "matrix products": max(steps["weight_bytes"] / bandwidth, steps["matrix_operations"] / matrix_rate),
+        "matrix products": max(steps["weight_bytes"] / bandwidth, operations),
         "sampling": steps["logit_bytes"] / bandwidth,
     }
 

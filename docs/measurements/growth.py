@@ -60,7 +60,7 @@ class Growth:
     def __init__(self, directory: Path, load_format: str):
         self._directory, self._load_format = directory, load_format
         self._config = load_model_config(directory)
-        self._rates: tuple[float, float] | None = None
+        self._rates: bench.Rates | None = None
 
     def points(self, name: str, most: int) -> list[int]:
         """Those of a curve that the model takes."""
@@ -137,8 +137,7 @@ class Growth:
             self._rates = bench.device_rates(device)
         with bench.logged_steps(llm) as log:
             call()
-        itemsize = getattr(torch, llm.engine.info.dtype).itemsize
-        return bench.roofline_seconds(log, self._config, itemsize, *self._rates)
+        return bench.roofline_seconds(log, bench.Numbers.of(llm), self._rates)
 
 
 @contextmanager

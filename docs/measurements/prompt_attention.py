@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from nanovllm.attention import triton_prompts
 from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.metadata import AttentionMetadata, query_tiles
+from nanovllm.ops.layer_cache import LayerCache
 
 BLOCK_SIZE = 64
 PLAIN = triton_prompts.PromptLaunch(1, 32, {"num_warps": 4, "num_stages": 3}, has_descriptors=False)
@@ -109,7 +110,7 @@ def ours(case: Case) -> Attend:
     out = torch.empty_like(case.q)
 
     def attend() -> torch.Tensor:
-        triton_prompts.attend_prompts(case.shape, case.q, *case.caches, out, case.metadata, 0)
+        triton_prompts.attend_prompts(case.shape, case.q, LayerCache(*case.caches), out, case.metadata, 0)
         return out
 
     return attend
@@ -121,7 +122,7 @@ def launched(case: Case, launch: triton_prompts.PromptLaunch | None = None) -> A
     how = launch or triton_prompts.prompt_launch(case.shape, BLOCK_SIZE)
 
     def attend() -> torch.Tensor:
-        triton_prompts.launch_prefill(how, case.q, *case.caches, out, case.metadata, scale, 0)
+        triton_prompts.launch_prefill(how, case.q, LayerCache(*case.caches), out, case.metadata, scale, 0)
         return out
 
     return attend

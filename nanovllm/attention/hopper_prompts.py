@@ -205,8 +205,8 @@ def _fetch_all(
 
 @gluon.jit
 def _convert_tile(fetched, scales, tiles, stage, num_left, ARE_KEYS: gl.constexpr):
-    """Writes a stage's tile of keys, or of transposed values, whose boxes and scales were fetched. What is nobody's, from
-    `num_left` on, becomes 0: a scale may be infinite, which a weight of 0 does not remove."""
+    """Writes a stage's tile of keys, or of transposed values, whose boxes and scales were fetched. Values from
+    `num_left` on become 0: their scales may be infinite, which a weight of 0 does not remove."""
     tile, fetched = tiles.index(stage), fetched.index(stage)
     BOX: gl.constexpr = scales.shape[2]
     NUM_BOXES: gl.constexpr = tile.shape[0] // BOX
@@ -403,8 +403,8 @@ def _attend_all(
             last = (num_done - 1) % STAGES
             mbarrier.wait(values_there.index(last), (num_done - 1) // STAGES & 1)
             num_left = num_keys - (num_tiles - 1) * KEYS
-            if not IS_FP8:
-                if num_left < KEYS:  # noqa: SIM102 (one is known when the kernel is compiled)
+            if not IS_FP8:  # noqa: SIM102 (one is known when the kernel is compiled)
+                if num_left < KEYS:
                     _clear_behind(values.index(last), num_left)
             sums = warpgroup_mma(weights, _as_stored(values.index(last), IS_FP8), summed, is_async=True)
             summed = warpgroup_mma_wait(0, (sums,))
@@ -422,7 +422,8 @@ def _attend_all(
 def _attend_prompts_kernel(
     q_by_token, keys_by_row, values_by_row, scales_by_row, out, block_tables, query_tiles, scale, num_items,
     table_stride, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
     """One program per processor. A barrier X_there is passed when the data of a stage have arrived, X_free when both
     groups have released it."""
@@ -506,5 +507,5 @@ def _attend_prompts_kernel(
                 )),
             ],
             [4, 4, 1],  # warps of the second group, and of those that convert and that fetch
-            [216, 56, 24],  # their registers per thread; the first group has 216 too
+            [192, 104, 24],  # their registers per thread; the first group has 192 too
         )  # fmt: skip

@@ -18,7 +18,7 @@ from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.metadata import AttentionMetadata, SharedPrefixes
 from nanovllm.attention.prefix_groups import PrefixGroups, find_prefix_groups
 from nanovllm.attention.splits import most_splits, split_length_of, split_lengths
-from nanovllm.attention.triton_fp8 import decode_fp8_kernel
+from nanovllm.attention.triton_fp8 import FP8_LAUNCH, decode_fp8_kernel
 from nanovllm.attention.triton_prompts import LOG2_E, attend_keys, attend_prompts, slots_of
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin, let_next_come, wait
 from nanovllm.ops.kernel import jit, shared_memory, tl, triton
@@ -152,11 +152,12 @@ class TritonAttention:
         group_size = shape.num_heads // shape.num_kv_heads
         is_beside_prompts = metadata.query_tiles is not None
         most_items = metadata.most_decodes * self._most_splits * shape.num_kv_heads
-        kernel, caches, options = _decode_kernel, cache[:2], {"num_warps": 4}
+        caches: tuple[torch.Tensor | None, ...]
         if cache.is_fp8:
-            kernel, caches, options = decode_fp8_kernel, cache, {"num_warps": 2, "num_stages": 3}
+            kernel, caches, options = decode_fp8_kernel, cache, FP8_LAUNCH
         else:
-            options["num_stages"] = self.kernels(metadata.most_decodes, is_beside_prompts)
+            num_stages = self.kernels(metadata.most_decodes, is_beside_prompts)
+            kernel, caches, options = _decode_kernel, cache[:2], {"num_warps": 4, "num_stages": num_stages}
         kernel[(min(self._num_programs, most_items),)](
             q, *caches, metadata.block_tables, metadata.context_lens, plan.num_items, plan.item_rows,
             plan.item_splits, plan.first_items, self._partial, self._log_sums, self._scale,

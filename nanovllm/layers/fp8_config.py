@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
 
 @dataclass(frozen=True)
@@ -13,14 +14,23 @@ class Fp8Config:
             quantized while they load.
         block: rows and columns of the weight that share a scale; None is a scale per output channel.
         is_per_tensor: the checkpoint has one scale for the whole weight, which then is that of every channel.
-        ignored: regular expressions of layers' names that stay as they are.
+        ignored: regular expressions of the checkpoint's names of layers that stay as they are.
+        renames: parts of our layers' names, and what the checkpoint calls them.
     """
 
     scale_name: str | None = None
     block: tuple[int, int] | None = None
     is_per_tensor: bool = False
     ignored: tuple[str, ...] = ()
+    renames: tuple[tuple[str, str], ...] = ()
 
     def applies_to(self, layer: str) -> bool:
-        """layer: its name in the checkpoint, such as model.layers.0.self_attn.q_proj."""
-        return not any(re.search(pattern, layer) for pattern in self.ignored)
+        """layer: our name of it, such as model.layers.0.self_attn.q_proj."""
+        name = f"{layer}."  # renames tell parts by the dots around them
+        for ours, theirs in self.renames:
+            name = name.replace(ours, theirs)
+        return not any(_compiled(pattern).search(name[:-1]) for pattern in self.ignored)
+
+
+# The lists of models with many experts are longer than what `re` keeps.
+_compiled = cache(re.compile)

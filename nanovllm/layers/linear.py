@@ -107,7 +107,7 @@ class LinearBase(Packable):
 
     def kernels(self, num_tokens: int) -> int:
         """See CausalLM.kernels."""
-        return 0 if self.format is None or not self.fused else self.format.kernels(num_tokens)
+        return self.format.kernels(num_tokens) if self.fused and self.format is not None else 1
 
     def _shard(self, name: str, shard: Shard, first_row: int) -> Shard | None:
         """The shard of this parameter, given that of a part of the weight or bias, which begins with `first_row`."""
@@ -233,22 +233,18 @@ class RowParallelLinear(LinearBase):
         return {} if shard is None else {WHOLE: [shard]}
 
     def kernels(self, num_tokens: int) -> int:
-        """See CausalLM.kernels."""
-        return self._num_parts(num_tokens) if self.format is None else super().kernels(num_tokens)
-
-    def _num_parts(self, num_tokens: int) -> int:
-        """How many parts the product comes in; 0 if it is left to `RMSNorm.reduce_add`."""
+        """With `in_parts`, how many parts the product comes in; 0 if it is left to `RMSNorm.reduce_add`. See
+        CausalLM.kernels."""
         if not self.in_parts or self.weight is None:
-            return 1
+            return super().kernels(num_tokens)
         # Only a large product takes longer than the residual takes to be read and written.
         is_pending = num_tokens > MOST_ROWS_IN_PARTS
         return 0 if is_pending else num_input_parts(num_tokens, *self.weight.shape[::-1])
 
     def forward(self, x: torch.Tensor | Quantized) -> PartialSum | PendingProduct:
         """x: [num_tokens, input_size / ranks] -> [num_tokens, output_size], perhaps in parts, or not calculated yet"""
-        num_parts = self._num_parts(x.shape[0]) if isinstance(x, torch.Tensor) else 1
-        if num_parts != 1 and self.weight is not None:
-            assert isinstance(x, torch.Tensor)
+        if self.in_parts and isinstance(x, torch.Tensor) and (num_parts := self.kernels(x.shape[0])) != 1:
+            assert self.weight is not None, "a packed weight gives no parts"
             if num_parts == 0:
                 return PendingProduct(x, self.weight)
             return PartialSum(linear_in_parts(x, self.weight, num_parts))

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,6 +144,34 @@ class ExpertsConfig:
     renormalizes: bool
 
 
+class Matrix(NamedTuple):
+    """A weight matrix of a layer, or several alike: the gates and ups, or the downs, of its experts.
+
+    name: of the layer that holds it; of several, the first one's.
+    num_read: how many of them a step reads.
+    fp8: None if it stays as it is.
+    """
+
+    name: str
+    num_rows: int
+    num_columns: int
+    num_read: float = 1
+    fp8: Fp8Config | None = None
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers that are read."""
+        return round(self.num_read * self.num_rows * self.num_columns)
+
+    def num_bytes(self, itemsize: int) -> int:
+        """Bytes that are read, scales included; itemsize: of numbers that are not in FP8."""
+        if self.fp8 is None:
+            return self.num_parameters * itemsize
+        rows, columns = self.fp8.block or (1, self.num_columns)
+        num_scales = -(-self.num_rows // rows) * -(-self.num_columns // columns)
+        return self.num_parameters + round(4 * self.num_read * num_scales)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The checked numbers of one model. Fields that config.json also has keep their Hugging Face names."""
@@ -188,21 +216,43 @@ class ModelConfig:
         return self.num_layer_parameters(2**31) + num_embeddings * self.vocab_size * self.hidden_size
 
     def num_layer_parameters(self, num_tokens: int) -> int:
-        """Numbers in the layers' weight matrices that a step of so many tokens reads.
+        """Numbers in the layers' weight matrices that a step of so many tokens reads; see `matrices`."""
+        return sum(matrix.num_parameters for matrix in self.matrices(num_tokens))
+
+    def matrices(self, num_tokens: int) -> Iterator[Matrix]:
+        """The layers' weight matrices that a step of so many tokens reads.
 
         Of a layer's experts it counts those that the tokens choose if each expert is as likely as the others: one token
-        chooses `top_k`. So with one token this is also what a token is multiplied with.
+        chooses `top_k`. So with one token these are also what a token is multiplied with.
         """
-        heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
-        num_rows = self.num_hidden_layers * heads * self.head_dim
-        for layer in self.layers:
-            if self.experts is not None and layer.has_experts:
-                num_experts = self.experts.num_experts
-                num_chosen = num_experts * (1 - (1 - self.experts.top_k / num_experts) ** num_tokens)
-                num_rows += round(3 * num_chosen * self.experts.size) + num_experts
-            else:
-                num_rows += 3 * self.intermediate_size
-        return num_rows * self.hidden_size
+        for index, layer in enumerate(self.layers):
+            routed = self.experts if layer.has_experts else None
+            for matrix in (*self._attention_matrices(), *self._mlp_matrices(routed, num_tokens)):
+                name = f"model.layers.{index}.{matrix.name}"
+                is_fp8 = self.fp8 is not None and name.endswith("_proj") and self.fp8.applies_to(name)
+                yield matrix._replace(name=name, fp8=self.fp8 if is_fp8 else None)
+
+    def _attention_matrices(self) -> list[Matrix]:
+        num_q, num_kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        sizes = {"q_proj": num_q, "k_proj": num_kv, "v_proj": num_kv}
+        if self.family.stores_merged:
+            sizes = {"qkv_proj": num_q + 2 * num_kv}
+        of_inputs = [Matrix(f"self_attn.{name}", size, self.hidden_size) for name, size in sizes.items()]
+        return [*of_inputs, Matrix("self_attn.o_proj", self.hidden_size, num_q)]
+
+    def _mlp_matrices(self, routed: ExpertsConfig | None, num_tokens: int) -> list[Matrix]:
+        hidden_size, size = self.hidden_size, self.intermediate_size
+        if routed is not None:
+            num_chosen = routed.num_experts * (1 - (1 - routed.top_k / routed.num_experts) ** num_tokens)
+            return [
+                Matrix("mlp.gate", routed.num_experts, hidden_size),
+                Matrix("mlp.experts.0.gate_proj", routed.size, hidden_size, 2 * num_chosen),
+                Matrix("mlp.experts.0.down_proj", hidden_size, routed.size, num_chosen),
+            ]
+        down = Matrix("mlp.down_proj", hidden_size, size)
+        if self.family.stores_merged:
+            return [Matrix("mlp.gate_up_proj", 2 * size, hidden_size), down]
+        return [Matrix("mlp.gate_proj", size, hidden_size), Matrix("mlp.up_proj", size, hidden_size), down]
 
     def max_model_len(self, wanted: int | None) -> int:
         """Most tokens of prompt + completion: `wanted`, or a default; a ValueError if the model was made for fewer."""
@@ -300,7 +350,7 @@ def load_model_config(directory: Path) -> ModelConfig:
         dtype=dtype,
         eos_token_ids=_eos_token_ids(generation) or _eos_token_ids(raw),
         generation=generation,
-        fp8=_fp8(raw),
+        fp8=_fp8(raw, family),
     )
 
 
@@ -462,7 +512,7 @@ def _rope(raw: dict[str, Any], family: Family, is_local: bool, head_dim: int, ma
     return RopeConfig(theta, rotary_dim, kind, factor, original, truncate=truncate, **numbers)
 
 
-def _fp8(raw: dict[str, Any]) -> Fp8Config | None:
+def _fp8(raw: dict[str, Any], family: Family) -> Fp8Config | None:
     """What quantization_config says. Two kinds of FP8 are read: quant_method "fp8" with blocks, as Qwen and DeepSeek
     publish it, and compressed-tensors with a scale per channel or tensor and inputs that are quantized by row."""
     given = raw.get("quantization_config")
@@ -478,7 +528,7 @@ def _fp8(raw: dict[str, Any]) -> Fp8Config | None:
         else:
             config = f"quant_method {_shown(method)} {problem}"
         if isinstance(config, Fp8Config):
-            return config
+            return replace(config, renames=family.renames)
         problem = config
     raise ValueError(
         f"quantization_config={_shown(given)} in config.json is not supported: {problem}; take a checkpoint in FP8, or "
@@ -493,8 +543,9 @@ def _block_fp8(given: dict[str, Any]) -> Fp8Config | str:
         not isinstance(block, list)
         or len(block) != 2
         or not all(type(n) is int and 0 < n <= _LARGEST_SIZE for n in block)
+        or block[1] % 32
     ):
-        return f"weight_block_size must be two numbers such as [128, 128], not {_shown(block)}"
+        return f"weight_block_size must be two numbers such as [128, 128], the second one by 32s, not {_shown(block)}"
     if (scheme := given.get("activation_scheme", "dynamic")) != "dynamic":
         return f"activation_scheme must be dynamic, not {_shown(scheme)}"
     if (kind := given.get("fmt", "e4m3")) != "e4m3":

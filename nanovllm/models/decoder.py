@@ -116,9 +116,10 @@ class DecoderLayer(nn.Module):
         experts = config.experts
         if experts is None or not config.layers[layer_index].has_experts:
             return DecoderMLP(config, layer_index, parallel, formats, **kw)
+        name = f"model.layers.{layer_index}.mlp.experts.0"  # a checkpoint's experts are alike
         return Experts(
             config.hidden_size, experts.size, experts.num_experts, experts.top_k, experts.renormalizes,
-            config.hidden_act, parallel, format=formats.of(f"model.layers.{layer_index}.mlp.experts"), **kw,
+            config.hidden_act, parallel, format=formats.of(*(f"{name}.{x}_proj" for x in ("gate", "up", "down"))), **kw,
         )  # fmt: skip
 
     def forward(self, output, residual, rotary, kv_cache, metadata, needed=None):

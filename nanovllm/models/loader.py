@@ -16,7 +16,7 @@ from nanovllm.layers.linear import Packable
 from nanovllm.layers.shard import Shard
 from nanovllm.models.config import read_json
 from nanovllm.models.decoder import CausalLM
-from nanovllm.ops.quantize import E4M3, quantize_rows
+from nanovllm.ops.quantize import E4M3, LARGEST, quantize_rows
 
 logger = logging.getLogger(__name__)
 
@@ -244,10 +244,9 @@ def fill_dummy_weights(model: nn.Module, seed: int) -> None:
             elif name.endswith(("weight_scale", "weight_scale_inv")):
                 parameter.fill_(0.02 / 100)
             elif parameter.dtype == E4M3:
-                for row in parameter.split(4096):  # there is no normal_ for it
-                    row.copy_(
-                        torch.empty(row.shape, device=row.device).normal_(0, 100, generator=generator).clamp_(-448, 448)
-                    )
+                for part in parameter.view(-1).split(2**24):  # there is no normal_ for it
+                    numbers = torch.empty(part.shape, device=part.device).normal_(0, 100, generator=generator)
+                    part.copy_(numbers.clamp_(-LARGEST, LARGEST))
             else:
                 parameter.normal_(0, 0.02, generator=generator)
 

@@ -9,6 +9,7 @@ Weights in FP8 become numbers of the inputs' dtype when they are read, and the i
 costs is mostly the reading of its weights.
 """
 
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -53,12 +54,15 @@ class ExpertWeights(NamedTuple):
         of_rows = self.scales[expert].repeat_interleave(self.rows, 0)[: weight.shape[0]]
         return (weight.float() * of_rows.repeat_interleave(self.columns, 1)[:, : weight.shape[1]]).to(dtype)
 
-    def options(self) -> dict[str, int]:
+    def options(self, inputs: int) -> dict[str, int]:
         """What kernels call ROWS, COLUMNS and WIDTH: of a block, and how many blocks lie side by side; 0 without
-        scales."""
+        scales. INPUTS is how many of its inputs they multiply at a time: `inputs`, or fewer that share a scale."""
         if self.scales is None:
-            return {"ROWS": 0, "COLUMNS": 0, "WIDTH": 0}
-        return {"ROWS": self.rows, "COLUMNS": self.columns, "WIDTH": self.scales.shape[2]}
+            return {"ROWS": 0, "COLUMNS": 0, "WIDTH": 0, "INPUTS": inputs}
+        width = self.scales.shape[2]
+        if width > 1:
+            inputs = gcd(inputs, self.columns)
+        return {"ROWS": self.rows, "COLUMNS": self.columns, "WIDTH": width, "INPUTS": inputs}
 
 
 # Pairs of a tile -> (tile of the product that makes `hidden`, tile of the one that makes `outputs`). The fastest of 121
@@ -249,11 +253,12 @@ def _fused_grouped_mlp(
     }  # fmt: skip
     _gate_up_kernel[(num_tiles, triton.cdiv(size, of_hidden.columns))](
         x, gate_up.weight, gate_up.scales, pairs, counts, hidden, num_tokens, TOP_K=top_k, ACTIVATION=activation,
-        **gate_up.options(),
+        **gate_up.options(of_hidden.input_bytes // x.itemsize),
         **_launch_options(of_hidden, pairs_of_tile + 2 * of_hidden.columns, x), **shape,
     )  # fmt: skip
     _down_kernel[(num_tiles, triton.cdiv(hidden_size, of_outputs.columns))](
-        hidden, down.weight, down.scales, pairs, counts, outputs, num_tokens, **down.options(),
+        hidden, down.weight, down.scales, pairs, counts, outputs, num_tokens,
+        **down.options(of_outputs.input_bytes // x.itemsize),
         **_launch_options(of_outputs, pairs_of_tile + of_outputs.columns, x), **shape,
     )  # fmt: skip
     block = min(1024, triton.next_power_of_2(hidden_size))
@@ -275,7 +280,6 @@ def _launch_options(tile: _Tile, num_rows: int, x: torch.Tensor) -> dict[str, in
     """num_rows: rows of inputs and weights that a program loads per stage; as many stages as fit are loaded."""
     return {
         "OUTPUTS": tile.columns,
-        "INPUTS": tile.input_bytes // x.itemsize,
         "num_stages": min(tile.num_stages, shared_memory(x.device) // (num_rows * tile.input_bytes)),
         "num_warps": tile.num_warps,
     }

@@ -2,7 +2,7 @@
 
 The products run at the speed of their bytes only if nothing is scaled in them. So the kernel that makes a row quantizes
 it, and the kernel that reads a product next, which reads all of it anyway, applies both scales. The plain twins are
-`quantize_rows` and `scaled_product` with fused=False: PyTorch, in float32.
+`quantize_rows` and `scaled_product` with fused=False: PyTorch.
 """
 
 import os
@@ -17,7 +17,6 @@ from nanovllm.ops.kernel import jit, tl, triton
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 _LEAST_PEAK = 1e-30  # a row of zeros has a scale too
-_NUMBERS_OF_PROGRAM = 2048  # of a row, that a program quantizes by blocks
 _IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -40,8 +39,7 @@ class BlockQuantized(NamedTuple):
     """Rows of numbers, each `values × scales`, with a scale per block of columns.
 
     values: float8_e4m3fn [num_rows, size].
-    scales: float32 [num_rows, size / columns], rounded up. Those of one block lie side by side in memory, because a
-        program of the product reads them for many rows.
+    scales: float32 [num_rows, size / columns], rounded up.
     columns: of a block; a row's last block may be cut off.
     """
 
@@ -51,8 +49,7 @@ class BlockQuantized(NamedTuple):
 
     def whole(self) -> torch.Tensor:
         """float64 [num_rows, size]"""
-        of_columns = self.scales.double().repeat_interleave(self.columns, 1)
-        return self.values.double() * of_columns[:, : self.values.shape[1]]
+        return self.values.double() * self.scales.repeat_interleave(self.columns, 1)[:, : self.values.shape[1]]
 
 
 class ScaledProduct(NamedTuple):
@@ -87,10 +84,10 @@ def quantize_rows(x: torch.Tensor, fused: bool = False) -> Quantized:
 
 
 def quantize_row_blocks(x: torch.Tensor, columns: int, fused: bool = False) -> BlockQuantized:
-    """Does to each block of columns of each row what `quantize_rows` does to a row.
+    """`quantize_rows` of each block of columns.
 
     Args:
-        x: [num_rows, size]. A block with a NaN or an infinity gets a NaN.
+        x: [num_rows, size]. A block with a NaN or an infinity has a NaN.
         columns: of a block.
         fused: compute with the kernel.
     """
@@ -120,7 +117,7 @@ def scaled_product(
     if weight.is_cuda:
         product = torch._scaled_mm(x.values, weight.mT, scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=True)
     else:
-        product = F.linear(x.values.float(), weight.float()).to(dtype)
+        product = _exact_product(x.values, weight).to(dtype)
     return ScaledProduct(product, x.scales, scales)
 
 
@@ -138,8 +135,14 @@ def whole_product(
             x.values, weight.mT, scale_a=x.scales[:, None], scale_b=scales[None, :], bias=bias, out_dtype=dtype,
             use_fast_accum=True,
         )  # fmt: skip
-    product = F.linear(x.values.float(), weight.float()) * x.scales[:, None] * scales
+    product = _exact_product(x.values, weight) * x.scales[:, None] * scales
     return (product if bias is None else product + bias).to(dtype)
+
+
+def _exact_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x @ weight.T` of e4m3, in float32. float64 holds every sum exactly, so a row's result does not depend on how
+    many rows there are. Otherwise a last bit would now and then decide what a later layer's input is rounded to."""
+    return F.linear(x.double(), weight.double()).float()
 
 
 @jit
@@ -182,34 +185,35 @@ def _fused_quantize_rows(x: torch.Tensor) -> Quantized:
     return quantized
 
 
-@jit(do_not_specialize=["num_rows"])
+@jit
 def _quantize_row_blocks_kernel(
-    x, values, scales, num_rows, SIZE: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr
-):
-    """One program per row and BLOCKS of its blocks. scales: [number of blocks, num_rows]."""
+    x, values, scales, SIZE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """One program per row and BLOCKS of its WIDTH blocks."""
     begin()
     row = tl.program_id(0).to(tl.int64)
-    block = (tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS))[:, None]
-    in_block = tl.arange(0, PADDED)[None, :]
-    column = block * COLUMNS + in_block
-    is_real = (in_block < COLUMNS) & (column < SIZE)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    inner = tl.arange(0, PADDED)
+    column = block[:, None] * COLUMNS + inner[None, :]
+    is_real = (inner < COLUMNS)[None, :] & (column < SIZE)
     numbers = tl.load(x + row * SIZE + column, is_real, 0.0).to(tl.float32)
-    quantized, scale = divided_by_peak(numbers, tl.max(tl.abs(numbers), 1)[:, None])
+    quantized, of_blocks = divided_by_peak(numbers, tl.max(tl.abs(numbers), 1)[:, None])
     tl.store(values + row * SIZE + column, quantized, is_real)
-    tl.store(scales + block * num_rows + row, scale, block * COLUMNS < SIZE)
+    tl.store(scales + row * WIDTH + block[:, None], of_blocks, block[:, None] < WIDTH)
 
 
 def _fused_quantize_row_blocks(x: torch.Tensor, columns: int) -> BlockQuantized:
-    (num_rows, size), num_blocks = x.shape, triton.cdiv(x.shape[1], columns)
+    (num_rows, size), width = x.shape, triton.cdiv(x.shape[1], columns)
     values = torch.empty((num_rows, size), dtype=E4M3, device=x.device)
-    scales = torch.empty((num_blocks, num_rows), dtype=torch.float32, device=x.device)
+    scales = torch.empty((num_rows, width), dtype=torch.float32, device=x.device)
     padded = triton.next_power_of_2(columns)
-    blocks = max(1, min(_NUMBERS_OF_PROGRAM // padded, triton.next_power_of_2(num_blocks)))
-    _quantize_row_blocks_kernel[(num_rows, triton.cdiv(num_blocks, blocks))](
-        x, values, scales, num_rows, SIZE=size, COLUMNS=columns, PADDED=padded, BLOCKS=blocks,
+    blocks = min(max(1, 1024 // padded), triton.next_power_of_2(width))
+    _quantize_row_blocks_kernel[(num_rows, triton.cdiv(width, blocks))](
+        x, values, scales, SIZE=size, WIDTH=width, COLUMNS=columns, PADDED=padded, BLOCKS=blocks,
         num_warps=num_warps_of_row(blocks * padded), **LAUNCH_OPTIONS,
     )  # fmt: skip
-    return BlockQuantized(values, scales.mT, columns)
+    return BlockQuantized(values, scales, columns)
 
 
 def empty_quantized(num_rows: int, size: int, device: torch.device) -> Quantized:

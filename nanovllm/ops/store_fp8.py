@@ -8,7 +8,8 @@ from nanovllm.ops.layer_cache import LEAST_EXPONENT, LayerCache
 from nanovllm.ops.quantize import ScaledProduct, to_e4m3
 
 _LEAST_EXPONENT = tl.constexpr(LEAST_EXPONENT)
-_TOKENS = 32  # that a program stores, of one head
+_MOST_TOKENS = 32  # that a program stores, of one head
+_PROGRAMS = 128  # few tokens are divided among so many programs per head
 
 
 @jit
@@ -58,13 +59,15 @@ def _store_fp8_kernel(
     is_stored = slot >= 0
     of_head, place = slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head, slot % BLOCK_SIZE
     row = of_head * BLOCK_SIZE + place
+    numbers = times_factor(numbers, factor)
     if ARE_KEYS:
-        at = row * HEAD_DIM + column
         tl.store(scales + 2 * row + 1, half, is_stored)
+        tl.store(heads + row * HEAD_DIM + column, numbers, is_stored & is_column)
     else:
-        at = (of_head * HEAD_DIM + column) * BLOCK_SIZE + place
         tl.store(scales + 2 * row, half, is_stored)
-    tl.store(heads + at, times_factor(numbers, factor), is_stored & is_column)
+        # Neighbouring threads write neighbouring tokens, so that a warp fills whole sectors of 32 bytes.
+        at = (of_head * HEAD_DIM + column) * BLOCK_SIZE + place
+        tl.store(heads + tl.trans(at), tl.trans(numbers), tl.trans(is_stored & is_column))
 
 
 def store_fp8(x: torch.Tensor | ScaledProduct, cache: LayerCache, slot_mapping: torch.Tensor, are_keys: bool) -> None:
@@ -76,10 +79,11 @@ def store_fp8(x: torch.Tensor | ScaledProduct, cache: LayerCache, slot_mapping: 
         are_keys: whether x are keys.
     """
     given, *scales = x if isinstance(x, ScaledProduct) else (x, None, None)
-    _store_fp8_kernel[(triton.cdiv(len(given), _TOKENS), cache.num_kv_heads)](
+    tokens = min(_MOST_TOKENS, triton.next_power_of_2(triton.cdiv(len(given), _PROGRAMS)))
+    _store_fp8_kernel[(triton.cdiv(len(given), tokens), cache.num_kv_heads)](
         given, *scales, cache.keys if are_keys else cache.values, halves(cache), slot_mapping, len(given),
         given.stride(0), NUM_KV_HEADS=cache.num_kv_heads, HEAD_DIM=cache.head_dim,
-        WIDTH=triton.next_power_of_2(cache.head_dim), BLOCK_SIZE=cache.block_size, TOKENS=_TOKENS, ARE_KEYS=are_keys,
+        WIDTH=triton.next_power_of_2(cache.head_dim), BLOCK_SIZE=cache.block_size, TOKENS=tokens, ARE_KEYS=are_keys,
         IS_SCALED=isinstance(x, ScaledProduct), **LAUNCH_OPTIONS,
     )  # fmt: skip
 

@@ -540,9 +540,11 @@ class ModelRunner(Runner):
 
     def _weight_bytes(self) -> int:
         """About what this rank's weights take."""
-        config = self.model_config
-        in_fp8 = 0 if config.fp8 is None else config.num_layer_parameters(2**31)
-        return (in_fp8 + (config.num_parameters - in_fp8) * self.dtype.itemsize) // self._parallel.size
+        config, itemsize = self.model_config, self.dtype.itemsize
+        in_layers = list(config.matrices(2**31))
+        others = config.num_parameters - sum(matrix.num_parameters for matrix in in_layers)
+        num_bytes = sum(matrix.num_bytes(itemsize) for matrix in in_layers) + others * itemsize
+        return num_bytes // self._parallel.size
 
     def _free_bytes(self) -> int:
         """This rank's share of the memory that is free: the ranks have a GPU each, or one CPU together."""

@@ -10,7 +10,7 @@ from test_against_transformers import teacher_forced_logits
 from test_experts import exact_mlp
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.ops.grouped_mlp import grouped_mlp
+from nanovllm.ops.grouped_mlp import ExpertWeights, grouped_mlp
 from nanovllm.ops.route import route
 
 pytestmark = pytest.mark.gpu
@@ -159,6 +159,9 @@ def test_experts_compute_what_the_formula_says(dtype, num_tokens, num_experts, t
     chosen = type(routes)(routes.experts[rows], routes.weights[rows])
     exact = exact_mlp(x[rows].cpu(), chosen._replace(experts=chosen.experts.cpu(), weights=chosen.weights.cpu()),
                       gate_up.cpu(), down.cpu(), "silu").to(DEVICE)  # fmt: skip
-    fused, twin = (grouped_mlp(x, routes, gate_up, down, "silu", is_fused)[rows].double() for is_fused in (True, False))
+    fused, twin = (
+        grouped_mlp(x, routes, ExpertWeights(gate_up), ExpertWeights(down), "silu", is_fused)[rows].double()
+        for is_fused in (True, False)
+    )
     our_error, twin_error = (float((out - exact).norm() / exact.norm()) for out in (fused, twin))
     assert our_error <= 1.1 * twin_error + 1e-6, (our_error, twin_error)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from model_factory import one_thread  # noqa: F401
 
-from nanovllm.ops.grouped_mlp import grouped_mlp
+from nanovllm.ops.grouped_mlp import ExpertWeights, grouped_mlp
 from nanovllm.ops.route import Routes, route
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -73,7 +73,7 @@ def test_experts_compute_what_the_formula_says(num_tokens, num_experts, top_k, h
     routes = route(x, randn(num_experts, hidden_size, seed=8), top_k, True)
     exact = exact_mlp(x, routes, gate_up, down, activation)
     for fused in (False, True):
-        out = grouped_mlp(x, routes, gate_up, down, activation, fused)
+        out = grouped_mlp(x, routes, ExpertWeights(gate_up), ExpertWeights(down), activation, fused)
         assert out.shape == x.shape and out.dtype == x.dtype
         assert (out.double() - exact).norm() <= 1e-5 * exact.norm()
 
@@ -86,7 +86,9 @@ def test_one_expert_may_have_all_tokens():
     experts[:, 1] = torch.arange(num_tokens) % 2 * 3
     routes = Routes(experts, torch.rand(num_tokens, 2, generator=torch.Generator().manual_seed(1)))
     exact = exact_mlp(x, routes, gate_up, down, "silu")
-    assert (grouped_mlp(x, routes, gate_up, down, fused=True).double() - exact).norm() <= 1e-5 * exact.norm()
+    assert (
+        grouped_mlp(x, routes, ExpertWeights(gate_up), ExpertWeights(down), fused=True).double() - exact
+    ).norm() <= 1e-5 * exact.norm()
 
 
 def test_a_router_of_many_experts_reads_fewer_inputs_at_a_time(monkeypatch):
@@ -107,14 +109,16 @@ def test_experts_take_more_pairs_than_one_chunk(monkeypatch):
     x, gate_up, down = randn(num_tokens, 16, seed=1), randn(3, 16, 16, seed=2), randn(3, 16, 8, seed=3)
     routes = route(x, randn(3, 16, seed=4), 2, False)
     exact = exact_mlp(x, routes, gate_up, down, "silu")
-    assert (grouped_mlp(x, routes, gate_up, down, fused=True).double() - exact).norm() <= 1e-5 * exact.norm()
+    assert (
+        grouped_mlp(x, routes, ExpertWeights(gate_up), ExpertWeights(down), fused=True).double() - exact
+    ).norm() <= 1e-5 * exact.norm()
 
 
 def test_a_token_does_not_depend_on_what_its_neighbours_choose():
     x, gate_up, down = randn(20, 32, seed=1), randn(6, 32, 32, seed=2), randn(6, 32, 16, seed=3)
     routes = route(x, randn(6, 32, seed=4), 3, True)
-    together = grouped_mlp(x, routes, gate_up, down, fused=True)
+    together = grouped_mlp(x, routes, ExpertWeights(gate_up), ExpertWeights(down), fused=True)
     for token in (0, 7, 19):
         alone = Routes(routes.experts[[token]], routes.weights[[token]])
-        out = grouped_mlp(x[[token]], alone, gate_up, down, fused=True)
+        out = grouped_mlp(x[[token]], alone, ExpertWeights(gate_up), ExpertWeights(down), fused=True)
         torch.testing.assert_close(out[0], together[token], rtol=1e-6, atol=1e-6)

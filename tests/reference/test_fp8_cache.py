@@ -17,6 +17,7 @@ from nanovllm.attention import triton_prompts
 from nanovllm.attention.backend import AttentionShape, _problem, make_attention_backend
 from nanovllm.attention.triton_backend import store_kvcache
 from nanovllm.jobs.identity import identity_of
+from nanovllm.ops import store_fp8
 from nanovllm.ops.copy_blocks import copy_blocks
 from nanovllm.ops.layer_cache import LEAST_EXPONENT, LayerCache, quantize_heads, rounded_heads, whole_heads
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
@@ -148,8 +149,10 @@ def test_blocks_are_read_in_the_order_asked_for():
 @DTYPES
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
 @pytest.mark.parametrize("block_size", [32, 64])
-def test_the_store_kernels_write_what_their_twin_writes(head_dim, block_size, dtype):
-    """More tokens than a program stores, rows that are no powers of two apart, and padding."""
+@pytest.mark.parametrize("num_programs", [2, 128])
+def test_the_store_kernels_write_what_their_twin_writes(monkeypatch, head_dim, block_size, num_programs, dtype):
+    """Programs of one token and of 32, rows that are no powers of two apart, and padding."""
+    monkeypatch.setattr(store_fp8, "_PROGRAMS", num_programs)
     num_tokens, num_kv_heads = 45, 3
     found, expected = (poisoned_cache(3, block_size, num_kv_heads, head_dim) for _ in range(2))
     k, v = (heads_of_many_sizes(num_tokens, num_kv_heads, head_dim, seed) for seed in (0, 1))
@@ -168,9 +171,10 @@ def test_the_store_kernels_write_what_their_twin_writes(head_dim, block_size, dt
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("is_scaled", [False, True])
 def test_the_fused_kernel_stores_what_its_twin_stores(
-    head_dim, rotary_dim, num_heads, num_kv_heads, has_norm, is_scaled
+    monkeypatch, head_dim, rotary_dim, num_heads, num_kv_heads, has_norm, is_scaled
 ):
     """Keys as they are finished, values as they are projected; the other half of a scale is left alone."""
+    monkeypatch.setattr(store_fp8, "_PROGRAMS", 4)
     num_tokens, num_normed = 37, num_heads + num_kv_heads
     product = random_product(num_tokens, (num_normed + num_kv_heads) * head_dim)
     product.product[6], product.product[7] = 0, product.product[7] * 1e-6
@@ -319,6 +323,18 @@ def greedy(directory: Path, **options: Any) -> list[tuple[list[int], list[float]
     ]
 
 
+def assert_nearly_alike(found, expected) -> None:
+    """The decode kernel computes in float16. Now and then that changes what a later key is rounded to, and then which
+    of two tokens is the better one: in one completion at most, of two that are nearly as likely."""
+    num_different = 0
+    for (tokens, logprobs), (expected_tokens, expected_logprobs) in zip(found, expected, strict=True):
+        same = next((i for i, pair in enumerate(zip(tokens, expected_tokens, strict=True)) if len(set(pair)) > 1), 6)
+        num_different += same < 6
+        differences = torch.tensor(logprobs[: same + 1]) - torch.tensor(expected_logprobs[: same + 1])
+        assert differences.abs().max() < 0.15
+    assert num_different <= 1
+
+
 def sampled(llm: LLM) -> list[list[int]]:
     params = [replace(SAMPLED, seed=seed) for seed in range(len(PROMPTS))]
     return [output.token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False, raise_on_error=True)]
@@ -356,8 +372,10 @@ def test_every_familys_tokens_are_those_of_the_plain_backend(tmp_path, family, b
     save_family_model(tmp_path, family, family_options(family), seed=1)
     plain = greedy(tmp_path, attention_backend="torch")
     found = greedy(tmp_path, attention_backend=backend, kvcache_block_size=32)
-    # The decode kernel has 8 bits. Now and then that changes what a later key is rounded to.
-    assert_alike(found, plain, tolerance=0.15 if backend == "triton" else 1e-3)
+    if backend == "sdpa":
+        assert_alike(found, plain)
+    else:
+        assert_nearly_alike(found, plain)
     in_float32 = greedy(tmp_path, attention_backend="torch", kv_cache_dtype="auto")
     assert [logprobs for _, logprobs in in_float32] != [logprobs for _, logprobs in plain], "nothing was rounded"
 

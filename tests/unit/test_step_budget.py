@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -12,7 +13,11 @@ import torch
 import nanovllm
 from nanovllm import SamplingParams
 from nanovllm.engine.step import Chunk, Step
+from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.models.config import load_model_config
+from nanovllm.models.decoder import CausalLM
+from nanovllm.ops.collectives import Parallel
+from nanovllm.runner.kv_cache import KVCacheLayout
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,11 +85,18 @@ def test_a_parts_roofline_is_its_bytes_or_its_arithmetic():
     steps = {
         "key_value_bytes": 300, "score_operations": 2000, "weight_bytes": 500, "matrix_operations": 3000,
         "logit_bytes": 100, "bytes_per_second": 100, "matrix_operations_per_second": 1000,
+        "fp8_matrix_operations": 0, "fp8_matrix_operations_per_second": 2000,
     }  # fmt: skip
     assert step_budget.rooflines(steps) == {"attention": 3 + 2, "matrix products": 5, "sampling": 1}
+    steps["fp8_matrix_operations"] = 6000
+    assert step_budget.rooflines(steps)["matrix products"] == 3 + 3
 
 
 # The roofline of a run
+
+
+def num_weights(config, num_tokens: int = 1) -> int:
+    return bench.Numbers(config, itemsize=1).weight_bytes(num_tokens)
 
 
 @pytest.mark.parametrize("size", ["40M", "8B", "llama-1B", "llama-8B", "qwen2.5-7B"])
@@ -99,7 +111,7 @@ def test_the_roofline_counts_every_matrix_once(tmp_path, size):
     config = load_model_config(tmp_path)
     assert len(matrices) == 7 * config.num_hidden_layers
     expected = sum(weight.numel() for weight in matrices.values()) + model.lm_head.weight.numel()
-    assert bench.num_weights(config) == expected
+    assert num_weights(config) == expected
 
 
 def test_the_roofline_counts_the_experts_that_are_read(tmp_path):
@@ -112,11 +124,11 @@ def test_the_roofline_counts_the_experts_that_are_read(tmp_path):
     numbers = {name: weight.numel() for name, weight in model.named_parameters() if weight.ndim > 1}
     config = load_model_config(tmp_path)
     embedding = config.vocab_size * config.hidden_size
-    assert bench.num_weights(config, 10**6) == sum(numbers.values()) - embedding
+    assert num_weights(config, 10**6) == sum(numbers.values()) - embedding
     assert config.num_parameters == sum(numbers.values()) and 30.5e9 < config.num_parameters < 30.6e9
     of_experts = sum(number for name, number in numbers.items() if ".experts." in name)
-    assert bench.num_weights(config) == sum(numbers.values()) - embedding - of_experts * 15 // 16
-    assert bench.num_weights(config, 2) - bench.num_weights(config) == pytest.approx(of_experts / 16 * 15 / 16)
+    assert num_weights(config) == sum(numbers.values()) - embedding - of_experts * 15 // 16
+    assert num_weights(config, 2) - num_weights(config) == pytest.approx(of_experts / 16 * 15 / 16)
 
 
 def test_a_shared_block_is_read_once():
@@ -147,14 +159,74 @@ def test_a_steps_roofline_is_reading_keys_plus_the_longer_of_weights_and_arithme
     bench.write_config("40M", tmp_path)
     config = load_model_config(tmp_path)
     of_sampled = 512 * (8 * 64 + 3 * config.intermediate_size) + 32000 * 512  # o, gate, up and down of the last layer
-    of_all = bench.num_weights(config) - of_sampled
+    of_all = num_weights(config) - of_sampled
     decode, prompt = log_of(Chunk(sequence(1000), 1, True)), log_of(Chunk(sequence(3000), 3000, True))
     keys = 1000 * (2 * 8 * 4 * 64) * 2 / 1e9
-    weights = bench.num_weights(config) * 2 / 1e9
-    assert bench.roofline_seconds(decode, config, 2, 1e9, 1e15) == pytest.approx(keys + weights)
+    weights = num_weights(config) * 2 / 1e9
+    numbers = bench.Numbers(config, itemsize=2)
+    assert bench.roofline_seconds(decode, numbers, bench.Rates(1e9, 1e15, 1)) == pytest.approx(keys + weights)
     pairs = 3000 * 3001 // 2
     arithmetic = 2 * (3000 * of_all + of_sampled) + pairs * 4 * 8 * 8 * 64
-    assert bench.roofline_seconds(prompt, config, 2, 1e15, 1e12) == pytest.approx(arithmetic / 1e12)
+    assert bench.roofline_seconds(prompt, numbers, bench.Rates(1e15, 1e12, 1)) == pytest.approx(arithmetic / 1e12)
+
+
+@pytest.mark.parametrize(
+    ("size", "fp8"),
+    [
+        ("40M", Fp8Config()),
+        ("40M", Fp8Config("weight_scale_inv", (128, 100), ignored=(r"\.0\.mlp", "o_proj"))),
+        ("30B-A3B", Fp8Config()),
+        ("30B-A3B", Fp8Config("weight_scale_inv", (128, 128))),
+    ],
+)
+def test_weights_in_fp8_count_as_what_the_model_holds(tmp_path, size, fp8):
+    """Every byte of the decoder's parameters but the norms' and the embedding's, which is not read as a whole."""
+    bench.write_config(size, tmp_path)
+    config = replace(load_model_config(tmp_path), fp8=fp8)
+    backend = SimpleNamespace(name="torch", reads_new_keys=False)
+    model = CausalLM(config, 64, backend, Parallel(), torch.bfloat16, torch.device("meta"))
+    matrices = {
+        name: parameter for name, parameter in model.named_parameters()
+        if not name.endswith(("norm.weight", "embed_tokens.weight"))
+    }  # fmt: skip
+    assert any(parameter.dtype == torch.float8_e4m3fn for parameter in matrices.values())
+    if "lm_head.weight" not in matrices:
+        matrices["lm_head.weight"] = model.lm_head.weight
+    assert bench.Numbers(config, itemsize=2).weight_bytes(10**9) == sum(each.nbytes for each in matrices.values())
+
+
+def test_a_cache_in_fp8_counts_with_its_scales(tmp_path):
+    bench.write_config("40M", tmp_path)
+    config = load_model_config(tmp_path)
+    layout = KVCacheLayout(8, 16, 4, 64, torch.float8_e4m3fn)
+    assert bench.Numbers(config, 2, has_fp8_cache=True).key_value_bytes * 16 == layout.block_bytes
+    assert bench.Numbers(config, 2).key_value_bytes * 16 == 2 * 8 * 16 * 4 * 64 * 2
+
+
+def test_products_in_fp8_count_at_their_own_rate(tmp_path):
+    """The LM head's stay at the usual one. After the last layer's attention only tokens that sample are multiplied."""
+    bench.write_config("40M", tmp_path)
+    config = replace(load_model_config(tmp_path), fp8=Fp8Config())
+    prompt = log_of(Chunk(sequence(3000), 3000, True))
+    of_layer = 512 * (8 * 64 * 2 + 4 * 64 * 2 + 3 * 1536)
+    in_fp8 = 2 * (3000 * (7 * of_layer + 512 * 16 * 64) + of_layer - 512 * 16 * 64)
+    head, scores = 2 * 512 * 32000, 3000 * 3001 // 2 * 4 * 8 * 8 * 64
+    assert bench.matrix_operations(prompt, config) == [bench.Operations(head, in_fp8)]
+    found = bench.roofline_seconds(prompt, bench.Numbers(config, 2), bench.Rates(1e15, 1e12, 2e12))
+    assert found == pytest.approx((head + scores) / 1e12 + in_fp8 / 2e12)
+
+
+def test_an_engine_in_fp8_is_measured_as_one():
+    arguments = bench.parse_arguments(
+        ["--quantization", "fp8", "--kv-cache-dtype", "fp8", "--device", "cpu", "--max-model-len", "64"]
+    )
+    with bench.make_llm(arguments, str(bench.MODEL_DIRECTORY), True) as llm:
+        numbers = bench.Numbers.of(llm)
+    assert numbers.config.fp8 == Fp8Config() and numbers.has_fp8_cache and numbers.itemsize == 4
+    usual = bench.parse_arguments(["--device", "cpu", "--max-model-len", "64"])
+    with bench.make_llm(usual, str(bench.MODEL_DIRECTORY), True) as llm:
+        numbers = bench.Numbers.of(llm)
+    assert numbers.config.fp8 is None and not numbers.has_fp8_cache
 
 
 # Workloads and calls
