@@ -93,11 +93,11 @@ def _qk_norm_rotate_store_kernel(
             peak = tl.maximum(peak, bits_of_peak(rest_key))
         factor, half = scale_of(peak)
         tl.store(cache_scales + 2 * row + 1, half, is_key)
-        of_row = k_cache + row * HEAD_DIM
-        tl.store(of_row + low, times_factor(low_key, factor), is_key & is_rotated)
-        tl.store(of_row + high, times_factor(high_key, factor), is_key & is_rotated)
+        to_row = k_cache + row * HEAD_DIM
+        tl.store(to_row + low, times_factor(low_key, factor), is_key & is_rotated)
+        tl.store(to_row + high, times_factor(high_key, factor), is_key & is_rotated)
         if REST:
-            tl.store(of_row + rest, times_factor(rest_key, factor), is_key & is_rest)
+            tl.store(to_row + rest, times_factor(rest_key, factor), is_key & is_rest)
     elif slot >= 0:
         at_slot = slot * NUM_KV_HEADS * HEAD_DIM + kv_head % NUM_KV_HEADS * HEAD_DIM
         of_slot = tl.where(is_normed, k_cache + at_slot, v_cache + at_slot)

@@ -2011,8 +2011,8 @@ MUTANTS = [
     Mutant(
         "attention's projections do without their kernel",
         DECODER,
-        "has_post_norms, fused=fused, **kw",
-        "has_post_norms, **kw",
+        "has_post_norms, fused=fused, format",
+        "has_post_norms, format",
         ("test_families.py::test_every_layer_of_a_fused_model_is_fused",),
     ),
     Mutant(
@@ -2478,15 +2478,15 @@ MUTANTS = [
     Mutant(
         "the bias of a product in parts is lost",
         LINEAR,
-        "self.fused and parallel.size == 1 and not bias",
-        "self.fused and parallel.size == 1",
+        "takes_unfinished and self.fused and not bias and",
+        "takes_unfinished and self.fused and",
         ("test_layers.py::test_a_fused_product_of_few_rows_comes_in_parts_for_the_norm[torch.float32]",),
     ),
     Mutant(
         "every rank's product comes in parts",
         LINEAR,
-        "self.fused and parallel.size == 1 and not bias",
-        "self.fused and not bias",
+        "takes_unfinished = in_parts and parallel.size == 1",
+        "takes_unfinished = in_parts",
         ("test_layers.py::test_a_fused_product_of_few_rows_comes_in_parts_for_the_norm[torch.float32]",),
     ),
     Mutant(
@@ -2970,8 +2970,8 @@ MUTANTS = [
     Mutant(
         "only this rank's part of a layer's output is normed",
         "layers/norm.py",
-        "total = self.parallel.all_reduce(x.part)",
-        "total = x.part",
+        "return self._add(self.parallel.all_reduce(x.part), residual)",
+        "return self._add(x.part, residual)",
         ("test_layers.py::test_the_residual_form_sums_the_parts_of_all_ranks_before_it_norms",),
     ),
     Mutant(
