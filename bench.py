@@ -14,8 +14,9 @@ are from the later calls' median. Each call starts with an empty prefix cache.
 Workloads (sequences; prompt tokens; output tokens): demo (64; 8-200; 8-200, greedy), nano (256; 100-1024; 100-1024),
 big (2048 of nano's), prefix (2048 behind 32 shared prefixes of 1024; 16-128 more; 64-256), short (8192; 16-64; 16-64),
 one (1; 128; 512), classify (2048; 300-1500; 1), docs (64; 8000-16000; 32-96, without prefix caching), samples (32
-prompts; 300-900; 32 completions of 200-400 each). The bundled model takes 1,024 tokens, which is enough for demo, short
-and one. The figure of interest is output tokens per second, and for classify and docs input tokens per second.
+prompts; 300-900; 32 completions of 200-400 each), ctx4k (384; 2800-3000; 200-1000). The bundled model takes 1,024
+tokens, which is enough for demo, short and one. The figure of interest is output tokens per second, and for classify
+and docs input tokens per second.
 
 On a GPU the report also has the roofline of the run: the throughput that this chip allows for the very steps that were
 run. A step takes at least the time to read the keys and values of its decodes, each shared one once, at the memory
@@ -125,6 +126,7 @@ WORKLOADS = {
     "classify": Workload(2048, 31, (300, 1500), (1, 1)),
     "samples": Workload(32, 35, (300, 900), (200, 400), n=32),
     "docs": Workload(64, 33, (8000, 16000), (32, 96), max_model_len=20000, prefix_caching=False),
+    "ctx4k": Workload(384, 37, (2800, 3000), (200, 1000)),
 }
 
 

@@ -18,10 +18,15 @@ import nanovllm.ops.kernel  # noqa: E402
 SHARED_MEMORY = 227 * 1024
 nanovllm.ops.kernel.shared_memory = lambda device: SHARED_MEMORY
 
+from nanovllm.attention.backend import AttentionShape  # noqa: E402
+from nanovllm.attention.metadata import AttentionMetadata  # noqa: E402
+from nanovllm.attention.triton_backend import TritonAttention, store_kvcache  # noqa: E402
 from nanovllm.ops.act_and_mul import act_and_mul  # noqa: E402
 from nanovllm.ops.block_product import BlockWeight, block_product  # noqa: E402
 from nanovllm.ops.grouped_mlp import ExpertWeights, grouped_mlp  # noqa: E402
+from nanovllm.ops.layer_cache import LayerCache  # noqa: E402
 from nanovllm.ops.norm import add_rms_norm, rms_norm  # noqa: E402
+from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store  # noqa: E402
 from nanovllm.ops.quantize import E4M3, ScaledProduct, quantize_row_blocks, quantize_rows  # noqa: E402
 from nanovllm.ops.route import Routes  # noqa: E402
 
@@ -100,7 +105,39 @@ def launch_all() -> None:
             grouped_mlp(inputs, routes, *weights, fused=True)
 
 
+def launch_over_fp8_cache(head_dim: int, group_size: int, block_size: int, window: int, num_kv_heads: int = 2) -> None:
+    """Two decodes, and what stores keys and values with prompts and without."""
+    num_heads, dtype = num_kv_heads * group_size, torch.bfloat16
+    cache = LayerCache(
+        torch.zeros((4, num_kv_heads, block_size, head_dim), dtype=E4M3),
+        torch.zeros((4, num_kv_heads, head_dim, block_size), dtype=E4M3),
+        torch.zeros((4, num_kv_heads, block_size), dtype=torch.int32),
+    )
+    slots, lengths = torch.tensor([0, block_size]), torch.ones(2, dtype=torch.int32)
+    qkv = torch.zeros((2, (num_heads + 2 * num_kv_heads) * head_dim), dtype=dtype)
+    cos = torch.ones((2, 1, head_dim), dtype=dtype)
+    norm = torch.ones((num_heads + num_kv_heads, head_dim), dtype=dtype)
+    for given in (qkv, ScaledProduct(qkv, torch.ones(2), torch.ones(qkv.shape[1]))):
+        for has_prompts in (False, True):
+            qk = qk_norm_rotate_store(given, norm, 1e-6, cos, cos, head_dim, cache, slots, has_prompts)
+    q, k = qk.split((num_heads, num_kv_heads), 1)
+    store_kvcache(k, k, cache, slots)
+    backend = TritonAttention(
+        AttentionShape(
+            num_heads, num_kv_heads, head_dim, dtype, torch.device("cpu"), windows=(window,), has_fp8_cache=True
+        )
+    )
+    tables = torch.arange(2, dtype=torch.int32)[:, None]
+    metadata = AttentionMetadata(lengths, lengths, lengths[:1], 2, 1, 1, slots, tables, block_size)
+    metadata.plan = backend.plan(metadata)
+    backend.attend(q, k, k, cache, metadata, window)
+
+
 if __name__ == "__main__":
     triton.runtime.driver.set_active(Driver())
     triton.JITFunction.run = compile_only
     launch_all()
+    for head_dim, group_size, block_size, window in (
+        (128, 2, 64, 0), (128, 8, 128, 0), (64, 3, 64, 0), (256, 4, 64, 100), (80, 12, 96, 0), (128, 4, 32, 0),
+    ):  # fmt: skip
+        launch_over_fp8_cache(head_dim, group_size, block_size, window)

@@ -9,16 +9,16 @@ inference (Ye et al., FlashInfer, 2024), with any number of prefixes. The softma
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from nanovllm.attention import splits
+from nanovllm.attention import splits, triton_fp8
 from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.metadata import AttentionMetadata, SharedPrefixes
 from nanovllm.attention.prefix_groups import PrefixGroups, find_prefix_groups
 from nanovllm.attention.splits import most_splits, split_length_of, split_lengths
-from nanovllm.attention.triton_fp8 import FP8_LAUNCH, decode_fp8_kernel
 from nanovllm.attention.triton_prompts import LOG2_E, attend_keys, attend_prompts, slots_of
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin, let_next_come, wait
 from nanovllm.ops.kernel import jit, shared_memory, tl, triton
@@ -95,6 +95,7 @@ class TritonAttention:
         self._width = triton.next_power_of_2(shape.head_dim)
         # Triton 3.4 buffers one tile of keys and values less than there are stages, later versions half as many.
         tile = 2 * _KEYS * self._width * shape.dtype.itemsize
+        self._fp8_options = triton_fp8.launch_options(self._width)
         self._has_stages = (_NUM_STAGES - 1) * tile + 2**13 <= shared_memory(shape.device)
 
     def keep_buffers(self, is_kept: bool) -> None:
@@ -152,19 +153,22 @@ class TritonAttention:
         group_size = shape.num_heads // shape.num_kv_heads
         is_beside_prompts = metadata.query_tiles is not None
         most_items = metadata.most_decodes * self._most_splits * shape.num_kv_heads
-        caches: tuple[torch.Tensor | None, ...]
+        caches: tuple[Any, ...]
         if cache.is_fp8:
-            kernel, caches, options = decode_fp8_kernel, cache, FP8_LAUNCH
+            kernel, least_group, options = triton_fp8.decode_fp8_kernel, triton_fp8.LEAST_GROUP, self._fp8_options
+            num_keys, fetched = triton_fp8.tiles(cache, self._width)
+            caches = *fetched, cache.scales
         else:
             num_stages = self.kernels(metadata.most_decodes, is_beside_prompts)
-            kernel, caches, options = _decode_kernel, cache[:2], {"num_warps": 4, "num_stages": num_stages}
+            kernel, least_group, options = _decode_kernel, 16, {"num_warps": 4, "num_stages": num_stages}
+            num_keys, caches = _KEYS, cache[:2]
         kernel[(min(self._num_programs, most_items),)](
             q, *caches, metadata.block_tables, metadata.context_lens, plan.num_items, plan.item_rows,
             plan.item_splits, plan.first_items, self._partial, self._log_sums, self._scale,
             q.stride(0), metadata.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
-            GROUP=group_size, PADDED_GROUP=max(16, triton.next_power_of_2(group_size)), HEAD_DIM=shape.head_dim,
-            WIDTH=self._width, BLOCK_SIZE=metadata.block_size, KEYS=_KEYS, IS_BESIDE_PROMPTS=is_beside_prompts,
-            WINDOW=window, **options, **self._split, **LAUNCH_OPTIONS,
+            GROUP=group_size, PADDED_GROUP=max(least_group, triton.next_power_of_2(group_size)),
+            HEAD_DIM=shape.head_dim, WIDTH=self._width, BLOCK_SIZE=metadata.block_size, KEYS=num_keys,
+            IS_BESIDE_PROMPTS=is_beside_prompts, WINDOW=window, **options, **self._split, **LAUNCH_OPTIONS,
         )  # fmt: skip
         if shared is not None:
             queries = max(16, triton.next_power_of_2(max(1, _QUERIES_OF_GROUP // group_size) * group_size))

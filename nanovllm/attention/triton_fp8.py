@@ -1,19 +1,68 @@
 """Decodes over a KV cache in FP8: the kernel that TritonAttention launches in place of its `_decode_kernel`.
 
-What was cached becomes float16, which e4m3 does without loss and in one instruction for two numbers. Scales stay out of
-the products, so that nothing else happens to the numbers. A key's scale multiplies its scores. A value's scale ought to
-multiply its weights. It is a power of two, so its exponent is added to the scores instead, before the softmax: weights
-then fit float16. The sum of the weights takes the scale out again.
+Both products are computed in e4m3, so nothing that was cached is converted. Hopper's tensor cores multiply at least 64
+rows, read from shared memory, with as few as 8 columns. So keys, and transposed values, are the rows, and a group's
+queries, and weights, the columns: scores are keys × queries, and sums are values × weights. Each column is there twice:
+rounded to e4m3, and what that rounding lost, rounded again. Together they have the precision of bfloat16. The tensor
+cores add up one tile of keys, less precisely than in float32; what the tiles give is summed in float32.
+
+A key's scale multiplies its scores. A value's scale ought to multiply its weights. It is a power of two, so its
+exponent is added to the scores instead, before the softmax: weights then fill the range of e4m3. The sum of the weights
+takes the scale out again.
 """
+
+from typing import Any
 
 from nanovllm.attention.splits import split_length_of
 from nanovllm.ops.dependent_launch import let_next_come, wait
 from nanovllm.ops.kernel import jit, tl
+from nanovllm.ops.layer_cache import LayerCache
+from nanovllm.ops.quantize import to_e4m3
 
-# Log2 of the largest weight and of the largest number of a row of queries, when they become float16.
-_PEAK_EXPONENT = tl.constexpr(8)
-# How the kernel is launched: the fastest of several on an H200.
-FP8_LAUNCH = {"num_warps": 1, "num_stages": 3}
+# Log2 of the largest weight when it becomes e4m3. The largest number of a query is at least as large, and below twice.
+_PEAK_EXPONENT = tl.constexpr(7)
+# Fewer columns than two times 8 are padded.
+LEAST_GROUP = 8
+
+
+def tiles(cache: LayerCache, width: int) -> tuple[int, tuple[Any, Any]]:
+    """How many keys a tile has, and what fetches tiles of keys, [keys, width], and of values, [width, keys].
+
+    width: head_dim, padded to a power of two.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    num_keys = 64 if cache.block_size % 64 == 0 else 32
+    num_rows = cache.keys.shape[0] * cache.num_kv_heads
+    sizes = cache.block_size, cache.head_dim
+    of_keys = TensorDescriptor(cache.keys, [num_rows * sizes[0], sizes[1]], [sizes[1], 1], [num_keys, width])
+    of_values = TensorDescriptor(cache.values, [num_rows * sizes[1], sizes[0]], [sizes[0], 1], [width, num_keys])
+    return num_keys, (of_keys, of_values)
+
+
+def launch_options(width: int) -> dict[str, int]:
+    """The fastest of several on an H200."""
+    return {"num_warps": 4, "num_stages": 5 if width <= 128 else 3}
+
+
+@jit
+def _twice_in_e4m3(x):
+    """float32 [size, columns] -> e4m3 [size, 2 × columns]: the numbers, then what they lost."""
+    rounded = to_e4m3(x)
+    lost = to_e4m3(x - rounded.to(tl.float32))
+    return tl.join(rounded, lost).permute(0, 2, 1).reshape(x.shape[0], 2 * x.shape[1])
+
+
+@jit
+def _sum_of_both(product):
+    """[size, 2 × columns] -> [size, columns]"""
+    return tl.sum(product.reshape(product.shape[0], 2, product.shape[1] // 2), 1)
+
+
+@jit
+def _power_of_two_up_to(x):
+    """The largest power of two that is at most x, which is a normal number."""
+    return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @jit
@@ -25,39 +74,33 @@ def _attend_fp8_keys(
     """(the largest sum of a score and its value's exponent, the sum of weights, the sum of weighted values) of keys
     first … last − 1, of which those before `first_seen` do not count; `first` is a multiple of KEYS.
 
-    queries: float16 [GROUP, WIDTH]; query_scales: float32 [GROUP], the scale of scores included.
+    queries: as `_twice_in_e4m3` gives them, [WIDTH, 2 × GROUP]; query_scales: float32 [GROUP], the scale of scores
+        included. keys, values: as `tiles` gives them.
     """
-    column = tl.arange(0, WIDTH)
-    is_column = column < HEAD_DIM
+    key = tl.arange(0, KEYS)
     largest = tl.full([GROUP], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP], tl.float32)
-    summed = tl.zeros([GROUP, WIDTH], tl.float32)
-    for start in range(tl.multiple_of(first, KEYS), last, KEYS):
-        position = start + tl.arange(0, KEYS)
-        is_key = (position < last) & (position >= first_seen) if WINDOW else position < last
-        if BLOCK_SIZE % KEYS == 0:
-            block = tl.load(block_table + start // BLOCK_SIZE).to(tl.int64)
-        else:
-            block = tl.load(block_table + position // BLOCK_SIZE, is_key, 0).to(tl.int64)
-        place = (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
-        both = tl.load(scales + place, is_key, 0)
-        # Numbers behind the last key are read too: they are not NaN, and their weight is 0.
-        at = place[:, None] * HEAD_DIM + column[None, :]
-        tile = tl.load(keys + at) if WIDTH == HEAD_DIM else tl.load(keys + at, is_column[None, :], 0.0)
-        scores = tl.dot(queries, tl.trans(tile.to(tl.float16))) * query_scales[:, None]
+    totals = tl.zeros([KEYS, GROUP], tl.float32)
+    summed = tl.zeros([WIDTH, 2 * GROUP], tl.float32)
+    for start in range(first, last, KEYS):
+        block, place = tl.load(block_table + start // BLOCK_SIZE), start % BLOCK_SIZE
+        of_head, num_left = block * NUM_KV_HEADS + kv_head, last - start
+        both = tl.load(scales + (of_head.to(tl.int64) * BLOCK_SIZE + place) + key, key < num_left, 0)
         exponent = (both >> 7) & 0xFF
-        scores = scores * (both & -65536).to(tl.float32, bitcast=True)[None, :] + (exponent - 127).to(tl.float32)
-        scores = tl.where(is_key[None, :], scores, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(scores, 1))
-        weights = tl.exp2(scores - (new_largest - _PEAK_EXPONENT)[:, None])
+        key_scales = (both & -65536).to(tl.float32, bitcast=True)
+        scores = _sum_of_both(tl.dot(keys.load([of_head * BLOCK_SIZE + place, 0]), queries))
+        scores = scores * (key_scales[:, None] * query_scales[None, :]) + (exponent - 127).to(tl.float32)[:, None]
+        is_seen = (key < num_left) & (key >= first_seen - start) if WINDOW else key < num_left
+        # Numbers behind the last key are fetched too: they are not NaN, and their weight is 0.
+        scores = tl.where(is_seen[:, None], scores, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, 0))
+        weights = tl.exp2(scores - (new_largest - _PEAK_EXPONENT)[None, :])
         shrink = tl.exp2(largest - new_largest)
-        total = total * shrink + tl.sum(weights * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[None, :], 1)
-        at = (place - position % BLOCK_SIZE) * HEAD_DIM + position % BLOCK_SIZE
-        at = at[None, :] + column[:, None] * BLOCK_SIZE
-        tile = tl.load(values + at) if WIDTH == HEAD_DIM else tl.load(values + at, is_column[:, None], 0.0)
-        summed = tl.dot(weights.to(tl.float16), tl.trans(tile.to(tl.float16)), summed * shrink[:, None])
+        totals = totals * shrink[None, :] + weights * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+        product = tl.dot(values.load([of_head * HEAD_DIM, place]), _twice_in_e4m3(weights))
+        shrink_of_both = tl.join(shrink, shrink).permute(1, 0).reshape(2 * GROUP)
+        summed = summed * shrink_of_both[None, :] + product
         largest = new_largest
-    return largest, total, summed
+    return largest, tl.sum(totals, 0), _sum_of_both(summed)
 
 
 @jit(do_not_specialize=["q_stride", "table_stride"])
@@ -68,13 +111,13 @@ def decode_fp8_kernel(
     KEYS: tl.constexpr, IS_BESIDE_PROMPTS: tl.constexpr, WINDOW: tl.constexpr, SHORTEST: tl.constexpr,
     LONGEST: tl.constexpr,
 ):  # fmt: skip
-    """Like `_decode_kernel` of triton_backend.py. keys, values, scales: LayerCache's."""
+    """Like `_decode_kernel` of triton_backend.py. keys, values: as `tiles` gives them; scales: LayerCache's."""
     let_next_come()
     if not IS_BESIDE_PROMPTS:
         wait()
     member = tl.arange(0, PADDED_GROUP)
     column = tl.arange(0, WIDTH)
-    is_member = (member < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
+    is_member = (member < GROUP)[None, :] & (column < HEAD_DIM)[:, None]
     for work in range(tl.program_id(0), tl.load(num_items) * NUM_KV_HEADS, tl.num_programs(0)):
         item = work // NUM_KV_HEADS
         kv_head = work % NUM_KV_HEADS
@@ -88,16 +131,17 @@ def decode_fp8_kernel(
         if WINDOW:
             first = tl.maximum(first, first_seen // KEYS * KEYS)
         head = kv_head * GROUP + member
-        given = tl.load(q + row * q_stride + head[:, None] * HEAD_DIM + column[None, :], is_member, 0.0).to(tl.float32)
-        query_scales = tl.maximum(tl.max(tl.abs(given), 1), 1e-30) * (1 / 2**_PEAK_EXPONENT)
+        given = tl.load(q + row * q_stride + head[None, :] * HEAD_DIM + column[:, None], is_member, 0.0).to(tl.float32)
+        # A power of two, so that e4m3 twice holds all digits of bfloat16.
+        query_scales = _power_of_two_up_to(tl.maximum(tl.max(tl.abs(given), 0), 1e-30)) * (1 / 2**_PEAK_EXPONENT)
         largest, total, summed = _attend_fp8_keys(
-            (given / query_scales[:, None]).to(tl.float16), query_scales * scale, keys, values, scales,
+            _twice_in_e4m3(given / query_scales[None, :]), query_scales * scale, keys, values, scales,
             block_tables + row * table_stride, kv_head, first, last, first_seen, NUM_KV_HEADS, PADDED_GROUP, HEAD_DIM,
             WIDTH, BLOCK_SIZE, KEYS, WINDOW,
         )  # fmt: skip
         place = (tl.load(first_items + row) + split).to(tl.int64) * NUM_HEADS + head
-        result = partial + place[:, None] * HEAD_DIM + column[None, :]
-        tl.store(result, summed / total[:, None], is_member, eviction_policy="evict_last")
+        result = partial + place[None, :] * HEAD_DIM + column[:, None]
+        tl.store(result, summed / total[None, :], is_member, eviction_policy="evict_last")
         tl.store(log_sums + place, largest + tl.log2(total) - _PEAK_EXPONENT, member < GROUP)
     if IS_BESIDE_PROMPTS and tl.program_id(0) == 0:
         wait()  # so that this kernel's end is that of the prompts' kernel too

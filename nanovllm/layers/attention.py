@@ -53,7 +53,8 @@ class Attention(nn.Module):
         qk, v = values.unflatten(1, (-1, head_dim)).tensor_split((-num_kv_heads,), 1)
         if self.fused:
             weight, eps = (None, 0.0) if qk_norm is None else (qk_norm.weight, qk_norm.eps)
-            qk = qk_norm_rotate_store(qkv, weight, eps, *rotary, cache, slots)
+            has_prompts = metadata.query_tiles is not None
+            qk = qk_norm_rotate_store(qkv, weight, eps, *rotary, cache, slots, has_prompts)
         else:
             qk = rotary.rotate(qk if qk_norm is None else qk_norm(qk))
         q, k = qk.tensor_split((-num_kv_heads,), 1)

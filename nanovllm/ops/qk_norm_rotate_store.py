@@ -1,5 +1,5 @@
 """Norms (if the model does) and rotates every query and key head, and writes keys and values to their slots, in one
-kernel. For a cache in FP8, a second kernel writes the values: transposed, many tokens at a time.
+kernel. With prompts, a second kernel writes the values of a cache in FP8: transposed, many tokens at a time.
 
 The plain twin is what the layers do one after the other: QKNorm, RotaryEmbedding.rotate and a backend's store_kvcache.
 """
@@ -22,13 +22,13 @@ def _qk_norm_rotate_store_kernel(
     qkv, row_scales, column_scales, weight, cos, sin, out, k_cache, v_cache, cache_scales, slot_mapping, eps,
     NUM_NORMED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, NORMS: tl.constexpr,
-    IS_SCALED: tl.constexpr,
+    IS_SCALED: tl.constexpr, KEEPS_VALUES: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and some of its heads; the values, which come last, are only stored.
+    """One program per token and some of its heads; the values, which come last, are only stored, if KEEPS_VALUES.
 
     A head is read in parts: the two halves that rotate into each other, and the columns behind them, which do not
     rotate. HALF and REST are their padded numbers of columns; REST is 0 if all columns rotate. IS_SCALED: qkv is a
-    ScaledProduct, with its scales. cache_scales: `halves` of a cache in FP8, of which keys alone are written, or None.
+    ScaledProduct, with its scales. cache_scales: `halves` of a cache in FP8, or None.
     """
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -83,29 +83,40 @@ def _qk_norm_rotate_store_kernel(
         tl.store(of_out + rest, finished_rest, is_normed & is_rest)
     slot = tl.load(slot_mapping + token)
     kv_head = head - (NUM_NORMED - NUM_KV_HEADS)
+    is_kept = (is_head if KEEPS_VALUES else is_normed) & (kv_head >= 0)
+    kept_low, kept_high = tl.where(is_normed, rotated_low, given_low), tl.where(is_normed, rotated_high, given_high)
+    if REST:
+        kept_rest = tl.where(is_normed, finished_rest, given_rest)
     if slot >= 0 and cache_scales is not None:
-        is_key = is_normed & (kv_head >= 0)
-        row = (slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
-        low_key, high_key = rotated_low.to(tl.float32), rotated_high.to(tl.float32)
-        peak = tl.maximum(bits_of_peak(low_key), bits_of_peak(high_key))
+        low_number, high_number = kept_low.to(tl.float32), kept_high.to(tl.float32)
+        peak = tl.maximum(bits_of_peak(low_number), bits_of_peak(high_number))
         if REST:
-            rest_key = finished_rest.to(tl.float32)
-            peak = tl.maximum(peak, bits_of_peak(rest_key))
+            rest_number = kept_rest.to(tl.float32)
+            peak = tl.maximum(peak, bits_of_peak(rest_number))
         factor, half = scale_of(peak)
-        tl.store(cache_scales + 2 * row + 1, half, is_key)
-        to_row = k_cache + row * HEAD_DIM
-        tl.store(to_row + low, times_factor(low_key, factor), is_key & is_rotated)
-        tl.store(to_row + high, times_factor(high_key, factor), is_key & is_rotated)
+        of_kv_head, place = slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head % NUM_KV_HEADS, slot % BLOCK_SIZE
+        row = of_kv_head * BLOCK_SIZE + place
+        tl.store(cache_scales + 2 * row + is_normed.to(tl.int64), half, is_kept)
+        low_number, high_number = times_factor(low_number, factor), times_factor(high_number, factor)
+        to_key = k_cache + row * HEAD_DIM
+        tl.store(to_key + low, low_number, is_kept & is_normed & is_rotated)
+        tl.store(to_key + high, high_number, is_kept & is_normed & is_rotated)
         if REST:
-            tl.store(to_row + rest, times_factor(rest_key, factor), is_key & is_rest)
+            rest_number = times_factor(rest_number, factor)
+            tl.store(to_key + rest, rest_number, is_kept & is_normed & is_rest)
+        if KEEPS_VALUES:
+            to_value = v_cache + (of_kv_head * HEAD_DIM * BLOCK_SIZE + place)  # transposed
+            tl.store(to_value + low * BLOCK_SIZE, low_number, is_kept & ~is_normed & is_rotated)
+            tl.store(to_value + high * BLOCK_SIZE, high_number, is_kept & ~is_normed & is_rotated)
+            if REST:
+                tl.store(to_value + rest * BLOCK_SIZE, rest_number, is_kept & ~is_normed & is_rest)
     elif slot >= 0:
         at_slot = slot * NUM_KV_HEADS * HEAD_DIM + kv_head % NUM_KV_HEADS * HEAD_DIM
         of_slot = tl.where(is_normed, k_cache + at_slot, v_cache + at_slot)
-        is_kept = is_head & (kv_head >= 0)
-        tl.store(of_slot + low, tl.where(is_normed, rotated_low, given_low), is_kept & is_rotated)
-        tl.store(of_slot + high, tl.where(is_normed, rotated_high, given_high), is_kept & is_rotated)
+        tl.store(of_slot + low, kept_low, is_kept & is_rotated)
+        tl.store(of_slot + high, kept_high, is_kept & is_rotated)
         if REST:
-            tl.store(of_slot + rest, tl.where(is_normed, finished_rest, given_rest), is_kept & is_rest)
+            tl.store(of_slot + rest, kept_rest, is_kept & is_rest)
 
 
 def qk_norm_rotate_store(
@@ -117,6 +128,7 @@ def qk_norm_rotate_store(
     rotary_dim: int,
     cache: LayerCache,
     slot_mapping: torch.Tensor,
+    has_prompts: bool = True,
 ) -> torch.Tensor:
     """Norms and rotates every query and key head, and writes keys and values to their slots.
 
@@ -126,6 +138,8 @@ def qk_norm_rotate_store(
         cos, sin: [num_tokens, 1, head_dim], as RotaryEmbedding.lookup gives them.
         rotary_dim: leading columns of a head that are rotated.
         slot_mapping: int64 [num_tokens]; −1 is not written.
+        has_prompts: tokens may lie next to each other in the cache. A second kernel, which costs a launch, then writes
+            the values of a cache in FP8.
 
     Returns:
         The finished queries and keys: [num_tokens, num_heads + num_kv_heads, head_dim].
@@ -135,16 +149,18 @@ def qk_norm_rotate_store(
     num_tokens, num_all_heads = given.shape[0], given.shape[1:].numel() // head_dim
     num_normed, rest = num_all_heads - num_kv_heads, head_dim - rotary_dim
     out = torch.empty((num_tokens, num_normed, head_dim), dtype=given.dtype, device=given.device)
-    num_heads = num_normed if cache.is_fp8 else num_all_heads
+    are_values_left = cache.is_fp8 and has_prompts
+    num_heads = num_normed if are_values_left else num_all_heads
     heads = min(_HEADS_OF_PROGRAM, triton.next_power_of_2(num_heads))
     _qk_norm_rotate_store_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
         given, *scales, weight, cos, sin, out, cache.keys, cache.values, halves(cache), slot_mapping, eps,
         NUM_NORMED=num_normed, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim,
         BLOCK_SIZE=cache.block_size, HEADS=heads,
         HALF=triton.next_power_of_2(rotary_dim // 2), REST=triton.next_power_of_2(rest) if rest else 0,
-        NORMS=weight is not None, IS_SCALED=isinstance(qkv, ScaledProduct), num_warps=_NUM_WARPS, **LAUNCH_OPTIONS,
+        NORMS=weight is not None, IS_SCALED=isinstance(qkv, ScaledProduct), KEEPS_VALUES=not are_values_left,
+        num_warps=_NUM_WARPS, **LAUNCH_OPTIONS,
     )  # fmt: skip
-    if cache.is_fp8:
+    if are_values_left:
         first = num_normed * head_dim
         values: torch.Tensor | ScaledProduct = given.flatten(1)[:, first:]
         if isinstance(qkv, ScaledProduct):

@@ -8,8 +8,7 @@ from nanovllm.ops.layer_cache import LEAST_EXPONENT, LayerCache
 from nanovllm.ops.quantize import ScaledProduct, to_e4m3
 
 _LEAST_EXPONENT = tl.constexpr(LEAST_EXPONENT)
-_MOST_TOKENS = 32  # that a program stores, of one head
-_PROGRAMS = 128  # few tokens are divided among so many programs per head
+_TOKENS = 32  # that a program stores, of one head
 
 
 @jit
@@ -42,7 +41,9 @@ def _store_fp8_kernel(
 ):  # fmt: skip
     """One program per tile of tokens and head. It writes its half of a scale alone: the other half may be another
     kernel's."""
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    first = tl.program_id(0).to(tl.int64) * TOKENS
+    index = tl.arange(0, TOKENS)[:, None]
+    token = first + index
     kv_head = tl.program_id(1)
     column = tl.arange(0, WIDTH)[None, :]
     is_token, is_column = token < num_tokens, column < HEAD_DIM
@@ -65,9 +66,26 @@ def _store_fp8_kernel(
         tl.store(heads + row * HEAD_DIM + column, numbers, is_stored & is_column)
     else:
         tl.store(scales + 2 * row, half, is_stored)
-        # Neighbouring threads write neighbouring tokens, so that a warp fills whole sectors of 32 bytes.
-        at = (of_head * HEAD_DIM + column) * BLOCK_SIZE + place
-        tl.store(heads + tl.trans(at), tl.trans(numbers), tl.trans(is_stored & is_column))
+        # A prompt's tokens lie next to each other, in one block or two. Said so, neighbouring threads write them, and
+        # a warp fills whole sectors of 32 bytes. Else each number takes a sector of its own.
+        first_slot = tl.load(slot_mapping + first)
+        num_before = BLOCK_SIZE - first_slot % BLOCK_SIZE  # tokens before the second block
+        is_second = (num_before < TOKENS) & (num_before < num_tokens - first)
+        second_slot = tl.load(slot_mapping + first + num_before, is_second, -1)
+        expected = tl.where(index < num_before, first_slot + index, second_slot + index - num_before)
+        num_astray = tl.sum((is_stored & (slot != expected)).to(tl.int32))
+        if (first_slot >= 0) & (num_astray == 0):
+            to = heads + column * BLOCK_SIZE + index
+            of_first = (first_slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * HEAD_DIM * BLOCK_SIZE
+            is_here = is_stored & is_column & (index < num_before)
+            tl.store(to + (of_first + first_slot % BLOCK_SIZE), numbers, is_here)
+            if second_slot >= 0:
+                of_second = (second_slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * HEAD_DIM * BLOCK_SIZE
+                is_here = is_stored & is_column & (index >= num_before)
+                tl.store(to + (of_second - num_before), numbers, is_here)
+        else:
+            at = (of_head * HEAD_DIM + column) * BLOCK_SIZE + place
+            tl.store(heads + at, numbers, is_stored & is_column)
 
 
 def store_fp8(x: torch.Tensor | ScaledProduct, cache: LayerCache, slot_mapping: torch.Tensor, are_keys: bool) -> None:
@@ -79,11 +97,10 @@ def store_fp8(x: torch.Tensor | ScaledProduct, cache: LayerCache, slot_mapping: 
         are_keys: whether x are keys.
     """
     given, *scales = x if isinstance(x, ScaledProduct) else (x, None, None)
-    tokens = min(_MOST_TOKENS, triton.next_power_of_2(triton.cdiv(len(given), _PROGRAMS)))
-    _store_fp8_kernel[(triton.cdiv(len(given), tokens), cache.num_kv_heads)](
+    _store_fp8_kernel[(triton.cdiv(len(given), _TOKENS), cache.num_kv_heads)](
         given, *scales, cache.keys if are_keys else cache.values, halves(cache), slot_mapping, len(given),
         given.stride(0), NUM_KV_HEADS=cache.num_kv_heads, HEAD_DIM=cache.head_dim,
-        WIDTH=triton.next_power_of_2(cache.head_dim), BLOCK_SIZE=cache.block_size, TOKENS=tokens, ARE_KEYS=are_keys,
+        WIDTH=triton.next_power_of_2(cache.head_dim), BLOCK_SIZE=cache.block_size, TOKENS=_TOKENS, ARE_KEYS=are_keys,
         IS_SCALED=isinstance(x, ScaledProduct), **LAUNCH_OPTIONS,
     )  # fmt: skip
 

@@ -208,6 +208,8 @@ def test_kernels_compile_for_hopper(tmp_path):
     numbers = Counter(name for name, _, _ in found)
     assert numbers["_rms_norm_kernel"] == 6 and numbers["_block_product_kernel"] == 5
     assert numbers["_gate_up_kernel"] == numbers["_down_kernel"] == 5
+    assert [products for name, _, products in found if name == "decode_fp8_kernel"] == ["wgmma.e4m3"] * 6
+    assert numbers["_qk_norm_rotate_store_kernel"] == 24 and numbers["_store_fp8_kernel"] == 18
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -17,7 +17,6 @@ from nanovllm.attention import triton_prompts
 from nanovllm.attention.backend import AttentionShape, _problem, make_attention_backend
 from nanovllm.attention.triton_backend import store_kvcache
 from nanovllm.jobs.identity import identity_of
-from nanovllm.ops import store_fp8
 from nanovllm.ops.copy_blocks import copy_blocks
 from nanovllm.ops.layer_cache import LEAST_EXPONENT, LayerCache, quantize_heads, rounded_heads, whole_heads
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
@@ -149,11 +148,11 @@ def test_blocks_are_read_in_the_order_asked_for():
 @DTYPES
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
 @pytest.mark.parametrize("block_size", [32, 64])
-@pytest.mark.parametrize("num_programs", [2, 128])
-def test_the_store_kernels_write_what_their_twin_writes(monkeypatch, head_dim, block_size, num_programs, dtype):
-    """Programs of one token and of 32, rows that are no powers of two apart, and padding."""
-    monkeypatch.setattr(store_fp8, "_PROGRAMS", num_programs)
-    num_tokens, num_kv_heads = 45, 3
+@pytest.mark.parametrize("order", ["scattered", "prompts", "one prompt"])
+def test_the_store_kernels_write_what_their_twin_writes(head_dim, block_size, order, dtype):
+    """Tokens anywhere and next to each other, over the end of a block, rows that are no powers of two apart, and
+    padding between tokens and behind them."""
+    num_tokens, num_kv_heads = 75, 3
     found, expected = (poisoned_cache(3, block_size, num_kv_heads, head_dim) for _ in range(2))
     k, v = (heads_of_many_sizes(num_tokens, num_kv_heads, head_dim, seed) for seed in (0, 1))
     k[8, 1, 3], k[9, 0, head_dim - 1], v[10, 2, 0] = float("nan"), -float("inf"), float("inf")
@@ -161,6 +160,14 @@ def test_the_store_kernels_write_what_their_twin_writes(monkeypatch, head_dim, b
     _, k, v = qkv.split((4, num_kv_heads, num_kv_heads), 1)
     slots = torch.randperm(3 * block_size, generator=torch.Generator().manual_seed(1))[:num_tokens]
     slots[::6] = -1
+    if order != "scattered":
+        # A program stores 32 tokens. The first prompt begins within a block, and goes on in another one than the next.
+        prompt = torch.cat((torch.arange(2 * block_size + 5, 3 * block_size), torch.arange(block_size)))
+        prompt = prompt[: num_tokens - 3]
+        slots = torch.cat((prompt, torch.full((num_tokens - len(prompt),), -1)))
+    if order == "prompts":
+        slots[1:10] = torch.tensor([block_size + 3, block_size + 9, *range(block_size + 20, block_size + 27)])
+        slots[40] = -1
     expected.write(k, v, slots)
     store_kvcache(k, v, found, slots)
     assert_same_bits(found, expected)
@@ -170,11 +177,11 @@ def test_the_store_kernels_write_what_their_twin_writes(monkeypatch, head_dim, b
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (3, 3), (16, 1)])
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize("has_prompts", [False, True])
 def test_the_fused_kernel_stores_what_its_twin_stores(
-    monkeypatch, head_dim, rotary_dim, num_heads, num_kv_heads, has_norm, is_scaled
+    head_dim, rotary_dim, num_heads, num_kv_heads, has_norm, is_scaled, has_prompts
 ):
     """Keys as they are finished, values as they are projected; the other half of a scale is left alone."""
-    monkeypatch.setattr(store_fp8, "_PROGRAMS", 4)
     num_tokens, num_normed = 37, num_heads + num_kv_heads
     product = random_product(num_tokens, (num_normed + num_kv_heads) * head_dim)
     product.product[6], product.product[7] = 0, product.product[7] * 1e-6
@@ -190,7 +197,7 @@ def test_the_fused_kernel_stores_what_its_twin_stores(
     slots[::5] = -1
     out = qk_norm_rotate_store(qkv, weight, 1e-6, cos, sin, rotary_dim, usual, slots)
     found, expected = (poisoned_cache(2, 32, num_kv_heads, head_dim) for _ in range(2))
-    found_out = qk_norm_rotate_store(qkv, weight, 1e-6, cos, sin, rotary_dim, found, slots)
+    found_out = qk_norm_rotate_store(qkv, weight, 1e-6, cos, sin, rotary_dim, found, slots, has_prompts)
     torch.testing.assert_close(found_out, out, rtol=0, atol=0, equal_nan=True)
     values = product.whole().unflatten(1, (-1, head_dim))[:, num_normed:]
     expected.write(out[:, num_heads:], values, slots)
