@@ -26,9 +26,9 @@ with their scales, and their arithmetic at the rate that products in FP8 reach h
 scales too; attention's arithmetic counts at the usual rate.
 
 --vs starts the other engine after ours is closed, so that each has the machine to itself. Both get the same token ids,
-sampling, dtype, max_model_len, seed, prefix caching and number of GPUs; all else is each engine's own default, threads
-of a CPU included unless --threads is given. With --size, transformers loads the same random weights as ours, vLLM makes
-up its own.
+sampling, dtype, quantization, KV cache's dtype, max_model_len, seed, prefix caching and number of GPUs; all else is
+each engine's own default, threads of a CPU included unless --threads is given. With --size, transformers loads the same
+random weights as ours, vLLM makes up its own.
 
 The last line on stdout is JSON.
 """
@@ -261,6 +261,8 @@ class Job:
     prefix_caching: bool
     tensor_parallel_size: int
     seed: int
+    quantization: str | None
+    kv_cache_dtype: str
 
 
 class Peer(Protocol):
@@ -319,6 +321,10 @@ class VllmPeer:
             "enable_prefix_caching": job.prefix_caching, "tensor_parallel_size": job.tensor_parallel_size,
         }  # fmt: skip
         self._more: dict[str, Any] = {}
+        if job.quantization is not None:
+            options["quantization"] = job.quantization
+        if job.kv_cache_dtype != "auto":
+            options["kv_cache_dtype"] = job.kv_cache_dtype
         if not job.has_weights:
             options["load_format"] = "dummy"
         if not any(Path(job.directory).glob("tokenizer*")):
@@ -343,8 +349,10 @@ class VllmPeer:
 PEERS: dict[str, Callable[[Job], Peer]] = {"transformers": TransformersPeer, "vllm": VllmPeer}
 
 
-def check_peer(name: str, sampling: dict[str, Any]) -> None:
+def check_peer(name: str, sampling: dict[str, Any], is_fp8: bool = False) -> None:
     """Ends the script, before anything is measured, if the other engine cannot run these requests."""
+    if name == "transformers" and is_fp8:
+        raise SystemExit("transformers would not compute in FP8; use --vs vllm, or leave out what makes ours FP8")
     if importlib.util.find_spec(name) is None:
         raise SystemExit(
             f"--vs {name} needs {name} in this virtual environment: pip install {name}. It may want another PyTorch "
@@ -781,6 +789,7 @@ def measure(arguments: argparse.Namespace, directory: str, has_weights: bool) ->
         job = Job(
             requests, engine.config.model, has_weights, info.dtype, info.device, info.max_model_len,
             engine.config.enable_prefix_caching, arguments.tensor_parallel_size, engine.config.seed,
+            arguments.quantization, engine.config.kv_cache_dtype,
         )  # fmt: skip
     return report, job, ours
 
@@ -804,7 +813,8 @@ def main() -> None:
     with errors_as_text():
         SamplingParams(**arguments.sampling)  # a mistake should not take a model's start to be found
     if arguments.vs:
-        check_peer(arguments.vs, arguments.sampling)
+        is_fp8 = "fp8" in (arguments.quantization, arguments.kv_cache_dtype)
+        check_peer(arguments.vs, arguments.sampling, is_fp8)
     with tempfile.TemporaryDirectory() as temporary:
         directory, has_weights = arguments.model or str(MODEL_DIRECTORY), True
         if arguments.size:

@@ -98,6 +98,7 @@ class LinearBase(Packable):
         self._shares_weight = False
         self._scale_name = ""
         if format is not None:
+            format.check(output_size, input_size)
             self._scale_name = format.config.scale_name or "weight_scale"
             shape = format.scales_shape(output_size, input_size)
             self.register_parameter(self._scale_name, empty_parameter(*shape, **{**kw, "dtype": torch.float32}))

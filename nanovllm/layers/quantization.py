@@ -32,6 +32,14 @@ class ChannelFp8:
         self.config, self._dtype = config, dtype
         self._one = torch.ones((), dtype=torch.float32, device=device)
 
+    def check(self, output_size: int, input_size: int) -> None:
+        """Raises a ValueError if the device cannot multiply a weight of these sizes."""
+        if self._one.is_cuda and (output_size % 16 or input_size % 16):
+            raise ValueError(
+                f"a linear layer has {input_size} inputs and {output_size} outputs per rank; FP8 on a GPU needs "
+                "multiples of 16; use weights that are not in FP8, or another tensor_parallel_size"
+            )
+
     def scales_shape(self, output_size: int, input_size: int) -> tuple[int, ...]:
         return (output_size,)
 
@@ -80,6 +88,9 @@ class BlockFp8:
         assert config.block is not None
         self.config, self._dtype = config, dtype
         self._rows, self._columns = config.block
+
+    def check(self, output_size: int, input_size: int) -> None:
+        """Any size will do."""
 
     def scales_shape(self, output_size: int, input_size: int) -> tuple[int, ...]:
         return -(-output_size // self._rows), -(-input_size // self._columns)

@@ -531,8 +531,9 @@ def _fp8(raw: dict[str, Any], family: Family) -> Fp8Config | None:
             return replace(config, renames=family.renames)
         problem = config
     raise ValueError(
-        f"quantization_config={_shown(given)} in config.json is not supported: {problem}; take a checkpoint in FP8, or "
-        "one whose weights are not quantized"
+        f"quantization_config={_shown(given)} in config.json is not supported: {problem}; take weights that are not "
+        'quantized (quantization="fp8" makes them FP8 while they load), or a checkpoint in an FP8 layout that '
+        "docs/quantization.md lists"
     )
 
 
@@ -545,7 +546,10 @@ def _block_fp8(given: dict[str, Any]) -> Fp8Config | str:
         or not all(type(n) is int and 0 < n <= _LARGEST_SIZE for n in block)
         or block[1] % 32
     ):
-        return f"weight_block_size must be two numbers such as [128, 128], the second one by 32s, not {_shown(block)}"
+        return (
+            f"weight_block_size must be two numbers such as [128, 128], the second one by 32s, not {_shown(block)}; "
+            "with quant_method fp8, one scale per tensor is not read"
+        )
     if (scheme := given.get("activation_scheme", "dynamic")) != "dynamic":
         return f"activation_scheme must be dynamic, not {_shown(scheme)}"
     if (kind := given.get("fmt", "e4m3")) != "e4m3":
@@ -563,7 +567,7 @@ def _compressed_fp8(given: dict[str, Any]) -> Fp8Config | str:
     if not isinstance(groups, dict) or len(groups) != 1 or not isinstance(group := next(iter(groups.values())), dict):
         return "config_groups must hold one group"
     if given.get("kv_cache_scheme") is not None:
-        return "kv_cache_scheme is set"
+        return 'kv_cache_scheme wants scales of keys and values from the checkpoint; kv_cache_dtype="fp8" makes its own'
     if (targets := group.get("targets")) != ["Linear"]:
         return f'targets must be ["Linear"], not {_shown(targets)}'
     weights, inputs = group.get("weights"), group.get("input_activations")

@@ -47,7 +47,8 @@ def fp8_of(
         return None
     what = f"quantization={wanted!r}" if of_checkpoint is None else "a checkpoint in FP8"
     if dtype == torch.float16:
-        raise ValueError(f'{what} needs dtype="bfloat16" or "float32"; products in FP8 exceed the range of float16')
+        other = "" if device.type == "cuda" else ' or "float32"'
+        raise ValueError(f'{what} needs dtype="bfloat16"{other}; products in FP8 exceed the range of float16')
     if device.type == "cuda":
         if dtype != torch.bfloat16:
             raise ValueError(f'{what} needs dtype="bfloat16" on a GPU, not {dtype}')

@@ -533,8 +533,11 @@ class ModelRunner(Runner):
         return num_blocks
 
     def _default_max_num_seqs(self, config: Config) -> int:
-        token_bytes = self.model_config.num_kv_values_per_token * self._kv_cache_dtype.itemsize
-        token_bytes = -(-token_bytes // self._parallel.size)
+        model = self.model_config
+        layout = KVCacheLayout(
+            model.num_hidden_layers, 1, model.num_key_value_heads, model.head_dim, self._kv_cache_dtype
+        )
+        token_bytes = -(-layout.block_bytes // self._parallel.size)
         chosen = default_max_num_seqs(config, self._weight_bytes(), token_bytes, self._free_bytes(), self._is_gpu)
         return self._parallel.minimum(chosen, self.device)
 

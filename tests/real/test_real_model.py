@@ -6,7 +6,6 @@
 import json
 import random
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,14 +28,6 @@ FORMS = [
     "Explain {} to a child.", "Name three things that have to do with {}.", "Is {} important?",
     "Write a short poem about {}.", "Where can one find {}?", "How would you describe {} in five words?",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def directory(request: pytest.FixtureRequest) -> Path:
-    given = request.config.getoption("--real-model")
-    if given is None:
-        pytest.fail("give --real-model=DIRECTORY; tests/real/make_smollm2.py makes one")
-    return Path(given)
 
 
 @pytest.fixture(scope="module")

@@ -320,7 +320,8 @@ def job(tmp_path, **options):
     requests = bench.make_requests("one", 259, {"top_k": 20})
     values = {
         "requests": requests, "directory": str(tmp_path), "has_weights": False, "dtype": "bfloat16", "device": "cpu",
-        "max_model_len": 4096, "prefix_caching": True, "tensor_parallel_size": 1, "seed": 0, **options,
+        "max_model_len": 4096, "prefix_caching": True, "tensor_parallel_size": 1, "seed": 0,
+        "quantization": None, "kv_cache_dtype": "auto", **options,
     }  # fmt: skip
     return bench.Job(**values)
 
@@ -357,6 +358,8 @@ def test_an_engine_that_is_missing_or_cannot_sample_so_is_named_before_anything_
     with pytest.raises(SystemExit, match="transformers has no presence_penalty"):
         bench.check_peer("transformers", {"presence_penalty": 1.0})
     bench.check_peer("transformers", {"top_k": 20, "repetition_penalty": 1.1})
+    with pytest.raises(SystemExit, match="would not compute in FP8"):
+        bench.check_peer("transformers", {}, is_fp8=True)
 
 
 # Figures
