@@ -331,14 +331,14 @@ def greedy(directory: Path, **options: Any) -> list[tuple[list[int], list[float]
 
 
 def assert_nearly_alike(found, expected) -> None:
-    """The decode kernel computes in float16. Now and then that changes what a later key is rounded to, and then which
-    of two tokens is the better one: in one completion at most, of two that are nearly as likely."""
+    """The decode kernel is about as exact as bfloat16. Now and then that changes what a later key is rounded to, and
+    then the log-probabilities, or which of two nearly equal tokens is the better one: in one completion at most."""
     num_different = 0
     for (tokens, logprobs), (expected_tokens, expected_logprobs) in zip(found, expected, strict=True):
         same = next((i for i, pair in enumerate(zip(tokens, expected_tokens, strict=True)) if len(set(pair)) > 1), 6)
-        num_different += same < 6
         differences = torch.tensor(logprobs[: same + 1]) - torch.tensor(expected_logprobs[: same + 1])
-        assert differences.abs().max() < 0.15
+        num_different += same < 6 or bool(differences.abs().max() > 0.15)
+        assert differences.abs().max() < 0.5
     assert num_different <= 1
 
 
