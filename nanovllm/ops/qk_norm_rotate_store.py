@@ -97,19 +97,23 @@ def _qk_norm_rotate_store_kernel(
         of_kv_head, place = slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head % NUM_KV_HEADS, slot % BLOCK_SIZE
         row = of_kv_head * BLOCK_SIZE + place
         tl.store(cache_scales + 2 * row + is_normed.to(tl.int64), half, is_kept)
-        low_number, high_number = times_factor(low_number, factor), times_factor(high_number, factor)
+        of_key = tl.where(is_normed, factor, 0.0)
         to_key = k_cache + row * HEAD_DIM
-        tl.store(to_key + low, low_number, is_kept & is_normed & is_rotated)
-        tl.store(to_key + high, high_number, is_kept & is_normed & is_rotated)
+        tl.store(to_key + low, times_factor(low_number, of_key), is_kept & is_normed & is_rotated)
+        tl.store(to_key + high, times_factor(high_number, of_key), is_kept & is_normed & is_rotated)
         if REST:
-            rest_number = times_factor(rest_number, factor)
-            tl.store(to_key + rest, rest_number, is_kept & is_normed & is_rest)
+            tl.store(to_key + rest, times_factor(rest_number, of_key), is_kept & is_normed & is_rest)
         if KEEPS_VALUES:
-            to_value = v_cache + (of_kv_head * HEAD_DIM * BLOCK_SIZE + place)  # transposed
-            tl.store(to_value + low * BLOCK_SIZE, low_number, is_kept & ~is_normed & is_rotated)
-            tl.store(to_value + high * BLOCK_SIZE, high_number, is_kept & ~is_normed & is_rotated)
+            # Transposed. They have a factor of their own, because `to_e4m3` makes numbers for one use.
+            of_value = tl.where(is_normed, 0.0, factor)
+            to_value = v_cache + (of_kv_head * HEAD_DIM * BLOCK_SIZE + place)
+            tl.store(to_value + low * BLOCK_SIZE, times_factor(low_number, of_value), is_kept & ~is_normed & is_rotated)
+            tl.store(
+                to_value + high * BLOCK_SIZE, times_factor(high_number, of_value), is_kept & ~is_normed & is_rotated
+            )
             if REST:
-                tl.store(to_value + rest * BLOCK_SIZE, rest_number, is_kept & ~is_normed & is_rest)
+                to_rest = to_value + rest * BLOCK_SIZE
+                tl.store(to_rest, times_factor(rest_number, of_value), is_kept & ~is_normed & is_rest)
     elif slot >= 0:
         at_slot = slot * NUM_KV_HEADS * HEAD_DIM + kv_head % NUM_KV_HEADS * HEAD_DIM
         of_slot = tl.where(is_normed, k_cache + at_slot, v_cache + at_slot)

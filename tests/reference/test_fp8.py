@@ -164,7 +164,9 @@ def test_a_block_of_zeros_is_one_of_zeros_and_what_is_no_number_stays_in_its_row
 def test_a_product_of_blocks_is_that_of_the_rounded_numbers(num_rows, output_size, input_size, rows, columns):
     """Whole tiles and cut ones; tiles of several blocks, and blocks of several tiles."""
     scales = random_tensor(-(-output_size // rows), -(-input_size // columns), seed=2).abs() + 0.1
-    weight = BlockWeight(random_tensor(output_size, input_size).mul(100).to(E4M3), scales, rows, columns)
+    weight = BlockWeight(
+        random_tensor(output_size, input_size).mul(100).clamp(-448, 448).to(E4M3), scales, rows, columns
+    )
     x = quantize_row_blocks(random_tensor(num_rows, input_size, seed=1), columns)
     bias = random_tensor(output_size, seed=3)
     exact = x.whole() @ weight.whole().T
@@ -203,12 +205,12 @@ def test_kernels_compile_for_hopper(tmp_path):
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = [line.split() for line in done.stdout.splitlines()]
-    assert all(int(shared) <= 227 * 1024 for _, shared, _ in found)
-    assert {products for name, _, products in found if name == "_block_product_kernel"} == {"wgmma.e4m3"}
-    numbers = Counter(name for name, _, _ in found)
+    assert all(int(shared) <= 227 * 1024 and num_twice == "0" for _, shared, _, num_twice in found)
+    assert {products for name, _, products, _ in found if name == "_block_product_kernel"} == {"wgmma.e4m3"}
+    numbers = Counter(name for name, *_ in found)
     assert numbers["_rms_norm_kernel"] == 6 and numbers["_block_product_kernel"] == 5
     assert numbers["_gate_up_kernel"] == numbers["_down_kernel"] == 5
-    assert [products for name, _, products in found if name == "decode_fp8_kernel"] == ["wgmma.e4m3"] * 6
+    assert [products for name, _, products, _ in found if name == "decode_fp8_kernel"] == ["wgmma.e4m3"] * 6
     assert numbers["_qk_norm_rotate_store_kernel"] == 24 and numbers["_store_fp8_kernel"] == 18
 
 
