@@ -24,7 +24,7 @@ FORMATS = {
 # Of the mean divergence: what rounding costs on average, in natural logarithms. The perplexity of one text also
 # depends on which way numbers happen to be rounded. The goals were 0.01, 0.005 and 0.015; docs/quantization.md says
 # what misses them, and why.
-MOST_LOST = {"weights": 0.035, "cache": 0.0075, "both": 0.04}
+MOST_LOST = {"weights": 0.035, "cache": 0.025, "both": 0.055}
 NUM_TOKENS, PART, CHUNKS = 20_000, 4000, [1500, 1, 1499, 1000]
 NUM_PLACES, NEEDLE_TOKENS = 20, 8000
 NAMES = ["Anna", "Boris", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Irene", "James"]
