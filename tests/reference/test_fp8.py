@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from model_factory import one_thread  # noqa: F401
 
 from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.layers.linear import RowParallelLinear
-from nanovllm.layers.quantization import BlockFp8
+from nanovllm.layers.quantization import BlockFp8, ChannelFp8
 from nanovllm.layers.shard import Shard
 from nanovllm.ops import block_product as block_module
 from nanovllm.ops.act_and_mul import act_and_mul
@@ -195,6 +196,16 @@ def test_a_tile_has_about_as_many_rows_as_there_are():
     for fused in (False, True):
         layer = RowParallelLinear(128, 128, False, Parallel(), in_parts=True, fused=fused, format=blocks, **kw)
         assert [layer.kernels(rows) for rows in numbers] == (expected if fused else [1] * 6)
+
+
+@pytest.mark.parametrize("sizes", [(96, 100), (100, 96)])
+def test_sizes_that_a_gpu_cannot_multiply_are_named(sizes):
+    formats = ChannelFp8(Fp8Config(), torch.bfloat16, torch.device("cpu"))
+    formats.check(*sizes)  # a CPU can
+    formats._one = SimpleNamespace(is_cuda=True)
+    formats.check(96, 112)
+    with pytest.raises(ValueError, match="multiples of 16"):
+        formats.check(*sizes)
 
 
 def test_kernels_compile_for_hopper(tmp_path):

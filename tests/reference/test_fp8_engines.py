@@ -370,7 +370,7 @@ def test_experts_multiply_with_what_their_weights_stand_for(layout, fused):
     [
         ({"quant_method": "awq", "bits": 4}, "quant_method 'awq' is neither"),
         ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq' is neither"),
-        ({"quant_method": "mxfp4"}, "quant_method 'mxfp4' is neither.*take a checkpoint in FP8, or one whose"),
+        ({"quant_method": "mxfp4"}, "quant_method 'mxfp4' is neither.*take weights that are not quantized"),
         ({"load_in_4bit": True}, "quant_method None is neither"),
         ("fp8", "neither"),
         (blockwise(weight_block_size=None), "weight_block_size must be two numbers"),
@@ -382,7 +382,7 @@ def test_experts_multiply_with_what_their_weights_stand_for(layout, fused):
         (blockwise(modules_to_not_convert=[1]), "must be a list of layers' names"),
         (compressed(format="pack-quantized"), "format 'pack-quantized'"),
         (compressed("group"), "strategy must be channel or tensor"),
-        (compressed(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
+        (compressed(kv_cache_scheme={"num_bits": 8}), 'kv_cache_scheme wants .*; kv_cache_dtype="fp8" makes its own'),
         (compressed(ignore=["re:("]), "no regular expression"),
         (compressed(config_groups={}), "config_groups must hold one group"),
         (compressed(ignore=["model.layers.0.self_attn.q_proj"]), "some of .*q_proj.* are in FP8 and some are not"),
@@ -436,7 +436,7 @@ O_PROJ = "model.layers.0.self_attn.o_proj.weight"
         ("channel", lambda all_: all_.update({f"{O_PROJ}_scale": torch.ones(192, 1).to(E4M3)}),
          f"{O_PROJ}_scale in .* is torch.float8_e4m3fn; only floating-point"),
         ("channel", lambda all_: all_.update({"lm_head.weight": torch.ones(61, 192).to(E4M3)}),
-         "lm_head.weight in .* is torch.float8_e4m3fn; .*quantization_config in config.json says nothing of it"),
+         "lm_head.weight in .* is torch.float8_e4m3fn; .*only linear layers that quantization_config in .* covers"),
         ("channel", lambda all_: all_.update({"model.layers.0.self_attn.o_proj.input_scale": torch.ones(1)}),
          "unexpected tensor .*input_scale"),
     ],
@@ -461,7 +461,9 @@ def test_a_plain_checkpoint_that_says_fp8_and_the_other_way_round_are_named(plai
     with pytest.raises(ValueError, match=r"float32, but quantization_config in config.json says float8_e4m3fn"):
         completions(says)
     holds = changed_copy(plain_model, tmp_path / "holds", CHANNEL.stored)
-    with pytest.raises(ValueError, match=r"quantization_config in config.json says nothing of it|no such parameter"):
+    with pytest.raises(
+        ValueError, match=r"only linear layers that quantization_config in config.json covers|no such parameter"
+    ):
         completions(holds)
 
 
