@@ -261,7 +261,7 @@ class Job:
     prefix_caching: bool
     tensor_parallel_size: int
     seed: int
-    quantization: str | None
+    quantization: str | None  # None: as the checkpoint stores its weights
     kv_cache_dtype: str
 
 
@@ -352,7 +352,7 @@ PEERS: dict[str, Callable[[Job], Peer]] = {"transformers": TransformersPeer, "vl
 def check_peer(name: str, sampling: dict[str, Any], is_fp8: bool = False) -> None:
     """Ends the script, before anything is measured, if the other engine cannot run these requests."""
     if name == "transformers" and is_fp8:
-        raise SystemExit("transformers would not compute in FP8; use --vs vllm, or leave out what makes ours FP8")
+        raise SystemExit("transformers would not compute in FP8; use --vs vllm, or leave out the options of FP8")
     if importlib.util.find_spec(name) is None:
         raise SystemExit(
             f"--vs {name} needs {name} in this virtual environment: pip install {name}. It may want another PyTorch "

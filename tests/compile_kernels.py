@@ -1,9 +1,9 @@
 """Compiles kernels for a GPU of compute capability 9.0 without one: `python tests/compile_kernels.py`.
 
 It calls the functions that launch kernels. What they would launch is compiled with its own options and not run. It
-prints each kernel's name, the bytes that a program shares, the instruction that it multiplies matrices with, and how
-many numbers in e4m3 it uses in two ways, which ptxas compiles wrongly. Triton must not be interpreted, so this is a
-process of its own.
+prints each kernel's name, the bytes that a program shares, the instruction that it multiplies matrices with, how many
+pairs of numbers in e4m3 it makes, and how many of these it uses in two ways, which ptxas compiles wrongly. Triton must
+not be interpreted, so this is a process of its own.
 """
 
 import re
@@ -61,14 +61,19 @@ def compile_only(self: triton.JITFunction, *arguments, grid, warmup, **options):
         ptx = compiled.asm["ptx"]
         products = "wgmma" if "wgmma" in ptx else "mma" if "mma.sync" in ptx else "none"
         kind = f"{products}{'.e4m3' * ('e4m3.e4m3' in ptx)}"
-        print(self.__name__, compiled.metadata.shared, kind, num_used_twice(ptx), flush=True)
+        print(self.__name__, compiled.metadata.shared, kind, len(pairs_in_e4m3(ptx)), num_used_twice(ptx), flush=True)
     return compiled
+
+
+def pairs_in_e4m3(ptx: str) -> set[str]:
+    """The registers that numbers in e4m3 are made in, two at a time."""
+    return set(re.findall(r"cvt\.\S*e4m3x2\.f32\s+(%rs\d+)", ptx))
 
 
 def num_used_twice(ptx: str) -> int:
     """Pairs of numbers in e4m3 that fill a 32-bit word with another such pair, and are used elsewhere too. See
     `to_e4m3`."""
-    pairs = set(re.findall(r"cvt\.\S*e4m3x2\.f32\s+(%rs\d+)", ptx))
+    pairs = pairs_in_e4m3(ptx)
     words = re.findall(r"mov\.b32\s+%r\d+, \{(%rs\d+), (%rs\d+)\}", ptx)
     in_words = {pair for word in words for pair in word if pairs.issuperset(word)}
     # Once where it is made, and once in a word.

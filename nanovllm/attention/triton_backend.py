@@ -25,8 +25,9 @@ from nanovllm.ops.kernel import jit, shared_memory, tl, triton
 from nanovllm.ops.layer_cache import LayerCache
 from nanovllm.ops.store_fp8 import store_fp8
 
-# Keys of a tile.
+# Keys of a tile, and query heads of a group at least; fewer are padded.
 _KEYS = 64
+_LEAST_GROUP = 16
 # Pipeline stages of the decode kernel, if shared memory allows. Beside prompts, or with more decodes than this, two
 # stages and more programs per processor are faster.
 _NUM_STAGES = 5
@@ -95,7 +96,6 @@ class TritonAttention:
         self._width = triton.next_power_of_2(shape.head_dim)
         # Triton 3.4 buffers one tile of keys and values less than there are stages, later versions half as many.
         tile = 2 * _KEYS * self._width * shape.dtype.itemsize
-        self._fp8_options = triton_fp8.launch_options(self._width)
         self._has_stages = (_NUM_STAGES - 1) * tile + 2**13 <= shared_memory(shape.device)
 
     def keep_buffers(self, is_kept: bool) -> None:
@@ -155,13 +155,13 @@ class TritonAttention:
         most_items = metadata.most_decodes * self._most_splits * shape.num_kv_heads
         caches: tuple[Any, ...]
         if cache.is_fp8:
-            kernel, least_group, options = triton_fp8.decode_fp8_kernel, triton_fp8.LEAST_GROUP, self._fp8_options
-            num_keys, fetched = triton_fp8.tiles(cache, self._width)
-            caches = *fetched, cache.scales
+            kernel, options = triton_fp8.decode_fp8_kernel, triton_fp8.launch_options(self._width)
+            caches = *triton_fp8.descriptors(cache, self._width), cache.scales
+            num_keys, least_group = triton_fp8.keys_of_tile(cache.block_size), triton_fp8.LEAST_GROUP
         else:
             num_stages = self.kernels(metadata.most_decodes, is_beside_prompts)
-            kernel, least_group, options = _decode_kernel, 16, {"num_warps": 4, "num_stages": num_stages}
-            num_keys, caches = _KEYS, cache[:2]
+            kernel, options, caches = _decode_kernel, {"num_warps": 4, "num_stages": num_stages}, cache[:2]
+            num_keys, least_group = _KEYS, _LEAST_GROUP
         kernel[(min(self._num_programs, most_items),)](
             q, *caches, metadata.block_tables, metadata.context_lens, plan.num_items, plan.item_rows,
             plan.item_splits, plan.first_items, self._partial, self._log_sums, self._scale,

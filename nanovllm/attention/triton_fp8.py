@@ -1,10 +1,10 @@
 """Decodes over a KV cache in FP8: the kernel that TritonAttention launches in place of its `_decode_kernel`.
 
-Both products are computed in e4m3, so nothing that was cached is converted. Hopper's tensor cores multiply at least 64
-rows, read from shared memory, with as few as 8 columns. So keys, and transposed values, are the rows, and a group's
-queries, and weights, the columns: scores are keys × queries, and sums are values × weights. Each column is there twice:
-rounded to e4m3, and what that rounding lost, rounded again. Together they have the precision of bfloat16. The tensor
-cores add up one tile of keys, less precisely than in float32; what the tiles give is summed in float32.
+Both products are computed in e4m3, so no cached number is converted. A Hopper GPU's tensor cores multiply tiles of at
+least 64 rows from shared memory by few columns. So keys (and transposed values) are the rows; a group's queries (and
+weights) are the columns. Each query and each weight is a sum of two e4m3 numbers in two columns: the rounded number,
+and what rounding lost. Together they have the precision of bfloat16. Tensor cores sum over one tile of keys, less
+precisely than float32; the tiles' sums are added in float32.
 
 A key's scale multiplies its scores. A value's scale ought to multiply its weights. It is a power of two, so its
 exponent is added to the scores instead, before the softmax: weights then fill the range of e4m3. The sum of the weights
@@ -19,37 +19,44 @@ from nanovllm.ops.kernel import jit, tl
 from nanovllm.ops.layer_cache import LayerCache
 from nanovllm.ops.quantize import to_e4m3
 
-# Log2 of the largest weight when it becomes e4m3. The largest number of a query is at least as large, and below twice.
+# Log2 of the largest attention weight before it becomes e4m3. Queries are scaled so that the largest number of a head
+# is from 2^7 to below 2^8.
 _PEAK_EXPONENT = tl.constexpr(7)
-# Fewer columns than two times 8 are padded.
+# Heads of a group that a product takes at least, in two columns each; fewer are padded. Triton's products with fewer
+# than 16 columns were not tried.
 LEAST_GROUP = 8
 
 
-def tiles(cache: LayerCache, width: int) -> tuple[int, tuple[Any, Any]]:
-    """How many keys a tile has, and what fetches tiles of keys, [keys, width], and of values, [width, keys].
+def keys_of_tile(block_size: int) -> int:
+    """A tile lies in one block."""
+    return 64 if block_size % 64 == 0 else 32
+
+
+def descriptors(cache: LayerCache, width: int) -> tuple[Any, Any]:
+    """Tensor descriptors of tiles: of keys, [keys_of_tile, width], and of transposed values, [width, keys_of_tile].
 
     width: head_dim, padded to a power of two.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    num_keys = 64 if cache.block_size % 64 == 0 else 32
+    num_keys = keys_of_tile(cache.block_size)
     num_rows = cache.keys.shape[0] * cache.num_kv_heads
     sizes = cache.block_size, cache.head_dim
     of_keys = TensorDescriptor(cache.keys, [num_rows * sizes[0], sizes[1]], [sizes[1], 1], [num_keys, width])
     of_values = TensorDescriptor(cache.values, [num_rows * sizes[1], sizes[0]], [sizes[0], 1], [width, num_keys])
-    return num_keys, (of_keys, of_values)
+    return of_keys, of_values
 
 
 def launch_options(width: int) -> dict[str, int]:
-    """The fastest of several on an H200."""
+    """Warps and pipeline stages: the fastest of those measured on an H200."""
     return {"num_warps": 4, "num_stages": 5 if width <= 128 else 3}
 
 
 @jit
 def _twice_in_e4m3(x):
     """float32 [size, columns] -> e4m3 [size, 2 × columns]: the numbers, then what they lost."""
-    # Not read back from e4m3: see ops/quantize.py, `to_e4m3`. The smallest numbers of e4m3 have fewer digits, and
-    # nothing depends on them here.
+    # `rounded` comes from the bits, because the result of `to_e4m3` may not have a second use. Subnormal numbers of
+    # e4m3 have fewer digits; they are too small to matter here.
     rounded = ((x.to(tl.int32, bitcast=True) + 0x80000) & -0x100000).to(tl.float32, bitcast=True)
     both = tl.join(to_e4m3(rounded), to_e4m3(x - rounded))
     return both.permute(0, 2, 1).reshape(x.shape[0], 2 * x.shape[1])
@@ -77,7 +84,7 @@ def _attend_fp8_keys(
     first … last − 1, of which those before `first_seen` do not count; `first` is a multiple of KEYS.
 
     queries: as `_twice_in_e4m3` gives them, [WIDTH, 2 × GROUP]; query_scales: float32 [GROUP], the scale of scores
-        included. keys, values: as `tiles` gives them.
+        included. keys, values: as `descriptors` gives them.
     """
     key = tl.arange(0, KEYS)
     largest = tl.full([GROUP], float("-inf"), tl.float32)
@@ -92,11 +99,12 @@ def _attend_fp8_keys(
         scores = _sum_of_both(tl.dot(keys.load([of_head * BLOCK_SIZE + place, 0]), queries))
         scores = scores * (key_scales[:, None] * query_scales[None, :]) + (exponent - 127).to(tl.float32)[:, None]
         is_seen = (key < num_left) & (key >= first_seen - start) if WINDOW else key < num_left
-        # Numbers behind the last key are fetched too: they are not NaN, and their weight is 0.
+        # The tile may reach past the last key. What it holds there is not NaN, and its weight is 0.
         scores = tl.where(is_seen[:, None], scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 0))
         weights = tl.exp2(scores - (new_largest - _PEAK_EXPONENT)[None, :])
         shrink = tl.exp2(largest - new_largest)
+        # An infinite scale (exponent 255) gives −infinity here. log2 of the sum is then NaN, and so is the row.
         totals = totals * shrink[None, :] + weights * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
         product = tl.dot(values.load([of_head * HEAD_DIM, place]), _twice_in_e4m3(weights))
         shrink_of_both = tl.join(shrink, shrink).permute(1, 0).reshape(2 * GROUP)
@@ -113,7 +121,7 @@ def decode_fp8_kernel(
     KEYS: tl.constexpr, IS_BESIDE_PROMPTS: tl.constexpr, WINDOW: tl.constexpr, SHORTEST: tl.constexpr,
     LONGEST: tl.constexpr,
 ):  # fmt: skip
-    """Like `_decode_kernel` of triton_backend.py. keys, values: as `tiles` gives them; scales: LayerCache's."""
+    """Like `_decode_kernel` of triton_backend.py. keys, values: as `descriptors` gives them; scales: LayerCache's."""
     let_next_come()
     if not IS_BESIDE_PROMPTS:
         wait()

@@ -37,7 +37,8 @@ class ChannelFp8:
         if self._one.is_cuda and (output_size % 16 or input_size % 16):
             raise ValueError(
                 f"a linear layer has {input_size} inputs and {output_size} outputs per rank; FP8 on a GPU needs "
-                "multiples of 16; use weights that are not in FP8, or another tensor_parallel_size"
+                'multiples of 16; leave out quantization="fp8", take weights that are not in FP8, or use another '
+                "tensor_parallel_size"
             )
 
     def scales_shape(self, output_size: int, input_size: int) -> tuple[int, ...]:

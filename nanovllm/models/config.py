@@ -547,8 +547,8 @@ def _block_fp8(given: dict[str, Any]) -> Fp8Config | str:
         or block[1] % 32
     ):
         return (
-            f"weight_block_size must be two numbers such as [128, 128], the second one by 32s, not {_shown(block)}; "
-            "with quant_method fp8, one scale per tensor is not read"
+            "weight_block_size must be two numbers such as [128, 128], the second a multiple of 32, not "
+            f"{_shown(block)}; quant_method fp8 with one scale per tensor is not supported"
         )
     if (scheme := given.get("activation_scheme", "dynamic")) != "dynamic":
         return f"activation_scheme must be dynamic, not {_shown(scheme)}"
@@ -567,7 +567,7 @@ def _compressed_fp8(given: dict[str, Any]) -> Fp8Config | str:
     if not isinstance(groups, dict) or len(groups) != 1 or not isinstance(group := next(iter(groups.values())), dict):
         return "config_groups must hold one group"
     if given.get("kv_cache_scheme") is not None:
-        return 'kv_cache_scheme wants scales of keys and values from the checkpoint; kv_cache_dtype="fp8" makes its own'
+        return 'kv_cache_scheme asks for stored scales of keys and values; kv_cache_dtype="fp8" computes its own'
     if (targets := group.get("targets")) != ["Linear"]:
         return f'targets must be ["Linear"], not {_shown(targets)}'
     weights, inputs = group.get("weights"), group.get("input_activations")

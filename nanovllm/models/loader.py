@@ -319,8 +319,8 @@ def _check_dtype(what: str, tensor: torch.Tensor, shard: Shard) -> None:
         if tensor.dtype != E4M3:
             raise ValueError(f"{what} is {tensor.dtype}, but quantization_config in config.json says float8_e4m3fn")
     elif not tensor.is_floating_point() or tensor.itemsize < 2:
-        hint = "; of FP8, only linear layers that quantization_config in config.json covers are read, and no LM head"
-        hint *= tensor.itemsize == 1
+        hint = "; FP8 is read only for the decoder's linear layers that quantization_config in config.json covers"
+        hint *= tensor.dtype == E4M3
         raise ValueError(f"{what} is {tensor.dtype}; only floating-point weights of 16 bits and more are read{hint}")
 
 

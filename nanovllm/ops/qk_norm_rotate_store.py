@@ -22,9 +22,10 @@ def _qk_norm_rotate_store_kernel(
     qkv, row_scales, column_scales, weight, cos, sin, out, k_cache, v_cache, cache_scales, slot_mapping, eps,
     NUM_NORMED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, NORMS: tl.constexpr,
-    IS_SCALED: tl.constexpr, KEEPS_VALUES: tl.constexpr,
+    IS_SCALED: tl.constexpr, STORES_VALUES: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and some of its heads; the values, which come last, are only stored, if KEEPS_VALUES.
+    """One program per token and some of its heads; the values come last. They are neither normed nor
+    rotated, and stored only if STORES_VALUES.
 
     A head is read in parts: the two halves that rotate into each other, and the columns behind them, which do not
     rotate. HALF and REST are their padded numbers of columns; REST is 0 if all columns rotate. IS_SCALED: qkv is a
@@ -83,7 +84,7 @@ def _qk_norm_rotate_store_kernel(
         tl.store(of_out + rest, finished_rest, is_normed & is_rest)
     slot = tl.load(slot_mapping + token)
     kv_head = head - (NUM_NORMED - NUM_KV_HEADS)
-    is_kept = (is_head if KEEPS_VALUES else is_normed) & (kv_head >= 0)
+    is_kept = (is_head if STORES_VALUES else is_normed) & (kv_head >= 0)
     kept_low, kept_high = tl.where(is_normed, rotated_low, given_low), tl.where(is_normed, rotated_high, given_high)
     if REST:
         kept_rest = tl.where(is_normed, finished_rest, given_rest)
@@ -103,8 +104,9 @@ def _qk_norm_rotate_store_kernel(
         tl.store(to_key + high, times_factor(high_number, of_key), is_kept & is_normed & is_rotated)
         if REST:
             tl.store(to_key + rest, times_factor(rest_number, of_key), is_kept & is_normed & is_rest)
-        if KEEPS_VALUES:
-            # Transposed. They have a factor of their own, because `to_e4m3` makes numbers for one use.
+        if STORES_VALUES:
+            # Values are transposed. They are rounded with a factor of their own, so that they are converted for
+            # themselves; see `to_e4m3`.
             of_value = tl.where(is_normed, 0.0, factor)
             to_value = v_cache + (of_kv_head * HEAD_DIM * BLOCK_SIZE + place)
             tl.store(to_value + low * BLOCK_SIZE, times_factor(low_number, of_value), is_kept & ~is_normed & is_rotated)
@@ -142,8 +144,8 @@ def qk_norm_rotate_store(
         cos, sin: [num_tokens, 1, head_dim], as RotaryEmbedding.lookup gives them.
         rotary_dim: leading columns of a head that are rotated.
         slot_mapping: int64 [num_tokens]; −1 is not written.
-        has_prompts: tokens may lie next to each other in the cache. A second kernel, which costs a launch, then writes
-            the values of a cache in FP8.
+        has_prompts: the step has prompts, whose tokens lie next to each other in the cache. A second kernel then writes
+            the values of a cache in FP8. It costs a launch, but fills whole sectors of memory.
 
     Returns:
         The finished queries and keys: [num_tokens, num_heads + num_kv_heads, head_dim].
@@ -153,18 +155,18 @@ def qk_norm_rotate_store(
     num_tokens, num_all_heads = given.shape[0], given.shape[1:].numel() // head_dim
     num_normed, rest = num_all_heads - num_kv_heads, head_dim - rotary_dim
     out = torch.empty((num_tokens, num_normed, head_dim), dtype=given.dtype, device=given.device)
-    are_values_left = cache.is_fp8 and has_prompts
-    num_heads = num_normed if are_values_left else num_all_heads
+    stores_values = not (cache.is_fp8 and has_prompts)
+    num_heads = num_all_heads if stores_values else num_normed
     heads = min(_HEADS_OF_PROGRAM, triton.next_power_of_2(num_heads))
     _qk_norm_rotate_store_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
         given, *scales, weight, cos, sin, out, cache.keys, cache.values, halves(cache), slot_mapping, eps,
         NUM_NORMED=num_normed, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim,
         BLOCK_SIZE=cache.block_size, HEADS=heads,
         HALF=triton.next_power_of_2(rotary_dim // 2), REST=triton.next_power_of_2(rest) if rest else 0,
-        NORMS=weight is not None, IS_SCALED=isinstance(qkv, ScaledProduct), KEEPS_VALUES=not are_values_left,
+        NORMS=weight is not None, IS_SCALED=isinstance(qkv, ScaledProduct), STORES_VALUES=stores_values,
         num_warps=_NUM_WARPS, **LAUNCH_OPTIONS,
     )  # fmt: skip
-    if are_values_left:
+    if not stores_values:
         first = num_normed * head_dim
         values: torch.Tensor | ScaledProduct = given.flatten(1)[:, first:]
         if isinstance(qkv, ScaledProduct):

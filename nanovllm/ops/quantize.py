@@ -147,10 +147,11 @@ def _exact_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @jit
 def to_e4m3(x):
-    """float32 numbers, rounded to e4m3. They may be used in one way only: stored in one layout, or multiplied.
+    """Rounds float32 numbers to e4m3.
 
-    ptxas 12.8 and 12.9 compile it wrongly if some threads store four of them at once and another use takes them one by
-    one. The second use then gets numbers of an earlier time. tests/compile_kernels.py looks for that.
+    Do not store the result four numbers at a time in one place, and use it number by number in another: convert again.
+    ptxas 12.8 and 12.9 compile the second use wrongly, so that it gets stale numbers. tests/compile_kernels.py looks
+    for that.
     """
     # Triton's interpreter halves some numbers that it rounds up, so nothing is left for it to round.
     if _IS_INTERPRETED:

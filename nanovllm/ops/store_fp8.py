@@ -1,4 +1,5 @@
-"""Writes new keys or values to a KV cache in FP8 by a kernel. The plain twin is LayerCache.write."""
+"""Writes new keys or values to a KV cache in FP8 by a kernel: all of a layer that is not fused, and the values of steps
+with prompts. The plain twin is LayerCache.write."""
 
 import torch
 
@@ -66,15 +67,17 @@ def _store_fp8_kernel(
         tl.store(heads + row * HEAD_DIM + column, numbers, is_stored & is_column)
     else:
         tl.store(scales + 2 * row, half, is_stored)
-        # A prompt's tokens lie next to each other, in one block or two. Said so, neighbouring threads write them, and
-        # a warp fills whole sectors of 32 bytes. Else each number takes a sector of its own.
+        # A prompt's tokens lie next to each other, in one block or two. If the addresses show that, neighbouring
+        # threads write neighbouring tokens, and a warp fills whole sectors of 32 bytes. Otherwise each number takes a
+        # sector.
         first_slot = tl.load(slot_mapping + first)
         num_before = BLOCK_SIZE - first_slot % BLOCK_SIZE  # tokens before the second block
         is_second = (num_before < TOKENS) & (num_before < num_tokens - first)
         second_slot = tl.load(slot_mapping + first + num_before, is_second, -1)
-        expected = tl.where(index < num_before, first_slot + index, second_slot + index - num_before)
-        num_astray = tl.sum((is_stored & (slot != expected)).to(tl.int32))
-        if (first_slot >= 0) & (num_astray == 0):
+        expected = tl.where(second_slot < 0, -1, second_slot + index - num_before)
+        expected = tl.where(index < num_before, first_slot + index, expected)
+        num_elsewhere = tl.sum((is_stored & (slot != expected)).to(tl.int32))
+        if (first_slot >= 0) & (num_elsewhere == 0):
             to = heads + column * BLOCK_SIZE + index
             of_first = (first_slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * HEAD_DIM * BLOCK_SIZE
             is_here = is_stored & is_column & (index < num_before)

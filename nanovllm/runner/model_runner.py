@@ -534,7 +534,7 @@ class ModelRunner(Runner):
 
     def _default_max_num_seqs(self, config: Config) -> int:
         model = self.model_config
-        layout = KVCacheLayout(
+        layout = KVCacheLayout(  # of blocks of one token
             model.num_hidden_layers, 1, model.num_key_value_heads, model.head_dim, self._kv_cache_dtype
         )
         token_bytes = -(-layout.block_bytes // self._parallel.size)

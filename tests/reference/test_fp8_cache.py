@@ -148,7 +148,7 @@ def test_blocks_are_read_in_the_order_asked_for():
 @DTYPES
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
 @pytest.mark.parametrize("block_size", [32, 64])
-@pytest.mark.parametrize("order", ["scattered", "prompts", "one prompt"])
+@pytest.mark.parametrize("order", ["scattered", "prompts", "one prompt", "a hole"])
 def test_the_store_kernels_write_what_their_twin_writes(head_dim, block_size, order, dtype):
     """Tokens anywhere and next to each other, over the end of a block, rows that are no powers of two apart, and
     padding between tokens and behind them."""
@@ -165,6 +165,8 @@ def test_the_store_kernels_write_what_their_twin_writes(head_dim, block_size, or
         prompt = torch.cat((torch.arange(2 * block_size + 5, 3 * block_size), torch.arange(block_size)))
         prompt = prompt[: num_tokens - 3]
         slots = torch.cat((prompt, torch.full((num_tokens - len(prompt),), -1)))
+    if order == "a hole":  # where the next block begins, and behind it the first slot of all
+        slots[block_size - 5], slots[block_size - 4 :] = -1, torch.arange(num_tokens - block_size + 4)
     if order == "prompts":
         slots[1:10] = torch.tensor([block_size + 3, block_size + 9, *range(block_size + 20, block_size + 27)])
         slots[40] = -1

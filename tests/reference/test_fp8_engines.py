@@ -376,13 +376,16 @@ def test_experts_multiply_with_what_their_weights_stand_for(layout, fused):
         (blockwise(weight_block_size=None), "weight_block_size must be two numbers"),
         (blockwise(weight_block_size=[128]), "weight_block_size must be two numbers"),
         (blockwise(weight_block_size=[128, 0]), "weight_block_size must be two numbers"),
-        (blockwise(weight_block_size=[128, 100]), r"the second one by 32s, not \[128, 100\]"),
+        (blockwise(weight_block_size=[128, 100]), r"the second a multiple of 32, not \[128, 100\]"),
         (blockwise(activation_scheme="static"), "activation_scheme must be dynamic"),
         (blockwise(fmt="e5m2"), "fmt must be e4m3, not 'e5m2'"),
         (blockwise(modules_to_not_convert=[1]), "must be a list of layers' names"),
         (compressed(format="pack-quantized"), "format 'pack-quantized'"),
         (compressed("group"), "strategy must be channel or tensor"),
-        (compressed(kv_cache_scheme={"num_bits": 8}), 'kv_cache_scheme wants .*; kv_cache_dtype="fp8" makes its own'),
+        (
+            compressed(kv_cache_scheme={"num_bits": 8}),
+            'kv_cache_scheme asks for .*; kv_cache_dtype="fp8" computes its own',
+        ),
         (compressed(ignore=["re:("]), "no regular expression"),
         (compressed(config_groups={}), "config_groups must hold one group"),
         (compressed(ignore=["model.layers.0.self_attn.q_proj"]), "some of .*q_proj.* are in FP8 and some are not"),
@@ -436,7 +439,7 @@ O_PROJ = "model.layers.0.self_attn.o_proj.weight"
         ("channel", lambda all_: all_.update({f"{O_PROJ}_scale": torch.ones(192, 1).to(E4M3)}),
          f"{O_PROJ}_scale in .* is torch.float8_e4m3fn; only floating-point"),
         ("channel", lambda all_: all_.update({"lm_head.weight": torch.ones(61, 192).to(E4M3)}),
-         "lm_head.weight in .* is torch.float8_e4m3fn; .*only linear layers that quantization_config in .* covers"),
+         "lm_head.weight in .* is torch.float8_e4m3fn; .*the decoder's linear layers that quantization_config"),
         ("channel", lambda all_: all_.update({"model.layers.0.self_attn.o_proj.input_scale": torch.ones(1)}),
          "unexpected tensor .*input_scale"),
     ],
@@ -462,7 +465,7 @@ def test_a_plain_checkpoint_that_says_fp8_and_the_other_way_round_are_named(plai
         completions(says)
     holds = changed_copy(plain_model, tmp_path / "holds", CHANNEL.stored)
     with pytest.raises(
-        ValueError, match=r"only linear layers that quantization_config in config.json covers|no such parameter"
+        ValueError, match=r"only for the decoder's linear layers that quantization_config|no such parameter"
     ):
         completions(holds)
 
