@@ -3225,10 +3225,10 @@ MUTANTS = [
         ("test_fp8_cache.py::test_the_store_kernels_write_what_their_twin_writes[scattered-32-32-torch.float32]",),
     ),
     Mutant(
-        "tokens that lie next to each other are all in the first one's block",
+        "a prompt's tokens go on in the next block where they left the last one",
         STORE_FP8,
-        "num_before = BLOCK_SIZE - first_slot % BLOCK_SIZE  #",
-        "num_before = TOKENS  #",
+        "to + (of_second - num_before)",
+        "to + of_second",
         ("test_fp8_cache.py::test_the_store_kernels_write_what_their_twin_writes[one prompt-32-32-torch.float32]",),
     ),
     Mutant(
