@@ -116,8 +116,8 @@ class Config:
         self._check_choice("dtype", DTYPES)
         self._check_choice("attention_backend", ATTENTION_BACKENDS)
         self._check_choice("load_format", LOAD_FORMATS)
-        if self.quantization is not None:
-            self._check_choice("quantization", QUANTIZATIONS)
+        if self.quantization not in (None, *QUANTIZATIONS):
+            raise ValueError(f'quantization must be None or "fp8", not {self.quantization!r}')
         self._check_choice("kv_cache_dtype", KV_CACHE_DTYPES)
         device = self.device if isinstance(self.device, str) else str(self.device)
         if device not in ("auto", "cpu", "cuda") and not re.fullmatch("cuda:[0-9]{1,3}", device):

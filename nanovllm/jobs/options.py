@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from nanovllm import Config
+
 
 @dataclass(frozen=True)
 class JobOptions:
@@ -60,6 +62,8 @@ class JobOptions:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (int, float)) and 0 <= value < float("inf")):
                 raise ValueError(f"{name} must be a number of at least 0, not {value!r}")
+        # A wrong value should not wait for the rows to be read.
+        Config(self.model, **{name: value for name, value in self.engine.items() if name != "data_parallel_size"})
         if self.restart and self.dry_run:
             raise ValueError("restart deletes the output, and dry_run changes nothing; leave one of them out")
         if self.estimate and (not self.dry_run or self.preflight == "off"):

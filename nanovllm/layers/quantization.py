@@ -106,8 +106,9 @@ class BlockFp8:
             if start % block or (length % block and start + length < size) or first_row % self._rows:
                 raise ValueError(
                     f"FP8 weights in blocks of {self._rows} × {self._columns} cannot be divided into parts of "
-                    f"{length} of {size}, from {start} on, behind {first_row} rows of other projections; use a smaller "
-                    "tensor_parallel_size, or weights that are not quantized"
+                    f"{length} of {size}, from {start} on, behind {first_row} rows of other projections; use "
+                    + "a smaller tensor_parallel_size, or " * (length < size)
+                    + "weights that are not quantized"
                 )
             source.append((start // block, -(-length // block)))
         first = first_row // self._rows

@@ -471,7 +471,7 @@ def test_a_plain_checkpoint_that_says_fp8_and_the_other_way_round_are_named(plai
 
 
 def test_options_that_cannot_be_are_named(plain_model, tmp_path):
-    with pytest.raises(ValueError, match="quantization must be one of fp8, not 'int4'"):
+    with pytest.raises(ValueError, match="quantization must be None or \"fp8\", not 'int4'"):
         LLM(str(plain_model), quantization="int4")
     with pytest.raises(ValueError, match=r"quantization='fp8' needs dtype=\"bfloat16\" or \"float32\""):
         open_llm(plain_model, quantization="fp8", dtype="float16")

@@ -192,15 +192,22 @@ def test_a_file_that_is_of_no_job_is_not_overwritten(job, tmp_path):
 
 
 def test_a_job_that_finished_nothing_may_be_corrected(job):
-    """A wrong option is found when the LLM is made, after the job has its description."""
+    """What this machine cannot do is found when the LLM is made, after the job has its description."""
 
     class Refusing(FakeLLM):
         def __init__(self, model, **options):
             raise ValueError("dtype must be something else")
 
     with pytest.raises(ValueError, match="dtype must be something else"):
-        job(plain(5), Refusing, engine={"dtype": "no"})
+        job(plain(5), Refusing, engine={"dtype": "float16"})
     assert len(job(engine={"dtype": "float32"})[1]) == 5
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_wrong_option_of_the_llm_is_refused_before_anything_is_read(job, tmp_path, dry_run):
+    with pytest.raises(ValueError, match="quantization must be None or"):
+        job(plain(5), engine={"quantization": "int8"}, dry_run=dry_run)
+    assert not (tmp_path / "out.job").exists() and FakeLLM.made == []
 
 
 @pytest.mark.parametrize(
