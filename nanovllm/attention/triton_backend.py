@@ -155,19 +155,21 @@ class TritonAttention:
         most_items = metadata.most_decodes * self._most_splits * shape.num_kv_heads
         caches: tuple[Any, ...]
         if cache.is_fp8:
-            kernel, options = triton_fp8.decode_fp8_kernel, triton_fp8.launch_options(self._width)
-            caches = *triton_fp8.descriptors(cache, self._width), cache.scales
+            width = triton_fp8.padded_head_dim(shape.head_dim)
+            kernel, options = triton_fp8.decode_fp8_kernel, triton_fp8.launch_options(width)
+            caches = *triton_fp8.descriptors(cache, width), cache.scales
             num_keys, least_group = triton_fp8.keys_of_tile(cache.block_size), triton_fp8.LEAST_GROUP
         else:
             num_stages = self.kernels(metadata.most_decodes, is_beside_prompts)
             kernel, options, caches = _decode_kernel, {"num_warps": 4, "num_stages": num_stages}, cache[:2]
+            width = self._width
             num_keys, least_group = _KEYS, _LEAST_GROUP
         kernel[(min(self._num_programs, most_items),)](
             q, *caches, metadata.block_tables, metadata.context_lens, plan.num_items, plan.item_rows,
             plan.item_splits, plan.first_items, self._partial, self._log_sums, self._scale,
             q.stride(0), metadata.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
             GROUP=group_size, PADDED_GROUP=max(least_group, triton.next_power_of_2(group_size)),
-            HEAD_DIM=shape.head_dim, WIDTH=self._width, BLOCK_SIZE=metadata.block_size, KEYS=num_keys,
+            HEAD_DIM=shape.head_dim, WIDTH=width, BLOCK_SIZE=metadata.block_size, KEYS=num_keys,
             IS_BESIDE_PROMPTS=is_beside_prompts, WINDOW=window, **options, **self._split, **LAUNCH_OPTIONS,
         )  # fmt: skip
         if shared is not None:

@@ -3,8 +3,8 @@
 Both products are computed in e4m3, so no cached number is converted. A Hopper GPU's tensor cores multiply tiles of at
 least 64 rows from shared memory by few columns. So keys (and transposed values) are the rows; a group's queries (and
 weights) are the columns. Each query and each weight is a sum of two e4m3 numbers in two columns: the rounded number,
-and what rounding lost. Together they have the precision of bfloat16. Tensor cores sum over one tile of keys, less
-precisely than float32; the tiles' sums are added in float32.
+and what rounding lost, times 32. Together they have the precision of bfloat16. Tensor cores sum over one tile of keys,
+less precisely than float32; the tiles' sums are added in float32.
 
 A key's scale multiplies its scores. A value's scale ought to multiply its weights. It is a power of two, so its
 exponent is added to the scores instead, before the softmax: weights then fill the range of e4m3. The sum of the weights
@@ -15,7 +15,7 @@ from typing import Any
 
 from nanovllm.attention.splits import split_length_of
 from nanovllm.ops.dependent_launch import let_next_come, wait
-from nanovllm.ops.kernel import jit, tl
+from nanovllm.ops.kernel import jit, tl, triton
 from nanovllm.ops.layer_cache import LayerCache
 from nanovllm.ops.quantize import to_e4m3
 
@@ -35,7 +35,7 @@ def keys_of_tile(block_size: int) -> int:
 def descriptors(cache: LayerCache, width: int) -> tuple[Any, Any]:
     """Tensor descriptors of tiles: of keys, [keys_of_tile, width], and of transposed values, [width, keys_of_tile].
 
-    width: head_dim, padded to a power of two.
+    width: see `padded_head_dim`.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -47,6 +47,11 @@ def descriptors(cache: LayerCache, width: int) -> tuple[Any, Any]:
     return of_keys, of_values
 
 
+def padded_head_dim(head_dim: int) -> int:
+    """A power of two that products in FP8 can sum over."""
+    return max(32, triton.next_power_of_2(head_dim))
+
+
 def launch_options(width: int) -> dict[str, int]:
     """Warps and pipeline stages: the fastest of those measured on an H200."""
     return {"num_warps": 4, "num_stages": 5 if width <= 128 else 3}
@@ -54,18 +59,20 @@ def launch_options(width: int) -> dict[str, int]:
 
 @jit
 def _twice_in_e4m3(x):
-    """float32 [size, columns] -> e4m3 [size, 2 × columns]: the numbers, then what they lost."""
-    # `rounded` comes from the bits, because the result of `to_e4m3` may not have a second use. Subnormal numbers of
-    # e4m3 have fewer digits; they are too small to matter here.
+    """float32 [size, columns], below 256 -> e4m3 [size, 2 × columns]: the numbers, then what they lost, times 32. e4m3
+    has no number between 0 and 2^-9. Without the 32, many small weights beside a large one would be lost."""
+    # `rounded` comes from the bits, because the result of `to_e4m3` may not have a second use.
     rounded = ((x.to(tl.int32, bitcast=True) + 0x80000) & -0x100000).to(tl.float32, bitcast=True)
-    both = tl.join(to_e4m3(rounded), to_e4m3(x - rounded))
+    rounded = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, rounded)  # to the subnormal numbers of e4m3
+    both = tl.join(to_e4m3(rounded), to_e4m3((x - rounded) * 32.0))
     return both.permute(0, 2, 1).reshape(x.shape[0], 2 * x.shape[1])
 
 
 @jit
 def _sum_of_both(product):
     """[size, 2 × columns] -> [size, columns]"""
-    return tl.sum(product.reshape(product.shape[0], 2, product.shape[1] // 2), 1)
+    high, lost = tl.split(product.reshape(product.shape[0], 2, product.shape[1] // 2).permute(0, 2, 1))
+    return high + lost * (1 / 32)
 
 
 @jit
@@ -93,12 +100,12 @@ def _attend_fp8_keys(
     for start in range(first, last, KEYS):
         block, place = tl.load(block_table + start // BLOCK_SIZE), start % BLOCK_SIZE
         of_head, num_left = block * NUM_KV_HEADS + kv_head, last - start
-        both = tl.load(scales + (of_head.to(tl.int64) * BLOCK_SIZE + place) + key, key < num_left, 0)
+        is_seen = (key < num_left) & (key >= first_seen - start) if WINDOW else key < num_left
+        both = tl.load(scales + (of_head.to(tl.int64) * BLOCK_SIZE + place) + key, is_seen, 0)
         exponent = (both >> 7) & 0xFF
         key_scales = (both & -65536).to(tl.float32, bitcast=True)
         scores = _sum_of_both(tl.dot(keys.load([of_head * BLOCK_SIZE + place, 0]), queries))
         scores = scores * (key_scales[:, None] * query_scales[None, :]) + (exponent - 127).to(tl.float32)[:, None]
-        is_seen = (key < num_left) & (key >= first_seen - start) if WINDOW else key < num_left
         # The tile may reach past the last key. What it holds there is not NaN, and its weight is 0.
         scores = tl.where(is_seen[:, None], scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 0))

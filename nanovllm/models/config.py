@@ -566,6 +566,15 @@ def _compressed_fp8(given: dict[str, Any]) -> Fp8Config | str:
     groups = given.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1 or not isinstance(group := next(iter(groups.values())), dict):
         return "config_groups must hold one group"
+    if given.get("transform_config"):
+        return "transform_config is set"
+    sparsity = given.get("sparsity_config")
+    if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):
+        return "sparsity_config is set"
+    if (kind := group.get("format")) not in ("float-quantized", None):
+        return f"a group's format {_shown(kind)} is not float-quantized"
+    if group.get("output_activations") is not None:
+        return "output_activations are set"
     if given.get("kv_cache_scheme") is not None:
         return 'kv_cache_scheme asks for stored scales of keys and values; kv_cache_dtype="fp8" computes its own'
     if (targets := group.get("targets")) != ["Linear"]:

@@ -74,7 +74,9 @@ def _store_fp8_kernel(
         num_before = BLOCK_SIZE - first_slot % BLOCK_SIZE  # tokens before the second block
         is_second = (num_before < TOKENS) & (num_before < num_tokens - first)
         second_slot = tl.load(slot_mapping + first + num_before, is_second, -1)
-        expected = tl.where(second_slot < 0, -1, second_slot + index - num_before)
+        # Else the tokens behind the first block lie where another sequence goes on, or are padding.
+        begins_block = (second_slot >= 0) & (second_slot % BLOCK_SIZE == 0) & (index < num_before + BLOCK_SIZE)
+        expected = tl.where(begins_block, second_slot + index - num_before, -1)
         expected = tl.where(index < num_before, first_slot + index, expected)
         num_elsewhere = tl.sum((is_stored & (slot != expected)).to(tl.int32))
         if (first_slot >= 0) & (num_elsewhere == 0):

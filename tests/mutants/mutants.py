@@ -3234,9 +3234,16 @@ MUTANTS = [
     Mutant(
         "a token behind padding at a block's end is lost",
         STORE_FP8,
-        "tl.where(second_slot < 0, -1, second_slot + index - num_before)",
-        "second_slot + index - num_before",
+        "(second_slot >= 0) & (second_slot % BLOCK_SIZE == 0) &",
+        "(second_slot % BLOCK_SIZE == 0 or second_slot < 0) &",
         ("test_fp8_cache.py::test_the_store_kernels_write_what_their_twin_writes[a hole-32-32-torch.float32]",),
+    ),
+    Mutant(
+        "a sequence that goes on within a block is written to the block's beginning",
+        STORE_FP8,
+        " & (second_slot % BLOCK_SIZE == 0) &",
+        " &",
+        ("test_fp8_cache.py::test_a_chunk_goes_on_within_a_block_behind_a_decode_that_ends_one",),
     ),
     Mutant(
         "a token astray is written next to the others",
@@ -3318,7 +3325,7 @@ MUTANTS = [
     Mutant(
         "decodes over FP8 lose what rounding queries and weights to e4m3 lost",
         TRITON_FP8,
-        "to_e4m3(x - rounded)",
+        "to_e4m3((x - rounded) * 32.0)",
         "to_e4m3(x * 0)",
         (
             "test_fp8_cache.py::test_decodes_beside_prompts_attend_as_the_formula_says[2-1-32-64-0-triton-torch.float32]",

@@ -1,5 +1,6 @@
 """The KV cache in FP8: its format, each kernel against its plain twin, and engines against each other."""
 
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -148,7 +149,7 @@ def test_blocks_are_read_in_the_order_asked_for():
 @DTYPES
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
 @pytest.mark.parametrize("block_size", [32, 64])
-@pytest.mark.parametrize("order", ["scattered", "prompts", "one prompt", "a hole"])
+@pytest.mark.parametrize("order", ["scattered", "prompts", "one prompt", "a hole", "another goes on"])
 def test_the_store_kernels_write_what_their_twin_writes(head_dim, block_size, order, dtype):
     """Tokens anywhere and next to each other, over the end of a block, rows that are no powers of two apart, and
     padding between tokens and behind them."""
@@ -167,6 +168,10 @@ def test_the_store_kernels_write_what_their_twin_writes(head_dim, block_size, or
         slots = torch.cat((prompt, torch.full((num_tokens - len(prompt),), -1)))
     if order == "a hole":  # where the next block begins, and behind it the first slot of all
         slots[block_size - 5], slots[block_size - 4 :] = -1, torch.arange(num_tokens - block_size + 4)
+    if order == "another goes on":  # within a block, behind the first tokens, which end with their block
+        first = block_size - 5
+        slots[first : first + 15] = torch.arange(block_size + 7, block_size + 22)
+        slots[first + 15 :] = -1
     if order == "prompts":
         slots[1:10] = torch.tensor([block_size + 3, block_size + 9, *range(block_size + 20, block_size + 27)])
         slots[40] = -1
@@ -307,6 +312,37 @@ def test_what_is_no_number_reaches_the_queries_that_see_it_and_no_others(backend
     assert torch.equal(found[~sees], expected[~sees])
 
 
+def test_no_number_before_the_window_reaches_a_query():
+    """A weight of 0 does not remove the infinite scale of such a value."""
+    case = make_case([(69, 1), (299, 1)], 32, 1, 2, 32, window=40, is_fp8=True)
+    expected = run("triton", case)
+    case.keys[0][26, 0, 1] = case.values[0][27, 0, 3] = case.values[1][259, 0, 0] = float("nan")
+    block_tables = case.metadata.block_tables.long()
+    for row in range(2):
+        slots = (block_tables[row][:, None] * 32 + torch.arange(32)).flatten()[: len(case.keys[row]) - 1]
+        case.cache.write(case.keys[row][:-1], case.values[row][:-1], slots)
+    assert torch.equal(run("triton", case), expected)
+
+
+def test_many_small_weights_beside_a_large_one_count():
+    """The first key takes nearly all of the softmax, as that of a first token often does. The others once vanished."""
+    case = make_case([(511, 1)], 64, 1, 1, 64, is_fp8=True)
+    query, keys, values = case.queries[0][-1], case.keys[0].zero_(), case.values[0].zero_()
+    query.zero_()[0, 0] = 8.0
+    keys[3, 0, 0] = 17 * math.log(2)
+    values[:, 0, 1] = 1.0
+    values[3, 0, 1] = 0.0
+    slots = (case.metadata.block_tables[0].long()[:, None] * 64 + torch.arange(64)).flatten()
+    case.cache.write(keys[:-1], values[:-1], slots[:511])
+    exact, found = (float(run(backend, case)[0, 0, 1]) for backend in ("torch", "triton"))
+    assert 0.002 < exact < 0.005 and abs(found / exact - 1) < 0.02
+
+
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_decodes_of_the_smallest_heads_attend_as_the_formula_says(group_size):
+    assert_exact("triton", make_case([(250, 1), (30, 1)], 32, 2, group_size, 16, is_fp8=True))
+
+
 # Engines. The cache in FP8 is a part of the model here: every engine has it.
 
 
@@ -407,6 +443,18 @@ def test_no_schedule_changes_a_token(model, expected, schedule):
         metrics = llm.metrics()
         assert (metrics["num_preemptions"] > 0) == (schedule == "few blocks")
         assert (metrics["prefix_cache_hit_rate"] > 0) == (schedule != "no sharing")
+
+
+def test_a_chunk_goes_on_within_a_block_behind_a_decode_that_ends_one(model):
+    """Values of the chunk once went to the beginning of its block."""
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    prompts = [[7 * i % 100 for i in range(63)], [(11 * i + 3) % 100 for i in range(30)]]
+    found = []
+    for backend in ("torch", "triton"):
+        options = {"attention_backend": backend, "kvcache_block_size": 64, "max_num_batched_tokens": 66}
+        with make_llm(model, overlap=False, **options) as llm:
+            found.append([output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("backend", ["torch", "sdpa", "triton"])

@@ -386,6 +386,8 @@ def test_experts_multiply_with_what_their_weights_stand_for(layout, fused):
             compressed(kv_cache_scheme={"num_bits": 8}),
             'kv_cache_scheme asks for .*; kv_cache_dtype="fp8" computes its own',
         ),
+        (compressed(transform_config={"config_groups": {}}), "transform_config is set"),
+        (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config is set"),
         (compressed(ignore=["re:("]), "no regular expression"),
         (compressed(config_groups={}), "config_groups must hold one group"),
         (compressed(ignore=["model.layers.0.self_attn.q_proj"]), "some of .*q_proj.* are in FP8 and some are not"),
@@ -401,6 +403,8 @@ def test_other_quantizations_are_named(plain_model, tmp_path, config, message):
     ("path", "value", "message"),
     [
         (("targets",), ["Linear", "Embedding"], "targets must be"),
+        (("format",), "int-quantized", "a group's format 'int-quantized'"),
+        (("output_activations",), {"num_bits": 8}, "output_activations are set"),
         (("weights", "num_bits"), 4, "weights must be symmetric floats of 8 bits"),
         (("weights", "type"), "int", "weights must be symmetric floats of 8 bits"),
         (("input_activations", "symmetric"), False, "input_activations must be symmetric floats"),
