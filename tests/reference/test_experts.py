@@ -121,4 +121,5 @@ def test_a_token_does_not_depend_on_what_its_neighbours_choose():
     for token in (0, 7, 19):
         alone = Routes(routes.experts[[token]], routes.weights[[token]])
         out = grouped_mlp(x[[token]], alone, ExpertWeights(gate_up), ExpertWeights(down), fused=True)
-        torch.testing.assert_close(out[0], together[token], rtol=1e-6, atol=1e-6)
+        # The interpreter multiplies by BLAS, which on some processors sums another number of rows in another order.
+        torch.testing.assert_close(out[0], together[token], rtol=1e-5, atol=1e-5)
