@@ -3314,6 +3314,13 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "decodes over FP8 read a block's first tile again and again",
+        TRITON_FP8,
+        "start % BLOCK_SIZE",
+        "start * 0",
+        ("test_fp8_cache.py::test_decodes_over_blocks_of_several_tiles_attend_as_the_formula_says[0-128]",),
+    ),
+    Mutant(
         "a value's scale stays in the sum of weights",
         TRITON_FP8,
         "weights * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]",

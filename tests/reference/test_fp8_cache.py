@@ -338,6 +338,13 @@ def test_many_small_weights_beside_a_large_one_count():
     assert 0.002 < exact < 0.005 and abs(found / exact - 1) < 0.02
 
 
+@pytest.mark.parametrize("block_size", [96, 128, 256])
+@pytest.mark.parametrize("window", [0, 100])
+def test_decodes_over_blocks_of_several_tiles_attend_as_the_formula_says(block_size, window):
+    sequences = [(length - 1, 1) for length in (1, 32, 33, 65, 96, 129, 257, 300, 600)]
+    assert_exact("triton", make_case(sequences, block_size, 2, 2, 32, window=window, is_fp8=True))
+
+
 @pytest.mark.parametrize("group_size", [1, 3])
 def test_decodes_of_the_smallest_heads_attend_as_the_formula_says(group_size):
     assert_exact("triton", make_case([(250, 1), (30, 1)], 32, 2, group_size, 16, is_fp8=True))
