@@ -129,7 +129,7 @@ def launch_over_fp8_cache(head_dim: int, group_size: int, block_size: int, windo
     """Two decodes, and what stores keys and values with prompts and without."""
     num_heads, dtype = num_kv_heads * group_size, torch.bfloat16
     cache = LayerCache(
-        torch.zeros((4, num_kv_heads, block_size, head_dim), dtype=E4M3),
+        torch.zeros((4, num_kv_heads, block_size, head_dim), dtype=torch.int8),
         torch.zeros((4, num_kv_heads, head_dim, block_size), dtype=E4M3),
         torch.zeros((4, num_kv_heads, block_size), dtype=torch.int32),
     )

@@ -7,8 +7,8 @@ group calculates weights, the tensor cores work for the other group. There are n
 program takes its share of a list of items (a tile of queries and two heads). The next item's data arrives while the
 program writes the result of the current one.
 
-With a cache in FP8, the fetched tiles of keys and values are e4m3. Another group of four warps converts them to the
-queries' dtype, times their scales. Then the schedule is the same.
+With a cache in FP8, another group of four warps converts the fetched tiles of keys and values to the queries' dtype,
+times their scales. Then the schedule is the same.
 
 `triton_prompts.attend_prompts` calls this kernel in layers without a window, if `has_hopper_kernel`. Its twin is
 `_prefill_kernel` in triton_prompts.py.
@@ -44,6 +44,7 @@ _STAGES, _QUERY_STAGES = 2, 2
 _DTYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
+    torch.int8: gl.int8,
     E4M3: gl.float8e4nv,
 }
 CONSTANTS = {"QUERIES": QUERY_TILE, "KEYS": _KEYS, "STAGES": _STAGES, "QUERY_STAGES": _QUERY_STAGES}
@@ -86,10 +87,10 @@ def _descriptors(cache: LayerCache) -> tuple[TensorDescriptor, TensorDescriptor,
     row = cache.num_kv_heads * cache.head_dim
     widths = (cache.head_dim, cache.block_size) if cache.is_fp8 else (row, row)
     box = [_BOX, _BOX]
-    layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[cache.keys.dtype])
+    layouts = (gl.NVMMASharedLayout.get_default_for(box, _DTYPES[numbers.dtype]) for numbers in cache[:2])
     keys, values = (
         TensorDescriptor(numbers, [numbers.numel() // width, width], [width, 1], box, layout)
-        for numbers, width in zip((cache.keys, cache.values), widths, strict=True)
+        for numbers, width, layout in zip(cache[:2], widths, layouts, strict=True)
     )
     if cache.scales is None:
         return keys, values, None
@@ -204,9 +205,27 @@ def _fetch_all(
 
 
 @gluon.jit
-def _convert_tile(fetched, scales, tiles, stage, num_left, ARE_KEYS: gl.constexpr):
-    """Writes a stage's tile of keys, or of transposed values, whose boxes and scales were fetched. Values from
-    `num_left` on become 0: their scales may be infinite, which a weight of 0 does not remove."""
+def _plus_32896(numbers):
+    """int8 -> float32. It moves each byte into a number that is 32768 + byte, because the GPU's own conversions take
+    turns with the exponentials of the softmax."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 bytes;
+        xor.b32 bytes, $4, 0x80808080;
+        prmt.b32 $0, bytes, 0x47000000, 0x7404;
+        prmt.b32 $1, bytes, 0x47000000, 0x7414;
+        prmt.b32 $2, bytes, 0x47000000, 0x7424;
+        prmt.b32 $3, bytes, 0x47000000, 0x7434;
+        }
+        """,
+        "=r,=r,=r,=r,r", [numbers], dtype=gl.float32, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _convert_keys(fetched, scales, tiles, stage):
+    """Writes a stage's tile of keys, whose boxes of integers and scales were fetched."""
     tile, fetched = tiles.index(stage), fetched.index(stage)
     BOX: gl.constexpr = scales.shape[2]
     NUM_BOXES: gl.constexpr = tile.shape[0] // BOX
@@ -215,20 +234,33 @@ def _convert_tile(fetched, scales, tiles, stage, num_left, ARE_KEYS: gl.constexp
     fetched = _reinterpret(fetched, fetched.dtype, SHAPE, fetched.layout)
     boxes = _reinterpret(tile, tile.dtype, SHAPE, tile.layout)
     for box in gl.static_range(NUM_BOXES):
-        if ARE_KEYS:
-            factor = (scales.index(stage * NUM_BOXES + box).permute((1, 0)).load(NUMBERS) & -65536).to(
-                gl.float32, bitcast=True
-            )
-        else:
-            is_there = box * BOX + gl.arange(0, BOX, gl.SliceLayout(0, NUMBERS))[None, :] < num_left
-            bits = scales.index(stage * NUM_BOXES + box).load(NUMBERS) << 16
-            factor = gl.where(is_there, bits.to(gl.float32, bitcast=True), 0.0)
+        bits = scales.index(stage * NUM_BOXES + box).permute((1, 0)).load(NUMBERS) & -65536
+        factor = bits.to(gl.float32, bitcast=True)
+        for part in gl.static_range(NUM_BOXES):
+            # Exact, because a scale has 8 bits and 32896 has 9.
+            numbers = gl.fma(_plus_32896(fetched.index(part * NUM_BOXES + box).load(NUMBERS)), factor, factor * -32896.0)
+            boxes.index(part * NUM_BOXES + box).store(numbers.to(tile.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
+def _convert_values(fetched, scales, tiles, stage, num_left):
+    """Writes a stage's tile of transposed values, whose boxes in e4m3 and scales were fetched. Values from `num_left`
+    on become 0: their scales may be infinite, which a weight of 0 does not remove."""
+    tile, fetched = tiles.index(stage), fetched.index(stage)
+    BOX: gl.constexpr = scales.shape[2]
+    NUM_BOXES: gl.constexpr = tile.shape[0] // BOX
+    SHAPE: gl.constexpr = [NUM_BOXES * NUM_BOXES, BOX, BOX]
+    NUMBERS: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [gl.num_warps(), 1], [1, 0])
+    fetched = _reinterpret(fetched, fetched.dtype, SHAPE, fetched.layout)
+    boxes = _reinterpret(tile, tile.dtype, SHAPE, tile.layout)
+    for box in gl.static_range(NUM_BOXES):
+        is_there = box * BOX + gl.arange(0, BOX, gl.SliceLayout(0, NUMBERS))[None, :] < num_left
+        bits = scales.index(stage * NUM_BOXES + box).load(NUMBERS) << 16
+        factor = gl.where(is_there, bits.to(gl.float32, bitcast=True), 0.0)
         for part in gl.static_range(NUM_BOXES):
             numbers = fetched.index(part * NUM_BOXES + box).load(NUMBERS).to(gl.float32) * factor
-            if ARE_KEYS:
-                boxes.index(part * NUM_BOXES + box).store(numbers.to(tile.dtype))
-            else:
-                boxes.index(box * NUM_BOXES + part).store(numbers.to(tile.dtype))
+            boxes.index(box * NUM_BOXES + part).store(numbers.to(tile.dtype))
     fence_async_shared()
 
 
@@ -252,12 +284,12 @@ def _convert_all(
                 num_left = num_keys - first_key
                 mbarrier.wait(keys_free.index(stage), phase)
                 mbarrier.wait(new_keys.index(stage), phase ^ 1)
-                _convert_tile(fetched_keys, key_scales, keys, stage, num_left, True)
+                _convert_keys(fetched_keys, key_scales, keys, stage)
                 mbarrier.arrive(keys_there.index(stage), count=1)
                 mbarrier.arrive(old_keys.index(stage), count=1)
                 mbarrier.wait(values_free.index(stage), phase)
                 mbarrier.wait(new_values.index(stage), phase ^ 1)
-                _convert_tile(fetched_values, value_scales, values, stage, num_left, False)
+                _convert_values(fetched_values, value_scales, values, stage, num_left)
                 mbarrier.arrive(values_there.index(stage), count=1)
                 mbarrier.arrive(old_values.index(stage), count=1)
                 num_done += 1
@@ -473,7 +505,7 @@ def _attend_prompts_kernel(
         )  # fmt: skip
     else:
         fetched_keys = gl.allocate_shared_memory(keys_by_row.dtype, [STAGES, KEYS, HEAD_DIM], keys_by_row.layout)
-        fetched_values = gl.allocate_shared_memory(keys_by_row.dtype, [STAGES, HEAD_DIM, KEYS], keys_by_row.layout)
+        fetched_values = gl.allocate_shared_memory(values_by_row.dtype, [STAGES, HEAD_DIM, KEYS], values_by_row.layout)
         key_scales = gl.allocate_shared_memory(gl.int32, [STAGES * KEYS // 64, 1, 64], scales_by_row.layout)
         value_scales = gl.allocate_shared_memory(gl.int32, [STAGES * KEYS // 64, 1, 64], scales_by_row.layout)
         new_keys = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

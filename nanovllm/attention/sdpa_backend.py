@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.metadata import AttentionMetadata
-from nanovllm.ops.layer_cache import LayerCache, rounded_heads
+from nanovllm.ops.layer_cache import LayerCache, rounded_keys, rounded_values
 
 # A bucket is closed when the next sequence is shorter than this part of the bucket's longest: padding costs
 # memory traffic, another bucket costs a few small operations per layer.
@@ -200,7 +200,7 @@ class SDPAAttention:
     def attend(self, q, k, v, cache: LayerCache, metadata: AttentionMetadata, window: int = 0) -> torch.Tensor:
         plan: SDPAPlan = metadata.plan
         if cache.is_fp8:
-            k, v = rounded_heads(k), rounded_heads(v)
+            k, v = rounded_keys(k), rounded_values(v)
         if plan.decodes is not None and not plan.prefills:
             return self._attend_decodes(plan.decodes, q, k, v, cache, window)
         out = torch.empty_like(q)

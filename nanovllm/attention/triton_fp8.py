@@ -1,10 +1,11 @@
 """Decodes over a KV cache in FP8: the kernel that TritonAttention launches in place of its `_decode_kernel`.
 
-Both products are computed in e4m3, so no cached number is converted. A Hopper GPU's tensor cores multiply tiles of at
-least 64 rows from shared memory by few columns. So keys (and transposed values) are the rows; a group's queries (and
-weights) are the columns. Each query and each weight is a sum of two e4m3 numbers in two columns: the rounded number,
-and what rounding lost, times 32. Together they have the precision of bfloat16. Tensor cores sum over one tile of keys,
-less precisely than float32; the tiles' sums are added in float32.
+No cached number is converted: keys, which are integers, are multiplied by integers, and values by numbers in e4m3. A
+Hopper GPU's tensor cores multiply tiles of at least 64 rows from shared memory by few columns. So keys (and transposed
+values) are the rows; a group's queries (and weights) are the columns. Each query and each weight is a sum of two
+numbers of 8 bits in two columns: the rounded number, and what rounding lost, times a factor. Together they have the
+precision of bfloat16. Products of integers are summed exactly. Those in e4m3 are summed over one tile of keys, less
+precisely than float32; the tiles' sums are added in float32.
 
 A key's scale multiplies its scores. A value's scale ought to multiply its weights. It is a power of two, so its
 exponent is added to the scores instead, before the softmax: weights then fill the range of e4m3. The sum of the weights
@@ -18,10 +19,15 @@ from nanovllm.ops.dependent_launch import let_next_come, wait
 from nanovllm.ops.kernel import jit, tl, triton
 from nanovllm.ops.layer_cache import LayerCache
 from nanovllm.ops.quantize import to_e4m3
+from nanovllm.ops.store_fp8 import to_int8
 
-# Log2 of the largest attention weight before it becomes e4m3. Queries are scaled so that the largest number of a head
-# is from 2^7 to below 2^8.
+# Log2 of the largest attention weight before it becomes e4m3.
 _PEAK_EXPONENT = tl.constexpr(7)
+# The largest number of a query's head becomes 127. What rounding a weight, or a query, lost is multiplied by these.
+# Without that, many small weights beside a large one would be lost: e4m3 has no number between 0 and 2^-9.
+_PEAK_OF_QUERY = tl.constexpr(127.0)
+_LOST_OF_WEIGHT = tl.constexpr(32.0)
+_LOST_OF_QUERY = tl.constexpr(254.0)
 # Heads of a group that a product takes at least, in two columns each; fewer are padded. Triton's products with fewer
 # than 16 columns were not tried.
 LEAST_GROUP = 8
@@ -58,27 +64,41 @@ def launch_options(width: int) -> dict[str, int]:
 
 
 @jit
+def _in_pairs_of_columns(x, lost):
+    """[size, columns] each -> [size, 2 × columns], all of x first."""
+    return tl.join(x, lost).permute(0, 2, 1).reshape(x.shape[0], 2 * x.shape[1])
+
+
+@jit
+def _twice_in_int8(x):
+    """float32 [size, columns], at most 127 -> int8 [size, 2 × columns]: the rounded numbers, then what they lost."""
+    rounded = (x + 12582912.0) - 12582912.0  # 1.5 × 2^23; see `to_int8`
+    return _in_pairs_of_columns(to_int8(x), to_int8((x - rounded) * _LOST_OF_QUERY))
+
+
+@jit
 def _twice_in_e4m3(x):
-    """float32 [size, columns], below 256 -> e4m3 [size, 2 × columns]: the numbers, then what they lost, times 32. e4m3
-    has no number between 0 and 2^-9. Without the 32, many small weights beside a large one would be lost."""
+    """float32 [size, columns], below 256 -> e4m3 [size, 2 × columns]: the rounded numbers, then what they lost."""
     # `rounded` comes from the bits, because the result of `to_e4m3` may not have a second use.
     rounded = ((x.to(tl.int32, bitcast=True) + 0x80000) & -0x100000).to(tl.float32, bitcast=True)
     rounded = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, rounded)  # to the subnormal numbers of e4m3
-    both = tl.join(to_e4m3(rounded), to_e4m3((x - rounded) * 32.0))
-    return both.permute(0, 2, 1).reshape(x.shape[0], 2 * x.shape[1])
+    return _in_pairs_of_columns(to_e4m3(rounded), to_e4m3((x - rounded) * _LOST_OF_WEIGHT))
 
 
 @jit
-def _sum_of_both(product):
-    """[size, 2 × columns] -> [size, columns]"""
+def _sum_of_both(product, FACTOR: tl.constexpr):
+    """[size, 2 × columns] -> float32 [size, columns]; FACTOR: of what was lost."""
     high, lost = tl.split(product.reshape(product.shape[0], 2, product.shape[1] // 2).permute(0, 2, 1))
-    return high + lost * (1 / 32)
+    return high.to(tl.float32) + lost.to(tl.float32) * (1 / FACTOR)
 
 
 @jit
-def _power_of_two_up_to(x):
-    """The largest power of two that is at most x, which is a normal number."""
-    return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+def _scales_of_queries(queries):
+    """float32 [WIDTH, GROUP] -> [GROUP]: those that make the largest numbers 127. A query with a NaN gets NaN, because
+    integers could not show it."""
+    peak = tl.max(queries.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)  # the bits of a NaN are larger than any number's
+    least = (127 - 100) << 23  # 2^-100
+    return tl.maximum(peak, least).to(tl.float32, bitcast=True) * (1 / _PEAK_OF_QUERY)
 
 
 @jit
@@ -90,7 +110,7 @@ def _attend_fp8_keys(
     """(the largest sum of a score and its value's exponent, the sum of weights, the sum of weighted values) of keys
     first … last − 1, of which those before `first_seen` do not count; `first` is a multiple of KEYS.
 
-    queries: as `_twice_in_e4m3` gives them, [WIDTH, 2 × GROUP]; query_scales: float32 [GROUP], the scale of scores
+    queries: as `_twice_in_int8` gives them, [WIDTH, 2 × GROUP]; query_scales: float32 [GROUP], the scale of scores
         included. keys, values: as `descriptors` gives them.
     """
     key = tl.arange(0, KEYS)
@@ -104,7 +124,7 @@ def _attend_fp8_keys(
         both = tl.load(scales + (of_head.to(tl.int64) * BLOCK_SIZE + place) + key, is_seen, 0)
         exponent = (both >> 7) & 0xFF
         key_scales = (both & -65536).to(tl.float32, bitcast=True)
-        scores = _sum_of_both(tl.dot(keys.load([of_head * BLOCK_SIZE + place, 0]), queries))
+        scores = _sum_of_both(tl.dot(keys.load([of_head * BLOCK_SIZE + place, 0]), queries), _LOST_OF_QUERY)
         scores = scores * (key_scales[:, None] * query_scales[None, :]) + (exponent - 127).to(tl.float32)[:, None]
         # The tile may reach past the last key. What it holds there is not NaN, and its weight is 0.
         scores = tl.where(is_seen[:, None], scores, float("-inf"))
@@ -117,7 +137,7 @@ def _attend_fp8_keys(
         shrink_of_both = tl.join(shrink, shrink).permute(1, 0).reshape(2 * GROUP)
         summed = summed * shrink_of_both[None, :] + product
         largest = new_largest
-    return largest, tl.sum(totals, 0), _sum_of_both(summed)
+    return largest, tl.sum(totals, 0), _sum_of_both(summed, _LOST_OF_WEIGHT)
 
 
 @jit(do_not_specialize=["q_stride", "table_stride"])
@@ -149,10 +169,9 @@ def decode_fp8_kernel(
             first = tl.maximum(first, first_seen // KEYS * KEYS)
         head = kv_head * GROUP + member
         given = tl.load(q + row * q_stride + head[None, :] * HEAD_DIM + column[:, None], is_member, 0.0).to(tl.float32)
-        # A power of two, so that e4m3 twice holds all digits of bfloat16.
-        query_scales = _power_of_two_up_to(tl.maximum(tl.max(tl.abs(given), 0), 1e-30)) * (1 / 2**_PEAK_EXPONENT)
+        query_scales = _scales_of_queries(given)
         largest, total, summed = _attend_fp8_keys(
-            _twice_in_e4m3(given / query_scales[None, :]), query_scales * scale, keys, values, scales,
+            _twice_in_int8(given / query_scales[None, :]), query_scales * scale, keys, values, scales,
             block_tables + row * table_stride, kv_head, first, last, first_seen, NUM_KV_HEADS, PADDED_GROUP, HEAD_DIM,
             WIDTH, BLOCK_SIZE, KEYS, WINDOW,
         )  # fmt: skip

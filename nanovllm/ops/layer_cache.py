@@ -1,7 +1,10 @@
 """One layer's KV cache, in the model's dtype or in FP8, and how it is written and read by plain operations.
 
-In FP8, each head of a key or value is e4m3 with a scale of its own. Scales are powers of two, so e4m3 × scale is exact
-in bfloat16. Values are transposed, because a product in FP8 needs the numbers that it sums over next to each other.
+A cache in FP8 has a byte per number, and a scale per head of a key or of a value. Values are e4m3. Keys are integers
+from −127 to 127. A key's head usually has a few large numbers. They decide its scores, and e4m3 has only three bits
+after a number's first one: it rounded them ten times worse (docs/quantization.md). Values have scales that are powers
+of two, because triton_fp8.py adds their exponents to scores. They are transposed, because a product in FP8 needs the
+numbers that it sums over next to each other.
 """
 
 from typing import NamedTuple
@@ -10,16 +13,17 @@ import torch
 
 from nanovllm.ops.quantize import E4M3
 
-NO_SCALE = 255  # the exponent, as floats have it, of infinity
+LARGEST_KEY = 127  # integer
 # 2^-40: a scale's inverse times thousands of weights stays far below the largest float32 (triton_fp8.py).
 LEAST_EXPONENT = 127 - 40
+_LEAST_SCALE = 2.0 ** (LEAST_EXPONENT - 127)
 
 
 class LayerCache(NamedTuple):
     """One layer's keys and values of all blocks.
 
-    keys, values: [num_blocks, block_size, num_kv_heads, head_dim]. In FP8, keys are [num_blocks, num_kv_heads,
-        block_size, head_dim] and values [num_blocks, num_kv_heads, head_dim, block_size].
+    keys, values: [num_blocks, block_size, num_kv_heads, head_dim]. In FP8, keys are int8 [num_blocks, num_kv_heads,
+        block_size, head_dim], and values float8_e4m3fn [num_blocks, num_kv_heads, head_dim, block_size].
     scales: int32 [num_blocks, num_kv_heads, block_size] in FP8, else None. The upper 16 bits are a key's scale in
         bfloat16, the lower 16 a value's.
     """
@@ -53,18 +57,18 @@ class LayerCache(NamedTuple):
             self.values.flatten(0, 1)[slots] = v
             return
         block, place = slots // self.block_size, slots % self.block_size
-        (keys, key_exponents), (values, value_exponents) = quantize_heads(k), quantize_heads(v)
+        (keys, key_scales), (values, value_scales) = quantize_keys(k), quantize_values(v)
         self.keys[block, :, place] = keys
         self.values[block, :, :, place] = values
-        self.scales[block, :, place] = key_exponents << 23 | value_exponents << 7
+        self.scales[block, :, place] = key_scales.view(torch.int32) | value_scales.view(torch.int32) >> 16
 
     def read(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of `blocks`: int64 [n], each [n × block_size, num_kv_heads, head_dim]; of FP8 in float32."""
         if self.scales is None:
             return self.keys[blocks].flatten(0, 1), self.values[blocks].flatten(0, 1)
-        exponents = _exponents(self.scales[blocks])
+        scales = _scales(self.scales[blocks])
         heads = self.keys[blocks], self.values[blocks].mT
-        keys, values = (whole_heads(*each).transpose(1, 2).flatten(0, 1) for each in zip(heads, exponents, strict=True))
+        keys, values = (whole_heads(*each).transpose(1, 2).flatten(0, 1) for each in zip(heads, scales, strict=True))
         return keys, values
 
     def read_heads(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,44 +79,63 @@ class LayerCache(NamedTuple):
         assert self.scales is not None
         slot, head = rows // self.num_kv_heads, rows % self.num_kv_heads
         block, place = slot // self.block_size, slot % self.block_size
-        key_exponents, value_exponents = _exponents(self.scales[block, head, place])
-        keys = whole_heads(self.keys[block, head, place], key_exponents)
-        return keys, whole_heads(self.values[block, head, :, place], value_exponents)
+        key_scales, value_scales = _scales(self.scales[block, head, place])
+        keys = whole_heads(self.keys[block, head, place], key_scales)
+        return keys, whole_heads(self.values[block, head, :, place], value_scales)
 
 
-def quantize_heads(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divides each head by the smallest power of two that brings its largest number to at most 448, and rounds it.
+def quantize_keys(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divides each head by a scale that brings its largest number to 127 or a little less, and rounds it.
 
     Args:
         x: [..., head_dim]. A head with a NaN or an infinity becomes zeros with an infinite scale, whose products are
             NaN. So no number of a cache is NaN, and kernels may read tiles whose last keys are nobody's.
 
     Returns:
-        e4m3 [..., head_dim]; int32 [...], the scales' exponents as floats have them: a scale is 2^(exponent − 127).
+        int8 [..., head_dim]; float32 [...], the scales, which bfloat16 holds exactly.
+    """
+    numbers = x.float()
+    peak = numbers.abs().amax(-1)
+    least = (peak * (1 / LARGEST_KEY)).clamp(min=_LEAST_SCALE)
+    scales = (least.view(torch.int32) + 0xFFFF & -0x10000).view(torch.float32)
+    is_finite = peak.isfinite()
+    scales = torch.where(is_finite, scales, torch.inf)
+    quotients = (numbers * (1 / scales)[..., None]).round()
+    return torch.where(is_finite[..., None], quotients, 0.0).to(torch.int8), scales
+
+
+def quantize_values(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divides each head by the smallest power of two that brings its largest number to at most 448, and rounds it.
+
+    Args:
+        x: as for `quantize_keys`.
+
+    Returns:
+        float8_e4m3fn [..., head_dim]; float32 [...], the scales.
     """
     numbers = x.float()
     peak = numbers.abs().amax(-1)
     exponents = ((peak.view(torch.int32) + 0x1FFFFF >> 23) - 8).clamp(min=LEAST_EXPONENT)
     is_finite = peak.isfinite()
-    exponents = torch.where(is_finite, exponents, NO_SCALE)
-    quotients = numbers / _scales(exponents)[..., None]
-    return torch.where(is_finite[..., None], quotients, 0.0).to(E4M3), exponents
+    scales = torch.where(is_finite, (exponents << 23).view(torch.float32), torch.inf)
+    return torch.where(is_finite[..., None], numbers / scales[..., None], 0.0).to(E4M3), scales
 
 
-def whole_heads(heads: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """What `quantize_heads` rounded: float32 [..., head_dim]."""
-    return heads.float() * _scales(exponents)[..., None]
+def whole_heads(heads: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What `quantize_keys` or `quantize_values` rounded: float32 [..., head_dim]."""
+    return heads.float() * scales[..., None]
 
 
-def rounded_heads(x: torch.Tensor) -> torch.Tensor:
-    """Heads as a cache in FP8 keeps them, in their own dtype: [..., head_dim]."""
-    return whole_heads(*quantize_heads(x)).to(x.dtype)
+def rounded_keys(k: torch.Tensor) -> torch.Tensor:
+    """Heads of keys as a cache in FP8 keeps them, in their own dtype: [..., head_dim]."""
+    return whole_heads(*quantize_keys(k)).to(k.dtype)
 
 
-def _scales(exponents: torch.Tensor) -> torch.Tensor:
-    return (exponents << 23).view(torch.float32)
+def rounded_values(v: torch.Tensor) -> torch.Tensor:
+    """Heads of values as a cache in FP8 keeps them, in their own dtype: [..., head_dim]."""
+    return whole_heads(*quantize_values(v)).to(v.dtype)
 
 
-def _exponents(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the keys and of the values, each like LayerCache.scales."""
-    return scales >> 23 & 0xFF, scales >> 7 & 0xFF
+def _scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the keys and of the values, each float32 like LayerCache.scales."""
+    return (scales & -0x10000).view(torch.float32), (scales << 16).view(torch.float32)

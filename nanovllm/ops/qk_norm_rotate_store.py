@@ -9,12 +9,33 @@ import torch
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.ops.kernel import jit, tl, triton
 from nanovllm.ops.layer_cache import LayerCache
-from nanovllm.ops.quantize import ScaledProduct
-from nanovllm.ops.store_fp8 import bits_of_peak, halves, scale_of, store_fp8, times_factor
+from nanovllm.ops.quantize import ScaledProduct, to_e4m3
+from nanovllm.ops.store_fp8 import (
+    STORE_OPTIONS,
+    bits_of_peak,
+    halves,
+    scale_of_keys,
+    scale_of_values,
+    store_fp8,
+    times_factor,
+    to_int8,
+)
 
 # Heads that a program norms and rotates together, and its warps.
 _HEADS_OF_PROGRAM = 16
 _NUM_WARPS = 4
+
+
+@jit
+def _store_columns(
+    numbers, column, is_column, is_key, of_key, to_key, is_value, of_value, to_value, BLOCK_SIZE: tl.constexpr,
+    STORES_VALUES: tl.constexpr,
+):  # fmt: skip
+    """Stores some columns of heads in FP8: those of keys times `of_key`, and those of values, transposed, times
+    `of_value`. The other factor of a head is 0."""
+    tl.store(to_key + column, to_int8(times_factor(numbers, of_key)), is_key & is_column)
+    if STORES_VALUES:
+        tl.store(to_value + column * BLOCK_SIZE, to_e4m3(times_factor(numbers, of_value)), is_value & is_column)
 
 
 @jit
@@ -88,41 +109,42 @@ def _qk_norm_rotate_store_kernel(
     kept_low, kept_high = tl.where(is_normed, rotated_low, given_low), tl.where(is_normed, rotated_high, given_high)
     if REST:
         kept_rest = tl.where(is_normed, finished_rest, given_rest)
-    if slot >= 0 and cache_scales is not None:
-        low_number, high_number = kept_low.to(tl.float32), kept_high.to(tl.float32)
-        peak = tl.maximum(bits_of_peak(low_number), bits_of_peak(high_number))
-        if REST:
-            rest_number = kept_rest.to(tl.float32)
-            peak = tl.maximum(peak, bits_of_peak(rest_number))
-        factor, half = scale_of(peak)
-        of_kv_head, place = slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head % NUM_KV_HEADS, slot % BLOCK_SIZE
-        row = of_kv_head * BLOCK_SIZE + place
-        tl.store(cache_scales + 2 * row + is_normed.to(tl.int64), half, is_kept)
-        of_key = tl.where(is_normed, factor, 0.0)
-        to_key = k_cache + row * HEAD_DIM
-        tl.store(to_key + low, times_factor(low_number, of_key), is_kept & is_normed & is_rotated)
-        tl.store(to_key + high, times_factor(high_number, of_key), is_kept & is_normed & is_rotated)
-        if REST:
-            tl.store(to_key + rest, times_factor(rest_number, of_key), is_kept & is_normed & is_rest)
-        if STORES_VALUES:
-            # Values are transposed. They are rounded with a factor of their own, so that they are converted for
-            # themselves; see `to_e4m3`.
-            of_value = tl.where(is_normed, 0.0, factor)
-            to_value = v_cache + (of_kv_head * HEAD_DIM * BLOCK_SIZE + place)
-            tl.store(to_value + low * BLOCK_SIZE, times_factor(low_number, of_value), is_kept & ~is_normed & is_rotated)
-            tl.store(
-                to_value + high * BLOCK_SIZE, times_factor(high_number, of_value), is_kept & ~is_normed & is_rotated
-            )
+    if slot >= 0:
+        if cache_scales is not None:
+            low_number, high_number = kept_low.to(tl.float32), kept_high.to(tl.float32)
+            peak = tl.maximum(bits_of_peak(low_number), bits_of_peak(high_number))
             if REST:
-                to_rest = to_value + rest * BLOCK_SIZE
-                tl.store(to_rest, times_factor(rest_number, of_value), is_kept & ~is_normed & is_rest)
-    elif slot >= 0:
-        at_slot = slot * NUM_KV_HEADS * HEAD_DIM + kv_head % NUM_KV_HEADS * HEAD_DIM
-        of_slot = tl.where(is_normed, k_cache + at_slot, v_cache + at_slot)
-        tl.store(of_slot + low, kept_low, is_kept & is_rotated)
-        tl.store(of_slot + high, kept_high, is_kept & is_rotated)
-        if REST:
-            tl.store(of_slot + rest, kept_rest, is_kept & is_rest)
+                rest_number = kept_rest.to(tl.float32)
+                peak = tl.maximum(peak, bits_of_peak(rest_number))
+            of_key, key_half = scale_of_keys(peak)
+            of_value, value_half = scale_of_values(peak)
+            of_kv_head, place = slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head % NUM_KV_HEADS, slot % BLOCK_SIZE
+            row = of_kv_head * BLOCK_SIZE + place
+            half = tl.where(is_normed, key_half, value_half)
+            tl.store(cache_scales + 2 * row + is_normed.to(tl.int64), half, is_kept)
+            is_key, of_key, to_key = is_kept & is_normed, tl.where(is_normed, of_key, 0.0), k_cache + row * HEAD_DIM
+            is_value, of_value = is_kept & ~is_normed, tl.where(is_normed, 0.0, of_value)
+            to_value = v_cache + (of_kv_head * HEAD_DIM * BLOCK_SIZE + place)
+            _store_columns(
+                low_number, low, is_rotated, is_key, of_key, to_key, is_value, of_value, to_value, BLOCK_SIZE,
+                STORES_VALUES,
+            )  # fmt: skip
+            _store_columns(
+                high_number, high, is_rotated, is_key, of_key, to_key, is_value, of_value, to_value, BLOCK_SIZE,
+                STORES_VALUES,
+            )  # fmt: skip
+            if REST:
+                _store_columns(
+                    rest_number, rest, is_rest, is_key, of_key, to_key, is_value, of_value, to_value, BLOCK_SIZE,
+                    STORES_VALUES,
+                )  # fmt: skip
+        else:
+            at_slot = slot * NUM_KV_HEADS * HEAD_DIM + kv_head % NUM_KV_HEADS * HEAD_DIM
+            of_slot = tl.where(is_normed, k_cache + at_slot, v_cache + at_slot)
+            tl.store(of_slot + low, kept_low, is_kept & is_rotated)
+            tl.store(of_slot + high, kept_high, is_kept & is_rotated)
+            if REST:
+                tl.store(of_slot + rest, kept_rest, is_kept & is_rest)
 
 
 def qk_norm_rotate_store(
@@ -164,7 +186,7 @@ def qk_norm_rotate_store(
         BLOCK_SIZE=cache.block_size, HEADS=heads,
         HALF=triton.next_power_of_2(rotary_dim // 2), REST=triton.next_power_of_2(rest) if rest else 0,
         NORMS=weight is not None, IS_SCALED=isinstance(qkv, ScaledProduct), STORES_VALUES=stores_values,
-        num_warps=_NUM_WARPS, **LAUNCH_OPTIONS,
+        num_warps=_NUM_WARPS, **(STORE_OPTIONS if cache.is_fp8 else LAUNCH_OPTIONS),
     )  # fmt: skip
     if not stores_values:
         first = num_normed * head_dim

@@ -5,11 +5,15 @@ import torch
 
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.ops.kernel import jit, tl, triton
-from nanovllm.ops.layer_cache import LEAST_EXPONENT, LayerCache
+from nanovllm.ops.layer_cache import LARGEST_KEY, LEAST_EXPONENT, LayerCache
 from nanovllm.ops.quantize import ScaledProduct, to_e4m3
 
+_LARGEST_KEY = tl.constexpr(LARGEST_KEY)
 _LEAST_EXPONENT = tl.constexpr(LEAST_EXPONENT)
+_LEAST_SCALE = tl.constexpr(2.0 ** (LEAST_EXPONENT - 127))
 _TOKENS = 32  # that a program stores, of one head
+# A product that becomes an integer is rounded first, as its twin rounds it. The GPU could do both in one instruction.
+STORE_OPTIONS = LAUNCH_OPTIONS | {"enable_fp_fusion": False}
 
 
 @jit
@@ -19,9 +23,18 @@ def bits_of_peak(x):
 
 
 @jit
-def scale_of(peak):
-    """What `bits_of_peak` gives -> what rows are multiplied by before they become e4m3, float32, and their scales'
-    bfloat16 bits, int16. The factor of a row with a NaN or an infinity is 0. The twin is `quantize_heads`."""
+def scale_of_keys(peak):
+    """What `bits_of_peak` gives -> what rows of keys are multiplied by before they become integers, float32, and their
+    scales' bfloat16 bits, int16. The factor of a row with a NaN or an infinity is 0. The twin is `quantize_keys`."""
+    is_finite = peak < 0x7F800000
+    least = tl.maximum(peak.to(tl.float32, bitcast=True) * (1 / _LARGEST_KEY), _LEAST_SCALE)
+    bits = tl.where(is_finite, (least.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000, 0x7F800000)
+    return tl.div_rn(1.0, bits.to(tl.float32, bitcast=True)), (bits >> 16).to(tl.int16)
+
+
+@jit
+def scale_of_values(peak):
+    """`scale_of_keys` of rows of values, before they become e4m3. The twin is `quantize_values`."""
     is_finite = peak < 0x7F800000
     exponent = tl.where(is_finite, tl.maximum(((peak + 0x1FFFFF) >> 23) - 8, _LEAST_EXPONENT), 255)
     factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -29,9 +42,15 @@ def scale_of(peak):
 
 
 @jit
+def to_int8(x):
+    """float32, from −128 to 127 -> the nearest integer, int8. The sum has the integer in its lowest bits."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)  # 1.5 × 2^23
+
+
+@jit
 def times_factor(x, factor):
-    """float32 -> e4m3; a factor of 0 makes NaN and infinity 0 too."""
-    return to_e4m3(tl.where(factor == 0, 0.0, x * factor))
+    """float32 -> float32; a factor of 0 makes NaN and infinity 0 too."""
+    return tl.where(factor == 0, 0.0, x * factor)
 
 
 @jit(do_not_specialize=["num_tokens", "stride"])
@@ -56,7 +75,11 @@ def _store_fp8_kernel(
         scale_of_row = tl.load(row_scales + token, is_token, 0.0)
         numbers = (numbers.to(tl.float32) * scale_of_row * scale_of_column).to(x.dtype.element_ty)
     numbers = numbers.to(tl.float32)
-    factor, half = scale_of(bits_of_peak(numbers))
+    peak = bits_of_peak(numbers)
+    if ARE_KEYS:
+        factor, half = scale_of_keys(peak)
+    else:
+        factor, half = scale_of_values(peak)
     slot = tl.load(slot_mapping + token, is_token, -1)
     is_stored = slot >= 0
     of_head, place = slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head, slot % BLOCK_SIZE
@@ -64,9 +87,10 @@ def _store_fp8_kernel(
     numbers = times_factor(numbers, factor)
     if ARE_KEYS:
         tl.store(scales + 2 * row + 1, half, is_stored)
-        tl.store(heads + row * HEAD_DIM + column, numbers, is_stored & is_column)
+        tl.store(heads + row * HEAD_DIM + column, to_int8(numbers), is_stored & is_column)
     else:
         tl.store(scales + 2 * row, half, is_stored)
+        numbers = to_e4m3(numbers)
         # A prompt's tokens lie next to each other, in one block or two. If the addresses show that, neighbouring
         # threads write neighbouring tokens, and a warp fills whole sectors of 32 bytes. Otherwise each number takes a
         # sector.
@@ -106,7 +130,7 @@ def store_fp8(x: torch.Tensor | ScaledProduct, cache: LayerCache, slot_mapping: 
         given, *scales, cache.keys if are_keys else cache.values, halves(cache), slot_mapping, len(given),
         given.stride(0), NUM_KV_HEADS=cache.num_kv_heads, HEAD_DIM=cache.head_dim,
         WIDTH=triton.next_power_of_2(cache.head_dim), BLOCK_SIZE=cache.block_size, TOKENS=_TOKENS, ARE_KEYS=are_keys,
-        IS_SCALED=isinstance(x, ScaledProduct), **LAUNCH_OPTIONS,
+        IS_SCALED=isinstance(x, ScaledProduct), **STORE_OPTIONS,
     )  # fmt: skip
 
 

@@ -43,7 +43,10 @@ class KVCache:
 
 @dataclass(frozen=True)
 class KVCacheLayout:
-    """The shape and dtype of a cache, except its number of blocks; `num_kv_heads` counts this rank's heads."""
+    """The shape and dtype of a cache, except its number of blocks; `num_kv_heads` counts this rank's heads.
+
+    dtype: float8_e4m3fn for a cache in FP8, whose keys are int8.
+    """
 
     num_layers: int
     block_size: int
@@ -61,8 +64,8 @@ class KVCacheLayout:
         return self.num_layers * self.block_size * self.num_kv_heads * bytes_of_head
 
     def empty(self, num_blocks: int, device: torch.device) -> KVCache:
-        """Keys, then values, then in FP8 their scales; LayerCache has the shapes. Uninitialised, except that e4m3, of
-        which no number may be NaN, begins as zeros."""
+        """Keys, then values, then in FP8 their scales; LayerCache has the shapes. Uninitialised, except that numbers in
+        FP8, none of which may be NaN, begin as zeros."""
         blocks, heads = (self.num_layers, num_blocks), self.num_kv_heads
         if not self.is_fp8:
             shape = 2, *blocks, self.block_size, heads, self.head_dim
@@ -70,7 +73,7 @@ class KVCacheLayout:
             return KVCache((whole,), [LayerCache(*of_layer) for of_layer in zip(*whole, strict=True)])
         numbers = torch.zeros((2, *blocks, heads, self.block_size * self.head_dim), dtype=E4M3, device=device)
         scales = torch.empty((1, *blocks, heads, self.block_size), dtype=torch.int32, device=device)
-        keys = numbers[0].unflatten(-1, (self.block_size, self.head_dim))
+        keys = numbers[0].view(torch.int8).unflatten(-1, (self.block_size, self.head_dim))
         values = numbers[1].unflatten(-1, (self.head_dim, self.block_size))
         of_layers = zip(keys, values, scales[0], strict=True)
         return KVCache((numbers, scales), [LayerCache(*of_layer) for of_layer in of_layers])

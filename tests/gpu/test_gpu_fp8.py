@@ -55,7 +55,7 @@ from nanovllm.ops.act_and_mul import ACTIVATIONS, act_and_mul
 from nanovllm.ops.block_product import BlockWeight, block_product
 from nanovllm.ops.copy_blocks import copy_blocks
 from nanovllm.ops.grouped_mlp import ExpertWeights, grouped_mlp
-from nanovllm.ops.layer_cache import LayerCache, rounded_heads
+from nanovllm.ops.layer_cache import LayerCache, rounded_keys, rounded_values
 from nanovllm.ops.norm import add_rms_norm, rms_norm
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
 from nanovllm.ops.quantize import (
@@ -384,8 +384,8 @@ def assert_exact(case: Case, out: torch.Tensor) -> None:
     dtype = case.queries[0].dtype
     tolerance = max(TOLERANCE[dtype], DECODE_TOLERANCE if case.metadata.most_decodes else 0.0)
     assert out.dtype == dtype and out.isfinite().all()
-    rounded = {name: [rounded_heads(whole) for whole in getattr(case, name)] for name in ("keys", "values")}
-    exact = formula(replace(case, **rounded))
+    keys, values = [rounded_keys(k) for k in case.keys], [rounded_values(v) for v in case.values]
+    exact = formula(replace(case, keys=keys, values=values))
     error = out.double() - exact
     assert error.norm() <= tolerance * exact.norm(), float(error.norm() / exact.norm())
     of_rows = error.flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)

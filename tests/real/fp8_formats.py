@@ -24,7 +24,7 @@ from test_fp8_accuracy import text_ids  # noqa: E402
 
 from nanovllm import LLM  # noqa: E402
 from nanovllm.layers.linear import LinearBase  # noqa: E402
-from nanovllm.ops.layer_cache import rounded_heads  # noqa: E402
+from nanovllm.ops.layer_cache import rounded_keys, rounded_values  # noqa: E402
 from nanovllm.ops.quantize import E4M3, LARGEST  # noqa: E402
 
 Round = Callable[[torch.Tensor], torch.Tensor]
@@ -135,16 +135,15 @@ def main() -> None:
         model.measure("blocks of 128 × 128, and of 1 × 128", *blocks, *plain)
         model.measure("weights by the best of 32 scales", partial(by_best_scale, number=32), by_row, *plain)
         model.measure("ours, but the last layer as it is", by_row, by_row, *plain, last=4)
-        model.measure("keys and values in FP8 (ours)", same, same, rounded_heads, rounded_heads)
-        model.measure("keys in FP8 (ours)", same, same, rounded_heads, same)
-        model.measure("values in FP8 (ours)", same, same, same, rounded_heads)
+        model.measure("keys as integers, values in e4m3 (ours)", same, same, rounded_keys, rounded_values)
+        model.measure("keys as integers (ours)", same, same, rounded_keys, same)
+        model.measure("values in e4m3 (ours)", same, same, same, rounded_values)
+        model.measure("keys in e4m3", same, same, rounded_values, same)
+        model.measure("keys and values in e4m3", same, same, rounded_values, rounded_values)
         best = partial(by_best_scale, number=16)
-        model.measure("keys by the best of 16 scales, values in FP8 (ours)", same, same, best, rounded_heads)
-        model.measure("keys and values in integers", same, same, by_integers, by_integers)
-        model.measure("all (ours)", by_row, by_row, rounded_heads, rounded_heads)
-        model.measure(
-            "weights and inputs (ours), keys and values in integers", by_row, by_row, by_integers, by_integers
-        )
+        model.measure("keys in e4m3 by the best of 16 scales, values in e4m3", same, same, best, rounded_values)
+        model.measure("keys and values as integers", same, same, by_integers, by_integers)
+        model.measure("all (ours)", by_row, by_row, rounded_keys, rounded_values)
 
 
 if __name__ == "__main__":

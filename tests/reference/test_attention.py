@@ -14,7 +14,7 @@ from nanovllm.attention.backend import AttentionBackend, AttentionShape, make_at
 from nanovllm.attention.metadata import AttentionMetadata, query_tiles
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Chunk
-from nanovllm.ops.layer_cache import LayerCache, rounded_heads
+from nanovllm.ops.layer_cache import LayerCache, rounded_keys, rounded_values
 from nanovllm.ops.quantize import E4M3
 from nanovllm.runner.kv_cache import KVCache, KVCacheLayout
 from nanovllm.sampling_params import SamplingParams
@@ -173,7 +173,7 @@ def relative_error(case: Case, out: torch.Tensor) -> float:
     ours, exact, start = [], [], 0
     for whole_q, whole_k, whole_v, num_new in zip(case.queries, case.keys, case.values, case.num_new, strict=True):
         if case.cache.is_fp8:
-            whole_k, whole_v = rounded_heads(whole_k), rounded_heads(whole_v)
+            whole_k, whole_v = rounded_keys(whole_k), rounded_values(whole_v)
         q, k, v = (whole.double().numpy() for whole in (whole_q, whole_k, whole_v))
         rows = range(num_new)
         if num_new > NUM_COMPARED:

@@ -19,7 +19,15 @@ from nanovllm.attention.backend import AttentionShape, _problem, make_attention_
 from nanovllm.attention.triton_backend import store_kvcache
 from nanovllm.jobs.identity import identity_of
 from nanovllm.ops.copy_blocks import copy_blocks
-from nanovllm.ops.layer_cache import LEAST_EXPONENT, LayerCache, quantize_heads, rounded_heads, whole_heads
+from nanovllm.ops.layer_cache import (
+    LEAST_EXPONENT,
+    LayerCache,
+    quantize_keys,
+    quantize_values,
+    rounded_keys,
+    rounded_values,
+    whole_heads,
+)
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
 from nanovllm.ops.quantize import E4M3, ScaledProduct
 from nanovllm.runner.device import kv_cache_dtype_of
@@ -30,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # nump
 
 CPU = torch.device("cpu")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-# The decode kernel rounds queries and weights to two numbers of e4m3, which is about 8 bits.
+# The decode kernel rounds each weight to two numbers of e4m3, which is about 8 bits.
 DECODE_TOLERANCE = 1.5e-3
 
 
@@ -48,11 +56,12 @@ def assert_same_bits(found: LayerCache, expected: LayerCache) -> None:
 
 
 def heads_of_many_sizes(num_tokens: int, num_heads: int, head_dim: int, seed: int = 0) -> torch.Tensor:
-    """Some of zeros, and some whose largest number is 448 × a power of two or a hair off."""
+    """Some of zeros, and some whose largest number is 448 or 127 × a power of two or a hair off."""
     x = random_tensor(num_tokens, num_heads, head_dim, seed=seed)
     x = x * torch.exp(2 * random_tensor(num_tokens, num_heads, 1, seed=seed + 100))
     x[1] = 0
-    for token, peak in ((2, 448.0), (3, 448.00003), (4, 447.99997), (5, 56.0)):
+    peaks = ((2, 448.0), (3, 448.00003), (4, 447.99997), (5, 56.0), (6, 127.0), (7, 127.00001), (8, 126.99999))
+    for token, peak in peaks:
         x[token] = x[token].clamp(-peak / 2, peak / 2)
         x[token, :, head_dim // 2] = -peak
     return x
@@ -62,11 +71,11 @@ def heads_of_many_sizes(num_tokens: int, num_heads: int, head_dim: int, seed: in
 
 
 @DTYPES
-def test_a_head_is_rounded_to_e4m3_by_a_power_of_two(dtype):
+def test_a_value_is_rounded_to_e4m3_by_a_power_of_two(dtype):
     x = heads_of_many_sizes(200, 3, 40).to(dtype)
-    heads, exponents = quantize_heads(x)
-    scales = torch.exp2(exponents - 127.0)
-    exact, found = x.float(), whole_heads(heads, exponents)
+    heads, scales = quantize_values(x)
+    assert heads.dtype == E4M3 and torch.equal(scales, torch.exp2(scales.log2().round()))
+    exact, found = x.float(), whole_heads(heads, scales)
     assert torch.equal(found, heads.float() * scales[..., None])
     limit = HALF_ULP * exact.abs() + HALF_LEAST * scales[..., None]
     assert ((found - exact).abs() <= limit).all()
@@ -77,27 +86,45 @@ def test_a_head_is_rounded_to_e4m3_by_a_power_of_two(dtype):
     assert torch.equal(found, found.bfloat16().float()), "exact in bfloat16"
 
 
+@DTYPES
+def test_a_key_is_rounded_to_integers(dtype):
+    x = heads_of_many_sizes(200, 3, 40).to(dtype)
+    heads, scales = quantize_keys(x)
+    assert heads.dtype == torch.int8 and torch.equal(scales, scales.bfloat16().float())
+    exact, found = x.float(), whole_heads(heads, scales)
+    assert torch.equal(found, heads.float() * scales[..., None])
+    assert ((found - exact).abs() <= 0.50001 * scales[..., None]).all()
+    largest = heads.int().abs().amax(-1)
+    is_zero = exact.abs().amax(-1) == 0
+    assert is_zero.sum() == 3 and (found[is_zero] == 0).all()
+    assert (largest[~is_zero] >= 126).all() and (largest <= 127).all(), "the range is used, and −128 is not"
+
+
 @pytest.mark.parametrize("peak", [1e-45, 1e-38, 1e-14, 1e-9, 3e38])
 def test_the_ends_of_float32_are_scaled_too(peak):
-    """The smallest scale is 2^-40, whose inverse may still be multiplied by many weights."""
+    """The smallest scale is 2^-40. Of values, its inverse may still be multiplied by many weights."""
     x = torch.tensor([[peak, -peak / 2, 0, peak / 7]])
-    heads, exponents = quantize_heads(x)
-    assert (exponents[0] == LEAST_EXPONENT) == (peak < 1e-9)
-    scale = torch.exp2(exponents.double() - 127)
-    error = (heads.double() * scale[:, None] - x.double()).abs()
-    assert (error <= HALF_ULP * x.double().abs() + HALF_LEAST * scale).all()
+    for quantize in (quantize_keys, quantize_values):
+        heads, scales = quantize(x)
+        assert (scales[0] == 2.0 ** (LEAST_EXPONENT - 127)) == (peak < 1e-10 or (peak < 1e-9) * (heads.dtype == E4M3))
+        error = (heads.double() * scales.double()[:, None] - x.double()).abs()
+        limit = 0.50001 * scales
+        if heads.dtype == E4M3:
+            limit = HALF_ULP * x.double().abs() + HALF_LEAST * scales
+        assert (error <= limit).all()
 
 
-def test_what_is_no_number_stays_in_its_head():
+@pytest.mark.parametrize("quantize", [quantize_keys, quantize_values])
+def test_what_is_no_number_stays_in_its_head(quantize):
     x = random_tensor(4, 2, 16)
-    expected = rounded_heads(x)
+    expected = whole_heads(*quantize(x))
     x[1, 0, 3], x[2, 1, 15], x[3, 0, 0] = float("nan"), float("inf"), -float("inf")
-    heads, exponents = quantize_heads(x)
+    heads, scales = quantize(x)
     is_bad = torch.zeros(4, 2, dtype=torch.bool)
     is_bad[1, 0] = is_bad[2, 1] = is_bad[3, 0] = True
-    assert not heads[is_bad].float().any() and (exponents[is_bad] == 255).all()
-    assert whole_heads(heads, exponents)[is_bad].isnan().all()
-    assert torch.equal(whole_heads(heads, exponents)[~is_bad], expected[~is_bad])
+    assert not heads[is_bad].float().any() and (scales[is_bad] == math.inf).all()
+    assert whole_heads(heads, scales)[is_bad].isnan().all()
+    assert torch.equal(whole_heads(heads, scales)[~is_bad], expected[~is_bad])
 
 
 @pytest.mark.parametrize(("num_kv_heads", "block_size", "head_dim"), [(3, 4, 10), (1, 32, 16), (2, 1, 64)])
@@ -120,12 +147,13 @@ def test_what_is_written_is_read_and_lies_where_the_format_says(num_kv_heads, bl
         for head in range(num_kv_heads):
             key, value = cache.keys[block, head, place].float(), cache.values[block, head, :, place].float()
             value_scale, key_scale = halves[block, head, place].float()
-            assert torch.equal(key * key_scale, rounded_heads(k[token, head]))
-            assert torch.equal(value * value_scale, rounded_heads(v[token, head]))
+            expected = rounded_keys(k[token, head]), rounded_values(v[token, head])
+            assert torch.equal(key * key_scale, expected[0])
+            assert torch.equal(value * value_scale, expected[1])
             rows = torch.tensor([slot * num_kv_heads + head])
-            for of_head, x, whole in zip(cache.read_heads(rows), (k, v), found, strict=True):
-                assert torch.equal(of_head[0], rounded_heads(x[token, head]))
-                assert torch.equal(whole[block, place, head], of_head[0])
+            for of_head, each, whole in zip(cache.read_heads(rows), expected, found, strict=True):
+                assert torch.equal(of_head[0], each)
+                assert torch.equal(whole[block, place, head], each)
     for now, old in zip(
         (cache.keys.transpose(1, 2), cache.values.permute(0, 3, 1, 2), cache.scales.transpose(1, 2)),
         (before.keys.transpose(1, 2), before.values.permute(0, 3, 1, 2), before.scales.transpose(1, 2)),
@@ -139,8 +167,8 @@ def test_blocks_are_read_in_the_order_asked_for():
     cache = poisoned_cache(5, 4, 2, 16)
     k, v = random_tensor(20, 2, 16), random_tensor(20, 2, 16, seed=1)
     cache.write(k, v, torch.arange(20))
-    for found, x in zip(cache.read(torch.tensor([3, 0, 3])), (k, v), strict=True):
-        assert torch.equal(found, rounded_heads(x).unflatten(0, (5, 4))[[3, 0, 3]].flatten(0, 1))
+    for found, x in zip(cache.read(torch.tensor([3, 0, 3])), (rounded_keys(k), rounded_values(v)), strict=True):
+        assert torch.equal(found, x.unflatten(0, (5, 4))[[3, 0, 3]].flatten(0, 1))
 
 
 # Stores
@@ -222,9 +250,9 @@ def test_copied_blocks_take_their_scales_along(fused):
     for tensor in cache.tensors:
         copy_blocks(tensor, ((0, 4), (1, 2), (0, 5)), fused)
     for seed, layer in enumerate(cache.layers):
-        for found, x in zip(layer.read(torch.tensor([4, 2, 5, 0])), (seed, seed + 10), strict=True):
-            expected = rounded_heads(random_tensor(64, 2, 48, seed=x)).unflatten(0, (2, 32))
-            assert torch.equal(found, expected[[0, 1, 0, 0]].flatten(0, 1))
+        k, v = random_tensor(64, 2, 48, seed=seed), random_tensor(64, 2, 48, seed=seed + 10)
+        for found, x in zip(layer.read(torch.tensor([4, 2, 5, 0])), (rounded_keys(k), rounded_values(v)), strict=True):
+            assert torch.equal(found, x.unflatten(0, (2, 32))[[0, 1, 0, 0]].flatten(0, 1))
 
 
 # Attention. The formula sees rounded keys and values; everything that is not a sequence's own is NaN.
