@@ -26,6 +26,8 @@ from nanovllm.attention.metadata import AttentionMetadata  # noqa: E402
 from nanovllm.attention.triton_backend import TritonAttention, store_kvcache  # noqa: E402
 from nanovllm.ops.act_and_mul import act_and_mul  # noqa: E402
 from nanovllm.ops.block_product import BlockWeight, block_product  # noqa: E402
+from nanovllm.ops.collectives import Parallel  # noqa: E402
+from nanovllm.ops.exchange import Exchange, mail_shape  # noqa: E402
 from nanovllm.ops.grouped_mlp import ExpertWeights, grouped_mlp  # noqa: E402
 from nanovllm.ops.layer_cache import LayerCache  # noqa: E402
 from nanovllm.ops.norm import add_rms_norm, rms_norm  # noqa: E402
@@ -100,6 +102,10 @@ def launch_all() -> None:
     for gate_up in (torch.zeros((16, 24576), dtype=dtype), scaled(24576)):
         act_and_mul(gate_up, fused=True)
     act_and_mul(scaled(1024), "gelu_pytorch_tanh", fused=True)
+    exchange = Exchange(Parallel(0, 4), torch.zeros(mail_shape(size), dtype=dtype), [0] * 4)
+    for num_rows in (16, 4096):  # which go directly, and by their owners
+        product = ScaledProduct(torch.zeros((num_rows, size), dtype=dtype), torch.ones(num_rows), torch.ones(size))
+        exchange.sum_add_norm(product, torch.zeros_like(product.product), norm, 1e-6, False, quantizes=True)
     blocks = BlockWeight(weight(6144, size), torch.ones(48, 32), 128, 128)
     for num_rows in (1, 32, 64, 2048):
         inputs = torch.zeros((num_rows, size), dtype=dtype)

@@ -238,7 +238,9 @@ def _convert_keys(fetched, scales, tiles, stage):
         factor = bits.to(gl.float32, bitcast=True)
         for part in gl.static_range(NUM_BOXES):
             # Exact, because a scale has 8 bits and 32896 has 9.
-            numbers = gl.fma(_plus_32896(fetched.index(part * NUM_BOXES + box).load(NUMBERS)), factor, factor * -32896.0)
+            numbers = gl.fma(
+                _plus_32896(fetched.index(part * NUM_BOXES + box).load(NUMBERS)), factor, factor * -32896.0
+            )
             boxes.index(part * NUM_BOXES + box).store(numbers.to(tile.dtype))
     fence_async_shared()
 

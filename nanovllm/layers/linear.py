@@ -22,8 +22,8 @@ class PartialSum(NamedTuple):
     over the ranks. Until then code may multiply it by a number, but must not apply a nonlinear function to it, or
     add a tensor that every rank holds.
 
-    part: [num_tokens, size]. On one rank `RMSNorm.reduce_add` also takes float32 [num_parts, num_tokens, size], to be
-        summed over the parts, or a product whose scales are not multiplied in yet.
+    part: [num_tokens, size]. `RMSNorm.reduce_add` also takes a product whose scales are not multiplied in yet, and on
+        one rank float32 [num_parts, num_tokens, size], to be summed over the parts.
     """
 
     part: torch.Tensor | ScaledProduct
@@ -212,17 +212,18 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 class RowParallelLinear(LinearBase):
     """The inputs are divided over the ranks; the norm that reads their products sums them over the ranks.
 
-    Rank 0 alone adds the bias. With `in_parts`, a single rank's fused product may come as several parts, or be left to
-    `RMSNorm.reduce_add`. Only that takes such results.
+    Rank 0 alone adds the bias. With `in_parts`, a fused product may keep its scales. A single rank's may also come as
+    several parts, or be left to `RMSNorm.reduce_add`. Only that takes such results.
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool, parallel: Parallel, in_parts: bool = False, **kw):
         self.full_input_size = input_size
         self.part = parallel.shard(input_size, "input size")
-        takes_unfinished = in_parts and parallel.size == 1
-        super().__init__(self.part[1], output_size, bias, keeps_scales=takes_unfinished, **kw)
+        # Where the ranks have no exchange, NCCL sums what is scaled.
+        keeps_scales = in_parts and (parallel.size == 1 or parallel.exchange is not None)
+        super().__init__(self.part[1], output_size, bias, keeps_scales=keeps_scales, **kw)
         self.parallel = parallel
-        self.in_parts = takes_unfinished and self.fused and not bias and self.format is None
+        self.in_parts = in_parts and parallel.size == 1 and self.fused and not bias and self.format is None
 
     def shards(self, name: str) -> Shards:
         if name == "bias":

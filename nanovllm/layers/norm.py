@@ -8,7 +8,7 @@ from nanovllm.layers.linear import PartialSum, PendingProduct
 from nanovllm.layers.shard import Shard, Shards, empty_parameter, replicated_shards
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.norm import add_rms_norm, rms_norm
-from nanovllm.ops.quantize import Quantized, ScaledProduct, quantize_rows
+from nanovllm.ops.quantize import Quantized, ScaledProduct
 
 
 class RMSNorm(nn.Module):
@@ -68,13 +68,12 @@ class RMSNorm(nn.Module):
             return self(total), total
         if not isinstance(x, PartialSum):
             return self._add(x, residual)
-        if isinstance(x.part, ScaledProduct):
-            assert residual is not None and self.parallel.size == 1, "ranks sum what is scaled"
-            return add_rms_norm(x.part, residual, self.weight, self.eps, self.fused, self.quantizes)
         if self.parallel.exchange is not None:
             begins = residual is None
-            normed, total = self.parallel.exchange.sum_add_norm(x.part, residual, self.weight, self.eps, begins)
-            return quantize_rows(normed, self.fused) if self.quantizes else normed, total
+            return self.parallel.exchange.sum_add_norm(x.part, residual, self.weight, self.eps, begins, self.quantizes)
+        if isinstance(x.part, ScaledProduct):
+            assert residual is not None and self.parallel.size == 1, "without an exchange, ranks sum what is scaled"
+            return add_rms_norm(x.part, residual, self.weight, self.eps, self.fused, self.quantizes)
         return self._add(self.parallel.all_reduce(x.part), residual)
 
     def reduce(self, x: PartialSum) -> torch.Tensor:

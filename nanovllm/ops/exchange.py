@@ -25,6 +25,7 @@ import torch
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.ops.kernel import jit, tl, triton
+from nanovllm.ops.quantize import Quantized, ScaledProduct, divided_by_peak, empty_quantized
 
 logger = logging.getLogger(__name__)
 
@@ -53,29 +54,34 @@ class Exchange:
 
     def sum_add_norm(
         self,
-        product: torch.Tensor,
+        product: torch.Tensor | ScaledProduct,
         residual: torch.Tensor | None,
         weight: torch.Tensor | None,
         eps: float,
         begins_step: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        quantizes: bool = False,
+    ) -> tuple[torch.Tensor | Quantized, torch.Tensor]:
         """(norm(the ranks' products + residual), that sum): [num_rows, width] each
 
         The second is a residual for the next call and nothing else: it may lack the rows of other ranks.
 
         Args:
-            product: this rank's, contiguous [num_rows, width].
+            product: this rank's, contiguous [num_rows, width]; one in FP8 is scaled before it is sent.
             residual: as the last call returned it; None is zeros.
             weight: [width]; None does not norm, so that the first result is the whole sum.
             begins_step: whether it is the first call of a step. A step makes at least two calls, all with the same
                 number of rows, and skips none.
+            quantizes: the first result is in FP8, with a scale per row.
         """
-        num_rows, width = product.shape
-        normed, total = torch.empty_like(product), torch.empty_like(product)
+        given, row_scales, column_scales = product if isinstance(product, ScaledProduct) else (product, None, None)
+        num_rows, width = given.shape
+        total = torch.empty_like(given)
+        normed = empty_quantized(num_rows, width, given.device) if quantizes else torch.empty_like(given)
+        out, scales = normed if isinstance(normed, Quantized) else (normed, None)
         # At least as many numbers as threads: two threads that read one number might see different states of it.
         padded = max(128, triton.next_power_of_2(width))
         num_warps = 4 if padded <= 1024 else min(16, max(8, self._size * padded // 2048))
-        is_direct = self.sends_directly(num_rows, product.nbytes)
+        is_direct = self.sends_directly(num_rows, given.nbytes)
         for first in range(0, num_rows, _MOST_ROWS):
             part = slice(first, min(first + _MOST_ROWS, num_rows))
             # Captured steps keep the mailboxes they were captured with. So each begins with 2, and as it has two sums
@@ -83,8 +89,10 @@ class Exchange:
             self._mailbox = 2 if begins_step and first == 0 else int(self._mailbox == 0)
             num_programs = part.stop - first if is_direct else -(-(part.stop - first) // self._size)
             _sum_add_norm_kernel[(num_programs,)](
-                self._mail[self._mailbox], self._distances, product[part],
-                product[part] if residual is None else residual[part], total[part], normed[part], weight,
+                self._mail[self._mailbox], self._distances, given[part],
+                None if row_scales is None else row_scales[part], column_scales,
+                given[part] if residual is None else residual[part], total[part], out[part],
+                None if scales is None else scales[part], weight,
                 part.stop - first, num_programs, eps, ADDS=residual is not None, NORMS=weight is not None,
                 IS_DIRECT=is_direct, RANK=self._rank, SIZE=self._size, WIDTH=width, PADDED=padded,
                 HALF=self._mail[0, 0].numel(), num_warps=num_warps, **LAUNCH_OPTIONS,
@@ -111,21 +119,24 @@ def _is_direct(size: int, num_rows: int, num_bytes: int) -> bool:
 
 @jit(do_not_specialize=["num_rows", "num_programs"])
 def _sum_add_norm_kernel(
-    mail, distances, product, residual, total, normed, weight, num_rows, num_programs, eps, ADDS: tl.constexpr,
-    NORMS: tl.constexpr, IS_DIRECT: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
-    PADDED: tl.constexpr, HALF: tl.constexpr,
+    mail, distances, product, row_scales, column_scales, residual, total, normed, scales, weight, num_rows,
+    num_programs, eps, ADDS: tl.constexpr, NORMS: tl.constexpr, IS_DIRECT: tl.constexpr, RANK: tl.constexpr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Directly, a program has the row of its number; by owner it has one row of each rank, and sums this rank's.
 
     It waits for the others' programs of the same number alone, so that it does not matter how many run at once.
 
     mail: a mailbox, [2, most rows, WIDTH]; distances: [SIZE]; product, residual, total, normed: [num_rows, WIDTH].
+    row_scales, column_scales: of a ScaledProduct, else None. scales: of `normed` in FP8, else None.
     """
     program = tl.program_id(0)
     column = tl.arange(0, PADDED)
     is_real = column < WIDTH
     if NORMS:
         weights = tl.load(weight + column, is_real, 0.0).to(tl.float32)  # no earlier kernel writes them
+    if column_scales is not None:
+        of_columns = tl.load(column_scales + column, is_real, 0.0)[None, :]
     ranks = tl.arange(0, SIZE)
     mails = mail + tl.multiple_of(tl.load(distances + ranks), 16)[:, None] + column
     begin()
@@ -138,9 +149,15 @@ def _sum_add_norm_kernel(
     if IS_DIRECT:
         is_there = is_real[None, :]
         products = tl.load(product + row_at, is_real, 0.0)[None, :]
+        if row_scales is not None:
+            products = products.to(tl.float32) * tl.load(row_scales + row)
     else:
         is_there = (numbers < num_rows)[:, None] & is_real
         products = tl.load(product + at, is_there, 0.0)
+        if row_scales is not None:
+            products = products.to(tl.float32) * tl.load(row_scales + numbers, numbers < num_rows, 0.0)[:, None]
+    if row_scales is not None:
+        products = (products * of_columns).to(total.dtype.element_ty)
     _send(mails + sent_to, products, is_there)
     if row < num_rows:
         values = tl.sum(_receive(mail + at, is_real[None, :]).to(tl.float32), 0)
@@ -151,12 +168,25 @@ def _sum_add_norm_kernel(
         values = rounded.to(tl.float32)  # what is normed is the sum as it is kept
         if NORMS:
             values *= tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps) * weights
+        finished = values.to(total.dtype.element_ty)[None, :]
         if IS_DIRECT:
-            tl.store(normed + row_at, values, is_real)
+            one_row = tl.full([1, 1], row, tl.int32)
+            _finish(normed, scales, finished, row_at[None, :], one_row, one_row < num_rows, is_there)
         else:
-            _send(mails + HALF + sent_to, values.to(total.dtype.element_ty)[None, :], is_real[None, :])
+            _send(mails + HALF + sent_to, finished, is_real[None, :])
     if not IS_DIRECT:
-        tl.store(normed + at, _receive(mail + HALF + at, is_there), is_there)
+        finished = _receive(mail + HALF + at, is_there)
+        _finish(normed, scales, finished, at, numbers[:, None], (numbers < num_rows)[:, None], is_there)
+
+
+@jit
+def _finish(normed, scales, values, at, row, is_row, is_there):
+    """Writes rows of the result, in FP8 if it has scales."""
+    if scales is not None:
+        values = values.to(tl.float32)
+        values, of_rows = divided_by_peak(values, tl.max(tl.abs(values), 1)[:, None])
+        tl.store(scales + row, of_rows, is_row)
+    tl.store(normed + at, values, is_there)
 
 
 @jit

@@ -25,6 +25,7 @@ RANK = """
     from nanovllm.ops import exchange as kernels
     from nanovllm.ops.collectives import Parallel
     from nanovllm.ops.exchange import make_exchange
+    from nanovllm.ops.quantize import ScaledProduct
     from nanovllm.ops.sampling_exchange import make_sampling_exchange
 
     rank, size, meeting_point = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -59,6 +60,26 @@ RANK = """
                     assert error <= allowed, (dtype, width, num_rows, error)
                     everybody = plain.all_gather(normed.cpu()[None])
                     assert all(torch.equal(other, normed.cpu()) for other in everybody), "the ranks differ"
+            if dtype != torch.bfloat16:
+                continue
+            # Products in FP8, which keep their scales until they are sent, and results in FP8.
+            norm = RMSNorm(width, 1e-6, dtype, device, True, fused, quantizes=True)
+            norm.weight.copy_(twin.weight)
+            ways = ((rows, way) for rows in (1, 2, 3, 64, 531, 2051) for way in (2**20, -1))
+            for num_rows, kernels._BYTES_OF_A_TRIP in ways:
+                theirs = ours = None
+                for _ in range(3):
+                    product = torch.randn(num_rows, width, device=device, generator=generator).to(dtype)
+                    scales = [torch.rand(n, device=device, generator=generator) + 0.5 for n in (num_rows, width)]
+                    product = ScaledProduct(product, *scales)
+                    expected, theirs = twin.reduce_add(PartialSum(product.whole()), theirs)
+                    normed, ours = norm.reduce_add(PartialSum(product), ours)
+                    error = ((normed.whole() - expected).abs() / (1 + expected.abs())).max().item()
+                    assert error <= 0.17, (width, num_rows, error)  # at most 1/16 is of e4m3
+                    assert (normed.values.float().abs().amax(1) == 448).all()
+                    bits = normed.values.view(torch.uint8).cpu(), normed.scales.cpu()
+                    for mine in bits:
+                        assert all(torch.equal(other, mine) for other in plain.all_gather(mine[None])), "ranks differ"
         # Thousands of sums from a graph and between its replays, the ranks out of step: rank 0 has more to do.
         width = 4096
         exchange = make_exchange(plain, width, torch.bfloat16, device)

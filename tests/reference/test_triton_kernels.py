@@ -22,6 +22,7 @@ import torch
 from model_factory import one_thread, save_model  # noqa: F401
 from test_attention import MIXED, Case, make_case, relative_error
 from test_attention import run as run_case
+from test_fp8 import assert_rounded
 
 import nanovllm.attention
 import nanovllm.ops
@@ -40,6 +41,7 @@ from nanovllm.ops.layer_cache import LayerCache
 from nanovllm.ops.linear import linear, single_row_linear
 from nanovllm.ops.norm import add_rms_norm, rms_norm
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
+from nanovllm.ops.quantize import E4M3, Quantized, ScaledProduct, quantize_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of infinities that are meant
 
@@ -245,7 +247,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from nanovllm.attention.hopper_prompts import CONSTANTS, FP8_CONSTANTS, _attend_prompts_kernel as kernel
 
-DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp8e4nv": gl.float8e4nv}
+DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "i8": gl.int8, "fp8e4nv": gl.float8e4nv}
 
 def descriptor(dtype, columns):
     return f"tensordesc<{dtype}[64,{columns}],{gl.NVMMASharedLayout.get_default_for([64, 64], DTYPES[dtype])!r}>"
@@ -254,7 +256,8 @@ for dtype, of_cache, (num_heads, num_kv_heads), block_size in (
     ("bf16", "bf16", (16, 8), 64), ("fp16", "fp16", (28, 4), 256), ("bf16", "fp8e4nv", (16, 8), 64),
     ("fp16", "fp8e4nv", (28, 4), 128),
 ):
-    types = dict.fromkeys(("keys_by_row", "values_by_row"), descriptor(of_cache, 64))
+    of_keys = "i8" if of_cache == "fp8e4nv" else of_cache
+    types = {"keys_by_row": descriptor(of_keys, 64), "values_by_row": descriptor(of_cache, 64)}
     types["q_by_token"] = descriptor(dtype, 128)
     if of_cache == "fp8e4nv":
         scales = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -568,10 +571,20 @@ def is_nothing(mail: torch.Tensor) -> torch.Tensor:
     return (mail == 0) & mail.signbit()
 
 
-def check_exchange(monkeypatch, rank, calls, is_direct, most_rows=8, eps=1e-6, has_post_norms=False) -> None:
+def scaled_by_powers_of_two(product: torch.Tensor) -> ScaledProduct:
+    """That is exactly `product`."""
+    num_rows, width = product.shape
+    row_scales, column_scales = torch.exp2(torch.arange(num_rows) % 5 - 2.0), torch.exp2(torch.arange(width) % 3 - 1.0)
+    return ScaledProduct((product / row_scales[:, None] / column_scales).to(product.dtype), row_scales, column_scales)
+
+
+def check_exchange(
+    monkeypatch, rank, calls, is_direct, most_rows=8, eps=1e-6, has_post_norms=False, is_fp8=False
+) -> None:
     """Makes the calls of one step as `rank`, beside plain peers: every rank's products of each.
 
     has_post_norms: the first call only sums, and no call has a residual, as in models with norms after their blocks.
+    is_fp8: this rank's products keep their scales, and its results are in FP8.
     """
     size, dtype, (num_rows, width) = len(calls[0]), calls[0][0].dtype, calls[0][0].shape
     weight = torch.linspace(0.5, 2, width).to(dtype)
@@ -593,11 +606,25 @@ def check_exchange(monkeypatch, rank, calls, is_direct, most_rows=8, eps=1e-6, h
             return results[-1][: len(tensor)]
 
         parts = [(next(mailboxes), slice(first, first + most_rows)) for first in range(0, num_rows, most_rows)]
+
+        def guarded_quantized(num_rows, width, device, results=results):
+            values, scales = torch.zeros(num_rows + 4, width, dtype=E4M3), torch.full((num_rows + 4, 1), math.nan)
+            results.append(scales)
+            return Quantized(values[:num_rows], scales[:num_rows, 0])
+
         with monkeypatch.context() as patch, Peers(mails, rank, parts, products, expected, is_direct) as peers:
             patch.setattr(torch, "empty_like", guarded)
+            patch.setattr("nanovllm.ops.exchange.empty_quantized", guarded_quantized)
             given = None if has_post_norms else residual
-            normed, residual = exchange.sum_add_norm(products[rank], given, of_call, eps, index == 0)
-        for sent, right in [*peers.compared, (normed, expected)]:
+            product = scaled_by_powers_of_two(products[rank]) if is_fp8 else products[rank]
+            normed, residual = exchange.sum_add_norm(product, given, of_call, eps, index == 0, is_fp8)
+        if is_fp8:
+            twin = quantize_rows(expected)
+            torch.testing.assert_close(normed.scales, twin.scales, rtol=1e-5, atol=0)
+            differs = (normed.values.float() - twin.values.float()).abs() > 0.07 * twin.values.float().abs()
+            assert differs.float().mean() < 0.02, "each row is rounded by its own scale"
+            assert_rounded(normed, expected.float())
+        for sent, right in [*peers.compared, *([] if is_fp8 else [(normed, expected)])]:
             assert_near(sent, right)
         for _, part in parts:
             num_rows_of_rank = -(-len(exact[part]) // size)
@@ -631,6 +658,22 @@ def test_the_exchange_is_the_sum_and_the_norm(monkeypatch, is_direct, dtype, siz
         for product in itertools.chain(*calls):
             product[0, :5] = -0.0
         check_exchange(monkeypatch, rank, calls, is_direct, eps=0.1)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 11])
+@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by owner"])
+def test_the_exchange_takes_scaled_products_and_gives_fp8(monkeypatch, is_direct, num_rows):
+    """Scales of another row, of rows in another part, or of what is sent and not of what is received."""
+    monkeypatch.setattr("nanovllm.ops.exchange._MOST_ROWS", 8)
+    monkeypatch.setattr("nanovllm.ops.exchange._BYTES_OF_A_TRIP", 2**20 if is_direct else -1)
+    for rank in range(2):
+        calls = [
+            [(random_tensor(num_rows, 72, seed=10 * call + other) * 8).round().div(8) for other in range(2)]
+            for call in range(2)
+        ]
+        for product in itertools.chain(*calls):
+            product *= torch.exp2(torch.arange(num_rows) % 7.0)[:, None]  # so that rows have scales of their own
+        check_exchange(monkeypatch, rank, calls, is_direct, eps=100.0, is_fp8=True)
 
 
 @pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by owner"])
