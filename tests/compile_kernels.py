@@ -62,7 +62,7 @@ def compile_only(self: triton.JITFunction, *arguments, grid, warmup, **options):
         seen.add(compiled.hash)
         ptx = compiled.asm["ptx"]
         products = "wgmma" if "wgmma" in ptx else "mma" if "mma.sync" in ptx else "none"
-        kind = f"{products}{'.e4m3' * ('e4m3.e4m3' in ptx)}"
+        kind = products + "".join(f".{each}" for each in ("e4m3", "s8") if f"{each}.{each}" in ptx)
         print(self.__name__, compiled.metadata.shared, kind, len(pairs_in_e4m3(ptx)), num_used_twice(ptx), flush=True)
     return compiled
 

@@ -2484,15 +2484,15 @@ MUTANTS = [
     Mutant(
         "the bias of a product in parts is lost",
         LINEAR,
-        "takes_unfinished and self.fused and not bias and",
-        "takes_unfinished and self.fused and",
+        "parallel.size == 1 and self.fused and not bias and",
+        "parallel.size == 1 and self.fused and",
         ("test_layers.py::test_a_fused_product_of_few_rows_comes_in_parts_for_the_norm[torch.float32]",),
     ),
     Mutant(
         "every rank's product comes in parts",
         LINEAR,
-        "takes_unfinished = in_parts and parallel.size == 1",
-        "takes_unfinished = in_parts",
+        "in_parts and parallel.size == 1 and self.fused",
+        "in_parts and self.fused",
         ("test_layers.py::test_a_fused_product_of_few_rows_comes_in_parts_for_the_norm[torch.float32]",),
     ),
     Mutant(
@@ -2847,8 +2847,8 @@ MUTANTS = [
     Mutant(
         "a normed zero looks like nothing",
         EXCHANGE,
-        "_send(mails + HALF + sent_to, values.to(total.dtype.element_ty)[None, :], is_real[None, :])",
-        "tl.store(mails + HALF + sent_to, values.to(total.dtype.element_ty)[None, :], is_real[None, :])",
+        "_send(mails + HALF + sent_to, finished, is_real[None, :])",
+        "tl.store(mails + HALF + sent_to, finished, is_real[None, :])",
         ("test_triton_kernels.py::test_the_exchange_is_the_sum_and_the_norm[by owner-torch.float32-2-1]",),
     ),
     Mutant(
@@ -2875,8 +2875,8 @@ MUTANTS = [
     Mutant(
         "a sum of a rank goes past the last row",
         EXCHANGE,
-        "_receive(mail + HALF + at, is_there), is_there)",
-        "_receive(mail + HALF + at, is_there), is_real[None, :])",
+        "(numbers < num_rows)[:, None], is_there)",
+        "(numbers < num_rows)[:, None], is_real[None, :])",
         ("test_triton_kernels.py::test_the_exchange_is_the_sum_and_the_norm[by owner-torch.float32-2-3]",),
     ),
     Mutant(
@@ -3178,8 +3178,8 @@ MUTANTS = [
     Mutant(
         "a value in FP8 has its key's scale",
         LAYER_CACHE,
-        "key_exponents << 23 | value_exponents << 7",
-        "key_exponents << 23 | key_exponents << 7",
+        "value_scales.view(torch.int32) >> 16",
+        "key_scales.view(torch.int32) >> 16",
         ("test_fp8_cache.py::test_what_is_written_is_read_and_lies_where_the_format_says[3-4-10]",),
     ),
     Mutant(
@@ -3194,7 +3194,7 @@ MUTANTS = [
         LAYER_CACHE,
         "(peak.view(torch.int32) + 0x1FFFFF >> 23) - 8",
         "(peak.view(torch.int32) + 0x1FFFFF >> 23) - 9",
-        ("test_fp8_cache.py::test_a_head_is_rounded_to_e4m3_by_a_power_of_two[torch.float32]",),
+        ("test_fp8_cache.py::test_a_value_is_rounded_to_e4m3_by_a_power_of_two[torch.float32]",),
     ),
     Mutant(
         "a peak of exactly 448 × a power of two gets a scale too large",
@@ -3262,8 +3262,8 @@ MUTANTS = [
     Mutant(
         "a decode's values are not transposed",
         QK_NORM,
-        "to_value + low * BLOCK_SIZE",
-        "to_value + low",
+        "to_value + column * BLOCK_SIZE",
+        "to_value + column",
         ("test_fp8_cache.py::test_the_fused_kernel_stores_what_its_twin_stores[False-True-False-4-2-32-32]",),
     ),
     Mutant(
@@ -3283,7 +3283,7 @@ MUTANTS = [
     Mutant(
         "new keys are attended as they were before they were cached",
         SDPA,
-        "            k, v = rounded_heads(k), rounded_heads(v)\n",
+        "            k, v = rounded_keys(k), rounded_values(v)\n",
         "            pass\n",
         (
             "test_fp8_cache.py::test_a_prompt_in_chunks_attends_as_in_one_piece[torch.float32-sdpa]",
@@ -3330,13 +3330,83 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "decodes over FP8 lose what rounding queries and weights to e4m3 lost",
+        "decodes over FP8 lose what rounding weights to e4m3 lost",
         TRITON_FP8,
-        "to_e4m3((x - rounded) * 32.0)",
+        "to_e4m3((x - rounded) * _LOST_OF_WEIGHT)",
         "to_e4m3(x * 0)",
         (
             "test_fp8_cache.py::test_decodes_beside_prompts_attend_as_the_formula_says[2-1-32-64-0-triton-torch.float32]",
         ),
+    ),
+    Mutant(
+        "a key's scale is rounded down, so that its largest number is too large",
+        LAYER_CACHE,
+        "(least.view(torch.int32) + 0xFFFF & -0x10000)",
+        "(least.view(torch.int32) & -0x10000)",
+        ("test_fp8_cache.py::test_a_key_is_rounded_to_integers[torch.float32]",),
+    ),
+    Mutant(
+        "the kernel rounds a key's scale down",
+        STORE_FP8,
+        "(least.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000",
+        "least.to(tl.int32, bitcast=True) & -0x10000",
+        ("test_fp8_cache.py::test_the_store_kernels_write_what_their_twin_writes[scattered-32-32-torch.float32]",),
+    ),
+    Mutant(
+        "the kernel cuts keys off",
+        STORE_FP8,
+        "return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)",
+        "return x.to(tl.int8)",
+        ("test_fp8_cache.py::test_the_store_kernels_write_what_their_twin_writes[scattered-32-32-torch.float32]",),
+    ),
+    Mutant(
+        "a key with a NaN looks like one of zeros",
+        STORE_FP8,
+        "& -0x10000, 0x7F800000)",
+        "& -0x10000, 0x3F800000)",
+        ("test_fp8_cache.py::test_the_store_kernels_write_what_their_twin_writes[scattered-32-32-torch.float32]",),
+    ),
+    Mutant(
+        "values that a decode stores are scaled as keys",
+        QK_NORM,
+        "tl.where(is_normed, 0.0, of_value)",
+        "tl.where(is_normed, 0.0, scale_of_keys(peak)[0])",
+        ("test_fp8_cache.py::test_the_fused_kernel_stores_what_its_twin_stores[False-True-False-4-2-32-32]",),
+    ),
+    Mutant(
+        "decodes over FP8 lose what rounding queries to integers lost",
+        TRITON_FP8,
+        "to_int8((x - rounded) * _LOST_OF_QUERY)",
+        "to_int8(x * 0)",
+        ("test_fp8_cache.py::test_queries_of_all_sizes_attend_as_the_formula_says",),
+    ),
+    Mutant(
+        "a query with a NaN looks like one of numbers",
+        TRITON_FP8,
+        "tl.maximum(peak, least)",
+        "tl.minimum(tl.maximum(peak, least), 0x7F7FFFFF)",
+        ("test_fp8_cache.py::test_a_query_that_is_no_number_gives_none[triton-nan]",),
+    ),
+    Mutant(
+        "rows of the second part get the row scales of the first",
+        EXCHANGE,
+        "None if row_scales is None else row_scales[part]",
+        "row_scales",
+        ("test_triton_kernels.py::test_the_exchange_takes_scaled_products_and_gives_fp8[direct-11]",),
+    ),
+    Mutant(
+        "a scaled product that goes to its owner is scaled as another row",
+        EXCHANGE,
+        "tl.load(row_scales + numbers, numbers < num_rows, 0.0)",
+        "tl.load(row_scales + ranks, numbers < num_rows, 0.0)",
+        ("test_triton_kernels.py::test_the_exchange_takes_scaled_products_and_gives_fp8[by owner-11]",),
+    ),
+    Mutant(
+        "a row that an owner normed gets this rank's scale",
+        EXCHANGE,
+        "divided_by_peak(values, tl.max(tl.abs(values), 1)[:, None])",
+        "divided_by_peak(values, tl.max(tl.max(tl.abs(values), 1), 0))",
+        ("test_triton_kernels.py::test_the_exchange_takes_scaled_products_and_gives_fp8[by owner-11]",),
     ),
     Mutant(
         "copied blocks leave their scales behind",

@@ -340,6 +340,28 @@ def test_what_is_no_number_reaches_the_queries_that_see_it_and_no_others(backend
     assert torch.equal(found[~sees], expected[~sees])
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("backend", ["torch", "sdpa", "triton"])
+def test_a_query_that_is_no_number_gives_none(backend, number):
+    """Decodes make integers of queries, which could not show it."""
+    case = make_case([(30, 1), (63, 1), (0, 40)], 32, 2, 2, 32, is_fp8=True)
+    expected = run(backend, case)
+    case.queries[0][-1, 1, 5] = number
+    found = run(backend, case)
+    is_bad = torch.zeros(found.shape[:2], dtype=torch.bool)
+    is_bad[0, 1] = True
+    assert found[is_bad].isnan().all() and torch.equal(found[~is_bad], expected[~is_bad])
+
+
+def test_queries_of_all_sizes_attend_as_the_formula_says():
+    """One of zeros, and some whose numbers are far apart."""
+    case = make_case([(200, 1)] * 6, 64, 2, 2, 64, is_fp8=True)
+    for row, factor in enumerate((0.0, 1e-30, 1e-3, 1.0, 30.0)):
+        case.queries[row].mul_(factor)
+    case.queries[5][:, :, 7] *= 1000
+    assert_exact("triton", case)
+
+
 def test_no_number_before_the_window_reaches_a_query():
     """A weight of 0 does not remove the infinite scale of such a value."""
     case = make_case([(69, 1), (299, 1)], 32, 1, 2, 32, window=40, is_fp8=True)
