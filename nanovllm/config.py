@@ -58,8 +58,8 @@ class Config:
         quantization: "fp8" rounds the weights of linear layers to FP8 (e4m3) while they load, with a scale per output
             channel; their inputs are rounded too, with a scale per token. None takes the weights as they are stored,
             FP8 included.
-        kv_cache_dtype: "fp8" keeps each number of a key or value in eight bits (values in e4m3, keys as integers), and
-            a scale per head; "auto" keeps them in `dtype`.
+        kv_cache_dtype: "fp8" stores keys as int8 and values as e4m3, with one scale per token and head for each, in
+            about half the bytes of 16-bit numbers; "auto" keeps them in `dtype`.
         max_model_len: most tokens of prompt + completion; None is the model's own limit, at most
             32,768, and with LongRoPE at most the original length.
         max_num_batched_tokens: most tokens computed in one step; longer prompts are computed in chunks.

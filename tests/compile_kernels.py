@@ -103,7 +103,7 @@ def launch_all() -> None:
         act_and_mul(gate_up, fused=True)
     act_and_mul(scaled(1024), "gelu_pytorch_tanh", fused=True)
     exchange = Exchange(Parallel(0, 4), torch.zeros(mail_shape(size), dtype=dtype), [0] * 4)
-    for num_rows in (16, 4096):  # which go directly, and by their owners
+    for num_rows in (16, 4096):  # directly, and by owner
         product = ScaledProduct(torch.zeros((num_rows, size), dtype=dtype), torch.ones(num_rows), torch.ones(size))
         exchange.sum_add_norm(product, torch.zeros_like(product.product), norm, 1e-6, False, quantizes=True)
     blocks = BlockWeight(weight(6144, size), torch.ones(48, 32), 128, 128)

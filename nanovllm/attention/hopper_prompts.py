@@ -8,7 +8,7 @@ program takes its share of a list of items (a tile of queries and two heads). Th
 program writes the result of the current one.
 
 With a cache in FP8, another group of four warps converts the fetched tiles of keys and values to the queries' dtype,
-times their scales. Then the schedule is the same.
+and multiplies them by their scales. Then the schedule is the same.
 
 `triton_prompts.attend_prompts` calls this kernel in layers without a window, if `has_hopper_kernel`. Its twin is
 `_prefill_kernel` in triton_prompts.py.
@@ -205,9 +205,16 @@ def _fetch_all(
 
 
 @gluon.jit
+def _boxes(tile, BOX: gl.constexpr):
+    """A tile as [number of boxes, BOX, BOX]."""
+    SHAPE: gl.constexpr = [tile.shape[0] * tile.shape[1] // (BOX * BOX), BOX, BOX]
+    return _reinterpret(tile, tile.dtype, SHAPE, tile.layout)
+
+
+@gluon.jit
 def _plus_32896(numbers):
-    """int8 -> float32. It moves each byte into a number that is 32768 + byte, because the GPU's own conversions take
-    turns with the exponentials of the softmax."""
+    """int8 -> float32, the number + 32896. Flipping the sign bit adds 128. The byte then goes into the mantissa of
+    32768.0. The GPU's own conversion would compete with the exponentials of the softmax for the same units."""
     return gl.inline_asm_elementwise(
         """
         {
@@ -226,22 +233,18 @@ def _plus_32896(numbers):
 @gluon.jit
 def _convert_keys(fetched, scales, tiles, stage):
     """Writes a stage's tile of keys, whose boxes of integers and scales were fetched."""
-    tile, fetched = tiles.index(stage), fetched.index(stage)
     BOX: gl.constexpr = scales.shape[2]
-    NUM_BOXES: gl.constexpr = tile.shape[0] // BOX
-    SHAPE: gl.constexpr = [NUM_BOXES * NUM_BOXES, BOX, BOX]
+    NUM_BOXES: gl.constexpr = tiles.shape[1] // BOX
     NUMBERS: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [gl.num_warps(), 1], [1, 0])
-    fetched = _reinterpret(fetched, fetched.dtype, SHAPE, fetched.layout)
-    boxes = _reinterpret(tile, tile.dtype, SHAPE, tile.layout)
+    fetched, boxes = _boxes(fetched.index(stage), BOX), _boxes(tiles.index(stage), BOX)
     for box in gl.static_range(NUM_BOXES):
         bits = scales.index(stage * NUM_BOXES + box).permute((1, 0)).load(NUMBERS) & -65536
         factor = bits.to(gl.float32, bitcast=True)
         for part in gl.static_range(NUM_BOXES):
-            # Exact, because a scale has 8 bits and 32896 has 9.
-            numbers = gl.fma(
-                _plus_32896(fetched.index(part * NUM_BOXES + box).load(NUMBERS)), factor, factor * -32896.0
-            )
-            boxes.index(part * NUM_BOXES + box).store(numbers.to(tile.dtype))
+            numbers = _plus_32896(fetched.index(part * NUM_BOXES + box).load(NUMBERS))
+            # The product with 32896 is exact: 8 and 9 significant bits fit into the 24 of float32.
+            numbers = gl.fma(numbers, factor, factor * -32896.0)
+            boxes.index(part * NUM_BOXES + box).store(numbers.to(tiles.dtype))
     fence_async_shared()
 
 
@@ -249,20 +252,17 @@ def _convert_keys(fetched, scales, tiles, stage):
 def _convert_values(fetched, scales, tiles, stage, num_left):
     """Writes a stage's tile of transposed values, whose boxes in e4m3 and scales were fetched. Values from `num_left`
     on become 0: their scales may be infinite, which a weight of 0 does not remove."""
-    tile, fetched = tiles.index(stage), fetched.index(stage)
     BOX: gl.constexpr = scales.shape[2]
-    NUM_BOXES: gl.constexpr = tile.shape[0] // BOX
-    SHAPE: gl.constexpr = [NUM_BOXES * NUM_BOXES, BOX, BOX]
+    NUM_BOXES: gl.constexpr = tiles.shape[1] // BOX
     NUMBERS: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [gl.num_warps(), 1], [1, 0])
-    fetched = _reinterpret(fetched, fetched.dtype, SHAPE, fetched.layout)
-    boxes = _reinterpret(tile, tile.dtype, SHAPE, tile.layout)
+    fetched, boxes = _boxes(fetched.index(stage), BOX), _boxes(tiles.index(stage), BOX)
     for box in gl.static_range(NUM_BOXES):
         is_there = box * BOX + gl.arange(0, BOX, gl.SliceLayout(0, NUMBERS))[None, :] < num_left
         bits = scales.index(stage * NUM_BOXES + box).load(NUMBERS) << 16
         factor = gl.where(is_there, bits.to(gl.float32, bitcast=True), 0.0)
         for part in gl.static_range(NUM_BOXES):
             numbers = fetched.index(part * NUM_BOXES + box).load(NUMBERS).to(gl.float32) * factor
-            boxes.index(box * NUM_BOXES + part).store(numbers.to(tile.dtype))
+            boxes.index(box * NUM_BOXES + part).store(numbers.to(tiles.dtype))
     fence_async_shared()
 
 

@@ -2,10 +2,10 @@
 
 No cached number is converted: keys, which are integers, are multiplied by integers, and values by numbers in e4m3. A
 Hopper GPU's tensor cores multiply tiles of at least 64 rows from shared memory by few columns. So keys (and transposed
-values) are the rows; a group's queries (and weights) are the columns. Each query and each weight is a sum of two
-numbers of 8 bits in two columns: the rounded number, and what rounding lost, times a factor. Together they have the
-precision of bfloat16. Products of integers are summed exactly. Those in e4m3 are summed over one tile of keys, less
-precisely than float32; the tiles' sums are added in float32.
+values) are the rows; a group's queries (and weights) are the columns. Each query and each weight takes two columns of
+8-bit numbers: the rounded number, and the remainder times a factor. Together they have about the precision of bfloat16.
+Tensor cores sum products of integers exactly. They sum products in e4m3 less precisely than float32, and only over one
+tile of keys; the kernel adds the tiles' sums in float32.
 
 A key's scale multiplies its scores. A value's scale ought to multiply its weights. It is a power of two, so its
 exponent is added to the scores instead, before the softmax: weights then fill the range of e4m3. The sum of the weights
@@ -18,16 +18,15 @@ from nanovllm.attention.splits import split_length_of
 from nanovllm.ops.dependent_launch import let_next_come, wait
 from nanovllm.ops.kernel import jit, tl, triton
 from nanovllm.ops.layer_cache import LayerCache
-from nanovllm.ops.quantize import to_e4m3
-from nanovllm.ops.store_fp8 import to_int8
+from nanovllm.ops.quantize import TO_INTEGER, subnormal_or, to_e4m3, to_int8
 
 # Log2 of the largest attention weight before it becomes e4m3.
 _PEAK_EXPONENT = tl.constexpr(7)
-# The largest number of a query's head becomes 127. What rounding a weight, or a query, lost is multiplied by these.
-# Without that, many small weights beside a large one would be lost: e4m3 has no number between 0 and 2^-9.
-_PEAK_OF_QUERY = tl.constexpr(127.0)
-_LOST_OF_WEIGHT = tl.constexpr(32.0)
-_LOST_OF_QUERY = tl.constexpr(254.0)
+# Rounding leaves a remainder. That of a weight is multiplied by 32, because e4m3 has no number between 0 and 2^-9, and
+# many small weights beside a large one would vanish. That of a query is at most 0.5, so times 254 it fills int8.
+_REMAINDER_OF_WEIGHT = tl.constexpr(32.0)
+_REMAINDER_OF_QUERY = tl.constexpr(254.0)
+_PEAK_OF_QUERY = tl.constexpr(127.0)  # a query's largest number, before it becomes int8
 # Heads of a group that a product takes at least, in two columns each; fewer are padded. Triton's products with fewer
 # than 16 columns were not tried.
 LEAST_GROUP = 8
@@ -64,40 +63,42 @@ def launch_options(width: int) -> dict[str, int]:
 
 
 @jit
-def _in_pairs_of_columns(x, lost):
-    """[size, columns] each -> [size, 2 × columns], all of x first."""
-    return tl.join(x, lost).permute(0, 2, 1).reshape(x.shape[0], 2 * x.shape[1])
+def _side_by_side(rounded, remainders):
+    """[size, columns] each -> [size, 2 × columns]"""
+    return tl.join(rounded, remainders).permute(0, 2, 1).reshape(rounded.shape[0], 2 * rounded.shape[1])
 
 
 @jit
 def _twice_in_int8(x):
-    """float32 [size, columns], at most 127 -> int8 [size, 2 × columns]: the rounded numbers, then what they lost."""
-    rounded = (x + 12582912.0) - 12582912.0  # 1.5 × 2^23; see `to_int8`
-    return _in_pairs_of_columns(to_int8(x), to_int8((x - rounded) * _LOST_OF_QUERY))
+    """float32 [size, columns], at most 127 -> int8 [size, 2 × columns]: the rounded numbers, then the remainders times
+    _REMAINDER_OF_QUERY."""
+    rounded = (x + TO_INTEGER) - TO_INTEGER
+    return _side_by_side(to_int8(x), to_int8((x - rounded) * _REMAINDER_OF_QUERY))
 
 
 @jit
 def _twice_in_e4m3(x):
-    """float32 [size, columns], below 256 -> e4m3 [size, 2 × columns]: the rounded numbers, then what they lost."""
+    """float32 [size, columns], below 256 -> e4m3 [size, 2 × columns]: the rounded numbers, then the remainders times
+    _REMAINDER_OF_WEIGHT."""
     # `rounded` comes from the bits, because the result of `to_e4m3` may not have a second use.
     rounded = ((x.to(tl.int32, bitcast=True) + 0x80000) & -0x100000).to(tl.float32, bitcast=True)
-    rounded = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, rounded)  # to the subnormal numbers of e4m3
-    return _in_pairs_of_columns(to_e4m3(rounded), to_e4m3((x - rounded) * _LOST_OF_WEIGHT))
+    rounded = subnormal_or(x, rounded)
+    return _side_by_side(to_e4m3(rounded), to_e4m3((x - rounded) * _REMAINDER_OF_WEIGHT))
 
 
 @jit
 def _sum_of_both(product, FACTOR: tl.constexpr):
-    """[size, 2 × columns] -> float32 [size, columns]; FACTOR: of what was lost."""
-    high, lost = tl.split(product.reshape(product.shape[0], 2, product.shape[1] // 2).permute(0, 2, 1))
-    return high.to(tl.float32) + lost.to(tl.float32) * (1 / FACTOR)
+    """[size, 2 × columns] -> float32 [size, columns]; FACTOR: what the remainders were multiplied by."""
+    rounded, remainders = tl.split(product.reshape(product.shape[0], 2, product.shape[1] // 2).permute(0, 2, 1))
+    return rounded.to(tl.float32) + remainders.to(tl.float32) * (1 / FACTOR)
 
 
 @jit
 def _scales_of_queries(queries):
-    """float32 [WIDTH, GROUP] -> [GROUP]: those that make the largest numbers 127. A query with a NaN gets NaN, because
-    integers could not show it."""
+    """float32 [WIDTH, GROUP] -> [GROUP]: the scales that make each query's largest number 127. A query with a NaN or an
+    infinity gets such a scale, because int8 has neither."""
     peak = tl.max(queries.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)  # the bits of a NaN are larger than any number's
-    least = (127 - 100) << 23  # 2^-100
+    least = (127 - 100) << 23  # 2^-100, so that a query of zeros is not divided by 0
     return tl.maximum(peak, least).to(tl.float32, bitcast=True) * (1 / _PEAK_OF_QUERY)
 
 
@@ -124,7 +125,7 @@ def _attend_fp8_keys(
         both = tl.load(scales + (of_head.to(tl.int64) * BLOCK_SIZE + place) + key, is_seen, 0)
         exponent = (both >> 7) & 0xFF
         key_scales = (both & -65536).to(tl.float32, bitcast=True)
-        scores = _sum_of_both(tl.dot(keys.load([of_head * BLOCK_SIZE + place, 0]), queries), _LOST_OF_QUERY)
+        scores = _sum_of_both(tl.dot(keys.load([of_head * BLOCK_SIZE + place, 0]), queries), _REMAINDER_OF_QUERY)
         scores = scores * (key_scales[:, None] * query_scales[None, :]) + (exponent - 127).to(tl.float32)[:, None]
         # The tile may reach past the last key. What it holds there is not NaN, and its weight is 0.
         scores = tl.where(is_seen[:, None], scores, float("-inf"))
@@ -137,7 +138,7 @@ def _attend_fp8_keys(
         shrink_of_both = tl.join(shrink, shrink).permute(1, 0).reshape(2 * GROUP)
         summed = summed * shrink_of_both[None, :] + product
         largest = new_largest
-    return largest, tl.sum(totals, 0), _sum_of_both(summed, _LOST_OF_WEIGHT)
+    return largest, tl.sum(totals, 0), _sum_of_both(summed, _REMAINDER_OF_WEIGHT)
 
 
 @jit(do_not_specialize=["q_stride", "table_stride"])

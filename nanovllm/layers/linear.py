@@ -212,18 +212,24 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 class RowParallelLinear(LinearBase):
     """The inputs are divided over the ranks; the norm that reads their products sums them over the ranks.
 
-    Rank 0 alone adds the bias. With `in_parts`, a fused product may keep its scales. A single rank's may also come as
-    several parts, or be left to `RMSNorm.reduce_add`. Only that takes such results.
+    Rank 0 alone adds the bias.
+
+    Args:
+        takes_unfinished: the norm that reads the products calls `RMSNorm.reduce_add`. Then a fused product may keep its
+            scales. On a single rank it may also come as several parts, or be left to `reduce_add`.
     """
 
-    def __init__(self, input_size: int, output_size: int, bias: bool, parallel: Parallel, in_parts: bool = False, **kw):
+    def __init__(
+        self, input_size: int, output_size: int, bias: bool, parallel: Parallel, takes_unfinished: bool = False, **kw
+    ):
         self.full_input_size = input_size
         self.part = parallel.shard(input_size, "input size")
-        # Where the ranks have no exchange, NCCL sums what is scaled.
-        keeps_scales = in_parts and (parallel.size == 1 or parallel.exchange is not None)
+        # Without an exchange, NCCL sums the products, so they must be scaled already.
+        keeps_scales = takes_unfinished and (parallel.size == 1 or parallel.exchange is not None)
         super().__init__(self.part[1], output_size, bias, keeps_scales=keeps_scales, **kw)
         self.parallel = parallel
-        self.in_parts = in_parts and parallel.size == 1 and self.fused and not bias and self.format is None
+        is_plain = parallel.size == 1 and not bias and self.format is None
+        self.in_parts = takes_unfinished and is_plain and self.fused
 
     def shards(self, name: str) -> Shards:
         if name == "bias":
@@ -235,7 +241,7 @@ class RowParallelLinear(LinearBase):
         return {} if shard is None else {WHOLE: [shard]}
 
     def kernels(self, num_tokens: int) -> int:
-        """With `in_parts`, how many parts the product comes in; 0 if it is left to `RMSNorm.reduce_add`. See
+        """If `in_parts`, how many parts the product comes in; 0 if it is left to `RMSNorm.reduce_add`. See
         CausalLM.kernels."""
         if not self.in_parts or self.weight is None:
             return super().kernels(num_tokens)

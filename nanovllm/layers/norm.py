@@ -72,7 +72,7 @@ class RMSNorm(nn.Module):
             begins = residual is None
             return self.parallel.exchange.sum_add_norm(x.part, residual, self.weight, self.eps, begins, self.quantizes)
         if isinstance(x.part, ScaledProduct):
-            assert residual is not None and self.parallel.size == 1, "without an exchange, ranks sum what is scaled"
+            assert residual is not None and self.parallel.size == 1, "NCCL sums only what is scaled"
             return add_rms_norm(x.part, residual, self.weight, self.eps, self.fused, self.quantizes)
         return self._add(self.parallel.all_reduce(x.part), residual)
 

@@ -46,7 +46,7 @@ class DecoderAttention(nn.Module):
         )  # fmt: skip
         self.o_proj = RowParallelLinear(
             heads * head_dim, config.hidden_size, config.o_bias, parallel,
-            in_parts=not config.family.has_post_norms, fused=fused, format=formats.of(f"{name}.o_proj"), **kw,
+            takes_unfinished=not config.family.has_post_norms, fused=fused, format=formats.of(f"{name}.o_proj"), **kw,
         )  # fmt: skip
         num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads  # of this rank
         self.attn = Attention(layer_index, backend, config.layers[layer_index].window, fused)
@@ -67,7 +67,7 @@ class DecoderMLP(nn.Module):
         hidden_size, size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         stored_as = "gate_up_proj" if config.family.stores_merged else None
         self.down_proj = RowParallelLinear(
-            size, hidden_size, bias, parallel, in_parts=not config.family.has_post_norms,
+            size, hidden_size, bias, parallel, takes_unfinished=not config.family.has_post_norms,
             format=formats.of(f"{name}.down_proj"), **kw,
         )  # fmt: skip
         self.gate_up_proj = MergedColumnParallelLinear(

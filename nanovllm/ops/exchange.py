@@ -7,6 +7,9 @@ it; that one sums them, adds the residual, norms the sum and sends the result to
 with the norm between them. With more than two ranks that sends less, and it takes two trips instead of one. The
 residual of a row is then known to its owner alone. The plain twin is `Parallel.all_reduce`, then `add_rms_norm`.
 
+With FP8 weights, a product keeps its scales until it is sent, and the normed rows are rounded for the next product. The
+plain twin of that is `ScaledProduct.whole` before, and `quantize_rows` after.
+
 No rank says that it has sent. A mailbox holds −0.0 wherever nothing has come, nobody sends −0.0 (0.0 goes in its
 place), and whoever waits reads until none is left, then writes −0.0 anew; TensorRT-LLM calls such an all-reduce
 Lamport's. Successive sums use different mailboxes. A rank empties the mailbox of one sum before it sends in the next,
@@ -61,17 +64,17 @@ class Exchange:
         begins_step: bool,
         quantizes: bool = False,
     ) -> tuple[torch.Tensor | Quantized, torch.Tensor]:
-        """(norm(the ranks' products + residual), that sum): [num_rows, width] each
+        """(norm(the ranks' products + residual), that sum): [num_rows, width] each, the first perhaps in FP8
 
         The second is a residual for the next call and nothing else: it may lack the rows of other ranks.
 
         Args:
-            product: this rank's, contiguous [num_rows, width]; one in FP8 is scaled before it is sent.
+            product: this rank's, contiguous [num_rows, width]; a ScaledProduct is scaled before it is sent.
             residual: as the last call returned it; None is zeros.
             weight: [width]; None does not norm, so that the first result is the whole sum.
             begins_step: whether it is the first call of a step. A step makes at least two calls, all with the same
                 number of rows, and skips none.
-            quantizes: the first result is in FP8, with a scale per row.
+            quantizes: whether the first result is in FP8, with a scale per row.
         """
         given, row_scales, column_scales = product if isinstance(product, ScaledProduct) else (product, None, None)
         num_rows, width = given.shape

@@ -1,10 +1,10 @@
 """One layer's KV cache, in the model's dtype or in FP8, and how it is written and read by plain operations.
 
-A cache in FP8 has a byte per number, and a scale per head of a key or of a value. Values are e4m3. Keys are integers
-from −127 to 127. A key's head usually has a few large numbers. They decide its scores, and e4m3 has only three bits
-after a number's first one: it rounded them ten times worse (docs/quantization.md). Values have scales that are powers
-of two, because triton_fp8.py adds their exponents to scores. They are transposed, because a product in FP8 needs the
-numbers that it sums over next to each other.
+A cache in FP8 has a byte per number, and one scale per token and head for keys and for values each. Values are e4m3.
+Keys are int8: a key's head usually has a few large numbers, which dominate its scores, and e4m3 has only three bits of
+mantissa. In a measurement, keys in e4m3 cost ten times as much accuracy (docs/quantization.md). Scales of values are
+powers of two, because triton_fp8.py adds their exponents to scores. Values are transposed, because a product in FP8
+needs the numbers that it sums over next to each other.
 """
 
 from typing import NamedTuple
@@ -14,9 +14,10 @@ import torch
 from nanovllm.ops.quantize import E4M3
 
 LARGEST_KEY = 127  # integer
-# 2^-40: a scale's inverse times thousands of weights stays far below the largest float32 (triton_fp8.py).
+# Scales are at least 2^-40, so that their inverses are finite. Inverses of values' scales are also multiplied by
+# thousands of weights (triton_fp8.py).
 LEAST_EXPONENT = 127 - 40
-_LEAST_SCALE = 2.0 ** (LEAST_EXPONENT - 127)
+LEAST_SCALE = 2.0 ** (LEAST_EXPONENT - 127)
 
 
 class LayerCache(NamedTuple):
@@ -96,7 +97,7 @@ def quantize_keys(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     numbers = x.float()
     peak = numbers.abs().amax(-1)
-    least = (peak * (1 / LARGEST_KEY)).clamp(min=_LEAST_SCALE)
+    least = (peak * (1 / LARGEST_KEY)).clamp(min=LEAST_SCALE)
     scales = (least.view(torch.int32) + 0xFFFF & -0x10000).view(torch.float32)
     is_finite = peak.isfinite()
     scales = torch.where(is_finite, scales, torch.inf)
@@ -137,5 +138,5 @@ def rounded_values(v: torch.Tensor) -> torch.Tensor:
 
 
 def _scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the keys and of the values, each float32 like LayerCache.scales."""
+    """The scales of keys and of values, float32, each shaped like LayerCache.scales."""
     return (scales & -0x10000).view(torch.float32), (scales << 16).view(torch.float32)

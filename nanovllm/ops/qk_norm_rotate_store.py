@@ -9,7 +9,7 @@ import torch
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.ops.kernel import jit, tl, triton
 from nanovllm.ops.layer_cache import LayerCache
-from nanovllm.ops.quantize import ScaledProduct, to_e4m3
+from nanovllm.ops.quantize import ScaledProduct, to_e4m3, to_int8
 from nanovllm.ops.store_fp8 import (
     STORE_OPTIONS,
     bits_of_peak,
@@ -18,7 +18,6 @@ from nanovllm.ops.store_fp8 import (
     scale_of_values,
     store_fp8,
     times_factor,
-    to_int8,
 )
 
 # Heads that a program norms and rotates together, and its warps.
@@ -27,12 +26,11 @@ _NUM_WARPS = 4
 
 
 @jit
-def _store_columns(
-    numbers, column, is_column, is_key, of_key, to_key, is_value, of_value, to_value, BLOCK_SIZE: tl.constexpr,
-    STORES_VALUES: tl.constexpr,
-):  # fmt: skip
-    """Stores some columns of heads in FP8: those of keys times `of_key`, and those of values, transposed, times
-    `of_value`. The other factor of a head is 0."""
+def _store_columns(numbers, column, is_column, keys, values, BLOCK_SIZE: tl.constexpr, STORES_VALUES: tl.constexpr):
+    """Stores some columns of heads in FP8. keys, values: which heads they are, what their numbers are multiplied by (0
+    for the other heads), and where they go. Values are transposed."""
+    is_key, of_key, to_key = keys
+    is_value, of_value, to_value = values
     tl.store(to_key + column, to_int8(times_factor(numbers, of_key)), is_key & is_column)
     if STORES_VALUES:
         tl.store(to_value + column * BLOCK_SIZE, to_e4m3(times_factor(numbers, of_value)), is_value & is_column)
@@ -122,22 +120,13 @@ def _qk_norm_rotate_store_kernel(
             row = of_kv_head * BLOCK_SIZE + place
             half = tl.where(is_normed, key_half, value_half)
             tl.store(cache_scales + 2 * row + is_normed.to(tl.int64), half, is_kept)
-            is_key, of_key, to_key = is_kept & is_normed, tl.where(is_normed, of_key, 0.0), k_cache + row * HEAD_DIM
-            is_value, of_value = is_kept & ~is_normed, tl.where(is_normed, 0.0, of_value)
-            to_value = v_cache + (of_kv_head * HEAD_DIM * BLOCK_SIZE + place)
-            _store_columns(
-                low_number, low, is_rotated, is_key, of_key, to_key, is_value, of_value, to_value, BLOCK_SIZE,
-                STORES_VALUES,
-            )  # fmt: skip
-            _store_columns(
-                high_number, high, is_rotated, is_key, of_key, to_key, is_value, of_value, to_value, BLOCK_SIZE,
-                STORES_VALUES,
-            )  # fmt: skip
+            keys = is_kept & is_normed, tl.where(is_normed, of_key, 0.0), k_cache + row * HEAD_DIM
+            to_values = v_cache + (of_kv_head * HEAD_DIM * BLOCK_SIZE + place)
+            values = is_kept & ~is_normed, tl.where(is_normed, 0.0, of_value), to_values
+            _store_columns(low_number, low, is_rotated, keys, values, BLOCK_SIZE, STORES_VALUES)
+            _store_columns(high_number, high, is_rotated, keys, values, BLOCK_SIZE, STORES_VALUES)
             if REST:
-                _store_columns(
-                    rest_number, rest, is_rest, is_key, of_key, to_key, is_value, of_value, to_value, BLOCK_SIZE,
-                    STORES_VALUES,
-                )  # fmt: skip
+                _store_columns(rest_number, rest, is_rest, keys, values, BLOCK_SIZE, STORES_VALUES)
         else:
             at_slot = slot * NUM_KV_HEADS * HEAD_DIM + kv_head % NUM_KV_HEADS * HEAD_DIM
             of_slot = tl.where(is_normed, k_cache + at_slot, v_cache + at_slot)

@@ -17,6 +17,10 @@ from nanovllm.ops.kernel import jit, tl, triton
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 _LEAST_PEAK = 1e-30  # a row of zeros has a scale too
+# 1.5 × 2^23. Float32 numbers of this size are 1 apart, so that a sum with a small number is rounded to an integer.
+TO_INTEGER = tl.constexpr(12582912.0)
+# 1.5 × 2^14. Likewise, these are 2^-9 apart, as are the numbers of e4m3 below 2^-6.
+_TO_SUBNORMAL = tl.constexpr(24576.0)
 _IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -157,8 +161,20 @@ def to_e4m3(x):
     if _IS_INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-        x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, rounded)
+        x = subnormal_or(x, rounded)
     return x.to(tl.float8e4nv)
+
+
+@jit
+def subnormal_or(x, rounded):
+    """float32: x rounded to e4m3 where that is subnormal, else `rounded`."""
+    return tl.where(tl.abs(x) < 0.015625, (x + _TO_SUBNORMAL) - _TO_SUBNORMAL, rounded)
+
+
+@jit
+def to_int8(x):
+    """float32, from −128 to 127 -> the nearest integer, int8. It stands in the lowest bits of the sum."""
+    return (x + TO_INTEGER).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @jit

@@ -5,14 +5,16 @@ import torch
 
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.ops.kernel import jit, tl, triton
-from nanovllm.ops.layer_cache import LARGEST_KEY, LEAST_EXPONENT, LayerCache
-from nanovllm.ops.quantize import ScaledProduct, to_e4m3
+from nanovllm.ops.layer_cache import LARGEST_KEY, LEAST_EXPONENT, LEAST_SCALE, LayerCache
+from nanovllm.ops.quantize import ScaledProduct, to_e4m3, to_int8
 
 _LARGEST_KEY = tl.constexpr(LARGEST_KEY)
 _LEAST_EXPONENT = tl.constexpr(LEAST_EXPONENT)
-_LEAST_SCALE = tl.constexpr(2.0 ** (LEAST_EXPONENT - 127))
+_LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 _TOKENS = 32  # that a program stores, of one head
-# A product that becomes an integer is rounded first, as its twin rounds it. The GPU could do both in one instruction.
+# No fused multiply-add: x × factor must be rounded to float32 before `to_int8` adds its constant, as in the plain twin.
+# A fused one would round once, and could give another integer. Norms and rotations in the same kernel are not fused
+# either.
 STORE_OPTIONS = LAUNCH_OPTIONS | {"enable_fp_fusion": False}
 
 
@@ -34,17 +36,11 @@ def scale_of_keys(peak):
 
 @jit
 def scale_of_values(peak):
-    """`scale_of_keys` of rows of values, before they become e4m3. The twin is `quantize_values`."""
+    """Like `scale_of_keys`, for rows of values, which become e4m3. The twin is `quantize_values`."""
     is_finite = peak < 0x7F800000
     exponent = tl.where(is_finite, tl.maximum(((peak + 0x1FFFFF) >> 23) - 8, _LEAST_EXPONENT), 255)
     factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     return tl.where(is_finite, factor, 0.0), (exponent << 7).to(tl.int16)
-
-
-@jit
-def to_int8(x):
-    """float32, from −128 to 127 -> the nearest integer, int8. The sum has the integer in its lowest bits."""
-    return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)  # 1.5 × 2^23
 
 
 @jit

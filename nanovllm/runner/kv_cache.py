@@ -64,17 +64,17 @@ class KVCacheLayout:
         return self.num_layers * self.block_size * self.num_kv_heads * bytes_of_head
 
     def empty(self, num_blocks: int, device: torch.device) -> KVCache:
-        """Keys, then values, then in FP8 their scales; LayerCache has the shapes. Uninitialised, except that numbers in
-        FP8, none of which may be NaN, begin as zeros."""
+        """Keys, then values, then in FP8 their scales; LayerCache has the shapes. In FP8, keys and values begin as
+        zeros, because an uninitialised byte may be NaN in e4m3. All else is uninitialised."""
         blocks, heads = (self.num_layers, num_blocks), self.num_kv_heads
         if not self.is_fp8:
             shape = 2, *blocks, self.block_size, heads, self.head_dim
             whole = torch.empty(shape, dtype=self.dtype, device=device)
             return KVCache((whole,), [LayerCache(*of_layer) for of_layer in zip(*whole, strict=True)])
-        numbers = torch.zeros((2, *blocks, heads, self.block_size * self.head_dim), dtype=E4M3, device=device)
+        numbers = torch.zeros((2, *blocks, heads, self.block_size * self.head_dim), dtype=torch.int8, device=device)
         scales = torch.empty((1, *blocks, heads, self.block_size), dtype=torch.int32, device=device)
-        keys = numbers[0].view(torch.int8).unflatten(-1, (self.block_size, self.head_dim))
-        values = numbers[1].unflatten(-1, (self.head_dim, self.block_size))
+        keys = numbers[0].unflatten(-1, (self.block_size, self.head_dim))
+        values = numbers[1].view(E4M3).unflatten(-1, (self.head_dim, self.block_size))
         of_layers = zip(keys, values, scales[0], strict=True)
         return KVCache((numbers, scales), [LayerCache(*of_layer) for of_layer in of_layers])
 

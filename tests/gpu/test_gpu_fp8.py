@@ -549,6 +549,20 @@ def test_what_is_no_number_reaches_the_queries_that_see_it_and_no_others(head_di
     assert torch.equal(found[~sees], expected[~sees]) and expected.isfinite().all()
 
 
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_query_that_is_no_number_gives_none(head_dim, number):
+    """Decodes convert queries to int8, which has no NaN."""
+    case = fp8_case([(30, 1), (63, 1), (0, 40)], num_kv_heads=2, head_dim=head_dim)
+    backend = fp8_backend(case)
+    expected = run("triton", case, backend)
+    case.queries[0][-1, 1, 5] = number
+    found = run("triton", case, backend)
+    is_bad = torch.zeros(found.shape[:2], dtype=torch.bool, device=GPU)
+    is_bad[0, 1] = True
+    assert found[is_bad].isnan().all() and torch.equal(found[~is_bad], expected[~is_bad])
+
+
 # (cached, new): ends around tiles of 64 queries and of 128 keys.
 PROMPTS = [
     (40, 1), (1000, 1), (0, 63), (0, 64), (0, 65), (0, 127), (0, 128), (0, 129), (1, 63), (64, 64), (127, 2), (128, 3),
@@ -780,8 +794,8 @@ def test_logits_of_other_families_err_as_e4m3_explains(tmp_path, family, layout)
 # Schedules
 
 NUM_REQUESTS = 48
-# Texts whose logits are computed in several ways, and how many tokens of their completions. Other texts are moved
-# further than the one that was moved furthest.
+# The number of texts whose logits are computed in several ways, and of tokens of each completion. BEYOND: other texts
+# may move up to this many times as far as the furthest of these.
 NUM_MEASURED, NUM_DECODED, BEYOND = 16, 64, 1.5
 
 
@@ -859,10 +873,10 @@ def model(request, prompts, params, tmp_path_factory) -> Iterator[Model]:  # noq
             logits, *others = (teacher_forced_logits(llm, text, chunks).float().cpu() for chunks in ways)
             moved += [other - logits for other in others]
             errors.append(logits - logits_of(exact, text))
-        noise = BEYOND * max(float(part.abs().max()) for part in moved)
+        furthest = max(float(part.abs().max()) for part in moved)
         of_schedule, of_fp8 = root_mean_square(moved), root_mean_square(errors)
-        print(f"{name}: a schedule moves logits by {of_schedule:.4f}, at most {noise:.3f}; FP8 by {of_fp8:.4f}")
-        yield Model(name, requests, alone, Judge(Forced(llm), noise), of_schedule, of_fp8)
+        print(f"{name}: a schedule moves logits by {of_schedule:.4f}, at most {furthest:.3f}; FP8 by {of_fp8:.4f}")
+        yield Model(name, requests, alone, Judge(Forced(llm), BEYOND * furthest), of_schedule, of_fp8)
 
 
 @pytest.fixture(scope="module")

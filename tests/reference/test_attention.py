@@ -112,8 +112,8 @@ def make_case(
 def filled_with_nan(cache: KVCache) -> KVCache:
     """In FP8, no number is NaN, but scales may be infinite."""
     for tensor in cache.tensors:
-        if tensor.dtype == E4M3:
-            tensor.view(torch.uint8).fill_(0x7E)  # 448
+        if tensor.dtype == torch.int8:
+            tensor.fill_(0x7E)  # keys of 126, and values of 448
         else:
             tensor.fill_(math.nan if tensor.is_floating_point() else 0x7F807F80)
     return cache

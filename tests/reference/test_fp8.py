@@ -194,7 +194,7 @@ def test_a_tile_has_about_as_many_rows_as_there_are():
     kw = {"dtype": torch.float32, "device": torch.device("cpu")}
     blocks = BlockFp8(Fp8Config("weight_scale_inv", (128, 128)), **kw)
     for fused in (False, True):
-        layer = RowParallelLinear(128, 128, False, Parallel(), in_parts=True, fused=fused, format=blocks, **kw)
+        layer = RowParallelLinear(128, 128, False, Parallel(), takes_unfinished=True, fused=fused, format=blocks, **kw)
         assert [layer.kernels(rows) for rows in numbers] == (expected if fused else [1] * 6)
 
 
@@ -221,12 +221,13 @@ def test_kernels_compile_for_hopper(tmp_path):
     assert all(int(num_pairs) > 0 for name, _, _, num_pairs, _ in found if name in in_e4m3)
     assert {products for name, _, products, _, _ in found if name == "_block_product_kernel"} == {"wgmma.e4m3"}
     numbers = Counter(name for name, *_ in found)
+    assert numbers["_sum_add_norm_kernel"] == 2, "directly, and by owner"
     assert numbers["_rms_norm_kernel"] == 6 and numbers["_block_product_kernel"] == 5
     assert numbers["_gate_up_kernel"] == numbers["_down_kernel"] == 5
     of_decodes = Counter(products for name, _, products, _, _ in found if name == "decode_fp8_kernel")
     assert of_decodes == {"wgmma.e4m3.s8": 8, "mma.s8": 1}, "heads of 16 in blocks of 32 are too small"
     assert numbers["_qk_norm_rotate_store_kernel"] == 36 and numbers["_store_fp8_kernel"] == 27
-    # Keys become integers. Values become e4m3, in the first kernel if a step has no prompts, else in the second.
+    # Values become e4m3: in the first kernel if a step has no prompts, otherwise in the second.
     of_values = Counter(name for name, _, _, num_pairs, _ in found if int(num_pairs) > 0)
     assert of_values["_qk_norm_rotate_store_kernel"] == 18 and of_values["_store_fp8_kernel"] == 18
 

@@ -20,7 +20,8 @@ from nanovllm.attention.triton_backend import store_kvcache
 from nanovllm.jobs.identity import identity_of
 from nanovllm.ops.copy_blocks import copy_blocks
 from nanovllm.ops.layer_cache import (
-    LEAST_EXPONENT,
+    LARGEST_KEY,
+    LEAST_SCALE,
     LayerCache,
     quantize_keys,
     quantize_values,
@@ -29,7 +30,7 @@ from nanovllm.ops.layer_cache import (
     whole_heads,
 )
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
-from nanovllm.ops.quantize import E4M3, ScaledProduct
+from nanovllm.ops.quantize import E4M3, LARGEST, ScaledProduct
 from nanovllm.runner.device import kv_cache_dtype_of
 from nanovllm.runner.kv_cache import KVCacheLayout
 from nanovllm.sampling_params import completion_seed
@@ -76,7 +77,6 @@ def test_a_value_is_rounded_to_e4m3_by_a_power_of_two(dtype):
     heads, scales = quantize_values(x)
     assert heads.dtype == E4M3 and torch.equal(scales, torch.exp2(scales.log2().round()))
     exact, found = x.float(), whole_heads(heads, scales)
-    assert torch.equal(found, heads.float() * scales[..., None])
     limit = HALF_ULP * exact.abs() + HALF_LEAST * scales[..., None]
     assert ((found - exact).abs() <= limit).all()
     quotients = exact.abs().amax(-1) / scales
@@ -92,7 +92,6 @@ def test_a_key_is_rounded_to_integers(dtype):
     heads, scales = quantize_keys(x)
     assert heads.dtype == torch.int8 and torch.equal(scales, scales.bfloat16().float())
     exact, found = x.float(), whole_heads(heads, scales)
-    assert torch.equal(found, heads.float() * scales[..., None])
     assert ((found - exact).abs() <= 0.50001 * scales[..., None]).all()
     largest = heads.int().abs().amax(-1)
     is_zero = exact.abs().amax(-1) == 0
@@ -100,13 +99,14 @@ def test_a_key_is_rounded_to_integers(dtype):
     assert (largest[~is_zero] >= 126).all() and (largest <= 127).all(), "the range is used, and −128 is not"
 
 
-@pytest.mark.parametrize("peak", [1e-45, 1e-38, 1e-14, 1e-9, 3e38])
+@pytest.mark.parametrize("peak", [1e-45, 1e-38, 1e-10, 2e-10, 5e-10, 1e-9, 3e38])
 def test_the_ends_of_float32_are_scaled_too(peak):
-    """The smallest scale is 2^-40. Of values, its inverse may still be multiplied by many weights."""
+    """The smallest scale is 2^-40. The inverse of a value's can still be multiplied by many weights."""
     x = torch.tensor([[peak, -peak / 2, 0, peak / 7]])
     for quantize in (quantize_keys, quantize_values):
         heads, scales = quantize(x)
-        assert (scales[0] == 2.0 ** (LEAST_EXPONENT - 127)) == (peak < 1e-10 or (peak < 1e-9) * (heads.dtype == E4M3))
+        largest = LARGEST_KEY if heads.dtype == torch.int8 else LARGEST
+        assert (scales[0] == LEAST_SCALE) == (peak <= largest * LEAST_SCALE)
         error = (heads.double() * scales.double()[:, None] - x.double()).abs()
         limit = 0.50001 * scales
         if heads.dtype == E4M3:
@@ -343,7 +343,7 @@ def test_what_is_no_number_reaches_the_queries_that_see_it_and_no_others(backend
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("backend", ["torch", "sdpa", "triton"])
 def test_a_query_that_is_no_number_gives_none(backend, number):
-    """Decodes make integers of queries, which could not show it."""
+    """Decodes convert queries to int8, which has no NaN."""
     case = make_case([(30, 1), (63, 1), (0, 40)], 32, 2, 2, 32, is_fp8=True)
     expected = run(backend, case)
     case.queries[0][-1, 1, 5] = number

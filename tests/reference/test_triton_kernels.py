@@ -572,7 +572,7 @@ def is_nothing(mail: torch.Tensor) -> torch.Tensor:
 
 
 def scaled_by_powers_of_two(product: torch.Tensor) -> ScaledProduct:
-    """That is exactly `product`."""
+    """`product` as a ScaledProduct, without rounding."""
     num_rows, width = product.shape
     row_scales, column_scales = torch.exp2(torch.arange(num_rows) % 5 - 2.0), torch.exp2(torch.arange(width) % 3 - 1.0)
     return ScaledProduct((product / row_scales[:, None] / column_scales).to(product.dtype), row_scales, column_scales)
@@ -608,8 +608,9 @@ def check_exchange(
         parts = [(next(mailboxes), slice(first, first + most_rows)) for first in range(0, num_rows, most_rows)]
 
         def guarded_quantized(num_rows, width, device, results=results):
-            values, scales = torch.zeros(num_rows + 4, width, dtype=E4M3), torch.full((num_rows + 4, 1), math.nan)
-            results.append(scales)
+            values = torch.full((num_rows + 4, width), math.nan).to(E4M3)
+            scales = torch.full((num_rows + 4, 1), math.nan)
+            results.extend((values, scales))
             return Quantized(values[:num_rows], scales[:num_rows, 0])
 
         with monkeypatch.context() as patch, Peers(mails, rank, parts, products, expected, is_direct) as peers:
@@ -621,8 +622,8 @@ def check_exchange(
         if is_fp8:
             twin = quantize_rows(expected)
             torch.testing.assert_close(normed.scales, twin.scales, rtol=1e-5, atol=0)
-            differs = (normed.values.float() - twin.values.float()).abs() > 0.07 * twin.values.float().abs()
-            assert differs.float().mean() < 0.02, "each row is rounded by its own scale"
+            # A last bit of the norm decides now and then which of two neighbours a number is rounded to.
+            assert (normed.values.float() != twin.values.float()).float().mean() < 0.02
             assert_rounded(normed, expected.float())
         for sent, right in [*peers.compared, *([] if is_fp8 else [(normed, expected)])]:
             assert_near(sent, right)
@@ -630,7 +631,7 @@ def check_exchange(
             num_rows_of_rank = -(-len(exact[part]) // size)
             own = slice(None) if is_direct else slice(rank * num_rows_of_rank, (rank + 1) * num_rows_of_rank)
             assert torch.equal(residual[part][own].float(), exact[part][own]), "the sum is rounded once"
-        assert all(result[num_rows:].isnan().all() for result in results), "a row past the last is written"
+        assert all(result[num_rows:].float().isnan().all() for result in results), "a row past the last is written"
         assert all(is_nothing(mail).all() for mail in mails), "something is sent that nobody reads"
 
 
@@ -660,15 +661,16 @@ def test_the_exchange_is_the_sum_and_the_norm(monkeypatch, is_direct, dtype, siz
         check_exchange(monkeypatch, rank, calls, is_direct, eps=0.1)
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 11])
+@pytest.mark.parametrize(("size", "num_rows"), [(2, 1), (2, 3), (2, 11), (4, 3)])
 @pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by owner"])
-def test_the_exchange_takes_scaled_products_and_gives_fp8(monkeypatch, is_direct, num_rows):
-    """Scales of another row, of rows in another part, or of what is sent and not of what is received."""
+def test_the_exchange_takes_scaled_products_and_gives_fp8(monkeypatch, is_direct, size, num_rows):
+    """It catches scales of another row, or of a row in another part. It also catches a scale of the rows sent instead
+    of those received."""
     monkeypatch.setattr("nanovllm.ops.exchange._MOST_ROWS", 8)
     monkeypatch.setattr("nanovllm.ops.exchange._BYTES_OF_A_TRIP", 2**20 if is_direct else -1)
-    for rank in range(2):
+    for rank in range(size):
         calls = [
-            [(random_tensor(num_rows, 72, seed=10 * call + other) * 8).round().div(8) for other in range(2)]
+            [(random_tensor(num_rows, 72, seed=10 * call + other) * 8).round().div(8) for other in range(size)]
             for call in range(2)
         ]
         for product in itertools.chain(*calls):

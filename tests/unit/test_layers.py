@@ -7,6 +7,7 @@ import textwrap
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from nanovllm.attention.torch_backend import TorchAttention
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Chunk
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding, VocabSlice
+from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -30,6 +32,7 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
 )
 from nanovllm.layers.norm import QKNorm, RMSNorm
+from nanovllm.layers.quantization import ChannelFp8
 from nanovllm.layers.rotary_embedding import RopeConfig, Rotary, RotaryEmbedding
 from nanovllm.models.config import load_model_config
 from nanovllm.models.decoder import CausalLM
@@ -38,6 +41,7 @@ from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.exchange import made_by_all
 from nanovllm.ops.linear import num_input_parts
+from nanovllm.ops.quantize import ScaledProduct, quantize_rows
 from nanovllm.ops.sampling_exchange import SamplingExchange
 from nanovllm.runner.kv_cache import KVCacheLayout
 from nanovllm.sampling_params import SamplingParams
@@ -321,7 +325,7 @@ def test_a_fused_product_of_few_rows_comes_in_parts_for_the_norm(dtype):
     """Not in parts: a single row, for which there is a kernel; many rows; inputs that do not divide; a bias, which only
     one part may count; packed weights; ranks, whose exchange sums one part of each; norms that do not take parts."""
     kw = {"dtype": dtype, "device": CPU}
-    layer = RowParallelLinear(64, 24, False, Parallel(), in_parts=True, fused=True, **kw)
+    layer = RowParallelLinear(64, 24, False, Parallel(), takes_unfinished=True, fused=True, **kw)
     layer.weight.normal_()
     x, residual = torch.randn(5, 64).to(dtype), torch.randn(5, 24).to(dtype)
     part = layer(x).part
@@ -338,17 +342,47 @@ def test_a_fused_product_of_few_rows_comes_in_parts_for_the_norm(dtype):
 
     def num_dims(rows: int, inputs: int = 64, bias: bool = False, num_ranks: int = 1, **options) -> int:
         parallel = LonelyRank(0, num_ranks)
-        layer = RowParallelLinear(inputs, 24, bias, parallel, **{"in_parts": True, "fused": True, **options}, **kw)
+        options = {"takes_unfinished": True, "fused": True, **options}
+        layer = RowParallelLinear(inputs, 24, bias, parallel, **options, **kw)
         layer.weight.normal_()
         return layer(torch.randn(rows, layer.weight.shape[1]).to(dtype)).part.ndim
 
     assert num_dims(256) == 3 and num_dims(2) == 3
     assert [layer.kernels(rows) for rows in (1, 2, 256, 257)] == [1, 4, 4, 0]
     assert num_dims(5, 72) == num_dims(5, bias=True) == num_dims(5, num_ranks=2) == 2
-    assert num_dims(5, in_parts=False) == num_dims(5, fused=False) == 2
+    assert num_dims(5, takes_unfinished=False) == num_dims(5, fused=False) == 2
     if dtype == torch.float32:
         layer.pack()
         assert layer.packed is None or layer(x).part.ndim == 2
+
+
+def test_ranks_with_an_exchange_leave_scales_and_rounding_to_it():
+    """NCCL sums only what is scaled, and so does a norm after a block. A bias is added after the scales."""
+    calls = []
+
+    def sum_add_norm(product, residual, weight, eps, begins_step, quantizes=False):
+        calls.append((product, quantizes))
+        return product, product
+
+    exchange = SimpleNamespace(sum_add_norm=sum_add_norm)
+    format = ChannelFp8(Fp8Config(), torch.float32, CPU)
+
+    def part_of(exchange: Any, bias: bool = False, takes_unfinished: bool = True) -> torch.Tensor | ScaledProduct:
+        parallel = LonelyRank(0, 2, exchange=exchange)
+        options = {"takes_unfinished": takes_unfinished, "fused": True, "format": format, **FP32}
+        layer = RowParallelLinear(64, 24, bias, parallel, **options)
+        for parameter in layer.parameters():
+            parameter.copy_(torch.rand(parameter.shape))
+        return layer(quantize_rows(torch.rand(3, 32))).part
+
+    product = part_of(exchange)
+    assert isinstance(product, ScaledProduct)
+    for other in (part_of(None), part_of(exchange, bias=True), part_of(exchange, takes_unfinished=False)):
+        assert isinstance(other, torch.Tensor)
+    for quantizes in (False, True):
+        norm = RMSNorm(24, 1e-6, fused=True, parallel=LonelyRank(0, 2, exchange=exchange), quantizes=quantizes, **FP32)
+        norm.reduce_add(PartialSum(product), torch.zeros(3, 24))
+    assert calls == [(product, False), (product, True)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -357,7 +391,7 @@ def test_a_large_fused_product_is_added_to_the_residual_while_it_is_multiplied(d
     kw = {"dtype": dtype, "device": CPU}
 
     def made(**options) -> RowParallelLinear:
-        options = {"bias": False, "parallel": Parallel(), "in_parts": True, "fused": True, **options}
+        options = {"bias": False, "parallel": Parallel(), "takes_unfinished": True, "fused": True, **options}
         layer = RowParallelLinear(64, 24, **options, **kw)
         layer.weight.normal_()
         return layer
@@ -371,7 +405,7 @@ def test_a_large_fused_product_is_added_to_the_residual_while_it_is_multiplied(d
     torch.testing.assert_close(total.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
     exactly(normed, norm(total))
     # With a bias, several ranks or packed weights, the product is calculated at once. One of few rows comes in parts.
-    others = [made(bias=True), made(parallel=LonelyRank(0, 2)), made(in_parts=False), made(fused=False)]
+    others = [made(bias=True), made(parallel=LonelyRank(0, 2)), made(takes_unfinished=False), made(fused=False)]
     assert not any(isinstance(other(x[:, : other.weight.shape[1]]), PendingProduct) for other in others)
     assert isinstance(layer(x[:256]), PartialSum)
     if dtype == torch.float32:
