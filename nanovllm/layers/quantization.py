@@ -105,10 +105,11 @@ class BlockFp8:
         for (start, length), size, block in zip(shard.source, shard.shape, self.config.block or (), strict=True):
             if start % block or (length % block and start + length < size) or first_row % self._rows:
                 raise ValueError(
-                    f"FP8 weights in blocks of {self._rows} × {self._columns} cannot be divided into parts of "
-                    f"{length} of {size}, from {start} on, behind {first_row} rows of other projections; use "
+                    f"FP8 weights in blocks of {self._rows} × {self._columns}: a layer, or its part on a rank, must "
+                    f"consist of whole blocks, but has {length} of {size} from {start} on, behind {first_row} rows of "
+                    "other projections; use "
                     + "a smaller tensor_parallel_size, or " * (length < size)
-                    + "weights that are not quantized"
+                    + 'weights that are not quantized (quantization="fp8" makes them FP8 while they load)'
                 )
             source.append((start // block, -(-length // block)))
         first = first_row // self._rows

@@ -129,10 +129,12 @@ class ModelRunner(Runner):
             attention_backend=self.backend.name,
         )
         logger.info(
-            "%s on %s in %s, attention %s%s, %d KV cache blocks of %d tokens (%.2f GiB of %s), max_model_len %d",
-            model_config.architecture, self.device, self.dtype, self.backend.name,
+            "%s on %s in %s%s, attention %s%s, %d KV cache blocks of %d tokens (%.2f GiB of %s), max_model_len %d",
+            model_config.architecture, self.device, self.dtype,
+            "" if model_config.fp8 is None else " with FP8 weights", self.backend.name,
             " with CUDA graphs" if self.graphs else "", num_blocks, self.block_size,
-            self._layout.block_bytes * num_blocks / _GIB, self._kv_cache_dtype, self.max_model_len,
+            self._layout.block_bytes * num_blocks / _GIB,
+            "int8 keys and e4m3 values" if self._layout.is_fp8 else self._kv_cache_dtype, self.max_model_len,
         )  # fmt: skip
 
     def _start(self, config: Config, parallel: Parallel, directory: Path) -> int:

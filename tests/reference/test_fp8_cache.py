@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -582,6 +583,17 @@ def test_options_that_cannot_be_are_named(model, monkeypatch):
         assert make_attention_backend(name, shape_of(40), 16).name == name
     problem = _problem("flash", shape_of(device="cuda"), None)
     assert isinstance(problem, ValueError) and 'cannot read kv_cache_dtype="fp8"' in str(problem)
+
+
+def test_the_log_says_what_is_in_eight_bits(model, caplog):
+    for options, said in (
+        ({"quantization": "fp8"}, "torch.float32 with FP8 weights, .* of int8 keys and e4m3 values"),
+        ({"kv_cache_dtype": "auto"}, r"torch.float32, attention .* GiB of torch\.float32\)"),
+    ):
+        caplog.clear()
+        with caplog.at_level("INFO", logger="nanovllm"):
+            make_llm(model, **options).close()
+        assert re.search(said, caplog.text), caplog.text
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])

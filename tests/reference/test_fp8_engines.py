@@ -231,13 +231,13 @@ def test_two_ranks_hold_half_of_each_expert(tmp_path):
 
 def test_blocks_that_ranks_cannot_divide_are_named(plain_model, tmp_path):
     directory = quantized_copy(plain_model, tmp_path / "fp8", block_layout(128, 128))
-    with pytest.raises(ValueError, match=r"blocks of 128 × 128 cannot be divided into parts of 64 of 128.*tensor_par"):
+    with pytest.raises(ValueError, match=r"blocks of 128 × 128: .* whole blocks, but has 64 of 128.*tensor_par"):
         completions(directory, tensor_parallel_size=2)
 
 
 def test_blocks_that_a_projection_would_begin_within_are_named(plain_model, tmp_path):
     directory = quantized_copy(plain_model, tmp_path / "fp8", block_layout(96, 64))
-    with pytest.raises(ValueError, match=r"blocks of 96 × 64 cannot be divided.*behind 256 rows of other projections"):
+    with pytest.raises(ValueError, match=r"blocks of 96 × 64: .*whole blocks.*behind 256 rows of other projections"):
         completions(directory)
 
 
