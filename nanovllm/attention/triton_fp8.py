@@ -95,8 +95,8 @@ def _sum_of_both(product, FACTOR: tl.constexpr):
 
 @jit
 def _scales_of_queries(queries):
-    """float32 [WIDTH, GROUP] -> [GROUP]: the scales that make each query's largest number 127. A query with a NaN or an
-    infinity gets such a scale, because int8 has neither."""
+    """float32 [WIDTH, GROUP] -> [GROUP]: the scales that make each query's largest number 127, or less if it is below
+    2^-100. A query with a NaN or an infinity gets such a scale, because int8 has neither."""
     peak = tl.max(queries.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)  # the bits of a NaN are larger than any number's
     least = (127 - 100) << 23  # 2^-100, so that a query of zeros is not divided by 0
     return tl.maximum(peak, least).to(tl.float32, bitcast=True) * (1 / _PEAK_OF_QUERY)

@@ -14,6 +14,9 @@ import torch
 from nanovllm.ops.quantize import E4M3
 
 LARGEST_KEY = 127  # integer
+# 2^120: a key with a larger number counts as infinite. The scale of any other may be multiplied by 32896
+# (hopper_prompts.py), and 127 times it is finite.
+KEY_LIMIT_EXPONENT = 127 + 120
 # Scales are at least 2^-40, so that their inverses are finite. Inverses of values' scales are also multiplied by
 # thousands of weights (triton_fp8.py).
 LEAST_EXPONENT = 127 - 40
@@ -89,8 +92,9 @@ def quantize_keys(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Divides each head by a scale that brings its largest number to 127 or a little less, and rounds it.
 
     Args:
-        x: [..., head_dim]. A head with a NaN or an infinity becomes zeros with an infinite scale, whose products are
-            NaN. So no number of a cache is NaN, and kernels may read tiles whose last keys are nobody's.
+        x: [..., head_dim]. A head with a NaN, or with a number of 2^120 or more, becomes zeros with an infinite scale,
+            whose products are NaN. So no number of a cache is NaN, and kernels may read tiles whose last keys are
+            nobody's.
 
     Returns:
         int8 [..., head_dim]; float32 [...], the scales, which bfloat16 holds exactly.
@@ -99,7 +103,7 @@ def quantize_keys(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     peak = numbers.abs().amax(-1)
     least = (peak * (1 / LARGEST_KEY)).clamp(min=LEAST_SCALE)
     scales = (least.view(torch.int32) + 0xFFFF & -0x10000).view(torch.float32)
-    is_finite = peak.isfinite()
+    is_finite = peak < 2.0 ** (KEY_LIMIT_EXPONENT - 127)
     scales = torch.where(is_finite, scales, torch.inf)
     quotients = (numbers * (1 / scales)[..., None]).round()
     return torch.where(is_finite[..., None], quotients, 0.0).to(torch.int8), scales
@@ -109,7 +113,7 @@ def quantize_values(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Divides each head by the smallest power of two that brings its largest number to at most 448, and rounds it.
 
     Args:
-        x: as for `quantize_keys`.
+        x: [..., head_dim]. A head with a NaN or an infinity becomes zeros with an infinite scale.
 
     Returns:
         float8_e4m3fn [..., head_dim]; float32 [...], the scales.

@@ -5,9 +5,10 @@ import torch
 
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.ops.kernel import jit, tl, triton
-from nanovllm.ops.layer_cache import LARGEST_KEY, LEAST_EXPONENT, LEAST_SCALE, LayerCache
+from nanovllm.ops.layer_cache import KEY_LIMIT_EXPONENT, LARGEST_KEY, LEAST_EXPONENT, LEAST_SCALE, LayerCache
 from nanovllm.ops.quantize import ScaledProduct, to_e4m3, to_int8
 
+_KEY_LIMIT_EXPONENT = tl.constexpr(KEY_LIMIT_EXPONENT)
 _LARGEST_KEY = tl.constexpr(LARGEST_KEY)
 _LEAST_EXPONENT = tl.constexpr(LEAST_EXPONENT)
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
@@ -27,8 +28,9 @@ def bits_of_peak(x):
 @jit
 def scale_of_keys(peak):
     """What `bits_of_peak` gives -> what rows of keys are multiplied by before they become integers, float32, and their
-    scales' bfloat16 bits, int16. The factor of a row with a NaN or an infinity is 0. The twin is `quantize_keys`."""
-    is_finite = peak < 0x7F800000
+    scales' bfloat16 bits, int16. The factor of a row with a NaN or a number that is too large is 0. The twin is
+    `quantize_keys`."""
+    is_finite = peak < (_KEY_LIMIT_EXPONENT << 23)
     least = tl.maximum(peak.to(tl.float32, bitcast=True) * (1 / _LARGEST_KEY), _LEAST_SCALE)
     bits = tl.where(is_finite, (least.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000, 0x7F800000)
     return tl.div_rn(1.0, bits.to(tl.float32, bitcast=True)), (bits >> 16).to(tl.int16)

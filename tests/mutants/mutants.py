@@ -3346,6 +3346,13 @@ MUTANTS = [
         ("test_fp8_cache.py::test_a_key_is_rounded_to_integers[torch.float32]",),
     ),
     Mutant(
+        "keys have scales that cannot be multiplied by 32896",
+        LAYER_CACHE,
+        "is_finite = peak < 2.0 ** (KEY_LIMIT_EXPONENT - 127)",
+        "is_finite = peak.isfinite()",
+        ("test_fp8_cache.py::test_the_ends_of_float32_are_scaled_too[3e+38]",),
+    ),
+    Mutant(
         "the kernel rounds a key's scale down",
         STORE_FP8,
         "(least.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000",
