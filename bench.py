@@ -58,7 +58,8 @@ from nanovllm.config import KV_CACHE_DTYPES, QUANTIZATIONS
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.engine.step import Step
 from nanovllm.models.config import ModelConfig, load_model_config
-from nanovllm.runner.device import fp8_of
+from nanovllm.runner.device import fp8_of, kv_cache_dtype_of
+from nanovllm.runner.kv_cache import bytes_of_token
 
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA = {
@@ -519,34 +520,33 @@ class Numbers:
     """What a model's numbers are stored in.
 
     config: its `fp8` says which weights are in FP8.
-    itemsize: bytes of all other numbers.
-    has_fp8_cache: the KV cache is in FP8.
+    dtype: of all other weights.
+    kv_cache_dtype: see KVCacheLayout.
     """
 
     config: ModelConfig
-    itemsize: int
-    has_fp8_cache: bool = False
+    dtype: torch.dtype
+    kv_cache_dtype: torch.dtype
 
     @classmethod
     def of(cls, llm: LLM) -> "Numbers":
         info, options = llm.engine.info, llm.engine.config
-        config, dtype = load_model_config(Path(options.model)), getattr(torch, info.dtype)
-        fp8 = fp8_of(options.quantization, config.fp8, dtype, torch.device(info.device))
-        return cls(replace(config, fp8=fp8), dtype.itemsize, options.kv_cache_dtype == "fp8")
+        config, dtype, device = load_model_config(Path(options.model)), getattr(torch, info.dtype), info.device
+        fp8 = fp8_of(options.quantization, config.fp8, dtype, torch.device(device))
+        return cls(
+            replace(config, fp8=fp8), dtype, kv_cache_dtype_of(options.kv_cache_dtype, dtype, torch.device(device))
+        )
 
     def weight_bytes(self, num_tokens: int = 1) -> int:
         """Of the matrices of the layers and the LM head that a step of so many tokens reads."""
         config = self.config
-        of_layers = sum(matrix.num_bytes(self.itemsize) for matrix in config.matrices(num_tokens))
-        return of_layers + config.vocab_size * config.hidden_size * self.itemsize
+        of_layers = sum(matrix.num_bytes(self.dtype.itemsize) for matrix in config.matrices(num_tokens))
+        return of_layers + config.vocab_size * config.hidden_size * self.dtype.itemsize
 
     @property
     def key_value_bytes(self) -> int:
-        """Of one token's keys and values in all layers. In FP8 a key and its value have 4 bytes of scales."""
-        config = self.config
-        if not self.has_fp8_cache:
-            return config.num_kv_values_per_token * self.itemsize
-        return config.num_kv_values_per_token + 4 * config.num_hidden_layers * config.num_key_value_heads
+        """Of one token's keys and values in all layers."""
+        return bytes_of_token(self.config, self.kv_cache_dtype)
 
 
 class Operations(NamedTuple):
@@ -648,7 +648,7 @@ def write_profile(llm: LLM, requests: Requests, params: list[SamplingParams], di
     if torch.cuda.is_available():
         numbers, rates = Numbers.of(llm), device_rates(torch.device(engine.info.device))
         operations = matrix_operations(log, numbers.config)
-        logits = numbers.config.vocab_size * numbers.itemsize
+        logits = numbers.config.vocab_size * numbers.dtype.itemsize
         steps = {
             "num_steps": len(log.num_tokens),
             "mean_rows": statistics.mean(log.num_sampled),

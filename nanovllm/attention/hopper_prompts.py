@@ -130,6 +130,13 @@ def _item(turn, query_tiles, num_items, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: g
 
 
 @gluon.jit
+def _boxes(tile, BOX: gl.constexpr):
+    """A tile as [number of boxes, BOX, BOX]."""
+    SHAPE: gl.constexpr = [tile.shape[0] * tile.shape[1] // (BOX * BOX), BOX, BOX]
+    return _reinterpret(tile, tile.dtype, SHAPE, tile.layout)
+
+
+@gluon.jit
 def _fetch_tile(
     by_row, scales_by_row, tiles, scales, barriers, stage, block_table, first_key, num_keys, kv_head,
     NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, ARE_KEYS: gl.constexpr,
@@ -138,8 +145,7 @@ def _fetch_tile(
     tile, is_there = tiles.index(stage), barriers.index(stage)
     BOX: gl.constexpr = by_row.block_type.shape[0]
     NUM_BOXES: gl.constexpr = tile.shape[0] // BOX
-    SHAPE: gl.constexpr = [tile.shape[0] * tile.shape[1] // (BOX * BOX), BOX, BOX]
-    boxes = _reinterpret(tile, tile.dtype, SHAPE, by_row.layout)
+    boxes = _boxes(tile, BOX)
     num_bytes: gl.constexpr = boxes.shape[0] * by_row.block_type.nbytes
     if scales_by_row is None:
         mbarrier.expect(is_there, num_bytes)
@@ -202,13 +208,6 @@ def _fetch_all(
                 )  # fmt: skip
                 num_done += 1
             num_taken += 1
-
-
-@gluon.jit
-def _boxes(tile, BOX: gl.constexpr):
-    """A tile as [number of boxes, BOX, BOX]."""
-    SHAPE: gl.constexpr = [tile.shape[0] * tile.shape[1] // (BOX * BOX), BOX, BOX]
-    return _reinterpret(tile, tile.dtype, SHAPE, tile.layout)
 
 
 @gluon.jit

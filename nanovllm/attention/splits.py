@@ -34,3 +34,22 @@ def split_length_of(length, SHORTEST: tl.constexpr, LONGEST: tl.constexpr):
         if SHORTEST * 2**doublings <= LONGEST:
             split = tl.where(length > split * _MOST_SPLITS, 2 * split, split)
     return split
+
+
+@jit
+def keys_of_item(
+    item_rows, item_splits, context_lens, item, KEYS: tl.constexpr, WINDOW: tl.constexpr, SHORTEST: tl.constexpr,
+    LONGEST: tl.constexpr,
+):  # fmt: skip
+    """Which keys a program of decodes attends for an item of a DecodePlan: (row, split, first key, end of the keys, the
+    first key that counts). With a window, the first key begins a tile of KEYS, some of which may lie before it."""
+    row = tl.load(item_rows + item).to(tl.int64)
+    split = tl.load(item_splits + item)
+    length = tl.load(context_lens + row)
+    split_length = split_length_of(length, SHORTEST, LONGEST)
+    first = split * split_length
+    last = tl.minimum(first + split_length, length)
+    first_seen = tl.maximum(length - WINDOW, 0) if WINDOW else 0
+    if WINDOW:
+        first = tl.maximum(first, first_seen // KEYS * KEYS)
+    return row, split, first, last, first_seen

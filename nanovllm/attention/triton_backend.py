@@ -18,7 +18,7 @@ from nanovllm.attention import splits, triton_fp8
 from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.metadata import AttentionMetadata, SharedPrefixes
 from nanovllm.attention.prefix_groups import PrefixGroups, find_prefix_groups
-from nanovllm.attention.splits import most_splits, split_length_of, split_lengths
+from nanovllm.attention.splits import keys_of_item, most_splits, split_length_of, split_lengths
 from nanovllm.attention.triton_prompts import LOG2_E, attend_keys, attend_prompts, slots_of
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin, let_next_come, wait
 from nanovllm.ops.kernel import jit, shared_memory, tl, triton
@@ -259,15 +259,9 @@ def _decode_kernel(
     for work in range(tl.program_id(0), tl.load(num_items) * NUM_KV_HEADS, tl.num_programs(0)):
         item = work // NUM_KV_HEADS
         kv_head = work % NUM_KV_HEADS
-        row = tl.load(item_rows + item).to(tl.int64)
-        split = tl.load(item_splits + item)
-        length = tl.load(context_lens + row)
-        split_length = split_length_of(length, SHORTEST, LONGEST)
-        first = split * split_length
-        last = tl.minimum(first + split_length, length)
-        first_seen = tl.maximum(length - WINDOW, 0) if WINDOW else 0
-        if WINDOW:
-            first = tl.maximum(first, first_seen // KEYS * KEYS)
+        row, split, first, last, first_seen = keys_of_item(
+            item_rows, item_splits, context_lens, item, KEYS, WINDOW, SHORTEST, LONGEST
+        )
         head = kv_head * GROUP + member
         queries = tl.load(q + row * q_stride + head[:, None] * HEAD_DIM + column[None, :], is_member, 0.0)
         largest = tl.full([PADDED_GROUP], float("-inf"), tl.float32)

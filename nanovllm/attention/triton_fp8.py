@@ -14,7 +14,7 @@ takes the scale out again.
 
 from typing import Any
 
-from nanovllm.attention.splits import split_length_of
+from nanovllm.attention.splits import keys_of_item
 from nanovllm.ops.dependent_launch import let_next_come, wait
 from nanovllm.ops.kernel import jit, tl, triton
 from nanovllm.ops.layer_cache import LayerCache
@@ -159,15 +159,9 @@ def decode_fp8_kernel(
     for work in range(tl.program_id(0), tl.load(num_items) * NUM_KV_HEADS, tl.num_programs(0)):
         item = work // NUM_KV_HEADS
         kv_head = work % NUM_KV_HEADS
-        row = tl.load(item_rows + item).to(tl.int64)
-        split = tl.load(item_splits + item)
-        length = tl.load(context_lens + row)
-        split_length = split_length_of(length, SHORTEST, LONGEST)
-        first = split * split_length
-        last = tl.minimum(first + split_length, length)
-        first_seen = tl.maximum(length - WINDOW, 0) if WINDOW else 0
-        if WINDOW:
-            first = tl.maximum(first, first_seen // KEYS * KEYS)
+        row, split, first, last, first_seen = keys_of_item(
+            item_rows, item_splits, context_lens, item, KEYS, WINDOW, SHORTEST, LONGEST
+        )
         head = kv_head * GROUP + member
         given = tl.load(q + row * q_stride + head[None, :] * HEAD_DIM + column[:, None], is_member, 0.0).to(tl.float32)
         query_scales = _scales_of_queries(given)

@@ -205,11 +205,6 @@ class ModelConfig:
         return len(self.layers)
 
     @property
-    def num_kv_values_per_token(self) -> int:
-        """Numbers that the KV cache keeps for one token, all layers and heads: 2 × layers × heads × head_dim."""
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
-
-    @property
     def num_parameters(self) -> int:
         """Numbers in all weight matrices."""
         num_embeddings = 2 - self.tie_word_embeddings

@@ -14,8 +14,8 @@ import torch
 from nanovllm.ops.quantize import E4M3
 
 LARGEST_KEY = 127  # integer
-# 2^120: a key with a larger number counts as infinite. The scale of any other may be multiplied by 32896
-# (hopper_prompts.py), and 127 times it is finite.
+# 2^120: a head of a key with such a number, or a larger one, counts as infinite. The scale of any other head is finite
+# even times 32896 (hopper_prompts.py).
 KEY_LIMIT_EXPONENT = 127 + 120
 # Scales are at least 2^-40, so that their inverses are finite. Inverses of values' scales are also multiplied by
 # thousands of weights (triton_fp8.py).

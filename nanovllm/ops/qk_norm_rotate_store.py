@@ -43,8 +43,8 @@ def _qk_norm_rotate_store_kernel(
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, NORMS: tl.constexpr,
     IS_SCALED: tl.constexpr, STORES_VALUES: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and some of its heads; the values come last. They are neither normed nor
-    rotated, and stored only if STORES_VALUES.
+    """One program per token and some of its heads; the values come last. They are neither normed nor rotated,
+    and stored only if STORES_VALUES.
 
     A head is read in parts: the two halves that rotate into each other, and the columns behind them, which do not
     rotate. HALF and REST are their padded numbers of columns; REST is 0 if all columns rotate. IS_SCALED: qkv is a

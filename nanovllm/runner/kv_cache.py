@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.config import Config
+from nanovllm.models.config import ModelConfig
 from nanovllm.ops.layer_cache import LayerCache
 from nanovllm.ops.quantize import E4M3
 
@@ -77,6 +78,11 @@ class KVCacheLayout:
         values = numbers[1].view(E4M3).unflatten(-1, (self.head_dim, self.block_size))
         of_layers = zip(keys, values, scales[0], strict=True)
         return KVCache((numbers, scales), [LayerCache(*of_layer) for of_layer in of_layers])
+
+
+def bytes_of_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of one token's keys and values in all layers, with their scales in FP8; dtype: see KVCacheLayout."""
+    return KVCacheLayout(config.num_hidden_layers, 1, config.num_key_value_heads, config.head_dim, dtype).block_bytes
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ from nanovllm.runner.kv_cache import (
     KVCache,
     KVCacheLayout,
     MemoryUse,
+    bytes_of_token,
     check_weights_fit,
     default_max_num_seqs,
     explained_out_of_memory,
@@ -535,12 +536,8 @@ class ModelRunner(Runner):
         return num_blocks
 
     def _default_max_num_seqs(self, config: Config) -> int:
-        model = self.model_config
-        layout = KVCacheLayout(  # of blocks of one token
-            model.num_hidden_layers, 1, model.num_key_value_heads, model.head_dim, self._kv_cache_dtype
-        )
-        token_bytes = -(-layout.block_bytes // self._parallel.size)
-        chosen = default_max_num_seqs(config, self._weight_bytes(), token_bytes, self._free_bytes(), self._is_gpu)
+        of_token = -(-bytes_of_token(self.model_config, self._kv_cache_dtype) // self._parallel.size)
+        chosen = default_max_num_seqs(config, self._weight_bytes(), of_token, self._free_bytes(), self._is_gpu)
         return self._parallel.minimum(chosen, self.device)
 
     def _weight_bytes(self) -> int:

@@ -27,6 +27,7 @@ from nanovllm.ops.expand_rows import Table
 from nanovllm.ops.process_logits import ALWAYS, TokenRules
 from nanovllm.ops.write_tokens import write_tokens
 from nanovllm.runner import sequence_table, token_rules
+from nanovllm.runner.kv_cache import bytes_of_token
 from nanovllm.runner.sequence_table import Batch, SequenceTable, StepSize
 from nanovllm.runner.token_rules import TokenRulesTable
 from nanovllm.sampling_params import SamplingParams
@@ -273,8 +274,7 @@ def test_a_token_of_qwen3_0_6b_takes_112_kib_in_bf16(tmp_path):
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     model_config = load_model_config(tmp_path)
-    token_bytes = model_config.num_kv_values_per_token * torch.bfloat16.itemsize
-    assert token_bytes == 112 * 1024 and token_bytes * 4096 == 448 * 2**20
+    assert bytes_of_token(model_config, torch.bfloat16) == 112 * 1024
 
 
 # Tiles

@@ -64,13 +64,6 @@ def test_fields_that_transformers_has_defaults_for_may_be_absent(tmp_path):
     assert read(tmp_path, remove="head_dim").head_dim == Qwen3Config().head_dim == 128
 
 
-def test_kv_values_per_token_are_those_of_qwen3_0_6b(tmp_path):
-    """2 × 28 layers × 8 heads × 128: 112 KiB a token in bfloat16, 448 MiB for 4,096."""
-    config = read(tmp_path, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128)
-    assert config.num_kv_values_per_token * 2 == 112 * 1024
-    assert config.num_kv_values_per_token * 2 * 4096 == 448 * 2**20
-
-
 def test_both_layouts_of_rope_are_read(tmp_path):
     """Reading only one of them leaves the other at a theta of 10,000, and the model answers nonsense."""
     yarn = {"factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 16, "truncate": False}

@@ -17,7 +17,7 @@ from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.models.config import load_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.ops.collectives import Parallel
-from nanovllm.runner.kv_cache import KVCacheLayout
+from nanovllm.ops.quantize import E4M3
 
 ROOT = Path(__file__).parents[2]
 
@@ -96,7 +96,7 @@ def test_a_parts_roofline_is_its_bytes_or_its_arithmetic():
 
 
 def num_weights(config, num_tokens: int = 1) -> int:
-    return bench.Numbers(config, itemsize=1).weight_bytes(num_tokens)
+    return bench.Numbers(config, torch.int8, torch.int8).weight_bytes(num_tokens)
 
 
 @pytest.mark.parametrize("size", ["40M", "8B", "llama-1B", "llama-8B", "qwen2.5-7B"])
@@ -163,7 +163,7 @@ def test_a_steps_roofline_is_reading_keys_plus_the_longer_of_weights_and_arithme
     decode, prompt = log_of(Chunk(sequence(1000), 1, True)), log_of(Chunk(sequence(3000), 3000, True))
     keys = 1000 * (2 * 8 * 4 * 64) * 2 / 1e9
     weights = num_weights(config) * 2 / 1e9
-    numbers = bench.Numbers(config, itemsize=2)
+    numbers = bench.Numbers(config, torch.bfloat16, torch.bfloat16)
     assert bench.roofline_seconds(decode, numbers, bench.Rates(1e9, 1e15, 1)) == pytest.approx(keys + weights)
     pairs = 3000 * 3001 // 2
     arithmetic = 2 * (3000 * of_all + of_sampled) + pairs * 4 * 8 * 8 * 64
@@ -192,15 +192,15 @@ def test_weights_in_fp8_count_as_what_the_model_holds(tmp_path, size, fp8):
     assert any(parameter.dtype == torch.float8_e4m3fn for parameter in matrices.values())
     if "lm_head.weight" not in matrices:
         matrices["lm_head.weight"] = model.lm_head.weight
-    assert bench.Numbers(config, itemsize=2).weight_bytes(10**9) == sum(each.nbytes for each in matrices.values())
+    numbers = bench.Numbers(config, torch.bfloat16, torch.bfloat16)
+    assert numbers.weight_bytes(10**9) == sum(each.nbytes for each in matrices.values())
 
 
 def test_a_cache_in_fp8_counts_with_its_scales(tmp_path):
     bench.write_config("40M", tmp_path)
     config = load_model_config(tmp_path)
-    layout = KVCacheLayout(8, 16, 4, 64, torch.float8_e4m3fn)
-    assert bench.Numbers(config, 2, has_fp8_cache=True).key_value_bytes * 16 == layout.block_bytes
-    assert bench.Numbers(config, 2).key_value_bytes * 16 == 2 * 8 * 16 * 4 * 64 * 2
+    for dtype, of_head in ((torch.float8_e4m3fn, 64 + 2), (torch.bfloat16, 2 * 64)):
+        assert bench.Numbers(config, torch.bfloat16, dtype).key_value_bytes == 2 * 8 * 4 * of_head
 
 
 def test_products_in_fp8_count_at_their_own_rate(tmp_path):
@@ -212,7 +212,9 @@ def test_products_in_fp8_count_at_their_own_rate(tmp_path):
     in_fp8 = 2 * (3000 * (7 * of_layer + 512 * 16 * 64) + of_layer - 512 * 16 * 64)
     head, scores = 2 * 512 * 32000, 3000 * 3001 // 2 * 4 * 8 * 8 * 64
     assert bench.matrix_operations(prompt, config) == [bench.Operations(head, in_fp8)]
-    found = bench.roofline_seconds(prompt, bench.Numbers(config, 2), bench.Rates(1e15, 1e12, 2e12))
+    found = bench.roofline_seconds(
+        prompt, bench.Numbers(config, torch.bfloat16, torch.bfloat16), bench.Rates(1e15, 1e12, 2e12)
+    )
     assert found == pytest.approx((head + scores) / 1e12 + in_fp8 / 2e12)
 
 
@@ -222,11 +224,11 @@ def test_an_engine_in_fp8_is_measured_as_one():
     )
     with bench.make_llm(arguments, str(bench.MODEL_DIRECTORY), True) as llm:
         numbers = bench.Numbers.of(llm)
-    assert numbers.config.fp8 == Fp8Config() and numbers.has_fp8_cache and numbers.itemsize == 4
+    assert numbers.config.fp8 == Fp8Config() and numbers.kv_cache_dtype == E4M3 and numbers.dtype == torch.float32
     usual = bench.parse_arguments(["--device", "cpu", "--max-model-len", "64"])
     with bench.make_llm(usual, str(bench.MODEL_DIRECTORY), True) as llm:
         numbers = bench.Numbers.of(llm)
-    assert numbers.config.fp8 is None and not numbers.has_fp8_cache
+    assert numbers.config.fp8 is None and numbers.kv_cache_dtype == torch.float32
 
 
 # Workloads and calls
