@@ -2,8 +2,8 @@
 
 It calls the functions that launch kernels. What they would launch is compiled with its own options and not run. It
 prints each kernel's name, the bytes that a program shares, the instruction that it multiplies matrices with, how many
-pairs of numbers in e4m3 it makes, and how many of these it uses in two ways, which ptxas compiles wrongly. Triton must
-not be interpreted, so this is a process of its own.
+pairs of numbers in e4m3 it makes, how many of these it uses in two ways, which ptxas compiles wrongly, and how many
+keys it may round unlike their plain twin. Triton must not be interpreted, so this is a process of its own.
 """
 
 import re
@@ -63,7 +63,8 @@ def compile_only(self: triton.JITFunction, *arguments, grid, warmup, **options):
         ptx = compiled.asm["ptx"]
         products = "wgmma" if "wgmma" in ptx else "mma" if "mma.sync" in ptx else "none"
         kind = products + "".join(f".{each}" for each in ("e4m3", "s8") if f"{each}.{each}" in ptx)
-        print(self.__name__, compiled.metadata.shared, kind, len(pairs_in_e4m3(ptx)), num_used_twice(ptx), flush=True)
+        numbers = len(pairs_in_e4m3(ptx)), num_used_twice(ptx), num_rounded_otherwise(ptx)
+        print(self.__name__, compiled.metadata.shared, kind, *numbers, flush=True)
     return compiled
 
 
@@ -81,6 +82,14 @@ def num_used_twice(ptx: str) -> int:
     in_words = {pair for word in words for pair in word if pairs.issuperset(word)}
     # Once where it is made, and once in a word.
     return sum(len(re.findall(rf"{pair}\b", ptx)) > 2 for pair in in_words)
+
+
+def num_rounded_otherwise(ptx: str) -> int:
+    """Additions of TO_INTEGER that are fused with a multiplication, and inverses of scales that are not rounded as IEEE
+    754 says. See STORE_OPTIONS and `scale_of_keys`. The interpreter does neither."""
+    ones = set(re.findall(r"mov\.\S+\s+(%r\d+), 0f3F800000", ptx))
+    inverses = [dividend for dividend in re.findall(r"div\.full\S*\s+%r\d+, (%r\d+)", ptx) if dividend in ones]
+    return len(re.findall(r"fma\.\S+\s+.*0f4B400000", ptx)) + len(inverses)
 
 
 def launch_all() -> None:
