@@ -69,6 +69,11 @@ def by_integers(x: torch.Tensor) -> torch.Tensor:
     return (x / scales).round() * scales
 
 
+def peak_of_rows(x: torch.Tensor) -> float:
+    """The median of largest absolute number / root mean square."""
+    return float((x.abs().amax(-1) / x.square().mean(-1).sqrt()).median())
+
+
 class Model:
     """A model whose numbers are rounded on the way.
 
@@ -88,6 +93,20 @@ class Model:
         """Log-probabilities, [num_tokens, vocab_size]"""
         parts = [self.ids[first : first + PART] for first in range(0, len(self.ids), PART)]
         return torch.cat([teacher_forced_logits(self.llm, part, [len(part)]).log_softmax(-1) for part in parts])
+
+    def print_peaks(self) -> None:
+        """How far the largest number of a row stands out: times the row's root mean square, medians."""
+        peaks = {"inputs": [], "weights": [peak_of_rows(weight) for weight in self.weights]}
+        for linear in self.linears:
+            multiply = type(linear)._multiply
+            linear._multiply = lambda x, bias, multiply=multiply, linear=linear: (
+                peaks["inputs"].append(peak_of_rows(x)) or multiply(linear, x, bias)
+            )
+        self._logits()
+        for linear in self.linears:
+            del linear._multiply
+        for name, found in peaks.items():
+            print(f"largest number of a row of {name}: {min(found):.1f} to {max(found):.1f}, by layer", flush=True)
 
     def measure(self, name: str, of_weights: Round, of_inputs: Round, of_keys: Round, of_values: Round, last: int = 0):
         """last: so many of the last linear layers stay as they are."""
@@ -124,6 +143,7 @@ def main() -> None:
     options = {"device": "cpu", "dtype": "float32", "max_model_len": PART, "num_kvcache_blocks": 80}
     with LLM(arguments.directory, attention_backend="sdpa", enable_prefix_caching=False, **options) as llm:
         model = Model(llm, arguments.tokens)
+        model.print_peaks()
         plain = same, same
         model.measure("nothing", same, same, *plain)
         model.measure("weights by channel (ours)", by_row, same, *plain)
