@@ -2098,7 +2098,7 @@ MUTANTS = [
     ),
     Mutant(
         "a decode reads beyond its last key",
-        TRITON,
+        "attention/splits.py",
         "last = tl.minimum(first + split_length, length)",
         "last = first + split_length",
         (
