@@ -170,6 +170,8 @@ class Job:
             report = self._run_rows(lines, index, params, journal)
             if journal.is_complete():
                 with self._phase("output"):
+                    # Otherwise a power cut could tear the journal of a job whose output is there already.
+                    journal.sync()
                     self._write_output(journal, index)
                 report["seconds"] = dict(self._seconds)
                 save_state(self._state_path, {**state, "finished": True, "report": report})

@@ -205,7 +205,8 @@ def kill_at_random_moments(num_kills: int, count: int, model: str, seconds: floa
             full += status == 3
             part = directory / "out.part"
             cut += part.exists() and part.stat().st_size > 0
-            if status < 0 and part.exists() and rng.random() < 0.3:
+            # Once the output exists, the whole journal has been synced, and no kill can tear it.
+            if status < 0 and part.exists() and not (directory / "out").exists() and rng.random() < 0.3:
                 torn += 1
                 with part.open("r+b") as file:
                     size = part.stat().st_size
