@@ -30,7 +30,7 @@ def real(name: str, value: Any) -> float:
     return number
 
 
-def integer(name: str, value: Any, least: int | None = None) -> int:
+def integer(name: str, value: Any, minimum: int | None = None) -> int:
     """The value as a plain int of at least `least`.
 
     Raises:
@@ -38,8 +38,8 @@ def integer(name: str, value: Any, least: int | None = None) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an integer, not {value!r}")
-    if least is not None and value < least:
-        raise ValueError(f"{name} must be at least {least}, not {value}")
+    if minimum is not None and value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, not {value}")
     return int(value)
 
 

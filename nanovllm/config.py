@@ -126,10 +126,10 @@ class Config:
         if self.revision is not None and not isinstance(self.revision, str):
             raise TypeError(f"revision must be a string, not {self.revision!r}")
         for name in ("max_num_batched_tokens", "tensor_parallel_size"):
-            self._set(name, integer(name, getattr(self, name), least=1))
+            self._set(name, integer(name, getattr(self, name), minimum=1))
         for name in ("max_model_len", "max_num_seqs", "kvcache_block_size", "num_kvcache_blocks"):
             if getattr(self, name) is not None:
-                self._set(name, integer(name, getattr(self, name), least=1))
+                self._set(name, integer(name, getattr(self, name), minimum=1))
         # Larger values gain nothing, and memory and grids are sized by them.
         for name in ("max_num_seqs", "kvcache_block_size"):
             if (getattr(self, name) or 0) > _MOST:

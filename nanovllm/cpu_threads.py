@@ -18,12 +18,12 @@ from nanovllm.machine import cpu_quotas, cpus, num_cores
 logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_CHECKS = 0.2  # the system counts CPU time in hundredths of a second
-_FEWEST_SECONDS_TO_JUDGE_BY = 0.05
+_MIN_SECONDS_TO_JUDGE_BY = 0.05
 # For one more thread this much of a CPU must be free: with less, waiting costs more than the thread brings.
-_LEAST_FREE = 0.7
+_MIN_FREE = 0.7
 
 
-def choose_num_threads(most: int, num_cpus: int, num_busy: float) -> int:
+def choose_num_threads(maximum: int, num_cpus: int, num_busy: float) -> int:
     """As many threads as CPUs are free, from 1 to `most`; rounded down, so that few different numbers occur.
 
     They are few because oneDNN compiles and keeps its kernels anew for each number. A fourth of the CPUs always counts
@@ -34,8 +34,8 @@ def choose_num_threads(most: int, num_cpus: int, num_busy: float) -> int:
         num_cpus: CPUs that this process may use.
         num_busy: how many of them other processes use, on average.
     """
-    most = max(1, min(most, num_cpus))
-    num_free = max(int(num_cpus - num_busy + 1 - _LEAST_FREE), num_cpus // 4, 1)
+    most = max(1, min(maximum, num_cpus))
+    num_free = max(int(num_cpus - num_busy + 1 - _MIN_FREE), num_cpus // 4, 1)
     return most if num_free >= most else num_free - num_free % max(1, most // 8)
 
 
@@ -100,7 +100,7 @@ class CpuThreads:
     def _measure(self) -> None:
         now, cpu_seconds = self._clock(), self._cpu_seconds()
         seconds = now - self._measured_at
-        if cpu_seconds is None or self._measured is None or seconds < _FEWEST_SECONDS_TO_JUDGE_BY:
+        if cpu_seconds is None or self._measured is None or seconds < _MIN_SECONDS_TO_JUDGE_BY:
             return
         of_all, of_this = (after - before for after, before in zip(cpu_seconds, self._measured, strict=True))
         self._num_busy = max(0.0, of_all - of_this) / seconds

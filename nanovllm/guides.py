@@ -17,13 +17,13 @@ import numpy as np
 from nanovllm.structured_outputs import StructuredOutputsParams
 
 # Compiled grammars that are kept, of one model. With 49,152 ids a used one had 0.2 MB.
-_MOST_COMPILED = 256
+_MAX_COMPILED = 256
 # Waking llguidance's threads takes 0.1 ms, in which one thread fills about as many masks as these.
-_FEWEST_IN_PARALLEL = 16
+_MIN_IN_PARALLEL = 16
 # Copies of one matcher that are in use before another is compiled.
 _COPIES_OF_ONE = 8
 # Of llguidance's threads: that share of the CPUs, and at most so many, which are its own defaults.
-_SHARE_OF_CPUS, _MOST_THREADS = 0.8, 32
+_SHARE_OF_CPUS, _MAX_THREADS = 0.8, 32
 # Characters of one to four UTF-8 bytes, some after a space.
 _SAMPLE = '{"a": [1, "é к 字 🙂"]}'
 _INSTALL = 'needs llguidance: pip install llguidance, or nanovllm with its extra "structured"'
@@ -75,7 +75,7 @@ def fill_masks(constraints: Sequence[Constraint], masks: np.ndarray) -> None:
         FillError: some could not be filled; all others are.
     """
     grammars = [(row, each) for row, each in enumerate(constraints) if isinstance(each, _Grammar)]
-    if is_parallel := len(grammars) >= _FEWEST_IN_PARALLEL:
+    if is_parallel := len(grammars) >= _MIN_IN_PARALLEL:
         from llguidance.numpy import fill_next_token_bitmask_par
 
         # A thread takes neighbours, and threads that have copies of one matcher wait for each other.
@@ -145,7 +145,7 @@ def _executor() -> Any:
 def _num_threads() -> int:
     from nanovllm.machine import cpus  # imports torch
 
-    return max(1, min(int(_SHARE_OF_CPUS * len(cpus())), _MOST_THREADS))
+    return max(1, min(int(_SHARE_OF_CPUS * len(cpus())), _MAX_THREADS))
 
 
 # A trie's node: the ids that may come next, each with the node behind it. A node without any is the end of a choice.
@@ -216,8 +216,8 @@ class _Copies:
 
     def __call__(self) -> _Grammar:
         group = min(range(len(self._groups)), key=lambda index: len(self._groups[index][1]))
-        most_groups = 1 << (_num_threads() - 1).bit_length()
-        if len(self._groups[group][1]) >= _COPIES_OF_ONE and len(self._groups) < most_groups:
+        max_num_groups = 1 << (_num_threads() - 1).bit_length()
+        if len(self._groups[group][1]) >= _COPIES_OF_ONE and len(self._groups) < max_num_groups:
             group = len(self._groups)
             self._groups.append((self._compile(), WeakSet()))
         matcher, in_use = self._groups[group]
@@ -264,7 +264,7 @@ class StructuredOutputs:
         self._vocab_size = vocab_size
         self._all_eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         # Many rows have the same parameters.
-        self._compiled = lru_cache(maxsize=_MOST_COMPILED)(self._compile)
+        self._compiled = lru_cache(maxsize=_MAX_COMPILED)(self._compile)
 
     def constraint(self, params: StructuredOutputsParams) -> Constraint:
         """A constraint for one completion, which begins with it.

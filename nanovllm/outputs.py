@@ -9,7 +9,7 @@ from nanovllm.logprobs import TokenLogprobs
 
 FinishReason = Literal["stop", "length", "error", "abort"]
 # Reasons that are told apart, and rows of each that are named.
-_MOST_KINDS, _MOST_INDICES = 1000, 5
+_MAX_KINDS, _MAX_INDICES = 1000, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,32 +111,32 @@ class ErrorSummary:
     def add(self, index: int, error: str) -> None:
         # Reasons that differ only in their numbers or in the value that they show are of one kind.
         key = re.sub("-?[0-9]+", "0", error.split(", not ")[0])
-        if key not in self._rows_of and len(self._rows_of) == _MOST_KINDS:
+        if key not in self._rows_of and len(self._rows_of) == _MAX_KINDS:
             self._num_others += 1
             return
         kind = self._rows_of.setdefault(key, _Kind([]))
         kind.num_rows += 1
         insort(kind.first, (index, error))
-        del kind.first[_MOST_INDICES:]
+        del kind.first[_MAX_INDICES:]
 
-    def describe(self, num_prompts: int, most_reasons: int = 5) -> str | None:
+    def describe(self, num_prompts: int, max_num_reasons: int = 5) -> str | None:
         """How many of a call's rows failed, why, and the indices of the first of each kind; None if none did.
 
         Args:
             num_prompts: of the call.
-            most_reasons: how many kinds are named at most.
+            max_num_reasons: how many kinds are named at most.
         """
         kinds = sorted(self._rows_of.values(), key=lambda kind: (-kind.num_rows, kind.first))
         if not kinds:
             return None
         parts = []
-        for kind in kinds[:most_reasons]:
-            first = ", ".join(str(index) for index, _ in kind.first) + (", …" if kind.num_rows > _MOST_INDICES else "")
+        for kind in kinds[:max_num_reasons]:
+            first = ", ".join(str(index) for index, _ in kind.first) + (", …" if kind.num_rows > _MAX_INDICES else "")
             parts.append(f"{kind.num_rows} × {kind.first[0][1]} (at {first})")
-        num_named = sum(kind.num_rows for kind in kinds[:most_reasons])
+        num_named = sum(kind.num_rows for kind in kinds[:max_num_reasons])
         num_errors = sum(kind.num_rows for kind in kinds) + self._num_others
         if num_errors > num_named:
-            many = "many" if self._num_others else len(kinds) - most_reasons
+            many = "many" if self._num_others else len(kinds) - max_num_reasons
             parts.append(f"{num_errors - num_named} × {many} other reasons")
         return f"{num_errors} of {num_prompts} prompts ended in an error: {'; '.join(parts)}"
 

@@ -22,7 +22,7 @@ from nanovllm.text import Text
 # All backends but `flash` have blocks of so many tokens unless they are told otherwise.
 BLOCK_SIZE = 64
 # Blocks whose hashes are kept: they take 70 MB, and stand for 64 million different tokens.
-MOST_KNOWN_BLOCKS = 1_000_000
+MAX_KNOWN_BLOCKS = 1_000_000
 _MEANT = {theirs: ours for theirs, ours in MEANT_OPTIONS.items() if ours == "max_model_len"}
 
 
@@ -32,12 +32,12 @@ class PromptCheck:
 
     Args:
         num_prompt_tokens: its tokens; 0 if it could not be tokenized.
-        most_new_tokens: most tokens that its completions may have together; 0 if it cannot run.
+        max_num_new_tokens: most tokens that its completions may have together; 0 if it cannot run.
         error: what the `error` of its RequestOutput will be, or None if it can run.
     """
 
     num_prompt_tokens: int
-    most_new_tokens: int
+    max_num_new_tokens: int
     error: str | None
 
 
@@ -50,7 +50,7 @@ class PreflightSummary:
         num_errors: those that cannot run.
         num_prompt_tokens: tokens of the prompts.
         longest_prompt: tokens of the longest prompt, also of one that is too long to run.
-        most_new_tokens: most tokens that all completions may have together.
+        max_num_new_tokens: most tokens that all completions may have together.
         num_distinct_prefixes: different first blocks of 64 tokens; shorter prompts have none.
         num_shared_tokens: tokens that the prefix cache can serve.
         expected_hit_rate: num_shared_tokens / num_prompt_tokens, or 0 without prompts.
@@ -60,7 +60,7 @@ class PreflightSummary:
     num_errors: int
     num_prompt_tokens: int
     longest_prompt: int
-    most_new_tokens: int
+    max_num_new_tokens: int
     num_distinct_prefixes: int
     num_shared_tokens: int
     expected_hit_rate: float
@@ -111,7 +111,7 @@ class Preflight:
         self._default_sampling = DefaultSampling(model_config.generation)
         self._prefixes = _Prefixes()
         self._num_prompts = self._num_errors = self._longest_prompt = 0
-        self._num_prompt_tokens = self._most_new_tokens = self._num_shared_tokens = 0
+        self._num_prompt_tokens = self._max_num_new_tokens = self._num_shared_tokens = 0
 
     def get_tokenizer(self) -> Any:
         """As LLM.get_tokenizer."""
@@ -152,7 +152,7 @@ class Preflight:
             self._num_errors,
             self._num_prompt_tokens,
             self._longest_prompt,
-            self._most_new_tokens,
+            self._max_num_new_tokens,
             self._prefixes.num_distinct,
             self._num_shared_tokens,
             self._num_shared_tokens / max(self._num_prompt_tokens, 1),
@@ -169,13 +169,13 @@ class Preflight:
         except ValueError as error:
             self._num_errors += 1
             return PromptCheck(num_tokens, 0, str(error))
-        most_new_tokens = params.n * (max_length(num_tokens, params, self._info) - num_tokens)
+        max_num_new_tokens = params.n * (max_length(num_tokens, params, self._info) - num_tokens)
         self._num_prompt_tokens += num_tokens
-        self._most_new_tokens += most_new_tokens
+        self._max_num_new_tokens += max_num_new_tokens
         # The last token is always computed, and so is the one before the first that is scored.
-        most_shared = (num_tokens if params.prompt_logprobs is None else row.first_scored) - 1
-        self._num_shared_tokens += self._prefixes.add(row.token_ids, most_shared)
-        return PromptCheck(num_tokens, most_new_tokens, None)
+        max_shared = (num_tokens if params.prompt_logprobs is None else row.first_scored) - 1
+        self._num_shared_tokens += self._prefixes.add(row.token_ids, max_shared)
+        return PromptCheck(num_tokens, max_num_new_tokens, None)
 
 
 class _Prefixes:
@@ -188,17 +188,17 @@ class _Prefixes:
         self.num_distinct = 0
         self._known: set[int] = set()
 
-    def add(self, token_ids: list[int], most_shared: int) -> int:
-        """Makes a prompt's blocks known; returns how many of its leading tokens, at most `most_shared`, lie in blocks
+    def add(self, token_ids: list[int], max_shared: int) -> int:
+        """Makes a prompt's blocks known; returns how many of its leading tokens, at most `max_shared`, lie in blocks
         that were known before."""
         num_shared = parent = 0
         known = array("i", token_ids)
         for end in range(BLOCK_SIZE, len(token_ids) + 1, BLOCK_SIZE):
             parent = hash_block(parent, known[end - BLOCK_SIZE : end])
             if parent in self._known:
-                if end <= most_shared:
+                if end <= max_shared:
                     num_shared = end
-            elif len(self._known) < MOST_KNOWN_BLOCKS:
+            elif len(self._known) < MAX_KNOWN_BLOCKS:
                 self._known.add(parent)
                 self.num_distinct += end == BLOCK_SIZE
             else:

@@ -74,7 +74,7 @@ class RowStream:
         self._structured, self._before_step = structured, before_step
         self._is_exhausted = False
         self._running: dict[int, _RunningRow] = {}  # by request id, in the rows' order
-        self._most_completions = 1  # that a row of this call has
+        self._max_num_completions = 1  # that a row of this call has
 
     def run(self) -> Iterator[dict[int, RequestOutput]]:
         """After each step, what has finished, by number; before that, the rows that cannot run."""
@@ -158,7 +158,7 @@ class RowStream:
         if self._window is None:
             return ROWS_OF_PIECE
         oldest = next(iter(self._running.values())).number if self._running else self.num_read
-        window = max(1, self._window // self._most_completions)
+        window = max(1, self._window // self._max_num_completions)
         later = _ROWS_OF_LATER_PIECE if num_places > 0 else _ROWS_OF_LAST_PIECE
         return min(later if self._running else ROWS_OF_PIECE, oldest + window - self.num_read)
 
@@ -166,7 +166,7 @@ class RowStream:
         """Adds a row's request and returns its id, or returns the output of a row that cannot run."""
         error: ValueError | None = None
         predicates: list[Callable[[int], bool]] | None = None
-        self._most_completions = max(self._most_completions, params.n)
+        self._max_num_completions = max(self._max_num_completions, params.n)
         try:
             params, predicates = without_text(row, params, self._text, self._structured, params.n)
         except ValueError as problem:

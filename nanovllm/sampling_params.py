@@ -11,9 +11,9 @@ from nanovllm.prompts import NOT_YET
 from nanovllm.structured_outputs import StructuredOutputsParams
 
 # Of one request. Each running sequence keeps as many on the device as the longest list has, 20 bytes each.
-_MOST_EDITS = 4096
-_MOST_COMPLETIONS = 16384
-MOST_LOGPROBS = 128
+_MAX_EDITS = 4096
+_MAX_COMPLETIONS = 16384
+MAX_LOGPROBS = 128
 _MASK = 2**64 - 1
 _OF_COMPLETIONS = 0x5BF03635  # so that completions and requests have different seeds
 DEFAULT_MAX_TOKENS = 64
@@ -169,13 +169,13 @@ class SamplingParams:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        put("temperature", _in_range("temperature", temperature, least=0, least_means=" (greedy)"))
+        put("temperature", _in_range("temperature", temperature, minimum=0, meaning=" (greedy)"))
         put("n", _num_completions(n, self.temperature, max_tokens))
         put("logprobs", _num_logprobs("logprobs", logprobs))
         put("prompt_logprobs", _num_logprobs("prompt_logprobs", prompt_logprobs))
         put("logprobs_mode", _logprobs_mode(logprobs_mode))
         fewest = 1 if prompt_logprobs is None else 0
-        put("max_tokens", None if max_tokens is None else integer("max_tokens", max_tokens, least=fewest))
+        put("max_tokens", None if max_tokens is None else integer("max_tokens", max_tokens, minimum=fewest))
         put("min_tokens", integer("min_tokens", min_tokens))
         most = self.min_tokens if self.max_tokens is None else self.max_tokens
         if not 0 <= self.min_tokens <= most:
@@ -184,7 +184,7 @@ class SamplingParams:
         put("top_p", real("top_p", top_p))
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1 (off), not {self.top_p}")
-        put("min_p", _in_range("min_p", min_p, least=0, least_means=" (off)", most=1))
+        put("min_p", _in_range("min_p", min_p, minimum=0, meaning=" (off)", maximum=1))
         put("stop", _strings("stop", stop))
         put("include_stop_str_in_output", boolean("include_stop_str_in_output", include_stop_str_in_output))
         put("stop_token_ids", () if stop_token_ids is None else _token_ids("stop_token_ids", stop_token_ids))
@@ -195,8 +195,8 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             raise ValueError("stop strings are found in the text; use stop_token_ids, or leave out detokenize=False")
         put("repetition_penalty", _repetition_penalty(repetition_penalty))
-        put("presence_penalty", _in_range("presence_penalty", presence_penalty, least=-2, most=2))
-        put("frequency_penalty", _in_range("frequency_penalty", frequency_penalty, least=-2, most=2))
+        put("presence_penalty", _in_range("presence_penalty", presence_penalty, minimum=-2, maximum=2))
+        put("frequency_penalty", _in_range("frequency_penalty", frequency_penalty, minimum=-2, maximum=2))
         put("logit_bias", _logit_bias(logit_bias))
         put("bad_words", _bad_words(bad_words))
         put("structured_outputs", _structured_outputs(structured_outputs))
@@ -282,12 +282,12 @@ def _checked(params: Any, index: int) -> SamplingParams:
     return params
 
 
-def _in_range(name: str, value: Any, least: float, least_means: str = "", most: float | None = None) -> float:
+def _in_range(name: str, value: Any, minimum: float, meaning: str = "", maximum: float | None = None) -> float:
     number = real(name, value)
-    if most is None and number < least:
-        raise ValueError(f"{name} must be {least}{least_means} or more, not {number}")
-    if most is not None and not least <= number <= most:
-        raise ValueError(f"{name} must be between {least}{least_means} and {most}, not {number}")
+    if maximum is None and number < minimum:
+        raise ValueError(f"{name} must be {minimum}{meaning} or more, not {number}")
+    if maximum is not None and not minimum <= number <= maximum:
+        raise ValueError(f"{name} must be between {minimum}{meaning} and {maximum}, not {number}")
     return number
 
 
@@ -300,9 +300,9 @@ def _structured_outputs(value: Any) -> StructuredOutputsParams | None:
 
 
 def _num_completions(value: Any, temperature: float, max_tokens: Any) -> int:
-    n = integer("n", value, least=1)
-    if n > _MOST_COMPLETIONS:
-        raise ValueError(f"n must be at most {_MOST_COMPLETIONS}, not {n}")
+    n = integer("n", value, minimum=1)
+    if n > _MAX_COMPLETIONS:
+        raise ValueError(f"n must be at most {_MAX_COMPLETIONS}, not {n}")
     if n > 1 and temperature == 0:
         raise ValueError(f"n={n} greedy completions would all be equal; set a temperature above 0, or n=1")
     if n > 1 and max_tokens == 0:
@@ -324,9 +324,9 @@ def _logprobs_mode(value: Any) -> str:
 
 
 def _num_logprobs(name: str, value: Any) -> int | None:
-    number = None if value is None else integer(name, value, least=0)
-    if number is not None and number > MOST_LOGPROBS:
-        raise ValueError(f"{name} must be at most {MOST_LOGPROBS}, not {number}")
+    number = None if value is None else integer(name, value, minimum=0)
+    if number is not None and number > MAX_LOGPROBS:
+        raise ValueError(f"{name} must be at most {MAX_LOGPROBS}, not {number}")
     return number
 
 
@@ -348,16 +348,16 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def _token_ids(name: str, value: Any, least: int | None = None) -> tuple[int, ...]:
+def _token_ids(name: str, value: Any, minimum: int | None = None) -> tuple[int, ...]:
     """Any collection of token ids, an array too, as plain integers."""
     token_ids = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(token_ids, (list, tuple, set, frozenset, range)):
         raise TypeError(f"{name} must be a list of token ids, not {value!r}")
-    return tuple(integer(name, token_id, least) for token_id in token_ids)
+    return tuple(integer(name, token_id, minimum) for token_id in token_ids)
 
 
 def _allowed_token_ids(value: Any) -> tuple[int, ...]:
-    token_ids = _token_ids("allowed_token_ids", value, least=0)
+    token_ids = _token_ids("allowed_token_ids", value, minimum=0)
     if not token_ids:
         raise ValueError("allowed_token_ids must hold at least one token id; None allows all")
     return tuple(sorted(set(token_ids)))
@@ -366,15 +366,15 @@ def _allowed_token_ids(value: Any) -> tuple[int, ...]:
 def _logit_bias(value: Any) -> dict[int, float]:
     if value is not None and not isinstance(value, Mapping):
         raise TypeError(f"logit_bias must be a dict from token ids to numbers, not {value!r}")
-    if value is not None and len(value) > _MOST_EDITS:
+    if value is not None and len(value) > _MAX_EDITS:
         raise ValueError(
-            f"logit_bias holds {len(value)} ids, and at most {_MOST_EDITS} are possible; allowed_token_ids bans more"
+            f"logit_bias holds {len(value)} ids, and at most {_MAX_EDITS} are possible; allowed_token_ids bans more"
         )
     biases: dict[int, float] = {}
     for key, bias in (value or {}).items():
         # JSON's keys are strings.
         is_text = isinstance(key, str) and key.isascii() and key.isdigit()
-        token_id = integer("a key of logit_bias", int(key) if is_text else key, least=0)
+        token_id = integer("a key of logit_bias", int(key) if is_text else key, minimum=0)
         if token_id in biases:
             raise ValueError(f"logit_bias names token {token_id} twice")
         is_number = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
@@ -391,13 +391,13 @@ def _bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:
     words = (value,) if isinstance(value, str) else () if value is None else value
     if not isinstance(words, (list, tuple)) or any(isinstance(word, numbers.Number) for word in words):
         raise TypeError(f"bad_words must be a list of strings or of lists of token ids, not {value!r}")
-    if len(words) > _MOST_EDITS:
+    if len(words) > _MAX_EDITS:
         raise ValueError(
-            f"bad_words holds {len(words)} words, and at most {_MOST_EDITS} are possible; allowed_token_ids bans more"
+            f"bad_words holds {len(words)} words, and at most {_MAX_EDITS} are possible; allowed_token_ids bans more"
         )
     checked: list[str | tuple[int, ...]] = []
     for word in words:
-        checked += _strings("bad_words", word) if isinstance(word, str) else [_token_ids("bad_words", word, least=0)]
+        checked += _strings("bad_words", word) if isinstance(word, str) else [_token_ids("bad_words", word, minimum=0)]
     if () in checked:
         raise ValueError("bad_words must not hold an empty list of token ids")
     return tuple(checked)

@@ -40,8 +40,8 @@ def expanded(
     num_tokens: int,
     num_sampled: int,
     block_size: int,
-    fused: bool = False,
+    use_kernels: bool = False,
 ) -> WholeExpansion:
     """`expand_rows` with memory of its own for the rows that sample."""
     samples = ExpandedSamples.empty(num_sampled, len(table.settings), rows.device)
-    return WholeExpansion(*expand_rows(rows, table, num_rows, num_tokens, samples, block_size, fused), *samples)
+    return WholeExpansion(*expand_rows(rows, table, num_rows, num_tokens, samples, block_size, use_kernels), *samples)

@@ -102,15 +102,15 @@ def launch_all() -> None:
         return ScaledProduct(torch.zeros((16, columns), dtype=dtype), torch.ones(16), torch.ones(columns))
 
     x, norm = torch.zeros((16, size), dtype=dtype), torch.ones(size, dtype=dtype)
-    quantize_rows(x, fused=True)
-    quantize_row_blocks(x, 128, fused=True)
+    quantize_rows(x, use_kernels=True)
+    quantize_row_blocks(x, 128, use_kernels=True)
     for quantizes in (False, True):
         rms_norm(x, norm, 1e-6, True, quantizes)
         for given in (x, scaled(size)):
             add_rms_norm(given, x, norm, 1e-6, True, quantizes)
     for gate_up in (torch.zeros((16, 24576), dtype=dtype), scaled(24576)):
-        act_and_mul(gate_up, fused=True)
-    act_and_mul(scaled(1024), "gelu_pytorch_tanh", fused=True)
+        act_and_mul(gate_up, use_kernels=True)
+    act_and_mul(scaled(1024), "gelu_pytorch_tanh", use_kernels=True)
     exchange = Exchange(Parallel(0, 4), torch.zeros(mail_shape(size), dtype=dtype), [0] * 4)
     for num_rows in (16, 4096):  # directly, and by owner
         product = ScaledProduct(torch.zeros((num_rows, size), dtype=dtype), torch.ones(num_rows), torch.ones(size))
@@ -118,14 +118,14 @@ def launch_all() -> None:
     blocks = BlockWeight(weight(6144, size), torch.ones(48, 32), 128, 128)
     for num_rows in (1, 32, 64, 2048):
         inputs = torch.zeros((num_rows, size), dtype=dtype)
-        block_product(quantize_row_blocks(inputs, 128, fused=True), blocks, None, dtype, fused=True)
+        block_product(quantize_row_blocks(inputs, 128, use_kernels=True), blocks, None, dtype, use_kernels=True)
     cut = BlockWeight(weight(200, 192), torch.ones(3, 2), 96, 96)
     block_product(
-        quantize_row_blocks(x[:, :192].contiguous(), 96, fused=True),
+        quantize_row_blocks(x[:, :192].contiguous(), 96, use_kernels=True),
         cut,
         torch.ones(200, dtype=dtype),
         dtype,
-        fused=True,
+        use_kernels=True,
     )
     for num_tokens in (16, 2048):
         experts = torch.zeros((num_tokens, 8), dtype=torch.int32)
@@ -137,7 +137,7 @@ def launch_all() -> None:
                      ExpertWeights(down, torch.ones(128, 16, 6), 128, 128))  # fmt: skip
         plain = (ExpertWeights(gate_up.to(dtype)), ExpertWeights(down.to(dtype)))
         for weights in (of_channels, of_blocks, plain)[num_tokens > 16 :]:
-            grouped_mlp(inputs, routes, *weights, fused=True)
+            grouped_mlp(inputs, routes, *weights, use_kernels=True)
 
 
 def launch_over_fp8_cache(head_dim: int, group_size: int, block_size: int, window: int, num_kv_heads: int = 2) -> None:

@@ -166,14 +166,14 @@ def make_engine(
     max_model_len: int = 64,
     vocab_size: int = 1000,
     eos_token_ids: frozenset[int] = frozenset(),
-    most_tokens_beside_decodes: int = 2**31,
+    max_tokens_beside_decodes: int = 2**31,
     keep_log: bool = True,
     **options,
 ) -> LLMEngine:
     """An LLMEngine on a FakeRunner; `options` are Config's."""
     config = Config("fake", **options)
     info = RunnerInfo(num_blocks, block_size, max_model_len, vocab_size, eos_token_ids)
-    info = replace(info, most_tokens_beside_decodes=most_tokens_beside_decodes)
+    info = replace(info, max_tokens_beside_decodes=max_tokens_beside_decodes)
     return LLMEngine(config, runner=FakeRunner(info, config.max_num_seqs or info.max_num_seqs, keep_log))
 
 

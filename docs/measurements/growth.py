@@ -51,7 +51,7 @@ AXES = {
     "contexts": ("keys of each of 16 sequences", "output tokens per second"),
 }
 _TOKENS_OF_PROMPTS = 131_072  # in all, or a little more
-_MOST_TRACED = 10_000  # requests; tracing multiplies the time of a call
+_MAX_TRACED = 10_000  # requests; tracing multiplies the time of a call
 
 
 class Growth:
@@ -69,10 +69,10 @@ class Growth:
         return [point for point in POINTS[name] if point <= most]
 
     def curve(self, name: str, points: list[int]) -> list[dict[str, float]]:
-        most_seqs = {"max_num_seqs": max(points)} if name == "sequences" else {}
+        max_seqs = {"max_num_seqs": max(points)} if name == "sequences" else {}
         lengths = {"prompts": max(points) + 16, "contexts": max(points) + 256}
         length = min(lengths.get(name, 1_024), self._config.max_position)
-        options = {"load_format": self._load_format, "max_model_len": length, **most_seqs}
+        options = {"load_format": self._load_format, "max_model_len": length, **max_seqs}
         with LLM(self._directory, enable_prefix_caching=False, **options) as llm:
             found = []
             for point in points:
@@ -82,7 +82,7 @@ class Growth:
 
     def _requests(self, llm: LLM, number: int) -> dict[str, float]:
         found = self._run(llm, number, 32, 32, of_output=True)
-        if number <= _MOST_TRACED:
+        if number <= _MAX_TRACED:
             call = self._call(llm, number, 32, 32)
             tracemalloc.start()
             before, _ = tracemalloc.get_traced_memory()

@@ -56,7 +56,9 @@ class AttentionBackend(Protocol):
     can_be_captured: bool  # whether plan and attend of decodes only launch kernels, so that a CUDA graph can hold them
     can_capture_prompts: bool  # the same for any queries, given as query_tiles
     reads_new_keys: bool  # whether attend reads k and v, and not the cache alone
-    most_shared_splits: int  # capacity of what `shared_prefixes` can return; 0 if the backend reads every key by itself
+    max_num_shared_splits: (
+        int  # capacity of what `shared_prefixes` can return; 0 if the backend reads every key by itself
+    )
 
     def keep_buffers(self, is_kept: bool) -> None:
         """False gives back the memory that steps share, and forgets what it holds; True takes it again, before the
@@ -75,9 +77,9 @@ class AttentionBackend(Protocol):
 
     def split_lengths(self, context_lens: np.ndarray) -> np.ndarray:
         """How many keys a split has in sequences of `context_lens` keys: int, [n]. Only a backend with
-        `most_shared_splits` is asked."""
+        `max_num_shared_splits` is asked."""
 
-    def kernels(self, most_decodes: int, has_prompts: bool) -> Hashable:
+    def variant_key(self, max_num_decodes: int, has_prompts: bool) -> Hashable:
         """What captured steps of other sizes differ in, if they need other kernels."""
 
     def plan(self, metadata: AttentionMetadata) -> Any:

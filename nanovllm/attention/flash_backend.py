@@ -33,7 +33,7 @@ class FlashAttention:
     can_be_captured = True
     can_capture_prompts = False
     reads_new_keys = False
-    most_shared_splits = 0
+    max_num_shared_splits = 0
 
     def __init__(self, shape: AttentionShape):
         import flash_attn
@@ -50,13 +50,13 @@ class FlashAttention:
     def split_lengths(self, context_lens):
         return context_lens
 
-    def kernels(self, most_decodes: int, has_prompts: bool) -> None:
+    def variant_key(self, max_num_decodes: int, has_prompts: bool) -> None:
         return None
 
     def plan(self, metadata: AttentionMetadata) -> PrefillPlan | None:
         if metadata.query_tiles is None:
             return None
-        first = metadata.most_decodes
+        first = metadata.max_num_decodes
         starts = metadata.cu_seqlens_q[first:] - metadata.cu_seqlens_q[first]
         keys = F.pad(metadata.context_lens[first:].cumsum(0, dtype=torch.int32), (1, 0))
         return PrefillPlan(starts, keys)
@@ -70,7 +70,7 @@ class FlashAttention:
             cache.write(k, v, slot_mapping)
 
     def attend(self, q, k, v, cache: LayerCache, metadata: AttentionMetadata, window: int = 0) -> torch.Tensor:
-        num_decodes = metadata.most_decodes
+        num_decodes = metadata.max_num_decodes
         # How many keys before its own a query sees, and how many after it; −1 is all of them.
         options = {"causal": True, "softmax_scale": self._scale, "window_size": (window - 1, 0 if window else -1)}
         if metadata.query_tiles is None:
@@ -81,7 +81,7 @@ class FlashAttention:
         return torch.cat((decodes, self._attend_prefills(q[num_decodes:], cache, metadata, options)))
 
     def _attend_decodes(self, q, cache: LayerCache, metadata: AttentionMetadata, options) -> torch.Tensor:
-        decodes = slice(metadata.most_decodes)
+        decodes = slice(metadata.max_num_decodes)
         out = self._flash.flash_attn_with_kvcache(
             q.unsqueeze(1), cache.keys, cache.values, cache_seqlens=metadata.context_lens[decodes],
             block_table=metadata.block_tables[decodes], **options,
@@ -92,7 +92,7 @@ class FlashAttention:
         plan: PrefillPlan = metadata.plan
         return self._flash.flash_attn_varlen_func(
             q, cache.keys, cache.values, plan.cu_seqlens_q, plan.cu_seqlens_k, metadata.max_seqlen_q,
-            metadata.max_seqlen_k, block_table=metadata.block_tables[metadata.most_decodes :], **options,
+            metadata.max_seqlen_k, block_table=metadata.block_tables[metadata.max_num_decodes :], **options,
         )  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def find_fault(shape: AttentionShape) -> str | None:
     integers: dict[str, Any] = {"dtype": torch.int32, "device": shape.device}
     metadata = AttentionMetadata(
         cu_seqlens_q=torch.arange(3, **integers), context_lens=torch.tensor(lengths, **integers),
-        num_decodes=torch.tensor([2], **integers), most_decodes=2, max_seqlen_q=1, max_seqlen_k=max(lengths),
+        num_decodes=torch.tensor([2], **integers), max_num_decodes=2, max_seqlen_q=1, max_seqlen_k=max(lengths),
         slot_mapping=torch.zeros(2, dtype=torch.int64, device=shape.device),
         block_tables=torch.arange(6, **integers).view(2, 3), block_size=256,
     )  # fmt: skip

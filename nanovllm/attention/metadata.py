@@ -36,8 +36,8 @@ class AttentionMetadata:
         cu_seqlens_q: int32 [num_rows + 1], where each row's queries begin in the flat batch, and where the last end.
         context_lens: int32 [num_rows], keys of each row, those of its queries included.
         num_decodes: int32 [1], leading rows that are decodes.
-        most_decodes: an upper bound of it that the host knows: exact in an eager step, the number of rows in a captured
-            one.
+        max_num_decodes: an upper bound of it that the host knows: exact in an eager step, the number of rows in a
+            captured one.
         max_seqlen_q, max_seqlen_k: no row has more queries or keys.
         slot_mapping: int64 [num_tokens], block × block_size + offset, where each token's keys go; −1 for padding.
         block_tables: int32 [num_rows, max_blocks]; what stands behind a row's own blocks is not read.
@@ -55,7 +55,7 @@ class AttentionMetadata:
     cu_seqlens_q: torch.Tensor
     context_lens: torch.Tensor
     num_decodes: torch.Tensor
-    most_decodes: int
+    max_num_decodes: int
     max_seqlen_q: int
     max_seqlen_k: int
     slot_mapping: torch.Tensor

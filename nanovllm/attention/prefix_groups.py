@@ -25,7 +25,7 @@ class PrefixGroups:
 
 
 def find_prefix_groups(
-    block_tables: np.ndarray, context_lens: np.ndarray, block_size: int, split_lengths: np.ndarray, most_members: int
+    block_tables: np.ndarray, context_lens: np.ndarray, block_size: int, split_lengths: np.ndarray, max_num_members: int
 ) -> PrefixGroups | None:
     """The groups among decodes; None if nothing is shared.
 
@@ -33,7 +33,7 @@ def find_prefix_groups(
         block_tables: int [num_rows, ≥ blocks of the longest row].
         context_lens: int [num_rows], how many keys each row has.
         split_lengths: int [num_rows], how many keys each split of the row has; multiples of block_size.
-        most_members: rows of one item.
+        max_num_members: rows of one item.
     """
     items: list[tuple[int, int, int]] = []
     members: list[np.ndarray] = []
@@ -53,8 +53,8 @@ def find_prefix_groups(
             rows, sizes = rows[order[is_shared]], sizes[sizes > 1]
             num_shared[rows] = index + 1
             for size in sizes.tolist():
-                for first in range(0, size, most_members):
-                    items.append((index, num_members + first, min(most_members, size - first)))
+                for first in range(0, size, max_num_members):
+                    items.append((index, num_members + first, min(max_num_members, size - first)))
                 num_members += size
             members.append(rows)
             index += 1

@@ -23,9 +23,9 @@ from nanovllm.ops.layer_cache import LayerCache, rounded_keys, rounded_values
 _SHORTEST_IN_BUCKET = 0.5
 _SMALLEST_BUCKET = 16
 # Gathered keys are kept while at least this part of their sequences still runs: those of the others are read in vain.
-_FEWEST_STILL_RUNNING = 0.75
+_MIN_STILL_RUNNING = 0.75
 # They are kept only on a CPU, and only if they take at most this part of the KV cache's memory, in addition to it.
-_MOST_KEPT = 0.25
+_MAX_KEPT = 0.25
 # Queries of a chunk over cached keys that share one mask; bounds the mask's memory.
 _QUERIES_PER_MASK = 512
 
@@ -109,7 +109,7 @@ class SDPAAttention:
     can_be_captured = False
     can_capture_prompts = False
     reads_new_keys = True
-    most_shared_splits = 0
+    max_num_shared_splits = 0
 
     def __init__(self, shape: AttentionShape):
         self._shape = shape
@@ -129,7 +129,7 @@ class SDPAAttention:
     def split_lengths(self, context_lens):
         return context_lens
 
-    def kernels(self, most_decodes: int, has_prompts: bool) -> None:
+    def variant_key(self, max_num_decodes: int, has_prompts: bool) -> None:
         return None
 
     def plan(self, metadata: AttentionMetadata) -> SDPAPlan:
@@ -245,7 +245,7 @@ class SDPAAttention:
                 gathered.index_copy_(0, plan.new_rows, new.reshape(-1, head_dim))
             return plan.gathered.layers[layer]
         num_bytes = plan.source_rows.numel() * head_dim * k.itemsize
-        if not plan.may_keep or k.is_cuda or num_bytes > _MOST_KEPT * cache.keys.nbytes:
+        if not plan.may_keep or k.is_cuda or num_bytes > _MAX_KEPT * cache.keys.nbytes:
             return self._gather(cache, plan.source_rows, head_dim)
         self._kept = plan.gathered
         self._kept.layers[layer] = self._gather(cache, plan.source_rows, head_dim, buffer=layer)
@@ -314,7 +314,7 @@ def _kept_places(kept: Gathered | None, names: list[tuple[int, int]] | None, len
 
     They do if each of them has one more key than then, and room for it.
     """
-    if kept is None or names is None or len(names) < _FEWEST_STILL_RUNNING * len(kept.lengths):
+    if kept is None or names is None or len(names) < _MIN_STILL_RUNNING * len(kept.lengths):
         return None
     if any(name not in kept.place_of for name in names):
         return None

@@ -5,25 +5,25 @@ import numpy as np
 from nanovllm.ops.kernel import jit, tl
 
 # A sequence of up to _SHORT_SPLITS × SHORTEST_SPLIT keys has splits of SHORTEST_SPLIT keys. A longer one has splits
-# of twice that, doubled further only to stay within _MOST_SPLITS. Short splits let few sequences occupy all processors.
+# of twice that, doubled further only to stay within _MAX_SPLITS. Short splits let few sequences occupy all processors.
 # But each split costs a partial result, and long sequences have many.
 SHORTEST_SPLIT = 256
 _SHORT_SPLITS = tl.constexpr(4)
-_MOST_SPLITS = tl.constexpr(32)
+_MAX_SPLITS = tl.constexpr(32)
 
 
 def split_lengths(context_lens: np.ndarray) -> np.ndarray:
     """How many keys a split has in sequences of `context_lens` keys: int64, the same shape."""
     lengths = np.where(context_lens > int(_SHORT_SPLITS) * SHORTEST_SPLIT, 2 * SHORTEST_SPLIT, SHORTEST_SPLIT)
-    while (is_short := lengths * int(_MOST_SPLITS) < context_lens).any():
+    while (is_short := lengths * int(_MAX_SPLITS) < context_lens).any():
         lengths = np.where(is_short, 2 * lengths, lengths)
     return lengths
 
 
-def most_splits(max_model_len: int) -> int:
+def max_num_splits(max_model_len: int) -> int:
     """The most splits that a sequence of up to `max_model_len` keys can have."""
     in_short, in_long = (-(-max_model_len // (times * SHORTEST_SPLIT)) for times in (1, 2))
-    return min(max(min(in_short, int(_SHORT_SPLITS)), in_long), int(_MOST_SPLITS))
+    return min(max(min(in_short, int(_SHORT_SPLITS)), in_long), int(_MAX_SPLITS))
 
 
 @jit
@@ -32,7 +32,7 @@ def split_length_of(length, SHORTEST: tl.constexpr, LONGEST: tl.constexpr):
     split = tl.where(length > _SHORT_SPLITS * SHORTEST, 2 * SHORTEST, SHORTEST)
     for doublings in tl.static_range(2, 32):
         if SHORTEST * 2**doublings <= LONGEST:
-            split = tl.where(length > split * _MOST_SPLITS, 2 * split, split)
+            split = tl.where(length > split * _MAX_SPLITS, 2 * split, split)
     return split
 
 

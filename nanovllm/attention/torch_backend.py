@@ -15,7 +15,7 @@ class TorchAttention:
     can_be_captured = False
     can_capture_prompts = False
     reads_new_keys = False
-    most_shared_splits = 0
+    max_num_shared_splits = 0
 
     def __init__(self, shape: AttentionShape):
         self._scale = shape.score_scale
@@ -29,7 +29,7 @@ class TorchAttention:
     def split_lengths(self, context_lens):
         return context_lens
 
-    def kernels(self, most_decodes: int, has_prompts: bool) -> None:
+    def variant_key(self, max_num_decodes: int, has_prompts: bool) -> None:
         return None
 
     def plan(self, metadata: AttentionMetadata) -> None:

@@ -18,7 +18,7 @@ from nanovllm.attention import splits, triton_fp8
 from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.metadata import AttentionMetadata, SharedPrefixes
 from nanovllm.attention.prefix_groups import PrefixGroups, find_prefix_groups
-from nanovllm.attention.splits import keys_of_item, most_splits, split_length_of, split_lengths
+from nanovllm.attention.splits import keys_of_item, max_num_splits, split_length_of, split_lengths
 from nanovllm.attention.triton_prompts import LOG2_E, attend_keys, attend_prompts, slots_of
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin, let_next_come, wait
 from nanovllm.ops.kernel import jit, shared_memory, tl, triton
@@ -27,11 +27,11 @@ from nanovllm.ops.store_fp8 import store_fp8
 
 # Keys of a tile, and query heads of a group at least; fewer are padded.
 _KEYS = 64
-_LEAST_GROUP = 16
+_MIN_GROUP = 16
 # Pipeline stages of the decode kernel, if shared memory allows. Beside prompts, or with more decodes than this, two
 # stages and more programs per processor are faster.
 _NUM_STAGES = 5
-_MOST_DECODES_OF_STAGES = 256
+_MAX_DECODES_OF_STAGES = 256
 # Queries (rows that share a split × the heads of a group) that one program attends together.
 _QUERIES_OF_GROUP = 64
 # Heads that a program merges, a warp for each, and how many of their splits at a time.
@@ -44,7 +44,7 @@ class DecodePlan:
     """The decodes' splits of layers with one window, all int32.
 
     num_items: [1]; item_rows, item_splits: [capacity], whose split it is and which one; without those that rows share.
-    first_items: [most_decodes], where each row's partial results begin.
+    first_items: [max_num_decodes], where each row's partial results begin.
     """
 
     num_items: torch.Tensor
@@ -75,10 +75,10 @@ class TritonAttention:
 
     def __init__(self, shape: AttentionShape):
         self._shape, self._scale = shape, shape.score_scale * LOG2_E
-        self._most_splits = most_splits(shape.max_model_len)  # of a sequence
+        self._max_num_splits = max_num_splits(shape.max_model_len)  # of a sequence
         longest = int(split_lengths(np.array(shape.max_model_len)))
         self._split = {"SHORTEST": splits.SHORTEST_SPLIT, "LONGEST": longest}
-        capacity = shape.max_num_seqs * self._most_splits
+        capacity = shape.max_num_seqs * self._max_num_splits
         # Partial results live here between two kernels; a captured step needs them in one place.
         self._partial = torch.empty(
             (capacity, shape.num_heads, shape.head_dim), dtype=torch.float32, device=shape.device
@@ -87,7 +87,7 @@ class TritonAttention:
         self._items = {
             window: torch.empty((2, capacity), dtype=torch.int32, device=shape.device) for window in shape.windows
         }
-        self.most_shared_splits = capacity
+        self.max_num_shared_splits = capacity
         on_gpu = shape.device.type == "cuda"
         num_processors = torch.cuda.get_device_properties(shape.device).multi_processor_count if on_gpu else 1
         # Many more programs than fit at once: a processor that is done with one takes the next.
@@ -105,8 +105,8 @@ class TritonAttention:
     def split_lengths(self, context_lens: np.ndarray) -> np.ndarray:
         return split_lengths(context_lens)
 
-    def kernels(self, most_decodes: int, has_prompts: bool) -> int:
-        return _NUM_STAGES if self._has_stages and most_decodes <= _MOST_DECODES_OF_STAGES and not has_prompts else 2
+    def variant_key(self, max_num_decodes: int, has_prompts: bool) -> int:
+        return _NUM_STAGES if self._has_stages and max_num_decodes <= _MAX_DECODES_OF_STAGES and not has_prompts else 2
 
     def shared_prefixes(
         self, block_tables: np.ndarray, context_lens: np.ndarray, block_size: int
@@ -114,18 +114,18 @@ class TritonAttention:
         if splits.SHORTEST_SPLIT % block_size:
             return None
         group_size = self._shape.num_heads // self._shape.num_kv_heads
-        most_members = max(1, _QUERIES_OF_GROUP // group_size)
+        max_num_members = max(1, _QUERIES_OF_GROUP // group_size)
         lengths = split_lengths(context_lens)
-        return find_prefix_groups(block_tables, context_lens, block_size, lengths, most_members)
+        return find_prefix_groups(block_tables, context_lens, block_size, lengths, max_num_members)
 
     def plan(self, metadata: AttentionMetadata) -> dict[int, DecodePlan]:
         """By window."""
-        if metadata.most_decodes == 0:
+        if metadata.max_num_decodes == 0:
             return {}
         return {window: self._plan_decodes(metadata, window) for window in self._shape.windows}
 
     def _plan_decodes(self, metadata: AttentionMetadata, window: int) -> DecodePlan:
-        num_rows, shared = metadata.most_decodes, _shared(metadata, window)
+        num_rows, shared = metadata.max_num_decodes, _shared(metadata, window)
         num_items, first_items = torch.empty(num_rows + 1, dtype=torch.int32, device=self._shape.device).split(
             (1, num_rows)
         )
@@ -144,7 +144,7 @@ class TritonAttention:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if metadata.query_tiles is not None:
             attend_prompts(self._shape, q, cache, out, metadata, window)
-        if metadata.most_decodes:
+        if metadata.max_num_decodes:
             self._attend_decodes(q, cache, metadata, window, out)
         return out
 
@@ -152,23 +152,23 @@ class TritonAttention:
         shape, plan, shared = self._shape, metadata.plan[window], _shared(metadata, window)
         group_size = shape.num_heads // shape.num_kv_heads
         is_beside_prompts = metadata.query_tiles is not None
-        most_items = metadata.most_decodes * self._most_splits * shape.num_kv_heads
+        max_num_items = metadata.max_num_decodes * self._max_num_splits * shape.num_kv_heads
         caches: tuple[Any, ...]
         if cache.is_fp8:
             width = triton_fp8.padded_head_dim(shape.head_dim)
             kernel, options = triton_fp8.decode_fp8_kernel, triton_fp8.launch_options(width)
             caches = *triton_fp8.descriptors(cache, width), cache.scales
-            num_keys, least_group = triton_fp8.keys_of_tile(cache.block_size), triton_fp8.LEAST_GROUP
+            num_keys, min_group = triton_fp8.keys_of_tile(cache.block_size), triton_fp8.MIN_GROUP
         else:
-            num_stages = self.kernels(metadata.most_decodes, is_beside_prompts)
+            num_stages = self.variant_key(metadata.max_num_decodes, is_beside_prompts)
             kernel, options, caches = _decode_kernel, {"num_warps": 4, "num_stages": num_stages}, cache[:2]
             width = self._width
-            num_keys, least_group = _KEYS, _LEAST_GROUP
-        kernel[(min(self._num_programs, most_items),)](
+            num_keys, min_group = _KEYS, _MIN_GROUP
+        kernel[(min(self._num_programs, max_num_items),)](
             q, *caches, metadata.block_tables, metadata.context_lens, plan.num_items, plan.item_rows,
             plan.item_splits, plan.first_items, self._partial, self._log_sums, self._scale,
             q.stride(0), metadata.block_tables.stride(0), NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
-            GROUP=group_size, PADDED_GROUP=max(least_group, triton.next_power_of_2(group_size)),
+            GROUP=group_size, PADDED_GROUP=max(min_group, triton.next_power_of_2(group_size)),
             HEAD_DIM=shape.head_dim, WIDTH=width, BLOCK_SIZE=metadata.block_size, KEYS=num_keys,
             IS_BESIDE_PROMPTS=is_beside_prompts, WINDOW=window, **options, **self._split, **LAUNCH_OPTIONS,
         )  # fmt: skip
@@ -183,11 +183,11 @@ class TritonAttention:
                 **self._split, **LAUNCH_OPTIONS,
             )  # fmt: skip
         heads = min(_HEADS_OF_MERGE, triton.next_power_of_2(shape.num_heads))
-        _merge_kernel[(metadata.most_decodes, triton.cdiv(shape.num_heads, heads))](
+        _merge_kernel[(metadata.max_num_decodes, triton.cdiv(shape.num_heads, heads))](
             self._partial, self._log_sums, metadata.context_lens, metadata.num_decodes, plan.first_items, out,
             NUM_HEADS=shape.num_heads, HEAD_DIM=shape.head_dim, WIDTH=self._width,
-            MOST_SPLITS=triton.next_power_of_2(self._most_splits), SPLITS=_SPLITS_OF_MERGE, HEADS=heads, WINDOW=window,
-            num_warps=heads, **self._split, **LAUNCH_OPTIONS,
+            MAX_SPLITS=triton.next_power_of_2(self._max_num_splits), SPLITS=_SPLITS_OF_MERGE, HEADS=heads,
+            WINDOW=window, num_warps=heads, **self._split, **LAUNCH_OPTIONS,
         )  # fmt: skip
 
 
@@ -334,7 +334,7 @@ def _grouped_kernel(
 @jit
 def _merge_kernel(
     partial, log_sums, context_lens, num_decodes, first_items, out, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr, MOST_SPLITS: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, WINDOW: tl.constexpr,
+    WIDTH: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, WINDOW: tl.constexpr,
     SHORTEST: tl.constexpr, LONGEST: tl.constexpr,
 ):  # fmt: skip
     """One program per row and some heads: its splits' results, weighted by their sums. Only decodes have any."""
@@ -351,7 +351,7 @@ def _merge_kernel(
         column = tl.arange(0, WIDTH)
         is_head, is_column = head < NUM_HEADS, column < HEAD_DIM
         row_place = (tl.load(first_items + row).to(tl.int64) * NUM_HEADS + head)[:, None]
-        split = tl.arange(0, MOST_SPLITS)
+        split = tl.arange(0, MAX_SPLITS)
         is_split = ((split >= first_split) & (split < num_splits))[None, :] & is_head[:, None]
         largest = tl.max(tl.load(log_sums + row_place + split[None, :] * NUM_HEADS, is_split, float("-inf")), 1)
         total = tl.zeros([HEADS], tl.float32)

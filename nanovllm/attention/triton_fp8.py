@@ -29,7 +29,7 @@ _REMAINDER_OF_QUERY = tl.constexpr(254.0)
 _PEAK_OF_QUERY = tl.constexpr(127.0)  # a query's largest number, before it becomes int8
 # Heads of a group that a product takes at least, in two columns each; fewer are padded. Triton's products with fewer
 # than 16 columns were not tried.
-LEAST_GROUP = 8
+MIN_GROUP = 8
 
 
 def keys_of_tile(block_size: int) -> int:

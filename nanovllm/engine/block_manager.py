@@ -209,7 +209,7 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return self._prompt_of_siblings(seq)
         parent, block_size = 0, self.block_size
-        for index in range(_most_cached(seq) // block_size):
+        for index in range(_max_num_cached(seq) // block_size):
             block = self._registered.get(self._hash(seq, index))
             if (
                 block is None
@@ -223,7 +223,7 @@ class BlockManager:
 
     def _prompt_of_siblings(self, seq: Sequence) -> list[Block]:
         """The full blocks of its prompt that a running sibling holds, leaving at least one token to compute."""
-        num_tokens = min(_most_cached(seq), seq.num_prompt_tokens - 1) // self.block_size * self.block_size
+        num_tokens = min(_max_num_cached(seq), seq.num_prompt_tokens - 1) // self.block_size * self.block_size
         source = next((other for other in seq.siblings if 0 < num_tokens <= other.num_computed_tokens), None)
         return [] if source is None else [self.blocks[i] for i in source.block_table[: num_tokens // self.block_size]]
 
@@ -276,7 +276,7 @@ def _num_to_compute(seq: Sequence) -> int:
     return min(seq.num_tokens, seq.max_length - 1)
 
 
-def _most_cached(seq: Sequence) -> int:
+def _max_num_cached(seq: Sequence) -> int:
     """How many leading tokens may come from the cache: the last one must be computed, and so must the one before the
     first whose log-probability is asked for."""
     num_tokens = len(seq.token_ids)

@@ -110,9 +110,9 @@ class LLMEngine:
         if not sampling_params.ignore_eos:
             stop_token_ids |= self.eos_token_ids
         seed = mixed_seed(self.config.seed, number) if sampling_params.seed is None else sampling_params.seed
-        most_tokens = max_length(len(prompt_token_ids), sampling_params, self.info)
+        max_num_tokens = max_length(len(prompt_token_ids), sampling_params, self.info)
         sequences = make_sequences(
-            seq_id, prompt, sampling_params, most_tokens, stop_token_ids, seed, first_scored,
+            seq_id, prompt, sampling_params, max_num_tokens, stop_token_ids, seed, first_scored,
             is_constrained,
         )  # fmt: skip
         for seq, predicate in zip(sequences, predicates, strict=True):

@@ -23,8 +23,8 @@ class RunnerInfo:
         eos_token_ids: the model's own end-of-sequence ids.
         generation_config: the model's generation_config.json, for the sampling it recommends.
         max_num_seqs: most sequences that run at a time.
-        most_useful_batched_tokens: a larger step is no faster.
-        most_tokens_beside_decodes: see Scheduler.
+        max_useful_batched_tokens: a larger step is no faster.
+        max_tokens_beside_decodes: see Scheduler.
         device, dtype, attention_backend: where and how it computes; of several devices, the first is named.
     """
 
@@ -35,8 +35,8 @@ class RunnerInfo:
     eos_token_ids: frozenset[int]
     generation_config: dict[str, Any] = field(default_factory=dict)
     max_num_seqs: int = 512
-    most_useful_batched_tokens: int = 2**31
-    most_tokens_beside_decodes: int = 2**31
+    max_useful_batched_tokens: int = 2**31
+    max_tokens_beside_decodes: int = 2**31
     device: str = "cpu"
     dtype: str = "float32"
     attention_backend: str = ""
@@ -125,8 +125,8 @@ def make_scheduler(config: Config, info: RunnerInfo, stats: SchedulerStats | Non
     block_manager = BlockManager(info.num_kvcache_blocks, info.kvcache_block_size, config.enable_prefix_caching)
     return Scheduler(
         block_manager,
-        min(config.max_num_batched_tokens, info.most_useful_batched_tokens),
+        min(config.max_num_batched_tokens, info.max_useful_batched_tokens),
         config.max_num_seqs or info.max_num_seqs,
         stats,
-        info.most_tokens_beside_decodes,
+        info.max_tokens_beside_decodes,
     )

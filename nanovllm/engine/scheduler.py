@@ -42,7 +42,7 @@ class Scheduler:
         max_num_batched_tokens: most tokens of one step.
         max_num_seqs: most running sequences.
         stats: counters to add to.
-        most_tokens_beside_decodes: most tokens of a step that has decodes to do, or twice its decodes if that is more.
+        max_tokens_beside_decodes: most tokens of a step that has decodes to do, or twice its decodes if that is more.
             Decodes ride along with a prompt's tokens for little more than their attention, so prompts are spread over
             steps that are just large enough. Long prompts get larger steps.
     """
@@ -53,13 +53,13 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         stats: SchedulerStats | None = None,
-        most_tokens_beside_decodes: int = 2**31,
+        max_tokens_beside_decodes: int = 2**31,
     ):
         self.block_manager = block_manager
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.stats = stats or SchedulerStats()
-        self.most_tokens_beside_decodes = most_tokens_beside_decodes
+        self.max_tokens_beside_decodes = max_tokens_beside_decodes
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in order of admission
         self._is_admitting = False  # an admission has begun and was only cut short by the step's budget
@@ -190,7 +190,7 @@ class Scheduler:
         """
         if num_decodes == 0:
             return budget
-        most = self.most_tokens_beside_decodes
+        most = self.max_tokens_beside_decodes
         if first.num_tokens >= _LONG_SEQUENCE:
             most = max(most, _TOKENS_BESIDE_DECODES_OF_LONG)
         return min(budget, max(most - num_decodes, num_decodes))

@@ -42,7 +42,7 @@ class Checked:
             "%s; tokenized %s: %s prompt tokens, longest prompt: %s, new tokens: at most %s. Distinct prefixes of 64 "
             "tokens: %s; %.0f%% of these prompt tokens can come from the prefix cache",
             num_rows_in_words(num_rows), tokenized, f"{summary.num_prompt_tokens:,}", f"{summary.longest_prompt:,}",
-            f"{summary.most_new_tokens:,}", f"{summary.num_distinct_prefixes:,}", 100 * summary.expected_hit_rate,
+            f"{summary.max_num_new_tokens:,}", f"{summary.num_distinct_prefixes:,}", 100 * summary.expected_hit_rate,
         )  # fmt: skip
         for errors in (index.errors, self.refused):
             if errors.num_rows:

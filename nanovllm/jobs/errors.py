@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from typing import Any
 
-_MOST_KINDS, _MOST_FIRST = 1000, 10
+_MAX_KINDS, _MAX_FIRST = 1000, 10
 
 
 class JobError(Exception):
@@ -33,18 +33,18 @@ class Errors:
     def add(self, row: str, error: str) -> None:
         kind = re.sub(r"'[^']*'|\"[^\"]*\"|-?[0-9][0-9,.]*", "…", error)[:200]
         self._add(kind, (row, error[:500]), 1)
-        if len(self._first) < _MOST_FIRST:
+        if len(self._first) < _MAX_FIRST:
             self._first.append(f"{row}: {error[:500]}")
 
     def include(self, others: "Errors") -> None:
         """Adds the rows of `others`."""
         for kind, count in others._count.items():
             self._add(kind, others._example[kind], count)
-        self._first += others._first[: _MOST_FIRST - len(self._first)]
+        self._first += others._first[: _MAX_FIRST - len(self._first)]
 
     def _add(self, kind: str, example: tuple[str, str], count: int) -> None:
         self.num_rows += count
-        if kind not in self._count and len(self._count) >= _MOST_KINDS:
+        if kind not in self._count and len(self._count) >= _MAX_KINDS:
             kind = "other errors"
         self._count[kind] += count
         self._example.setdefault(kind, example)

@@ -17,7 +17,7 @@ from nanovllm.parallel.replicas import Replicas
 
 # How many batches a sample fills, how many tokens of prompts it computes at most, and after how many generated tokens
 # no more of its rows start.
-_BATCHES, _MOST_PROMPT_TOKENS, _MOST_NEW_TOKENS = 4, 2**22, 2**22
+_BATCHES, _MAX_PROMPT_TOKENS, _MAX_NEW_TOKENS = 4, 2**22, 2**22
 # Stretches of neighbours that a sample has, and parts in which it is measured.
 _STRETCHES, _PARTS = 16, 16
 # Bytes of lines that are read to choose a sample, and characters or tokens of a prompt by which it is sorted.
@@ -56,10 +56,10 @@ def _candidates(lines: Source, index: Index, params: RowParams) -> tuple[list[in
     Rows that begin alike are then neighbours, as in the job."""
     numbers = np.flatnonzero(index.can_run)
     some = [len(lines.read(number)) for number in _stretches(numbers, 256)]
-    most_rows = _BYTES_TO_READ * len(some) // max(sum(some), 1)
+    max_num_rows = _BYTES_TO_READ * len(some) // max(sum(some), 1)
     found = []
     num_completions = 0
-    for number in _stretches(numbers, min(ROWS_OF_WINDOW, max(most_rows, 1))):
+    for number in _stretches(numbers, min(ROWS_OF_WINDOW, max(max_num_rows, 1))):
         row = index.row(number, lines.read(number))
         found.append((beginning(row.prompt, _BEGINNING), number))
         num_completions += params.of(row).n
@@ -79,7 +79,7 @@ def num_rows_of_sample(rows_at_a_time: float, summary: PreflightSummary) -> int:
     """Rows that fill the batch a few times; fewer if their prompts are long, of which the KV cache holds fewer too."""
     num_uncached = summary.num_prompt_tokens - summary.num_shared_tokens
     mean = num_uncached / max(summary.num_prompts - summary.num_errors, 1)
-    return max(1, min(int(_BATCHES * rows_at_a_time), int(_MOST_PROMPT_TOKENS / max(mean, 1))))
+    return max(1, min(int(_BATCHES * rows_at_a_time), int(_MAX_PROMPT_TOKENS / max(mean, 1))))
 
 
 class _Mark(NamedTuple):
@@ -124,7 +124,7 @@ class Pace(Progress):
             if mark[2:] == before[2:] and before.num_rows:
                 self._marks.pop()
             self._marks.append(mark)
-            self.is_enough = mark.num_decode_tokens >= _MOST_NEW_TOKENS
+            self.is_enough = mark.num_decode_tokens >= _MAX_NEW_TOKENS
 
     def _mark(self, num_finished: int) -> _Mark:
         metrics = self._metrics()

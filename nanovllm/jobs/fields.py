@@ -9,7 +9,7 @@ from typing import Any
 from nanovllm import Logprob, TokenLogprobs
 
 # A line that is longer is an error row: it would take as much memory several times over.
-MOST_BYTES_OF_LINE = 2**26
+MAX_BYTES_OF_LINE = 2**26
 
 
 class UnreadableLine(bytes):

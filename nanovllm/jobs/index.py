@@ -19,16 +19,18 @@ class Index:
     Args:
         lines: of the input; they are scanned here.
         parse: makes the row of a number and a line.
-        most_new_tokens: of a row without an error.
+        max_num_new_tokens: of a row without an error.
 
     errors: rows that cannot run, as far as the rows alone can tell.
-    most_new_tokens: int64 [num_rows].
+    max_num_new_tokens: int64 [num_rows].
     kinds: the kinds of rows that there are; see JobRow.
     can_run: bool [num_rows], the rows without an error.
     first_use: int64 [num_rows], the number of the first row with the same id, or −1 if it is the first.
     """
 
-    def __init__(self, lines: Source, parse: Callable[[int, bytes], JobRow], most_new_tokens: Callable[[JobRow], int]):
+    def __init__(
+        self, lines: Source, parse: Callable[[int, bytes], JobRow], max_num_new_tokens: Callable[[JobRow], int]
+    ):
         self._parse = parse
         self.errors = Errors()
         self.kinds: set[str] = set()
@@ -37,12 +39,12 @@ class Index:
             row = parse(number, line)
             # A row without an id is like no other.
             ids.append(xxhash.xxh3_64_intdigest(row.id.encode()) if row.id is not None else 0)
-            most.append(0 if row.error is not None else most_new_tokens(row))
+            most.append(0 if row.error is not None else max_num_new_tokens(row))
             self._checksums.append(zlib.crc32(line))
             is_row.append(row.error is None)
             self.kinds.add(row.kind)
             self._note(row)
-        self.most_new_tokens = np.array(most, np.int64)
+        self.max_num_new_tokens = np.array(most, np.int64)
         self.first_use = self._first_uses(np.array(ids, np.uint64), lines)
         self.can_run = np.frombuffer(is_row, bool) & (self.first_use < 0)
         for number in np.flatnonzero(self.first_use >= 0).tolist():

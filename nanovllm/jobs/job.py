@@ -73,7 +73,7 @@ class Job:
                 preflight = self._preflight_of_model()
                 params = RowParams(preflight.get_default_sampling_params(), options.params, options.seed)
                 most = preflight.max_model_len
-                index = Index(lines, params.parse, lambda row: params.most_new_tokens(row, most))
+                index = Index(lines, params.parse, lambda row: params.max_num_new_tokens(row, most))
                 self._refuse(index.errors)
                 checked = check_rows(lines, index, params, preflight, self._num_to_check(len(lines)))
                 if checked.num_rows:

@@ -54,7 +54,7 @@ _MEANT_IN_BODY = {
     **dict.fromkeys(("messages", "chat_template_kwargs", "top_logprobs"), "it belongs to /v1/chat/completions"),
 }
 # In place of a log-probability of −∞, which JSON cannot say; OpenAI's reference has this number for such tokens.
-_LEAST_LOGPROB = -9999.0
+_MIN_LOGPROB = -9999.0
 
 
 def kind_of(fields: dict[str, Any]) -> OpenAIKind:
@@ -257,4 +257,4 @@ def _text(token_id: int, logprob: Logprob) -> str:
 
 
 def _finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else _LEAST_LOGPROB
+    return logprob if math.isfinite(logprob) else _MIN_LOGPROB

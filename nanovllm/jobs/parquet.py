@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import xxhash
 
 from nanovllm.jobs.errors import JobError
-from nanovllm.jobs.fields import MOST_BYTES_OF_LINE, UnreadableLine
+from nanovllm.jobs.fields import MAX_BYTES_OF_LINE, UnreadableLine
 
 # Of an input, what is decoded at once: fewer rows if they are long. Their length is not known where equal values are
 # stored once, so there are never many rows.
@@ -156,8 +156,8 @@ def _line_of(columns: list[tuple[str, Any]], index: int) -> bytes:
         is_json = isinstance(value, str) and name in _JSON_COLUMNS and _is_json(value)
         fields.append(f"{json.dumps(name)}:{value if is_json else json.dumps(value, ensure_ascii=False)}")
     line = f"{{{','.join(fields)}}}".encode()
-    if len(line) > MOST_BYTES_OF_LINE:
-        problem = problem or f"the row has {len(line):,} bytes of JSON, more than {MOST_BYTES_OF_LINE:,}"
+    if len(line) > MAX_BYTES_OF_LINE:
+        problem = problem or f"the row has {len(line):,} bytes of JSON, more than {MAX_BYTES_OF_LINE:,}"
         line = f"{{{','.join(each for each in fields if len(each) < _SHORT)}}}".encode()  # the id among them
     return line if problem is None else UnreadableLine(line, problem)
 

@@ -11,7 +11,7 @@ from tqdm import tqdm
 logger = logging.getLogger("nanovllm.jobs")
 
 _SECONDS_BETWEEN_LINES = 60.0
-_MOST_KINDS_SHOWN = 10
+_MAX_KINDS_SHOWN = 10
 
 
 class Progress:
@@ -152,7 +152,7 @@ def in_words(report: dict[str, Any]) -> str:
     if report["errors"]:
         if "preflight" not in report:
             lines.append(f"errors in this run: {num_rows_in_words(rows['errors'])}")
-        named, others = report["errors"][:_MOST_KINDS_SHOWN], report["errors"][_MOST_KINDS_SHOWN:]
+        named, others = report["errors"][:_MAX_KINDS_SHOWN], report["errors"][_MAX_KINDS_SHOWN:]
         lines += [f"  {kind['rows']:,} × {kind['error']} (first: {kind['first']})" for kind in named]
         if others:
             num_rows = num_rows_in_words(sum(kind["rows"] for kind in others))

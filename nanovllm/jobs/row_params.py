@@ -48,10 +48,10 @@ class RowParams:
             return params
         return with_seed(params, row_seed(self._seed, row.id))
 
-    def most_new_tokens(self, row: JobRow, most: int) -> int:
-        """The most tokens that a row without an error may generate, if no completion gets more than `most`."""
+    def max_num_new_tokens(self, row: JobRow, maximum: int) -> int:
+        """The most tokens that a row without an error may generate, if no completion gets more than `maximum`."""
         params = self._of(row)
-        return params.n * (most if params.max_tokens is None else min(params.max_tokens, most))
+        return params.n * (maximum if params.max_tokens is None else min(params.max_tokens, maximum))
 
     def _of(self, row: JobRow) -> SamplingParams:
         own = json.dumps(row.params) if row.params else "{}"

@@ -18,8 +18,8 @@ from nanovllm.jobs.fields import (
 )
 from nanovllm.jobs.openai_rows import kind_of, request_of, response_body
 
-_MOST_ID_CHARACTERS = 512
-_MOST_ERROR_CHARACTERS = 500
+_MAX_ID_CHARACTERS = 512
+_MAX_ERROR_CHARACTERS = 500
 _KEYS = ("id", "prompt", "messages", "token_ids", "params", "chat_template_kwargs")
 _PROMPTS = ("prompt", "messages", "token_ids")
 _KEY_SET = frozenset(_KEYS)
@@ -105,8 +105,8 @@ def _error_row(
     number: int, row_id: str | None, kind: Literal["plain", "completions", "chat"], problem: Exception
 ) -> JobRow:
     error = _DEEP if isinstance(problem, RecursionError) else str(problem)
-    if len(error) > _MOST_ERROR_CHARACTERS:  # errors show values, and those may be as long as the line
-        error = error[: _MOST_ERROR_CHARACTERS - 1] + "…"
+    if len(error) > _MAX_ERROR_CHARACTERS:  # errors show values, and those may be as long as the line
+        error = error[: _MAX_ERROR_CHARACTERS - 1] + "…"
     return JobRow(number, row_id, None, {}, kind, error)
 
 
@@ -181,8 +181,8 @@ def _id_of(value: Any, name: str) -> tuple[str | None, str | None]:
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         return None, f'"{name}" must be a string or an integer, not {value!r}'
     text = str(value)
-    if not 0 < len(text) <= _MOST_ID_CHARACTERS:
-        return None, f'"{name}" must have 1 to {_MOST_ID_CHARACTERS} characters, not {len(text)}'
+    if not 0 < len(text) <= _MAX_ID_CHARACTERS:
+        return None, f'"{name}" must have 1 to {_MAX_ID_CHARACTERS} characters, not {len(text)}'
     return text, None
 
 

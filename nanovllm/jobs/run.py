@@ -122,7 +122,7 @@ class RowsRun:
 
     def _planned(self) -> Iterator[JobRow]:
         results, lines, index = self._results, self._lines, self._index
-        early = [number for number in early_rows(index.most_new_tokens) if number not in results]
+        early = [number for number in early_rows(index.max_num_new_tokens) if number not in results]
         is_early = set(early)
 
         def rest() -> Iterator[tuple[int, JobRow]]:

@@ -11,7 +11,7 @@ from typing import BinaryIO
 import xxhash
 
 from nanovllm.jobs.errors import JobError
-from nanovllm.jobs.fields import MOST_BYTES_OF_LINE
+from nanovllm.jobs.fields import MAX_BYTES_OF_LINE
 from nanovllm.jobs.parquet import ParquetLines, is_parquet
 
 _OTHER_FILES = {
@@ -63,12 +63,12 @@ class Lines:
         file, digest = self._file, xxhash.xxh3_128()
         file.seek(0)
         self._offsets, offset = array("q"), 0
-        while line := file.readline(MOST_BYTES_OF_LINE + 1):
+        while line := file.readline(MAX_BYTES_OF_LINE + 1):
             start, is_whole = offset, line.endswith(b"\n")
             offset += len(line)
             digest.update(line)
             row = line
-            while not is_whole and (rest := file.readline(MOST_BYTES_OF_LINE)):
+            while not is_whole and (rest := file.readline(MAX_BYTES_OF_LINE)):
                 is_whole = rest.endswith(b"\n")
                 offset += len(rest)
                 digest.update(rest)
@@ -81,7 +81,7 @@ class Lines:
         """One row, after `scan`."""
         start = self._offsets[number]
         self._file.seek(start)
-        return _cut(self._file.readline(MOST_BYTES_OF_LINE + 1), start)
+        return _cut(self._file.readline(MAX_BYTES_OF_LINE + 1), start)
 
     def close(self) -> None:
         self._file.close()

@@ -19,12 +19,12 @@ class Attention(nn.Module):
         layer_index: which layer of the cache is this one's.
         backend: attends.
         window: how many keys a query sees, its own included; 0 is all.
-        fused: norm, rotate and store in one kernel of ours.
+        use_kernels: norm, rotate and store in one kernel of ours.
     """
 
-    def __init__(self, layer_index: int, backend: AttentionBackend, window: int = 0, fused: bool = False):
+    def __init__(self, layer_index: int, backend: AttentionBackend, window: int = 0, use_kernels: bool = False):
         super().__init__()
-        self.layer_index, self.backend, self.window, self.fused = layer_index, backend, window, fused
+        self.layer_index, self.backend, self.window, self.use_kernels = layer_index, backend, window, use_kernels
 
     def forward(
         self,
@@ -37,8 +37,8 @@ class Attention(nn.Module):
         """Causal attention of new tokens over everything before them.
 
         Args:
-            qkv: [num_tokens, (num_heads + 2 × num_kv_heads) × head_dim], as projected. A ScaledProduct only if `fused`
-                and the backend reads new keys and values from the cache.
+            qkv: [num_tokens, (num_heads + 2 × num_kv_heads) × head_dim], as projected. A ScaledProduct only if
+                `use_kernels` and the backend reads new keys and values from the cache.
             qk_norm: the layer's, or None.
             rotary: what RotaryEmbedding.lookup gives for the tokens' positions.
             kv_cache: by layer.
@@ -51,13 +51,13 @@ class Attention(nn.Module):
         num_kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
         values = qkv.product if isinstance(qkv, ScaledProduct) else qkv
         qk, v = values.unflatten(1, (-1, head_dim)).tensor_split((-num_kv_heads,), 1)
-        if self.fused:
+        if self.use_kernels:
             weight, eps = (None, 0.0) if qk_norm is None else (qk_norm.weight, qk_norm.eps)
             has_prompts = metadata.query_tiles is not None
             qk = qk_norm_rotate_store(qkv, weight, eps, *rotary, cache, slots, has_prompts)
         else:
             qk = rotary.rotate(qk if qk_norm is None else qk_norm(qk))
         q, k = qk.tensor_split((-num_kv_heads,), 1)
-        if not self.fused:
+        if not self.use_kernels:
             self.backend.store_kvcache(k, v, cache, slots)
         return self.backend.attend(q, k, v, cache, metadata, self.window)

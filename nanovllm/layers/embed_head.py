@@ -48,11 +48,11 @@ class VocabParallel(nn.Module):
         hidden_size: int,
         parallel: Parallel,
         weight: nn.Parameter | None = None,
-        fused: bool = False,
+        use_kernels: bool = False,
         **kw,
     ):
         super().__init__()
-        self.fused = fused
+        self.use_kernels = use_kernels
         self.parallel = parallel
         self.vocab = VocabSlice.of(vocab_size, parallel)
         if weight is None:
@@ -126,4 +126,4 @@ class ParallelLMHead(VocabParallel, Packable):
         """
         exchange = self.parallel.sampling_exchange
         out = None if exchange is None else exchange.columns[: len(hidden_states)]
-        return linear(hidden_states, self.weight, self.packed, fused=self.fused, out=out)
+        return linear(hidden_states, self.weight, self.packed, use_kernels=self.use_kernels, out=out)

@@ -103,7 +103,7 @@ class Experts(nn.Module):
         activation: see ops/act_and_mul.py.
         parallel: the ranks over which each expert's columns are divided.
         format: of the experts' weights, see ExpertLinear.
-        fused: compute with our kernels.
+        use_kernels: compute with our kernels.
     """
 
     def __init__(
@@ -115,24 +115,29 @@ class Experts(nn.Module):
         renormalizes: bool,
         activation: str,
         parallel: Parallel,
-        fused: bool = False,
+        use_kernels: bool = False,
         format: WeightFormat | None = None,
         **kw,
     ):
         super().__init__()
-        self._top_k, self._renormalizes, self._activation, self._fused = top_k, renormalizes, activation, fused
+        self._top_k, self._renormalizes, self._activation, self._use_kernels = (
+            top_k,
+            renormalizes,
+            activation,
+            use_kernels,
+        )
         part = parallel.shard(size, "the experts' intermediate size")
         self.gate = Router(hidden_size, num_experts, **kw)
         self.gate_up_proj = ExpertColumns(num_experts, hidden_size, size, part, format=format, **kw)
         self.down_proj = ExpertRows(num_experts, hidden_size, size, part, format=format, **kw)
 
-    def kernels(self, num_tokens: int) -> int:
-        """See CausalLM.kernels."""
+    def variant_key(self, num_tokens: int) -> int:
+        """See CausalLM.variant_key."""
         num_experts, dtype = len(self.gate.weight), self.gate.weight.dtype
-        return find_pairs_of_tile(num_tokens * self._top_k, num_experts, dtype) if self._fused else 0
+        return find_pairs_of_tile(num_tokens * self._top_k, num_experts, dtype) if self._use_kernels else 0
 
     def forward(self, hidden_states: torch.Tensor) -> PartialSum:
         """hidden_states: [num_tokens, hidden_size] -> the same shape"""
-        routes = route(hidden_states, self.gate.weight, self._top_k, self._renormalizes, self._fused)
+        routes = route(hidden_states, self.gate.weight, self._top_k, self._renormalizes, self._use_kernels)
         weights = self.gate_up_proj.weights, self.down_proj.weights
-        return PartialSum(grouped_mlp(hidden_states, routes, *weights, self._activation, self._fused))
+        return PartialSum(grouped_mlp(hidden_states, routes, *weights, self._activation, self._use_kernels))

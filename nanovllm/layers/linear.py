@@ -13,7 +13,7 @@ from torch import nn
 from nanovllm.layers.quantization import ChannelFp8, WeightFormat
 from nanovllm.layers.shard import WHOLE, Shard, Shards, empty_parameter, replicated_shards
 from nanovllm.ops.collectives import Parallel
-from nanovllm.ops.linear import MOST_ROWS_IN_PARTS, linear, linear_in_parts, num_input_parts, pack_weight
+from nanovllm.ops.linear import MAX_ROWS_IN_PARTS, linear, linear_in_parts, num_input_parts, pack_weight
 from nanovllm.ops.quantize import E4M3, Quantized, ScaledProduct
 
 
@@ -70,7 +70,7 @@ class Packable(nn.Module):
 
 
 class LinearBase(Packable):
-    """The parameters of `y = x @ weight.T + bias`; `fused` computes with our kernels.
+    """The parameters of `y = x @ weight.T + bias`; `use_kernels` computes with our kernels.
 
     weight: [output_size, input_size] of this rank.
 
@@ -84,13 +84,13 @@ class LinearBase(Packable):
         input_size: int,
         output_size: int,
         bias: bool,
-        fused: bool = False,
+        use_kernels: bool = False,
         format: WeightFormat | None = None,
         keeps_scales: bool = False,
         **kw,
     ):
         super().__init__()
-        self.fused, self.format = fused, format
+        self.use_kernels, self.format = use_kernels, format
         weight_kw = kw if format is None else {**kw, "dtype": E4M3}
         self.weight = empty_parameter(output_size, input_size, **weight_kw)
         self.bias = empty_parameter(output_size, **kw) if bias else None
@@ -102,13 +102,13 @@ class LinearBase(Packable):
             self._scale_name = format.config.scale_name or "weight_scale"
             shape = format.scales_shape(output_size, input_size)
             self.register_parameter(self._scale_name, empty_parameter(*shape, **{**kw, "dtype": torch.float32}))
-        self.keeps_scales = keeps_scales and fused and not bias
+        self.keeps_scales = keeps_scales and use_kernels and not bias
         # What is given in e4m3 already; a layer that keeps no scales takes it all the same.
-        self.takes_quantized = fused and isinstance(format, ChannelFp8)
+        self.takes_quantized = use_kernels and isinstance(format, ChannelFp8)
 
-    def kernels(self, num_tokens: int) -> int:
-        """See CausalLM.kernels."""
-        return self.format.kernels(num_tokens) if self.fused and self.format is not None else 1
+    def variant_key(self, num_tokens: int) -> int:
+        """See CausalLM.variant_key."""
+        return self.format.variant_key(num_tokens) if self.use_kernels and self.format is not None else 1
 
     def _shard(self, name: str, shard: Shard, first_row: int) -> Shard | None:
         """The shard of this parameter, given that of a part of the weight or bias, which begins with `first_row`."""
@@ -121,9 +121,9 @@ class LinearBase(Packable):
         """x: [..., input_size] -> [..., output_size]"""
         if self.format is None:
             assert isinstance(x, torch.Tensor), "only layers in FP8 take inputs in FP8"
-            return linear(x, self.weight, self.packed, bias, self.fused)
+            return linear(x, self.weight, self.packed, bias, self.use_kernels)
         weight, scales = self.get_parameter("weight"), self.get_parameter(self._scale_name)
-        return self.format.multiply(x, weight, scales, bias, self.fused, self.keeps_scales)
+        return self.format.multiply(x, weight, scales, bias, self.use_kernels, self.keeps_scales)
 
 
 class MergedColumnParallelLinear(LinearBase):
@@ -215,7 +215,7 @@ class RowParallelLinear(LinearBase):
     Rank 0 alone adds the bias.
 
     Args:
-        takes_unfinished: the norm that reads the products calls `RMSNorm.reduce_add`. Then a fused product may keep its
+        takes_unfinished: the norm that reads the products calls `RMSNorm.reduce_add`. Then a product may keep its
             scales. On a single rank it may also come as several parts, or be left to `reduce_add`.
     """
 
@@ -229,7 +229,7 @@ class RowParallelLinear(LinearBase):
         super().__init__(self.part[1], output_size, bias, keeps_scales=keeps_scales, **kw)
         self.parallel = parallel
         is_plain = parallel.size == 1 and not bias and self.format is None
-        self.in_parts = takes_unfinished and is_plain and self.fused
+        self.in_parts = takes_unfinished and is_plain and self.use_kernels
 
     def shards(self, name: str) -> Shards:
         if name == "bias":
@@ -240,18 +240,18 @@ class RowParallelLinear(LinearBase):
         shard = self._shard(name, Shard(shape, ((0, output_size), self.part), weight), 0)
         return {} if shard is None else {WHOLE: [shard]}
 
-    def kernels(self, num_tokens: int) -> int:
+    def variant_key(self, num_tokens: int) -> int:
         """If `in_parts`, how many parts the product comes in; 0 if it is left to `RMSNorm.reduce_add`. See
-        CausalLM.kernels."""
+        CausalLM.variant_key."""
         if not self.in_parts or self.weight is None:
-            return super().kernels(num_tokens)
+            return super().variant_key(num_tokens)
         # Only a large product takes longer than the residual takes to be read and written.
-        is_pending = num_tokens > MOST_ROWS_IN_PARTS
+        is_pending = num_tokens > MAX_ROWS_IN_PARTS
         return 0 if is_pending else num_input_parts(num_tokens, *self.weight.shape[::-1])
 
     def forward(self, x: torch.Tensor | Quantized) -> PartialSum | PendingProduct:
         """x: [num_tokens, input_size / ranks] -> [num_tokens, output_size], perhaps in parts, or not calculated yet"""
-        if self.in_parts and isinstance(x, torch.Tensor) and (num_parts := self.kernels(x.shape[0])) != 1:
+        if self.in_parts and isinstance(x, torch.Tensor) and (num_parts := self.variant_key(x.shape[0])) != 1:
             assert self.weight is not None, "a packed weight gives no parts"
             if num_parts == 0:
                 return PendingProduct(x, self.weight)

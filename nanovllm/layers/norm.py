@@ -17,9 +17,9 @@ class RMSNorm(nn.Module):
     Args:
         size: of a row.
         offset: the loader adds it to the checkpoint's weights (1 for Gemma); such weights are kept in float32.
-        fused: compute with our kernels.
+        use_kernels: compute with our kernels.
         parallel: the ranks whose parts `reduce_add` and `reduce` sum.
-        quantizes: `forward` and `reduce_add` give rows in FP8; only with `fused`.
+        quantizes: `forward` and `reduce_add` give rows in FP8; only with `use_kernels`.
     """
 
     def __init__(
@@ -28,17 +28,17 @@ class RMSNorm(nn.Module):
         eps: float,
         dtype: torch.dtype,
         device: torch.device,
-        fused: bool = False,
+        use_kernels: bool = False,
         parallel: Parallel | None = None,
         offset: float = 0.0,
         quantizes: bool = False,
     ):
         super().__init__()
         self.weight = empty_parameter(size, dtype=torch.float32 if offset else dtype, device=device)
-        self.quantizes = quantizes and fused
+        self.quantizes = quantizes and use_kernels
         self.offset = offset
         self.eps = eps
-        self.fused = fused
+        self.use_kernels = use_kernels
         self.parallel = parallel or Parallel()
 
     def shards(self, name: str) -> Shards:
@@ -46,7 +46,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | Quantized:
         """x: [..., size] -> the same; x itself is not changed."""
-        return rms_norm(x, self.weight, self.eps, self.fused, self.quantizes)
+        return rms_norm(x, self.weight, self.eps, self.use_kernels, self.quantizes)
 
     def reduce_add(
         self, x: PartialSum | PendingProduct | torch.Tensor, residual: torch.Tensor | None
@@ -73,7 +73,7 @@ class RMSNorm(nn.Module):
             return self.parallel.exchange.sum_add_norm(x.part, residual, self.weight, self.eps, begins, self.quantizes)
         if isinstance(x.part, ScaledProduct):
             assert residual is not None and self.parallel.size == 1, "NCCL sums only what is scaled"
-            return add_rms_norm(x.part, residual, self.weight, self.eps, self.fused, self.quantizes)
+            return add_rms_norm(x.part, residual, self.weight, self.eps, self.use_kernels, self.quantizes)
         return self._add(self.parallel.all_reduce(x.part), residual)
 
     def reduce(self, x: PartialSum) -> torch.Tensor:
@@ -87,7 +87,7 @@ class RMSNorm(nn.Module):
     def _add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor | Quantized, torch.Tensor]:
         if residual is None:
             return self(x), x
-        return add_rms_norm(x, residual, self.weight, self.eps, self.fused, self.quantizes)
+        return add_rms_norm(x, residual, self.weight, self.eps, self.use_kernels, self.quantizes)
 
 
 class QKNorm(nn.Module):

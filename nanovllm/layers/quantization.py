@@ -65,20 +65,20 @@ class ChannelFp8:
         weight: torch.Tensor,
         scales: torch.Tensor,
         bias: torch.Tensor | None,
-        fused: bool,
+        use_kernels: bool,
         keeps_scales: bool,
     ) -> torch.Tensor | ScaledProduct:
         """`x @ weight.T + bias`: [num_rows, output_size]; without a bias, it may keep its scales.
 
         x: [num_rows, input_size].
         """
-        quantized = x if isinstance(x, Quantized) else quantize_rows(x, fused)
+        quantized = x if isinstance(x, Quantized) else quantize_rows(x, use_kernels)
         if keeps_scales:
             return scaled_product(quantized, weight, scales, self._one, self._dtype)
         return whole_product(quantized, weight, scales, bias, self._dtype)
 
-    def kernels(self, num_tokens: int) -> int:
-        """See CausalLM.kernels."""
+    def variant_key(self, num_tokens: int) -> int:
+        """See CausalLM.variant_key."""
         return 1
 
 
@@ -121,17 +121,17 @@ class BlockFp8:
         weight: torch.Tensor,
         scales: torch.Tensor,
         bias: torch.Tensor | None,
-        fused: bool,
+        use_kernels: bool,
         keeps_scales: bool,
     ) -> torch.Tensor:
         """x: [num_rows, input_size] -> `x @ weight.T + bias`: [num_rows, output_size]"""
         assert isinstance(x, torch.Tensor), "no kernel before it rounds by blocks"
-        quantized = quantize_row_blocks(x, self._columns, fused)
+        quantized = quantize_row_blocks(x, self._columns, use_kernels)
         of_weight = BlockWeight(weight, scales, self._rows, self._columns)
-        return block_product(quantized, of_weight, bias, self._dtype, fused)
+        return block_product(quantized, of_weight, bias, self._dtype, use_kernels)
 
-    def kernels(self, num_tokens: int) -> int:
-        """See CausalLM.kernels."""
+    def variant_key(self, num_tokens: int) -> int:
+        """See CausalLM.variant_key."""
         return rows_of_tile(num_tokens)
 
 

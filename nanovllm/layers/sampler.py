@@ -78,11 +78,11 @@ class Sampler:
     Args:
         vocab: this rank's columns.
         parallel: this rank's place.
-        fused: compute with our kernels.
+        use_kernels: compute with our kernels.
     """
 
-    def __init__(self, vocab: VocabSlice, parallel: Parallel, fused: bool = False):
-        self._vocab, self._parallel, self._fused = vocab, parallel, fused
+    def __init__(self, vocab: VocabSlice, parallel: Parallel, use_kernels: bool = False):
+        self._vocab, self._parallel, self._use_kernels = vocab, parallel, use_kernels
 
     def sample(
         self,
@@ -134,7 +134,7 @@ class Sampler:
         logits = parallel.rows_of_columns(columns)[:, : self._vocab.vocab_size]
         ours = targets.narrow(0, parallel.rank * num_rows, num_rows)
         kinds, ones = torch.full_like(ours, RAW, dtype=torch.int32), torch.ones_like(ours, dtype=torch.float32)
-        scores = logprobs(logits, logits, ours, kinds, ones, None, width, self._fused)
+        scores = logprobs(logits, logits, ours, kinds, ones, None, width, self._use_kernels)
         is_broken = ~(logits.amax(-1) < torch.inf)  # the largest is NaN if one is
         scores[:, 0].masked_fill_(is_broken, BROKEN_LOGITS)
         return parallel.all_gather(scores)
@@ -171,16 +171,16 @@ class Sampler:
         thresholds = None
         if needs.has_filters:
             settings = rows.temperatures, rows.top_ks, rows.top_ps, rows.min_ps
-            thresholds = filter_thresholds(logits, *settings, fused=self._fused)
-        token_ids = sample(logits, rows.temperatures, rows.seeds, rows.lengths, thresholds, self._fused)
+            thresholds = filter_thresholds(logits, *settings, use_kernels=self._use_kernels)
+        token_ids = sample(logits, rows.temperatures, rows.seeds, rows.lengths, thresholds, self._use_kernels)
         if not needs.logprobs_width:
             return Sampled(token_ids, raw.new_empty((len(raw), 0), dtype=torch.int32))
         of_tokens = logprobs(
-            raw, logits, token_ids, rows.kinds, rows.temperatures, thresholds, needs.logprobs_width, self._fused
+            raw, logits, token_ids, rows.kinds, rows.temperatures, thresholds, needs.logprobs_width, self._use_kernels
         )
         return Sampled(token_ids, of_tokens)
 
     def _processed(self, logits, rows: SampledRows, needs: SamplingNeeds, tokens, rules, first_id: int = 0):
         if not needs.rules_version:
             return logits
-        return process_logits(logits, rows.entries, rows.lengths, tokens, rules, first_id, self._fused)
+        return process_logits(logits, rows.entries, rows.lengths, tokens, rules, first_id, self._use_kernels)

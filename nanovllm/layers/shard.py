@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-# Key of a parameter that is one checkpoint tensor of the same name; fused layers use names such as "q_proj".
+# Key of a parameter that is one checkpoint tensor of the same name; merged layers use names such as "q_proj".
 WHOLE = ""
 
 

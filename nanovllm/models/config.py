@@ -109,7 +109,7 @@ _OPTIONAL: dict[str, Any] = {
 }  # fmt: skip
 # Numbers beyond these are mistakes. They would exhaust the memory or take minutes, and no error would name the field.
 _SMALLEST_NUMBER, _LARGEST_NUMBER = 1e-12, 1e18
-_MOST_LAYERS = _MOST_EXPERTS = _MOST_HEADS = 1024
+_MAX_LAYERS = _MAX_EXPERTS = _MAX_HEADS = 1024
 _LARGEST_SIZE, _LARGEST_POSITION = 2**24, 2**31 - 1
 _LONGEST_DEFAULT_MODEL_LEN = 32768
 _YARN_NUMBERS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
@@ -305,7 +305,7 @@ def load_model_config(directory: Path) -> ModelConfig:
     if dtype is not None and not isinstance(dtype, str):
         raise ValueError(f"dtype in config.json must be a name such as bfloat16, not {_shown(dtype)}")
 
-    num_heads = _count(raw, "num_attention_heads", most=_MOST_HEADS)
+    num_heads = _count(raw, "num_attention_heads", maximum=_MAX_HEADS)
     num_kv_heads = _count(raw, "num_key_value_heads", default=num_heads)
     hidden_size = _count(raw, "hidden_size")
     if num_heads % num_kv_heads:
@@ -315,8 +315,8 @@ def load_model_config(directory: Path) -> ModelConfig:
     head_dim = _count(raw, "head_dim", default=hidden_size // num_heads)
     if head_dim % 2:
         raise ValueError(f"head_dim={head_dim} must be even for rotary embedding")
-    max_position = _count(raw, "max_position_embeddings", most=_LARGEST_POSITION)
-    windows = _windows(raw, family, _count(raw, "num_hidden_layers", most=_MOST_LAYERS))
+    max_position = _count(raw, "max_position_embeddings", maximum=_LARGEST_POSITION)
+    windows = _windows(raw, family, _count(raw, "num_hidden_layers", maximum=_MAX_LAYERS))
     ropes = {is_local: _rope(raw, family, is_local, head_dim, max_position) for is_local in set(map(bool, windows))}
     longest, usual = _lengths(max_position, set(ropes.values()), family)
     has_bias = _flag(raw, "attention_bias", default=False)
@@ -397,7 +397,7 @@ def _windows(raw: dict[str, Any], family: Family, num_layers: int) -> list[int]:
     else:
         first = {"none": num_layers, "all": 0, "switched": 0}.get(family.windows)
         if first is None:
-            first = _count(raw, "max_window_layers", least=0)
+            first = _count(raw, "max_window_layers", minimum=0)
         is_local = [has_window and index >= first for index in range(num_layers)]
     kinds = _list(raw, "layer_types")
     if kinds:
@@ -423,10 +423,10 @@ def _experts(raw: dict[str, Any], family: Family) -> ExpertsConfig | None:
     names = family.num_experts_names
     if not names:
         return None
-    num_experts = _count(raw, next((name for name in names if name in raw), names[0]), most=_MOST_EXPERTS)
+    num_experts = _count(raw, next((name for name in names if name in raw), names[0]), maximum=_MAX_EXPERTS)
     has_own_size = "moe_intermediate_size" in family.reads
     size = _count(raw, "moe_intermediate_size" if has_own_size else "intermediate_size")
-    top_k = _count(raw, "num_experts_per_tok", most=num_experts)
+    top_k = _count(raw, "num_experts_per_tok", maximum=num_experts)
     # In families without this field a token's weights always add up to 1.
     renormalizes = "norm_topk_prob" not in family.reads or _flag(raw, "norm_topk_prob", default=False)
     return ExpertsConfig(num_experts, top_k, size, renormalizes)
@@ -487,7 +487,7 @@ def _rope(raw: dict[str, Any], family: Family, is_local: bool, head_dim: int, ma
     if kind == "default":
         return RopeConfig(theta, rotary_dim)
     name = "original_max_position_embeddings"
-    original = _count({**fields, **raw}, name, default=max_position, least=2, most=_LARGEST_POSITION)
+    original = _count({**fields, **raw}, name, default=max_position, minimum=2, maximum=_LARGEST_POSITION)
     is_implied = kind == "longrope" or (kind == "yarn" and name in fields)
     factor = _number(fields, "factor", default=max_position / original if is_implied else None)
     if factor < 1:
@@ -650,13 +650,13 @@ def _numbers(raw: dict[str, Any], name: str, length: int) -> tuple[float, ...]:
 
 
 def _count(
-    raw: dict[str, Any], name: str, default: int | None = None, least: int = 1, most: int = _LARGEST_SIZE
+    raw: dict[str, Any], name: str, default: int | None = None, minimum: int = 1, maximum: int = _LARGEST_SIZE
 ) -> int:
     value = _given(raw, name, default)
     if value is None:
         raise ValueError(f"config.json has no {name}")
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ValueError(f"{name} in config.json must be an integer from {least} to {most}, not {_shown(value)}")
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+        raise ValueError(f"{name} in config.json must be an integer from {minimum} to {maximum}, not {_shown(value)}")
     return value
 
 

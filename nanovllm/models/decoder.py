@@ -1,7 +1,7 @@
 """Every decoder, on one page: Llama's, and where a Family's flags say so, something else.
 
-`kw` is where and how layers compute: dtype and device of parameters, and whether with our kernels (`fused`). `formats`
-says which layers have weights in FP8.
+`kw` is where and how layers compute: dtype and device of parameters, and whether with our kernels (`use_kernels`).
+`formats` says which layers have weights in FP8.
 """
 
 from dataclasses import replace
@@ -32,7 +32,7 @@ class DecoderAttention(nn.Module):
         backend: AttentionBackend,
         parallel: Parallel,
         formats: Formats,
-        fused: bool,
+        use_kernels: bool,
         **kw,
     ):
         super().__init__()
@@ -40,18 +40,20 @@ class DecoderAttention(nn.Module):
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         stored_as = "qkv_proj" if config.family.stores_merged else None
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, head_dim, heads, kv_heads, config.qkv_bias, parallel, stored_as, fused=fused,
+            config.hidden_size, head_dim, heads, kv_heads, config.qkv_bias, parallel, stored_as,
+            use_kernels=use_kernels,
             format=formats.of(*(f"{name}.{x}" for x in ([stored_as] if stored_as else ["q_proj", "k_proj", "v_proj"]))),
             keeps_scales=not backend.reads_new_keys, **kw,
         )  # fmt: skip
         self.o_proj = RowParallelLinear(
             heads * head_dim, config.hidden_size, config.o_bias, parallel,
-            takes_unfinished=not config.family.has_post_norms, fused=fused, format=formats.of(f"{name}.o_proj"), **kw,
+            takes_unfinished=not config.family.has_post_norms, use_kernels=use_kernels,
+            format=formats.of(f"{name}.o_proj"), **kw,
         )  # fmt: skip
         num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads  # of this rank
-        self.attn = Attention(layer_index, backend, config.layers[layer_index].window, fused)
+        self.attn = Attention(layer_index, backend, config.layers[layer_index].window, use_kernels)
         self.qk_norm = None
-        if config.family.qk_norm:  # Attention's kernel does its work, so it is not asked to be fused itself
+        if config.family.qk_norm:  # Attention's kernel does its work, so it gets no use_kernels
             offset = config.family.norm_offset
             self.qk_norm = QKNorm(num_heads, num_kv_heads, head_dim, config.rms_norm_eps, offset=offset, **kw)
 
@@ -80,7 +82,7 @@ class DecoderMLP(nn.Module):
 
     def forward(self, hidden_states):
         gate_up = self.gate_up_proj(hidden_states)
-        return self.down_proj(act_and_mul(gate_up, self.hidden_act, self.gate_up_proj.fused))
+        return self.down_proj(act_and_mul(gate_up, self.hidden_act, self.gate_up_proj.use_kernels))
 
 
 class DecoderLayer(nn.Module):
@@ -177,7 +179,7 @@ class CausalLM(nn.Module):
         backend: the attention backend.
         parallel: this rank's place.
         dtype, device: of every parameter, which is left uninitialised.
-        fused: compute with our kernels instead of their plain twins.
+        use_kernels: compute with our kernels instead of their plain twins.
     """
 
     def __init__(
@@ -188,10 +190,10 @@ class CausalLM(nn.Module):
         parallel: Parallel,
         dtype: torch.dtype,
         device: torch.device,
-        fused: bool = False,
+        use_kernels: bool = False,
     ):
         super().__init__()
-        kw = {"dtype": dtype, "device": device, "fused": fused}
+        kw = {"dtype": dtype, "device": device, "use_kernels": use_kernels}
         self.model = Decoder(config, backend, parallel, **kw)
         self.rotary_embs = {
             rope: RotaryEmbedding(config.head_dim, max_position, rope, dtype, device)
@@ -222,9 +224,9 @@ class CausalLM(nn.Module):
         rotary = {rope: embedding.lookup(positions) for rope, embedding in self.rotary_embs.items()}
         return self.model(token_ids, rotary, kv_cache, metadata, needed)
 
-    def kernels(self, num_tokens: int) -> tuple[int, ...]:
+    def variant_key(self, num_tokens: int) -> tuple[int, ...]:
         """What the layers choose by the number of tokens: steps in which it differs need different kernels."""
-        choosers = (getattr(module, "kernels", None) for module in self.model.modules())
+        choosers = (getattr(module, "variant_key", None) for module in self.model.modules())
         return tuple(choose(num_tokens) for choose in choosers if choose is not None)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

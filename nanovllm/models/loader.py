@@ -225,7 +225,7 @@ def _expected_of(model: CausalLM, prefix: str, module: nn.Module) -> dict[str, l
         parameter_names.append("weight")
     for parameter_name in parameter_names:
         for key, shards in rule(parameter_name).items():
-            # A fused parameter's parts stand beside it in the checkpoint, under names of their own.
+            # A merged parameter's parts stand beside it in the checkpoint, under names of their own.
             path = (f"{parent}.{key}" if parent else key) if key else prefix
             name = f"{path}.{parameter_name}"
             for ours, theirs in model.renames:

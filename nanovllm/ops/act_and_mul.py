@@ -11,18 +11,18 @@ ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": lambda gate: F.gelu(gate, ap
 
 
 def act_and_mul(
-    gate_up: torch.Tensor | ScaledProduct, activation: str = "silu", fused: bool = False
+    gate_up: torch.Tensor | ScaledProduct, activation: str = "silu", use_kernels: bool = False
 ) -> torch.Tensor | Quantized:
     """gate_up: [num_tokens, 2 × size] -> activation(gate) × up: [num_tokens, size]. Of an FP8 product, the kernel makes
     rows in FP8.
 
-    activation: one of ACTIVATIONS; fused: compute with the kernel.
+    activation: one of ACTIVATIONS; use_kernels: compute with the kernel.
     """
     if isinstance(gate_up, ScaledProduct):
-        assert fused, "only the kernel knows FP8"
+        assert use_kernels, "only the kernel knows FP8"
         return _scaled_act_and_mul(gate_up, activation)
-    if fused:
-        return _fused_act_and_mul(gate_up, activation)
+    if use_kernels:
+        return _triton_act_and_mul(gate_up, activation)
     gate, up = gate_up.chunk(2, -1)
     return ACTIVATIONS[activation](gate) * up
 
@@ -48,7 +48,7 @@ def _act_and_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, A
     tl.store(out + row * SIZE + column, activated(gate, ACTIVATION) * up, is_real)
 
 
-def _fused_act_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+def _triton_act_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(size))

@@ -52,7 +52,7 @@ _ROW_TILES_OF_GROUP = 16
 
 
 def block_product(
-    x: BlockQuantized, weight: BlockWeight, bias: torch.Tensor | None, dtype: torch.dtype, fused: bool = False
+    x: BlockQuantized, weight: BlockWeight, bias: torch.Tensor | None, dtype: torch.dtype, use_kernels: bool = False
 ) -> torch.Tensor:
     """`x @ weight.T + bias`, added in float32.
 
@@ -60,13 +60,13 @@ def block_product(
         x: [num_rows, input_size], in blocks of as many columns as the weight's.
         bias: [output_size] or None.
         dtype: of the result.
-        fused: compute with the kernel.
+        use_kernels: compute with the kernel.
 
     Returns:
         [num_rows, output_size].
     """
-    if fused:
-        return _fused_block_product(x, weight, bias, dtype)
+    if use_kernels:
+        return _triton_block_product(x, weight, bias, dtype)
     product = F.linear(x.whole(), weight.whole()).float()
     return (product if bias is None else product + bias).to(dtype)
 
@@ -112,7 +112,7 @@ def rows_of_tile(num_rows: int) -> int:
     return min(max(_TILES), max(min(_TILES), triton.next_power_of_2(num_rows)))
 
 
-def _fused_block_product(
+def _triton_block_product(
     x: BlockQuantized, weight: BlockWeight, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     num_rows, (output_size, input_size) = x.values.shape[0], weight.values.shape

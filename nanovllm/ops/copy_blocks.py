@@ -9,16 +9,16 @@ from nanovllm.ops.upload import upload
 _WIDTH = 2048  # numbers that a program copies at a time
 
 
-def copy_blocks(whole: torch.Tensor, copies: tuple[tuple[int, int], ...], fused: bool = False) -> None:
+def copy_blocks(whole: torch.Tensor, copies: tuple[tuple[int, int], ...], use_kernels: bool = False) -> None:
     """Copies each block over another, in every layer. No block is a target twice, and none is a source and
     another's target.
 
     Args:
         whole: contiguous [num_parts, num_layers, num_blocks, …], one of KVCache's tensors.
         copies: (source, copy) block ids.
-        fused: compute with the kernel, which needs no memory for the blocks.
+        use_kernels: compute with the kernel, which needs no memory for the blocks.
     """
-    if not fused:
+    if not use_kernels:
         # One by one, because all of them gathered may be larger than what is left of the memory.
         for source, target in copies:
             whole[:, :, target] = whole[:, :, source]

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _Made = TypeVar("_Made")
 
 # Rows of half a mailbox. More go in parts. Each part costs a wait for the ranks, little beside the time of its rows.
-_MOST_ROWS = 2048
+_MAX_ROWS = 2048
 # What NVLink carries while a row is on its way: this much more may be sent to save a trip.
 _BYTES_OF_A_TRIP = 2**20
 
@@ -85,8 +85,8 @@ class Exchange:
         padded = max(128, triton.next_power_of_2(width))
         num_warps = 4 if padded <= 1024 else min(16, max(8, self._size * padded // 2048))
         is_direct = self.sends_directly(num_rows, given.nbytes)
-        for first in range(0, num_rows, _MOST_ROWS):
-            part = slice(first, min(first + _MOST_ROWS, num_rows))
+        for first in range(0, num_rows, _MAX_ROWS):
+            part = slice(first, min(first + _MAX_ROWS, num_rows))
             # Captured steps keep the mailboxes they were captured with. So each begins with 2, and as it has two sums
             # at least, it ends with 0 or 1: whatever step comes next, its first mailbox is not the last one used.
             self._mailbox = 2 if begins_step and first == 0 else int(self._mailbox == 0)
@@ -110,13 +110,13 @@ class Exchange:
 def mail_shape(width: int) -> tuple[int, ...]:
     """[mailboxes, halves, rows, width]. By owner, one half is for products and one for normed rows; directly, both are
     for products. Two mailboxes take turns, the third begins a step."""
-    return 3, 2, _MOST_ROWS, width
+    return 3, 2, _MAX_ROWS, width
 
 
 def _is_direct(size: int, num_rows: int, num_bytes: int) -> bool:
     """Whether `size` ranks' products of `num_rows` rows and `num_bytes` bytes are better sent to all."""
     sent_directly, sent_by_owner = (size - 1) * num_bytes, 2 * (size - 1) * num_bytes / size
-    fits = size * min(num_rows, _MOST_ROWS) <= 2 * _MOST_ROWS
+    fits = size * min(num_rows, _MAX_ROWS) <= 2 * _MAX_ROWS
     return fits and sent_directly - sent_by_owner <= _BYTES_OF_A_TRIP
 
 

@@ -74,7 +74,7 @@ def expand_rows(
     num_tokens: int,
     samples: ExpandedSamples,
     block_size: int,
-    fused: bool = False,
+    use_kernels: bool = False,
 ) -> Expanded:
     """Expands rows, each of which names an entry of the table.
 
@@ -87,10 +87,10 @@ def expand_rows(
             with `num_rows`.
         num_rows, num_tokens: padding included.
         samples: is filled with the rows that sample, padding included.
-        fused: compute with the kernel.
+        use_kernels: compute with the kernel.
     """
-    if fused:
-        return _fused_expand_rows(rows, table, num_rows, num_tokens, samples, block_size)
+    if use_kernels:
+        return _triton_expand_rows(rows, table, num_rows, num_tokens, samples, block_size)
     entry, context_lens, first_token = rows[: num_rows + 1, :3].t().contiguous().long()
     token = torch.arange(num_tokens, device=rows.device)
     row = torch.searchsorted(first_token, token, right=True) - 1
@@ -183,7 +183,7 @@ def _expand_rows_kernel(
             tl.store(row_settings + setting * settings_stride + index, value, is_sampled)
 
 
-def _fused_expand_rows(
+def _triton_expand_rows(
     rows: torch.Tensor, table: Table, num_rows: int, num_tokens: int, samples: ExpandedSamples, block_size: int
 ) -> Expanded:
     max_blocks, (num_settings, num_entries) = table.block_tables.shape[1], table.settings.shape

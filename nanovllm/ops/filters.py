@@ -11,7 +11,7 @@ So what a row keeps is {i: float32(logits[i]) ≥ threshold}, and the sampler ne
 import torch
 
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
-from nanovllm.ops.kernel import is_fused, jit, tl
+from nanovllm.ops.kernel import jit, tl, uses_kernels
 
 _COLDEST = 1.2e-38  # about the least normal number of float32
 _NUM_SORTED = 2**18  # logits that the plain twin sorts at once: what fits a CPU's cache takes half the time
@@ -23,7 +23,7 @@ def filter_thresholds(
     top_ks: torch.Tensor,
     top_ps: torch.Tensor,
     min_ps: torch.Tensor,
-    fused: bool | None = None,
+    use_kernels: bool | None = None,
 ) -> torch.Tensor:
     """The smallest logit that each row may sample.
 
@@ -33,13 +33,17 @@ def filter_thresholds(
         top_ks: int32 [num_rows]; off at 0, and at vocab_size or more.
         top_ps: float32 [num_rows]; off at 1.
         min_ps: float32 [num_rows], of the largest probability; off at 0.
-        fused: compute with our kernels; None is wherever they can.
+        use_kernels: compute with our kernels; None is wherever they can.
 
     Returns:
         float32 [num_rows]; −inf where nothing is filtered, and where the logits hold NaN or +inf, or nothing but −inf.
         Sums in float32 round: a token at which the mass reaches p to within about 1e-6 may be kept or not.
     """
-    find = fused_filter_thresholds if (is_fused(logits) if fused is None else fused) else plain_filter_thresholds
+    find = (
+        triton_filter_thresholds
+        if (uses_kernels(logits) if use_kernels is None else use_kernels)
+        else plain_filter_thresholds
+    )
     return find(logits, temperatures, top_ks, top_ps, min_ps)
 
 
@@ -98,7 +102,7 @@ _LANES = 4096  # logits that a program reads at once
 _SLOTS = 16  # copies that the scratch row has room for, per group of four lanes
 
 
-def fused_filter_thresholds(
+def triton_filter_thresholds(
     logits: torch.Tensor, temperatures: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor
 ) -> torch.Tensor:
     """See filter_thresholds; the grid depends on shapes only."""
@@ -171,10 +175,10 @@ def _narrow(logits, length, places, low, high, above, target, by_value, top, sca
 
 
 @jit
-def _search(logits, length, places, low, high, target, by_value, most_steps, top, scale, SHIFT):
-    """The largest key below high at which the mass reaches the target, or low; after most_steps, a bound for it."""
+def _search(logits, length, places, low, high, target, by_value, max_num_steps, top, scale, SHIFT):
+    """The largest key below high at which the mass reaches the target, or low; after max_num_steps, a bound for it."""
     step = 0
-    while (high - low > 1) & (step < most_steps):
+    while (high - low > 1) & (step < max_num_steps):
         low, high, _ = _narrow(logits, length, places, low, high, target - target, target, by_value, top, scale, SHIFT)
         step += 1
     return low
@@ -256,7 +260,7 @@ def _largest_of_lanes(logits, length, places, lanes):
 def _filter_row(logits, length, temperature, top_k, top_p, min_p, lanes, places, threshold, SLOTS, SHIFT):
     """Stores the threshold of a row, unless it is broken; lanes: scratch, for each lane's largest and the copies."""
     found = lanes + places.shape[0] * 4
-    top, least_of_lanes, is_broken = _largest_of_lanes(logits, length, places, lanes)
+    top, min_of_lanes, is_broken = _largest_of_lanes(logits, length, places, lanes)
     if (top > float("-inf")) & (top < float("inf")) & (is_broken == 0):
         temperature = tl.maximum(temperature, 1.2e-38)
         low = _key(tl.full([], -3.4028234663852886e38, tl.float32), SHIFT)
@@ -266,7 +270,7 @@ def _filter_row(logits, length, temperature, top_k, top_p, min_p, lanes, places,
             if tl.where(by_mass == 0, (top_k > 0) & (top_k < length), top_p < 1):
                 scale = tl.where(by_mass == 0, 0.0, 1.4426950408889634 / temperature)
                 target = top_k.to(tl.float64)
-                bound = tl.where(top_k <= places.shape[0] * 4, least_of_lanes, float("-inf"))
+                bound = tl.where(top_k <= places.shape[0] * 4, min_of_lanes, float("-inf"))
                 if by_mass == 1:
                     cut, unseen = _value(low, SHIFT), tl.where(num_slots == 0, length, 0)
                     masses = _masses(found, num_slots * places.shape[0], places, cut, cut, cut, cut, top, scale)

@@ -83,7 +83,7 @@ def grouped_mlp(
     gate_up: ExpertWeights,
     down: ExpertWeights,
     activation: str = "silu",
-    fused: bool = False,
+    use_kernels: bool = False,
 ) -> torch.Tensor:
     """The sum over each token's experts of weight × down(activation(gate) × up), added in float32.
 
@@ -93,13 +93,13 @@ def grouped_mlp(
         gate_up: of 2 × size outputs and hidden_size inputs.
         down: of hidden_size outputs and size inputs.
         activation: see act_and_mul.
-        fused: compute with our kernels.
+        use_kernels: compute with our kernels.
 
     Returns:
         [num_tokens, hidden_size].
     """
-    if fused:
-        return _fused_grouped_mlp(x, routes, gate_up, down, activation)
+    if use_kernels:
+        return _triton_grouped_mlp(x, routes, gate_up, down, activation)
     outputs = x.new_zeros(*routes.experts.shape, x.shape[1])
     for expert in routes.experts.unique().tolist():
         token, place = torch.where(routes.experts == expert)
@@ -229,7 +229,7 @@ def _combine_kernel(outputs, weights, out, TOP_K: tl.constexpr, HIDDEN_SIZE: tl.
     tl.store(out + token * HIDDEN_SIZE + column, total, is_real)
 
 
-def _fused_grouped_mlp(
+def _triton_grouped_mlp(
     x: torch.Tensor, routes: Routes, gate_up: ExpertWeights, down: ExpertWeights, activation: str
 ) -> torch.Tensor:
     (num_tokens, top_k), (num_experts, hidden_size, size), device = routes.experts.shape, down.weight.shape, x.device
@@ -272,8 +272,8 @@ def find_pairs_of_tile(num_pairs: int, num_experts: int, dtype: torch.dtype) -> 
     """Pairs of a token and an expert that a program takes."""
     # A tile holds about twice the average number of pairs per expert, because each further tile of an expert reads its
     # weights again. Products of float32 would keep too much in registers with the largest tile.
-    most_pairs = 128 if dtype.itemsize == 2 else 64
-    return min(most_pairs, max(16, triton.next_power_of_2(2 * num_pairs // num_experts)))
+    max_num_pairs = 128 if dtype.itemsize == 2 else 64
+    return min(max_num_pairs, max(16, triton.next_power_of_2(2 * num_pairs // num_experts)))
 
 
 def _launch_options(tile: _Tile, num_rows: int, x: torch.Tensor) -> dict[str, int]:

@@ -34,7 +34,7 @@ def shared_memory(device: torch.device) -> int:
     return properties.shared_memory_per_block_optin
 
 
-def is_fused(tensor: torch.Tensor) -> bool:
+def uses_kernels(tensor: torch.Tensor) -> bool:
     """Whether our kernels shall compute with `tensor`, rather than PyTorch."""
     return tensor.is_cuda and has_triton()
 

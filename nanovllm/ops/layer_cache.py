@@ -19,8 +19,8 @@ LARGEST_KEY = 127  # integer
 KEY_LIMIT_EXPONENT = 127 + 120
 # Scales are at least 2^-40, so that their inverses are finite. Inverses of values' scales are also multiplied by
 # thousands of weights (triton_fp8.py).
-LEAST_EXPONENT = 127 - 40
-LEAST_SCALE = 2.0 ** (LEAST_EXPONENT - 127)
+MIN_EXPONENT = 127 - 40
+MIN_SCALE = 2.0 ** (MIN_EXPONENT - 127)
 
 
 class LayerCache(NamedTuple):
@@ -101,7 +101,7 @@ def quantize_keys(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     numbers = x.float()
     peak = numbers.abs().amax(-1)
-    least = (peak * (1 / LARGEST_KEY)).clamp(min=LEAST_SCALE)
+    least = (peak * (1 / LARGEST_KEY)).clamp(min=MIN_SCALE)
     scales = (least.view(torch.int32) + 0xFFFF & -0x10000).view(torch.float32)
     is_finite = peak < 2.0 ** (KEY_LIMIT_EXPONENT - 127)
     scales = torch.where(is_finite, scales, torch.inf)
@@ -120,7 +120,7 @@ def quantize_values(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     numbers = x.float()
     peak = numbers.abs().amax(-1)
-    exponents = ((peak.view(torch.int32) + 0x1FFFFF >> 23) - 8).clamp(min=LEAST_EXPONENT)
+    exponents = ((peak.view(torch.int32) + 0x1FFFFF >> 23) - 8).clamp(min=MIN_EXPONENT)
     is_finite = peak.isfinite()
     scales = torch.where(is_finite, (exponents << 23).view(torch.float32), torch.inf)
     return torch.where(is_finite[..., None], numbers / scales[..., None], 0.0).to(E4M3), scales

@@ -19,7 +19,7 @@ from nanovllm.ops.kernel import jit, tl, triton
 _ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32), 512, 1024)
 # (most outputs, fewest rows, parts) for which parts were faster on an H200; the first line that fits counts.
 _INPUT_PARTS = ((2048, 2, 4), (3072, 2, 2), (4096, 65, 2), (5120, 193, 2))
-MOST_ROWS_IN_PARTS = 256
+MAX_ROWS_IN_PARTS = 256
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor | None:
@@ -51,7 +51,7 @@ def linear(
     weight: torch.Tensor | None,
     packed: torch.Tensor | None,
     bias: torch.Tensor | None = None,
-    fused: bool = False,
+    use_kernels: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`x @ weight.T + bias`, through the packed weight if there is one.
@@ -61,7 +61,7 @@ def linear(
         weight: [output_size, input_size]; may be None if there is `packed`.
         packed: what `pack_weight` made of it, or None.
         bias: [output_size] or None.
-        fused: compute with our kernel where there is one: for a single row.
+        use_kernels: compute with our kernel where there is one: for a single row.
         out: [num_rows, output_size], where to put the result; only without a bias.
     """
     if packed is not None:
@@ -71,7 +71,7 @@ def linear(
     if x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.ndim == 2:  # PyTorch takes oneDNN for these too
         assert out is None, "padded rows do not fit into it"
         return in_few_sizes(x, lambda rows: F.linear(rows, weight, bias))
-    if fused and x.shape[:-1] == (1,):
+    if use_kernels and x.shape[:-1] == (1,):
         return single_row_linear(x, weight, bias, out)
     assert out is None or bias is None, "torch.mm adds no bias"
     return F.linear(x, weight, bias) if out is None else torch.mm(x, weight.mT, out=out)
@@ -83,10 +83,10 @@ def num_input_parts(num_rows: int, input_size: int, output_size: int) -> int:
     A narrow product of few rows has too few output tiles to occupy all processors of a GPU. So several programs share
     the inputs of a tile (split-K), and the norm that reads the product sums their parts.
     """
-    if num_rows > MOST_ROWS_IN_PARTS:
+    if num_rows > MAX_ROWS_IN_PARTS:
         return 1
-    for most_outputs, least_rows, num_parts in _INPUT_PARTS:
-        if output_size <= most_outputs and num_rows >= least_rows:
+    for max_num_outputs, min_rows, num_parts in _INPUT_PARTS:
+        if output_size <= max_num_outputs and num_rows >= min_rows:
             return num_parts if input_size % (8 * num_parts) == 0 else 1  # every part starts at a multiple of 16 bytes
     return 1
 

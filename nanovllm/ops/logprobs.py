@@ -9,7 +9,7 @@ first.
 import torch
 
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
-from nanovllm.ops.kernel import is_fused, jit, tl, triton
+from nanovllm.ops.kernel import jit, tl, triton, uses_kernels
 from nanovllm.ops.sample import COLDEST
 
 NO_LOGPROBS, RAW, PROCESSED = 0, 1, 2  # the kinds of rows
@@ -23,7 +23,7 @@ def logprobs(
     temperatures: torch.Tensor,
     thresholds: torch.Tensor | None,
     width: int,
-    fused: bool | None = None,
+    use_kernels: bool | None = None,
 ) -> torch.Tensor:
     """The log-probability and the rank of each row's token, and the width − 1 most probable ids with theirs.
 
@@ -36,8 +36,8 @@ def logprobs(
         temperatures: float32 [num_rows]; 0, of greedy rows, counts as 1. RAW rows do not look at it.
         thresholds: float32 [num_rows], as ops/filters.py finds them. None if no row has one. As temperatures.
         width: of ids and log-probabilities in the result, at least 1.
-        fused: compute with our kernels; None is wherever they can. The kernels wait for nothing on the host, and their
-            grids depend on shapes only.
+        use_kernels: compute with our kernels; None is wherever they can. The kernels wait for nothing on the host, and
+            their grids depend on shapes only.
 
     Returns:
         int32 [num_rows, 1 + 2 × width], in each row
@@ -55,7 +55,7 @@ def logprobs(
         A row of NO_LOGPROBS is all zeros. If all logits are −inf, all log-probabilities are. If one is NaN or +inf, the
         row has no distribution: numbers then mean nothing, but ids stay below vocab_size.
     """
-    find = fused_logprobs if (is_fused(raw) if fused is None else fused) else plain_logprobs
+    find = triton_logprobs if (uses_kernels(raw) if use_kernels is None else use_kernels) else plain_logprobs
     return find(raw, processed, token_ids, kinds, temperatures, thresholds, width)
 
 
@@ -127,7 +127,7 @@ _RAW = tl.constexpr(RAW)
 _NO_KEY = tl.constexpr(-(2**63))
 
 
-def fused_logprobs(
+def triton_logprobs(
     raw: torch.Tensor,
     processed: torch.Tensor,
     token_ids: torch.Tensor,

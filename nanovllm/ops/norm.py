@@ -9,7 +9,7 @@ from nanovllm.ops.quantize import Quantized, ScaledProduct, divided_by_peak, emp
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, fused: bool = False, quantizes: bool = False
+    x: torch.Tensor, weight: torch.Tensor, eps: float, use_kernels: bool = False, quantizes: bool = False
 ) -> torch.Tensor | Quantized:
     """`x / sqrt(mean(x²) + eps) × weight`, computed in float32; x itself is not changed.
 
@@ -18,10 +18,10 @@ def rms_norm(
     Args:
         x: [..., size]; the kernel takes [num_rows, size].
         weight: [size], of x's dtype or float32.
-        fused: compute with the kernel.
-        quantizes: the kernel rounds to e4m3, with a scale per row; only with `fused`.
+        use_kernels: compute with the kernel.
+        quantizes: the kernel rounds to e4m3, with a scale per row; only with `use_kernels`.
     """
-    if fused and x.ndim == 2:
+    if use_kernels and x.ndim == 2:
         return _launch(x, None, weight, eps, quantizes)[0]
     assert not quantizes, "without the kernel, a layer quantizes its inputs itself"
     if weight.dtype == torch.float32:
@@ -34,7 +34,7 @@ def add_rms_norm(
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    fused: bool = False,
+    use_kernels: bool = False,
     quantizes: bool = False,
 ) -> tuple[torch.Tensor | Quantized, torch.Tensor]:
     """(norm(x + residual), x + residual); neither input is changed.
@@ -43,9 +43,9 @@ def add_rms_norm(
         x: [num_rows, size], or float32 [num_parts, num_rows, size], which is summed with the residual before it is
             rounded; or a product whose scales the kernel multiplies in.
         residual: [num_rows, size].
-        fused, quantizes: as for `rms_norm`.
+        use_kernels, quantizes: as for `rms_norm`.
     """
-    if fused:
+    if use_kernels:
         return _launch(x, residual, weight, eps, quantizes)
     assert not quantizes and isinstance(x, torch.Tensor), "only the kernel knows FP8"
     total = x + residual if x.ndim == 2 else (x.sum(0) + residual).to(residual.dtype)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
-from nanovllm.ops.kernel import is_fused, jit, tl, triton
+from nanovllm.ops.kernel import jit, tl, triton, uses_kernels
 
 ALWAYS = 2**31 - 1  # as edit_until: however many tokens were generated
 
@@ -154,7 +154,7 @@ def _penalise(out: Tensor, entries: Tensor, lengths: Tensor, tokens: Tensor, rul
 _IN_PROMPT = tl.constexpr(1 << 30)  # in a counter, beside the number of occurrences in the completion
 
 
-def fused_process_logits(
+def triton_process_logits(
     logits: Tensor, entries: Tensor, lengths: Tensor, tokens: Tensor, rules: TokenRules, first_id: int
 ) -> Tensor:
     """See process_logits; its grids depend on shapes only."""
@@ -285,7 +285,7 @@ def process_logits(
     tokens: Tensor,
     rules: TokenRules,
     first_id: int = 0,
-    fused: bool | None = None,
+    use_kernels: bool | None = None,
 ) -> Tensor:
     """Applies each row's rules to its logits.
 
@@ -296,7 +296,7 @@ def process_logits(
             row.
         tokens: int32 [num_entries, max_len], each entry's prompt and completion.
         first_id: the id of the first logit, where a rank has only a part of the vocabulary.
-        fused: compute with our kernels; None is wherever they can.
+        use_kernels: compute with our kernels; None is wherever they can.
 
     Returns:
         float32 [num_rows, num_ids], a new tensor. The kernels give the twin's numbers, except where an entry names one
@@ -304,5 +304,9 @@ def process_logits(
     """
     if not logits.numel():
         return torch.empty_like(logits, dtype=torch.float32)
-    process = fused_process_logits if (is_fused(logits) if fused is None else fused) else plain_process_logits
+    process = (
+        triton_process_logits
+        if (uses_kernels(logits) if use_kernels is None else use_kernels)
+        else plain_process_logits
+    )
     return process(logits, entries, lengths, tokens, rules, first_id)

@@ -2,7 +2,7 @@
 
 The products run at the speed of their bytes only if nothing is scaled in them. So the kernel that makes a row quantizes
 it, and the kernel that reads a product next, which reads all of it anyway, applies both scales. The plain twins are
-`quantize_rows` and `scaled_product` with fused=False: PyTorch.
+`quantize_rows` and `scaled_product` with use_kernels=False: PyTorch.
 """
 
 import os
@@ -16,7 +16,7 @@ from nanovllm.ops.kernel import jit, tl, triton
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
-_LEAST_PEAK = 1e-30  # a row of zeros has a scale too
+_MIN_PEAK = 1e-30  # a row of zeros has a scale too
 # 1.5 × 2^23. Float32 numbers of this size are 1 apart, so that a sum with a small number is rounded to an integer.
 TO_INTEGER = tl.constexpr(12582912.0)
 # 1.5 × 2^14. Likewise, these are 2^-9 apart, as are the numbers of e4m3 below 2^-6.
@@ -74,32 +74,32 @@ class ScaledProduct(NamedTuple):
         return scaled.to(self.product.dtype)
 
 
-def quantize_rows(x: torch.Tensor, fused: bool = False) -> Quantized:
+def quantize_rows(x: torch.Tensor, use_kernels: bool = False) -> Quantized:
     """Divides each row by a scale that makes its largest number 448, and rounds it to e4m3.
 
     Args:
         x: [num_rows, size]. A row with a NaN or an infinity becomes one of NaNs.
-        fused: compute with the kernel.
+        use_kernels: compute with the kernel.
     """
-    if fused:
-        return _fused_quantize_rows(x)
-    scales = x.abs().amax(1).float().clamp(min=_LEAST_PEAK) / LARGEST
+    if use_kernels:
+        return _triton_quantize_rows(x)
+    scales = x.abs().amax(1).float().clamp(min=_MIN_PEAK) / LARGEST
     return Quantized((x.float() / scales[:, None]).to(E4M3), scales)
 
 
-def quantize_row_blocks(x: torch.Tensor, columns: int, fused: bool = False) -> BlockQuantized:
+def quantize_row_blocks(x: torch.Tensor, columns: int, use_kernels: bool = False) -> BlockQuantized:
     """`quantize_rows` of each block of columns.
 
     Args:
         x: [num_rows, size]. A block with a NaN or an infinity has a NaN.
         columns: of a block.
-        fused: compute with the kernel.
+        use_kernels: compute with the kernel.
     """
-    if fused:
-        return _fused_quantize_row_blocks(x, columns)
+    if use_kernels:
+        return _triton_quantize_row_blocks(x, columns)
     size = x.shape[1]
     blocks = F.pad(x.float(), (0, -size % columns)).unflatten(1, (-1, columns))
-    scales = blocks.abs().amax(2).clamp(min=_LEAST_PEAK) / LARGEST
+    scales = blocks.abs().amax(2).clamp(min=_MIN_PEAK) / LARGEST
     values = (blocks / scales[:, :, None]).to(E4M3).flatten(1)[:, :size]
     return BlockQuantized(values.contiguous(), scales, columns)
 
@@ -196,7 +196,7 @@ def _quantize_rows_kernel(x, values, scales, SIZE: tl.constexpr, PADDED: tl.cons
     tl.store(scales + row, scale)
 
 
-def _fused_quantize_rows(x: torch.Tensor) -> Quantized:
+def _triton_quantize_rows(x: torch.Tensor) -> Quantized:
     num_rows, size = x.shape
     quantized = empty_quantized(num_rows, size, x.device)
     padded = triton.next_power_of_2(size)
@@ -224,7 +224,7 @@ def _quantize_row_blocks_kernel(
     tl.store(scales + row * WIDTH + block[:, None], of_blocks, block[:, None] < WIDTH)
 
 
-def _fused_quantize_row_blocks(x: torch.Tensor, columns: int) -> BlockQuantized:
+def _triton_quantize_row_blocks(x: torch.Tensor, columns: int) -> BlockQuantized:
     (num_rows, size), width = x.shape, triton.cdiv(x.shape[1], columns)
     values = torch.empty((num_rows, size), dtype=E4M3, device=x.device)
     scales = torch.empty((num_rows, width), dtype=torch.float32, device=x.device)

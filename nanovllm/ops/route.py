@@ -9,7 +9,7 @@ from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.ops.kernel import jit, shared_memory, tl, triton
 
 # Tokens, and at most so many inputs, of a program that multiplies with the router's weights.
-_TOKENS, _MOST_INPUTS = 16, 256
+_TOKENS, _MAX_INPUTS = 16, 256
 
 
 class Routes(NamedTuple):
@@ -24,7 +24,7 @@ class Routes(NamedTuple):
     weights: torch.Tensor
 
 
-def route(x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalizes: bool, fused: bool = False) -> Routes:
+def route(x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalizes: bool, use_kernels: bool = False) -> Routes:
     """The `top_k` largest of softmax(x @ weight.T). If a token's logits hold NaN or +∞, its weights are NaN. Its
     experts are still valid and different numbers.
 
@@ -32,10 +32,10 @@ def route(x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalizes: bool,
         x: [num_tokens, hidden_size].
         weight: [num_experts, hidden_size].
         renormalizes: a token's weights add up to 1.
-        fused: compute with our kernels.
+        use_kernels: compute with our kernels.
     """
-    if fused:
-        return _fused_route(x, weight, top_k, renormalizes)
+    if use_kernels:
+        return _triton_route(x, weight, top_k, renormalizes)
     probabilities = F.linear(x.float(), weight.float()).softmax(-1)
     weights, experts = (part[:, :top_k] for part in probabilities.sort(dim=-1, descending=True, stable=True))
     if renormalizes:
@@ -96,9 +96,9 @@ def _top_experts_kernel(
     tl.store(weights + token * TOP_K + place, chosen_weights, place < TOP_K)
 
 
-def _fused_route(x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalizes: bool) -> Routes:
+def _triton_route(x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalizes: bool) -> Routes:
     (num_tokens, size), num_experts, device = x.shape, len(weight), x.device
-    padded, num_inputs = max(16, triton.next_power_of_2(num_experts)), _MOST_INPUTS
+    padded, num_inputs = max(16, triton.next_power_of_2(num_experts)), _MAX_INPUTS
     while (_TOKENS + padded) * num_inputs * x.itemsize > shared_memory(device):
         num_inputs //= 2
     num_parts = triton.cdiv(size, num_inputs)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
-from nanovllm.ops.kernel import is_fused, jit, tl, triton
+from nanovllm.ops.kernel import jit, tl, triton, uses_kernels
 
 # What stands where a row has no token; engine/step.py has the same numbers.
 BROKEN_LOGITS, NO_TOKEN_LEFT = -1, -2
@@ -29,7 +29,7 @@ def sample(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     thresholds: torch.Tensor | None = None,
-    fused: bool | None = None,
+    use_kernels: bool | None = None,
 ) -> torch.Tensor:
     """Draws one token per row. Equal scores go to the lowest id.
 
@@ -40,12 +40,12 @@ def sample(
         positions: int64 [num_rows], where in its sequence the sampled token will stand.
         thresholds: float32 [num_rows], at most the row's largest logit, −inf for greedy rows: ids with a smaller logit
             are not sampled (ops/filters.py). None if no row has one.
-        fused: compute with our kernels; None is wherever they can.
+        use_kernels: compute with our kernels; None is wherever they can.
 
     Returns:
         int64 [num_rows]: token ids; BROKEN_LOGITS where any logit is NaN or +inf, NO_TOKEN_LEFT where all are −inf.
     """
-    draw = fused_sample if (is_fused(logits) if fused is None else fused) else plain_sample
+    draw = triton_sample if (uses_kernels(logits) if use_kernels is None else use_kernels) else plain_sample
     return draw(logits, temperatures, seeds, positions, thresholds)
 
 
@@ -133,7 +133,7 @@ _TOKENS = 4096  # of the vocabulary, for one program
 _NO_ID = tl.constexpr(2147483647)
 
 
-def fused_sample(
+def triton_sample(
     logits: torch.Tensor,
     temperatures: torch.Tensor,
     seeds: torch.Tensor,

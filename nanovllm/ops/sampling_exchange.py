@@ -25,7 +25,7 @@ class SamplingExchange:
 
     Args:
         parallel: this rank's place.
-        columns: each rank's memory for its columns of the logits, [most_rows, num_columns]; the bytes of a row are a
+        columns: each rank's memory for its columns of the logits, [max_num_rows, num_columns]; the bytes of a row are a
             multiple of 8.
         gathered: each rank's memory for what `all_gather` returns, int64 of one dimension.
         barrier: launches a kernel that ends only when every rank's stream has reached its own such kernel.
@@ -43,7 +43,7 @@ class SamplingExchange:
 
     @property
     def columns(self) -> torch.Tensor:
-        """Where this rank's columns belong, [most_rows, num_columns]."""
+        """Where this rank's columns belong, [max_num_rows, num_columns]."""
         return self._columns[self._rank]
 
     def rows_of_columns(self, columns: torch.Tensor) -> torch.Tensor:
@@ -75,15 +75,15 @@ class SamplingExchange:
 
 def make_sampling_exchange(
     parallel: Parallel,
-    most_rows: int,
+    max_num_rows: int,
     num_columns: int,
     dtype: torch.dtype,
     device: torch.device,
-    most_numbers: int = 2,
+    max_num_numbers: int = 2,
 ) -> SamplingExchange | None:
-    """A SamplingExchange for `most_rows` rows, or None where the GPUs cannot reach each other's memory.
+    """A SamplingExchange for `max_num_rows` rows, or None where the GPUs cannot reach each other's memory.
 
-    most_numbers: how many 32-bit numbers a rank sends for each row that it samples.
+    max_num_numbers: how many 32-bit numbers a rank sends for each row that it samples.
     """
     import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -96,10 +96,10 @@ def make_sampling_exchange(
         return memory, handle.barrier
 
     def make() -> SamplingExchange:
-        columns, barrier = shared(dtype, most_rows, num_columns)
+        columns, barrier = shared(dtype, max_num_rows, num_columns)
         # Each rank's best score and id of each part of each row; or each row's numbers, from one rank.
-        row_size = max(parallel.size * num_parts_of(num_columns), -(-most_numbers // 2))
-        gathered, _ = shared(torch.int64, most_rows * row_size)
+        row_size = max(parallel.size * num_parts_of(num_columns), -(-max_num_numbers // 2))
+        gathered, _ = shared(torch.int64, max_num_rows * row_size)
         return SamplingExchange(parallel, columns, gathered, barrier)
 
     return made_by_all(make, parallel, device)

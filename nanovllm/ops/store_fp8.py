@@ -1,17 +1,17 @@
-"""Writes new keys or values to a KV cache in FP8 by a kernel: all of a layer that is not fused, and the values of steps
-with prompts. The plain twin is LayerCache.write."""
+"""Writes new keys or values to a KV cache in FP8 by a kernel: all of a layer without a merged kernel, and the values of
+steps with prompts. The plain twin is LayerCache.write."""
 
 import torch
 
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.ops.kernel import jit, tl, triton
-from nanovllm.ops.layer_cache import KEY_LIMIT_EXPONENT, LARGEST_KEY, LEAST_EXPONENT, LEAST_SCALE, LayerCache
+from nanovllm.ops.layer_cache import KEY_LIMIT_EXPONENT, LARGEST_KEY, MIN_EXPONENT, MIN_SCALE, LayerCache
 from nanovllm.ops.quantize import ScaledProduct, to_e4m3, to_int8
 
 _KEY_LIMIT_EXPONENT = tl.constexpr(KEY_LIMIT_EXPONENT)
 _LARGEST_KEY = tl.constexpr(LARGEST_KEY)
-_LEAST_EXPONENT = tl.constexpr(LEAST_EXPONENT)
-_LEAST_SCALE = tl.constexpr(LEAST_SCALE)
+_MIN_EXPONENT = tl.constexpr(MIN_EXPONENT)
+_MIN_SCALE = tl.constexpr(MIN_SCALE)
 _TOKENS = 32  # that a program stores, of one head
 # No fused multiply-add: x × factor must be rounded to float32 before `to_int8` adds its constant, as in the plain twin.
 # A fused one would round once, and could give another integer. Norms and rotations in the same kernel are not fused
@@ -31,7 +31,7 @@ def scale_of_keys(peak):
     scales' bfloat16 bits, int16. The factor of a row with a NaN or a number that is too large is 0. The twin is
     `quantize_keys`."""
     is_finite = peak < (_KEY_LIMIT_EXPONENT << 23)
-    least = tl.maximum(peak.to(tl.float32, bitcast=True) * (1 / _LARGEST_KEY), _LEAST_SCALE)
+    least = tl.maximum(peak.to(tl.float32, bitcast=True) * (1 / _LARGEST_KEY), _MIN_SCALE)
     bits = tl.where(is_finite, (least.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000, 0x7F800000)
     return tl.div_rn(1.0, bits.to(tl.float32, bitcast=True)), (bits >> 16).to(tl.int16)
 
@@ -40,7 +40,7 @@ def scale_of_keys(peak):
 def scale_of_values(peak):
     """Like `scale_of_keys`, for rows of values, which become e4m3. The twin is `quantize_values`."""
     is_finite = peak < 0x7F800000
-    exponent = tl.where(is_finite, tl.maximum(((peak + 0x1FFFFF) >> 23) - 8, _LEAST_EXPONENT), 255)
+    exponent = tl.where(is_finite, tl.maximum(((peak + 0x1FFFFF) >> 23) - 8, _MIN_EXPONENT), 255)
     factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     return tl.where(is_finite, factor, 0.0), (exponent << 7).to(tl.int16)
 

@@ -9,7 +9,7 @@ _WIDTH = 128
 
 
 def write_tokens(
-    tokens: torch.Tensor, entries: torch.Tensor, lengths: torch.Tensor, sampled: torch.Tensor, fused: bool = False
+    tokens: torch.Tensor, entries: torch.Tensor, lengths: torch.Tensor, sampled: torch.Tensor, use_kernels: bool = False
 ) -> None:
     """`tokens[entries, lengths] = sampled`, with 0 for a row that has no token.
 
@@ -18,9 +18,9 @@ def write_tokens(
     Args:
         tokens: int32 [num_entries, max_model_len], changed.
         entries, lengths, sampled: int64 [num_rows]; what is below 0 in `sampled` is no token.
-        fused: compute with the kernel.
+        use_kernels: compute with the kernel.
     """
-    if not fused:
+    if not use_kernels:
         tokens[entries, lengths] = sampled.clamp(min=0).int()
     elif len(sampled):
         _write_tokens_kernel[(triton.cdiv(len(sampled), _WIDTH),)](

@@ -26,7 +26,7 @@ _ROWS_OF_PIECE = 16
 # Rows that a replica has at most, one of which was unfinished when a process died: once, and twice. A row that kills
 # processes is so found alone, and no row beside it is taken for it.
 _ROWS_AFTER_DEATHS = (16, 1)
-_MOST_DEATHS = 5  # of each replica, with no row finished in between
+_MAX_DEATHS = 5  # of each replica, with no row finished in between
 
 
 @dataclass(slots=True)
@@ -42,13 +42,13 @@ class Replica:
 
     max_num_seqs: 0 until it has started.
     rows: were given to it and have not come back.
-    most_rows: how many these may be.
+    max_num_rows: how many these may be.
     """
 
     def __init__(self) -> None:
         self.max_num_seqs, self.has_ended = 0, False
         self.rows: dict[int, _Row] = {}
-        self.most_rows = 0
+        self.max_num_rows = 0
         self.is_in_call = False
 
     def send(self, kind: str, call: int, *arguments: Any) -> None:
@@ -73,7 +73,7 @@ class ReplicaIterator(Iterator[RequestOutput]):
     def __init__(self, replicas: "Replicas", call: int, source: Iterator[tuple[Any, SamplingParams] | None]):
         self._replicas, self._call, self._source = replicas, call, source
         self._num_read = self._num_deaths = 0
-        self._most_completions = 1  # that a row of this call has
+        self._max_num_completions = 1  # that a row of this call has
         self._again: list[_Row] = []
         self._held: deque[RequestOutput] = deque()
         self._errors = ErrorSummary()
@@ -164,13 +164,13 @@ class ReplicaIterator(Iterator[RequestOutput]):
                     break
 
     def _rows_for(self, replica: Replica) -> list[_Row]:
-        num_running = max(1, replica.max_num_seqs // self._most_completions)
+        num_running = max(1, replica.max_num_seqs // self._max_num_completions)
         if not replica.rows:
-            replica.most_rows = _ROWS_OF_REPLICA * num_running
+            replica.max_num_rows = _ROWS_OF_REPLICA * num_running
         if rows := self._suspects_for(replica):
             return rows
         num = min(_ROWS_OF_PIECE, num_running)
-        most = min(replica.most_rows, _ROWS_OF_REPLICA * num_running)
+        most = min(replica.max_num_rows, _ROWS_OF_REPLICA * num_running)
         return [] if self._is_exhausted or len(replica.rows) + num > most else self._read(num)
 
     def _suspects_for(self, replica: Replica) -> list[_Row]:
@@ -178,10 +178,10 @@ class ReplicaIterator(Iterator[RequestOutput]):
         rows: list[_Row] = []
         left: list[_Row] = []
         for row in self._again:
-            most = min(replica.most_rows, _ROWS_AFTER_DEATHS[row.num_deaths - 1])
+            most = min(replica.max_num_rows, _ROWS_AFTER_DEATHS[row.num_deaths - 1])
             if len(replica.rows) + len(rows) < most:
                 rows.append(row)
-                replica.most_rows = most
+                replica.max_num_rows = most
             else:
                 left.append(row)
         self._again = left
@@ -194,7 +194,7 @@ class ReplicaIterator(Iterator[RequestOutput]):
                 return rows
             rows.append(_Row(self._num_read, *pair))
             self._num_read += 1
-            self._most_completions = max(self._most_completions, rows[-1].params.n)
+            self._max_num_completions = max(self._max_num_completions, rows[-1].params.n)
         self._is_exhausted = len(rows) < num
         return rows
 
@@ -208,7 +208,7 @@ class ReplicaIterator(Iterator[RequestOutput]):
             return  # the next call replaces it
         how = self._replicas.replace(replica)
         self._num_deaths += 1
-        if self._num_deaths > _MOST_DEATHS * len(self._replicas.processes):
+        if self._num_deaths > _MAX_DEATHS * len(self._replicas.processes):
             self._replicas.fail(
                 f"{how}; replicas died {self._num_deaths} times and finished no row in between. If memory is short, "
                 "lower max_num_seqs or max_num_batched_tokens"

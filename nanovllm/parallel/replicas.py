@@ -123,7 +123,7 @@ class Replicas:
         replica_module: str = "nanovllm.parallel.replica",
         **engine_options: Any,
     ):
-        size = integer("data_parallel_size", data_parallel_size, least=1)
+        size = integer("data_parallel_size", data_parallel_size, minimum=1)
         config = Config(os.fspath(model), **engine_options)
         from nanovllm.models.config import load_model_config
         from nanovllm.models.loader import find_model  # imports torch

@@ -18,7 +18,7 @@ _USUAL_CPU_CACHE_BYTES = 4 * _GIB
 # Left free on a GPU whatever else holds: kernels are loaded late, and other programs grow.
 _GPU_MARGIN = _GIB // 2
 # More sequences bring little (docs/performance.md), and fewer are better than ones that wait for blocks.
-_MOST_SEQS_ON_GPU, _MOST_SEQS_ON_CPU, _FEWEST_SEQS, _TOKENS_OF_A_SEQUENCE = 1024, 512, 16, 256
+_MAX_SEQS_ON_GPU, _MAX_SEQS_ON_CPU, _MIN_SEQS, _TOKENS_OF_A_SEQUENCE = 1024, 512, 16, 256
 
 
 @dataclass(frozen=True)
@@ -167,9 +167,9 @@ def default_max_num_seqs(config: Config, weight_bytes: int, token_bytes: int, fr
     """
     budget = config.gpu_memory_utilization * free - weight_bytes if is_gpu else min(free / 2, _USUAL_CPU_CACHE_BYTES)
     fitting = int(budget / token_bytes / _TOKENS_OF_A_SEQUENCE)
-    most = _MOST_SEQS_ON_GPU if is_gpu else _MOST_SEQS_ON_CPU
+    most = _MAX_SEQS_ON_GPU if is_gpu else _MAX_SEQS_ON_CPU
     # A power of two, so that a little more or less memory seldom changes it.
-    return max(_FEWEST_SEQS, min(most, 1 << max(fitting, 1).bit_length() - 1))
+    return max(_MIN_SEQS, min(most, 1 << max(fitting, 1).bit_length() - 1))
 
 
 def measure_memory(

@@ -56,7 +56,7 @@ from nanovllm.runner.kv_cache import (
 from nanovllm.runner.sequence_table import SequenceTable, StepRows, StepSize, logprobs_width
 from nanovllm.runner.step_in_flight import StepInFlight
 from nanovllm.runner.weights_in_place import drop, num_bytes_away, num_bytes_there, to_device, to_host
-from nanovllm.sampling_params import MOST_LOGPROBS, SamplingParams
+from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +69,8 @@ _USEFUL_CPU_TOKENS = 2048
 _FLOP_BESIDE_DECODES = 12e12
 # Tokens × hidden size of a captured step that decodes beside prompts: enough that its matrix products fill the GPU.
 _TOKEN_WIDTH_BESIDE_DECODES = 768 * 4096
-_MOST_SCORED = 256  # rows of logits that are made at a time to score prompts
-_FEWEST_TOKENS_BESIDE_DECODES = 512  # matrix products of fewer rows waste a GPU
+_MAX_SCORED = 256  # rows of logits that are made at a time to score prompts
+_MIN_TOKENS_BESIDE_DECODES = 512  # matrix products of fewer rows waste a GPU
 
 
 class ModelRunner(Runner):
@@ -123,8 +123,8 @@ class ModelRunner(Runner):
             vocab_size=model_config.vocab_size,
             eos_token_ids=model_config.eos_token_ids,
             generation_config=model_config.generation,
-            most_useful_batched_tokens=2**31 if self._is_gpu else _USEFUL_CPU_TOKENS,
-            most_tokens_beside_decodes=self._most_tokens_beside_decodes() if self._is_gpu else 2**31,
+            max_useful_batched_tokens=2**31 if self._is_gpu else _USEFUL_CPU_TOKENS,
+            max_tokens_beside_decodes=self._max_tokens_beside_decodes() if self._is_gpu else 2**31,
             device=str(self.device),
             dtype=str(self.dtype).removeprefix("torch."),
             attention_backend=self.backend.name,
@@ -143,9 +143,9 @@ class ModelRunner(Runner):
         model_config = self.model_config
         free_at_start = free_bytes(self.device)
         # The plain backend is plain all the way through.
-        self._fused = has_kernels() and config.attention_backend != "torch"
-        self._fused &= self._is_gpu or config.attention_backend == "triton"  # interpreted, on a CPU
-        if self._fused and self._is_gpu and parallel.size > 1:
+        self._use_kernels = has_kernels() and config.attention_backend != "torch"
+        self._use_kernels &= self._is_gpu or config.attention_backend == "triton"  # interpreted, on a CPU
+        if self._use_kernels and self._is_gpu and parallel.size > 1:
             self._parallel = parallel = self._with_exchanges(parallel)
         shape = AttentionShape(
             num_heads=model_config.num_attention_heads // parallel.size,
@@ -164,27 +164,29 @@ class ModelRunner(Runner):
         self.table = SequenceTable(
             self.max_num_seqs, self.max_model_len, self.block_size, model_config.vocab_size,
             min(config.max_num_batched_tokens, self.max_num_seqs * self.max_model_len), self.device,
-            self.backend.most_shared_splits, row_multiple(parallel), self._fused,
+            self.backend.max_num_shared_splits, row_multiple(parallel), self._use_kernels,
         )  # fmt: skip
-        self.sampler = Sampler(VocabSlice.of(model_config.vocab_size, parallel), parallel, self._fused)
+        self.sampler = Sampler(VocabSlice.of(model_config.vocab_size, parallel), parallel, self._use_kernels)
         no_numbers = torch.empty((0, 0), dtype=torch.int32, device=self.device)
         self._nothing = Sampled(torch.empty(0, dtype=torch.int64, device=self.device), no_numbers)
         self._compile_sampling()
         with explained_out_of_memory("the model", self.device):
             self.model = CausalLM(
-                model_config, self.max_model_len, self.backend, parallel, self.dtype, self.device, self._fused
+                model_config, self.max_model_len, self.backend, parallel, self.dtype, self.device, self._use_kernels
             )
         # A captured step must not ask the device for a count; only our kernels sample without one.
-        self._is_captured = self._is_gpu and self._fused and self.backend.can_be_captured and not config.enforce_eager
+        self._is_captured = (
+            self._is_gpu and self._use_kernels and self.backend.can_be_captured and not config.enforce_eager
+        )
         self._captures_prompts = self._is_captured and self.backend.can_capture_prompts
         # Layers with a window share no keys for long.
-        may_share = self.backend.most_shared_splits > 0 and 0 in shape.windows
+        may_share = self.backend.max_num_shared_splits > 0 and 0 in shape.windows
         self._groups_prefixes = config.prefix_grouping and may_share
         self._grouped = np.zeros((0, 3), np.int64)  # tenants and split lengths of the decodes last looked at
         self._is_grouped = False
         self._choose_sizes(config)
         if self._is_captured:
-            num_rows, width = self._padded_sampled(self._most_rows), model_config.hidden_size
+            num_rows, width = self._padded_sampled(self._max_num_rows), model_config.hidden_size
             self._hidden_states = torch.zeros(num_rows, width, dtype=self.dtype, device=self.device)
         self._layout = KVCacheLayout(
             model_config.num_hidden_layers, self.block_size, self.model.num_kv_heads, model_config.head_dim,
@@ -206,12 +208,12 @@ class ModelRunner(Runner):
         from nanovllm.ops.sampling_exchange import make_sampling_exchange
 
         width, vocab = self.model_config.hidden_size, VocabSlice.of(self.model_config.vocab_size, parallel)
-        most_rows = self._padded_sampled(self.max_num_seqs)
+        max_num_rows = self._padded_sampled(self.max_num_seqs)
         return replace(
             parallel,
             exchange=make_exchange(parallel, width, self.dtype, self.device),
             sampling_exchange=make_sampling_exchange(
-                parallel, most_rows, vocab.size, self.dtype, self.device, most_numbers=5 + 2 * MOST_LOGPROBS
+                parallel, max_num_rows, vocab.size, self.dtype, self.device, max_num_numbers=5 + 2 * MAX_LOGPROBS
             ),
         )
 
@@ -230,7 +232,7 @@ class ModelRunner(Runner):
                     row, needs = self.table.padding_row(), SamplingNeeds(has_filters, rules_version, width)
                     self.sampler.compile(row, needs, self.table.tokens, self.table.rules.tensors, self.dtype)
 
-        if self._is_gpu and self._fused:
+        if self._is_gpu and self._use_kernels:
             for rules_version in (0, self.table.rules.version):
                 self._compile(partial(compile_both, rules_version))
 
@@ -268,17 +270,17 @@ class ModelRunner(Runner):
     def _choose_sizes(self, config: Config) -> None:
         """The sizes that steps are padded to where they are captured."""
         # Only a step with forked siblings, which are rows without tokens, has more rows. It is not captured.
-        self._most_rows = min(self.max_num_seqs, config.max_num_batched_tokens)
-        self._row_sizes = graph_sizes(self._most_rows)
+        self._max_num_rows = min(self.max_num_seqs, config.max_num_batched_tokens)
+        self._row_sizes = graph_sizes(self._max_num_rows)
         # The exchange has room for as many rows of logits as can sample.
         multiple = row_multiple(self._parallel)
-        most_exchanged = _MOST_SCORED if self._parallel.size == 1 else self._padded_sampled(self._most_rows)
-        self._most_scored = min(_MOST_SCORED // multiple * multiple, most_exchanged)
+        max_num_exchanged = _MAX_SCORED if self._parallel.size == 1 else self._padded_sampled(self._max_num_rows)
+        self._max_num_scored = min(_MAX_SCORED // multiple * multiple, max_num_exchanged)
         self._token_sizes: list[int] = []
         self._kernels_of: dict[StepSize, Hashable] = {}
         if self._captures_prompts:
             limit = min(config.max_num_batched_tokens, self.max_num_seqs * max(1, self.max_model_len - 1))
-            usual = min(self._most_tokens_beside_decodes(), limit)
+            usual = min(self._max_tokens_beside_decodes(), limit)
             most = min(max(usual, 2 * self.max_num_seqs), limit)
             self._token_sizes = prompt_sizes(usual, most)
 
@@ -353,7 +355,7 @@ class ModelRunner(Runner):
     def _copy_blocks(self, step: Step) -> None:
         if step.copies:
             for tensor in self.kv_cache.tensors:
-                copy_blocks(tensor, step.copies, self._fused)
+                copy_blocks(tensor, step.copies, self._use_kernels)
 
     def _size(
         self, rows: StepRows, num_decodes: int, num_sampled: int, is_grouped: bool, is_scored: bool = False
@@ -381,7 +383,7 @@ class ModelRunner(Runner):
 
     def _prompt_size(self, num_tokens: int) -> StepSize:
         """The size of a captured step with prompts: all its rows may be decodes, or prompts of any length."""
-        num_rows = min(self._most_rows, num_tokens)
+        num_rows = min(self._max_num_rows, num_tokens)
         # Enough for prompts of 32 tokens and more. Every tile costs each head a program, or a turn of a program in
         # hopper_prompts.py, whether it is used or not.
         num_tiles = num_tokens // QUERY_TILE + min(num_rows, num_tokens // 32 + 1)
@@ -411,8 +413,8 @@ class ModelRunner(Runner):
         """What layers and attention choose by the size."""
         if size not in self._kernels_of:
             has_prompts = size.num_tiles > 0
-            attention = self.backend.kernels(size.most_decodes, has_prompts)
-            layers = self.model.kernels(size.num_tokens), self.model.kernels(size.num_sampled)
+            attention = self.backend.variant_key(size.max_num_decodes, has_prompts)
+            layers = self.model.variant_key(size.num_tokens), self.model.variant_key(size.num_sampled)
             self._kernels_of[size] = has_prompts, attention, *layers
         return self._kernels_of[size]
 
@@ -473,7 +475,7 @@ class ModelRunner(Runner):
             self.device,
         )
         scores = []
-        for some, expected in zip(place.split(self._most_scored), target.split(self._most_scored), strict=True):
+        for some, expected in zip(place.split(self._max_num_scored), target.split(self._max_num_scored), strict=True):
             columns = self.model.compute_logits(hidden_states.index_select(0, some))
             scores.append(self.sampler.score(columns, expected, width))
         return torch.cat(scores)[:num_scored]
@@ -483,7 +485,7 @@ class ModelRunner(Runner):
         _, rows = self.table.sampled(len(hidden_states))
         columns = self.model.compute_logits(hidden_states)
         sampled = self.sampler.sample(columns, rows, needs, self.table.tokens, self.table.rules.tensors)
-        write_tokens(self.table.tokens, rows.entries, rows.lengths, sampled.tokens, self._fused)
+        write_tokens(self.table.tokens, rows.entries, rows.lengths, sampled.tokens, self._use_kernels)
         return sampled
 
     def _group_prefixes(self, rows: StepRows, num_decodes: int) -> bool:
@@ -532,7 +534,7 @@ class ModelRunner(Runner):
         self.kv_cache = layout.empty(num_blocks, self.device)
         if self._is_gpu:
             # Once the graphs are captured, this must still be free: for activations, and what is not ours to take.
-            self._least_free = free_bytes(self.device) - memory.graphs
+            self._min_free = free_bytes(self.device) - memory.graphs
         return num_blocks
 
     def _default_max_num_seqs(self, config: Config) -> int:
@@ -560,7 +562,7 @@ class ModelRunner(Runner):
         # Per logit: itself, the float32 copy of the logits processors, and their int32 count of tokens. NCCL receives
         # another rank's columns before they are put in order.
         logit_bytes = (3 if self._parallel.calls_nccl else 1) * self.dtype.itemsize + 4 + 4
-        num_rows = self._padded_sampled(self._most_rows) // self._parallel.size
+        num_rows = self._padded_sampled(self._max_num_rows) // self._parallel.size
         num_bytes = _GIB // 2 + num_rows * self.model_config.vocab_size * logit_bytes
         if self._token_sizes:
             num_bytes += 2 * activations * self._token_sizes[-1] // num_tokens
@@ -573,7 +575,7 @@ class ModelRunner(Runner):
         All of them sample with penalties, a top-p and log-probabilities, and a prompt is scored, which takes the most
         memory.
         """
-        params = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=MOST_LOGPROBS, prompt_logprobs=0)
+        params = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS, prompt_logprobs=0)
         chunks = []
         for entry, num_new_tokens in enumerate(sizes):
             # Ids below 0 are nobody's, so that the table does not take a request for one of these.
@@ -582,28 +584,28 @@ class ModelRunner(Runner):
             seq.num_computed_tokens, seq.num_tokens, seq.entry = num_new_tokens, num_new_tokens + 1, entry
             chunks.append(Chunk(seq, num_new_tokens, True))
         longest = max((chunk.seq for chunk in chunks), key=lambda seq: seq.num_prompt_tokens)
-        num_scored = min(self._most_scored, longest.num_prompt_tokens - 1)
+        num_scored = min(self._max_num_scored, longest.num_prompt_tokens - 1)
         scored = [Scored(longest, 1, 1 + num_scored, False)] if num_scored else []
         # A block copied over itself stays as it is, and the kernel that copies is compiled.
         self.launch(Step.of(chunks, copies=[(0, 0)], scored=scored)).wait()
 
     def _check_memory_left(self) -> None:
         """Raises a RuntimeError if the captured graphs took more than was set aside for them."""
-        missing = self._least_free - free_bytes(self.device)
+        missing = self._min_free - free_bytes(self.device)
         if missing > 0:
             raise RuntimeError(
                 f"CUDA graphs, or another program, took {missing / _GIB:.2f} GiB more GPU memory than was set aside "
                 "for them; lower max_num_seqs or use enforce_eager=True"
             )
 
-    def _most_tokens_beside_decodes(self) -> int:
+    def _max_tokens_beside_decodes(self) -> int:
         if self._captures_prompts:
             num_tokens = _TOKEN_WIDTH_BESIDE_DECODES // self.model_config.hidden_size
         else:
             num_weights = self.model_config.num_layer_parameters(1) / self._parallel.size
             num_tokens = int(_FLOP_BESIDE_DECODES / (2 * num_weights))
         # A multiple of what fills the tiles of a matrix product.
-        return max(num_tokens // 256 * 256, _FEWEST_TOKENS_BESIDE_DECODES)
+        return max(num_tokens // 256 * 256, _MIN_TOKENS_BESIDE_DECODES)
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device by use."""
@@ -677,7 +679,7 @@ class ModelRunner(Runner):
         except BaseException:
             self.sleep(self._sleep_level)
             raise
-        self._least_free = self._bytes_of_step
+        self._min_free = self._bytes_of_step
 
     def capture(self) -> None:
         """Captures the steps that are to be captured, after which the runner is awake."""

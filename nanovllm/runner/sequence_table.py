@@ -24,10 +24,10 @@ from nanovllm.ops.logprobs import NO_LOGPROBS, PROCESSED, RAW
 from nanovllm.ops.sample import COLDEST
 from nanovllm.ops.upload import upload
 from nanovllm.runner.token_rules import TokenRulesTable
-from nanovllm.sampling_params import MOST_LOGPROBS
+from nanovllm.sampling_params import MAX_LOGPROBS
 
 _KINDS = {"raw": RAW, "processed": PROCESSED}
-_WIDTHS = (1, 2, 6, 11, 21, 1 + MOST_LOGPROBS)
+_WIDTHS = (1, 2, 6, 11, 21, 1 + MAX_LOGPROBS)
 
 
 class StepRows(NamedTuple):
@@ -69,7 +69,7 @@ class StepSize(NamedTuple):
 
     num_rows, num_tokens, num_sampled: rows, their new tokens, and how many of the rows may sample.
     num_tiles: tiles of the queries of prompts; 0 for decodes alone.
-    most_decodes, max_seqlen_q: as in AttentionMetadata.
+    max_num_decodes, max_seqlen_q: as in AttentionMetadata.
     is_grouped: whether keys that decodes share are read once for all of them.
     """
 
@@ -77,7 +77,7 @@ class StepSize(NamedTuple):
     num_tokens: int
     num_sampled: int
     num_tiles: int
-    most_decodes: int
+    max_num_decodes: int
     max_seqlen_q: int
     is_grouped: bool
 
@@ -102,10 +102,10 @@ class SequenceTable:
         max_num_seqs: entries; one more stands for padding.
         max_model_len: tokens of an entry.
         vocab_size: token ids are below it.
-        most_tokens: of a step, at most.
-        most_shared_splits: the attention backend's.
+        max_num_tokens: of a step, at most.
+        max_num_shared_splits: the attention backend's.
         sampled_multiple: the number of sampled rows is padded to a multiple of it.
-        fused: compute with our kernels.
+        use_kernels: compute with our kernels.
     """
 
     def __init__(
@@ -114,13 +114,18 @@ class SequenceTable:
         max_model_len: int,
         block_size: int,
         vocab_size: int,
-        most_tokens: int,
+        max_num_tokens: int,
         device: torch.device,
-        most_shared_splits: int = 0,
+        max_num_shared_splits: int = 0,
         sampled_multiple: int = 1,
-        fused: bool = False,
+        use_kernels: bool = False,
     ):
-        self._block_size, self._vocab_size, self._device, self._fused = block_size, vocab_size, device, fused
+        self._block_size, self._vocab_size, self._device, self._use_kernels = (
+            block_size,
+            vocab_size,
+            device,
+            use_kernels,
+        )
         self._padding_entry, num_entries = max_num_seqs, max_num_seqs + 1
 
         def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -136,13 +141,13 @@ class SequenceTable:
         # The step's inputs: a first line with the number of decodes, then the rows that `expand_rows` describes.
         self._lines = zeros(torch.int32, 1 + num_entries + sampled_multiple, 4)
         self._samples = ExpandedSamples.empty(num_entries + sampled_multiple, len(self._table.settings), device)
-        most_tiles = most_tokens // QUERY_TILE + min(max_num_seqs, most_tokens) + 1
+        max_num_tiles = max_num_tokens // QUERY_TILE + min(max_num_seqs, max_num_tokens) + 1
         # Twice: all tiles, and then those with tokens after which a row samples.
-        self._tiles = zeros(torch.int32, 2 * most_tiles, 4)
+        self._tiles = zeros(torch.int32, 2 * max_num_tiles, 4)
         self._shared = SharedPrefixes(
             num_items=zeros(torch.int32, 1),
-            items=zeros(torch.int32, most_shared_splits, 3),
-            members=zeros(torch.int32, most_shared_splits),
+            items=zeros(torch.int32, max_num_shared_splits, 3),
+            members=zeros(torch.int32, max_num_shared_splits),
             num_shared=zeros(torch.int32, max_num_seqs),
         )
         # What the device has, by entry: whose it is, and its block table. The sequences have the same blocks in lists.
@@ -263,13 +268,13 @@ class SequenceTable:
         """
         samples = self._samples.first(size.num_sampled)
         made = expand_rows(
-            self._lines[1:], self._table, size.num_rows, size.num_tokens, samples, self._block_size, self._fused
+            self._lines[1:], self._table, size.num_rows, size.num_tokens, samples, self._block_size, self._use_kernels
         )
         metadata = AttentionMetadata(
             cu_seqlens_q=made.cu_seqlens_q,
             context_lens=made.context_lens,
             num_decodes=self._lines[0, :1],
-            most_decodes=size.most_decodes,
+            max_num_decodes=size.max_num_decodes,
             max_seqlen_q=size.max_seqlen_q,
             max_seqlen_k=self.tokens.shape[1],
             slot_mapping=made.slot_mapping,

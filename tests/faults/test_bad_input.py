@@ -659,8 +659,8 @@ def test_a_gpu_without_room_says_what_to_change(monkeypatch):
 class FakeGpu:
     """Answers what measure_memory asks: steps take 3 bytes a token for a while, and 40 bytes of kernels stay."""
 
-    def __init__(self, monkeypatch, most_tokens: int = 10**9):
-        self.steps, self.most_tokens, self.used, self.peak = [], most_tokens, 100, 100
+    def __init__(self, monkeypatch, max_num_tokens: int = 10**9):
+        self.steps, self.max_num_tokens, self.used, self.peak = [], max_num_tokens, 100, 100
         for name in (
             "empty_cache",
             "reset_peak_memory_stats",
@@ -671,7 +671,7 @@ class FakeGpu:
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
 
     def run_step(self, sizes: list[int]) -> None:
-        if sum(sizes) > self.most_tokens:
+        if sum(sizes) > self.max_num_tokens:
             raise torch.cuda.OutOfMemoryError("tried to allocate")
         self.steps.append(sizes)
         self.used = 140
@@ -715,7 +715,7 @@ def test_the_step_that_is_measured_is_as_large_as_any(monkeypatch, num_tokens, m
 
 
 def test_a_step_too_large_for_the_gpu_says_which_and_what_to_lower(monkeypatch):
-    gpu = FakeGpu(monkeypatch, most_tokens=999)
+    gpu = FakeGpu(monkeypatch, max_num_tokens=999)
     with pytest.raises(RuntimeError, match=r"^a step of 1000 tokens and 16 sampled rows does not .*; lower max_num_b"):
         kv_cache.measure_memory(gpu.run_step, 1000, 16, 9_950, torch.device("cuda", 0))
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.ops.filters import fused_filter_thresholds, plain_filter_thresholds
-from nanovllm.ops.sample import BROKEN_LOGITS, NO_TOKEN_LEFT, fused_sample, plain_sample
+from nanovllm.ops.filters import plain_filter_thresholds, triton_filter_thresholds
+from nanovllm.ops.sample import BROKEN_LOGITS, NO_TOKEN_LEFT, plain_sample, triton_sample
 
 pytestmark = pytest.mark.gpu
 
@@ -71,11 +71,11 @@ def test_the_kernel_keeps_what_a_float64_sort_keeps(kind, dtype):
     for vocab_size in (8191, 50257, 151936, 262144):
         logits = make_logits(kind, len(SETTINGS), vocab_size, dtype)
         settings = tensors_of(SETTINGS)
-        thresholds = fused_filter_thresholds(logits, *settings)
-        assert torch.equal(fused_filter_thresholds(logits, *settings), thresholds)
+        thresholds = triton_filter_thresholds(logits, *settings)
+        assert torch.equal(triton_filter_thresholds(logits, *settings), thresholds)
         for row in range(0, len(SETTINGS), 3):
             alone = (tensor[row : row + 1] for tensor in (logits, *settings))
-            assert torch.equal(fused_filter_thresholds(*alone), thresholds[row : row + 1])
+            assert torch.equal(triton_filter_thresholds(*alone), thresholds[row : row + 1])
         num_kept = (logits.float() >= thresholds[:, None]).sum(1)
         exact, fewest, most = (num_kept_by_definition(logits, *settings, shift) for shift in (0, -NEAR, NEAR))
         wrong = (num_kept < fewest) | (num_kept > most)
@@ -95,8 +95,8 @@ def test_a_graph_follows_the_settings_and_logits_of_each_replay():
     seeds, positions = torch.arange(len(SETTINGS), device="cuda"), torch.full((len(SETTINGS),), 3, device="cuda")
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
-        thresholds = fused_filter_thresholds(logits, *settings)
-        return thresholds, fused_sample(logits, settings[0], seeds, positions, thresholds)
+        thresholds = triton_filter_thresholds(logits, *settings)
+        return thresholds, triton_sample(logits, settings[0], seeds, positions, thresholds)
 
     logits.copy_(make_logits("flat", *logits.shape, torch.bfloat16))
     step()
@@ -119,10 +119,10 @@ def test_thresholds_are_masks_and_the_kernel_gives_the_tokens_of_its_twin(dtype)
     logits = make_logits("likely few", 256, 151936, dtype)
     temperatures, *filters = tensors_of([(0.0, 20, 0.9, 0), *[(0.7, 20, 0.95, 0.01), (1.1, 0, 0.9, 0)] * 128][:256])
     seeds, positions = torch.arange(256, device="cuda") * 2**33, torch.arange(256, device="cuda")
-    thresholds = fused_filter_thresholds(logits, temperatures, *filters)
-    tokens = fused_sample(logits, temperatures, seeds, positions, thresholds)
+    thresholds = triton_filter_thresholds(logits, temperatures, *filters)
+    tokens = triton_sample(logits, temperatures, seeds, positions, thresholds)
     masked = logits.masked_fill(logits.float() < thresholds[:, None], -torch.inf)
-    assert torch.equal(tokens, fused_sample(masked, temperatures, seeds, positions))
+    assert torch.equal(tokens, triton_sample(masked, temperatures, seeds, positions))
     assert (logits.gather(1, tokens[:, None])[:, 0].float() >= thresholds).all()
     assert (tokens != plain_sample(logits, temperatures, seeds, positions, thresholds)).sum() <= 2
 
@@ -136,9 +136,9 @@ def test_filtered_draws_have_the_probabilities_of_the_kept_set():
     rows = logits.expand(num_rows, -1)
     settings = (column.expand(num_rows).contiguous() for column in tensors_of([(0.8, 0, 0.9, 0)]))
     temperatures, *filters = settings
-    thresholds = fused_filter_thresholds(rows, temperatures, *filters)
+    thresholds = triton_filter_thresholds(rows, temperatures, *filters)
     seeds = torch.arange(num_rows, device="cuda")
-    tokens = fused_sample(rows, temperatures, seeds, torch.zeros_like(seeds), thresholds)
+    tokens = triton_sample(rows, temperatures, seeds, torch.zeros_like(seeds), thresholds)
     kept = logits >= thresholds[0]
     assert (thresholds == thresholds[0]).all() and int(kept.sum()) == 4
     probs = (logits.double() / 0.8).masked_fill(~kept, -torch.inf).softmax(0).cpu().numpy()
@@ -156,18 +156,18 @@ def test_broken_and_empty_rows_are_flagged(dtype):
     logits[1, 50256], logits[2, 0], logits[3], logits[4] = torch.nan, torch.inf, -torch.inf, torch.nan
     for setting in [(0.7, 20, 0.9, 0.01), (0.7, 0, 0.9, 0), (0.0, 5, 1, 0)]:
         temperatures, *filters = tensors_of([setting] * 6)
-        thresholds = fused_filter_thresholds(logits, temperatures, *filters)
+        thresholds = triton_filter_thresholds(logits, temperatures, *filters)
         assert thresholds[1:5].tolist() == [-torch.inf] * 4
         seeds = torch.arange(6, device="cuda")
         for given in (thresholds, None):
-            tokens = fused_sample(logits, temperatures, seeds, seeds, given)
+            tokens = triton_sample(logits, temperatures, seeds, seeds, given)
             assert tokens[1:5].tolist() == [BROKEN_LOGITS, BROKEN_LOGITS, NO_TOKEN_LEFT, BROKEN_LOGITS]
             assert tokens[0] >= 0 and tokens[5] >= 0
 
 
 def test_no_rows_launch_nothing():
     logits, empty = torch.zeros(0, 300, device="cuda"), [tensor[:0] for tensor in tensors_of(SETTINGS)]
-    thresholds = fused_filter_thresholds(logits, *empty)
+    thresholds = triton_filter_thresholds(logits, *empty)
     seeds = torch.zeros(0, dtype=torch.int64, device="cuda")
-    assert fused_sample(logits, empty[0], seeds, seeds, thresholds).shape == (0,)
+    assert triton_sample(logits, empty[0], seeds, seeds, thresholds).shape == (0,)
     torch.cuda.synchronize()

@@ -121,12 +121,12 @@ def test_rows_and_their_blocks_are_rounded_as_by_the_twins(dtype, num_rows, size
     """Rows of all sizes, and one of zeros, whose peak is no divisor."""
     x = randn(num_rows, size, dtype=torch.float32) * torch.logspace(-6, 6, num_rows, device=GPU)[:, None]
     x = torch.cat((x, torch.zeros(1, size, device=GPU))).to(dtype)
-    found = quantize_rows(x, fused=True)
+    found = quantize_rows(x, use_kernels=True)
     assert_nearly_twin(found, quantize_rows(x))
     assert_rounded(Quantized(found.values[:-1], found.scales[:-1]), x[:-1].float())
     assert not found.whole()[-1].any() and found.scales[-1] > 0
     for columns in (128, 96):
-        assert_nearly_twin(quantize_row_blocks(x, columns, fused=True), quantize_row_blocks(x, columns))
+        assert_nearly_twin(quantize_row_blocks(x, columns, use_kernels=True), quantize_row_blocks(x, columns))
 
 
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 1024), (300, 384), (33, 5120)])
@@ -160,7 +160,7 @@ def test_the_gate_reads_and_writes_fp8(num_rows, size, activation):
     product = gpu_product(num_rows, 2 * size)
     gate, up = exact_product(product).chunk(2, 1)
     exact = (ACTIVATIONS[activation](gate) * up).float()
-    found = act_and_mul(product, activation, fused=True)
+    found = act_and_mul(product, activation, use_kernels=True)
     assert_rounded(found, exact)
     assert_nearly_twin(found, quantize_rows(exact))
 
@@ -261,7 +261,7 @@ def test_copied_blocks_take_their_scales_along():
         expected = tensor.cpu()
         copies = ((0, 4), (1, 2), (0, 5))
         copy_blocks(expected, copies)
-        copy_blocks(tensor, copies, fused=True)
+        copy_blocks(tensor, copies, use_kernels=True)
         assert torch.equal(tensor.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
@@ -287,7 +287,7 @@ def assert_close_product(found: torch.Tensor, exact: torch.Tensor, tolerance: fl
 def test_a_product_by_channel_is_that_of_the_rounded_numbers(output_size, input_size, num_rows):
     """With its scales kept, and multiplied in. Rows of very different sizes; each has its own scale."""
     sizes = torch.logspace(-3, 3, num_rows, device=GPU)[:, None]
-    x = quantize_rows(randn(num_rows, input_size, dtype=torch.float32) * sizes, fused=True)
+    x = quantize_rows(randn(num_rows, input_size, dtype=torch.float32) * sizes, use_kernels=True)
     weight = quantize_rows(randn(output_size, input_size, dtype=torch.float32, seed=1))
     bias = randn(output_size, dtype=BFLOAT16, seed=2)
     exact = x.whole().double() @ weight.whole().double().T
@@ -313,11 +313,11 @@ def test_a_product_of_blocks_is_that_of_the_rounded_numbers(num_rows, output_siz
     scales = randn(-(-output_size // rows), -(-input_size // columns), dtype=torch.float32, seed=2).abs() + 0.1
     values = randn(output_size, input_size, dtype=torch.float32).mul(100).clamp(-448, 448).to(E4M3)
     weight = BlockWeight(values, scales, rows, columns)
-    x = quantize_row_blocks(randn(num_rows, input_size, dtype=BFLOAT16, seed=1), columns, fused=True)
+    x = quantize_row_blocks(randn(num_rows, input_size, dtype=BFLOAT16, seed=1), columns, use_kernels=True)
     exact = x.whole() @ weight.whole().T
-    assert_close_product(block_product(x, weight, None, torch.float32, fused=True), exact, 2e-3)
+    assert_close_product(block_product(x, weight, None, torch.float32, use_kernels=True), exact, 2e-3)
     bias = randn(output_size, dtype=BFLOAT16, seed=3)
-    found = block_product(x, weight, bias, BFLOAT16, fused=True)
+    found = block_product(x, weight, bias, BFLOAT16, use_kernels=True)
     assert found.dtype == BFLOAT16
     assert_close_product(found, exact + bias.double(), accumulation_error(columns))
 
@@ -328,8 +328,10 @@ def test_what_is_no_number_stays_in_its_row():
     blocks = BlockWeight(values, torch.ones(1, 2, device=GPU), 128, 128)
 
     def products() -> list[torch.Tensor]:
-        kept = scaled_product(quantize_rows(x, fused=True), values, scales, torch.ones((), device=GPU), BFLOAT16)
-        of_blocks = block_product(quantize_row_blocks(x, 128, fused=True), blocks, None, BFLOAT16, fused=True)
+        kept = scaled_product(quantize_rows(x, use_kernels=True), values, scales, torch.ones((), device=GPU), BFLOAT16)
+        of_blocks = block_product(
+            quantize_row_blocks(x, 128, use_kernels=True), blocks, None, BFLOAT16, use_kernels=True
+        )
         return [kept.whole(), of_blocks]
 
     healthy = products()
@@ -358,7 +360,7 @@ def test_experts_multiply_with_what_their_weights_stand_for(layout, num_tokens):
     some = torch.randperm(num_tokens, generator=generator)[:50].to(GPU)
     chosen = type(routes)(routes.experts[some].cpu(), routes.weights[some].cpu())
     exact = exact_mlp(x[some].cpu(), chosen, *whole, "silu").to(GPU)
-    fused, twin = (grouped_mlp(x, routes, *given, fused=is_fused)[some].double() for is_fused in (True, False))
+    fused, twin = (grouped_mlp(x, routes, *given, use_kernels=is_fused)[some].double() for is_fused in (True, False))
     our_error, twin_error = (float((out - exact).norm() / exact.norm()) for out in (fused, twin))
     assert our_error <= 1.1 * twin_error + 1e-6 and twin_error < 0.01, (our_error, twin_error)
 
@@ -382,7 +384,7 @@ def fp8_backend(case: Case) -> TritonAttention:
 def assert_exact(case: Case, out: torch.Tensor) -> None:
     """As a whole, and row by row within three times that, or one lost key of thousands went unseen."""
     dtype = case.queries[0].dtype
-    tolerance = max(TOLERANCE[dtype], DECODE_TOLERANCE if case.metadata.most_decodes else 0.0)
+    tolerance = max(TOLERANCE[dtype], DECODE_TOLERANCE if case.metadata.max_num_decodes else 0.0)
     assert out.dtype == dtype and out.isfinite().all()
     keys, values = [rounded_keys(k) for k in case.keys], [rounded_values(v) for v in case.values]
     exact = formula(replace(case, keys=keys, values=values))
@@ -394,7 +396,7 @@ def assert_exact(case: Case, out: torch.Tensor) -> None:
 
 def decodes_of(case: Case) -> Case:
     """A step of its decodes alone, which has another kernel than decodes beside prompts."""
-    return part(case, list(range(case.metadata.most_decodes)))
+    return part(case, list(range(case.metadata.max_num_decodes)))
 
 
 @pytest.mark.parametrize(
@@ -510,7 +512,7 @@ def test_a_captured_step_serves_other_lengths_and_padding():
         slot_mapping=padded(old.slot_mapping, -1),
         context_lens=padded(old.context_lens),
         block_tables=padded(old.block_tables),
-        most_decodes=len(lengths) + num_padding,
+        max_num_decodes=len(lengths) + num_padding,
     )
     final, slots = metadata.context_lens.clone(), metadata.slot_mapping.clone()
     q, k, v = (padded(case.new(x), 3.0) for x in (case.queries, case.keys, case.values))

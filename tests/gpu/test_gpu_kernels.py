@@ -265,7 +265,7 @@ def test_padding_rows_change_nothing(backend, num_padding):
         slot_mapping=padded(case.metadata.slot_mapping, -1),
         context_lens=padded(case.metadata.context_lens),
         block_tables=padded(case.metadata.block_tables),
-        most_decodes=num_rows,
+        max_num_decodes=num_rows,
     )
     metadata = replace(metadata, plan=attention.plan(metadata))
     q, k, v = (padded(case.new(x), 3.0) for x in (case.queries, case.keys, case.values))
@@ -418,7 +418,7 @@ def test_fused_act_and_mul_is_no_worse_than_its_twin(dtype, num_tokens, size):
     """Gates far from 0 too: exp must not overflow to NaN."""
     gate_up = randn(num_tokens, 2 * size, dtype=torch.float32).mul(4).to(dtype)
     gate_up[:, 0], gate_up[:, 1] = -200.0, 200.0
-    fused, twin = act_and_mul(gate_up, fused=True), act_and_mul(gate_up)
+    fused, twin = act_and_mul(gate_up, use_kernels=True), act_and_mul(gate_up)
     gate, up = gate_up.double().chunk(2, -1)
     assert_no_worse(fused, twin, gate * gate.sigmoid() * up)
 
@@ -431,10 +431,10 @@ def test_a_single_row_is_multiplied_no_worse_than_by_pytorch(dtype, output_size,
     """Sums of thousands of bfloat16 products must be kept in float32."""
     x, weight = randn(1, input_size, dtype=dtype), randn(output_size, input_size, dtype=dtype, seed=1)
     place = torch.full((3, output_size), 7.0, dtype=dtype, device=GPU)
-    fused, twin = linear(x, weight, None, fused=True, out=place[1:2]), linear(x, weight, None)
+    fused, twin = linear(x, weight, None, use_kernels=True, out=place[1:2]), linear(x, weight, None)
     assert_no_worse(fused, twin, x.double() @ weight.double().T)
     assert torch.equal(place[1:2], fused) and (place[::2] == 7).all()
-    assert torch.equal(linear(x, weight, None, fused=True), fused)
+    assert torch.equal(linear(x, weight, None, use_kernels=True), fused)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -459,7 +459,7 @@ def test_several_rows_are_put_where_they_are_wanted(dtype):
     """The logits of captured steps lie in one place, whatever their number."""
     x, weight = randn(5, 96, dtype=dtype), randn(1001, 96, dtype=dtype, seed=1)
     place = torch.full((8, 1001), 7.0, dtype=dtype, device=GPU)
-    out = linear(x, weight, None, fused=True, out=place[:5])
+    out = linear(x, weight, None, use_kernels=True, out=place[:5])
     assert out.data_ptr() == place.data_ptr() and torch.equal(out, linear(x, weight, None)) and (place[5:] == 7).all()
 
 
@@ -501,7 +501,7 @@ def test_rows_beyond_2_to_the_31_numbers_are_reached():
     x = torch.zeros((2**19 + 32, 4096), dtype=torch.bfloat16, device=GPU)
     x[-32:] = randn(32, 4096, dtype=torch.bfloat16)
     assert torch.equal(rms_norm(x, weight, 1e-6, True)[-32:], rms_norm(x[-32:].clone(), weight, 1e-6, True))
-    assert torch.equal(act_and_mul(x, fused=True)[-32:], act_and_mul(x[-32:].clone(), fused=True))
+    assert torch.equal(act_and_mul(x, use_kernels=True)[-32:], act_and_mul(x[-32:].clone(), use_kernels=True))
     logits = x.view(-1, 4096 * 32)
     for token_id in (99, 131000):
         logits[:-1, token_id] += 50 + token_id // 1000
@@ -575,7 +575,7 @@ def test_sampled_tokens_are_written_as_by_the_twin(num_rows):
     expected = torch.full((num_rows + 1, 300), 7, dtype=torch.int32)
     tokens = expected.to(GPU)
     write_tokens(expected, entries, lengths, sampled)
-    write_tokens(tokens, entries.to(GPU), lengths.to(GPU), sampled.to(GPU), fused=True)
+    write_tokens(tokens, entries.to(GPU), lengths.to(GPU), sampled.to(GPU), use_kernels=True)
     assert torch.equal(tokens.cpu(), expected)
 
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from test_process_logits import Case, Request, Settings, assert_same, make_case, random_case, random_settings
 
-from nanovllm.ops.process_logits import TokenRules, fused_process_logits, plain_process_logits, process_logits
+from nanovllm.ops.process_logits import TokenRules, plain_process_logits, process_logits, triton_process_logits
 
 pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda")
 IMPLEMENTATIONS = pytest.mark.parametrize(
-    "process", [plain_process_logits, fused_process_logits], ids=["plain", "kernels"]
+    "process", [plain_process_logits, triton_process_logits], ids=["plain", "kernels"]
 )
 
 

@@ -523,7 +523,7 @@ MUTANTS = [
     Mutant(
         "the window counts prompts, however many completions they have",
         ROWS,
-        "window = max(1, self._window // self._most_completions)",
+        "window = max(1, self._window // self._max_num_completions)",
         "window = self._window",
         ("test_several_completions.py::test_the_window_of_an_iterator_counts_completions",),
     ),
@@ -858,8 +858,8 @@ MUTANTS = [
     Mutant(
         "a table of many prompts has no room for their tiles",
         TABLE,
-        "most_tokens // QUERY_TILE + min(max_num_seqs, most_tokens) + 1",
-        "most_tokens // QUERY_TILE + 1",
+        "max_num_tokens // QUERY_TILE + min(max_num_seqs, max_num_tokens) + 1",
+        "max_num_tokens // QUERY_TILE + 1",
         ("test_sequence_table.py::test_a_table_has_room_for_the_largest_step",),
     ),
     # Expanding rows
@@ -1285,8 +1285,8 @@ MUTANTS = [
     Mutant(
         "the last layer's rows are captured without their kernels",
         RUNNER,
-        "self.model.kernels(size.num_tokens), self.model.kernels(size.num_sampled)",
-        "(self.model.kernels(size.num_tokens),)",
+        "self.model.variant_key(size.num_tokens), self.model.variant_key(size.num_sampled)",
+        "(self.model.variant_key(size.num_tokens),)",
         ("test_cuda_graph.py::test_what_needs_other_kernels_is_of_another_kind",),
     ),
     Mutant(
@@ -1306,7 +1306,7 @@ MUTANTS = [
     Mutant(
         "the token that was sampled does not reach the next step",
         RUNNER,
-        "        write_tokens(self.table.tokens, rows.entries, rows.lengths, sampled.tokens, self._fused)\n",
+        "        write_tokens(self.table.tokens, rows.entries, rows.lengths, sampled.tokens, self._use_kernels)\n",
         "",
         ("test_sampler.py::test_a_completion_is_what_its_tokens_are_one_by_one",),
     ),
@@ -1826,14 +1826,14 @@ MUTANTS = [
     Mutant(
         "kept keys take any memory",
         SDPA,
-        "or num_bytes > _MOST_KEPT * cache.keys.nbytes:",
+        "or num_bytes > _MAX_KEPT * cache.keys.nbytes:",
         "or False:",
         ("test_attention.py::test_a_copy_that_would_take_much_of_the_memory_is_not_kept",),
     ),
     Mutant(
         "a kept copy of a large batch outlives it",
         SDPA,
-        " or len(names) < _FEWEST_STILL_RUNNING * len(kept.lengths)",
+        " or len(names) < _MIN_STILL_RUNNING * len(kept.lengths)",
         "",
         ("test_attention.py::test_a_finished_sequence_is_read_on_only_while_most_others_run",),
     ),
@@ -2017,8 +2017,8 @@ MUTANTS = [
     Mutant(
         "attention's projections do without their kernel",
         DECODER,
-        "has_post_norms, fused=fused, format",
-        "has_post_norms, format",
+        "has_post_norms, use_kernels=use_kernels,",
+        "has_post_norms,",
         ("test_families.py::test_every_layer_of_a_fused_model_is_fused",),
     ),
     Mutant(
@@ -2123,15 +2123,15 @@ MUTANTS = [
     Mutant(
         "the device's splits grow one key too early",
         SPLITS,
-        "split = tl.where(length > split * _MOST_SPLITS, 2 * split, split)",
-        "split = tl.where(length >= split * _MOST_SPLITS, 2 * split, split)",
+        "split = tl.where(length > split * _MAX_SPLITS, 2 * split, split)",
+        "split = tl.where(length >= split * _MAX_SPLITS, 2 * split, split)",
         ("test_triton_kernels.py::test_long_sequences_have_longer_splits[0]",),
     ),
     Mutant(
         "there is no room for the splits of middling contexts",
         SPLITS,
-        "return min(max(min(in_short, int(_SHORT_SPLITS)), in_long), int(_MOST_SPLITS))",
-        "return min(in_long, int(_MOST_SPLITS))",
+        "return min(max(min(in_short, int(_SHORT_SPLITS)), in_long), int(_MAX_SPLITS))",
+        "return min(in_long, int(_MAX_SPLITS))",
         ("test_triton_kernels.py::test_the_longest_context_has_as_many_splits_as_there_is_room_for[65]",),
     ),
     Mutant(
@@ -2477,7 +2477,7 @@ MUTANTS = [
     Mutant(
         "a large product is not left to the norm",
         LINEAR,
-        "is_pending = num_tokens > MOST_ROWS_IN_PARTS",
+        "is_pending = num_tokens > MAX_ROWS_IN_PARTS",
         "is_pending = False",
         ("test_layers.py::test_a_large_fused_product_is_added_to_the_residual_while_it_is_multiplied",),
     ),
@@ -2498,8 +2498,8 @@ MUTANTS = [
     Mutant(
         "norms after the blocks get products in parts",
         DECODER,
-        "takes_unfinished=not config.family.has_post_norms, fused",
-        "takes_unfinished=True, fused",
+        "takes_unfinished=not config.family.has_post_norms, use_kernels",
+        "takes_unfinished=True, use_kernels",
         ("test_families.py::test_every_layer_of_a_fused_model_is_fused",),
     ),
     Mutant(
@@ -2761,7 +2761,7 @@ MUTANTS = [
     Mutant(
         "blocks are remembered without end",
         PREFLIGHT,
-        "elif len(self._known) < MOST_KNOWN_BLOCKS:",
+        "elif len(self._known) < MAX_KNOWN_BLOCKS:",
         "elif True:",
         ("test_preflight.py::test_beyond_the_blocks_that_it_remembers_the_hit_rate_is_a_lower_bound",),
     ),
@@ -3565,7 +3565,7 @@ MUTANTS = [
     Mutant(
         "a row of zeros is divided by zero",
         QUANTIZE,
-        "scales = x.abs().amax(1).float().clamp(min=_LEAST_PEAK) / LARGEST",
+        "scales = x.abs().amax(1).float().clamp(min=_MIN_PEAK) / LARGEST",
         "scales = x.abs().amax(1).float() / LARGEST",
         ("test_fp8.py::test_a_row_of_zeros_is_a_row_of_zeros[plain]",),
     ),

@@ -127,7 +127,7 @@ def make_metadata(
         cu_seqlens_q=torch.tensor([0, *np.cumsum(num_new)], dtype=torch.int32),
         context_lens=torch.tensor(lengths, dtype=torch.int32),
         num_decodes=torch.tensor([num_decodes], dtype=torch.int32),
-        most_decodes=num_decodes,
+        max_num_decodes=num_decodes,
         max_seqlen_q=max(num_new),
         max_seqlen_k=max(lengths),
         slot_mapping=torch.tensor(slots),
@@ -716,7 +716,7 @@ def test_padding_behind_the_rows_and_tokens_changes_nothing(backend, sequences):
     if metadata.query_tiles is not None:
         metadata.query_tiles = torch.cat((metadata.query_tiles, torch.zeros(more, 4, dtype=torch.int32)))
         metadata.max_seqlen_q = num_tokens + 2 * more
-    metadata.most_decodes = num_rows + more
+    metadata.max_num_decodes = num_rows + more
     attention = case.backend(backend)
     metadata = replace(metadata, plan=attention.plan(metadata))
     new = (case.new(case.queries), case.new(case.keys), case.new(case.values))

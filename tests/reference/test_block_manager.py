@@ -372,17 +372,17 @@ def test_every_state_of_a_small_pool_is_sound(num_blocks, num_sequences):
     prompts, max_length = (PROMPTS, 6) if num_sequences < 3 else (PROMPTS[1:], 5)
     start = Books(num_blocks, 2)
     seen, queue = {signature(start)}, deque([pickle.dumps(start)])
-    most_shared = 0
+    max_shared = 0
     while queue:
         for books in next_states(queue.popleft(), num_sequences, prompts, max_length):
-            most_shared = max(most_shared, *(block.ref_count for block in books.manager.blocks))
+            max_shared = max(max_shared, *(block.ref_count for block in books.manager.blocks))
             state = signature(books)
             if state not in seen:
                 seen.add(state)
                 queue.append(pickle.dumps(books))
     # Whoever shares a block needs one of its own besides, except one sequence that is no longer than the block.
     num_sharers = num_blocks if b"\0" in prompts else num_blocks - 1
-    assert most_shared == min(num_sequences, num_sharers), "the search met too little"
+    assert max_shared == min(num_sequences, num_sharers), "the search met too little"
 
 
 def compute(manager: BlockManager, seq: Sequence) -> Sequence:

@@ -31,13 +31,13 @@ from nanovllm.runner import cuda_graph, model_runner
 from nanovllm.runner.cuda_graph import CudaGraphs, graph_sizes, prompt_sizes
 from nanovllm.runner.model_runner import ModelRunner, StepInFlight
 from nanovllm.runner.sequence_table import StepRows, StepSize
-from nanovllm.sampling_params import MOST_LOGPROBS
+from nanovllm.sampling_params import MAX_LOGPROBS
 
 # Sizes
 
 
 def make_runner(
-    max_num_seqs: int, most_tokens: int = 2**20, captures_prompts: bool = True, num_ranks: int = 1
+    max_num_seqs: int, max_num_tokens: int = 2**20, captures_prompts: bool = True, num_ranks: int = 1
 ) -> ModelRunner:
     """A ModelRunner that knows its sizes and nothing else."""
     runner = ModelRunner.__new__(ModelRunner)
@@ -45,8 +45,10 @@ def make_runner(
     runner.model_config, runner.max_num_seqs = SimpleNamespace(hidden_size=1024), max_num_seqs
     runner.max_model_len, runner.dtype = 4096, torch.bfloat16
     runner.model = SimpleNamespace(kernels=lambda num_tokens: num_tokens > 64)
-    runner.backend = SimpleNamespace(kernels=lambda most_decodes, has_prompts: most_decodes > 256, most_shared_splits=8)
-    runner._choose_sizes(Config("none", max_num_seqs=max_num_seqs, max_num_batched_tokens=most_tokens))
+    runner.backend = SimpleNamespace(
+        kernels=lambda max_num_decodes, has_prompts: max_num_decodes > 256, max_num_shared_splits=8
+    )
+    runner._choose_sizes(Config("none", max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_tokens))
     return runner
 
 
@@ -90,7 +92,7 @@ def test_a_kernel_that_cannot_be_compiled_beforehand_is_only_noted(caplog, capsy
 
 
 def test_no_more_rows_are_captured_than_a_step_has_tokens():
-    runner = make_runner(500, most_tokens=20)
+    runner = make_runner(500, max_num_tokens=20)
     assert runner._row_sizes[-1] == 20
     size, _ = size_of(runner, (1, 3), (19, 0))
     assert size.num_rows == size.num_tokens == 20
@@ -111,7 +113,7 @@ def test_steps_with_prompts_have_few_sizes_and_little_padding(usual, largest):
 def test_a_step_with_prompts_takes_the_next_larger_size():
     """There are as many rows as the step may have, because an unused row costs only its attention. The tiles suffice
     for prompts of 32 tokens and more."""
-    runner = make_runner(8, most_tokens=256)
+    runner = make_runner(8, max_num_tokens=256)
     assert size_of(runner, (1, 9), (30, 0)) == (StepSize(8, 64, 8, 4, 8, 64, False), True)
     assert size_of(runner, (1, 9), (63, 0), is_grouped=True) == (StepSize(8, 64, 8, 4, 8, 64, True), True)
     assert size_of(runner, (1, 9), (64, 0)) == (StepSize(8, 128, 8, 7, 8, 128, False), True)
@@ -119,7 +121,7 @@ def test_a_step_with_prompts_takes_the_next_larger_size():
     # A larger one is not captured, and not padded.
     assert size_of(runner, (1, 9), (256, 0)) == (StepSize(2, 257, 2, 4, 1, 256, False), False)
     # 64 tokens have a tile of 64 queries and 3 prompts of 32 tokens or less; more of those take a larger size.
-    many = make_runner(100, most_tokens=256)
+    many = make_runner(100, max_num_tokens=256)
     assert size_of(many, *[(2, 0)] * 4) == (StepSize(64, 64, 64, 4, 64, 64, False), True)
     assert size_of(many, *[(2, 0)] * 5) == (StepSize(100, 128, 100, 7, 100, 128, False), True)
     assert size_of(many, *[(2, 0)] * 13) == (StepSize(100, 256, 100, 13, 100, 256, False), True)
@@ -130,7 +132,7 @@ def test_a_step_with_prompts_takes_the_next_larger_size():
 def test_sampled_rows_are_padded_to_a_multiple_of_the_ranks():
     """Each rank samples an equal share, which begins at a multiple of 16 bytes in every tensor. At another alignment it
     would need kernels of its own, which were compiled in the middle of a call."""
-    runner = make_runner(20, most_tokens=256, num_ranks=4)
+    runner = make_runner(20, max_num_tokens=256, num_ranks=4)
     for num_rows, expected in ((1, 16), (2, 16), (16, 16), (17, 32), (20, 32)):
         size, is_captured = size_of(runner, *[(1, 3)] * num_rows)
         assert is_captured and size.num_sampled == expected
@@ -142,12 +144,12 @@ def test_sampled_rows_are_padded_to_a_multiple_of_the_ranks():
 
 def test_steps_are_not_padded_where_nothing_is_captured():
     """Before the captures, too: the step that is tried to see what memory it takes is one of these."""
-    runner = make_runner(8, most_tokens=256)
+    runner = make_runner(8, max_num_tokens=256)
     runner.graphs = None
     assert size_of(runner, (1, 9), (1, 3), (1, 3)) == (StepSize(3, 3, 3, 0, 3, 1, False), False)
     assert size_of(runner, (1, 9), (70, 0), num_sampled=1) == (StepSize(2, 71, 1, 2, 1, 70, False), False)
     # A backend whose graphs hold decodes alone.
-    runner = make_runner(8, most_tokens=256, captures_prompts=False)
+    runner = make_runner(8, max_num_tokens=256, captures_prompts=False)
     assert size_of(runner, (1, 9), (1, 3), (1, 3)) == (StepSize(4, 4, 4, 0, 4, 1, False), True)
     assert size_of(runner, (1, 9), (30, 0)) == (StepSize(2, 31, 2, 1, 1, 30, False), False)
 
@@ -163,7 +165,7 @@ def test_a_step_beside_decodes_is_as_large_as_its_arithmetic_allows(hidden_size,
     # Two ranks have half of the weights each.
     runner.model_config = SimpleNamespace(num_layer_parameters={1: 2 * num_weights}.get)
     runner._captures_prompts, runner._parallel = False, SimpleNamespace(size=2)
-    found = runner._most_tokens_beside_decodes()
+    found = runner._max_tokens_beside_decodes()
     assert found % 256 == 0 and (found == 512 or 0 <= 12e12 / (2 * num_weights) - found < 256)
     assert found == num_tokens
 
@@ -174,7 +176,7 @@ def test_a_step_beside_decodes_is_as_large_as_its_arithmetic_allows(hidden_size,
 def test_a_captured_step_beside_decodes_fills_its_matrix_products(hidden_size, num_tokens):
     runner = ModelRunner.__new__(ModelRunner)
     runner.model_config, runner._captures_prompts = SimpleNamespace(hidden_size=hidden_size), True
-    assert runner._most_tokens_beside_decodes() == num_tokens
+    assert runner._max_tokens_beside_decodes() == num_tokens
 
 
 # Captures
@@ -450,13 +452,13 @@ def test_padded_steps_give_the_tokens_of_eager_ones(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(model_runner, "StepInFlight", copied)
     save_model(tmp_path, seed=3, num_hidden_layers=1)
-    most_tokens = 16 if backend == "torch" else 8  # the interpreter is slow
+    max_num_tokens = 16 if backend == "torch" else 8  # the interpreter is slow
     prefix = [7 * i % 50 for i in range(68)]
     prompts = [[*prefix, i, 2 * i] for i in range(2)]  # the first to run, as they are to generate most
     prompts += [[i * j % 40 for j in range(1, length)] for i, length in enumerate((13, 36, 3, 20), 1)]
     kinds = [{}, {"top_k": 5, "min_p": 0.02}, {"repetition_penalty": 1.3}, {"logit_bias": {7: 4.0}, "top_p": 0.9}]
     params = [
-        SamplingParams(temperature=i % 3 / 2, seed=i, max_tokens=most_tokens - i, ignore_eos=True, **kinds[i % 4])
+        SamplingParams(temperature=i % 3 / 2, seed=i, max_tokens=max_num_tokens - i, ignore_eos=True, **kinds[i % 4])
         for i in range(len(prompts))
     ]
     options = {
@@ -502,7 +504,7 @@ def test_after_a_sleep_steps_are_captured_anew(tmp_path, monkeypatch, level):
     options = {"kvcache_block_size": 16, "num_kvcache_blocks": 9, "max_num_seqs": 5, "attention_backend": "torch"}
     with LLM(str(tmp_path), device="cpu", max_model_len=64, max_num_batched_tokens=32, **options) as llm:
         runner = llm.engine.runner
-        graphs, runner._least_free = make_captured(runner, llm.engine.config, True, lambda key: False), 0
+        graphs, runner._min_free = make_captured(runner, llm.engine.config, True, lambda key: False), 0
         runner.capture()
         expected = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
         captured, num_tries = set(graphs._captured), len([key for what, key in graphs.events if what == "try"])
@@ -568,7 +570,7 @@ def test_what_the_first_requests_want_is_captured_at_the_start_the_largest_first
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(model_runner, "CudaGraphs", Captures)
     for captures_prompts, groups_prefixes in ((False, True), (False, False), (True, True), (True, False)):
-        runner = make_runner(20, most_tokens=256, captures_prompts=captures_prompts)
+        runner = make_runner(20, max_num_tokens=256, captures_prompts=captures_prompts)
         runner.table, runner.device, runner.graphs = SimpleNamespace(parked=None), torch.device("cpu"), None
         runner._groups_prefixes = groups_prefixes
         runner._capture()
@@ -591,13 +593,13 @@ def test_every_step_with_prompts_has_one_of_the_sizes_captured_at_the_start(monk
     """A size that is met later is captured in the middle of a call."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(model_runner, "CudaGraphs", Captures)
-    for max_num_seqs, most_tokens in ((1, 100), (5, 3), (20, 256), (100, 256), (300, 256), (150, 256)):
-        runner = make_runner(max_num_seqs, most_tokens)
+    for max_num_seqs, max_num_tokens in ((1, 100), (5, 3), (20, 256), (100, 256), (300, 256), (150, 256)):
+        runner = make_runner(max_num_seqs, max_num_tokens)
         runner.table, runner.device, runner.graphs = SimpleNamespace(parked=None), torch.device("cpu"), None
         runner._groups_prefixes = False
         runner._capture()
         at_start = set(runner.graphs)
-        for num_rows in range(1, min(max_num_seqs, most_tokens), 6):
+        for num_rows in range(1, min(max_num_seqs, max_num_tokens), 6):
             for num_new in {2, 16}:
                 size, is_captured = size_of(runner, *[(1, 2)] * (num_rows - 1), (num_new, 0))
                 assert not is_captured or ("forward", size) in at_start, (num_rows, num_new)
@@ -643,14 +645,14 @@ def test_no_step_is_captured_that_is_larger_than_any():
 def test_no_more_rows_are_sampled_than_may_sample():
     """Behind the rows that may sample the table holds those of an earlier step, which would get tokens."""
     for max_num_seqs in (*range(1, 40), 100, 255, 300, 1000):
-        for most_tokens in (1, 3, 50, 64, 100, 1000, 2**20):
+        for max_num_tokens in (1, 3, 50, 64, 100, 1000, 2**20):
             for num_ranks in (1, 2, 8):
-                runner = make_runner(max_num_seqs, most_tokens, num_ranks=num_ranks)
+                runner = make_runner(max_num_seqs, max_num_tokens, num_ranks=num_ranks)
                 sizes = [runner._prompt_size(num_tokens) for num_tokens in runner._token_sizes]
                 sizes += map(runner._decode_size, runner._row_sizes)
                 for size in sizes:
                     padded = runner._padded_sampled(model_runner._next(runner._row_sizes, size.num_rows))
-                    assert padded <= size.num_sampled, (max_num_seqs, most_tokens, num_ranks, size)
+                    assert padded <= size.num_sampled, (max_num_seqs, max_num_tokens, num_ranks, size)
 
 
 def tables_of(entries: np.ndarray, num_keys: int) -> np.ndarray:
@@ -713,7 +715,7 @@ def test_what_rows_share_is_looked_for_again_when_a_row_is_split_otherwise(tmp_p
 def test_graphs_that_took_more_than_was_set_aside_are_an_error(monkeypatch, num_missing):
     """The next large step would run out of memory, hours later."""
     runner = ModelRunner.__new__(ModelRunner)
-    runner.device, runner._least_free = torch.device("cpu"), 2**30
+    runner.device, runner._min_free = torch.device("cpu"), 2**30
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(model_runner, "free_bytes", lambda device: 2**30 - num_missing * 2**20)
     if num_missing > 0:
@@ -728,7 +730,7 @@ def test_memory_for_graphs_covers_logits_and_the_largest_captured_step_twice():
 
     Logits processors copy a rank's logits to float32 and count in as many integers.
     """
-    runner = make_runner(16, most_tokens=100)
+    runner = make_runner(16, max_num_tokens=100)
     runner._is_captured, runner.model_config.vocab_size = True, 1000
     for_decodes = 2**29 + 16 * 1000 * (2 + 4 + 4)
     assert runner._token_sizes == [64, 100]
@@ -755,7 +757,7 @@ def test_a_trial_step_samples_all_its_prompts_with_all_there_is_within_one_block
     assert [(num_new_tokens, samples) for _, num_new_tokens, samples in step.chunks] == [(size, True) for size in sizes]
     assert [seq.block_table for seq, _, _ in step.chunks] == [[0], [0], [0, 0, 0]]
     assert [(seq.entry, seq.num_computed_tokens) for seq, _, _ in step.chunks] == list(enumerate(sizes))
-    assert needs == [SamplingNeeds(True, runner.table.rules.version, 1 + MOST_LOGPROBS)]
+    assert needs == [SamplingNeeds(True, runner.table.rules.version, 1 + MAX_LOGPROBS)]
     [scored] = step.scored
     assert (scored.seq, scored.start, scored.end) == (step.chunks[2].seq, 1, sizes[2])
     params = step.chunks[0].seq.sampling_params

@@ -87,7 +87,7 @@ def test_one_expert_may_have_all_tokens():
     routes = Routes(experts, torch.rand(num_tokens, 2, generator=torch.Generator().manual_seed(1)))
     exact = exact_mlp(x, routes, gate_up, down, "silu")
     assert (
-        grouped_mlp(x, routes, ExpertWeights(gate_up), ExpertWeights(down), fused=True).double() - exact
+        grouped_mlp(x, routes, ExpertWeights(gate_up), ExpertWeights(down), use_kernels=True).double() - exact
     ).norm() <= 1e-5 * exact.norm()
 
 
@@ -97,7 +97,7 @@ def test_a_router_of_many_experts_reads_fewer_inputs_at_a_time(monkeypatch):
     plain = route(x, weight, 3, True)
     for limit in (2**20, 2**15):
         monkeypatch.setattr(sys.modules["nanovllm.ops.route"], "shared_memory", lambda device, limit=limit: limit)
-        routes = route(x, weight, 3, True, fused=True)
+        routes = route(x, weight, 3, True, use_kernels=True)
         assert torch.equal(routes.experts, plain.experts)
         torch.testing.assert_close(routes.weights, plain.weights)
 
@@ -110,16 +110,16 @@ def test_experts_take_more_pairs_than_one_chunk(monkeypatch):
     routes = route(x, randn(3, 16, seed=4), 2, False)
     exact = exact_mlp(x, routes, gate_up, down, "silu")
     assert (
-        grouped_mlp(x, routes, ExpertWeights(gate_up), ExpertWeights(down), fused=True).double() - exact
+        grouped_mlp(x, routes, ExpertWeights(gate_up), ExpertWeights(down), use_kernels=True).double() - exact
     ).norm() <= 1e-5 * exact.norm()
 
 
 def test_a_token_does_not_depend_on_what_its_neighbours_choose():
     x, gate_up, down = randn(20, 32, seed=1), randn(6, 32, 32, seed=2), randn(6, 32, 16, seed=3)
     routes = route(x, randn(6, 32, seed=4), 3, True)
-    together = grouped_mlp(x, routes, ExpertWeights(gate_up), ExpertWeights(down), fused=True)
+    together = grouped_mlp(x, routes, ExpertWeights(gate_up), ExpertWeights(down), use_kernels=True)
     for token in (0, 7, 19):
         alone = Routes(routes.experts[[token]], routes.weights[[token]])
-        out = grouped_mlp(x[[token]], alone, ExpertWeights(gate_up), ExpertWeights(down), fused=True)
+        out = grouped_mlp(x[[token]], alone, ExpertWeights(gate_up), ExpertWeights(down), use_kernels=True)
         # The interpreter multiplies by BLAS, which on some processors sums another number of rows in another order.
         torch.testing.assert_close(out[0], together[token], rtol=1e-5, atol=1e-5)

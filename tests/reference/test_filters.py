@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nanovllm.ops import filters
-from nanovllm.ops.filters import fused_filter_thresholds, plain_filter_thresholds
+from nanovllm.ops.filters import plain_filter_thresholds, triton_filter_thresholds
 from nanovllm.ops.kernel import has_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of infinities that are meant
@@ -183,13 +183,13 @@ def test_large_vocabularies_are_filtered_exactly(vocab_size):
     tally.assert_exact(12, at_most_near=0.34)  # one token has 4e-6 of the mass here
 
 
-@pytest.mark.parametrize("find", [plain_filter_thresholds, fused_filter_thresholds], ids=["plain", "kernel"])
+@pytest.mark.parametrize("find", [plain_filter_thresholds, triton_filter_thresholds], ids=["plain", "kernel"])
 class TestBoth:
     """Laws of the twin and of the kernel; the kernel with few lanes, so that a short row takes several passes."""
 
     @pytest.fixture(autouse=True)
     def _small_lanes(self, monkeypatch, find):
-        if find is fused_filter_thresholds:
+        if find is triton_filter_thresholds:
             if not has_kernels():
                 pytest.skip("needs Triton")
             monkeypatch.setattr(filters, "_LANES", 64)
@@ -306,7 +306,7 @@ def test_the_kernel_keeps_the_same_set(kind, monkeypatch):
     monkeypatch.setattr(filters, "_SLOTS", 2)
     dtype = DTYPES[KINDS.index(kind) % 3] if kind != "in steps of one bit" else torch.float32
     logits = make_logits(kind, len(KERNEL_SETTINGS), 217, dtype)
-    thresholds = run(fused_filter_thresholds, logits, KERNEL_SETTINGS)
+    thresholds = run(triton_filter_thresholds, logits, KERNEL_SETTINGS)
     tally = Tally()
     tally.check(logits, KERNEL_SETTINGS, thresholds)
     tally.assert_exact(6, at_most_near=0.17)
@@ -322,5 +322,5 @@ def test_the_kernel_as_it_is_launched_keeps_the_same_set(vocab_size):
     settings = [Setting(0.6, 20, 0.95), Setting(top_p=0.9), Setting(0.7, min_p=0.05), Setting(top_k=6000, top_p=0.5)]
     for kind in ("flat", "peaked"):
         logits = make_logits(kind, len(settings), vocab_size, torch.bfloat16)
-        tally.check(logits, settings, run(fused_filter_thresholds, logits, settings))
+        tally.check(logits, settings, run(triton_filter_thresholds, logits, settings))
     tally.assert_exact(8, at_most_near=0.2)

@@ -37,7 +37,7 @@ from nanovllm.ops.quantize import (
 )
 
 # Half a unit in the last place of e4m3, relative to a number and, for the smallest ones, to the row's scale.
-HALF_ULP, HALF_LEAST = 2**-4, 2**-10
+HALF_ULP, HALF_MIN = 2**-4, 2**-10
 
 
 def random_tensor(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -52,7 +52,7 @@ def random_product(num_rows: int, size: int) -> ScaledProduct:
 def assert_rounded(found: Any, exact: torch.Tensor) -> None:
     """Each number of `found` is at most half a unit of e4m3 from that of `exact`, and a hair for the scale."""
     assert isinstance(found, Quantized) and found.values.dtype == E4M3
-    limit = HALF_ULP * exact.abs() + HALF_LEAST * found.scales[:, None]
+    limit = HALF_ULP * exact.abs() + HALF_MIN * found.scales[:, None]
     assert ((found.whole() - exact).abs() <= 1.001 * limit).all()
     # The peak is the largest number of e4m3, or the range is not used.
     assert (found.values.float().abs().amax(1) == LARGEST).all()
@@ -99,7 +99,7 @@ def test_norms_read_and_write_fp8(size, num_rows):
 def test_the_gate_reads_and_writes_fp8(size, activation):
     """A long row is computed in several pieces, whose largest number is that of the row."""
     product = random_product(3, 2 * size)
-    assert_rounded(act_and_mul(product, activation, fused=True), act_and_mul(product.whole(), activation))
+    assert_rounded(act_and_mul(product, activation, use_kernels=True), act_and_mul(product.whole(), activation))
 
 
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(32, 32), (40, 24)])
@@ -154,7 +154,9 @@ def test_a_block_of_zeros_is_one_of_zeros_and_what_is_no_number_stays_in_its_row
     product = block_product(quantize_row_blocks(x, 128), weight, None, torch.float32)
     assert product[1:3].isnan().all()
     torch.testing.assert_close(product[[0, 3]], torch.tensor([[64.0], [192.0]]).expand(2, 40))
-    assert torch.equal(quantize_row_blocks(x[:1], 128, fused=True).whole(), quantize_row_blocks(x[:1], 128).whole())
+    assert torch.equal(
+        quantize_row_blocks(x[:1], 128, use_kernels=True).whole(), quantize_row_blocks(x[:1], 128).whole()
+    )
 
 
 @pytest.mark.parametrize("num_rows", [1, 17, 40, 65, 300])
@@ -194,8 +196,10 @@ def test_a_tile_has_about_as_many_rows_as_there_are():
     kw = {"dtype": torch.float32, "device": torch.device("cpu")}
     blocks = BlockFp8(Fp8Config("weight_scale_inv", (128, 128)), **kw)
     for fused in (False, True):
-        layer = RowParallelLinear(128, 128, False, Parallel(), takes_unfinished=True, fused=fused, format=blocks, **kw)
-        assert [layer.kernels(rows) for rows in numbers] == (expected if fused else [1] * 6)
+        layer = RowParallelLinear(
+            128, 128, False, Parallel(), takes_unfinished=True, use_kernels=fused, format=blocks, **kw
+        )
+        assert [layer.variant_key(rows) for rows in numbers] == (expected if fused else [1] * 6)
 
 
 @pytest.mark.parametrize("sizes", [(96, 100), (100, 96)])

@@ -12,7 +12,7 @@ import torch
 from family_factory import FAMILIES, save_family_model
 from model_factory import one_thread, save_model  # noqa: F401
 from test_attention import MIXED, TOLERANCE, filled_with_nan, make_case, relative_error, run
-from test_fp8 import HALF_LEAST, HALF_ULP, assert_alike, random_product, random_tensor
+from test_fp8 import HALF_MIN, HALF_ULP, assert_alike, random_product, random_tensor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention import triton_prompts
@@ -22,7 +22,7 @@ from nanovllm.jobs.identity import identity_of
 from nanovllm.ops.copy_blocks import copy_blocks
 from nanovllm.ops.layer_cache import (
     LARGEST_KEY,
-    LEAST_SCALE,
+    MIN_SCALE,
     LayerCache,
     quantize_keys,
     quantize_values,
@@ -78,7 +78,7 @@ def test_a_value_is_rounded_to_e4m3_by_a_power_of_two(dtype):
     heads, scales = quantize_values(x)
     assert heads.dtype == E4M3 and torch.equal(scales, torch.exp2(scales.log2().round()))
     exact, found = x.float(), whole_heads(heads, scales)
-    limit = HALF_ULP * exact.abs() + HALF_LEAST * scales[..., None]
+    limit = HALF_ULP * exact.abs() + HALF_MIN * scales[..., None]
     assert ((found - exact).abs() <= limit).all()
     quotients = exact.abs().amax(-1) / scales
     is_zero = quotients == 0
@@ -111,11 +111,11 @@ def test_the_ends_of_float32_are_scaled_too(peak):
             continue
         assert scales[0] * 32896 < 3e38 or quantize is quantize_values
         largest = LARGEST_KEY if heads.dtype == torch.int8 else LARGEST
-        assert (scales[0] == LEAST_SCALE) == (peak <= largest * LEAST_SCALE)
+        assert (scales[0] == MIN_SCALE) == (peak <= largest * MIN_SCALE)
         error = (heads.double() * scales.double()[:, None] - x.double()).abs()
         limit = 0.50001 * scales
         if heads.dtype == E4M3:
-            limit = HALF_ULP * x.double().abs() + HALF_LEAST * scales
+            limit = HALF_ULP * x.double().abs() + HALF_MIN * scales
         assert (error <= limit).all()
 
 
@@ -267,7 +267,7 @@ def test_copied_blocks_take_their_scales_along(fused):
 
 def assert_exact(backend: str, case) -> None:
     tolerance = TOLERANCE[case.queries[0].dtype]
-    if backend == "triton" and case.metadata.most_decodes:
+    if backend == "triton" and case.metadata.max_num_decodes:
         tolerance = max(tolerance, DECODE_TOLERANCE)
     error = relative_error(case, run(backend, case))
     assert error <= tolerance, error

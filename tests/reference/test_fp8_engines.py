@@ -358,7 +358,7 @@ def test_experts_multiply_with_what_their_weights_stand_for(layout, fused):
         rows, columns = of_layout.block
         given.append(ExpertWeights(values, scales, rows, columns or shape[1]))
         whole.append(ExpertWeights(torch.stack([of_layout.whole("", weight)[""] for weight in weights])))
-    found = grouped_mlp(x, routes, *given, fused=fused)
+    found = grouped_mlp(x, routes, *given, use_kernels=fused)
     torch.testing.assert_close(found, grouped_mlp(x, routes, *whole), rtol=1e-4, atol=1e-4)
 
 

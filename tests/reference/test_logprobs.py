@@ -12,13 +12,13 @@ import torch
 from nanovllm.ops import logprobs as ops
 from nanovllm.ops.filters import plain_filter_thresholds
 from nanovllm.ops.kernel import has_kernels
-from nanovllm.ops.logprobs import NO_LOGPROBS, PROCESSED, RAW, fused_logprobs, logprobs, plain_logprobs
+from nanovllm.ops.logprobs import NO_LOGPROBS, PROCESSED, RAW, logprobs, plain_logprobs, triton_logprobs
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of infinities that are meant
 
 needs_kernels = pytest.mark.skipif(not has_kernels(), reason="needs Triton")
 BOTH = pytest.mark.parametrize(
-    "find", [plain_logprobs, pytest.param(fused_logprobs, marks=needs_kernels)], ids=["plain", "kernel"]
+    "find", [plain_logprobs, pytest.param(triton_logprobs, marks=needs_kernels)], ids=["plain", "kernel"]
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NEAR = 1e-5  # of log-probabilities
@@ -323,7 +323,7 @@ def test_the_kernels_do_as_their_twin(vocab_size, width):
         case = random_case(vocab_size, dtype)
         variants = [case, case | {"thresholds": None}, case | {"processed": case["raw"]}]
         for variant in variants if dtype == torch.bfloat16 else variants[:1]:
-            ours, theirs = run(fused_logprobs, **variant, width=width), run(plain_logprobs, **variant, width=width)
+            ours, theirs = run(triton_logprobs, **variant, width=width), run(plain_logprobs, **variant, width=width)
             assert np.array_equal(ours[0], theirs[0]) and np.array_equal(ours[1], theirs[1])
             np.testing.assert_allclose(ours[2], theirs[2], rtol=1e-6, atol=NEAR)
 
@@ -337,7 +337,7 @@ def test_the_kernels_list_more_ids_than_a_part_has(num_values, monkeypatch):
     logits = torch.randint(0, num_values, (2, 117), generator=generator).bfloat16() / 8
     logits[1, 64:100] = -math.inf
     for width in (33, 34, 120):
-        ours, theirs = (run(find, logits, [5, 70], width=width) for find in (fused_logprobs, plain_logprobs))
+        ours, theirs = (run(find, logits, [5, 70], width=width) for find in (triton_logprobs, plain_logprobs))
         assert np.array_equal(ours[0], theirs[0]) and np.array_equal(ours[1], theirs[1])
         np.testing.assert_allclose(ours[2], theirs[2], rtol=0, atol=NEAR)
         expected = by_definition(logits[1], 70, width=width)
@@ -366,7 +366,7 @@ def test_the_twin_converts_a_few_rows_at_once(num_rows, monkeypatch):
 def test_the_kernels_run_where_they_are_asked_for(monkeypatch):
     """On a CPU only then."""
     calls = []
-    monkeypatch.setattr(ops, "fused_logprobs", lambda *arguments: calls.append("kernel"))
+    monkeypatch.setattr(ops, "triton_logprobs", lambda *arguments: calls.append("kernel"))
     monkeypatch.setattr(ops, "plain_logprobs", lambda *arguments: calls.append("plain"))
     ones = torch.ones(1)
     for fused in (None, False, True):

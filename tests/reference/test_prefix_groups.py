@@ -13,10 +13,10 @@ from nanovllm.attention.metadata import SharedPrefixes
 from nanovllm.attention.prefix_groups import PrefixGroups, find_prefix_groups
 
 
-def groups_of(tables: list[list[int]], lengths: list[int], block_size: int, split_lengths, most: int):
+def groups_of(tables: list[list[int]], lengths: list[int], block_size: int, split_lengths, maximum: int):
     width = max(map(len, tables), default=0)
     padded = np.array([table + [0] * (width - len(table)) for table in tables], np.int32).reshape(len(tables), width)
-    return find_prefix_groups(padded, np.array(lengths, int), block_size, np.array(split_lengths, int), most)
+    return find_prefix_groups(padded, np.array(lengths, int), block_size, np.array(split_lengths, int), maximum)
 
 
 def rows_of_splits(groups: PrefixGroups) -> list[tuple[int, list[int]]]:
@@ -115,7 +115,7 @@ def test_shared_splits_attended_once_change_nothing(num_kv_heads, group_size, bl
         share(case, row, 7, 512)
     backend, metadata = case.backend("triton"), case.metadata
     groups = backend.shared_prefixes(metadata.block_tables.numpy(), np.array(lengths) + 1, block_size)
-    assert len(groups.items) <= backend.most_shared_splits >= len(groups.members)
+    assert len(groups.items) <= backend.max_num_shared_splits >= len(groups.members)
     # In the table they stand in place of older ones, which were more.
     on_device = [groups.items, groups.members, groups.num_shared]
     items, members, num_shared = (torch.cat((torch.from_numpy(x), torch.from_numpy(x))) for x in on_device)

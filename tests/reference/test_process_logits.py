@@ -15,10 +15,10 @@ from nanovllm.ops.process_logits import (
     ALWAYS,
     TokenRules,
     edits_of,
-    fused_process_logits,
     pack_allowed,
     plain_process_logits,
     process_logits,
+    triton_process_logits,
 )
 
 # numpy's, in the definitions and in Triton's interpreter, of infinities that are meant
@@ -31,7 +31,7 @@ NEEDS_TRITON = pytest.mark.skipif(not has_kernels(), reason="needs Triton")
 @pytest.fixture(params=["plain", pytest.param("kernels", marks=NEEDS_TRITON)])
 def process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable:
     """process_logits, computed by the plain twin or by the kernels."""
-    monkeypatch.setattr(module, "is_fused", lambda tensor: request.param == "kernels")
+    monkeypatch.setattr(module, "uses_kernels", lambda tensor: request.param == "kernels")
     return process_logits
 
 
@@ -147,8 +147,8 @@ def make_case(requests: list[Request], logits: torch.Tensor, entries: list[int] 
 def random_settings(rng: random.Random, vocab_size: int, ids: list[int]) -> Settings:
     """ids: those that the histories have, so that rules often meet them."""
 
-    def some(most: int) -> list[int]:
-        return [rng.choice(ids) for _ in range(rng.randrange(most + 1))]
+    def some(maximum: int) -> list[int]:
+        return [rng.choice(ids) for _ in range(rng.randrange(maximum + 1))]
 
     settings = Settings()
     if rng.random() < 0.6:
@@ -215,7 +215,7 @@ def test_kernels_give_the_twins_bits_when_their_programs_stride(monkeypatch, run
     for _ in range(runs * 25):
         monkeypatch.setattr(module, "_PROGRAMS", rng.choice([1, 8, 64]))
         case = random_case(rng, rng.choice([5, 50]), num_rows=rng.randint(1, 4), max_len=60)
-        assert_same(case.run(fused_process_logits), case.run(plain_process_logits))
+        assert_same(case.run(triton_process_logits), case.run(plain_process_logits))
 
 
 @NEEDS_TRITON
@@ -226,7 +226,7 @@ def test_kernels_need_no_cleared_memory(monkeypatch):
     rng = random.Random(3)
     for _ in range(10):
         case = random_case(rng, 40, num_rows=4, max_len=30)
-        assert_same(case.run(fused_process_logits), case.expected())
+        assert_same(case.run(triton_process_logits), case.expected())
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.2, 3.0])

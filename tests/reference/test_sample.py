@@ -22,9 +22,9 @@ from nanovllm.ops.sample import (
     NO_TOKEN_LEFT,
     best_part,
     exponential_noise,
-    fused_sample,
     philox4x32,
     plain_sample,
+    triton_sample,
 )
 from nanovllm.runner.token_rules import TokenRulesTable
 from nanovllm.sampling_params import SamplingParams
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # nump
 
 needs_kernels = pytest.mark.skipif(not has_kernels(), reason="needs Triton")
 BOTH = pytest.mark.parametrize(
-    "draw", [plain_sample, pytest.param(fused_sample, marks=needs_kernels)], ids=["plain", "kernel"]
+    "draw", [plain_sample, pytest.param(triton_sample, marks=needs_kernels)], ids=["plain", "kernel"]
 )
 
 
@@ -169,7 +169,7 @@ FILTERS = [
     ("draw", "filters"),
     [
         *((plain_sample, filters) for filters in FILTERS),
-        pytest.param(fused_sample, FILTERS[-1], marks=needs_kernels),
+        pytest.param(triton_sample, FILTERS[-1], marks=needs_kernels),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else value.__name__,
 )
@@ -378,9 +378,9 @@ def test_the_kernel_gives_the_tokens_of_its_twin(dtype):
     """Of several parts that are full, of a last one with a single id, and of a vocabulary smaller than a group."""
     for vocab_size in (1, 15, 4097, 9000):
         case = random_case(vocab_size, 8, dtype)
-        assert torch.equal(fused_sample(*case), plain_sample(*case))
+        assert torch.equal(triton_sample(*case), plain_sample(*case))
         without = case[:4]
-        assert torch.equal(fused_sample(*without), plain_sample(*without))
+        assert torch.equal(triton_sample(*without), plain_sample(*without))
 
 
 @needs_kernels
@@ -404,7 +404,7 @@ def test_the_best_of_all_ranks_columns_are_one_ranks_tokens(vocab_size, size, ha
     tokens = (torch.arange(num_rows * 9).view(num_rows, 9) * 7 % vocab_size).int()
     table.admit([Sequence(i, [1, 2], p, 9) for i, p in enumerate(params)], np.arange(num_rows))
     needs = SamplingNeeds(rules_version=table.version if has_rules else 0)
-    alone = Sampler(VocabSlice.of(vocab_size, Parallel()), Parallel(), fused=True)
+    alone = Sampler(VocabSlice.of(vocab_size, Parallel()), Parallel(), use_kernels=True)
     expected = alone.sample(logits, rows, needs, tokens, table.tensors).tokens
     found = []
     for rank in range(size):  # one after the other: Triton's interpreter does not run in several threads
@@ -412,6 +412,8 @@ def test_the_best_of_all_ranks_columns_are_one_ranks_tokens(vocab_size, size, ha
         vocab = VocabSlice.of(vocab_size, parallel)
         columns = torch.full((num_rows, vocab.size), 99.0)
         columns[:, : vocab.num_ids] = logits[:, vocab.first : vocab.first + vocab.num_ids]
-        found.append(Sampler(vocab, parallel, fused=True)._best_of_columns(columns, rows, needs, tokens, table.tensors))
+        found.append(
+            Sampler(vocab, parallel, use_kernels=True)._best_of_columns(columns, rows, needs, tokens, table.tensors)
+        )
     assert torch.equal(best_part(torch.stack(found)), expected)
     assert expected[1] == BROKEN_LOGITS and expected[2] == NO_TOKEN_LEFT and (expected >= 0).sum() == num_rows - 2

@@ -69,7 +69,7 @@ def decode_on(seq: Sequence, block_size: int, token: int | None = None) -> Seque
 
 
 def make_table(max_num_seqs: int = 5, max_model_len: int = 1024, block_size: int = 256, **options) -> SequenceTable:
-    options = {"vocab_size": VOCAB_SIZE, "most_tokens": 1024, "device": CPU, **options}
+    options = {"vocab_size": VOCAB_SIZE, "max_num_tokens": 1024, "device": CPU, **options}
     return SequenceTable(max_num_seqs, max_model_len, block_size, **options)
 
 
@@ -110,10 +110,12 @@ def build(table: SequenceTable, step: Step, size: StepSize | None = None) -> Who
     return batch_of(table, size or exact_size(step))
 
 
-def sample(table: SequenceTable, batch: WholeBatch, token_ids: list[int], fused: bool = False) -> None:
+def sample(table: SequenceTable, batch: WholeBatch, token_ids: list[int], use_kernels: bool = False) -> None:
     """Leaves what the step samples, as the runner does; padding samples something too."""
     padding = [77] * (len(batch.sampled.entries) - len(token_ids))
-    write_tokens(table.tokens, batch.sampled.entries, batch.sampled.lengths, torch.tensor(token_ids + padding), fused)
+    write_tokens(
+        table.tokens, batch.sampled.entries, batch.sampled.lengths, torch.tensor(token_ids + padding), use_kernels
+    )
 
 
 def tensors_of(batch: WholeBatch) -> dict[str, torch.Tensor]:
@@ -128,11 +130,11 @@ def tensors_of(batch: WholeBatch) -> dict[str, torch.Tensor]:
 @TWINS
 def test_prompts_of_three_and_four_tokens_begin_at_0_3_and_7(fused):
     first, second = scheduled([1, 2, 3], [0], entry=4), scheduled([4, 5, 6, 7], [1], entry=2)
-    batch = build(make_table(fused=fused), step_of((first, 3, True), (second, 4, True)))
+    batch = build(make_table(use_kernels=fused), step_of((first, 3, True), (second, 4, True)))
     metadata = batch.metadata
     assert metadata.cu_seqlens_q.tolist() == [0, 3, 7] and metadata.max_seqlen_q == 4
     assert metadata.context_lens.tolist() == [3, 4] and metadata.max_seqlen_k >= 4
-    assert metadata.num_decodes.tolist() == [0] and metadata.most_decodes == 0
+    assert metadata.num_decodes.tolist() == [0] and metadata.max_num_decodes == 0
     assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert batch.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
     assert batch.sampled_tokens.tolist() == [2, 6]
@@ -141,13 +143,13 @@ def test_prompts_of_three_and_four_tokens_begin_at_0_3_and_7(fused):
 
 @TWINS
 def test_a_hundred_tokens_in_block_5_of_256_go_to_slots_1280_to_1379(fused):
-    batch = build(make_table(fused=fused), step_of((scheduled(range(100), [5]), 100, True)))
+    batch = build(make_table(use_kernels=fused), step_of((scheduled(range(100), [5]), 100, True)))
     assert batch.metadata.slot_mapping.tolist() == list(range(1280, 1380))
 
 
 @TWINS
 def test_the_block_table_maps_logical_to_physical_blocks(fused):
-    batch = build(make_table(fused=fused), step_of((scheduled(range(600), [5, 12, 3]), 600, True)))
+    batch = build(make_table(use_kernels=fused), step_of((scheduled(range(600), [5, 12, 3]), 600, True)))
     slots = batch.metadata.slot_mapping.tolist()
     assert slots == [block * 256 + offset for block in (5, 12, 3) for offset in range(256)][:600]
     assert batch.metadata.block_tables.tolist() == [[5, 12, 3, 0]]
@@ -157,7 +159,7 @@ def test_the_block_table_maps_logical_to_physical_blocks(fused):
 def test_the_attention_of_a_chunk_ends_at_the_chunk(fused):
     """Keys were counted to the prompt's end, where the cache still held those of another sequence."""
     chunk, prompt = scheduled(range(100, 120), [7, 2, 9], num_computed_tokens=16), scheduled([1, 2], [4], entry=1)
-    batch = build(make_table(block_size=8, fused=fused), step_of((chunk, 8, False), (prompt, 2, True)))
+    batch = build(make_table(block_size=8, use_kernels=fused), step_of((chunk, 8, False), (prompt, 2, True)))
     assert batch.metadata.cu_seqlens_q.tolist() == [0, 8, 10]
     assert batch.metadata.context_lens.tolist() == [16, 2]
     assert batch.token_ids.tolist() == [*range(108, 116), 1, 2]
@@ -170,7 +172,7 @@ def test_the_attention_of_a_chunk_ends_at_the_chunk(fused):
 def test_a_step_that_samples_nothing_has_no_sampled_rows(fused):
     """A chunk in the middle of a long prompt, and the last token but one of another, which is a decode."""
     one, chunk = scheduled(range(9), [0], 8, entry=1), scheduled(range(100), [1], 50, entry=0)
-    table = make_table(fused=fused)
+    table = make_table(use_kernels=fused)
     batch = build(table, step_of((one, 1, False), (chunk, 40, False)))
     assert all(len(values) == 0 for values in (batch.sampled_tokens, *batch.sampled))
     assert batch.metadata.num_decodes.tolist() == [1] and batch.token_ids.tolist() == [7, *range(10, 50)]
@@ -182,7 +184,7 @@ def test_a_step_that_samples_nothing_has_no_sampled_rows(fused):
 @TWINS
 def test_a_token_in_flight_is_read_from_where_the_step_before_left_it(fused):
     """The host learns of a token a step late. A row without a token leaves 0, since −1 is no index."""
-    table = make_table(block_size=4, fused=fused)
+    table = make_table(block_size=4, use_kernels=fused)
     known, one, two = (scheduled(tokens, [i], entry=i) for i, tokens in enumerate(([1, 2, 3], [4, 5, 6], [9])))
     sample(table, build(table, step_of((one, 3, True), (two, 1, True))), [55, -1], fused)
     batch = build(
@@ -195,26 +197,30 @@ def test_a_token_in_flight_is_read_from_where_the_step_before_left_it(fused):
 
 
 @TWINS
-@pytest.mark.parametrize("most_blocks", [1, 2, 128, 300])
-def test_block_tables_hold_one_block_or_the_most(most_blocks, fused):
+@pytest.mark.parametrize("max_num_blocks", [1, 2, 128, 300])
+def test_block_tables_hold_one_block_or_the_most(max_num_blocks, fused):
     """Tables are as wide as the longest sequence may become; a kernel copies them 128 blocks at a time."""
-    long = scheduled(range(4 * most_blocks), list(range(10, 10 + most_blocks)), entry=1)
-    table = make_table(max_model_len=4 * most_blocks, block_size=4, vocab_size=5000, most_tokens=2000, fused=fused)
+    long = scheduled(range(4 * max_num_blocks), list(range(10, 10 + max_num_blocks)), entry=1)
+    table = make_table(
+        max_model_len=4 * max_num_blocks, block_size=4, vocab_size=5000, max_num_tokens=2000, use_kernels=fused
+    )
     batch = build(table, step_of((scheduled([1], [3]), 1, False), (long, 1, False)))
-    assert batch.metadata.block_tables.tolist() == [[3] + [0] * (most_blocks - 1), long.block_table]
-    assert batch.metadata.slot_mapping.tolist() == [12, 4 * (9 + most_blocks) + 3]
+    assert batch.metadata.block_tables.tolist() == [[3] + [0] * (max_num_blocks - 1), long.block_table]
+    assert batch.metadata.slot_mapping.tolist() == [12, 4 * (9 + max_num_blocks) + 3]
 
 
 @TWINS
 def test_slots_beyond_32_bits_do_not_wrap(fused):
     block = 2**31 // 256 + 3
-    batch = build(make_table(fused=fused), step_of((scheduled([1, 2], [block]), 2, False)))
+    batch = build(make_table(use_kernels=fused), step_of((scheduled([1, 2], [block]), 2, False)))
     assert batch.metadata.slot_mapping.tolist() == [block * 256, block * 256 + 1]
 
 
 @TWINS
 def test_tensors_have_the_types_that_kernels_expect(fused):
-    batch = build(make_table(fused=fused), step_of((scheduled([7], [1]), 1, True), (scheduled([1, 2], [0]), 2, True)))
+    batch = build(
+        make_table(use_kernels=fused), step_of((scheduled([7], [1]), 1, True), (scheduled([1, 2], [0]), 2, True))
+    )
     metadata, rows = batch.metadata, batch.sampled
     types = {
         torch.int32: (
@@ -242,7 +248,7 @@ def test_each_sampled_row_has_its_own_settings(fused):
     ]
     seqs = [scheduled([1] * (2 + i), [i], params=p, entry=4 - i, seed=2**64 - 1 - i) for i, p in enumerate(params)]
     chunk = scheduled(range(9), [9], num_computed_tokens=4, params=SamplingParams(top_k=3), entry=0)
-    table = make_table(block_size=16, fused=fused)
+    table = make_table(block_size=16, use_kernels=fused)
     step = step_of((chunk, 4, False), *((seq, 1, True) for seq in seqs))
     rows = build(table, step).sampled
     assert rows.temperatures.tolist() == [0.5, 0.0, 1.5, 2.0]
@@ -260,7 +266,7 @@ def test_a_temperature_stays_within_the_normal_range_of_float32(fused):
         scheduled([1], [i], params=SamplingParams(temperature=temperature), entry=i)
         for i, temperature in enumerate((1e-300, 1e300, 0.0))
     ]
-    temperatures = build(make_table(fused=fused), step_of(*((seq, 1, True) for seq in seqs))).sampled.temperatures
+    temperatures = build(make_table(use_kernels=fused), step_of(*((seq, 1, True) for seq in seqs))).sampled.temperatures
     coldest, hottest, greedy = temperatures.tolist()
     assert torch.finfo(torch.float32).tiny <= coldest < 1e-37 and 1e29 < hottest < 1e31 and greedy == 0.0
 
@@ -314,7 +320,7 @@ def test_tiles_that_see_most_keys_come_first():
 def test_padding_leaves_no_trace(fused):
     """Rows that pad a step have no queries and no keys, tokens that pad it no slot, and what padding samples goes to
     an entry that belongs to nobody. A step before it had more of everything."""
-    table = make_table(block_size=16, fused=fused)
+    table = make_table(block_size=16, use_kernels=fused)
     before = step_of(*((scheduled(range(60), [1, 2, 3, 4], entry=i), 60, True) for i in range(5)))
     build(table, before, StepSize(5, 300, 5, 8, 5, 300, False))
     parts = [(0, 1, 9), (3, 30, 2), (1, 1, 7)]
@@ -323,7 +329,7 @@ def test_padding_leaves_no_trace(fused):
     metadata = batch.metadata
     assert metadata.context_lens.tolist() == [10, 32, 8, 0, 0]
     assert metadata.cu_seqlens_q.tolist() == [0, 1, 31, 32, 32, 32]
-    assert metadata.num_decodes.tolist() == [1] and metadata.most_decodes == 5
+    assert metadata.num_decodes.tolist() == [1] and metadata.max_num_decodes == 5
     assert metadata.query_tiles.tolist() == [[1, 30, 2, 1], [31, 1, 7, 2], [0] * 4, [0] * 4]
     assert torch.equal(metadata.sampled_tiles, metadata.query_tiles)
     assert metadata.slot_mapping[32:].tolist() == [-1] * 32
@@ -342,7 +348,7 @@ def test_padding_leaves_no_trace(fused):
 @TWINS
 @pytest.mark.parametrize("num_rows", [3, 4, 5])
 def test_decodes_are_padded_to_the_rows_of_a_captured_step(num_rows, fused):
-    table = make_table(block_size=4, fused=fused)
+    table = make_table(block_size=4, use_kernels=fused)
     step = step_of(*((scheduled([7] * (5 + i), [2 * i, 2 * i + 1], entry=4 - i), 1, True) for i in range(3)))
     batch = build(table, step, decode_size(num_rows))
     num_padding = num_rows - 3
@@ -363,7 +369,7 @@ def test_decodes_are_padded_to_the_rows_of_a_captured_step(num_rows, fused):
 )
 def test_sampled_rows_are_padded_to_a_multiple_of_the_ranks(num_ranks, max_num_seqs, num_rows, num_sampled, fused):
     """There may then be more sampled rows than rows; those too many belong to nobody."""
-    table = make_table(max_num_seqs, block_size=4, sampled_multiple=num_ranks, fused=fused)
+    table = make_table(max_num_seqs, block_size=4, sampled_multiple=num_ranks, use_kernels=fused)
     seqs = [scheduled([9] * (1 + i), [i], params=SamplingParams(), seed=i, entry=i) for i in range(num_rows)]
     step = step_of(*((seq, 1, True) for seq in seqs))
     assert exact_size(step, num_ranks).num_sampled == num_sampled
@@ -380,10 +386,10 @@ def test_sampled_rows_are_padded_to_a_multiple_of_the_ranks(num_ranks, max_num_s
 
 def test_a_table_has_room_for_the_largest_step():
     """Of the most sequences, each with a tile of its own, or of the most tokens, with sampled rows for 8 ranks."""
-    for max_num_seqs, most_tokens in ((1, 1), (9, 9), (9, 700), (700, 9), (3, 64)):
-        table = make_table(max_num_seqs, 1024, 16, most_tokens=most_tokens, sampled_multiple=8)
-        num_seqs = min(max_num_seqs, most_tokens)
-        for length in {1, most_tokens // num_seqs}:
+    for max_num_seqs, max_num_tokens in ((1, 1), (9, 9), (9, 700), (700, 9), (3, 64)):
+        table = make_table(max_num_seqs, 1024, 16, max_num_tokens=max_num_tokens, sampled_multiple=8)
+        num_seqs = min(max_num_seqs, max_num_tokens)
+        for length in {1, max_num_tokens // num_seqs}:
             seqs = [scheduled([1] * length, list(range(64)), entry=i) for i in range(num_seqs)]
             step = step_of(*((seq, length, True) for seq in seqs))
             batch = build(table, step, exact_size(step, 8))
@@ -398,7 +404,7 @@ def test_a_table_has_room_for_the_largest_step():
 )
 def test_parked_rows_leave_no_trace_and_come_back(size, fused):
     """A step is tried before its capture. It must not write keys or tokens, nor read what it would have to skip."""
-    table = make_table(block_size=16, most_shared_splits=8, fused=fused)
+    table = make_table(block_size=16, max_num_shared_splits=8, use_kernels=fused)
     step = step_of((scheduled(range(10), [3]), 1, True), (scheduled(range(32), [5, 6], entry=2), 30, True))
     size = size or exact_size(step)
     step = step if size.num_tiles else step_of((step.chunks[0].seq, 1, True))
@@ -585,7 +591,7 @@ def test_a_chunk_sends_its_new_blocks_once(uploads):
 @TWINS
 def test_an_entrys_last_tenant_is_forgotten(fused):
     """Two requests one after the other in one entry: blocks, tokens, seed and settings are the second's."""
-    table = make_table(4, 20, 4, fused=fused)
+    table = make_table(4, 20, 4, use_kernels=fused)
     params = SamplingParams(temperature=2.0, top_k=4, top_p=0.5, min_p=0.25)
     for blocks, token, params in (([4, 2, 1], 3, params), ([3, 0], 8, GREEDY)):  # noqa: B020
         seq = scheduled([token] * (len(blocks) * 4), blocks, entry=2, params=params, seed=token)
@@ -604,7 +610,7 @@ def test_an_entrys_last_tenant_is_forgotten(fused):
 def test_a_tenant_is_named_by_its_id_and_its_preemptions(fused):
     """A sequence that returns at once to the entry it left, with other blocks: its list of blocks was the same object
     as before, so the device kept the old ones, another sequence's keys."""
-    table = make_table(4, 20, 4, fused=fused)
+    table = make_table(4, 20, 4, use_kernels=fused)
     seq = scheduled([1, 2, 3, 4, 5], [4, 2], seq_id=9)
     build(table, step_of((seq, 5, True)))
     blocks = seq.block_table
@@ -658,7 +664,7 @@ def test_an_equal_sequence_in_another_object_is_the_same_tenant(uploads):
 @pytest.mark.parametrize("num_rows", [1, 2, 3])
 def test_the_batch_of_a_step_stays_when_the_table_moves_on(num_rows, fused):
     """With one row a transposed view is contiguous as it is: its lengths grew under the step that used them."""
-    table = make_table(4, 20, 4, fused=fused)
+    table = make_table(4, 20, 4, use_kernels=fused)
     seq = scheduled([7] * 5, [3, 4], entry=1, seed=9, params=SamplingParams(temperature=0.25))
     batch = build(table, step_of((seq, 1, True)), decode_size(num_rows))
     # These lie where the next step puts its own, in the order of the device's work.
@@ -919,16 +925,16 @@ class TableRunner(FakeRunner):
     `fail_at_upload` raises in the middle of what is sent, and `fail_when_sent` before the step is taken, once each.
     """
 
-    def __init__(self, info, config, rng: random.Random | None, fused: bool, num_ranks: int):
+    def __init__(self, info, config, rng: random.Random | None, use_kernels: bool, num_ranks: int):
         super().__init__(info, config.max_num_seqs)
-        self.max_num_seqs, self.most_tokens = config.max_num_seqs, config.max_num_batched_tokens
+        self.max_num_seqs, self.max_num_tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.num_ranks = num_ranks
         self.table = make_table(
-            config.max_num_seqs, info.max_model_len, info.kvcache_block_size, fused=fused,
+            config.max_num_seqs, info.max_model_len, info.kvcache_block_size, use_kernels=use_kernels,
             sampled_multiple=num_ranks,
-            most_tokens=self.most_tokens,
+            max_num_tokens=self.max_num_tokens,
         )  # fmt: skip
-        self.rng, self.fused = rng, fused  # sizes are exact without rng
+        self.rng, self.use_kernels = rng, use_kernels  # sizes are exact without rng
         self.fail_at_upload, self.fail_when_sent = 0, False
         self.last_tenants: dict[int, tuple[int, int]] = {}  # by entry
         # (has decodes, has others, those have cached keys, has chunks that do not sample)
@@ -950,7 +956,7 @@ class TableRunner(FakeRunner):
         self.check_needs(step, needs)
         assert batch.metadata.tenants is tenants
         launched = super().launch(step)
-        sample(self.table, batch, launched._token_ids, self.fused)
+        sample(self.table, batch, launched._token_ids, self.use_kernels)
         return launched
 
     def padded(self, size: StepSize) -> StepSize:
@@ -959,10 +965,10 @@ class TableRunner(FakeRunner):
         num_rows = rng.randint(size.num_rows, self.max_num_seqs)
         if size.num_tiles == 0 and rng.random() < 0.5:
             return decode_size(num_rows, -(-num_rows // self.num_ranks) * self.num_ranks)
-        num_tokens = rng.randint(size.num_tokens, self.most_tokens)
+        num_tokens = rng.randint(size.num_tokens, self.max_num_tokens)
         num_sampled = max(size.num_sampled, -(-rng.randint(0, self.max_num_seqs) // self.num_ranks) * self.num_ranks)
-        most_tiles = self.most_tokens // QUERY_TILE + min(self.max_num_seqs, self.most_tokens) + 1
-        num_tiles = rng.randint(max(size.num_tiles, 1), most_tiles)
+        max_num_tiles = self.max_num_tokens // QUERY_TILE + min(self.max_num_seqs, self.max_num_tokens) + 1
+        num_tiles = rng.randint(max(size.num_tiles, 1), max_num_tiles)
         return StepSize(num_rows, num_tokens, num_sampled, num_tiles, num_rows, num_tokens, False)
 
     def token_at(self, seq: Sequence, position: int) -> int:
@@ -1009,7 +1015,7 @@ class TableRunner(FakeRunner):
             assert found.tolist() == expected + [padding] * (length - len(expected)) and found.is_contiguous()
         for found, name in ((rows.top_ps, "top_p"), (rows.min_ps, "min_p")):
             assert found[: len(seqs)].tolist() == np.float32([getattr(p, name) for p in params]).tolist()
-        assert metadata.most_decodes == size.most_decodes >= step.num_decodes
+        assert metadata.max_num_decodes == size.max_num_decodes >= step.num_decodes
         assert metadata.max_seqlen_q >= max(chunk.num_new_tokens for chunk in step.chunks)
         assert metadata.max_seqlen_k >= max(chunk.seq.num_computed_tokens for chunk in step.chunks)
         assert metadata.block_size == block_size
@@ -1057,16 +1063,16 @@ class TableRunner(FakeRunner):
             self.last_tenants[seq.entry] = tenant
 
 
-def table_engine(sizes: random.Random | None, fused: bool = False, num_ranks: int = 1, **options) -> LLMEngine:
+def table_engine(sizes: random.Random | None, use_kernels: bool = False, num_ranks: int = 1, **options) -> LLMEngine:
     plain = make_engine(keep_log=False, **options)
-    return LLMEngine(plain.config, runner=TableRunner(plain.info, plain.config, sizes, fused, num_ranks))
+    return LLMEngine(plain.config, runner=TableRunner(plain.info, plain.config, sizes, use_kernels, num_ranks))
 
 
-def random_params(rng: random.Random, most_tokens: int = 19) -> SamplingParams:
+def random_params(rng: random.Random, max_num_tokens: int = 19) -> SamplingParams:
     """A third of the requests plain, a third with filters, a third with rules."""
     options: dict[str, Any] = {
         "temperature": rng.choice((0.0, 0.5, 1.25)),
-        "max_tokens": rng.randint(1, most_tokens),
+        "max_tokens": rng.randint(1, max_num_tokens),
         "seed": rng.choice((0, 2**64 - 1, 2**63, rng.getrandbits(64))),
     }
     kind = rng.randrange(3)
@@ -1114,7 +1120,7 @@ def test_every_batch_of_the_kernel_is_what_plain_loops_make(overlap, is_padded):
     """A shorter run, for the interpreter is slow."""
     rng = random.Random(6)
     engine = table_engine(
-        random.Random(0) if is_padded else None, fused=True, num_ranks=2, num_blocks=24, block_size=4,
+        random.Random(0) if is_padded else None, use_kernels=True, num_ranks=2, num_blocks=24, block_size=4,
         max_model_len=40, max_num_batched_tokens=150, max_num_seqs=6, overlap=overlap,
     )  # fmt: skip
     for _ in range(14):

@@ -70,7 +70,7 @@ def test_the_kernel_expands_rows_as_its_twin_does(block_size, num_padding, runs)
         before = [tensor.clone() for tensor in (case[0], *table)]
         rows, *sizes = case
         expected = expanded(rows, table, *sizes, block_size)
-        assert_same(expanded(rows, table, *sizes, block_size, fused=True), expected)
+        assert_same(expanded(rows, table, *sizes, block_size, use_kernels=True), expected)
         assert all(map(torch.equal, (rows, *table), before)), "what is read is not changed"
         # What padding stands for, whatever entries hold.
         num_tokens = int(expected.cu_seqlens_q[-1])
@@ -89,7 +89,7 @@ def test_the_kernel_expands_rows_that_are_all_padding():
     table = random_table(6, 40, 4)
     rows = torch.tensor([[5, 0, 0, 0]], dtype=torch.int32).repeat(20, 1)
     for sizes in ((4, 4, 4), (5, 150, 3), (1, 1, 1), (3, 7, 0)):
-        ours = expanded(rows, table, *sizes, 4, fused=True)
+        ours = expanded(rows, table, *sizes, 4, use_kernels=True)
         assert_same(ours, expanded(rows, table, *sizes, 4))
         assert (ours.slot_mapping == -1).all() and not ours.token_indices.any() and (ours.entries == 5).all()
 
@@ -98,10 +98,10 @@ def test_the_outputs_of_two_steps_do_not_share_memory():
     """A step that was launched reads its inputs while the next one is expanded."""
     table = random_table(6, 40, 4)
     rows, *sizes = random_rows(random.Random(0), table, 2, 1, (1, 5, 1))
-    first = expanded(rows, table, *sizes, 4, fused=True)
+    first = expanded(rows, table, *sizes, 4, use_kernels=True)
     copies = [tensor.clone() for tensor in first]
     others, *_ = random_rows(random.Random(1), table, 2, 1, (1, 5, 1))
-    expanded(others, table, *sizes, 4, fused=True)
+    expanded(others, table, *sizes, 4, use_kernels=True)
     assert all(map(torch.equal, first, copies))
 
 
@@ -110,7 +110,7 @@ def test_slots_and_places_beyond_32_bits_do_not_wrap():
     table = random_table(3, 8, 64)
     table.block_tables[:] = 2**31 - 1
     rows = torch.tensor([[1, 6, 0, 0], [0, 3, 2, 1], [2, 0, 5, 0]], dtype=torch.int32)
-    ours = expanded(rows, table, 2, 5, 2, 64, fused=True)
+    ours = expanded(rows, table, 2, 5, 2, 64, use_kernels=True)
     assert_same(ours, expanded(rows, table, 2, 5, 2, 64))
     assert ours.slot_mapping.tolist() == [(2**31 - 1) * 64 + position for position in (4, 5, 0, 1, 2)]
 
@@ -120,7 +120,7 @@ def test_tokens_and_sampled_rows_fill_more_than_one_program():
     assert module._WIDTH == 128
     table = random_table(4, 400, 16)
     rows = torch.tensor([[2, 400, 0, 0], [0, 390, 390, 1], [3, 0, 520, 0]], dtype=torch.int32)
-    assert_same(expanded(rows, table, 2, 520, 2, 16, fused=True), expanded(rows, table, 2, 520, 2, 16))
+    assert_same(expanded(rows, table, 2, 520, 2, 16, use_kernels=True), expanded(rows, table, 2, 520, 2, 16))
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 5, 128, 129, 300])
@@ -136,7 +136,7 @@ def test_the_kernel_writes_tokens_where_its_twin_does(num_rows, num_padding):
     # Padding rows may sample what they like, and all of them write to one place.
     sampled[num_rows:] = [-1] * num_padding
     tensors = [torch.tensor(values, dtype=torch.int64) for values in (entries, lengths, sampled)]
-    write_tokens(ours, *tensors, fused=True)
+    write_tokens(ours, *tensors, use_kernels=True)
     write_tokens(expected, *tensors)
     assert torch.equal(ours, expected)
     for row in range(num_rows):

@@ -78,7 +78,7 @@ class Workload:
             max_num_seqs=max_num_seqs,
             overlap=overlap,
             enable_prefix_caching=rng.random() < 0.9,
-            most_tokens_beside_decodes=rng.choice([1, 4, 32, 2**31]),
+            max_tokens_beside_decodes=rng.choice([1, 4, 32, 2**31]),
         )
         self.runner: FakeRunner = self.engine.runner
         _replace_block_manager(
@@ -146,9 +146,9 @@ class Workload:
 
     def add(self, request: Request) -> None:
         info = self.engine.info
-        most_tokens = min(len(request.prompt) + request.params.max_tokens, info.max_model_len) - 1
+        max_num_tokens = min(len(request.prompt) + request.params.max_tokens, info.max_model_len) - 1
         longest = info.max_model_len - (request.params.max_tokens > 0)
-        if len(request.prompt) > longest or (most_tokens > info.num_kvcache_blocks * info.kvcache_block_size):
+        if len(request.prompt) > longest or (max_num_tokens > info.num_kvcache_blocks * info.kvcache_block_size):
             with pytest.raises(ValueError):
                 self.engine.add_request(request.prompt, request.params)
             self.counts["refused"] += 1
@@ -224,7 +224,7 @@ def _replace_block_manager(engine: LLMEngine, block_manager: BlockManager) -> No
         old.max_num_batched_tokens,
         old.max_num_seqs,
         engine.scheduler_stats,
-        old.most_tokens_beside_decodes,
+        old.max_tokens_beside_decodes,
     )
 
 

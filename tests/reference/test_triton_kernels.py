@@ -94,7 +94,7 @@ def take_rows(case: Case, rows: list[int]) -> Case:
             cu_seqlens_q=torch.arange(len(rows) + 1, dtype=torch.int32),
             context_lens=lengths,
             num_decodes=torch.tensor([len(rows)], dtype=torch.int32),
-            most_decodes=len(rows),
+            max_num_decodes=len(rows),
             max_seqlen_q=1,
             max_seqlen_k=int(lengths.max()),
             slot_mapping=metadata.slot_mapping[rows],
@@ -142,11 +142,11 @@ def test_rows_that_are_not_decodes_are_left_to_the_other_kernel(dtype, monkeypat
 
 
 def test_a_captured_step_with_prompts_attends_every_row_once():
-    """The host knows of no more than `most_decodes` rows; the device, how many of them are decodes."""
+    """The host knows of no more than `max_num_decodes` rows; the device, how many of them are decodes."""
     case = make_case([(300, 1), (17, 1), (0, 1), (0, 40), (5, 70), (30, 1)], 16, 2, 2, 32)
     expected = run_case("triton", case)
     assert relative_error(case, expected) < 1e-5
-    case.metadata.most_decodes = 6
+    case.metadata.max_num_decodes = 6
     assert torch.equal(run_case("triton", case), expected)
 
 
@@ -304,8 +304,8 @@ def test_few_decodes_are_attended_in_more_stages_where_they_fit(monkeypatch, hea
     """The shared memory of an H200, an A100 and a consumer's card."""
     monkeypatch.setattr(triton_backend, "shared_memory", lambda device: num_bytes)
     backend = TritonAttention(AttentionShape(8, 1, head_dim, dtype, CPU))
-    assert [backend.kernels(rows, False) for rows in (1, 256, 257)] == [num_stages, num_stages, 2]
-    assert backend.kernels(1, True) == 2
+    assert [backend.variant_key(rows, False) for rows in (1, 256, 257)] == [num_stages, num_stages, 2]
+    assert backend.variant_key(1, True) == 2
 
 
 @pytest.mark.parametrize("max_model_len", [1, 16, 17, 65, 100, 129, 700, 1024, 1025, 3000])
@@ -314,7 +314,7 @@ def test_the_longest_context_has_as_many_splits_as_there_is_room_for(monkeypatch
     monkeypatch.setattr(splits, "SHORTEST_SPLIT", 16)
     lengths = np.arange(1, max_model_len + 1)
     num_splits = -(-lengths // splits.split_lengths(lengths))
-    assert splits.most_splits(max_model_len) == num_splits.max()
+    assert splits.max_num_splits(max_model_len) == num_splits.max()
     rows = [(max_model_len - 1, 1), (int(lengths[num_splits.argmax()]) - 1, 1)] * 2
     case = make_case(rows, 16, 1, 2, 32)
     backend = TritonAttention(AttentionShape(2, 1, 32, torch.float32, CPU, len(rows), max_model_len))
@@ -351,17 +351,17 @@ def test_norms_are_those_of_the_layer(size, dtype):
     x, residual = random_tensor(5, size, dtype=dtype, seed=2), random_tensor(5, size, dtype=dtype, seed=3) * 3
     x[2], residual[2] = 0, 0
     before = x.clone(), residual.clone()
-    assert_near(rms_norm(x, norm.weight, norm.eps, fused=True), norm(x))
-    normed, total = add_rms_norm(x, residual, norm.weight, norm.eps, fused=True)
+    assert_near(rms_norm(x, norm.weight, norm.eps, use_kernels=True), norm(x))
+    normed, total = add_rms_norm(x, residual, norm.weight, norm.eps, use_kernels=True)
     expected, expected_total = norm.reduce_add(PartialSum(x), residual)
     if dtype == torch.bfloat16:  # to which the interpreter truncates
         assert_near(total, expected_total)
     else:
         assert torch.equal(total, expected_total), "the residual is rounded as a plain sum is"
     assert_near(normed, expected)
-    fused = RMSNorm(size, 1e-6, dtype, CPU, fused=True)
+    fused = RMSNorm(size, 1e-6, dtype, CPU, use_kernels=True)
     fused.weight.data.copy_(norm.weight)
-    assert torch.equal(fused(x), rms_norm(x, norm.weight, norm.eps, fused=True))
+    assert torch.equal(fused(x), rms_norm(x, norm.weight, norm.eps, use_kernels=True))
     assert all(map(torch.equal, fused.reduce_add(PartialSum(x), residual), (normed, total)))
     first, x_itself = fused.reduce_add(PartialSum(x), None)
     assert torch.equal(first, fused(x)) and torch.equal(x_itself, x)
@@ -391,7 +391,7 @@ def test_the_gate_is_that_of_the_layer(size, dtype):
     """Sizes around the 1,024 columns of a program, and gates so large that their exp overflows."""
     gate_up = random_tensor(4, 2 * size, dtype=dtype) * 4
     gate_up[1, 0], gate_up[2, 0] = -300, 300
-    assert_near(act_and_mul(gate_up, fused=True), act_and_mul(gate_up))
+    assert_near(act_and_mul(gate_up, use_kernels=True), act_and_mul(gate_up))
 
 
 @DTYPES
@@ -430,7 +430,7 @@ def test_only_a_single_row_takes_the_kernel_for_it(monkeypatch):
                 torch.testing.assert_close(linear(x, weight, None, of_call, is_fused), expected)
         if x.ndim == 2:
             memory = torch.empty(len(x), 6)
-            assert linear(x, weight, None, fused=True, out=memory) is memory
+            assert linear(x, weight, None, use_kernels=True, out=memory) is memory
             torch.testing.assert_close(memory, x @ weight.T)
     assert asked == [((1, 32), False, False), ((1, 32), True, False), ((1, 32), False, True)]
 
@@ -579,7 +579,7 @@ def scaled_by_powers_of_two(product: torch.Tensor) -> ScaledProduct:
 
 
 def check_exchange(
-    monkeypatch, rank, calls, is_direct, most_rows=8, eps=1e-6, has_post_norms=False, is_fp8=False
+    monkeypatch, rank, calls, is_direct, max_num_rows=8, eps=1e-6, has_post_norms=False, is_fp8=False
 ) -> None:
     """Makes the calls of one step as `rank`, beside plain peers: every rank's products of each.
 
@@ -605,7 +605,7 @@ def check_exchange(
             results.append(torch.full((len(tensor) + 4, width), math.nan, dtype=dtype))
             return results[-1][: len(tensor)]
 
-        parts = [(next(mailboxes), slice(first, first + most_rows)) for first in range(0, num_rows, most_rows)]
+        parts = [(next(mailboxes), slice(first, first + max_num_rows)) for first in range(0, num_rows, max_num_rows)]
 
         def guarded_quantized(num_rows, width, device, results=results):
             values = torch.full((num_rows + 4, width), math.nan).to(E4M3)
@@ -644,7 +644,7 @@ EXCHANGED += [(torch.float16, 4, 3), (torch.bfloat16, 4, 3)]
 def test_the_exchange_is_the_sum_and_the_norm(monkeypatch, is_direct, dtype, size, num_rows):
     """A row of nobody or of two ranks, one past the last, a residual counted by every rank, half a row taken for the
     whole, a zero taken for nothing, a mailbox used again before all have emptied it."""
-    monkeypatch.setattr("nanovllm.ops.exchange._MOST_ROWS", 8)  # so that 11 rows are two parts
+    monkeypatch.setattr("nanovllm.ops.exchange._MAX_ROWS", 8)  # so that 11 rows are two parts
     monkeypatch.setattr("nanovllm.ops.exchange._BYTES_OF_A_TRIP", 2**20 if is_direct else -1)
     is_direct = is_direct and size * min(num_rows, 8) <= 16  # a mailbox has 16 rows
     for rank in range(size):
@@ -666,7 +666,7 @@ def test_the_exchange_is_the_sum_and_the_norm(monkeypatch, is_direct, dtype, siz
 def test_the_exchange_takes_scaled_products_and_gives_fp8(monkeypatch, is_direct, size, num_rows):
     """It catches scales of another row, or of a row in another part. It also catches a scale of the rows sent instead
     of those received."""
-    monkeypatch.setattr("nanovllm.ops.exchange._MOST_ROWS", 8)
+    monkeypatch.setattr("nanovllm.ops.exchange._MAX_ROWS", 8)
     monkeypatch.setattr("nanovllm.ops.exchange._BYTES_OF_A_TRIP", 2**20 if is_direct else -1)
     for rank in range(size):
         calls = [
@@ -681,7 +681,7 @@ def test_the_exchange_takes_scaled_products_and_gives_fp8(monkeypatch, is_direct
 @pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by owner"])
 def test_norms_after_blocks_are_sums_without_residuals(monkeypatch, is_direct):
     """A call without a residual once began a step, so all sums of such a model would have used the first mailbox."""
-    monkeypatch.setattr("nanovllm.ops.exchange._MOST_ROWS", 8)
+    monkeypatch.setattr("nanovllm.ops.exchange._MAX_ROWS", 8)
     monkeypatch.setattr("nanovllm.ops.exchange._BYTES_OF_A_TRIP", 2**20 if is_direct else -1)
     for rank in range(2):
         calls = [
@@ -699,7 +699,7 @@ def test_ranks_sum_in_float32_and_norm_the_sum_as_it_is_kept(monkeypatch, is_dir
     products[1][0, 3:40], products[1][0, 50], products[2][0, 50] = 3, 1, 1
     sent = []
     monkeypatch.setattr(sys.modules[__name__], "assert_near", lambda ours, expected: sent.append((ours, expected)))
-    check_exchange(monkeypatch, 0, [products], is_direct, most_rows=2048)
+    check_exchange(monkeypatch, 0, [products], is_direct, max_num_rows=2048)
     assert sent and all(torch.equal(ours, expected) for ours, expected in sent)
 
 

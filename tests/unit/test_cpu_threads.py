@@ -258,7 +258,7 @@ from nanovllm import cpu_threads
 
 seconds = itertools.count(0.0, 1e9)
 cpu_threads._cpu_seconds = lambda: (next(seconds), 0.0)  # others are busy without end
-cpu_threads._FEWEST_SECONDS_TO_JUDGE_BY = 0.0  # a fast machine makes the LLM and calls it within less
+cpu_threads._MIN_SECONDS_TO_JUDGE_BY = 0.0  # a fast machine makes the LLM and calls it within less
 before = torch.get_num_threads()
 with LLM(sys.argv[1], device="cpu", num_kvcache_blocks=64) as llm:
     step, seen = llm.engine.step, set()

@@ -119,7 +119,7 @@ def test_the_first_step_waits_only_for_what_fills_it(text, num_tokens, num_read)
 def test_few_rows_are_read_per_step_when_no_place_is_left(num_tokens, read):
     """Rows that run wait during a read, and a long row takes longer to read."""
     source = itertools.repeat((Row(None, [1] * num_tokens), SamplingParams(max_tokens=1)))
-    rows = RowStream(FakeEngine(most=4), Text(None), source, list, StructuredOutputs(None, 8, []))
+    rows = RowStream(FakeEngine(maximum=4), Text(None), source, list, StructuredOutputs(None, 8, []))
     numbers = [0, *(rows.num_read for _ in zip(read, rows.run(), strict=False))]
     assert [after - before for before, after in pairwise(numbers)] == read
 
@@ -166,7 +166,7 @@ def test_an_iterator_is_asked_for_a_few_rows_per_step_once_enough_wait(text):
     """Rows that run wait while it makes them."""
     seen, per_step = [], []
     source = ((Row(text, [1]), SamplingParams(max_tokens=1)) for _ in counted(range(3000), seen))
-    rows = RowStream(FakeEngine(most=4), Text(None), source, list, StructuredOutputs(None, 8, []))
+    rows = RowStream(FakeEngine(maximum=4), Text(None), source, list, StructuredOutputs(None, 8, []))
     for _ in rows.run():
         per_step.append(len(seen))
     read = [after - before for before, after in pairwise(per_step) if after < 3000]
@@ -193,7 +193,7 @@ def test_rows_that_finish_at_once_leave_no_step_without_rows():
 
 def test_rows_are_read_ahead_whatever_the_next_step_may_take():
     """Beside many decodes a step takes few tokens of prompts. Rows that wait are chosen from, so more are read."""
-    engine = FakeEngine(most=4)
+    engine = FakeEngine(maximum=4)
     engine.tokens_of_step = 16
     rows = RowStream(
         engine,
@@ -212,7 +212,7 @@ def test_enough_rows_are_read_where_the_cache_has_most_of_their_tokens(max_token
     had been read before."""
     engine = make_engine(
         num_blocks=4000, block_size=8, max_model_len=256, max_num_seqs=128, max_num_batched_tokens=512,
-        most_tokens_beside_decodes=128, overlap=True,
+        max_tokens_beside_decodes=128, overlap=True,
     )  # fmt: skip
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     source = (([1] * 120 + [2 + i % 30, 2 + i // 30] + [1] * 6, params) for i in range(900))
@@ -669,8 +669,8 @@ def test_what_ends_the_program_is_no_fault_of_a_row(llm, monkeypatch, error):
 class FakeEngine:
     """Each step finishes everything that it has, or at most so many rows."""
 
-    def __init__(self, most=None):
-        self._most = most
+    def __init__(self, maximum=None):
+        self._most = maximum
         self.info, self.eos_token_ids = SimpleNamespace(max_num_seqs=512), frozenset()
         self.num_requests, self.waiting, self.weight_version = 0, [], 0
         self.tokens_of_step = 2**14

@@ -30,12 +30,12 @@ class Batch:
 
     def __init__(self, size: int, monkeypatch):
         self._size = size
-        self.seconds, self._most_running = 0.0, 0
+        self.seconds, self._max_running = 0.0, 0
         self._num_tokens = {"num_prefill_tokens": 0, "num_decode_tokens": 0}
         monkeypatch.setattr(estimate.time, "monotonic", lambda: self.seconds)
 
     def metrics(self) -> dict[str, int]:
-        return {**self._num_tokens, "max_batch_size": self._most_running}
+        return {**self._num_tokens, "max_batch_size": self._max_running}
 
     def run(self, rows: list[tuple[int, int]], update=lambda finished, errors: None) -> None:
         """`rows`: tokens of the prompt and of the completion, in the order in which they run."""
@@ -45,7 +45,7 @@ class Batch:
         while waiting or running:
             decodes = len(running)
             joining = [waiting.pop() for _ in range(min(len(waiting), self._size - len(running)))]
-            self._most_running = max(self._most_running, decodes + len(joining))
+            self._max_running = max(self._max_running, decodes + len(joining))
             prefill = sum(num_prompt for num_prompt, _ in joining)
             self.seconds += 0.002 + 1e-5 * decodes + 2e-6 * prefill
             self._num_tokens["num_prefill_tokens"] += prefill
@@ -259,7 +259,7 @@ def test_rows_of_several_completions_fill_the_batch_sooner(tmp_path):
 
 
 def test_a_sample_that_generates_very_much_is_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr(estimate, "_MOST_NEW_TOKENS", 400)
+    monkeypatch.setattr(estimate, "_MAX_NEW_TOKENS", 400)
 
     class Counting(FakeLLM):
         def complete(self, number, prompt, params):

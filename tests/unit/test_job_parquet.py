@@ -261,7 +261,7 @@ def test_a_value_that_json_lacks_is_its_rows_error(tmp_path, name, values, messa
 
 
 def test_a_row_that_is_too_long_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(parquet, "MOST_BYTES_OF_LINE", 1000)
+    monkeypatch.setattr(parquet, "MAX_BYTES_OF_LINE", 1000)
     short, long = rows_of(tmp_path, pa.table({"id": [1, 2], "prompt": ["a", "a" * 5000]}))
     assert short.error is None and long.id == "2"
     assert "the row has 5,020 bytes of JSON, more than 1,000" in long.error

@@ -567,14 +567,14 @@ def test_blank_lines_marks_and_a_last_line_without_end_are_read_as_people_mean_t
 
 
 @given(st.lists(st.integers(0, 50), max_size=300), st.integers(1, 40), st.integers(1, 40))
-def test_windows_hold_every_row_once_and_grow(sizes, first_rows, most_rows):
+def test_windows_hold_every_row_once_and_grow(sizes, first_rows, max_num_rows):
     rows = [f"{size:03}{number}" for number, size in enumerate(sizes)]
-    planned = list(in_windows(rows, len, lambda row: row, first_rows, most_rows))
+    planned = list(in_windows(rows, len, lambda row: row, first_rows, max_num_rows))
     assert sorted(planned) == sorted(rows)
-    start, size = 0, min(first_rows, most_rows)
+    start, size = 0, min(first_rows, max_num_rows)
     while start < len(rows):
         assert planned[start : start + size] == sorted(rows[start : start + size])
-        start, size = start + size, min(2 * size, most_rows)
+        start, size = start + size, min(2 * size, max_num_rows)
 
 
 def test_windows_of_large_rows_are_small_and_rows_of_one_beginning_keep_their_order():
@@ -583,8 +583,8 @@ def test_windows_of_large_rows_are_small_and_rows_of_one_beginning_keep_their_or
     assert planned == [rows[start + place] for start in range(0, 100, 4) for place in (0, 2, 1, 3)]
 
 
-@pytest.mark.parametrize("most_rows", [1, 10, 400])
-def test_a_window_is_read_while_the_one_before_is_given_out(most_rows):
+@pytest.mark.parametrize("max_num_rows", [1, 10, 400])
+def test_a_window_is_read_while_the_one_before_is_given_out(max_num_rows):
     """Rows that run wait while others are read, so never many at once."""
     num_read = 0
 
@@ -594,9 +594,9 @@ def test_a_window_is_read_while_the_one_before_is_given_out(most_rows):
             num_read += 1
             yield f"{number}"
 
-    for num_given, _ in enumerate(in_windows(reading(), len, lambda row: row, 4, most_rows)):
+    for num_given, _ in enumerate(in_windows(reading(), len, lambda row: row, 4, max_num_rows)):
         assert num_read <= 3 * (num_given + 1) + 4
-        assert num_read - num_given <= 2 * most_rows + 1
+        assert num_read - num_given <= 2 * max_num_rows + 1
     assert num_read == 1000
 
 

@@ -325,7 +325,7 @@ def test_a_fused_product_of_few_rows_comes_in_parts_for_the_norm(dtype):
     """Not in parts: a single row, for which there is a kernel; many rows; inputs that do not divide; a bias, which only
     one part may count; packed weights; ranks, whose exchange sums one part of each; norms that do not take parts."""
     kw = {"dtype": dtype, "device": CPU}
-    layer = RowParallelLinear(64, 24, False, Parallel(), takes_unfinished=True, fused=True, **kw)
+    layer = RowParallelLinear(64, 24, False, Parallel(), takes_unfinished=True, use_kernels=True, **kw)
     layer.weight.normal_()
     x, residual = torch.randn(5, 64).to(dtype), torch.randn(5, 24).to(dtype)
     part = layer(x).part
@@ -342,15 +342,15 @@ def test_a_fused_product_of_few_rows_comes_in_parts_for_the_norm(dtype):
 
     def num_dims(rows: int, inputs: int = 64, bias: bool = False, num_ranks: int = 1, **options) -> int:
         parallel = LonelyRank(0, num_ranks)
-        options = {"takes_unfinished": True, "fused": True, **options}
+        options = {"takes_unfinished": True, "use_kernels": True, **options}
         layer = RowParallelLinear(inputs, 24, bias, parallel, **options, **kw)
         layer.weight.normal_()
         return layer(torch.randn(rows, layer.weight.shape[1]).to(dtype)).part.ndim
 
     assert num_dims(256) == 3 and num_dims(2) == 3
-    assert [layer.kernels(rows) for rows in (1, 2, 256, 257)] == [1, 4, 4, 0]
+    assert [layer.variant_key(rows) for rows in (1, 2, 256, 257)] == [1, 4, 4, 0]
     assert num_dims(5, 72) == num_dims(5, bias=True) == num_dims(5, num_ranks=2) == 2
-    assert num_dims(5, takes_unfinished=False) == num_dims(5, fused=False) == 2
+    assert num_dims(5, takes_unfinished=False) == num_dims(5, use_kernels=False) == 2
     if dtype == torch.float32:
         layer.pack()
         assert layer.packed is None or layer(x).part.ndim == 2
@@ -369,7 +369,7 @@ def test_ranks_with_an_exchange_leave_scales_and_rounding_to_it():
 
     def part_of(exchange: Any, bias: bool = False, takes_unfinished: bool = True) -> torch.Tensor | ScaledProduct:
         parallel = LonelyRank(0, 2, exchange=exchange)
-        options = {"takes_unfinished": takes_unfinished, "fused": True, "format": format, **FP32}
+        options = {"takes_unfinished": takes_unfinished, "use_kernels": True, "format": format, **FP32}
         layer = RowParallelLinear(64, 24, bias, parallel, **options)
         for parameter in layer.parameters():
             parameter.copy_(torch.rand(parameter.shape))
@@ -380,7 +380,9 @@ def test_ranks_with_an_exchange_leave_scales_and_rounding_to_it():
     for other in (part_of(None), part_of(exchange, bias=True), part_of(exchange, takes_unfinished=False)):
         assert isinstance(other, torch.Tensor)
     for quantizes in (False, True):
-        norm = RMSNorm(24, 1e-6, fused=True, parallel=LonelyRank(0, 2, exchange=exchange), quantizes=quantizes, **FP32)
+        norm = RMSNorm(
+            24, 1e-6, use_kernels=True, parallel=LonelyRank(0, 2, exchange=exchange), quantizes=quantizes, **FP32
+        )
         norm.reduce_add(PartialSum(product), torch.zeros(3, 24))
     assert calls == [(product, False), (product, True)]
 
@@ -391,7 +393,7 @@ def test_a_large_fused_product_is_added_to_the_residual_while_it_is_multiplied(d
     kw = {"dtype": dtype, "device": CPU}
 
     def made(**options) -> RowParallelLinear:
-        options = {"bias": False, "parallel": Parallel(), "takes_unfinished": True, "fused": True, **options}
+        options = {"bias": False, "parallel": Parallel(), "takes_unfinished": True, "use_kernels": True, **options}
         layer = RowParallelLinear(64, 24, **options, **kw)
         layer.weight.normal_()
         return layer
@@ -405,7 +407,7 @@ def test_a_large_fused_product_is_added_to_the_residual_while_it_is_multiplied(d
     torch.testing.assert_close(total.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
     exactly(normed, norm(total))
     # With a bias, several ranks or packed weights, the product is calculated at once. One of few rows comes in parts.
-    others = [made(bias=True), made(parallel=LonelyRank(0, 2)), made(takes_unfinished=False), made(fused=False)]
+    others = [made(bias=True), made(parallel=LonelyRank(0, 2)), made(takes_unfinished=False), made(use_kernels=False)]
     assert not any(isinstance(other(x[:, : other.weight.shape[1]]), PendingProduct) for other in others)
     assert isinstance(layer(x[:256]), PartialSum)
     if dtype == torch.float32:

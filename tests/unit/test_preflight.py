@@ -137,7 +137,7 @@ def test_no_more_tokens_are_generated_than_it_says_and_so_many_may_be(llm):
     checks = Preflight(MODEL_DIRECTORY, **OPTIONS).check(prompts, params)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     generated = [sum(len(each.token_ids) for each in output.outputs) for output in outputs]
-    assert [check.most_new_tokens for check in checks] == generated == [10, 7, 20, 6, 80, 0, 0]
+    assert [check.max_num_new_tokens for check in checks] == generated == [10, 7, 20, 6, 80, 0, 0]
 
 
 def test_prompts_and_parameters_are_those_of_generate():
@@ -202,7 +202,7 @@ def test_prompts_that_cannot_run_count_only_as_such_and_for_the_longest():
         num_errors=2,
         num_prompt_tokens=290,
         longest_prompt=500,
-        most_new_tokens=6,
+        max_num_new_tokens=6,
         num_distinct_prefixes=2,
         num_shared_tokens=64,
         expected_hit_rate=64 / 290,
@@ -210,7 +210,7 @@ def test_prompts_that_cannot_run_count_only_as_such_and_for_the_longest():
 
 
 def test_beyond_the_blocks_that_it_remembers_the_hit_rate_is_a_lower_bound(monkeypatch):
-    monkeypatch.setattr(nanovllm.preflight, "MOST_KNOWN_BLOCKS", 3)
+    monkeypatch.setattr(nanovllm.preflight, "MAX_KNOWN_BLOCKS", 3)
     preflight = Preflight(MODEL_DIRECTORY)
     first, second = [1] * 130, [2] * 200  # two full blocks, and three
     preflight.check([first, second, first, second, [3] * 64, [3] * 65], GREEDY)

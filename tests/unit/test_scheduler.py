@@ -90,7 +90,7 @@ def test_a_completion_whose_last_step_is_in_flight_keeps_no_place():
 
 def test_the_room_for_prompts_is_that_of_the_next_step():
     """Beside decodes a step takes fewer tokens of prompts. A prompt of which a chunk is left is no decode."""
-    engine = make_engine(max_num_batched_tokens=8, most_tokens_beside_decodes=4, max_num_seqs=4)
+    engine = make_engine(max_num_batched_tokens=8, max_tokens_beside_decodes=4, max_num_seqs=4)
     assert engine.room_for_prompts() == (4, 8)
     add(engine, range(10), max_tokens=3)
     engine.step()
@@ -112,7 +112,7 @@ def test_the_room_for_prompts_is_larger_if_the_next_prompt_is_long(monkeypatch):
     """The next is the first that waits. If nobody waits, it is taken to be as long as the last."""
     monkeypatch.setattr("nanovllm.engine.scheduler._LONG_SEQUENCE", 30)
     monkeypatch.setattr("nanovllm.engine.scheduler._TOKENS_BESIDE_DECODES_OF_LONG", 20)
-    engine = make_engine(max_num_batched_tokens=60, most_tokens_beside_decodes=10, max_num_seqs=4)
+    engine = make_engine(max_num_batched_tokens=60, max_tokens_beside_decodes=10, max_num_seqs=4)
     found = []
     for token, length in ((1, 5), (2, 35), (3, 5)):
         add(engine, [token] * length, max_tokens=16)
@@ -126,7 +126,7 @@ def test_the_room_for_prompts_is_larger_if_the_next_prompt_is_long(monkeypatch):
 
 def test_a_row_that_only_scores_keeps_its_place_until_its_prompt_is_read():
     """It has its greatest length from the start, and so its place counted as free."""
-    engine = make_engine(max_num_batched_tokens=8, most_tokens_beside_decodes=4, max_num_seqs=4)
+    engine = make_engine(max_num_batched_tokens=8, max_tokens_beside_decodes=4, max_num_seqs=4)
     add(engine, range(20), max_tokens=0, prompt_logprobs=0)
     found = []
     while not engine.is_finished():
@@ -653,7 +653,7 @@ def note_steps(engine: LLMEngine) -> list[tuple[int, int, int]]:
 def test_prompts_beside_decodes_fill_steps_of_their_own_size_and_the_first_the_whole_budget(overlap):
     """One large prefill after another, between which the decodes had to wait."""
     engine = make_engine(
-        num_blocks=1000, max_num_batched_tokens=60, most_tokens_beside_decodes=10, max_num_seqs=20, overlap=overlap
+        num_blocks=1000, max_num_batched_tokens=60, max_tokens_beside_decodes=10, max_num_seqs=20, overlap=overlap
     )
     steps = note_steps(engine)
     for index in range(20):
@@ -669,7 +669,7 @@ def test_prompts_beside_decodes_fill_steps_of_their_own_size_and_the_first_the_w
 
 @both_depths
 def test_chunks_of_prompts_are_cut_short_only_beside_decodes(overlap):
-    engine = make_engine(max_num_batched_tokens=8, most_tokens_beside_decodes=1, overlap=overlap)
+    engine = make_engine(max_num_batched_tokens=8, max_tokens_beside_decodes=1, overlap=overlap)
     for index in range(2):
         add(engine, [index] * 20, max_tokens=9)
     check_right(engine, run_to_end(engine))
@@ -682,7 +682,7 @@ def test_chunks_of_prompts_are_cut_short_only_beside_decodes(overlap):
 def test_rows_that_end_with_their_first_token_are_no_decodes(scores, overlap):
     """One more step is planned before their token is known; it has the whole budget all the same."""
     engine = make_engine(
-        num_blocks=1000, max_num_batched_tokens=60, most_tokens_beside_decodes=10, max_num_seqs=40, overlap=overlap
+        num_blocks=1000, max_num_batched_tokens=60, max_tokens_beside_decodes=10, max_num_seqs=40, overlap=overlap
     )
     steps = note_steps(engine)
     for index in range(20):
@@ -698,7 +698,7 @@ def test_long_prompts_beside_decodes_have_larger_steps(overlap, monkeypatch):
     monkeypatch.setattr("nanovllm.engine.scheduler._LONG_SEQUENCE", 30)
     monkeypatch.setattr("nanovllm.engine.scheduler._TOKENS_BESIDE_DECODES_OF_LONG", 20)
     engine = make_engine(
-        num_blocks=1000, max_num_batched_tokens=60, max_model_len=64, most_tokens_beside_decodes=10, overlap=overlap
+        num_blocks=1000, max_num_batched_tokens=60, max_model_len=64, max_tokens_beside_decodes=10, overlap=overlap
     )
     steps = note_steps(engine)
     add(engine, [1] * 50, max_tokens=14)
@@ -714,7 +714,7 @@ def test_long_prompts_beside_decodes_have_larger_steps(overlap, monkeypatch):
 def test_no_step_with_decodes_is_larger_than_the_cap_or_twice_its_decodes(cap, overlap):
     rng = random.Random(cap)
     engine = make_engine(
-        num_blocks=24, max_num_batched_tokens=48, most_tokens_beside_decodes=cap, max_num_seqs=12, overlap=overlap
+        num_blocks=24, max_num_batched_tokens=48, max_tokens_beside_decodes=cap, max_num_seqs=12, overlap=overlap
     )
     steps = note_steps(engine)
     finished = {}
@@ -734,7 +734,7 @@ def test_no_step_with_decodes_is_larger_than_the_cap_or_twice_its_decodes(cap, o
 @both_depths
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 1}, {"num_blocks": 12}, {"max_num_seqs": 1}])
 def test_with_the_smallest_cap_everything_still_finishes_and_is_right(options, overlap):
-    engine = make_engine(**{"max_model_len": 48, "most_tokens_beside_decodes": 1, "overlap": overlap, **options})
+    engine = make_engine(**{"max_model_len": 48, "max_tokens_beside_decodes": 1, "overlap": overlap, **options})
     rng = random.Random(0)
     for index in range(60):
         add(engine, [index % 5] * rng.randint(1, 30), max_tokens=rng.randint(1, 18))
@@ -1142,7 +1142,7 @@ def test_siblings_do_not_fork_from_a_leader_that_came_back():
 def test_steps_that_only_score_are_not_cut_to_the_size_that_decodes_want(overlap):
     """A prompt whose last chunk is in flight has one token left, as a decode has, and will never compute it."""
     engine = make_engine(
-        num_blocks=200, max_num_batched_tokens=64, most_tokens_beside_decodes=8, max_num_seqs=32, overlap=overlap
+        num_blocks=200, max_num_batched_tokens=64, max_tokens_beside_decodes=8, max_num_seqs=32, overlap=overlap
     )
     for first in range(20):
         engine.add_request([first, *range(15)], SamplingParams(max_tokens=0, prompt_logprobs=0))

@@ -189,7 +189,7 @@ def test_the_kernel_copies_what_its_twin_copies(shape):
     copies = ((0, 3), (0, 2), (1, shape[2] - 1)) if shape[2] > 4 else ((0, 3), (1, 2))
     expected, fused = cache.clone(), cache.clone()
     copy_blocks(expected, copies)
-    copy_blocks(fused, copies, fused=True)
+    copy_blocks(fused, copies, use_kernels=True)
     assert torch.equal(fused, expected) and not torch.equal(fused, cache)
     for source, target in copies:
         assert torch.equal(fused[:, :, target], cache[:, :, source])

@@ -83,11 +83,11 @@ def test_no_phase_has_tokens_without_seconds_or_seconds_without_tokens(clock, mo
         before = clock.now
         run_to_end(engine)
         metrics = engine.metrics()
-        most_tokens_per_second = engine.scheduler.max_num_batched_tokens / 1.0
+        max_tokens_per_second = engine.scheduler.max_num_batched_tokens / 1.0
         for phase in ("prefill", "decode"):
             num_tokens, seconds = metrics[f"num_{phase}_tokens"], metrics[f"{phase}_seconds"]
             assert (num_tokens > 0) == (seconds > 1e-9)
-            assert num_tokens <= seconds * most_tokens_per_second * (1 + 1e-9)
+            assert num_tokens <= seconds * max_tokens_per_second * (1 + 1e-9)
         assert metrics["prefill_seconds"] + metrics["decode_seconds"] == pytest.approx(clock.now - before)
         seen_both += metrics["num_decode_tokens"] > 0
     assert seen_both > 10

@@ -87,12 +87,12 @@ def decode(tokenizer, token_ids):
     return tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def walk(kind, params, rng, closes=0.6, most=200):
+def walk(kind, params, rng, closes=0.6, maximum=200):
     """Generates random allowed tokens, and rather such that close something. The text, or None if it has no end."""
     tokenizer, eos, constraint = tokenizer_of(kind), eos_of(kind), outputs_of(kind).constraint(params)
     texts = texts_of(kind)
     token_ids = []
-    for _ in range(most):
+    for _ in range(maximum):
         ids = allowed_by(constraint)
         assert ids and max(ids) < len(tokenizer)
         if rng.random() < closes:
