@@ -126,7 +126,7 @@ def train(steps: int, batch_size: int, device: str, learning_rate: float, seed: 
     vectors = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}],
-        lr=learning_rate, betas=(0.9, 0.98), use_kernels=device != "cpu",
+        lr=learning_rate, betas=(0.9, 0.98), fused=device != "cpu",
     )  # fmt: skip
 
     def loss_of(ids, labels):
