@@ -154,8 +154,8 @@ def to_e4m3(x):
     """Rounds float32 numbers to e4m3.
 
     Do not store the result four numbers at a time in one place, and use it number by number in another: convert again.
-    ptxas 12.8 and 12.9 compile the second use wrongly, so that it gets stale numbers. tests/compile_kernels.py looks
-    for that.
+    ptxas 12.8 and 12.9 compile the second use wrongly, so that it gets stale numbers.
+    tests/support/compile_kernels.py looks for that.
     """
     # Triton's interpreter halves some numbers that it rounds up, so nothing is left for it to round.
     if _IS_INTERPRETED:

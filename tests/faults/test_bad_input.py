@@ -15,7 +15,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from model_factory import stable_id
+from support.model_factory import stable_id
 
 import nanovllm.attention.backend
 import nanovllm.runner.model_runner

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).with_name("job_crashes.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "job_crashes.py"
 
 
 def run(*arguments: object) -> str:

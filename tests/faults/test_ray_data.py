@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from harness_texts import OPTIONS
+from support.harness_texts import OPTIONS
 
 from nanovllm import LLM, NOT_YET, CompletionOutput, RequestOutput, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY

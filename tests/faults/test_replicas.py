@@ -257,7 +257,7 @@ def test_a_row_that_kills_its_replica_becomes_one_error_row(expected, how, monke
     prompts[17] = "POISON"
     with (
         nothing_left_behind(tmp_path, monkeypatch),
-        Replicas(MODEL, data_parallel_size=2, replica_module="faulty_replica", **OPTIONS) as replicas,
+        Replicas(MODEL, data_parallel_size=2, replica_module="support.faulty_replica", **OPTIONS) as replicas,
     ):
         outputs = run(replicas, prompts)
         assert len(replicas._past) == 3
@@ -274,7 +274,7 @@ def test_replicas_that_die_of_every_row_end_the_call(monkeypatch, tmp_path):
     monkeypatch.setenv("FATAL_TEXT", "Q:")
     with (
         nothing_left_behind(tmp_path, monkeypatch),
-        Replicas(MODEL, data_parallel_size=1, replica_module="faulty_replica", **OPTIONS) as replicas,
+        Replicas(MODEL, data_parallel_size=1, replica_module="support.faulty_replica", **OPTIONS) as replicas,
     ):
         outputs = replicas.generate_iter(PROMPTS, PARAMS)
         with pytest.raises(RuntimeError, match=r"replica 0 of 1 was killed by signal 9; replicas died 6 times"):

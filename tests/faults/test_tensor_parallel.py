@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import test_interrupts
-from model_factory import one_thread, read_tensors, save_model, write_tensors  # noqa: F401
+from support.model_factory import one_thread, read_tensors, save_model, write_tensors  # noqa: F401
 from test_interrupts import Fault, assert_empty, interrupt_at_random_moments, run_traced, sigint  # noqa: F401
 
 import nanovllm.parallel.parallel_runner
@@ -423,7 +423,7 @@ def start_faulty(tiny: str, fault: str, rank: int, monkeypatch) -> LLMEngine:
     monkeypatch.setenv("FAULT", fault)
     monkeypatch.setenv("FAULTY_RANK", str(rank))
     config = Config(tiny, tensor_parallel_size=2, **OPTIONS)
-    return LLMEngine(config, runner=TensorParallelRunner(config, worker_module="faulty_worker"))
+    return LLMEngine(config, runner=TensorParallelRunner(config, worker_module="support.faulty_worker"))
 
 
 WOULD_COMPUTE = "the ranks diverged at step 4, which is a bug: rank {rank} would compute"

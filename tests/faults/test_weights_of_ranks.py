@@ -5,8 +5,8 @@ import random
 from pathlib import Path
 
 import pytest
-from family_factory import FAMILIES, save_family_model
-from model_factory import one_thread, read_tensors  # noqa: F401
+from support.family_factory import FAMILIES, save_family_model
+from support.model_factory import one_thread, read_tensors  # noqa: F401
 from test_update_weights import (
     HEAD,
     OPTIONS,
@@ -134,7 +134,7 @@ def test_what_one_rank_refuses_no_rank_does(checkpoints, expected, monkeypatch, 
     monkeypatch.setenv("FAULT", "refuses once")
     monkeypatch.setenv("FAULTY_RANK", str(rank))
     config = Config(str(checkpoints[0]), **OPTIONS, tensor_parallel_size=2)
-    engine = LLMEngine(config, TensorParallelRunner(config, "faulty_worker"))
+    engine = LLMEngine(config, TensorParallelRunner(config, "support.faulty_worker"))
     try:
         second = list(read_tensors(checkpoints[1]).items())
         with pytest.raises(ValueError, match=rf"cannot be read \(rank {rank} of 2\)"):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_factory import make_model, save_model
+from support.model_factory import make_model, save_model
 from test_against_transformers import teacher_forced_logits
 from test_demo_model import CONVERSATIONS, PROBLEMS
 from test_interrupts import Fault

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_factory import make_family_model
+from support.family_factory import make_family_model
 from test_against_transformers import teacher_forced_logits
 from test_experts import exact_mlp
 

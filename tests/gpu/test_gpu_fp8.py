@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from family_factory import make_family_model
-from fp8_factory import CHANNEL, LAYOUTS, block_layout, by_channel, changed_copy, quantized_copy
-from model_factory import make_model, read_tensors
+from support.family_factory import make_family_model
+from support.fp8_factory import CHANNEL, LAYOUTS, block_layout, by_channel, changed_copy, quantized_copy
+from support.model_factory import make_model, read_tensors
 from test_against_transformers import teacher_forced_logits
 from test_attention import TOLERANCE, Case, make_case, run
 from test_demo_model import CONVERSATIONS, PROBLEMS

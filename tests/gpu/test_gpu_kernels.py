@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from batch_factory import expanded
-from model_factory import perturbed
+from support.batch_factory import expanded
+from support.model_factory import perturbed
 from test_attention import TOLERANCE, Case, make_case, make_metadata, run
 from test_sequence_table import random_rows
 

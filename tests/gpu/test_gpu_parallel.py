@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_factory import save_model
+from support.model_factory import save_model
 from test_demo_model import CONVERSATIONS
 from test_gpu_engine import Judge, num_different
 from test_interrupts import Fault, assert_empty, interrupt_at_random_moments, sigint  # noqa: F401

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_factory import edit_config, read_tensors, save_model
+from support.model_factory import edit_config, read_tensors, save_model
 
 from nanovllm import LLM, SamplingParams
 

@@ -6,8 +6,8 @@ from multiprocessing.pool import AsyncResult
 from pathlib import Path
 
 import pytest
-from mutant_run import NUM_PROCESSES, make_pool, run_tests
 from mutants import MUTANTS, Mutant
+from support.mutant_run import NUM_PROCESSES, make_pool, run_tests
 
 import nanovllm
 

@@ -9,7 +9,7 @@ from importlib import metadata
 
 import pytest
 import torch
-from schemas import make_schemas
+from support.schemas import make_schemas
 from test_against_transformers import teacher_forced_logits
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams

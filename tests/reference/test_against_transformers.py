@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from batch_factory import make_batch
-from model_factory import edit_config, make_model, one_thread, random_model_options, save_model  # noqa: F401
+from support.batch_factory import make_batch
+from support.model_factory import edit_config, make_model, one_thread, random_model_options, save_model  # noqa: F401
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.sequence import Sequence

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from batch_factory import make_batch
-from model_factory import one_thread  # noqa: F401
+from support.batch_factory import make_batch
+from support.model_factory import one_thread  # noqa: F401
 
 from nanovllm.attention.backend import AttentionBackend, AttentionShape, make_attention_backend
 from nanovllm.attention.metadata import AttentionMetadata, query_tiles

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batch_factory import send
-from model_factory import read_tensors, save_model
+from support.batch_factory import send
+from support.model_factory import read_tensors, save_model
 from test_sequence_table import scheduled, step_of
 
 from nanovllm import LLM, SamplingParams

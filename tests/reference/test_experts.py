@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from model_factory import one_thread  # noqa: F401
+from support.model_factory import one_thread  # noqa: F401
 
 from nanovllm.ops.grouped_mlp import ExpertWeights, grouped_mlp
 from nanovllm.ops.route import Routes, route

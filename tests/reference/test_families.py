@@ -5,8 +5,8 @@ import threading
 
 import pytest
 import torch
-from family_factory import FAMILIES, save_family_model
-from model_factory import one_thread  # noqa: F401
+from support.family_factory import FAMILIES, save_family_model
+from support.model_factory import one_thread  # noqa: F401
 from test_against_transformers import (
     TIE,
     Tally,

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from family_factory import FAMILIES, save_family_model
-from fp8_factory import LAYOUTS, assert_alike, completions, quantized_copy
-from model_factory import one_thread  # noqa: F401
+from support.family_factory import FAMILIES, save_family_model
+from support.fp8_factory import LAYOUTS, assert_alike, completions, quantized_copy
+from support.model_factory import one_thread  # noqa: F401
 
 from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.layers.linear import RowParallelLinear
@@ -216,7 +216,7 @@ def test_kernels_compile_for_hopper(tmp_path):
     """One that the interpreter took once did not. What programs share fits, and FP8 is multiplied as it is."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)  # compiled afresh
-    script = Path(__file__).parents[1] / "compile_kernels.py"
+    script = Path(__file__).parents[1] / "support" / "compile_kernels.py"
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = [line.split() for line in done.stdout.splitlines()]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from family_factory import FAMILIES, save_family_model
-from model_factory import one_thread, save_model  # noqa: F401
+from support.family_factory import FAMILIES, save_family_model
+from support.model_factory import one_thread, save_model  # noqa: F401
 from test_attention import MIXED, TOLERANCE, filled_with_nan, make_case, relative_error, run
 from test_fp8 import HALF_MIN, HALF_ULP, assert_alike, random_product, random_tensor
 

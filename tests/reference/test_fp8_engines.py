@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from family_factory import save_family_model
-from fp8_factory import (
+from support.family_factory import save_family_model
+from support.fp8_factory import (
     CHANNEL,
     LAYOUTS,
     PROMPTS,
@@ -28,7 +28,7 @@ from fp8_factory import (
     quantized_copy,
     round_inputs,
 )
-from model_factory import one_thread, read_tensors, save_model, write_tensors  # noqa: F401
+from support.model_factory import one_thread, read_tensors, save_model, write_tensors  # noqa: F401
 from torch.profiler import ProfilerActivity, profile
 
 from nanovllm import LLM

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_factory import one_thread  # noqa: F401 (a fixture)
+from support.model_factory import one_thread  # noqa: F401 (a fixture)
 
 NUM_STEPS = 12
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from family_factory import FAMILIES, save_family_model
-from model_factory import save_model
+from support.family_factory import FAMILIES, save_family_model
+from support.model_factory import save_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention import triton_backend

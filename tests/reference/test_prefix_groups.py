@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from model_factory import save_model
+from support.model_factory import save_model
 from test_attention import Case, make_case, relative_error, run
 
 from nanovllm import LLM, SamplingParams

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_factory import TINY, one_thread, perturbed, save_model  # noqa: F401
+from support.model_factory import TINY, one_thread, perturbed, save_model  # noqa: F401
 
 from nanovllm import LLM, SamplingParams
 

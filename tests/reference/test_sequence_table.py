@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batch_factory import expanded
-from batch_factory import send as send_step
-from fake_runner import FakeRunner, make_engine, run_to_end
+from support.batch_factory import expanded
+from support.batch_factory import send as send_step
+from support.fake_runner import FakeRunner, make_engine, run_to_end
 
 from nanovllm.attention.metadata import QUERY_TILE, query_tiles
 from nanovllm.attention.prefix_groups import PrefixGroups

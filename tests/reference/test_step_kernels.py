@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from batch_factory import WholeExpansion, expanded
+from support.batch_factory import WholeExpansion, expanded
 
 from nanovllm.ops import expand_rows as module
 from nanovllm.ops.expand_rows import Table

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from model_factory import one_thread, save_model  # noqa: F401 (a fixture)
-from schemas import make_schemas
+from support.model_factory import one_thread, save_model  # noqa: F401 (a fixture)
+from support.schemas import make_schemas
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.demo import MODEL_DIRECTORY

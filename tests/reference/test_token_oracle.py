@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import pytest
-from fake_runner import FakeRunner, Predicate, expected_completion, expected_scores, make_engine
+from support.fake_runner import FakeRunner, Predicate, expected_completion, expected_scores, make_engine
 
 from nanovllm.engine.block_manager import BlockManager, hash_block
 from nanovllm.engine.llm_engine import LLMEngine

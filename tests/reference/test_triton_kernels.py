@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from model_factory import one_thread, save_model  # noqa: F401
+from support.model_factory import one_thread, save_model  # noqa: F401
 from test_attention import MIXED, Case, make_case, relative_error
 from test_attention import run as run_case
 from test_fp8 import assert_rounded

@@ -8,7 +8,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from fake_runner import make_engine
+from support.fake_runner import make_engine
 
 from nanovllm import LLM, NOT_YET, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY

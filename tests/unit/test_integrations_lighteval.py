@@ -1,7 +1,7 @@
 """lighteval on nanovllm gives what the LLM gives when it is called directly."""
 
 import pytest
-from harness_texts import LONG, OPTIONS, SUM, WORD, without_tokenizer
+from support.harness_texts import LONG, OPTIONS, SUM, WORD, without_tokenizer
 
 from nanovllm import SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY

@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from harness_texts import LONG, OPTIONS, SUM, WORD, without_tokenizer
+from support.harness_texts import LONG, OPTIONS, SUM, WORD, without_tokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY

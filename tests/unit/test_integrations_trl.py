@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness_texts import OPTIONS, SUM, WORD
+from support.harness_texts import OPTIONS, SUM, WORD
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fake_llm import FakeLLM
+from support.fake_llm import FakeLLM
 
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.jobs import JobOptions, estimate

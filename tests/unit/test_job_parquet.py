@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fake_llm import FakeLLM
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fake_llm import FakeLLM
 
 from nanovllm import CompletionOutput, RequestOutput, TokenLogprobs
 from nanovllm.demo import MODEL_DIRECTORY

@@ -13,9 +13,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from fake_llm import FakeLLM
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fake_llm import FakeLLM
 
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.jobs import cli
@@ -678,7 +678,7 @@ def test_memory_stays_flat_over_many_rows(job, tmp_path, runs):
     """What a job keeps of a row is some tens of bytes."""
     program = (
         "import re, sys; sys.path.insert(0, 'tests')\n"
-        "from fake_llm import FakeLLM\nfrom nanovllm.jobs.job import Job, JobOptions\n"
+        "from support.fake_llm import FakeLLM\nfrom nanovllm.jobs.job import Job, JobOptions\n"
         "FakeLLM.made = type('Nothing', (), {'append': lambda self, each: None})()\n"
         "peaks = []\n"
         "for name in ('small', 'large'):\n"

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from batch_factory import make_batch
-from model_factory import make_model, one_thread, save_model  # noqa: F401
+from support.batch_factory import make_batch
+from support.model_factory import make_model, one_thread, save_model  # noqa: F401
 
 import nanovllm
 from nanovllm.attention.backend import AttentionShape

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from model_factory import stable_id
+from support.model_factory import stable_id
 
 import nanovllm.llm
 from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams

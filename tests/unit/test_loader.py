@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_factory import (
+from support.model_factory import (
     TINY,
     edit_config,
     make_model,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_factory import TINY, save_model
+from support.model_factory import TINY, save_model
 from transformers import Qwen3Config
 
 from nanovllm import LLM

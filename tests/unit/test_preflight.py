@@ -11,7 +11,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from model_factory import edit_config, one_thread  # noqa: F401 (a fixture)
+from support.model_factory import edit_config, one_thread  # noqa: F401 (a fixture)
 from test_bad_input import BAD_ROWS
 
 import nanovllm.preflight

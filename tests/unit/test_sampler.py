@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from batch_factory import send
-from model_factory import one_thread, save_model  # noqa: F401
+from support.batch_factory import send
+from support.model_factory import one_thread, save_model  # noqa: F401
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.sequence import Sequence

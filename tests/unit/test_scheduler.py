@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 import pytest
-from fake_runner import expected_completion, make_engine, run_to_end
-from host_cost import microseconds_per_sequence
+from support.fake_runner import expected_completion, make_engine, run_to_end
+from support.host_cost import microseconds_per_sequence
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence, SequenceStatus

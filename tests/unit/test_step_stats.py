@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from fake_runner import make_engine, run_to_end
+from support.fake_runner import make_engine, run_to_end
 
 from nanovllm import SamplingParams
 from nanovllm.engine import step_stats

@@ -12,7 +12,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from schemas import make_schemas
+from support.schemas import make_schemas
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

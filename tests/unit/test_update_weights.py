@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from fake_runner import make_engine
-from family_factory import FAMILIES, save_family_model
-from model_factory import make_model, one_thread, read_tensors, save_model, write_tensors  # noqa: F401
+from support.fake_runner import make_engine
+from support.family_factory import FAMILIES, save_family_model
+from support.model_factory import make_model, one_thread, read_tensors, save_model, write_tensors  # noqa: F401
 
 import nanovllm.models.loader
 from nanovllm import LLM, SamplingParams

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from model_factory import read_tensors, write_tensors
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers.linear import LinearBase, RowParallelLinear
 from nanovllm.ops.quantize import E4M3, LARGEST, quantize_rows
+from support.model_factory import read_tensors, write_tensors
 
 PROMPTS = [list(range(1, length + 1)) for length in (1, 2, 29, 5, 23)]
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0, detokenize=False)

@@ -1,4 +1,4 @@
-"""Compiles kernels for a GPU of compute capability 9.0 without one: `python tests/compile_kernels.py`.
+"""Compiles kernels for a GPU of compute capability 9.0 without one: `python tests/support/compile_kernels.py`.
 
 It calls the functions that launch kernels. What they would launch is compiled with its own options and not run. It
 prints each kernel's name, the bytes that a program shares, the instruction that it multiplies matrices with, how many

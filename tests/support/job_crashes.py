@@ -1,7 +1,7 @@
 """Kills jobs, and compares what they finish with in the end with an uninterrupted run.
 
-    python tests/faults/job_crashes.py calls              # at each system call that changes a file, with a fake LLM
-    python tests/faults/job_crashes.py moments --kills 500 --rows 2000    # at random moments, with the bundled model
+    python tests/support/job_crashes.py calls              # at each system call that changes a file, with a fake LLM
+    python tests/support/job_crashes.py moments --kills 500 --rows 2000    # at random moments, with the bundled model
 
 A killed run is a fork of this process, so that the imports are paid for once. Beside kills there are torn writes (the
 file ends in the middle of a line, or in garbage) and full disks (a limit of the files' size).
@@ -24,13 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: F401 - before the forks
 import transformers  # noqa: F401
-from fake_llm import FakeLLM
 
 import nanovllm.jobs.job as job
 import nanovllm.jobs.journal as journal
 import nanovllm.runner.model_runner  # noqa: F401
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.jobs.errors import JobError
+from support.fake_llm import FakeLLM
 
 CALLS = ("pwrite", "ftruncate", "fsync", "fdatasync", "replace", "unlink")
 WORDS = ["kernel", "garden", "paged", "memory", "planet", "token", "cache", "block"]

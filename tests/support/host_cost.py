@@ -1,4 +1,4 @@
-"""What a decode step costs the host in scheduler and block manager: run `python tests/host_cost.py`."""
+"""What a decode step costs the host in scheduler and block manager: run `python tests/support/host_cost.py`."""
 
 import time
 from collections import deque
