@@ -21,7 +21,7 @@ from nanovllm.jobs import JobOptions
 from nanovllm.jobs.cli import main
 from nanovllm.jobs.job import Job
 from nanovllm.jobs.run import RowsRun
-from nanovllm.parallel.replicas import Replicas, _merged, _settings
+from nanovllm.replicas.replicas import Replicas, _merged, _settings
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -329,7 +329,7 @@ def test_each_replica_gets_gpus_of_its_own_out_of_those_that_are_visible(monkeyp
 SCRIPT = """
 import os, sys
 from nanovllm import SamplingParams
-from nanovllm.parallel.replicas import Replicas
+from nanovllm.replicas.replicas import Replicas
 
 replicas = Replicas(sys.argv[1], data_parallel_size=2, tensor_parallel_size=2, device="cpu", max_num_seqs=4,
                     max_model_len=128)

@@ -76,9 +76,9 @@ IN_PLACE = "runner/weights_in_place.py"
 WEIGHT_FILES = "parallel/weight_files.py"
 WORKER = "parallel/worker.py"
 PARALLEL_RUNNER = "parallel/parallel_runner.py"
-PROCESSES = "parallel/processes.py"
-REPLICA = "parallel/replica.py"
-REPLICA_ROWS = "parallel/replica_rows.py"
+PROCESSES = "child_processes.py"
+REPLICA = "replicas/worker.py"
+REPLICA_ROWS = "replicas/iterator.py"
 
 MUTANTS = [
     # Block manager

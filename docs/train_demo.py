@@ -1,6 +1,6 @@
 """Trains the bundled model from nothing: a byte-level Qwen3 of about two million parameters.
 
-    python -m nanovllm.demo.train --out OUT [--steps 9000] [--device cuda]
+    python docs/train_demo.py --out OUT [--steps 9000] [--device cuda]
 
 Writes a checkpoint in the Hugging Face layout (config, generation_config, model.safetensors in bfloat16,
 tokenizer with a chat template) and says how many of 1,000 held-out problems it answers right through
@@ -126,7 +126,7 @@ def train(steps: int, batch_size: int, device: str, learning_rate: float, seed: 
     vectors = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}],
-        lr=learning_rate, betas=(0.9, 0.98), use_kernels=device != "cpu",
+        lr=learning_rate, betas=(0.9, 0.98), fused=device != "cpu",
     )  # fmt: skip
 
     def loss_of(ids, labels):

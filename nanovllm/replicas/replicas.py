@@ -1,7 +1,7 @@
 """Several engines of one model in processes of their own, which take rows from one queue.
 
-`Replicas` has the face that a job sees of an LLM. It starts the processes (parallel/replica.py) and starts them anew
-when they die; parallel/replica_rows.py deals the rows out.
+`Replicas` has the face that a job sees of an LLM. It starts the processes (worker.py), and starts another
+when one dies; iterator.py deals the prompts out.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from queue import SimpleQueue
 from typing import Any, NoReturn
 
 from nanovllm.checks import integer
+from nanovllm.child_processes import ERRORS, Child, end_children, frame, start_child, start_reader, start_writer
 from nanovllm.config import Config
 from nanovllm.machine import cpus
-from nanovllm.parallel.processes import ERRORS, Child, end_children, frame, start_child, start_reader, start_writer
-from nanovllm.parallel.replica import dumps, loads
-from nanovllm.parallel.replica_rows import Replica, ReplicaIterator
 from nanovllm.prompts import as_prompt_list
+from nanovllm.replicas.iterator import Replica, ReplicaIterator
+from nanovllm.replicas.worker import dumps, loads
 from nanovllm.sampling_params import SamplingParams, with_params
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class Replicas:
         model: str | os.PathLike[str],
         *,
         data_parallel_size: int,
-        replica_module: str = "nanovllm.parallel.replica",
+        replica_module: str = "nanovllm.replicas.worker",
         **engine_options: Any,
     ):
         size = integer("data_parallel_size", data_parallel_size, minimum=1)

@@ -16,7 +16,7 @@ from itertools import count
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.parallel.processes import serve
+from nanovllm.child_processes import serve
 from nanovllm.prompts import NOT_YET
 from nanovllm.sampling_params import SamplingParams
 

@@ -13,7 +13,7 @@ from nanovllm.row_stream import keep_outputs
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.parallel.replicas import Replicas
+    from nanovllm.replicas.replicas import Replicas
 
 logger = logging.getLogger(__name__)
 
