@@ -35,6 +35,7 @@ MEANT_OPTIONS = {
     "mem_fraction_static": "gpu_memory_utilization",
     "random_seed": "seed",
     "disable_cuda_graph": "enforce_eager",
+    "deterministic": "results that are bitwise equal whatever the batch are not available yet; leave it out",
     "trust_remote_code": "nanovllm never runs code from a model's directory; leave it out",
 }
 
@@ -73,7 +74,6 @@ class Config:
         overlap: let the device run one step ahead of the host.
         enable_prefix_caching: share the KV blocks of equal prompt beginnings.
         prefix_grouping: attend a shared prefix once for all decodes that share it, where the backend can (triton).
-        deterministic: bitwise equal results whatever the batch; not available yet.
         seed: of the requests that bring none.
 
     Raises:
@@ -100,7 +100,6 @@ class Config:
     overlap: bool = True
     enable_prefix_caching: bool = True
     prefix_grouping: bool = True
-    deterministic: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -134,7 +133,7 @@ class Config:
         for name in ("max_num_seqs", "kvcache_block_size"):
             if (getattr(self, name) or 0) > _MOST:
                 raise ValueError(f"{name} must be at most {_MOST}, not {getattr(self, name)}")
-        for name in ("enforce_eager", "overlap", "enable_prefix_caching", "prefix_grouping", "deterministic"):
+        for name in ("enforce_eager", "overlap", "enable_prefix_caching", "prefix_grouping"):
             boolean(name, getattr(self, name))
         self._set("gpu_memory_utilization", real("gpu_memory_utilization", self.gpu_memory_utilization))
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -147,8 +146,6 @@ class Config:
                 f"device={self.device!r} is one GPU, but tensor_parallel_size={self.tensor_parallel_size} takes that "
                 'many GPUs from the first on; use device="cuda", and CUDA_VISIBLE_DEVICES to choose which those are'
             )
-        if self.deterministic:
-            raise ValueError("deterministic=True is not available yet; leave it False")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

@@ -17,10 +17,11 @@ from nanovllm.checks import boolean, is_running, suggests_names
 from nanovllm.config import MEANT_OPTIONS, Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.runner import Runner
+from nanovllm.forks import FORKS
+from nanovllm.garbage_collector import COLLECTOR
 from nanovllm.guides import StructuredOutputs
 from nanovllm.loglikelihood import Loglikelihood
 from nanovllm.outputs import RequestOutput
-from nanovllm.process import COLLECTOR, FORKS
 from nanovllm.prompts import NotYet, Row, as_conversation_list, as_prompt_list
 from nanovllm.recommended_sampling import DefaultSampling
 from nanovllm.row_stream import OutputIterator, RowStream, keep_outputs
@@ -72,7 +73,6 @@ class LLM:
         overlap: bool = True,
         enable_prefix_caching: bool = True,
         prefix_grouping: bool = True,
-        deterministic: bool = False,
         seed: int = 0,
     ):
         # All options by name; a test checks that they are Config's.

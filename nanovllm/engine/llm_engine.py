@@ -14,11 +14,10 @@ from typing import Any, NoReturn, cast
 
 from nanovllm.checks import integer, is_running
 from nanovllm.config import Config
-from nanovllm.engine.guide import TokenGuide
 from nanovllm.engine.limits import check_request, max_length
 from nanovllm.engine.runner import LaunchedStep, Runner, make_scheduler
 from nanovllm.engine.scheduler import SchedulerStats
-from nanovllm.engine.sequence import Sequence, SequenceStatus, make_sequences
+from nanovllm.engine.sequence import Sequence, SequenceStatus, TokenGuide, make_sequences
 from nanovllm.engine.step import Step, StepOutput
 from nanovllm.engine.step_stats import StepStats, StepTokens, tokens_of
 from nanovllm.sampling_params import SamplingParams, mixed_seed

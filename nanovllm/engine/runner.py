@@ -1,4 +1,4 @@
-"""What the loop needs from whatever computes its steps: one device, several, or in tests something without a model."""
+"""The interface between the loop and the device, or the devices, that compute its steps."""
 
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from nanovllm.engine.step import Step, StepOutput
 
 @dataclass(frozen=True)
 class RunnerInfo:
-    """What a runner found out at start-up.
+    """The facts that a runner finds out at start-up.
 
     Args:
         num_kvcache_blocks, kvcache_block_size: the KV cache.
@@ -48,19 +48,20 @@ class LaunchedStep(Protocol):
     def constrain(self, masks: np.ndarray, rows: list[int]) -> None:
         """Lets a step that has constrained rows sample. Needed before `wait`, unless the step is thrown away.
 
-        masks: int32 [len(rows), ceil(vocab_size / 32)], as TokenGuide has them.
-        rows: whose they are, as indices into `step.constrained`. Nobody reads the tokens of the others.
+        Args:
+            masks: int32 [len(rows), ceil(vocab_size / 32)], as TokenGuide has them.
+            rows: indices into `step.constrained`, one per mask. The tokens of the other rows are dropped.
         """
 
     def wait(self) -> StepOutput:
-        """What the step sampled, once the device is done."""
+        """Waits for the device, and returns what the step sampled."""
 
 
-class Runner(Protocol):
-    """Computes steps.
+class Runner:
+    """Computes steps. A runner needs `info` and `launch`; all else has a default.
 
-    The methods from `request_added` on tell it, in order, what else happens to the schedule. Only a runner that
-    computes in other processes needs them.
+    The methods from `request_added` on tell the runner, in order, what else happens to the schedule. Only a runner
+    that computes in other processes needs them.
     """
 
     info: RunnerInfo
@@ -68,14 +69,15 @@ class Runner(Protocol):
     def launch(self, step: Step) -> LaunchedStep:
         """Starts a step and returns without waiting for the device. A step with constrained rows runs the layers;
         logits and tokens wait for `LaunchedStep.constrain`."""
+        raise NotImplementedError
 
     def mask_buffer(self, num_rows: int) -> np.ndarray:
-        """Where the masks of the next step with constrained rows are written: int32 [num_rows, ceil(vocab_size / 32)],
+        """Memory for the masks of the next step with constrained rows: int32 [num_rows, ceil(vocab_size / 32)],
         contiguous. The runner may give the same memory again once the tokens of that step have arrived."""
         return np.empty((num_rows, -(-self.info.vocab_size // 32)), np.int32)
 
     def memory(self) -> dict[str, int]:
-        """Bytes on the device, or on all of them, by use."""
+        """Bytes on the device, or on all devices, by use."""
         return {}
 
     def pids(self) -> list[int]:
@@ -86,7 +88,7 @@ class Runner(Protocol):
         """Gives the device's memory back; calling it again does nothing."""
 
     def update_weights(self, weights: list[Any]) -> None:
-        """Copies (name, tensor) pairs into the model; nothing runs meanwhile. See LLM.update_weights."""
+        """Copies (name, tensor) pairs into the model while nothing runs. See LLM.update_weights."""
         raise RuntimeError("this runner has no weights")
 
     def undefined_weights(self) -> list[str]:
@@ -96,32 +98,31 @@ class Runner(Protocol):
     def sleep(self, level: int) -> None:
         """Frees the KV cache, and moves the weights to the host (level 1) or drops them (level 2). Called again, it
         does what remains to be done."""
-        return None
 
     def wake_up(self) -> None:
         """Undoes `sleep`. After an exception the runner sleeps as before."""
-        return None
 
     def request_added(self, sequences: list[Sequence]) -> None:
         """The scheduler is about to get a new request, which has these completions."""
-        return None
 
     def request_aborted(self, seq: Sequence) -> None:
         """The scheduler is about to drop a completion."""
-        return None
 
     def step_committed(self, stopped: list[int], broken: list[int]) -> None:
-        """The oldest step in flight was committed; these completions ended with it because the engine said so, and
-        these because their prompts could not be scored."""
-        return None
+        """The oldest step in flight was committed.
+
+        Args:
+            stopped: ids of the completions that the engine ended with it.
+            broken: ids of the completions that ended with it because their prompts could not be scored.
+        """
 
     def scheduler_renewed(self) -> None:
         """A new scheduler takes over; steps in flight will not be committed."""
-        return None
 
 
 def make_scheduler(config: Config, info: RunnerInfo, stats: SchedulerStats | None = None) -> Scheduler:
-    """An empty scheduler for a runner. From the same arguments and requests it decides alike in any process."""
+    """An empty scheduler for a runner. Schedulers with equal arguments and
+    requests decide alike in every process."""
     block_manager = BlockManager(info.num_kvcache_blocks, info.kvcache_block_size, config.enable_prefix_caching)
     return Scheduler(
         block_manager,

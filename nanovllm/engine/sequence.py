@@ -3,8 +3,28 @@
 from array import array
 from collections.abc import Callable, Iterable
 from enum import Enum
+from typing import Any, Protocol
+
+import numpy as np
 
 from nanovllm.sampling_params import SamplingParams, completion_seed
+
+
+class TokenGuide(Protocol):
+    """A stop predicate that also says which tokens may come next. The engine itself knows no text."""
+
+    def __call__(self, token_id: int) -> bool:
+        """Takes the token that was generated next; True ends the completion."""
+        ...
+
+    @staticmethod
+    def fill_masks(guides: list[Any], masks: np.ndarray) -> None:
+        """Writes the mask of each guide's next token.
+
+        masks: int32 [len(guides), ceil(vocab_size / 32)], contiguous; bit `id & 31` of word `id >> 5` says whether the
+            id may come next.
+        """
+        ...
 
 
 class SequenceStatus(Enum):

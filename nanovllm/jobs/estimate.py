@@ -13,7 +13,7 @@ from nanovllm.jobs.report import Progress
 from nanovllm.jobs.row_params import RowParams
 from nanovllm.jobs.run import RowsRun
 from nanovllm.jobs.source import Source
-from nanovllm.parallel.replicas import Replicas
+from nanovllm.replicas.replicas import Replicas
 
 # How many batches a sample fills, how many tokens of prompts it computes at most, and after how many generated tokens
 # no more of its rows start.

@@ -14,7 +14,6 @@ from nanovllm.jobs.errors import JobError, what_to_do
 # Engine options that can change a completion. The others may differ when a job is resumed on another machine.
 _DECIDING = (
     "model", "revision", "tokenizer", "dtype", "load_format", "quantization", "kv_cache_dtype", "max_model_len",
-    "deterministic",
 )  # fmt: skip
 _SUFFIXES = (".json", ".safetensors", ".model", ".jinja", ".txt")
 _NUM_SAMPLES, _BYTES_OF_SAMPLE = 64, 2**14

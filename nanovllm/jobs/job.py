@@ -30,7 +30,7 @@ from nanovllm.jobs.report import Progress, in_words, num_rows_in_words, report_o
 from nanovllm.jobs.row_params import RowParams
 from nanovllm.jobs.run import Results, RowsRun, Stdout
 from nanovllm.jobs.source import Source, open_source
-from nanovllm.parallel.replicas import Replicas
+from nanovllm.replicas.replicas import Replicas
 
 logger = logging.getLogger("nanovllm.jobs")
 

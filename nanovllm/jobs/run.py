@@ -17,7 +17,7 @@ from nanovllm.jobs.report import Progress
 from nanovllm.jobs.row_params import RowParams
 from nanovllm.jobs.rows import JobRow, output_of
 from nanovllm.jobs.source import Source
-from nanovllm.parallel.replicas import Replicas
+from nanovllm.replicas.replicas import Replicas
 
 # Rows that the LLM has, by the prompt's number in the call.
 _Running = dict[int, tuple[JobRow, SamplingParams]]

@@ -1,1 +1,1 @@
-"""Processes that compute for this one: the ranks of one model, and replicas of it."""
+"""The ranks of one model: a process for each, and the runner that drives them."""

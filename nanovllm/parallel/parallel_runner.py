@@ -20,11 +20,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from nanovllm.child_processes import ERRORS, Child, end_children, frame, start_child, start_reader, start_writer
 from nanovllm.config import Config
 from nanovllm.engine.runner import Runner, RunnerInfo
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step, StepOutput
-from nanovllm.parallel.processes import ERRORS, Child, end_children, frame, start_child, start_reader, start_writer
 from nanovllm.parallel.worker import fingerprint, pack_masks, unpack_output
 from nanovllm.sampling_params import SamplingParams
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nanovllm.child_processes import serve
 from nanovllm.config import Config
 from nanovllm.engine.runner import LaunchedStep, make_scheduler
 from nanovllm.engine.sequence import Sequence, make_sequences
 from nanovllm.engine.step import Step, StepOutput, TokenNumbers
-from nanovllm.parallel.processes import serve
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

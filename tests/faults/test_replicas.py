@@ -21,7 +21,8 @@ from nanovllm.jobs import JobOptions
 from nanovllm.jobs.cli import main
 from nanovllm.jobs.job import Job
 from nanovllm.jobs.run import RowsRun
-from nanovllm.parallel.replicas import Replicas, _merged, _settings
+from nanovllm.replicas.pool import gpu_shares, merged_metrics
+from nanovllm.replicas.replicas import Replicas
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -65,7 +66,7 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
 
 
 def pid(replicas: Replicas, index: int) -> int:
-    return replicas.processes[index].child.process.pid
+    return replicas._pool.processes[index].child.process.pid
 
 
 # What they compute
@@ -76,15 +77,15 @@ def test_three_replicas_give_the_texts_of_one_engine_and_share_the_rows(three, e
     assert texts(run(three)) == expected
     metrics = three.metrics()
     assert metrics["num_requests"] - before["num_requests"] == 60
-    shares = [process.metrics["num_requests"] for process in three.processes]
+    shares = [process.metrics["num_requests"] for process in three._pool.processes]
     assert sum(shares) == metrics["num_requests"] and min(shares) >= 8
 
 
 def test_few_rows_spread_over_all_replicas(three):
     """As the last rows of a job must."""
-    before = [process.metrics["num_requests"] for process in three.processes]
+    before = [process.metrics["num_requests"] for process in three._pool.processes]
     run(three, PROMPTS[:12], PARAMS[:12])
-    assert [process.metrics["num_requests"] for process in three.processes] == [count + 4 for count in before]
+    assert [process.metrics["num_requests"] for process in three._pool.processes] == [count + 4 for count in before]
 
 
 def test_rows_of_several_completions_are_read_less_far_ahead(three):
@@ -191,7 +192,7 @@ def test_metrics_are_sums_and_rates_are_of_the_sums():
     one = {"num_prompt_tokens": 10, "num_cached_prompt_tokens": 10, "finish_reasons": {"stop": 1}, "max_batch_size": 4}
     two = {"num_prompt_tokens": 30, "num_cached_prompt_tokens": 0, "finish_reasons": {"length": 2}, "max_batch_size": 3}
     dead = {**two, "memory_bytes": {"weights": 5}, "num_kvcache_blocks": 7}
-    merged = _merged([{**one, "memory_bytes": {"weights": 5}, "num_kvcache_blocks": 7}, two], [dead])
+    merged = merged_metrics([{**one, "memory_bytes": {"weights": 5}, "num_kvcache_blocks": 7}, two], [dead])
     assert merged["prefix_cache_hit_rate"] == 10 / 70 and merged["max_batch_size"] == 7
     assert merged["finish_reasons"] == {"stop": 1, "length": 4}
     assert merged["memory_bytes"] == {"weights": 5} and merged["num_kvcache_blocks"] == 7
@@ -243,7 +244,7 @@ def test_a_job_one_of_whose_replicas_is_killed_gives_the_same_file(job, tmp_path
     (tmp_path / "temporary").mkdir()
     with nothing_left_behind(tmp_path / "temporary", monkeypatch):
         report = job("killed", make_llm).run()
-    assert len(made[0]._past) == 2, "no replica died during the job"
+    assert len(made[0]._pool.of_dead) == 2, "no replica died during the job"
     assert (tmp_path / "killed").read_bytes() == (tmp_path / "one").read_bytes()
     assert len(taken) == 60 and report["rows"]["errors"] == 0
 
@@ -260,7 +261,7 @@ def test_a_row_that_kills_its_replica_becomes_one_error_row(expected, how, monke
         Replicas(MODEL, data_parallel_size=2, replica_module="support.faulty_replica", **OPTIONS) as replicas,
     ):
         outputs = run(replicas, prompts)
-        assert len(replicas._past) == 3
+        assert len(replicas._pool.of_dead) == 3
         del replicas
     assert [output.error is not None for output in outputs] == [number == 17 for number in range(60)]
     reason = "was killed by signal 9" if how == "is killed" else "MemoryError: the row is too large"
@@ -315,7 +316,7 @@ def test_each_replica_gets_gpus_of_its_own_out_of_those_that_are_visible(monkeyp
 
     def given(size: int, of_each: int = 1, device: str = "auto") -> list[str | None]:
         config = Config(MODEL, device=device, tensor_parallel_size=of_each)
-        return [settings.get("CUDA_VISIBLE_DEVICES") for settings in _settings(config, size)]
+        return [settings.get("CUDA_VISIBLE_DEVICES") for settings in gpu_shares(config, size)]
 
     assert given(3) == ["0", "1", "2"] and given(2, 2) == ["0,1", "2,3"] and given(2, device="cpu") == [None, None]
     with pytest.raises(ValueError, match=r"data_parallel_size=3 times .*=2 takes 6 GPUs.*there are 4"):
@@ -329,11 +330,11 @@ def test_each_replica_gets_gpus_of_its_own_out_of_those_that_are_visible(monkeyp
 SCRIPT = """
 import os, sys
 from nanovllm import SamplingParams
-from nanovllm.parallel.replicas import Replicas
+from nanovllm.replicas.replicas import Replicas
 
 replicas = Replicas(sys.argv[1], data_parallel_size=2, tensor_parallel_size=2, device="cpu", max_num_seqs=4,
                     max_model_len=128)
-print(*(pid for each in replicas.processes for pid in (each.child.process.pid, *each.pids)), flush=True)
+print(*(pid for each in replicas._pool.processes for pid in (each.child.process.pid, *each.pids)), flush=True)
 params = SamplingParams(0.0, max_tokens=100, ignore_eos=True)
 print(sum(1 for _ in replicas.generate_iter(iter(["Q"] * 8), params)), flush=True)
 """

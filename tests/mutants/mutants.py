@@ -76,9 +76,9 @@ IN_PLACE = "runner/weights_in_place.py"
 WEIGHT_FILES = "parallel/weight_files.py"
 WORKER = "parallel/worker.py"
 PARALLEL_RUNNER = "parallel/parallel_runner.py"
-PROCESSES = "parallel/processes.py"
-REPLICA = "parallel/replica.py"
-REPLICA_ROWS = "parallel/replica_rows.py"
+PROCESSES = "child_processes.py"
+REPLICA = "replicas/worker.py"
+REPLICA_ROWS = "replicas/iterator.py"
 
 MUTANTS = [
     # Block manager
@@ -3005,8 +3005,8 @@ MUTANTS = [
     Mutant(
         "rows are error rows because they ran beside one that kills replicas",
         REPLICA_ROWS,
-        "_ROWS_AFTER_DEATHS = (16, 1)",
-        "_ROWS_AFTER_DEATHS = (16, 16)",
+        "_REQUESTS_AFTER_DEATHS = (16, 1)",
+        "_REQUESTS_AFTER_DEATHS = (16, 16)",
         # Both, because rows may by chance have finished before the fatal one is read.
         (
             "test_replicas.py::test_a_row_that_kills_its_replica_becomes_one_error_row[is killed]",
@@ -3016,8 +3016,8 @@ MUTANTS = [
     Mutant(
         "one replica has the last rows and the others have none",
         REPLICA_ROWS,
-        "key=lambda each: len(each.rows)",
-        "key=lambda each: -len(each.rows)",
+        "key=lambda each: len(each[1].requests)",
+        "key=lambda each: -len(each[1].requests)",
         ("test_replicas.py::test_few_rows_spread_over_all_replicas",),
     ),
     Mutant(

@@ -6,7 +6,7 @@ The environment variable FATAL_TEXT says of which: those whose prompt has it. HO
 import os
 import signal
 
-import nanovllm.parallel.replica
+import nanovllm.replicas.worker
 from nanovllm.prompts import Row
 from nanovllm.row_stream import RowStream
 
@@ -23,4 +23,4 @@ def _die_of(self: RowStream, row: Row, params):
 
 if __name__ == "__main__":
     RowStream._add = _die_of
-    nanovllm.parallel.replica.main()
+    nanovllm.replicas.worker.main()

@@ -38,7 +38,6 @@ def test_the_defaults_are_the_documented_ones():
         "overlap": True,
         "enable_prefix_caching": True,
         "prefix_grouping": True,
-        "deterministic": False,
         "seed": 0,
     }
 

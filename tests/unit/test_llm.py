@@ -24,8 +24,8 @@ from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.demo.problems import problems
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.step import StepOutput
+from nanovllm.garbage_collector import Collector
 from nanovllm.llm import make_runner
-from nanovllm.process import Collector
 
 IM_END, IM_START, END_OF_TEXT = 258, 257, 256
 GREEDY = SamplingParams(temperature=0.0)

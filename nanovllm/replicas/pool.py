@@ -1,8 +1,4 @@
-"""Several engines of one model in processes of their own, which take rows from one queue.
-
-`Replicas` has the face that a job sees of an LLM. It starts the processes (parallel/replica.py) and starts them anew
-when they die; parallel/replica_rows.py deals the rows out.
-"""
+"""The processes of several replicas: how they start, what is known of each, and how one that died is replaced."""
 
 import contextlib
 import logging
@@ -10,25 +6,21 @@ import os
 import subprocess
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
 from nanovllm.checks import integer
+from nanovllm.child_processes import ERRORS, Child, end_children, frame, start_child, start_reader, start_writer
 from nanovllm.config import Config
 from nanovllm.machine import cpus
-from nanovllm.parallel.processes import ERRORS, Child, end_children, frame, start_child, start_reader, start_writer
-from nanovllm.parallel.replica import dumps, loads
-from nanovllm.parallel.replica_rows import Replica, ReplicaIterator
-from nanovllm.prompts import as_prompt_list
-from nanovllm.sampling_params import SamplingParams, with_params
+from nanovllm.replicas.worker import dumps, loads
 
 logger = logging.getLogger(__name__)
 
 _SECONDS_TO_END = 5.0
-# Of metrics: what belongs to processes that live, and what replicas have alike.
+# Metrics that only living processes have, and metrics that are the same in all replicas. All others are summed.
 _OF_LIVING = (
     "num_unfinished_requests",
     "max_num_seqs",
@@ -37,38 +29,33 @@ _OF_LIVING = (
     "num_free_kvcache_blocks",
     "memory_bytes",
 )
-_ALIKE = ("kvcache_block_size",)
+_EQUAL = ("kvcache_block_size",)
 
 
-class _Process(Replica):
+class ReplicaProcess:
     """A replica's process. Its reading thread, which Ctrl-C never reaches, notes here what must not get lost.
 
     Args:
-        send_to: where what it says is put, as (this object, message).
-        all_children, all_outboxes: it adds its own to these.
+        child: the process.
+        outbox: carries bytes to it.
+        options: its first message.
+        inbox: gets each message of it, as (this object, message).
+
+    max_num_seqs: 0 until it has started.
+    has_ended: whether its end of the socket is closed.
+    error: what it raised, as its name and message.
+    pids: the processes of its ranks.
     """
 
-    def __init__(
-        self,
-        name: str,
-        start: Callable[[str], Child],
-        options: tuple[Any, ...],
-        send_to: "SimpleQueue[tuple[Replica, tuple[Any, ...]]]",
-        all_children: list[Child],
-        all_outboxes: "list[SimpleQueue[bytes | None]]",
-    ):
-        super().__init__()
-        self.child = start(name)
-        all_children.append(self.child)
-        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
-        all_outboxes.append(self._outbox)
-        self._inbox = send_to
+    def __init__(self, child: Child, outbox: "SimpleQueue[bytes | None]", options: Any, inbox: "Inbox"):
+        self.child, self._outbox, self._inbox = child, outbox, inbox
+        self.max_num_seqs, self.has_ended = 0, False
         self.metrics: dict[str, Any] = {}
         self.error: dict[str, str] | None = None
         self.pids: list[int] = []
-        start_reader(self.child, self._hear, loads)
-        start_writer([self.child], self._outbox)
-        self._outbox.put(frame(options, dumps))
+        start_reader(child, self._hear, loads)
+        start_writer([child], outbox)
+        self.send(*options)
 
     def send(self, *message: Any) -> None:
         self._outbox.put(frame(message, dumps))
@@ -98,50 +85,42 @@ class _Process(Replica):
         return how if self.error is None else f"{self.child.name}: {_in_words(self.error)}"
 
 
-class Replicas:
-    """A model in several processes, each an LLM with a queue of its own.
+Inbox = SimpleQueue[tuple[ReplicaProcess, tuple[Any, ...]]]
 
-    Which replica runs a row must not decide its result: give each row that samples a seed. Use it from one thread.
+
+class ReplicaPool:
+    """The processes of a model's replicas.
 
     Args:
-        model: as for LLM.
-        data_parallel_size: how many. Each takes `tensor_parallel_size` GPUs of this host, from the first on; on a CPU,
-            they share CPUs and memory.
-        replica_module: what a replica runs.
-        engine_options: of each LLM.
+        config: the options of each LLM.
+        size: how many replicas.
+        module: what a replica runs.
+
+    processes: one per replica.
+    inbox: what the processes say, as (process, message).
 
     Raises:
-        TypeError, ValueError: an option of the wrong type or value; too few GPUs.
-        RuntimeError: a replica's own error at its start, or its death.
+        TypeError, ValueError, RuntimeError: see Replicas.
     """
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str],
-        *,
-        data_parallel_size: int,
-        replica_module: str = "nanovllm.parallel.replica",
-        **engine_options: Any,
-    ):
-        size = integer("data_parallel_size", data_parallel_size, minimum=1)
-        config = Config(os.fspath(model), **engine_options)
+    def __init__(self, config: Config, size: int, module: str):
+        size = integer("data_parallel_size", size, minimum=1)
         from nanovllm.models.config import load_model_config
         from nanovllm.models.loader import find_model  # imports torch
 
-        settings = _settings(config, size)
+        self._settings = gpu_shares(config, size)
         directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")
         load_model_config(directory).check_parallel_size(config.tensor_parallel_size)
-        self._config, self._module, self._settings = replace(config, model=str(directory)), replica_module, settings
-        self.inbox: SimpleQueue[tuple[Replica, tuple[Any, ...]]] = SimpleQueue()
+        self._config, self._module = replace(config, model=str(directory)), module
+        self.inbox: Inbox = SimpleQueue()
+        self.processes: list[ReplicaProcess] = []
+        self.of_dead: list[dict[str, Any]] = []  # metrics of the processes that died
         self._failure: str | None = None
-        self._parent, self._num_calls = os.getpid(), 0
-        self._past: list[dict[str, Any]] = []  # metrics of those that died
-        self._iterator: weakref.ref[ReplicaIterator] | None = None
+        self._parent = os.getpid()
         self._children: list[Child] = []
         self._outboxes: list[SimpleQueue[bytes | None]] = []
         # Runs when this object or the interpreter ends, whatever happened.
         self._end = weakref.finalize(self, end_children, self._children, self._outboxes, self._parent)
-        self.processes: list[_Process] = []
         try:
             for index in range(size):
                 self.processes.append(self._start(index))
@@ -154,60 +133,6 @@ class Replicas:
             self._failure = self._failure or "the replicas did not start"
             self._end()
             raise
-
-    def generate_iter(
-        self,
-        prompts: Iterable[Any],
-        sampling_params: SamplingParams | Iterable[SamplingParams],
-        *,
-        ordered: bool = False,
-    ) -> ReplicaIterator:
-        """As LLM.generate_iter, in no order: `request_id` tells a prompt's number.
-
-        Rows of a replica that dies run again in another process. See ReplicaIterator.
-
-        Raises:
-            ValueError: `ordered` is True.
-            RuntimeError: they are closed or failed, or an iterator of theirs has not finished.
-        """
-        if ordered:
-            raise ValueError("replicas give results as they finish; leave ordered=False and sort by request_id")
-        self.check()
-        before = self._iterator() if self._iterator is not None else None
-        if before is not None and before.is_open:
-            raise RuntimeError("an iterator of generate_iter has not finished: exhaust it, or close() it")
-        for process in list(self.processes):
-            if process.has_ended:
-                self.replace(process)
-        self._num_calls += 1
-        source = iter(prompts if isinstance(prompts, Iterator) else as_prompt_list(prompts))
-        iterator = ReplicaIterator(self, self._num_calls, with_params(source, sampling_params))
-        self._iterator = weakref.ref(iterator)
-        return iterator
-
-    def metrics(self) -> dict[str, Any]:
-        """Those of LLM.metrics, summed over the replicas; they may be some tenths of a second old."""
-        return _merged([process.metrics for process in self.processes], self._past)
-
-    def close(self) -> None:
-        """Ends the replicas. Calling it again does nothing."""
-        if self._end.alive and self._failure is None and os.getpid() == self._parent:
-            for process in self.processes:
-                process.send("close", 0)
-            deadline = time.monotonic() + _SECONDS_TO_END
-            for process in self.processes:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.child.process.wait(max(0.0, deadline - time.monotonic()))
-        self._failure = self._failure or "the replicas are closed"
-        self._end()
-
-    def __enter__(self) -> "Replicas":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    # For ReplicaIterator
 
     def check(self) -> None:
         """Raises what ended all replicas, or makes one that could not start."""
@@ -222,11 +147,11 @@ class Replicas:
                     ERRORS.get(process.error["error"], RuntimeError),
                 )
 
-    def replace(self, process: Replica) -> str:
+    def replace(self, process: ReplicaProcess) -> str:
         """Starts a process in the place of one that died; returns how that one died."""
-        index = next(index for index, each in enumerate(self.processes) if each is process)
-        how = self.processes[index].death()
-        self._past.append(self.processes[index].metrics)
+        index = self.processes.index(process)
+        how = process.death()
+        self.of_dead.append(process.metrics)
         self.processes[index] = self._start(index)
         logger.warning("%s; its unfinished rows run again in a new process", how)
         return how
@@ -237,16 +162,31 @@ class Replicas:
         self._end()
         raise kind(message)
 
-    def _start(self, index: int) -> _Process:
-        threads = max(1, len(cpus()) // (len(self._settings) * self._config.tensor_parallel_size))
+    def close(self) -> None:
+        """See Replicas."""
+        if self._end.alive and self._failure is None and os.getpid() == self._parent:
+            for process in self.processes:
+                process.send("close", 0)
+            deadline = time.monotonic() + _SECONDS_TO_END
+            for process in self.processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.child.process.wait(max(0.0, deadline - time.monotonic()))
+        self._failure = self._failure or "the replicas are closed"
+        self._end()
+
+    def _start(self, index: int) -> ReplicaProcess:
+        size = len(self._settings)
+        threads = max(1, len(cpus()) // (size * self._config.tensor_parallel_size))
         defaults = dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS"), str(threads))  # torch's, and the tokenizer's
-        start = partial(start_child, module=self._module, defaults=defaults, settings=self._settings[index])
+        child = start_child(f"replica {index} of {size}", self._module, defaults, self._settings[index])
+        self._children.append(child)
+        outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self._outboxes.append(outbox)
         level = logging.getLogger("nanovllm").getEffectiveLevel()
-        name, options = f"replica {index} of {len(self._settings)}", (vars(self._config), index, level)
-        return _Process(name, start, options, self.inbox, self._children, self._outboxes)
+        return ReplicaProcess(child, outbox, (vars(self._config), index, level), self.inbox)
 
 
-def _settings(config: Config, size: int) -> list[dict[str, str]]:
+def gpu_shares(config: Config, size: int) -> list[dict[str, str]]:
     """Environment variables that give each replica its GPUs; none on a CPU.
 
     Raises:
@@ -275,7 +215,8 @@ def _settings(config: Config, size: int) -> list[dict[str, str]]:
     return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]
 
 
-def _merged(of_living: list[dict[str, Any]], of_dead: list[dict[str, Any]]) -> dict[str, Any]:
+def merged_metrics(of_living: list[dict[str, Any]], of_dead: list[dict[str, Any]]) -> dict[str, Any]:
+    """LLM.metrics of several LLMs as those of one."""
     merged: dict[str, Any] = {}
     for metrics in (*of_living, *({**each, **dict.fromkeys(_OF_LIVING)} for each in of_dead)):
         for name, value in metrics.items():
@@ -283,7 +224,7 @@ def _merged(of_living: list[dict[str, Any]], of_dead: list[dict[str, Any]]) -> d
                 before = merged.setdefault(name, {})
                 before.update((key, before.get(key, 0) + number) for key, number in value.items())
             elif value is not None:
-                merged[name] = max(merged.get(name, 0), value) if name in _ALIKE else merged.get(name, 0) + value
+                merged[name] = max(merged.get(name, 0), value) if name in _EQUAL else merged.get(name, 0) + value
     for name, of, per in (
         ("prefix_cache_hit_rate", "num_cached_prompt_tokens", "num_prompt_tokens"),
         ("mean_decode_batch_size", "num_decode_tokens", "num_steps_with_decodes"),

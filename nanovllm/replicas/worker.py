@@ -1,6 +1,6 @@
-"""One replica of a model, as a process of its own: an LLM that completes rows which come through a socket.
+"""One replica of a model, as a process of its own: an LLM that completes prompts which come through a socket.
 
-`Replicas` starts it. The parent sends ("rows", call, [(number, prompt, parameters), …]), then ("end", call),
+`ReplicaPool` starts it. The parent sends ("requests", call, [(number, prompt, parameters), …]), then ("end", call),
 ("drain", call) or ("abort", call); and ("close", 0). The answers are ("output", call, RequestOutput, metrics), where
 metrics are None most of the time, and at last ("done", call, metrics).
 """
@@ -14,24 +14,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nanovllm.parallel.processes import serve
+from nanovllm.child_processes import serve
+from nanovllm.llm import LLM
 from nanovllm.prompts import NOT_YET
 from nanovllm.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from nanovllm.llm import LLM
-
 _SECONDS_BETWEEN_METRICS = 0.2
 
-# Prompts are what a caller likes, and outputs may hold arrays. pickle takes both. Whoever writes a pickle can run code
-# where it is read; only the parent and its own child hold the two ends of this socket, and the parent runs the child.
+# A prompt may be any object, and outputs may hold arrays. pickle takes both. The writer of a pickle can run code in the
+# process that reads it. Only the parent and its own child hold the two ends of this socket, and the parent runs the
+# child.
 dumps, loads = pickle.dumps, pickle.loads
 
 
 # Its number in the parent's call, its prompt and its parameters.
-_Row = tuple[int, Any, SamplingParams]
+_Request = tuple[int, Any, SamplingParams]
 
 
 class _Aborted(Exception):
@@ -39,17 +38,17 @@ class _Aborted(Exception):
 
 
 class _Call:
-    """One generate_iter over the rows that come while it runs."""
+    """One generate_iter over the requests that come while it runs."""
 
-    def __init__(self, number: int, rows: list[_Row], inbox: "SimpleQueue[Any]", reply: Callable[[Any], None]):
+    def __init__(self, number: int, requests: list[_Request], inbox: "SimpleQueue[Any]", reply: Callable[[Any], None]):
         self._number, self._inbox, self._reply = number, inbox, reply
-        self._waiting = deque(rows)
-        self._running: dict[str, int] = {}  # the rows' numbers, by request id
+        self._waiting = deque(requests)
+        self._running: dict[str, int] = {}  # the requests' numbers in the parent's call, by request id
         self._params: deque[SamplingParams] = deque()  # of the prompts that were given
         self._has_ended = self._is_draining = False
         self._said_at = time.monotonic()
 
-    def run(self, llm: "LLM") -> None:
+    def run(self, llm: LLM) -> None:
         outputs = llm.generate_iter(self._prompts(), iter(self._params.popleft, None), ordered=False)
         try:
             for output in outputs:
@@ -62,7 +61,7 @@ class _Call:
         self._reply(("done", self._number, llm.metrics()))
 
     def _prompts(self) -> Iterator[Any]:
-        """It ends only when all rows have come back, because only the asking for prompts hears the parent."""
+        """It ends only when all requests have come back, because only the asking for prompts hears the parent."""
         request_ids = count()
         while True:
             self._hear(waits=not (self._waiting or self._running or self._has_ended))
@@ -89,12 +88,12 @@ class _Call:
                 continue
             if kind == "abort":
                 raise _Aborted
-            if kind == "rows":
+            if kind == "requests":
                 self._waiting.extend(message[2])
             self._has_ended |= kind == "end"
             self._is_draining |= kind == "drain"
 
-    def _metrics(self, llm: "LLM") -> dict[str, Any] | None:
+    def _metrics(self, llm: LLM) -> dict[str, Any] | None:
         now = time.monotonic()
         if now - self._said_at < _SECONDS_BETWEEN_METRICS:
             return None
@@ -107,12 +106,10 @@ def _run(inbox: "SimpleQueue[Any]", reply: Callable[[Any], None]) -> None:
     level = level if index == 0 else max(level, logging.WARNING)
     logging.basicConfig(level=level, format=f"%(levelname)s:replica {index}:%(name)s:%(message)s")
     logging.getLogger("nanovllm.llm").setLevel(logging.ERROR)  # the parent logs error rows, by their own numbers
-    from nanovllm.llm import LLM
-
     with LLM(**options) as llm:
         reply(("ready", llm.engine.info.max_num_seqs, llm.metrics(), llm.engine.runner.pids()))
         while (message := inbox.get())[0] != "close":
-            if message[0] == "rows":  # else it came for a call that was over
+            if message[0] == "requests":  # else it came for a call that was over
                 _Call(message[1], message[2], inbox, reply).run(llm)
     os._exit(0)  # the parent waits; taking the interpreter down would take another second
 

@@ -1,6 +1,6 @@
 """Trains the bundled model from nothing: a byte-level Qwen3 of about two million parameters.
 
-    python -m nanovllm.demo.train --out OUT [--steps 9000] [--device cuda]
+    python docs/train_demo.py --out OUT [--steps 9000] [--device cuda]
 
 Writes a checkpoint in the Hugging Face layout (config, generation_config, model.safetensors in bfloat16,
 tokenizer with a chat template) and says how many of 1,000 held-out problems it answers right through

@@ -20,8 +20,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import nanovllm
-
 logger = logging.getLogger(__name__)
 
 ERRORS = {"ValueError": ValueError, "TypeError": TypeError, "RuntimeError": RuntimeError}
@@ -94,11 +92,12 @@ def start_child(
     ours, theirs = socket.socketpair()
     # What can be imported here can be imported there, and nothing from the working directory besides. PYTHONPATH would
     # come before the standard library. The child gets this very package, not another of the same name.
-    path, package = [entry for entry in sys.path if isinstance(entry, str) and entry], Path(nanovllm.__file__).parent
+    path = [entry for entry in sys.path if isinstance(entry, str) and entry]
+    package = Path(__file__).parent
     program = f"""import sys; sys.path[:] = {path!r}
 import importlib.util, runpy
 spec = importlib.util.spec_from_file_location(
-    "nanovllm", {nanovllm.__file__!r}, submodule_search_locations=[{str(package)!r}]
+    "nanovllm", {str(package / "__init__.py")!r}, submodule_search_locations=[{str(package)!r}]
 )
 sys.modules["nanovllm"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["nanovllm"])

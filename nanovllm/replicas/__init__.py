@@ -1,0 +1,1 @@
+"""Several LLMs in processes of their own, behind one queue of prompts."""

@@ -1,0 +1,233 @@
+"""Deals requests out to replicas, and runs those again whose replica died."""
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from nanovllm.outputs import CompletionOutput, ErrorSummary, RequestOutput
+from nanovllm.replicas.pool import ReplicaPool, ReplicaProcess
+from nanovllm.row_stream import keep_outputs
+from nanovllm.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+# Requests that a replica has at a time, for each that it can run, or fewer if they have several completions. With one
+# batch more than runs, its planner can choose, and its steps stay full while the parent is busy. No other replica can
+# take a request that one has. So near the end of a job, more of them would keep one replica busy and the others idle.
+_REQUESTS_PER_PLACE = 2
+# Neighbouring prompts often begin alike, and a replica's prefix cache serves only requests that it has.
+_REQUESTS_OF_PIECE = 16
+# Maximum number of requests of a replica, if one of them was unfinished when a process died: once, and twice. A request
+# that kills processes is found alone in this way, and no request beside it is taken for it.
+_REQUESTS_AFTER_DEATHS = (16, 1)
+_MAX_DEATHS = 5  # of each replica, with no request finished in between
+
+
+@dataclass(slots=True)
+class _Request:
+    number: int
+    prompt: Any
+    params: SamplingParams
+    num_deaths: int = 0  # of processes that had not finished it
+
+
+@dataclass(slots=True)
+class _Share:
+    """A replica's part of the call.
+
+    requests: were given to it and have not come back, by number.
+    max_num_requests: how many these may be.
+    is_in_call: whether it takes part in the call, and has not said that it is done.
+    """
+
+    requests: dict[int, _Request] = field(default_factory=dict)
+    max_num_requests: int = 0
+    is_in_call: bool = False
+
+
+class ReplicaIterator(Iterator[RequestOutput]):
+    """The result of `Replicas.generate_iter`: outputs as they finish.
+
+    If a replica dies, its unfinished requests run again: in small groups, because one of them may have killed it. Those
+    of a group that dies run alone. A request that is alone when a process dies becomes an error row.
+
+    Args:
+        pool: the replicas.
+        call: this call's number.
+        source: prompts with their parameters; see RowStream.
+    """
+
+    def __init__(self, pool: ReplicaPool, call: int, source: Iterator[tuple[Any, SamplingParams] | None]):
+        self._pool, self._call, self._source = pool, call, source
+        self._shares: dict[ReplicaProcess, _Share] = {process: _Share() for process in pool.processes}
+        self._num_read = self._num_deaths = 0
+        self._max_num_completions = 1  # that a request of this call has
+        self._again: list[_Request] = []
+        self._held: deque[RequestOutput] = deque()
+        self._errors = ErrorSummary()
+        self._is_exhausted = False
+        self._is_ending = False  # the replicas were told that no request follows
+        self.is_open = True
+
+    def __next__(self) -> RequestOutput:
+        try:
+            while self.is_open and not self._held:
+                self._advance()
+        except BaseException as error:
+            keep_outputs(error, {int(output.request_id): output for output in self._held})
+            self.close()
+            raise
+        if not self._held:
+            raise StopIteration
+        return self._held.popleft()
+
+    def drain(self) -> None:
+        """Reads no more prompts, and drops the requests that have not started. What has started is finished and given
+        out, unless its replica dies. Calling it again does nothing."""
+        if self.is_open and not self._is_ending:
+            self._again.clear()
+            self._tell_end("drain")
+
+    def close(self) -> None:
+        """Aborts what has not finished, and ends the iteration. Calling it again does nothing."""
+        if self.is_open:
+            self._held.clear()
+            self._tell("abort")
+            self._finish()
+
+    def __del__(self) -> None:
+        # Also of an object whose constructor failed.
+        if getattr(self, "is_open", False):
+            with suppress(Exception):
+                self.close()
+
+    def _advance(self) -> None:
+        """Gives requests, and waits for news of the replicas."""
+        self._pool.check()
+        shares = self._shares
+        if not self._is_ending:
+            self._give()
+            if self._is_exhausted and not self._again and not any(share.requests for share in shares.values()):
+                self._tell_end("end")
+        if self._is_ending:
+            if not any(share.is_in_call for share in shares.values()):
+                self._finish()
+                return
+        elif all(process.max_num_seqs and not process.has_ended and not shares[process].requests for process in shares):
+            return  # the source has no prompt yet, and nothing else can happen
+        self._take(*self._pool.inbox.get())
+
+    def _take(self, process: ReplicaProcess, message: tuple[Any, ...]) -> None:
+        kind, call = message[:2]
+        share = self._shares.get(process)
+        if share is None:  # a process that was replaced
+            return
+        if kind == "ended":
+            self._lose(process)
+        elif call == self._call and kind == "done":
+            share.is_in_call = False
+        elif call == self._call and kind == "output":
+            output: RequestOutput = message[2]
+            if share.requests.pop(int(output.request_id), None) is not None:
+                self._num_deaths = 0
+                self._put(output)
+
+    def _put(self, output: RequestOutput) -> None:
+        if output.error is not None:
+            self._errors.add(int(output.request_id), output.error)
+        self._held.append(output)
+
+    # Requests to replicas
+
+    def _give(self) -> None:
+        """Gives requests to the replicas that have room, the emptiest first, so that the last ones spread over all."""
+        has_given = True
+        while has_given:
+            has_given = False
+            for process, share in sorted(self._shares.items(), key=lambda each: len(each[1].requests)):
+                if process.max_num_seqs and not process.has_ended and (requests := self._requests_for(process, share)):
+                    share.requests.update((request.number, request) for request in requests)
+                    share.is_in_call = True
+                    given = [(request.number, request.prompt, request.params) for request in requests]
+                    process.send("requests", self._call, given)
+                    has_given = True
+                    break
+
+    def _requests_for(self, process: ReplicaProcess, share: _Share) -> list[_Request]:
+        num_running = max(1, process.max_num_seqs // self._max_num_completions)
+        if not share.requests:
+            share.max_num_requests = _REQUESTS_PER_PLACE * num_running
+        if requests := self._suspects_for(share):
+            return requests
+        num = min(_REQUESTS_OF_PIECE, num_running)
+        maximum = min(share.max_num_requests, _REQUESTS_PER_PLACE * num_running)
+        return [] if self._is_exhausted or len(share.requests) + num > maximum else self._read(num)
+
+    def _suspects_for(self, share: _Share) -> list[_Request]:
+        """The requests of dead replicas that this one may have beside its others."""
+        requests: list[_Request] = []
+        left: list[_Request] = []
+        for request in self._again:
+            maximum = min(share.max_num_requests, _REQUESTS_AFTER_DEATHS[request.num_deaths - 1])
+            if len(share.requests) + len(requests) < maximum:
+                requests.append(request)
+                share.max_num_requests = maximum
+            else:
+                left.append(request)
+        self._again = left
+        return requests
+
+    def _read(self, num: int) -> list[_Request]:
+        requests: list[_Request] = []
+        for pair in islice(self._source, num):
+            if pair is None:  # none is there yet
+                return requests
+            requests.append(_Request(self._num_read, *pair))
+            self._num_read += 1
+            self._max_num_completions = max(self._max_num_completions, requests[-1].params.n)
+        self._is_exhausted = len(requests) < num
+        return requests
+
+    def _lose(self, process: ReplicaProcess) -> None:
+        """A replica died."""
+        share = self._shares[process]
+        if self._is_ending:
+            share.is_in_call = False
+            return  # the next call replaces it
+        how = self._pool.replace(process)
+        self._shares = {each: self._shares.get(each) or _Share() for each in self._pool.processes}
+        self._num_deaths += 1
+        if self._num_deaths > _MAX_DEATHS * len(self._shares):
+            self._pool.fail(
+                f"{how}; replicas died {self._num_deaths} times and finished no row in between. If memory is short, "
+                "lower max_num_seqs or max_num_batched_tokens"
+            )
+        for request in share.requests.values():
+            request.num_deaths += 1
+            if request.num_deaths <= len(_REQUESTS_AFTER_DEATHS):
+                self._again.append(request)
+                continue
+            text = request.prompt if isinstance(request.prompt, str) else None
+            error = f"the replica died {request.num_deaths} times while it ran this row, the last time alone: {how}"
+            completions = [CompletionOutput(0, "", [], "error")]
+            self._put(RequestOutput(str(request.number), text, [], completions, error=error))
+
+    # The end
+
+    def _tell(self, kind: str) -> None:
+        for process, share in self._shares.items():
+            if share.is_in_call:
+                process.send(kind, self._call)
+
+    def _tell_end(self, kind: str) -> None:
+        self._is_ending = True
+        self._tell(kind)
+
+    def _finish(self) -> None:
+        self.is_open = False
+        if errors := self._errors.describe(self._num_read):
+            logger.warning(errors)

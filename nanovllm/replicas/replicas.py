@@ -1,0 +1,87 @@
+"""`Replicas`: several LLMs in processes of their own, with the face that a job sees of one LLM."""
+
+import os
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from nanovllm.config import Config
+from nanovllm.prompts import as_prompt_list
+from nanovllm.replicas.iterator import ReplicaIterator
+from nanovllm.replicas.pool import ReplicaPool, merged_metrics
+from nanovllm.sampling_params import SamplingParams, with_params
+
+
+class Replicas:
+    """A model in several processes, each an LLM, which share the prompts of a call.
+
+    The result of a request must not depend on the replica that runs it: give each request that samples a seed. Use a
+    Replicas from one thread.
+
+    Args:
+        model: as for LLM.
+        data_parallel_size: how many. Each takes `tensor_parallel_size` GPUs of this host, from the first on; on a CPU,
+            they share CPUs and memory.
+        replica_module: what a replica runs.
+        engine_options: of each LLM.
+
+    Raises:
+        TypeError, ValueError: an option of the wrong type or value; too few GPUs.
+        RuntimeError: a replica's own error at its start, or its death.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        data_parallel_size: int,
+        replica_module: str = "nanovllm.replicas.worker",
+        **engine_options: Any,
+    ):
+        self._pool = ReplicaPool(Config(os.fspath(model), **engine_options), data_parallel_size, replica_module)
+        self._num_calls = 0
+        self._iterator: weakref.ref[ReplicaIterator] | None = None
+
+    def generate_iter(
+        self,
+        prompts: Iterable[Any],
+        sampling_params: SamplingParams | Iterable[SamplingParams],
+        *,
+        ordered: bool = False,
+    ) -> ReplicaIterator:
+        """As LLM.generate_iter, in no order: `request_id` tells a prompt's number.
+
+        Requests of a replica that dies run again in another process. See ReplicaIterator.
+
+        Raises:
+            ValueError: `ordered` is True.
+            RuntimeError: they are closed or failed, or an iterator of theirs has not finished.
+        """
+        if ordered:
+            raise ValueError("replicas give results as they finish; leave ordered=False and sort by request_id")
+        self._pool.check()
+        before = self._iterator() if self._iterator is not None else None
+        if before is not None and before.is_open:
+            raise RuntimeError("an iterator of generate_iter has not finished: exhaust it, or close() it")
+        for process in list(self._pool.processes):
+            if process.has_ended:
+                self._pool.replace(process)
+        self._num_calls += 1
+        source = iter(prompts if isinstance(prompts, Iterator) else as_prompt_list(prompts))
+        iterator = ReplicaIterator(self._pool, self._num_calls, with_params(source, sampling_params))
+        self._iterator = weakref.ref(iterator)
+        return iterator
+
+    def metrics(self) -> dict[str, Any]:
+        """Those of LLM.metrics, summed over the replicas; they may be some tenths of a second old."""
+        return merged_metrics([process.metrics for process in self._pool.processes], self._pool.of_dead)
+
+    def close(self) -> None:
+        """Ends the replicas. Calling it again does nothing."""
+        self._pool.close()
+
+    def __enter__(self) -> "Replicas":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
