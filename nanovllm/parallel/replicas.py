@@ -125,8 +125,8 @@ class Replicas:
     ):
         size = integer("data_parallel_size", data_parallel_size, minimum=1)
         config = Config(os.fspath(model), **engine_options)
-        from nanovllm.models.config import load_model_config
         from nanovllm.models.loader import find_model  # imports torch
+        from nanovllm.models.read_config import load_model_config
 
         settings = _settings(config, size)
         directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")
