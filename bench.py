@@ -57,9 +57,10 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import KV_CACHE_DTYPES, QUANTIZATIONS
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.engine.step import Step
-from nanovllm.models.config import ModelConfig, load_model_config
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.cost import layer_matrices, step_weight_bytes, token_kv_bytes
+from nanovllm.models.read_config import load_model_config
 from nanovllm.runner.device import fp8_of, kv_cache_dtype_of
-from nanovllm.runner.kv_cache import bytes_of_token
 
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA = {
@@ -539,14 +540,12 @@ class Numbers:
 
     def weight_bytes(self, num_tokens: int = 1) -> int:
         """Of the matrices of the layers and the LM head that a step of so many tokens reads."""
-        config = self.config
-        of_layers = sum(matrix.num_bytes(self.dtype.itemsize) for matrix in config.matrices(num_tokens))
-        return of_layers + config.vocab_size * config.hidden_size * self.dtype.itemsize
+        return step_weight_bytes(self.config, self.dtype.itemsize, num_tokens)
 
     @property
     def key_value_bytes(self) -> int:
         """Of one token's keys and values in all layers."""
-        return bytes_of_token(self.config, self.kv_cache_dtype)
+        return token_kv_bytes(self.config, self.kv_cache_dtype.itemsize)
 
 
 class Operations(NamedTuple):
@@ -565,7 +564,7 @@ def matrix_operations(log: StepLog, config: ModelConfig) -> list[Operations]:
     of_keys = ("q_proj", "k_proj", "v_proj", "qkv_proj")
     # Of all tokens, and of those that sample: after the attention of the last layer, a step needs only these.
     all_tokens, sampled = Counter[bool](), Counter({False: config.vocab_size * config.hidden_size})
-    for matrix in config.matrices(1):
+    for matrix in layer_matrices(config, 1):
         is_of_sampled = matrix.name.startswith(last) and not matrix.name.endswith(of_keys)
         (sampled if is_of_sampled else all_tokens)[matrix.fp8 is not None] += matrix.num_parameters
 

@@ -79,8 +79,8 @@ class LLM:
         config = Config(**{name: value for name, value in locals().items() if name != "self"})
         # Imported here because they import torch: a wrong option fails without loading it.
         from nanovllm.cpu_threads import CpuThreads
-        from nanovllm.models.config import load_model_config
         from nanovllm.models.loader import find_model
+        from nanovllm.models.read_config import load_model_config
 
         if config.tensor_parallel_size == 1:
             FORKS.check()

@@ -96,8 +96,8 @@ class Preflight:
     ):
         config = Config(**{name: value for name, value in locals().items() if name != "self"})
         # Imported here because they import torch: a wrong option fails without loading it.
-        from nanovllm.models.config import load_model_config
         from nanovllm.models.loader import find_model
+        from nanovllm.models.read_config import load_model_config
 
         self.directory = directory = find_model(config.model, config.revision, with_weights=False)
         model_config = load_model_config(directory)

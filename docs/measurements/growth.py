@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import bench
 from nanovllm import LLM, SamplingParams
-from nanovllm.models.config import load_model_config
+from nanovllm.models.read_config import load_model_config
 from nanovllm.runner.step_in_flight import StepInFlight
 
 DOCS = Path(__file__).resolve().parent.parent

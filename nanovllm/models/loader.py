@@ -14,8 +14,8 @@ from torch import nn
 
 from nanovllm.layers.linear import Packable
 from nanovllm.layers.shard import Shard
-from nanovllm.models.config import read_json
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.json_fields import read_json
 from nanovllm.ops.quantize import E4M3, LARGEST, quantize_rows
 
 logger = logging.getLogger(__name__)

@@ -59,8 +59,8 @@ class TensorParallelRunner(Runner):
     """
 
     def __init__(self, config: Config, worker_module: str = "nanovllm.parallel.worker"):
-        from nanovllm.models.config import load_model_config
         from nanovllm.models.loader import find_model  # imports torch
+        from nanovllm.models.read_config import load_model_config
 
         directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")
         load_model_config(directory).check_parallel_size(config.tensor_parallel_size)

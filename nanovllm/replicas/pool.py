@@ -105,8 +105,8 @@ class ReplicaPool:
 
     def __init__(self, config: Config, size: int, module: str):
         size = integer("data_parallel_size", size, minimum=1)
-        from nanovllm.models.config import load_model_config
         from nanovllm.models.loader import find_model  # imports torch
+        from nanovllm.models.read_config import load_model_config
 
         self._settings = gpu_shares(config, size)
         directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")

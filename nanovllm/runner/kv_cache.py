@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.config import Config
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.cost import head_kv_bytes
 from nanovllm.ops.layer_cache import LayerCache
 from nanovllm.ops.quantize import E4M3
 
@@ -61,8 +61,8 @@ class KVCacheLayout:
 
     @property
     def block_bytes(self) -> int:
-        bytes_of_head = 2 * self.head_dim * self.dtype.itemsize + (torch.int32.itemsize if self.is_fp8 else 0)
-        return self.num_layers * self.block_size * self.num_kv_heads * bytes_of_head
+        head_bytes = head_kv_bytes(self.head_dim, self.dtype.itemsize)
+        return self.num_layers * self.block_size * self.num_kv_heads * head_bytes
 
     def empty(self, num_blocks: int, device: torch.device) -> KVCache:
         """Keys, then values, then in FP8 their scales; LayerCache has the shapes. In FP8, keys and values begin as
@@ -78,11 +78,6 @@ class KVCacheLayout:
         values = numbers[1].view(E4M3).unflatten(-1, (self.head_dim, self.block_size))
         of_layers = zip(keys, values, scales[0], strict=True)
         return KVCache((numbers, scales), [LayerCache(*of_layer) for of_layer in of_layers])
-
-
-def bytes_of_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of one token's keys and values in all layers, with their scales in FP8; dtype: see KVCacheLayout."""
-    return KVCacheLayout(config.num_hidden_layers, 1, config.num_key_value_heads, config.head_dim, dtype).block_bytes
 
 
 @dataclass(frozen=True)

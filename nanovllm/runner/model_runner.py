@@ -23,7 +23,7 @@ from nanovllm.layers.embed_head import VocabSlice
 from nanovllm.layers.linear import Packable
 from nanovllm.layers.sampler import Sampled, Sampler, SamplingNeeds, row_multiple
 from nanovllm.machine import free_bytes
-from nanovllm.models.config import load_model_config
+from nanovllm.models.cost import num_layer_parameters, token_kv_bytes, weight_bytes
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import (
     Tensors,
@@ -35,6 +35,7 @@ from nanovllm.models.loader import (
     load_weights,
     update_weights,
 )
+from nanovllm.models.read_config import load_model_config
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.copy_blocks import copy_blocks
 from nanovllm.ops.kernel import has_kernels
@@ -46,7 +47,6 @@ from nanovllm.runner.kv_cache import (
     KVCache,
     KVCacheLayout,
     MemoryUse,
-    bytes_of_token,
     check_weights_fit,
     default_max_num_seqs,
     explained_out_of_memory,
@@ -538,17 +538,13 @@ class ModelRunner(Runner):
         return num_blocks
 
     def _default_max_num_seqs(self, config: Config) -> int:
-        of_token = -(-bytes_of_token(self.model_config, self._kv_cache_dtype) // self._parallel.size)
+        of_token = -(-token_kv_bytes(self.model_config, self._kv_cache_dtype.itemsize) // self._parallel.size)
         chosen = default_max_num_seqs(config, self._weight_bytes(), of_token, self._free_bytes(), self._is_gpu)
         return self._parallel.minimum(chosen, self.device)
 
     def _weight_bytes(self) -> int:
         """About what this rank's weights take."""
-        config, itemsize = self.model_config, self.dtype.itemsize
-        in_layers = list(config.matrices(2**31))
-        others = config.num_parameters - sum(matrix.num_parameters for matrix in in_layers)
-        num_bytes = sum(matrix.num_bytes(itemsize) for matrix in in_layers) + others * itemsize
-        return num_bytes // self._parallel.size
+        return weight_bytes(self.model_config, self.dtype.itemsize, self._parallel.size)
 
     def _free_bytes(self) -> int:
         """This rank's share of the memory that is free: the ranks have a GPU each, or one CPU together."""
@@ -602,7 +598,7 @@ class ModelRunner(Runner):
         if self._captures_prompts:
             num_tokens = _TOKEN_WIDTH_BESIDE_DECODES // self.model_config.hidden_size
         else:
-            num_weights = self.model_config.num_layer_parameters(1) / self._parallel.size
+            num_weights = num_layer_parameters(self.model_config, 1) / self._parallel.size
             num_tokens = int(_FLOP_BESIDE_DECODES / (2 * num_weights))
         # A multiple of what fills the tiles of a matrix product.
         return max(num_tokens // 256 * 256, _MIN_TOKENS_BESIDE_DECODES)

@@ -59,7 +59,9 @@ TRITON_PROMPTS = "attention/triton_prompts.py"
 HOPPER_PROMPTS = "attention/hopper_prompts.py"
 PREFIX_GROUPS = "attention/prefix_groups.py"
 LOADER = "models/loader.py"
-MODEL_CONFIG = "models/config.py"
+MODEL_COST = "models/cost.py"
+READ_CONFIG = "models/read_config.py"
+READ_FP8 = "models/read_fp8.py"
 TEXT = "text.py"
 ROWS = "row_stream.py"
 PREFLIGHT = "preflight.py"
@@ -1995,7 +1997,7 @@ MUTANTS = [
     ),
     Mutant(
         "layers with a window rotate as the others",
-        MODEL_CONFIG,
+        READ_CONFIG,
         '"rope_local_base_freq" if has_own else "rope_theta"',
         '"rope_theta"',
         ("test_model_config.py::test_gemmas_local_layers_have_a_theta_of_their_own",),
@@ -2940,9 +2942,9 @@ MUTANTS = [
     ),
     Mutant(
         "a block is counted without its values",
-        KV_CACHE,
-        "bytes_of_head = 2 * self.head_dim",
-        "bytes_of_head = self.head_dim",
+        MODEL_COST,
+        "return 2 * head_dim * kv_itemsize",
+        "return head_dim * kv_itemsize",
         ("test_bad_input.py::test_a_layouts_bytes_are_those_of_its_tensor",),
     ),
     Mutant(
@@ -3445,8 +3447,8 @@ MUTANTS = [
     ),
     Mutant(
         "a block in FP8 is counted without its scales",
-        KV_CACHE,
-        "(torch.int32.itemsize if self.is_fp8 else 0)",
+        MODEL_COST,
+        "(_SCALE_BYTES if kv_itemsize == 1 else 0)",
         "0",
         ("test_fp8_cache.py::test_nearly_twice_the_blocks_fit[64]",),
     ),
@@ -3515,29 +3517,29 @@ MUTANTS = [
     ),
     Mutant(
         "a layer is ignored because its name begins like another's",
-        MODEL_CONFIG,
+        READ_FP8,
         '(^|\\.){re.escape(name)}(\\.|$)"',
         '(^|\\.){re.escape(name)}"',
         ("test_fp8_engines.py::test_ignored_layers_stay_as_they_are[llama-small block-ignored4-skipped4]",),
     ),
     Mutant(
         "one scale of a tensor is taken for those of channels",
-        MODEL_CONFIG,
+        READ_FP8,
         'is_per_tensor=strategy == "tensor"',
         "is_per_tensor=False",
         ("test_fp8_engines.py::test_a_checkpoint_completes_as_the_model_that_it_stands_for[tensor]",),
     ),
     Mutant(
         "blocks of any width are taken",
-        MODEL_CONFIG,
+        READ_FP8,
         "        or block[1] % 32\n",
         "",
         ("test_fp8_engines.py::test_other_quantizations_are_named",),
     ),
     Mutant(
         "FP8 weights are counted without their scales",
-        MODEL_CONFIG,
-        "self.num_parameters + round(4 * self.num_read * num_scales)",
+        MODEL_COST,
+        "self.num_parameters + round(_SCALE_BYTES * self.num_read * num_scales)",
         "self.num_parameters",
         ("test_step_budget.py::test_weights_in_fp8_count_as_what_the_model_holds",),
     ),

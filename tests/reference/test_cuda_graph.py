@@ -158,13 +158,15 @@ def test_steps_are_not_padded_where_nothing_is_captured():
     ("hidden_size", "num_layers", "num_tokens"),
     [(64, 2, 61_035_008), (1024, 28, 16_896), (4096, 36, 768), (8192, 80, 512)],
 )
-def test_a_step_beside_decodes_is_as_large_as_its_arithmetic_allows(hidden_size, num_layers, num_tokens):
+def test_a_step_beside_decodes_is_as_large_as_its_arithmetic_allows(monkeypatch, hidden_size, num_layers, num_tokens):
     """12 TFLOP, two for each weight and token, in multiples of 256; a large model's steps are not split too small."""
     num_weights = 12 * hidden_size**2 * num_layers
     runner = ModelRunner.__new__(ModelRunner)
     # Two ranks have half of the weights each.
-    runner.model_config = SimpleNamespace(num_layer_parameters={1: 2 * num_weights}.get)
-    runner._captures_prompts, runner._parallel = False, SimpleNamespace(size=2)
+    monkeypatch.setattr(
+        model_runner, "num_layer_parameters", lambda config, num_tokens: {1: 2 * num_weights}[num_tokens]
+    )
+    runner.model_config, runner._captures_prompts, runner._parallel = None, False, SimpleNamespace(size=2)
     found = runner._max_tokens_beside_decodes()
     assert found % 256 == 0 and (found == 512 or 0 <= 12e12 / (2 * num_weights) - found < 256)
     assert found == num_tokens

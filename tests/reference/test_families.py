@@ -23,8 +23,8 @@ from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.torch_backend import TorchAttention
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.norm import QKNorm
-from nanovllm.models.config import load_model_config
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.read_config import load_model_config
 from nanovllm.ops.collectives import Parallel
 
 CPU = torch.device("cpu")

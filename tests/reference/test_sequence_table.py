@@ -22,12 +22,12 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Chunk, Step
 from nanovllm.layers.sampler import SampledRows, SamplingNeeds
-from nanovllm.models.config import load_model_config
+from nanovllm.models.cost import token_kv_bytes
+from nanovllm.models.read_config import load_model_config
 from nanovllm.ops.expand_rows import Table
 from nanovllm.ops.process_logits import ALWAYS, TokenRules
 from nanovllm.ops.write_tokens import write_tokens
 from nanovllm.runner import sequence_table, token_rules
-from nanovllm.runner.kv_cache import bytes_of_token
 from nanovllm.runner.sequence_table import Batch, SequenceTable, StepSize
 from nanovllm.runner.token_rules import TokenRulesTable
 from nanovllm.sampling_params import SamplingParams
@@ -280,7 +280,7 @@ def test_a_token_of_qwen3_0_6b_takes_112_kib_in_bf16(tmp_path):
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     model_config = load_model_config(tmp_path)
-    assert bytes_of_token(model_config, torch.bfloat16) == 112 * 1024
+    assert token_kv_bytes(model_config, torch.bfloat16.itemsize) == 112 * 1024
 
 
 # Tiles

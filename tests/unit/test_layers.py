@@ -34,9 +34,9 @@ from nanovllm.layers.linear import (
 from nanovllm.layers.norm import QKNorm, RMSNorm
 from nanovllm.layers.quantization import ChannelFp8
 from nanovllm.layers.rotary_embedding import RopeConfig, Rotary, RotaryEmbedding
-from nanovllm.models.config import load_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import load_weights
+from nanovllm.models.read_config import load_model_config
 from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.exchange import made_by_all

@@ -12,7 +12,9 @@ from transformers import Qwen3Config
 
 from nanovllm import LLM
 from nanovllm.layers.rope_config import RopeConfig
-from nanovllm.models.config import ACTIVATIONS, FAMILIES, LayerConfig, ModelConfig, load_model_config
+from nanovllm.models.config import LayerConfig, ModelConfig
+from nanovllm.models.families import FAMILIES
+from nanovllm.models.read_config import ACTIVATIONS, load_model_config
 from nanovllm.ops import act_and_mul
 
 FIELDS = {**TINY, "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-6}

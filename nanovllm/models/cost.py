@@ -1,0 +1,233 @@
+"""Bytes and arithmetic of a model. Memory budgets, reports and rooflines all ask these functions. No torch.
+
+An `itemsize` is the number of bytes of one weight, and a `kv_itemsize` that of one number in the KV cache. A
+`kv_itemsize` of 1 is a cache in FP8, which also holds scales. FLOP are floating-point operations: a multiplication and
+an addition are two.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from nanovllm.layers.fp8_config import Fp8Config
+from nanovllm.models.config import ExpertsConfig, ModelConfig
+
+_SCALE_BYTES = 4
+_MANY_TOKENS = 2**31  # a step of so many tokens reads every expert
+
+
+class Matrix(NamedTuple):
+    """A weight matrix of a layer, or several of the same shape: the gates and ups, or the downs, of its experts.
+
+    name: our name of the layer that holds it, such as model.layers.0.self_attn.q_proj; for several, the first one's.
+    num_read: how many of them a step reads.
+    fp8: None if the matrix is not in FP8.
+    """
+
+    name: str
+    num_rows: int
+    num_columns: int
+    num_read: float = 1
+    fp8: Fp8Config | None = None
+
+    @property
+    def num_parameters(self) -> int:
+        """How many numbers a step reads."""
+        return round(self.num_read * self.num_rows * self.num_columns)
+
+    def num_bytes(self, itemsize: int) -> int:
+        """Bytes that a step reads, scales included."""
+        if self.fp8 is None:
+            return self.num_parameters * itemsize
+        rows, columns = self.fp8.block or (1, self.num_columns)
+        num_scales = -(-self.num_rows // rows) * -(-self.num_columns // columns)
+        return self.num_parameters + round(_SCALE_BYTES * self.num_read * num_scales)
+
+
+# Weights
+
+
+def layer_matrices(config: ModelConfig, num_tokens: int = _MANY_TOKENS) -> Iterator[Matrix]:
+    """The weight matrices of the layers that a step of `num_tokens` tokens reads.
+
+    A layer's experts count as often as tokens choose them if each expert is as likely as the others: one token
+    chooses `top_k`. So with one token, these are also the matrices that one token is multiplied with.
+    """
+    for index, layer in enumerate(config.layers):
+        experts = config.experts if layer.has_experts else None
+        for matrix in (*_attention_matrices(config), *_mlp_matrices(config, experts, num_tokens)):
+            name = f"model.layers.{index}.{matrix.name}"
+            is_fp8 = config.fp8 is not None and name.endswith("_proj") and config.fp8.applies_to(name)
+            yield matrix._replace(name=name, fp8=config.fp8 if is_fp8 else None)
+
+
+def _attention_matrices(config: ModelConfig) -> list[Matrix]:
+    num_q, num_kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    sizes = {"q_proj": num_q, "k_proj": num_kv, "v_proj": num_kv}
+    if config.family.stores_merged:
+        sizes = {"qkv_proj": num_q + 2 * num_kv}
+    inputs = [Matrix(f"self_attn.{name}", size, config.hidden_size) for name, size in sizes.items()]
+    return [*inputs, Matrix("self_attn.o_proj", config.hidden_size, num_q)]
+
+
+def _mlp_matrices(config: ModelConfig, experts: ExpertsConfig | None, num_tokens: int) -> list[Matrix]:
+    hidden_size, size = config.hidden_size, config.intermediate_size
+    if experts is not None:
+        num_chosen = experts.num_experts * (1 - (1 - experts.top_k / experts.num_experts) ** num_tokens)
+        return [
+            Matrix("mlp.gate", experts.num_experts, hidden_size),
+            Matrix("mlp.experts.0.gate_proj", experts.size, hidden_size, 2 * num_chosen),
+            Matrix("mlp.experts.0.down_proj", hidden_size, experts.size, num_chosen),
+        ]
+    down = Matrix("mlp.down_proj", hidden_size, size)
+    if config.family.stores_merged:
+        return [Matrix("mlp.gate_up_proj", 2 * size, hidden_size), down]
+    return [Matrix("mlp.gate_proj", size, hidden_size), Matrix("mlp.up_proj", size, hidden_size), down]
+
+
+def num_layer_parameters(config: ModelConfig, num_tokens: int = _MANY_TOKENS) -> int:
+    """How many numbers of the layers' weight matrices a step of `num_tokens` tokens reads."""
+    return sum(matrix.num_parameters for matrix in layer_matrices(config, num_tokens))
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """How many numbers all weight matrices hold, embedding and LM head included."""
+    return num_layer_parameters(config) + _num_embedded(config)
+
+
+def _num_embedded(config: ModelConfig) -> int:
+    return (2 - config.tie_word_embeddings) * config.vocab_size * config.hidden_size
+
+
+def weight_bytes(config: ModelConfig, itemsize: int, num_ranks: int = 1) -> int:
+    """Bytes of the weight matrices of one rank."""
+    in_layers = sum(matrix.num_bytes(itemsize) for matrix in layer_matrices(config))
+    return (in_layers + _num_embedded(config) * itemsize) // num_ranks
+
+
+def step_weight_bytes(config: ModelConfig, itemsize: int, num_tokens: int) -> int:
+    """Bytes of the weight matrices that a step of `num_tokens` tokens reads: those of the layers and the LM head."""
+    in_layers = sum(matrix.num_bytes(itemsize) for matrix in layer_matrices(config, num_tokens))
+    return in_layers + config.vocab_size * config.hidden_size * itemsize
+
+
+# Keys and values
+
+
+def head_kv_bytes(head_dim: int, kv_itemsize: int) -> int:
+    """Bytes of one token's key and value in one head, with their scales in FP8."""
+    return 2 * head_dim * kv_itemsize + (_SCALE_BYTES if kv_itemsize == 1 else 0)
+
+
+def token_kv_bytes(config: ModelConfig, kv_itemsize: int) -> int:
+    """Bytes of one token's keys and values in all layers."""
+    return config.num_hidden_layers * config.num_key_value_heads * head_kv_bytes(config.head_dim, kv_itemsize)
+
+
+def num_query_key_pairs(num_tokens: int, window: int = 0) -> int:
+    """Query-key pairs of a prompt: each token sees itself and all tokens before it, or the last `window` of these."""
+    growing = min(num_tokens, window or num_tokens)
+    return growing * (growing + 1) // 2 + (num_tokens - growing) * growing
+
+
+def attention_flop(num_heads: int, head_dim: int, num_pairs: float) -> float:
+    """FLOP of one layer's attention: per query-key pair and head, a product with the key and one with the value."""
+    return 4 * num_heads * head_dim * num_pairs
+
+
+# Steps
+
+
+class StepWork(NamedTuple):
+    """The numbers of one step that its cost depends on.
+
+    num_tokens: new tokens of all rows.
+    num_sampled: rows that sample a token.
+    num_keys: different keys that the rows with one new token attend to; the mean of the layers.
+    num_pairs: query-key pairs of the other rows; the mean of the layers.
+    """
+
+    num_tokens: int
+    num_sampled: int
+    num_keys: float
+    num_pairs: float
+
+
+class Rates(NamedTuple):
+    """Rates of a chip, per second.
+
+    bandwidth: bytes that are read or written.
+    products, fp8_products: FLOP of matrix products in 16 bits and in FP8.
+    """
+
+    bandwidth: float
+    products: float
+    fp8_products: float
+
+    def times(self, num_gpus: int) -> "Rates":
+        return Rates(*(num_gpus * rate for rate in self))
+
+
+class StepCost(NamedTuple):
+    """Bytes and FLOP of one step.
+
+    weight_bytes: see `step_weight_bytes`.
+    kv_bytes: keys and values that the rows with one new token read.
+    product_flop, fp8_product_flop: matrix products in 16 bits and more, and in FP8.
+    attention_flop: attention of the other rows.
+    """
+
+    weight_bytes: float
+    kv_bytes: float
+    product_flop: float
+    fp8_product_flop: float
+    attention_flop: float
+
+    def product_seconds(self, rates: Rates) -> float:
+        return self.product_flop / rates.products + self.fp8_product_flop / rates.fp8_products
+
+    def seconds(self, rates: Rates) -> float:
+        """The roofline: the time that the step takes at least on a chip of these rates.
+
+        The step reads the keys and values. It also reads the weights or computes, whichever takes longer.
+        """
+        arithmetic = self.product_seconds(rates) + self.attention_flop / rates.products
+        return self.kv_bytes / rates.bandwidth + max(self.weight_bytes / rates.bandwidth, arithmetic)
+
+
+def step_costs(config: ModelConfig, itemsize: int, kv_itemsize: int, steps: Sequence[StepWork]) -> list[StepCost]:
+    """The cost of each step on all ranks together.
+
+    Attention counts all queries in the last layer too, although the engine skips tiles of queries whose results are
+    not needed.
+    """
+    last_layer = f"model.layers.{config.num_hidden_layers - 1}."
+    key_value_names = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+    # Numbers that each token is multiplied with, and each token that samples: after the attention of the last layer, a
+    # step computes only these. The keys say whether the numbers are in FP8.
+    by_token, by_sampled = Counter[bool](), Counter({False: config.vocab_size * config.hidden_size})
+    for matrix in layer_matrices(config, 1):
+        is_of_sampled = matrix.name.startswith(last_layer) and not matrix.name.endswith(key_value_names)
+        (by_sampled if is_of_sampled else by_token)[matrix.fp8 is not None] += matrix.num_parameters
+    num_bytes = {n: step_weight_bytes(config, itemsize, n) for n in {step.num_tokens for step in steps}}
+    kv_bytes = token_kv_bytes(config, kv_itemsize)
+    flop_per_pair = config.num_hidden_layers * attention_flop(config.num_attention_heads, config.head_dim, 1)
+
+    def product_flop(step: StepWork, is_fp8: bool) -> int:
+        return 2 * (step.num_tokens * by_token[is_fp8] + step.num_sampled * by_sampled[is_fp8])
+
+    return [
+        StepCost(
+            num_bytes[step.num_tokens],
+            step.num_keys * kv_bytes,
+            product_flop(step, False),
+            product_flop(step, True),
+            step.num_pairs * flop_per_pair,
+        )
+        for step in steps
+    ]
+
+
+def roofline_seconds(costs: Iterable[StepCost], rates: Rates) -> float:
+    """The time that steps of these costs take at least, one after the other."""
+    return sum(cost.seconds(rates) for cost in costs)

@@ -1,0 +1,94 @@
+"""The supported architectures, and how each of them differs from Llama: one row of flags per architecture."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Family:
+    """Flags of one architecture.
+
+    Args:
+        defaults: transformers' defaults for fields that config.json may leave out, where they differ from those of
+            `load_model_config`. They must include max_position_embeddings.
+        windows: which layers have a sliding window if layer_types does not say so: "none", "all" (if there is a
+            sliding_window), "switched" (all, if use_sliding_window), "upper" (from max_window_layers on, if
+            use_sliding_window), or "pattern" (all layers but every sixth).
+        has_local_rope: layers with a window have another rotary embedding than layers without one.
+        names_stretched_length: max_position_embeddings is the length after linear stretching.
+        longrope_names: rope types that mean LongRoPE, besides "longrope" and "su".
+        qkv_bias: True: queries, keys and values have a bias, and the attention's output has none. None: attention_bias
+            decides for all four.
+        qk_norm: each query head and each key head is normalized on its own.
+        stores_merged: the checkpoint merges queries, keys and values into one tensor, and gate and up into another.
+        norm_offset: a number that is added to the stored weights of norms.
+        has_post_norms: the outputs of attention and MLP are also normalized, before they are added to the residual.
+        scales_embedding: embeddings are multiplied by sqrt(hidden_size).
+        num_experts_names: layers have a mixture of experts instead of an MLP, and one of these fields of config.json
+            gives the number of experts. Qwen's models may mix layers of both kinds.
+        renames: parts of our tensors' names, and the checkpoint's names for them.
+        reads: fields of `read_config.OPTIONAL` that the architecture reads, or that it has and ignores, such as
+            attention_bias in Qwen2.
+    """
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    windows: str = "none"
+    has_local_rope: bool = False
+    names_stretched_length: bool = False
+    longrope_names: tuple[str, ...] = ()
+    qkv_bias: bool | None = None
+    qk_norm: bool = False
+    stores_merged: bool = False
+    norm_offset: float = 0.0
+    has_post_norms: bool = False
+    scales_embedding: bool = False
+    num_experts_names: tuple[str, ...] = ()
+    renames: tuple[tuple[str, str], ...] = ()
+    reads: tuple[str, ...] = ()
+
+
+FAMILIES = {
+    "Gemma3ForCausalLM": Family(
+        {
+            "head_dim": 256, "max_position_embeddings": 131072, "tie_word_embeddings": True, "sliding_window": 4096,
+            "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rope_theta": 1e6,
+        },
+        windows="pattern", has_local_rope=True, names_stretched_length=True, qk_norm=True, norm_offset=1.0,
+        has_post_norms=True, scales_embedding=True,
+        reads=("attention_bias", "query_pre_attn_scalar", "hidden_activation"),
+    ),
+    "LlamaForCausalLM": Family({"max_position_embeddings": 2048}, reads=("attention_bias", "mlp_bias")),
+    "MistralForCausalLM": Family(
+        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}, windows="all"
+    ),
+    "MixtralForCausalLM": Family(
+        {
+            "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+            "num_experts_per_tok": 2, "num_local_experts": 8,
+        },
+        windows="all", num_experts_names=("num_local_experts",),
+        renames=(
+            (".mlp.", ".block_sparse_moe."), (".gate_proj.", ".w1."), (".up_proj.", ".w3."), (".down_proj.", ".w2."),
+        ),
+    ),
+    "Phi3ForCausalLM": Family(
+        {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
+        windows="all", longrope_names=("yarn",), stores_merged=True, reads=("partial_rotary_factor",),
+    ),
+    "Qwen2ForCausalLM": Family(
+        {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
+        windows="upper", qkv_bias=True, reads=("attention_bias",),
+    ),
+    "Qwen3ForCausalLM": Family(
+        {"head_dim": 128, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
+        windows="upper", qk_norm=True, reads=("attention_bias",),
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        {"max_position_embeddings": 32768, "sliding_window": 4096, "moe_intermediate_size": 768},
+        windows="switched", qk_norm=True, num_experts_names=("num_experts", "num_local_experts"),
+        reads=(
+            "attention_bias", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob",
+        ),
+    ),
+}  # fmt: skip

@@ -1,0 +1,267 @@
+"""Reads a model's config.json and generation_config.json: the only place that knows Hugging Face's quirks."""
+
+from pathlib import Path
+from typing import Any
+
+from nanovllm.layers.rope_config import ROPE_KINDS, RopeConfig
+from nanovllm.models.config import ExpertsConfig, LayerConfig, ModelConfig
+from nanovllm.models.families import FAMILIES, Family
+from nanovllm.models.json_fields import (
+    read_count,
+    read_flag,
+    read_json,
+    read_list,
+    read_number,
+    read_numbers,
+    shown,
+)
+from nanovllm.models.read_fp8 import read_fp8
+
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+# Fields of some configs that ask for computations that are not implemented.
+_REFUSED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+# Fields that only some architectures read, and their neutral values. transformers ignores these fields in other
+# architectures, but a model that was made with another value would answer nonsense.
+OPTIONAL: dict[str, Any] = {
+    "attention_bias": False, "mlp_bias": False, "query_pre_attn_scalar": None, "hidden_activation": None,
+    "partial_rotary_factor": 1, "moe_intermediate_size": None, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}  # fmt: skip
+# Larger counts are mistakes; see json_fields.
+_MAX_LAYERS = _MAX_EXPERTS = _MAX_HEADS = 1024
+_MAX_POSITION = 2**31 - 1
+_YARN_NUMBERS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+_LLAMA3_NUMBERS = ("low_freq_factor", "high_freq_factor")
+
+
+def load_model_config(directory: Path) -> ModelConfig:
+    """Reads the config of the model in `directory`.
+
+    Raises:
+        ValueError: the file is missing or not JSON, a field is missing or wrong, or the model needs something
+            that is not implemented; the message names the field and the values that work.
+    """
+    architecture, raw = _fields_of_architecture(read_json(directory / "config.json"), directory)
+    generation_file = directory / "generation_config.json"
+    generation = read_json(generation_file) if generation_file.exists() else {}
+    family = FAMILIES[architecture]
+    act_name = "hidden_activation" if "hidden_activation" in family.reads else "hidden_act"
+    hidden_act = raw.get(act_name, "silu")
+    if hidden_act not in ACTIVATIONS:
+        raise ValueError(f"{act_name}={shown(hidden_act)} is not supported; {', '.join(ACTIVATIONS)} are")
+    dtype = raw.get("dtype") or raw.get("torch_dtype")
+    if dtype is not None and not isinstance(dtype, str):
+        raise ValueError(f"dtype in config.json must be a name such as bfloat16, not {shown(dtype)}")
+
+    num_heads = read_count(raw, "num_attention_heads", maximum=_MAX_HEADS)
+    num_kv_heads = read_count(raw, "num_key_value_heads", default=num_heads)
+    hidden_size = read_count(raw, "hidden_size")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
+    if "head_dim" not in raw and hidden_size % num_heads:
+        raise ValueError(f"config.json has no head_dim, and {num_heads} heads do not divide hidden_size={hidden_size}")
+    head_dim = read_count(raw, "head_dim", default=hidden_size // num_heads)
+    if head_dim % 2:
+        raise ValueError(f"head_dim={head_dim} must be even for rotary embedding")
+    max_position = read_count(raw, "max_position_embeddings", maximum=_MAX_POSITION)
+    windows = _windows(raw, family, read_count(raw, "num_hidden_layers", maximum=_MAX_LAYERS))
+    ropes = {is_local: _rope(raw, family, is_local, head_dim, max_position) for is_local in set(map(bool, windows))}
+    longest, usual = _lengths(max_position, set(ropes.values()), family)
+    has_bias = read_flag(raw, "attention_bias", default=False)
+    experts = _experts(raw, family)
+    sparse = _sparse_layers(raw, len(windows)) if experts is not None else set()
+    return ModelConfig(
+        architecture=architecture,
+        family=family,
+        vocab_size=read_count(raw, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=read_count(raw, "intermediate_size"),
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
+        layers=tuple(LayerConfig(window, ropes[window > 0], i in sparse) for i, window in enumerate(windows)),
+        experts=experts,
+        rms_norm_eps=read_number(raw, "rms_norm_eps", default=1e-6),
+        qkv_bias=has_bias if family.qkv_bias is None else family.qkv_bias,
+        o_bias=has_bias if family.qkv_bias is None else False,
+        mlp_bias=read_flag(raw, "mlp_bias", default=False),
+        hidden_act=hidden_act,
+        attention_scale=read_number(raw, "query_pre_attn_scalar", default=head_dim) ** -0.5,
+        tie_word_embeddings=read_flag(raw, "tie_word_embeddings", default=False),
+        max_position=longest,
+        usual_max_position=usual,
+        dtype=dtype,
+        eos_token_ids=_eos_token_ids(generation) or _eos_token_ids(raw),
+        generation=generation,
+        fp8=read_fp8(raw, family),
+    )
+
+
+def _fields_of_architecture(raw: dict[str, Any], directory: Path) -> tuple[str, dict[str, Any]]:
+    """The architecture, and its fields with defaults.
+
+    Raises:
+        ValueError: the architecture is not supported, or a field that it does not read would change the model.
+    """
+    found = read_list(raw, "architectures")
+    if not found:
+        raise ValueError(f"config.json in {directory} has no architectures")
+    architecture = next((name for name in found if isinstance(name, str) and name in FAMILIES), None)
+    if architecture is None:
+        remote = "; it needs code of its own (auto_map), which is never run" if raw.get("auto_map") else ""
+        raise ValueError(f"{directory} holds the architecture {shown(found)}{remote}; supported: {', '.join(FAMILIES)}")
+    family = FAMILIES[architecture]
+    # null counts as absent. Only for a window it means that there is none.
+    given = {key: value for key, value in raw.items() if value is not None or key == "sliding_window"}
+    raw = {**family.defaults, **given}
+    for name in _REFUSED:
+        if raw.get(name):
+            raise ValueError(f"{name}={shown(raw[name])} in config.json is not supported")
+    for name, neutral in OPTIONAL.items():
+        if name not in family.reads and raw.get(name, neutral) != neutral:
+            raise ValueError(f"{name}={shown(raw[name])} in config.json is not supported for {architecture}")
+    return architecture, raw
+
+
+def _lengths(max_position: int, ropes: set[RopeConfig], family: Family) -> tuple[int, int]:
+    """(maximum number of tokens that the model was made for, the maximum by default), from the `max_position` of
+    config.json."""
+    # The configs of Llama 3 and LongRoPE always give the length after stretching.
+    kinds = () if family.names_stretched_length else ("linear", "yarn")
+    longest = max(
+        [max_position, *(int(rope.original_max_position * rope.factor) for rope in ropes if rope.kind in kinds)]
+    )
+    return longest, min([longest, *(rope.original_max_position for rope in ropes if rope.kind == "longrope")])
+
+
+def _windows(raw: dict[str, Any], family: Family, num_layers: int) -> list[int]:
+    """Each layer's sliding window, 0 for none."""
+    has_window = raw.get("sliding_window") is not None
+    if family.windows in ("upper", "switched"):
+        has_window = has_window and read_flag(raw, "use_sliding_window", default=False)
+    if family.windows == "pattern":
+        if not has_window:
+            raise ValueError("sliding_window in config.json must be an integer: some layers need it")
+        period = read_count(raw, "sliding_window_pattern", default=6)
+        is_local = [(index + 1) % period > 0 for index in range(num_layers)]
+    else:
+        first = {"none": num_layers, "all": 0, "switched": 0}.get(family.windows)
+        if first is None:
+            first = read_count(raw, "max_window_layers", minimum=0)
+        is_local = [has_window and index >= first for index in range(num_layers)]
+    kinds = read_list(raw, "layer_types")
+    if kinds:
+        if len(kinds) != num_layers or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
+            raise ValueError(
+                f"layer_types in config.json must say full_attention or sliding_attention for each of the "
+                f"{num_layers} layers, not {shown(kinds)}"
+            )
+        given = [kind == "sliding_attention" for kind in kinds]
+        # transformers follows layer_types only in these families.
+        is_followed = family.windows in ("upper", "pattern") and (has_window or not any(given))
+        if not is_followed and given != is_local:
+            raise ValueError(
+                f"layer_types={shown(kinds)} in config.json does not fit "
+                f"sliding_window={raw.get('sliding_window')} and use_sliding_window={raw.get('use_sliding_window')}"
+            )
+        is_local = given
+    window = read_count(raw, "sliding_window") if any(is_local) else 0
+    return [window if local else 0 for local in is_local]
+
+
+def _experts(raw: dict[str, Any], family: Family) -> ExpertsConfig | None:
+    names = family.num_experts_names
+    if not names:
+        return None
+    num_experts = read_count(raw, next((name for name in names if name in raw), names[0]), maximum=_MAX_EXPERTS)
+    has_own_size = "moe_intermediate_size" in family.reads
+    size = read_count(raw, "moe_intermediate_size" if has_own_size else "intermediate_size")
+    top_k = read_count(raw, "num_experts_per_tok", maximum=num_experts)
+    # In families without this field, the weights of a token's experts always add up to 1.
+    renormalizes = "norm_topk_prob" not in family.reads or read_flag(raw, "norm_topk_prob", default=False)
+    return ExpertsConfig(num_experts, top_k, size, renormalizes)
+
+
+def _sparse_layers(raw: dict[str, Any], num_layers: int) -> set[int]:
+    """Indices of the layers with experts: all layers, unless Qwen's fields exclude some."""
+    period = read_count(raw, "decoder_sparse_step", default=1)
+    dense = read_list(raw, "mlp_only_layers")
+    if any(isinstance(index, bool) or not isinstance(index, int) for index in dense):
+        raise ValueError(f"mlp_only_layers in config.json must be a list of layers' numbers, not {shown(dense)}")
+    return {index for index in range(num_layers) if (index + 1) % period == 0 and index not in dense}
+
+
+def _rope_fields(raw: dict[str, Any], family: Family, is_local: bool) -> dict[str, Any]:
+    """The fields of config.json for the rotary embedding of layers with or without a window.
+
+    transformers 4 writes rope_theta and rope_scaling, transformers 5 writes both in rope_parameters.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        given = raw.get(name) or {}
+        is_nested = isinstance(given, dict) and not given.keys().isdisjoint(("full_attention", "sliding_attention"))
+        if is_nested and family.has_local_rope:
+            given = given.get("sliding_attention" if is_local else "full_attention") or {}
+        elif is_local and family.has_local_rope and isinstance(given, dict):
+            given = {}  # the fields apply only to layers without a window
+        if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+            raise ValueError(f"{name} in config.json must be one object for all layers, not {shown(given)}")
+        found[name] = {"rope_type" if key == "type" else key: value for key, value in given.items()}
+    fields = {**found["rope_parameters"], **found["rope_scaling"]}
+    if found["rope_parameters"] and fields != found["rope_parameters"]:
+        raise ValueError("rope_scaling and rope_parameters in config.json differ; keep only rope_parameters")
+    if "partial_rotary_factor" not in family.reads and fields.get("partial_rotary_factor", 1) != 1:
+        raise ValueError("partial_rotary_factor in config.json is not supported for this architecture")
+    return fields
+
+
+def _rope(raw: dict[str, Any], family: Family, is_local: bool, head_dim: int, max_position: int) -> RopeConfig:
+    """The rotary embedding of layers with a window (`is_local`) or without one."""
+    fields, has_own = _rope_fields(raw, family, is_local), is_local and family.has_local_rope
+    theta_name = "rope_local_base_freq" if has_own else "rope_theta"
+    theta = read_number(fields, "rope_theta") if "rope_theta" in fields else read_number(raw, theta_name, 1e4)
+    partial = read_number({**raw, **fields}, "partial_rotary_factor", default=1.0)
+    rotary_dim = int(head_dim * partial)
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise ValueError(
+            f"partial_rotary_factor={partial} of head_dim={head_dim} in config.json must give an even "
+            f"number of rotated columns, at least 2 and at most {head_dim}"
+        )
+    kind = fields.get("rope_type", "default")
+    if kind == "su" or kind in family.longrope_names:
+        kind = "longrope"
+    if kind == "dynamic":
+        kind = "default"  # "dynamic" changes nothing up to max_position_embeddings, our limit
+    if kind not in ROPE_KINDS:
+        raise ValueError(f"rope type {shown(kind)} is not supported; {', '.join(ROPE_KINDS)} and dynamic are")
+    if kind == "default":
+        return RopeConfig(theta, rotary_dim)
+    name = "original_max_position_embeddings"
+    original = read_count({**fields, **raw}, name, default=max_position, minimum=2, maximum=_MAX_POSITION)
+    is_implied = kind == "longrope" or (kind == "yarn" and name in fields)
+    factor = read_number(fields, "factor", default=max_position / original if is_implied else None)
+    if factor < 1:
+        raise ValueError(
+            f"rope scaling {kind!r} needs a factor of at least 1, not {factor!r} (max_position_embeddings is "
+            f"{max_position}, {name} {original})"
+        )
+    names = {"yarn": _YARN_NUMBERS, "llama3": _LLAMA3_NUMBERS, "longrope": ("attention_factor",)}.get(kind, ())
+    numbers: dict[str, Any] = {
+        name: read_number(fields, name) for name in names if fields.get(name) or kind == "llama3"
+    }
+    if kind == "yarn" and theta <= 1:
+        raise ValueError(f"rope_theta={theta} in config.json must be larger than 1 for yarn")
+    if kind == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
+        raise ValueError(f"low_freq_factor must be smaller than high_freq_factor in config.json, not {numbers}")
+    if kind == "longrope":
+        numbers.update({name: read_numbers(fields, name, rotary_dim // 2) for name in ("short_factor", "long_factor")})
+    truncate = read_flag(fields, "truncate", default=True)
+    return RopeConfig(theta, rotary_dim, kind, factor, original, truncate=truncate, **numbers)
+
+
+def _eos_token_ids(raw: dict[str, Any]) -> frozenset[int]:
+    given = raw.get("eos_token_id")
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if any(isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in ids):
+        raise ValueError(f"eos_token_id must be a token id or a list of them, not {given!r}")
+    return frozenset(ids)
