@@ -2,9 +2,13 @@
 
 import logging
 import os
+import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
+
+pytest.register_assert_rewrite("support")
 
 # The models here are tiny: a second thread would mostly wait, and on a busy machine for a long time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -30,6 +34,22 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 @pytest.fixture
 def runs(request: pytest.FixtureRequest) -> int:
     return request.config.getoption("--runs")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Each module of tests starts with one thread, also where the one before changed their number."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sigint() -> Iterator[None]:
+    """A shell's background job inherits SIGINT ignored, and Python then installs no handler."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

@@ -1,17 +1,11 @@
 """Ctrl-C and exceptions inside generate(): the caller sees them, and the next call is right."""
 
-import os
 import random
 import signal
-import sys
-import threading
-import time
-from collections.abc import Callable
 from itertools import count
-from pathlib import Path
-from typing import Any
 
 import pytest
+from support.interrupts import Fault, assert_empty, interrupt_at_random_moments, run_traced
 from transformers import PreTrainedTokenizerBase
 
 import nanovllm.llm
@@ -58,14 +52,6 @@ POINTS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def sigint():
-    """A shell's background job inherits SIGINT ignored, and Python then installs no handler."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.fixture(scope="module", params=[True, False], ids=["overlap", "sync"])
 def llm(request):
     with LLM(MODEL_DIRECTORY, overlap=request.param, **OPTIONS) as llm:
@@ -90,47 +76,6 @@ def run_victims(llm):
     """The same steps every time: from an empty cache, and with seeds of their own."""
     llm.engine.reset()
     return llm.generate(VICTIMS, VICTIM_PARAMS, use_tqdm=False)
-
-
-def assert_empty(engine: LLMEngine) -> None:
-    assert engine.is_finished()
-    assert not engine.scheduler.running and not engine.scheduler.waiting
-    assert engine.scheduler.block_manager.num_free_blocks == engine.info.num_kvcache_blocks
-    engine.scheduler.check_integrity()
-
-
-class Fault:
-    """Raises `error` at the `at`-th call of a function, before or after its work; counts the calls."""
-
-    def __init__(self, owner, name: str, at: int = -1, error=None, is_after: bool = False):
-        self.num_calls = 0
-        self._patch = pytest.MonkeyPatch()
-        real = getattr(owner, name)
-
-        def faulty(*args, **options):
-            self.num_calls += 1
-            is_it = self.num_calls == at
-            if is_it and not is_after:
-                self._raise(error)
-            try:
-                return real(*args, **options)
-            finally:
-                if is_it:
-                    self._raise(error)
-
-        self._patch.setattr(owner, name, faulty)
-
-    def _raise(self, error) -> None:
-        if error is signal.SIGINT:
-            signal.raise_signal(error)
-        else:
-            raise error
-
-    def __enter__(self) -> "Fault":
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._patch.undo()
 
 
 # Exceptions at every place that a call passes
@@ -206,29 +151,6 @@ def test_a_device_that_stays_broken_reports_its_first_error(llm, expected, at):
 # Ctrl-C
 
 
-PACKAGE = str(Path(nanovllm.llm.__file__).parent)
-FILES = tuple(f"{PACKAGE}/{name}" for name in ("llm.py", "row_stream.py", "text.py", "engine/llm_engine.py"))
-
-
-def run_traced(function, on_line) -> None:
-    """Calls `on_line(file, line)` before each line of FILES that `function()` runs; what it raises is raised there."""
-
-    def trace_calls(frame, event, argument):
-        return trace_lines if frame.f_code.co_filename in FILES else None
-
-    def trace_lines(frame, event, argument):
-        if event == "line":
-            on_line(frame.f_code.co_filename, frame.f_lineno)
-        return trace_lines
-
-    before = sys.gettrace()
-    sys.settrace(trace_calls)
-    try:
-        function()
-    finally:
-        sys.settrace(before)
-
-
 def test_ctrl_c_may_come_at_any_line(llm, expected):
     """Between taking a lock and the try that gives it back, or between taking a step and keeping it."""
     visits: dict[tuple[str, int], int] = {}
@@ -255,28 +177,6 @@ def test_ctrl_c_may_come_at_any_line(llm, expected):
         assert_empty(llm.engine)
         assert answer(llm) == expected, place
         assert_empty(llm.engine)
-
-
-def interrupt_at_random_moments(run: Callable[[], Any], num_times: int, check: Callable[[], None]) -> None:
-    """Ctrl-C somewhere in `run`, as a terminal would send it, and `check` after each."""
-    run()
-    began = time.perf_counter()
-    run()
-    seconds = time.perf_counter() - began
-    rng = random.Random(2)
-    num_interrupted = 0
-    for _ in range(num_times):
-        # A real signal, for nothing else wakes a thread that waits.
-        timer = threading.Timer(rng.uniform(0, seconds), os.kill, (os.getpid(), signal.SIGINT))
-        outputs = None
-        try:
-            timer.start()  # which waits for the thread to run, so Ctrl-C may come here already
-            outputs = run()
-            timer.join()
-        except KeyboardInterrupt:
-            num_interrupted += outputs is None
-        check()
-    assert num_interrupted > 0
 
 
 def test_ctrl_c_at_random_moments(llm, expected):

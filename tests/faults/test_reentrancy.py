@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from test_interrupts import assert_empty, sigint  # noqa: F401
+from support.interrupts import assert_empty
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY

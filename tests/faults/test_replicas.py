@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_interrupts import interrupt_at_random_moments, sigint  # noqa: F401
-from test_tensor_parallel import SCRIPT_ENVIRONMENT, children, is_running, nothing_left_behind, wait_until
+from support.interrupts import interrupt_at_random_moments
+from support.processes import SCRIPT_ENVIRONMENT, children, is_running, nothing_left_behind, wait_until
 
 from nanovllm import LLM, NOT_YET, RequestOutput, SamplingParams
 from nanovllm.config import Config

@@ -6,20 +6,32 @@ import signal
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
-import test_interrupts
-from support.model_factory import one_thread, read_tensors, save_model, write_tensors  # noqa: F401
-from test_interrupts import Fault, assert_empty, interrupt_at_random_moments, run_traced, sigint  # noqa: F401
+import support.interrupts
+from support.interrupts import Fault, assert_empty, interrupt_at_random_moments, run_traced
+from support.model_factory import read_tensors, save_model, write_tensors
+from support.processes import (
+    FILTERS,
+    LONG,
+    SCRIPT_ENVIRONMENT,
+    assert_refuses_work,
+    children,
+    is_running,
+    listening_sockets,
+    nothing_left_behind,
+    pids_of,
+    sockets_of,
+    wait_until,
+)
 
 import nanovllm.parallel.parallel_runner
 from nanovllm import LLM, SamplingParams
@@ -57,73 +69,6 @@ def tiny(tmp_path_factory) -> str:
 
 
 # Processes and what they leave behind
-
-
-def children(parent: int | None = None) -> set[int]:
-    """The processes that `parent` (this one) has started, zombies included."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                after_name = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:  # gone in the meantime
-                continue
-            if int(after_name[1]) == (parent or os.getpid()):
-                found.add(int(entry.name))
-    return found
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
-
-
-def listening_sockets() -> set[str]:
-    """The inodes of all that listen on this machine."""
-    tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
-    lines = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
-    return {line[9] for line in lines if line[3] == "0A"}
-
-
-def sockets_of(pids: list[int]) -> set[str]:
-    links = [os.readlink(entry) for pid in pids for entry in Path(f"/proc/{pid}/fd").iterdir()]
-    return {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:[")}
-
-
-@contextmanager
-def nothing_left_behind(temporary: Path, monkeypatch) -> Iterator[None]:
-    """Neither a process, an open file, a thread, a temporary file nor shared memory."""
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    monkeypatch.setattr(tempfile, "tempdir", None)  # else it is where temporary files went before
-
-    def state() -> dict[str, Any]:
-        return {
-            "children": children(),
-            "open files": len(os.listdir("/proc/self/fd")),
-            "threads": {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"},
-            "files": sorted(path.name for path in temporary.iterdir()),
-            # Ranks have no semaphores of multiprocessing, but other processes of this machine do.
-            "shared memory": {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")},
-        }
-
-    before = state()
-    yield
-    # The threads that read and write end on their own, moments after what they read from.
-    wait_until(lambda: state() == before, 2)
-    assert state() == before
-
-
-def pids_of(llm: LLM) -> list[int]:
-    return [rank.process.pid for rank in llm.engine.runner._ranks]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -187,21 +132,6 @@ def test_greedy_tokens_and_the_schedule_are_those_of_one_rank(engines):
 
 
 NAN = float("nan")
-FILTERS: dict[str, dict[str, Any]] = {
-    "temperature alone": {},
-    "top_p": {"top_p": 0.7},
-    "top_k": {"top_k": 3},
-    "min_p": {"min_p": 0.2},
-    "all filters": {"top_p": 0.9, "top_k": 5, "min_p": 0.05},
-    "own seed": {"seed": 2**64 - 1},
-    "stop tokens": {"stop_token_ids": [0, 1, 2, 3]},
-    "min_tokens": {"stop_token_ids": [0, 1, 2, 3], "min_tokens": 4},
-    "greedy min_tokens": {"stop_token_ids": [0, 1, 2, 3], "min_tokens": 4, "temperature": 0.0},
-    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
-    "greedy penalties": {"temperature": 0.0, "repetition_penalty": 2.0},
-    "biases and bans": {"logit_bias": {1: 3.0, 5: -100.0}, "bad_words": [[2], [1, 3]], "top_k": 6},
-    "allowed ids": {"allowed_token_ids": [6, 1, 3, 4], "temperature": 0.0},
-}
 
 
 def test_sampled_tokens_are_those_of_one_rank(engines):
@@ -348,17 +278,7 @@ def test_memory_is_the_sum_over_the_ranks(engines):
 
 # A rank that dies
 
-LONG = SamplingParams(0.0, max_tokens=400, ignore_eos=True)
 DEATH_OPTIONS = {**OPTIONS, "num_kvcache_blocks": 400}
-
-
-def assert_refuses_work(llm: LLM, message: str) -> None:
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=f"{message}; make a new LLM"):
-            llm.generate([[1, 2, 3]], LONG, use_tqdm=False)
-    llm.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        llm.generate([[1, 2, 3]], LONG, use_tqdm=False)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -561,8 +481,8 @@ def test_after_an_exception_anywhere_in_the_driver_the_next_call_is_right(pair, 
 def test_ctrl_c_may_come_at_any_line_of_the_driver(pair, answers, runs, monkeypatch):
     """Between what the driver remembers and what it tells the ranks."""
     llm = pair[1]
-    files = (*test_interrupts.FILES, nanovllm.parallel.parallel_runner.__file__)
-    monkeypatch.setattr(test_interrupts, "FILES", files)
+    files = (*support.interrupts.FILES, nanovllm.parallel.parallel_runner.__file__)
+    monkeypatch.setattr(support.interrupts, "FILES", files)
     visits: dict[tuple[str, int], int] = {}
 
     def count_visit(file, line) -> None:
@@ -843,8 +763,6 @@ params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 print("tokens", llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].token_ids, flush=True)
 print("ranks", *(rank.process.pid for rank in llm.engine.runner._ranks), flush=True)
 """
-# The package that is tested here, also where it is a copy.
-SCRIPT_ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(nanovllm.__file__).parents[1])}
 ENDINGS = {
     "the last line": "",
     "an exception": "raise LookupError('the script is wrong')",

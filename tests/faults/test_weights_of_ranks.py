@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from support.family_factory import FAMILIES, save_family_model
-from support.model_factory import one_thread, read_tensors  # noqa: F401
-from test_update_weights import (
+from support.model_factory import read_tensors
+from support.weight_updates import (
     HEAD,
     OPTIONS,
     PARAMS,

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.against_transformers import teacher_forced_logits
+from support.demo_problems import CONVERSATIONS, PROBLEMS
+from support.gpu_engines import DEVICE, MIB, NUM_REQUESTS, Judge, free_memory, generate, num_different
+from support.interrupts import Fault
 from support.model_factory import make_model, save_model
-from test_against_transformers import teacher_forced_logits
-from test_demo_model import CONVERSATIONS, PROBLEMS
-from test_interrupts import Fault
-from test_schedule_invariance import perturbed_scores
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.triton_backend import TritonAttention
@@ -28,21 +28,12 @@ from nanovllm.runner.sequence_table import StepSize
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = "cuda"
-MIB = 2**20
-NUM_REQUESTS = 256
 BLOCK_SIZE = {"triton": 16, "flash": 256}
-# Where two float32 scores are closer than this part of the largest, float32 does not say which is larger.
-TIE = 1e-5
 
 
 def demo(backend: str = "triton", dtype: str = "float32", **options) -> LLM:
     options = {"max_num_seqs": 64, "kvcache_block_size": BLOCK_SIZE.get(backend), **options}
     return LLM(str(MODEL_DIRECTORY), device=DEVICE, attention_backend=backend, dtype=dtype, **options)
-
-
-def generate(llm: LLM, prompts: list[list[int]], params) -> list[RequestOutput]:
-    return llm.generate(prompts, params, use_tqdm=False)
 
 
 def captured_forwards(llm: LLM) -> list[StepSize]:
@@ -57,79 +48,12 @@ def captured_samplings(llm: LLM) -> set[SamplingNeeds]:
     return {key[2] for key, graph in captured.items() if key[0] == "sample" and graph is not None}
 
 
-def free_memory() -> int:
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
-
-
 @pytest.fixture(autouse=True)
 def memory_given_back():
     """What a failed test's traceback holds must not fail the next."""
     yield
     gc.collect()
     torch.cuda.empty_cache()
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    """Prompts in pairs: a whole problem, whose answer the model is sure of; one cut short, which has it guess."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIRECTORY)
-    texts = tokenizer.apply_chat_template(CONVERSATIONS[:NUM_REQUESTS], tokenize=False, add_generation_prompt=True)
-    prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    rng = random.Random(0)
-    return [ids if row % 2 == 0 else ids[: rng.randrange(8, len(ids))] for row, ids in enumerate(prompts)]
-
-
-@pytest.fixture(scope="module")
-def params() -> list[SamplingParams]:
-    """Of four rows two are greedy and two at 0.8; the ones that guess go on for 20 tokens or for 64."""
-    return [
-        SamplingParams(
-            temperature=0.8 if row % 4 >= 2 else 0.0,
-            max_tokens=48 if row % 2 == 0 else 64 if row % 8 < 4 else 20,
-            ignore_eos=row % 2 == 1,
-            seed=row,
-        )
-        for row in range(NUM_REQUESTS)
-    ]
-
-
-@dataclass
-class Judge:
-    """Decides whether two completions part where their candidates tie.
-
-    model: transformers' in float32, on the CPU; noise: the largest error of a logit of transformers in bfloat16.
-    """
-
-    model: Any
-    noise: float
-
-    def count_ties(
-        self,
-        requests: list[tuple[list[int], SamplingParams]],
-        ours: list[list[int]],
-        theirs: list[list[int]],
-        what: str = "",
-        is_float32: bool = True,
-    ) -> int:
-        """Rows that differ, each of which must do so at a tie."""
-        num_ties = 0
-        for row, ((prompt, params), a, b) in enumerate(zip(requests, ours, theirs, strict=True)):
-            if a == b:
-                continue
-            num_ties += 1
-            at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-            assert at is not None, f"{what}, row {row}: {a} and {b} differ only in length"
-            scores = perturbed_scores(self.model, prompt, params, b[: at + 1])[at]
-            gap = abs(float(scores[a[at]] - scores[b[at]]))
-            temperature = params.temperature or 1.0
-            allowed = TIE * float(scores.abs().max()) if is_float32 else 2 * self.noise / temperature
-            assert gap < allowed, f"{what}, row {row}: {a} instead of {b}, {gap} apart at {at}, {allowed} allowed"
-        return num_ties
 
 
 @pytest.fixture(scope="module")
@@ -521,10 +445,6 @@ NO_RULES = {
 }  # fmt: skip
 
 
-def num_different(ours: list[list[int]], theirs: list[list[int]]) -> int:
-    return sum(a != b for a, b in zip(ours, theirs, strict=True))
-
-
 @pytest.mark.parametrize(
     ("enforce_eager", "overlap", "options"),
     [
@@ -771,21 +691,6 @@ def test_a_reset_with_steps_in_flight_leaves_nothing_behind(prompts, params, eag
 
 
 # Memory
-
-
-@pytest.fixture(scope="module")
-def dummy_directory(tmp_path_factory) -> str:
-    """A config.json of Qwen3-0.6B's numbers, but untied: 112 KiB of cache a token, enough to fill any card."""
-    directory = tmp_path_factory.mktemp("dummy")
-    config = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072,
-        "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
-        "rope_scaling": None, "tie_word_embeddings": False, "attention_bias": False, "hidden_act": "silu",
-        "torch_dtype": "bfloat16", "eos_token_id": 151645,
-    }  # fmt: skip
-    (directory / "config.json").write_text(json.dumps(config))
-    return str(directory)
 
 
 def test_two_engines_on_one_card_are_both_right(prompts, params, eager, judge):

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.against_transformers import teacher_forced_logits
+from support.experts import exact_mlp
 from support.family_factory import make_family_model
-from test_against_transformers import teacher_forced_logits
-from test_experts import exact_mlp
+from support.gpu_models import COMMON, DEVICE, MODELS, PLAIN, VOCAB_SIZE
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.ops.grouped_mlp import ExpertWeights, grouped_mlp
@@ -15,57 +16,6 @@ from nanovllm.ops.route import route
 
 pytestmark = pytest.mark.gpu
 
-DEVICE, VOCAB_SIZE = "cuda", 1013
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE, "hidden_size": 384, "intermediate_size": 512, "num_hidden_layers": 3,
-    "max_position_embeddings": 1024, "tie_word_embeddings": False,
-}  # fmt: skip
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 128,
-}  # fmt: skip
-PLAIN = {"rope_type": "default", "rope_theta": 1e4}
-FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(36)], "long_factor": [2.0] * 36}
-# Each with the head sizes and windows that its models have, or shorter windows.
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64, "rope_parameters": LLAMA3}),
-    "llama, heads of 80": ("llama", {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 80}),
-    "mistral": (
-        "mistral", {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128, "sliding_window": 100},
-    ),
-    "qwen2": (
-        "qwen2",
-        {
-            "num_attention_heads": 6, "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 256,
-            "max_window_layers": 1,
-        },
-    ),
-    "phi3": (
-        "phi3",
-        {
-            "num_attention_heads": 4, "num_key_value_heads": 2, "original_max_position_embeddings": 1024,
-            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, **FACTORS},
-        },
-    ),
-    "gemma3": (
-        "gemma3",
-        {
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256, "num_hidden_layers": 7,
-            "sliding_window": 70, "query_pre_attn_scalar": 256,
-        },
-    ),
-    "qwen3_moe": (
-        "qwen3_moe",
-        {
-            "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128, "num_experts": 24,
-            "num_experts_per_tok": 5, "moe_intermediate_size": 200, "norm_topk_prob": True,
-        },
-    ),
-    "mixtral": (
-        "mixtral",
-        {"num_attention_heads": 6, "num_key_value_heads": 3, "num_local_experts": 7, "num_experts_per_tok": 2},
-    ),
-}  # fmt: skip
 CHUNKS = {"one prefill": [700], "chunks": [100, 1, 256, 3, 200, 140], "decodes": [20] + [1] * 380}
 
 

@@ -16,33 +16,29 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from support.against_transformers import teacher_forced_logits
+from support.attention_case import TOLERANCE, Case, make_case, run, share
+from support.demo_problems import CONVERSATIONS, PROBLEMS
+from support.experts import exact_mlp
 from support.family_factory import make_family_model
-from support.fp8_factory import CHANNEL, LAYOUTS, block_layout, by_channel, changed_copy, quantized_copy
-from support.model_factory import make_model, read_tensors
-from test_against_transformers import teacher_forced_logits
-from test_attention import TOLERANCE, Case, make_case, run
-from test_demo_model import CONVERSATIONS, PROBLEMS
-from test_experts import exact_mlp
-from test_fp8 import assert_rounded, random_product, random_tensor
-from test_fp8_cache import DECODE_TOLERANCE, assert_same_bits, heads_of_many_sizes, poisoned_cache
-from test_gpu_engine import (  # noqa: F401 (fixtures too)
-    DEVICE,
-    MIB,
-    Judge,
-    dummy_directory,
-    free_memory,
-    generate,
-    params,
-    prompts,
+from support.fp8_cache import DECODE_TOLERANCE, assert_same_bits, heads_of_many_sizes, poisoned_cache
+from support.fp8_factory import (
+    CHANNEL,
+    LAYOUTS,
+    assert_rounded,
+    block_layout,
+    by_channel,
+    changed_copy,
+    quantized_copy,
+    random_product,
+    random_tensor,
 )
-from test_gpu_families import COMMON, MODELS, PLAIN
-from test_gpu_hopper_prompts import num_programs  # noqa: F401 (a fixture)
-from test_gpu_kernels import GPU, MIXED, captured, formula, make_gpu_case, on_gpu, part, randn
-from test_gpu_parallel import skip_without
-from test_gpu_weights import checkpoints  # noqa: F401 (a fixture)
-from test_gpu_weights import generate as generate_mixed
-from test_gpu_weights import make_llm as make_weights_llm
-from test_prefix_groups import share
+from support.gpu_engines import DEVICE, MIB, Judge, free_memory, generate, skip_without
+from support.gpu_kernels import GPU, MIXED, captured, formula, make_gpu_case, on_gpu, part, randn
+from support.gpu_models import COMMON, MODELS, PLAIN
+from support.gpu_weights import generate as generate_mixed
+from support.gpu_weights import make_llm as make_weights_llm
+from support.model_factory import make_model, read_tensors
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.backend import AttentionShape, make_attention_backend
@@ -585,7 +581,7 @@ def hopper_case(sequences: list[tuple[int, int]], block_size: int = 64, **option
     [(64, 2, torch.bfloat16), (192, 3, torch.bfloat16), (256, 8, torch.bfloat16), (64, 2, torch.float16)],
     ids=str,
 )
-def test_programs_of_many_prompts_attend_as_the_formula_says(num_programs, block_size, group_size, dtype):  # noqa: F811
+def test_programs_of_many_prompts_attend_as_the_formula_says(num_programs, block_size, group_size, dtype):
     """The warps that convert a tile must keep step with those that fetch it and those that attend it, from item to
     item. Each sequence alone gives the same bits."""
     case, backend = hopper_case(PROMPTS, block_size, group_size=group_size, dtype=dtype, seed=block_size, scale=0.1)
@@ -603,7 +599,7 @@ def test_long_prompts_attend_as_the_formula_says():
 
 
 @HOPPER
-def test_a_captured_step_of_prompts_follows_its_tiles(num_programs):  # noqa: F811
+def test_a_captured_step_of_prompts_follows_its_tiles(num_programs):
     """The step is captured while all tiles are padding. Later, padding stands between tiles and behind them."""
     case, backend = hopper_case([(900, 1), (0, 500), (130, 333), (0, 65)])
     metadata, expected = case.metadata, run("triton", case, backend)
@@ -860,7 +856,7 @@ def root_mean_square(parts: list[torch.Tensor]) -> float:
 
 
 @pytest.fixture(scope="module", params=FORMATS)
-def model(request, prompts, params, tmp_path_factory) -> Iterator[Model]:  # noqa: F811
+def model(request, prompts, params, tmp_path_factory) -> Iterator[Model]:
     """Logits are computed whole, in chunks of 7, and as the engine does: the prompt, then token by token."""
     name, requests = request.param, list(zip(prompts, params, strict=True))[:NUM_REQUESTS]
     exact = dequantized_demo(name, tmp_path_factory.mktemp(name))
@@ -1032,7 +1028,7 @@ def test_answers_in_blocks_are_right_through_graphs(tmp_path):
 # Memory
 
 
-def test_an_fp8_cache_has_nearly_twice_the_blocks_and_gives_its_memory_back(dummy_directory):  # noqa: F811
+def test_an_fp8_cache_has_nearly_twice_the_blocks_and_gives_its_memory_back(dummy_directory):
     """A head of 128 numbers takes 130 bytes instead of 256. The weights of Qwen3-0.6B's layers take half as much."""
     options = {"max_num_seqs": 64, "max_model_len": 8192, "gpu_memory_utilization": 0.12, "load_format": "dummy"}
     options |= {"device": DEVICE, "max_num_batched_tokens": 2048, "enforce_eager": True}
@@ -1082,7 +1078,7 @@ def test_loading_never_holds_a_second_copy_of_the_weights(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def of_each(checkpoints) -> list[list]:  # noqa: F811
+def of_each(checkpoints) -> list[list]:
     """What engines in FP8 give that load the first and the second checkpoint."""
     found = []
     for directory in checkpoints:
@@ -1092,7 +1088,7 @@ def of_each(checkpoints) -> list[list]:  # noqa: F811
     return found
 
 
-def test_an_update_in_fp8_is_bitwise_a_fresh_llm_and_a_sleep_changes_no_token(checkpoints, of_each):  # noqa: F811
+def test_an_update_in_fp8_is_bitwise_a_fresh_llm_and_a_sleep_changes_no_token(checkpoints, of_each):
     """Captured steps hold the addresses of weights and scales. New weights are quantized as those of a file."""
     first, second = (read_tensors(directory) for directory in checkpoints)
     with make_weights_llm(checkpoints[0], **FORMATS["both"]) as llm:
@@ -1114,7 +1110,7 @@ def test_an_update_in_fp8_is_bitwise_a_fresh_llm_and_a_sleep_changes_no_token(ch
 
 
 @pytest.mark.parametrize("layout", ["channel", "block"])
-def test_a_checkpoint_in_fp8_is_updated_in_its_own_layout(checkpoints, tmp_path, layout):  # noqa: F811
+def test_a_checkpoint_in_fp8_is_updated_in_its_own_layout(checkpoints, tmp_path, layout):
     first, second = (
         quantized_copy(directory, tmp_path / str(number), LAYOUTS[layout])
         for number, directory in enumerate(checkpoints)

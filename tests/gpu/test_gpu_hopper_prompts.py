@@ -4,13 +4,12 @@ padding and steps. test_gpu_kernels.py tests the same kernel with few items per 
 
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from test_attention import Case, run
-from test_gpu_kernels import GPU, assert_close_to_formula, captured, make_backend, make_gpu_case, part, randn
+from support.attention_case import Case, run
+from support.gpu_kernels import GPU, assert_close_to_formula, captured, make_backend, make_gpu_case, part, randn
 
 from nanovllm.attention.triton_backend import TritonAttention
 from nanovllm.attention.triton_prompts import attend_prompts, has_hopper_kernel
@@ -30,17 +29,6 @@ MIXED = [
     (40, 1), (1000, 1), (0, 63), (0, 64), (0, 65), (0, 127), (0, 128), (0, 129), (1, 63), (64, 64), (127, 2), (128, 3),
     (200, 300), (511, 130), (0, 1), (0, 700), (1500, 257), (3, 2),
 ]  # fmt: skip
-
-
-@pytest.fixture(params=[1, 5, 132])
-def num_programs(request, monkeypatch) -> Iterator[int]:
-    """With one program, each item comes after another one. The test must have used the kernel."""
-    from nanovllm.attention import hopper_prompts
-
-    asked = []
-    monkeypatch.setattr(hopper_prompts, "_num_processors", lambda device: asked.append(device) or request.param)
-    yield request.param
-    assert asked
 
 
 def make_hopper_case(sequences: list[tuple[int, int]], block_size: int = 64, **options) -> Case:

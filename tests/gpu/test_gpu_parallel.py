@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.demo_problems import CONVERSATIONS
+from support.gpu_engines import Judge, num_different, skip_without
+from support.interrupts import Fault, assert_empty, interrupt_at_random_moments
 from support.model_factory import save_model
-from test_demo_model import CONVERSATIONS
-from test_gpu_engine import Judge, num_different
-from test_interrupts import Fault, assert_empty, interrupt_at_random_moments, sigint  # noqa: F401
-from test_tensor_parallel import FILTERS, assert_refuses_work, is_running, pids_of, wait_until
+from support.processes import FILTERS, assert_refuses_work, is_running, pids_of, wait_until
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
@@ -37,11 +37,6 @@ TINY = {
     "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 2,
     "head_dim": 32, "attention_bias": True,
 }  # fmt: skip
-
-
-def skip_without(num_gpus: int) -> None:
-    if torch.cuda.device_count() < num_gpus:
-        pytest.skip(f"needs {num_gpus} GPUs")
 
 
 @dataclass

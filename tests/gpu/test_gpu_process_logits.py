@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from test_process_logits import Case, Request, Settings, assert_same, make_case, random_case, random_settings
+from support.logits_case import Case, Request, Settings, assert_same, make_case, random_case, random_settings
 
 from nanovllm.ops.process_logits import TokenRules, plain_process_logits, process_logits, triton_process_logits
 

@@ -1,23 +1,21 @@
 """Weights in place on a GPU: captured steps read the new weights, and what sleeps gives its memory to the driver."""
 
 import gc
-import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.gpu_weights import generate, make_llm
 from support.model_factory import edit_config, read_tensors, save_model
-
-from nanovllm import LLM, SamplingParams
 
 pytestmark = pytest.mark.gpu
 
 MIB = 2**20
-SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4, "vocab_size": 512}
 # What a process keeps: kernels' code, libraries' workspaces, the table of sequences, rotary tables.
 KEPT = 512 * MIB
+
+
 RANKS = [1, pytest.param(2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"))]
 
 
@@ -33,30 +31,6 @@ def free_memory() -> int:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory) -> tuple[Path, Path]:
-    directories = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
-    for seed, directory in enumerate(directories):
-        save_model(directory, seed, head_dim=64, num_hidden_layers=4, **SIZES)
-    return directories
-
-
-def make_llm(directory: Path, **options) -> LLM:
-    defaults = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 64, "gpu_memory_utilization": 0.5}
-    return LLM(directory, **{**defaults, **options})
-
-
-def generate(llm: LLM) -> list[tuple[list[int], int]]:
-    """Greedy and sampled rows, with filters and penalties, behind shared prefixes."""
-    rng = random.Random(0)
-    prefix = [rng.randrange(512) for _ in range(200)]
-    prompts = [prefix[: row % 3 * 100] + [rng.randrange(512) for _ in range(1 + row)] for row in range(64)]
-    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_p": 0.8}, {"repetition_penalty": 1.2}]
-    params = [SamplingParams(max_tokens=24, ignore_eos=True, seed=row, **kinds[row % 4]) for row in range(64)]
-    outputs = llm.generate(prompts, params, use_tqdm=False, raise_on_error=True)
-    return [(output.token_ids, output.num_cached_tokens) for output in outputs]
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["graphs", "eager"])

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 
 TESTS = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "reference"), str(TESTS / "real")]
+sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
-from test_against_transformers import teacher_forced_logits  # noqa: E402
-from test_fp8_accuracy import text_ids  # noqa: E402
+from support.against_transformers import teacher_forced_logits  # noqa: E402
+from support.real_text import text_ids  # noqa: E402
 
 from nanovllm import LLM  # noqa: E402
 from nanovllm.layers.linear import LinearBase  # noqa: E402

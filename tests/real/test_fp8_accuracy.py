@@ -5,11 +5,11 @@ documentation of Python that comes with every Python.
 """
 
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import pytest
 import torch
-from test_against_transformers import teacher_forced_logits
+from support.against_transformers import teacher_forced_logits
+from support.real_text import text_ids
 
 from nanovllm import LLM, SamplingParams
 
@@ -27,11 +27,6 @@ MAX_LOST = {"weights": 0.035, "cache": 0.005, "both": 0.037}
 NUM_TOKENS, PART, CHUNKS = 20_000, 4000, [1500, 1, 1499, 1000]
 NUM_PLACES, FACT_TOKENS = 20, 8000
 NAMES = ["Anna", "Boris", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Irene", "James"]
-
-
-def text_ids(llm: LLM, num_tokens: int) -> list[int]:
-    text = "\n\n".join(topics[name] for name in sorted(topics))
-    return llm.get_tokenizer()(text[: 8 * num_tokens])["input_ids"][:num_tokens]
 
 
 @torch.inference_mode()

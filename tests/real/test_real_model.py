@@ -9,8 +9,8 @@ from importlib import metadata
 
 import pytest
 import torch
+from support.against_transformers import teacher_forced_logits
 from support.schemas import make_schemas
-from test_against_transformers import teacher_forced_logits
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from support.batch_factory import send
 from support.model_factory import read_tensors, save_model
-from test_sequence_table import scheduled, step_of
+from support.steps import scheduled, step_of
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.prefix_groups import PrefixGroups

@@ -4,13 +4,12 @@ import itertools
 
 import pytest
 import torch
+from support.demo_problems import CONVERSATIONS, PROBLEMS
 
 from nanovllm import LLM
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.demo.problems import is_held_out, problems
 
-PROBLEMS = list(itertools.islice(problems(seed=1, held_out=True), 1000))
-CONVERSATIONS = [[{"role": "user", "content": question}] for question, _ in PROBLEMS]
 # So many will do to see that a way of running them changes nothing.
 NUM_RUN_AGAIN = 400
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from support.model_factory import one_thread  # noqa: F401
+from support.experts import exact_mlp
 
 from nanovllm.ops.grouped_mlp import ExpertWeights, grouped_mlp
 from nanovllm.ops.route import Routes, route
@@ -48,19 +48,6 @@ def test_equals_are_chosen_in_order_and_broken_tokens_choose_experts(fused):
     alone = route(x[3:], weight, 4, True, fused)
     assert torch.equal(routes.experts[3:], alone.experts)
     torch.testing.assert_close(routes.weights[3:], alone.weights)
-
-
-def exact_mlp(x, routes: Routes, gate_up, down, activation: str) -> torch.Tensor:
-    """Token by token and expert by expert, in float64."""
-    out = torch.zeros(x.shape, dtype=torch.float64)
-    act = (
-        torch.nn.functional.silu if activation == "silu" else lambda g: torch.nn.functional.gelu(g, approximate="tanh")
-    )
-    for token, (experts, weights) in enumerate(zip(*routes, strict=True)):
-        for expert, weight in zip(experts.tolist(), weights.double(), strict=True):
-            gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
-            out[token] += weight * (down[expert].double() @ (act(gate) * up))
-    return out
 
 
 @pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), SHAPES)

@@ -5,9 +5,7 @@ import threading
 
 import pytest
 import torch
-from support.family_factory import FAMILIES, save_family_model
-from support.model_factory import one_thread  # noqa: F401
-from test_against_transformers import (
+from support.against_transformers import (
     TIE,
     Tally,
     compare,
@@ -16,7 +14,8 @@ from test_against_transformers import (
     reference_completions,
     teacher_forced_logits,
 )
-from test_layers import Exchange, ThreadRank, logits_of
+from support.family_factory import FAMILIES, save_family_model
+from support.thread_ranks import Exchange, ThreadRank, logits_of
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.backend import AttentionShape

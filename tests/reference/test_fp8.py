@@ -7,13 +7,19 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from support.family_factory import FAMILIES, save_family_model
-from support.fp8_factory import LAYOUTS, assert_alike, completions, quantized_copy
-from support.model_factory import one_thread  # noqa: F401
+from support.fp8_factory import (
+    LAYOUTS,
+    assert_alike,
+    assert_rounded,
+    completions,
+    quantized_copy,
+    random_product,
+    random_tensor,
+)
 
 from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.layers.linear import RowParallelLinear
@@ -28,34 +34,11 @@ from nanovllm.ops.norm import add_rms_norm, rms_norm
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
 from nanovllm.ops.quantize import (
     E4M3,
-    LARGEST,
     Quantized,
-    ScaledProduct,
     quantize_row_blocks,
     quantize_rows,
     scaled_product,
 )
-
-# Half a unit in the last place of e4m3, relative to a number and, for the smallest ones, to the row's scale.
-HALF_ULP, HALF_MIN = 2**-4, 2**-10
-
-
-def random_tensor(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def random_product(num_rows: int, size: int) -> ScaledProduct:
-    scales = (random_tensor(number, seed=seed).abs() * 0.01 for seed, number in ((1, num_rows), (2, size)))
-    return ScaledProduct(random_tensor(num_rows, size) * 1e4, *scales)
-
-
-def assert_rounded(found: Any, exact: torch.Tensor) -> None:
-    """Each number of `found` is at most half a unit of e4m3 from that of `exact`, and a hair for the scale."""
-    assert isinstance(found, Quantized) and found.values.dtype == E4M3
-    limit = HALF_ULP * exact.abs() + HALF_MIN * found.scales[:, None]
-    assert ((found.whole() - exact).abs() <= 1.001 * limit).all()
-    # The peak is the largest number of e4m3, or the range is not used.
-    assert (found.values.float().abs().amax(1) == LARGEST).all()
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "kernel"])

@@ -28,7 +28,7 @@ from support.fp8_factory import (
     quantized_copy,
     round_inputs,
 )
-from support.model_factory import one_thread, read_tensors, save_model, write_tensors  # noqa: F401
+from support.model_factory import read_tensors, save_model, write_tensors
 from torch.profiler import ProfilerActivity, profile
 
 from nanovllm import LLM

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.model_factory import one_thread  # noqa: F401 (a fixture)
 
 NUM_STEPS = 12
 

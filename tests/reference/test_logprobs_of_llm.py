@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.family_factory import FAMILIES, save_family_model
-from support.model_factory import one_thread, read_tensors, save_model, write_tensors  # noqa: F401 (a fixture)
+from support.model_factory import read_tensors, save_model, write_tensors
 
 from nanovllm import LLM, SamplingParams, TokenLogprobs
 from nanovllm.demo import MODEL_DIRECTORY

@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 import torch
+from support.attention_case import make_case, relative_error, run, share
 from support.model_factory import save_model
-from test_attention import Case, make_case, relative_error, run
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.metadata import SharedPrefixes
@@ -91,14 +91,6 @@ def test_the_groups_are_those_that_a_look_at_all_rows_finds(seed):
         num_shared = [max((split + 1 for split, rows in shared if row in rows), default=0) for row in range(num_rows)]
         assert groups.num_shared.tolist() == num_shared
         assert (groups.items.dtype, groups.members.dtype, groups.num_shared.dtype) == (np.int32,) * 3
-
-
-def share(case: Case, row: int, source: int, num_keys: int) -> None:
-    """Makes the first keys of `row` those of `source`, in the same blocks."""
-    num_blocks, tables = num_keys // case.metadata.block_size, case.metadata.block_tables
-    tables[row, :num_blocks] = tables[source, :num_blocks]
-    for tensors in (case.keys, case.values):
-        tensors[row][:num_keys] = tensors[source][:num_keys]
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])

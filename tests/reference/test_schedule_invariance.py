@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
-from support.model_factory import TINY, one_thread, perturbed, save_model  # noqa: F401
+from support.against_transformers import perturbed_scores
+from support.model_factory import TINY, save_model
 
 from nanovllm import LLM, SamplingParams
 
@@ -69,17 +69,6 @@ def alone(model, requests) -> list[list[int]]:
     # Completions that repeat one token would hide most faults.
     assert sum(len(set(completion)) > 3 for completion in completions) > 0.8 * NUM_REQUESTS
     return completions
-
-
-@torch.inference_mode()
-def perturbed_scores(model, prompt: list[int], params: SamplingParams, completion: list[int]) -> torch.Tensor:
-    """What each token of a completion was the largest of: [len(completion), vocab_size], by transformers' logits."""
-    scores = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-    if params.temperature > 0:
-        positions = torch.arange(len(completion)) + len(prompt)
-        seeds = torch.full_like(positions, params.seed)
-        scores = perturbed(scores, params.temperature, seeds, positions)
-    return scores
 
 
 def candidates_gap(model, prompt: list[int], params: SamplingParams, ours: list[int], theirs: list[int]) -> float:

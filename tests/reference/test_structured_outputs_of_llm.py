@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.model_factory import one_thread, save_model  # noqa: F401 (a fixture)
+from support.model_factory import save_model
 from support.schemas import make_schemas
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams

@@ -19,10 +19,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.model_factory import one_thread, save_model  # noqa: F401
-from test_attention import MIXED, Case, make_case, relative_error
-from test_attention import run as run_case
-from test_fp8 import assert_rounded
+from support.attention_case import MIXED, Case, make_case, relative_error
+from support.attention_case import run as run_case
+from support.fp8_factory import assert_rounded
+from support.model_factory import save_model
 
 import nanovllm.attention
 import nanovllm.ops

@@ -12,7 +12,13 @@ import torch.nn.functional as F
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers.linear import LinearBase, RowParallelLinear
-from nanovllm.ops.quantize import E4M3, LARGEST, quantize_rows
+from nanovllm.ops.quantize import (
+    E4M3,
+    LARGEST,
+    Quantized,
+    ScaledProduct,
+    quantize_rows,
+)
 from support.model_factory import read_tensors, write_tensors
 
 PROMPTS = [list(range(1, length + 1)) for length in (1, 2, 29, 5, 23)]
@@ -162,3 +168,25 @@ def round_inputs(monkeypatch: pytest.MonkeyPatch, layout: Layout, num_ranks: int
         return product if bias is None else product + bias
 
     monkeypatch.setattr(LinearBase, "_multiply", rounded)
+
+
+# Half a unit in the last place of e4m3, relative to a number and, for the smallest ones, to the row's scale.
+HALF_ULP, HALF_MIN = 2**-4, 2**-10
+
+
+def random_tensor(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_product(num_rows: int, size: int) -> ScaledProduct:
+    scales = (random_tensor(number, seed=seed).abs() * 0.01 for seed, number in ((1, num_rows), (2, size)))
+    return ScaledProduct(random_tensor(num_rows, size) * 1e4, *scales)
+
+
+def assert_rounded(found: Any, exact: torch.Tensor) -> None:
+    """Each number of `found` is at most half a unit of e4m3 from that of `exact`, and a hair for the scale."""
+    assert isinstance(found, Quantized) and found.values.dtype == E4M3
+    limit = HALF_ULP * exact.abs() + HALF_MIN * found.scales[:, None]
+    assert ((found.whole() - exact).abs() <= 1.001 * limit).all()
+    # The peak is the largest number of e4m3, or the range is not used.
+    assert (found.values.float().abs().amax(1) == LARGEST).all()

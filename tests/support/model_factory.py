@@ -6,21 +6,11 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Models this small only lose by threads. A test module that imports this runs on one."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 TINY = {

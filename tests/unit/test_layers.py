@@ -13,14 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.batch_factory import make_batch
-from support.model_factory import make_model, one_thread, save_model  # noqa: F401
+from support.model_factory import make_model, save_model
+from support.thread_ranks import CPU, FP32, Exchange, ThreadRank, logits_of
 
 import nanovllm
-from nanovllm.attention.backend import AttentionShape
-from nanovllm.attention.torch_backend import TorchAttention
-from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import Chunk
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding, VocabSlice
 from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.layers.linear import (
@@ -34,20 +30,12 @@ from nanovllm.layers.linear import (
 from nanovllm.layers.norm import QKNorm, RMSNorm
 from nanovllm.layers.quantization import ChannelFp8
 from nanovllm.layers.rotary_embedding import RopeConfig, Rotary, RotaryEmbedding
-from nanovllm.models.decoder import CausalLM
-from nanovllm.models.loader import load_weights
-from nanovllm.models.read_config import load_model_config
 from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.exchange import made_by_all
 from nanovllm.ops.linear import num_input_parts
 from nanovllm.ops.quantize import ScaledProduct, quantize_rows
 from nanovllm.ops.sampling_exchange import SamplingExchange
-from nanovllm.runner.kv_cache import KVCacheLayout
-from nanovllm.sampling_params import SamplingParams
-
-CPU = torch.device("cpu")
-FP32 = {"dtype": torch.float32, "device": CPU}
 
 
 @pytest.fixture(autouse=True)
@@ -464,56 +452,6 @@ def test_what_does_not_divide_over_the_ranks_is_an_error_with_the_numbers(make, 
 
 
 # Whole models over several ranks, each rank a thread
-
-
-class Exchange:
-    """Where the threads meet."""
-
-    def __init__(self, size: int):
-        self.barrier = threading.Barrier(size, timeout=60)
-        self.tensors: list[Any] = [None] * size
-
-
-@dataclass(frozen=True)
-class ThreadRank(Parallel):
-    """A rank that is a thread; its collectives are sums and concatenations over an Exchange."""
-
-    def _meet(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self.group.tensors[self.rank] = tensor.clone()
-        self.group.barrier.wait()
-        tensors = list(self.group.tensors)
-        self.group.barrier.wait()
-        return tensors
-
-    def all_reduce(self, tensor):
-        return tensor.copy_(sum(self._meet(tensor)))
-
-    def all_gather(self, tensor):
-        return torch.cat(self._meet(tensor), 0)
-
-    def rows_of_columns(self, columns):
-        return torch.cat(self._meet(columns), 1).chunk(self.size)[self.rank]
-
-
-@torch.inference_mode()
-def logits_of(directory: Path, token_ids: list[int], parallel: Parallel) -> torch.Tensor:
-    """A prompt's logits, from this rank's shard of the checkpoint and of the cache, and from the others'."""
-    config = load_model_config(directory)
-    backend = TorchAttention(AttentionShape(1, 1, config.head_dim, torch.float32, CPU, scale=config.attention_scale))
-    model = CausalLM(config, 64, backend, parallel, **FP32)
-    load_weights(model, directory)
-    num_tokens = len(token_ids)
-    seq = Sequence(0, token_ids, SamplingParams(), 64)
-    seq.block_table, seq.num_computed_tokens, seq.entry = [3, 0, 2, 1], num_tokens, 0
-    batch = make_batch([Chunk(seq, num_tokens, False)], 16, 64)
-    layout = KVCacheLayout(config.num_hidden_layers, 16, model.num_kv_heads, config.head_dim, torch.float32)
-    kv_cache = layout.empty(4, CPU)
-    kv_cache.tensors[0].fill_(float("nan"))
-    columns = model.compute_logits(model(batch.token_ids, batch.positions, kv_cache.layers, batch.metadata))
-    assert columns.shape == (num_tokens, model.lm_head.vocab.size)
-    rows = (parallel.sampling_exchange or parallel).rows_of_columns(columns)
-    assert len(rows) == num_tokens // parallel.size
-    return parallel.all_gather(rows[:, : config.vocab_size])
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -12,7 +12,6 @@ from support.model_factory import (
     TINY,
     edit_config,
     make_model,
-    one_thread,  # noqa: F401
     read_tensors,
     save_model,
     write_index,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from support.model_factory import edit_config, one_thread  # noqa: F401 (a fixture)
-from test_bad_input import BAD_ROWS
+from support.bad_rows import BAD_ROWS
+from support.model_factory import edit_config
 
 import nanovllm.preflight
 from nanovllm import LLM, Preflight, PreflightSummary, PromptCheck, SamplingParams

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.batch_factory import send
-from support.model_factory import one_thread, save_model  # noqa: F401
+from support.model_factory import save_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.sequence import Sequence

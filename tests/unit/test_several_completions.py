@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from support.fake_runner import make_engine, run_to_end
-from support.model_factory import one_thread, save_model  # noqa: F401 (a fixture)
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY

@@ -1,0 +1,10 @@
+"""Text that a trained model predicts."""
+
+from pydoc_data.topics import topics
+
+from nanovllm import LLM
+
+
+def text_ids(llm: LLM, num_tokens: int) -> list[int]:
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    return llm.get_tokenizer()(text[: 8 * num_tokens])["input_ids"][:num_tokens]
