@@ -4,17 +4,22 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 pytest.register_assert_rewrite("support")
+
+TESTS = Path(__file__).parent
 
 # The models here are tiny: a second thread would mostly wait, and on a busy machine for a long time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="runs every grid, run count, mutant and crash test")
     parser.addoption("--runs", type=int, default=1, help="multiplies the random workloads (default 1)")
     parser.addoption("--real-model", help="directory of a trained model, for -m real; see tests/real")
 
@@ -25,10 +30,68 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    # Importing modules whose tests will all be deselected takes seconds.
+    name = {"not gpu": "gpu", "not real": "real"}
+    directories = {directory for part, directory in name.items() if part in config.option.markexpr}
+    return True if collection_path.parent == TESTS and collection_path.name in directories else None
+
+
+# Long tests
+
+
+NUM_LONG = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the tests marked `long`, and the cases of a `grid` that its cover does without."""
+    from support.cover import cover
+
+    if config.option.long:
+        return
+    left_out = {item for item in items if item.get_closest_marker("long")}
+    grids: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("grid") and hasattr(item, "callspec") and item not in left_out:
+            grids[item.nodeid.partition("[")[0]].append(item)
+    for grid in grids.values():
+        marker = grid[0].get_closest_marker("grid")
+        # pytest gives the cases that share an axis' value the same object.
+        chosen = cover([tuple(map(id, item.callspec.params.values())) for item in grid], *marker.args)
+        left_out.update(item for number, item in enumerate(grid) if number not in chosen)
+    config.stash[NUM_LONG] = len(left_out)
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=[*left_out])
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    # A worker of pytest-xdist tells the process that writes the summary.
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["num_long"] = session.config.stash.get(NUM_LONG, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    node.config.stash[NUM_LONG] = getattr(node, "workeroutput", {}).get("num_long", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if count := config.stash.get(NUM_LONG, 0):
+        terminalreporter.write_line(f"{count} long tests were left out; run them with pytest --long")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     # Two tests at a time, but one on a GPU, most of whose memory an engine takes.
     return 2 if "not gpu" in config.option.markexpr else 0
+
+
+@pytest.fixture(scope="session")
+def count(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
+    """count(default, long): how many runs of something this session makes."""
+    option = request.config.option
+    return lambda default, long: (long if option.long else default) * option.runs
 
 
 @pytest.fixture
