@@ -45,10 +45,13 @@ NUM_LONG = pytest.StashKey[int]()
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the tests marked `long`, and the cases of a `grid` that its cover does without."""
+    """Leaves out the tests marked `long`, and the cases of a `grid` that its cover does without.
+
+    Unless tests are named one by one: these run.
+    """
     from support.cover import cover
 
-    if config.option.long:
+    if config.option.long or any("::" in argument for argument in config.args):
         return
     left_out = {item for item in items if item.get_closest_marker("long")}
     grids: dict[str, list[pytest.Function]] = defaultdict(list)
