@@ -5,14 +5,15 @@ before the next is scheduled; with depth 1 the device works on step N + 1 while 
 loop is the same.
 """
 
+import functools
 import logging
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
-from nanovllm.checks import integer, is_running
+from nanovllm.checks import integer
 from nanovllm.config import Config
 from nanovllm.engine.limits import check_request, max_length
 from nanovllm.engine.runner import LaunchedStep, Runner, make_scheduler
@@ -20,11 +21,24 @@ from nanovllm.engine.scheduler import SchedulerStats
 from nanovllm.engine.sequence import Sequence, SequenceStatus, TokenGuide, make_sequences
 from nanovllm.engine.step import Step, StepOutput
 from nanovllm.engine.step_stats import StepStats, StepTokens, tokens_of
+from nanovllm.guard import Guard
 from nanovllm.sampling_params import SamplingParams, mixed_seed
 
 logger = logging.getLogger(__name__)
 
 StopPredicate = Callable[[int], bool]
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _guarded(method: _Method) -> _Method:
+    """Makes a method that changes the engine refuse to run inside another such method, and in a closed engine."""
+
+    @functools.wraps(method)
+    def guarded(engine: "LLMEngine", *args: Any, **kwargs: Any) -> Any:
+        engine.check_alive()
+        return engine._guard.run(engine._change, method, *args, **kwargs)
+
+    return cast(_Method, guarded)
 
 
 class LLMEngine:
@@ -59,10 +73,15 @@ class LLMEngine:
         self._unfinished: dict[int, Sequence] = {}
         self._process_id = os.getpid()
         self._is_closed = False
+        self._guard = Guard(
+            "the engine is in the middle of a step or request, so a stop predicate or a signal handler cannot "
+            "change it; do that between two steps"
+        )
         self._renew_scheduler()
 
     # Requests
 
+    @_guarded
     def add_request(
         self,
         prompt_token_ids: list[int],
@@ -88,7 +107,6 @@ class LLMEngine:
                 request does not change the seeds of those after it.
             RuntimeError: see `check_awake`.
         """
-        self._check_usable()
         self.check_awake()
         number, seq_id, n = self._num_requests, self._num_sequences, sampling_params.n
         self._num_requests += 1
@@ -126,9 +144,9 @@ class LLMEngine:
             raise
         return seq_id
 
+    @_guarded
     def abort(self, seq_id: int) -> Sequence | None:
         """Ends a completion between two steps and returns it with what it has; None if no such one is unfinished."""
-        self._check_usable()
         seq = self._unfinished.get(seq_id)
         if seq is not None:
             try:
@@ -161,12 +179,12 @@ class LLMEngine:
 
     # The loop
 
+    @_guarded
     def step(self) -> list[Sequence]:
         """Launches the next step and commits the oldest in flight; returns the completions that finished.
 
         If anything fails, the engine is emptied (all requests are dropped) before the exception goes on.
         """
-        self._check_usable()
         began = time.perf_counter()
         try:
             finished: list[Sequence] = []
@@ -212,9 +230,9 @@ class LLMEngine:
             guides[0].fill_masks(guides, masks)
         launched.constrain(masks, rows)
 
+    @_guarded
     def reset(self) -> None:
         """Drops every request, waits for what is in flight and starts with an empty cache."""
-        self._check_usable()
         self._empty()
 
     def _empty(self) -> None:
@@ -230,9 +248,9 @@ class LLMEngine:
 
     # Weights and memory, while nothing runs; LLM's methods of these names describe them
 
+    @_guarded
     def update_weights(self, weights: list[Any]) -> None:
         """weights: pairs of a name and a tensor."""
-        self._check_usable()
         self._check_finished()
         if self.is_sleeping:
             raise RuntimeError("the engine sleeps and has no place for weights; call wake_up() first")
@@ -240,22 +258,22 @@ class LLMEngine:
         self.runner.update_weights(weights)
         self.weight_version += 1
 
+    @_guarded
     def reset_prefix_cache(self) -> None:
-        self._check_usable()
         self._check_finished()
         self._renew_scheduler()
 
+    @_guarded
     def sleep(self, level: int) -> None:
         if integer("level", level) not in (1, 2):
             raise ValueError(f"level must be 1 (keep the weights on the host) or 2 (drop them), not {level}")
-        self._check_usable()
         self._check_finished()
         self.is_sleeping = True  # first: what is cut off may have freed something
         self._renew_scheduler()
         self.runner.sleep(level)
 
+    @_guarded
     def wake_up(self) -> None:
-        self._check_usable()
         if self.is_sleeping:
             self.runner.wake_up()
             self.is_sleeping = False
@@ -323,15 +341,10 @@ class LLMEngine:
         self.scheduler = make_scheduler(self.config, self.info, self.scheduler_stats)
         self._is_scheduler_stale = False
 
-    def _check_usable(self) -> None:
-        self.check_alive()
-        if is_running(self, *_CHANGES):
-            raise RuntimeError(
-                "the engine is in the middle of a step or request, so a stop predicate or a signal handler cannot "
-                "change it; do that between two steps"
-            )
+    def _change(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._is_scheduler_stale:  # its renewal was interrupted
             self._renew_scheduler()
+        return method(self, *args, **kwargs)
 
 
 def _check_predicates(predicates: list[StopPredicate] | list[None], n: int, is_constrained: bool) -> None:
@@ -359,11 +372,6 @@ def _keep_logprobs(step: Step, output: StepOutput) -> list[int]:
             seq.prompt_logprobs += output.prompt_logprobs.row(row, num_logprobs)
         index += end - start
     return broken
-
-
-_CHANGES = (  # none of them inside another
-    LLMEngine.add_request, LLMEngine.abort, LLMEngine.step, LLMEngine.update_weights, LLMEngine.sleep, LLMEngine.wake_up
-)  # fmt: skip
 
 
 def _ask_stop_predicates(step: Step, token_ids: list[int]) -> list[int]:

@@ -207,7 +207,9 @@ def test_a_device_that_stays_broken_reports_its_first_error(llm, expected, at):
 
 
 PACKAGE = str(Path(nanovllm.llm.__file__).parent)
-FILES = tuple(f"{PACKAGE}/{name}" for name in ("llm.py", "row_stream.py", "text.py", "engine/llm_engine.py"))
+FILES = tuple(
+    f"{PACKAGE}/{name}" for name in ("llm.py", "row_stream.py", "guard.py", "text.py", "engine/llm_engine.py")
+)
 
 
 def run_traced(function, on_line) -> None:

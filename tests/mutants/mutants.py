@@ -2372,8 +2372,8 @@ MUTANTS = [
     Mutant(
         "an iterator runs with the caller's garbage collector",
         LLM_PY,
-        "with self._locked(rows), COLLECTOR.eased(self), self._cpu_threads:",
-        "with self._locked(rows), self._cpu_threads:",
+        "        with COLLECTOR.eased(self), self._cpu_threads:\n            work()",
+        "        with self._cpu_threads:\n            work()",
         ("test_generate_iter.py::test_between_two_results_the_process_is_the_callers",),
     ),
     Mutant(
@@ -2420,9 +2420,9 @@ MUTANTS = [
     ),
     Mutant(
         "while an iterator drains, a signal handler may call",
-        LLM_PY,
-        ", OutputIterator._drain)",
-        ")",
+        ROWS,
+        "            self._run(self._drain)\n",
+        "            self._drain()\n",
         ("test_generate_iter.py::test_while_it_drains_nothing_else_may_be_called",),
     ),
     Mutant(
@@ -2727,8 +2727,8 @@ MUTANTS = [
     Mutant(
         "a signal handler may call during an update",
         LLM_PY,
-        "is_running(self, LLM._run_locked, LLM._alter_locked)",
-        "is_running(self, LLM._run_locked)",
+        "self._guard.run(self._alter_idle, alteration, *arguments)",
+        "self._alter_idle(alteration, *arguments)",
         ("test_update_weights.py::test_a_signal_handler_during_an_update_can_do_nothing",),
     ),
     Mutant(
