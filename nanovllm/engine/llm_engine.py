@@ -20,7 +20,7 @@ from nanovllm.engine.runner import LaunchedStep, Runner, make_scheduler
 from nanovllm.engine.scheduler import SchedulerStats
 from nanovllm.engine.sequence import Sequence, SequenceStatus, TokenGuide, make_sequences
 from nanovllm.engine.step import Step, StepOutput
-from nanovllm.engine.step_stats import StepStats, StepTokens, tokens_of
+from nanovllm.engine.step_stats import StepStats
 from nanovllm.guard import Guard
 from nanovllm.sampling_params import SamplingParams, mixed_seed
 
@@ -69,7 +69,7 @@ class LLMEngine:
         self.weight_version = 0
         self.is_sleeping = False
         self._num_requests = self._num_sequences = 0
-        self._in_flight: deque[tuple[Step, LaunchedStep, StepTokens]] = deque()
+        self._in_flight: deque[tuple[Step, LaunchedStep]] = deque()
         self._unfinished: dict[int, Sequence] = {}
         self._process_id = os.getpid()
         self._is_closed = False
@@ -190,16 +190,15 @@ class LLMEngine:
             finished: list[Sequence] = []
             scheduled = self.scheduler.schedule()
             if scheduled.chunks:
-                num_tokens = tokens_of(scheduled)
-                self._in_flight.append((scheduled, self.runner.launch(scheduled), num_tokens))
+                self._in_flight.append((scheduled, self.runner.launch(scheduled)))
                 if len(self._in_flight) == 1:
-                    self._constrain(*self._in_flight[0][:2])
-                self.step_stats.count(scheduled, num_tokens)
-                began = self.step_stats.count_seconds(num_tokens, began)
+                    self._constrain(*self._in_flight[0])
+                self.step_stats.count(scheduled)
+                began = self.step_stats.count_seconds(scheduled, began)
             elif not self._in_flight and self._unfinished:
                 raise RuntimeError(f"nothing can be scheduled, which is a bug: {list(self._unfinished.values())[:3]}")
             if self._in_flight and (not scheduled.chunks or len(self._in_flight) > self.depth):
-                committed, launched, num_tokens = self._in_flight.popleft()
+                committed, launched = self._in_flight.popleft()
                 output = launched.wait()
                 token_ids = output.token_ids
                 broken = _keep_logprobs(committed, output)
@@ -207,11 +206,11 @@ class LLMEngine:
                 finished = self.scheduler.commit(committed, token_ids, frozenset(stopped), frozenset(broken))
                 self.runner.step_committed(stopped, broken)
                 if self._in_flight:
-                    self._constrain(*self._in_flight[0][:2])
+                    self._constrain(*self._in_flight[0])
                 for seq in finished:
                     del self._unfinished[seq.seq_id]
                     self.step_stats.num_output_tokens += len(seq.token_ids) - seq.num_prompt_tokens
-                self.step_stats.count_seconds(num_tokens, began)
+                self.step_stats.count_seconds(committed, began)
         except BaseException:
             self._empty()
             raise
@@ -240,7 +239,7 @@ class LLMEngine:
         # One statement, so that a second Ctrl-C finds all of it done or none of it.
         self._in_flight, self._unfinished, self._is_scheduler_stale = deque(), {}, True
         self._renew_scheduler()
-        for _, launched, _ in in_flight:
+        for _, launched in in_flight:
             try:
                 launched.wait()
             except Exception as error:  # the failure that led here is already on its way to the caller

@@ -392,7 +392,7 @@ MUTANTS = [
     Mutant(
         "a row that waits for the token that ends it counts as a decode",
         SCHEDULER,
-        "budget = self._budget_of_prompts(len(chunks), budget, self.waiting.peek())",
+        "budget = self._budget_of_prompts(len(step.chunks), budget, self.waiting.peek())",
         "budget = self._budget_of_prompts(len(running), budget, self.waiting.peek())",
         ("test_scheduler.py::test_rows_that_end_with_their_first_token_are_no_decodes",),
     ),
@@ -458,8 +458,8 @@ MUTANTS = [
     Mutant(
         "single tokens behind a longer chunk are taken for decodes",
         STEP,
-        "next((i for i, chunk in enumerate(chunks) if chunk.num_new_tokens != 1), len(chunks))",
-        "sum(chunk.num_new_tokens == 1 for chunk in chunks)",
+        "num_decodes += num_decodes == index",
+        "num_decodes += 1",
         ("test_scheduler.py::test_decodes_are_the_leading_chunks_of_one_new_token",),
     ),
     # Several completions, log-probabilities, structured outputs
@@ -2791,23 +2791,23 @@ MUTANTS = [
     ),
     Mutant(
         "tokens computed again count as decodes",
-        STEP_STATS,
-        "if num_new_tokens == 1 and seq.num_computed",
-        "if seq.num_computed",
+        STEP,
+        "                num_generated += seq",
+        "            num_generated += seq",
         ("test_scheduler.py::test_tokens_and_steps_are_counted_as_what_they_are",),
     ),
     Mutant(
         "a prompt of one token makes no decode step",
         STEP_STATS,
         "is_decode_step = step.num_decodes == len(step.chunks)",
-        "is_decode_step = num_tokens.decode == len(step.chunks)",
+        "is_decode_step = step.num_generated_tokens == len(step.chunks)",
         ("test_scheduler.py::test_tokens_and_steps_are_counted_as_what_they_are",),
     ),
     Mutant(
         "seconds of a mixed step go to its prompts alone",
         STEP_STATS,
-        "(now - began) * num_tokens.decode / sum(num_tokens)",
-        "(now - began) * (num_tokens.prefill == 0)",
+        "(now - began) * step.num_generated_tokens / step.num_tokens",
+        "(now - began) * (step.num_generated_tokens == step.num_tokens)",
         ("test_step_stats.py::test_seconds_go_to_the_phases_as_the_steps_tokens_do",),
     ),
     # Several ranks
