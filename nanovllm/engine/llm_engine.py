@@ -18,7 +18,7 @@ from nanovllm.config import Config
 from nanovllm.engine.limits import check_request, max_length
 from nanovllm.engine.runner import LaunchedStep, Runner, make_scheduler
 from nanovllm.engine.scheduler import SchedulerStats
-from nanovllm.engine.sequence import Sequence, SequenceStatus, TokenGuide, make_sequences
+from nanovllm.engine.sequence import Sequence, SequenceStatus, TokenGuide, completions_of
 from nanovllm.engine.step import Step, StepOutput
 from nanovllm.engine.step_stats import StepStats
 from nanovllm.guard import Guard
@@ -114,12 +114,9 @@ class LLMEngine:
         predicates: list[StopPredicate] | list[None] = [None] * n
         if stop_predicates is not None:
             predicates = [stop_predicates] if callable(stop_predicates) else stop_predicates
-        is_constrained = sampling_params.structured_outputs is not None
         try:
-            prompt = check_request(prompt_token_ids, sampling_params, self.info)
-            _check_predicates(predicates, n, is_constrained)
-            if sampling_params.prompt_logprobs is not None and not 1 <= first_scored <= len(prompt_token_ids):
-                raise ValueError(f"first_scored must be from 1 to the prompt's length, not {first_scored}")
+            prompt = check_request(prompt_token_ids, sampling_params, self.info, first_scored)
+            _check_predicates(predicates, sampling_params)
         except (TypeError, ValueError):
             self.step_stats.num_rejected_requests += 1
             raise
@@ -127,11 +124,12 @@ class LLMEngine:
         if not sampling_params.ignore_eos:
             stop_token_ids |= self.eos_token_ids
         seed = mixed_seed(self.config.seed, number) if sampling_params.seed is None else sampling_params.seed
-        max_num_tokens = max_length(len(prompt_token_ids), sampling_params, self.info)
-        sequences = make_sequences(
-            seq_id, prompt, sampling_params, max_num_tokens, stop_token_ids, seed, first_scored,
-            is_constrained,
-        )  # fmt: skip
+        max_num_tokens = max_length(len(prompt), sampling_params, self.info)
+        first = Sequence(seq_id, prompt, sampling_params, max_num_tokens, stop_token_ids, seed)
+        first.is_constrained = sampling_params.structured_outputs is not None
+        if sampling_params.prompt_logprobs is not None:
+            first.next_scored = first_scored
+        sequences = completions_of(first)
         for seq, predicate in zip(sequences, predicates, strict=True):
             seq.stop_predicate = predicate
         try:
@@ -346,10 +344,10 @@ class LLMEngine:
         return method(self, *args, **kwargs)
 
 
-def _check_predicates(predicates: list[StopPredicate] | list[None], n: int, is_constrained: bool) -> None:
-    if len(predicates) != n:
-        raise ValueError(f"{len(predicates)} stop predicates for n={n} completions; give one for each")
-    if is_constrained and not all(hasattr(predicate, "fill_masks") for predicate in predicates):
+def _check_predicates(predicates: list[StopPredicate] | list[None], params: SamplingParams) -> None:
+    if len(predicates) != params.n:
+        raise ValueError(f"{len(predicates)} stop predicates for n={params.n} completions; give one for each")
+    if params.structured_outputs is not None and not all(hasattr(each, "fill_masks") for each in predicates):
         raise ValueError("an engine knows no text; give each completion of structured_outputs a TokenGuide")
 
 
