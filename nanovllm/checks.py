@@ -1,13 +1,11 @@
-"""Checks that several modules share: of one argument, of a keyword that does not exist, of a call inside another."""
+"""Checks that several modules share: of one argument, and of a keyword that does not exist."""
 
 import difflib
 import functools
 import inspect
 import math
 import numbers
-import sys
 from collections.abc import Callable, Mapping
-from types import FrameType
 from typing import Any, TypeVar
 
 _Class = TypeVar("_Class", bound=type[Any])
@@ -31,7 +29,7 @@ def real(name: str, value: Any) -> float:
 
 
 def integer(name: str, value: Any, minimum: int | None = None) -> int:
-    """The value as a plain int of at least `least`.
+    """The value as a plain int of at least `minimum`.
 
     Raises:
         TypeError, ValueError: it is no integer, or too small.
@@ -56,21 +54,6 @@ def seed_number(value: Any) -> int:
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed must be between 0 and 2**64 - 1, not {seed}")
     return seed
-
-
-def is_running(owner: object, *methods: Callable[..., Any]) -> bool:
-    """Whether the caller's caller was called, directly or not, by one of the owner's `methods` in this thread.
-
-    That is true in a callback of such a method, and in a signal handler that runs during it. Unlike a flag, the stack
-    is right wherever an exception ended the method.
-    """
-    codes = {id(method.__code__) for method in methods}
-    frame: FrameType | None = sys._getframe(2).f_back
-    while frame is not None:
-        if id(frame.f_code) in codes and frame.f_locals.get("self") is owner:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def suggests_names(noun: str, meant: Mapping[str, str]) -> Callable[[_Class], _Class]:

@@ -2,23 +2,22 @@
 
 import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.checks import boolean, is_running, suggests_names
+from nanovllm.checks import boolean, suggests_names
 from nanovllm.config import MEANT_OPTIONS, Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.runner import Runner
 from nanovllm.forks import FORKS
 from nanovllm.garbage_collector import COLLECTOR
+from nanovllm.guard import ExclusiveGuard
 from nanovllm.guides import StructuredOutputs
 from nanovllm.loglikelihood import Loglikelihood
 from nanovllm.outputs import RequestOutput
@@ -100,11 +99,12 @@ class LLM:
         computes_here = self.engine.info.device == "cpu" and config.tensor_parallel_size == 1
         self._cpu_threads = threads if computes_here else CpuThreads(is_used=False)
         self._default_sampling = DefaultSampling(self.engine.info.generation_config)
-        # Reentrant: Ctrl-C between taking it and the `try` that gives it back must not lock its own thread out.
-        self._lock = threading.RLock()
-        # The rows of an iterator that has not finished, and the iterator itself, which its user may drop.
-        self._iterated: RowStream | None = None
-        self._iterator: weakref.ref[OutputIterator] | None = None
+        self._guard = ExclusiveGuard(
+            "this LLM is in the middle of a call, so a signal handler cannot call or close it",
+            "this LLM is busy with another call; call it from one thread at a time",
+        )
+        # The iterator that has not finished, which its user may drop, and its stream.
+        self._iterated: tuple[weakref.ref[OutputIterator], RowStream] | None = None
 
     def generate(
         self,
@@ -174,14 +174,8 @@ class LLM:
             prompts = as_prompt_list(prompts)
             if isinstance(sampling_params, (list, tuple)):
                 sampling_params = one_per_prompt(sampling_params, len(prompts))
-        source = with_params(iter(prompts), sampling_params)
-        rows = self._rows(source, encode)
-        with self._locked():
-            self._check_idle()
-            self.engine.check_awake()
-            iterator = OutputIterator(rows, partial(self._advancing, rows), self._end_iteration, is_ordered)
-            self._iterated, self._iterator = rows, weakref.ref(iterator)
-        return iterator
+        stream = self._stream(with_params(iter(prompts), sampling_params), encode)
+        return self._guard.run(self._begin_iteration, stream, is_ordered)
 
     def chat(
         self,
@@ -340,8 +334,7 @@ class LLM:
         Raises:
             RuntimeError: a call is still running: in another thread, or interrupted by the signal handler at work.
         """
-        with self._locked(self._iterated):
-            self.engine.exit()
+        self._guard.run(self.engine.exit)
 
     def __enter__(self) -> "LLM":
         return self
@@ -352,7 +345,7 @@ class LLM:
     def __reduce__(self) -> Any:
         raise TypeError("an LLM cannot be pickled or copied; make one in each process from the same options")
 
-    # Running rows
+    # Calls
 
     def _params_for(
         self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
@@ -362,7 +355,7 @@ class LLM:
             sampling_params = self.get_default_sampling_params()
         return one_per_prompt(sampling_params, num_prompts)
 
-    def _rows(self, source: Iterator, encode: Callable[[list[Any]], list[Row]], raises: bool = False) -> RowStream:
+    def _stream(self, source: Iterator, encode: Callable[[list[Any]], list[Row]], raises: bool = False) -> RowStream:
         before_step = self._cpu_threads.adapt
         return RowStream(self.engine, self._text, source, encode, self._structured_outputs, before_step, raises)
 
@@ -374,82 +367,71 @@ class LLM:
         use_tqdm: bool,
         raise_on_error: bool,
     ) -> list[RequestOutput]:
-        rows = self._rows(zip(prompts, params, strict=True), encode, raises=raise_on_error)
+        stream = self._stream(zip(prompts, params, strict=True), encode, raises=raise_on_error)
+        return self._guard.run(self._complete, stream, len(prompts), use_tqdm)
+
+    def _complete(self, stream: RowStream, num_prompts: int, use_tqdm: bool) -> list[RequestOutput]:
+        self._check_idle()
+        self.engine.check_awake()
         outputs: dict[int, RequestOutput] = {}
-        with self._locked():
-            self._check_idle()
-            self.engine.check_awake()
-            try:
-                with COLLECTOR.eased(self):
-                    self._run_locked(rows, len(prompts), use_tqdm, outputs)
-            except BaseException as error:
-                self.engine.reset()
-                keep_outputs(error, outputs)
-                raise
-            finally:
-                _log_errors(rows, len(prompts))
-            return [outputs[index] for index in range(len(prompts))]
+        try:
+            with COLLECTOR.eased(self), _Progress(self.engine, num_prompts, use_tqdm) as progress, self._cpu_threads:
+                for finished in stream.run():
+                    outputs.update(finished)
+                    progress.add_finished(len(finished), sum(output.error is not None for output in finished.values()))
+        except BaseException as error:
+            self.engine.reset()
+            keep_outputs(error, outputs)
+            raise
+        finally:
+            _log_errors(stream, num_prompts)
+        return [outputs[index] for index in range(num_prompts)]
 
-    def _run_locked(self, rows: RowStream, num_prompts: int, use_tqdm: bool, outputs: dict[int, RequestOutput]) -> None:
-        """Puts the output of every row into `outputs`, those of the rows that cannot run first."""
-        with _Progress(self.engine, num_prompts, use_tqdm) as progress, self._cpu_threads:
-            for finished in rows.run():
-                outputs.update(finished)
-                progress.add_finished(len(finished), sum(output.error is not None for output in finished.values()))
+    def _begin_iteration(self, stream: RowStream, is_ordered: bool) -> OutputIterator:
+        self._check_idle()
+        self.engine.check_awake()
+        run = partial(self._guard.run, self._advance, stream)
+        iterator = OutputIterator(stream, run, self._end_iteration, is_ordered)
+        self._iterated = weakref.ref(iterator), stream
+        return iterator
 
-    # Iterating over rows
-
-    @contextmanager
-    def _advancing(self, rows: RowStream) -> Iterator[None]:
-        """While this lasts, an iterator computes."""
-        with self._locked(rows), COLLECTOR.eased(self), self._cpu_threads:
-            yield
+    def _advance(self, stream: RowStream, work: Callable[[], None]) -> None:
+        """Does a part of an iterator's work."""
+        self._check_iterated(stream)
+        with COLLECTOR.eased(self), self._cpu_threads:
+            work()
 
     def _end_iteration(self, was_cut: bool) -> None:
-        rows, self._iterated = self._iterated, None
+        iterated, self._iterated = self._iterated, None
         if was_cut:
             self.engine.reset()
-        if rows is not None:
-            _log_errors(rows, rows.num_read)
+        if iterated is not None:
+            _log_errors(iterated[1], iterated[1].num_read)
 
     def _alter(self, alteration: Callable[..., None], *arguments: Any) -> None:
         """Calls a method of the engine that changes weights or memory."""
         self.engine.check_alive()
-        with self._locked():
-            self._check_idle()
-            self._alter_locked(alteration, *arguments)
+        self._guard.run(self._alter_idle, alteration, *arguments)
 
-    def _alter_locked(self, alteration: Callable[..., None], *arguments: Any) -> None:
+    def _alter_idle(self, alteration: Callable[..., None], *arguments: Any) -> None:
+        self._check_idle()
         alteration(*arguments)
 
     def _check_idle(self) -> None:
+        self._check_iterated()
         if not self.engine.is_finished():
             raise RuntimeError("the engine has requests that were added by hand; finish or abort them first")
 
-    @contextmanager
-    def _locked(self, rows: RowStream | None = None) -> Iterator[None]:
-        """While this lasts, no other call may use the engine. `rows` are those of the iterator that asks."""
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError("this LLM is busy with another call; call it from one thread at a time")
-        try:
-            # The lock does not refuse its own thread: the call of a signal handler or of a source of prompts.
-            iterator = self._iterator and self._iterator()
-            if is_running(self, LLM._run_locked, LLM._alter_locked) or (
-                iterator is not None
-                and is_running(iterator, OutputIterator._compute, OutputIterator._abort, OutputIterator._drain)
-            ):
-                raise RuntimeError("this LLM is in the middle of a call, so a signal handler cannot call or close it")
-            if self._iterated is not None and self._iterated is not rows:
-                if iterator is not None:
-                    raise RuntimeError("an iterator of generate_iter has not finished: exhaust it, or close() it")
-                self._end_iteration(was_cut=True)  # it was dropped while another thread had the lock
-            yield
-        finally:
-            self._lock.release()
+    def _check_iterated(self, own: RowStream | None = None) -> None:
+        """Refuses a call while an iterator has not finished, unless the call is that iterator's `own`."""
+        if self._iterated is not None and self._iterated[1] is not own:
+            if self._iterated[0]() is not None:
+                raise RuntimeError("an iterator of generate_iter has not finished: exhaust it, or close() it")
+            self._end_iteration(was_cut=True)  # it was dropped while another thread had the lock
 
 
-def _log_errors(rows: RowStream, num_prompts: int) -> None:
-    if errors := rows.errors.describe(num_prompts):
+def _log_errors(stream: RowStream, num_prompts: int) -> None:
+    if errors := stream.errors.describe(num_prompts):
         logger.warning(errors)
 
 

@@ -1,7 +1,7 @@
 """Rows through the engine: prompts are read ahead within a window, computed together, and come back as they finish."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, repeat
 from typing import Any, cast
@@ -279,7 +279,7 @@ class OutputIterator(Iterator[RequestOutput]):
 
     Args:
         rows: the call's.
-        running: guards the engine while this iterator uses it.
+        run: calls a function that uses the engine, in the iterator's name.
         finish: is called once, at the end; True if the rows were cut off by an exception.
         is_ordered: give outputs in the prompts' order, else as they finish.
     """
@@ -287,12 +287,12 @@ class OutputIterator(Iterator[RequestOutput]):
     def __init__(
         self,
         rows: RowStream,
-        running: Callable[[], AbstractContextManager[None]],
+        run: Callable[[Callable[[], None]], None],
         finish: Callable[[bool], None],
         is_ordered: bool,
     ):
         self._rows, self._steps = rows, rows.run()
-        self._running, self._finish, self._is_ordered = running, finish, is_ordered
+        self._run, self._finish, self._is_ordered = run, finish, is_ordered
         self._held: dict[int, RequestOutput] = {}  # has finished and was not given out, as it finished
         self._next = 0  # the row to give out next, if they are ordered
         self._dropped: set[int] = set()  # rows that will never finish
@@ -308,8 +308,7 @@ class OutputIterator(Iterator[RequestOutput]):
                 return self._held.pop(number)
             if not self._is_open:
                 raise StopIteration
-            with self._running():
-                self._compute()
+            self._run(self._compute)
 
     def _compute(self) -> None:
         """Computes a step. The engine is this iterator's while it runs."""
@@ -331,8 +330,7 @@ class OutputIterator(Iterator[RequestOutput]):
             RuntimeError: as from a call of the LLM, during a step or while another thread has the LLM.
         """
         if self._is_open:
-            with self._running():
-                self._drain()
+            self._run(self._drain)
 
     def _drain(self) -> None:
         try:
@@ -350,8 +348,7 @@ class OutputIterator(Iterator[RequestOutput]):
     def close(self) -> None:
         """Aborts what has not finished, and ends the iteration. Calling it again does nothing."""
         if self._is_open:
-            with self._running():
-                self._abort()
+            self._run(self._abort)
 
     def _abort(self) -> None:
         is_aborted = False

@@ -27,7 +27,9 @@ def _check_scoring(num_tokens: int, info: RunnerInfo) -> None:
         )
 
 
-def check_request(token_ids: Collection[int], params: SamplingParams, info: RunnerInfo) -> "array[int]":
+def check_request(
+    token_ids: Collection[int], params: SamplingParams, info: RunnerInfo, first_scored: int = 1
+) -> "array[int]":
     """Refuses what can never be run; returns the prompt as a Sequence keeps it.
 
     Raises:
@@ -58,6 +60,8 @@ def check_request(token_ids: Collection[int], params: SamplingParams, info: Runn
     if not is_inside:
         bad = next(token_id for token_id in token_ids if not 0 <= token_id < info.vocab_size)
         raise ValueError(f"token id {bad} is outside the vocabulary (0 to {info.vocab_size - 1})")
+    if params.prompt_logprobs is not None and not 1 <= first_scored <= num_tokens:
+        raise ValueError(f"first_scored must be from 1 to the prompt's length, not {first_scored}")
     if any(isinstance(word, str) for word in params.bad_words):
         raise ValueError("an engine knows no text; give bad_words as lists of token ids")
     named: dict[str, Iterable[int]] = {

@@ -5,26 +5,40 @@ before the next is scheduled; with depth 1 the device works on step N + 1 while 
 loop is the same.
 """
 
+import functools
 import logging
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
-from nanovllm.checks import integer, is_running
+from nanovllm.checks import integer
 from nanovllm.config import Config
 from nanovllm.engine.limits import check_request, max_length
 from nanovllm.engine.runner import LaunchedStep, Runner, make_scheduler
 from nanovllm.engine.scheduler import SchedulerStats
-from nanovllm.engine.sequence import Sequence, SequenceStatus, TokenGuide, make_sequences
+from nanovllm.engine.sequence import Sequence, SequenceStatus, TokenGuide, completions_of
 from nanovllm.engine.step import Step, StepOutput
-from nanovllm.engine.step_stats import StepStats, StepTokens, tokens_of
+from nanovllm.engine.step_stats import StepStats
+from nanovllm.guard import Guard
 from nanovllm.sampling_params import SamplingParams, mixed_seed
 
 logger = logging.getLogger(__name__)
 
 StopPredicate = Callable[[int], bool]
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _guarded(method: _Method) -> _Method:
+    """Makes a method that changes the engine refuse to run inside another such method, and in a closed engine."""
+
+    @functools.wraps(method)
+    def guarded(engine: "LLMEngine", *args: Any, **kwargs: Any) -> Any:
+        engine.check_alive()
+        return engine._guard.run(engine._change, method, *args, **kwargs)
+
+    return cast(_Method, guarded)
 
 
 class LLMEngine:
@@ -55,14 +69,19 @@ class LLMEngine:
         self.weight_version = 0
         self.is_sleeping = False
         self._num_requests = self._num_sequences = 0
-        self._in_flight: deque[tuple[Step, LaunchedStep, StepTokens]] = deque()
+        self._in_flight: deque[tuple[Step, LaunchedStep]] = deque()
         self._unfinished: dict[int, Sequence] = {}
         self._process_id = os.getpid()
         self._is_closed = False
+        self._guard = Guard(
+            "the engine is in the middle of a step or request, so a stop predicate or a signal handler cannot "
+            "change it; do that between two steps"
+        )
         self._renew_scheduler()
 
     # Requests
 
+    @_guarded
     def add_request(
         self,
         prompt_token_ids: list[int],
@@ -88,7 +107,6 @@ class LLMEngine:
                 request does not change the seeds of those after it.
             RuntimeError: see `check_awake`.
         """
-        self._check_usable()
         self.check_awake()
         number, seq_id, n = self._num_requests, self._num_sequences, sampling_params.n
         self._num_requests += 1
@@ -96,12 +114,9 @@ class LLMEngine:
         predicates: list[StopPredicate] | list[None] = [None] * n
         if stop_predicates is not None:
             predicates = [stop_predicates] if callable(stop_predicates) else stop_predicates
-        is_constrained = sampling_params.structured_outputs is not None
         try:
-            prompt = check_request(prompt_token_ids, sampling_params, self.info)
-            _check_predicates(predicates, n, is_constrained)
-            if sampling_params.prompt_logprobs is not None and not 1 <= first_scored <= len(prompt_token_ids):
-                raise ValueError(f"first_scored must be from 1 to the prompt's length, not {first_scored}")
+            prompt = check_request(prompt_token_ids, sampling_params, self.info, first_scored)
+            _check_predicates(predicates, sampling_params)
         except (TypeError, ValueError):
             self.step_stats.num_rejected_requests += 1
             raise
@@ -109,11 +124,12 @@ class LLMEngine:
         if not sampling_params.ignore_eos:
             stop_token_ids |= self.eos_token_ids
         seed = mixed_seed(self.config.seed, number) if sampling_params.seed is None else sampling_params.seed
-        max_num_tokens = max_length(len(prompt_token_ids), sampling_params, self.info)
-        sequences = make_sequences(
-            seq_id, prompt, sampling_params, max_num_tokens, stop_token_ids, seed, first_scored,
-            is_constrained,
-        )  # fmt: skip
+        max_num_tokens = max_length(len(prompt), sampling_params, self.info)
+        first = Sequence(seq_id, prompt, sampling_params, max_num_tokens, stop_token_ids, seed)
+        first.is_constrained = sampling_params.structured_outputs is not None
+        if sampling_params.prompt_logprobs is not None:
+            first.next_scored = first_scored
+        sequences = completions_of(first)
         for seq, predicate in zip(sequences, predicates, strict=True):
             seq.stop_predicate = predicate
         try:
@@ -126,9 +142,9 @@ class LLMEngine:
             raise
         return seq_id
 
+    @_guarded
     def abort(self, seq_id: int) -> Sequence | None:
         """Ends a completion between two steps and returns it with what it has; None if no such one is unfinished."""
-        self._check_usable()
         seq = self._unfinished.get(seq_id)
         if seq is not None:
             try:
@@ -161,27 +177,26 @@ class LLMEngine:
 
     # The loop
 
+    @_guarded
     def step(self) -> list[Sequence]:
         """Launches the next step and commits the oldest in flight; returns the completions that finished.
 
         If anything fails, the engine is emptied (all requests are dropped) before the exception goes on.
         """
-        self._check_usable()
         began = time.perf_counter()
         try:
             finished: list[Sequence] = []
             scheduled = self.scheduler.schedule()
             if scheduled.chunks:
-                num_tokens = tokens_of(scheduled)
-                self._in_flight.append((scheduled, self.runner.launch(scheduled), num_tokens))
+                self._in_flight.append((scheduled, self.runner.launch(scheduled)))
                 if len(self._in_flight) == 1:
-                    self._constrain(*self._in_flight[0][:2])
-                self.step_stats.count(scheduled, num_tokens)
-                began = self.step_stats.count_seconds(num_tokens, began)
+                    self._constrain(*self._in_flight[0])
+                self.step_stats.count(scheduled)
+                began = self.step_stats.count_seconds(scheduled, began)
             elif not self._in_flight and self._unfinished:
                 raise RuntimeError(f"nothing can be scheduled, which is a bug: {list(self._unfinished.values())[:3]}")
             if self._in_flight and (not scheduled.chunks or len(self._in_flight) > self.depth):
-                committed, launched, num_tokens = self._in_flight.popleft()
+                committed, launched = self._in_flight.popleft()
                 output = launched.wait()
                 token_ids = output.token_ids
                 broken = _keep_logprobs(committed, output)
@@ -189,11 +204,11 @@ class LLMEngine:
                 finished = self.scheduler.commit(committed, token_ids, frozenset(stopped), frozenset(broken))
                 self.runner.step_committed(stopped, broken)
                 if self._in_flight:
-                    self._constrain(*self._in_flight[0][:2])
+                    self._constrain(*self._in_flight[0])
                 for seq in finished:
                     del self._unfinished[seq.seq_id]
                     self.step_stats.num_output_tokens += len(seq.token_ids) - seq.num_prompt_tokens
-                self.step_stats.count_seconds(num_tokens, began)
+                self.step_stats.count_seconds(committed, began)
         except BaseException:
             self._empty()
             raise
@@ -212,9 +227,9 @@ class LLMEngine:
             guides[0].fill_masks(guides, masks)
         launched.constrain(masks, rows)
 
+    @_guarded
     def reset(self) -> None:
         """Drops every request, waits for what is in flight and starts with an empty cache."""
-        self._check_usable()
         self._empty()
 
     def _empty(self) -> None:
@@ -222,7 +237,7 @@ class LLMEngine:
         # One statement, so that a second Ctrl-C finds all of it done or none of it.
         self._in_flight, self._unfinished, self._is_scheduler_stale = deque(), {}, True
         self._renew_scheduler()
-        for _, launched, _ in in_flight:
+        for _, launched in in_flight:
             try:
                 launched.wait()
             except Exception as error:  # the failure that led here is already on its way to the caller
@@ -230,9 +245,9 @@ class LLMEngine:
 
     # Weights and memory, while nothing runs; LLM's methods of these names describe them
 
+    @_guarded
     def update_weights(self, weights: list[Any]) -> None:
         """weights: pairs of a name and a tensor."""
-        self._check_usable()
         self._check_finished()
         if self.is_sleeping:
             raise RuntimeError("the engine sleeps and has no place for weights; call wake_up() first")
@@ -240,22 +255,22 @@ class LLMEngine:
         self.runner.update_weights(weights)
         self.weight_version += 1
 
+    @_guarded
     def reset_prefix_cache(self) -> None:
-        self._check_usable()
         self._check_finished()
         self._renew_scheduler()
 
+    @_guarded
     def sleep(self, level: int) -> None:
         if integer("level", level) not in (1, 2):
             raise ValueError(f"level must be 1 (keep the weights on the host) or 2 (drop them), not {level}")
-        self._check_usable()
         self._check_finished()
         self.is_sleeping = True  # first: what is cut off may have freed something
         self._renew_scheduler()
         self.runner.sleep(level)
 
+    @_guarded
     def wake_up(self) -> None:
-        self._check_usable()
         if self.is_sleeping:
             self.runner.wake_up()
             self.is_sleeping = False
@@ -323,21 +338,16 @@ class LLMEngine:
         self.scheduler = make_scheduler(self.config, self.info, self.scheduler_stats)
         self._is_scheduler_stale = False
 
-    def _check_usable(self) -> None:
-        self.check_alive()
-        if is_running(self, *_CHANGES):
-            raise RuntimeError(
-                "the engine is in the middle of a step or request, so a stop predicate or a signal handler cannot "
-                "change it; do that between two steps"
-            )
+    def _change(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._is_scheduler_stale:  # its renewal was interrupted
             self._renew_scheduler()
+        return method(self, *args, **kwargs)
 
 
-def _check_predicates(predicates: list[StopPredicate] | list[None], n: int, is_constrained: bool) -> None:
-    if len(predicates) != n:
-        raise ValueError(f"{len(predicates)} stop predicates for n={n} completions; give one for each")
-    if is_constrained and not all(hasattr(predicate, "fill_masks") for predicate in predicates):
+def _check_predicates(predicates: list[StopPredicate] | list[None], params: SamplingParams) -> None:
+    if len(predicates) != params.n:
+        raise ValueError(f"{len(predicates)} stop predicates for n={params.n} completions; give one for each")
+    if params.structured_outputs is not None and not all(hasattr(each, "fill_masks") for each in predicates):
         raise ValueError("an engine knows no text; give each completion of structured_outputs a TokenGuide")
 
 
@@ -359,11 +369,6 @@ def _keep_logprobs(step: Step, output: StepOutput) -> list[int]:
             seq.prompt_logprobs += output.prompt_logprobs.row(row, num_logprobs)
         index += end - start
     return broken
-
-
-_CHANGES = (  # none of them inside another
-    LLMEngine.add_request, LLMEngine.abort, LLMEngine.step, LLMEngine.update_weights, LLMEngine.sleep, LLMEngine.wake_up
-)  # fmt: skip
 
 
 def _ask_stop_predicates(step: Step, token_ids: list[int]) -> list[int]:

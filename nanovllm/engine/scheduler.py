@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.step import NO_TOKEN_LEFT, Chunk, Scored, Step
+from nanovllm.engine.step import NO_TOKEN_LEFT, Chunk, Scored, Step, StepBuilder
 from nanovllm.engine.waiting_queue import WaitingQueue
 
 # From this many tokens on, a sequence is long: attention takes a good part of its prompt's time. A step whose first
@@ -65,11 +65,6 @@ class Scheduler:
         self._is_admitting = False  # an admission has begun and was only cut short by the step's budget
         self._num_free_blocks_wanted = 0  # before the next admission, after one that ended for want of blocks
         self._free_entries = list(range(max_num_seqs - 1, -1, -1))
-        # Of the step that is being made.
-        self._copies: list[tuple[int, int]] = []
-        self._scored: list[Scored] = []
-        self._constrained: list[Sequence] = []
-        self._leaders: list[int] = []  # chunks that end prompts with several completions
 
     def add(self, seq: Sequence) -> None:
         self.waiting.push(seq, self.block_manager.prefix_key(seq))
@@ -99,12 +94,11 @@ class Scheduler:
 
     def schedule(self) -> Step:
         """The next step; without chunks when nothing can run until a step in flight is committed."""
-        chunks: list[Chunk] = []
-        self._copies, self._scored, self._constrained = [], [], []
-        budget = self._advance_running(chunks, self.max_num_batched_tokens)
+        step = StepBuilder()
+        budget = self._advance_running(step, self.max_num_batched_tokens)
         if self.waiting and budget > 0:
-            self._admit(chunks, budget)
-        return Step.of(chunks, self._copies, self._scored, self._constrained)
+            self._admit(step, budget)
+        return step.build()
 
     def commit(
         self, step: Step, token_ids: list[int], stopped: Container[int] = (), broken: Container[int] = ()
@@ -154,7 +148,7 @@ class Scheduler:
             self.running = [seq for seq in self.running if seq.status is not SequenceStatus.FINISHED]
         return finished
 
-    def _advance_running(self, chunks: list[Chunk], budget: int) -> int:
+    def _advance_running(self, step: StepBuilder, budget: int) -> int:
         """Schedules what runs, oldest first, preempting the newest when blocks run out; returns the budget left."""
         running, block_manager = self.running, self.block_manager
         index, is_past_decodes = 0, False
@@ -166,7 +160,7 @@ class Scheduler:
             if num_new_tokens <= 0:
                 continue
             if num_new_tokens > 1 and not is_past_decodes:  # the last token of a prompt is computed like a decode
-                budget, is_past_decodes = self._budget_of_prompts(len(chunks), budget, seq), True
+                budget, is_past_decodes = self._budget_of_prompts(len(step.chunks), budget, seq), True
             if num_new_tokens > budget:
                 num_new_tokens = budget
             while not block_manager.can_append(seq, num_new_tokens):
@@ -176,10 +170,10 @@ class Scheduler:
                     break
             else:
                 budget -= num_new_tokens
-                self._launch(chunks, seq, num_new_tokens)
+                self._launch(step, seq, num_new_tokens)
         if not is_past_decodes and self.waiting:
-            budget = self._budget_of_prompts(len(chunks), budget, self.waiting.peek())
-        self._fork(chunks)
+            budget = self._budget_of_prompts(len(step.chunks), budget, self.waiting.peek())
+        self._fork(step)
         return budget
 
     def _budget_of_prompts(self, num_decodes: int, budget: int, first: Sequence) -> int:
@@ -195,14 +189,14 @@ class Scheduler:
             most = max(most, _TOKENS_BESIDE_DECODES_OF_LONG)
         return min(budget, max(most - num_decodes, num_decodes))
 
-    def _admit(self, chunks: list[Chunk], budget: int) -> None:
+    def _admit(self, step: StepBuilder, budget: int) -> None:
         """Moves waiting sequences to running, in one large prefill rather than many small ones."""
         num_running = len(self.running)
         num_free_places = self.max_num_seqs - num_running
         num_to_gather = min(max(min(16, self.max_num_seqs // 4), num_running // 8), len(self.waiting))
         block_manager = self.block_manager
         is_too_early = num_free_places < num_to_gather or block_manager.num_free_blocks < self._num_free_blocks_wanted
-        if chunks and is_too_early and not self._is_admitting:
+        if step.chunks and is_too_early and not self._is_admitting:
             return
         self._is_admitting = False
         self._num_free_blocks_wanted = 0
@@ -229,30 +223,30 @@ class Scheduler:
                 self.stats.num_cached_prompt_tokens += seq.num_cached_tokens
             num_new_tokens = min(min(seq.num_tokens, seq.max_length - 1) - seq.num_computed_tokens, budget)
             budget -= num_new_tokens
-            self._launch(chunks, seq, num_new_tokens)
-            self._fork(chunks)
+            self._launch(step, seq, num_new_tokens)
+            self._fork(step)
 
-    def _fork(self, chunks: list[Chunk]) -> None:
+    def _fork(self, step: StepBuilder) -> None:
         """Lets the waiting siblings of sequences whose prompts this step completes sample from the same logits.
 
         Those that find no place or no block stay waiting. They are admitted like others, and share full blocks.
         """
-        for index in reversed(self._leaders):
-            leader, forked = chunks[index].seq, index + 1
+        for index in reversed(step.leaders):
+            leader, forked = step.chunks[index].seq, index + 1
             for seq in leader.siblings:
                 if len(self.running) == self.max_num_seqs or not self.block_manager.can_fork(leader, len(self.running)):
                     break
                 if seq.waits_for_prompt:
                     self.waiting.remove(seq)
-                    self._copies += self.block_manager.fork(leader, seq)
+                    step.copies += self.block_manager.fork(leader, seq)
                     self._run(seq)
                     seq.num_cached_tokens = seq.num_computed_tokens
                     seq.num_tokens += 1
-                    chunks.insert(forked, Chunk(seq, 0, True))
+                    step.chunks.insert(forked, Chunk(seq, 0, True))
                     forked += 1
                     if seq.is_constrained:
-                        self._constrained.append(seq)
-        self._leaders = []
+                        step.constrained.append(seq)
+        step.leaders.clear()
 
     def _run(self, seq: Sequence) -> None:
         """Takes a sequence that has blocks among the running ones."""
@@ -260,26 +254,26 @@ class Scheduler:
         seq.entry = self._free_entries.pop()
         self.running.append(seq)
 
-    def _launch(self, chunks: list[Chunk], seq: Sequence, num_new_tokens: int) -> None:
+    def _launch(self, step: StepBuilder, seq: Sequence, num_new_tokens: int) -> None:
         self.block_manager.append(seq, num_new_tokens)
         samples = seq.num_computed_tokens == seq.num_tokens
-        chunks.append(Chunk(seq, num_new_tokens, samples))
+        step.chunks.append(Chunk(seq, num_new_tokens, samples))
         if samples:
             seq.num_tokens += 1
             if seq.is_constrained:
-                self._constrained.append(seq)
+                step.constrained.append(seq)
         if seq.num_computed_tokens - num_new_tokens < seq.num_prompt_tokens:  # it reaches into the prompt
             if seq.next_scored < seq.num_prompt_tokens:
-                self._score(seq)
+                self._score(step, seq)
             if samples and seq.siblings and seq.num_computed_tokens == seq.num_prompt_tokens:
-                self._leaders.append(len(chunks) - 1)
+                step.leaders.append(len(step.chunks) - 1)
 
-    def _score(self, seq: Sequence) -> None:
+    def _score(self, step: StepBuilder, seq: Sequence) -> None:
         """Schedules scores of the prompt's tokens. The logits after one token score the next one."""
         start, end = seq.next_scored, min(seq.num_computed_tokens + 1, seq.num_prompt_tokens)
         if start < end:
             seq.next_scored = end
-            self._scored.append(Scored(seq, start, end, seq.only_scores and end == seq.num_prompt_tokens))
+            step.scored.append(Scored(seq, start, end, seq.only_scores and end == seq.num_prompt_tokens))
 
     def _preempt(self, seq: Sequence) -> None:
         """Takes back the blocks of a sequence that left `running`; it is admitted next, with every token it has."""

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Iterable
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
@@ -33,72 +34,49 @@ class SequenceStatus(Enum):
     FINISHED = "finished"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """One completion of a request.
 
-    `num_tokens` counts a placeholder for every token that is being sampled by a step in flight;
-    `token_ids` holds only the tokens that are known. The Scheduler moves `num_computed_tokens` towards
-    `num_tokens`; the BlockManager keeps the block fields.
+    `num_tokens` counts a placeholder for every token that a step in flight samples; `token_ids` holds only the tokens
+    that are known. The Scheduler moves `num_computed_tokens` towards `num_tokens`; the BlockManager keeps the block
+    fields.
     """
 
-    __slots__ = (
-        "seq_id",
-        "siblings",  # all completions of its request, itself among them; empty if it is the only one
-        "token_ids",  # prompt + completion, as far as known: an array of 32-bit integers, which C code reads as it is
-        "num_prompt_tokens",
-        "num_tokens",  # len(token_ids) + tokens in flight
-        "num_computed_tokens",  # leading tokens whose keys and values are in the cache (or will be: launched)
-        "next_scored",  # first prompt token whose log-probability no step was launched for; the prompt's length if none
-        "logprobs",  # of its tokens, one row of numbers each as ops/logprobs.py lays them out; empty if not asked for
-        "prompt_logprobs",  # the same of its prompt's tokens
-        "num_cached_tokens",  # prompt tokens that the prefix cache served when the request was first admitted
-        "max_length",  # most tokens of prompt + completion
-        "sampling_params",
-        "seed",  # 64 bits, keys the sampling noise
-        "stop_token_ids",  # every id that ends this request
-        "stop_predicate",  # the caller's: called with each new token, True ends the completion
-        "is_constrained",  # whether masks say which tokens may come next; its stop predicate is a TokenGuide then
-        "status",
-        "finish_reason",
-        "error",
-        "entry",  # its place in the SequenceTable while running, else -1
-        "num_preemptions",  # with seq_id, names one admission
-        "block_table",  # logical block -> physical block
-        "block_hashes",  # chained hashes of the leading full blocks, as far as they were needed
-        "num_registered_blocks",  # leading blocks that are in the prefix cache, or have an equal there
-        "last_registration",  # serial number of the last of those, 0 for none
-    )
+    seq_id: int
+    prompt_token_ids: InitVar[Iterable[int]]
+    sampling_params: SamplingParams
+    max_length: int  # maximum number of tokens of prompt + completion
+    stop_token_ids: frozenset[int] = frozenset()  # all ids that end this request
+    seed: int = 0  # 64 bits, keys the sampling noise
+    stop_predicate: Callable[[int], bool] | None = None  # called with each new token; True ends the completion
+    is_constrained: bool = False  # masks say which tokens may come next, and the stop predicate is a TokenGuide
+    # All completions of its request, itself among them; empty if it is the only one.
+    siblings: "list[Sequence]" = field(default_factory=list)
+    # Prompt + completion, as far as known: 32-bit integers, which C code reads as they are.
+    token_ids: "array[int]" = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    num_tokens: int = field(init=False)  # len(token_ids) + tokens in flight
+    num_computed_tokens: int = 0  # leading tokens whose keys and values are in the cache, or will be: launched
+    num_cached_tokens: int = 0  # prompt tokens that the prefix cache served when the request was first admitted
+    # The first prompt token whose log-probability no step was launched for; the prompt's length if there is none.
+    next_scored: int = field(init=False)
+    # Its tokens' log-probabilities, one row of numbers each, as in TokenNumbers; empty if they are not asked for.
+    logprobs: bytearray = field(default_factory=bytearray)
+    prompt_logprobs: bytearray = field(default_factory=bytearray)  # the same for its prompt's tokens
+    status: SequenceStatus = SequenceStatus.WAITING
+    finish_reason: str | None = None
+    error: str | None = None
+    entry: int = -1  # its place in the SequenceTable while it runs, else -1
+    num_preemptions: int = 0  # with seq_id, names one admission
+    block_table: list[int] = field(default_factory=list)  # logical block -> physical block
+    block_hashes: list[int] = field(default_factory=list)  # chained hashes of the leading full blocks, as far as needed
+    num_registered_blocks: int = 0  # leading blocks that are in the prefix cache, or have an equal there
+    last_registration: int = 0  # serial number of the last of those, 0 for none
 
-    def __init__(
-        self,
-        seq_id: int,
-        prompt_token_ids: Iterable[int],
-        sampling_params: SamplingParams,
-        max_length: int,
-        stop_token_ids: frozenset[int] = frozenset(),
-        seed: int = 0,
-        stop_predicate: Callable[[int], bool] | None = None,
-    ):
-        self.seq_id = seq_id
-        self.siblings: list[Sequence] = []
+    def __post_init__(self, prompt_token_ids: Iterable[int]) -> None:
         self.token_ids = array("i", prompt_token_ids)
-        self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
-        self.num_computed_tokens = self.num_cached_tokens = 0
-        self.next_scored = self.num_prompt_tokens
-        self.logprobs, self.prompt_logprobs = bytearray(), bytearray()
-        self.max_length = max_length
-        self.sampling_params = sampling_params
-        self.seed = seed
-        self.stop_token_ids = stop_token_ids
-        self.stop_predicate = stop_predicate
-        self.is_constrained = False
-        self.status = SequenceStatus.WAITING
-        self.finish_reason: str | None = None
-        self.error: str | None = None
-        self.entry = -1
-        self.num_preemptions = self.num_registered_blocks = self.last_registration = 0
-        self.block_table: list[int] = []
-        self.block_hashes: list[int] = []
+        self.num_prompt_tokens = self.num_tokens = self.next_scored = len(self.token_ids)
 
     @property
     def completion_token_ids(self) -> list[int]:
@@ -131,34 +109,18 @@ class Sequence:
         )
 
 
-def make_sequences(
-    first_id: int,
-    prompt_token_ids: Iterable[int],
-    sampling_params: SamplingParams,
-    max_length: int,
-    stop_token_ids: frozenset[int],
-    seed: int,
-    first_scored: int,
-    is_constrained: bool,
-) -> list[Sequence]:
-    """The completions of one request: their ids follow `first_id`, their seeds derive from the request's, and the first
-    one scores the prompt, from token `first_scored` on."""
-    sequences = [
+def completions_of(first: Sequence) -> list[Sequence]:
+    """All completions of the request whose first one is given. Their ids follow its id, their seeds derive from its
+    seed, and it alone scores the prompt."""
+    others = [
         Sequence(
-            first_id + index,
-            prompt_token_ids,
-            sampling_params,
-            max_length,
-            stop_token_ids,
-            completion_seed(seed, index),
+            first.seq_id + index, first.token_ids, first.sampling_params, first.max_length, first.stop_token_ids,
+            completion_seed(first.seed, index), is_constrained=first.is_constrained,
         )
-        for index in range(sampling_params.n)
-    ]
-    for seq in sequences:
-        seq.is_constrained = is_constrained
-    if sampling_params.prompt_logprobs is not None:
-        sequences[0].next_scored = first_scored
-    if len(sequences) > 1:
+        for index in range(1, first.sampling_params.n)
+    ]  # fmt: skip
+    sequences = [first, *others]
+    if others:
         for seq in sequences:
             seq.siblings = sequences
     return sequences

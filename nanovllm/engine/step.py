@@ -1,18 +1,18 @@
-"""What the planner and whoever computes its steps tell each other. Plain values, no torch.
+"""Steps, and what they compute: the values that pass between the planner and the runner. No torch.
 
 A step moves some sequences forward. `num_computed_tokens` of each sequence already counts the step's new tokens when
 the Scheduler returns it.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from nanovllm.engine.sequence import Sequence
 
-# What stands where a row sampled no token; both are below every token id.
+# Sentinels for a row without a token; both are below every token id.
 BROKEN_LOGITS, NO_TOKEN_LEFT = -1, -2
 
 
@@ -44,14 +44,18 @@ class Scored(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What the device computes at once.
+    """The work of the device at one time.
 
     Args:
-        chunks: one per sequence; the decodes are those of a single new token that come before all others.
-        num_decodes: how many those are. This is what the device calls a decode; StepStats counts tokens by phase.
+        chunks: one per sequence.
+        num_decodes: how many *decodes* it has: the chunks of a single new token that come before all others. The device
+            treats them alike, so the last token of a prompt can be a decode.
         copies: blocks to copy once the step's keys are stored, as (source, copy).
         scored: the prompt tokens whose log-probabilities it computes.
         constrained: the sequences that sample among the tokens of a mask.
+        num_tokens: new tokens of all chunks.
+        num_generated_tokens: how many of them were generated and are the only one of their chunk. Statistics count
+            these as decoded, because a user counts every token of a prompt as prefill.
     """
 
     chunks: list[Chunk]
@@ -59,11 +63,8 @@ class Step(NamedTuple):
     copies: tuple[tuple[int, int], ...] = ()
     scored: tuple[Scored, ...] = ()
     constrained: tuple[Sequence, ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens are computed."""
-        return sum(chunk.num_new_tokens for chunk in self.chunks)
+    num_tokens: int = 0
+    num_generated_tokens: int = 0
 
     @classmethod
     def of(
@@ -73,18 +74,40 @@ class Step(NamedTuple):
         scored: Iterable[Scored] = (),
         constrained: Iterable[Sequence] = (),
     ) -> "Step":
-        """The step of these chunks, with its decodes counted."""
-        num_decodes = next((i for i, chunk in enumerate(chunks) if chunk.num_new_tokens != 1), len(chunks))
-        return cls(chunks, num_decodes, tuple(copies), tuple(scored), tuple(constrained))
+        """The step of these chunks, whose sequences' counters already include it."""
+        num_decodes = num_tokens = num_generated = 0
+        for index, (seq, num_new_tokens, _) in enumerate(chunks):
+            num_tokens += num_new_tokens
+            if num_new_tokens == 1:
+                num_decodes += num_decodes == index
+                num_generated += seq.num_computed_tokens > seq.num_prompt_tokens
+        return cls(chunks, num_decodes, tuple(copies), tuple(scored), tuple(constrained), num_tokens, num_generated)
+
+
+@dataclass(slots=True)
+class StepBuilder:
+    """A step in the making; see Step.
+
+    leaders: indices of the chunks that end the prompt of a request with several completions.
+    """
+
+    chunks: list[Chunk] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    scored: list[Scored] = field(default_factory=list)
+    constrained: list[Sequence] = field(default_factory=list)
+    leaders: list[int] = field(default_factory=list)
+
+    def build(self) -> Step:
+        return Step.of(self.chunks, self.copies, self.scored, self.constrained)
 
 
 @dataclass(frozen=True)
 class TokenNumbers:
-    """What ops/logprobs.py computes of some tokens, row after row: the rank of the token, then pairs of an id and the
-    bits of its log-probability, the token's own first. All are 32 bits.
+    """The numbers that ops/logprobs.py computes for some tokens, a row per token: the rank of the token, then pairs of
+    an id and the bits of its log-probability, the token's own first. All are 32 bits.
 
     data: the rows.
-    row_bytes: of each.
+    row_bytes: bytes of a row.
     """
 
     data: bytes = b""
@@ -108,7 +131,7 @@ def bytes_of_numbers(num_logprobs: int) -> int:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step computed.
+    """The result of a step.
 
     Args:
         token_ids: one per chunk that samples, in the step's order; BROKEN_LOGITS where the model's logits were not

@@ -16,7 +16,7 @@ import numpy as np
 from nanovllm.child_processes import serve
 from nanovllm.config import Config
 from nanovllm.engine.runner import LaunchedStep, make_scheduler
-from nanovllm.engine.sequence import Sequence, make_sequences
+from nanovllm.engine.sequence import Sequence, completions_of
 from nanovllm.engine.step import Step, StepOutput, TokenNumbers
 from nanovllm.sampling_params import SamplingParams
 
@@ -137,10 +137,9 @@ class Worker:
         return self._runner.memory()
 
     def _add(self, first_id, token_ids, params, max_length, stop_token_ids, seed, first_scored, is_constrained) -> None:
-        for seq in make_sequences(
-            first_id, token_ids, SamplingParams(**params), max_length, frozenset(stop_token_ids), seed, first_scored,
-            is_constrained,
-        ):  # fmt: skip
+        first = Sequence(first_id, token_ids, SamplingParams(**params), max_length, frozenset(stop_token_ids), seed)
+        first.next_scored, first.is_constrained = first_scored, is_constrained
+        for seq in completions_of(first):
             self._unfinished[seq.seq_id] = seq
             self._scheduler.add(seq)
 
