@@ -2563,13 +2563,13 @@ MUTANTS = [
     Mutant(
         "a tensor in two files is loaded twice",
         LOADER,
-        "                if name in seen:\n",
+        "                if name in paths:\n",
         "                if False:\n",
         ("test_loader.py::test_a_tensor_in_two_files_is_named_with_both",),
     ),
     Mutant(
         "the index may leave the directory",
-        LOADER,
+        "models/directory.py",
         "Path(name).name != name or ",
         "",
         ("test_loader.py::test_the_index_may_not_leave_the_directory",),
@@ -2607,7 +2607,7 @@ MUTANTS = [
     ),
     Mutant(
         "the last of two tensors of a name counts",
-        LOADER,
+        "models/tensors.py",
         "        if name in found:\n",
         "        if False:\n",
         ("test_update_weights.py::test_a_bad_update_changes_nothing[one rank-twice]",),
