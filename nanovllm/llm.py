@@ -20,6 +20,8 @@ from nanovllm.garbage_collector import COLLECTOR
 from nanovllm.guard import ExclusiveGuard
 from nanovllm.guides import StructuredOutputs
 from nanovllm.loglikelihood import Loglikelihood
+from nanovllm.models.directory import find_model
+from nanovllm.models.read_config import load_model_config
 from nanovllm.outputs import RequestOutput
 from nanovllm.prompts import NotYet, Row, as_conversation_list, as_prompt_list
 from nanovllm.recommended_sampling import DefaultSampling
@@ -76,10 +78,7 @@ class LLM:
     ):
         # All options by name; a test checks that they are Config's.
         config = Config(**{name: value for name, value in locals().items() if name != "self"})
-        # Imported here because they import torch: a wrong option fails without loading it.
-        from nanovllm.cpu_threads import CpuThreads
-        from nanovllm.models.loader import find_model
-        from nanovllm.models.read_config import load_model_config
+        from nanovllm.cpu_threads import CpuThreads  # imports torch: a wrong option fails without loading it
 
         if config.tensor_parallel_size == 1:
             FORKS.check()

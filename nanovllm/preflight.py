@@ -13,6 +13,8 @@ from nanovllm.engine.block_manager import hash_block
 from nanovllm.engine.limits import check_request, max_length
 from nanovllm.engine.runner import RunnerInfo
 from nanovllm.guides import StructuredOutputs
+from nanovllm.models.directory import find_model
+from nanovllm.models.read_config import load_model_config
 from nanovllm.prompts import Row, as_prompt_list
 from nanovllm.recommended_sampling import DefaultSampling
 from nanovllm.row_stream import ROWS_OF_PIECE, without_text
@@ -95,10 +97,6 @@ class Preflight:
         max_model_len: int | None = None,
     ):
         config = Config(**{name: value for name, value in locals().items() if name != "self"})
-        # Imported here because they import torch: a wrong option fails without loading it.
-        from nanovllm.models.loader import find_model
-        from nanovllm.models.read_config import load_model_config
-
         self.directory = directory = find_model(config.model, config.revision, with_weights=False)
         model_config = load_model_config(directory)
         self.max_model_len = model_config.max_model_len(config.max_model_len)

@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from nanovllm.models.directory import find_model
 from nanovllm.prompts import Conversation, Row, as_token_ids, check_messages, without_dict
 from nanovllm.sampling_params import SamplingParams
 
@@ -55,8 +56,6 @@ class Text:
         """
         if tokenizer is None:
             return cls.of_model(directory)
-        from nanovllm.models.loader import find_model  # imports torch
-
         text = cls.of_model(find_model(tokenizer, None, with_weights=False, option="tokenizer"))
         if text.tokenizer is None:
             raise ValueError(f"tokenizer={tokenizer!r} holds no tokenizer")

@@ -25,6 +25,8 @@ from nanovllm.config import Config
 from nanovllm.engine.runner import Runner, RunnerInfo
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step, StepOutput
+from nanovllm.models.directory import find_model
+from nanovllm.models.read_config import load_model_config
 from nanovllm.parallel.worker import fingerprint, pack_masks, unpack_output
 from nanovllm.sampling_params import SamplingParams
 
@@ -59,9 +61,6 @@ class TensorParallelRunner(Runner):
     """
 
     def __init__(self, config: Config, worker_module: str = "nanovllm.parallel.worker"):
-        from nanovllm.models.loader import find_model  # imports torch
-        from nanovllm.models.read_config import load_model_config
-
         directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")
         load_model_config(directory).check_parallel_size(config.tensor_parallel_size)
         self._size, self._driver = config.tensor_parallel_size, os.getpid()
@@ -113,7 +112,7 @@ class TensorParallelRunner(Runner):
         return unpack_output(*output)
 
     def update_weights(self, weights: list[Any]) -> None:
-        from nanovllm.models.loader import given_tensors
+        from nanovllm.models.tensors import given_tensors
         from nanovllm.parallel.weight_files import written_weights
 
         tensors = given_tensors(weights)

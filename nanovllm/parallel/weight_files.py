@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from nanovllm.machine import free_bytes
-from nanovllm.models.loader import Given, Stored
+from nanovllm.models.tensors import Given, Stored
 
 _MEMORY = Path("/dev/shm")  # files there are memory, which ranks read as fast as their own
 _MARGIN = 2**28

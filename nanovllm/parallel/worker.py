@@ -21,7 +21,7 @@ from nanovllm.engine.step import Step, StepOutput, TokenNumbers
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.models.loader import Stored
+    from nanovllm.models.tensors import Stored
     from nanovllm.runner.model_runner import ModelRunner
 
 

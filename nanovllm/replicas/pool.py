@@ -15,6 +15,8 @@ from nanovllm.checks import integer
 from nanovllm.child_processes import ERRORS, Child, end_children, frame, start_child, start_reader, start_writer
 from nanovllm.config import Config
 from nanovllm.machine import cpus
+from nanovllm.models.directory import find_model
+from nanovllm.models.read_config import load_model_config
 from nanovllm.replicas.worker import dumps, loads
 
 logger = logging.getLogger(__name__)
@@ -105,9 +107,6 @@ class ReplicaPool:
 
     def __init__(self, config: Config, size: int, module: str):
         size = integer("data_parallel_size", size, minimum=1)
-        from nanovllm.models.loader import find_model  # imports torch
-        from nanovllm.models.read_config import load_model_config
-
         self._settings = gpu_shares(config, size)
         directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")
         load_model_config(directory).check_parallel_size(config.tensor_parallel_size)

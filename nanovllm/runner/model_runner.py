@@ -25,17 +25,16 @@ from nanovllm.layers.sampler import Sampled, Sampler, SamplingNeeds, row_multipl
 from nanovllm.machine import free_bytes
 from nanovllm.models.cost import num_layer_parameters, token_kv_bytes, weight_bytes
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.directory import find_model
 from nanovllm.models.loader import (
-    Tensors,
     check_update,
     expected_tensors,
     fill_dummy_weights,
-    find_model,
-    given_tensors,
     load_weights,
     update_weights,
 )
 from nanovllm.models.read_config import load_model_config
+from nanovllm.models.tensors import Tensors, given_tensors
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.copy_blocks import copy_blocks
 from nanovllm.ops.kernel import has_kernels

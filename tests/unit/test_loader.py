@@ -23,7 +23,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.torch_backend import TorchAttention
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.loader import expected_tensors, fill_dummy_weights, find_model, load_weights
+from nanovllm.models.directory import find_model
+from nanovllm.models.loader import expected_tensors, fill_dummy_weights, load_weights
 from nanovllm.models.read_config import load_model_config
 from nanovllm.ops.collectives import Parallel
 

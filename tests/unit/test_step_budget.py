@@ -1,6 +1,5 @@
-"""What is measured and how: bench.py, docs/step_budget.py and docs/plot.py."""
+"""Measuring: bench.py and benchmarks/."""
 
-import importlib.util
 import re
 import sys
 from dataclasses import replace
@@ -10,27 +9,28 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+import bench
 import nanovllm
+from benchmarks import peers, plot, roofline, step_budget, timing, workloads
+from benchmarks.ours import make_llm
+from benchmarks.timing import Timing
+from benchmarks.workloads import make_requests, write_config
 from nanovllm import SamplingParams
+from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.engine.step import Chunk, Step
 from nanovllm.layers.fp8_config import Fp8Config
-from nanovllm.models.cost import num_parameters
+from nanovllm.models.cost import (
+    Rates,
+    StepWork,
+    num_parameters,
+    roofline_seconds,
+    step_costs,
+    step_weight_bytes,
+    token_kv_bytes,
+)
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.read_config import load_model_config
 from nanovllm.ops.collectives import Parallel
-from nanovllm.ops.quantize import E4M3
-
-ROOT = Path(__file__).parents[2]
-
-
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-bench, step_budget, plot = (load(ROOT / name) for name in ("bench.py", "docs/step_budget.py", "docs/plot.py"))
 
 
 def event(name: str, begin: float, end: float, category: str = "kernel") -> dict:
@@ -43,10 +43,9 @@ def sequence(num_computed_tokens: int, block_table=(), num_cached_tokens: int = 
     )
 
 
-def log_of(*chunks: Chunk, block_size: int = 16, windows: tuple[int, ...] = (0,)):
-    log = bench.StepLog(windows=windows)
-    log.note(Step(list(chunks), sum(chunk.num_new_tokens == 1 for chunk in chunks)), block_size)
-    return log
+def work_of(*chunks: Chunk, block_size: int = 16, windows: tuple[int, ...] = (0,)) -> StepWork:
+    step = Step(list(chunks), sum(chunk.num_new_tokens == 1 for chunk in chunks))
+    return roofline.step_work(step, windows, block_size)
 
 
 # Where a step's time goes
@@ -97,7 +96,7 @@ def test_a_parts_roofline_is_its_bytes_or_its_arithmetic():
 
 
 def num_weights(config, num_tokens: int = 1) -> int:
-    return bench.Numbers(config, torch.int8, torch.int8).weight_bytes(num_tokens)
+    return step_weight_bytes(config, 1, num_tokens)
 
 
 @pytest.mark.parametrize("size", ["40M", "8B", "llama-1B", "llama-8B", "qwen2.5-7B"])
@@ -105,7 +104,7 @@ def test_the_roofline_counts_every_matrix_once(tmp_path, size):
     """Tied embeddings are multiplied with once, as the LM head; untied ones are only looked up."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    bench.write_config(size, tmp_path)
+    write_config(size, tmp_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     matrices = {name: weight for name, weight in model.named_parameters() if name.endswith("proj.weight")}
@@ -119,7 +118,7 @@ def test_the_roofline_counts_the_experts_that_are_read(tmp_path):
     """One token reads 8 of 128 experts, many tokens read all; the weights of 30B-A3B are 30.5 billion numbers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    bench.write_config("30B-A3B", tmp_path)
+    write_config("30B-A3B", tmp_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     numbers = {name: weight.numel() for name, weight in model.named_parameters() if weight.ndim > 1}
@@ -134,41 +133,41 @@ def test_the_roofline_counts_the_experts_that_are_read(tmp_path):
 
 def test_a_shared_block_is_read_once():
     """Two decodes behind a prefix of two blocks read those once, and each their own third block."""
-    log = log_of(Chunk(sequence(40, [7, 8, 1], 32), 1, True), Chunk(sequence(35, [7, 8, 2], 32), 1, True))
-    assert log.num_keys == [32 + 8 + 3]
-    assert (log.num_tokens, log.num_sampled, log.prefill_scores) == ([2], [2], [0])
+    work = work_of(Chunk(sequence(40, [7, 8, 1], 32), 1, True), Chunk(sequence(35, [7, 8, 2], 32), 1, True))
+    assert work == StepWork(num_tokens=2, num_sampled=2, num_keys=32 + 8 + 3, num_pairs=0)
 
 
 def test_a_prompts_queries_count_the_keys_that_they_see():
     """5 queries at the end of 20 tokens see 16 to 20 keys. The roofline once left out half a key per query."""
-    log = log_of(Chunk(sequence(20), 5, False), Chunk(sequence(9), 1, True))
-    assert log.prefill_scores == [16 + 17 + 18 + 19 + 20]
-    assert (log.num_tokens, log.num_sampled, log.num_keys) == ([6], [1], [9])
+    work = work_of(Chunk(sequence(20), 5, False), Chunk(sequence(9), 1, True))
+    assert work == StepWork(num_tokens=6, num_sampled=1, num_keys=9, num_pairs=16 + 17 + 18 + 19 + 20)
 
 
 def test_layers_with_a_window_read_the_keys_in_it():
     """Two layers of three have a window of 8 keys. The roofline once counted all keys in every layer."""
     chunks = Chunk(sequence(20), 5, False), Chunk(sequence(9), 9, False), Chunk(sequence(30), 1, True)
-    log = log_of(*chunks, windows=(8, 0, 8))
-    assert log.num_keys == [pytest.approx((8 + 30 + 8) / 3)]
+    work = work_of(*chunks, windows=(8, 0, 8))
+    assert work.num_keys == pytest.approx((8 + 30 + 8) / 3)
     of_all = 16 + 17 + 18 + 19 + 20 + sum(range(1, 10))
     of_window = 5 * 8 + sum(range(1, 9)) + 8
-    assert log.prefill_scores == [pytest.approx((of_window + of_all + of_window) / 3)]
+    assert work.num_pairs == pytest.approx((of_window + of_all + of_window) / 3)
 
 
 def test_a_steps_roofline_is_reading_keys_plus_the_longer_of_weights_and_arithmetic(tmp_path):
-    bench.write_config("40M", tmp_path)
+    write_config("40M", tmp_path)
     config = load_model_config(tmp_path)
     of_sampled = 512 * (8 * 64 + 3 * config.intermediate_size) + 32000 * 512  # o, gate, up and down of the last layer
     of_all = num_weights(config) - of_sampled
-    decode, prompt = log_of(Chunk(sequence(1000), 1, True)), log_of(Chunk(sequence(3000), 3000, True))
+    works = work_of(Chunk(sequence(1000), 1, True)), work_of(Chunk(sequence(3000), 3000, True))
+    decode, prompt = step_costs(config, 2, 2, works)
     keys = 1000 * (2 * 8 * 4 * 64) * 2 / 1e9
     weights = num_weights(config) * 2 / 1e9
-    numbers = bench.Numbers(config, torch.bfloat16, torch.bfloat16)
-    assert bench.roofline_seconds(decode, numbers, bench.Rates(1e9, 1e15, 1)) == pytest.approx(keys + weights)
+    assert decode.seconds(Rates(1e9, 1e15, 1)) == pytest.approx(keys + weights)
     pairs = 3000 * 3001 // 2
     arithmetic = 2 * (3000 * of_all + of_sampled) + pairs * 4 * 8 * 8 * 64
-    assert bench.roofline_seconds(prompt, numbers, bench.Rates(1e15, 1e12, 1)) == pytest.approx(arithmetic / 1e12)
+    assert prompt.seconds(Rates(1e15, 1e12, 1)) == pytest.approx(arithmetic / 1e12)
+    rates = Rates(1e9, 1e12, 1)
+    assert roofline_seconds([decode, prompt], rates) == decode.seconds(rates) + prompt.seconds(rates)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +181,7 @@ def test_a_steps_roofline_is_reading_keys_plus_the_longer_of_weights_and_arithme
 )
 def test_weights_in_fp8_count_as_what_the_model_holds(tmp_path, size, fp8):
     """Every byte of the decoder's parameters but the norms' and the embedding's, which is not read as a whole."""
-    bench.write_config(size, tmp_path)
+    write_config(size, tmp_path)
     config = replace(load_model_config(tmp_path), fp8=fp8)
     backend = SimpleNamespace(name="torch", reads_new_keys=False)
     model = CausalLM(config, 64, backend, Parallel(), torch.bfloat16, torch.device("meta"))
@@ -193,29 +192,26 @@ def test_weights_in_fp8_count_as_what_the_model_holds(tmp_path, size, fp8):
     assert any(parameter.dtype == torch.float8_e4m3fn for parameter in matrices.values())
     if "lm_head.weight" not in matrices:
         matrices["lm_head.weight"] = model.lm_head.weight
-    numbers = bench.Numbers(config, torch.bfloat16, torch.bfloat16)
-    assert numbers.weight_bytes(10**9) == sum(each.nbytes for each in matrices.values())
+    assert step_weight_bytes(config, 2, 10**9) == sum(each.nbytes for each in matrices.values())
 
 
 def test_a_cache_in_fp8_counts_with_its_scales(tmp_path):
-    bench.write_config("40M", tmp_path)
+    write_config("40M", tmp_path)
     config = load_model_config(tmp_path)
     for dtype, of_head in ((torch.float8_e4m3fn, 64 + 2), (torch.bfloat16, 2 * 64)):
-        assert bench.Numbers(config, torch.bfloat16, dtype).key_value_bytes == 2 * 8 * 4 * of_head
+        assert token_kv_bytes(config, dtype.itemsize) == 2 * 8 * 4 * of_head
 
 
 def test_products_in_fp8_count_at_their_own_rate(tmp_path):
     """The LM head's stay at the usual one. After the last layer's attention only tokens that sample are multiplied."""
-    bench.write_config("40M", tmp_path)
+    write_config("40M", tmp_path)
     config = replace(load_model_config(tmp_path), fp8=Fp8Config())
-    prompt = log_of(Chunk(sequence(3000), 3000, True))
+    [prompt] = step_costs(config, 2, 2, [work_of(Chunk(sequence(3000), 3000, True))])
     of_layer = 512 * (8 * 64 * 2 + 4 * 64 * 2 + 3 * 1536)
     in_fp8 = 2 * (3000 * (7 * of_layer + 512 * 16 * 64) + of_layer - 512 * 16 * 64)
     head, scores = 2 * 512 * 32000, 3000 * 3001 // 2 * 4 * 8 * 8 * 64
-    assert bench.matrix_operations(prompt, config) == [bench.Operations(head, in_fp8)]
-    found = bench.roofline_seconds(
-        prompt, bench.Numbers(config, torch.bfloat16, torch.bfloat16), bench.Rates(1e15, 1e12, 2e12)
-    )
+    assert (prompt.product_flop, prompt.fp8_product_flop) == (head, in_fp8)
+    found = prompt.seconds(Rates(1e15, 1e12, 2e12))
     assert found == pytest.approx((head + scores) / 1e12 + in_fp8 / 2e12)
 
 
@@ -223,13 +219,13 @@ def test_an_engine_in_fp8_is_measured_as_one():
     arguments = bench.parse_arguments(
         ["--quantization", "fp8", "--kv-cache-dtype", "fp8", "--device", "cpu", "--max-model-len", "64"]
     )
-    with bench.make_llm(arguments, str(bench.MODEL_DIRECTORY), True) as llm:
-        numbers = bench.Numbers.of(llm)
-    assert numbers.config.fp8 == Fp8Config() and numbers.kv_cache_dtype == E4M3 and numbers.dtype == torch.float32
+    with make_llm(arguments, str(MODEL_DIRECTORY), True) as llm:
+        config, itemsize, kv_itemsize = roofline.config_and_itemsizes(llm)
+    assert config.fp8 == Fp8Config() and (itemsize, kv_itemsize) == (4, 1)
     usual = bench.parse_arguments(["--device", "cpu", "--max-model-len", "64"])
-    with bench.make_llm(usual, str(bench.MODEL_DIRECTORY), True) as llm:
-        numbers = bench.Numbers.of(llm)
-    assert numbers.config.fp8 is None and numbers.kv_cache_dtype == torch.float32
+    with make_llm(usual, str(MODEL_DIRECTORY), True) as llm:
+        config, itemsize, kv_itemsize = roofline.config_and_itemsizes(llm)
+    assert config.fp8 is None and (itemsize, kv_itemsize) == (4, 4)
 
 
 # Workloads and calls
@@ -240,7 +236,7 @@ def test_an_engine_in_fp8_is_measured_as_one():
     [("classify", 2048, 300, 1500, 1, 1), ("docs", 64, 8000, 16000, 32, 96), ("nano", 256, 100, 1024, 100, 1024)],
 )
 def test_a_workload_has_the_lengths_that_its_name_promises(name, num_seqs, shortest, longest, fewest, most):
-    requests = bench.make_requests(name, 151936)
+    requests = make_requests(name, 151936)
     lengths = [len(prompt) for prompt in requests.prompts]
     assert len(lengths) == len(requests.max_tokens) == num_seqs
     assert shortest <= min(lengths) < shortest * 1.1 and longest * 0.9 < max(lengths) <= longest
@@ -250,35 +246,35 @@ def test_a_workload_has_the_lengths_that_its_name_promises(name, num_seqs, short
 
 def test_prompts_are_drawn_before_output_lengths(monkeypatch):
     """Otherwise other output lengths would change the prompts, and figures of two lengths could not be compared."""
-    prompts = bench.make_requests("one", 259).prompts
-    monkeypatch.setitem(bench.WORKLOADS, "one", bench.WORKLOADS["one"]._replace(output_lengths=(1, 9)))
-    assert bench.make_requests("one", 259).prompts == prompts
+    prompts = make_requests("one", 259).prompts
+    monkeypatch.setitem(workloads.WORKLOADS, "one", workloads.WORKLOADS["one"]._replace(output_lengths=(1, 9)))
+    assert make_requests("one", 259).prompts == prompts
 
 
 def test_sampling_options_apply_to_every_request():
     arguments = bench.parse_arguments(["--workload", "nano", "--top-k", "20", "--top-p", "0.95"])
-    requests = bench.make_requests(arguments.workload, 1000, arguments.sampling)
+    requests = make_requests(arguments.workload, 1000, arguments.sampling)
     params = requests.sampling_params()
     assert len(params) == 256 and {(each.temperature, each.top_k, each.top_p) for each in params} == {(0.6, 20, 0.95)}
     assert [each.max_tokens for each in params] == requests.max_tokens and all(each.ignore_eos for each in params)
     greedy = bench.parse_arguments(["--workload", "nano", "--temperature", "0"])
-    assert bench.make_requests("nano", 1000, greedy.sampling).sampling_params()[0].temperature == 0
+    assert make_requests("nano", 1000, greedy.sampling).sampling_params()[0].temperature == 0
 
 
 def test_the_first_call_is_timed_on_its_own(monkeypatch):
     """It was thrown away, although it is all of an offline job."""
     clock = iter([0.0, 5.0, 10.0, 11.0, 20.0, 23.0, 30.0, 32.0])
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
     calls = []
 
     def run() -> list[list[int]]:
         calls.append("run")
         return [[1, 2, 3]]
 
-    timing = bench.timed(run, lambda: calls.append("forget"), repeats=3, start_seconds=7.0)
+    found = timing.timed(run, lambda: calls.append("forget"), repeats=3, start_seconds=7.0)
     assert calls == ["forget", "run"] * 4
-    assert (timing.first_seconds, timing.seconds, timing.median) == (5.0, [1.0, 3.0, 2.0], 2.0)
-    report = timing.report(bench.Requests([[0] * 10], [3], {}))
+    assert (found.first_seconds, found.seconds, found.median) == (5.0, [1.0, 3.0, 2.0], 2.0)
+    report = found.report(workloads.Requests([[0] * 10], [3], {}))
     assert report["first_output_tokens_per_second"] == 3 / 5 and report["output_tokens_per_second"] == 3 / 2
     assert report["first_input_tokens_per_second"] == 10 / 5 and report["input_tokens_per_second"] == 10 / 2
 
@@ -319,22 +315,22 @@ class FakeVllm(ModuleType):
             self.num_resets += 1
 
 
-def job(tmp_path, **options):
-    requests = bench.make_requests("one", 259, {"top_k": 20})
+def task(tmp_path, **options):
+    requests = make_requests("one", 259, {"top_k": 20})
     values = {
         "requests": requests, "directory": str(tmp_path), "has_weights": False, "dtype": "bfloat16", "device": "cpu",
         "max_model_len": 4096, "prefix_caching": True, "tensor_parallel_size": 1, "seed": 0,
         "quantization": None, "kv_cache_dtype": "auto", **options,
     }  # fmt: skip
-    return bench.Job(**values)
+    return peers.Task(**values)
 
 
 def test_vllm_gets_the_same_requests_and_all_else_by_default(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "vllm", FakeVllm("vllm"))
-    ours = bench.Timing(1.0, 4.0, [2.0], [[5] * 512])
+    ours = Timing(1.0, 4.0, [2.0], [[5] * 512])
     made = []
-    monkeypatch.setitem(bench.PEERS, "vllm", lambda job: made.append(bench.VllmPeer(job)) or made[0])
-    report = bench.measure_peer("vllm", job(tmp_path), ours, repeats=2)
+    monkeypatch.setitem(peers.PEERS, "vllm", lambda task: made.append(peers.VllmPeer(task)) or made[0])
+    report = peers.measure_peer("vllm", task(tmp_path), ours, repeats=2)
     [peer] = made
     assert peer.llm.options == {
         "dtype": "bfloat16", "max_model_len": 4096, "seed": 0, "enable_prefix_caching": True, "tensor_parallel_size": 1,
@@ -348,35 +344,47 @@ def test_vllm_gets_the_same_requests_and_all_else_by_default(monkeypatch, tmp_pa
 def test_an_engine_that_stops_early_is_not_compared(monkeypatch, tmp_path):
     """Fewer tokens take less time."""
     monkeypatch.setitem(sys.modules, "vllm", FakeVllm("vllm"))
-    monkeypatch.setattr(bench.VllmPeer, "run", lambda self, requests: [[5]])
+    monkeypatch.setattr(peers.VllmPeer, "run", lambda self, requests: [[5]])
     with pytest.raises(SystemExit, match="other numbers of tokens"):
-        bench.measure_peer("vllm", job(tmp_path), bench.Timing(1.0, 4.0, [2.0], [[5] * 512]), repeats=1)
+        peers.measure_peer("vllm", task(tmp_path), Timing(1.0, 4.0, [2.0], [[5] * 512]), repeats=1)
 
 
 def test_an_engine_that_is_missing_or_cannot_sample_so_is_named_before_anything_runs(monkeypatch):
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="pip install vllm"):
-        bench.check_peer("vllm", {})
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: object())
+        peers.check_peer("vllm", {})
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
     with pytest.raises(SystemExit, match="transformers has no presence_penalty"):
-        bench.check_peer("transformers", {"presence_penalty": 1.0})
-    bench.check_peer("transformers", {"top_k": 20, "repetition_penalty": 1.1})
+        peers.check_peer("transformers", {"presence_penalty": 1.0})
+    peers.check_peer("transformers", {"top_k": 20, "repetition_penalty": 1.1})
     with pytest.raises(SystemExit, match="would not compute in FP8"):
-        bench.check_peer("transformers", {}, is_fp8=True)
+        peers.check_peer("transformers", {}, is_fp8=True)
 
 
 # Figures
 
 
 def test_the_plots_figures_are_there():
-    """Keys of a measurement's file that are renamed in one place alone would leave a bar or a roofline out."""
-    series = plot.read_figures()
-    assert {"nanovllm", "vLLM 0.24.0", "mini-sglang", "nano-vllm", "roofline"} <= set(series)
+    """Renamed keys of a measurement would leave a bar or a roofline out."""
+    series = plot.figures_of(plot.read_results("H200"))
+    assert list(series) == ["nanovllm", "vLLM 0.24.0", "mini-sglang", "nano-vllm", "roofline"]
     assert set(series["nanovllm"]) <= set(plot.WORKLOADS) and "nano" in series["roofline"]
     for workload, figure in series["roofline"].items():
         ours = series["nanovllm"][workload]
         assert ours.low <= ours.high < figure.low
 
 
+def test_every_measurement_says_what_ran_where():
+    """A line for each measurement; a name that the plot does not know is of another kind."""
+    lines = plot.RESULTS.read_text(encoding="utf-8").splitlines()
+    entries = plot.read_results("")
+    assert len(entries) == len(lines) - 2 > 90
+    for entry in entries:
+        assert entry["name"] and entry["device"] and entry["how"]
+        assert len(entry["commit"]) == 7 if entry["engine"] == "nanovllm" else "commit" not in entry
+    others = {entry["name"] for entry in entries} - set(plot.WORKLOADS)
+    assert others >= {"budget-nano", "growth-requests-0.6B"}
+
+
 def test_sampling_options_are_those_of_sampling_params():
-    assert set(bench.SAMPLING_OPTIONS) <= set(SamplingParams.__dataclass_fields__)
+    assert set(workloads.SAMPLING_OPTIONS) <= set(SamplingParams.__dataclass_fields__)

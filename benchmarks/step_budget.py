@@ -1,8 +1,8 @@
-"""Where a step's time goes: `python bench.py … --profile DIR`, then `python docs/step_budget.py DIR`.
+"""Where a step's time goes: `python bench.py … --profile DIR`, then `python benchmarks/step_budget.py DIR`.
 
-Reads trace.json and steps.json from the directory and prints, for each part of the steps, its milliseconds per step and
-its roofline: what the chip needs at least for the bytes that the part must read, or for its arithmetic, at the rates
-measured beside it. With programmatic dependent launch a kernel starts before the one before it has ended. It counts
+Reads trace.json and steps.json from the directory. For each part of the steps it prints the milliseconds per step and
+the roofline: the least time in which the chip can read the part's bytes, or do its arithmetic, at the rates measured in
+the same run. With programmatic dependent launch, a kernel starts before the kernel before it has ended. Its time counts
 from that end, so that the parts add up to the time of the steps. The last line on stdout is JSON.
 """
 
@@ -10,7 +10,9 @@ import json
 import sys
 from pathlib import Path
 
-# Parts by what their kernels' names contain. The first that fits counts.
+from nanovllm.models.cost import Rates, StepCost
+
+# Parts, and texts in the names of their kernels. The first part that matches counts.
 PARTS = {
     "attention": ("_decode_kernel", "_grouped_kernel", "_merge_kernel", "_prefill_kernel", "_attend_prompts_kernel",
                   "decode_fp8_kernel", "flash_fwd"),
@@ -53,26 +55,37 @@ def times_of_parts(events: list[dict]) -> dict[str, float]:
 
 
 def rooflines(steps: dict[str, float]) -> dict[str, float]:
-    """Seconds per step that each part takes at least."""
-    bandwidth, matrix_rate = steps["bytes_per_second"], steps["matrix_operations_per_second"]
-    fp8_seconds = steps["fp8_matrix_operations"] / steps["fp8_matrix_operations_per_second"]
-    operations = steps["matrix_operations"] / matrix_rate + fp8_seconds
+    """Seconds per step that each part takes at least.
+
+    Args:
+        steps: the contents of steps.json, which `write_profile` writes.
+    """
+    rates = Rates(
+        steps["bytes_per_second"], steps["matrix_operations_per_second"], steps["fp8_matrix_operations_per_second"]
+    )
+    cost = StepCost(
+        weight_bytes=steps["weight_bytes"],
+        kv_bytes=steps["key_value_bytes"],
+        product_flop=steps["matrix_operations"],
+        fp8_product_flop=steps["fp8_matrix_operations"],
+        attention_flop=steps["score_operations"],
+    )
     return {
-        "attention": steps["key_value_bytes"] / bandwidth + steps["score_operations"] / matrix_rate,
-        "matrix products": max(steps["weight_bytes"] / bandwidth, operations),
-        "sampling": steps["logit_bytes"] / bandwidth,
+        "attention": cost.kv_bytes / rates.bandwidth + cost.attention_flop / rates.products,
+        "matrix products": max(cost.weight_bytes / rates.bandwidth, cost.product_seconds(rates)),
+        "sampling": steps["logit_bytes"] / rates.bandwidth,
     }
 
 
 def main() -> None:
     if len(sys.argv) != 2:
-        raise SystemExit("usage: python docs/step_budget.py DIR, where DIR is that of bench.py's --profile")
+        raise SystemExit("usage: python benchmarks/step_budget.py DIR, with the DIR of bench.py --profile DIR")
     directory = Path(sys.argv[1])
     times = times_of_parts(json.loads((directory / "trace.json").read_text())["traceEvents"])
     steps = json.loads((directory / "steps.json").read_text())
-    at_least = rooflines(steps)
+    min_seconds = rooflines(steps)
     report = {
-        part: {"ms": time / steps["num_steps"] / 1e3, "roofline_ms": at_least.get(part, 0.0) * 1e3}
+        part: {"ms": time / steps["num_steps"] / 1e3, "roofline_ms": min_seconds.get(part, 0.0) * 1e3}
         for part, time in times.items()
     }
     print(f"{steps['num_steps']} steps, {steps['mean_rows']:.0f} rows, {steps['key_value_bytes'] / 1e9:.1f} GB of keys")

@@ -1,10 +1,10 @@
-"""lm-evaluation-harness with its own `hf` model and with nanovllm: the same numbers, and how long each takes.
+"""Compares results and times of lm-evaluation-harness with its own `hf` model and with nanovllm.
 
-    OMP_NUM_THREADS=1 python docs/measurements/compare_lm_eval.py DIRECTORY --rows 500 --generate-rows 200
+    OMP_NUM_THREADS=1 python -m benchmarks.compare_lm_eval DIRECTORY --rows 500 --generate-rows 200
 
-The tasks are made here, from a seed: word problems with four answers and five shots before each, and the same stories
-with an answer to generate. `hf` gets the fastest of several batch sizes, as found on the first rows. Both compute in
-float32 on the CPU. The last line is JSON; the exit status is 1 if the numbers differ.
+The script makes the tasks from a seed: word problems with four answers and five shots before each, and the same stories
+with an answer to generate. `hf` gets the fastest of several batch sizes, measured on the first rows. Both compute in
+float32 on the CPU. The last line is JSON. The exit status is 1 if the results differ.
 """
 
 import argparse
@@ -92,9 +92,9 @@ def write_tasks(directory: Path, num_rows: int, num_generate_rows: int, sampler:
 
 
 def evaluate(model: LM, task: str, directory: Path, limit: int | None = None) -> dict[str, Any]:
-    """The task's metrics, what the model answered to each request, and the seconds of the model's own call.
+    """The task's metrics, the model's answer to each request, and the seconds of the model's own call.
 
-    `cpu_seconds` are those of all threads. Other programs on the same cores change them less.
+    `cpu_seconds` are the sum of all threads. Other programs on the same cores change them less.
     """
     seconds = cpu_seconds = 0.0
     for name in ("loglikelihood", "generate_until"):
@@ -129,12 +129,12 @@ def make_hf(model: str, batch_size: int) -> HFLM:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("model", help="directory of a trained model with a tokenizer")
-    parser.add_argument("--rows", type=int, default=500, help="of the task with choices; 0 leaves it out")
-    parser.add_argument("--generate-rows", type=int, default=200, help="of the task with generation; 0 leaves it out")
-    # "auto" is no choice on a CPU: it tries batches of the model's full length until memory ends.
-    parser.add_argument("--hf-batch-sizes", default="1,8,16,32", help="those that hf tries (default 1,8,16,32)")
+    parser.add_argument("--rows", type=int, default=500, help="rows with choices; 0 leaves them out")
+    parser.add_argument("--generate-rows", type=int, default=200, help="rows with generation; 0 leaves them out")
+    # hf's "auto" does not work on a CPU: it tries batches of the model's full length until memory ends.
+    parser.add_argument("--hf-batch-sizes", default="1,8,16,32", help="batch sizes that hf tries (default 1,8,16,32)")
     parser.add_argument("--probe-rows", type=int, default=8, help="rows on which hf tries them (default 8)")
-    parser.add_argument("--random-shots", action="store_true", help="each row has shots of its own, no shared prefix")
+    parser.add_argument("--random-shots", action="store_true", help="each row has other shots: no shared prefix")
     options = parser.parse_args()
     batch_sizes = [int(size) for size in options.hf_batch_sizes.split(",")]
     counts = {"choice": options.rows, "generate": options.generate_rows}

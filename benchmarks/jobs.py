@@ -1,14 +1,14 @@
 """How fast `run-batch` completes a workload of bench.py as a file, compared with `LLM.generate` on the same prompts.
 
-    python docs/measurements/jobs.py [--size 0.6B] [--workload big] [--times 1] [--items generate,job,generate]
+    python -m benchmarks.jobs [--size 0.6B] [--workload big] [--times 1] [--items generate,job,generate]
 
-Each item starts an engine of its own, in a process of its own, and prints the seconds of its rows: for a job, from the
-first row that the engine gets to the last one that is written. Prompts are token ids, and no text is made.
+Each item starts an engine in its own process and prints the seconds of its rows. For a job, these are the seconds from
+the first row that the engine gets to the last row that is written. Prompts are token ids, and no text is made.
 
 generate: one call of `LLM.generate`, after a warm-up call of one token. generate-sorted: in the order of the prompts.
 job: a file with the rows in the workload's order. sorted: in the order of their prompts.
 replicasN: `job` with `--data-parallel-size N`. It also prints how many output rows equal those of the last `job`.
-estimate: what `--dry-run --estimate` predicts for `job`.
+estimate: the prediction of `--dry-run --estimate` for `job`.
 """
 
 import argparse
@@ -21,20 +21,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-
-import bench
+from benchmarks.workloads import SIZES, WORKLOADS, make_requests, write_config
 
 ITEMS = r"generate|generate-sorted|job|sorted|estimate|replicas[1-9][0-9]*"
 
 
 class Measurement:
-    """A directory with a model of random weights, and a workload's rows in it, several times over."""
+    """A directory with a model of random weights and files of a workload's rows, repeated `times` times."""
 
     def __init__(self, directory: Path, size: str, workload: str, times: int, max_num_seqs: int | None):
         self._directory = directory
-        bench.write_config(size, directory)
-        requests = bench.make_requests(workload, bench.SIZES[size][6])
+        write_config(size, directory)
+        requests = make_requests(workload, SIZES[size][6])
         self._sampling = {**requests.sampling, "ignore_eos": True, "detokenize": False}
         self._rows = [
             # Copies differ in every token, so that they share nothing.
@@ -43,14 +41,14 @@ class Measurement:
             for number, (prompt, max_tokens) in enumerate(zip(requests.prompts, requests.max_tokens, strict=True))
         ]
         self._num_tokens = requests.num_output_tokens * times
-        shape = bench.WORKLOADS[workload]
+        shape = WORKLOADS[workload]
         self._engine = {"max_model_len": shape.max_model_len, "enable_prefix_caching": shape.prefix_caching}
         if max_num_seqs is not None:
             self._engine["max_num_seqs"] = max_num_seqs
 
     def run(self, item: str) -> None:
         if item in ("generate", "generate-sorted"):
-            command = [sys.executable, __file__, "call"]
+            command = [sys.executable, "-m", "benchmarks.jobs", "call"]
             asked = {"directory": str(self._directory), "rows": self._in_order(item), "sampling": self._sampling}
             asked["engine"] = self._engine
             done = subprocess.run(command, input=json.dumps(asked), stdout=subprocess.PIPE, text=True, check=True)
@@ -76,7 +74,7 @@ class Measurement:
         rows = self._in_order(item)
         paths = {kind: self._directory / f"{item}.{kind}" for kind in ("in", "out", "report")}
         paths["in"].write_text("".join(json.dumps(row) + "\n" for row in rows))
-        command = [sys.executable, "-m", "nanovllm", "run-batch", "-i", paths["in"], "-o", paths["out"]]
+        command: list[Any] = [sys.executable, "-m", "nanovllm", "run-batch", "-i", paths["in"], "-o", paths["out"]]
         command += ["--model", self._directory, "--load-format", "dummy", "--report", paths["report"], *options]
         command += ["--params", json.dumps(self._sampling)]
         for name, value in self._engine.items():
@@ -100,7 +98,7 @@ class Measurement:
 
 
 def call() -> None:
-    """Runs the item `generate`, in a process of its own."""
+    """Runs the item `generate` in this process, which `run` started for it."""
     from nanovllm import LLM, SamplingParams
 
     asked = json.load(sys.stdin)
@@ -114,8 +112,8 @@ def call() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=bench.SIZES, default="0.6B")
-    parser.add_argument("--workload", choices=bench.WORKLOADS, default="big")
+    parser.add_argument("--size", choices=SIZES, default="0.6B")
+    parser.add_argument("--workload", choices=WORKLOADS, default="big")
     parser.add_argument("--times", type=int, default=1, help="how many copies of the workload's rows")
     parser.add_argument("--items", default="generate,job,generate", help="what to run, in this order")
     parser.add_argument("--max-num-seqs", type=int)
