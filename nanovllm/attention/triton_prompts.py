@@ -12,13 +12,13 @@ import torch
 
 from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.metadata import QUERY_TILE, AttentionMetadata
+from nanovllm.attention.triton_keys import LOG2_E, attend_keys, online_softmax
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, let_next_come, wait
 from nanovllm.ops.kernel import jit, tl, triton
 from nanovllm.ops.layer_cache import LayerCache
 
 logger = logging.getLogger(__name__)
 
-LOG2_E = 1.4426950408889634
 # Gluon changes between versions. With versions that are not in this list, _prefill_kernel attends prompts. On a GPU,
 # only 3.6 ran. With 3.7 to 3.9, the kernel was only compiled, and its barriers and layouts were compared with 3.6's.
 _GLUON_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
@@ -157,72 +157,6 @@ def launch_prefill(
 
 
 @jit
-def slots_of(block_table, position, is_key, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
-    """int64 [KEYS], where the keys at these successive positions lie."""
-    if BLOCK_SIZE % KEYS == 0:  # all in one block
-        first = tl.min(position, 0)
-        block = tl.load(block_table + first // BLOCK_SIZE).to(tl.int64)
-        return block * BLOCK_SIZE + position % BLOCK_SIZE
-    block = tl.load(block_table + position // BLOCK_SIZE, is_key, 0).to(tl.int64)
-    return block * BLOCK_SIZE + position % BLOCK_SIZE
-
-
-@jit
-def _softmax(scores, scale, largest, total, summed, CAN_BE_EMPTY: tl.constexpr):
-    """Takes one tile of scores into an online softmax. Returns its weights, the largest score so far, and `total` and
-    `summed` rescaled to it. CAN_BE_EMPTY: a query may not have seen any key yet."""
-    new_largest = tl.maximum(largest, tl.max(scores, 1) * scale)
-    shift = new_largest
-    if CAN_BE_EMPTY:
-        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-    weights = tl.exp2(scores * scale - shift[:, None])
-    shrink = tl.exp2(largest - shift)
-    return weights, new_largest, total * shrink + tl.sum(weights, 1), summed * shrink[:, None]
-
-
-@jit
-def attend_keys(
-    queries, query_position, largest, total, summed, k_cache, v_cache, scales, block_table, kv_head, scale, first, last,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr, IS_MASKED: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Takes keys first … last into a tile of queries; masked, each query sees those up to its own position, in its
-    window if there is one. scales: LayerCache's, or None."""
-    column = tl.arange(0, WIDTH)
-    for start in range(first, last, KEYS):
-        position = start + tl.arange(0, KEYS)
-        is_key = position < last
-        slot = slots_of(block_table, position, is_key, BLOCK_SIZE, KEYS)
-        is_read = is_key[:, None] & (column < HEAD_DIM)[None, :]
-        if scales is None:
-            at = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + column[None, :]
-            keys = tl.load(k_cache + at, is_read, 0.0)
-        else:
-            of_head = slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head
-            place = slot % BLOCK_SIZE
-            row = of_head * BLOCK_SIZE + place
-            both_scales = tl.load(scales + row, is_key, 0)
-            key_scales = (both_scales & -65536).to(tl.float32, bitcast=True)
-            keys = tl.load(k_cache + row[:, None] * HEAD_DIM + column[None, :], is_read, 0.0)
-            keys = (keys.to(tl.float32) * key_scales[:, None]).to(queries.dtype)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-        if IS_MASKED:
-            scores = tl.where(position[None, :] <= query_position[:, None], scores, float("-inf"))
-            if WINDOW:
-                scores = tl.where(position[None, :] > query_position[:, None] - WINDOW, scores, float("-inf"))
-        weights, largest, total, summed = _softmax(scores, scale, largest, total, summed, IS_MASKED and WINDOW > 0)
-        if scales is None:
-            values = tl.load(v_cache + at, is_read, 0.0)
-        else:
-            value_scales = (both_scales << 16).to(tl.float32, bitcast=True)
-            at = of_head[:, None] * (HEAD_DIM * BLOCK_SIZE) + column[None, :] * BLOCK_SIZE + place[:, None]
-            values = tl.load(v_cache + at, is_read, 0.0)
-            values = (values.to(tl.float32) * value_scales[:, None]).to(queries.dtype)
-        summed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-    return largest, total, summed
-
-
-@jit
 def _attend_whole_tiles(
     queries, largest, total, summed, keys_by_slot, values_by_slot, block_table, kv_head, scale, first, last,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
@@ -233,7 +167,7 @@ def _attend_whole_tiles(
         slot = tl.load(block_table + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
         keys = keys_by_slot.load([slot, kv_head * HEAD_DIM])
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-        weights, largest, total, summed = _softmax(scores, scale, largest, total, summed, False)
+        weights, largest, total, summed = online_softmax(scores, scale, largest, total, summed, False)
         values = values_by_slot.load([slot, kv_head * HEAD_DIM])
         summed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
     return largest, total, summed

@@ -16,7 +16,8 @@ from support.model_factory import perturbed
 from test_attention import TOLERANCE, Case, make_case, make_metadata, run
 from test_sequence_table import random_rows
 
-from nanovllm.attention.backend import AttentionBackend, AttentionShape, make_attention_backend
+from nanovllm.attention.backend import AttentionBackend, AttentionShape
+from nanovllm.attention.choice import make_attention_backend
 from nanovllm.layers.norm import QKNorm
 from nanovllm.layers.rope_config import RopeConfig
 from nanovllm.layers.rotary_embedding import Rotary, RotaryEmbedding

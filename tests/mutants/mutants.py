@@ -54,6 +54,9 @@ EMBED_HEAD = "layers/embed_head.py"
 METADATA = "attention/metadata.py"
 SDPA = "attention/sdpa_backend.py"
 TRITON = "attention/triton_backend.py"
+TRITON_KEYS = "attention/triton_keys.py"
+TRITON_DECODES = "attention/triton_decodes.py"
+GATHERED = "attention/gathered_keys.py"
 SPLITS = "attention/splits.py"
 TRITON_PROMPTS = "attention/triton_prompts.py"
 HOPPER_PROMPTS = "attention/hopper_prompts.py"
@@ -1750,21 +1753,21 @@ MUTANTS = [
     # Attention
     Mutant(
         "padding of a decode reads another sequence's slots",
-        SDPA,
+        GATHERED,
         "np.where(position < lengths[:, None], position, 0)",
         "np.broadcast_to(position, (len(lengths), capacity))",
         ("test_attention.py::test_ragged_decodes_from_1_to_4096",),
     ),
     Mutant(
         "kept keys are gone on with although a mixed step came between",
-        SDPA,
+        GATHERED,
         "(kept.lengths[places] + 1 == lengths) & (lengths <= kept.capacities[places])",
         "lengths <= kept.capacities[places]",
         ("test_attention.py::test_kept_keys_know_their_sequence",),
     ),
     Mutant(
         "kept keys outgrow their room",
-        SDPA,
+        GATHERED,
         " & (lengths <= kept.capacities[places])\n",
         "\n",
         ("test_attention.py::test_keys_are_kept_until_there_is_no_room_for_another",),
@@ -1834,7 +1837,7 @@ MUTANTS = [
     ),
     Mutant(
         "a kept copy of a large batch outlives it",
-        SDPA,
+        GATHERED,
         " or len(names) < _MIN_STILL_RUNNING * len(kept.lengths)",
         "",
         ("test_attention.py::test_a_finished_sequence_is_read_on_only_while_most_others_run",),
@@ -1869,14 +1872,14 @@ MUTANTS = [
     ),
     Mutant(
         "a kernel's decode sees the tile before its window",
-        TRITON,
+        TRITON_DECODES,
         "(position < last) & (position >= first_seen) if WINDOW else position < last",
         "position < last",
         ("test_attention.py::test_a_query_sees_the_last_keys_of_its_window",),
     ),
     Mutant(
         "results of splits before the window are merged",
-        TRITON,
+        TRITON_DECODES,
         "    if WINDOW:\n        first_split = tl.maximum(length - WINDOW, 0) // split_length\n    if is_decode",
         "    if is_decode",
         ("test_attention.py::test_a_query_sees_the_last_keys_of_its_window",),
@@ -1927,14 +1930,14 @@ MUTANTS = [
     ),
     Mutant(
         "a kernel's prompt has a window that is one key too long",
-        TRITON_PROMPTS,
+        TRITON_KEYS,
         "position[None, :] > query_position[:, None] - WINDOW",
         "position[None, :] >= query_position[:, None] - WINDOW",
         ("test_attention.py::test_a_query_sees_the_last_keys_of_its_window",),
     ),
     Mutant(
         "a query without a key yet is not a number",
-        TRITON_PROMPTS,
+        TRITON_KEYS,
         'shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)',
         "shift = new_largest",
         ("test_attention.py::test_a_query_sees_the_last_keys_of_its_window",),
@@ -2088,7 +2091,7 @@ MUTANTS = [
     ),
     Mutant(
         "what a prompt attended is cleared by the kernel of decodes",
-        TRITON,
+        TRITON_DECODES,
         "    if is_decode:\n",
         "    if is_decode == 0:\n"
         "        tl.store(out + row * NUM_HEADS * HEAD_DIM + tl.arange(0, WIDTH), 0.0)\n"
@@ -2110,14 +2113,14 @@ MUTANTS = [
     ),
     Mutant(
         "splits are merged as if all were of one weight",
-        TRITON,
+        TRITON_DECODES,
         "weight = tl.where(is_read, tl.exp2(log_sum - largest[:, None]), 0.0)",
         "weight = tl.where(is_read, 1.0, 0.0)",
         ("test_triton_kernels.py::test_long_sequences_have_longer_splits[0]",),
     ),
     Mutant(
         "only the first results of a long sequence are merged",
-        TRITON,
+        TRITON_DECODES,
         "for start in range(first_split, num_splits, SPLITS):",
         "for start in range(first_split, first_split + SPLITS, SPLITS):",
         ("test_triton_kernels.py::test_long_sequences_have_longer_splits[0]",),
@@ -3294,14 +3297,14 @@ MUTANTS = [
     ),
     Mutant(
         "prompts over FP8 read another head's scales",
-        TRITON_PROMPTS,
+        TRITON_KEYS,
         "both_scales = tl.load(scales + row, is_key, 0)",
         "both_scales = tl.load(scales + row - kv_head * BLOCK_SIZE, is_key, 0)",
         ("test_fp8_cache.py::test_prompts_attend_as_the_formula_says[2-1-32-32-0-triton-torch.float32]",),
     ),
     Mutant(
         "prompts over FP8 give values the scales of keys",
-        TRITON_PROMPTS,
+        TRITON_KEYS,
         "value_scales = (both_scales << 16)",
         "value_scales = (both_scales & -65536)",
         ("test_fp8_cache.py::test_prompts_attend_as_the_formula_says[2-1-32-32-0-triton-torch.float32]",),

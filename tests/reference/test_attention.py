@@ -10,7 +10,8 @@ import torch
 from support.batch_factory import make_batch
 from support.model_factory import one_thread  # noqa: F401
 
-from nanovllm.attention.backend import AttentionBackend, AttentionShape, make_attention_backend
+from nanovllm.attention.backend import AttentionBackend, AttentionShape
+from nanovllm.attention.choice import make_attention_backend
 from nanovllm.attention.metadata import AttentionMetadata, query_tiles
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Chunk
