@@ -1,4 +1,4 @@
-"""What attention backends have in common: the shape they are made for, and the base class with its defaults.
+"""AttentionShape, the numbers that a backend is made for, and AttentionBackend, the base class of all backends.
 
 `choice.py` chooses the backend of a model.
 """
@@ -18,7 +18,7 @@ from nanovllm.ops.layer_cache import LayerCache
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What all attention layers of a model have in common.
+    """The numbers that all attention layers of a model share.
 
     num_heads, num_kv_heads: heads of this rank.
     scale: factor on the scores; None is 1 / sqrt(head_dim).
@@ -50,7 +50,7 @@ class AttentionBackend(ABC):
     default_block_size: tokens per block if the user does not choose.
     can_be_captured: whether `plan` and `attend` of decodes only launch kernels, so that a CUDA graph can hold them.
     can_capture_prompts: the same for any queries, given as query_tiles.
-    reads_new_keys: whether `attend` reads k and v, and not only the cache.
+    reads_new_keys: whether `attend` reads k and v too, and not only the cache.
     max_num_shared_splits: capacity of the results of `shared_prefixes`; 0 if the backend reads every row's keys for
         that row alone.
     """

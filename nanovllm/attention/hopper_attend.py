@@ -86,7 +86,7 @@ def _clear_behind(values, num_left):
 
 @gluon.jit
 def _write(out, result, first_token, num_queries, head, NUM_HEADS: gl.constexpr):
-    """Writes what a tile's queries got for a head, [queries, 128]."""
+    """Writes the result of a tile's queries for one head, [queries, 128]."""
     HEAD_DIM: gl.constexpr = result.shape[1]
     # Like the layout of a product, but a thread has four successive columns, not two, and four threads write whole
     # sectors of 32 bytes.
@@ -116,7 +116,7 @@ def attend_all(
         0, query_tiles, num_items, NUM_HEADS, NUM_KV_HEADS
     )
     for turn in range(gl.cdiv(num_items, gl.num_programs(0))):
-        # Read now, so that nobody waits for it later.
+        # Read now, so that no warp waits for it later.
         next_token, next_number, next_position, _row, next_head, next_second_head = item_of_turn(
             turn + 1, query_tiles, num_items, NUM_HEADS, NUM_KV_HEADS
         )

@@ -13,8 +13,8 @@ _reinterpret = _SharedMemory.reinterpret if hasattr(_SharedMemory, "reinterpret"
 
 @gluon.jit
 def item_of_turn(turn, query_tiles, num_items, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr):
-    """What this program does in a turn: the tile's first token, number of queries, first position and row, and the
-    heads of both groups. If no work is left, the number of queries is 0.
+    """This program's item in a turn: the tile's first token, number of queries, first position and row, and the heads
+    of both groups. If no work is left, the number of queries is 0.
 
     The tiles that see the most keys come first. Turns alternate in direction: the program that gets the longest item of
     one turn gets the shortest of the next.
@@ -56,7 +56,7 @@ def _fetch_tile(
         mbarrier.expect(is_there, num_bytes + NUM_BOXES * scales_by_row.block_type.nbytes)
     for box in gl.static_range(NUM_BOXES):
         key = first_key + box * BOX
-        # A box may lie behind the last block. Any block will do: its keys are masked, its values cleared.
+        # A box may be behind the last block. It may then hold any block: its keys are masked, its values cleared.
         block = gl.load(block_table + gl.minimum(key // BLOCK_SIZE, (num_keys - 1) // BLOCK_SIZE))
         of_head, place = block * NUM_KV_HEADS + kv_head, key % BLOCK_SIZE
         if scales_by_row is not None:
@@ -134,7 +134,7 @@ def _plus_32896(numbers):
 
 @gluon.jit
 def _convert_keys(fetched, scales, tiles, stage):
-    """Writes a stage's tile of keys, whose boxes of integers and scales were fetched."""
+    """Writes a stage's tile of keys. Its integers and scales have been fetched, in boxes."""
     BOX: gl.constexpr = scales.shape[2]
     NUM_BOXES: gl.constexpr = tiles.shape[1] // BOX
     NUMBERS: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [gl.num_warps(), 1], [1, 0])
@@ -152,8 +152,8 @@ def _convert_keys(fetched, scales, tiles, stage):
 
 @gluon.jit
 def _convert_values(fetched, scales, tiles, stage, num_left):
-    """Writes a stage's tile of transposed values, whose boxes in e4m3 and scales were fetched. Values from `num_left`
-    on become 0: their scales may be infinite, which a weight of 0 does not remove."""
+    """Writes a stage's tile of transposed values. Its numbers in e4m3 and scales have been fetched, in boxes. Values
+    from `num_left` on become 0: their scales may be infinite, which a weight of 0 does not remove."""
     BOX: gl.constexpr = scales.shape[2]
     NUM_BOXES: gl.constexpr = tiles.shape[1] // BOX
     NUMBERS: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [gl.num_warps(), 1], [1, 0])
@@ -173,7 +173,7 @@ def convert_all(
     fetched_keys, fetched_values, key_scales, value_scales, fetched, keys, values, barriers, query_tiles, num_items,
     NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warps that convert tiles in FP8. `fetched`: barriers of what is fetched."""
+    """The warps that convert tiles in FP8. fetched: barriers of the fetched tiles; barriers: of the converted ones."""
     _queries_there, _queries_free, keys_there, keys_free, values_there, values_free = barriers
     _queries_there, _queries_free, new_keys, old_keys, new_values, old_values = fetched
     num_done = 0

@@ -1,7 +1,8 @@
 """Attention of prompts on Hopper GPUs, in Gluon, the lower-level language of Triton 3.6 and later.
 
 The schedule is that of FlashAttention 3 (Shah et al., 2024). In each program, one warp fetches queries, keys and values
-with the copy engine (TMA), and two groups of four warps attend two heads that have the same keys. A group starts two
+with the copy engine (TMA; hopper_loads.py), and two groups of four warps attend two heads that have the same keys
+(hopper_attend.py). A group starts two
 products at once: its queries with a tile of keys, and the weights of the tile before with that tile's values. While the
 group calculates weights, the tensor cores work for the other group. There are no more programs than processors. Each
 program takes its share of a list of items (a tile of queries and two heads). The next item's data arrives while the
@@ -33,8 +34,8 @@ from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS
 from nanovllm.ops.layer_cache import LayerCache
 from nanovllm.ops.quantize import E4M3
 
-# A tile of keys or values is fetched in boxes of 64 rows × 64 columns. A box lies in one block. In shared memory, the
-# boxes with a tile's first 64 columns precede the others, because the tensor cores read a tile in this order.
+# A tile of keys or values is fetched in boxes of 64 rows × 64 columns. A box is part of one block. In shared memory,
+# the boxes with a tile's first 64 columns precede the others, because the tensor cores read a tile in this order.
 _KEYS, _BOX = 128, 64
 # Shared memory holds _STAGES tiles of keys, as many tiles of values, and _QUERY_STAGES pairs of query tiles. With three
 # and one instead, long prompts were not faster, and short ones were slower.
@@ -46,7 +47,7 @@ _DTYPES: dict[torch.dtype, Any] = {
     E4M3: gl.float8e4nv,
 }
 CONSTANTS = {"QUERIES": QUERY_TILE, "KEYS": _KEYS, "STAGES": _STAGES, "QUERY_STAGES": _QUERY_STAGES}
-# What is fetched in FP8 takes shared memory too.
+# Tiles in FP8 take shared memory too.
 FP8_CONSTANTS = CONSTANTS | {"QUERY_STAGES": 1}
 _IS_DEPENDENT = gl.constexpr("launch_pdl" in LAUNCH_OPTIONS)
 
@@ -77,7 +78,7 @@ def attend_prompts(
 
 
 def _descriptors(cache: LayerCache) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor | None]:
-    """Of keys, values and scales. In FP8, rows are blocks × heads × (keys or head_dim)."""
+    """Descriptors of keys, values and scales. In FP8, rows are blocks × heads × (keys or head_dim)."""
     row = cache.num_kv_heads * cache.head_dim
     widths = (cache.head_dim, cache.block_size) if cache.is_fp8 else (row, row)
     box = [_BOX, _BOX]

@@ -28,7 +28,7 @@ from nanovllm.ops.kernel import has_triton, shared_memory, triton
 from nanovllm.ops.layer_cache import LayerCache
 from nanovllm.ops.store_kvcache import store_kvcache
 
-# Keys per tile, and the least number of query heads per group; smaller groups are padded.
+# Keys per tile, and the smallest group of query heads; smaller groups are padded.
 _KEYS = 64
 _MIN_GROUP = 16
 # Pipeline stages of the decode kernel, if shared memory allows. Beside prompts, or with more decodes than this, two

@@ -47,9 +47,9 @@ def decode_kernel(
 ):  # fmt: skip
     """A fixed number of programs share the list of splits × key/value heads; neighbours read neighbouring heads.
 
-    In a step with prompts they run beside the prompts' kernel, which has waited for all that they read: prompts keep
-    the arithmetic units busy, decodes the memory. The kernel in hopper_prompts.py fills each processor that it runs on.
-    Beside it, decodes start only on a processor that has no prompts left.
+    In a step with prompts, this kernel runs beside the prompts' kernel, which has waited for everything that both read.
+    Prompts keep the arithmetic units busy, decodes the memory. The kernel in hopper_prompts.py fills each processor
+    that it runs on. Beside it, decodes start only on a processor that has no prompts left.
     """
     let_next_come()
     if not IS_BESIDE_PROMPTS:

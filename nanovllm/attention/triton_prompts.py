@@ -1,7 +1,6 @@
-"""Attention of prompts for TritonAttention, by a kernel of our own in Triton, or by that in hopper_prompts.py.
+"""Attention of prompts for TritonAttention, by the kernel in this file or by the one in hopper_prompts.py.
 
-A program attends a tile of a sequence's queries, for one head or for two that have the same keys. The softmax is the
-online one of FlashAttention (Dao, 2023), in base 2.
+A program attends a tile of a sequence's queries, for one head or for two that have the same keys.
 """
 
 import logging
@@ -52,8 +51,8 @@ def _has_gluon() -> bool:
 class PromptLaunch(NamedTuple):
     """How _prefill_kernel is launched.
 
-    heads, keys: those that a program takes at once.
-    options: of Triton's launch.
+    heads, keys: how many a program takes at once.
+    options: Triton's launch options.
     has_descriptors: whether whole tiles of keys and values come by tensor descriptors.
     """
 
@@ -144,7 +143,7 @@ def launch_prefill(
     """`attend_prompts` by _prefill_kernel.
 
     Args:
-        scale: of the scores, in base 2.
+        scale: factor on the scores, in base 2.
     """
     (num_heads, head_dim), num_kv_heads, tiles = q.shape[1:], cache.num_kv_heads, metadata.query_tiles
     assert tiles is not None
@@ -201,7 +200,7 @@ def _prefill_kernel(
         token = first_token + query
         at = token[:, None] * q_stride + head[:, None] * HEAD_DIM + column[None, :]
         queries = tl.load(q + at, is_query, 0.0)
-        # Keys below this are seen by every query of the tile, unless they lie before its window.
+        # Every query of the tile sees the keys before this one, unless they are before its window.
         last_of_all = (first_position + 1) // KEYS * KEYS
         first_of_all = 0
         largest = tl.full([HEADS * QUERIES], float("-inf"), tl.float32)
@@ -210,7 +209,7 @@ def _prefill_kernel(
         block_table = block_tables + seq * table_stride
         kv_head = first_head // (NUM_HEADS // NUM_KV_HEADS)
         if WINDOW:
-            # From here on, keys lie in the window of the tile's last query too.
+            # From here on, keys are in the window of the tile's last query too.
             first_of_all = tl.cdiv(tl.maximum(first_position + num_queries - WINDOW, 0), KEYS) * KEYS
             first_seen = tl.maximum(first_position + 1 - WINDOW, 0) // KEYS * KEYS
             largest, total, summed = attend_keys(
@@ -235,7 +234,7 @@ def _prefill_kernel(
             scale, last_of_all, first_position + num_queries, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, True,
             WINDOW,
         )  # fmt: skip
-        # The first token is read again. Keeping it would take registers, and they limit how many programs run at once.
+        # The first token is read again. Keeping it would take registers, which limit how many programs run at once.
         token = tl.load(tile, volatile=True).to(tl.int64) + query
         at = token[:, None] * (NUM_HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + column[None, :]
         tl.store(out + at, summed / total[:, None], is_query)
