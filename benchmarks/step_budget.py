@@ -14,7 +14,7 @@ from nanovllm.models.cost import Rates, StepCost
 
 # Parts, and texts in the names of their kernels. The first part that matches counts.
 PARTS = {
-    "attention": ("_decode_kernel", "_grouped_kernel", "_merge_kernel", "_prefill_kernel", "_attend_prompts_kernel",
+    "attention": ("decode_kernel", "grouped_kernel", "merge_kernel", "_prefill_kernel", "_attend_prompts_kernel",
                   "decode_fp8_kernel", "flash_fwd"),
     "matrix products": (
         "nvjet", "splitKreduce", "gemm", "gemv", "_single_row_linear_kernel", "_block_product_kernel",

@@ -1,1 +1,1 @@
-"""Attention over the paged KV cache: the backends behind one protocol, the choice between them, a step's metadata."""
+"""Attention over the paged KV cache: the backends behind one base class, the choice between them, a step's metadata."""

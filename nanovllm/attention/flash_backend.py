@@ -9,48 +9,63 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nanovllm.attention.backend import AttentionShape
+from nanovllm.attention.backend import AttentionBackend, AttentionShape
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.attention.torch_backend import TorchAttention
 from nanovllm.ops.kernel import has_triton
 from nanovllm.ops.layer_cache import LayerCache
+from nanovllm.ops.store_kvcache import store_kvcache
 
 
 @dataclass
 class PrefillPlan:
-    """Of the rows after the decodes.
+    """Where the queries and keys of each row after the decodes begin, counted from the first such row.
 
-    cu_seqlens_q, cu_seqlens_k: int32 [num_prefills + 1], where each one's queries and keys begin, from 0.
+    cu_seqlens_q, cu_seqlens_k: int32 [num_prefills + 1].
     """
 
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
 
 
-class FlashAttention:
+class FlashAttention(AttentionBackend):
     name = "flash"
     default_block_size = 256
     can_be_captured = True
-    can_capture_prompts = False
-    reads_new_keys = False
-    max_num_shared_splits = 0
 
     def __init__(self, shape: AttentionShape):
         import flash_attn
 
-        self._flash = flash_attn
-        self._scale = shape.score_scale
+        super().__init__(shape)
+        self._flash, self._stores_by_kernel = flash_attn, has_triton()
 
-    def keep_buffers(self, is_kept: bool) -> None:
-        return None
-
-    def shared_prefixes(self, block_tables, context_lens, block_size) -> None:
-        return None
-
-    def split_lengths(self, context_lens):
-        return context_lens
-
-    def variant_key(self, max_num_decodes: int, has_prompts: bool) -> None:
+    @classmethod
+    def problem(cls, shape: AttentionShape, block_size: int | None) -> Exception | None:
+        head_dim, needs = shape.head_dim, 'attention_backend="flash" needs'
+        if shape.device.type != "cuda":
+            return RuntimeError(f'{needs} a GPU; on a CPU use "auto"')
+        if shape.has_fp8_cache:
+            return ValueError(
+                'attention_backend="flash" cannot read kv_cache_dtype="fp8"; use "triton", or kv_cache_dtype="auto"'
+            )
+        if shape.dtype not in (torch.bfloat16, torch.float16):
+            return ValueError(f"{needs} dtype bfloat16 or float16, not {shape.dtype}")
+        if head_dim > 256 or head_dim % 8:
+            return ValueError(f"{needs} a head_dim of at most 256 that 8 divides, not {head_dim}")
+        if block_size is not None and block_size % 256:
+            return ValueError(f"{needs} kvcache_block_size to be a multiple of 256, not {block_size}")
+        try:
+            import flash_attn  # noqa: F401
+        except ImportError as error:  # also one that was built for another PyTorch
+            return RuntimeError(f'{needs} the flash-attn package: pip install flash-attn; or use "triton" ({error})')
+        if torch.cuda.get_device_capability(shape.device) < (8, 0):
+            return ValueError(f'{needs} a GPU of compute capability 8.0 or newer; use "triton"')
+        if (fault := find_fault(shape)) is not None:
+            windows = " with sliding windows" if any(shape.windows) else ""
+            return ValueError(
+                f"{needs} another build of flash-attn: the installed one cannot compute heads of {head_dim}{windows} "
+                f'({fault}); or use "triton"'
+            )
         return None
 
     def plan(self, metadata: AttentionMetadata) -> PrefillPlan | None:
@@ -62,17 +77,13 @@ class FlashAttention:
         return PrefillPlan(starts, keys)
 
     def store_kvcache(self, k, v, cache: LayerCache, slot_mapping) -> None:
-        if has_triton():
-            from nanovllm.attention.triton_backend import store_kvcache
-
-            store_kvcache(k, v, cache, slot_mapping)
-        else:
-            cache.write(k, v, slot_mapping)
+        store_kvcache(k, v, cache, slot_mapping, self._stores_by_kernel)
 
     def attend(self, q, k, v, cache: LayerCache, metadata: AttentionMetadata, window: int = 0) -> torch.Tensor:
         num_decodes = metadata.max_num_decodes
-        # How many keys before its own a query sees, and how many after it; −1 is all of them.
-        options = {"causal": True, "softmax_scale": self._scale, "window_size": (window - 1, 0 if window else -1)}
+        # How many keys a query sees before its own and after it; −1 is all of them.
+        window_size = (window - 1, 0 if window else -1)
+        options = {"causal": True, "softmax_scale": self._shape.score_scale, "window_size": window_size}
         if metadata.query_tiles is None:
             return self._attend_decodes(q, cache, metadata, options)
         if num_decodes == 0:
@@ -97,12 +108,12 @@ class FlashAttention:
 
 
 def find_fault(shape: AttentionShape) -> str | None:
-    """Why the installed flash-attn cannot compute such layers, or None. Tries two small decodes for each window.
+    """Why the installed flash-attn cannot compute such layers, or None. It tries two small decodes for each window.
 
     Builds differ: some lack windows or large heads, and one was seen whose decodes with heads of 80 and 96 are wrong
     where their keys are split.
     """
-    # Several rows and heads: where results of splits lie too close together, a single one is right all the same.
+    # Several rows and heads: a single one would be right even where results of splits overwrite each other.
     shape = replace(shape, num_heads=6, num_kv_heads=2)
     lengths = 700, 300
     integers: dict[str, Any] = {"dtype": torch.int32, "device": shape.device}

@@ -1,8 +1,8 @@
 """Finds the decodes that share their first keys, so that attention reads those once for all of them.
 
 A row's keys are split at multiples of its split length. Rows with the same split length share a split if they share its
-blocks and every split before it. Sharing a block does not prove sharing those before it: a row may hold an equal copy
-of one of them.
+blocks and every split before it. Rows that share a block do not always share those before it: one of them may hold an
+equal copy of an earlier block.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ import numpy as np
 
 @dataclass
 class PrefixGroups:
-    """Shared splits, each with the rows that share it, at most as many as one tile of queries holds.
+    """Items: a shared split and rows that share it, at most as many as one tile of queries holds.
 
-    items: int32 [num_items, 3], the split, where its members begin and how many they are.
+    items: int32 [num_items, 3], number of the split in its rows, index of its first member, number of members.
     members: int32 [Σ members], rows of the decode batch.
     num_shared: int32 [num_rows], leading splits of each row that are in `items`.
     """
@@ -31,9 +31,9 @@ def find_prefix_groups(
 
     Args:
         block_tables: int [num_rows, ≥ blocks of the longest row].
-        context_lens: int [num_rows], how many keys each row has.
-        split_lengths: int [num_rows], how many keys each split of the row has; multiples of block_size.
-        max_num_members: rows of one item.
+        context_lens: int [num_rows], number of keys of each row.
+        split_lengths: int [num_rows], number of keys of each split of the row; multiples of block_size.
+        max_num_members: upper bound of the rows of one item.
     """
     items: list[tuple[int, int, int]] = []
     members: list[np.ndarray] = []
@@ -43,7 +43,7 @@ def find_prefix_groups(
         blocks_per_split = split_length // block_size
         # Only whole splits: a row still writes to its last block.
         num_splits = np.where(split_lengths == split_length, context_lens // split_length, 0)
-        # A prefix is known by the prefix before it and its own last split's blocks.
+        # A prefix is identified by the prefix before its last split and the blocks of that split.
         rows, index = np.flatnonzero(num_splits > 0), 0
         prefixes = np.zeros(len(rows), np.int64)
         while len(rows) > 1:
@@ -67,10 +67,8 @@ def find_prefix_groups(
 
 
 def _equal_rows(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sorts rows so that equal ones stand together.
-
-    numbers: int [num_rows, n] -> the rows' indices in that order, and the size of each set of equal rows.
-    """
+    """numbers: int [num_rows, n] -> indices of the rows, equal ones next to each other, and the size of each set of
+    equal rows."""
     order = np.lexsort(numbers.T)
     ordered = numbers[order]
     starts = np.flatnonzero(np.append(True, (ordered[1:] != ordered[:-1]).any(1)))

@@ -1,71 +1,37 @@
 """Attention through PyTorch's fused `scaled_dot_product_attention`, for devices without a kernel of our own.
 
-Prefill goes sequence by sequence, on the new keys alone where nothing is cached. Decodes are batched: their
-keys are gathered through the block tables into buckets of similar length, so that one call serves many
-sequences and little is padded. While the same sequences decode on, the gathered copy is kept and each step
-appends its new keys to it. The plain twin is TorchAttention.
+Prompts are attended one sequence after the other, on the new keys alone if nothing is cached. Decodes are batched:
+their keys are gathered through the block tables into buckets of similar length, so that one call serves many sequences
+and little is padded. As long as the same sequences decode, the gathered copy is kept and each step appends its new
+keys to it; see gathered_keys.py. The plain twin is TorchAttention.
 """
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nanovllm.attention.backend import AttentionShape
+from nanovllm.attention.backend import AttentionBackend, AttentionShape
+from nanovllm.attention.gathered_keys import Gathered, kept_places, lay_out, slots_of_keys
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.ops.layer_cache import LayerCache, rounded_keys, rounded_values
 
-# A bucket is closed when the next sequence is shorter than this part of the bucket's longest: padding costs
-# memory traffic, another bucket costs a few small operations per layer.
-_SHORTEST_IN_BUCKET = 0.5
-_SMALLEST_BUCKET = 16
-# Gathered keys are kept while at least this part of their sequences still runs: those of the others are read in vain.
-_MIN_STILL_RUNNING = 0.75
-# They are kept only on a CPU, and only if they take at most this part of the KV cache's memory, in addition to it.
+# Gathered keys are kept only on a CPU, and only if they take at most this part of the KV cache's memory, beside it.
 _MAX_KEPT = 0.25
 # Queries of a chunk over cached keys that share one mask; bounds the mask's memory.
 _QUERIES_PER_MASK = 512
 
 
 @dataclass
-class Bucket:
-    """Decodes of similar context length, laid out [size, num_kv_heads, capacity, head_dim].
-
-    first, size: its places; first_row, num_rows: its rows of the gathered keys […, head_dim].
-    """
-
-    first: int
-    size: int
-    capacity: int
-    first_row: int
-    num_rows: int
-
-
-@dataclass
-class Gathered:
-    """Decodes laid side by side for attention, in places, longest context first.
-
-    place_of: place of each sequence by its tenant (see AttentionMetadata).
-    lengths: int64 [num_places], keys of each so far; of a finished sequence, the last it had.
-    capacities: int64 [num_places], keys that each has room for.
-    first_rows: int64 [num_places], where the rows of each one's first key/value head begin.
-    layers: address of a layer's keys in the cache -> its gathered keys and values, each [num_rows, head_dim].
-    """
-
-    place_of: dict[tuple[int, int], int]
-    lengths: np.ndarray
-    capacities: np.ndarray
-    first_rows: np.ndarray
-    buckets: list[Bucket]
-    layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-
-
-@dataclass
 class Prefill:
-    """One sequence's chunk: its queries' place in the batch, and the slots of all its keys if any are cached."""
+    """One sequence's chunk.
+
+    start, end: its tokens in the flat batch.
+    slots: int64 [context length], the slots of all its keys; None if all of them are new.
+    """
 
     start: int
     end: int
@@ -76,13 +42,13 @@ class Prefill:
 class DecodePlan:
     """How the step's decodes are attended.
 
-    rows: int64 [num_decodes], their rows in the flat batch.
-    places: int64 [num_decodes], where each stands in `gathered`.
-    place_rows: int64 [num_places], the row whose query is computed in each place (a finished sequence's: any).
+    rows: int64 [num_decodes], their tokens in the flat batch.
+    places: int64 [num_decodes], the place of each in `gathered`.
+    place_rows: int64 [num_places], the token whose query is computed in each place; any token for a finished sequence.
     masks: for each window and bucket [size × num_kv_heads, 1, longest], −inf where a shorter sequence is padded and
         before the window.
-    source_rows: int64 [num_rows], which rows [num_blocks × block_size × num_kv_heads] of the cache to gather; None
-        if they were kept from the last step.
+    source_rows: int64 [num_rows], the rows [num_blocks × block_size × num_kv_heads] of the cache to gather; None if
+        they were kept from the last step.
     new_rows: int64 [num_decodes × num_kv_heads], the gathered rows that the decodes' new keys become.
     may_keep: whether the next step may go on with what this one gathers.
     """
@@ -103,34 +69,21 @@ class SDPAPlan:
     decodes: DecodePlan | None
 
 
-class SDPAAttention:
+class SDPAAttention(AttentionBackend):
     name = "sdpa"
-    default_block_size = 64
-    can_be_captured = False
-    can_capture_prompts = False
     reads_new_keys = True
-    max_num_shared_splits = 0
 
     def __init__(self, shape: AttentionShape):
-        self._shape = shape
+        super().__init__(shape)
         self._kept: Gathered | None = None
         self._full_mapping: torch.Tensor | None = None  # the planned step's slot mapping, if it has no −1
-        # Where gathered keys and values go, by layer if they are kept. Fresh memory for every layer of every step
+        # Memory for gathered keys and values, by layer if they are kept. Fresh memory for every layer of every step
         # would cost more in page faults than the copy itself.
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def keep_buffers(self, is_kept: bool) -> None:
         if not is_kept:
             self._kept, self._full_mapping, self._buffers = None, None, {}
-
-    def shared_prefixes(self, block_tables, context_lens, block_size) -> None:
-        return None
-
-    def split_lengths(self, context_lens):
-        return context_lens
-
-    def variant_key(self, max_num_decodes: int, has_prompts: bool) -> None:
-        return None
 
     def plan(self, metadata: AttentionMetadata) -> SDPAPlan:
         starts = metadata.cu_seqlens_q.cpu().numpy().astype(np.int64)
@@ -141,7 +94,8 @@ class SDPAAttention:
         for row in np.flatnonzero(num_new > 1).tolist():
             slots = None
             if lengths[row] > num_new[row]:
-                slots = self._on_device(_slots(tables[[row]], lengths[[row]], lengths[row], metadata.block_size)[0])
+                slots_of_row = slots_of_keys(tables[[row]], lengths[[row]], lengths[row], metadata.block_size)[0]
+                slots = self._on_device(slots_of_row)
             prefills.append(Prefill(int(starts[row]), int(starts[row + 1]), slots))
         self._full_mapping = metadata.slot_mapping if bool((metadata.slot_mapping >= 0).all()) else None
         decodes = np.flatnonzero(num_new == 1)
@@ -153,15 +107,15 @@ class SDPAAttention:
         return SDPAPlan(prefills, plan)
 
     def _plan_decodes(self, kept, names, starts, lengths, tables, decodes, block_size) -> DecodePlan:
-        """The plan for the rows `decodes`, whose tenants are `names` if the next step may reuse what it gathers."""
-        places = _kept_places(kept, names, lengths[decodes])
+        """The plan for the rows `decodes`. names: their tenants if the next step may go on with the gathered keys."""
+        places = kept_places(kept, names, lengths[decodes])
         source_rows, num_kv_heads = None, self._shape.num_kv_heads
         if places is None:
             order = decodes[np.argsort(-lengths[decodes], kind="stable")]
             places = np.empty(len(starts), np.int64)
             places[order] = np.arange(len(order))
             places = places[decodes]
-            gathered, source_rows = _lay_out(lengths[order], tables[order], block_size, num_kv_heads, names is not None)
+            gathered, source_rows = lay_out(lengths[order], tables[order], block_size, num_kv_heads, names is not None)
             if names is not None:
                 gathered.place_of = dict(zip(names, places.tolist(), strict=True))
         else:
@@ -212,7 +166,7 @@ class SDPAAttention:
         return out
 
     def _attend_decodes(self, plan: DecodePlan, q, k, v, cache: LayerCache, window: int) -> torch.Tensor:
-        """q: every row of the batch; k, v: the decodes' alone -> [num_decodes, num_heads, head_dim]"""
+        """q: of all tokens; k, v: of the decodes alone -> [num_decodes, num_heads, head_dim]"""
         keys, values = self._decode_keys(plan, k, v, cache)
         num_kv_heads, scale = k.shape[1], self._shape.score_scale
         # The query heads of a group are queries of its one key head: [num_places, num_kv_heads, group_size, head_dim].
@@ -220,13 +174,11 @@ class SDPAAttention:
         attended = torch.empty_like(queries)
         for bucket, mask in zip(plan.gathered.buckets, plan.masks[window], strict=True):
             of_bucket = slice(bucket.first, bucket.first + bucket.size)
-            rows, shape = (
-                slice(bucket.first_row, bucket.first_row + bucket.num_rows),
-                (-1, bucket.capacity, q.shape[-1]),
-            )
+            rows = slice(bucket.first_row, bucket.first_row + bucket.num_rows)
+            shape = -1, bucket.capacity, q.shape[-1]
             bucket_keys, bucket_values = (x[rows].view(shape)[:, : mask.shape[-1]] for x in (keys, values))
             if q.dtype == torch.float32:
-                # On a CPU faster than the fused call.
+                # This is faster on a CPU than the fused call.
                 scores = torch.baddbmm(mask, queries[of_bucket].flatten(0, 1), bucket_keys.mT, alpha=scale)
                 torch.bmm(scores.softmax(-1), bucket_values, out=attended[of_bucket].flatten(0, 1))
             else:
@@ -238,7 +190,7 @@ class SDPAAttention:
         return attended.flatten(1, 2).index_select(0, plan.places)
 
     def _decode_keys(self, plan: DecodePlan, k, v, cache: LayerCache) -> tuple[torch.Tensor, torch.Tensor]:
-        """The places' keys and values, new ones included: each [num_rows, head_dim]."""
+        """Keys and values of all places, new ones included: each [num_rows, head_dim]."""
         layer, head_dim = cache.keys.data_ptr(), k.shape[-1]
         if plan.source_rows is None:
             for gathered, new in zip(plan.gathered.layers[layer], (k, v), strict=True):
@@ -284,9 +236,10 @@ class SDPAAttention:
     def _gather(
         self, cache: LayerCache, rows: torch.Tensor, width: int, buffer: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of the cache as [-1, width], each [num_rows, width], valid until the next call with that buffer.
+        """These rows of the keys and values, [num_rows, width] each, with the cache seen as [-1, width]. They are valid
+        until the next call with the same buffer.
 
-        width: one head's or all heads'.
+        width: numbers of one head, or of all heads.
         """
         if cache.is_fp8:
             num_heads = width // cache.head_dim
@@ -296,7 +249,7 @@ class SDPAAttention:
         size = rows.numel() * width
         buffers = self._buffers.get(buffer)
         if buffers is None or buffers[0].numel() < size:
-            # Half as much again for the next step's longer contexts; what is kept has room already.
+            # Half as much again for the next step's longer contexts. Kept keys have room already.
             new = torch.empty(size if buffer else size + size // 2, dtype=cache.keys.dtype, device=cache.keys.device)
             self._buffers[buffer] = buffers = new, torch.empty_like(new)
         keys, values = (
@@ -307,54 +260,3 @@ class SDPAAttention:
 
     def _on_device(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._shape.device)
-
-
-def _kept_places(kept: Gathered | None, names: list[tuple[int, int]] | None, lengths: np.ndarray) -> np.ndarray | None:
-    """int64 [num_decodes], where the decodes of these names stand in what the last step gathered, or None.
-
-    They do if each of them has one more key than then, and room for it.
-    """
-    if kept is None or names is None or len(names) < _MIN_STILL_RUNNING * len(kept.lengths):
-        return None
-    if any(name not in kept.place_of for name in names):
-        return None
-    places = np.array([kept.place_of[name] for name in names])
-    fits = (kept.lengths[places] + 1 == lengths) & (lengths <= kept.capacities[places])
-    return places if fits.all() else None
-
-
-def _lay_out(
-    lengths: np.ndarray, tables: np.ndarray, block_size: int, num_kv_heads: int, has_room: bool
-) -> tuple[Gathered, np.ndarray]:
-    """Buckets for decodes of these lengths, longest first, and the rows of the cache that they gather.
-
-    Args:
-        lengths: int64 [num_decodes]; tables: int64 [num_decodes, max_blocks], their block tables.
-        has_room: whether each gets room for the keys of later steps.
-    """
-    buckets, source_rows, first_rows, capacities, first, first_row = [], [], [], [], 0, 0
-    while first < len(lengths):
-        longest = int(lengths[first])
-        num_similar = int(np.count_nonzero(lengths[first:] >= _SHORTEST_IN_BUCKET * longest))
-        size = min(max(num_similar, _SMALLEST_BUCKET), len(lengths) - first)
-        capacity = longest + has_room * (longest // 4 + 16)
-        buckets.append(Bucket(first, size, capacity, first_row, size * num_kv_heads * capacity))
-        of_bucket = slice(first, first + size)
-        slots = _slots(tables[of_bucket], lengths[of_bucket], capacity, block_size)
-        source_rows.append((slots[:, None] * num_kv_heads + np.arange(num_kv_heads)[:, None]).ravel())
-        first_rows.append(first_row + num_kv_heads * capacity * np.arange(size))
-        capacities.append(np.full(size, capacity))
-        first, first_row = first + size, first_row + buckets[-1].num_rows
-    gathered = Gathered({}, lengths, np.concatenate(capacities), np.concatenate(first_rows), buckets)
-    return gathered, np.concatenate(source_rows)
-
-
-def _slots(tables: np.ndarray, lengths: np.ndarray, capacity: int, block_size: int) -> np.ndarray:
-    """Slots of the sequences' keys: int64 [num_seqs, capacity].
-
-    Padding repeats the sequence's own first key: a slot of somebody else's might hold a NaN, which a mask
-    does not stop.
-    """
-    position = np.arange(capacity)
-    position = np.where(position < lengths[:, None], position, 0)
-    return np.take_along_axis(tables, position // block_size, 1) * block_size + position % block_size

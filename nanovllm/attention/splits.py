@@ -1,4 +1,4 @@
-"""How the keys of a decode are split between the programs of a kernel. A sequence's own length decides."""
+"""How the keys of a decode are split between the programs of a kernel. Only the length of its sequence matters."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ _MAX_SPLITS = tl.constexpr(32)
 
 
 def split_lengths(context_lens: np.ndarray) -> np.ndarray:
-    """How many keys a split has in sequences of `context_lens` keys: int64, the same shape."""
+    """Keys per split in sequences of `context_lens` keys: int64, the same shape."""
     lengths = np.where(context_lens > int(_SHORT_SPLITS) * SHORTEST_SPLIT, 2 * SHORTEST_SPLIT, SHORTEST_SPLIT)
     while (is_short := lengths * int(_MAX_SPLITS) < context_lens).any():
         lengths = np.where(is_short, 2 * lengths, lengths)
@@ -21,14 +21,14 @@ def split_lengths(context_lens: np.ndarray) -> np.ndarray:
 
 
 def max_num_splits(max_model_len: int) -> int:
-    """The most splits that a sequence of up to `max_model_len` keys can have."""
+    """Upper bound of the splits of a sequence of up to `max_model_len` keys."""
     in_short, in_long = (-(-max_model_len // (times * SHORTEST_SPLIT)) for times in (1, 2))
     return min(max(min(in_short, int(_SHORT_SPLITS)), in_long), int(_MAX_SPLITS))
 
 
 @jit
 def split_length_of(length, SHORTEST: tl.constexpr, LONGEST: tl.constexpr):
-    """`split_lengths` on the device, for sequences whose splits have LONGEST keys at most."""
+    """`split_lengths` on the device, for sequences whose splits have at most LONGEST keys."""
     split = tl.where(length > _SHORT_SPLITS * SHORTEST, 2 * SHORTEST, SHORTEST)
     for doublings in tl.static_range(2, 32):
         if SHORTEST * 2**doublings <= LONGEST:
@@ -41,8 +41,8 @@ def keys_of_item(
     item_rows, item_splits, context_lens, item, KEYS: tl.constexpr, WINDOW: tl.constexpr, SHORTEST: tl.constexpr,
     LONGEST: tl.constexpr,
 ):  # fmt: skip
-    """Which keys a program of decodes attends for an item of a DecodePlan: (row, split, first key, end of the keys, the
-    first key that counts). With a window, the first key begins a tile of KEYS, some of which may lie before it."""
+    """The keys of an item of a DecodePlan: (row, split, first key, end of the keys, first key that the query sees).
+    With a window, the first key is the first of a tile of KEYS, so some keys of that tile may be before the window."""
     row = tl.load(item_rows + item).to(tl.int64)
     split = tl.load(item_splits + item)
     length = tl.load(context_lens + row)

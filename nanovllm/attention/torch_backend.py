@@ -2,41 +2,15 @@
 
 import torch
 
-from nanovllm.attention.backend import AttentionShape
+from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.ops.layer_cache import LayerCache
 
 
-class TorchAttention:
+class TorchAttention(AttentionBackend):
     """softmax(scale × q kᵀ) v in float32 (float64 stays float64)."""
 
     name = "torch"
-    default_block_size = 64
-    can_be_captured = False
-    can_capture_prompts = False
-    reads_new_keys = False
-    max_num_shared_splits = 0
-
-    def __init__(self, shape: AttentionShape):
-        self._scale = shape.score_scale
-
-    def keep_buffers(self, is_kept: bool) -> None:
-        return None
-
-    def shared_prefixes(self, block_tables, context_lens, block_size) -> None:
-        return None
-
-    def split_lengths(self, context_lens):
-        return context_lens
-
-    def variant_key(self, max_num_decodes: int, has_prompts: bool) -> None:
-        return None
-
-    def plan(self, metadata: AttentionMetadata) -> None:
-        return None
-
-    def store_kvcache(self, k, v, cache: LayerCache, slot_mapping) -> None:
-        cache.write(k, v, slot_mapping)
 
     def attend(self, q, k, v, cache: LayerCache, metadata: AttentionMetadata, window: int = 0) -> torch.Tensor:
         out = torch.empty_like(q)
@@ -49,7 +23,7 @@ class TorchAttention:
             keys, values = (
                 heads[:length].repeat_interleave(group_size, 1).to(precision) for heads in cache.read(table)
             )
-            scores = torch.einsum("qhd,khd->hqk", queries, keys) * self._scale
+            scores = torch.einsum("qhd,khd->hqk", queries, keys) * self._shape.score_scale
             num_queries = len(queries)
             position = torch.arange(length - num_queries, length, device=q.device)
             distance = position[:, None] - torch.arange(length, device=q.device)

@@ -1,4 +1,4 @@
-"""Decodes over a KV cache in FP8: the kernel that TritonAttention launches in place of its `_decode_kernel`.
+"""Decodes over a KV cache in FP8: the kernel that TritonAttention launches in place of `decode_kernel`.
 
 No cached number is converted: keys, which are integers, are multiplied by integers, and values by numbers in e4m3. A
 Hopper GPU's tensor cores multiply tiles of at least 64 rows from shared memory by few columns. So keys (and transposed
@@ -7,9 +7,9 @@ values) are the rows; a group's queries (and weights) are the columns. Each quer
 Tensor cores sum products of integers exactly. They sum products in e4m3 less precisely than float32, and only over one
 tile of keys; the kernel adds the tiles' sums in float32.
 
-A key's scale multiplies its scores. A value's scale ought to multiply its weights. It is a power of two, so its
+A key's scale multiplies its scores. A value's scale would have to multiply its weights. It is a power of two, so its
 exponent is added to the scores instead, before the softmax: weights then fill the range of e4m3. The sum of the weights
-takes the scale out again.
+divides by the scale again.
 """
 
 from typing import Any
@@ -27,18 +27,18 @@ _PEAK_EXPONENT = tl.constexpr(7)
 _REMAINDER_OF_WEIGHT = tl.constexpr(32.0)
 _REMAINDER_OF_QUERY = tl.constexpr(254.0)
 _PEAK_OF_QUERY = tl.constexpr(127.0)  # a query's largest number, before it becomes int8
-# Heads of a group that a product takes at least, in two columns each; fewer are padded. Triton's products with fewer
-# than 16 columns were not tried.
+# The least number of a group's heads in a product, in two columns each; smaller groups are padded. Triton's products
+# with fewer than 16 columns were not tried.
 MIN_GROUP = 8
 
 
 def keys_of_tile(block_size: int) -> int:
-    """A tile lies in one block."""
+    """Keys per tile. A tile is part of one block."""
     return 64 if block_size % 64 == 0 else 32
 
 
 def descriptors(cache: LayerCache, width: int) -> tuple[Any, Any]:
-    """Tensor descriptors of tiles: of keys, [keys_of_tile, width], and of transposed values, [width, keys_of_tile].
+    """Tensor descriptors of tiles of keys, [keys_of_tile, width], and of transposed values, [width, keys_of_tile].
 
     width: see `padded_head_dim`.
     """
@@ -149,7 +149,7 @@ def decode_fp8_kernel(
     KEYS: tl.constexpr, IS_BESIDE_PROMPTS: tl.constexpr, WINDOW: tl.constexpr, SHORTEST: tl.constexpr,
     LONGEST: tl.constexpr,
 ):  # fmt: skip
-    """Like `_decode_kernel` of triton_backend.py. keys, values: as `descriptors` gives them; scales: LayerCache's."""
+    """Like `decode_kernel` of triton_decodes.py. keys, values: as `descriptors` gives them; scales: LayerCache's."""
     let_next_come()
     if not IS_BESIDE_PROMPTS:
         wait()

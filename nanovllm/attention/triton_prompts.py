@@ -1,7 +1,6 @@
-"""Attention of prompts for TritonAttention, by a kernel of our own in Triton, or by that in hopper_prompts.py.
+"""Attention of prompts for TritonAttention, by the kernel in this file or by the one in hopper_prompts.py.
 
-A program attends a tile of a sequence's queries, for one head or for two that have the same keys. The softmax is the
-online one of FlashAttention (Dao, 2023), in base 2.
+A program attends a tile of a sequence's queries, for one head or for two that have the same keys.
 """
 
 import logging
@@ -12,13 +11,13 @@ import torch
 
 from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.metadata import QUERY_TILE, AttentionMetadata
+from nanovllm.attention.triton_keys import LOG2_E, attend_keys, online_softmax
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, let_next_come, wait
 from nanovllm.ops.kernel import jit, tl, triton
 from nanovllm.ops.layer_cache import LayerCache
 
 logger = logging.getLogger(__name__)
 
-LOG2_E = 1.4426950408889634
 # Gluon changes between versions. With versions that are not in this list, _prefill_kernel attends prompts. On a GPU,
 # only 3.6 ran. With 3.7 to 3.9, the kernel was only compiled, and its barriers and layouts were compared with 3.6's.
 _GLUON_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
@@ -52,8 +51,8 @@ def _has_gluon() -> bool:
 class PromptLaunch(NamedTuple):
     """How _prefill_kernel is launched.
 
-    heads, keys: those that a program takes at once.
-    options: of Triton's launch.
+    heads, keys: how many a program takes at once.
+    options: Triton's launch options.
     has_descriptors: whether whole tiles of keys and values come by tensor descriptors.
     """
 
@@ -144,7 +143,7 @@ def launch_prefill(
     """`attend_prompts` by _prefill_kernel.
 
     Args:
-        scale: of the scores, in base 2.
+        scale: factor on the scores, in base 2.
     """
     (num_heads, head_dim), num_kv_heads, tiles = q.shape[1:], cache.num_kv_heads, metadata.query_tiles
     assert tiles is not None
@@ -154,72 +153,6 @@ def launch_prefill(
         HEAD_DIM=head_dim, WIDTH=triton.next_power_of_2(head_dim), BLOCK_SIZE=metadata.block_size, QUERIES=QUERY_TILE,
         HEADS=how.heads, KEYS=how.keys, WINDOW=window, **how.options, **LAUNCH_OPTIONS,
     )  # fmt: skip
-
-
-@jit
-def slots_of(block_table, position, is_key, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
-    """int64 [KEYS], where the keys at these successive positions lie."""
-    if BLOCK_SIZE % KEYS == 0:  # all in one block
-        first = tl.min(position, 0)
-        block = tl.load(block_table + first // BLOCK_SIZE).to(tl.int64)
-        return block * BLOCK_SIZE + position % BLOCK_SIZE
-    block = tl.load(block_table + position // BLOCK_SIZE, is_key, 0).to(tl.int64)
-    return block * BLOCK_SIZE + position % BLOCK_SIZE
-
-
-@jit
-def _softmax(scores, scale, largest, total, summed, CAN_BE_EMPTY: tl.constexpr):
-    """Takes one tile of scores into an online softmax. Returns its weights, the largest score so far, and `total` and
-    `summed` rescaled to it. CAN_BE_EMPTY: a query may not have seen any key yet."""
-    new_largest = tl.maximum(largest, tl.max(scores, 1) * scale)
-    shift = new_largest
-    if CAN_BE_EMPTY:
-        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-    weights = tl.exp2(scores * scale - shift[:, None])
-    shrink = tl.exp2(largest - shift)
-    return weights, new_largest, total * shrink + tl.sum(weights, 1), summed * shrink[:, None]
-
-
-@jit
-def attend_keys(
-    queries, query_position, largest, total, summed, k_cache, v_cache, scales, block_table, kv_head, scale, first, last,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr, IS_MASKED: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Takes keys first … last into a tile of queries; masked, each query sees those up to its own position, in its
-    window if there is one. scales: LayerCache's, or None."""
-    column = tl.arange(0, WIDTH)
-    for start in range(first, last, KEYS):
-        position = start + tl.arange(0, KEYS)
-        is_key = position < last
-        slot = slots_of(block_table, position, is_key, BLOCK_SIZE, KEYS)
-        is_read = is_key[:, None] & (column < HEAD_DIM)[None, :]
-        if scales is None:
-            at = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + column[None, :]
-            keys = tl.load(k_cache + at, is_read, 0.0)
-        else:
-            of_head = slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head
-            place = slot % BLOCK_SIZE
-            row = of_head * BLOCK_SIZE + place
-            both_scales = tl.load(scales + row, is_key, 0)
-            key_scales = (both_scales & -65536).to(tl.float32, bitcast=True)
-            keys = tl.load(k_cache + row[:, None] * HEAD_DIM + column[None, :], is_read, 0.0)
-            keys = (keys.to(tl.float32) * key_scales[:, None]).to(queries.dtype)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-        if IS_MASKED:
-            scores = tl.where(position[None, :] <= query_position[:, None], scores, float("-inf"))
-            if WINDOW:
-                scores = tl.where(position[None, :] > query_position[:, None] - WINDOW, scores, float("-inf"))
-        weights, largest, total, summed = _softmax(scores, scale, largest, total, summed, IS_MASKED and WINDOW > 0)
-        if scales is None:
-            values = tl.load(v_cache + at, is_read, 0.0)
-        else:
-            value_scales = (both_scales << 16).to(tl.float32, bitcast=True)
-            at = of_head[:, None] * (HEAD_DIM * BLOCK_SIZE) + column[None, :] * BLOCK_SIZE + place[:, None]
-            values = tl.load(v_cache + at, is_read, 0.0)
-            values = (values.to(tl.float32) * value_scales[:, None]).to(queries.dtype)
-        summed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-    return largest, total, summed
 
 
 @jit
@@ -233,7 +166,7 @@ def _attend_whole_tiles(
         slot = tl.load(block_table + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
         keys = keys_by_slot.load([slot, kv_head * HEAD_DIM])
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-        weights, largest, total, summed = _softmax(scores, scale, largest, total, summed, False)
+        weights, largest, total, summed = online_softmax(scores, scale, largest, total, summed, False)
         values = values_by_slot.load([slot, kv_head * HEAD_DIM])
         summed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
     return largest, total, summed
@@ -267,7 +200,7 @@ def _prefill_kernel(
         token = first_token + query
         at = token[:, None] * q_stride + head[:, None] * HEAD_DIM + column[None, :]
         queries = tl.load(q + at, is_query, 0.0)
-        # Keys below this are seen by every query of the tile, unless they lie before its window.
+        # Every query of the tile sees the keys before this one, unless they are before its window.
         last_of_all = (first_position + 1) // KEYS * KEYS
         first_of_all = 0
         largest = tl.full([HEADS * QUERIES], float("-inf"), tl.float32)
@@ -276,7 +209,7 @@ def _prefill_kernel(
         block_table = block_tables + seq * table_stride
         kv_head = first_head // (NUM_HEADS // NUM_KV_HEADS)
         if WINDOW:
-            # From here on, keys lie in the window of the tile's last query too.
+            # From here on, keys are in the window of the tile's last query too.
             first_of_all = tl.cdiv(tl.maximum(first_position + num_queries - WINDOW, 0), KEYS) * KEYS
             first_seen = tl.maximum(first_position + 1 - WINDOW, 0) // KEYS * KEYS
             largest, total, summed = attend_keys(
@@ -301,7 +234,7 @@ def _prefill_kernel(
             scale, last_of_all, first_position + num_queries, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, KEYS, True,
             WINDOW,
         )  # fmt: skip
-        # The first token is read again. Keeping it would take registers, and they limit how many programs run at once.
+        # The first token is read again. Keeping it would take registers, which limit how many programs run at once.
         token = tl.load(tile, volatile=True).to(tl.int64) + query
         at = token[:, None] * (NUM_HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + column[None, :]
         tl.store(out + at, summed / total[:, None], is_query)

@@ -13,7 +13,8 @@ from threading import Thread
 import numpy as np
 import torch
 
-from nanovllm.attention.backend import AttentionBackend, AttentionShape, make_attention_backend
+from nanovllm.attention.backend import AttentionBackend, AttentionShape
+from nanovllm.attention.choice import make_attention_backend
 from nanovllm.attention.metadata import QUERY_TILE
 from nanovllm.config import Config
 from nanovllm.engine.runner import Runner, RunnerInfo

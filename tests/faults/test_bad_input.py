@@ -18,9 +18,10 @@ import torch
 from support.bad_rows import BAD_ROWS, GREEDY, INFINITY, NAN
 from support.model_factory import stable_id
 
-import nanovllm.attention.backend
 import nanovllm.runner.model_runner
 from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams
+from nanovllm.attention.backend import AttentionShape
+from nanovllm.attention.choice import make_attention_backend
 from nanovllm.attention.flash_backend import find_fault
 from nanovllm.config import Config
 from nanovllm.demo import MODEL_DIRECTORY
@@ -688,9 +689,9 @@ def test_a_backend_that_cannot_run_the_model_says_what_it_needs(
     )
     fields = {"dtype": torch.bfloat16, "device": torch.device("cuda", 0), **changes}
     with pytest.raises(error, match=f'attention_backend="{backend}" needs .*{message}'):
-        nanovllm.attention.backend.make_attention_backend(
+        make_attention_backend(
             backend,
-            nanovllm.attention.backend.AttentionShape(**{"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, **fields}),
+            AttentionShape(**{"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, **fields}),
             block_size,
         )
 
@@ -722,7 +723,7 @@ def test_a_build_of_flash_attn_that_computes_wrongly_is_found(monkeypatch):
     def of(windows: tuple[int, ...], function) -> str | None:
         monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_with_kvcache=function))
         fields = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16, "scale": 0.3}
-        shape = nanovllm.attention.backend.AttentionShape(device=torch.device("cpu"), windows=windows, **fields)
+        shape = AttentionShape(device=torch.device("cpu"), windows=windows, **fields)
         return find_fault(shape)
 
     for windows in ((0,), (0, 50)):

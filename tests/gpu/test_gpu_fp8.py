@@ -41,9 +41,10 @@ from support.gpu_weights import make_llm as make_weights_llm
 from support.model_factory import make_model, read_tensors
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.backend import AttentionShape, make_attention_backend
+from nanovllm.attention.backend import AttentionShape
+from nanovllm.attention.choice import make_attention_backend
 from nanovllm.attention.metadata import SharedPrefixes
-from nanovllm.attention.triton_backend import TritonAttention, store_kvcache
+from nanovllm.attention.triton_backend import TritonAttention
 from nanovllm.attention.triton_prompts import has_hopper_kernel
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.models.loader import load_weights
@@ -65,6 +66,7 @@ from nanovllm.ops.quantize import (
     whole_product,
 )
 from nanovllm.ops.route import route
+from nanovllm.ops.store_kvcache import store_kvcache
 from nanovllm.runner.kv_cache import KVCacheLayout
 from nanovllm.sampling_params import completion_seed
 
@@ -210,7 +212,7 @@ def test_the_store_kernels_write_the_bits_of_their_twin(dtype, head_dim, block_s
     found = gpu_cache(num_blocks, block_size, num_kv_heads, head_dim)
     heads = 4, num_kv_heads, num_kv_heads
     expected.write(*qkv.split(heads, 1)[1:], slots)
-    store_kvcache(*qkv.to(GPU).split(heads, 1)[1:], found, slots.to(GPU))
+    store_kvcache(*qkv.to(GPU).split(heads, 1)[1:], found, slots.to(GPU), use_kernels=True)
     assert_same_bits(on_cpu(found), expected)
 
 

@@ -25,7 +25,8 @@ from support.gpu_kernels import (
 from support.model_factory import perturbed
 from support.steps import random_rows
 
-from nanovllm.attention.backend import AttentionShape, make_attention_backend
+from nanovllm.attention.backend import AttentionShape
+from nanovllm.attention.choice import make_attention_backend
 from nanovllm.layers.norm import QKNorm
 from nanovllm.layers.rope_config import RopeConfig
 from nanovllm.layers.rotary_embedding import Rotary, RotaryEmbedding

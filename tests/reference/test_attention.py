@@ -17,7 +17,8 @@ from support.attention_case import (
 )
 from support.batch_factory import make_batch
 
-from nanovllm.attention.backend import AttentionShape, make_attention_backend
+from nanovllm.attention.backend import AttentionShape
+from nanovllm.attention.choice import make_attention_backend
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Chunk
 from nanovllm.ops.layer_cache import LayerCache

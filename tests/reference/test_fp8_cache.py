@@ -17,8 +17,9 @@ from support.model_factory import save_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention import triton_prompts
-from nanovllm.attention.backend import AttentionShape, _problem, make_attention_backend
-from nanovllm.attention.triton_backend import store_kvcache
+from nanovllm.attention.backend import AttentionShape
+from nanovllm.attention.choice import make_attention_backend
+from nanovllm.attention.flash_backend import FlashAttention
 from nanovllm.jobs.identity import identity_of
 from nanovllm.ops.copy_blocks import copy_blocks
 from nanovllm.ops.layer_cache import (
@@ -33,6 +34,7 @@ from nanovllm.ops.layer_cache import (
 )
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
 from nanovllm.ops.quantize import E4M3, LARGEST, ScaledProduct
+from nanovllm.ops.store_kvcache import store_kvcache
 from nanovllm.runner.device import kv_cache_dtype_of
 from nanovllm.runner.kv_cache import KVCacheLayout
 from nanovllm.sampling_params import completion_seed
@@ -184,7 +186,7 @@ def test_the_store_kernels_write_what_their_twin_writes(head_dim, block_size, or
         slots[1:10] = torch.tensor([block_size + 3, block_size + 9, *range(block_size + 20, block_size + 27)])
         slots[40] = -1
     expected.write(k, v, slots)
-    store_kvcache(k, v, found, slots)
+    store_kvcache(k, v, found, slots, use_kernels=True)
     assert_same_bits(found, expected)
 
 
@@ -560,7 +562,7 @@ def test_options_that_cannot_be_are_named(model, monkeypatch):
         make_llm(model, attention_backend="triton", kvcache_block_size=16)
     for name in ("torch", "sdpa"):
         assert make_attention_backend(name, shape_of(40), 16).name == name
-    problem = _problem("flash", shape_of(device="cuda"), None)
+    problem = FlashAttention.problem(shape_of(device="cuda"), None)
     assert isinstance(problem, ValueError) and 'cannot read kv_cache_dtype="fp8"' in str(problem)
 
 

@@ -23,7 +23,7 @@ nanovllm.ops.kernel.shared_memory = lambda device: SHARED_MEMORY
 
 from nanovllm.attention.backend import AttentionShape  # noqa: E402
 from nanovllm.attention.metadata import AttentionMetadata  # noqa: E402
-from nanovllm.attention.triton_backend import TritonAttention, store_kvcache  # noqa: E402
+from nanovllm.attention.triton_backend import TritonAttention  # noqa: E402
 from nanovllm.ops.act_and_mul import act_and_mul  # noqa: E402
 from nanovllm.ops.block_product import BlockWeight, block_product  # noqa: E402
 from nanovllm.ops.collectives import Parallel  # noqa: E402
@@ -34,6 +34,7 @@ from nanovllm.ops.norm import add_rms_norm, rms_norm  # noqa: E402
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store  # noqa: E402
 from nanovllm.ops.quantize import E4M3, ScaledProduct, quantize_row_blocks, quantize_rows  # noqa: E402
 from nanovllm.ops.route import Routes  # noqa: E402
+from nanovllm.ops.store_kvcache import store_kvcache  # noqa: E402
 
 
 class Driver:
@@ -156,7 +157,7 @@ def launch_over_fp8_cache(head_dim: int, group_size: int, block_size: int, windo
         for has_prompts in (False, True):
             qk = qk_norm_rotate_store(given, norm, 1e-6, cos, cos, head_dim, cache, slots, has_prompts)
     q, k = qk.split((num_heads, num_kv_heads), 1)
-    store_kvcache(k, k, cache, slots)
+    store_kvcache(k, k, cache, slots, use_kernels=True)
     backend = TritonAttention(
         AttentionShape(
             num_heads, num_kv_heads, head_dim, dtype, torch.device("cpu"), windows=(window,), has_fp8_cache=True

@@ -58,7 +58,9 @@ class Fault:
 
 
 PACKAGE = str(Path(nanovllm.llm.__file__).parent)
-FILES = tuple(f"{PACKAGE}/{name}" for name in ("llm.py", "row_stream.py", "guard.py", "text.py", "engine/llm_engine.py"))
+FILES = tuple(
+    f"{PACKAGE}/{name}" for name in ("llm.py", "row_stream.py", "guard.py", "text.py", "engine/llm_engine.py")
+)
 
 
 def run_traced(function, on_line) -> None:

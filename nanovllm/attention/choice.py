@@ -1,0 +1,49 @@
+"""Chooses the attention backend of a model.
+
+`torch` is the plain reference, `sdpa` is fast on a CPU; `triton` (our own kernels) and `flash` (FlashAttention 2) are
+for GPUs.
+"""
+
+import logging
+
+from nanovllm.attention.backend import AttentionBackend, AttentionShape
+from nanovllm.attention.flash_backend import FlashAttention
+from nanovllm.attention.sdpa_backend import SDPAAttention
+from nanovllm.attention.torch_backend import TorchAttention
+from nanovllm.attention.triton_backend import TritonAttention
+
+logger = logging.getLogger(__name__)
+
+_FASTEST_FIRST: tuple[type[AttentionBackend], ...] = (TritonAttention, FlashAttention, SDPAAttention)
+_BACKENDS = {backend.name: backend for backend in _FASTEST_FIRST} | {TorchAttention.name: TorchAttention}
+
+
+def make_attention_backend(name: str, shape: AttentionShape, block_size: int | None = None) -> AttentionBackend:
+    """The backend of this name; "auto" is the fastest that can run here.
+
+    Args:
+        block_size: tokens per block; None is the backend's default.
+
+    Raises:
+        ValueError: the backend cannot run this model, dtype or block size here; the message names alternatives.
+        RuntimeError: it needs a GPU or a package that is missing.
+    """
+    if name == "auto":
+        return _fastest(shape, block_size)(shape)
+    backend = _BACKENDS[name]
+    if (problem := backend.problem(shape, block_size)) is not None:
+        raise problem
+    return backend(shape)
+
+
+def _fastest(shape: AttentionShape, block_size: int | None) -> type[AttentionBackend]:
+    if shape.device.type == "cpu":
+        return SDPAAttention
+    for backend in _FASTEST_FIRST:
+        problem = backend.problem(shape, block_size)
+        if problem is None:
+            level = logging.WARNING if backend is SDPAAttention else logging.INFO
+            logger.log(level, "attention_backend %s is the fastest that can run here", backend.name)
+            return backend
+        logger.info("attention_backend %s is not used: %s", backend.name, problem)
+    raise AssertionError("sdpa runs everywhere")
