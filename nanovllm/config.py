@@ -62,11 +62,11 @@ class Config:
             which may be FP8.
         kv_cache_dtype: "fp8" stores keys as int8 and values as e4m3, with one scale per token and head for each, in
             about half the bytes of 16-bit numbers; "auto" keeps them in `dtype`.
-        max_model_len: maximum number of tokens of prompt + completion; None is the model's own limit, at most 32,768, and with
-            LongRoPE at most the original length.
+        max_model_len: maximum number of tokens of prompt + completion; None is the model's own limit, at most 32,768,
+            and with LongRoPE at most the original length.
         max_num_batched_tokens: maximum number of tokens computed in one step; longer prompts are computed in chunks.
-        max_num_seqs: maximum number of sequences that run at a time; None is 1,024 on a GPU and 512 on a CPU, or fewer if the
-            KV cache is too small to hold 256 tokens of each.
+        max_num_seqs: maximum number of sequences that run at a time; None is 1,024 on a GPU and 512 on a CPU, or fewer
+            if the KV cache is too small to hold 256 tokens of each.
         gpu_memory_utilization: fraction of a GPU's memory that weights, activations and KV cache may take.
         kvcache_block_size: tokens per block of the KV cache; None is the backend's own choice.
         num_kvcache_blocks: blocks in the KV cache; None is as many as fit.

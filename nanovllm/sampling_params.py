@@ -73,8 +73,8 @@ class SamplingParams:
         n: completions per prompt, 1 to 16,384; only 1 with temperature 0, where all would be equal. They share the
             computation of the prompt. Completion i equals the completion of a request with `completion_seed(seed, i)`.
         temperature: divides the logits; 0 is greedy.
-        max_tokens: maximum number of tokens to generate, at least 1; None is as many as fit within `max_model_len`. With
-            `prompt_logprobs` it may be 0, which only scores the prompt.
+        max_tokens: maximum number of tokens to generate, at least 1; None is as many as fit within `max_model_len`.
+            With `prompt_logprobs` it may be 0, which only scores the prompt.
         min_tokens: until so many tokens are generated, stop tokens are banned and stop strings do not count.
         top_k: sample among the k most probable tokens; 0 or −1 is off.
         top_p: sample among the fewest most probable tokens whose probabilities reach p; 1 is off.
