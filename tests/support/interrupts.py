@@ -58,7 +58,10 @@ class Fault:
 
 
 PACKAGE = str(Path(nanovllm.llm.__file__).parent)
-FILES = tuple(f"{PACKAGE}/{name}" for name in ("llm.py", "row_stream.py", "guard.py", "text.py", "engine/llm_engine.py"))
+FILES = (
+    *(f"{PACKAGE}/{name}" for name in ("llm.py", "row_stream.py", "guard.py", "engine/llm_engine.py")),
+    *map(str, Path(PACKAGE, "text").glob("*.py")),
+)
 
 
 def run_traced(function, on_line) -> None:
