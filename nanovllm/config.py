@@ -1,4 +1,4 @@
-"""The engine's options: one frozen value, checked once. What start-up finds out is not written back here."""
+"""The engine's options: one frozen value, checked once. Facts that start-up finds are not written back here."""
 
 import os
 import re
@@ -14,7 +14,7 @@ ATTENTION_BACKENDS = ("auto", "triton", "flash", "sdpa", "torch")
 LOAD_FORMATS = ("auto", "dummy")
 QUANTIZATIONS = ("fp8",)
 KV_CACHE_DTYPES = ("auto", "fp8")
-_MOST = 65535
+_MAX_SIZE = 65535  # larger values gain nothing, and memory and grids are sized by them
 
 # Other libraries' names for our options, or what to do instead of using theirs.
 MEANT_OPTIONS = {
@@ -48,33 +48,34 @@ class Config:
     Args:
         model: a directory in the Hugging Face layout, or a hub name such as "Qwen/Qwen3-0.6B".
         tokenizer: directory or hub name of the tokenizer; None is the model's own.
-        revision: branch, tag or commit of the model's hub name; a directory and `tokenizer` have none.
-        dtype: of weights, activations and, by default, KV cache: "float32" ("float", "fp32"), "bfloat16" ("bf16"),
-            "float16" ("half", "fp16"), or one of torch's; "auto" is the checkpoint's on a GPU, float32 on a CPU.
+        revision: branch, tag or commit of the model's hub name; it does not apply to a directory or to `tokenizer`.
+        dtype: dtype of weights, activations and, by default, KV cache: "float32" ("float", "fp32"), "bfloat16"
+            ("bf16"), "float16" ("half", "fp16"), or one of torch's; "auto" is the checkpoint's on a GPU, float32 on a
+            CPU.
         device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1".
         attention_backend: "triton" (our own kernels, GPUs), "flash" (FlashAttention 2, GPUs, needs flash-attn),
             "sdpa" (PyTorch's own operators over gathered blocks, the fast one on a CPU), "torch" (the plain
-            reference) or "auto", the fastest that can run.
-        load_format: "auto" reads safetensors; "dummy" needs only config.json and makes up random weights.
+            reference) or "auto" (the fastest that can run).
+        load_format: "auto" reads safetensors; "dummy" needs only config.json and makes random weights.
         quantization: "fp8" rounds the weights of linear layers to FP8 (e4m3) while they load, with a scale per output
             channel; their inputs are rounded too, with a scale per token. None takes the weights as they are stored,
-            FP8 included.
+            which may be FP8.
         kv_cache_dtype: "fp8" stores keys as int8 and values as e4m3, with one scale per token and head for each, in
             about half the bytes of 16-bit numbers; "auto" keeps them in `dtype`.
-        max_model_len: most tokens of prompt + completion; None is the model's own limit, at most
-            32,768, and with LongRoPE at most the original length.
-        max_num_batched_tokens: most tokens computed in one step; longer prompts are computed in chunks.
-        max_num_seqs: most sequences that run at a time; None is 1,024 on a GPU and 512 on a CPU, or fewer if the KV
-            cache is too small to hold 256 tokens of each.
+        max_model_len: maximum number of tokens of prompt + completion; None is the model's own limit, at most 32,768,
+            and with LongRoPE at most the original length.
+        max_num_batched_tokens: maximum number of tokens computed in one step; longer prompts are computed in chunks.
+        max_num_seqs: maximum number of sequences that run at a time; None is 1,024 on a GPU and 512 on a CPU, or fewer
+            if the KV cache is too small to hold 256 tokens of each.
         gpu_memory_utilization: fraction of a GPU's memory that weights, activations and KV cache may take.
-        kvcache_block_size: tokens in a block of the KV cache; None is the backend's own choice.
+        kvcache_block_size: tokens per block of the KV cache; None is the backend's own choice.
         num_kvcache_blocks: blocks in the KV cache; None is as many as fit.
         tensor_parallel_size: GPUs of this host that one model is split over (on a CPU: processes).
         enforce_eager: never capture steps in CUDA graphs; starts sooner, runs slower.
         overlap: let the device run one step ahead of the host.
         enable_prefix_caching: share the KV blocks of equal prompt beginnings.
-        prefix_grouping: attend a shared prefix once for all decodes that share it, where the backend can (triton).
-        seed: of the requests that bring none.
+        prefix_grouping: attend a shared prefix once for all decodes that share it, if the backend can (triton).
+        seed: the seed from which requests without a seed derive theirs.
 
     Raises:
         TypeError, ValueError: an option of the wrong type or out of range, named with the range.
@@ -129,10 +130,9 @@ class Config:
         for name in ("max_model_len", "max_num_seqs", "kvcache_block_size", "num_kvcache_blocks"):
             if getattr(self, name) is not None:
                 self._set(name, integer(name, getattr(self, name), minimum=1))
-        # Larger values gain nothing, and memory and grids are sized by them.
         for name in ("max_num_seqs", "kvcache_block_size"):
-            if (getattr(self, name) or 0) > _MOST:
-                raise ValueError(f"{name} must be at most {_MOST}, not {getattr(self, name)}")
+            if (getattr(self, name) or 0) > _MAX_SIZE:
+                raise ValueError(f"{name} must be at most {_MAX_SIZE}, not {getattr(self, name)}")
         for name in ("enforce_eager", "overlap", "enable_prefix_caching", "prefix_grouping"):
             boolean(name, getattr(self, name))
         self._set("gpu_memory_utilization", real("gpu_memory_utilization", self.gpu_memory_utilization))

@@ -1,4 +1,4 @@
-"""What `LLM.loglikelihood` returns."""
+"""The result of `LLM.loglikelihood`."""
 
 from dataclasses import dataclass, fields
 
@@ -12,12 +12,12 @@ class Loglikelihood:
     """How probable a model finds a continuation of a context.
 
     Args:
-        context_token_ids: the tokens before the continuation; none of a row that failed.
-        token_ids: the continuation's.
+        context_token_ids: the tokens before the continuation; empty if the pair failed.
+        token_ids: the continuation's tokens.
         logprobs: float32 [num_tokens], the log-probability of each of the continuation's tokens.
-        is_greedy: bool [num_tokens], whether each was the most probable one; of equally probable ones, the lowest id.
+        is_greedy: bool [num_tokens], whether each was the most probable token; ties go to the lowest id.
         num_cached_tokens: how many of the context's tokens the prefix cache served.
-        error: why the row failed, else None.
+        error: why the pair failed, else None.
     """
 
     context_token_ids: list[int]
@@ -29,12 +29,12 @@ class Loglikelihood:
 
     @property
     def total(self) -> float:
-        """The sum of `logprobs`; NaN for a row that failed."""
+        """The sum of `logprobs`; NaN if the pair failed."""
         return float(self.logprobs.sum(dtype=np.float64)) if self.error is None else float("nan")
 
     @property
     def all_greedy(self) -> bool:
-        """Whether greedy decoding would have given this continuation; False for a row that failed."""
+        """Whether greedy decoding would have given this continuation; False if the pair failed."""
         return self.error is None and bool(self.is_greedy.all())
 
     def __eq__(self, other: object) -> bool:
@@ -45,7 +45,7 @@ class Loglikelihood:
 
     @classmethod
     def of(cls, output: RequestOutput) -> "Loglikelihood":
-        """From a prompt that was scored from the continuation on, with its most probable tokens."""
+        """Reads the output of a prompt that was scored from the continuation on, with the most probable tokens."""
         scores = output.prompt_logprobs
         if output.error is not None or scores is None:
             nothing = np.zeros(0, np.float32)

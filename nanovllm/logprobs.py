@@ -11,9 +11,9 @@ TokenText = Callable[[int], str | None]
 class Logprob(NamedTuple):
     """One token's log-probability at one position.
 
-    rank: of the token itself, 1 + how many tokens have a larger logit; the most probable tokens are numbered 1, 2, …,
-        ties included.
-    decoded_token: its text alone; None without a tokenizer.
+    rank: for the position's own token, 1 + the number of tokens with a larger logit; the most probable tokens are
+        numbered 1, 2, …, even if some are tied.
+    decoded_token: the text of the token alone; None without a tokenizer.
     """
 
     logprob: float
@@ -28,11 +28,11 @@ class TokenLogprobs(Sequence["dict[int, Logprob] | None"]):
     None for tokens that were not scored, such as the first one of a prompt.
 
     Args:
-        token_ids: int32 [num_scored, k + 1], the token itself, then the k most probable ones; −1 where fewer can occur.
-        logprobs: float32 [num_scored, k + 1], theirs.
-        ranks: int32 [num_scored], of the token itself: 1 + how many tokens have a larger logit.
-        first: tokens before the first one that was scored.
-        token_text: gives a token's text, or a dict of texts.
+        token_ids: int32 [num_scored, k + 1], the token itself, then the k most probable ones; −1 if fewer can occur.
+        logprobs: float32 [num_scored, k + 1], their log-probabilities.
+        ranks: int32 [num_scored], for the token itself: 1 + the number of tokens with a larger logit.
+        first: number of tokens before the first one that was scored.
+        token_text: a function or a dict that gives a token's text.
     """
 
     __slots__ = ("_token_text", "first", "logprobs", "ranks", "token_ids")
@@ -50,7 +50,7 @@ class TokenLogprobs(Sequence["dict[int, Logprob] | None"]):
 
     @classmethod
     def of(cls, numbers: bytes, num_logprobs: int, first: int = 0, token_text: TokenText | None = None):
-        """From the numbers of a step (engine/step.py's TokenNumbers), with so many of the most probable tokens."""
+        """Reads the numbers of a step (engine/step.py's TokenNumbers) with `num_logprobs` most probable tokens."""
         rows = np.frombuffer(bytes(numbers), np.int32).reshape(-1, 3 + 2 * num_logprobs)
         return cls(rows[:, 1::2], rows[:, 2::2].view(np.float32), rows[:, 0], first, token_text)
 
@@ -97,6 +97,6 @@ class TokenLogprobs(Sequence["dict[int, Logprob] | None"]):
         return f"TokenLogprobs({num_scored} tokens from {self.first} on, {width - 1} most probable ones)"
 
     def __reduce__(self):
-        # A tokenizer would travel along otherwise.
+        # Otherwise the tokenizer would be pickled too.
         texts = {token_id: self._text_of(token_id) for token_id in np.unique(self.token_ids).tolist() if token_id >= 0}
         return TokenLogprobs, (self.token_ids, self.logprobs, self.ranks, self.first, texts)

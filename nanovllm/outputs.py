@@ -1,4 +1,4 @@
-"""What a request comes back as."""
+"""The outputs of requests, and a summary of their errors."""
 
 import re
 from bisect import insort
@@ -8,7 +8,7 @@ from typing import Literal
 from nanovllm.logprobs import TokenLogprobs
 
 FinishReason = Literal["stop", "length", "error", "abort"]
-# Reasons that are told apart, and rows of each that are named.
+# Kinds of reasons that are counted separately, and prompts that are named for each.
 _MAX_KINDS, _MAX_INDICES = 1000, 5
 
 
@@ -25,7 +25,7 @@ class CompletionOutput:
         stop_reason: the stop string, or the id in `stop_token_ids`, that ended the completion; None for the model's own
             end-of-sequence ids and for other reasons.
         cumulative_logprob: the sum of the generated tokens' log-probabilities, if they were asked for.
-        logprobs: of each generated token, if they were asked for.
+        logprobs: the log-probabilities of each generated token, if they were asked for.
     """
 
     index: int
@@ -39,20 +39,20 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What a prompt came back as. It also answers `output["text"]`, and `dict(output)` works.
+    """The output of one prompt. `output["text"]` and `dict(output)` work too.
 
     Args:
         request_id: the prompt's number in its call, as a string.
-        prompt: its text, as given or as the chat template rendered it; None for a prompt of token ids.
-        prompt_token_ids: its tokens; empty if it could not be tokenized.
+        prompt: the prompt's text, as given or as the chat template rendered it; None for a prompt of token ids.
+        prompt_token_ids: the prompt's tokens; empty if it could not be tokenized.
         outputs: its completions, at least one.
         num_cached_tokens: how many of the prompt's tokens the prefix cache served.
         error: why the request failed, else None.
-        prompt_logprobs: of each of the prompt's tokens, if they were asked for; the first one has none.
-        weight_version: how many times `LLM.update_weights` had changed the weights that computed it.
+        prompt_logprobs: the log-probabilities of the prompt's tokens, if they were asked for; the first token has none.
+        weight_version: how many times `LLM.update_weights` had changed the weights that computed the output.
 
     `text`, `token_ids` and `finish_reason` are those of the first completion, `num_prompt_tokens` is the length of
-    `prompt_token_ids`, and `finished` is True: nothing comes back before it is finished.
+    `prompt_token_ids`, and `finished` is True: only finished requests are returned.
     """
 
     request_id: str
@@ -102,39 +102,41 @@ _KEYS = (*_OF_FIRST, *(field.name for field in fields(RequestOutput)), "finished
 
 
 class ErrorSummary:
-    """The rows of a call that failed, by reason. Its memory does not grow with their number."""
+    """The prompts of a call that failed, by reason. Its memory does not grow with their number."""
 
     def __init__(self):
-        self._rows_of: dict[str, _Kind] = {}
+        self._kinds: dict[str, _Kind] = {}
         self._num_others = 0
 
     def add(self, index: int, error: str) -> None:
         # Reasons that differ only in their numbers or in the value that they show are of one kind.
         key = re.sub("-?[0-9]+", "0", error.split(", not ")[0])
-        if key not in self._rows_of and len(self._rows_of) == _MAX_KINDS:
+        if key not in self._kinds and len(self._kinds) == _MAX_KINDS:
             self._num_others += 1
             return
-        kind = self._rows_of.setdefault(key, _Kind([]))
-        kind.num_rows += 1
+        kind = self._kinds.setdefault(key, _Kind([]))
+        kind.num_prompts += 1
         insort(kind.first, (index, error))
         del kind.first[_MAX_INDICES:]
 
     def describe(self, num_prompts: int, max_num_reasons: int = 5) -> str | None:
-        """How many of a call's rows failed, why, and the indices of the first of each kind; None if none did.
+        """How many of a call's prompts failed, why, and the indices of the first of each kind; None if none failed.
 
         Args:
-            num_prompts: of the call.
+            num_prompts: prompts of the call.
             max_num_reasons: how many kinds are named at most.
         """
-        kinds = sorted(self._rows_of.values(), key=lambda kind: (-kind.num_rows, kind.first))
+        kinds = sorted(self._kinds.values(), key=lambda kind: (-kind.num_prompts, kind.first))
         if not kinds:
             return None
         parts = []
         for kind in kinds[:max_num_reasons]:
-            first = ", ".join(str(index) for index, _ in kind.first) + (", …" if kind.num_rows > _MAX_INDICES else "")
-            parts.append(f"{kind.num_rows} × {kind.first[0][1]} (at {first})")
-        num_named = sum(kind.num_rows for kind in kinds[:max_num_reasons])
-        num_errors = sum(kind.num_rows for kind in kinds) + self._num_others
+            first = ", ".join(str(index) for index, _ in kind.first) + (
+                ", …" if kind.num_prompts > _MAX_INDICES else ""
+            )
+            parts.append(f"{kind.num_prompts} × {kind.first[0][1]} (at {first})")
+        num_named = sum(kind.num_prompts for kind in kinds[:max_num_reasons])
+        num_errors = sum(kind.num_prompts for kind in kinds) + self._num_others
         if num_errors > num_named:
             many = "many" if self._num_others else len(kinds) - max_num_reasons
             parts.append(f"{num_errors - num_named} × {many} other reasons")
@@ -143,7 +145,7 @@ class ErrorSummary:
 
 @dataclass(slots=True)
 class _Kind:
-    """Errors of one reason: the first by index, with their texts, and how many there are."""
+    """Errors of one reason: the first (index, error) pairs, and how many prompts have one."""
 
     first: list[tuple[int, str]]
-    num_rows: int = 0
+    num_prompts: int = 0

@@ -1,4 +1,4 @@
-"""`Preflight`: what will happen to prompts, from tokenizer and config alone, before any weight is loaded."""
+"""`Preflight` predicts from tokenizer and config alone which prompts can run, before any weight is loaded."""
 
 import os
 import sys
@@ -21,21 +21,21 @@ from nanovllm.row_stream import ROWS_OF_PIECE, without_text
 from nanovllm.sampling_params import SamplingParams, one_per_prompt
 from nanovllm.text import Text
 
-# All backends but `flash` have blocks of so many tokens unless they are told otherwise.
+# The default block size of all backends but `flash`.
 BLOCK_SIZE = 64
-# Blocks whose hashes are kept: they take 70 MB, and stand for 64 million different tokens.
+# Blocks whose hashes are kept: they take 70 MB, and represent 64 million different tokens.
 MAX_KNOWN_BLOCKS = 1_000_000
 _MEANT = {theirs: ours for theirs, ours in MEANT_OPTIONS.items() if ours == "max_model_len"}
 
 
 @dataclass(frozen=True, slots=True)
 class PromptCheck:
-    """What will happen to one prompt.
+    """The prediction for one prompt.
 
     Args:
-        num_prompt_tokens: its tokens; 0 if it could not be tokenized.
-        max_num_new_tokens: most tokens that its completions may have together; 0 if it cannot run.
-        error: what the `error` of its RequestOutput will be, or None if it can run.
+        num_prompt_tokens: tokens of the prompt; 0 if it could not be tokenized.
+        max_num_new_tokens: maximum number of tokens of its completions together; 0 if it cannot run.
+        error: the `error` of its RequestOutput, or None if it can run.
     """
 
     num_prompt_tokens: int
@@ -45,14 +45,14 @@ class PromptCheck:
 
 @dataclass(frozen=True, slots=True)
 class PreflightSummary:
-    """What will happen to many prompts. Prompts that cannot run count only where that is said.
+    """The predictions for many prompts. Prompts that cannot run count only where stated.
 
     Args:
-        num_prompts: all prompts, also those that cannot run.
-        num_errors: those that cannot run.
+        num_prompts: all prompts, including those that cannot run.
+        num_errors: prompts that cannot run.
         num_prompt_tokens: tokens of the prompts.
-        longest_prompt: tokens of the longest prompt, also of one that is too long to run.
-        max_num_new_tokens: most tokens that all completions may have together.
+        longest_prompt: tokens of the longest prompt, even if it is too long to run.
+        max_num_new_tokens: maximum number of tokens of all completions together.
         num_distinct_prefixes: different first blocks of 64 tokens; shorter prompts have none.
         num_shared_tokens: tokens that the prefix cache can serve.
         expected_hit_rate: num_shared_tokens / num_prompt_tokens, or 0 without prompts.
@@ -72,17 +72,19 @@ class PreflightSummary:
 class Preflight:
     """Checks prompts as `LLM.generate` would, without the model's weights. Its options are LLM's.
 
-    It knows neither device nor KV cache. What only an LLM can tell is no error here: a request that could outgrow the
-    whole cache, logits that are not finite, bans that leave no token to sample, completions that cannot be decoded.
+    It knows neither the device nor the KV cache. So it cannot find errors that only an LLM can find: a request that
+    could outgrow the whole cache, logits that are not finite, bans that leave no token to sample, completions that
+    cannot be decoded.
 
-    The prefix cache is taken for one with blocks of 64 tokens that never loses a block. An LLM whose cache is too small
-    for the prompts serves fewer tokens. Only the first 1,000,000 different blocks are remembered. After more than that,
-    the number of prefixes and the hit rate are lower bounds.
+    It assumes a prefix cache with blocks of 64 tokens that never loses a block. An LLM whose cache is too small for the
+    prompts serves fewer tokens. Only the first 1,000,000 different blocks are remembered. After more than that, the
+    number of prefixes and the hit rate are lower bounds.
 
     Args:
-        model: a directory in the Hugging Face layout, weights or not, or a hub name, whose weights are not fetched.
+        model: a directory in the Hugging Face layout, with or without weights, or a hub name, whose weights are not
+            fetched.
         revision, tokenizer, max_model_len: as in `nanovllm.Config`. The attribute `max_model_len` is that of an LLM
-            with these options, and `directory` is where the model's files are.
+            with these options, and `directory` is the directory of the model's files.
 
     Raises:
         TypeError, ValueError: an option or a model that cannot work; the message names the fix.
@@ -124,7 +126,7 @@ class Preflight:
         prompts: str | Sequence[int] | Mapping[str, Any] | Iterable[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[PromptCheck]:
-        """What `LLM.generate` would do with these prompts, in their order. Call it with a part of a large file at a
+        """Predicts for each prompt, in order, what `LLM.generate` would do. Call it with one part of a large file at a
         time.
 
         Args:
@@ -144,7 +146,7 @@ class Preflight:
         return checks
 
     def summary(self) -> PreflightSummary:
-        """Of all prompts checked so far."""
+        """The summary of all prompts checked so far."""
         return PreflightSummary(
             self._num_prompts,
             self._num_errors,
@@ -170,16 +172,16 @@ class Preflight:
         max_num_new_tokens = params.n * (max_length(num_tokens, params, self._info) - num_tokens)
         self._num_prompt_tokens += num_tokens
         self._max_num_new_tokens += max_num_new_tokens
-        # The last token is always computed, and so is the one before the first that is scored.
+        # The last token is always computed, and so is the token before the first one that is scored.
         max_shared = (num_tokens if params.prompt_logprobs is None else row.first_scored) - 1
         self._num_shared_tokens += self._prefixes.add(row.token_ids, max_shared)
         return PromptCheck(num_tokens, max_num_new_tokens, None)
 
 
 class _Prefixes:
-    """The full blocks of all prompts, each known by a hash of everything up to its end.
+    """The full blocks of all prompts, each known by a hash of all tokens up to its end.
 
-    num_distinct: how many first blocks are known.
+    num_distinct: number of known first blocks.
     """
 
     def __init__(self) -> None:
@@ -187,8 +189,8 @@ class _Prefixes:
         self._known: set[int] = set()
 
     def add(self, token_ids: list[int], max_shared: int) -> int:
-        """Makes a prompt's blocks known; returns how many of its leading tokens, at most `max_shared`, lie in blocks
-        that were known before."""
+        """Adds a prompt's blocks; returns how many of its leading tokens, at most `max_shared`, are in blocks that were
+        known before."""
         num_shared = parent = 0
         known = array("i", token_ids)
         for end in range(BLOCK_SIZE, len(token_ids) + 1, BLOCK_SIZE):
@@ -200,5 +202,5 @@ class _Prefixes:
                 self._known.add(parent)
                 self.num_distinct += end == BLOCK_SIZE
             else:
-                break  # what follows an unknown block is not known either
+                break  # the blocks after an unknown one are not known either
         return num_shared

@@ -1,4 +1,4 @@
-"""What a caller may give as a prompt, and what it becomes before anything runs."""
+"""The forms of a prompt: those that a caller may give, and the one that the engine gets."""
 
 from collections.abc import Iterable, Mapping, Set
 from enum import Enum
@@ -11,7 +11,7 @@ _CONVERSATION_KEYS = ("messages", "chat_template_kwargs")
 
 
 class NotYet(Enum):
-    """What an iterator of prompts gives while it has no prompt; see `LLM.generate_iter`."""
+    """The item of an iterator of prompts that has no prompt ready; see `LLM.generate_iter`."""
 
     NOT_YET = "no prompt is ready"
 
@@ -20,12 +20,12 @@ NOT_YET = NotYet.NOT_YET
 
 
 class Row(NamedTuple):
-    """What a prompt becomes before anything runs.
+    """A prompt as token ids, ready for the engine.
 
-    text: of the prompt; None for token ids.
+    text: the prompt's text; None for a prompt of token ids.
     token_ids: empty if there is an error.
-    error: why it cannot run, or None.
-    first_scored: with `prompt_logprobs`, the first token that is scored.
+    error: why the prompt cannot run, or None.
+    first_scored: with `prompt_logprobs`, the index of the first token that is scored.
     """
 
     text: str | None
@@ -39,14 +39,14 @@ class Row(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """A prompt that the chat template makes into text; neither field was checked."""
+    """A prompt that the chat template renders as text; neither field is checked yet."""
 
     messages: Any
     template_kwargs: Any
 
 
 def as_prompt_list(prompts: Any) -> list[Any]:
-    """One or many prompts as a list of prompts; a TypeError for what can be neither."""
+    """One or many prompts as a list of prompts; a TypeError if `prompts` can be neither."""
     if hasattr(prompts, "tolist"):  # an array or tensor of token ids, or a column of strings
         prompts = prompts.tolist()
     if isinstance(prompts, (str, Mapping)):
@@ -62,7 +62,7 @@ def as_prompt_list(prompts: Any) -> list[Any]:
 
 
 def as_conversation_list(conversations: Any) -> list[Any]:
-    """One or many conversations as a list of conversations; a TypeError for what can be neither."""
+    """One or many conversations as a list of conversations; a TypeError if `conversations` can be neither."""
     if not isinstance(conversations, (list, tuple)):
         raise TypeError(
             f"conversations must be a list of messages or a list of such lists, not {type(conversations).__name__}"
@@ -73,8 +73,8 @@ def as_conversation_list(conversations: Any) -> list[Any]:
 
 
 def without_dict(prompt: Any) -> Any:
-    """What a prompt that is a dict holds: its text, its row if it gives token ids, or its Conversation; any other
-    prompt as it is."""
+    """The content of a prompt that is a dict: its text, its token ids as a Row, its Conversation, or a ValueError. Any
+    other prompt is returned as it is."""
     if not isinstance(prompt, Mapping):
         return prompt
     given = {key: value for key, value in prompt.items() if value is not None}
@@ -96,6 +96,7 @@ def without_dict(prompt: Any) -> Any:
 
 
 def as_token_ids(prompt: Any) -> list[int] | ValueError:
+    """The token ids of a prompt that is not a text, or the reason why it cannot run."""
     if isinstance(prompt, ValueError):
         return prompt
     if hasattr(prompt, "tolist"):
@@ -115,6 +116,7 @@ def _is_token_id(value: Any) -> bool:
 
 
 def check_messages(messages: Any) -> None:
+    """Raises a ValueError if this is not a conversation."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError("a conversation must be a list of at least one message")
     for message in messages:

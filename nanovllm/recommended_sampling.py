@@ -1,4 +1,4 @@
-"""What a model's generation_config.json recommends, in the words of SamplingParams."""
+"""The sampling that a model's generation_config.json recommends, as SamplingParams."""
 
 import logging
 import re
@@ -23,7 +23,7 @@ _SAMPLING_NAMES = {
     "stop_strings": "stop",
 }
 _ONLY_WHEN_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-# What changes no token: ids, caches, speed, what else is returned, and settings of beams alone.
+# Settings that change no token: ids, caches, speed, further outputs, and settings of beam search alone.
 _NO_SAMPLING_NAMES = re.compile(
     "do_sample|max_length|(pad|bos|eos|decoder_start)_token_id|transformers_version|_from_model_config|use_cache|"
     "cache_.*|max_cache_len|output_.*|return_.*|remove_invalid_values|renormalize_logits|length_penalty|early_stopping|"
@@ -31,7 +31,7 @@ _NO_SAMPLING_NAMES = re.compile(
     ".*assistant_.*|.*_lookbehind|speculation_type|prompt_lookup_num_tokens|max_matching_ngram_size|_.*|chat_format|"
     "max_window_size"
 )
-# What changes tokens unless it has this value, or is null, false, 0 or empty.
+# Settings that change tokens unless they have this value, or are null, false, 0 or empty.
 _NEUTRAL = {
     "typical_p": 1,
     "num_beams": 1,
@@ -44,15 +44,15 @@ _NEUTRAL = {
 
 
 def recommended_sampling(generation: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a generation_config.json recommends: (parameters of SamplingParams, settings that we cannot follow).
+    """The recommendations of a generation_config.json: (parameters of SamplingParams, settings that we cannot follow).
 
-    The second are those that change which tokens come out and that we lack or do not know.
+    The latter are settings that change the tokens and that we lack or do not know.
     """
     is_greedy = generation.get("do_sample") is False
     params, others = {}, {}
     for name, value in generation.items():
         if name in _SAMPLING_NAMES:
-            # transformers leaves the filters in the file when do_sample is false; they mean nothing then.
+            # transformers leaves the filters in the file when do_sample is false; they have no effect then.
             if value is not None and not (is_greedy and name in _ONLY_WHEN_SAMPLING):
                 params[_SAMPLING_NAMES[name]] = value
         elif value and value != _NEUTRAL.get(name) and not _NO_SAMPLING_NAMES.fullmatch(name):
@@ -74,7 +74,7 @@ class DefaultSampling:
         self._has_warned = False
 
     def params(self) -> SamplingParams:
-        """Settings that change sampling and that we cannot follow are named in a warning, once.
+        """The recommended parameters. A warning names the settings that we cannot follow, once.
 
         Raises:
             ValueError: a recommended value is out of range.

@@ -1,4 +1,4 @@
-"""Structured outputs: what a completion must be, as a frozen value. guides.py makes completions follow it."""
+"""Structured outputs: the required form of a completion, as a frozen value. guides.py makes completions follow it."""
 
 import re
 import warnings
@@ -10,7 +10,7 @@ from typing import Any
 
 from nanovllm.checks import boolean, suggests_names
 
-# What these say in a schema is data, where "$ref" is an ordinary key.
+# The values of these keywords of a schema are data, in which "$ref" is an ordinary key.
 _DATA_KEYWORDS = ("const", "enum", "default", "examples")
 # Complaints of Python's `re` that are errors for llguidance too. Others are ignored, because its syntax has more.
 _SURELY_WRONG = ("unterminated", "unbalanced", "nothing to repeat", "min repeat greater", "(end of pattern)")
@@ -41,10 +41,10 @@ _MEANT = {
 @suggests_names("parameter", _MEANT)
 @dataclass(frozen=True, slots=True, init=False)
 class StructuredOutputsParams:
-    """What a completion must be: exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`.
+    """The required form of a completion: exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`.
 
-    All but `choice` need llguidance (`pip install llguidance`). Some mistakes only llguidance can
-    find, such as an unsupported keyword of a schema. They become the error of the row.
+    All but `choice` need llguidance (`pip install llguidance`). Some mistakes, such as an unsupported keyword of a
+    schema, are found by llguidance alone. They become the error of the request.
 
     Args:
         json: the completion is JSON of this schema: a dict, a string, or a class with `model_json_schema()`, as
@@ -52,15 +52,16 @@ class StructuredOutputsParams:
         regex: the whole completion matches, in the syntax of Rust's `regex`: without look-around, and \\d and \\w are
             any digit and letter of Unicode ([0-9] is plainer).
         choice: the completion is one of these strings, as the tokenizer tokenizes it at the start of a text. It ends
-            as soon as it is one, so none may be a prefix of another.
-        grammar: the completion is of this grammar, as llguidance takes them: Lark-like with a rule `start`, or GBNF
-            with a rule `root`.
+            as soon as it equals one, so none may be a prefix of another.
+        grammar: the completion matches this grammar, in a form that llguidance takes: Lark-like with a rule `start`, or
+            GBNF with a rule `root`.
         json_object: the completion is any JSON object.
-        disable_any_whitespace: JSON without whitespace between its parts. False allows any amount. Small
-            models may then write whitespace for ever.
+        disable_any_whitespace: JSON without whitespace between its parts. False allows any amount, and small models may
+            then write whitespace without end.
 
     Raises:
-        TypeError, ValueError: a parameter of the wrong type, none or several of them, or one that cannot be fulfilled.
+        TypeError, ValueError: a parameter of the wrong type, none or several of them, or one that no completion can
+            satisfy.
     """
 
     json: str | None
@@ -111,8 +112,8 @@ def _choices(value: Any) -> tuple[str, ...]:
         raise ValueError("choice must hold at least one string")
     for each in value:
         _text("a string of choice", each)
-    # After sorting, only strings with the same prefix stand between a prefix and its string. So comparing neighbours is
-    # enough.
+    # After sorting, all strings between a prefix and its string have the same prefix. So it is enough to compare
+    # neighbours.
     for shorter, longer in pairwise(sorted(value)):
         if shorter == longer:
             raise ValueError(f"choice holds {shorter!r} twice; leave one out")
@@ -127,7 +128,7 @@ def _choices(value: Any) -> tuple[str, ...]:
 def _regex(value: Any) -> str:
     _text("regex", value)
     try:
-        with warnings.catch_warnings():  # of sets in sets, which llguidance has
+        with warnings.catch_warnings():  # about nested sets, which llguidance has
             warnings.simplefilter("ignore")
             re.compile(value)
     except (re.error, OverflowError, RecursionError) as error:

@@ -1,1 +1,1 @@
-"""Other libraries that can run on nanovllm, one module each. They see the public interface alone."""
+"""Adapters for other libraries, one module each. They use only the public interface."""

@@ -3,7 +3,7 @@
     model = NanovllmModel(NanovllmConfig(model_name="Qwen/Qwen3-0.6B", options={"max_model_len": 4096}))
     Pipeline(tasks=…, pipeline_parameters=…, evaluation_tracker=…, model=model).evaluate()
 
-`lighteval custom DIRECTORY PATH_OF_THIS_FILE TASKS` is the command line for it; there, LLM has its default options.
+`lighteval custom DIRECTORY PATH_OF_THIS_FILE TASKS` is its command line, with LLM's default options.
 """
 
 import logging
@@ -21,25 +21,26 @@ logger = logging.getLogger(__name__)
 
 
 class NanovllmConfig(ModelConfig):
-    """lighteval's config with options for LLM. lighteval keeps the answers of each config apart in its cache.
+    """lighteval's config with options for LLM. lighteval's cache has separate answers for each config.
 
     Args:
         model_name: a directory in the Hugging Face layout, or a hub name.
-        options: of LLM, such as {"tensor_parallel_size": 2}.
+        options: LLM's options, such as {"tensor_parallel_size": 2}.
     """
 
     options: dict[str, Any] = {}
 
 
 class NanovllmModel(LightevalModel):
-    """A model for lighteval. It gives the LLM all documents in one call. What is too long loses tokens on the left.
+    """A model for lighteval. It gives the LLM all documents in one call. Prompts that are too long lose tokens on the
+    left.
 
     Args:
         config: a NanovllmConfig, or the CustomModelConfig of lighteval's command line.
 
     Raises:
         TypeError, ValueError, RuntimeError: as LLM; or the model has no tokenizer. A document that cannot run raises
-            before any of them runs.
+            before any document runs.
     """
 
     def __init__(self, config: ModelConfig):
@@ -53,7 +54,7 @@ class NanovllmModel(LightevalModel):
             )
         self.uses_chat_template = self._tokenizer.chat_template is not None
         self.prompt_manager = PromptManager(self.uses_chat_template, self._tokenizer, config.system_prompt)
-        # The cache's directory ends with the model's name. An absolute one would take the place of the whole path.
+        # The cache's directory ends with the model's name. An absolute name would replace the whole path.
         self._cache = SampleCache(config.model_copy(update={"model_name": config.model_name.lstrip("/")}))
 
     @property
@@ -100,7 +101,7 @@ class NanovllmModel(LightevalModel):
         options = self.config.generation_parameters.to_vllm_dict()  # vLLM's names are ours
         size = doc.generation_size if doc.generation_size and doc.generation_size > 0 else None
         max_tokens = options.pop("max_tokens", None) or size
-        # An answer in a chat ends by itself.
+        # Answers in a chat need no stop strings: they end by themselves.
         stop = [*options.pop("stop", ()), *(() if self.uses_chat_template else doc.stop_sequences or ())]
         return SamplingParams(n=doc.num_samples, max_tokens=max_tokens, stop=stop, **options)
 
@@ -128,7 +129,7 @@ class NanovllmModel(LightevalModel):
             )
         return responses
 
-    # Not cached: lighteval 0.13's cache takes such answers for those of choices, and drops them.
+    # Not cached: lighteval 0.13's cache mistakes such answers for those of choices, and drops them.
     def loglikelihood_rolling(self, docs: list[Doc]) -> list[ModelResponse]:
         """One response per document, with the log-probability of its whole query.
 
@@ -149,7 +150,7 @@ class NanovllmModel(LightevalModel):
 
     @property
     def _prefix_id(self) -> int:
-        """The token before a text that nothing precedes."""
+        """The token before a text without a context."""
         begin = self._tokenizer.bos_token_id
         return self._tokenizer.eos_token_id if begin is None else begin
 

@@ -2,7 +2,7 @@
 
     python -m nanovllm.integrations.lm_eval --model nanovllm --model_args pretrained=DIRECTORY --tasks arc_easy
 
-is the harness's own command, which then knows this model. In Python, importing this module registers it:
+is the harness's own command with this model registered. In Python, importing this module registers the model:
 `lm_eval.simple_evaluate(model="nanovllm", model_args={"pretrained": …}, tasks=…)`. An instance works as `model` too.
 """
 
@@ -18,7 +18,7 @@ from nanovllm import LLM, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-# What tasks call the most tokens to generate. The first one that is given counts, as in the harness.
+# Tasks' names for the maximum number of tokens to generate. The first one that is given counts, as in the harness.
 _MAX_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
@@ -31,19 +31,19 @@ class NanovllmLM(TemplateLM):
 
     Args:
         pretrained: a directory in the Hugging Face layout, or a hub name.
-        max_gen_toks: most tokens to generate, for tasks that do not say.
+        max_gen_toks: maximum number of tokens to generate, for tasks that do not set it.
         add_bos_token: whether texts begin with the tokenizer's special tokens; None is True, unless a text holds them.
-        prefix_token_id: the token before an empty context; None is the one that begins texts, else the one that ends
-            them.
+        prefix_token_id: the token in place of an empty context; None is the token that begins texts, else the one that
+            ends them.
         enable_thinking: for the chat template; None leaves it out.
-        think_end_token: what ends a model's thoughts, such as "</think>". The answer is what follows, and stop strings
-            count there only.
-        batch_size, max_batch_size: ignored. The harness always gives them, and the LLM fills its steps itself.
-        options: of LLM, such as `tensor_parallel_size=2`.
+        think_end_token: the end of a model's thoughts, such as "</think>". The answer is the text after it, and stop
+            strings count only there.
+        batch_size, max_batch_size: ignored. The harness always gives them, but the LLM fills its steps itself.
+        options: LLM's options, such as `tensor_parallel_size=2`.
 
     Raises:
         TypeError, ValueError, RuntimeError: as LLM; or the model has no tokenizer. A request that cannot run raises
-            before any of them runs.
+            before any request runs.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class NanovllmLM(TemplateLM):
         # The choices of a question share its context, and come one after the other.
         self._encode = lru_cache(maxsize=64)(self.tokenizer.encode)
 
-    # What the harness asks about the model
+    # Properties that the harness reads
 
     @property
     def eot_token_id(self) -> int:
@@ -93,7 +93,7 @@ class NanovllmLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Most tokens that the model reads to score a text; the text's last token is not read."""
+        """Maximum number of tokens that the model reads to score a text; it does not read the text's last token."""
         return self._max_model_len - 1
 
     @property
@@ -110,7 +110,7 @@ class NanovllmLM(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids of a text; `add_special_tokens=None` adds them unless the text, as from a chat template, does."""
+        """Token ids of a text; `add_special_tokens=None` adds special tokens unless the text begins with one."""
         if add_special_tokens is None:
             begins = self._prefix != "" and string.startswith(self._prefix)
             add_special_tokens = self._adds_special and not begins
@@ -119,7 +119,7 @@ class NanovllmLM(TemplateLM):
     # Scoring
 
     def _loglikelihood_tokens(self, requests: list[Any], disable_tqdm: bool = False, **kwargs: Any) -> list[Any]:
-        """(log-probability, whether greedy) of each (cache key, context ids, continuation ids)."""
+        """(log-probability, whether greedy) for each (cache key, context ids, continuation ids)."""
         contexts, num_cut = [], 0
         for _, context, continuation in requests:
             excess = len(context) + len(continuation) - self._max_model_len
@@ -141,7 +141,7 @@ class NanovllmLM(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each whole text, in windows that do not overlap in what they score."""
+        """The log-probability of each whole text, in windows that score different tokens."""
         windows, owners = [], []
         for owner, request in enumerate(requests):
             token_ids = self.tok_encode(request.args[0])
@@ -181,7 +181,7 @@ class NanovllmLM(TemplateLM):
         return texts
 
     def _sampling_params(self, gen_kwargs: dict[str, Any]) -> tuple[SamplingParams, list[str]]:
-        """A task's settings as SamplingParams, which names those that it does not know; and the stop strings."""
+        """A task's settings as SamplingParams, whose error names unknown ones, and the stop strings."""
         options = dict(gen_kwargs)
         until = options.pop("until", None) or []
         until = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
@@ -191,15 +191,15 @@ class NanovllmLM(TemplateLM):
         options.setdefault("temperature", 1.0 if samples else 0.0)
         if samples is False:
             options["temperature"] = 0.0
-        if options.get("num_beams") == 1:  # one beam is no beam search
+        if options.get("num_beams") == 1:  # one beam is not a beam search
             del options["num_beams"]
-        # Special tokens are not part of the text, so they stop by their ids. The model's own end always stops.
+        # Special tokens are not part of the text, so their ids stop. The model's own end always stops.
         special = [self._special_ids[stop] for stop in until if stop in self._special_ids]
         stop = [] if self._think_end else until
         return SamplingParams(max_tokens=int(max_tokens), stop=stop, stop_token_ids=special, **options), until
 
     def _answer(self, text: str, until: list[str]) -> str:
-        """What follows the thoughts, up to the first stop string."""
+        """The text after the thoughts, up to the first stop string."""
         if self._think_end:
             text = text.split(self._think_end)[-1].lstrip()
         return text[: min((end for stop in until if (end := text.find(stop)) >= 0), default=len(text))]

@@ -4,8 +4,8 @@
     rows = Rows(prompt="question", sampling_params={"max_tokens": 512}, id="id", seed=0)
     generate(dataset, "Qwen/Qwen3-0.6B", rows, concurrency=8).write_parquet(…)
 
-Ray reads, spreads, retries and writes. Each of its actors holds an LLM. An actor computes many of Ray's batches at a
-time: a batch waits for its last row, and meanwhile rows of the others fill the engine's steps.
+Ray reads, distributes, retries and writes. Each of its actors holds an LLM. An actor computes many of Ray's batches at
+a time: while a batch waits for its last row, rows of the others fill the engine's steps.
 """
 
 import json
@@ -25,7 +25,7 @@ from nanovllm import LLM, NOT_YET, CompletionOutput, Config, RequestOutput, Samp
 from nanovllm.sampling_params import row_seed
 
 _OF_COMPLETION = {"text": pa.string(), "token_ids": pa.list_(pa.int32()), "finish_reason": pa.string()}
-# What a column can hold, with its type: that must be the same in all of Ray's blocks.
+# The results that a column can hold, with their types, which must be the same in all of Ray's blocks.
 _RESULTS = {
     **_OF_COMPLETION,
     "num_prompt_tokens": pa.int64(),
@@ -37,20 +37,20 @@ _USUAL = ("text", "finish_reason", "num_prompt_tokens", "error")
 
 @dataclass(frozen=True)
 class Rows:
-    """What is read from a dataset's rows, and what is added to them. All columns of a row are kept.
+    """The columns of a dataset that are read, and those that are added. All columns of a row are kept.
 
     Args:
         prompt: the column of prompts: strings, or lists of token ids.
         messages: instead of `prompt`, the column of conversations, for the chat template: lists of messages, or JSON.
-        sampling_params: for all rows; None is what the model recommends. A dict holds SamplingParams' arguments.
-        sampling_column: the column of what differs from that by row: dicts of SamplingParams' arguments, or JSON. An
-            Arrow column gives each of its dicts the same keys, so None counts as absent in a dict; in JSON it counts.
-        id: the column that tells rows apart, for `seed`.
+        sampling_params: for all rows; None is the model's recommendation. A dict holds SamplingParams' arguments.
+        sampling_column: the column of arguments of SamplingParams that differ by row: dicts, or JSON. An Arrow column
+            gives all of its dicts the same keys, so in a dict None counts as absent; in JSON it counts as given.
+        id: the column of rows' ids, for `seed`.
         seed: gives each row a seed of its own, `row_seed(seed, id)`, unless the sampling column gives one. Then it does
             not matter which actor runs the row, or how often.
         columns: {result: name of its column}. The results are those of RequestOutput: "text", "token_ids",
-            "finish_reason", "num_prompt_tokens", "error", which is null if all went well, and "outputs", which has all
-            completions of a row with `n` above 1.
+            "finish_reason", "num_prompt_tokens", "error", which is null for a row without an error, and "outputs",
+            which has all completions of a row with `n` above 1.
         chat_template_kwargs: for the template, such as {"enable_thinking": False}.
 
     Raises:
@@ -77,7 +77,7 @@ class Rows:
             object.__setattr__(self, "sampling_params", SamplingParams(**self.sampling_params))
 
     def read(self, batch: pa.Table) -> Iterator[tuple[Any, Any, Any]]:
-        """(prompt or conversation, what differs in its parameters, id) of each row."""
+        """(prompt or conversation, its own parameters, id) of each row."""
         names = [self.prompt or self.messages, self.sampling_column, self.id]
         if missing := [name for name in names if name is not None and name not in batch.column_names]:
             raise ValueError(f"the dataset has no column {missing[0]!r}; it has {', '.join(batch.column_names)}")
@@ -87,7 +87,7 @@ class Rows:
         return zip(*(none if name is None else batch[name].to_pylist() for name in names), strict=True)
 
     def params(self, default: SamplingParams, differing: Any, row_id: Any) -> SamplingParams:
-        """A row's parameters; a TypeError or ValueError if the row is at fault."""
+        """A row's parameters; a TypeError or ValueError if the row is wrong."""
         changes = {} if differing is None else _from_json(differing)
         if not isinstance(changes, Mapping):
             raise TypeError(f"{self.sampling_column} must hold a dict of SamplingParams' arguments, not {differing!r}")
@@ -121,12 +121,12 @@ class LLMActor:
     One thread owns the LLM. Each call adds its rows to what the LLM runs, and waits for them.
 
     Args:
-        model, options: of LLM.
-        rows: what to read and to add.
+        model, options: LLM's.
+        rows: the columns to read and to add.
 
     Raises:
         TypeError, ValueError, RuntimeError: as LLM; the model has no chat template for `messages`; a batch lacks a
-            column. What the LLM raises while it runs is raised by all calls that wait.
+            column. An exception of the LLM while it runs is raised by all calls that wait.
     """
 
     def __init__(self, model: str, rows: Rows, options: Mapping[str, Any] | None = None):
@@ -147,16 +147,16 @@ class LLMActor:
         self._inbox.put(None)
 
     def _request(self, future: "Future[RequestOutput]", prompt: Any, differing: Any, row_id: Any) -> "_Request | None":
-        """What the LLM is to run; None if the row is at fault, whose output then is there."""
+        """The LLM's request for a row; None if the row is wrong, and then the future has its error row."""
         try:
             params = self._rows.params(self._default, differing, row_id)
             return future, self._prompt_of(prompt), params
-        except Exception as error:  # a row may hold anything, and its fault must not end the job
+        except Exception as error:  # a row may hold anything, and its error must not end the job
             future.set_result(RequestOutput("", None, [], [CompletionOutput(0, "", [], "error")], error=str(error)))
             return None
 
     def _prompt_of(self, given: Any) -> Any:
-        """As LLM.generate_iter takes it."""
+        """The prompt in the form that LLM.generate_iter takes."""
         if self._rows.messages is None:
             return given
         messages = _from_json(given)
@@ -171,12 +171,12 @@ class LLMActor:
         return {"messages": messages, "chat_template_kwargs": dict(self._rows.chat_template_kwargs)}
 
 
-# Its output to be, its prompt and its parameters.
+# (the future of its output, its prompt, its parameters)
 _Request = tuple[Future[RequestOutput], Any, SamplingParams]
 
 
 def _serve(model: str, options: Mapping[str, Any], inbox: SimpleQueue[Any], ready: Future[LLM]) -> None:
-    """The thread that owns the LLM. The inbox has lists of requests, and None at the end."""
+    """Runs in the thread that owns the LLM. The inbox holds lists of requests, and None at the end."""
     try:
         llm = LLM(model, **options)
     except BaseException as error:
@@ -189,7 +189,8 @@ def _serve(model: str, options: Mapping[str, Any], inbox: SimpleQueue[Any], read
 
 
 def _run(llm: LLM, waiting: deque[_Request], inbox: SimpleQueue[Any]) -> None:
-    """Runs what waits, and what comes while any of it runs. Whatever happens, nobody waits for ever."""
+    """Runs the waiting requests, and those that come until all have finished. In any case every future gets a result or
+    an exception."""
     running: dict[str, Future[RequestOutput]] = {}  # by request id
     params: deque[SamplingParams] = deque()  # of the prompts that were given
 
@@ -198,7 +199,7 @@ def _run(llm: LLM, waiting: deque[_Request], inbox: SimpleQueue[Any]) -> None:
         while True:
             while not inbox.empty():
                 requests = inbox.get()
-                if requests is None:  # nobody waits for results
+                if requests is None:  # no call waits for results any more
                     inbox.put(None)
                     return
                 waiting.extend(requests)
@@ -234,19 +235,19 @@ def generate(
     """The dataset with the model's completions, computed when it is consumed; the rows' order may change.
 
     An actor has up to `batch_size * batches_in_flight` rows. Its steps stay full if these are several times
-    `max_num_seqs`: as many times as the longest completion is longer than the mean one. What an actor has not written
-    when it dies is computed again.
+    `max_num_seqs`: as many times as the longest completion is longer than the mean one. Rows that an actor has not
+    returned when it dies are computed again.
 
     Args:
-        model: a directory that all machines see, or a hub name.
-        rows: what to read from the rows, and what to add.
-        concurrency: how many actors, each with an LLM; or the fewest and the most.
-        batch_size: most rows of a batch, which are one task and one block of Ray's.
-        batches_in_flight: most batches that an actor has at a time.
-        options: of LLM, such as {"max_model_len": 4096}.
-        num_gpus: of each actor; None is the option `tensor_parallel_size`, and 0 with the option device="cpu".
-        ray_remote_args: of the actors, as in map_batches, such as `num_cpus`, of which an actor on CPUs has 1. Reading
-            and writing need CPUs that no actor has.
+        model: a directory that all machines can read, or a hub name.
+        rows: the columns to read and to add.
+        concurrency: number of actors, each with an LLM; or (minimum, maximum).
+        batch_size: maximum number of rows per batch, which is one task and one block of Ray's.
+        batches_in_flight: maximum number of batches that an actor has at a time.
+        options: LLM's options, such as {"max_model_len": 4096}.
+        num_gpus: GPUs per actor; None is the option `tensor_parallel_size`, or 0 with the option device="cpu".
+        ray_remote_args: arguments for the actors, as in map_batches, such as `num_cpus`, which is 1 for an actor on
+            CPUs. Reading and writing need CPUs that no actor occupies.
 
     Raises:
         TypeError, ValueError: an option of LLM that cannot work, or something other than Rows.
@@ -256,16 +257,17 @@ def generate(
     config = Config(model, **(options or {}))  # refuses a wrong option before any actor starts
     if num_gpus is None:
         num_gpus = 0 if config.device == "cpu" else config.tensor_parallel_size
-    least, most = concurrency if isinstance(concurrency, tuple) else (concurrency, concurrency)
+    min_size, max_size = concurrency if isinstance(concurrency, tuple) else (concurrency, concurrency)
     compute = ActorPoolStrategy(
-        min_size=least,
-        max_size=most,
-        # What waits for an actor cannot go to another one. Ray adds actors only if more than the actors' calls wait.
-        max_tasks_in_flight_per_actor=batches_in_flight if least == most else None,
+        min_size=min_size,
+        max_size=max_size,
+        # A task that waits for one actor cannot move to another. Ray adds actors only if more tasks wait than the
+        # actors have calls.
+        max_tasks_in_flight_per_actor=batches_in_flight if min_size == max_size else None,
         max_concurrent_calls_per_actor=batches_in_flight,
         enable_true_multi_threading=True,
     )
-    # Ray gives the batches of one block one by one, and blocks at the same time. So each batch is a block.
+    # Ray gives an actor the batches of one block one by one, but several blocks at a time. So each batch is a block.
     return dataset.repartition(target_num_rows_per_block=batch_size).map_batches(
         LLMActor,
         fn_constructor_args=(model, rows, options),

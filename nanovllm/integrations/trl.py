@@ -3,7 +3,7 @@
     llm = LLM("Qwen/Qwen3-0.6B", gpu_memory_utilization=0.3, max_model_len=4096)
     trainer = GRPOTrainer("Qwen/Qwen3-0.6B", reward_funcs=…, train_dataset=…, rollout_func=Rollout(llm))
 
-One process trains and generates, and the LLM's memory is its own. TRL itself need not be imported here.
+One process trains and generates; the LLM has memory of its own. This module does not import TRL.
 """
 
 from itertools import groupby
@@ -15,11 +15,11 @@ from nanovllm import LLM, SamplingParams
 class Rollout:
     """A `rollout_func`. Before it generates, it gives the LLM the trainer's weights, once per step of the optimizer.
 
-    Temperature, filters, repetition penalty and length are those of the trainer's GRPOConfig.
+    Temperature, filters, repetition penalty and length come from the trainer's GRPOConfig.
 
     Args:
-        llm: has the trainer's model, wholly: with its tokenizer, and not as an adapter.
-        options: more of SamplingParams, such as `stop_token_ids`.
+        llm: an LLM of the trainer's model, with its tokenizer and without an adapter.
+        options: further arguments of SamplingParams, such as `stop_token_ids`.
     """
 
     def __init__(self, llm: LLM, **options: Any):
@@ -28,15 +28,15 @@ class Rollout:
         self._loaded_step: int | None = None
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list]:
-        """One completion for each prompt; the trainer gives a prompt as often as it wants completions of it.
+        """One completion per prompt; the trainer repeats a prompt for each completion that it wants.
 
         Args:
             prompts: strings, or conversations as lists of messages.
             trainer: the GRPOTrainer.
 
         Returns:
-            `prompt_ids` and `completion_ids`, a list of ids each, and `logprobs`, of the completions' tokens in the
-            distribution that they were drawn from.
+            For each completion, `prompt_ids` and `completion_ids`, lists of ids, and `logprobs`, those of the
+            completion's tokens in the distribution that they were drawn from.
 
         Raises:
             ValueError: the trainer has tools or an adapter; a prompt cannot run; or `update_weights` refuses a tensor.
@@ -67,7 +67,7 @@ class Rollout:
 
     def _params(self, args: Any, num_completions: int) -> SamplingParams:
         """args: the GRPOConfig."""
-        # Processed log-probabilities have the temperature in them, as the trainer's own have.
+        # Processed log-probabilities include the temperature, as the trainer's own do.
         return SamplingParams(
             n=num_completions,
             temperature=args.temperature,

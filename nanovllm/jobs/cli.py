@@ -1,4 +1,4 @@
-"""The command `nanovllm`, of which `run-batch` is the only part so far. Also `python -m nanovllm`."""
+"""The command `nanovllm`, also `python -m nanovllm`. Its only subcommand so far is `run-batch`."""
 
 import argparse
 import inspect
@@ -7,12 +7,14 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.jobs import JobError, JobOptions, run_batch
+from nanovllm.jobs.options import OnError, PreflightKind
 
 _DESCRIPTION = """\
 Completes every row of a file. If it is killed, run the same command again: it continues where it stopped.
@@ -20,9 +22,14 @@ Completes every row of a file. If it is killed, run the same command again: it c
     nanovllm run-batch -i in.jsonl -o out.jsonl --model Qwen/Qwen3-0.6B --max-tokens 256
 
 A row is {"id": "a", "prompt": "Hello"} or a line of an OpenAI batch file; docs/jobs.md describes both."""
+_STOPPED = "stopped; run the same command again to resume"
 # The job sets these itself.
 _NOT_OPTIONS = ("self", "model", "seed")
-_KINDS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
+# How argparse takes a parameter of a type.
+_KINDS: dict[str, dict[str, Any]] = {
+    **{kind.__name__: {"type": kind, "metavar": kind.__name__.upper()} for kind in (int, float, str)},
+    "bool": {"action": argparse.BooleanOptionalAction},
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,46 +40,29 @@ def main(arguments: list[str] | None = None) -> int:
         command exits with 2.
     """
     parser, engine, sampling = _make_parser()
-    given = parser.parse_args(arguments)
+    given = vars(parser.parse_args(arguments))
+    is_dry_run = given.get("dry_run", False)
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("nanovllm").setLevel(logging.INFO)
+    options = {field.name: given[field.name] for field in fields(JobOptions) if field.name in given}
+    options["engine"] = {name: given[name] for name in engine if name in given}
+    options["params"] = given.get("params", {}) | {name: given[name] for name in sampling if name in given}
+    if options["model"] == "bundled":
+        options["model"] = str(MODEL_DIRECTORY)
     try:
-        options = JobOptions(
-            given.input,
-            given.output,
-            str(MODEL_DIRECTORY) if given.model == "bundled" else given.model,
-            engine={name: value for name in engine if (value := getattr(given, name)) is not None},
-            params={
-                **given.params,
-                **{name: value for name in sampling if (value := getattr(given, f"param_{name}")) is not None},
-            },
-            seed=given.seed,
-            on_error=given.on_error,
-            restart=given.restart,
-            dry_run=given.dry_run,
-            estimate=given.estimate,
-            preflight=given.preflight,
-            seconds_between_syncs=given.sync_seconds,
-            price_per_hour=given.price_per_hour,
-            report=given.report,
-        )
-        report = run_batch(options)
+        report = run_batch(JobOptions(**options))
+        if is_dry_run or report["rows"]["finished"] == report["rows"]["total"]:
+            return 0
+        problem, status = _STOPPED, 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's own flush at the end would fail too
-        print("nanovllm run-batch: nobody reads standard output any more", file=sys.stderr)
-        return 1
+        problem, status = "the program that read standard output has ended", 1
     except (JobError, OSError, TypeError, ValueError, RuntimeError) as error:
-        print(f"nanovllm run-batch: {error}", file=sys.stderr)
-        return 1
+        problem, status = str(error), 1
     except KeyboardInterrupt:
-        how = "" if given.dry_run else "; run the same command again to resume"
-        print(f"nanovllm run-batch: stopped{how}", file=sys.stderr)
-        return 130
-    is_done = report["rows"]["finished"] == report["rows"]["total"]
-    if not is_done and not given.dry_run:
-        print("nanovllm run-batch: stopped; run the same command again to resume", file=sys.stderr)
-        return 130
-    return 0
+        problem, status = "stopped" if is_dry_run else _STOPPED, 130
+    print(f"nanovllm run-batch: {problem}", file=sys.stderr)
+    return status
 
 
 def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
@@ -83,32 +73,26 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
         help="complete every row of a file",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,  # JobOptions has the defaults
     )
     add = parser.add_argument
     add("-i", "--input", required=True, help='JSON Lines or a .parquet file; "-" is standard input')
     add("-o", "--output", required=True, help='the output file; "-" is standard output, which cannot be resumed')
     add("--model", required=True, help='a directory, a hub name, or "bundled"')
-    add("--seed", type=int, default=0, help="the job's seed; a row's seed is derived from it and the row's id")
-    add(
-        "--on-error",
-        choices=("row", "stop"),
-        default="row",
-        help="rows that cannot run: row writes error rows (default), stop refuses the job",
-    )
+    add("--seed", type=int, help="the job's seed; a row's seed is derived from it and the row's id")
+    # fmt: off
+    add("--on-error", choices=get_args(OnError),
+        help="rows that cannot run: row writes error rows (default), stop refuses the job")
     add("--restart", action="store_true", help="delete the output and journal of an earlier run, and start over")
     add("--dry-run", action="store_true", help="check the rows and stop; no weights are loaded")
-    add(
-        "--estimate",
-        action="store_true",
-        help="with --dry-run: also complete a sample of the rows and estimate how long the whole job takes",
-    )
-    add(
-        "--preflight",
-        choices=("full", "sample", "off"),
+    add("--estimate", action="store_true",
+        help="with --dry-run: also complete a sample of the rows and estimate how long the whole job takes")
+    add("--preflight", choices=get_args(PreflightKind),
         help="how many rows to tokenize first: full is all, sample at most 5,000, off none (default: sample, or full "
-        "with --dry-run or --on-error stop)",
-    )
-    add("--sync-seconds", type=float, default=10.0, help="seconds between syncs to the disk (default 10)")
+             "with --dry-run or --on-error stop)")
+    add("--sync-seconds", type=float, dest="seconds_between_syncs", metavar="SYNC_SECONDS",
+        help="seconds between syncs to the disk (default 10)")
+    # fmt: on
     add("--price-per-hour", type=float, help="the machine's price per hour; adds the cost to the report")
     add("--report", type=Path, help="also write the report to this file, as JSON")
     sampling = parser.add_argument_group(
@@ -116,27 +100,22 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
         "A row's own parameters take precedence. Parameters that are not set come from the model's "
         "generation_config.json.",
     )
-    sampling.add_argument("--params", type=_json_object, default={}, help="SamplingParams as a JSON object")
-    names = _add_options(sampling, SamplingParams.__init__, "param_")
+    sampling.add_argument("--params", type=_json_object, help="SamplingParams as a JSON object")
+    names = _add_options(sampling, SamplingParams.__init__)
     engine = parser.add_argument_group("engine", "Options of LLM; README.md describes them.")
     engine.add_argument("--data-parallel-size", type=int, metavar="INT", help="how many LLMs, each on GPUs of its own")
-    return top, ["data_parallel_size", *_add_options(engine, LLM.__init__, "")], names
+    return top, ["data_parallel_size", *_add_options(engine, LLM.__init__)], names
 
 
-def _add_options(group: Any, function: Callable[..., None], prefix: str) -> list[str]:
-    """An option for each parameter that is a number, a string or a switch. Returns their names."""
+def _add_options(group: Any, function: Callable[..., None]) -> list[str]:
+    """Adds an option for each parameter of `function` that is a number, a string or a switch; returns their names."""
     names = []
     for name, parameter in inspect.signature(function).parameters.items():
         annotation = parameter.annotation
         kind = annotation.__name__ if isinstance(annotation, type) else str(annotation).split(" | ")[0]
-        if name in _NOT_OPTIONS or kind not in (*_KINDS, "bool"):
-            continue
-        option = f"--{name.replace('_', '-')}"
-        if kind == "bool":
-            group.add_argument(option, dest=prefix + name, action=argparse.BooleanOptionalAction)
-        else:
-            group.add_argument(option, dest=prefix + name, type=_KINDS[kind], metavar=kind.upper())
-        names.append(name)
+        if name not in _NOT_OPTIONS and kind in _KINDS:
+            group.add_argument(f"--{name.replace('_', '-')}", **_KINDS[kind])
+            names.append(name)
     return names
 
 

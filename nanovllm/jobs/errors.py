@@ -1,4 +1,4 @@
-"""What is wrong with a job, and with its rows."""
+"""The errors of a job and of its rows."""
 
 import errno
 import re
@@ -9,26 +9,26 @@ _MAX_KINDS, _MAX_FIRST = 1000, 10
 
 
 class JobError(Exception):
-    """The job cannot start or go on. Nothing that it wrote is lost; the message says what to do."""
+    """The job cannot start or continue. Nothing that it wrote is lost; the message says what to do."""
 
 
 def what_to_do(error: OSError) -> str:
-    """After a job's file could not be written."""
+    """The advice after a job's file could not be written."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return f"{'Make room and run' if is_full else 'Run'} the same command again; the rows that are on the disk are kept"
 
 
 class Errors:
-    """Error rows by kind: errors that differ only in numbers and quoted values are of one. Memory stays flat.
+    """Error rows by kind: errors that differ only in numbers and quoted values are of one kind. Memory stays flat.
 
-    num_rows: all of them.
+    num_rows: error rows of all kinds.
     """
 
     def __init__(self):
         self.num_rows = 0
         self._first: list[str] = []
         self._count: Counter[str] = Counter()
-        self._example: dict[str, tuple[str, str]] = {}  # of each kind, the first row's name and its error
+        self._example: dict[str, tuple[str, str]] = {}  # by kind: the first row's name and error
 
     def add(self, row: str, error: str) -> None:
         kind = re.sub(r"'[^']*'|\"[^\"]*\"|-?[0-9][0-9,.]*", "…", error)[:200]
@@ -36,11 +36,14 @@ class Errors:
         if len(self._first) < _MAX_FIRST:
             self._first.append(f"{row}: {error[:500]}")
 
-    def include(self, others: "Errors") -> None:
-        """Adds the rows of `others`."""
-        for kind, count in others._count.items():
-            self._add(kind, others._example[kind], count)
-        self._first += others._first[: _MAX_FIRST - len(self._first)]
+    def __add__(self, others: "Errors") -> "Errors":
+        """The rows of both."""
+        both = Errors()
+        for errors in (self, others):
+            for kind, count in errors._count.items():
+                both._add(kind, errors._example[kind], count)
+            both._first += errors._first[: _MAX_FIRST - len(both._first)]
+        return both
 
     def _add(self, kind: str, example: tuple[str, str], count: int) -> None:
         self.num_rows += count
@@ -50,12 +53,12 @@ class Errors:
         self._example.setdefault(kind, example)
 
     def in_words(self) -> str:
-        """The first ten, each with its name, and how many more there are."""
+        """The first ten rows by name, each with its error, and how many more there are."""
         num_more = self.num_rows - len(self._first)
         return "; ".join([*self._first, *[f"and {num_more:,} more"] * (num_more > 0)])
 
     def by_kind(self) -> list[dict[str, Any]]:
-        """The most frequent first."""
+        """The kinds as the report lists them, the most frequent first."""
         return [
             {"rows": count, "first": self._example[kind][0], "error": self._example[kind][1]}
             for kind, count in self._count.most_common()

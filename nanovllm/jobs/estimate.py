@@ -1,4 +1,4 @@
-"""How long a job will take, measured on some of its rows."""
+"""Estimates how long a job will take from a sample of its rows."""
 
 import time
 from collections.abc import Callable
@@ -10,13 +10,11 @@ from nanovllm import LLM, PreflightSummary
 from nanovllm.jobs.index import Index
 from nanovllm.jobs.plan import ROWS_OF_WINDOW, beginning
 from nanovllm.jobs.report import Progress
-from nanovllm.jobs.row_params import RowParams
-from nanovllm.jobs.run import RowsRun
-from nanovllm.jobs.source import Source
+from nanovllm.jobs.run import Results, RowsRun
 from nanovllm.replicas.replicas import Replicas
 
-# How many batches a sample fills, how many tokens of prompts it computes at most, and after how many generated tokens
-# no more of its rows start.
+# A sample fills so many batches, and computes at most so many tokens of prompts. After so many generated tokens, no
+# more of its rows start.
 _BATCHES, _MAX_PROMPT_TOKENS, _MAX_NEW_TOKENS = 4, 2**22, 2**22
 # Stretches of neighbours that a sample has, and parts in which it is measured.
 _STRETCHES, _PARTS = 16, 16
@@ -24,50 +22,45 @@ _STRETCHES, _PARTS = 16, 16
 _BYTES_TO_READ, _BEGINNING = 2**28, 512
 
 
-class Sample:
-    """A sample of a job's rows. It stands in for Results: all other rows count as finished, so RowsRun runs the sample
-    alone. Output rows are dropped.
+class Sample(Results):
+    """A sample of a job's rows. All other rows count as finished, so that RowsRun runs the sample alone. Output rows
+    are dropped.
 
     Args:
-        lines, index, params, summary: of the job.
+        index: the job's rows.
+        summary: their preflight.
         max_num_seqs: sequences that can run at a time.
 
     num_chosen: how many rows were chosen.
     mean_n: completions per row.
     """
 
-    def __init__(self, lines: Source, index: Index, params: RowParams, summary: PreflightSummary, max_num_seqs: int):
-        candidates, self.mean_n = _candidates(lines, index, params)
+    def __init__(self, index: Index, summary: PreflightSummary, max_num_seqs: int):
+        candidates, self.mean_n = _candidates(index)
         self._chosen = frozenset(_stretches(candidates, num_rows_of_sample(max_num_seqs / self.mean_n, summary)))
-        self.num_rows, self.num_chosen = 0, len(self._chosen)
+        self.num_chosen = len(self._chosen)
 
     def __contains__(self, number: int) -> bool:
         return number not in self._chosen
 
-    def append(self, number: int, row: bytes) -> None:
-        self.num_rows += 1
 
-    def write(self) -> None:
-        """There is nothing to write."""
-
-
-def _candidates(lines: Source, index: Index, params: RowParams) -> tuple[list[int], float]:
+def _candidates(index: Index) -> tuple[list[int], float]:
     """Rows without errors from the whole input, as many as a window of the job has, sorted like one, and their mean n.
     Rows that begin alike are then neighbours, as in the job."""
     numbers = np.flatnonzero(index.can_run)
-    some = [len(lines.read(number)) for number in _stretches(numbers, 256)]
-    max_num_rows = _BYTES_TO_READ * len(some) // max(sum(some), 1)
+    sizes = [index.read(number)[1] for number in _stretches(numbers, 256)]
+    max_num_rows = _BYTES_TO_READ * len(sizes) // max(sum(sizes), 1)
     found = []
     num_completions = 0
     for number in _stretches(numbers, min(ROWS_OF_WINDOW, max(max_num_rows, 1))):
-        row = index.row(number, lines.read(number))
+        row, _ = index.read(number)
         found.append((beginning(row.prompt, _BEGINNING), number))
-        num_completions += params.of(row).n
+        num_completions += index.params.of(row).n
     return [number for _, number in sorted(found)], num_completions / max(len(found), 1)
 
 
 def _stretches(items: Any, num_items: int) -> list[int]:
-    """About `num_items` items, in stretches of neighbours that are spread evenly; all items if there are no more."""
+    """About `num_items` of the items, in evenly spread stretches of neighbours; all of them if there are not more."""
     if num_items >= len(items):
         return [int(item) for item in items]
     size = -(-num_items // _STRETCHES)
@@ -76,7 +69,7 @@ def _stretches(items: Any, num_items: int) -> list[int]:
 
 
 def num_rows_of_sample(rows_at_a_time: float, summary: PreflightSummary) -> int:
-    """Rows that fill the batch a few times; fewer if their prompts are long, of which the KV cache holds fewer too."""
+    """Rows that fill the batch a few times; fewer if prompts are long, because the KV cache holds fewer of those."""
     num_uncached = summary.num_prompt_tokens - summary.num_shared_tokens
     mean = num_uncached / max(summary.num_prompts - summary.num_errors, 1)
     return max(1, min(int(_BATCHES * rows_at_a_time), int(_MAX_PROMPT_TOKENS / max(mean, 1))))
@@ -92,14 +85,14 @@ class _Mark(NamedTuple):
 class Pace(Progress):
     """Shows the progress of a sample, and measures it.
 
-    The batch is full until fewer rows are left than it can hold. That part tells the seconds per prefill token and per
-    decode token. Rows beyond the sample are charged at these prices. The sample itself counts with the time that it
-    took, so filling and emptying the batch count once.
+    The batch is full until fewer rows are left than it can hold. From that part come the seconds per prefill token and
+    per decode token, the prices. Rows beyond the sample cost these prices. The sample itself counts with the time that
+    it took, so filling and emptying the batch count once.
 
     Args:
-        num_rows: of the sample.
+        num_rows: rows of the sample.
         mean_n: completions per row.
-        metrics: of the LLM.
+        metrics: gives the LLM's metrics.
     """
 
     def __init__(self, num_rows: int, mean_n: float, metrics: Callable[[], dict[str, Any]]):
@@ -131,7 +124,7 @@ class Pace(Progress):
         return _Mark(num_finished, time.monotonic(), metrics["num_prefill_tokens"], metrics["num_decode_tokens"])
 
     def measure(self) -> None:
-        """Makes the prices, after the last row; replicas tell their last tokens only now."""
+        """Computes the prices, after the last row; replicas report their last tokens only then."""
         last = self._mark(self._num_finished)._replace(seconds=self._ended)
         self._marks.append(last)
         rows_at_a_time = self._metrics().get("max_batch_size", 0) / self._mean_n
@@ -143,7 +136,7 @@ class Pace(Progress):
             self._steady = float(prices @ np.subtract(last, self._marks[0])[2:])
 
     def seconds_of(self, num_rows: int) -> float:
-        """How many seconds `num_rows` rows like those of the sample take, without the LLM's start."""
+        """Seconds that `num_rows` rows like those of the sample take, without the LLM's start."""
         num_measured, seconds = self._marks[-1].num_rows, self._marks[-1].seconds - self._marks[0].seconds
         if num_rows <= num_measured:
             return seconds * num_rows / num_measured
@@ -152,8 +145,8 @@ class Pace(Progress):
 
 
 def _prices(amounts: np.ndarray, seconds: np.ndarray) -> np.ndarray | None:
-    """The price of each kind of token, by least squares. None is negative, and together they make up all the seconds.
-    None if there are no tokens.
+    """The price of each kind of token, by least squares. Both are at least 0, and together they explain all the
+    seconds. Returns None if there are no tokens.
 
     Args:
         amounts: float64 [num_parts, 2], tokens of each kind.
@@ -167,35 +160,30 @@ def _prices(amounts: np.ndarray, seconds: np.ndarray) -> np.ndarray | None:
 
 
 def estimate(
-    make_llm: Callable[[], LLM | Replicas],
-    lines: Source,
-    index: Index,
-    params: RowParams,
-    summary: PreflightSummary,
-    price_per_hour: float | None,
+    make_llm: Callable[[], LLM | Replicas], index: Index, summary: PreflightSummary, price_per_hour: float | None
 ) -> dict[str, Any] | None:
-    """Completes a sample of a job's rows, and says what the whole job will take; None if no row can run.
+    """Completes a sample of a job's rows, and estimates the whole job; None if no row can run.
 
     Returns:
-        docs/jobs.md lists the keys.
+        A dict; docs/jobs.md lists its keys.
 
     Raises:
         KeyboardInterrupt: a signal stopped the sample.
     """
-    num_rows = len(lines) - index.errors.num_rows
+    num_rows = len(index) - index.errors.num_rows
     if not num_rows or summary.num_errors == summary.num_prompts:
         return None
     began = time.monotonic()
     with make_llm() as llm:
         start = time.monotonic() - began
-        sample = Sample(lines, index, params, summary, llm.metrics()["max_num_seqs"])
+        sample = Sample(index, summary, llm.metrics()["max_num_seqs"])
         pace = Pace(sample.num_chosen, sample.mean_n, llm.metrics)
-        run = RowsRun(lines, index, params, sample, 0, "")
+        rows_run = RowsRun(index, sample, 0, "")
         try:
-            run.through(llm, pace)
+            rows_run.run(llm, pace)
         finally:
             pace.close()
-        if run.was_stopped or not sample.num_rows:
+        if rows_run.num_stops or not sample.num_rows:
             raise KeyboardInterrupt
         pace.measure()
         num_output_tokens = llm.metrics()["num_output_tokens"]

@@ -1,21 +1,25 @@
-"""What all formats of job rows share: the limits of a line, checks of a row's fields, and log-probabilities token by
+"""Shared by all formats of job rows: the limits of a line, checks of a row's fields, and log-probabilities token by
 token."""
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from nanovllm import Logprob, TokenLogprobs
 
-# A line that is longer is an error row: it would take as much memory several times over.
+T = TypeVar("T")
+
+# A longer line is an error row: it would take as much memory several times over.
 MAX_BYTES_OF_LINE = 2**26
+_MAX_KEPT_CHARACTERS = 1024
 
 
 class UnreadableLine(bytes):
-    """In place of a line, for a row of a table that JSON cannot say. The bytes hold what it can say, such as the id.
+    """In place of a line: a row of a table that JSON cannot express. The bytes hold the parts that it can, such as the
+    id.
 
-    problem: what becomes the row's error.
+    problem: becomes the row's error.
     """
 
     problem: str
@@ -26,16 +30,23 @@ class UnreadableLine(bytes):
         return made
 
 
+def kept_if_short(maxsize: int, function: Callable[..., T]) -> Callable[..., T]:
+    """A function of JSON text, its last argument, that keeps the last `maxsize` results. Most rows of a job have the
+    same parameters. Long ones, such as schemas, would fill the memory if each row had its own, so they are not kept."""
+    kept = lru_cache(maxsize)(function)
+    return lambda *arguments: (kept if len(arguments[-1]) < _MAX_KEPT_CHARACTERS else function)(*arguments)
+
+
 def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields that are given: programs that write tables write null where there is nothing."""
+    """The fields that are given: programs that write tables write null for a missing value."""
     return fields if None not in fields.values() else {name: each for name, each in fields.items() if each is not None}
 
 
 def check_names(noun: str, fields: Mapping[str, Any], known: Collection[str], meant: Mapping[str, str]) -> None:
-    """A ValueError that names the first field that is not known, and what was probably meant.
+    """Raises a ValueError that names the first unknown field and the one that was probably meant.
 
     Args:
-        noun: what such a field is called in the error.
+        noun: the error's word for such a field.
         meant: other names -> a known name, or a sentence that says what to do instead.
     """
     name = next((name for name in fields if name not in known), None)
@@ -57,7 +68,7 @@ def _closest(name: str, names: tuple[str, ...]) -> str:
 
 
 def prompt_of(name: str, value: Any) -> str | list[int]:
-    """The value, if it is a string or a list of token ids; a ValueError that names the field otherwise."""
+    """The value, if it is a string or a list of token ids; otherwise raises a ValueError that names the field."""
     if isinstance(value, str) or (isinstance(value, list) and set(map(type, value)) <= {int}):
         return value
     if isinstance(value, list) and all(isinstance(each, (str, list)) for each in value):
@@ -66,7 +77,7 @@ def prompt_of(name: str, value: Any) -> str | list[int]:
 
 
 def conversation_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The prompt of a row with "messages", as `LLM.generate_iter` takes it; a ValueError that names a bad field."""
+    """The prompt of a row with "messages", as `LLM.generate_iter` takes it; a ValueError names a wrong field."""
     messages, template_kwargs = fields["messages"], fields.get("chat_template_kwargs")
     if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
         raise ValueError(f'"messages" must be a list of at least one message (an object), not {messages!r}')
@@ -78,13 +89,13 @@ def conversation_of(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def scored_tokens(found: TokenLogprobs) -> Iterator[tuple[int, dict[int, Logprob], list[int]] | None]:
-    """Of each token its id, the dict that `found` has for it, and the ids of the most probable tokens, best first.
+    """For each token its id, the dict that `found` has for it, and the ids of the most probable tokens, best first.
 
-    None stands for a token that was not scored. The dict has the token itself first, even if it is among the best.
+    Tokens without a score give None. The dict has the token itself first, even if it is among the best.
     """
     for index, scored in enumerate(found):
         if scored is None:
             yield None
         else:
             token_id, *best = found.token_ids[index - found.first].tolist()
-            yield token_id, scored, [each for each in best if each >= 0]  # −1 where fewer tokens can occur
+            yield token_id, scored, [each for each in best if each >= 0]  # −1 fills up where fewer tokens can occur

@@ -1,4 +1,4 @@
-"""What a job is: its input, its model and whatever else decides its results. Only the same job is resumed."""
+"""The identity of a job: its input, its model and all else that decides its results. Only the same job is resumed."""
 
 import json
 import os
@@ -21,8 +21,8 @@ _NAMES = {"model": "the model", "engine": "an engine option", "params": "a param
 
 
 def fingerprint_of_model(directory: Path) -> str:
-    """A digest of a model's configuration, tokenizer and weights. Small files are hashed whole. Of large files it takes
-    the size and 64 samples, because fine-tuning changes nearly all weights."""
+    """A digest of a model's configuration, tokenizer and weights. Small files are hashed whole. A large file counts
+    with its size and 64 samples, because fine-tuning changes nearly all weights."""
     digest = xxhash.xxh3_128()
     for path in sorted(directory.iterdir()):
         if path.suffix not in _SUFFIXES or not path.is_file():
@@ -42,7 +42,7 @@ def fingerprint_of_model(directory: Path) -> str:
 def identity_of(
     lines_digest: str, num_rows: int, directory: Path, engine: dict[str, Any], params: dict[str, Any], seed: int
 ) -> dict[str, Any]:
-    """What must be equal for a job to be resumed, as JSON has it."""
+    """The facts that must be equal for a job to be resumed, as JSON reads them back."""
     deciding = {name: engine[name] for name in _DECIDING if engine.get(name) is not None}
     # A hub model's directory is named by its commit, and gets its weights only when an LLM wants them.
     is_local = Path(engine["model"]).is_dir()
@@ -57,7 +57,7 @@ def identity_of(
 
 
 def check_same(before: dict[str, Any], now: dict[str, Any], path: Path) -> None:
-    """Raises a JobError that names what changed."""
+    """Raises a JobError that names the changes."""
     changed = [_change(name, before.get(name), now[name]) for name in now if before.get(name) != now[name]]
     if changed:
         raise JobError(
@@ -68,8 +68,8 @@ def check_same(before: dict[str, Any], now: dict[str, Any], path: Path) -> None:
 
 def _change(name: str, before: Any, now: Any) -> str:
     if name == "input":
-        what = "" if before["rows"] == now["rows"] else f" (it had {before['rows']:,} rows and has {now['rows']:,})"
-        return f"the input has changed{what}"
+        numbers = "" if before["rows"] == now["rows"] else f" (it had {before['rows']:,} rows and has {now['rows']:,})"
+        return f"the input has changed{numbers}"
     if isinstance(before, dict) and isinstance(now, dict):
         keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         values = ", ".join(f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in keys)
@@ -81,7 +81,7 @@ def load_state(path: Path) -> dict[str, Any] | None:
     """The job's description, or None if there is none.
 
     Raises:
-        JobError: the file holds something else.
+        JobError: the file is not a description.
     """
     try:
         state = json.loads(path.read_text())
@@ -104,11 +104,11 @@ def save_state(path: Path, state: dict[str, Any]) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which is then at `path` whole and on the disk. If the body ends with an exception, there is no
-    trace of it.
+    """Context manager that yields a file to write and then puts it at `path`, whole and on the disk. If the body
+    raises, no trace of the file is left.
 
     Raises:
-        JobError: it cannot be written.
+        JobError: the file cannot be written.
     """
     new = path.with_name(path.name + ".new")
     try:
@@ -126,7 +126,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def _replace_durably(new: Path, path: Path) -> None:
-    """Renames a file whose content is on the disk, and makes the new name last."""
+    """Renames a file whose content is on the disk, and syncs the new name too."""
     os.replace(new, path)
     directory = os.open(path.parent, os.O_RDONLY)
     try:

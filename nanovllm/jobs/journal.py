@@ -1,8 +1,8 @@
-"""The journal: what a job has finished, safe from a kill at any instant.
+"""The journal: the finished rows of a job, safe from a kill at any instant.
 
 Each line is `number checksum row`: the input row's number, the CRC-32 of number and row in hexadecimal, and the output
-row, which has no newline. Lines are only appended. After a kill or a power failure the end may be torn or hold
-anything; it is cut off before the first line whose checksum is wrong.
+row, which has no newline. Lines are only appended. After a kill or a power failure the end may be torn or garbage; the
+file is then cut before the first line with a wrong checksum.
 """
 
 import fcntl
@@ -29,15 +29,15 @@ _BYTES_OF_WRITE, _SECONDS_BETWEEN_WRITES = 2**17, 0.2
 class Journal:
     """The journal at `path`, which no other process can open as long as this one is alive.
 
-    As a context it is closed at the end. A failure that nobody has raised is then raised, or logged if another
-    exception is on its way.
+    As a context manager it closes the file at the end. A failure that was not raised yet is then raised, or logged if
+    the body has raised another exception.
 
     Args:
-        path: is made if it does not exist.
-        seconds_between_syncs: the file is synced if the last sync is at least this many seconds old.
+        path: the file, which is made if it does not exist.
+        seconds_between_syncs: the file is synced when the last sync is this many seconds old.
 
     Raises:
-        JobError: another process has it.
+        JobError: another process has the file open.
     """
 
     def __init__(self, path: Path, seconds_between_syncs: float = 10.0):
@@ -45,12 +45,12 @@ class Journal:
         self._fd = _open_locked(path)
         self._waiting: list[bytes] = []
         self._num_waiting = 0
-        self._size = 0  # of the good lines in the file
-        self._places = np.empty(0, np.int64)  # by number: where the row begins, −1 if it is not there
+        self._size = 0  # bytes of the good lines in the file
+        self._places = np.empty(0, np.int64)  # by number: the row's first byte, −1 for a row that is not in the file
         self._sizes = np.empty(0, np.int64)
         self._written_at = self._synced_at = time.monotonic()
         self.num_rows = 0
-        # The thread syncs the file. During a long step it also writes the rows that wait.
+        # The thread syncs the file. During a long step it also writes the waiting rows.
         self._lock, self._closing = threading.RLock(), threading.Event()
         self._failure: JobError | None = None
         self._is_removed = False
@@ -70,10 +70,10 @@ class Journal:
                 logger.error("%s", failure)
 
     def recover(self, num_rows: int) -> None:
-        """Reads what is there, and cuts off a torn end. It is called first.
+        """Reads the file, and cuts off a torn end. Call it before all methods but `clear`.
 
         Args:
-            num_rows: of the input.
+            num_rows: rows of the input.
 
         Raises:
             JobError: the file cannot be cut or synced.
@@ -94,7 +94,7 @@ class Journal:
             raise self._error("cannot be repaired", error) from error
 
     def clear(self) -> None:
-        """Drops all rows; it is called before `recover`.
+        """Drops all rows. Call it before `recover`.
 
         Raises:
             JobError: the file cannot be cut.
@@ -112,9 +112,10 @@ class Journal:
         return self.num_rows == len(self._places)
 
     def append(self, number: int, row: bytes) -> None:
-        """Adds the output row of an input row. It is written soon, and synced at the stated interval.
+        """Adds the output row of an input row, which is written soon and synced at the stated interval.
 
-        It waits for the disk only if the interval is 0. A sync may take seconds, and the engine would stand still.
+        The call waits for the disk only if the interval is 0. A sync may take seconds, during which the engine would do
+        nothing.
 
         Raises:
             JobError: the file cannot be written, for example because the disk is full. Earlier lines are kept.
@@ -122,7 +123,7 @@ class Journal:
         start = b"%d " % number
         head = b"%d %08x " % (number, zlib.crc32(row, zlib.crc32(start)))
         with self._lock:
-            self._note(number, len(head), len(row), self._size + self._num_waiting)
+            self._note(number, len(head), len(row))
             self._waiting.append(head + row + b"\n")
             self._num_waiting += len(head) + len(row) + 1
         now = time.monotonic()
@@ -132,7 +133,7 @@ class Journal:
             self.sync()
 
     def write(self) -> None:
-        """Hands waiting lines to the operating system, so that they survive a kill of this process."""
+        """Hands the waiting lines to the operating system, so that they survive a kill of this process."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -176,7 +177,7 @@ class Journal:
                 return
 
     def rows(self) -> Iterator[bytes]:
-        """The output rows that are there, in the input's order."""
+        """Yields the output rows that are in the file, in the input's order."""
         self.write()
         there = self._places >= 0
         for place, size in zip(self._places[there].tolist(), self._sizes[there].tolist(), strict=True):
@@ -206,21 +207,21 @@ class Journal:
                 self._fd = -1
 
     def remove(self) -> None:
-        """Removes the file, once its rows are elsewhere. What failed before does not matter any more."""
+        """Removes the file, once its rows are elsewhere. Earlier failures no longer matter then."""
         self._is_removed = True
         with suppress(FileNotFoundError):
-            # Under this name there may be another process's journal by now, if this one was removed before.
+            # If this journal was removed before, another process may have one of the same name.
             if os.path.samestat(os.fstat(self._fd), self._path.stat()):
                 self._path.unlink()
 
-    def _note(self, number: int, head_size: int, row_size: int, line_place: int | None = None) -> None:
+    def _note(self, number: int, head_size: int, row_size: int) -> None:
+        """Notes the row's place: its line comes after those in the file and those that wait."""
         if self._places[number] < 0:
             self.num_rows += 1
-        place = self._size if line_place is None else line_place
-        self._places[number], self._sizes[number] = place + head_size, row_size
+        self._places[number], self._sizes[number] = self._size + self._num_waiting + head_size, row_size
 
     def _lines(self) -> Iterator[bytes]:
-        """The file's lines that end with a newline, without it."""
+        """Yields the file's whole lines, without their newlines."""
         rest, offset = b"", 0
         while data := os.pread(self._fd, _BYTES_OF_READ, offset):
             offset += len(data)
@@ -242,4 +243,4 @@ def _open_locked(path: Path) -> int:
             raise JobError(f"another process is writing {path}; wait for it or stop it") from None
         if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
             return fd
-        os.close(fd)  # the process that had it has just removed it
+        os.close(fd)  # the process that had the file open has just removed it

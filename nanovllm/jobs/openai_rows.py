@@ -1,4 +1,4 @@
-"""Rows of OpenAI's Batch files: a request as a prompt with parameters, a result as the body of a response.
+"""Rows of OpenAI's Batch files: makes a prompt with parameters of a request, and the body of a response of a result.
 
 The formats are those of OpenAI's API reference (Batch, Completions, Chat Completions). Fields that vLLM's server adds
 have vLLM's names and shapes.
@@ -14,14 +14,13 @@ OpenAIKind = Literal["completions", "chat"]
 
 _TOP = ("custom_id", "method", "url", "body")
 _URLS: dict[Any, OpenAIKind] = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
-# What OpenAI's reference says if the body gives none: 16, and no limit.
-# What OpenAI's formats do where neither the body nor the job says anything.
+# OpenAI's defaults, where neither the body nor the job sets the parameter.
 OPENAI_DEFAULTS: dict[str, dict[str, Any]] = {"completions": {"max_tokens": 16}, "chat": {"max_tokens": None}}
-# They say nothing about the completion.
+# Fields that do not affect the completion.
 _IGNORED = frozenset(
     ("user", "metadata", "store", "service_tier", "stream_options", "safety_identifier", "prompt_cache_key")
 )
-_SAME = (  # as SamplingParams names them
+_SAME = (  # names that SamplingParams has too
     "n", "temperature", "top_p", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias", "top_k",
     "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "ignore_eos", "skip_special_tokens",
     "include_stop_str_in_output", "bad_words", "allowed_token_ids", "logprobs_mode", "prompt_logprobs",
@@ -42,32 +41,28 @@ _MEANT_AT_TOP = {
     "id": "custom_id",
 }
 _MEANT_IN_BODY = {
-    "tools": _NO_TOOLS,
-    "tool_choice": _NO_TOOLS,
-    "parallel_tool_calls": _NO_TOOLS,
-    "functions": _NO_TOOLS,
-    "function_call": _NO_TOOLS,
+    **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls", "functions", "function_call"), _NO_TOOLS),
     "suffix": "nanovllm only continues a prompt; leave it out",
     "use_beam_search": "nanovllm has no beam search; leave it out",
     "max_new_tokens": "max_tokens",
     "prompt": "it belongs to /v1/completions",
     **dict.fromkeys(("messages", "chat_template_kwargs", "top_logprobs"), "it belongs to /v1/chat/completions"),
 }
-# In place of a log-probability of −∞, which JSON cannot say; OpenAI's reference has this number for such tokens.
+# In place of a log-probability of −∞, which JSON does not have; OpenAI's reference gives such tokens this number.
 _MIN_LOGPROB = -9999.0
 
 
 def kind_of(fields: dict[str, Any]) -> OpenAIKind:
-    """The kind that a row's url names; one of the two if it names none, because their errors look alike."""
+    """The kind that a row's url names; completions if it names none, because the errors of both kinds look alike."""
     url = fields.get("url")
     return _URLS.get(url, "completions") if isinstance(url, str) else "completions"
 
 
 def request_of(fields: dict[str, Any], kind: OpenAIKind) -> tuple[Any, dict[str, Any], str | None]:
-    """A row's prompt, its parameters in the words of SamplingParams, and its "model".
+    """A row's prompt, its parameters as arguments of SamplingParams, and its "model".
 
     Raises:
-        ValueError: a field is missing, unknown or of the wrong form; it is named.
+        ValueError: names a field that is missing, unknown or of the wrong form.
     """
     check_names("key", fields, _TOP, _MEANT_AT_TOP)
     if fields.get("method", "POST") != "POST":
@@ -102,7 +97,7 @@ def _check_fixed(body: dict[str, Any]) -> None:
 
 
 def _one_prompt(value: Any) -> str | list[int]:
-    """A list of one prompt is that prompt: some programs always write lists."""
+    """Takes a list of one prompt for that prompt: some programs always write lists."""
     is_one = isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list))
     return prompt_of("prompt", value[0] if is_one else value)
 
@@ -115,7 +110,7 @@ def _max_tokens(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_logprobs(body: dict[str, Any]) -> int | None:
-    """Chat says in two fields whether log-probabilities are wanted, and how many of the most probable tokens."""
+    """How many of the most probable tokens to return, or None for no log-probabilities; a chat has a field for each."""
     wanted, number = body.get("logprobs", False), body.get("top_logprobs", 0)
     if not isinstance(wanted, bool):
         raise ValueError(f'"logprobs" of a chat must be true or false, not {wanted!r}; "top_logprobs" says how many')
@@ -127,9 +122,7 @@ def _chat_logprobs(body: dict[str, Any]) -> int | None:
 
 
 def _structured_outputs(body: dict[str, Any]) -> dict[str, Any] | None:
-    found: dict[str, dict[str, Any] | None] = {
-        name: {ours: body[name]} for name, ours in _GUIDED.items() if name in body
-    }
+    found: dict[str, Any] = {name: {ours: body[name]} for name, ours in _GUIDED.items() if name in body}
     if "structured_outputs" in body:
         if not isinstance(given := body["structured_outputs"], dict):
             raise ValueError(f'"structured_outputs" must be an object, not {given!r}')
@@ -157,9 +150,9 @@ def _response_format(value: Any) -> dict[str, Any] | None:
 
 
 def response_body(kind: OpenAIKind, number: int, output: RequestOutput, created: int, model: str) -> dict[str, Any]:
-    """What OpenAI's server would answer with; usage counts the tokens of all choices."""
+    """The body of the response that OpenAI's server would give; usage counts the tokens of all choices."""
     num_generated = sum(len(each.token_ids) for each in output.outputs)
-    choices = [_chat_choice(each) if kind == "chat" else _choice(each) for each in output.outputs]
+    choices = [_choice(kind, each) for each in output.outputs]
     body: dict[str, Any] = {
         "id": f"chatcmpl-{number}" if kind == "chat" else f"cmpl-{number}",
         "object": "chat.completion" if kind == "chat" else "text_completion",
@@ -180,54 +173,38 @@ def response_body(kind: OpenAIKind, number: int, output: RequestOutput, created:
     return body
 
 
-def _choice(completion: CompletionOutput) -> dict[str, Any]:
+def _choice(kind: OpenAIKind, completion: CompletionOutput) -> dict[str, Any]:
+    text, found = completion.text, completion.logprobs
     return {
         "index": completion.index,
-        "text": completion.text,
+        **({"message": {"role": "assistant", "content": text}} if kind == "chat" else {"text": text}),
         "finish_reason": completion.finish_reason,
-        "logprobs": None if completion.logprobs is None else _legacy_logprobs(completion.logprobs),
-    }
-
-
-def _chat_choice(completion: CompletionOutput) -> dict[str, Any]:
-    return {
-        "index": completion.index,
-        "message": {"role": "assistant", "content": completion.text},
-        "finish_reason": completion.finish_reason,
-        "logprobs": None if completion.logprobs is None else _content_logprobs(completion.logprobs),
+        "logprobs": None if found is None else _content_logprobs(found) if kind == "chat" else _legacy_logprobs(found),
     }
 
 
 def _legacy_logprobs(found: TokenLogprobs) -> dict[str, Any]:
-    """As /v1/completions has them. An offset counts the characters of the tokens before, from the completion's start.
+    """The "logprobs" of /v1/completions. An offset counts the characters of the tokens before, from the completion's
+    start.
 
-    Where two of the most probable tokens have one text, the more probable one counts.
+    If two of the most probable tokens have the same text, the more probable one counts.
     """
-    tokens: list[str] = []
-    numbers: list[float] = []
-    offsets: list[int] = []
-    tops: list[dict[str, float]] = []
+    rows: list[tuple[str, float, dict[str, float], int]] = []
     end = 0
-    for each in filter(None, scored_tokens(found)):
-        token_id, scored, _ = each
-        tokens.append(_text(token_id, scored[token_id]))
-        numbers.append(_finite(scored[token_id].logprob))
-        offsets.append(end)
-        end += len(tokens[-1])
-        top: dict[str, float] = {}
+    for token_id, scored, _ in filter(None, scored_tokens(found)):
+        token, top = _text(token_id, scored[token_id]), dict[str, float]()
         for other, logprob in scored.items():
             top.setdefault(_text(other, logprob), _finite(logprob.logprob))
-        tops.append(top)
+        rows.append((token, _finite(scored[token_id].logprob), top, end))
+        end += len(token)
+    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    columns: dict[str, Any] = {name: [row[column] for row in rows] for column, name in enumerate(names)}
     asks_top = found.token_ids.shape[1] > 1
-    return {
-        "tokens": tokens,
-        "token_logprobs": numbers,
-        "top_logprobs": tops if asks_top else None,
-        "text_offset": offsets,
-    }
+    return columns if asks_top else {**columns, "top_logprobs": None}
 
 
 def _content_logprobs(found: TokenLogprobs) -> dict[str, Any]:
+    """The "logprobs" of /v1/chat/completions."""
     content = [
         {**_entry(token_id, scored), "top_logprobs": [_entry(other, scored) for other in best]}
         for token_id, scored, best in filter(None, scored_tokens(found))
@@ -243,8 +220,8 @@ def _entry(token_id: int, scored: dict[int, Logprob]) -> dict[str, Any]:
 
 
 def _prompt_logprobs(found: TokenLogprobs) -> list[dict[str, Any] | None]:
-    """As vLLM has them: a dict from token ids to log-probabilities for each token that was scored."""
-    return [None if scored is None else {str(each): _as_vllm(scored[each]) for each in scored} for scored in found]
+    """vLLM's form: for each token that was scored, a dict from token ids to log-probabilities."""
+    return [scored if scored is None else {str(each): _as_vllm(scored[each]) for each in scored} for scored in found]
 
 
 def _as_vllm(logprob: Logprob) -> dict[str, Any]:
@@ -252,7 +229,7 @@ def _as_vllm(logprob: Logprob) -> dict[str, Any]:
 
 
 def _text(token_id: int, logprob: Logprob) -> str:
-    """A token's text; without a tokenizer what vLLM writes for token ids."""
+    """A token's text; without a tokenizer, vLLM's text for a token id."""
     return f"token_id:{token_id}" if logprob.decoded_token is None else logprob.decoded_token
 
 

@@ -1,15 +1,18 @@
-"""What a job is to do, as a frozen value."""
+"""The options of a job, as a frozen value."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from nanovllm import Config
+
+OnError = Literal["row", "stop"]
+PreflightKind = Literal["full", "sample", "off"]
 
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What a job is to do.
+    """The options of a job.
 
     Args:
         input: JSON Lines, or a Parquet file, whose name ends in ".parquet"; "-" is standard input.
@@ -19,7 +22,7 @@ class JobOptions:
         engine: other options of LLM, and `data_parallel_size`: how many LLMs, each in a process with GPUs of its own.
         params: SamplingParams for all rows. A row's own parameters take precedence. Parameters that neither sets come
             from the model's generation_config.json, or else from SamplingParams' defaults.
-        seed: of the job. A row that samples and has no seed of its own gets one derived from this and its id.
+        seed: the job's seed. A row that samples and has no seed of its own gets one derived from this and its id.
         on_error: "row" makes an error row of each row that cannot run; "stop" refuses the job before it starts.
         restart: delete the output and the journal of an earlier run.
         dry_run: check the rows and stop; no weights are loaded.
@@ -29,8 +32,8 @@ class JobOptions:
             evenly, "off" none. None is "full" in a dry run and with on_error="stop", else "sample".
         seconds_between_syncs: seconds between syncs to the disk; after a power failure, rows that finished after the
             last sync run again.
-        price_per_hour: of the machine, in any currency, for the report.
-        report: where the report goes as JSON.
+        price_per_hour: the machine's price, in any currency, for the report.
+        report: the file that the report is written to as JSON.
 
     Raises:
         ValueError: an option has no such value, or two contradict each other.
@@ -42,18 +45,17 @@ class JobOptions:
     engine: dict[str, Any] = field(default_factory=dict)
     params: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
-    on_error: Literal["row", "stop"] = "row"
+    on_error: OnError = "row"
     restart: bool = False
     dry_run: bool = False
     estimate: bool = False
-    preflight: Literal["full", "sample", "off"] | None = None
+    preflight: PreflightKind | None = None
     seconds_between_syncs: float = 10.0
     price_per_hour: float | None = None
     report: Path | None = None
 
     def __post_init__(self) -> None:
-        choices = {"on_error": ("row", "stop"), "preflight": (None, "full", "sample", "off")}
-        for name, values in choices.items():
+        for name, values in (("on_error", get_args(OnError)), ("preflight", (None, *get_args(PreflightKind)))):
             if (value := getattr(self, name)) not in values:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, values))}, not {value!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
@@ -62,7 +64,7 @@ class JobOptions:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (int, float)) and 0 <= value < float("inf")):
                 raise ValueError(f"{name} must be a number of at least 0, not {value!r}")
-        # A wrong value should not wait for the rows to be read.
+        # Refuses a wrong option of the engine before the rows are read.
         Config(self.model, **{name: value for name, value in self.engine.items() if name != "data_parallel_size"})
         if self.restart and self.dry_run:
             raise ValueError("restart deletes the output, and dry_run changes nothing; leave one of them out")

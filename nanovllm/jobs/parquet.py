@@ -1,12 +1,12 @@
-"""Parquet files as a job's input and output, by pyarrow, which is imported only for them.
+"""Parquet files as a job's input and output. pyarrow is imported only for them.
 
-A row of an input table becomes the line of JSON that says the same, so that there is one parser of rows. The journal
-stays JSON lines, and an output table is made of it at the end.
+A row of an input table becomes an equal line of JSON, so that there is one parser of rows. The journal is JSON lines in
+any case, and the output table is made of it at the end.
 """
 
 import json
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from decimal import Decimal
 from itertools import accumulate
@@ -17,18 +17,20 @@ import xxhash
 
 from nanovllm.jobs.errors import JobError
 from nanovllm.jobs.fields import MAX_BYTES_OF_LINE, UnreadableLine
+from nanovllm.jobs.plan import in_pieces
 
-# Of an input, what is decoded at once: fewer rows if they are long. Their length is not known where equal values are
-# stored once, so there are never many rows.
+# Of an input, rows and bytes that are decoded at once. The bytes are not known where equal values are stored once, so
+# the number of rows is small.
 _ROWS_OF_BATCH, _BYTES_OF_BATCH = 128, 2**22
-# Without such a buffer, and with pre_buffer, pyarrow reads the whole of a column's part in a row group.
+# Without such a buffer, and with pre_buffer, pyarrow reads a column's whole part of a row group.
 _BYTES_OF_BUFFER = 2**18
-# Of an output. Readers hold a row group in memory, and so does the writer.
+# Of an output, rows and bytes of a row group. The writer holds a row group in memory, as readers do.
 _ROWS_OF_GROUP, _BYTES_OF_GROUP = 10_000, 2**26
-# What is kept of a row that is too long: fields of fewer characters.
+# A row that is too long keeps its fields of fewer characters.
 _SHORT = 4096
-# Where a string is JSON text. A prompt is never that.
+# Columns whose strings may be JSON text; a prompt never is.
 _JSON_COLUMNS = ("params", "chat_template_kwargs", "body", "messages")
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def is_parquet(path: str) -> bool:
@@ -37,7 +39,7 @@ def is_parquet(path: str) -> bool:
 
 
 def import_pyarrow(path: str | Path) -> tuple[Any, Any]:
-    """The modules pyarrow and pyarrow.parquet.
+    """Imports and returns the modules pyarrow and pyarrow.parquet.
 
     path: the file that needs them, for the JobError if they are missing.
     """
@@ -55,14 +57,14 @@ def import_pyarrow(path: str | Path) -> tuple[Any, Any]:
 class ParquetLines:
     """The rows of a Parquet file, with the interface of `Lines`.
 
-    A row's line has the columns that are not null. One batch of rows is in memory. Reading on from there is fast;
-    reading back decodes the row group again from its start.
+    A row's line has the columns that are not null. One batch of rows is in memory. Reading forward from there is fast;
+    reading backward decodes the row group from its start again.
 
     Args:
-        path: of the file.
+        path: the file.
 
     Raises:
-        JobError: pyarrow is missing, or the file is no whole Parquet file; later reads may find that, too.
+        JobError: pyarrow is missing, or the file is not a whole Parquet file; later reads may find that too.
         OSError: the file cannot be opened.
     """
 
@@ -85,10 +87,10 @@ class ParquetLines:
         groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
         self._num_rows: int = metadata.num_rows
         self._starts = list(accumulate((group.num_rows for group in groups), initial=0))[:-1]
-        # The size of a row group is that before compression.
+        # The byte sizes of row groups are those before compression.
         sizes = [group.total_byte_size // max(group.num_rows, 1) for group in groups]
         self._rows_of_batch = [max(1, min(_ROWS_OF_BATCH, _BYTES_OF_BATCH // max(size, 1))) for size in sizes]
-        # The batch that is in memory, and those that follow in its row group.
+        # The batch in memory, and the next ones of its row group.
         self._group, self._start, self._rows_in_batch = -1, 0, 0
         self._columns: list[tuple[str, Any]] = []
         self._batches: Iterator[Any] = iter(())
@@ -97,17 +99,16 @@ class ParquetLines:
         return self._num_rows
 
     def scan(self) -> Iterator[bytes]:
-        """All rows in order, once `digest` (of the file's bytes) is found."""
+        """Finds `digest` (of the file's bytes), and yields all rows in order."""
         digest = xxhash.xxh3_128()
         self._bytes.seek(0)
         while data := self._bytes.read(2**20):
             digest.update(data)
         self.digest = digest.hexdigest()
-        for number in range(self._num_rows):
-            yield self.read(number)
+        yield from map(self.read, range(self._num_rows))
 
     def read(self, number: int) -> bytes:
-        """One row's line; an UnreadableLine if JSON cannot say it."""
+        """One row's line; an UnreadableLine if JSON cannot express it."""
         if not self._start <= number < self._start + self._rows_in_batch:
             with self._reading():
                 self._move_to(number)
@@ -120,7 +121,7 @@ class ParquetLines:
     def _move_to(self, number: int) -> None:
         group = bisect_right(self._starts, number) - 1
         if group != self._group or number < self._start:
-            # Threads would gain nothing: making Python's values of a batch takes longer than decoding it.
+            # Without threads: most of the time goes into making Python's values of a batch, not into decoding it.
             self._batches = self._file.iter_batches(self._rows_of_batch[group], [group], use_threads=False)
             self._group, self._start, self._rows_in_batch = group, self._starts[group], 0
         for batch in self._batches:
@@ -163,22 +164,22 @@ def _line_of(columns: list[tuple[str, Any]], index: int) -> bytes:
 
 
 def _json_value(value: Any) -> Any:
-    """A value of a table as JSON has it.
+    """A value of a table as a value of JSON.
 
-    Arrow has each field of a struct in each row, so a field that is null was not given, and a struct of nulls neither.
-    A null in a list has a place there, and stays.
+    Arrow has each field of a struct in each row. So a field that is null was not given, nor was a struct of nulls. A
+    null in a list stays.
 
     Raises:
         ValueError: JSON has no such value.
     """
     if value is None or isinstance(value, (str, int, float)):
-        return value  # NaN and infinity among them: parse_row has words for those
+        return value  # also NaN and infinity, for which parse_row has an error
     if isinstance(value, list):
         return [_json_value(each) for each in value]
     if isinstance(value, dict):
         given = {name: _json_value(each) for name, each in value.items()}
         return {name: each for name, each in given.items() if each is not None} or None
-    if isinstance(value, Decimal):  # what some databases make of 0.7, and some of all integers
+    if isinstance(value, Decimal):  # the type that some databases give 0.7, or all integers
         return int(value) if value == value.to_integral_value() else float(value)
     if isinstance(value, tuple):
         raise ValueError("a map; write a struct, or JSON as a string")
@@ -186,7 +187,7 @@ def _json_value(value: Any) -> Any:
 
 
 def _is_json(text: str) -> bool:
-    """Whether the text is one value of JSON, so that it can stand in a line. parse_row is stricter, and says more."""
+    """Whether the text is one value of JSON, which a line can hold. parse_row is stricter and has clearer errors."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -199,25 +200,18 @@ def write_parquet(file: BinaryIO, path: Path, rows: Iterable[bytes], kinds: Coll
 
     Args:
         file: is written, and stays open.
-        path: its name, for errors.
+        path: the file's name, for errors.
         rows: lines of JSON as `output_of` makes them.
-        kinds: those of the job's rows. They decide which columns there are; where a column says nothing about a row,
-            the row has null.
+        kinds: the kinds of the job's rows, which decide the columns. A row has null where a column does not apply to
+            it.
     """
     pyarrow, parquet = import_pyarrow(path)
     schema = _schema_of(pyarrow, kinds)
     codec = "zstd" if pyarrow.Codec.is_available("zstd") else "snappy"
+    sized = ((_table_row(json.loads(row)), len(row)) for row in rows)
     with parquet.ParquetWriter(file, schema, compression=codec) as writer:
-        waiting: list[dict[str, Any]] = []
-        num_bytes = 0
-        for row in rows:
-            waiting.append(_table_row(json.loads(row)))
-            num_bytes += len(row)
-            if len(waiting) == _ROWS_OF_GROUP or num_bytes >= _BYTES_OF_GROUP:
-                writer.write_table(pyarrow.Table.from_pylist(waiting, schema))
-                waiting, num_bytes = [], 0
-        if waiting:
-            writer.write_table(pyarrow.Table.from_pylist(waiting, schema))
+        for group in in_pieces(sized, _ROWS_OF_GROUP, _BYTES_OF_GROUP):
+            writer.write_table(pyarrow.Table.from_pylist(group, schema))
 
 
 def _schema_of(pyarrow: Any, kinds: Collection[str]) -> Any:
@@ -245,20 +239,16 @@ def _schema_of(pyarrow: Any, kinds: Collection[str]) -> Any:
 
 
 def _table_row(row: dict[str, Any]) -> dict[str, Any]:
-    """An output row with what has no fixed shape as JSON text."""
+    """An output row as a row of the table: fields without a fixed shape become JSON text."""
     if "custom_id" in row:
         return {**row, "response": _text_of(row["response"]), "error": _text_of(row["error"])}
     outputs = [
-        {**each, "stop_reason": _string_of(each.get("stop_reason")), "logprobs": _text_of(each.get("logprobs"))}
+        {**each, "stop_reason": _text_of(each.get("stop_reason"), str), "logprobs": _text_of(each.get("logprobs"))}
         for each in row["outputs"]
     ]
     text = outputs[0]["text"] if outputs else None
     return {**row, "text": text, "outputs": outputs, "prompt_logprobs": _text_of(row.get("prompt_logprobs"))}
 
 
-def _string_of(value: Any) -> str | None:
-    return None if value is None else str(value)
-
-
-def _text_of(value: Any) -> str | None:
-    return None if value is None else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+def _text_of(value: Any, write: Callable[[Any], str] = _ENCODER.encode) -> str | None:
+    return None if value is None else write(value)

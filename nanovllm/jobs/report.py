@@ -1,24 +1,29 @@
-"""What a job says while it runs and at its end."""
+"""The progress of a job while it runs, and its report at the end."""
 
 import logging
+import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from tqdm import tqdm
 
+from nanovllm.jobs.errors import Errors
+from nanovllm.jobs.options import JobOptions
+
 logger = logging.getLogger("nanovllm.jobs")
 
-_SECONDS_BETWEEN_LINES = 60.0
+_SECONDS_BETWEEN_LINES, _SECONDS_BETWEEN_RATES = 60.0, 0.5
 _MAX_KINDS_SHOWN = 10
 
 
 class Progress:
-    """One line on a terminal; otherwise a line in the log per minute.
+    """Shows progress: a line that changes on a terminal, otherwise a line per minute in the log.
 
-    Tokens per second are those of the run so far, from its first row on. The remaining time is tqdm's: at the rate of
-    the last moments.
+    Tokens per second are those since the first row of this run. On a terminal, the remaining time is tqdm's, from the
+    rate of the last moments.
 
     is_enough: whether no more rows should start.
     """
@@ -29,20 +34,18 @@ class Progress:
         self._num_rows, self._num_finished, self._num_before = num_rows, num_finished, num_finished
         self._metrics, self._at_start = metrics, metrics()
         self.is_enough = False
-        self._began = self._said_at = time.monotonic()
+        self._began = self._shown_at = time.monotonic()
         self._bar = tqdm(total=num_rows, initial=num_finished, unit="row", desc=name, disable=not sys.stderr.isatty())
 
     def update(self, num_finished: int, num_errors: int) -> None:
-        """Takes how many rows have finished, and how many of this run are error rows."""
+        """Shows that so many rows have finished, and that so many rows of this run are error rows."""
         num_new, self._num_finished, now = num_finished - self._num_finished, num_finished, time.monotonic()
-        if self._bar.disable:
-            if now - self._said_at >= _SECONDS_BETWEEN_LINES:
-                self._said_at = now
+        if now - self._shown_at >= (_SECONDS_BETWEEN_LINES if self._bar.disable else _SECONDS_BETWEEN_RATES):
+            self._shown_at = now
+            if self._bar.disable:
                 logger.info("%s", self._line(num_errors))
-            return
-        if now - self._said_at >= 0.5:
-            self._said_at = now
-            self._bar.set_postfix_str(self._rates(num_errors), refresh=False)
+            else:
+                self._bar.set_postfix_str(self._rates(num_errors), refresh=False)
         self._bar.update(num_new)
 
     def _line(self, num_errors: int) -> str:
@@ -71,68 +74,77 @@ def _duration(seconds: float) -> str:
 
 
 def _resident_mib() -> int:
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * 4096 // 2**20
-    except OSError:
-        import resource
+    with suppress(OSError), open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096 // 2**20
+    import resource
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 2**20  # bytes, where there is no /proc
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 2**20  # bytes, where there is no /proc
 
 
 def num_rows_in_words(count: int) -> str:
     return f"{count:,} row{'' if count == 1 else 's'}"
 
 
-def report_of(
-    rows: dict[str, int],
-    errors: list[dict[str, Any]],
-    seconds: dict[str, float],
-    tail_seconds: float | None,
-    all_seconds: float,
-    metrics: dict[str, Any],
-    num_devices: int,
-    price_per_hour: float | None,
-) -> dict[str, Any]:
-    """The report of a run; docs/jobs.md lists its keys.
+class Report:
+    """Collects the times and metrics of a run, from its beginning on.
 
-    metrics: of the LLM at the end; empty if there was none.
+    seconds: by phase.
+    metrics: the LLM's at its end; empty without an LLM.
     """
-    report: dict[str, Any] = {
-        "rows": rows, "errors": errors, "seconds": seconds, "tail_seconds": tail_seconds, "tokens": {},
-        "preemptions": metrics.get("num_preemptions", 0), "device_seconds": 0.0,
-    }  # fmt: skip
-    if not metrics:
+
+    def __init__(self, options: JobOptions):
+        self._options, self._began = options, time.monotonic()
+        self.seconds: dict[str, float] = {}
+        self.metrics: dict[str, Any] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Context manager that times a phase."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
+
+    def as_dict(
+        self, num_rows: int, num_before: int, num_finished: int, errors: Errors, tail_seconds: float | None = None
+    ) -> dict[str, Any]:
+        """The report, at the end of the run; docs/jobs.md lists its keys."""
+        all_seconds, metrics, price = time.monotonic() - self._began, self.metrics, self._options.price_per_hour
+        counts = {"total": num_rows, "finished": num_finished, "finished_before": num_before}
+        report: dict[str, Any] = {
+            "rows": {**counts, "errors": errors.num_rows}, "errors": errors.by_kind(), "seconds": dict(self.seconds),
+            "tail_seconds": tail_seconds, "tokens": {}, "preemptions": metrics.get("num_preemptions", 0),
+            "device_seconds": 0.0,
+        }  # fmt: skip
+        if not metrics:
+            return report
+        output = metrics["num_output_tokens"]
+        report["tokens"] = {
+            "prompt": metrics["num_prompt_tokens"],
+            "prefix_cache_hit_rate": metrics["prefix_cache_hit_rate"],
+            "output": output,
+            "output_per_second": output / max(self.seconds.get("rows", 0.0), 1e-9),
+        }
+        engine = self._options.engine
+        num_devices = math.prod((engine.get(f"{kind}_parallel_size") or 1) for kind in ("data", "tensor"))
+        report["device_seconds"] = all_seconds * num_devices
+        if price is not None:
+            total = price * all_seconds / 3600
+            report["cost"] = {"total": total, "per_million_output_tokens": total / output * 1e6 if output else None}
         return report
-    output = metrics["num_output_tokens"]
-    report["tokens"] = {
-        "prompt": metrics["num_prompt_tokens"],
-        "prefix_cache_hit_rate": metrics["prefix_cache_hit_rate"],
-        "output": output,
-        "output_per_second": output / max(seconds.get("rows", 0.0), 1e-9),
-    }
-    report["device_seconds"] = all_seconds * num_devices
-    if price_per_hour is not None:
-        total = price_per_hour * all_seconds / 3600
-        report["cost"] = {"total": total, "per_million_output_tokens": total / output * 1e6 if output else None}
-    return report
 
 
 def in_words(report: dict[str, Any]) -> str:
     """The report for a person."""
     rows, tokens, seconds = report["rows"], report["tokens"], report["seconds"]
-    lines = ["seconds: " + ", ".join(f"{name} {value:,.1f}" for name, value in seconds.items())]
     if "preflight" in report:
-        is_part = report["preflight"]["checked_rows"] < rows["total"]
-        lines.insert(
-            0, f"{num_rows_in_words(rows['total'])}, of which {'at least ' * is_part}{rows['errors']:,} cannot run"
-        )
+        at_least = "at least " if report["preflight"]["checked_rows"] < rows["total"] else ""
+        head = f"{num_rows_in_words(rows['total'])}, of which {at_least}{rows['errors']:,} cannot run"
     else:
-        lines.insert(
-            0,
-            f"{rows['finished']:,} of {rows['total']:,} rows are finished, "
-            f"{rows['finished_before']:,} of them by earlier runs",
-        )
+        finished = f"{rows['finished']:,} of {rows['total']:,} rows are finished"
+        head = f"{finished}, {rows['finished_before']:,} of them by earlier runs"
+    lines = [head, "seconds: " + ", ".join(f"{name} {value:,.1f}" for name, value in seconds.items())]
     if tokens:
         lines.append(
             f"tokens of this run: {tokens['prompt']:,} of prompts ({tokens['prefix_cache_hit_rate']:.0%} from the "

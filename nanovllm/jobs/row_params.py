@@ -2,22 +2,22 @@
 
 import json
 from dataclasses import fields, replace
-from functools import lru_cache
 from typing import Any
 
 from nanovllm import SamplingParams
+from nanovllm.jobs.fields import kept_if_short
 from nanovllm.jobs.openai_rows import OPENAI_DEFAULTS
 from nanovllm.jobs.rows import JobRow, parse_row
 from nanovllm.sampling_params import row_seed, with_seed
 
 
 class RowParams:
-    """What the model recommends, then the row's format, then the job, then the row itself: the last one counts.
+    """Makes each row's parameters from the model's, the row format's, the job's and the row's own; later ones count.
 
     Args:
-        recommended: by the model.
-        params: of the job.
-        seed: of the job.
+        recommended: the model's.
+        params: the job's.
+        seed: the job's.
 
     Raises:
         TypeError, ValueError: the job's parameters are wrong.
@@ -28,11 +28,10 @@ class RowParams:
         self._base = {kind: values | OPENAI_DEFAULTS.get(kind, {}) | params for kind in ("plain", *OPENAI_DEFAULTS)}
         self._seed = seed
         SamplingParams(**self._base["plain"])  # the job's own mistakes are not those of each row
-        # Most rows of a job have equal parameters.
-        self._made = lru_cache(4096)(lambda kind, own: SamplingParams(**self._base[kind] | json.loads(own)))
+        self._made = kept_if_short(4096, lambda kind, own: SamplingParams(**self._base[kind] | json.loads(own)))
 
     def parse(self, number: int, line: bytes) -> JobRow:
-        """The row of a line; an error row also if its parameters do not fit the job's."""
+        """The row of a line; also an error row if its parameters do not fit the job's."""
         row = parse_row(number, line)
         if row.error is None and row.params:
             try:
@@ -42,18 +41,17 @@ class RowParams:
         return row
 
     def of(self, row: JobRow) -> SamplingParams:
-        """Of a row without an error. If it samples and gives no seed, its seed is derived from the job's and its id."""
+        """The parameters of a row without an error. If the row samples and gives no seed, its seed is derived from the
+        job's seed and its id."""
         params = self._of(row)
         if params.seed is not None or params.temperature == 0:
             return params
         return with_seed(params, row_seed(self._seed, row.id))
 
     def max_num_new_tokens(self, row: JobRow, maximum: int) -> int:
-        """The most tokens that a row without an error may generate, if no completion gets more than `maximum`."""
+        """How many tokens a row without an error may generate, if each completion gets at most `maximum`."""
         params = self._of(row)
         return params.n * (maximum if params.max_tokens is None else min(params.max_tokens, maximum))
 
     def _of(self, row: JobRow) -> SamplingParams:
-        own = json.dumps(row.params) if row.params else "{}"
-        # Large parameters, such as schemas, would fill the memory if each row had its own.
-        return (self._made if len(own) < 1024 else self._made.__wrapped__)(row.kind, own)
+        return self._made(row.kind, json.dumps(row.params) if row.params else "{}")

@@ -1,10 +1,10 @@
-"""From a line of a job's input to a row, and from a result to a line of its output. docs/jobs.md has the formats."""
+"""Makes a row of each line of a job's input, and an output row of each result. docs/jobs.md has the formats."""
 
 import json
 import math
 import re
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import partial
 from typing import Any, Literal
 
 from nanovllm import CompletionOutput, Logprob, RequestOutput, SamplingParams, TokenLogprobs
@@ -12,11 +12,14 @@ from nanovllm.jobs.fields import (
     UnreadableLine,
     check_names,
     conversation_of,
+    kept_if_short,
     prompt_of,
     scored_tokens,
     without_nulls,
 )
 from nanovllm.jobs.openai_rows import kind_of, request_of, response_body
+
+Kind = Literal["plain", "completions", "chat"]
 
 _MAX_ID_CHARACTERS = 512
 _MAX_ERROR_CHARACTERS = 500
@@ -35,10 +38,10 @@ _MEANT = {
     **dict.fromkeys(("key", "uid", "uuid", "row_id", "request_id", "index"), "id"),
     "model": "a job has one model; leave it out",
 }
-# The id of a line that is no JSON is known only if it comes first: elsewhere it may belong to something else.
+# The id of a line that is not JSON is known only if it comes first: elsewhere it may belong to something else.
 _FIRST_ID = re.compile(r'\s*\{\s*"(id|custom_id)"\s*:\s*("(?:[^"\\]|\\.){0,3072}"|-?\d{1,512})\s*[,}]')
 _DEEP = "the line is nested too deeply; a row needs only a few levels"
-_HALF = "the line holds half of a surrogate pair, which is no character; write the whole one"
+_HALF = "the line holds half of a surrogate pair, which is not a character; write the whole one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,46 +49,43 @@ class JobRow:
     """One row of a job's input.
 
     Args:
-        number: its place in the input, from 0.
-        id: None only if the row has none, and then there is an error.
+        number: the row's place in the input, from 0.
+        id: None if the row has none, which is an error.
         prompt: as `LLM.generate_iter` takes it; None if there is an error.
-        params: keyword arguments for SamplingParams that the row gives itself.
-        kind: in which format the row came, and its output goes.
-        error: why it cannot run, or None.
-        model: what the body of OpenAI's format calls the model.
+        params: keyword arguments for SamplingParams that the row itself gives.
+        kind: the format of the row and of its output.
+        error: why the row cannot run, or None.
+        model: the model's name in the body of a row of OpenAI's format.
     """
 
     number: int
     id: str | None
     prompt: Any
     params: dict[str, Any]
-    kind: Literal["plain", "completions", "chat"]
+    kind: Kind
     error: str | None = None
     model: str | None = None
 
 
 class _Refused(ValueError):
-    """JSON as Python reads it, but not as a row may be."""
+    """Python reads this as JSON, but a row must not hold it."""
 
 
 def parse_row(number: int, line: bytes | str) -> JobRow:
-    """The row of a line. Whatever is wrong with the line becomes the row's error; nothing is raised.
+    """The row of a line. Every fault of the line becomes the row's error; nothing is raised.
 
     Args:
         number: the row's place in the input, from 0.
         line: with or without its end.
     """
+    kind: Kind = "plain"
+    given = row_id = model = None
     try:
         if isinstance(line, UnreadableLine):
             raise ValueError(line.problem)
         given = _object_of(line)
-    except (ValueError, RecursionError) as problem:
-        row_id, is_openai = _recovered(line)
-        return _error_row(number, row_id, "completions" if is_openai else "plain", problem)
-    is_openai = not _OPENAI_KEYS.isdisjoint(given)
-    kind: Literal["plain", "completions", "chat"] = kind_of(given) if is_openai else "plain"
-    row_id, model = None, None
-    try:
+        if is_openai := not _OPENAI_KEYS.isdisjoint(given):
+            kind = kind_of(given)
         given = without_nulls(given)
         row_id, id_problem = _id_of(given.get("custom_id", given.get("id")), "custom_id" if is_openai else "id")
         if kind == "plain":
@@ -94,20 +94,16 @@ def parse_row(number: int, line: bytes | str) -> JobRow:
             prompt, params, model = request_of(given, kind)
         if id_problem is not None:
             raise ValueError(id_problem)
-        if params and (complaint := _complaint_about(json.dumps(params))) is not None:
+        if params and (complaint := _complaint(json.dumps(params))) is not None:
             raise ValueError(complaint)
     except (ValueError, RecursionError) as problem:
-        return _error_row(number, row_id, kind, problem)
+        if given is None:
+            row_id, kind = _recovered(line)
+        error = _DEEP if isinstance(problem, RecursionError) else str(problem)
+        if len(error) > _MAX_ERROR_CHARACTERS:  # errors show values, which may be as long as the line
+            error = error[: _MAX_ERROR_CHARACTERS - 1] + "…"
+        return JobRow(number, row_id, None, {}, kind, error)
     return JobRow(number, row_id, prompt, params, kind, None, model)
-
-
-def _error_row(
-    number: int, row_id: str | None, kind: Literal["plain", "completions", "chat"], problem: Exception
-) -> JobRow:
-    error = _DEEP if isinstance(problem, RecursionError) else str(problem)
-    if len(error) > _MAX_ERROR_CHARACTERS:  # errors show values, and those may be as long as the line
-        error = error[: _MAX_ERROR_CHARACTERS - 1] + "…"
-    return JobRow(number, row_id, None, {}, kind, error)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -129,8 +125,8 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_consta
 def _object_of(line: bytes | str) -> dict[str, Any]:
     try:
         text = line if isinstance(line, str) else line.decode()
-        found = _DECODER.decode(text.removeprefix("\ufeff"))  # some editors mark the start of a file so
-        # Only an escape can write half a pair. Looking for one character is a hundred times as fast as for three.
+        found = _DECODER.decode(text.removeprefix("\ufeff"))  # some editors mark the start of a file with it
+        # Only an escape can write half a pair. A search for one character is a hundred times as fast as for three.
         if "\\" in text and ("\\ud" in text or "\\uD" in text):
             json.dumps(found, ensure_ascii=False).encode()
         if isinstance(line, str) and not line.isascii():
@@ -150,8 +146,8 @@ def _object_of(line: bytes | str) -> dict[str, Any]:
     return found
 
 
-def _recovered(line: bytes | str) -> tuple[str | None, bool]:
-    """The id of a line that is no row, if one can be told, and whether the line is one of OpenAI's format."""
+def _recovered(line: bytes | str) -> tuple[str | None, Kind]:
+    """The id of a line that is not a row, if it can be found, and the kind of error row that the line gets."""
     text = line if isinstance(line, str) else line.decode(errors="surrogateescape")
     pairs: Any = ()
     try:
@@ -163,19 +159,19 @@ def _recovered(line: bytes | str) -> tuple[str | None, bool]:
             except ValueError:  # a string with a wrong escape
                 pairs = ((match[1], None),)
     if not isinstance(pairs, tuple):
-        return None, False
-    is_openai = any(name in _OPENAI_KEYS for name, _ in pairs)
+        return None, "plain"
+    kind: Kind = "completions" if any(name in _OPENAI_KEYS for name, _ in pairs) else "plain"
     ids = [value for name, value in pairs if name in ("id", "custom_id")]
     row_id = _id_of(ids[0], "id")[0] if len(ids) == 1 else None
     try:
         (row_id or "").encode()
     except UnicodeEncodeError:
         row_id = None
-    return row_id, is_openai
+    return row_id, kind
 
 
 def _id_of(value: Any, name: str) -> tuple[str | None, str | None]:
-    """The id as a string, or None and what is wrong with it."""
+    """(the id as a string, None), or (None, the error)."""
     if value is None:
         return None, f'the row has no "{name}", which must be a string or an integer'
     if isinstance(value, bool) or not isinstance(value, (str, int)):
@@ -187,7 +183,7 @@ def _id_of(value: Any, name: str) -> tuple[str | None, str | None]:
 
 
 def _plain(given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The prompt and the parameters of a plain row; a ValueError that names a bad key."""
+    """The prompt and the parameters of a plain row; a ValueError names a wrong key."""
     if not given.keys() <= _KEY_SET:
         check_names("key", given, _KEYS, _MEANT)
     params = given.get("params", {})
@@ -206,14 +202,9 @@ def _plain(given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return prompt_of(name, given[name]), params
 
 
-def _complaint_about(params: str) -> str | None:
-    # Large parameters, such as schemas, would fill the memory if each row had its own.
-    return (_complaint if len(params) < 1024 else _complaint.__wrapped__)(params)
-
-
-@lru_cache(maxsize=256)
+@partial(kept_if_short, 256)
 def _complaint(params: str) -> str | None:
-    """What SamplingParams says against parameters in JSON. Most rows of a job have the same, so answers are kept."""
+    """SamplingParams' error for parameters in JSON, or None."""
     try:
         # A job may have another default of max_tokens, so a row without it is not held to SamplingParams' own.
         SamplingParams(**{"max_tokens": None, **json.loads(params)})
@@ -225,26 +216,25 @@ def _complaint(params: str) -> str | None:
 def output_of(
     row: JobRow, output: RequestOutput | None, *, with_token_ids: bool = False, created: int = 0, model: str = ""
 ) -> dict[str, Any]:
-    """The output row of a row, ready for JSON. It depends on nothing but the arguments' values.
+    """The output row of an input row, ready for JSON. It depends only on the values of the arguments.
 
     Args:
-        row: the input's.
-        output: what came back for it; None for a row with an error.
-        with_token_ids: plain rows have their completions' token ids.
-        created: seconds since 1970 that rows of OpenAI's format say.
-        model: the model's name for such rows that name none.
+        row: the input row.
+        output: its result; None for a row with an error.
+        with_token_ids: give plain rows the token ids of their completions.
+        created: seconds since 1970, for rows of OpenAI's format.
+        model: the model's name, for rows of OpenAI's format without one.
     """
     reason = row.error if output is None or row.error is not None else output.error
     assert output is not None or reason is not None, "a row without an error has an output"
     found: dict[str, Any]
     if row.kind == "plain":
-        found = {"id": row.id, "outputs": [], "num_prompt_tokens": 0, "error": reason}
-        if output is not None:
-            found["num_prompt_tokens"] = output.num_prompt_tokens
-            if reason is None:
-                found["outputs"] = [_plain_completion(each, with_token_ids) for each in output.outputs]
-                if output.prompt_logprobs is not None:
-                    found["prompt_logprobs"] = _plain_logprobs(output.prompt_logprobs)
+        num_prompt_tokens = 0 if output is None else output.num_prompt_tokens
+        found = {"id": row.id, "outputs": [], "num_prompt_tokens": num_prompt_tokens, "error": reason}
+        if output is not None and reason is None:
+            found["outputs"] = [_plain_completion(each, with_token_ids) for each in output.outputs]
+            if output.prompt_logprobs is not None:
+                found["prompt_logprobs"] = _plain_logprobs(output.prompt_logprobs)
     else:
         found = {"id": f"batch_req_{row.number}", "custom_id": row.id, "response": None, "error": None}
         if reason is not None:
@@ -276,15 +266,12 @@ def _plain_completion(completion: CompletionOutput, with_ids: bool) -> dict[str,
 
 
 def _plain_logprobs(found: TokenLogprobs) -> list[dict[str, Any] | None]:
-    entries: list[dict[str, Any] | None] = []
-    for each in scored_tokens(found):
-        if each is None:
-            entries.append(None)
-            continue
-        token_id, scored, best = each
-        top = [_entry(other, scored[other], rank) for rank, other in enumerate(best, 1)]
-        entries.append({**_entry(token_id, scored[token_id], scored[token_id].rank), "top": top})
-    return entries
+    return [None if each is None else _scored_token(*each) for each in scored_tokens(found)]
+
+
+def _scored_token(token_id: int, scored: dict[int, Logprob], best: list[int]) -> dict[str, Any]:
+    top = [_entry(other, scored[other], rank) for rank, other in enumerate(best, 1)]
+    return {**_entry(token_id, scored[token_id], scored[token_id].rank), "top": top}
 
 
 def _entry(token_id: int, scored: Logprob, rank: int | None) -> dict[str, Any]:
@@ -292,5 +279,5 @@ def _entry(token_id: int, scored: Logprob, rank: int | None) -> dict[str, Any]:
 
 
 def _or_null(number: float) -> float | None:
-    """JSON has no −∞, which is the log-probability of what could not occur."""
+    """JSON has no −∞, which is the log-probability of a token that could not occur."""
     return number if math.isfinite(number) else None

@@ -1,12 +1,14 @@
-"""The rows of a job through an LLM."""
+"""Runs the rows of a job through an LLM."""
 
 import json
 import signal
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any, Protocol
 
 from nanovllm import LLM, RequestOutput, SamplingParams
@@ -14,45 +16,37 @@ from nanovllm.jobs.errors import Errors
 from nanovllm.jobs.index import Index, name_of
 from nanovllm.jobs.plan import early_rows, in_windows
 from nanovllm.jobs.report import Progress
-from nanovllm.jobs.row_params import RowParams
 from nanovllm.jobs.rows import JobRow, output_of
-from nanovllm.jobs.source import Source
 from nanovllm.replicas.replicas import Replicas
 
-# Rows that the LLM has, by the prompt's number in the call.
+# The rows that the LLM has, by the prompt's number in the call.
 _Running = dict[int, tuple[JobRow, SamplingParams]]
 
 
 class Results(Protocol):
-    """Where output rows go: a Journal, or standard output."""
+    """Takes output rows: a Journal, or standard output."""
 
-    num_rows: int
-
-    def __contains__(self, number: int) -> bool:
-        """Whether the output row of an input row is there."""
-
-    def append(self, number: int, row: bytes) -> None:
-        """Adds the output row of an input row."""
-
-    def write(self) -> None:
-        """Hands over what waits."""
-
-
-class Stdout:
-    """Standard output as Results: rows as they finish, and nothing to resume."""
-
-    def __init__(self) -> None:
-        self.num_rows = 0
+    num_rows: int = 0
 
     def __contains__(self, number: int) -> bool:
+        """Whether the output row of an input row is there already."""
         return False
 
     def append(self, number: int, row: bytes) -> None:
+        """Adds the output row of an input row."""
         self.num_rows += 1
-        sys.stdout.buffer.write(row + b"\n")
-        sys.stdout.buffer.flush()
 
     def write(self) -> None:
+        """Writes the rows that wait."""
+        return
+
+
+class Stdout(Results):
+    """Writes rows to standard output as they finish; there is nothing to resume."""
+
+    def append(self, number: int, row: bytes) -> None:
+        super().append(number, row)
+        sys.stdout.buffer.write(row + b"\n")
         sys.stdout.buffer.flush()
 
 
@@ -60,33 +54,28 @@ class RowsRun:
     """Runs the rows that `results` lacks.
 
     Args:
-        lines, index, params: of the job.
+        index: the job's rows.
         results: takes the output rows.
         created, model: for output rows of OpenAI's format.
 
-    errors: the rows that this run found in error.
-    tail_seconds: how long the last 1% of this run's rows took; None if the run has not come so far.
+    errors: the error rows of this run.
+    num_stops: signals that came.
+    tail_seconds: how long the last 1% of this run's rows took; None if the run did not reach them.
     """
 
-    def __init__(self, lines: Source, index: Index, params: RowParams, results: Results, created: int, model: str):
-        self._lines, self._index, self._params, self._results = lines, index, params, results
-        self._created, self._model = created, model
-        self._num_stops = 0
+    def __init__(self, index: Index, results: Results, created: int, model: str):
+        self._index, self._results, self._created, self._model = index, results, created, model
+        self.num_stops = 0
         self.errors = Errors()
         self.tail_seconds: float | None = None
 
-    @property
-    def was_stopped(self) -> bool:
-        """Whether a signal came."""
-        return self._num_stops > 0
-
-    def through(self, llm: LLM | Replicas, progress: Progress) -> None:
-        """Runs them. In the main thread, the first SIGINT or SIGTERM lets running rows finish, and the second raises
-        KeyboardInterrupt."""
+    def run(self, llm: LLM | Replicas, progress: Progress) -> None:
+        """Runs the rows. In the main thread, the first SIGINT or SIGTERM lets running rows finish, and the second
+        raises KeyboardInterrupt."""
         running: _Running = {}
         given: deque[SamplingParams] = deque()
         is_drained = False
-        num_rows, num_before = len(self._lines), self._results.num_rows
+        num_rows, num_before = len(self._index), self._results.num_rows
         before_tail = num_rows - max(1, (num_rows - num_before) // 100)
         tail_began = time.monotonic() if num_before >= before_tail else None
         with self._stopping_at_signals():
@@ -97,7 +86,7 @@ class RowsRun:
                 progress.update(self._results.num_rows, self.errors.num_rows)
                 if tail_began is None and self._results.num_rows >= before_tail:
                     tail_began = time.monotonic()
-                if (self._num_stops or progress.is_enough) and not is_drained:
+                if (self.num_stops or progress.is_enough) and not is_drained:
                     outputs.drain()
                     is_drained = True
             self._results.write()
@@ -105,39 +94,33 @@ class RowsRun:
             self.tail_seconds = time.monotonic() - tail_began
 
     def _prompts(self, running: _Running, given: deque[SamplingParams]) -> Iterator[Any]:
-        """The prompts to run, as the LLM asks for them; it takes a prompt's parameters right after the prompt. Rows
-        that cannot run become output rows at once."""
+        """Yields the prompts as the LLM asks for them; it takes a prompt's parameters right after the prompt. Rows that
+        cannot run become output rows at once."""
         number_in_call = 0
         for row in self._planned():
-            if self._num_stops:
+            if self.num_stops:
                 return
             if row.error is not None:
                 self._take(row, None, None)
                 continue
-            params = self._params.of(row)
+            params = self._index.params.of(row)
             running[number_in_call] = row, params
             number_in_call += 1
             given.append(params)
             yield row.prompt
 
     def _planned(self) -> Iterator[JobRow]:
-        results, lines, index = self._results, self._lines, self._index
+        results, index = self._results, self._index
         early = [number for number in early_rows(index.max_num_new_tokens) if number not in results]
         is_early = set(early)
-
-        def rest() -> Iterator[tuple[int, JobRow]]:
-            for number in range(len(lines)):
-                if number not in results and number not in is_early:
-                    line = lines.read(number)
-                    yield len(line), index.row(number, line)
-
+        rest = (number for number in range(len(index)) if number not in results and number not in is_early)
         for number in early:
-            yield index.row(number, lines.read(number))
-        for _, row in in_windows(rest(), lambda each: each[0], lambda each: each[1].prompt):
+            yield index.read(number)[0]
+        for row, _ in in_windows(map(index.read, rest), itemgetter(1), lambda read: read[0].prompt):
             yield row
 
     def _take(self, row: JobRow, params: SamplingParams | None, output: RequestOutput | None) -> None:
-        """Keeps the output row of a row that has finished."""
+        """Adds the output row of a row that has finished."""
         error = row.error if output is None else output.error
         if error is not None:
             self.errors.add(name_of(row), error)
@@ -150,17 +133,16 @@ class RowsRun:
     @contextmanager
     def _stopping_at_signals(self) -> Iterator[None]:
         def stop(number: int, frame: Any) -> None:
-            self._num_stops += 1
-            if self._num_stops > 1:
+            self.num_stops += 1
+            if self.num_stops > 1:
                 raise KeyboardInterrupt
             print("\nstopping after the running rows; press Ctrl-C again to stop at once", file=sys.stderr)
 
-        before: dict[int, Callable[..., Any] | int | None] = {}
-        with suppress(ValueError):  # only the main thread may set handlers
-            for number in (signal.SIGINT, signal.SIGTERM):
-                before[number] = signal.signal(number, stop)
+        may_set = threading.current_thread() is threading.main_thread()
+        kinds = (signal.SIGINT, signal.SIGTERM) if may_set else ()
+        before = [(kind, signal.signal(kind, stop)) for kind in kinds]
         try:
             yield
         finally:
-            for kind, handler in before.items():
+            for kind, handler in before:
                 signal.signal(kind, handler)

@@ -5,6 +5,7 @@ import sys
 import tempfile
 from array import array
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,17 +25,17 @@ _OTHER_FILES = {
 
 
 class Lines:
-    """The lines of an input that are not blank; each is a row, and its number counts from 0.
+    """The lines of an input that are not blank; each is a row, numbered from 0.
 
-    What cannot be read twice, such as standard input, is copied to a temporary file first.
+    An input that cannot be read twice, such as standard input, is copied to a temporary file first.
 
     Args:
-        path: of the input, or "-" for standard input.
-        spool_directory: where the copy is made.
+        path: the input, or "-" for standard input.
+        spool_directory: the copy's directory.
 
     Raises:
         OSError: the input cannot be read.
-        JobError: it is no text in UTF-8.
+        JobError: it is not text in UTF-8.
     """
 
     def __init__(self, path: str, spool_directory: Path | None = None):
@@ -44,11 +45,8 @@ class Lines:
             self._file: BinaryIO = open(path, "rb")  # noqa: SIM115 - close() closes it
         else:
             self._file = tempfile.TemporaryFile(dir=spool_directory)  # noqa: SIM115
-            if path == "-":
-                shutil.copyfileobj(sys.stdin.buffer, self._file, 2**20)
-            else:
-                with open(path, "rb") as stream:
-                    shutil.copyfileobj(stream, self._file, 2**20)
+            with nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as stream:
+                shutil.copyfileobj(stream, self._file, 2**20)
         self._file.seek(0)
         begins = self._file.read(4)
         for beginning, kind in _OTHER_FILES.items():
@@ -59,7 +57,7 @@ class Lines:
         return len(self._offsets)
 
     def scan(self) -> Iterator[bytes]:
-        """All rows in order, while `digest` (of the whole input) and the rows' places are found."""
+        """Yields all rows in order; finds their places and, at the end, `digest` (of the whole input)."""
         file, digest = self._file, xxhash.xxh3_128()
         file.seek(0)
         self._offsets, offset = array("q"), 0

@@ -566,11 +566,13 @@ _MUTANTS_OF_FILE = {
             "keep_outputs(error, outputs)", "keep_outputs(error, {})",
             "test_generate_iter.py::test_generate_keeps_what_was_finished_when_it_is_interrupted"),
     ],
-    "text.py": [
+    "text/text.py": [
         historic(
             "a conversation begins twice",
             "self.encode(texts, add_special_tokens=False) if marks is None", "self.encode(texts) if marks is None",
             "test_text.py::test_conversations_are_tokenized_together_whatever_their_template_kwargs"),
+    ],
+    "text/chat_template.py": [
         planted(
             "text that looks like a special token becomes one again",
             "AddedToken(of_template[token.content], special=False, **options)",

@@ -58,8 +58,9 @@ class Fault:
 
 
 PACKAGE = str(Path(nanovllm.llm.__file__).parent)
-FILES = tuple(
-    f"{PACKAGE}/{name}" for name in ("llm.py", "row_stream.py", "guard.py", "text.py", "engine/llm_engine.py")
+FILES = (
+    *(f"{PACKAGE}/{name}" for name in ("llm.py", "row_stream.py", "guard.py", "engine/llm_engine.py")),
+    *map(str, Path(PACKAGE, "text").glob("*.py")),
 )
 
 

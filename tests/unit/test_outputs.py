@@ -109,7 +109,7 @@ def test_a_million_reasons_take_no_more_memory_than_a_thousand():
     found = summary({})
     for index in range(5000):
         found.add(index, "x" * index)
-    assert len(found._rows_of) == 1000
+    assert len(found._kinds) == 1000
     assert found.describe(6000).startswith("5000 of 6000 prompts") and "4995 × many other reasons" in found.describe(
         6000
     )

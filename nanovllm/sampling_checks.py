@@ -1,0 +1,158 @@
+"""Checks of SamplingParams' arguments. Each returns the value that is kept, or raises a TypeError or ValueError."""
+
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+from nanovllm.checks import integer, real
+from nanovllm.structured_outputs import StructuredOutputsParams
+
+# Per request. Each running sequence keeps as many on the device as the longest list has, 20 bytes each.
+_MAX_EDITS = 4096
+_MAX_COMPLETIONS = 16384
+MAX_LOGPROBS = 128
+
+
+def in_range(name: str, value: Any, minimum: float, meaning: str = "", maximum: float | None = None) -> float:
+    number = real(name, value)
+    if maximum is None and number < minimum:
+        raise ValueError(f"{name} must be {minimum}{meaning} or more, not {number}")
+    if maximum is not None and not minimum <= number <= maximum:
+        raise ValueError(f"{name} must be between {minimum}{meaning} and {maximum}, not {number}")
+    return number
+
+
+def n(value: Any, temperature: float, max_tokens: Any) -> int:
+    number = integer("n", value, minimum=1)
+    if number > _MAX_COMPLETIONS:
+        raise ValueError(f"n must be at most {_MAX_COMPLETIONS}, not {number}")
+    if number > 1 and temperature == 0:
+        raise ValueError(f"n={number} greedy completions would all be equal; set a temperature above 0, or n=1")
+    if number > 1 and max_tokens == 0:
+        raise ValueError(f"n={number} completions of no tokens would all be equal; set n=1, or max_tokens above 0")
+    return number
+
+
+def num_logprobs(name: str, value: Any) -> int | None:
+    number = None if value is None else integer(name, value, minimum=0)
+    if number is not None and number > MAX_LOGPROBS:
+        raise ValueError(f"{name} must be at most {MAX_LOGPROBS}, not {number}")
+    return number
+
+
+def logprobs_mode(value: Any) -> str:
+    if value not in ("raw", "processed"):
+        raise ValueError(f'logprobs_mode must be "raw" or "processed", not {value!r}')
+    return value
+
+
+def max_tokens(value: Any, prompt_logprobs: int | None) -> int | None:
+    return None if value is None else integer("max_tokens", value, minimum=1 if prompt_logprobs is None else 0)
+
+
+def min_tokens(value: Any, max_tokens: int | None) -> int:
+    number = integer("min_tokens", value)
+    if number < 0 or (max_tokens is not None and number > max_tokens):
+        raise ValueError(f"min_tokens must be between 0 and max_tokens ({max_tokens}), not {number}")
+    return number
+
+
+def top_k(value: Any) -> int:
+    """0 is off, also for −1."""
+    number = integer("top_k", value)
+    if number < -1:
+        raise ValueError(f"top_k must be 0 or -1 (off) or more, not {number}")
+    return max(number, 0)
+
+
+def top_p(value: Any) -> float:
+    number = real("top_p", value)
+    if not 0 < number <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1 (off), not {number}")
+    return number
+
+
+def repetition_penalty(value: Any) -> float:
+    penalty = real("repetition_penalty", value)
+    if not 1e-30 <= penalty <= 1e30:  # float32 can divide by these
+        raise ValueError(f"repetition_penalty must be above 0 (1 is off) and at most 1e30, not {penalty}")
+    return penalty
+
+
+def strings(name: str, value: Any) -> tuple[str, ...]:
+    found = (value,) if isinstance(value, str) else () if value is None else value
+    if not isinstance(found, (list, tuple)) or not all(isinstance(string, str) for string in found):
+        raise TypeError(f"{name} must be a string or a list of strings, not {value!r}")
+    if "" in found:
+        raise ValueError(f"{name} must not hold an empty string: every completion would hold it at once")
+    if any(0xD800 <= ord(character) < 0xE000 for string in found for character in string):
+        raise ValueError(f"{name} must be text; {value!r} holds half of a surrogate pair")
+    return tuple(found)
+
+
+def token_ids(name: str, value: Any, minimum: int | None = None) -> tuple[int, ...]:
+    """Any collection of token ids, also an array, as plain integers."""
+    found = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(found, (list, tuple, set, frozenset, range)):
+        raise TypeError(f"{name} must be a list of token ids, not {value!r}")
+    return tuple(integer(name, token_id, minimum) for token_id in found)
+
+
+def allowed_token_ids(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    found = token_ids("allowed_token_ids", value, minimum=0)
+    if not found:
+        raise ValueError("allowed_token_ids must hold at least one token id; None allows all")
+    return tuple(sorted(set(found)))
+
+
+def logit_bias(value: Any) -> dict[int, float]:
+    if value is not None and not isinstance(value, Mapping):
+        raise TypeError(f"logit_bias must be a dict from token ids to numbers, not {value!r}")
+    if value is not None and len(value) > _MAX_EDITS:
+        raise ValueError(
+            f"logit_bias holds {len(value)} ids, and at most {_MAX_EDITS} are possible; allowed_token_ids bans more"
+        )
+    biases: dict[int, float] = {}
+    for key, bias in (value or {}).items():
+        # JSON's keys are strings.
+        is_text = isinstance(key, str) and key.isascii() and key.isdigit()
+        token_id = integer("a key of logit_bias", int(key) if is_text else key, minimum=0)
+        if token_id in biases:
+            raise ValueError(f"logit_bias names token {token_id} twice")
+        is_number = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
+        if is_number and not -100 <= bias <= 100:  # infinite and NaN biases too
+            raise ValueError(
+                f"logit_bias[{token_id}] must be between -100 and 100, not {bias}; "
+                "bad_words and allowed_token_ids ban tokens"
+            )
+        biases[token_id] = real(f"logit_bias[{token_id}]", bias)
+    return biases
+
+
+def bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:
+    words = (value,) if isinstance(value, str) else () if value is None else value
+    if not isinstance(words, (list, tuple)) or any(isinstance(word, numbers.Number) for word in words):
+        raise TypeError(f"bad_words must be a list of strings or of lists of token ids, not {value!r}")
+    if len(words) > _MAX_EDITS:
+        raise ValueError(
+            f"bad_words holds {len(words)} words, and at most {_MAX_EDITS} are possible; allowed_token_ids bans more"
+        )
+    found: list[str | tuple[int, ...]] = []
+    for word in words:
+        found += strings("bad_words", word) if isinstance(word, str) else [token_ids("bad_words", word, minimum=0)]
+    if () in found:
+        raise ValueError("bad_words must not hold an empty list of token ids")
+    return tuple(found)
+
+
+def structured_outputs(value: Any, min_tokens: int, allowed_token_ids: Any) -> StructuredOutputsParams | None:
+    if isinstance(value, Mapping):  # as from JSON
+        value = StructuredOutputsParams(**value)
+    if value is not None and not isinstance(value, StructuredOutputsParams):
+        raise TypeError(f"structured_outputs must be a StructuredOutputsParams or a dict of its fields, not {value!r}")
+    if value is not None and (min_tokens or allowed_token_ids is not None):
+        name = "min_tokens" if min_tokens else "allowed_token_ids"
+        raise ValueError(f"structured_outputs says which tokens may come when; leave out {name}")
+    return value

@@ -1,0 +1,6 @@
+"""Tokenizer, chat template, stop strings and detokenizing. Only this package and guides.py know a token's text."""
+
+from nanovllm.text.stop_strings import StopStrings
+from nanovllm.text.text import Text
+
+__all__ = ["StopStrings", "Text"]

@@ -1,0 +1,119 @@
+"""The chat template: renders conversations as text, in which special tokens of messages may stay ordinary text."""
+
+import copy
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from nanovllm.prompts import Row, check_messages
+from nanovllm.text.tokenizer import NO_TOKENIZER, Tokenizer
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer.
+
+    Args:
+        tokenizer: transformers' tokenizer of the model, or None.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+
+    def options(self, add_generation_prompt: bool, template_kwargs: Any) -> dict[str, Any]:
+        """The arguments of `apply_chat_template`.
+
+        Raises:
+            ValueError: there is no tokenizer, or it has no chat template.
+            TypeError: `template_kwargs` is not a dict, or holds an argument that is set here.
+        """
+        if self._tokenizer is None:
+            raise ValueError(f"{NO_TOKENIZER}; give LLM(tokenizer=…) one with a chat template")
+        if getattr(self._tokenizer, "chat_template", None) is None:
+            raise ValueError("the model's tokenizer has no chat template; use generate with text or token ids")
+        if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
+            raise TypeError(f"chat_template_kwargs must be a dict, not {template_kwargs!r:.100}")
+        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        taken = {"conversation", *options} & set(template_kwargs or ())
+        if taken:
+            raise TypeError(f"chat_template_kwargs must not hold {', '.join(sorted(taken))}; nanovllm sets that itself")
+        return {**(template_kwargs or {}), **options}
+
+    def render(self, messages: Any, options: Mapping[str, Any], marks: "Marks | None") -> str | ValueError:
+        """A conversation's text, or the reason why it has none."""
+        try:
+            check_messages(messages)
+            messages = messages if marks is None else marks.hide(messages)
+            return self._tokenizer.apply_chat_template(messages, **options)
+        except Exception as error:  # templates raise all kinds of errors
+            return ValueError(f"the chat template cannot render the conversation: {error}")
+
+    @cached_property
+    def marks(self) -> "Marks":
+        return Marks(self._tokenizer)
+
+
+class Marks:
+    """Distinguishes the special tokens of a chat template from text in messages that looks like them.
+
+    In the messages, a mark takes the place of such text. After rendering, these marks become the text again, and other
+    marks take the place of the template's own special tokens. A copy of the tokenizer knows those marks as tokens, so
+    it takes everything else for ordinary text. A mark is made of characters for private use, of which some are random:
+    no text from outside holds one.
+
+    Raises:
+        ValueError: the tokenizer is not one of the tokenizers library.
+    """
+
+    def __init__(self, tokenizer: Any):
+        from tokenizers import AddedToken  # slow to import
+
+        if not tokenizer.is_fast:
+            raise ValueError("split_special_tokens=True needs a model with a tokenizer.json")
+        special = {token_id: token for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        # Longer ones first, because one may begin another.
+        contents = sorted({token.content for token in special.values()}, key=len, reverse=True)
+        secret = "".join(chr(0xF0000 + secrets.randbelow(0xFFFE)) for _ in range(6))
+        self._hidden = {content: secret + chr(0x100000 + 2 * index) for index, content in enumerate(contents)}
+        of_template = {content: secret + chr(0x100001 + 2 * index) for index, content in enumerate(contents)}
+        self._shown = {mark: content for content, mark in self._hidden.items()} | of_template
+        self._pattern = re.compile("|".join(map(re.escape, self._shown)) or "(?!)")
+        tokenizer = copy.deepcopy(tokenizer)
+        for token in special.values():
+            options = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized")}
+            tokenizer.add_tokens([AddedToken(of_template[token.content], special=False, **options)])
+        marks = [of_template[token.content] for token in special.values()]
+        self._ids = dict(zip(tokenizer.convert_tokens_to_ids(marks), special, strict=True))
+        self._tokenizer = Tokenizer(tokenizer)
+
+    def hide(self, messages: Any) -> Any:
+        """The messages, with a mark in place of each text that is a special token."""
+        return _replaced(messages, self._hidden)
+
+    def encode(self, texts: Sequence[str | ValueError]) -> list[Row]:
+        """Tokenizes rendered conversations; a ValueError is one that could not be rendered."""
+        rendered = [text for text in texts if isinstance(text, str)]
+        marked = [self._pattern.sub(lambda found: self._shown[found[0]], text) for text in rendered]
+        encoded = iter(self._tokenizer.encode_texts(marked, add_special_tokens=False, splits_special=True))
+        contents = {mark: content for content, mark in self._hidden.items()}
+        rows = []
+        for text in texts:
+            found = text if isinstance(text, ValueError) else next(encoded)
+            if not isinstance(found, ValueError):
+                found = [self._ids.get(token_id, token_id) for token_id in found]
+            rows.append(Row.of(None if isinstance(text, ValueError) else _replaced(text, contents), found))
+        return rows
+
+
+def _replaced(value: Any, texts: Mapping[str, str]) -> Any:
+    """`value` with every key of `texts` in its strings, at any depth, replaced."""
+    if isinstance(value, str):
+        for old, new in texts.items():
+            value = value.replace(old, new)
+        return value
+    if isinstance(value, Mapping):
+        return {key: _replaced(part, texts) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_replaced(part, texts) for part in value]
+    return value

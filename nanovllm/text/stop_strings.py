@@ -1,0 +1,58 @@
+"""Finds stop strings, while a completion grows and in its text."""
+
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.tokenizer import EXITS, Tokenizer
+
+
+class StopStrings:
+    """Tells after each token of one completion whether its text since `min_tokens` holds a stop string.
+
+    It decodes a window of the last tokens that have text. Each of them adds at least a byte. So a string that the
+    newest token completes is within as many tokens as it has bytes; four more make the window's first character whole.
+
+    If the tokenizer fails, the completion ends, and `error` has the reason.
+
+    Args:
+        text: the model's tokenizer.
+        params: the request's; `stop` is not empty.
+    """
+
+    def __init__(self, text: Tokenizer, params: SamplingParams):
+        self._text = text
+        self._params = params
+        self._window_size = max(len(stop.encode()) for stop in params.stop) + 4
+        self._window: list[int] = []
+        self._num_tokens = 0
+        self.error: ValueError | None = None
+
+    def __call__(self, token_id: int) -> bool:
+        try:
+            return self._ends(token_id)
+        except EXITS:
+            raise
+        except BaseException as error:
+            self.error = undecodable(error)
+            return True
+
+    def _ends(self, token_id: int) -> bool:
+        self._num_tokens += 1
+        skips = self._params.skip_special_tokens
+        if self._num_tokens <= self._params.min_tokens or not self._text.has_text(token_id, skips):
+            return False
+        self._window = [*self._window[1 - self._window_size :], token_id]
+        text = self._text.decode([self._window], skips)[0]
+        return any(stop in text for stop in self._params.stop)
+
+
+def cut(text: str, start: int, params: SamplingParams) -> tuple[str, str | None]:
+    """The text cut at the first stop string from `start` on, and that string; the shortest of several that begin there.
+    Without a stop string, the whole text and None."""
+    ends = [(end, len(stop), stop) for stop in params.stop if (end := text.find(stop, start)) >= 0]
+    if not ends:
+        return text, None
+    end, length, stop = min(ends)
+    return text[: end + length if params.include_stop_str_in_output else end], stop
+
+
+def undecodable(error: BaseException) -> ValueError:
+    return ValueError(f"the completion cannot be decoded: {error}")

@@ -1,0 +1,164 @@
+"""`Text`: makes prompts ready for the engine, and texts of its completions."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from nanovllm.models.directory import find_model
+from nanovllm.prompts import Conversation, Row, as_token_ids, without_dict
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.chat_template import ChatTemplate, Marks
+from nanovllm.text.pairs import encode_pairs
+from nanovllm.text.stop_strings import StopStrings, cut, undecodable
+from nanovllm.text.tokenizer import NO_TOKENIZER, Tokenizer, all_or_each
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+class Text(Tokenizer):
+    """All that depends on a model's tokenizer. Without one, every prompt that needs it gets an error."""
+
+    @classmethod
+    def of_model(cls, directory: Path) -> "Text":
+        """Loads the tokenizer in `directory`, if there is one; a ValueError if it cannot be loaded."""
+        if not any((directory / name).exists() for name in _TOKENIZER_FILES):
+            return cls(None)
+        from transformers import AutoTokenizer  # slow to import
+
+        try:
+            return cls(AutoTokenizer.from_pretrained(directory, trust_remote_code=False))
+        except Exception as error:  # a broken file makes transformers raise all kinds of errors
+            raise ValueError(f"the tokenizer in {directory} cannot be loaded: {error}") from error
+
+    @classmethod
+    def of_options(cls, directory: Path, tokenizer: str | None) -> "Text":
+        """Loads the tokenizer that the option `tokenizer` names, or that of the model in `directory`.
+
+        Raises:
+            ValueError: there is no such tokenizer, or it cannot be loaded.
+        """
+        if tokenizer is None:
+            return cls.of_model(directory)
+        text = cls.of_model(find_model(tokenizer, None, with_weights=False, option="tokenizer"))
+        if text.tokenizer is None:
+            raise ValueError(f"tokenizer={tokenizer!r} holds no tokenizer")
+        return text
+
+    def limited_to(self, max_model_len: int) -> "Text":
+        """A copy that refuses texts that are sure to be longer."""
+        return Text(self.tokenizer, max_model_len)
+
+    # From prompts to rows
+
+    def encode(
+        self, prompts: Sequence[Any], add_special_tokens: bool = True, splits_special: bool = False
+    ) -> list[Row]:
+        """The row of every prompt: strings, token ids, dicts of either, or dicts of a conversation, whose special
+        tokens are those of the chat template. A ValueError is a prompt that cannot run.
+
+        splits_special: a special token in a string or a message is ordinary text.
+        """
+        prompts = [without_dict(prompt) for prompt in prompts]
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(self.encode_texts(texts, add_special_tokens, splits_special))
+        conversations = [prompt for prompt in prompts if isinstance(prompt, Conversation)]
+        answers = iter(self._encode_each_conversation(conversations, splits_special) if conversations else ())
+        rows = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                rows.append(Row.of(prompt, next(encoded)))
+            elif isinstance(prompt, Conversation):
+                rows.append(next(answers))
+            else:
+                rows.append(prompt if isinstance(prompt, Row) else Row.of(None, as_token_ids(prompt)))
+        return rows
+
+    def encode_pairs(self, pairs: Sequence[tuple[Any, Any]]) -> list[Row]:
+        """The row of every (context, continuation), of which the continuation's tokens are scored. Each is a string or
+        token ids.
+
+        Two strings are tokenized as one text. If the context alone has k tokens, the tokens after the first k are the
+        continuation's. Spaces that end the context count as the continuation's. An empty context is replaced by the
+        token that begins texts, or else the one that ends them. These are lm-evaluation-harness's rules for models
+        whose tokenizer adds no special tokens; if it adds some, they begin the context. A conversation is refused.
+        """
+        return encode_pairs(pairs, self.encode, self.first_token_ids)
+
+    def encode_conversations(
+        self,
+        conversations: Sequence[Any],
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, Any] | None,
+        splits_special: bool = False,
+    ) -> list[Row]:
+        """The row of every conversation, through the chat template.
+
+        splits_special: a special token in a message is ordinary text.
+
+        Raises:
+            ValueError: the tokenizer has no chat template, or cannot split special tokens.
+            TypeError: `template_kwargs` is not a dict, or holds an argument that is set here.
+        """
+        options = self._template.options(add_generation_prompt, template_kwargs)
+        marks = self._template.marks if splits_special else None
+        texts = [self._template.render(messages, options, marks) for messages in conversations]
+        return self._encode_rendered(texts, marks)
+
+    def _encode_each_conversation(self, conversations: Sequence[Conversation], splits_special: bool) -> list[Row]:
+        """Like `encode_conversations`, but each has options of its own, and an exception becomes its error. All are
+        tokenized together."""
+        texts: list[str | ValueError] = []
+        marks = None
+        for messages, template_kwargs in conversations:
+            try:
+                options = self._template.options(True, template_kwargs)
+                marks = self._template.marks if splits_special else None
+                texts.append(self._template.render(messages, options, marks))
+            except (TypeError, ValueError) as error:
+                texts.append(ValueError(str(error)))
+        return self._encode_rendered(texts, marks)
+
+    def _encode_rendered(self, texts: list[str | ValueError], marks: Marks | None) -> list[Row]:
+        # The template writes its special tokens itself.
+        return self.encode(texts, add_special_tokens=False) if marks is None else marks.encode(texts)
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer)
+
+    # From completions to texts
+
+    def stop_strings(self, params: SamplingParams) -> StopStrings:
+        """A predicate that finds the stop strings of one completion; a ValueError without a tokenizer."""
+        if self.tokenizer is None:
+            raise ValueError(f"{NO_TOKENIZER}, so stop strings cannot be found; use stop_token_ids")
+        return StopStrings(self, params)
+
+    def complete(
+        self, completions: Sequence[tuple[list[int], SamplingParams]]
+    ) -> list[tuple[str | ValueError, str | None]]:
+        """Each completion's text, cut at its first stop string, and that string, or None if there is none. The text is
+        empty without a tokenizer and with `detokenize=False`, and a ValueError if the tokenizer fails."""
+        texts: list[tuple[str | ValueError, str | None]] = [("", None)] * len(completions)
+        for skips in (True, False) if self.tokenizer is not None else ():
+            rows = [
+                row
+                for row, (_, params) in enumerate(completions)
+                if params.detokenize and params.skip_special_tokens is skips
+            ]
+            found = all_or_each(self._cut_texts, [completions[row] for row in rows])
+            for row, text in zip(rows, found, strict=True):
+                texts[row] = (undecodable(text), None) if isinstance(text, BaseException) else text
+        return texts
+
+    def _cut_texts(self, completions: list[tuple[list[int], SamplingParams]]) -> list[tuple[str, str | None]]:
+        """`complete` for completions that agree about special tokens."""
+        skips = completions[0][1].skip_special_tokens
+        decoded = self.decode([token_ids for token_ids, _ in completions], skips)
+        return [self._cut(text, *completion) for text, completion in zip(decoded, completions, strict=True)]
+
+    def _cut(self, text: str, token_ids: list[int], params: SamplingParams) -> tuple[str, str | None]:
+        before = token_ids[: params.min_tokens] if params.stop else []
+        start = len(self.decode([before], params.skip_special_tokens)[0]) if before else 0
+        return cut(text, start, params)

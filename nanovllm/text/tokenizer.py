@@ -1,0 +1,170 @@
+"""A model's tokenizer: token ids of texts, texts of token ids, and a ValueError in place of all that it raises."""
+
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, lru_cache
+from typing import Any, TypeVar
+
+Given = TypeVar("Given")
+Found = TypeVar("Found")
+
+NO_TOKENIZER = "the model has no tokenizer"
+# Exceptions that end the program or its generators, and are not the fault of a text.
+EXITS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+
+
+class Tokenizer:
+    """A model's tokenizer, or none. A text that it cannot encode gives a ValueError, which is its prompt's error.
+
+    Args:
+        tokenizer: transformers' tokenizer of the model, or None.
+        max_model_len: refuse texts that are sure to have more tokens before they are tokenized; None refuses none.
+    """
+
+    def __init__(self, tokenizer: Any, max_model_len: int | None = None):
+        self.tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        # Many requests ask for the same.
+        self._has_text = lru_cache(maxsize=None)(self._find_whether_it_has_text)
+        self._token_text = lru_cache(maxsize=None)(self._find_token_text)
+        self._bad_word_ids = lru_cache(maxsize=1024)(self._find_bad_word_ids)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokenizer's own end-of-sequence id, if it has one."""
+        token_id = getattr(self.tokenizer, "eos_token_id", None)
+        return () if token_id is None else (token_id,)
+
+    @property
+    def first_token_ids(self) -> list[int]:
+        """The token that begins texts, or else the one that ends them; empty without either."""
+        names = ("bos_token_id", "eos_token_id")
+        found = [token_id for name in names if (token_id := getattr(self.tokenizer, name, None)) is not None]
+        return found[:1]
+
+    def encode_texts(
+        self, texts: list[str], add_special_tokens: bool, splits_special: bool = False
+    ) -> list[list[int] | ValueError]:
+        """Token ids of every text, or the reason why it has none.
+
+        splits_special: a special token in a text is ordinary text.
+        """
+        if self.tokenizer is None:
+            error = ValueError(f"{NO_TOKENIZER}; give the prompt as token ids, or LLM(tokenizer=…) another one")
+            return [error] * len(texts)
+        options = {"add_special_tokens": add_special_tokens, "return_attention_mask": False, "verbose": False}
+        if splits_special:
+            options["split_special_tokens"] = True
+        refusals = [self._refusal(text) for text in texts]
+        rest = [text for text, refusal in zip(texts, refusals, strict=True) if refusal is None]
+        found = all_or_each(lambda some: self.tokenizer(some, **options)["input_ids"], rest)
+        encoded = map(_ids_or_error, rest, found)
+        return [next(encoded) if refusal is None else refusal for refusal in refusals]
+
+    def _refusal(self, text: str) -> ValueError | None:
+        """The error of a text whose tokens are sure to be more than `max_model_len`, so that it is not tokenized."""
+        longest = self._longest_token if self._max_model_len is not None else None
+        if longest is None or self._max_model_len is None or 4 * len(text) <= longest * self._max_model_len:
+            return None
+        if repr(self.tokenizer.backend_tokenizer.normalizer) == "NFC()":
+            text = unicodedata.normalize("NFC", text)
+        num_bytes = len(text.encode(errors="replace"))
+        if num_bytes <= longest * self._max_model_len:
+            return None
+        return ValueError(
+            f"the prompt's {num_bytes} bytes are more than max_model_len={self._max_model_len} tokens of at most "
+            f"{longest} bytes can hold; shorten it"
+        )
+
+    @cached_property
+    def _longest_token(self) -> int | None:
+        """The most bytes of a text that one token holds; None if the tokenizer may drop or merge any number of them."""
+        if not getattr(self.tokenizer, "is_fast", False):
+            return None
+        backend = self.tokenizer.backend_tokenizer
+        keeps_all = "ByteLevel" in repr(backend.pre_tokenizer) and repr(backend.normalizer) in ("None", "NFC()")
+        if not keeps_all or any(each.lstrip or each.rstrip for each in self.tokenizer.added_tokens_decoder.values()):
+            return None
+        return max(len(token.encode()) for token in backend.get_vocab())
+
+    def bad_words_as_ids(self, bad_words: Iterable[str | tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        """SamplingParams.bad_words with every string replaced by its token ids; ids stay as they are.
+
+        Each string gives its ids without leading spaces. It also gives its ids with one leading space, if those are as
+        many and begin with another id. This is vLLM's rule, `SamplingParams.update_from_tokenizer`.
+
+        Raises:
+            ValueError: there is no tokenizer, or it has no tokens for a string.
+        """
+        ids: list[tuple[int, ...]] = []
+        for word in bad_words:
+            ids += self._bad_word_ids(word) if isinstance(word, str) else [word]
+        return tuple(ids)
+
+    def _find_bad_word_ids(self, word: str) -> list[tuple[int, ...]]:
+        if self.tokenizer is None:
+            raise ValueError(f"{NO_TOKENIZER}; give bad_words as lists of token ids")
+        word = word.lstrip() or word  # a word may be nothing but spaces
+        bare, spaced = self.encode_texts([word, " " + word], add_special_tokens=False)
+        if isinstance(bare, ValueError) or isinstance(spaced, ValueError) or not bare:
+            raise ValueError(f"the tokenizer has no tokens for the bad word {word!r}")
+        ids = [bare, spaced] if len(spaced) == len(bare) and spaced[0] != bare[0] else [bare]
+        return [tuple(token_ids) for token_ids in ids]
+
+    def decode(self, completions: list[list[int]], skip_special_tokens: bool) -> list[str]:
+        """The text of each list of token ids."""
+        return self.tokenizer.batch_decode(
+            completions, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def token_text(self, token_id: int) -> str | None:
+        """The text of one token alone, special tokens too; None without a tokenizer, or if it cannot decode it."""
+        return self._token_text(token_id)
+
+    def _find_token_text(self, token_id: int) -> str | None:
+        if self.tokenizer is None:
+            return None
+        (text,) = all_or_each(lambda some: self.decode(some, skip_special_tokens=False), [[token_id]])
+        return None if isinstance(text, BaseException) else text
+
+    def has_text(self, token_id: int, skip_special_tokens: bool) -> bool:
+        """Whether a token adds anything to the text. Skipped special tokens and ids that the tokenizer lacks do not."""
+        return self._has_text(token_id, skip_special_tokens)
+
+    def _find_whether_it_has_text(self, token_id: int, skip_special_tokens: bool) -> bool:
+        # Alone, a space can vanish at the text's beginning, so the token is decoded between two others.
+        neighbour = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        without, with_it = [*neighbour, *neighbour], [*neighbour, token_id, *neighbour]
+        return len(set(self.decode([without, with_it], skip_special_tokens))) == 2
+
+
+def all_or_each(
+    function: Callable[[list[Given]], Sequence[Found]], given: list[Given]
+) -> Sequence[Found | BaseException]:
+    """The function's results for all that is given. If it raises, each is tried alone, and has its own result or error.
+
+    Tokenizers raise all kinds of errors; a panic of theirs is not even an Exception.
+    """
+    if not given:
+        return []
+    try:
+        return function(given)
+    except EXITS:
+        raise
+    except BaseException as error:
+        return [error] if len(given) == 1 else [all_or_each(function, [each])[0] for each in given]
+
+
+def _ids_or_error(text: str, found: list[int] | BaseException) -> list[int] | ValueError:
+    if isinstance(found, BaseException):
+        return ValueError(f"the prompt cannot be tokenized: {_why_no_text(text) or found}")
+    return found
+
+
+def _why_no_text(text: str) -> str | None:
+    """The fault of a string that has no UTF-8 form; the tokenizer's own error would name only its types."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"{text[error.start]!r} at position {error.start} is half a surrogate pair, not a character"
+    return None
