@@ -32,7 +32,7 @@ import pytest
 import nanovllm
 from nanovllm import LLM, Config, Preflight, SamplingParams, StructuredOutputsParams
 from nanovllm.demo import MODEL_DIRECTORY
-from nanovllm.jobs import cli
+from nanovllm.jobs import JobOptions, cli, run_batch
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
@@ -52,6 +52,9 @@ class Block(NamedTuple):
     language: str
     comment: str
     code: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
 
     def argument(self, keyword: str) -> str | None:
         """What follows a keyword in the comment; None without it."""
@@ -116,6 +119,21 @@ def test_links_lead_to_a_file_and_a_heading(page: str):
         if anchor:
             headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
             assert anchor in map(slug, headings), target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_names_exist(page: str):
+    drawings = "".join(block.code for block in blocks_of(page) if not block.language)
+    names = re.findall(r"`([\w./-]+)`", prose_of(page)) + re.findall(r"[\w/]+\.py|\w+/", drawings)
+    for name in names:
+        if re.search(r"\w\.(py|md|svg)$|^benchmarks/.*\.json$|\w/$", name):
+            assert is_there(name), name
+
+
+def is_there(name: str) -> bool:
+    """Whether a file or directory of the repository has this path, or a path that ends with it."""
+    places = (ROOT, ROOT / "docs", ROOT / "nanovllm", ROOT / "tests")
+    return any((place / name).exists() or any(place.glob(f"*/{name}")) for place in places)
 
 
 # Tables
@@ -258,11 +276,7 @@ def test_no_block_is_left_out_silently():
 # Shell and JSON
 
 SHELL = [block for block in BLOCKS if block.language == "bash"]
-# Where the options of a command are: its own file or those that it reads them from.
-SOURCES = {
-    "python": lambda words: [ROOT / words[1]],
-    "pytest": lambda words: [ROOT / "tests" / "conftest.py"],
-}
+PYTEST_OPTIONS = {"-m", "-n0", "-s", "-k"}
 
 
 def commands_of(block: Block) -> list[list[str]]:
@@ -278,26 +292,74 @@ def commands_of(block: Block) -> list[list[str]]:
     return [words for words in commands if words]
 
 
-def check_job(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the command as a dry run."""
+def check_job(words: list[str]) -> None:
+    """Runs a command of jobs as a dry run."""
     Path("in.jsonl").write_text('{"id": 1, "prompt": "Hello"}\n')
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    assert cli.main([*words[1:], "--dry-run"]) == 0, words
+    assert cli.main([*words, "--dry-run"]) == 0, words
+
+
+def check_script(words: list[str]) -> None:
+    """A script exists, and so do its options, in its file or in the benchmarks that it may read them from."""
+    sources = [ROOT / words[0], *(ROOT / "benchmarks").glob("*.py")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    for option in re.findall(r"^--([\w-]+)", "\n".join(words), re.MULTILINE):
+        assert re.search(rf"\b{option.replace('-', '[-_]')}\b", text), f"{words[0]} has no --{option}"
+
+
+def check_pytest(words: list[str]) -> None:
+    """The files exist, and so do the options that are not pytest's own."""
+    options = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")
+    for word in words:
+        if word.startswith("--"):
+            assert f'"{word.split("=")[0]}"' in options, word
+        elif word.startswith("-"):
+            assert word in PYTEST_OPTIONS, word
+        elif word.startswith("tests"):
+            assert (ROOT / word).exists(), word
 
 
 @pytest.mark.parametrize("block", [block for block in SHELL if block.argument("run") is None], ids=str)
-def test_shell_blocks_name_commands_and_options_that_exist(
-    block: Block, hub: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    for words in commands_of(block):
-        if words[0] == "nanovllm":
-            check_job(words, monkeypatch)
-        elif words[:2] == ["python", "-m"]:
-            assert (ROOT / f"{words[2].replace('.', '/')}.py").exists(), words
-        elif words[0] in SOURCES:
-            for word in words[1:]:
-                if word.endswith(".py") or word.startswith("tests/"):
-                    assert (ROOT / word).exists(), words
+def test_shell_blocks_name_commands_and_options_that_exist(block: Block, hub: None):
+    for name, *words in commands_of(block):
+        if name == "nanovllm":
+            check_job(words)
+        elif name == "pytest":
+            check_pytest(words)
+        elif name == "python" and words[0] == "-m":
+            assert (ROOT / f"{words[1].replace('.', '/')}.py").exists(), words
+        elif name == "python":
+            check_script(words)
+        else:
+            assert name in ("pip", "pre-commit"), name
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_extras_exist(page: str):
+    declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for names in re.findall(r"pip\s+install\s+-e\s+\"\.\[([\w,-]+)\]\"", read(page)):
+        for name in names.split(","):
+            assert re.search(rf"^{name} = \[", declared, re.MULTILINE), name
+
+
+def json_lines(page: str, before: str, after: str) -> list[str]:
+    """The lines of the page's JSON blocks between two headings."""
+    first, last = (read(page).index(f"## {heading}\n") for heading in (before, after))
+    lines = read(page)[first:last]
+    return "".join(re.findall(r"^```json\n(.*?)^```$", lines, re.MULTILINE | re.DOTALL)).splitlines()
+
+
+def test_the_input_rows_of_the_page_on_jobs_can_run(hub: None):
+    rows = json_lines("docs/jobs.md", "Input", "Output")
+    # Both formats name their rows alike; ids must differ, and the bundled model has 259 tokens.
+    numbered = [re.sub(r'"(custom_)?id": ("q\d"|3)', rf'"\g<1>id": {n}', row) for n, row in enumerate(rows)]
+    Path("in.jsonl").write_text("\n".join(numbered).replace("[1, 450, 7483]", "[1, 45, 74]"))
+    report = run_batch(JobOptions("in.jsonl", "out.jsonl", "Qwen/Qwen3-0.6B", dry_run=True))
+    assert report["rows"]["total"] == len(rows) >= 5 and report["rows"]["errors"] == 0, report["errors"]
+
+
+def test_the_output_rows_of_the_page_on_jobs_are_json():
+    rows = [json.loads(row) for row in json_lines("docs/jobs.md", "Output", "Kills, failures and resuming")]
+    assert len(rows) >= 4 and all({"id", "error"} <= set(row) for row in rows)
 
 
 @pytest.mark.parametrize("block", [block for block in SHELL if block.argument("run") is not None], ids=str)
