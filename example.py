@@ -27,7 +27,7 @@ REAL_QUESTIONS = ["Introduce yourself in one sentence.", "List all prime numbers
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="directory or hub name; without it, the bundled model")
-    parser.add_argument("--max-tokens", type=int, default=256, help="most tokens of an answer (default 256)")
+    parser.add_argument("--max-tokens", type=int, default=256, help="maximum tokens of an answer (default 256)")
     arguments = parser.parse_args()
     if arguments.model is None:
         print("No --model: using the small bundled model, which does sums and plays with words.\n")

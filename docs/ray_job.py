@@ -7,12 +7,11 @@ It runs on the Ray cluster that it finds (`ray job submit`, or RAY_ADDRESS), els
 the paths and the model. Each row needs an id of its own. A row that cannot run has its reason in the column `error`.
 
 Resuming: give the same command again. Ray keeps the ids of the rows that it has written next to the output
-(CheckpointConfig of Ray 2.60, which Ray calls beta), and leaves these rows out. What that does not guarantee:
+(CheckpointConfig of Ray 2.60, which Ray calls beta), and leaves these rows out. Its limits:
 
-- Rows that were computed and not yet written are computed again. With a seed they come out alike, as far as the batch
-  that they run in does not change a rounding.
+- Rows that were computed and not yet written are computed again. With a seed they give the same tokens, up to rounding.
 - The ids must differ. Resuming leaves out every row whose id has been written.
-- Nothing notices that prompts, model or parameters have changed. Use another output directory then.
+- A changed prompt, model or parameter is not noticed. Use another output directory then.
 - Ray removes the ids when a job has succeeded. The same command then computes all rows again, next to the old ones.
 - Rows with an error count as written.
 """
@@ -42,7 +41,7 @@ def main() -> None:
     parser.add_argument("--actors", type=int, default=1, help="how many LLMs (default 1)")
     parser.add_argument("--batch-size", type=int, default=128, help="rows of a batch (default 128)")
     parser.add_argument("--batches", type=int, default=32, help="batches that an actor has at a time (default 32)")
-    parser.add_argument("--rows-per-file", type=int, default=1000, help="fewest rows of a file (default 1000)")
+    parser.add_argument("--rows-per-file", type=int, default=1000, help="minimum rows of a file (default 1000)")
     arguments = parser.parse_args()
 
     is_remote = "://" in arguments.output

@@ -93,7 +93,7 @@ _PROMPT_LAUNCHES = {
 
 @cache
 def prompt_launch(shape: AttentionShape, block_size: int) -> PromptLaunch:
-    """The fastest launch of _prefill_kernel found for this shape; docs/performance.md has the figures."""
+    """The fastest launch of _prefill_kernel found for this shape; docs/record.md has the figures."""
     is_interpreted = shape.device.type == "cpu"
     # The copy engine came with compute capability 9.0. Later GPUs have other registers and less shared memory. Products
     # of float32 need other tiles.

@@ -102,7 +102,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
     )
     sampling.add_argument("--params", type=_json_object, help="SamplingParams as a JSON object")
     names = _add_options(sampling, SamplingParams.__init__)
-    engine = parser.add_argument_group("engine", "Options of LLM; README.md describes them.")
+    engine = parser.add_argument_group("engine", "Options of LLM; docs/api.md describes them.")
     engine.add_argument("--data-parallel-size", type=int, metavar="INT", help="how many LLMs, each on GPUs of its own")
     return top, ["data_parallel_size", *_add_options(engine, LLM.__init__)], names
 

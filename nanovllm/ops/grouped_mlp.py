@@ -66,7 +66,7 @@ class ExpertWeights(NamedTuple):
 
 
 # Pairs of a tile -> (tile of the product that makes `hidden`, tile of the one that makes `outputs`). The fastest of 121
-# and of 131 shapes on an H200 with the experts of Qwen3-30B-A3B (docs/performance.md).
+# and of 131 shapes on an H200 with the experts of Qwen3-30B-A3B (docs/record.md).
 _TILES = {
     16: (_Tile(32, 256, 4, 4), _Tile(128, 256, 4, 4)),
     32: (_Tile(64, 256, 3, 4), _Tile(128, 256, 3, 4)),

@@ -2,7 +2,7 @@
 weights rearranged once for its matrix kernels.
 
 PyTorch multiplies float32 matrices with MKL, which shares a product of few rows badly between threads: at 30
-rows oneDNN takes half to a third of its time (docs/performance.md). The plain twin is `F.linear`.
+rows oneDNN takes half to a third of its time (docs/record.md). The plain twin is `F.linear`.
 """
 
 from bisect import bisect_left
