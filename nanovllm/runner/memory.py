@@ -92,7 +92,7 @@ def graph_bytes(
 
     activations: of a step of `num_tokens` tokens.
     """
-    if not sizes.decode_sizes:
+    if not sizes.are_captured:
         return 0
     # Per logit: itself, the float32 copy of the logits processors, and their int32 count of tokens. NCCL receives
     # another rank's columns before they are put in order.

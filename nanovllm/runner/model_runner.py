@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from nanovllm.attention.backend import AttentionBackend, AttentionShape, make_attention_backend
+from nanovllm.attention.backend import AttentionShape, make_attention_backend
 from nanovllm.config import Config
 from nanovllm.engine.runner import Runner, RunnerInfo
 from nanovllm.engine.step import Step
@@ -41,7 +41,7 @@ from nanovllm.runner.sequence_table import SequenceTable
 from nanovllm.runner.settings import Settings, read_settings
 from nanovllm.runner.step_in_flight import StepInFlight
 from nanovllm.runner.step_program import StepProgram, on_device
-from nanovllm.runner.step_sizes import StepSizes, max_tokens_beside_decodes
+from nanovllm.runner.step_sizes import StepSizes
 from nanovllm.runner.weights_in_place import drop, num_bytes_away, num_bytes_there, to_device, to_host
 from nanovllm.sampling_params import MAX_LOGPROBS
 
@@ -84,7 +84,7 @@ class ModelRunner(Runner):
             eos_token_ids=model_config.eos_token_ids,
             generation_config=model_config.generation,
             max_useful_batched_tokens=2**31 if settings.is_gpu else _USEFUL_CPU_TOKENS,
-            max_tokens_beside_decodes=_tokens_beside_decodes(settings, program.backend) if settings.is_gpu else 2**31,
+            max_tokens_beside_decodes=program.sizes.max_tokens_beside_decodes if settings.is_gpu else 2**31,
             device=str(settings.device),
             dtype=str(settings.dtype).removeprefix("torch."),
             attention_backend=program.backend.name,
@@ -196,69 +196,78 @@ def start(settings: Settings) -> tuple[StepProgram, int]:
     Returns:
         The program, and the bytes that its largest step takes while it runs.
     """
-    config, model_config, device = settings.config, settings.model_config, settings.device
+    config, device, is_gpu, max_num_seqs = settings.config, settings.device, settings.is_gpu, settings.max_num_seqs
     free_at_start = settings.free_bytes()
+    program, sizes, layout = _load(settings)
+    use = MemoryUse(total=0, free_at_start=0, free=settings.free_bytes())
+    if is_gpu:
+        use = warm_up.measure_memory(program, settings.max_step_tokens, max_num_seqs, free_at_start)
+        vocab_size, itemsize, parallel = settings.model_config.vocab_size, settings.dtype.itemsize, program.parallel
+        for_graphs = graph_bytes(use.activations, settings.max_step_tokens, sizes, vocab_size, itemsize, parallel)
+        use = replace(use, graphs=for_graphs)
+    blocks_of_longest = -(-settings.max_model_len // layout.block_size)
+    num_blocks = num_kvcache_blocks(config, use, layout.block_bytes, blocks_of_longest, max_num_seqs, is_gpu)
+    num_blocks = program.parallel.minimum(num_blocks, device)
+    program = replace(program, kv_cache=layout.empty(num_blocks, device))
+    if sizes.are_captured:
+        graphs = CudaGraphs(program.table.parked, device, program.parallel.size == 1, program.parallel.calls_nccl)
+        program = replace(program, sizes=sizes, graphs=graphs)
+    # After the captures, the rest must still be free: for activations, and for other programs.
+    _capture(settings, program, settings.free_bytes() - use.graphs)
+    return program, use.activations
+
+
+def _load(settings: Settings) -> tuple[StepProgram, StepSizes, KVCacheLayout]:
+    """Loads the model, and compiles kernels during that time.
+
+    Returns:
+        A program for the trial of the largest step, with a cache of one block and no captures; the sizes of steps once
+        they are captured; and the layout of the KV cache.
+    """
+    config, model_config, device, dtype = settings.config, settings.model_config, settings.device, settings.dtype
+    max_num_seqs, max_model_len, use_kernels = settings.max_num_seqs, settings.max_model_len, settings.use_kernels
     parallel = _with_exchanges(settings)
     backend = make_attention_backend(config.attention_backend, _attention_shape(settings), config.kvcache_block_size)
     block_size = config.kvcache_block_size or backend.default_block_size
-    is_captured = _is_captured(settings, backend)
+    # A captured step must not ask the device for a count; only our kernels sample without one.
+    may_capture = settings.is_gpu and use_kernels and not config.enforce_eager and backend.can_be_captured
     sizes = StepSizes.of(
-        settings.max_num_seqs, config.max_num_batched_tokens, settings.max_model_len, parallel.size,
-        row_multiple(parallel), _tokens_beside_decodes(settings, backend) if _captures_prompts(settings, backend) else None,
+        max_num_seqs, config.max_num_batched_tokens, max_model_len, model_config.hidden_size,
+        num_layer_parameters(model_config, num_tokens=1) / parallel.size, may_capture,
+        may_capture and backend.can_capture_prompts, row_multiple(parallel),
     )  # fmt: skip
     # Layers with a window share no keys for long.
     may_share = backend.max_num_shared_splits > 0 and any(layer.window == 0 for layer in model_config.layers)
     table = SequenceTable(
-        settings.max_num_seqs, settings.max_model_len, block_size, model_config.vocab_size,
-        min(config.max_num_batched_tokens, settings.max_num_seqs * settings.max_model_len), device,
-        backend if config.prefix_grouping and may_share else None, row_multiple(parallel), settings.use_kernels,
+        max_num_seqs, max_model_len, block_size, model_config.vocab_size,
+        min(config.max_num_batched_tokens, max_num_seqs * max_model_len), device,
+        backend if config.prefix_grouping and may_share else None, sizes.sampled_multiple, use_kernels,
     )  # fmt: skip
-    sampler = Sampler(VocabSlice.of(model_config.vocab_size, parallel), parallel, settings.use_kernels)
-    num_rows = sizes.padded_sampled(sizes.max_num_rows) if is_captured else 0
-    hidden_states = torch.zeros(num_rows, model_config.hidden_size, dtype=settings.dtype, device=device)
+    sampler = Sampler(VocabSlice.of(model_config.vocab_size, parallel), parallel, use_kernels)
+    num_rows = sizes.padded_sampled(sizes.max_num_rows) if sizes.are_captured else 0
+    hidden_states = torch.zeros(num_rows, model_config.hidden_size, dtype=dtype, device=device)
     with warm_up.Compiling() as compiling:
-        if settings.is_gpu and settings.use_kernels:
-            warm_up.compile_sampling(compiling, sampler, table, settings.dtype)
+        if settings.is_gpu and use_kernels:
+            warm_up.compile_sampling(compiling, sampler, table, dtype)
         with explained_out_of_memory("the model", device):
-            model = CausalLM(
-                model_config, settings.max_model_len, backend, parallel, settings.dtype, device, settings.use_kernels
-            )
+            model = CausalLM(model_config, max_model_len, backend, parallel, dtype, device, use_kernels)
         layout = KVCacheLayout(
             model_config.num_hidden_layers, block_size, model.num_kv_heads, model_config.head_dim,
             settings.kv_cache_dtype,
         )  # fmt: skip
-        # For the trial of the largest step, a cache of one block will do, and nothing is captured.
         program = StepProgram(
             model, backend, table, sampler, layout.empty(1, device).zero_(), sizes.eager(), None, hidden_states,
-            parallel, settings.use_kernels,
+            parallel, use_kernels,
         )  # fmt: skip
         # Not with several ranks: their kernels wait for each other, and the ranks compile at different speeds.
-        if is_captured and parallel.size == 1:
+        if sizes.are_captured and parallel.size == 1:
             warm_up.compile_forward(compiling, program, sizes)
         if config.load_format == "dummy":
             fill_dummy_weights(model, config.seed)
         else:
             load_weights(model, settings.directory)
         pack_weights(model)
-    use = MemoryUse(total=0, free_at_start=0, free=settings.free_bytes())
-    if settings.is_gpu:
-        use = warm_up.measure_memory(program, settings.max_step_tokens, settings.max_num_seqs, free_at_start)
-    if is_captured:
-        vocab_size, itemsize = model_config.vocab_size, settings.dtype.itemsize
-        for_graphs = graph_bytes(use.activations, settings.max_step_tokens, sizes, vocab_size, itemsize, parallel)
-        use = replace(use, graphs=for_graphs)
-    blocks_of_longest = -(-settings.max_model_len // block_size)
-    num_blocks = num_kvcache_blocks(
-        config, use, layout.block_bytes, blocks_of_longest, settings.max_num_seqs, settings.is_gpu
-    )
-    num_blocks = parallel.minimum(num_blocks, device)
-    program = replace(program, kv_cache=layout.empty(num_blocks, device))
-    if is_captured:
-        graphs = CudaGraphs(table.parked, device, parallel.size == 1, parallel.calls_nccl)
-        program = replace(program, sizes=sizes, graphs=graphs)
-        # After the captures, this must still be free: for activations, and for other programs.
-        _capture(settings, program, settings.free_bytes() - use.graphs)
-    return program, use.activations
+    return program, sizes, layout
 
 
 def _capture(settings: Settings, program: StepProgram, min_free: int) -> None:
@@ -303,23 +312,6 @@ def _attention_shape(settings: Settings) -> AttentionShape:
         scale=model_config.attention_scale,
         windows=tuple({layer.window: None for layer in model_config.layers}),
         has_fp8_cache=settings.config.kv_cache_dtype == "fp8",
-    )
-
-
-def _is_captured(settings: Settings, backend: AttentionBackend) -> bool:
-    # A captured step must not ask the device for a count; only our kernels sample without one.
-    may_capture = settings.is_gpu and settings.use_kernels and not settings.config.enforce_eager
-    return may_capture and backend.can_be_captured
-
-
-def _captures_prompts(settings: Settings, backend: AttentionBackend) -> bool:
-    return _is_captured(settings, backend) and backend.can_capture_prompts
-
-
-def _tokens_beside_decodes(settings: Settings, backend: AttentionBackend) -> int:
-    num_weights = num_layer_parameters(settings.model_config, num_tokens=1) / settings.parallel.size
-    return max_tokens_beside_decodes(
-        settings.model_config.hidden_size, num_weights, _captures_prompts(settings, backend)
     )
 
 

@@ -38,9 +38,10 @@ class StepSize(NamedTuple):
 class StepSizes:
     """Chooses the size of each step.
 
-    max_num_rows: of a captured step. Only a step with forked siblings, which are rows without tokens, has more rows.
+    max_num_rows: rows of a captured step. Only a step with forked siblings, which are rows without tokens, has more.
     sampled_multiple: the number of rows that may sample is padded to a multiple of it.
     max_num_scored: rows of logits that are made at a time to score prompts.
+    max_tokens_beside_decodes: see Scheduler.
     decode_sizes: numbers of rows of captured decodes, ascending; empty if nothing is captured.
     prompt_sizes: numbers of tokens of captured steps with prompts, ascending.
     """
@@ -48,6 +49,7 @@ class StepSizes:
     max_num_rows: int
     sampled_multiple: int
     max_num_scored: int
+    max_tokens_beside_decodes: int
     decode_sizes: tuple[int, ...]
     prompt_sizes: tuple[int, ...]
 
@@ -57,24 +59,33 @@ class StepSizes:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
-        num_ranks: int = 1,
+        hidden_size: int,
+        num_layer_parameters: float,
+        captures_decodes: bool,
+        captures_prompts: bool,
         sampled_multiple: int = 1,
-        usual_prompt_tokens: int | None = None,
     ) -> "StepSizes":
-        """The sizes of an engine that captures decodes and, unless `usual_prompt_tokens` is None, prompts.
+        """The sizes of one engine.
 
-        usual_prompt_tokens: see `max_tokens_beside_decodes`.
+        num_layer_parameters: numbers in this rank's layers that one token is multiplied with.
+        sampled_multiple: more than 1 if there are several ranks.
         """
         max_num_rows = min(max_num_seqs, max_num_batched_tokens)
         max_scored = _MAX_SCORED // sampled_multiple * sampled_multiple
-        if num_ranks > 1:  # the exchange has room for as many rows of logits as can sample
+        if sampled_multiple > 1:  # the exchange has room for as many rows of logits as can sample
             max_scored = min(max_scored, _padded(max_num_rows, sampled_multiple))
+        beside_decodes = max_tokens_beside_decodes(hidden_size, num_layer_parameters, captures_prompts)
         prompts: list[int] = []
-        if usual_prompt_tokens is not None:
+        if captures_prompts:
             limit = min(max_num_batched_tokens, max_num_seqs * max(1, max_model_len - 1))
-            usual = min(usual_prompt_tokens, limit)
+            usual = min(beside_decodes, limit)
             prompts = prompt_ladder(usual, min(max(usual, 2 * max_num_seqs), limit))
-        return cls(max_num_rows, sampled_multiple, max_scored, tuple(decode_ladder(max_num_rows)), tuple(prompts))
+        decodes = decode_ladder(max_num_rows) if captures_decodes else []
+        return cls(max_num_rows, sampled_multiple, max_scored, beside_decodes, tuple(decodes), tuple(prompts))
+
+    @property
+    def are_captured(self) -> bool:
+        return bool(self.decode_sizes)
 
     def eager(self) -> "StepSizes":
         """The same engine's sizes if it captures nothing."""
@@ -88,7 +99,7 @@ class StepSizes:
         is_scored: it needs the hidden states of tokens that do not sample, which captured steps do not keep.
         """
         num_rows, num_tokens = len(rows.entries), int(rows.num_new_tokens.sum())
-        if self.decode_sizes and not is_scored and num_decodes == num_rows:
+        if self.are_captured and not is_scored and num_decodes == num_rows:
             return self.decode_size(self.padded_rows(num_rows), is_grouped), True
         num_tiles = int((-(-rows.num_new_tokens[num_decodes:] // QUERY_TILE)).sum())
         if not is_scored:
