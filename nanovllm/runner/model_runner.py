@@ -3,6 +3,7 @@
 import logging
 import traceback
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,17 +15,9 @@ from nanovllm.engine.step import Step
 from nanovllm.layers.embed_head import VocabSlice
 from nanovllm.layers.linear import Packable
 from nanovllm.layers.sampler import Sampler, row_multiple
+from nanovllm.models import loader
 from nanovllm.models.cost import num_layer_parameters
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.loader import (
-    Tensors,
-    check_update,
-    expected_tensors,
-    fill_dummy_weights,
-    given_tensors,
-    load_weights,
-    update_weights,
-)
 from nanovllm.ops.collectives import Parallel
 from nanovllm.runner import warm_up
 from nanovllm.runner.cuda_graph import CudaGraphs
@@ -76,19 +69,13 @@ class ModelRunner(Runner):
             raise
         program, model_config, cache = self.program, settings.model_config, self.program.kv_cache
         self.info = RunnerInfo(
-            num_kvcache_blocks=cache.num_blocks,
-            kvcache_block_size=cache.block_size,
-            max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
-            vocab_size=model_config.vocab_size,
-            eos_token_ids=model_config.eos_token_ids,
-            generation_config=model_config.generation,
+            cache.num_blocks, cache.block_size, settings.max_model_len, model_config.vocab_size,
+            model_config.eos_token_ids, model_config.generation, settings.max_num_seqs,
             max_useful_batched_tokens=2**31 if settings.is_gpu else _USEFUL_CPU_TOKENS,
             max_tokens_beside_decodes=program.sizes.max_tokens_beside_decodes if settings.is_gpu else 2**31,
-            device=str(settings.device),
-            dtype=str(settings.dtype).removeprefix("torch."),
+            device=str(settings.device), dtype=str(settings.dtype).removeprefix("torch."),
             attention_backend=program.backend.name,
-        )
+        )  # fmt: skip
         logger.info(
             "%s on %s in %s%s, attention %s%s, %d KV cache blocks of %d tokens (%.2f GiB of %s), max_model_len %d",
             model_config.architecture, settings.device, settings.dtype,
@@ -117,20 +104,20 @@ class ModelRunner(Runner):
     # Weights in place
 
     def update_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        tensors = given_tensors(weights)
+        tensors = loader.given_tensors(weights)
         self.check_update(tensors)
         self.load_update(tensors)
 
-    def check_update(self, tensors: Tensors) -> None:
+    def check_update(self, tensors: loader.Tensors) -> None:
         """Raises a ValueError if `load_update` could not copy these. Ranks may check all before one of them copies."""
-        check_update(self.program.model, tensors)
+        loader.check_update(self.program.model, tensors)
 
-    def load_update(self, tensors: Tensors) -> None:
+    def load_update(self, tensors: loader.Tensors) -> None:
         """Copies tensors that were checked. An interrupted copy leaves them undefined."""
-        names = expected_tensors(self.program.model).keys() & tensors.keys()
+        names = loader.expected_tensors(self.program.model).keys() & tensors.keys()
         self._undefined |= names
         with on_device(self.settings.device):
-            update_weights(self.program.model, tensors)
+            loader.update_weights(self.program.model, tensors)
             if self.settings.is_gpu:  # the caller may overwrite the tensors now
                 torch.cuda.synchronize(self.settings.device)
         self._undefined -= names
@@ -144,7 +131,7 @@ class ModelRunner(Runner):
         program = self.program
         self._sleep_level = level = max(level, self._sleep_level)
         if level == 2:
-            self._undefined = set(expected_tensors(program.model))
+            self._undefined = set(loader.expected_tensors(program.model))
         with on_device(self.settings.device), torch.no_grad():
             if self.settings.is_gpu:
                 torch.cuda.synchronize(self.settings.device)
@@ -201,7 +188,9 @@ def start(settings: Settings) -> tuple[StepProgram, int]:
     program, sizes, layout = _load(settings)
     use = MemoryUse(total=0, free_at_start=0, free=settings.free_bytes())
     if is_gpu:
-        use = warm_up.measure_memory(program, settings.max_step_tokens, max_num_seqs, free_at_start)
+        use = warm_up.measure_memory(
+            partial(warm_up.try_step, program), settings.max_step_tokens, max_num_seqs, free_at_start, device
+        )
         vocab_size, itemsize, parallel = settings.model_config.vocab_size, settings.dtype.itemsize, program.parallel
         for_graphs = graph_bytes(use.activations, settings.max_step_tokens, sizes, vocab_size, itemsize, parallel)
         use = replace(use, graphs=for_graphs)
@@ -227,7 +216,13 @@ def _load(settings: Settings) -> tuple[StepProgram, StepSizes, KVCacheLayout]:
     config, model_config, device, dtype = settings.config, settings.model_config, settings.device, settings.dtype
     max_num_seqs, max_model_len, use_kernels = settings.max_num_seqs, settings.max_model_len, settings.use_kernels
     parallel = _with_exchanges(settings)
-    backend = make_attention_backend(config.attention_backend, _attention_shape(settings), config.kvcache_block_size)
+    shape = AttentionShape(
+        model_config.num_attention_heads // parallel.size, max(1, model_config.num_key_value_heads // parallel.size),
+        model_config.head_dim, dtype, device, max_num_seqs, max_model_len, model_config.attention_scale,
+        windows=tuple({layer.window: None for layer in model_config.layers}),
+        has_fp8_cache=config.kv_cache_dtype == "fp8",
+    )  # fmt: skip
+    backend = make_attention_backend(config.attention_backend, shape, config.kvcache_block_size)
     block_size = config.kvcache_block_size or backend.default_block_size
     # A captured step must not ask the device for a count; only our kernels sample without one.
     may_capture = settings.is_gpu and use_kernels and not config.enforce_eager and backend.can_be_captured
@@ -237,7 +232,7 @@ def _load(settings: Settings) -> tuple[StepProgram, StepSizes, KVCacheLayout]:
         may_capture and backend.can_capture_prompts, row_multiple(parallel),
     )  # fmt: skip
     # Layers with a window share no keys for long.
-    may_share = backend.max_num_shared_splits > 0 and any(layer.window == 0 for layer in model_config.layers)
+    may_share = backend.max_num_shared_splits > 0 and 0 in shape.windows
     table = SequenceTable(
         max_num_seqs, max_model_len, block_size, model_config.vocab_size,
         min(config.max_num_batched_tokens, max_num_seqs * max_model_len), device,
@@ -263,9 +258,9 @@ def _load(settings: Settings) -> tuple[StepProgram, StepSizes, KVCacheLayout]:
         if sizes.are_captured and parallel.size == 1:
             warm_up.compile_forward(compiling, program, sizes)
         if config.load_format == "dummy":
-            fill_dummy_weights(model, config.seed)
+            loader.fill_dummy_weights(model, config.seed)
         else:
-            load_weights(model, settings.directory)
+            loader.load_weights(model, settings.directory)
         pack_weights(model)
     return program, sizes, layout
 
@@ -296,22 +291,6 @@ def _with_exchanges(settings: Settings) -> Parallel:
         sampling_exchange=make_sampling_exchange(
             parallel, max_num_rows, vocab.size, settings.dtype, settings.device, max_num_numbers=5 + 2 * MAX_LOGPROBS
         ),
-    )
-
-
-def _attention_shape(settings: Settings) -> AttentionShape:
-    model_config, num_ranks = settings.model_config, settings.parallel.size
-    return AttentionShape(
-        num_heads=model_config.num_attention_heads // num_ranks,
-        num_kv_heads=max(1, model_config.num_key_value_heads // num_ranks),
-        head_dim=model_config.head_dim,
-        dtype=settings.dtype,
-        device=settings.device,
-        max_num_seqs=settings.max_num_seqs,
-        max_model_len=settings.max_model_len,
-        scale=model_config.attention_scale,
-        windows=tuple({layer.window: None for layer in model_config.layers}),
-        has_fp8_cache=settings.config.kv_cache_dtype == "fp8",
     )
 
 

@@ -107,11 +107,13 @@ def capture(program: StepProgram) -> None:
     logger.info("captured %d CUDA graphs in %.1f s", len(graphs), time.perf_counter() - began)
 
 
-def measure_memory(program: StepProgram, num_tokens: int, max_num_seqs: int, free_at_start: int) -> MemoryUse:
+def measure_memory(
+    run_step: Callable[[list[int]], None], num_tokens: int, max_num_seqs: int, free_at_start: int, device: torch.device
+) -> MemoryUse:
     """Runs a step that is as large as any in tokens and in sampled rows, on a GPU with a cache of one block.
 
     Args:
-        program: runs it.
+        run_step: computes prompts of these lengths, as `try_step` does.
         num_tokens, max_num_seqs: tokens and sequences of the largest step.
         free_at_start: bytes that were free before anything was loaded.
 
@@ -121,16 +123,15 @@ def measure_memory(program: StepProgram, num_tokens: int, max_num_seqs: int, fre
     Raises:
         RuntimeError: the step does not fit.
     """
-    device = program.device
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     allocated = torch.cuda.memory_allocated(device)
     num_seqs = min(max_num_seqs, num_tokens)
     if num_tokens > num_seqs > 1:  # so that two tokens fit into a sequence
-        try_step(program, [1, 2])  # compiles what decodes beside prompts need
+        run_step([1, 2])  # compiles what decodes beside prompts need
     torch.cuda.reset_peak_memory_stats(device)
     with explained_out_of_memory(f"a step of {num_tokens} tokens and {num_seqs} sampled rows", device):
-        try_step(program, [num_tokens // num_seqs + (index < num_tokens % num_seqs) for index in range(num_seqs)])
+        run_step([num_tokens // num_seqs + (index < num_tokens % num_seqs) for index in range(num_seqs)])
     activations = torch.cuda.max_memory_allocated(device) - allocated
     torch.cuda.empty_cache()
     # The libraries' and kernels' own memory stays allocated after the step.
