@@ -14,26 +14,10 @@ logger = logging.getLogger(__name__)
 _ADVICE = "lower gpu_memory_utilization or max_num_seqs, or use enforce_eager=True"
 
 
-def graph_sizes(largest: int) -> list[int]:
-    """Batch sizes to capture, ascending: 1, 2, 4, 8, every 16 up to 256, every 32 up to 512, then every 64, and the
-    largest."""
-    sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(288, 513, 32), *range(576, largest + 1, 64)]
-    return sorted({size for size in sizes if size < largest} | {largest})
-
-
-def prompt_sizes(usual: int, largest: int) -> list[int]:
-    """Numbers of tokens to capture, ascending: `usual` and the smaller multiples of its sixteenth, then `largest` and
-    the multiples of its quarter. Sixteenth and quarter are rounded up to multiples of 64, the tile of matrix
-    products."""
-    part, quarter = -(-usual // 1024) * 64, -(-largest // 256) * 64
-    beyond = [size for size in (*range(quarter, largest, quarter), largest) if size > usual]
-    return [*range(part, usual, part), usual, *beyond]
-
-
 @contextmanager
 def _cublas_lt() -> Iterator[None]:
-    """While this lasts, matrix products come from cuBLASLt. For few rows it chooses better kernels than cuBLAS, and for
-    many rows nearly always the same.
+    """Context manager in which matrix products come from cuBLASLt. For few rows it chooses better kernels than cuBLAS,
+    and for many rows nearly always the same.
 
     PyTorch knows this choice only for the process as a whole: another thread's products may come from there too.
     """

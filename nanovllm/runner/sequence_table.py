@@ -1,8 +1,8 @@
-"""What the device knows of every running sequence, and the rows of the step at hand.
+"""The running sequences as the device knows them, and the rows of the step at hand.
 
 The device keeps each running sequence in an entry of the table: its tokens, its block table and its sampling settings.
-A step is nothing but rows: entry, keys, first token. `send_sequences` and `send_rows` bring the device up to date, and
-`batch` turns the rows into a Batch on the device, with the same function for eager, padded and captured steps.
+A step is nothing but rows: entry, keys, first token. `send` brings the device up to date with a step, and `batch` turns
+the rows into a Batch on the device, with the same function for eager, padded and captured steps.
 """
 
 from bisect import bisect_left
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.metadata import QUERY_TILE, AttentionMetadata, SharedPrefixes, query_tiles
 from nanovllm.attention.prefix_groups import PrefixGroups
 from nanovllm.engine.sequence import Sequence
@@ -23,6 +24,8 @@ from nanovllm.ops.expand_rows import ExpandedSamples, Table, expand_rows
 from nanovllm.ops.logprobs import NO_LOGPROBS, PROCESSED, RAW
 from nanovllm.ops.sample import COLDEST
 from nanovllm.ops.upload import upload
+from nanovllm.runner.step_rows import NO_ROWS, StepRows
+from nanovllm.runner.step_sizes import StepSize, StepSizes
 from nanovllm.runner.token_rules import TokenRulesTable
 from nanovllm.sampling_params import MAX_LOGPROBS
 
@@ -30,56 +33,24 @@ _KINDS = {"raw": RAW, "processed": PROCESSED}
 _WIDTHS = (1, 2, 6, 11, 21, 1 + MAX_LOGPROBS)
 
 
-class StepRows(NamedTuple):
-    """A step's chunks as columns, int64 [num_rows] each: all that the host says about it, gathered in one pass.
+class SentStep(NamedTuple):
+    """A step that was sent to the device. A capture knows the size alone.
 
-    tenants: [num_rows, 2], what names one admission of one request: its id, and how often it was preempted before.
-    entries: its place in the table.
-    num_new_tokens, keys: tokens to compute, and keys once they are.
-    samples: 1 for rows that sample.
-    num_blocks: in the row's block table.
-    num_cached: prompt tokens that the prefix cache served.
+    size: how large it is, with padding.
+    rows: its rows.
+    is_captured: whether it runs as CUDA graphs.
+    needs: what its rows ask of the sampler.
     """
 
-    tenants: np.ndarray
-    entries: np.ndarray
-    num_new_tokens: np.ndarray
-    keys: np.ndarray
-    samples: np.ndarray
-    num_blocks: np.ndarray
-    num_cached: np.ndarray
+    size: StepSize
+    rows: StepRows = NO_ROWS
+    is_captured: bool = False
+    needs: SamplingNeeds = SamplingNeeds()
 
-    @classmethod
-    def of(cls, step: Step) -> "StepRows":
-        """The rows of a step that was just scheduled."""
-        numbers = (
-            number
-            for seq, num_new, samples in step.chunks
-            for number in (
-                seq.seq_id, seq.num_preemptions, seq.entry, num_new, seq.num_computed_tokens, samples,
-                len(seq.block_table), seq.num_cached_tokens,
-            )
-        )  # fmt: skip
-        columns = np.fromiter(numbers, np.int64, 8 * len(step.chunks)).reshape(-1, 8).T
-        return cls(columns[:2].T, *columns[2:])
-
-
-class StepSize(NamedTuple):
-    """How large a step is, padding included. Eager, padded and captured steps differ in nothing else.
-
-    num_rows, num_tokens, num_sampled: rows, their new tokens, and how many of the rows may sample.
-    num_tiles: tiles of the queries of prompts; 0 for decodes alone.
-    max_num_decodes, max_seqlen_q: as in AttentionMetadata.
-    is_grouped: whether keys that decodes share are read once for all of them.
-    """
-
-    num_rows: int
-    num_tokens: int
-    num_sampled: int
-    num_tiles: int
-    max_num_decodes: int
-    max_seqlen_q: int
-    is_grouped: bool
+    @property
+    def tenants(self) -> list[tuple[int, int]] | None:
+        """See AttentionMetadata."""
+        return None if self.is_captured else list(map(tuple, self.rows.tenants.tolist())) or None
 
 
 @dataclass
@@ -99,11 +70,12 @@ class SequenceTable:
     """The entries of the running sequences, and the inputs of a step in fixed places.
 
     Args:
-        max_num_seqs: entries; one more stands for padding.
+        max_num_seqs: entries; one more is for padding.
         max_model_len: tokens of an entry.
         vocab_size: token ids are below it.
         max_num_tokens: of a step, at most.
-        max_num_shared_splits: the attention backend's.
+        sharing: the attention backend that reads keys once for all decodes that share them. None reads every key for
+            each decode.
         sampled_multiple: the number of sampled rows is padded to a multiple of it.
         use_kernels: compute with our kernels.
     """
@@ -116,16 +88,12 @@ class SequenceTable:
         vocab_size: int,
         max_num_tokens: int,
         device: torch.device,
-        max_num_shared_splits: int = 0,
+        sharing: AttentionBackend | None = None,
         sampled_multiple: int = 1,
         use_kernels: bool = False,
     ):
-        self._block_size, self._vocab_size, self._device, self._use_kernels = (
-            block_size,
-            vocab_size,
-            device,
-            use_kernels,
-        )
+        self._block_size, self._vocab_size, self._device = block_size, vocab_size, device
+        self._sharing, self._use_kernels = sharing, use_kernels
         self._padding_entry, num_entries = max_num_seqs, max_num_seqs + 1
 
         def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -144,30 +112,46 @@ class SequenceTable:
         max_num_tiles = max_num_tokens // QUERY_TILE + min(max_num_seqs, max_num_tokens) + 1
         # Twice: all tiles, and then those with tokens after which a row samples.
         self._tiles = zeros(torch.int32, 2 * max_num_tiles, 4)
+        num_splits = 0 if sharing is None else sharing.max_num_shared_splits
         self._shared = SharedPrefixes(
             num_items=zeros(torch.int32, 1),
-            items=zeros(torch.int32, max_num_shared_splits, 3),
-            members=zeros(torch.int32, max_num_shared_splits),
+            items=zeros(torch.int32, num_splits, 3),
+            members=zeros(torch.int32, num_splits),
             num_shared=zeros(torch.int32, max_num_seqs),
         )
-        # What the device has, by entry: whose it is, and its block table. The sequences have the same blocks in lists.
-        # To make arrays of those in each step would take longer than to find what they share.
+        # By entry, whose tokens and blocks the device has. The sequences have the same blocks in lists. Making arrays
+        # of those in each step would take longer than finding what they share.
         self._tenants = np.full((num_entries, 2), -1, np.int64)
         self._block_tables = np.zeros(self._table.block_tables.shape, np.int32)
         self._num_blocks = np.zeros(num_entries, np.int64)
         self._has_filters = np.zeros(num_entries, bool)
         self._ruled_until = np.zeros(num_entries, np.int64)
         self._logprobs_widths = np.zeros(num_entries, np.int64)
+        # Of the decodes whose shared keys were last looked for: tenants and split lengths, and whether any are shared.
+        self._grouped, self._is_grouped = np.zeros((0, 3), np.int64), False
 
     @property
     def tokens(self) -> torch.Tensor:
         """int32 [num_entries, max_model_len], each entry's prompt and completion."""
         return self._table.tokens
 
+    @property
+    def groups_prefixes(self) -> bool:
+        """Whether keys that decodes share may be read once for all of them."""
+        return self._sharing is not None
+
     # From the host to the device
 
-    def send_sequences(self, step: Step, rows: StepRows) -> None:
-        """Brings entries up to date with the host's sequences."""
+    def send(self, step: Step, sizes: StepSizes) -> SentStep:
+        """Brings the device up to date with the host's sequences, and puts the step's rows into place."""
+        rows = StepRows.of(step)
+        self._send_sequences(step, rows)
+        is_grouped = self._group_prefixes(rows, step.num_decodes)
+        size, is_captured = sizes.size_of(rows, step.num_decodes, is_grouped, bool(step.scored))
+        self._send_lines(rows, size, step.num_decodes)
+        return SentStep(size, rows, is_captured, self._needs(rows))
+
+    def _send_sequences(self, step: Step, rows: StepRows) -> None:
         is_new = (self._tenants[rows.entries] != rows.tenants).any(1)
         if is_new.any():
             self._admit([step.chunks[row].seq for row in np.flatnonzero(is_new)], rows.entries[is_new])
@@ -177,13 +161,32 @@ class SequenceTable:
             self._send_blocks([step.chunks[row].seq for row in has_grown], rows.entries[has_grown])
             self._num_blocks[rows.entries] = rows.num_blocks
 
-    def block_tables_of(self, entries: np.ndarray, num_keys: int) -> np.ndarray:
-        """The block tables that were sent, up to `num_keys` keys: int32 [num_entries, blocks], on the host."""
-        return self._block_tables[entries, : -(-num_keys // self._block_size)]
+    def _group_prefixes(self, rows: StepRows, num_decodes: int) -> bool:
+        """Whether the step's decodes share keys that are read once for all of them. The device knows which, then."""
+        decodes = slice(num_decodes)
+        # Without a hit when they were admitted, sequences seldom share keys. One that came back after preemption may;
+        # it is not looked for.
+        if self._sharing is None or not rows.num_cached[decodes].any():
+            return False
+        # The groups of some rows hold while the rows go on decoding, until one of them gets longer splits.
+        context_lens = rows.keys[decodes]
+        grouped = np.column_stack((rows.tenants[decodes], self._sharing.split_lengths(context_lens)))
+        if not np.array_equal(grouped, self._grouped):
+            num_blocks = -(-int(context_lens.max()) // self._block_size)
+            tables = self._block_tables[rows.entries[decodes], :num_blocks]
+            groups = self._sharing.shared_prefixes(tables, context_lens, self._block_size)
+            if groups is not None:
+                self._send_shared_prefixes(groups)
+            self._grouped, self._is_grouped = grouped, groups is not None
+        return self._is_grouped
 
-    def send_rows(self, rows: StepRows, size: StepSize, num_decodes: int) -> SamplingNeeds:
-        """Puts a step's rows into place. `send_sequences` must have sent their sequences before."""
-        self._send_lines(rows, size, num_decodes)
+    def _send_shared_prefixes(self, groups: PrefixGroups) -> None:
+        num_items = np.array([len(groups.items)], np.int32)
+        arrays = [num_items, groups.items, groups.members, groups.num_shared]
+        for place, new in zip(self._shared, upload(arrays, self._device), strict=True):
+            place[: len(new)].copy_(new)
+
+    def _needs(self, rows: StepRows) -> SamplingNeeds:
         samples = rows.samples > 0
         sampling = rows.entries[samples]
         is_ruled = bool((rows.keys[samples] < self._ruled_until[sampling]).any())
@@ -192,13 +195,6 @@ class SequenceTable:
             self.rules.version if is_ruled else 0,
             int(self._logprobs_widths[sampling].max(initial=0)),
         )
-
-    def send_shared_prefixes(self, groups: PrefixGroups) -> None:
-        """Puts what the decodes of this and the following steps share into place."""
-        num_items = np.array([len(groups.items)], np.int32)
-        arrays = [num_items, groups.items, groups.members, groups.num_shared]
-        for place, new in zip(self._shared, upload(arrays, self._device), strict=True):
-            place[: len(new)].copy_(new)
 
     def _send_lines(self, rows: StepRows, size: StepSize, num_decodes: int) -> None:
         num_rows, ends, sampled = len(rows.entries), np.cumsum(rows.num_new_tokens), np.flatnonzero(rows.samples)
@@ -261,11 +257,9 @@ class SequenceTable:
 
     # On the device
 
-    def batch(self, size: StepSize, tenants: list[tuple[int, int]] | None = None) -> Batch:
-        """The Batch of the step whose rows are in place; nothing is asked of the host.
-
-        tenants: see AttentionMetadata.
-        """
+    def batch(self, sent: SentStep) -> Batch:
+        """The Batch of the step whose rows are in place. Only launches kernels."""
+        size = sent.size
         samples = self._samples.first(size.num_sampled)
         made = expand_rows(
             self._lines[1:], self._table, size.num_rows, size.num_tokens, samples, self._block_size, self._use_kernels
@@ -283,13 +277,13 @@ class SequenceTable:
             query_tiles=self._tiles[: size.num_tiles] if size.num_tiles else None,
             sampled_tiles=self._tiles[size.num_tiles : 2 * size.num_tiles] if size.num_tiles else None,
             shared_prefixes=self._shared if size.is_grouped else None,
-            tenants=tenants,
+            tenants=sent.tenants,
         )
         return Batch(made.token_ids, made.positions, metadata)
 
     def sampled(self, num_sampled: int) -> tuple[torch.Tensor, SampledRows]:
-        """For the rows of the last Batch that may sample: the index of each one's last token, int64 [num_sampled], and
-        how to sample. Both lie in fixed places."""
+        """The rows of the last Batch that may sample: the index of each one's last token, int64 [num_sampled], and how
+        to sample. Both are in fixed places."""
         samples = self._samples.first(num_sampled)
         _, top_ks, _, _, kinds = samples.settings
         temperatures, _, top_ps, min_ps, _ = samples.settings.view(torch.float32)
@@ -297,15 +291,15 @@ class SequenceTable:
         return samples.token_indices, how
 
     def padding_row(self) -> SampledRows:
-        """One sampled row of padding, whose token nobody reads."""
+        """One sampled row of padding."""
         zero = torch.zeros(1, dtype=torch.int64, device=self._device)
         none, one = zero.float(), zero.float() + 1
         return SampledRows(zero + self._padding_entry, zero, zero, one, zero.int(), one, none, zero.int())
 
     @contextmanager
     def parked(self) -> Iterator[None]:
-        """While this lasts, every row, tile and sampled row is padding and no keys are shared, so that a step may be
-        tried without a trace."""
+        """Context manager during which every row, tile and sampled row is padding and no keys are shared, so that a
+        step may be tried without a trace."""
         places = self._lines, self._tiles, self._shared.num_items, *self._samples
         saved = [place.clone() for place in places]
         for place in places:

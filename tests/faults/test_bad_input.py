@@ -18,15 +18,17 @@ import torch
 from support.bad_rows import BAD_ROWS, GREEDY, INFINITY, NAN
 from support.model_factory import stable_id
 
-import nanovllm.runner.model_runner
+import nanovllm.runner.settings
 from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.choice import make_attention_backend
 from nanovllm.attention.flash_backend import find_fault
 from nanovllm.config import Config
 from nanovllm.demo import MODEL_DIRECTORY
-from nanovllm.runner import kv_cache
-from nanovllm.runner.kv_cache import MemoryUse
+from nanovllm.runner import memory as memory_of
+from nanovllm.runner.kv_cache import KVCacheLayout
+from nanovllm.runner.memory import MemoryUse
+from nanovllm.runner.warm_up import measure_memory
 
 # 256 tokens in the cache, 300 within max_model_len: some requests fit the one and not the other.
 OPTIONS = {"device": "cpu", "num_kvcache_blocks": 16, "kvcache_block_size": 16, "max_model_len": 300}
@@ -561,7 +563,7 @@ def test_more_cache_than_memory_says_how_much_and_what_to_lower(num_blocks):
 def test_too_little_memory_for_one_sequence_says_how_much_and_what_to_lower(monkeypatch, left):
     """The weights of the bundled model take 7.9 MiB, and the cache gets half of what they leave."""
     answers = iter([2**23, 2**23])
-    monkeypatch.setattr(nanovllm.runner.model_runner, "free_bytes", lambda device: next(answers, left))
+    monkeypatch.setattr(nanovllm.runner.settings, "free_bytes", lambda device: next(answers, left))
     message = r"one sequence of 16 blocks .*needs [\d.]+ GiB more than the [\d.]+ GiB .*; lower max_model_len$"
     with pytest.raises(RuntimeError, match=message):
         LLM(MODEL_DIRECTORY, device="cpu")
@@ -572,8 +574,8 @@ GPU = MemoryUse(total=100, free_at_start=90, free=80, activations=15, graphs=5)
 
 def blocks_on_gpu(monkeypatch, memory: MemoryUse, **options) -> int:
     """Blocks of a byte on a GPU of `memory`, without a margin; the longest sequence takes 12."""
-    monkeypatch.setattr(kv_cache, "_GPU_MARGIN", 0)
-    return kv_cache.num_kvcache_blocks(Config("m", **options), memory, 1, 12, options.get("max_num_seqs", 512), True)
+    monkeypatch.setattr(memory_of, "_GPU_MARGIN", 0)
+    return memory_of.num_kvcache_blocks(Config("m", **options), memory, 1, 12, options.get("max_num_seqs", 512), True)
 
 
 def test_a_gpu_gives_what_weights_activations_and_graphs_leave_of_its_share(monkeypatch):
@@ -632,7 +634,7 @@ class FakeGpu:
 
 
 def test_a_layouts_bytes_are_those_of_its_tensor():
-    layout = kv_cache.KVCacheLayout(3, 16, 2, 8, torch.bfloat16)
+    layout = KVCacheLayout(3, 16, 2, 8, torch.bfloat16)
     cache = layout.empty(5, torch.device("cpu"))
     assert cache.tensors[0].shape == (2, 3, 5, 16, 2, 8) and cache.nbytes == 5 * layout.block_bytes
 
@@ -644,7 +646,7 @@ def test_a_layouts_bytes_are_those_of_its_tensor():
 def test_the_step_that_is_measured_is_as_large_as_any(monkeypatch, num_tokens, max_num_seqs, num_seqs):
     """A trial step that was too small once let the cache take what the largest step then lacked."""
     gpu = FakeGpu(monkeypatch)
-    memory = kv_cache.measure_memory(gpu.run_step, num_tokens, max_num_seqs, 9_950, torch.device("cuda", 0))
+    memory = measure_memory(gpu.run_step, num_tokens, max_num_seqs, 9_950, torch.device("cuda", 0))
     *small, largest = gpu.steps
     assert sum(largest) == num_tokens and len(largest) == num_seqs and max(largest) - min(largest) <= 1
     assert small == ([[1, 2]] if num_tokens > num_seqs > 1 else []), "what decodes beside prompts take is compiled too"
@@ -655,7 +657,7 @@ def test_the_step_that_is_measured_is_as_large_as_any(monkeypatch, num_tokens, m
 def test_a_step_too_large_for_the_gpu_says_which_and_what_to_lower(monkeypatch):
     gpu = FakeGpu(monkeypatch, max_num_tokens=999)
     with pytest.raises(RuntimeError, match=r"^a step of 1000 tokens and 16 sampled rows does not .*; lower max_num_b"):
-        kv_cache.measure_memory(gpu.run_step, 1000, 16, 9_950, torch.device("cuda", 0))
+        measure_memory(gpu.run_step, 1000, 16, 9_950, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("backend", ["triton", "flash"])
@@ -831,7 +833,7 @@ def test_a_config_that_cannot_work_names_the_field(directory, changes, message):
 @pytest.mark.parametrize("sizes", [{"vocab_size": 2**24, "hidden_size": 2**18}, {"intermediate_size": 2**24}], ids=str)
 def test_weights_that_memory_cannot_hold_are_refused_before_they_are_allocated(directory, monkeypatch, sizes):
     """Linux may promise more than it has, and kill the process that takes it."""
-    monkeypatch.setattr(nanovllm.runner.model_runner, "free_bytes", lambda device: 2**34)
+    monkeypatch.setattr(nanovllm.runner.settings, "free_bytes", lambda device: 2**34)
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **sizes}))
     with pytest.raises(
@@ -842,9 +844,9 @@ def test_weights_that_memory_cannot_hold_are_refused_before_they_are_allocated(d
 
 def test_weights_that_just_fit_are_allowed():
     for device, hint in (("cpu", "model or dtype, or check"), ("cuda", "or a higher tensor_parallel_size, or check")):
-        kv_cache.check_weights_fit(100, 100, torch.float32, torch.device(device))
+        memory_of.check_weights_fit(100, 100, torch.float32, torch.device(device))
         with pytest.raises(RuntimeError, match=hint):
-            kv_cache.check_weights_fit(101, 100, torch.float32, torch.device(device))
+            memory_of.check_weights_fit(101, 100, torch.float32, torch.device(device))
 
 
 def _truncate(path: Path) -> None:

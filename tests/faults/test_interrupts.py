@@ -16,7 +16,9 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.llm import make_runner
-from nanovllm.runner.model_runner import ModelRunner, StepInFlight
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.step_in_flight import StepInFlight
+from nanovllm.runner.step_program import StepProgram
 from nanovllm.text import StopStrings, Text
 
 # Chunks, several steps, and a cache in which not everything fits at once.
@@ -41,8 +43,8 @@ POINTS = {
     "append": (BlockManager, "append"),
     "deallocate": (BlockManager, "deallocate"),
     "launch": (ModelRunner, "launch"),
-    "model": (ModelRunner, "_hidden_states_of_tokens"),
-    "sampling": (ModelRunner, "_sample"),
+    "model": (StepProgram, "_forward"),
+    "sampling": (StepProgram, "_sample"),
     "wait": (StepInFlight, "wait"),
     "commit": (Scheduler, "commit"),
     "stop string": (StopStrings, "__call__"),

@@ -23,8 +23,9 @@ from nanovllm.attention.triton_backend import TritonAttention
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.layers.sampler import SamplingNeeds
 from nanovllm.outputs import RequestOutput
-from nanovllm.runner.model_runner import ModelRunner, StepInFlight
-from nanovllm.runner.sequence_table import StepSize
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.sequence_table import SentStep, StepSize
+from nanovllm.runner.step_in_flight import StepInFlight
 
 pytestmark = pytest.mark.gpu
 
@@ -38,13 +39,13 @@ def demo(backend: str = "triton", dtype: str = "float32", **options) -> LLM:
 
 def captured_forwards(llm: LLM) -> list[StepSize]:
     """The sizes of the steps that are captured."""
-    captured = llm.engine.runner.graphs._captured
+    captured = llm.engine.runner.program.graphs._captured
     return [key[1] for key, graph in captured.items() if key[0] == "forward" and graph is not None]
 
 
 def captured_samplings(llm: LLM) -> set[SamplingNeeds]:
     """The kinds of sampling that are captured."""
-    captured = llm.engine.runner.graphs._captured
+    captured = llm.engine.runner.program.graphs._captured
     return {key[2] for key, graph in captured.items() if key[0] == "sample" and graph is not None}
 
 
@@ -155,7 +156,7 @@ def test_greedy_tokens_through_graphs_are_best_up_to_noise(checkpoint, backend):
     prompts = [[rng.randrange(1013) for _ in range(rng.randrange(1, 400))] for _ in range(23)]
     options = {"device": DEVICE, "attention_backend": backend, "max_num_seqs": 20}
     with LLM(checkpoint.directory, dtype="bfloat16", **options) as llm:
-        assert llm.engine.runner.graphs is not None
+        assert llm.engine.runner.program.graphs is not None
         outputs = generate(llm, prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
     noise = 2 * float((checkpoint.theirs - checkpoint.exact).abs().max())
     num_exact = 0
@@ -253,8 +254,8 @@ def test_at_least_99_percent_of_unseen_problems_are_answered_right(backend, enfo
     """In the checkpoint's own bfloat16, whatever computes attention and however steps are launched."""
     options = {"max_num_seqs": 256, "enforce_eager": enforce_eager, "overlap": overlap, "kvcache_block_size": None}
     with demo(backend, "auto", **options) as llm:
-        assert llm.engine.runner.dtype == torch.bfloat16
-        assert (llm.engine.runner.graphs is not None) == (backend != "sdpa" and not enforce_eager)
+        assert llm.engine.runner.settings.dtype == torch.bfloat16
+        assert (llm.engine.runner.program.graphs is not None) == (backend != "sdpa" and not enforce_eager)
         outputs = llm.chat(CONVERSATIONS, use_tqdm=False)
     num_right = sum(output.text == answer for output, (_, answer) in zip(outputs, PROBLEMS, strict=True))
     print(f"{num_right} of {len(PROBLEMS)} right")
@@ -333,8 +334,9 @@ def test_graphs_reach_max_model_len_exactly(long_requests, long_completions, jud
     with demo(backend, dtype, **options) as llm:
         outputs = generate(llm, *map(list, zip(*long_requests, strict=True)))
         runner = llm.engine.runner
-        tables = runner.table.batch(runner._decode_size(1, False)).metadata.block_tables
-        assert runner.graphs is not None and tables.shape[1] == -(-max_model_len // block_size)
+        size = SentStep(runner.program.sizes.decode_size(1))
+        tables = runner.program.table.batch(size).metadata.block_tables
+        assert runner.program.graphs is not None and tables.shape[1] == -(-max_model_len // block_size)
     for length, output in zip(LONGEST_PROMPTS, outputs, strict=True):
         assert output.error is None and output.finish_reason == "length"
         assert length + len(output.token_ids) == max_model_len
@@ -518,11 +520,11 @@ def test_rules_outgrow_their_tensors_while_steps_are_in_flight(prompts, overlap)
         alone = [generate(llm, [ids], one)[0].token_ids for ids, one in zip(prompts, params, strict=False)]
     # With prefix caching, requests that begin alike start together.
     with demo(max_num_seqs=8, overlap=overlap, enable_prefix_caching=False) as llm:
-        before = llm.engine.runner.table.rules.version
+        before = llm.engine.runner.program.table.rules.version
         for _ in range(2):
             ours = [output.token_ids for output in generate(llm, prompts[: len(params)], params)]
             assert num_different(ours, alone) <= 1
-        assert llm.engine.runner.table.rules.version >= before + 3
+        assert llm.engine.runner.program.table.rules.version >= before + 3
         versions = {needs.rules_version for needs in captured_samplings(llm)}
         assert len(versions) > 2
 
@@ -589,7 +591,7 @@ def test_a_row_with_nan_logits_ends_alone(tmp_path, where, overlap):
     params = [SamplingParams(0.8 * (row % 2), max_tokens=20, ignore_eos=True, seed=row) for row in range(20)]
     options = {"device": DEVICE, "attention_backend": "triton", "dtype": "float32", "kvcache_block_size": 16}
     with LLM(str(tmp_path), overlap=overlap, max_num_seqs=20, max_model_len=128, **options) as llm:
-        assert llm.engine.runner.graphs is not None
+        assert llm.engine.runner.program.graphs is not None
         healthy = [output.token_ids for output in generate(llm, prompts, params)]
 
         def only_of(victim: int) -> list[int]:
@@ -601,7 +603,7 @@ def test_a_row_with_nan_logits_ends_alone(tmp_path, where, overlap):
         victim = next(row for row in range(20) if only_of(row))
         token = only_of(victim)[0]
         num_left = 0 if where == "prompt" else healthy[victim].index(token) + 1
-        weight = llm.engine.runner.model.model.embed_tokens.weight.data
+        weight = llm.engine.runner.program.model.model.embed_tokens.weight.data
         saved = weight[token].clone()
         for _ in range(2):
             llm.engine.reset()  # the cache would serve the prompt's keys from before
@@ -854,8 +856,8 @@ def test_auto_takes_a_gpu_backend_and_says_which(caplog, dtype, block_size):
         LLM(str(MODEL_DIRECTORY), dtype=dtype, kvcache_block_size=block_size, max_num_seqs=4) as llm,
     ):
         runner = llm.engine.runner
-        assert runner.device.type == "cuda" and runner.backend.name in ("triton", "flash")
-        assert f"attention {runner.backend.name} with CUDA graphs" in caplog.text
+        assert runner.settings.device.type == "cuda" and runner.program.backend.name in ("triton", "flash")
+        assert f"attention {runner.program.backend.name} with CUDA graphs" in caplog.text
         assert llm.chat(CONVERSATIONS[:1], use_tqdm=False)[0].text == PROBLEMS[0][1]
 
 

@@ -883,7 +883,7 @@ def model(request, prompts, params, tmp_path_factory) -> Iterator[Model]:
 def engine(model) -> Iterator[LLM]:
     """With the defaults, through graphs."""
     with demo(model.name, max_num_seqs=256) as llm:
-        assert llm.engine.runner.graphs is not None
+        assert llm.engine.runner.program.graphs is not None
         yield llm
 
 
@@ -991,7 +991,8 @@ def test_shared_prefixes_attended_once_change_tokens_only_at_ties(model, engine,
     ]
     tokens = []
     for groups_prefixes in (True, False):
-        monkeypatch.setattr(engine.engine.runner, "_groups_prefixes", groups_prefixes)
+        if not groups_prefixes:
+            monkeypatch.setattr(engine.engine.runner.program.table, "_sharing", None)
         engine.engine.reset()
         for _ in range(2):
             outputs = generate(engine, *map(list, zip(*requests, strict=True)))
@@ -1019,8 +1020,8 @@ def test_answers_in_blocks_are_right_through_graphs(tmp_path):
     """A checkpoint in blocks that divide the bundled model's layers, and a cache in FP8."""
     directory = quantized_copy(MODEL_DIRECTORY, tmp_path / "fp8", block_layout(64, 32))
     with demo("cache", directory, max_num_seqs=256) as llm:
-        dtypes = {parameter.dtype for parameter in llm.engine.runner.model.parameters()}
-        assert E4M3 in dtypes and llm.engine.runner.graphs is not None
+        dtypes = {parameter.dtype for parameter in llm.engine.runner.program.model.parameters()}
+        assert E4M3 in dtypes and llm.engine.runner.program.graphs is not None
         outputs = llm.chat(CONVERSATIONS, use_tqdm=False)
     num_right = sum(output.text == answer for output, (_, answer) in zip(outputs, PROBLEMS, strict=True))
     print(f"{num_right} of {len(PROBLEMS)} right")
@@ -1063,7 +1064,7 @@ def test_loading_never_holds_a_second_copy_of_the_weights(tmp_path):
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 256, "num_kvcache_blocks": 16, "enforce_eager": True}
     for directory, quantization in ((tmp_path / "plain", "fp8"), (stored, None)):
         with LLM(str(directory), device=DEVICE, dtype="bfloat16", quantization=quantization, **options) as llm:
-            model = llm.engine.runner.model
+            model = llm.engine.runner.program.model
             num_bytes = sum(parameter.nbytes for parameter in model.parameters())
             largest = max(parameter.numel() for parameter in model.parameters() if parameter.dtype == E4M3)
             torch.cuda.synchronize()
@@ -1094,7 +1095,7 @@ def test_an_update_in_fp8_is_bitwise_a_fresh_llm_and_a_sleep_changes_no_token(ch
     """Captured steps hold the addresses of weights and scales. New weights are quantized as those of a file."""
     first, second = (read_tensors(directory) for directory in checkpoints)
     with make_weights_llm(checkpoints[0], **FORMATS["both"]) as llm:
-        assert llm.engine.runner.graphs is not None
+        assert llm.engine.runner.program.graphs is not None
         memory = llm.metrics()["memory_bytes"]
         assert generate_mixed(llm) == of_each[0]
         llm.update_weights({name: tensor.to(DEVICE) for name, tensor in second.items()})

@@ -73,12 +73,12 @@ def test_parameters_and_graphs_stay_where_they_are(checkpoints):
     with make_llm(checkpoints[0]) as llm:
         runner = llm.engine.runner
         generate(llm)
-        places = [parameter.data_ptr() for parameter in runner.model.parameters()]
-        graphs = dict(runner.graphs._captured)
+        places = [parameter.data_ptr() for parameter in runner.program.model.parameters()]
+        graphs = dict(runner.program.graphs._captured)
         assert graphs
         llm.update_weights(read_tensors(checkpoints[1]))
-        assert [parameter.data_ptr() for parameter in runner.model.parameters()] == places
-        assert all(runner.graphs._captured[key] is graph for key, graph in graphs.items())
+        assert [parameter.data_ptr() for parameter in runner.program.model.parameters()] == places
+        assert all(runner.program.graphs._captured[key] is graph for key, graph in graphs.items())
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -83,7 +83,7 @@ class Model:
     def __init__(self, llm: LLM, num_tokens: int):
         self.llm, self.runner = llm, llm.engine.runner
         self.ids = text_ids(llm, num_tokens)
-        self.linears = [module for module in self.runner.model.modules() if isinstance(module, LinearBase)]
+        self.linears = [module for module in self.runner.program.model.modules() if isinstance(module, LinearBase)]
         for linear in self.linears:
             linear.unpack()
         self.weights = [linear.get_parameter("weight").clone() for linear in self.linears]
@@ -115,7 +115,7 @@ class Model:
             linear.get_parameter("weight").copy_(of_weights(weight))
             multiply = type(linear)._multiply
             linear._multiply = lambda x, bias, multiply=multiply, linear=linear: multiply(linear, of_inputs(x), bias)
-        backend = self.runner.backend
+        backend = self.runner.program.backend
         store, attend = backend.store_kvcache, backend.attend
         backend.store_kvcache = lambda k, v, *rest: store(of_keys(k), of_values(v), *rest)
         backend.attend = lambda q, k, v, *rest: attend(q, of_keys(k), of_values(v), *rest)

@@ -3,11 +3,14 @@
 The captures on a GPU: test_gpu_engine.py.
 """
 
+import gc
 import logging
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.batch_factory import send
 from support.model_factory import read_tensors, save_model
 from support.steps import scheduled, step_of
 
@@ -25,76 +27,96 @@ from nanovllm.config import Config
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
-from nanovllm.layers.sampler import Sampled, SamplingNeeds
+from nanovllm.layers.sampler import Sampled, SamplingNeeds, row_multiple
+from nanovllm.models.decoder import CausalLM
 from nanovllm.ops.collectives import Parallel
-from nanovllm.runner import cuda_graph, model_runner
-from nanovllm.runner.cuda_graph import CudaGraphs, graph_sizes, prompt_sizes
-from nanovllm.runner.model_runner import ModelRunner, StepInFlight
-from nanovllm.runner.sequence_table import StepRows, StepSize
+from nanovllm.runner import cuda_graph, model_runner, settings, step_program, warm_up
+from nanovllm.runner.cuda_graph import CudaGraphs
+from nanovllm.runner.memory import check_graphs_fit, graph_bytes
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.sequence_table import SentStep, SequenceTable
+from nanovllm.runner.step_in_flight import StepInFlight
+from nanovllm.runner.step_program import StepProgram
+from nanovllm.runner.step_rows import StepRows
+from nanovllm.runner.step_sizes import (
+    StepSize,
+    StepSizes,
+    decode_ladder,
+    max_tokens_beside_decodes,
+    prompt_ladder,
+)
 from nanovllm.sampling_params import MAX_LOGPROBS
 
 # Sizes
 
 
-def make_runner(
-    max_num_seqs: int, max_num_tokens: int = 2**20, captures_prompts: bool = True, num_ranks: int = 1
-) -> ModelRunner:
-    """A ModelRunner that knows its sizes and nothing else."""
-    runner = ModelRunner.__new__(ModelRunner)
-    runner._parallel, runner._captures_prompts, runner.graphs = Parallel(0, num_ranks), captures_prompts, "captured"
-    runner.model_config, runner.max_num_seqs = SimpleNamespace(hidden_size=1024), max_num_seqs
-    runner.max_model_len, runner.dtype = 4096, torch.bfloat16
-    runner.model = SimpleNamespace(kernels=lambda num_tokens: num_tokens > 64)
-    runner.backend = SimpleNamespace(
-        kernels=lambda max_num_decodes, has_prompts: max_num_decodes > 256, max_num_shared_splits=8
-    )
-    runner._choose_sizes(Config("none", max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_tokens))
-    return runner
+def make_sizes(
+    max_num_seqs: int,
+    max_num_tokens: int = 2**20,
+    captures_prompts: bool = True,
+    num_ranks: int = 1,
+    max_model_len: int = 4096,
+) -> StepSizes:
+    multiple = row_multiple(Parallel(0, num_ranks))
+    return StepSizes.of(max_num_seqs, max_num_tokens, max_model_len, 1024, 1e9, True, captures_prompts, multiple)
+
+
+def make_program(sizes: StepSizes, parallel: Parallel = Parallel(), **parts: Any) -> StepProgram:  # noqa: B008 (frozen)
+    """A program whose halves can be named, not called."""
+    parts = {
+        "model": SimpleNamespace(variant_key=lambda num_tokens: num_tokens > 64),
+        "backend": SimpleNamespace(variant_key=lambda max_num_decodes, has_prompts: max_num_decodes > 256),
+        "table": SimpleNamespace(groups_prefixes=False),
+        "sampler": None,
+        "kv_cache": None,
+        "graphs": None,
+        **parts,
+    }
+    hidden_states = torch.zeros(sizes.padded_sampled(sizes.max_num_rows), 1024, dtype=torch.bfloat16)
+    return StepProgram(sizes=sizes, hidden_states=hidden_states, parallel=parallel, use_kernels=False, **parts)
 
 
 def size_of(
-    runner: ModelRunner, *parts: tuple[int, int], num_sampled: int | None = None, is_grouped: bool = False
+    sizes: StepSizes, *parts: tuple[int, int], num_sampled: int | None = None, is_grouped: bool = False
 ) -> tuple[StepSize, bool]:
-    """Of a step of sequences with (new tokens, tokens before them), of which the first `num_sampled` sample."""
+    """The size of a step of sequences with (new tokens, tokens before them). The first `num_sampled` sample."""
     num_sampled = len(parts) if num_sampled is None else num_sampled
     step = step_of(*(
         (scheduled([1] * (new + before), [0], entry=row), new, row < num_sampled)
         for row, (new, before) in enumerate(parts)
     ))  # fmt: skip
-    return runner._size(StepRows.of(step), step.num_decodes, num_sampled, is_grouped)
+    return sizes.size_of(StepRows.of(step), step.num_decodes, is_grouped)
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 7, 8, 12, 15, 16, 17, 20, 100, 256, 257, 300, 500, 512, 1024])
 def test_every_batch_has_a_captured_size_and_little_padding(largest):
     """Sizes that stopped short of the largest batch once left it without a graph."""
-    sizes = graph_sizes(largest)
-    assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == largest
-    runner = make_runner(largest)
+    ladder = decode_ladder(largest)
+    assert ladder == sorted(set(ladder)) and ladder[0] == 1 and ladder[-1] == largest
+    sizes = make_sizes(largest)
     for num_rows in {*range(1, min(largest, 300) + 1), largest - 1 or 1, largest}:
-        size, is_captured = size_of(runner, *[(1, 3)] * num_rows)
+        size, is_captured = size_of(sizes, *[(1, 3)] * num_rows)
         padded = size.num_rows
         assert is_captured and size == StepSize(padded, padded, padded, 0, padded, 1, False)
-        assert padded in sizes and num_rows <= padded <= max(2 * num_rows - 1, num_rows + 15, int(num_rows * 1.125))
+        assert padded in ladder and num_rows <= padded <= max(2 * num_rows - 1, num_rows + 15, int(num_rows * 1.125))
 
 
 def test_a_kernel_that_cannot_be_compiled_beforehand_is_only_noted(caplog, capsys):
-    """Whoever needs it meets the error again. The thread itself must not print one."""
+    """The step that needs it meets the error again. The thread itself must not print one."""
 
     def fails() -> None:
         raise RuntimeError("no such instruction")
 
-    runner = SimpleNamespace(_compiling=[])
-    with caplog.at_level("DEBUG", logger="nanovllm"):
-        ModelRunner._compile(runner, fails)
-        ModelRunner._await_compiling(runner)
-    assert "no such instruction" in caplog.text and not runner._compiling
+    with caplog.at_level("DEBUG", logger="nanovllm"), warm_up.Compiling() as compiling:
+        compiling.start(fails)
+    assert "no such instruction" in caplog.text
     assert capsys.readouterr().err == ""
 
 
 def test_no_more_rows_are_captured_than_a_step_has_tokens():
-    runner = make_runner(500, max_num_tokens=20)
-    assert runner._row_sizes[-1] == 20
-    size, _ = size_of(runner, (1, 3), (19, 0))
+    sizes = make_sizes(500, max_num_tokens=20)
+    assert sizes.decode_sizes[-1] == 20
+    size, _ = size_of(sizes, (1, 3), (19, 0))
     assert size.num_rows == size.num_tokens == 20
 
 
@@ -104,7 +126,7 @@ def test_no_more_rows_are_captured_than_a_step_has_tokens():
 def test_steps_with_prompts_have_few_sizes_and_little_padding(usual, largest):
     """A model with large layers once had its usual step of 768 tokens padded to 1,024, because the sizes were quarters
     of what very many sequences need."""
-    sizes = prompt_sizes(usual, largest)
+    sizes = prompt_ladder(usual, largest)
     assert sizes == sorted(set(sizes)) and usual in sizes and sizes[-1] == largest and len(sizes) <= 20
     assert all(size % 64 == 0 for size in sizes if size not in (usual, largest))
     assert all(after - before <= max(64, usual / 16 + 63) for before, after in pairwise(sizes) if after <= usual)
@@ -113,15 +135,15 @@ def test_steps_with_prompts_have_few_sizes_and_little_padding(usual, largest):
 def test_a_step_with_prompts_takes_the_next_larger_size():
     """There are as many rows as the step may have, because an unused row costs only its attention. The tiles suffice
     for prompts of 32 tokens and more."""
-    runner = make_runner(8, max_num_tokens=256)
-    assert size_of(runner, (1, 9), (30, 0)) == (StepSize(8, 64, 8, 4, 8, 64, False), True)
-    assert size_of(runner, (1, 9), (63, 0), is_grouped=True) == (StepSize(8, 64, 8, 4, 8, 64, True), True)
-    assert size_of(runner, (1, 9), (64, 0)) == (StepSize(8, 128, 8, 7, 8, 128, False), True)
-    assert size_of(runner, (256, 0)) == (StepSize(8, 256, 8, 12, 8, 256, False), True)
+    sizes = make_sizes(8, max_num_tokens=256)
+    assert size_of(sizes, (1, 9), (30, 0)) == (StepSize(8, 64, 8, 4, 8, 64, False), True)
+    assert size_of(sizes, (1, 9), (63, 0), is_grouped=True) == (StepSize(8, 64, 8, 4, 8, 64, True), True)
+    assert size_of(sizes, (1, 9), (64, 0)) == (StepSize(8, 128, 8, 7, 8, 128, False), True)
+    assert size_of(sizes, (256, 0)) == (StepSize(8, 256, 8, 12, 8, 256, False), True)
     # A larger one is not captured, and not padded.
-    assert size_of(runner, (1, 9), (256, 0)) == (StepSize(2, 257, 2, 4, 1, 256, False), False)
+    assert size_of(sizes, (1, 9), (256, 0)) == (StepSize(2, 257, 2, 4, 1, 256, False), False)
     # 64 tokens have a tile of 64 queries and 3 prompts of 32 tokens or less; more of those take a larger size.
-    many = make_runner(100, max_num_tokens=256)
+    many = make_sizes(100, max_num_tokens=256)
     assert size_of(many, *[(2, 0)] * 4) == (StepSize(64, 64, 64, 4, 64, 64, False), True)
     assert size_of(many, *[(2, 0)] * 5) == (StepSize(100, 128, 100, 7, 100, 128, False), True)
     assert size_of(many, *[(2, 0)] * 13) == (StepSize(100, 256, 100, 13, 100, 256, False), True)
@@ -132,26 +154,26 @@ def test_a_step_with_prompts_takes_the_next_larger_size():
 def test_sampled_rows_are_padded_to_a_multiple_of_the_ranks():
     """Each rank samples an equal share, which begins at a multiple of 16 bytes in every tensor. At another alignment it
     would need kernels of its own, which were compiled in the middle of a call."""
-    runner = make_runner(20, max_num_tokens=256, num_ranks=4)
+    sizes = make_sizes(20, max_num_tokens=256, num_ranks=4)
     for num_rows, expected in ((1, 16), (2, 16), (16, 16), (17, 32), (20, 32)):
-        size, is_captured = size_of(runner, *[(1, 3)] * num_rows)
+        size, is_captured = size_of(sizes, *[(1, 3)] * num_rows)
         assert is_captured and size.num_sampled == expected
-    assert size_of(runner, (1, 9), (30, 0))[0].num_sampled == 32, "as many as may sample"
-    runner.graphs = None
+    assert size_of(sizes, (1, 9), (30, 0))[0].num_sampled == 32, "as many as may sample"
+    sizes = sizes.eager()
     for num_sampled, expected in ((0, 16), (1, 16), (3, 16)):
-        assert size_of(runner, *[(1, 9)] * 3, num_sampled=num_sampled)[0].num_sampled == expected
+        assert size_of(sizes, *[(1, 9)] * 3, num_sampled=num_sampled)[0].num_sampled == expected
 
 
 def test_steps_are_not_padded_where_nothing_is_captured():
     """Before the captures, too: the step that is tried to see what memory it takes is one of these."""
-    runner = make_runner(8, max_num_tokens=256)
-    runner.graphs = None
-    assert size_of(runner, (1, 9), (1, 3), (1, 3)) == (StepSize(3, 3, 3, 0, 3, 1, False), False)
-    assert size_of(runner, (1, 9), (70, 0), num_sampled=1) == (StepSize(2, 71, 1, 2, 1, 70, False), False)
+    sizes = make_sizes(8, max_num_tokens=256)
+    sizes = sizes.eager()
+    assert size_of(sizes, (1, 9), (1, 3), (1, 3)) == (StepSize(3, 3, 3, 0, 3, 1, False), False)
+    assert size_of(sizes, (1, 9), (70, 0), num_sampled=1) == (StepSize(2, 71, 1, 2, 1, 70, False), False)
     # A backend whose graphs hold decodes alone.
-    runner = make_runner(8, max_num_tokens=256, captures_prompts=False)
-    assert size_of(runner, (1, 9), (1, 3), (1, 3)) == (StepSize(4, 4, 4, 0, 4, 1, False), True)
-    assert size_of(runner, (1, 9), (30, 0)) == (StepSize(2, 31, 2, 1, 1, 30, False), False)
+    sizes = make_sizes(8, max_num_tokens=256, captures_prompts=False)
+    assert size_of(sizes, (1, 9), (1, 3), (1, 3)) == (StepSize(4, 4, 4, 0, 4, 1, False), True)
+    assert size_of(sizes, (1, 9), (30, 0)) == (StepSize(2, 31, 2, 1, 1, 30, False), False)
 
 
 @pytest.mark.parametrize(
@@ -161,13 +183,7 @@ def test_steps_are_not_padded_where_nothing_is_captured():
 def test_a_step_beside_decodes_is_as_large_as_its_arithmetic_allows(monkeypatch, hidden_size, num_layers, num_tokens):
     """12 TFLOP, two for each weight and token, in multiples of 256; a large model's steps are not split too small."""
     num_weights = 12 * hidden_size**2 * num_layers
-    runner = ModelRunner.__new__(ModelRunner)
-    # Two ranks have half of the weights each.
-    monkeypatch.setattr(
-        model_runner, "num_layer_parameters", lambda config, num_tokens: {1: 2 * num_weights}[num_tokens]
-    )
-    runner.model_config, runner._captures_prompts, runner._parallel = None, False, SimpleNamespace(size=2)
-    found = runner._max_tokens_beside_decodes()
+    found = max_tokens_beside_decodes(hidden_size, num_weights, captures_prompts=False)
     assert found % 256 == 0 and (found == 512 or 0 <= 12e12 / (2 * num_weights) - found < 256)
     assert found == num_tokens
 
@@ -176,9 +192,7 @@ def test_a_step_beside_decodes_is_as_large_as_its_arithmetic_allows(monkeypatch,
     ("hidden_size", "num_tokens"), [(64, 49_152), (1024, 3072), (4096, 768), (5120, 512), (8192, 512)]
 )
 def test_a_captured_step_beside_decodes_fills_its_matrix_products(hidden_size, num_tokens):
-    runner = ModelRunner.__new__(ModelRunner)
-    runner.model_config, runner._captures_prompts = SimpleNamespace(hidden_size=hidden_size), True
-    assert runner._max_tokens_beside_decodes() == num_tokens
+    assert max_tokens_beside_decodes(hidden_size, 1e9, captures_prompts=True) == num_tokens
 
 
 # Captures
@@ -426,14 +440,18 @@ def test_a_trial_without_memory_leaves_the_function_itself():
 # Steps
 
 
-def make_captured(runner: ModelRunner, config: Config, is_alone: bool, fails: Callable[[Hashable], bool]) -> Recorder:
-    """Has a runner on a CPU do as with CUDA graphs."""
-    runner._captures_prompts = runner._is_captured = True
-    runner._choose_sizes(config)
-    runner._hidden_states = torch.full((8, runner.model_config.hidden_size), float("nan"))
-    runner.graphs = graphs = Recorder(runner.table.parked, is_alone, not is_alone, fails)
-    for tensor in runner.kv_cache.tensors:
-        tensor.fill_(float("nan"))  # of which padding must not read
+def make_captured(runner: ModelRunner, is_alone: bool, fails: Callable[[Hashable], bool]) -> Recorder:
+    """Lets a runner on a CPU work as with CUDA graphs."""
+    config, program = runner.settings.config, runner.program
+    sizes = StepSizes.of(
+        runner.settings.max_num_seqs, config.max_num_batched_tokens, runner.settings.max_model_len,
+        runner.settings.model_config.hidden_size, 1e9, True, True,
+    )  # fmt: skip
+    graphs = Recorder(program.table.parked, is_alone, not is_alone, fails)
+    hidden_states = torch.full((8, runner.settings.model_config.hidden_size), float("nan"))
+    runner.program = replace(program, sizes=sizes, graphs=graphs, hidden_states=hidden_states)
+    for tensor in program.kv_cache.tensors:
+        tensor.fill_(float("nan"))  # padding must not read them
     return graphs
 
 
@@ -452,7 +470,7 @@ def test_padded_steps_give_the_tokens_of_eager_ones(
     is captured once read the rows of the first step for ever if those lay elsewhere in each."""
     monkeypatch.setattr("nanovllm.attention.splits.SHORTEST_SPLIT", 64)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(model_runner, "StepInFlight", copied)
+    monkeypatch.setattr(step_program, "StepInFlight", copied)
     save_model(tmp_path, seed=3, num_hidden_layers=1)
     max_num_tokens = 16 if backend == "torch" else 8  # the interpreter is slow
     prefix = [7 * i % 50 for i in range(68)]
@@ -471,11 +489,11 @@ def test_padded_steps_give_the_tokens_of_eager_ones(
     def tokens(is_captured: bool) -> tuple[list[list[int]], Recorder | None]:
         with LLM(str(tmp_path), **options) as llm:
             runner, graphs = llm.engine.runner, None
-            runner.backend._num_programs = 2  # Triton's are few, for the interpreter runs one after the other
+            runner.program.backend._num_programs = 2  # Triton's are few, for the interpreter runs one after the other
             if is_captured:
                 which = {"forward": "num_tokens=32", "sample": "('sample', 4,"}.get(fails)
                 short_of = (lambda key: which in repr(key)) if which else (lambda key: False)
-                graphs = make_captured(runner, llm.engine.config, is_alone, short_of)
+                graphs = make_captured(runner, is_alone, short_of)
             found = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
             found += [output.token_ids for output in llm.generate(prompts[:1], params[-1:], use_tqdm=False)]
             assert (llm.metrics()["num_preemptions"] > 0) == (num_blocks == 9)
@@ -506,15 +524,15 @@ def test_after_a_sleep_steps_are_captured_anew(tmp_path, monkeypatch, level):
     options = {"kvcache_block_size": 16, "num_kvcache_blocks": 9, "max_num_seqs": 5, "attention_backend": "torch"}
     with LLM(str(tmp_path), device="cpu", max_model_len=64, max_num_batched_tokens=32, **options) as llm:
         runner = llm.engine.runner
-        graphs, runner._min_free = make_captured(runner, llm.engine.config, True, lambda key: False), 0
+        graphs = make_captured(runner, True, lambda key: False)
         runner.capture()
         expected = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
         captured, num_tries = set(graphs._captured), len([key for what, key in graphs.events if what == "try"])
         llm.sleep(level)
-        assert len(graphs) == 0 and runner.kv_cache is None
+        assert len(graphs) == 0 and runner.program.kv_cache.nbytes_held == 0
         graphs.events.clear()
         llm.wake_up()
-        assert runner.graphs is graphs and set(graphs._captured) == captured and num_tries > 0
+        assert runner.program.graphs is graphs and set(graphs._captured) == captured and num_tries > 0
         assert {key for what, key in graphs.events} == captured and {what for what, _ in graphs.events} == {"record"}
         if level == 2:
             llm.update_weights(read_tensors(tmp_path))
@@ -528,14 +546,14 @@ def test_graphs_that_leave_too_little_memory_let_the_llm_sleep_on(tmp_path, monk
     save_model(tmp_path, seed=3, num_hidden_layers=1)
     with LLM(str(tmp_path), device="cpu", max_num_seqs=5, num_kvcache_blocks=9) as llm:
         runner = llm.engine.runner
-        graphs = make_captured(runner, llm.engine.config, True, lambda key: False)
+        graphs = make_captured(runner, True, lambda key: False)
         llm.sleep()
         with monkeypatch.context() as patch:
-            patch.setattr(model_runner, "free_bytes", lambda device: 2**30 if not len(graphs) else 2**20)
+            patch.setattr(settings, "free_bytes", lambda device: 2**30 if not len(graphs) else 2**20)
             runner._bytes_of_step = 2**21
             with pytest.raises(RuntimeError, match=r"another program, took .* more GPU memory than was set"):
                 llm.wake_up()
-        assert llm.is_sleeping and len(graphs) == 0 and runner.kv_cache is None
+        assert llm.is_sleeping and len(graphs) == 0 and runner.program.kv_cache.nbytes_held == 0
         llm.wake_up()
         assert llm.generate([[1, 2]], use_tqdm=False)[0].error is None
 
@@ -543,14 +561,12 @@ def test_graphs_that_leave_too_little_memory_let_the_llm_sleep_on(tmp_path, monk
 def test_the_rows_that_sample_lie_in_one_place(tmp_path):
     """A graph always reads the places of its capture. Sampling graphs once read the rows of the step in which they were
     captured."""
-    runner = ModelRunner(Config(str(MODEL_DIRECTORY), device="cpu", max_num_seqs=4, num_kvcache_blocks=4))
+    program = ModelRunner(Config(str(MODEL_DIRECTORY), device="cpu", max_num_seqs=4, num_kvcache_blocks=4)).program
     places = []
     for tokens in ([1, 2, 3], [4]):
         step = step_of((scheduled(tokens, [0], entry=1), len(tokens), True))
-        size, _ = runner._size(StepRows.of(step), step.num_decodes, 1, False)
-        send(runner.table, step, size)
-        runner.table.batch(size)
-        after, rows = runner.table.sampled(1)
+        program.table.batch(program.table.send(step, program.sizes))
+        after, rows = program.table.sampled(1)
         assert after.tolist() == [len(tokens) - 1] and rows.lengths.tolist() == [len(tokens)]
         places.append([tensor.data_ptr() for tensor in (after, *rows)])
     assert places[0] == places[1]
@@ -559,89 +575,84 @@ def test_the_rows_that_sample_lie_in_one_place(tmp_path):
 class Captures(dict):
     """In place of CudaGraphs: notes the kind of each function and calls none of them."""
 
-    def __init__(self, *args):
-        pass
-
     def capture(self, key, function, kind) -> None:
         self[key] = kind
+
+
+def captured_at_start(sizes: StepSizes, groups_prefixes: bool) -> Captures:
+    captures = Captures()
+    table = SimpleNamespace(groups_prefixes=groups_prefixes)
+    warm_up.capture(make_program(sizes, table=table, graphs=captures))
+    return captures
 
 
 def test_what_the_first_requests_want_is_captured_at_the_start_the_largest_first(monkeypatch):
     """Smaller steps then fit into the memory of larger ones. Other steps with groups, and samplings with rules, are
     captured when they are first wanted; of a step with groups the kernels are compiled here."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(model_runner, "CudaGraphs", Captures)
     for captures_prompts, groups_prefixes in ((False, True), (False, False), (True, True), (True, False)):
-        runner = make_runner(20, max_num_tokens=256, captures_prompts=captures_prompts)
-        runner.table, runner.device, runner.graphs = SimpleNamespace(parked=None), torch.device("cpu"), None
-        runner._groups_prefixes = groups_prefixes
-        runner._capture()
-        sizes = [key[1] for key in runner.graphs if key[0] == "forward"]
+        step_sizes = make_sizes(20, max_num_tokens=256, captures_prompts=captures_prompts)
+        captures = captured_at_start(step_sizes, groups_prefixes)
+        sizes = [key[1] for key in captures if key[0] == "forward"]
         plain = [size for size in sizes if not size.is_grouped]
         assert [size.num_tokens for size in plain] == sorted((size.num_tokens for size in plain), reverse=True)
         assert {size for size in plain if not size.num_tiles} == {
-            runner._decode_size(num_rows, False) for num_rows in (1, 2, 4, 8, 16, 20)
+            step_sizes.decode_size(num_rows) for num_rows in (1, 2, 4, 8, 16, 20)
         }
         with_prompts = {size for size in plain if size.num_tiles}
         assert {size.num_tokens for size in with_prompts} == ({64, 128, 192, 256} if captures_prompts else set())
-        grouped = [runner._decode_size(20, True)] if groups_prefixes else []
+        grouped = [step_sizes.decode_size(20, True)] if groups_prefixes else []
         assert [size for size in sizes if size.is_grouped] == grouped and sizes[len(plain) :] == grouped
-        samplings = [key[1:] for key in runner.graphs if key[0] == "sample"]
+        samplings = [key[1:] for key in captures if key[0] == "sample"]
         assert samplings == [(n, SamplingNeeds(f)) for n in (20, 16, 8, 4, 2, 1) for f in (True, False)]
-        assert len(sizes) + len(samplings) == len(runner.graphs)
+        assert len(sizes) + len(samplings) == len(captures)
 
 
 def test_every_step_with_prompts_has_one_of_the_sizes_captured_at_the_start(monkeypatch):
     """A size that is met later is captured in the middle of a call."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(model_runner, "CudaGraphs", Captures)
     for max_num_seqs, max_num_tokens in ((1, 100), (5, 3), (20, 256), (100, 256), (300, 256), (150, 256)):
-        runner = make_runner(max_num_seqs, max_num_tokens)
-        runner.table, runner.device, runner.graphs = SimpleNamespace(parked=None), torch.device("cpu"), None
-        runner._groups_prefixes = False
-        runner._capture()
-        at_start = set(runner.graphs)
+        sizes = make_sizes(max_num_seqs, max_num_tokens)
+        at_start = set(captured_at_start(sizes, False))
         for num_rows in range(1, min(max_num_seqs, max_num_tokens), 6):
             for num_new in {2, 16}:
-                size, is_captured = size_of(runner, *[(1, 2)] * (num_rows - 1), (num_new, 0))
+                size, is_captured = size_of(sizes, *[(1, 2)] * (num_rows - 1), (num_new, 0))
                 assert not is_captured or ("forward", size) in at_start, (num_rows, num_new)
 
 
 def test_what_needs_other_kernels_is_of_another_kind():
     """A single row, sizes that 16 divides and groups have kernels of their own; a capture may not compile."""
-    runner = make_runner(100)
+    step_sizes = make_sizes(100)
+    program = make_program(step_sizes)
 
     sizes = [
         StepSize(1, 1, 1, 0, 1, 1, False), StepSize(17, 17, 17, 0, 17, 1, False), StepSize(16, 16, 16, 0, 16, 1, False),
         StepSize(16, 16, 16, 0, 16, 1, True), StepSize(16, 16, 16, 4, 16, 16, False), StepSize(8, 8, 8, 0, 8, 1, False),
     ]  # fmt: skip
-    keys, _, kinds = zip(*map(runner._forward_half, sizes), strict=True)
+    keys, _, kinds = zip(*map(program.forward_half, sizes), strict=True)
     assert keys == tuple(("forward", size) for size in sizes) and len(set(kinds)) == len(sizes)
-    assert runner._forward_half(StepSize(32, 32, 32, 0, 32, 1, False))[2] == kinds[2]
+    assert program.forward_half(StepSize(32, 32, 32, 0, 32, 1, False))[2] == kinds[2]
     # Narrow products of few rows come in parts, and attention of few decodes has more stages.
-    large = [runner._forward_half(StepSize(n, n, n, 0, n, 1, False))[2] for n in (64, 80, 256, 272)]
+    large = [program.forward_half(StepSize(n, n, n, 0, n, 1, False))[2] for n in (64, 80, 256, 272)]
     assert large[0] == kinds[2] != large[1] == large[2] != large[3] and large[3] != kinds[2]
     # In a step with prompts, the last layer has as many rows as may sample.
-    few, many = (runner._forward_half(StepSize(n, 512, n, 8, n, 512, False))[2] for n in (64, 80))
+    few, many = (program.forward_half(StepSize(n, 512, n, 8, n, 512, False))[2] for n in (64, 80))
     assert few != many
     needs = [SamplingNeeds(), SamplingNeeds(True, 0), SamplingNeeds(True, 1), SamplingNeeds(True, 2)]
     samplings = [(16, need) for need in needs] + [(1, needs[0]), (17, needs[0])]
-    keys, _, kinds = zip(*(runner._sampling_half(*sampling) for sampling in samplings), strict=True)
+    keys, _, kinds = zip(*(program.sampling_half(*sampling) for sampling in samplings), strict=True)
     assert keys == tuple(("sample", *sampling) for sampling in samplings) and len(set(kinds)) == len(samplings)
-    assert runner._sampling_half(32, needs[0])[2] == kinds[0]
+    assert program.sampling_half(32, needs[0])[2] == kinds[0]
     # The ranks' sums go by other kernels where they take other ways.
     exchange = SimpleNamespace(sends_directly=lambda num_rows, num_bytes: num_bytes <= 100 * 2048)
-    runner._parallel = Parallel(0, 4, None, exchange)
+    program = make_program(step_sizes, Parallel(0, 4, None, exchange))
     small, large = (StepSize(n, n, n, 0, n, 1, False) for n in (96, 112))
-    assert runner._forward_half(small)[2] != runner._forward_half(large)[2]
+    assert program.forward_half(small)[2] != program.forward_half(large)[2]
 
 
 def test_no_step_is_captured_that_is_larger_than_any():
     """Memory was set aside for graphs of thousands of tokens where sequences had room for two."""
-    runner = make_runner(2)
-    runner.max_model_len = 3
-    runner._choose_sizes(Config("none", max_num_seqs=2))
-    assert runner._token_sizes == [4]
+    assert make_sizes(2, 16384, max_model_len=3).prompt_sizes == (4,)
 
 
 def test_no_more_rows_are_sampled_than_may_sample():
@@ -649,62 +660,66 @@ def test_no_more_rows_are_sampled_than_may_sample():
     for max_num_seqs in (*range(1, 40), 100, 255, 300, 1000):
         for max_num_tokens in (1, 3, 50, 64, 100, 1000, 2**20):
             for num_ranks in (1, 2, 8):
-                runner = make_runner(max_num_seqs, max_num_tokens, num_ranks=num_ranks)
-                sizes = [runner._prompt_size(num_tokens) for num_tokens in runner._token_sizes]
-                sizes += map(runner._decode_size, runner._row_sizes)
-                for size in sizes:
-                    padded = runner._padded_sampled(model_runner._next(runner._row_sizes, size.num_rows))
+                sizes = make_sizes(max_num_seqs, max_num_tokens, num_ranks=num_ranks)
+                for size in sizes.sizes_to_capture():
+                    padded = sizes.padded_sampled(sizes.padded_rows(size.num_rows))
                     assert padded <= size.num_sampled, (max_num_seqs, max_num_tokens, num_ranks, size)
 
 
-def tables_of(entries: np.ndarray, num_keys: int) -> np.ndarray:
-    return np.zeros((len(entries), -(-num_keys // 4)), np.int32)
+def make_table(**backend: Callable) -> SequenceTable:
+    """A table of 8 entries that asks a backend with these functions for shared keys."""
+    return SequenceTable(
+        8, 64, 4, 100, 64, torch.device("cpu"), sharing=SimpleNamespace(max_num_shared_splits=4, **backend)
+    )
 
 
-def test_what_rows_share_is_looked_for_once_while_they_go_on():
+def test_shared_keys_are_looked_for_once_while_rows_go_on(monkeypatch):
     """The search walks through all block tables, which takes the host up to half a millisecond per step."""
     asked: list[list[int]] = []
 
     def shared_prefixes(tables, context_lens, block_size) -> PrefixGroups | None:
         asked.append(context_lens.tolist())
-        return PrefixGroups(*(np.zeros((1, 1), np.int32) for _ in range(3))) if len(tables) > 1 else None
+        groups = PrefixGroups(np.zeros((1, 3), np.int32), np.zeros(1, np.int32), np.zeros(len(tables), np.int32))
+        return groups if len(tables) > 1 else None
 
-    runner, sent = make_runner(8), []
-    runner.table, runner.block_size = SimpleNamespace(send_shared_prefixes=sent.append, block_tables_of=tables_of), 4
-    runner.backend = SimpleNamespace(shared_prefixes=shared_prefixes, split_lengths=lambda keys: keys // 100)
-    runner._groups_prefixes, runner._is_grouped, runner._grouped = True, False, np.zeros((0, 3), np.int64)
+    table = make_table(shared_prefixes=shared_prefixes, split_lengths=lambda keys: keys // 100)
+    num_sent, send_groups = 0, table._send_shared_prefixes
+
+    def counted(groups: PrefixGroups) -> None:
+        nonlocal num_sent
+        num_sent += 1
+        send_groups(groups)
+
+    monkeypatch.setattr(table, "_send_shared_prefixes", counted)
     one, two, other = (scheduled([1] * (5 + i), [0, 1], entry=i) for i in range(3))
+    sizes = make_sizes(8).eager()
 
     def is_grouped(*seqs: Sequence) -> bool:
-        step = step_of(*((seq, 1, True) for seq in seqs))
-        return runner._group_prefixes(StepRows.of(step), step.num_decodes)
+        sent = table.send(step_of(*((seq, 1, True) for seq in seqs)), sizes)
+        return sent.size.is_grouped
 
-    assert not is_grouped(one, two) and not asked, "without a hit nobody shares anything"
+    assert not is_grouped(one, two) and not asked, "sequences without a hit share nothing"
     one.num_cached_tokens = 4
-    assert [is_grouped(one, two) for _ in range(3)] == [True] * 3 and asked == [[5, 6]] and len(sent) == 1
-    assert is_grouped(two, one) and is_grouped(one, two, other) and len(asked) == len(sent) == 3, "other rows"
+    assert [is_grouped(one, two) for _ in range(3)] == [True] * 3 and asked == [[5, 6]] and num_sent == 1
+    assert is_grouped(two, one) and is_grouped(one, two, other) and len(asked) == num_sent == 3, "other rows"
     two.num_preemptions += 1  # and so has other blocks
     assert is_grouped(one, two, other) and len(asked) == 4
-    assert not is_grouped(one) and not is_grouped(one) and len(asked) == 5 and len(sent) == 4
-    runner._groups_prefixes = False
+    assert not is_grouped(one) and not is_grouped(one) and len(asked) == 5 and num_sent == 4
+    table._sharing = None
     assert not is_grouped(one, two, other) and len(asked) == 5
 
 
-def test_what_rows_share_is_looked_for_again_when_a_row_is_split_otherwise(tmp_path):
+def test_shared_keys_are_looked_for_again_when_a_row_is_split_otherwise():
     """Its number of shared splits would count splits of another length."""
     asked: list[list[int]] = []
-    runner = make_runner(8)
-    runner.table, runner.block_size = SimpleNamespace(send_shared_prefixes=None, block_tables_of=tables_of), 4
-    runner.backend = SimpleNamespace(
+    table = make_table(
         shared_prefixes=lambda tables, context_lens, block_size: asked.append(context_lens.tolist()),
         split_lengths=lambda keys: np.where(keys > 7, 8, 4),
     )
-    runner._groups_prefixes, runner._is_grouped, runner._grouped = True, False, np.zeros((0, 3), np.int64)
     seqs = [scheduled([1] * (5 + i), [0, 1], entry=i) for i in range(2)]
     seqs[0].num_cached_tokens = 4
     for _ in range(3):
-        step = step_of(*((seq, 1, True) for seq in seqs))
-        runner._group_prefixes(StepRows.of(step), step.num_decodes)
+        table.send(step_of(*((seq, 1, True) for seq in seqs)), make_sizes(8).eager())
         for seq in seqs:
             seq.num_computed_tokens += 1
     assert asked == [[5, 6], [7, 8]]
@@ -714,17 +729,14 @@ def test_what_rows_share_is_looked_for_again_when_a_row_is_split_otherwise(tmp_p
 
 
 @pytest.mark.parametrize("num_missing", [-1, 0, 1])
-def test_graphs_that_took_more_than_was_set_aside_are_an_error(monkeypatch, num_missing):
+def test_graphs_that_took_more_than_was_set_aside_are_an_error(num_missing):
     """The next large step would run out of memory, hours later."""
-    runner = ModelRunner.__new__(ModelRunner)
-    runner.device, runner._min_free = torch.device("cpu"), 2**30
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(model_runner, "free_bytes", lambda device: 2**30 - num_missing * 2**20)
+    free = 2**30 - num_missing * 2**20
     if num_missing > 0:
         with pytest.raises(RuntimeError, match="lower max_num_seqs or use enforce_eager=True"):
-            runner._check_memory_left()
+            check_graphs_fit(2**30, free)
     else:
-        runner._check_memory_left()
+        check_graphs_fit(2**30, free)
 
 
 def test_memory_for_graphs_covers_logits_and_the_largest_captured_step_twice():
@@ -732,56 +744,65 @@ def test_memory_for_graphs_covers_logits_and_the_largest_captured_step_twice():
 
     Logits processors copy a rank's logits to float32 and count in as many integers.
     """
-    runner = make_runner(16, max_num_tokens=100)
-    runner._is_captured, runner.model_config.vocab_size = True, 1000
+    sizes = make_sizes(16, max_num_tokens=100)
     for_decodes = 2**29 + 16 * 1000 * (2 + 4 + 4)
-    assert runner._token_sizes == [64, 100]
-    assert runner._bytes_for_graphs(activations=6000, num_tokens=200) == for_decodes + 2 * 3000
-    runner._token_sizes = []
-    assert runner._bytes_for_graphs(activations=6000, num_tokens=100) == for_decodes
-    runner._parallel = Parallel(1, 4)
-    assert runner._bytes_for_graphs(activations=6000, num_tokens=100) == 2**29 + 4 * 1000 * (3 * 2 + 4 + 4)
-    runner._is_captured = False
-    assert runner._bytes_for_graphs(activations=6000, num_tokens=100) == 0
+    assert sizes.prompt_sizes == (64, 100)
+    assert graph_bytes(6000, 200, sizes, 1000, 2, Parallel()) == for_decodes + 2 * 3000
+    assert graph_bytes(6000, 100, replace(sizes, prompt_sizes=()), 1000, 2, Parallel()) == for_decodes
+    sizes = make_sizes(16, max_num_tokens=100, num_ranks=4, captures_prompts=False)
+    assert graph_bytes(6000, 100, sizes, 1000, 2, Parallel(1, 4)) == 2**29 + 4 * 1000 * (3 * 2 + 4 + 4)
+    assert graph_bytes(6000, 100, sizes.eager(), 1000, 2, Parallel(1, 4)) == 0
 
 
 def test_a_trial_step_samples_all_its_prompts_with_all_there_is_within_one_block(monkeypatch):
     """It measures what a step takes at most, on a cache of a single block. It leaves nothing to the first requests."""
     runner = ModelRunner(Config(str(MODEL_DIRECTORY), device="cpu", max_num_seqs=4, num_kvcache_blocks=4))
+    table = runner.program.table
     launched: list[Step] = []
     needs: list[SamplingNeeds] = []
-    launch, send_rows = runner.launch, runner.table.send_rows
-    monkeypatch.setattr(runner, "launch", lambda step: launched.append(step) or launch(step))
-    monkeypatch.setattr(runner.table, "send_rows", lambda *args: needs.append(send_rows(*args)) or needs[-1])
-    sizes = [1, 3, 2 * runner.block_size + 1]
-    runner._try_step(sizes)
+    send = SequenceTable.send
+
+    def noted(table: SequenceTable, step: Step, sizes: StepSizes) -> SentStep:
+        launched.append(step)
+        sent = send(table, step, sizes)
+        needs.append(sent.needs)
+        return sent
+
+    monkeypatch.setattr(SequenceTable, "send", noted)
+    sizes = [1, 3, 2 * runner.info.kvcache_block_size + 1]
+    warm_up.try_step(runner.program, sizes)
     [step] = launched
     assert [(num_new_tokens, samples) for _, num_new_tokens, samples in step.chunks] == [(size, True) for size in sizes]
     assert [seq.block_table for seq, _, _ in step.chunks] == [[0], [0], [0, 0, 0]]
     assert [(seq.entry, seq.num_computed_tokens) for seq, _, _ in step.chunks] == list(enumerate(sizes))
-    assert needs == [SamplingNeeds(True, runner.table.rules.version, 1 + MAX_LOGPROBS)]
+    assert needs == [SamplingNeeds(True, table.rules.version, 1 + MAX_LOGPROBS)]
     [scored] = step.scored
     assert (scored.seq, scored.start, scored.end) == (step.chunks[2].seq, 1, sizes[2])
     params = step.chunks[0].seq.sampling_params
     assert params.top_p < 1 and params.repetition_penalty != 1 and params.temperature > 0
     # A request of the same number and length, in the same place.
     first = scheduled([5, 6, 7], [0], entry=1, seq_id=1, params=SamplingParams(temperature=0))
-    assert launch(step_of((first, 3, True))).wait().token_ids[0] >= 0
-    assert needs[-1] == SamplingNeeds(False, 0) and runner.table.tokens[1, :3].tolist() == [5, 6, 7]
-    assert runner.table.rules.tensors.penalties[1].tolist() == [1.0, 0.0, 0.0]
+    assert runner.launch(step_of((first, 3, True))).wait().token_ids[0] >= 0
+    assert needs[-1] == SamplingNeeds(False, 0) and table.tokens[1, :3].tolist() == [5, 6, 7]
+    assert table.rules.tensors.penalties[1].tolist() == [1.0, 0.0, 0.0]
 
 
 def test_a_failed_start_keeps_nothing(monkeypatch):
     """The message says to try again with less; what the first try holds would then be missing."""
-    runners = []
+    models = []
+    init = CausalLM.__init__
 
-    def fail(self, *args) -> int:
-        assert self.model is not None and self.table is not None and self.backend is not None
-        runners.append(self)
+    def noted(self, *arguments: Any) -> None:
+        init(self, *arguments)
+        models.append(weakref.ref(self))
+
+    def fail(*arguments: Any) -> int:
+        assert models[0]() is not None
         raise RuntimeError("too little memory")
 
-    monkeypatch.setattr(ModelRunner, "_allocate_kv_cache", fail)
-    with pytest.raises(RuntimeError, match="too little memory"):
+    monkeypatch.setattr(CausalLM, "__init__", noted)
+    monkeypatch.setattr(model_runner, "num_kvcache_blocks", fail)
+    with pytest.raises(RuntimeError, match="too little memory") as raised:
         ModelRunner(Config(str(MODEL_DIRECTORY), device="cpu"))
-    [runner] = runners
-    assert runner.model is runner.table is runner.backend is runner.kv_cache is runner.graphs is None
+    gc.collect()
+    assert raised.value.__traceback__ is not None and [model() for model in models] == [None]

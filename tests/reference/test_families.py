@@ -139,11 +139,11 @@ def test_a_window_that_no_sequence_outgrows_costs_nothing(tmp_path):
     save_family_model(tmp_path, "mistral", options)
     for max_model_len, window in ((50, 0), (51, 50)):
         with LLM(str(tmp_path), device="cpu", attention_backend="triton", max_model_len=max_model_len) as llm:
-            assert {layer.self_attn.attn.window for layer in llm.engine.runner.model.model.layers} == {window}
-            assert llm.engine.runner._groups_prefixes == (window == 0)
+            assert {layer.self_attn.attn.window for layer in llm.engine.runner.program.model.model.layers} == {window}
+            assert llm.engine.runner.program.table.groups_prefixes == (window == 0)
     # A backend that reads every key by itself is not asked.
     with LLM(str(tmp_path), device="cpu", attention_backend="sdpa", max_model_len=50) as llm:
-        assert not llm.engine.runner._groups_prefixes
+        assert not llm.engine.runner.program.table.groups_prefixes
 
 
 @pytest.mark.parametrize("family", ["gemma3", "phi3", "qwen3_moe"])

@@ -533,7 +533,7 @@ def test_nearly_twice_the_blocks_fit(head_dim):
 def test_an_engine_gets_nearly_twice_the_blocks(tmp_path, monkeypatch):
     """As many as fit into the memory there is, and as many rows by default as that suggests."""
     save_model(tmp_path, head_dim=128, num_hidden_layers=1)
-    monkeypatch.setattr("nanovllm.runner.model_runner.free_bytes", lambda device: 30 * 2**20)
+    monkeypatch.setattr("nanovllm.runner.settings.free_bytes", lambda device: 30 * 2**20)
     options = {"dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 512, "attention_backend": "sdpa"}
     numbers = []
     for kv_cache_dtype in ("auto", "fp8"):

@@ -138,13 +138,13 @@ def test_ignored_layers_stay_as_they_are(tmp_path, monkeypatch, family, layout, 
     key = "ignore" if layout == "channel" else "modules_to_not_convert"
     directory = changed_copy(plain, tmp_path / "some", stored, quantization_config=of_layout.config | {key: ignored})
     with open_llm(directory) as llm:
-        found = dict(llm.engine.runner.model.named_parameters())
+        found = dict(llm.engine.runner.program.model.named_parameters())
         completed(llm)
     in_fp8 = {name for name, parameter in found.items() if parameter.dtype == E4M3}
     ours = [part.replace("block_sparse_moe", "mlp").replace("mlp.experts", "mlp.") for part in skipped]
     assert in_fp8 and not any(part in name for part in ours for name in in_fp8)
     with open_llm(quantized_copy(plain, tmp_path / "all", of_layout)) as llm:
-        all_fp8 = {name for name, it in llm.engine.runner.model.named_parameters() if it.dtype == E4M3}
+        all_fp8 = {name for name, it in llm.engine.runner.program.model.named_parameters() if it.dtype == E4M3}
     assert in_fp8 == {name for name in all_fp8 if not any(part in name for part in ours)}
 
 
@@ -158,9 +158,9 @@ def test_dummy_weights_in_fp8_are_as_large_as_other_ones(plain_model, tmp_path, 
         directory, options = quantized_copy(plain_model, tmp_path / "fp8", LAYOUTS[layout]), {}
     with open_llm(directory, load_format="dummy", **options) as llm:
         assert len(completed(llm)) == len(PROMPTS)
-        weights = llm.engine.runner.model.get_parameter("model.layers.0.mlp.gate_up_proj.weight")
+        weights = llm.engine.runner.program.model.get_parameter("model.layers.0.mlp.gate_up_proj.weight")
         [scales] = [
-            parameter for name, parameter in llm.engine.runner.model.named_parameters()
+            parameter for name, parameter in llm.engine.runner.program.model.named_parameters()
             if name.startswith("model.layers.0.mlp.gate_up_proj.weight_scale")
         ]  # fmt: skip
         assert weights.dtype == E4M3 and scales.dtype == torch.float32
@@ -303,7 +303,7 @@ def test_loading_never_holds_a_second_copy(tmp_path):
     """Beside the model in FP8, the most that is held at a time is what quantizing one tensor takes."""
     save_model(tmp_path, seed=1, **SIZES | {"num_hidden_layers": 16})
     with open_llm(tmp_path, quantization="fp8") as llm:
-        model = llm.engine.runner.model
+        model = llm.engine.runner.program.model
         largest = max(module.weight.numel() for module in model.modules() if hasattr(module, "format"))
         num_bytes = sum(parameter.nbytes for parameter in model.parameters())
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

@@ -3,6 +3,7 @@ tokens after which a row samples."""
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,7 +90,8 @@ def test_ranks_with_an_exchange_compute_all_of_the_last_layer(tmp_path, steps):
     save_model(tmp_path, seed=4)
     with LLM(str(tmp_path), device="cpu", max_num_batched_tokens=12, max_model_len=64) as llm:
         runner = llm.engine.runner
-        runner._parallel = replace(runner._parallel, exchange=object())
+        parallel = replace(runner.program.parallel, exchange=SimpleNamespace(sends_directly=lambda *_: False))
+        runner.program = replace(runner.program, parallel=parallel)
         llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=2), use_tqdm=False, raise_on_error=True)
     assert {needed for _, needed in steps} == {None} and (12, None) in steps
 

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.batch_factory import expanded
+from support.batch_factory import OneSize, expanded
 from support.batch_factory import send as send_step
 from support.fake_runner import FakeRunner, make_engine, run_to_end
 from support.steps import GREEDY, random_rows, scheduled, step_of
@@ -28,7 +29,8 @@ from nanovllm.models.read_config import load_model_config
 from nanovllm.ops.process_logits import ALWAYS, TokenRules
 from nanovllm.ops.write_tokens import write_tokens
 from nanovllm.runner import sequence_table, token_rules
-from nanovllm.runner.sequence_table import Batch, SequenceTable, StepSize
+from nanovllm.runner.sequence_table import Batch, SentStep, SequenceTable
+from nanovllm.runner.step_sizes import StepSize
 from nanovllm.runner.token_rules import TokenRulesTable
 from nanovllm.sampling_params import SamplingParams
 
@@ -79,9 +81,10 @@ class WholeBatch(Batch):
     sampled: SampledRows
 
 
-def batch_of(table: SequenceTable, size: StepSize, tenants: list[tuple[int, int]] | None = None) -> WholeBatch:
-    return WholeBatch(**vars(table.batch(size, tenants)), **dict(zip(
-        ("sampled_tokens", "sampled"), table.sampled(size.num_sampled), strict=True,
+def batch_of(table: SequenceTable, step: StepSize | SentStep) -> WholeBatch:
+    sent = step if isinstance(step, SentStep) else SentStep(step)
+    return WholeBatch(**vars(table.batch(sent)), **dict(zip(
+        ("sampled_tokens", "sampled"), table.sampled(sent.size.num_sampled), strict=True,
     )))  # fmt: skip
 
 
@@ -384,13 +387,17 @@ def test_a_table_has_room_for_the_largest_step():
 )
 def test_parked_rows_leave_no_trace_and_come_back(size, fused):
     """A step is tried before its capture. It must not write keys or tokens, nor read what it would have to skip."""
-    table = make_table(block_size=16, max_num_shared_splits=8, use_kernels=fused)
+    groups = PrefixGroups(np.ones((2, 3), np.int32), np.ones(2, np.int32), np.ones(2, np.int32))
+    sharing = SimpleNamespace(
+        max_num_shared_splits=8, split_lengths=lambda keys: keys, shared_prefixes=lambda *arguments: groups
+    )
+    table = make_table(block_size=16, sharing=sharing, use_kernels=fused)
     step = step_of((scheduled(range(10), [3]), 1, True), (scheduled(range(32), [5, 6], entry=2), 30, True))
     size = size or exact_size(step)
     step = step if size.num_tiles else step_of((step.chunks[0].seq, 1, True))
-    send(table, step, size)
-    table.send_shared_prefixes(PrefixGroups(np.ones((2, 3), np.int32), np.ones(2, np.int32), np.ones(2, np.int32)))
-    size = size._replace(is_grouped=True)
+    step.chunks[0].seq.num_cached_tokens = 4
+    size = table.send(step, OneSize(size)).size
+    assert size.is_grouped
     before = {name: tensor.clone() for name, tensor in tensors_of(batch_of(table, size)).items()}
     with table.parked():
         # The sampling half is tried by itself: the rows of the last forward half must not be sampled.
@@ -902,15 +909,15 @@ class TableRunner(FakeRunner):
         size = exact_size(step, self.num_ranks)
         if self.rng is not None:
             size = self.padded(size)
-        needs = send(self.table, step, size)
+        sent = self.table.send(step, OneSize(size))
         if self.fail_when_sent:
             self.fail_when_sent = False
             raise LostError
         tenants = [(chunk.seq.seq_id, chunk.seq.num_preemptions) for chunk in step.chunks]
-        batch = batch_of(self.table, size, tenants)
+        batch = batch_of(self.table, sent)
         self.check(step, size, batch)
-        self.check_needs(step, needs)
-        assert batch.metadata.tenants is tenants
+        self.check_needs(step, sent.needs)
+        assert batch.metadata.tenants == tenants
         launched = super().launch(step)
         sample(self.table, batch, launched._token_ids, self.use_kernels)
         return launched

@@ -91,15 +91,20 @@ def teacher_forced_logits(llm: LLM, token_ids: list[int], chunks: list[int]) -> 
     """Our logits [num_tokens, vocab_size] at every position, computed in `chunks` over pages in reverse order."""
     runner = llm.engine.runner
     seq = Sequence(0, token_ids, SamplingParams(temperature=0), len(token_ids) + 1)
-    seq.block_table = list(range(-(-len(token_ids) // runner.block_size)))[::-1]
+    seq.block_table = list(range(-(-len(token_ids) // runner.info.kvcache_block_size)))[::-1]
     seq.entry = 0
     logits = []
     for num_new in chunks:
         seq.num_computed_tokens += num_new
-        batch = make_batch([Chunk(seq, num_new, False)], runner.block_size, runner.max_model_len, str(runner.device))
-        metadata = replace(batch.metadata, plan=runner.backend.plan(batch.metadata))
-        hidden_states = runner.model(batch.token_ids, batch.positions, runner.kv_cache.layers, metadata)
-        logits.append(runner.model.compute_logits(hidden_states))
+        batch = make_batch(
+            [Chunk(seq, num_new, False)],
+            runner.info.kvcache_block_size,
+            runner.settings.max_model_len,
+            str(runner.settings.device),
+        )
+        metadata = replace(batch.metadata, plan=runner.program.backend.plan(batch.metadata))
+        hidden_states = runner.program.model(batch.token_ids, batch.positions, runner.program.kv_cache.layers, metadata)
+        logits.append(runner.program.model.compute_logits(hidden_states))
     return torch.cat(logits)
 
 

@@ -8,7 +8,9 @@ from nanovllm.attention.metadata import QUERY_TILE
 from nanovllm.engine.step import Chunk, Step
 from nanovllm.layers.sampler import SamplingNeeds
 from nanovllm.ops.expand_rows import Expanded, ExpandedSamples, Table, expand_rows
-from nanovllm.runner.sequence_table import Batch, SequenceTable, StepRows, StepSize
+from nanovllm.runner.sequence_table import Batch, SequenceTable
+from nanovllm.runner.step_rows import StepRows
+from nanovllm.runner.step_sizes import StepSize
 
 
 def make_batch(chunks: list[Chunk], block_size: int, max_model_len: int = 128, device: str = "cpu") -> Batch:
@@ -18,15 +20,22 @@ def make_batch(chunks: list[Chunk], block_size: int, max_model_len: int = 128, d
     num_tiles = sum(-(-n // QUERY_TILE) for n in num_new[step.num_decodes :])
     size = StepSize(len(chunks), sum(num_new), num_sampled, num_tiles, step.num_decodes, max(num_new), False)
     table = SequenceTable(len(chunks), max_model_len, block_size, 1000, sum(num_new), torch.device(device))
-    send(table, step, size)
-    return table.batch(size, [(chunk.seq.seq_id, chunk.seq.num_preemptions) for chunk in chunks])
+    return table.batch(table.send(step, OneSize(size)))
+
+
+class OneSize:
+    """StepSizes that give every step the same size."""
+
+    def __init__(self, size: StepSize):
+        self._size = size
+
+    def size_of(self, rows: StepRows, num_decodes: int, is_grouped: bool, is_scored: bool) -> tuple[StepSize, bool]:
+        return self._size._replace(is_grouped=is_grouped), False
 
 
 def send(table: SequenceTable, step: Step, size: StepSize) -> SamplingNeeds:
-    """Puts a step into place, as ModelRunner.launch does."""
-    rows = StepRows.of(step)
-    table.send_sequences(step, rows)
-    return table.send_rows(rows, size, step.num_decodes)
+    """Puts a step into place, as StepProgram.launch does."""
+    return table.send(step, OneSize(size)).needs
 
 
 # Expanded and ExpandedSamples together.

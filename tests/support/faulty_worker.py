@@ -103,12 +103,12 @@ class RefusingRunner(nanovllm.runner.model_runner.ModelRunner):
 
     def check_update(self, tensors) -> None:
         super().check_update(tensors)
-        if self._parallel.rank == FAULTY_RANK and not self.has_refused:
+        if self.settings.parallel.rank == FAULTY_RANK and not self.has_refused:
             self.has_refused = True
             raise ValueError("cannot be read")
 
     def restore(self) -> None:
-        if self._parallel.rank == FAULTY_RANK and not self.has_slept_on:
+        if self.settings.parallel.rank == FAULTY_RANK and not self.has_slept_on:
             self.has_slept_on = True
             raise RuntimeError("no room to wake up")
         super().restore()

@@ -28,7 +28,7 @@ def generate(llm: LLM) -> list[tuple[list[int], int]]:
 
 def values(llm: LLM) -> Weights:
     """Every weight of a single rank, and of packed ones what they hold."""
-    model = llm.engine.runner.model
+    model = llm.engine.runner.program.model
     packed = {
         name: module.packed.to_dense()
         for name, module in model.named_modules()

@@ -17,7 +17,8 @@ from nanovllm.engine.step import BROKEN_LOGITS, NO_TOKEN_LEFT, Chunk, Step
 from nanovllm.layers.embed_head import VocabSlice
 from nanovllm.layers.sampler import SampledRows, Sampler, SamplingNeeds
 from nanovllm.ops.collectives import Parallel
-from nanovllm.runner.sequence_table import SequenceTable, StepSize
+from nanovllm.runner.sequence_table import SentStep, SequenceTable
+from nanovllm.runner.step_sizes import StepSize
 
 CPU = torch.device("cpu")
 
@@ -37,7 +38,7 @@ def table_of(
     step, size = Step.of(chunks), StepSize(num_rows, num_rows, num_rows, 0, num_rows, 1, False)
     table = SequenceTable(num_rows, longest, longest, vocab_size, num_rows, CPU)
     needs = send(table, step, size)
-    table.batch(size)
+    table.batch(SentStep(size))
     return table, table.sampled(num_rows)[1], needs
 
 
@@ -370,7 +371,7 @@ def test_logits_with_nan_end_that_row_and_leave_no_trace(model_dir, overlap):
     options = {"kvcache_block_size": 2, "num_kvcache_blocks": 24, "max_num_seqs": 3, "overlap": overlap}
     good = tokens_of(model_dir, [(PROMPTS, params)], **options)[0]
     with LLM(model_dir, device="cpu", **options) as llm:
-        llm.engine.runner.model.model.embed_tokens.weight[60] = math.nan
+        llm.engine.runner.program.model.model.embed_tokens.weight[60] = math.nan
         outputs = llm.generate(
             [[60, 3, 3], *PROMPTS, [4, 4, 4, 4, 60]], [params[0], *params, params[1]], use_tqdm=False
         )

@@ -149,14 +149,14 @@ def test_the_caller_may_change_its_tensors_afterwards(llm, checkpoints, expected
 def test_parameters_stay_where_they_are(checkpoints):
     """CUDA graphs hold their addresses. In bfloat16 nothing is packed."""
     with make_llm(checkpoints[0], dtype="bfloat16") as llm:
-        places = [parameter.data_ptr() for parameter in llm.engine.runner.model.parameters()]
+        places = [parameter.data_ptr() for parameter in llm.engine.runner.program.model.parameters()]
         llm.update_weights(read_tensors(checkpoints[1]))
-        assert [parameter.data_ptr() for parameter in llm.engine.runner.model.parameters()] == places
+        assert [parameter.data_ptr() for parameter in llm.engine.runner.program.model.parameters()] == places
 
 
 def test_only_what_is_touched_is_packed_anew(checkpoints):
     with make_llm(checkpoints[0]) as llm:
-        modules = {name: it for name, it in llm.engine.runner.model.named_modules() if isinstance(it, Packable)}
+        modules = {name: it for name, it in llm.engine.runner.program.model.named_modules() if isinstance(it, Packable)}
         before = {name: module.packed for name, module in modules.items()}
         assert all(packed is not None for packed in before.values())
         llm.update_weights({Q_PROJ: read_tensors(checkpoints[1])[Q_PROJ]})
@@ -429,7 +429,11 @@ def test_the_buffers_of_attention_sleep_as_well(tmp_path, backend):
     with make_llm(tmp_path, attention_backend=backend, **sizes) as llm:
         expected = [output.token_ids for output in llm.generate([[1, 2], [3]], params, use_tqdm=False)]
         llm.sleep()
-        held = [value for value in vars(llm.engine.runner.backend).values() if isinstance(value, torch.Tensor | dict)]
+        held = [
+            value
+            for value in vars(llm.engine.runner.program.backend).values()
+            if isinstance(value, torch.Tensor | dict)
+        ]
         tensors = [it for value in held for it in (value.values() if isinstance(value, dict) else [value])]
         assert all(it.untyped_storage().nbytes() == 0 for it in tensors if isinstance(it, torch.Tensor))
         assert (len(tensors) > 2) == (backend == "triton")
@@ -521,7 +525,7 @@ def test_without_room_it_sleeps_on_and_can_be_woken_later(checkpoints, expected,
         runner = llm.engine.runner
         llm.sleep(level)
         with monkeypatch.context() as patch:
-            patch.setattr(runner, "_free_bytes", lambda: 10_000)
+            patch.setattr("nanovllm.runner.settings.free_bytes", lambda device: 10_000)
             for _ in range(2):
                 with pytest.raises(RuntimeError, match=r"waking up needs .* are free; free what others hold"):
                     llm.wake_up()
@@ -530,7 +534,7 @@ def test_without_room_it_sleeps_on_and_can_be_woken_later(checkpoints, expected,
             patch.setattr(runner, "capture", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 llm.wake_up()
-            assert llm.is_sleeping and runner.kv_cache is None
+            assert llm.is_sleeping and runner.program.kv_cache.nbytes_held == 0
             assert (llm.metrics()["memory_bytes"]["weights"] == 0) == (level == 2)
         llm.wake_up()
         if level == 2:

@@ -1,0 +1,164 @@
+"""Bytes and budgets: how many blocks the KV cache gets, and which sizes fit. Functions of numbers.
+
+The number of blocks follows from what a GPU has left after the weights and a trial of the largest step, or from a CPU's
+free RAM.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.ops.collectives import Parallel
+from nanovllm.runner.step_sizes import StepSizes
+
+_GIB = 2**30
+# A KV cache on a CPU takes at most half of the free memory, and no more than this unless one sequence needs it.
+_USUAL_CPU_CACHE_BYTES = 4 * _GIB
+# Left free on a GPU whatever else holds: kernels are loaded late, and other programs grow.
+_GPU_MARGIN = _GIB // 2
+# More sequences bring little (docs/performance.md), and fewer are better than ones that wait for blocks.
+_MAX_SEQS_ON_GPU, _MAX_SEQS_ON_CPU, _MIN_SEQS, _TOKENS_OF_A_SEQUENCE = 1024, 512, 16, 256
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """The device's memory as it was measured, in bytes.
+
+    total: all there is; free_at_start: before anything was loaded; free: with weights and libraries loaded;
+    activations: what the largest step takes while it runs; graphs: kept for captured steps.
+    """
+
+    total: int
+    free_at_start: int
+    free: int
+    activations: int = 0
+    graphs: int = 0
+
+
+def num_kvcache_blocks(
+    config: Config, memory: MemoryUse, block_bytes: int, blocks_of_longest: int, max_num_seqs: int, is_gpu: bool
+) -> int:
+    """Blocks of the KV cache: those asked for if they fit, else as many as fit and can be used.
+
+    Args:
+        block_bytes: of a block in all layers.
+        blocks_of_longest: blocks of one sequence of max_model_len tokens.
+        max_num_seqs: most sequences that run at a time.
+
+    Raises:
+        RuntimeError: too little memory; says how much is missing and what to lower.
+    """
+    if is_gpu:
+        allowed = min(config.gpu_memory_utilization * memory.total, memory.free_at_start - _GPU_MARGIN)
+        used = memory.free_at_start - memory.free + memory.activations + memory.graphs
+        budget = allowed - used
+    else:
+        allowed = memory.free
+        budget = min(allowed / 2, max(_USUAL_CPU_CACHE_BYTES, blocks_of_longest * block_bytes))
+    wanted = config.num_kvcache_blocks
+    if wanted is not None:
+        limit = budget if is_gpu else allowed
+        if wanted * block_bytes > limit:
+            raise RuntimeError(
+                f"num_kvcache_blocks={wanted} needs {(wanted * block_bytes - limit) / _GIB:.2f} GiB more than the "
+                f"{max(limit, 0) / _GIB:.2f} GiB there are for it; lower it"
+                + (" or raise gpu_memory_utilization" if is_gpu else "")
+            )
+        return wanted
+    num_blocks = min(int(budget // block_bytes), max_num_seqs * blocks_of_longest)
+    if num_blocks < blocks_of_longest:
+        missing = blocks_of_longest * block_bytes - budget
+        raise RuntimeError(
+            f"the KV cache of one sequence of {blocks_of_longest} blocks (max_model_len) needs "
+            f"{missing / _GIB:.2f} GiB more than the {max(budget, 0) / _GIB:.2f} GiB there are; lower max_model_len"
+            + (
+                f", max_num_batched_tokens or max_num_seqs, raise gpu_memory_utilization, or free the "
+                f"{(memory.total - memory.free_at_start) / _GIB:.2f} GiB that other programs hold on the GPU"
+                if is_gpu
+                else ""
+            )
+        )
+    return num_blocks
+
+
+def graph_bytes(
+    activations: int, num_tokens: int, sizes: StepSizes, vocab_size: int, itemsize: int, parallel: Parallel
+) -> int:
+    """Bytes to set aside for captured steps: kernels' code, what the steps keep, what logits processors need, and the
+    largest step's activations twice (trial and capture).
+
+    activations: of a step of `num_tokens` tokens.
+    """
+    if not sizes.are_captured:
+        return 0
+    # Per logit: itself, the float32 copy of the logits processors, and their int32 count of tokens. NCCL receives
+    # another rank's columns before they are put in order.
+    logit_bytes = (3 if parallel.calls_nccl else 1) * itemsize + 4 + 4
+    num_rows = sizes.padded_sampled(sizes.max_num_rows) // parallel.size
+    num_bytes = _GIB // 2 + num_rows * vocab_size * logit_bytes
+    if sizes.prompt_sizes:
+        num_bytes += 2 * activations * sizes.prompt_sizes[-1] // num_tokens
+    return num_bytes
+
+
+def check_graphs_fit(min_free: int, free: int) -> None:
+    """Raises a RuntimeError if the captured graphs left fewer bytes free than other things need."""
+    if free < min_free:
+        raise RuntimeError(
+            f"CUDA graphs, or another program, took {(min_free - free) / _GIB:.2f} GiB more GPU memory than was set "
+            "aside for them; lower max_num_seqs or use enforce_eager=True"
+        )
+
+
+def check_room_to_wake_up(weights: int, kv_cache: int, step: int, free: int, device: torch.device) -> None:
+    """Raises a RuntimeError if what slept does not fit; all are bytes."""
+    needed = weights + kv_cache + step
+    if needed > free:
+        raise RuntimeError(
+            f"waking up needs {needed / _GIB:.2f} GiB of {device} ({weights / _GIB:.2f} for weights, "
+            f"{kv_cache / _GIB:.2f} for the KV cache), but {free / _GIB:.2f} GiB are free; free what others hold "
+            "and call wake_up() again"
+        )
+
+
+def check_weights_fit(weight_bytes: int, free: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises a RuntimeError, before anything is allocated, if a rank's weights need more bytes than are free for it."""
+    if weight_bytes > free:
+        raise RuntimeError(
+            f"a rank's weights need about {weight_bytes / _GIB:.2f} GiB of {device} in {dtype}, but {free / _GIB:.2f} "
+            "GiB are free for them; take a smaller model or dtype"
+            + (" or a higher tensor_parallel_size" if device.type == "cuda" else "")
+            + ", or check the sizes in config.json"
+        )
+
+
+def default_max_num_seqs(config: Config, weight_bytes: int, token_bytes: int, free: int, is_gpu: bool) -> int:
+    """How many sequences run at a time by default: as many as keep the device busy, if the cache holds them.
+
+    Args:
+        weight_bytes: of the model, about.
+        token_bytes: of one token's keys and values.
+        free: bytes on the device before anything is loaded.
+    """
+    budget = config.gpu_memory_utilization * free - weight_bytes if is_gpu else min(free / 2, _USUAL_CPU_CACHE_BYTES)
+    fitting = int(budget / token_bytes / _TOKENS_OF_A_SEQUENCE)
+    largest = _MAX_SEQS_ON_GPU if is_gpu else _MAX_SEQS_ON_CPU
+    # A power of two, so that a little more or less memory seldom changes it.
+    return max(_MIN_SEQS, min(largest, 1 << max(fitting, 1).bit_length() - 1))
+
+
+@contextmanager
+def explained_out_of_memory(what: str, device: torch.device) -> Iterator[None]:
+    """Context manager that turns a GPU's lack of memory into a RuntimeError: `what` did not fit, and what to do."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        raise RuntimeError(
+            f"{what} does not fit into the GPU's memory, of which {free / _GIB:.2f} of {total / _GIB:.2f} GiB are "
+            "free; lower max_num_batched_tokens or max_num_seqs, take a smaller model, or free what other "
+            f"programs hold ({error})"
+        ) from None

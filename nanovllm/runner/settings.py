@@ -1,0 +1,101 @@
+"""Settings: all that a runner knows of its model and its device before it allocates anything."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.machine import free_bytes
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.cost import token_kv_bytes, weight_bytes
+from nanovllm.models.directory import find_model
+from nanovllm.models.read_config import load_model_config
+from nanovllm.ops.collectives import Parallel
+from nanovllm.ops.kernel import has_kernels
+from nanovllm.runner.device import dtype_of, fp8_of, kv_cache_dtype_of, rank_device
+from nanovllm.runner.memory import check_weights_fit, default_max_num_seqs
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options, the checkpoint's config and the machine, brought together.
+
+    config: the options.
+    parallel: this rank's place.
+    directory: the model's.
+    model_config: with the weights' format that was asked for, and without windows that no sequence outgrows.
+    device, dtype: of weights and activations.
+    kv_cache_dtype: see KVCacheLayout.
+    max_model_len, max_num_seqs: the limits that the engine keeps to.
+    use_kernels: compute with our kernels.
+    """
+
+    config: Config
+    parallel: Parallel
+    directory: Path
+    model_config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    kv_cache_dtype: torch.dtype
+    max_model_len: int
+    max_num_seqs: int
+    use_kernels: bool
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Tokens of the largest step: no sequence computes its last possible token."""
+        return min(self.config.max_num_batched_tokens, self.max_num_seqs * (self.max_model_len - 1))
+
+    def free_bytes(self) -> int:
+        """This rank's share of the memory that is free."""
+        return _free_share(self.device, self.parallel)
+
+
+def read_settings(config: Config, parallel: Parallel) -> Settings:
+    """The settings of one rank.
+
+    Raises:
+        ValueError: an unknown or broken model, or an option that the model or the device cannot meet.
+        RuntimeError: the weights do not fit, or the device is not there.
+    """
+    device = rank_device(config.device, parallel.rank, parallel.size)
+    is_gpu = device.type == "cuda"
+    directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")
+    model_config = load_model_config(directory)
+    max_model_len = model_config.max_model_len(config.max_model_len)
+    dtype = dtype_of(config.dtype, model_config.dtype, device)
+    kv_cache_dtype = kv_cache_dtype_of(config.kv_cache_dtype, dtype, device)
+    fp8 = fp8_of(config.quantization, model_config.fp8, dtype, device)
+    model_config = replace(model_config.without_idle_windows(max_model_len), fp8=fp8)
+    num_bytes = weight_bytes(model_config, dtype.itemsize, parallel.size)
+    check_weights_fit(num_bytes, _free_share(device, parallel), dtype, device)
+    max_num_seqs = config.max_num_seqs
+    if max_num_seqs is None:
+        token_bytes = -(-token_kv_bytes(model_config, kv_cache_dtype.itemsize) // parallel.size)
+        chosen = default_max_num_seqs(config, num_bytes, token_bytes, _free_share(device, parallel), is_gpu)
+        max_num_seqs = parallel.minimum(chosen, device)
+    # On a CPU, Triton's interpreter runs the kernels, for tests. The plain backend is plain all the way through.
+    backends_with_kernels = ("auto", "flash", "sdpa", "triton") if is_gpu else ("triton",)
+    use_kernels = has_kernels() and config.attention_backend in backends_with_kernels
+    return Settings(
+        config,
+        parallel,
+        directory,
+        model_config,
+        device,
+        dtype,
+        kv_cache_dtype,
+        max_model_len,
+        max_num_seqs,
+        use_kernels,
+    )
+
+
+def _free_share(device: torch.device, parallel: Parallel) -> int:
+    """Free bytes for this rank: the ranks have a GPU each, or one CPU together."""
+    return free_bytes(device) // (1 if device.type == "cuda" else parallel.size)

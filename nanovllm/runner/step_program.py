@@ -1,0 +1,213 @@
+"""One step as the device computes it: send, forward, score, sample; eager or captured."""
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm.attention.backend import AttentionBackend
+from nanovllm.engine.step import Step
+from nanovllm.layers.sampler import Sampled, Sampler, SamplingNeeds
+from nanovllm.models.decoder import CausalLM
+from nanovllm.ops.collectives import Parallel
+from nanovllm.ops.copy_blocks import copy_blocks
+from nanovllm.ops.upload import upload
+from nanovllm.ops.write_tokens import write_tokens
+from nanovllm.runner.cuda_graph import CudaGraphs
+from nanovllm.runner.kv_cache import KVCache
+from nanovllm.runner.sequence_table import SentStep, SequenceTable, logprobs_width
+from nanovllm.runner.step_in_flight import StepInFlight
+from nanovllm.runner.step_rows import StepRows
+from nanovllm.runner.step_sizes import StepSize, StepSizes
+
+
+class Half(NamedTuple):
+    """One half of a step, as CudaGraphs captures it. There are many sizes of the first half, and many kinds of the
+    second.
+
+    key: names the half, with its size.
+    function: computes it.
+    kind: halves of one kind need the same compiled kernels.
+    """
+
+    key: Hashable
+    function: Callable[[], Any]
+    kind: Hashable
+
+
+@dataclass(frozen=True, eq=False)
+class StepProgram:
+    """Computes steps.
+
+    Args:
+        model, backend, table, sampler, kv_cache: the parts of a step, on one device.
+        sizes: chooses how large each step is.
+        graphs: holds the captured halves; None if nothing is captured.
+        hidden_states: [num_rows, hidden_size], where captured forward halves leave the rows that may sample.
+        parallel: this rank's place.
+        use_kernels: compute with our kernels.
+    """
+
+    model: CausalLM
+    backend: AttentionBackend
+    table: SequenceTable
+    sampler: Sampler
+    kv_cache: KVCache
+    sizes: StepSizes
+    graphs: CudaGraphs | None
+    hidden_states: torch.Tensor
+    parallel: Parallel
+    use_kernels: bool
+    _variant_keys: dict[StepSize, Hashable] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden_states.device
+
+    @cached_property
+    def _nothing(self) -> Sampled:
+        """The result of a step without rows that sample."""
+        no_numbers = torch.empty((0, 0), dtype=torch.int32, device=self.device)
+        return Sampled(torch.empty(0, dtype=torch.int64, device=self.device), no_numbers)
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> StepInFlight:
+        """Starts a step and returns without waiting for the device; see Runner."""
+        with on_device(self.device):
+            sent = self.table.send(step, self.sizes)
+            num_sampled = sent.rows.num_sampled
+            scores = self._nothing.logprobs
+            sample: Callable[[], Sampled]
+            if sent.is_captured and self.graphs is not None:
+                self.graphs.run(*self.forward_half(sent.size))
+                sample = partial(self._sample_captured, num_sampled, sent.needs)
+            else:
+                if step.scored:
+                    of_tokens = self._forward(sent)
+                    scores = self._score(step, sent.rows, of_tokens)
+                    of_rows = of_tokens.index_select(0, self.table.sampled(sent.size.num_sampled)[0])
+                else:
+                    of_rows = self._forward_rows(sent)
+                sample = partial(self._sample, of_rows, sent.needs)
+            for tensor in self.kv_cache.tensors if step.copies else ():
+                copy_blocks(tensor, step.copies, self.use_kernels)
+            if not step.constrained:
+                return StepInFlight(sample().first(num_sampled) if num_sampled else self._nothing, scores)
+        entries = np.array([seq.entry for seq in step.constrained], np.int64)
+        return StepInFlight(partial(self._constrain_and_sample, sample, entries, num_sampled), scores)
+
+    # The two halves, which are captured apart
+
+    def forward_half(self, size: StepSize) -> Half:
+        """Writes the hidden states of all rows that may sample to `hidden_states`."""
+        remainders = tuple(number % 16 for number in size[:3])  # kernels differ by how their tensors are aligned
+        exchange, row_bytes = self.parallel.exchange, self.hidden_states.shape[1] * self.hidden_states.itemsize
+        is_direct = exchange is not None and exchange.sends_directly(size.num_tokens, size.num_tokens * row_bytes)
+        kind = "forward", size.num_rows == 1, size.is_grouped, is_direct, remainders, self._variant_key(size)
+        out = self.hidden_states[: size.num_sampled]
+        return Half(("forward", size), partial(self._forward_rows, SentStep(size), out), kind)
+
+    def sampling_half(self, num_sampled: int, needs: SamplingNeeds) -> Half:
+        """Samples from what the forward half left."""
+        hidden_states = self.hidden_states[:num_sampled]
+        kind = "sample", num_sampled == 1, num_sampled % 16, needs
+        return Half(("sample", num_sampled, needs), partial(self._sample, hidden_states, needs), kind)
+
+    def _variant_key(self, size: StepSize) -> Hashable:
+        """Equal for sizes for which layers and attention choose the same kernels."""
+        if size not in self._variant_keys:
+            has_prompts = size.num_tiles > 0
+            attention = self.backend.variant_key(size.max_num_decodes, has_prompts)
+            layers = self.model.variant_key(size.num_tokens), self.model.variant_key(size.num_sampled)
+            self._variant_keys[size] = has_prompts, attention, *layers
+        return self._variant_keys[size]
+
+    # Forward
+
+    def _forward(self, sent: SentStep, needed: torch.Tensor | None = None) -> torch.Tensor:
+        """Embeds the tokens and runs the layers: [size.num_tokens or len(needed), hidden_size].
+
+        needed: see CausalLM.
+        """
+        batch = self.table.batch(sent)
+        metadata = replace(batch.metadata, plan=self.backend.plan(batch.metadata))
+        return self.model(batch.token_ids, batch.positions, self.kv_cache.layers, metadata, needed)
+
+    def _forward_rows(self, sent: SentStep, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The hidden states of the rows that may sample: [size.num_sampled, hidden_size].
+
+        out: where to put them, or None.
+        """
+        last_tokens, _ = self.table.sampled(sent.size.num_sampled)
+        if sent.size.num_tiles and self.parallel.exchange is None:
+            # For most tokens of prompts, only keys and values of the last layer are read.
+            hidden_states = self._forward(sent, last_tokens)
+            return hidden_states if out is None else out.copy_(hidden_states)
+        return torch.index_select(self._forward(sent), 0, last_tokens, out=out)
+
+    # Score
+
+    def _score(self, step: Step, rows: StepRows, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The numbers of the tokens in `step.scored`, int32 [num_scored, 1 + 2 × width].
+
+        hidden_states: [num_tokens, hidden_size]. Few rows are projected at a time, because a row of logits is far
+        larger than a row of hidden states.
+        """
+        # For each sequence of the step: the index of a token in the flat batch, less the token's position.
+        offsets = (np.cumsum(rows.num_new_tokens) - rows.keys).tolist()
+        offset_of = {chunk.seq.seq_id: offset for chunk, offset in zip(step.chunks, offsets, strict=True)}
+        # The hidden state before a token scores it.
+        places = [np.arange(start, end) - 1 + offset_of[seq.seq_id] for seq, start, end, _ in step.scored]
+        targets = [seq.token_ids[start:end] for seq, start, end, _ in step.scored]
+        width = max(logprobs_width(seq.sampling_params.prompt_logprobs or 0) for seq, *_ in step.scored)
+        num_scored, at_a_time = sum(map(len, targets)), self.sizes.max_num_scored
+        padding = self.sizes.padded_sampled(num_scored) - num_scored
+        place, target = upload(
+            [
+                np.pad(np.concatenate(places), (0, padding)),
+                np.pad(np.concatenate(targets, dtype=np.int64), (0, padding)),
+            ],
+            self.device,
+        )
+        scores = []
+        for some, expected in zip(place.split(at_a_time), target.split(at_a_time), strict=True):
+            columns = self.model.compute_logits(hidden_states.index_select(0, some))
+            scores.append(self.sampler.score(columns, expected, width))
+        return torch.cat(scores)[:num_scored]
+
+    # Sample
+
+    def _sample(self, hidden_states: torch.Tensor, needs: SamplingNeeds) -> Sampled:
+        """Samples from hidden states [num_sampled, hidden_size], and writes the tokens to the table."""
+        _, rows = self.table.sampled(len(hidden_states))
+        columns = self.model.compute_logits(hidden_states)
+        sampled = self.sampler.sample(columns, rows, needs, self.table.tokens, self.table.rules.tensors)
+        write_tokens(self.table.tokens, rows.entries, rows.lengths, sampled.tokens, self.use_kernels)
+        return sampled
+
+    def _sample_captured(self, num_sampled: int, needs: SamplingNeeds) -> Sampled:
+        assert self.graphs is not None
+        num_padded = self.sizes.padded_sampled(self.sizes.padded_rows(num_sampled))
+        return self.graphs.run(*self.sampling_half(num_padded, needs))
+
+    @torch.inference_mode()
+    def _constrain_and_sample(
+        self, sample: Callable[[], Sampled], entries: np.ndarray, num_sampled: int, masks: np.ndarray, rows: list[int]
+    ) -> Sampled:
+        """The second half of a step with constrained rows; `entries` are theirs, masks and rows as LaunchedStep's."""
+        with on_device(self.device):
+            self.table.rules.constrain(entries[rows], masks)
+            return sample().first(num_sampled)
+
+
+@contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Context manager in which a step may be launched on `device`."""
+    # Triton launches on the current device, whatever its tensors say. Autocast is the caller's, not ours.
+    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with torch.autocast(device.type, enabled=False), current:
+        yield
