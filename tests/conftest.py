@@ -13,6 +13,8 @@ import pytest
 pytest.register_assert_rewrite("support")
 
 TESTS = Path(__file__).parent
+# For bench.py and benchmarks/. Last, so that an installed package is tested and not the one beside the tests.
+sys.path.append(str(TESTS.parent))
 
 # The models here are tiny: a second thread would mostly wait, and on a busy machine for a long time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
