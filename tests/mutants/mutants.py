@@ -176,69 +176,61 @@ _MUTANTS_OF_FILE = {
     "engine/step.py": [
         planted(
             "single tokens behind a longer chunk are taken for decodes",
-            "next((i for i, chunk in enumerate(chunks) if chunk.num_new_tokens != 1), len(chunks))",
-            "sum(chunk.num_new_tokens == 1 for chunk in chunks)",
+            "num_decodes += num_decodes == index", "num_decodes += 1",
             "test_scheduler.py::test_decodes_are_the_leading_chunks_of_one_new_token"),
+        planted(
+            "tokens computed again count as decodes",
+            "                num_generated += seq", "            num_generated += seq",
+            "test_scheduler.py::test_tokens_and_steps_are_counted_as_what_they_are"),
     ],
-    "runner/model_runner.py": [
+    "runner/step_program.py": [
         planted(
             "a fork's last block is not copied",
-            "        if step.copies:\n", "        if False:\n",
+            "self.kv_cache.tensors if step.copies else ()", "()",
             "test_several_completions.py::test_eight_completions_are_eight_requests_with_the_derived_seeds"),
+        planted(
+            "a captured step samples as the first one of its size did",
+            'Half(("sample", num_sampled, needs),', 'Half(("sample", num_sampled),',
+            "test_cuda_graph.py::test_padded_steps_give_the_tokens_of_eager_ones[torch-True-9-True-None]"),
+        planted(
+            "products in other parts are captured without their kernels",
+            "= has_prompts, attention, *layers", "= has_prompts, attention",
+            "test_cuda_graph.py::test_what_needs_other_kernels_is_of_another_kind"),
+        historic(
+            "the token that was sampled does not reach the next step",
+            "        write_tokens(self.table.tokens, rows.entries, rows.lengths, sampled.tokens, "
+            "self.use_kernels)\n",
+            "", "test_sampler.py::test_a_completion_is_what_its_tokens_are_one_by_one"),
+        historic(
+            "padding of a captured step is given to the caller",
+            "StepInFlight(sample().first(num_sampled) if", "StepInFlight(sample() if",
+            "test_cuda_graph.py::test_padded_steps_give_the_tokens_of_eager_ones[torch-True-9-True-None]"),
+        planted(
+            "copied blocks leave their scales behind",
+            "for tensor in self.kv_cache.tensors if", "for tensor in self.kv_cache.tensors[:1] if",
+            "test_fp8_cache.py::test_completions_of_one_prompt_have_copies_of_its_last_block[sdpa]"),
+    ],
+    "runner/warm_up.py": [
         planted(
             "the first requests are taken for those of the trial step",
             "Sequence(-1 - entry, [0] * num_new_tokens", "Sequence(entry, [0] * num_new_tokens",
             "test_cuda_graph.py::test_a_trial_step_samples_all_its_prompts_with_all_there_is_within_one_block"),
         planted(
-            "a captured step samples as the first one of its size did",
-            'key, kind = ("sample", num_sampled, needs),', 'key, kind = ("sample", num_sampled),',
-            "test_cuda_graph.py::test_padded_steps_give_the_tokens_of_eager_ones[torch-True-9-True-None]"),
-        planted(
-            "products in other parts are captured without their kernels",
-            "has_prompts, attention, *layers", "has_prompts, attention",
-            "test_cuda_graph.py::test_what_needs_other_kernels_is_of_another_kind"),
-        historic(
-            "the token that was sampled does not reach the next step",
-            "        write_tokens(self.table.tokens, rows.entries, rows.lengths, sampled.tokens, "
-            "self._use_kernels)\n",
-            "", "test_sampler.py::test_a_completion_is_what_its_tokens_are_one_by_one"),
-        historic(
-            "padding of a captured step is given to the caller",
-            "return StepInFlight(sample().first(num_sampled) if", "return StepInFlight(sample() if",
-            "test_cuda_graph.py::test_padded_steps_give_the_tokens_of_eager_ones[torch-True-9-True-None]"),
+            "what a trial step leaves behind counts as free",
+            "free = min(free, torch.cuda.mem_get_info(device)[0])",
+            "free = max(free, torch.cuda.mem_get_info(device)[0])",
+            "test_bad_input.py::test_the_step_that_is_measured_is_as_large_as_any"),
+    ],
+    "runner/sequence_table.py": [
         planted(
             "what rows share is not looked for again when a row is split otherwise",
             "if not np.array_equal(grouped, self._grouped):",
             "if not np.array_equal(grouped[:, :2], self._grouped[:, :2]):",
-            "test_cuda_graph.py::test_what_rows_share_is_looked_for_again_when_a_row_is_split_otherwise"),
-        planted(
-            "an update's first tensors are copied before the last is looked at",
-            "        self.check_update(tensors)\n        self.load", "        self.load",
-            "test_update_weights.py::test_a_bad_update_changes_nothing[one rank-unknown name]"),
-        planted(
-            "graphs outlive a sleep",
-            "                self.graphs.clear()\n", "                pass\n",
-            "test_cuda_graph.py::test_after_a_sleep_steps_are_captured_anew"),
-        planted(
-            "copied blocks leave their scales behind",
-            "for tensor in self.kv_cache.tensors:", "for tensor in self.kv_cache.tensors[:1]:",
-            "test_fp8_cache.py::test_completions_of_one_prompt_have_copies_of_its_last_block[sdpa]"),
-    ],
-    "sampling_params.py": [
-        planted(
-            "all completions of a request have its seed",
-            "return mixed_seed(seed ^ _OF_COMPLETIONS, index) if index else seed", "return seed",
-            "test_several_completions.py::test_completions_without_a_seed_differ_and_repeat_with_the_engines_seed"),
-    ],
-    "runner/sequence_table.py": [
+            "test_cuda_graph.py::test_shared_keys_are_looked_for_again_when_a_row_is_split_otherwise"),
         planted(
             "log-probabilities asked for as processed are raw",
             '_KINDS = {"raw": RAW, "processed": PROCESSED}', '_KINDS = {"raw": RAW, "processed": RAW}',
             "test_logprobs_of_llm.py::test_processed_log_probabilities_are_of_what_was_drawn_from"),
-        historic(
-            "the attention of a chunk reaches beyond it",
-            "num_new, seq.num_computed_tokens, samples,", "num_new, len(seq.token_ids), samples,",
-            "test_sequence_table.py::test_the_attention_of_a_chunk_ends_at_the_chunk"),
         historic(
             "an entry's new tenant is taken for the last one",
             "(self._tenants[rows.entries] != rows.tenants).any(1)", "self._tenants[rows.entries, 0] < 0",
@@ -286,6 +278,28 @@ _MUTANTS_OF_FILE = {
             "        yield\n        for place, values in zip(places, saved, strict=True):\n"
             "            place.copy_(values)",
             "test_sequence_table.py::test_parked_rows_come_back_after_an_error"),
+    ],
+    "runner/model_runner.py": [
+        planted(
+            "an update's first tensors are copied before the last is looked at",
+            "        self.check_update(tensors)\n        self.load", "        self.load",
+            "test_update_weights.py::test_a_bad_update_changes_nothing[one rank-unknown name]"),
+        planted(
+            "graphs outlive a sleep",
+            "                program.graphs.clear()\n", "                pass\n",
+            "test_cuda_graph.py::test_after_a_sleep_steps_are_captured_anew"),
+    ],
+    "sampling_params.py": [
+        planted(
+            "all completions of a request have its seed",
+            "return mixed_seed(seed ^ _OF_COMPLETIONS, index) if index else seed", "return seed",
+            "test_several_completions.py::test_completions_without_a_seed_differ_and_repeat_with_the_engines_seed"),
+    ],
+    "runner/step_rows.py": [
+        historic(
+            "the attention of a chunk reaches beyond it",
+            "num_new, seq.num_computed_tokens, samples,", "num_new, len(seq.token_ids), samples,",
+            "test_sequence_table.py::test_the_attention_of_a_chunk_ends_at_the_chunk"),
     ],
     "guides.py": [
         planted(
@@ -368,13 +382,6 @@ _MUTANTS_OF_FILE = {
             "a row without a token leaves −1 to the next step",
             "sampled.clamp(min=0).int()", "sampled.int()",
             "test_sequence_table.py::test_what_a_step_sampled_is_written_behind_each_sequence[300-plain]"),
-    ],
-    "runner/kv_cache.py": [
-        planted(
-            "what a trial step leaves behind counts as free",
-            "free = min(free, torch.cuda.mem_get_info(device)[0])",
-            "free = max(free, torch.cuda.mem_get_info(device)[0])",
-            "test_bad_input.py::test_the_step_that_is_measured_is_as_large_as_any"),
     ],
     "models/decoder.py": [
         planted(
@@ -482,7 +489,7 @@ _MUTANTS_OF_FILE = {
             "tl.store(tokens + row, best_token)",
             "test_sample.py::test_a_row_of_broken_logits_is_flagged_and_its_neighbours_stay"),
     ],
-    "attention/sdpa_backend.py": [
+    "attention/gathered_keys.py": [
         planted(
             "kept keys are gone on with although a mixed step came between",
             "(kept.lengths[places] + 1 == lengths) & (lengths <= kept.capacities[places])",
@@ -491,6 +498,8 @@ _MUTANTS_OF_FILE = {
             "kept keys outgrow their room",
             " & (lengths <= kept.capacities[places])\n", "\n",
             "test_attention.py::test_keys_are_kept_until_there_is_no_room_for_another"),
+    ],
+    "attention/sdpa_backend.py": [
         planted(
             "a chunk's window is one key too long",
             "triu(diagonal + 1 - window)", "triu(diagonal - window)",
@@ -501,7 +510,7 @@ _MUTANTS_OF_FILE = {
             "test_fp8_cache.py::test_a_prompt_in_chunks_attends_as_in_one_piece[torch.float32-sdpa]",
             "test_fp8_cache.py::test_no_schedule_changes_a_token[chunks]"),
     ],
-    "attention/triton_backend.py": [
+    "attention/triton_decodes.py": [
         planted(
             "results of splits before the window are merged",
             "    if WINDOW:\n        first_split = tl.maximum(length - WINDOW, 0) // split_length\n    if is_decode",
@@ -622,10 +631,12 @@ _MUTANTS_OF_FILE = {
             "of_expert = scales + expert * (tl.cdiv(OUTPUT_SIZE, ROWS) * WIDTH)", "of_expert = scales",
             "test_fp8_engines.py::test_experts_multiply_with_what_their_weights_stand_for[channel-kernel]"),
     ],
-    "models/loader.py": [
+    "models/directory.py": [
         historic(
             "the index may leave the directory",
             "Path(name).name != name or ", "", "test_loader.py::test_the_index_may_not_leave_the_directory"),
+    ],
+    "models/loader.py": [
         historic(
             "a missing tensor goes unnoticed",
             "        if missing:\n", "        if len(missing) > 1:\n",
@@ -652,12 +663,6 @@ _MUTANTS_OF_FILE = {
             "a block is shared wherever it stands",
             "hash_block(parent, known", "hash_block(0, known",
             "test_preflight.py::test_what_was_shared_is_every_block_that_an_earlier_prompt_begins_with"),
-    ],
-    "engine/step_stats.py": [
-        planted(
-            "tokens computed again count as decodes",
-            "if num_new_tokens == 1 and seq.num_computed", "if seq.num_computed",
-            "test_scheduler.py::test_tokens_and_steps_are_counted_as_what_they_are"),
     ],
     "ops/exchange.py": [
         planted(
