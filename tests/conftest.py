@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Unless tests are named one by one: these run.
     """
-    from support.cover import cover
+    from support.long import cover
 
     if config.option.long or any("::" in argument for argument in config.args):
         return
@@ -97,11 +97,6 @@ def count(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
     """count(default, long): how many runs of something this session makes."""
     option = request.config.option
     return lambda default, long: (long if option.long else default) * option.runs
-
-
-@pytest.fixture
-def runs(request: pytest.FixtureRequest) -> int:
-    return request.config.getoption("--runs")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,6 +6,7 @@ from itertools import count
 
 import pytest
 from support.interrupts import Fault, assert_empty, interrupt_at_random_moments, run_traced
+from support.long import some
 from transformers import PreTrainedTokenizerBase
 
 import nanovllm.llm
@@ -54,7 +55,7 @@ POINTS = {
 }
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["overlap", "sync"])
+@pytest.fixture(scope="module", params=some([True, False], True), ids=["overlap", "sync"])
 def llm(request):
     with LLM(MODEL_DIRECTORY, overlap=request.param, **OPTIONS) as llm:
         run_victims(llm)  # what is found out once per tokenizer is found out
@@ -181,16 +182,17 @@ def test_ctrl_c_may_come_at_any_line(llm, expected):
         assert_empty(llm.engine)
 
 
-def test_ctrl_c_at_random_moments(llm, expected):
+def test_ctrl_c_at_random_moments(llm, expected, count):
     """Wherever the call happens to be: in torch, too."""
 
     def check() -> None:
         assert_empty(llm.engine)
         assert answer(llm) == expected
 
-    interrupt_at_random_moments(lambda: run_victims(llm), 20, check)
+    interrupt_at_random_moments(lambda: run_victims(llm), count(5, 20), check)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("point", ["launch", "wait", "progress", "add_request"])
 @pytest.mark.parametrize("second", [BlockManager, Scheduler])
 @pytest.mark.parametrize("is_after", [False, True])

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 from support.interrupts import assert_empty
+from support.long import some
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
@@ -35,9 +36,12 @@ CALLS: dict[str, Callable[[LLM], object]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[(1, True), (1, False), (2, True)], ids=["overlap", "sync", "two ranks"])
+ENGINES = {"overlap": (1, True), "sync": (1, False), "two ranks": (2, True)}
+
+
+@pytest.fixture(scope="module", params=some(ENGINES, "overlap"))
 def llm(request):
-    num_ranks, overlap = request.param
+    num_ranks, overlap = ENGINES[request.param]
     with LLM(MODEL_DIRECTORY, tensor_parallel_size=num_ranks, overlap=overlap, **OPTIONS) as llm:
         yield llm
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.interrupts import interrupt_at_random_moments
+from support.long import some
 from support.processes import SCRIPT_ENVIRONMENT, children, is_running, nothing_left_behind, wait_until
 
 from nanovllm import LLM, NOT_YET, RequestOutput, SamplingParams
@@ -249,7 +250,7 @@ def test_a_job_one_of_whose_replicas_is_killed_gives_the_same_file(job, tmp_path
     assert len(taken) == 60 and report["rows"]["errors"] == 0
 
 
-@pytest.mark.parametrize("how", ["is killed", "raises"])
+@pytest.mark.parametrize("how", some(["is killed", "raises"], "is killed"))
 def test_a_row_that_kills_its_replica_becomes_one_error_row(expected, how, monkeypatch, tmp_path):
     """Run again together, the rows beside it died with it, and were error rows as well."""
     monkeypatch.setenv("FATAL_TEXT", "POISON")
@@ -340,7 +341,7 @@ print(sum(1 for _ in replicas.generate_iter(iter(["Q"] * 8), params)), flush=Tru
 """
 
 
-@pytest.mark.parametrize("ending", ["killed", "by itself"])
+@pytest.mark.parametrize("ending", some(["killed", "by itself"], "killed"))
 def test_a_parent_that_ends_leaves_neither_replicas_nor_their_ranks_behind(ending, tmp_path):
     script = tmp_path / "script.py"
     endless = "for _ in replicas.generate_iter(iter(lambda: 'Q', None), params): print('row', flush=True)"

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import support.interrupts
 from support.interrupts import Fault, assert_empty, interrupt_at_random_moments, run_traced
+from support.long import long, some
 from support.model_factory import read_tensors, save_model, write_tensors
 from support.processes import (
     FILTERS,
@@ -45,7 +46,6 @@ from nanovllm.parallel.parallel_runner import TensorParallelRunner
 # What a thread of the driver dies of would otherwise be no more than a line on the screen.
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
-SIZES = (2, 4)
 # Hits, chunks, and a cache in which not everything fits at once.
 OPTIONS = {"device": "cpu", "kvcache_block_size": 4, "num_kvcache_blocks": 24, "max_num_batched_tokens": 32}
 # Of two key/value heads each, so that four ranks hold both twice. Slices are padded to 16 ids: of 61 the last rank has
@@ -81,12 +81,12 @@ def no_process_outlives_the_tests():
 # Requests
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=some(MODELS, "20 ids, tied, bias"))
 def engines(request, tmp_path_factory) -> Iterator[dict[int, LLM]]:
     """One model at every size; the first of them is what the others are compared with."""
     directory = save(tmp_path_factory.mktemp("model"), **MODELS[request.param])
     with ExitStack() as stack:
-        yield {size: stack.enter_context(LLM(directory, tensor_parallel_size=size, **OPTIONS)) for size in (1, *SIZES)}
+        yield {size: stack.enter_context(LLM(directory, tensor_parallel_size=size, **OPTIONS)) for size in (1, 2, 4)}
 
 
 def make_requests(vocab_size: int, num: int = 20) -> list[Request]:
@@ -125,7 +125,7 @@ def test_greedy_tokens_and_the_schedule_are_those_of_one_rank(engines):
     metrics = counters(engines[1])
     assert metrics["num_preemptions"] > 0 and metrics["num_cached_prompt_tokens"] > 0
     assert metrics["num_prefill_steps"] > metrics["num_prefill_tokens"] / OPTIONS["max_num_batched_tokens"]
-    for size in SIZES:
+    for size in (2, 4):
         assert generate(engines[size], requests) == expected, size
         assert counters(engines[size]) == metrics, size
         engines[size].engine.scheduler.check_integrity()
@@ -144,7 +144,7 @@ def test_sampled_tokens_are_those_of_one_rank(engines):
     assert len({llm.metrics()["num_requests"] for llm in engines.values()}) == 1
     expected = generate(engines[1], requests)
     assert {reason for _, reason, *_ in expected} == {"stop", "length"}
-    for size in SIZES:
+    for size in (2, 4):
         for (prompt, params), ours, theirs in zip(requests, generate(engines[size], requests), expected, strict=True):
             assert ours == theirs, (size, prompt, params)
 
@@ -156,11 +156,11 @@ def test_a_request_by_itself_and_one_beside_others_agree_at_every_size(engines):
     ]
     requests = [(prompt, replace(params, temperature=0.8 * (row % 2))) for row, (prompt, params) in enumerate(requests)]
     together = [token_ids for token_ids, *_ in generate(engines[1], requests)]
-    for size in SIZES:
+    for size in (2, 4):
         assert [generate(engines[size], [request])[0][0] for request in requests[:3]] == together[:3], size
 
 
-@pytest.mark.parametrize(("overlap", "caching"), [(True, True), (False, False)])
+@pytest.mark.parametrize(("overlap", "caching"), [(True, True), long(False, False)])
 def test_stop_strings_are_those_of_one_rank(overlap, caching):
     """Only the driver knows text: the ranks must end a request in the very commit in which it did."""
     options = {**OPTIONS, "num_kvcache_blocks": 60, "overlap": overlap, "enable_prefix_caching": caching}
@@ -184,7 +184,7 @@ def test_stop_strings_are_those_of_one_rank(overlap, caching):
     assert (metrics["num_cached_prompt_tokens"] > 0) is caching
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["overlap", "sync"])
+@pytest.fixture(scope="module", params=some([True, False], True), ids=["overlap", "sync"])
 def pair(request, tiny) -> Iterator[tuple[LLM, LLM]]:
     """One rank and two ranks."""
     options = {**OPTIONS, "overlap": request.param}
@@ -223,7 +223,7 @@ def test_requests_and_aborts_by_hand_between_steps_give_what_one_rank_gives(pair
     assert counters(pair[0])["num_preemptions"] == counters(pair[1])["num_preemptions"] > 0
 
 
-@pytest.mark.parametrize("where", ["embedding", "vocabulary"])
+@pytest.mark.parametrize("where", some(["embedding", "vocabulary"], "embedding"))
 def test_logits_that_are_not_finite_end_a_row_as_on_one_rank(tmp_path, where):
     """NaN in a slice of the vocabulary that only the last rank has must end the rows of all of them."""
     save(tmp_path)
@@ -271,7 +271,7 @@ def test_memory_is_the_sum_over_the_ranks(engines):
     """The whole model's share of each rank, or rank 0's alone, is not what the machine has to give."""
     of_sizes = {size: llm.metrics()["memory_bytes"] for size, llm in engines.items()}
     # Half the heads on each of two ranks; four have to hold both heads twice.
-    assert [of_sizes[size]["kv_cache"] / of_sizes[1]["kv_cache"] for size in (1, *SIZES)] == [1, 1, 2]
+    assert [of_sizes[size]["kv_cache"] / of_sizes[1]["kv_cache"] for size in (1, 2, 4)] == [1, 1, 2]
     assert of_sizes[1]["weights"] < of_sizes[2]["weights"] < 2 * of_sizes[1]["weights"]
     assert of_sizes[2]["weights"] < of_sizes[4]["weights"] < 4 * of_sizes[1]["weights"]
 
@@ -282,12 +282,12 @@ DEATH_OPTIONS = {**OPTIONS, "num_kvcache_blocks": 400}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_killed_at_a_random_moment_ends_the_run_with_its_name(tiny, rank, runs, tmp_path, monkeypatch):
+def test_a_rank_killed_at_a_random_moment_ends_the_run_with_its_name(tiny, rank, count, tmp_path, monkeypatch):
     """The others wait in a collective for ever, or complain first of a connection, which helps nobody."""
     rng = random.Random(rank)
     prompts = [[token, 1, 2] for token in range(4)]
     slowest = 0.0
-    for _ in range(10 * runs):
+    for _ in range(count(1, 10)):
         with nothing_left_behind(tmp_path, monkeypatch):
             llm = LLM(tiny, tensor_parallel_size=2, overlap=rng.random() < 0.7, **DEATH_OPTIONS)
             pids = pids_of(llm)
@@ -353,14 +353,14 @@ WOULD_COMPUTE = "the ranks diverged at step 4, which is a bug: rank {rank} would
     ("fault", "rank", "message"),
     [
         ("drops a row", 1, WOULD_COMPUTE),
-        ("reverses the rows", 1, WOULD_COMPUTE),
-        ("has one token more", 0, WOULD_COMPUTE),
-        ("takes another block", 1, WOULD_COMPUTE),
-        ("samples nothing", 1, WOULD_COMPUTE),
-        ("takes another entry", 0, WOULD_COMPUTE),
+        long("reverses the rows", 1, WOULD_COMPUTE),
+        long("has one token more", 0, WOULD_COMPUTE),
+        long("takes another block", 1, WOULD_COMPUTE),
+        long("samples nothing", 1, WOULD_COMPUTE),
+        long("takes another entry", 0, WOULD_COMPUTE),
         ("samples another token", 1, "the ranks diverged at step 4, which is a bug: rank 1 sampled other tokens"),
-        ("out of memory", 1, r"^OutOfMemoryError: out of memory: tried to allocate 3 GiB \(rank 1 of 2\)$"),
-        ("exits in a step", 1, "^rank 1 of 2 ended with exit status 7$"),
+        long("out of memory", 1, r"^OutOfMemoryError: out of memory: tried to allocate 3 GiB \(rank 1 of 2\)$"),
+        long("exits in a step", 1, "^rank 1 of 2 ended with exit status 7$"),
     ],
 )
 def test_a_rank_that_goes_its_own_way_ends_the_run(tiny, fault, rank, message, tmp_path, monkeypatch):
@@ -381,12 +381,12 @@ def test_a_rank_that_goes_its_own_way_ends_the_run(tiny, fault, rank, message, t
 @pytest.mark.parametrize(
     ("fault", "rank", "kind", "message"),
     [
-        ("ValueError", 1, ValueError, r"^the option cannot be so \(rank 1 of 2\)$"),
-        ("OSError", 1, RuntimeError, r"^OSError: no file \(rank 1 of 2\)$"),
-        ("exit status", 1, RuntimeError, "^rank 1 of 2 ended with exit status 5$"),
-        ("sys.exit", 1, RuntimeError, r"6 \(rank 1 of 2\)$"),
+        long("ValueError", 1, ValueError, r"^the option cannot be so \(rank 1 of 2\)$"),
+        long("OSError", 1, RuntimeError, r"^OSError: no file \(rank 1 of 2\)$"),
+        long("exit status", 1, RuntimeError, "^rank 1 of 2 ended with exit status 5$"),
+        long("sys.exit", 1, RuntimeError, r"6 \(rank 1 of 2\)$"),
         ("abort", 0, RuntimeError, "^rank 0 of 2 was killed by signal 6$"),
-        ("exits at once", 0, RuntimeError, "^rank [01] of 2 ended with exit status 4$"),
+        long("exits at once", 0, RuntimeError, "^rank [01] of 2 ended with exit status 4$"),
     ],
 )
 def test_a_rank_that_fails_at_its_start_says_why(tiny, fault, rank, kind, message, tmp_path, monkeypatch):
@@ -478,7 +478,7 @@ def test_after_an_exception_anywhere_in_the_driver_the_next_call_is_right(pair, 
         assert run_victims(llm) == answers, (at, is_after)
 
 
-def test_ctrl_c_may_come_at_any_line_of_the_driver(pair, answers, runs, monkeypatch):
+def test_ctrl_c_may_come_at_any_line_of_the_driver(pair, answers, count, monkeypatch):
     """Between what the driver remembers and what it tells the ranks."""
     llm = pair[1]
     files = (*support.interrupts.FILES, nanovllm.parallel.parallel_runner.__file__)
@@ -493,7 +493,7 @@ def test_ctrl_c_may_come_at_any_line_of_the_driver(pair, answers, runs, monkeypa
     rng = random.Random(4)
     places = list(visits.items())
     of_runner = [place for place in places if place[0][0] == files[-1]]
-    chosen = [*of_runner[llm.engine.depth :: 2], *rng.sample(places, min(len(places), 10 * runs))]
+    chosen = [*of_runner[llm.engine.depth :: 2], *rng.sample(places, min(len(places), count(5, 10)))]
     for place, num_visits in chosen:
         remaining = [rng.randint(1, num_visits)]
 
@@ -592,7 +592,7 @@ def test_closing_from_another_thread_during_a_call_is_refused(pair, answers):
         assert told
 
 
-def test_ctrl_c_at_random_moments(pair, answers):
+def test_ctrl_c_at_random_moments(pair, answers, count):
     """While the driver waits for its ranks, say."""
     llm = pair[1]
 
@@ -600,7 +600,7 @@ def test_ctrl_c_at_random_moments(pair, answers):
         assert_empty(llm.engine)
         assert run_victims(llm) == answers
 
-    interrupt_at_random_moments(lambda: run_victims(llm), 12, check)
+    interrupt_at_random_moments(lambda: run_victims(llm), count(4, 12), check)
 
 
 @pytest.mark.parametrize("at", [1, 2, 7])
@@ -647,7 +647,7 @@ def range_of_ids(row: int) -> list[int]:
     return list(range(10)) if row % 3 == 0 else []
 
 
-@pytest.mark.parametrize("is_dead", [True, False], ids=["a death", "a rank's error"])
+@pytest.mark.parametrize("is_dead", some([True, False], True), ids=["a death", "a rank's error"])
 def test_ctrl_c_while_a_failure_is_looked_into_does_not_make_the_next_call_hang(tiny, is_dead, tmp_path, monkeypatch):
     """A death is told once. Interrupted between hearing of it and remembering it, the driver waited for ever."""
 
@@ -733,6 +733,7 @@ def test_two_engines_of_two_ranks_each_are_both_right(pair, tiny):
         assert [token_ids for token_ids, *_ in generate(two, requests)] == expected
 
 
+@pytest.mark.long
 def test_ranks_run_the_drivers_own_package(tiny, tmp_path):
     """Another of the same name that Python finds first, an installed one beside a checkout, say, was theirs."""
     other = tmp_path / "other" / "nanovllm"
@@ -769,7 +770,7 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("ending", some(ENDINGS, "the last line"))
 def test_a_script_that_does_not_close_ends_by_itself(tiny, ending, tmp_path):
     """It has no `__main__` guard: a rank that imported it again would run it again, and start ranks of its own."""
     script = tmp_path / "script.py"
@@ -788,7 +789,7 @@ def test_a_script_that_does_not_close_ends_by_itself(tiny, ending, tmp_path):
     assert seconds < 30
 
 
-@pytest.mark.parametrize("moment", ["idle", "busy"])
+@pytest.mark.parametrize("moment", some(["idle", "busy"], "busy"))
 def test_a_driver_that_is_killed_leaves_no_rank_behind(tiny, moment, tmp_path):
     """Nobody is left to tell the ranks; one that holds a GPU for ever keeps the next run from starting."""
     script = tmp_path / "script.py"

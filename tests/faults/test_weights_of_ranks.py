@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.family_factory import FAMILIES, save_family_model
+from support.long import some
 from support.model_factory import read_tensors
 from support.weight_updates import (
     HEAD,
@@ -35,7 +36,7 @@ def expected(checkpoints) -> list:
     return outputs_of(checkpoints)
 
 
-@pytest.mark.parametrize("family", ["phi3", "qwen3_moe", "gemma3"])
+@pytest.mark.parametrize("family", some(["phi3", "qwen3_moe", "gemma3"], "qwen3_moe"))
 def test_ranks_get_their_shards_of_every_family(tmp_path, family):
     options = FAMILIES[family][2](random.Random(0)) | {"num_attention_heads": 4, "num_key_value_heads": 2}
     options |= {"hidden_size": 32, "intermediate_size": 48, "tie_word_embeddings": True, "vocab_size": 50}
@@ -100,7 +101,7 @@ def test_shared_memory_is_used_only_if_there_is_room(tmp_path, monkeypatch):
     assert place_for(1) is None
 
 
-@pytest.mark.parametrize("kind", ["check_update", "load_update"])
+@pytest.mark.parametrize("kind", some(["check_update", "load_update"], "load_update"))
 def test_ctrl_c_in_the_wait_for_the_ranks_leaves_no_doubt(checkpoints, expected, monkeypatch, kind):
     """Before the ranks copy, nothing has changed. After that nobody knows whether they have."""
     ask = TensorParallelRunner._ask
@@ -127,6 +128,7 @@ def test_ctrl_c_in_the_wait_for_the_ranks_leaves_no_doubt(checkpoints, expected,
         assert generate(llm) == expected[1]
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("level", [1, 2])
 def test_what_one_rank_refuses_no_rank_does(checkpoints, expected, monkeypatch, rank, level):

@@ -37,9 +37,9 @@ def tensors(case: Case) -> list[torch.Tensor]:
 
 
 @IMPLEMENTATIONS
-def test_a_gpu_gives_the_cpus_numbers(process, runs):
+def test_a_gpu_gives_the_cpus_numbers(process, count):
     rng = random.Random(1)
-    for _ in range(runs * 30):
+    for _ in range(count(30, 30)):
         case = random_case(rng, rng.choice([1, 33, 70, 999]), num_rows=rng.randint(1, 7), max_len=rng.choice([1, 40]))
         assert_same(case.to(GPU).run(process), case.run(plain_process_logits))
 

@@ -28,77 +28,6 @@ def historic(name: str, old: str, new: str, *killers: str) -> Mutant:
 
 # fmt: off
 _MUTANTS_OF_FILE = {
-    "models/directory.py": [
-        historic(
-            "the index may leave the directory",
-            "Path(name).name != name or ", "", "test_loader.py::test_the_index_may_not_leave_the_directory"),
-    ],
-    "attention/triton_decodes.py": [
-        planted(
-            "splits are merged as if all were of one weight",
-            "weight = tl.where(is_read, tl.exp2(log_sum - largest[:, None]), 0.0)",
-            "weight = tl.where(is_read, 1.0, 0.0)",
-            "test_triton_kernels.py::test_long_sequences_have_longer_splits[0]"),
-        planted(
-            "results of splits before the window are merged",
-            "        first_split = tl.maximum(length - WINDOW, 0) // split_length\n    if is_decode",
-            "        first_split = 0\n    if is_decode",
-            "test_attention.py::test_a_query_sees_the_last_keys_of_its_window"),
-    ],
-    "attention/gathered_keys.py": [
-        planted(
-            "kept keys outgrow their room",
-            " & (lengths <= kept.capacities[places])\n", "\n",
-            "test_attention.py::test_keys_are_kept_until_there_is_no_room_for_another"),
-        planted(
-            "kept keys are gone on with although a mixed step came between",
-            "(kept.lengths[places] + 1 == lengths) & (lengths <= kept.capacities[places])",
-            "lengths <= kept.capacities[places]", "test_attention.py::test_kept_keys_know_their_sequence"),
-    ],
-    "runner/step_rows.py": [
-        historic(
-            "the attention of a chunk reaches beyond it",
-            "num_new, seq.num_computed_tokens, samples,", "num_new, len(seq.token_ids), samples,",
-            "test_sequence_table.py::test_the_attention_of_a_chunk_ends_at_the_chunk"),
-    ],
-    "runner/warm_up.py": [
-        planted(
-            "what a trial step leaves behind counts as free",
-            "free = min(free, torch.cuda.mem_get_info(device)[0])",
-            "free = max(free, torch.cuda.mem_get_info(device)[0])",
-            "test_bad_input.py::test_the_step_that_is_measured_is_as_large_as_any"),
-        planted(
-            "the first requests are taken for those of the trial step",
-            "Sequence(-1 - entry, [0] * num_new_tokens", "Sequence(entry, [0] * num_new_tokens",
-            "test_cuda_graph.py::test_a_trial_step_samples_all_its_prompts_with_all_there_is_within_one_block"),
-    ],
-    "runner/step_program.py": [
-        planted(
-            "copied blocks leave their scales behind",
-            "for tensor in self.kv_cache.tensors if", "for tensor in self.kv_cache.tensors[:1] if",
-            "test_fp8_cache.py::test_completions_of_one_prompt_have_copies_of_its_last_block[sdpa]"),
-        historic(
-            "padding of a captured step is given to the caller",
-            "return StepInFlight(sample().first(num_sampled) if", "return StepInFlight(sample() if",
-            "test_cuda_graph.py::test_padded_steps_give_the_tokens_of_eager_ones[torch-True-9-True-None]"),
-        historic(
-            "the token that was sampled does not reach the next step",
-            "        write_tokens(self.table.tokens, rows.entries, rows.lengths, sampled.tokens, "
-            "self.use_kernels)\n",
-            "", "test_sampler.py::test_a_completion_is_what_its_tokens_are_one_by_one"),
-        planted(
-            "products in other parts are captured without their kernels",
-            "has_prompts, attention, *layers", "has_prompts, attention",
-            "test_cuda_graph.py::test_what_needs_other_kernels_is_of_another_kind"),
-        planted(
-            "a captured step samples as the first one of its size did",
-            'Half(("sample", num_sampled, needs),', 'Half(("sample", num_sampled),',
-            "test_cuda_graph.py::test_padded_steps_give_the_tokens_of_eager_ones[torch-True-9-True-None]"),
-        planted(
-            "a fork's last block is not copied",
-            "self.kv_cache.tensors if step.copies else ()", "()",
-            "test_several_completions.py::test_eight_completions_are_eight_requests_with_the_derived_seeds"),
-    ],
     "engine/block_manager.py": [
         historic(
             "a wholly cached prompt leaves nothing to compute",
@@ -246,31 +175,51 @@ _MUTANTS_OF_FILE = {
     ],
     "engine/step.py": [
         planted(
-            "tokens computed again count as decodes",
-            "                num_decodes += num_decodes == index\n                num_generated +=",
-            "                num_decodes += num_decodes == index\n            num_generated +=",
-            "test_scheduler.py::test_tokens_and_steps_are_counted_as_what_they_are"),
-        planted(
             "single tokens behind a longer chunk are taken for decodes",
-            "num_decodes += num_decodes == index",
-            "num_decodes += 1",
+            "num_decodes += num_decodes == index", "num_decodes += 1",
             "test_scheduler.py::test_decodes_are_the_leading_chunks_of_one_new_token"),
+        planted(
+            "tokens computed again count as decodes",
+            "                num_generated += seq", "            num_generated += seq",
+            "test_scheduler.py::test_tokens_and_steps_are_counted_as_what_they_are"),
     ],
-    "runner/model_runner.py": [
+    "runner/step_program.py": [
         planted(
-            "graphs outlive a sleep",
-            "                program.graphs.clear()\n", "                pass\n",
-            "test_cuda_graph.py::test_after_a_sleep_steps_are_captured_anew"),
+            "a fork's last block is not copied",
+            "self.kv_cache.tensors if step.copies else ()", "()",
+            "test_several_completions.py::test_eight_completions_are_eight_requests_with_the_derived_seeds"),
         planted(
-            "an update's first tensors are copied before the last is looked at",
-            "        self.check_update(tensors)\n        self.load", "        self.load",
-            "test_update_weights.py::test_a_bad_update_changes_nothing[one rank-unknown name]"),
+            "a captured step samples as the first one of its size did",
+            'Half(("sample", num_sampled, needs),', 'Half(("sample", num_sampled),',
+            "test_cuda_graph.py::test_padded_steps_give_the_tokens_of_eager_ones[torch-True-9-True-None]"),
+        planted(
+            "products in other parts are captured without their kernels",
+            "= has_prompts, attention, *layers", "= has_prompts, attention",
+            "test_cuda_graph.py::test_what_needs_other_kernels_is_of_another_kind"),
+        historic(
+            "the token that was sampled does not reach the next step",
+            "        write_tokens(self.table.tokens, rows.entries, rows.lengths, sampled.tokens, "
+            "self.use_kernels)\n",
+            "", "test_sampler.py::test_a_completion_is_what_its_tokens_are_one_by_one"),
+        historic(
+            "padding of a captured step is given to the caller",
+            "StepInFlight(sample().first(num_sampled) if", "StepInFlight(sample() if",
+            "test_cuda_graph.py::test_padded_steps_give_the_tokens_of_eager_ones[torch-True-9-True-None]"),
+        planted(
+            "copied blocks leave their scales behind",
+            "for tensor in self.kv_cache.tensors if", "for tensor in self.kv_cache.tensors[:1] if",
+            "test_fp8_cache.py::test_completions_of_one_prompt_have_copies_of_its_last_block[sdpa]"),
     ],
-    "sampling_params.py": [
+    "runner/warm_up.py": [
         planted(
-            "all completions of a request have its seed",
-            "return mixed_seed(seed ^ _OF_COMPLETIONS, index) if index else seed", "return seed",
-            "test_several_completions.py::test_completions_without_a_seed_differ_and_repeat_with_the_engines_seed"),
+            "the first requests are taken for those of the trial step",
+            "Sequence(-1 - entry, [0] * num_new_tokens", "Sequence(entry, [0] * num_new_tokens",
+            "test_cuda_graph.py::test_a_trial_step_samples_all_its_prompts_with_all_there_is_within_one_block"),
+        planted(
+            "what a trial step leaves behind counts as free",
+            "free = min(free, torch.cuda.mem_get_info(device)[0])",
+            "free = max(free, torch.cuda.mem_get_info(device)[0])",
+            "test_bad_input.py::test_the_step_that_is_measured_is_as_large_as_any"),
     ],
     "runner/sequence_table.py": [
         planted(
@@ -329,6 +278,28 @@ _MUTANTS_OF_FILE = {
             "        yield\n        for place, values in zip(places, saved, strict=True):\n"
             "            place.copy_(values)",
             "test_sequence_table.py::test_parked_rows_come_back_after_an_error"),
+    ],
+    "runner/model_runner.py": [
+        planted(
+            "an update's first tensors are copied before the last is looked at",
+            "        self.check_update(tensors)\n        self.load", "        self.load",
+            "test_update_weights.py::test_a_bad_update_changes_nothing[one rank-unknown name]"),
+        planted(
+            "graphs outlive a sleep",
+            "                program.graphs.clear()\n", "                pass\n",
+            "test_cuda_graph.py::test_after_a_sleep_steps_are_captured_anew"),
+    ],
+    "sampling_params.py": [
+        planted(
+            "all completions of a request have its seed",
+            "return mixed_seed(seed ^ _OF_COMPLETIONS, index) if index else seed", "return seed",
+            "test_several_completions.py::test_completions_without_a_seed_differ_and_repeat_with_the_engines_seed"),
+    ],
+    "runner/step_rows.py": [
+        historic(
+            "the attention of a chunk reaches beyond it",
+            "num_new, seq.num_computed_tokens, samples,", "num_new, len(seq.token_ids), samples,",
+            "test_sequence_table.py::test_the_attention_of_a_chunk_ends_at_the_chunk"),
     ],
     "guides.py": [
         planted(
@@ -518,6 +489,16 @@ _MUTANTS_OF_FILE = {
             "tl.store(tokens + row, best_token)",
             "test_sample.py::test_a_row_of_broken_logits_is_flagged_and_its_neighbours_stay"),
     ],
+    "attention/gathered_keys.py": [
+        planted(
+            "kept keys are gone on with although a mixed step came between",
+            "(kept.lengths[places] + 1 == lengths) & (lengths <= kept.capacities[places])",
+            "lengths <= kept.capacities[places]", "test_attention.py::test_kept_keys_know_their_sequence"),
+        planted(
+            "kept keys outgrow their room",
+            " & (lengths <= kept.capacities[places])\n", "\n",
+            "test_attention.py::test_keys_are_kept_until_there_is_no_room_for_another"),
+    ],
     "attention/sdpa_backend.py": [
         planted(
             "a chunk's window is one key too long",
@@ -528,6 +509,17 @@ _MUTANTS_OF_FILE = {
             "            k, v = rounded_keys(k), rounded_values(v)\n", "            pass\n",
             "test_fp8_cache.py::test_a_prompt_in_chunks_attends_as_in_one_piece[torch.float32-sdpa]",
             "test_fp8_cache.py::test_no_schedule_changes_a_token[chunks]"),
+    ],
+    "attention/triton_decodes.py": [
+        planted(
+            "results of splits before the window are merged",
+            "    if WINDOW:\n        first_split = tl.maximum(length - WINDOW, 0) // split_length\n    if is_decode",
+            "    if is_decode", "test_attention.py::test_a_query_sees_the_last_keys_of_its_window"),
+        planted(
+            "splits are merged as if all were of one weight",
+            "weight = tl.where(is_read, tl.exp2(log_sum - largest[:, None]), 0.0)",
+            "weight = tl.where(is_read, 1.0, 0.0)",
+            "test_triton_kernels.py::test_long_sequences_have_longer_splits[0]"),
     ],
     "attention/triton_prompts.py": [
         planted(
@@ -638,6 +630,11 @@ _MUTANTS_OF_FILE = {
             "experts take the first one's scales",
             "of_expert = scales + expert * (tl.cdiv(OUTPUT_SIZE, ROWS) * WIDTH)", "of_expert = scales",
             "test_fp8_engines.py::test_experts_multiply_with_what_their_weights_stand_for[channel-kernel]"),
+    ],
+    "models/directory.py": [
+        historic(
+            "the index may leave the directory",
+            "Path(name).name != name or ", "", "test_loader.py::test_the_index_may_not_leave_the_directory"),
     ],
     "models/loader.py": [
         historic(

@@ -10,20 +10,20 @@ from support.against_transformers import (
     ragged_prompts,
     teacher_forced_logits,
 )
+from support.long import some
 from support.model_factory import edit_config, make_model, random_model_options, save_model
 
 from nanovllm import LLM
 
-NUM_CONFIGS = 220
 
-
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("backend", ["sdpa", "torch"])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_greedy_completions_are_those_of_transformers(tmp_path, backend, overlap):
+def test_greedy_completions_are_those_of_transformers(tmp_path, backend, overlap, count):
     """Paging, chunks, prefix hits, preemption and overlap are invisible in the tokens, whatever the model's shape."""
     rng = random.Random(f"{backend} {overlap}")
-    tally = Tally()
-    for index in range(NUM_CONFIGS // 4):
+    tally, num_configs = Tally(), count(8, 55)
+    for index in range(num_configs):
         options = random_model_options(rng)
         directory = tmp_path / str(index)
         model = save_model(directory, seed=rng.randrange(10**6), **options)
@@ -33,8 +33,8 @@ def test_greedy_completions_are_those_of_transformers(tmp_path, backend, overlap
     # The comparison proves something only if completions vary and the schedules were not trivial.
     assert tally.num_repeating < tally.num_rows / 6
     assert tally.num_cached_tokens > tally.num_rows
-    assert tally.num_chunked_prompts > 20
-    assert tally.num_preemptions > 40
+    assert tally.num_chunked_prompts > num_configs / 3
+    assert tally.num_preemptions > num_configs / 2
 
 
 ROPES = {
@@ -73,7 +73,7 @@ def test_scaled_rope_is_that_of_transformers_in_both_layouts(tmp_path, rope, lay
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "torch"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", some(range(4), 0))
 def test_teacher_forced_logits_are_those_of_transformers(tmp_path, backend, seed):
     """Tokens hide errors that are smaller than the gap between candidates; logits do not."""
     rng = random.Random(seed)

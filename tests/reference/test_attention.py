@@ -16,6 +16,7 @@ from support.attention_case import (
     run,
 )
 from support.batch_factory import make_batch
+from support.long import some
 
 from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.choice import make_attention_backend
@@ -42,6 +43,7 @@ def assert_exact(backend: str, case: Case) -> None:
     assert error <= TOLERANCE[case.queries[0].dtype], error
 
 
+@pytest.mark.grid(2)
 @BACKENDS_AND_DTYPES
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize(("num_kv_heads", "group_size"), [(2, 1), (1, 2), (3, 3), (2, 4), (1, 5), (2, 7), (1, 8)])
@@ -89,7 +91,7 @@ def test_long_prompts_and_chunks_of_them(backend, dtype):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", some(range(12), 0, 1, 2))
 def test_any_mix_of_prefill_chunk_and_decode(backend, seed):
     """One rule: each sequence's queries are its last ones, whatever its neighbours do in the same step."""
     rng = random.Random(seed)
@@ -113,6 +115,7 @@ def test_any_mix_of_prefill_chunk_and_decode(backend, seed):
     )
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("window", [0, 70])
 @pytest.mark.parametrize("block_size", [64, 128])
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4])
@@ -125,6 +128,7 @@ def test_prompts_of_whole_tiles_of_keys(head_dim, group_size, block_size, window
     assert_exact("triton", case)
 
 
+@pytest.mark.grid(2)
 @BACKENDS_AND_DTYPES
 @pytest.mark.parametrize("window", [1, 2, 16, 31, 32, 33, 64, 65, 300, 900])
 def test_a_query_sees_the_last_keys_of_its_window(backend, dtype, window):
@@ -149,6 +153,7 @@ def test_one_plan_serves_layers_with_and_without_a_window(backend):
         assert relative_error(replace(case, window=window), out) < 1e-5
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 256])
 @pytest.mark.parametrize("scale", [None, 0.3])
@@ -198,6 +203,7 @@ def test_a_slot_of_minus_one_is_not_written(backend):
         assert (cache[untouched] == 7).all()
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -1e30])
 def test_a_chunks_attention_ends_at_the_chunk(backend, poison):
@@ -394,15 +400,15 @@ def prefilled(steps: Steps, *lengths: int) -> list[Running]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("seed", range(4))
-def test_keys_kept_from_step_to_step_are_those_in_the_cache(dtype, seed, runs):
+@pytest.mark.parametrize("seed", some(range(4), 0))
+def test_keys_kept_from_step_to_step_are_those_in_the_cache(dtype, seed, count):
     """Whatever happens between two steps, a kept copy must be what a gather would give.
 
     Sequences finish, wait, move to other blocks and grow beyond their room; new ones take their blocks.
     """
     steps, rng, running, num_kept, num_gathered = Steps(dtype, seed), random.Random(seed), [], 0, 0
     num_steps_until_admission = 0
-    for _ in range(120 * runs):
+    for _ in range(count(120, 120)):
         for seq in [*running]:
             if rng.random() < 0.008 or seq.num_cached > MAX_LENGTH - 10:
                 running.remove(seq)
@@ -541,6 +547,7 @@ def test_the_table_describes_the_step_that_the_formula_means():
     assert batch.token_ids.tolist() == batch.positions.tolist()
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("sequences", [MIXED, [(30, 1), (0, 1)], [(0, 9), (3, 2)]], ids=["mixed", "decodes", "prompts"])
 def test_padding_behind_the_rows_and_tokens_changes_nothing(backend, sequences):

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.long import long
 from support.model_factory import read_tensors, save_model
 from support.steps import scheduled, step_of
 
@@ -458,8 +459,9 @@ def make_captured(runner: ModelRunner, is_alone: bool, fails: Callable[[Hashable
 @pytest.mark.parametrize(
     ("backend", "overlap", "num_blocks", "is_alone", "fails"),
     [
-        ("torch", True, 9, True, None), ("torch", False, 9, False, None), ("torch", True, 24, True, None),
-        ("torch", True, 9, True, "forward"), ("torch", True, 24, True, "sample"), ("triton", True, 24, True, None),
+        ("torch", True, 9, True, None), ("torch", False, 9, False, "forward"), ("torch", True, 24, True, "sample"),
+        long("torch", False, 9, False, None), long("torch", True, 24, True, None),
+        long("torch", True, 9, True, "forward"), long("triton", True, 24, True, None),
     ],
 )  # fmt: skip
 def test_padded_steps_give_the_tokens_of_eager_ones(

@@ -50,6 +50,7 @@ def test_equals_are_chosen_in_order_and_broken_tokens_choose_experts(fused):
     torch.testing.assert_close(routes.weights[3:], alone.weights)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), SHAPES)
 @pytest.mark.parametrize(("hidden_size", "size", "activation"), [(40, 24, "silu"), (130, 70, "gelu_pytorch_tanh")])
 def test_experts_compute_what_the_formula_says(num_tokens, num_experts, top_k, hidden_size, size, activation):

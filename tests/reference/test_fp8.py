@@ -20,6 +20,7 @@ from support.fp8_factory import (
     random_product,
     random_tensor,
 )
+from support.long import some
 
 from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.layers.linear import RowParallelLinear
@@ -117,6 +118,7 @@ def test_a_rows_product_does_not_depend_on_how_many_rows_there_are():
         assert torch.equal(scaled_product(part, *weight, one, torch.float32).product, together[rows].float())
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "kernel"])
 @pytest.mark.parametrize(("size", "columns"), [(1, 32), (128, 128), (300, 128), (1500, 128), (100, 96), (2100, 1024)])
 def test_each_block_of_a_row_is_rounded_by_its_own_peak(size, columns, fused):
@@ -142,6 +144,7 @@ def test_a_block_of_zeros_is_one_of_zeros_and_what_is_no_number_stays_in_its_row
     )
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("num_rows", [1, 17, 40, 65, 300])
 @pytest.mark.parametrize(
     ("output_size", "input_size", "rows", "columns"),
@@ -195,6 +198,7 @@ def test_sizes_that_a_gpu_cannot_multiply_are_named(sizes):
         formats.check(*sizes)
 
 
+@pytest.mark.long
 def test_kernels_compile_for_hopper(tmp_path):
     """One that the interpreter took once did not. What programs share fits, and FP8 is multiplied as it is."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -221,7 +225,7 @@ def test_kernels_compile_for_hopper(tmp_path):
     assert of_values["_qk_norm_rotate_store_kernel"] == 18 and of_values["_store_fp8_kernel"] == 18
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some(FAMILIES, "gemma3", "qwen3_moe"))
 def test_kernels_give_the_tokens_of_the_plain_engine_in_fp8(tmp_path, family):
     save_family_model(tmp_path, family, FAMILIES[family][2](random.Random(family)), seed=1)
     fused = completions(tmp_path, quantization="fp8", attention_backend="triton", kvcache_block_size=16)
@@ -256,7 +260,7 @@ def test_a_part_of_a_weight_is_of_whole_blocks(rows, columns, first_row, fits):
     assert found.target[:, 0].tolist() == list(range(first_row // 128, first_row // 128 + found.source[0][1]))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "qwen3_moe", "gemma3"])
+@pytest.mark.parametrize("family", some(["llama", "qwen2", "phi3", "qwen3_moe", "gemma3"], "phi3"))
 def test_kernels_give_the_tokens_of_the_plain_engine_in_blocks(tmp_path, family):
     """Blocks that divide every part of every layer."""
     options = FAMILIES[family][2](random.Random(family)) | {"num_attention_heads": 4, "num_key_value_heads": 2}

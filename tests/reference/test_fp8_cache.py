@@ -13,6 +13,7 @@ from support.attention_case import MIXED, TOLERANCE, make_case, relative_error, 
 from support.family_factory import FAMILIES, save_family_model
 from support.fp8_cache import CPU, DECODE_TOLERANCE, assert_same_bits, heads_of_many_sizes, poisoned_cache
 from support.fp8_factory import HALF_MIN, HALF_ULP, assert_alike, random_product, random_tensor
+from support.long import some
 from support.model_factory import save_model
 
 from nanovllm import LLM, SamplingParams
@@ -154,6 +155,7 @@ def test_blocks_are_read_in_the_order_asked_for():
 # Stores
 
 
+@pytest.mark.grid(2)
 @DTYPES
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
 @pytest.mark.parametrize("block_size", [32, 64])
@@ -190,6 +192,7 @@ def test_the_store_kernels_write_what_their_twin_writes(head_dim, block_size, or
     assert_same_bits(found, expected)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(32, 32), (64, 64), (80, 48), (80, 2), (128, 128)])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (3, 3), (16, 1)])
 @pytest.mark.parametrize("has_norm", [False, True])
@@ -261,6 +264,7 @@ BACKENDS_AND_DTYPES = pytest.mark.parametrize(
 PROMPTS_ONLY = [(0, 17), (12, 9), (0, 4), (5, 2), (64, 64), (130, 70), (0, 150), (31, 33)]
 
 
+@pytest.mark.grid(2)
 @BACKENDS_AND_DTYPES
 @pytest.mark.parametrize("window", [0, 1, 33, 100])
 @pytest.mark.parametrize("block_size", [32, 64])
@@ -272,6 +276,7 @@ def test_prompts_attend_as_the_formula_says(backend, dtype, window, block_size, 
     assert_exact(backend, make_case(PROMPTS_ONLY, block_size, num_kv_heads, group_size, head_dim, **options))
 
 
+@pytest.mark.grid(2)
 @BACKENDS_AND_DTYPES
 @pytest.mark.parametrize("window", [0, 1, 33, 300])
 @pytest.mark.parametrize("block_size", [32, 64])
@@ -305,6 +310,7 @@ def test_a_prompt_in_chunks_attends_as_in_one_piece(backend, dtype):
     torch.testing.assert_close(torch.cat(parts), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("what", ["keys", "values"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("backend", ["torch", "sdpa", "triton"])
@@ -370,6 +376,7 @@ def test_many_small_weights_beside_a_large_one_count():
     assert 0.002 < exact < 0.005 and abs(found / exact - 1) < 0.02
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("block_size", [96, 128, 256])
 @pytest.mark.parametrize("window", [0, 100])
 def test_decodes_over_blocks_of_several_tiles_attend_as_the_formula_says(block_size, window):
@@ -450,6 +457,7 @@ def family_options(family: str) -> dict[str, Any]:
             return options
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("backend", ["sdpa", "triton"])
 def test_every_familys_tokens_are_those_of_the_plain_backend(tmp_path, family, backend):
@@ -474,7 +482,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", some(SCHEDULES, "at once", "chunks", "few blocks"))
 def test_no_schedule_changes_a_token(model, expected, schedule):
     with make_llm(model, attention_backend="sdpa", **SCHEDULES[schedule]) as llm:
         assert sampled(llm) == expected

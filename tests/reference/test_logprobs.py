@@ -315,6 +315,7 @@ def test_rows_of_all_kinds_are_as_a_sort_in_float64_has_them(find, vocab_size):
     assert_as_defined(result, logits[rows], tokens, temperatures[rows], thresholds[rows], 6)
 
 
+@pytest.mark.grid(1)
 @needs_kernels
 @pytest.mark.parametrize("width", [1, 2, 6, 21])
 @pytest.mark.parametrize("vocab_size", [1, 15, 61, 4095, 4096, 4097, 9000])

@@ -46,9 +46,9 @@ def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 70, 128, 333])
-def test_processed_logits_equal_the_definitions(process, vocab_size, runs):
+def test_processed_logits_equal_the_definitions(process, vocab_size, count):
     rng = random.Random(vocab_size)
-    for _ in range(runs * 15):
+    for _ in range(count(3, 15)):
         case = random_case(rng, vocab_size, num_rows=rng.randint(1, 7), max_len=rng.choice([1, 6, 40]))
         before = case.logits.clone()
         assert_same(case.run(process), case.expected())
@@ -56,12 +56,12 @@ def test_processed_logits_equal_the_definitions(process, vocab_size, runs):
 
 
 @NEEDS_TRITON
-def test_kernels_give_the_twins_bits_when_their_programs_stride(monkeypatch, runs):
+def test_kernels_give_the_twins_bits_when_their_programs_stride(monkeypatch, count):
     """Small programs, and few: each does several parts of a history and of the edits, and several dense parts."""
     monkeypatch.setattr(module, "_IDS", 16)
     monkeypatch.setattr(module, "_POSITIONS", 4)
     rng = random.Random(5)
-    for _ in range(runs * 25):
+    for _ in range(count(5, 25)):
         monkeypatch.setattr(module, "_PROGRAMS", rng.choice([1, 8, 64]))
         case = random_case(rng, rng.choice([5, 50]), num_rows=rng.randint(1, 4), max_len=60)
         assert_same(case.run(triton_process_logits), case.run(plain_process_logits))

@@ -146,6 +146,7 @@ def test_the_tokens_of_a_seed_never_change():
 LOGITS = [2.0, -1.0, 0.5, 0.5, 1.7, -0.3, 0.0, 1.1, -2.0, 0.9, 1.3]
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("varying", ["seeds", "positions"])
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 3.0])
 def test_tokens_have_exactly_the_probabilities_asked_for(temperature, varying):
@@ -187,6 +188,7 @@ def test_filtered_tokens_have_the_probabilities_of_the_kept_set(draw, filters):
     assert_distributed(tokens, probs / probs.sum())
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("num_members", [1, 16])
 @pytest.mark.parametrize(("seed_step", "position_step"), [(0, 1), (1, 0), (2**32, 0)])
 def test_neighbouring_tokens_are_independent(seed_step, position_step, num_members):
@@ -214,6 +216,7 @@ def test_a_large_vocabulary_is_sampled_evenly():
     assert_distributed([token // 16 % 4 for token in tokens], np.full(4, 1 / 4))
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
 @pytest.mark.parametrize("vocab_size", [16, 17, 83])
 def test_groups_are_drawn_by_their_weight_and_ids_within_them(vocab_size, temperature):

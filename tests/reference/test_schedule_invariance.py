@@ -109,6 +109,7 @@ def schedules() -> dict[str, Schedule]:
     return found
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(("backend", "overlap"), [("sdpa", True), ("sdpa", False), ("torch", True)])
 def test_the_schedule_changes_no_token(model, requests, alone, backend, overlap):
     """Batch sizes, order of arrival, chunks, cache off, cold and warm, preemption, overlap; greedy and sampled, with

@@ -1054,6 +1054,7 @@ def random_params(rng: random.Random, max_num_tokens: int = 19) -> SamplingParam
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 
 
+@pytest.mark.grid(2)
 @OVERLAP
 @pytest.mark.parametrize("is_padded", [False, True], ids=["eager", "padded"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -1096,10 +1097,11 @@ def test_every_batch_of_the_kernel_is_what_plain_loops_make(overlap, is_padded):
     assert (runner.num_in_flight > 0) == overlap and (runner.num_padding > 0) == is_padded
 
 
+@pytest.mark.grid(2)
 @OVERLAP
 @pytest.mark.parametrize("is_padded", [False, True], ids=["eager", "padded"])
 @pytest.mark.parametrize("seed", range(6))
-def test_the_device_knows_of_every_sequence_what_the_host_would_send(overlap, is_padded, seed, runs, monkeypatch):
+def test_the_device_knows_of_every_sequence_what_the_host_would_send(overlap, is_padded, seed, count, monkeypatch):
     """Entries and blocks change hands, rows come and go, prompts run as decodes, and steps fail half-way."""
     fail_at: list[TableRunner] = []
 
@@ -1118,7 +1120,7 @@ def test_the_device_knows_of_every_sequence_what_the_host_would_send(overlap, is
     for module in (sequence_table, token_rules):
         monkeypatch.setattr(module, "upload", failing(module))
     num_steps = num_in_flight = num_padding = num_preemptions = num_lost = 0
-    for run_seed in range(3 * seed * runs, 3 * (seed + 1) * runs):
+    for run_seed in range(count(3, 3) * seed, count(3, 3) * (seed + 1)):
         rng = random.Random(run_seed)
         block_size = rng.choice((1, 2, 4))
         engine = table_engine(

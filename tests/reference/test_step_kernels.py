@@ -58,12 +58,15 @@ def assert_same(ours: WholeExpansion, expected: WholeExpansion) -> None:
         assert actual.dtype == twin.dtype and torch.equal(actual, twin), name
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64])
 @pytest.mark.parametrize("num_padding", [(0, 0, 0), (1, 1, 1), (3, 0, 2), (0, 40, 0), (9, 200, 150)], ids=str)
-def test_the_kernel_expands_rows_as_its_twin_does(block_size, num_padding, runs):
+def test_the_kernel_expands_rows_as_its_twin_does(block_size, num_padding, count):
     """Decodes alone, prompts alone and both, padded or not; sizes beyond what one program expands."""
     rng = random.Random(f"{block_size} {num_padding}")
-    for trial, (num_decodes, num_prompts) in enumerate([(1, 0), (0, 1), (7, 0), (0, 4), (5, 3), (150, 4)] * runs):
+    for trial, (num_decodes, num_prompts) in enumerate(
+        [(1, 0), (0, 1), (7, 0), (0, 4), (5, 3), (150, 4)] * count(1, 1)
+    ):
         max_model_len = rng.choice((5, 33, 200))
         table = random_table(num_decodes + num_prompts + 3, max_model_len, block_size, trial)
         case = random_rows(rng, table, num_decodes, num_prompts, num_padding)
@@ -123,6 +126,7 @@ def test_tokens_and_sampled_rows_fill_more_than_one_program():
     assert_same(expanded(rows, table, 2, 520, 2, 16, use_kernels=True), expanded(rows, table, 2, 520, 2, 16))
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("num_rows", [0, 1, 5, 128, 129, 300])
 @pytest.mark.parametrize("num_padding", [0, 1, 3])
 def test_the_kernel_writes_tokens_where_its_twin_does(num_rows, num_padding):

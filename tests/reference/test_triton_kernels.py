@@ -22,6 +22,7 @@ import torch
 from support.attention_case import MIXED, Case, make_case, relative_error
 from support.attention_case import run as run_case
 from support.fp8_factory import assert_rounded
+from support.long import some
 from support.model_factory import save_model
 
 import nanovllm.attention
@@ -107,6 +108,7 @@ def take_rows(case: Case, rows: list[int]) -> Case:
     )
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_a_decode_is_bitwise_independent_of_its_neighbours(dtype, window):
@@ -116,8 +118,8 @@ def test_a_decode_is_bitwise_independent_of_its_neighbours(dtype, window):
     together = run_case("triton", case)
     assert relative_error(case, together) < 1e-3
     for rows in ([[row] for row in range(len(lengths))], [[9, 0, 5]], [list(range(10))[::-1]]):
-        for some in rows:
-            assert torch.equal(run_case("triton", take_rows(case, some)), together[some]), some
+        for chosen in rows:
+            assert torch.equal(run_case("triton", take_rows(case, chosen)), together[chosen]), chosen
     # The same decodes beside a prefill.
     mixed = make_case([(length, 1) for length in lengths] + [(20, 30)], 16, 2, 3, 32, dtype, window=window)
     out = run_case("triton", mixed)
@@ -152,7 +154,7 @@ def test_a_captured_step_with_prompts_attends_every_row_once():
     assert torch.equal(run_case("triton", case), expected)
 
 
-@pytest.mark.parametrize("window", [0, 700])
+@pytest.mark.parametrize("window", some([0, 700], 0))
 def test_long_sequences_have_longer_splits(monkeypatch, window):
     """A sixteenth of the real lengths: splits of 16 keys up to key 64, then of 32 up to 1,024, of 64 up to 2,048."""
     monkeypatch.setattr(splits, "SHORTEST_SPLIT", 16)
@@ -172,6 +174,7 @@ def test_long_sequences_have_longer_splits(monkeypatch, window):
     ]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -281,6 +284,7 @@ for dtype, of_cache, (num_heads, num_kv_heads), block_size in (
 """
 
 
+@pytest.mark.long
 def test_the_kernel_of_hopper_compiles_with_this_triton(tmp_path):
     """It cannot be interpreted. What it computes: tests/gpu/test_gpu_hopper_prompts.py."""
     if tuple(map(int, triton_prompts.triton.__version__.split(".")[:2])) not in triton_prompts._GLUON_VERSIONS:
@@ -310,7 +314,7 @@ def test_few_decodes_are_attended_in_more_stages_where_they_fit(monkeypatch, hea
     assert backend.variant_key(1, True) == 2
 
 
-@pytest.mark.parametrize("max_model_len", [1, 16, 17, 65, 100, 129, 700, 1024, 1025, 3000])
+@pytest.mark.parametrize("max_model_len", some([1, 16, 17, 65, 100, 129, 700, 1024, 1025, 3000], 1, 65, 700))
 def test_the_longest_context_has_as_many_splits_as_there_is_room_for(monkeypatch, max_model_len):
     """One more would be lost, or written into the next row's."""
     monkeypatch.setattr(splits, "SHORTEST_SPLIT", 16)
@@ -345,6 +349,7 @@ def test_a_table_wider_than_needed_changes_nothing():
 # Norms, activation, rotation
 
 
+@pytest.mark.grid(2)
 @DTYPES
 @pytest.mark.parametrize("size", [1, 7, 32, 160, 1000, 2560])
 def test_norms_are_those_of_the_layer(size, dtype):
@@ -396,6 +401,7 @@ def test_the_gate_is_that_of_the_layer(size, dtype):
     assert_near(act_and_mul(gate_up, use_kernels=True), act_and_mul(gate_up))
 
 
+@pytest.mark.grid(2)
 @DTYPES
 @pytest.mark.parametrize("output_size, input_size", [(1, 1), (8, 1024), (13, 700), (40, 1024), (21, 3000), (9, 1025)])
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -437,6 +443,7 @@ def test_only_a_single_row_takes_the_kernel_for_it(monkeypatch):
     assert asked == [((1, 32), False, False), ((1, 32), True, False), ((1, 32), False, True)]
 
 
+@pytest.mark.grid(2)
 @DTYPES
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "rotary_dim"),
@@ -641,6 +648,7 @@ EXCHANGED = [(torch.float32, size, num_rows) for size in (2, 4) for num_rows in 
 EXCHANGED += [(torch.float16, 4, 3), (torch.bfloat16, 4, 3)]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(("dtype", "size", "num_rows"), EXCHANGED, ids=str)
 @pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by owner"])
 def test_the_exchange_is_the_sum_and_the_norm(monkeypatch, is_direct, dtype, size, num_rows):
@@ -663,6 +671,7 @@ def test_the_exchange_is_the_sum_and_the_norm(monkeypatch, is_direct, dtype, siz
         check_exchange(monkeypatch, rank, calls, is_direct, eps=0.1)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(("size", "num_rows"), [(2, 1), (2, 3), (2, 11), (4, 3)])
 @pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by owner"])
 def test_the_exchange_takes_scaled_products_and_gives_fp8(monkeypatch, is_direct, size, num_rows):
@@ -738,7 +747,7 @@ def launched(monkeypatch) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", some([True, False], True))
 def test_an_engine_of_triton_kernels_gives_the_tokens_of_the_plain_one(tmp_path, overlap, launched):
     """Prefill, chunks, cached prefixes, decodes and preemption, by our attention and every fused kernel. The plain
     backend is plain all the way through, or nobody could compare."""

@@ -7,7 +7,7 @@ from itertools import combinations, product
 from pathlib import Path
 
 import pytest
-from support.cover import cover
+from support.long import cover
 
 TESTS = Path(__file__).parents[1]
 

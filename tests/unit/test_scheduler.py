@@ -590,10 +590,10 @@ def test_whoever_leaves_the_queue_leaves_the_others_in_order():
                     check_same(queue, plain)
 
 
-def test_the_queue_does_what_a_plain_list_sorted_anew_does(runs):
+def test_the_queue_does_what_a_plain_list_sorted_anew_does(count):
     """Random arrivals, admissions, aborts and preemptions."""
     met: Counter[str] = Counter()
-    for seed in range(200 * runs):
+    for seed in range(count(50, 200)):
         rng = random.Random(seed)
         queue, plain = WaitingQueue(), PlainQueue()
         popped: list[Sequence] = []

@@ -147,9 +147,9 @@ def test_a_table_says_how_long_rules_matter(options, num_generated, until):
     assert admit(table, {2: seq}) == [until]
 
 
-def test_entries_that_change_hands_at_random_always_hold_their_tenants_rules(runs):
+def test_entries_that_change_hands_at_random_always_hold_their_tenants_rules(count):
     rng = random.Random(0)
-    for _ in range(10 * runs):
+    for _ in range(count(10, 10)):
         table, tenants = TokenRulesTable(NUM_ENTRIES, VOCAB_SIZE, CPU), {}
         for number in range(12):
             new = {}

@@ -1,12 +1,26 @@
-"""A small choice of a grid's cases: the ones that a default run takes."""
+"""Which cases of a test a default run takes; `pytest --long` takes all."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations
+from typing import Any
 
-Case = tuple[int, ...]
+import pytest
+from _pytest.mark import ParameterSet
 
 
-def cover(cases: Sequence[Case], strength: int) -> set[int]:
+def long(*values: Any) -> ParameterSet:
+    """A case of `parametrize` that runs with --long alone."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+def some(cases: Iterable[Any], *default: Any) -> list[Any]:
+    """Cases of one value each, of which a default run takes those of `default`."""
+    cases = list(cases)
+    assert all(case in cases for case in default)
+    return [case if case in default else long(case) for case in cases]
+
+
+def cover(cases: Sequence[tuple[int, ...]], strength: int) -> set[int]:
     """The numbers of cases that together hold every combination of `strength` axes' values that the cases hold.
 
     cases: what tells values apart on each axis. Strength 2 is a pairwise cover. Each round takes the case that holds
