@@ -210,7 +210,7 @@ _MUTANTS_OF_FILE = {
             "test_scheduler.py::test_an_admission_leaves_a_block_for_the_growth_of_each_that_runs"),
         planted(
             "prompts beside decodes take the whole budget",
-            "return min(budget, max(most - num_decodes, num_decodes))", "return budget",
+            "return min(budget, max(maximum - num_decodes, num_decodes))", "return budget",
             "test_scheduler.py::test_no_step_with_decodes_is_larger_than_the_cap_or_twice_its_decodes"),
         historic(
             "a stop token stops before min_tokens",
