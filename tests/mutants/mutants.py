@@ -385,8 +385,8 @@ _MUTANTS_OF_FILE = {
             "test_scheduler.py::test_a_request_that_could_never_fit_is_refused_and_the_largest_that_fits_runs"),
         planted(
             "a rule about a token outside of the vocabulary is let in",
-            'if not 0 <= token_id < info.vocab_size:\n                raise ValueError(f"{what}',
-            'if not 0 <= token_id <= info.vocab_size:\n                raise ValueError(f"{what}',
+            'if not 0 <= token_id < info.vocab_size:\n                raise ValueError(f"{name}',
+            'if not 0 <= token_id <= info.vocab_size:\n                raise ValueError(f"{name}',
             "test_bad_input.py::test_a_rule_about_a_token_outside_the_vocabulary_spoils_only_its_row"),
     ],
     "ops/expand_rows.py": [
