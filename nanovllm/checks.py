@@ -15,7 +15,7 @@ def real(name: str, value: Any) -> float:
     """The value as a finite float.
 
     Raises:
-        TypeError, ValueError: it is no number, or not a finite one.
+        TypeError, ValueError: it is not a number, or not finite.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, not {value!r}")
@@ -32,7 +32,7 @@ def integer(name: str, value: Any, minimum: int | None = None) -> int:
     """The value as a plain int of at least `minimum`.
 
     Raises:
-        TypeError, ValueError: it is no integer, or too small.
+        TypeError, ValueError: it is not an integer, or too small.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an integer, not {value!r}")
@@ -42,14 +42,14 @@ def integer(name: str, value: Any, minimum: int | None = None) -> int:
 
 
 def boolean(name: str, value: Any) -> bool:
-    """The value, if it is a bool; a TypeError otherwise."""
+    """The value, if it is a bool; raises a TypeError otherwise."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, not {value!r}")
     return value
 
 
 def seed_number(value: Any) -> int:
-    """The value as a 64-bit seed; a TypeError or ValueError if it is none."""
+    """The value as a 64-bit seed; raises a TypeError or ValueError if it is not one."""
     seed = integer("seed", value)
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed must be between 0 and 2**64 - 1, not {seed}")
@@ -57,13 +57,13 @@ def seed_number(value: Any) -> int:
 
 
 def suggests_names(noun: str, meant: Mapping[str, str]) -> Callable[[_Class], _Class]:
-    """Lets a class answer an unknown keyword with a TypeError that says what was probably meant.
+    """Makes a class answer an unknown keyword with a TypeError that suggests the right one.
 
     Signature and completion of the class stay as they are.
 
     Args:
-        noun: what the class calls its keywords.
-        meant: other libraries' names -> our name, or a sentence that says what to do instead.
+        noun: the class's word for its keywords.
+        meant: other libraries' names -> our name, or a sentence with advice.
     """
 
     def decorate(cls: _Class) -> _Class:

@@ -1,7 +1,7 @@
-"""Processes that work for this one: how ranks and replicas start, what goes through their sockets, and how they end.
+"""Processes that work for this one, ranks and replicas: how they start, talk and end.
 
-A process and its parent share a pair of connected sockets. It has no name, so nobody else can write to it. Either end
-closes with the process that holds it, which is how each learns of the other's end, whatever ended it.
+A process and its parent share a pair of connected sockets. The pair has no name, so no other process can write to it.
+Either end closes with the process that holds it. So each process learns of the other's end, however it came.
 """
 
 import contextlib
@@ -23,8 +23,6 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 ERRORS = {"ValueError": ValueError, "TypeError": TypeError, "RuntimeError": RuntimeError}
-
-
 Loads = Callable[[bytes | bytearray], Any]
 
 
@@ -39,7 +37,7 @@ def frame(message: Any, dumps: Callable[[Any], bytes] = _to_json) -> bytes:
 
 
 def messages(sock: socket.socket, parent: int | None = None, loads: Loads = json.loads) -> Iterator[Any]:
-    """The messages that come through a socket, until the other end is closed or this process has lost its `parent`."""
+    """The messages from a socket, until its other end is closed or the `parent` of this process is gone."""
     received = bytearray()
     readable = select.poll()
     readable.register(sock, select.POLLIN)
@@ -90,8 +88,8 @@ def start_child(
         settings: environment variables in any case.
     """
     ours, theirs = socket.socketpair()
-    # What can be imported here can be imported there, and nothing from the working directory besides. PYTHONPATH would
-    # come before the standard library. The child gets this very package, not another of the same name.
+    # The child imports from the same places, and not from the working directory. PYTHONPATH would come before the
+    # standard library. The child gets this very package, not another one of the same name.
     path = [entry for entry in sys.path if isinstance(entry, str) and entry]
     package = Path(__file__).parent
     program = f"""import sys; sys.path[:] = {path!r}
@@ -128,7 +126,7 @@ def start_reader(child: Child, hear: Callable[[Any], None], loads: Loads = json.
 
 
 def start_writer(children: list[Child], outbox: "SimpleQueue[bytes | None]") -> None:
-    """Writes what is put into the outbox to all of the children, in a thread, until None is put."""
+    """Writes the outbox to all of the children, in a thread, until None is put into it."""
     sockets = [child.socket for child in children]
 
     def write() -> None:
@@ -141,8 +139,8 @@ def start_writer(children: list[Child], outbox: "SimpleQueue[bytes | None]") -> 
 
 
 def end_children(children: list[Child], outboxes: "list[SimpleQueue[bytes | None]]", parent: int, *paths: str) -> None:
-    """Kills the children, and removes directories that were theirs; in a fork of the parent it does nothing."""
-    if os.getpid() != parent:  # a fork of it, which ends without its parent
+    """Kills the children, and removes their directories; in a fork of the parent it does nothing."""
+    if os.getpid() != parent:
         return
     for outbox in outboxes:
         outbox.put(None)
@@ -168,7 +166,7 @@ def serve(
     """Serves the parent at the other end of the socket whose number is the first argument.
 
     Args:
-        run: gets the queue of the parent's messages and a function that answers. What it raises is told to the parent.
+        run: gets the queue of the parent's messages and a function that answers. The parent is told of its exception.
     """
     sock, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     inbox: SimpleQueue[Any] = SimpleQueue()
@@ -178,7 +176,7 @@ def serve(
             for message in messages(sock, parent, loads):
                 inbox.put(message)
         finally:
-            os._exit(1)  # nobody is left to work for, whatever the main thread may be stuck in
+            os._exit(1)  # the parent is gone, and the main thread may be stuck
 
     def reply(message: Any) -> None:
         sock.sendall(frame(message, dumps))

@@ -1,8 +1,8 @@
-"""How many threads an engine on a CPU computes with, chosen anew while it runs.
+"""The number of threads of an engine on a CPU, which follows the machine's load.
 
 OpenMP's threads wait for each other several hundred times per step. If another process takes the CPU of one of them,
 the others spin until it is back, which takes milliseconds each time: on two CPUs with one of them busy, two threads
-are eight times as slow as one. So there are no more threads than CPUs that nobody else uses.
+are eight times as slow as one. So there are no more threads than CPUs that no other process uses.
 """
 
 import logging
@@ -19,31 +19,31 @@ logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_CHECKS = 0.2  # the system counts CPU time in hundredths of a second
 _MIN_SECONDS_TO_JUDGE_BY = 0.05
-# For one more thread this much of a CPU must be free: with less, waiting costs more than the thread brings.
+# This much of a CPU must be free for one more thread: with less, waiting costs more than the thread brings.
 _MIN_FREE = 0.7
 
 
 def choose_num_threads(maximum: int, num_cpus: int, num_busy: float) -> int:
-    """As many threads as CPUs are free, from 1 to `most`; rounded down, so that few different numbers occur.
+    """As many threads as CPUs are free, from 1 to `maximum`.
 
-    They are few because oneDNN compiles and keeps its kernels anew for each number. A fourth of the CPUs always counts
-    as free: otherwise, of two engines that share a machine, the second would stay at one thread.
+    The number is rounded down to few different ones, because oneDNN compiles and keeps kernels for each. A fourth of
+    the CPUs always counts as free: otherwise, if two engines share a machine, the second would stay at one thread.
 
     Args:
-        most: threads that PyTorch itself would use.
+        maximum: threads that PyTorch itself would use.
         num_cpus: CPUs that this process may use.
         num_busy: how many of them other processes use, on average.
     """
-    most = max(1, min(maximum, num_cpus))
+    maximum = max(1, min(maximum, num_cpus))
     num_free = max(int(num_cpus - num_busy + 1 - _MIN_FREE), num_cpus // 4, 1)
-    return most if num_free >= most else num_free - num_free % max(1, most // 8)
+    return maximum if num_free >= maximum else num_free - num_free % max(1, maximum // 8)
 
 
 class CpuThreads:
-    """Sets PyTorch's number of threads for the duration of a `with` block; `adapt` checks it between steps.
+    """Context manager that sets PyTorch's number of threads; `adapt` checks it between steps.
 
-    A number that the user chose stays: OMP_NUM_THREADS, MKL_NUM_THREADS, or `torch.set_num_threads` with a
-    number other than PyTorch's own. Where the system does not tell its load, PyTorch's own choice stays, too.
+    A number that the user chose stays: OMP_NUM_THREADS, MKL_NUM_THREADS, or `torch.set_num_threads` with a number other
+    than PyTorch's own. Where the system does not tell its load, PyTorch's own choice stays, too.
 
     Args:
         is_used: False makes the `with` block do nothing.
@@ -61,7 +61,7 @@ class CpuThreads:
         self._num_cpus = len(cpus())
         self._num_busy = 0.0
         self._measured_at, self._measured = clock(), self._cpu_seconds()
-        self._before = self._most = 0  # threads; 0 while there is nothing to choose or to give back
+        self._before = self._maximum = 0  # threads; 0 outside the `with` block, and if the number stays
         self._next_check = 0.0
         self._wanted = self._num_logged = 0
 
@@ -72,8 +72,8 @@ class CpuThreads:
             if reason:
                 self._log(before, reason)
             else:
-                self._before, self._most = before, max(1, min([before, *cpu_quotas()]))
-                self._wanted = self._most
+                self._before, self._maximum = before, max(1, min([before, *cpu_quotas()]))
+                self._wanted = self._maximum
                 self._next_check = self._clock()
                 self.adapt()
         return self
@@ -81,16 +81,16 @@ class CpuThreads:
     def __exit__(self, *exception: object) -> None:
         if self._before:
             torch.set_num_threads(self._before)
-            self._before = self._most = 0
+            self._before = self._maximum = 0
 
     def adapt(self) -> None:
         """Follows the load of the machine; most calls only look at the clock."""
-        if not self._most or self._clock() < self._next_check:
+        if not self._maximum or self._clock() < self._next_check:
             return
         self._next_check = self._clock() + _SECONDS_BETWEEN_CHECKS
         self._measure()
         current = torch.get_num_threads()
-        wanted_before, self._wanted = self._wanted, choose_num_threads(self._most, self._num_cpus, self._num_busy)
+        wanted_before, self._wanted = self._wanted, choose_num_threads(self._maximum, self._num_cpus, self._num_busy)
         # Fewer at once; more when two checks agree.
         num_threads = self._wanted if self._wanted < current else min(wanted_before, self._wanted)
         if num_threads != current:
@@ -113,7 +113,7 @@ class CpuThreads:
 
 
 def _users_choice(num_threads: int) -> str | None:
-    """Why the number is the user's own, or None if it is PyTorch's."""
+    """The sign that the user chose the number, or None if it is PyTorch's."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         if os.environ.get(name):
             return f"{name} is set"

@@ -114,13 +114,13 @@ class LLM:
         use_tqdm: bool = True,
         raise_on_error: bool = False,
     ) -> list[RequestOutput]:
-        """Completes every prompt; the results are in the prompts' order. Error rows are also logged, once per call.
+        """Completes all prompts; the results are in the prompts' order. Error rows are also logged, once per call.
 
         Args:
             prompts: one or many, each a string, a list of token ids, or a dict: {"prompt": string},
                 {"prompt_token_ids": list}, or {"messages": conversation} with or without "chat_template_kwargs", which
                 is answered as by `chat`. Without a chat template such a dict is an error row.
-            sampling_params: one for all, one per prompt, or None for what the model recommends.
+            sampling_params: one for all, one per prompt, or None for the model's recommendation.
             split_special_tokens: treat special tokens in the prompts' text, such as "<|im_end|>", as ordinary text,
                 except those that the chat template writes.
             use_tqdm: show a progress bar.
@@ -147,22 +147,22 @@ class LLM:
 
         An iterator of prompts may be endless. Memory stays flat: reading runs ahead of the oldest prompt that has not
         finished by a fixed number of prompts. Until the iterator is exhausted, dropped or closed, the LLM refuses other
-        calls. Its `drain()` reads no more prompts and lets only what has started finish. What cannot run is an error
-        row; error rows are also logged at the end.
+        calls. Its `drain()` reads no more prompts and lets only the requests that have started finish. A prompt that
+        cannot run is an error row; error rows are also logged at the end.
 
         Args:
-            prompts: as in `generate`, or an iterator of such prompts. Rows that run wait while it makes a prompt. One
-                that would have to wait for a prompt gives `nanovllm.NOT_YET` instead, and is asked again after the next
-                step. When all of its prompts have come back there is no step: then it should wait, or end.
-            sampling_params: one for all, an iterable with one per prompt, or None for what the model recommends.
+            prompts: as in `generate`, or an iterator of such prompts. Running requests wait while it makes a prompt. An
+                iterator that would have to wait for a prompt gives `nanovllm.NOT_YET` instead, and is asked again after
+                the next step. When all of its prompts have come back there is no step: then it should wait, or end.
+            sampling_params: one for all, an iterable with one per prompt, or None for the model's recommendation.
             ordered: give the results in the prompts' order; False gives them as they finish, and `request_id` tells the
                 prompt's number.
             split_special_tokens: as in `generate`.
 
         Raises:
-            TypeError, ValueError, RuntimeError: as in `generate`. What only the iteration can tell, such as too few
-                sampling_params, is raised during it. The exception's `finished_outputs` holds results that had finished
-                and were not yet given out, by the prompt's number.
+            TypeError, ValueError, RuntimeError: as in `generate`. An error that shows up during the iteration, such as
+                too few sampling_params, is raised there. The exception's `finished_outputs` has the results that had
+                finished and were not yet given out, by the prompt's number.
         """
         self.engine.check_alive()
         if sampling_params is None:
@@ -205,7 +205,7 @@ class LLM:
             template_kwargs=chat_template_kwargs,
             splits_special=splits_special,
         )
-        encode([])  # refuses what would refuse every conversation
+        encode([])  # raises an error that every conversation would have
         return self._run(conversations, params, encode, use_tqdm, raise_on_error)
 
     def loglikelihood(
@@ -216,7 +216,7 @@ class LLM:
         use_tqdm: bool = True,
         raise_on_error: bool = False,
     ) -> list[Loglikelihood]:
-        """How probable each continuation is after its context; in their order, and without generating anything.
+        """Computes the log-probability of each continuation after its context, in order. Nothing is generated.
 
         Contexts that begin alike are computed once, as far as the KV cache holds them. Only the continuations are
         projected onto the vocabulary.
@@ -224,8 +224,8 @@ class LLM:
         Args:
             contexts: one or many, each a string or a list of token ids. After an empty string, the continuation begins
                 a text. A conversation is an error row.
-            continuations: as many, each at least one token. A context and a continuation that are both strings are
-                tokenized as one text, by lm-evaluation-harness's rules; see Text.encode_pairs.
+            continuations: one per context, each at least one token. A context and a continuation that are both strings
+                are tokenized as one text, by lm-evaluation-harness's rules; see Text.encode_pairs.
             use_tqdm, raise_on_error: as in `generate`, which also lists the errors.
         """
         before, after = as_prompt_list(contexts), as_prompt_list(continuations)
@@ -243,9 +243,9 @@ class LLM:
         return self._text.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config recommends: the sampling of `sampling_params=None`.
+        """The parameters that the model's generation_config recommends, which `sampling_params=None` uses.
 
-        Settings that change sampling and that we cannot follow are named in a warning, once per LLM.
+        A warning names settings there that would change sampling and are not supported, once per LLM.
 
         Raises:
             ValueError: a recommended value is out of range.
@@ -256,7 +256,7 @@ class LLM:
 
     @property
     def weight_version(self) -> int:
-        """How many times `update_weights` has changed the weights. A RequestOutput has the version that made it."""
+        """How many times `update_weights` has changed the weights. A RequestOutput has the version that computed it."""
         return self.engine.weight_version
 
     @property
@@ -265,24 +265,24 @@ class LLM:
         return self.engine.is_sleeping
 
     def update_weights(self, weights: "Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]") -> None:
-        """Copies new values into the model, and drops what the prefix cache computed with the old ones.
+        """Copies new values into the model, and empties the prefix cache.
 
-        All tensors are looked at before the first one is copied: if one is refused, the weights stay as they were.
+        All tensors are checked before the first one is copied: if one is refused, the weights stay as they were.
         Tensors that are not given keep their values. An iterator is read to its end first, so all of its tensors are
-        alive at once; call this several times with a part each where that is too much. They may be changed or freed
-        once the call returns. What has not arrived on the current CUDA stream of its device is not waited for.
+        alive at once; if that is too much, call this several times with a part each. The tensors may be changed or
+        freed once the call returns. The call does not wait for other CUDA streams than the current one of each device.
 
         Args:
             weights: tensors by their names in a Hugging Face checkpoint of the model, or (name, tensor) pairs. A tensor
-                has the checkpoint's whole shape, whatever `tensor_parallel_size` is, a floating-point dtype of at least
-                16 bits, which is rounded to the model's, and lies on any device. `lm_head.weight` of a tied model must
+                has the checkpoint's whole shape, for any `tensor_parallel_size`, a floating-point dtype of at least 16
+                bits, which is rounded to the model's, and may be on any device. `lm_head.weight` of a tied model must
                 come with the embedding, and equal it.
 
         Raises:
             TypeError: something other than names and plain tensors.
             ValueError: a tensor that the model does not have, or of another shape or dtype; or a name given twice.
-            RuntimeError: the LLM sleeps, is closed or is busy with another call; or the tensors cannot be brought to
-                the ranks.
+            RuntimeError: the LLM sleeps, is closed or is busy with another call; or the tensors cannot be sent to the
+                ranks.
         """
         if not isinstance(weights, Iterable):
             raise TypeError(f"weights must be a dict or an iterable of (name, tensor) pairs, not {weights!r:.100}")
@@ -298,14 +298,14 @@ class LLM:
         self._alter(self.engine.reset_prefix_cache)
 
     def sleep(self, level: int = 1) -> None:
-        """Gives the memory of the KV cache, the weights and the captured steps back until `wake_up`.
+        """Frees the memory of the KV cache, the weights and the captured steps until `wake_up`.
 
-        Asleep, an LLM refuses to generate. In a sleeping LLM this does only what a deeper level adds.
+        A sleeping LLM refuses to generate. It can be put to sleep again at a deeper level.
 
         Args:
-            level: 1 moves the weights to the host's memory, which is pinned if they lie on a GPU and reserved from then
-                on. 2 drops them: after `wake_up`, `update_weights` must give all of them before the LLM can generate.
-                On a CPU, level 1 leaves the weights where they are.
+            level: 1 moves the weights to the host's memory, which is pinned if they were on a GPU and stays reserved
+                from then on. 2 drops them: after `wake_up`, `update_weights` must give all of them before the LLM can
+                generate. On a CPU, level 1 leaves the weights where they are.
 
         Raises:
             TypeError, ValueError: another level.
@@ -314,12 +314,12 @@ class LLM:
         self._alter(self.engine.sleep, level)
 
     def wake_up(self) -> None:
-        """Ends `sleep`: brings the weights back, with an empty cache of as many blocks as before. Awake, it does
-        nothing.
+        """Ends `sleep`: brings the weights back, with an empty cache of as many blocks as before. If the LLM is awake,
+        it does nothing.
 
         Raises:
-            RuntimeError: too little memory, and the LLM still sleeps: free some, and call this again. Or the LLM is
-                closed or busy with another call.
+            RuntimeError: there is too little memory, and the LLM still sleeps: free some, and call this again. Or the
+                LLM is closed or busy with another call.
         """
         self._alter(self.engine.wake_up)
 
@@ -331,7 +331,8 @@ class LLM:
         """Frees the model's memory; the LLM cannot be used afterwards. Calling it again does nothing.
 
         Raises:
-            RuntimeError: a call is still running: in another thread, or interrupted by the signal handler at work.
+            RuntimeError: a call is still running: in another thread, or interrupted by a signal handler that calls
+                this.
         """
         self._guard.run(self.engine.exit)
 
@@ -451,7 +452,7 @@ def make_runner(config: Config) -> Runner:
 
 
 class _Progress(tqdm):
-    """The progress bar: the tokens of each phase per second of the run so far, and the rows that failed."""
+    """The progress bar, with the tokens of each phase per second so far, and the number of error rows."""
 
     def __init__(self, engine: LLMEngine, num_requests: int, is_shown: bool):
         self._stats, self._at_start, self._began = engine.step_stats, replace(engine.step_stats), time.perf_counter()

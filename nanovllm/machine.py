@@ -1,4 +1,4 @@
-"""What the machine leaves to this process: CPUs, and memory of a CPU or of a GPU.
+"""The machine's resources that this process may use: CPUs, and memory of a CPU or of a GPU.
 
 On Linux, control groups (versions 1 and 2) may limit the CPUs and the host's memory. A group's limits hold for all
 groups below it.
@@ -21,7 +21,7 @@ def cpus() -> set[int]:
 
 
 def num_cores() -> int:
-    """The physical cores among them: hyperthreads of one core name the same siblings."""
+    """The number of physical cores of these CPUs: hyperthreads of one core name the same siblings."""
     try:
         directories = (Path(f"/sys/devices/system/cpu/cpu{cpu}/topology") for cpu in cpus())
         return len({(directory / "thread_siblings_list").read_text() for directory in directories})
@@ -30,7 +30,7 @@ def num_cores() -> int:
 
 
 def cpu_quotas() -> list[int]:
-    """CPUs that the quotas of this process's control groups amount to, each rounded down."""
+    """The quotas of this process's control groups, in CPUs, rounded down."""
     quotas = []
     for group in _control_groups("cpu"):
         for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
@@ -44,9 +44,9 @@ def cpu_quotas() -> list[int]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free on the device; on a CPU, what the system and the control groups leave."""
+    """Free memory of the device, in bytes; on a CPU, within the limits of the system and of the control groups."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what PyTorch holds and does not use is free as well
+        torch.cuda.empty_cache()  # memory that PyTorch holds and does not use is free as well
         return torch.cuda.mem_get_info(device)[0]
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
@@ -68,14 +68,14 @@ def _free_of_groups() -> Iterator[int]:
                 lines = (group / "memory.stat").read_text().splitlines()
             except (OSError, ValueError):  # no such file, or "max"
                 continue
-            # Cached file pages, such as the checkpoint just read, are given up when memory is wanted.
+            # The system frees cached file pages, such as the checkpoint just read, when memory is short.
             yield free + sum(int(line.split()[1]) for line in lines if line.startswith(cached))
 
 
 def _control_groups(controller: str) -> Iterator[Path]:
     """The directories of this process's control groups that may limit it, and of those above them.
 
-    In a container the path may be the host's, which is not there; the groups above it are.
+    In a container the path may be the host's, which does not exist there; the groups above it do.
     """
     try:
         lines = _MEMBERSHIP.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Rows through the engine: prompts are read ahead within a window, computed together, and come back as they finish."""
+"""The requests of one call: prompts are read ahead within a window, computed together, and come back as they finish."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,44 +17,45 @@ from nanovllm.prompts import Row
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text import Text
 
-# Most rows per piece: a tokenizer takes ten times a text's memory while it works. If no row runs, the next piece is
-# this large, so that the first step has many to choose from: the rows that may generate most start first.
+# Maximum number of prompts per piece: a tokenizer takes ten times a text's memory while it works. If no request runs,
+# the next piece is this large, so that the first step can choose: requests that may generate more tokens start first.
 ROWS_OF_PIECE = 256
-# Rows per piece if others run: while the batch has free places, and when it has none.
-_ROWS_OF_LATER_PIECE, _ROWS_OF_LAST_PIECE = 32, 8
-# When the batch has no free place, a step reads no further piece after so many rows or tokens. Reading should take less
-# time than the step.
-_ROWS_AHEAD_OF_STEP, _TOKENS_AHEAD_OF_STEP = 32, 8192
-# Rows that are read before the oldest one has finished, for each that can run at a time.
-_ROWS_AHEAD = 16
+# Prompts per piece if requests run: while the batch has free places, and when it has none.
+_PROMPTS_OF_LATER_PIECE, _PROMPTS_OF_LAST_PIECE = 32, 8
+# When the batch has no free place, no further piece is read before a step after so many prompts or tokens. Reading
+# should take less time than the step.
+_PROMPTS_AHEAD_OF_STEP, _TOKENS_AHEAD_OF_STEP = 32, 8192
+# Prompts that are read before the oldest one has finished, for each that can run at a time.
+_PROMPTS_AHEAD = 16
 
 
 @dataclass(slots=True)
-class _RunningRow:
-    """A row whose request runs: its number, what it asks for, and what has finished, by index."""
+class _Request:
+    """A request that runs: the prompt's number, and the completions that have finished, by index."""
 
     number: int
-    row: Row
+    prompt: Row
     params: SamplingParams
     completions: dict[int, CompletionOutput] = field(default_factory=dict)
     error: str | None = None
 
 
 class RowStream:
-    """The rows of one call.
+    """The requests of one call.
 
-    A row's number is its place in the call. Reading stops a fixed number of rows, the window, after the oldest row that
-    has not finished. So memory stays flat however many rows there are, and no row waits for ever behind longer ones.
+    A prompt's number is its place in the call. Reading stops a fixed number of prompts, the window, after the oldest
+    one that has not finished. So memory stays flat for any number of prompts, and no prompt waits for ever behind
+    longer ones.
 
     Args:
-        engine: computes them.
+        engine: computes the requests.
         text: tokenizes and decodes.
         source: prompts or conversations, each with its parameters; may be endless. None means that no prompt is there
             yet.
-        encode: makes rows of some of them.
-        before_step: is called before each step.
+        encode: encodes a list of them.
         structured: makes the constraints of structured outputs.
-        raises: raise for a row that cannot run, before any row runs; all rows are read first then.
+        before_step: is called before each step.
+        raises: read all prompts first, and raise a ValueError if one of them cannot run.
     """
 
     def __init__(
@@ -70,14 +71,14 @@ class RowStream:
         self.num_read = 0
         self.errors = ErrorSummary()
         self._engine, self._text, self._source, self._encode, self._raises = engine, text, source, encode, raises
-        self._window = None if raises else _ROWS_AHEAD * engine.info.max_num_seqs
+        self._window = None if raises else _PROMPTS_AHEAD * engine.info.max_num_seqs
         self._structured, self._before_step = structured, before_step
         self._is_exhausted = False
-        self._running: dict[int, _RunningRow] = {}  # by request id, in the rows' order
-        self._max_num_completions = 1  # that a row of this call has
+        self._running: dict[int, _Request] = {}  # by request id, in the prompts' order
+        self._max_num_completions = 1  # of a request of this call
 
     def run(self) -> Iterator[dict[int, RequestOutput]]:
-        """After each step, what has finished, by number; before that, the rows that cannot run."""
+        """Yields the outputs that finish with each step, by number, and before a step the error rows that were read."""
         while True:
             refused = self._read()
             if refused:
@@ -92,41 +93,41 @@ class RowStream:
             yield self._outputs_of(self._engine.step())
 
     def abort(self) -> None:
-        """Ends what runs, between two steps; the cache keeps what was computed."""
-        for request_id, row in self._running.items():
-            for index in range(row.params.n):
+        """Ends all requests, between two steps; the cache keeps the computed keys."""
+        for request_id, request in self._running.items():
+            for index in range(request.params.n):
                 self._engine.abort(request_id + index)
         while not self._engine.is_finished():  # a step may be in flight
             self._engine.step()
         self._running.clear()
 
     def drain(self) -> set[int]:
-        """Reads no more, and drops the rows of which no completion has started; returns their numbers."""
+        """Reads no more, and drops the requests of which no completion has started; returns their prompts' numbers."""
         self._is_exhausted = True
         waiting = {
-            request_id: row
-            for request_id, row in self._running.items()
-            if all(self._engine.is_waiting(request_id + index) for index in range(row.params.n))
+            request_id: request
+            for request_id, request in self._running.items()
+            if all(self._engine.is_waiting(request_id + index) for index in range(request.params.n))
         }
-        for request_id, row in waiting.items():
-            for index in range(row.params.n):
+        for request_id, request in waiting.items():
+            for index in range(request.params.n):
                 self._engine.abort(request_id + index)
             del self._running[request_id]
-        return {row.number for row in waiting.values()}
+        return {request.number for request in waiting.values()}
 
     # Reading
 
     def _read(self) -> dict[int, RequestOutput]:
-        """Adds rows; returns those that cannot run.
+        """Reads prompts and adds their requests; returns the error rows of those that cannot run.
 
-        Reading takes time. So each step waits for few rows, and the device works during most of the reading. A piece is
-        read whole, however long its rows are.
+        Reading takes time. So each step waits for few prompts, and the device works during most of the reading. A piece
+        is read as a whole, however long its prompts are.
         """
         refused: dict[int, RequestOutput] = {}
         if self._is_exhausted:
             return refused
         num_places, num_tokens = self._engine.room_for_prompts()
-        rows_ahead, tokens_ahead = _ROWS_AHEAD_OF_STEP, _TOKENS_AHEAD_OF_STEP
+        prompts_ahead, tokens_ahead = _PROMPTS_AHEAD_OF_STEP, _TOKENS_AHEAD_OF_STEP
         while not self._is_exhausted and len(refused) < ROWS_OF_PIECE and (room := self._room(num_places)) > 0:
             piece: list[tuple[Any, SamplingParams]] = []
             for pair in islice(self._source, room):
@@ -135,55 +136,59 @@ class RowStream:
                 piece.append(pair)
             else:
                 self._is_exhausted = len(piece) < room
-            rows = self._encode([prompt for prompt, _ in piece])
+            prompts = self._encode([prompt for prompt, _ in piece])
             is_ahead = num_places <= 0
             if is_ahead:
-                rows_ahead -= len(rows)
-                tokens_ahead -= sum(len(row.token_ids) for row in rows)
-            for row, (_, params) in zip(rows, piece, strict=True):
-                added = self._add(row, params)
+                prompts_ahead -= len(prompts)
+                tokens_ahead -= sum(len(prompt.token_ids) for prompt in prompts)
+            for prompt, (_, params) in zip(prompts, piece, strict=True):
+                added = self._add(prompt, params)
                 if isinstance(added, RequestOutput):
                     refused[self.num_read] = added
                 else:
                     num_places -= params.n
                     num_tokens -= self._engine.num_uncached_tokens(added)
                 self.num_read += 1
-            is_full = (rows_ahead <= 0 or tokens_ahead <= 0) if is_ahead else num_tokens <= 0
+            is_full = (prompts_ahead <= 0 or tokens_ahead <= 0) if is_ahead else num_tokens <= 0
             if len(piece) < room or (is_full and not self._raises):
                 break
         return refused
 
     def _room(self, num_places: int) -> int:
-        """How many rows the next piece may have. `num_places`: free places of the batch."""
+        """How many prompts the next piece may have.
+
+        Args:
+            num_places: free places of the batch.
+        """
         if self._window is None:
             return ROWS_OF_PIECE
         oldest = next(iter(self._running.values())).number if self._running else self.num_read
         window = max(1, self._window // self._max_num_completions)
-        later = _ROWS_OF_LATER_PIECE if num_places > 0 else _ROWS_OF_LAST_PIECE
+        later = _PROMPTS_OF_LATER_PIECE if num_places > 0 else _PROMPTS_OF_LAST_PIECE
         return min(later if self._running else ROWS_OF_PIECE, oldest + window - self.num_read)
 
-    def _add(self, row: Row, params: SamplingParams) -> int | RequestOutput:
-        """Adds a row's request and returns its id, or returns the output of a row that cannot run."""
+    def _add(self, prompt: Row, params: SamplingParams) -> int | RequestOutput:
+        """Adds a prompt's request and returns its id, or returns the error row of a prompt that cannot run."""
         error: ValueError | None = None
         predicates: list[Callable[[int], bool]] | None = None
         self._max_num_completions = max(self._max_num_completions, params.n)
         try:
-            params, predicates = without_text(row, params, self._text, self._structured, params.n)
+            params, predicates = without_text(prompt, params, self._text, self._structured, params.n)
         except ValueError as problem:
             error = problem
         try:
-            # A row that cannot run goes to the engine as an empty prompt, so that it uses up its number too.
-            token_ids = row.token_ids if error is None else []
-            request_id = self._engine.add_request(token_ids, params, predicates, row.first_scored)
-            self._running[request_id] = _RunningRow(self.num_read, row, params)
+            # The engine gets an empty prompt instead of one that cannot run, so that it uses up its number too.
+            token_ids = prompt.token_ids if error is None else []
+            request_id = self._engine.add_request(token_ids, params, predicates, prompt.first_scored)
+            self._running[request_id] = _Request(self.num_read, prompt, params)
             return request_id
         except ValueError as problem:
             reason = str(error or problem)
             if self._raises:
                 raise ValueError(f"prompt {self.num_read}: {reason}") from None
-            return self._output(self.num_read, row, [CompletionOutput(0, "", [], "error")], 0, reason)
+            return self._output(self.num_read, prompt, [CompletionOutput(0, "", [], "error")], 0, reason)
 
-    # Finished rows
+    # Outputs
 
     def _outputs_of(self, sequences: list[Sequence]) -> dict[int, RequestOutput]:
         if not sequences:
@@ -198,19 +203,19 @@ class RowStream:
             text = "" if isinstance(text, ValueError) else text
             stop_reason = self._stop_reason(seq, stop) if error is None else None
             first = seq.siblings[0] if seq.siblings else seq
-            index, running = seq.seq_id - first.seq_id, self._running[first.seq_id]
+            index, request = seq.seq_id - first.seq_id, self._running[first.seq_id]
             logprobs = self._logprobs(seq.logprobs, seq.sampling_params.logprobs)
             total = None if logprobs is None else float(logprobs.of_tokens.sum(dtype=np.float64))
-            running.completions[index] = CompletionOutput(
+            request.completions[index] = CompletionOutput(
                 index, text, seq.completion_token_ids, reason, stop_reason, total, logprobs
             )
-            running.error = running.error or error
-            if len(running.completions) == running.params.n:
+            request.error = request.error or error
+            if len(request.completions) == request.params.n:
                 del self._running[first.seq_id]
-                completions = [running.completions[index] for index in range(running.params.n)]
-                number, num_cached_tokens = running.number, first.num_cached_tokens
-                scores = self._logprobs(first.prompt_logprobs, running.params.prompt_logprobs, running.row.first_scored)
-                output = self._output(number, running.row, completions, num_cached_tokens, running.error)
+                completions = [request.completions[index] for index in range(request.params.n)]
+                number, prompt = request.number, request.prompt
+                scores = self._logprobs(first.prompt_logprobs, request.params.prompt_logprobs, prompt.first_scored)
+                output = self._output(number, prompt, completions, first.num_cached_tokens, request.error)
                 outputs[number] = output if scores is None else replace(output, prompt_logprobs=scores)
         return outputs
 
@@ -230,30 +235,35 @@ class RowStream:
         return None if is_models_own else last
 
     def _output(
-        self, number: int, row: Row, completions: list[CompletionOutput], num_cached_tokens: int, error: str | None
+        self,
+        number: int,
+        prompt: Row,
+        completions: list[CompletionOutput],
+        num_cached_tokens: int,
+        error: str | None,
     ) -> RequestOutput:
         if error is not None:
             self.errors.add(number, error)
         version = self._engine.weight_version
         return RequestOutput(
-            str(number), row.text, row.token_ids, completions, num_cached_tokens, error, weight_version=version
+            str(number), prompt.text, prompt.token_ids, completions, num_cached_tokens, error, weight_version=version
         )
 
 
 def without_text(
-    row: Row, params: SamplingParams, text: Text, structured: StructuredOutputs, num_completions: int
+    prompt: Row, params: SamplingParams, text: Text, structured: StructuredOutputs, num_completions: int
 ) -> tuple[SamplingParams, list[Callable[[int], bool]] | None]:
-    """What an engine, which knows no text, needs beside a row's tokens.
+    """The parameters of a request for an engine, which knows no text.
 
     Returns:
-        The row's parameters with bad words as token ids, and the stop predicates of `num_completions` completions, or
-        None if they need none.
+        The parameters with bad words as token ids, and the stop predicates of `num_completions` completions, or None if
+        they need none.
 
     Raises:
-        ValueError: the row cannot run.
+        ValueError: the prompt cannot run.
     """
-    if row.error is not None:
-        raise row.error
+    if prompt.error is not None:
+        raise prompt.error
     predicates: list[Callable[[int], bool]] | None = None
     if params.stop:
         predicates = [text.stop_strings(params) for _ in range(num_completions)]
@@ -267,35 +277,35 @@ def without_text(
 
 
 def keep_outputs(error: BaseException, outputs: dict[int, RequestOutput]) -> None:
-    """Lets an exception carry what had finished: its `finished_outputs`, by number."""
+    """Gives an exception the outputs that had finished, as its attribute `finished_outputs`, by number."""
     error.finished_outputs = outputs  # type: ignore[attr-defined]
 
 
 class OutputIterator(Iterator[RequestOutput]):
-    """What `LLM.generate_iter` returns: computes as far as the next output needs.
+    """The result of `LLM.generate_iter`: computes as far as the next output needs.
 
-    Dropping it, or `close()`, aborts what runs; `drain()` lets what runs finish. An exception ends it;
-    `finished_outputs` of the exception holds outputs that had finished and were not yet given out, by number.
+    Dropping it, or `close()`, aborts the running requests; `drain()` lets them finish. An exception ends it;
+    `finished_outputs` of the exception has the outputs that had finished and were not yet given out, by number.
 
     Args:
-        rows: the call's.
-        run: calls a function that uses the engine, in the iterator's name.
-        finish: is called once, at the end; True if the rows were cut off by an exception.
+        stream: the requests.
+        run: calls a function that uses the engine.
+        finish: is called once, at the end, with True if an exception cut the requests off.
         is_ordered: give outputs in the prompts' order, else as they finish.
     """
 
     def __init__(
         self,
-        rows: RowStream,
+        stream: RowStream,
         run: Callable[[Callable[[], None]], None],
         finish: Callable[[bool], None],
         is_ordered: bool,
     ):
-        self._rows, self._steps = rows, rows.run()
+        self._stream, self._steps = stream, stream.run()
         self._run, self._finish, self._is_ordered = run, finish, is_ordered
-        self._held: dict[int, RequestOutput] = {}  # has finished and was not given out, as it finished
-        self._next = 0  # the row to give out next, if they are ordered
-        self._dropped: set[int] = set()  # rows that will never finish
+        self._held: dict[int, RequestOutput] = {}  # not yet given out, in the order in which they finished
+        self._next = 0  # the number to give out next, if they are ordered
+        self._dropped: set[int] = set()  # numbers that will never finish
         self._is_open = True
 
     def __next__(self) -> RequestOutput:
@@ -311,7 +321,7 @@ class OutputIterator(Iterator[RequestOutput]):
             self._run(self._compute)
 
     def _compute(self) -> None:
-        """Computes a step. The engine is this iterator's while it runs."""
+        """Computes a step."""
         try:
             finished = next(self._steps, None)
             if finished is None:
@@ -323,8 +333,8 @@ class OutputIterator(Iterator[RequestOutput]):
             raise
 
     def drain(self) -> None:
-        """Reads no more prompts, and drops the rows that have not started. What has started is finished and given out
-        as before, with all completions of its request; then the iteration ends. Calling it again does nothing.
+        """Reads no more prompts, and drops the requests that have not started. A request of which a completion has
+        started is finished and given out as before; then the iteration ends. Calling it again does nothing.
 
         Raises:
             RuntimeError: as from a call of the LLM, during a step or while another thread has the LLM.
@@ -334,26 +344,26 @@ class OutputIterator(Iterator[RequestOutput]):
 
     def _drain(self) -> None:
         try:
-            self._dropped |= self._rows.drain()
+            self._dropped |= self._stream.drain()
         except BaseException as error:
             self._cut(error)
             raise
 
     def _cut(self, error: BaseException) -> None:
-        """Ends the iteration with an exception, which takes what was not given out."""
+        """Ends the iteration with an exception, which gets the outputs that were not given out."""
         keep_outputs(error, self._held)
         self._held = {}
         self._end(was_cut=True)
 
     def close(self) -> None:
-        """Aborts what has not finished, and ends the iteration. Calling it again does nothing."""
+        """Aborts all unfinished requests, and ends the iteration. Calling it again does nothing."""
         if self._is_open:
             self._run(self._abort)
 
     def _abort(self) -> None:
         is_aborted = False
         try:
-            self._rows.abort()
+            self._stream.abort()
             is_aborted = True
         finally:
             self._held = {}

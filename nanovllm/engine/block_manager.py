@@ -1,9 +1,9 @@
 """Which blocks of the KV cache hold which tokens: paging, sharing and prefix caching. Plain Python, no torch.
 
-The cache is a pool of blocks of `block_size` tokens. A sequence's block table maps its logical blocks to
-physical ones. A full block whose tokens are known can be *registered* under a hash that names the whole
-prefix up to its end; later sequences that begin with the same tokens then share it. Only full blocks before
-the last token are ever shared, so nobody writes to a block that another sequence reads.
+The cache is a pool of blocks of `block_size` tokens. A sequence's block table maps its logical blocks to physical ones.
+A full block whose tokens are known can be *registered* under a hash that names the whole prefix up to its end; later
+sequences that begin with the same tokens then share it. Only full blocks before the last token are ever shared, so no
+sequence writes to a block that another one reads.
 """
 
 from array import array
@@ -64,7 +64,7 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds, those with cached content included."""
+        """Blocks that no sequence holds, including those with cached content."""
         return len(self._free)
 
     # Admission
@@ -72,7 +72,7 @@ class BlockManager:
     def can_allocate(self, seq: Sequence, num_reserved_blocks: int = 0) -> bool:
         """Whether `allocate` would leave at least `num_reserved_blocks` free.
 
-        A shared block that is in use costs nothing; a cached one that nobody holds costs a free block.
+        A shared block that is in use costs nothing; a cached one that no sequence holds costs a free block.
         """
         num_needed = self._num_blocks_for(_num_to_compute(seq))
         num_available = len(self._free) - num_reserved_blocks
@@ -82,7 +82,7 @@ class BlockManager:
         return num_needed - num_shared <= num_available
 
     def allocate(self, seq: Sequence) -> None:
-        """Gives `seq` blocks for the tokens it has, shared ones first; sets `num_computed_tokens` to what they hold."""
+        """Gives `seq` blocks for its tokens, shared ones first, and counts the tokens of shared blocks as computed."""
         if seq.block_table:
             raise RuntimeError(f"{seq} already has blocks")
         prefix = self._cached_prefix(seq)
@@ -103,8 +103,8 @@ class BlockManager:
         return len(self._free) - has_partial_block >= num_reserved_blocks
 
     def fork(self, source: Sequence, seq: Sequence) -> list[tuple[int, int]]:
-        """Gives `seq`, which has the same tokens, what `source` has computed: its full blocks, shared, and a new block
-        for the tokens behind them.
+        """Gives `seq`, which has the same tokens, the computed tokens of `source`: its full blocks, shared, and a new
+        block for the tokens behind them.
 
         Returns:
             The copy that fills the new block, as (source, copy), if there is one.
@@ -133,8 +133,8 @@ class BlockManager:
     def append(self, seq: Sequence, num_new_tokens: int) -> None:
         """Advances `num_computed_tokens`, with new blocks where needed; blocks that became full are registered.
 
-        To be called when the step that computes the tokens is certain to be launched: from then on later
-        sequences, also those of the same step, may share the registered blocks.
+        The step that computes the tokens must be certain to be launched: from now on later sequences, also those of
+        the same step, may share the registered blocks.
         """
         seq.num_computed_tokens += num_new_tokens
         while seq.num_computed_tokens > len(seq.block_table) * self.block_size:
@@ -180,12 +180,10 @@ class BlockManager:
             if block.ref_count == 0:
                 self._free[block_id] = None
         seq.block_table = []
-        seq.num_computed_tokens = 0
-        seq.num_registered_blocks = 0
-        seq.last_registration = 0
+        seq.num_computed_tokens = seq.num_registered_blocks = seq.last_registration = 0
 
     def forget(self, seq: Sequence) -> None:
-        """Takes everything that begins as `seq` does out of the prefix cache, whether or not `seq` holds blocks."""
+        """Removes all prefixes that begin as `seq` does from the prefix cache, whether or not `seq` holds blocks."""
         if self.enable_prefix_caching and len(seq.token_ids) >= self.block_size:
             first = self._registered.get(self._hash(seq, 0))
             if first is not None:  # without it nothing behind it can be reached
@@ -204,7 +202,7 @@ class BlockManager:
         return len(self._cached_prefix(seq)) * self.block_size
 
     def _cached_prefix(self, seq: Sequence) -> list[Block]:
-        """The registered blocks that hold the beginning of `seq`, leaving at least one token to compute."""
+        """The registered blocks that hold the beginning of `seq`, but never its last token."""
         prefix: list[Block] = []
         if not self.enable_prefix_caching:
             return self._prompt_of_siblings(seq)
@@ -222,7 +220,7 @@ class BlockManager:
         return prefix
 
     def _prompt_of_siblings(self, seq: Sequence) -> list[Block]:
-        """The full blocks of its prompt that a running sibling holds, leaving at least one token to compute."""
+        """The full blocks of its prompt that a running sibling holds, without the prompt's last token."""
         num_tokens = min(_max_num_cached(seq), seq.num_prompt_tokens - 1) // self.block_size * self.block_size
         source = next((other for other in seq.siblings if 0 < num_tokens <= other.num_computed_tokens), None)
         return [] if source is None else [self.blocks[i] for i in source.block_table[: num_tokens // self.block_size]]

@@ -1,4 +1,4 @@
-"""What a request may ask of an engine: decided before anything runs."""
+"""The limits of a request, which are checked before anything runs."""
 
 from array import array
 from collections.abc import Collection, Iterable
@@ -10,14 +10,14 @@ from nanovllm.sampling_params import SamplingParams
 
 
 def max_length(num_prompt_tokens: int, params: SamplingParams, info: RunnerInfo) -> int:
-    """Most tokens of prompt + completion."""
+    """The maximum number of tokens of prompt + completion."""
     if params.max_tokens is None:
         return info.max_model_len
     return min(num_prompt_tokens + params.max_tokens, info.max_model_len)
 
 
 def _check_scoring(num_tokens: int, info: RunnerInfo) -> None:
-    """Refuses a prompt of which nothing can be scored."""
+    """Refuses a prompt that cannot be scored."""
     if num_tokens == 1:
         raise ValueError("a prompt of one token has nothing to score; give it at least two")
     if num_tokens > info.max_model_len:
@@ -30,12 +30,12 @@ def _check_scoring(num_tokens: int, info: RunnerInfo) -> None:
 def check_request(
     token_ids: Collection[int], params: SamplingParams, info: RunnerInfo, first_scored: int = 1
 ) -> "array[int]":
-    """Refuses what can never be run; returns the prompt as a Sequence keeps it.
+    """Refuses a request that can never run; returns its prompt as an array of 32-bit integers.
 
     Raises:
         TypeError: the prompt holds something other than integers.
         ValueError: the prompt is empty or too long, a token id of prompt or parameters is outside the vocabulary,
-            or the request might never fit in the KV cache.
+            `first_scored` is outside the prompt, or the request might never fit in the KV cache.
     """
     num_tokens = len(token_ids)
     if num_tokens == 0:
@@ -70,10 +70,10 @@ def check_request(
         "token id in allowed_token_ids": (params.allowed_token_ids or ())[-1:],  # they are sorted and not negative
         "token id in bad_words": (each for word in params.bad_words if not isinstance(word, str) for each in word),
     }
-    for what, ids in named.items():
+    for name, ids in named.items():
         for token_id in ids:
             if not 0 <= token_id < info.vocab_size:
-                raise ValueError(f"{what} {token_id} is outside the vocabulary (0 to {info.vocab_size - 1})")
+                raise ValueError(f"{name} {token_id} is outside the vocabulary (0 to {info.vocab_size - 1})")
     # The last token's keys are never needed.
     num_blocks = -(-(max_length(num_tokens, params, info) - 1) // info.kvcache_block_size)
     if num_blocks > info.num_kvcache_blocks:

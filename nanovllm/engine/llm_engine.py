@@ -1,8 +1,7 @@
 """The loop that joins the three: schedule → launch → commit.
 
-A step that was launched is *in flight* until its tokens are committed. With depth 0 every step is committed
-before the next is scheduled; with depth 1 the device works on step N + 1 while the host digests step N. The
-loop is the same.
+A step that was launched is *in flight* until its tokens are committed. With depth 0 every step is committed before the
+next one is scheduled; with depth 1 the device works on step N + 1 while the host commits step N. The loop is the same.
 """
 
 import functools
@@ -35,7 +34,6 @@ def _guarded(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def guarded(engine: "LLMEngine", *args: Any, **kwargs: Any) -> Any:
-        engine.check_alive()
         return engine._guard.run(engine._change, method, *args, **kwargs)
 
     return cast(_Method, guarded)
@@ -45,9 +43,9 @@ class LLMEngine:
     """Runs requests given as token ids; `LLM` puts text around it.
 
     To drive it by hand, call `add_request` as often as wanted, then `step` until `is_finished`, and `exit` at the end.
-    These methods and those that follow them raise a RuntimeError if a stop predicate or a signal handler calls them
-    during a step or a request. All but `exit` also raise one in a fork of the process that made the engine. The engine
-    goes on as if they had not been called.
+    These methods and the others that change the engine raise a RuntimeError if a stop predicate or a signal handler
+    calls them during a step or a request. All but `exit` also raise one in a fork of the process that made the engine.
+    The engine goes on as if they had not been called.
 
     Args:
         config: the options.
@@ -60,7 +58,7 @@ class LLMEngine:
         self.runner = runner
         self.info = runner.info
         self.depth = 1 if config.overlap else 0
-        # An id that the vocabulary lacks can be neither sampled nor banned.
+        # An id outside the vocabulary can be neither sampled nor banned.
         self.eos_token_ids = frozenset(
             token_id for token_id in (*self.info.eos_token_ids, *eos_token_ids) if 0 <= token_id < self.info.vocab_size
         )
@@ -91,7 +89,7 @@ class LLMEngine:
     ) -> int:
         """Queues a request and returns its id, which is the id of its first completion; the others' ids follow it.
 
-        Requests that may generate most are started first. A short one waits as long as longer ones keep coming.
+        Requests that may generate more tokens are started first. A short one waits as long as longer ones keep coming.
 
         Args:
             prompt_token_ids: the prompt.
@@ -103,8 +101,8 @@ class LLMEngine:
 
         Raises:
             TypeError: the prompt holds something other than integers.
-            ValueError: the prompt can never be run. The number is used up all the same, so that one bad
-                request does not change the seeds of those after it.
+            ValueError: the prompt can never be run. Its number is used up all the same, so that one bad request does
+                not change the seeds of those after it.
             RuntimeError: see `check_awake`.
         """
         self.check_awake()
@@ -144,7 +142,7 @@ class LLMEngine:
 
     @_guarded
     def abort(self, seq_id: int) -> Sequence | None:
-        """Ends a completion between two steps and returns it with what it has; None if no such one is unfinished."""
+        """Ends a completion between two steps, and returns it; None if there is no unfinished one with this id."""
         seq = self._unfinished.get(seq_id)
         if seq is not None:
             try:
@@ -229,7 +227,7 @@ class LLMEngine:
 
     @_guarded
     def reset(self) -> None:
-        """Drops every request, waits for what is in flight and starts with an empty cache."""
+        """Drops all requests, waits for the steps in flight and starts with an empty cache."""
         self._empty()
 
     def _empty(self) -> None:
@@ -265,7 +263,7 @@ class LLMEngine:
         if integer("level", level) not in (1, 2):
             raise ValueError(f"level must be 1 (keep the weights on the host) or 2 (drop them), not {level}")
         self._check_finished()
-        self.is_sleeping = True  # first: what is cut off may have freed something
+        self.is_sleeping = True  # first: an interrupted call may have freed something
         self._renew_scheduler()
         self.runner.sleep(level)
 
@@ -293,7 +291,7 @@ class LLMEngine:
         """Frees the device's memory; the engine cannot be used afterwards. Calling it again does nothing."""
         if self._is_closed:
             return
-        if os.getpid() == self._process_id:  # what a fork has is its parent's
+        if os.getpid() == self._process_id:  # the runner of a fork is its parent's
             self.reset()
             self.runner.close()
         self._is_closed = True
@@ -339,6 +337,7 @@ class LLMEngine:
         self._is_scheduler_stale = False
 
     def _change(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.check_alive()
         if self._is_scheduler_stale:  # its renewal was interrupted
             self._renew_scheduler()
         return method(self, *args, **kwargs)
@@ -353,7 +352,7 @@ def _check_predicates(predicates: list[StopPredicate] | list[None], params: Samp
 
 def _keep_logprobs(step: Step, output: StepOutput) -> list[int]:
     """Gives the sequences the log-probabilities of their new tokens, and of their prompts' tokens. Returns the ids of
-    those whose prompts cannot be scored, because the logits were not finite."""
+    the sequences whose prompts cannot be scored, because the logits were not finite."""
     if output.logprobs.data:
         sampling = (chunk.seq for chunk in step.chunks if chunk.samples)
         for index, (seq, token_id) in enumerate(zip(sampling, output.token_ids, strict=True)):
@@ -372,7 +371,7 @@ def _keep_logprobs(step: Step, output: StepOutput) -> list[int]:
 
 
 def _ask_stop_predicates(step: Step, token_ids: list[int]) -> list[int]:
-    """The requests whose stop predicate ends them with their new token.
+    """The ids of the sequences that their stop predicates end with their new token.
 
     A predicate follows the text token by token, so it is asked even when its answer cannot count yet.
     """

@@ -18,11 +18,11 @@ class RunnerInfo:
 
     Args:
         num_kvcache_blocks, kvcache_block_size: the KV cache.
-        max_model_len: most tokens of prompt + completion.
+        max_model_len: maximum number of tokens of prompt + completion.
         vocab_size: token ids are below it.
         eos_token_ids: the model's own end-of-sequence ids.
         generation_config: the model's generation_config.json, for the sampling it recommends.
-        max_num_seqs: most sequences that run at a time.
+        max_num_seqs: maximum number of sequences that run at a time.
         max_useful_batched_tokens: a larger step is no faster.
         max_tokens_beside_decodes: see Scheduler.
         device, dtype, attention_backend: where and how it computes; of several devices, the first is named.
@@ -54,13 +54,13 @@ class LaunchedStep(Protocol):
         """
 
     def wait(self) -> StepOutput:
-        """Waits for the device, and returns what the step sampled."""
+        """Waits for the device, and returns the step's result."""
 
 
 class Runner:
     """Computes steps. A runner needs `info` and `launch`; all else has a default.
 
-    The methods from `request_added` on tell the runner, in order, what else happens to the schedule. Only a runner
+    The methods from `request_added` on tell the runner, in order, of all other changes of the schedule. Only a runner
     that computes in other processes needs them.
     """
 
@@ -97,7 +97,7 @@ class Runner:
 
     def sleep(self, level: int) -> None:
         """Frees the KV cache, and moves the weights to the host (level 1) or drops them (level 2). Called again, it
-        does what remains to be done."""
+        finishes a call that was interrupted, or does the rest of a deeper level."""
 
     def wake_up(self) -> None:
         """Undoes `sleep`. After an exception the runner sleeps as before."""

@@ -1,7 +1,8 @@
-"""Which tokens run next. Plain Python, no torch, no clock: the same requests give the same steps everywhere.
+"""The scheduler decides which tokens run next. Plain Python, no torch, no clock: equal requests give equal steps
+everywhere.
 
-There is one rule: a step moves each sequence's `num_computed_tokens` towards its `num_tokens`. Prefill, a chunk
-of a long prompt, decode, and coming back after preemption are that rule with other numbers.
+There is one rule: a step moves each sequence's `num_computed_tokens` towards its `num_tokens`. Prefill, a chunk of a
+long prompt, decode, and coming back after preemption are that rule with other numbers.
 """
 
 from collections.abc import Container
@@ -13,7 +14,7 @@ from nanovllm.engine.step import NO_TOKEN_LEFT, Chunk, Scored, Step, StepBuilder
 from nanovllm.engine.waiting_queue import WaitingQueue
 
 # From this many tokens on, a sequence is long: attention takes a good part of its prompt's time. A step whose first
-# prompt is long may take this many tokens beside decodes. Smaller steps leave some of the GPU's processors idle.
+# prompt is long may take more tokens beside decodes, because smaller steps leave some of the GPU's processors idle.
 _LONG_SEQUENCE = 4096
 _TOKENS_BESIDE_DECODES_OF_LONG = 8192
 
@@ -26,7 +27,7 @@ _NO_TOKEN_LEFT = (
 
 @dataclass
 class SchedulerStats:
-    """Counters over the engine's life; they outlive a rebuilt Scheduler. Prompt tokens are those admitted."""
+    """Counters over the engine's life; a new Scheduler goes on with them. Prompt tokens count once admitted."""
 
     num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
@@ -39,12 +40,12 @@ class Scheduler:
 
     Args:
         block_manager: owns the KV cache's blocks.
-        max_num_batched_tokens: most tokens of one step.
-        max_num_seqs: most running sequences.
+        max_num_batched_tokens: maximum number of tokens of one step.
+        max_num_seqs: maximum number of running sequences.
         stats: counters to add to.
-        max_tokens_beside_decodes: most tokens of a step that has decodes to do, or twice its decodes if that is more.
-            Decodes ride along with a prompt's tokens for little more than their attention, so prompts are spread over
-            steps that are just large enough. Long prompts get larger steps.
+        max_tokens_beside_decodes: maximum number of tokens of a step with decodes, or twice its decodes if that is
+            more. Decodes cost little more than their attention in a step that computes a prompt's tokens anyway. So
+            prompts are spread over steps that are just large enough. Long prompts get larger steps.
     """
 
     def __init__(
@@ -63,13 +64,13 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in order of admission
         self._is_admitting = False  # an admission has begun and was only cut short by the step's budget
-        self._num_free_blocks_wanted = 0  # before the next admission, after one that ended for want of blocks
+        self._num_free_blocks_wanted = 0  # before the next admission, after one that ran out of blocks
         self._free_entries = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, seq: Sequence) -> None:
         self.waiting.push(seq, self.block_manager.prefix_key(seq))
         if self.waiting.peek() is seq:
-            self._num_free_blocks_wanted = 0  # it was for another
+            self._num_free_blocks_wanted = 0  # they were for another sequence
 
     def abort(self, seq: Sequence) -> None:
         """Ends a sequence at once; a token of it that is still in flight will be dropped."""
@@ -79,15 +80,15 @@ class Scheduler:
         """How many more completions the batch can take, and how many tokens of prompts the next step.
 
         The first number is the places of the batch, less the completions that wait, and less those that run and do not
-        reach their greatest length with the steps in flight. It is negative if more wait than fit. The second number
-        does not know which running completions a stop token ends.
+        reach their maximum length with the steps in flight. It is negative if more wait than fit. For the second
+        number, no stop token ends a running completion.
         """
-        # A row that only scores has its greatest length from the start.
+        # A sequence that only scores has its maximum length from the start.
         staying = [seq for seq in self.running if not seq.is_all_launched or seq.num_tokens < seq.max_length]
         num_tokens = self.max_num_batched_tokens
         if staying:
             num_decodes = sum(seq.num_tokens - seq.num_computed_tokens == 1 for seq in staying)
-            # If nobody waits, the prompt that comes next is taken to be as long as the last one.
+            # If no sequence waits, the next prompt is assumed to be as long as the last one.
             first = self.waiting.peek() if self.waiting else self.running[-1]
             num_tokens = self._budget_of_prompts(num_decodes, num_tokens - num_decodes, first)
         return self.max_num_seqs - len(staying) - len(self.waiting), num_tokens
@@ -149,7 +150,8 @@ class Scheduler:
         return finished
 
     def _advance_running(self, step: StepBuilder, budget: int) -> int:
-        """Schedules what runs, oldest first, preempting the newest when blocks run out; returns the budget left."""
+        """Schedules the running sequences, oldest first, and preempts the newest if blocks run out. Returns the budget
+        that is left."""
         running, block_manager = self.running, self.block_manager
         index, is_past_decodes = 0, False
         while index < len(running) and budget > 0:
@@ -177,20 +179,22 @@ class Scheduler:
         return budget
 
     def _budget_of_prompts(self, num_decodes: int, budget: int, first: Sequence) -> int:
-        """How many prompt tokens the step may take. `first` is the first of these prompts; `budget` is what the decodes
-        left.
+        """How many prompt tokens the step may take.
 
-        A sequence that has its last token, or waits for it, is not in the step and does not count as a decode.
+        Args:
+            num_decodes: the step's. A sequence that has its last token, or waits for it, is not in the step.
+            budget: tokens that the decodes left.
+            first: the first of these prompts.
         """
         if num_decodes == 0:
             return budget
-        most = self.max_tokens_beside_decodes
+        maximum = self.max_tokens_beside_decodes
         if first.num_tokens >= _LONG_SEQUENCE:
-            most = max(most, _TOKENS_BESIDE_DECODES_OF_LONG)
-        return min(budget, max(most - num_decodes, num_decodes))
+            maximum = max(maximum, _TOKENS_BESIDE_DECODES_OF_LONG)
+        return min(budget, max(maximum - num_decodes, num_decodes))
 
     def _admit(self, step: StepBuilder, budget: int) -> None:
-        """Moves waiting sequences to running, in one large prefill rather than many small ones."""
+        """Admits waiting sequences, in one large prefill rather than many small ones."""
         num_running = len(self.running)
         num_free_places = self.max_num_seqs - num_running
         num_to_gather = min(max(min(16, self.max_num_seqs // 4), num_running // 8), len(self.waiting))
@@ -207,10 +211,10 @@ class Scheduler:
             seq = self.waiting.peek()
             if seq.is_all_launched:
                 return
-            # Each running sequence will want another block sooner or later; without that reserve an
-            # admission would be preempted at once. A sequence that would be alone needs no reserve.
+            # Each running sequence will want another block sooner or later; without that reserve an admission would be
+            # preempted at once. A sequence that would be alone needs no reserve.
             if not block_manager.can_allocate(seq, len(self.running)):
-                # Without this, each sequence that finishes would admit one other, with a prefill step of its own.
+                # Without this, each sequence that finishes would admit one other, in a prefill step of its own.
                 num_blocks = len(block_manager.blocks)
                 self._num_free_blocks_wanted = min(block_manager.num_free_blocks + num_blocks // 16 + 1, num_blocks)
                 return
@@ -229,7 +233,8 @@ class Scheduler:
     def _fork(self, step: StepBuilder) -> None:
         """Lets the waiting siblings of sequences whose prompts this step completes sample from the same logits.
 
-        Those that find no place or no block stay waiting. They are admitted like others, and share full blocks.
+        If there is no place or no block for a sibling, it goes on waiting. It is admitted like others, and shares full
+        blocks.
         """
         for index in reversed(step.leaders):
             leader, forked = step.chunks[index].seq, index + 1
@@ -249,7 +254,7 @@ class Scheduler:
         step.leaders.clear()
 
     def _run(self, seq: Sequence) -> None:
-        """Takes a sequence that has blocks among the running ones."""
+        """Adds a sequence that has blocks to the running ones."""
         seq.status = SequenceStatus.RUNNING
         seq.entry = self._free_entries.pop()
         self.running.append(seq)
@@ -276,26 +281,26 @@ class Scheduler:
             step.scored.append(Scored(seq, start, end, seq.only_scores and end == seq.num_prompt_tokens))
 
     def _preempt(self, seq: Sequence) -> None:
-        """Takes back the blocks of a sequence that left `running`; it is admitted next, with every token it has."""
+        """Takes back the blocks of a sequence that left `running`; it is admitted next, with all of its tokens."""
         self.block_manager.deallocate(seq)
         self._release_entry(seq)
         seq.status = SequenceStatus.WAITING
         seq.num_preemptions += 1
         self.stats.num_preemptions += 1
-        self._num_free_blocks_wanted = 0  # it was for another
+        self._num_free_blocks_wanted = 0  # they were for another sequence
         self.waiting.push_front(seq)
 
     def _finish(self, seq: Sequence, reason: str, remove: bool = True) -> None:
         """Gives blocks and entry back; `remove=False` leaves `running` to the caller."""
         if seq.status is SequenceStatus.WAITING:
             self.waiting.remove(seq)
-            self._num_free_blocks_wanted = 0  # it may have been for this one
+            self._num_free_blocks_wanted = 0  # they may have been for this one
         else:
             self.block_manager.deallocate(seq)
             self._release_entry(seq)
             if remove:
                 self.running.remove(seq)
-        if seq.error == _BROKEN_LOGITS:  # what it wrote must not be served to others
+        if seq.error == _BROKEN_LOGITS:  # its keys must not be served to others
             self.block_manager.forget(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason

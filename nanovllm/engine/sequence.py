@@ -1,4 +1,4 @@
-"""One completion of a request as the engine sees it: its tokens, how far they are computed, where their keys live."""
+"""One completion of a request in the engine: its tokens, how far they are computed, and where their keys are."""
 
 from array import array
 from collections.abc import Callable, Iterable
@@ -88,12 +88,12 @@ class Sequence:
 
     @property
     def only_scores(self) -> bool:
-        """Whether it ends with the log-probabilities of its prompt, and generates nothing."""
+        """Whether it ends with the log-probabilities of its prompt, without a generated token."""
         return self.max_length == self.num_prompt_tokens
 
     @property
     def is_all_launched(self) -> bool:
-        """Whether all that is left is to commit steps in flight."""
+        """Whether no more steps need be launched for it."""
         return self.has_token_in_flight or (self.only_scores and self.next_scored == self.num_prompt_tokens)
 
     @property

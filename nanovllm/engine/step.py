@@ -1,4 +1,4 @@
-"""Steps, and what they compute: the values that pass between the planner and the runner. No torch.
+"""Steps and their results: the values that pass between the planner and the runner. No torch.
 
 A step moves some sequences forward. `num_computed_tokens` of each sequence already counts the step's new tokens when
 the Scheduler returns it.
@@ -21,8 +21,8 @@ class Chunk(NamedTuple):
 
     Args:
         seq: the sequence.
-        num_new_tokens: how many tokens are computed; they end at `seq.num_computed_tokens`. It is 0 for a sibling
-            that was just forked. It samples from the same logits as the nearest chunk before it that has tokens.
+        num_new_tokens: how many tokens are computed; they end at `seq.num_computed_tokens`. It is 0 for a sibling that
+            was just forked, which samples from the same logits as the nearest chunk before it that has tokens.
         samples: whether the step samples the token after them.
     """
 
@@ -32,7 +32,7 @@ class Chunk(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """Tokens of a prompt, from `start` to `end`, whose log-probabilities a step computes.
+    """Tokens of a prompt, from `start` up to `end`, whose log-probabilities a step computes.
 
     ends: whether the sequence ends with them.
     """
@@ -119,13 +119,13 @@ class TokenNumbers:
         return bool((ranks == BROKEN_LOGITS).any())
 
     def row(self, index: int, num_logprobs: int) -> bytes:
-        """The part of a row that a request for `num_logprobs` of the most probable tokens gets."""
+        """A row, cut to `num_logprobs` of the most probable tokens."""
         start = index * self.row_bytes
         return self.data[start : start + bytes_of_numbers(num_logprobs)]
 
 
 def bytes_of_numbers(num_logprobs: int) -> int:
-    """Bytes of one token's numbers, with so many of the most probable tokens."""
+    """Bytes of one token's numbers, with `num_logprobs` of the most probable tokens."""
     return 4 * (1 + 2 * (1 + num_logprobs))
 
 

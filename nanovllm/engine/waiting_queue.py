@@ -1,4 +1,4 @@
-"""Which request is admitted next. Plain Python like the scheduler, and the same in every process."""
+"""The order in which requests are admitted. Plain Python like the scheduler, and the same in every process."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -8,18 +8,18 @@ from nanovllm.engine.sequence import Sequence
 
 
 class WaitingQueue:
-    """Preempted sequences first, then those with most tokens to generate; among equals, first come, first served.
+    """Preempted sequences come first, then those that may generate more tokens; among equals, first come, first served.
 
     The longest go first so that a run does not end with a few of them decoding alone (the LPT rule: Graham, 1969).
-    Sequences that share their first block stand where the longest of them stands. A group that has begun to be
-    served is served to its end and takes no more members. Offline, nobody waits for a single request, so a short one
-    may wait as long as longer ones keep coming.
+    Sequences that share their first block are a group, which has the place of its longest member. Once the first member
+    of a group is admitted, its other members follow, and it takes no more. Offline, no user waits for a single request,
+    so a short one may wait as long as longer ones keep coming.
     """
 
     def __init__(self):
         self._returned: deque[Sequence] = deque()  # preempted, oldest first
-        # Heaps of (− most tokens to generate, id, sequence or group). Entries of sequences that have left are dropped
-        # when they come to the top. A group is named by the id of its first member.
+        # Heaps of (− maximum number of tokens to generate, id, sequence or group). Entries of sequences that have left
+        # are dropped when they come to the top. The id of a group is that of its first member.
         self._groups: dict[int, list[tuple[int, int, Sequence]]] = {}
         self._order: list[tuple[int, int, int]] = []
         self._group_of: dict[int, int] = {}  # member -> group

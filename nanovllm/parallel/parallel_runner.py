@@ -2,7 +2,7 @@
 their tokens, and ends them all when one of them fails.
 
 The driver's LLMEngine holds requests and tokens. Its Scheduler takes the same decisions as every rank's own Scheduler,
-because each entry of the log stands at the point of the schedule where it took effect.
+because the log has each change at the point of the schedule where it took effect.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from nanovllm.sampling_params import SamplingParams
 
 _SECONDS_TO_END = 5.0
 _SECONDS_TO_FIND_THE_CULPRIT = 0.5
-# What the driver's stop predicates do is theirs alone.
+# The driver's stop predicates do the work of the other fields.
 _SAMPLING_FIELDS = [each.name for each in fields(SamplingParams) if each.name not in ("stop", "structured_outputs")]
 
 
@@ -54,7 +54,7 @@ class TensorParallelRunner(Runner):
 
     Args:
         config: the options; each rank gets them as they are.
-        worker_module: what a rank runs.
+        worker_module: the module that a rank runs.
 
     Raises:
         ValueError, TypeError, RuntimeError: a rank's own error at its start, or its death.
@@ -72,7 +72,7 @@ class TensorParallelRunner(Runner):
         self._num_asked = 0  # tag 0 is that of the start
         self._num_launched = self._num_committed = 0
         self._undefined: list[str] = []
-        # Runs when this object or the interpreter ends, whatever happened.
+        # Runs when this object or the interpreter ends, after any error.
         meeting_place = tempfile.mkdtemp(prefix="nanovllm-ranks-")  # which no other user may enter
         self._end = weakref.finalize(self, end_children, self._ranks, [self._outbox], self._driver, meeting_place)
         try:
@@ -102,7 +102,7 @@ class TensorParallelRunner(Runner):
         self._write("constrain", number, rows, *pack_masks(masks))
 
     def output_of(self, number: int) -> StepOutput:
-        """What step `number` computed; nothing if it will not be committed."""
+        """The result of step `number`; an empty one if the step will not be committed."""
         if number <= self._num_committed:
             return StepOutput([])
         (expected, output), *others = self._ask("wait", number)
@@ -118,7 +118,7 @@ class TensorParallelRunner(Runner):
         tensors = given_tensors(weights)
         with written_weights(tensors) as directory:
             self._raise_refusal(self._ask("check_update", directory))
-            # All ranks copy now. If Ctrl-C ends the wait for them, nobody knows that they have.
+            # All ranks copy now. If Ctrl-C ends the wait for them, it is not known whether they have.
             self._undefined = sorted({*self._undefined, *tensors})
             undefined, *_ = self._ask("load_update")
         self._undefined = undefined
@@ -134,7 +134,7 @@ class TensorParallelRunner(Runner):
     def wake_up(self) -> None:
         refusals = self._ask("restore")
         if any(refusals):
-            self.sleep(1)  # the others; a rank knows if it slept deeper
+            self.sleep(1)  # the ranks that woke up; the others keep their level
             self._raise_refusal(refusals)
         self._memory = _sums(self._ask("capture"))
 
@@ -206,10 +206,10 @@ class TensorParallelRunner(Runner):
         return [replies[rank] for rank in range(self._size)]
 
     def _explain(self, rank: int, message: dict[str, str] | None) -> NoReturn:
-        """Ends all ranks because of what was heard of one: its error, or nothing more at all."""
+        """Ends all ranks because one of them failed or died; `message` is its error, or None."""
         if message is None:
             self._fail(self._death_of(rank))
-        # A rank that died makes the collectives of the others fail, which may be heard of first.
+        # The death of a rank makes the collectives of the others fail, and their errors may come first.
         time.sleep(_SECONDS_TO_FIND_THE_CULPRIT)
         dead = [other for other, it in enumerate(self._ranks) if it.process.poll() is not None]
         if dead:
@@ -244,8 +244,8 @@ def _start_rank(module: str, rank: int, size: int) -> Child:
 
 
 def _hear(rank: int, inbox: SimpleQueue, troubles: list[tuple[int, Any]], message: Any) -> None:
-    """What the thread does that reads from a rank."""
+    """Takes a message of a rank, in the thread that reads from it."""
     if message is None or isinstance(message, dict):
         troubles.append((rank, message))
-        message = [None]  # wakes whoever waits
+        message = [None]  # wakes a caller that waits
     inbox.put((rank, message))

@@ -16,14 +16,15 @@ from nanovllm.models.tensors import Given, Stored
 
 _MEMORY = Path("/dev/shm")  # files there are memory, which ranks read as fast as their own
 _MARGIN = 2**28
-_FILE_BYTES = 2**29  # a file of about so many bytes is put together at a time
+_FILE_BYTES = 2**29  # of a file, about; the tensors of one file are copied at a time
 
 
 @contextmanager
 def written_weights(tensors: Mapping[str, Given]) -> Iterator[str]:
-    """While this lasts, the tensors stand in files of a directory, whose name this gives.
+    """Context manager that writes the tensors to files and yields their directory.
 
-    The directory is in memory if they fit there, else where temporary files go (TMPDIR). Only this user can open it.
+    The directory is in memory if they fit there, else in the directory of temporary files (TMPDIR). Only this user can
+    open it.
 
     Raises:
         RuntimeError: they cannot be written.
@@ -55,7 +56,7 @@ def stored_weights(directory: str) -> dict[str, Stored]:
 
 
 def _place_for(num_bytes: int) -> Path | None:
-    """Shared memory if it has room, else None: where temporary files go."""
+    """Shared memory if it has room, else None, which means the directory of temporary files."""
     if not (_MEMORY.is_dir() and os.access(_MEMORY, os.W_OK)):
         return None
     free = min(shutil.disk_usage(_MEMORY).free, free_bytes(torch.device("cpu")))
@@ -63,7 +64,7 @@ def _place_for(num_bytes: int) -> Path | None:
 
 
 def _batches(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
-    """The names, in groups of a file each."""
+    """The names, in one group per file."""
     names: list[str] = []
     num_bytes = 0
     for name, tensor in tensors.items():
@@ -77,5 +78,5 @@ def _batches(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of its own, because safetensors takes no two tensors that share memory."""
+    """A copy, because safetensors refuses tensors that share memory."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)

@@ -1,8 +1,8 @@
 """One rank of a model that is split over several devices, as a process of its own.
 
-`TensorParallelRunner` starts it and writes it a log of what happens to the schedule: requests added and aborted, steps
-launched and committed. Each rank follows that log with a Scheduler of its own, which decides as the driver's did, so
-that no step sends any state of its requests; the ranks' collectives do the rest. A log entry and a reply are JSON.
+`TensorParallelRunner` starts it and writes it a log of all changes of the schedule: requests added and aborted, steps
+launched and committed. Each rank follows that log with a Scheduler of its own, which decides as the driver's did. So no
+step sends any state of its requests; the ranks' collectives do the rest. A log entry and a reply are JSON.
 """
 
 import logging
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def fingerprint(step: Step) -> int:
     """A number that is the same in every process that has scheduled the same step (Python hashes numbers alike).
 
-    Of a block table it sees the length and the last block.
+    It covers the length and the last block of a block table.
     """
     return hash(
         tuple(
@@ -67,7 +67,7 @@ class Worker:
 
     Args:
         config, runner: as for an LLMEngine.
-        rank: this process's.
+        rank: the number of this process.
     """
 
     def __init__(self, config: Config, runner: "ModelRunner", rank: int):
@@ -107,7 +107,7 @@ class Worker:
         self._unfinished: dict[int, Sequence] = {}
         self._scheduler = make_scheduler(self._config, self._runner.info)
 
-    # Of what some rank may be unable to do, every rank first does the part that can be undone, and says how it went.
+    # If some rank may fail at a change, every rank first does the part that can be undone, and says whether it failed.
 
     def _check_update(self, directory: str) -> list[str] | None:
         from nanovllm.parallel.weight_files import stored_weights
@@ -160,7 +160,7 @@ class Worker:
         self._in_flight[number][1].constrain(unpack_masks(*packed), rows)
 
     def _wait(self, number: int) -> list:
-        """A number for the step's tokens, and on rank 0 all that it computed."""
+        """A hash of the step's tokens, and on rank 0 the step's whole output."""
         output = self._in_flight[number][1].wait()
         self._sampled[number] = output.token_ids
         return [hash(tuple(output.token_ids)), pack_output(output) if self._rank == 0 else None]
@@ -196,9 +196,10 @@ def _run(inbox: Iterator, reply: Any) -> None:
     device = rank_device(config.device, rank, size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # Whoever can write to the store can make ranks do what he likes. It is a file in a directory of this user alone; a
-    # TCPStore would listen at a port for all users of this host. Told the number of ranks, a FileStore would remove the
-    # file once so many of its copies are gone, and NCCL reads it until the end; the driver removes it.
+    # A process that can write to the store can make the ranks do anything. It is a file in a directory that only this
+    # user may enter; a TCPStore would listen at a port for all users of this host. If the FileStore knew the number of
+    # ranks, it would remove the file once so many of its copies are gone. But NCCL reads the file until the end, so the
+    # driver removes it.
     store = dist.FileStore(f"{meeting_place}/store")
     kind, own_gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     dist.init_process_group(kind, store=store, rank=rank, world_size=size, device_id=own_gpu)

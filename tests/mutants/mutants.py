@@ -139,7 +139,7 @@ _MUTANTS_OF_FILE = {
             "test_scheduler.py::test_an_admission_leaves_a_block_for_the_growth_of_each_that_runs"),
         planted(
             "prompts beside decodes take the whole budget",
-            "return min(budget, max(most - num_decodes, num_decodes))", "return budget",
+            "return min(budget, max(maximum - num_decodes, num_decodes))", "return budget",
             "test_scheduler.py::test_no_step_with_decodes_is_larger_than_the_cap_or_twice_its_decodes"),
         historic(
             "a stop token stops before min_tokens",
@@ -356,8 +356,8 @@ _MUTANTS_OF_FILE = {
             "test_scheduler.py::test_a_request_that_could_never_fit_is_refused_and_the_largest_that_fits_runs"),
         planted(
             "a rule about a token outside of the vocabulary is let in",
-            'if not 0 <= token_id < info.vocab_size:\n                raise ValueError(f"{what}',
-            'if not 0 <= token_id <= info.vocab_size:\n                raise ValueError(f"{what}',
+            'if not 0 <= token_id < info.vocab_size:\n                raise ValueError(f"{name}',
+            'if not 0 <= token_id <= info.vocab_size:\n                raise ValueError(f"{name}',
             "test_bad_input.py::test_a_rule_about_a_token_outside_the_vocabulary_spoils_only_its_row"),
     ],
     "ops/expand_rows.py": [
@@ -568,6 +568,12 @@ _MUTANTS_OF_FILE = {
             "draining drops a request of which a completion waits",
             "if all(self._engine.is_waiting(", "if any(self._engine.is_waiting(",
             "test_generate_iter.py::test_draining_keeps_all_completions_of_a_request_of_which_one_has_started"),
+    ],
+    "guard.py": [
+        historic(
+            "a call inside a call is let in",
+            'frame.f_locals["self"] is self', "False",
+            "test_generate_iter.py::test_the_source_may_not_call_the_llm"),
     ],
     "llm.py": [
         historic(

@@ -16,9 +16,10 @@ from support.schemas import make_schemas
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from nanovllm import guides
+import nanovllm.constraints
+from nanovllm.constraints import FillError, fill_masks
 from nanovllm.demo import MODEL_DIRECTORY
-from nanovllm.guides import FillError, Guide, StructuredOutputs, fill_masks
+from nanovllm.guides import Guide, StructuredOutputs
 from nanovllm.ops.process_logits import pack_allowed
 from nanovllm.structured_outputs import StructuredOutputsParams
 
@@ -626,7 +627,7 @@ def test_many_constraints_are_copies_of_as_many_matchers_as_threads_can_fill(
     llguidance, monkeypatch, num_threads, num_groups
 ):
     """Copies of one matcher share a lock: twelve threads were once slower than one."""
-    monkeypatch.setattr(guides, "_num_threads", lambda: num_threads)
+    monkeypatch.setattr(nanovllm.constraints, "_num_threads", lambda: num_threads)
     outputs = StructuredOutputs(tokenizer_of("bundled"), VOCAB_SIZE, [258])
     params = StructuredOutputsParams(json={"type": "integer"})
     constraints = [outputs.constraint(params) for _ in range(256)]

@@ -1,0 +1,189 @@
+"""Constraints, which say which tokens may come next in a completion under structured outputs.
+
+A constraint follows one completion and writes masks on the host. A choice is our own trie of token ids; all other
+constraints are matchers of llguidance, which is optional and imported when first needed.
+"""
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import numpy as np
+
+# Waking llguidance's threads takes 0.1 ms, in which one thread fills about as many masks as these.
+_MIN_IN_PARALLEL = 16
+# Copies of one matcher that are in use before another is compiled.
+_COPIES_OF_ONE = 8
+# The number of llguidance's threads: a share of the CPUs, and a maximum. Both are llguidance's own defaults.
+_SHARE_OF_CPUS, _MAX_THREADS = 0.8, 32
+
+
+class Constraint(Protocol):
+    """Follows one completion. A mask is int32 [ceil(vocab_size / 32)], contiguous: bit `id & 31` of word `id >> 5` says
+    whether the id may come next, as in `ops.process_logits.pack_allowed`."""
+
+    def advance(self, token_id: int) -> bool:
+        """Takes the token that was generated next.
+
+        Returns:
+            Whether the completion is complete: it was an end-of-sequence token, or nothing else could follow.
+
+        Raises:
+            ValueError: the token was not allowed, or llguidance reached one of its limits; the completion cannot go on.
+        """
+        ...
+
+    def fill(self, mask: np.ndarray) -> None:
+        """Writes the mask of the next token, which always allows some id. For a complete completion it allows only the
+        end-of-sequence ids.
+
+        Raises:
+            ValueError: no token can come next, or llguidance reached one of its limits; the completion cannot go on.
+        """
+        ...
+
+
+class FillError(ValueError):
+    """Some masks could not be filled. They allow the end-of-sequence ids; all other masks are filled.
+
+    reasons: {index of the constraint: why}.
+    """
+
+    def __init__(self, reasons: dict[int, str]):
+        super().__init__("; ".join(f"{index}: {reason}" for index, reason in reasons.items()))
+        self.reasons = reasons
+
+
+def fill_masks(constraints: Sequence[Constraint], masks: np.ndarray) -> None:
+    """Fills the masks of many constraints at once. No constraint may be in the list twice.
+
+    Args:
+        masks: int32 [len(constraints), ceil(vocab_size / 32)], contiguous.
+
+    Raises:
+        FillError: some could not be filled; all others are.
+    """
+    grammars = [(row, each) for row, each in enumerate(constraints) if isinstance(each, Grammar)]
+    if is_parallel := len(grammars) >= _MIN_IN_PARALLEL:
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        # A thread takes neighbours, and threads that have copies of one matcher wait for each other.
+        grammars.sort(key=lambda each: each[1].group)
+        fill_next_token_bitmask_par(_executor(), [(each.matcher, row) for row, each in grammars], masks)
+    reasons = {}
+    for row, constraint in enumerate(constraints):
+        try:
+            if is_parallel and isinstance(constraint, Grammar):
+                constraint.check()
+            else:
+                constraint.fill(masks[row])
+        except ValueError as error:
+            reasons[row] = str(error)
+    if reasons:
+        raise FillError(reasons)
+
+
+@lru_cache(maxsize=1)
+def _executor() -> Any:
+    """llguidance's threads."""
+    from llguidance import LLExecutor
+
+    return LLExecutor(num_threads=_num_threads())
+
+
+@lru_cache(maxsize=1)
+def _num_threads() -> int:
+    from nanovllm.machine import cpus  # imports torch
+
+    return max(1, min(int(_SHARE_OF_CPUS * len(cpus())), _MAX_THREADS))
+
+
+# A trie's node: the ids that may come next, each with the node behind it. An empty node is the end of a choice.
+Node = dict[int, Any]
+
+
+class Choice:
+    """A Constraint that walks down a trie."""
+
+    def __init__(self, root: Node, eos_token_ids: Collection[int]):
+        self._node = root
+        self._eos_token_ids = eos_token_ids
+
+    def advance(self, token_id: int) -> bool:
+        if not self._node and token_id in self._eos_token_ids:
+            return True
+        if token_id not in self._node:
+            raise ValueError(f"token {token_id} continues none of the choices")
+        self._node = self._node[token_id]
+        return not self._node
+
+    def fill(self, mask: np.ndarray) -> None:
+        ids = np.fromiter(self._node or self._eos_token_ids, np.int32)
+        mask[:] = 0
+        np.bitwise_or.at(mask, ids >> 5, np.left_shift(np.int32(1), ids & 31))
+
+
+class Grammar:
+    """A Constraint around llguidance's LLMatcher, of which this is the only user.
+
+    group: a number that copies of the same matcher have in common.
+    """
+
+    def __init__(self, matcher: Any, group: int = 0):
+        self.matcher, self.group = matcher, group
+
+    def advance(self, token_id: int) -> bool:
+        self.matcher.consume_token(token_id)
+        self.check()
+        return self.matcher.is_stopped()
+
+    def fill(self, mask: np.ndarray) -> None:
+        from llguidance.numpy import fill_next_token_bitmask
+
+        fill_next_token_bitmask(self.matcher, mask[None])
+        self.check()
+
+    def check(self) -> None:
+        """Raises an error that the matcher has noted and keeps; its masks then allow the end."""
+        if self.matcher.is_error():
+            raise ValueError(in_one_line(self.matcher.get_error()))
+
+
+class GrammarCopies:
+    """Makes constraints of one grammar.
+
+    A copy of a matcher takes microseconds and shares the lexer's states with it, behind a lock. So threads that fill
+    masks of copies of one matcher are slower than one thread. Many constraints are therefore copies of several
+    matchers, one or two for each thread: llguidance halves the list of matchers until every thread has a part.
+
+    Args:
+        compile: makes a matcher, in half a millisecond for a small schema.
+    """
+
+    def __init__(self, compile: Callable[[], Any]):
+        self._compile = compile
+        self._groups: list[tuple[Any, WeakSet[Grammar]]] = [(compile(), WeakSet())]
+
+    def __call__(self) -> Grammar:
+        group = min(range(len(self._groups)), key=lambda index: len(self._groups[index][1]))
+        max_num_groups = 1 << (_num_threads() - 1).bit_length()
+        if len(self._groups[group][1]) >= _COPIES_OF_ONE and len(self._groups) < max_num_groups:
+            group = len(self._groups)
+            self._groups.append((self._compile(), WeakSet()))
+        matcher, in_use = self._groups[group]
+        constraint = Grammar(matcher.deep_copy(), group)
+        in_use.add(constraint)
+        return constraint
+
+
+def in_one_line(error: object) -> str:
+    """llguidance's reason in one line, without the parser's state, which follows it in tags."""
+    text = str(error).split("\n<")[0]
+    reason = " ".join(text.split())
+    if "NoExtensionBias" in reason:
+        return "no token can come next"
+    if len(reason) > 300 and (found := re.search(r"^error: (.*)$", text, re.MULTILINE)):
+        return found[1]  # the lines before it repeat the regex
+    return reason if len(reason) <= 300 else reason[:300] + "…"
