@@ -1,4 +1,4 @@
-"""Profiles some steps in the middle of a run; step_budget.py evaluates what is written here."""
+"""Profiles some steps in the middle of a run; step_budget.py evaluates the files."""
 
 import json
 import statistics

@@ -1,1 +1,1 @@
-"""Models: the one reader of their configuration, every decoder on one page, and their weights."""
+"""Models: their configuration and its cost, every decoder on one page, and the loading of weights."""

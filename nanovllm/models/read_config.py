@@ -66,7 +66,7 @@ def load_model_config(directory: Path) -> ModelConfig:
     max_position = read_count(raw, "max_position_embeddings", maximum=_MAX_POSITION)
     windows = _windows(raw, family, read_count(raw, "num_hidden_layers", maximum=_MAX_LAYERS))
     ropes = {is_local: _rope(raw, family, is_local, head_dim, max_position) for is_local in set(map(bool, windows))}
-    longest, usual = _lengths(max_position, set(ropes.values()), family)
+    max_position, usual_max_position = _max_positions(max_position, set(ropes.values()), family)
     has_bias = read_flag(raw, "attention_bias", default=False)
     experts = _experts(raw, family)
     sparse = _sparse_layers(raw, len(windows)) if experts is not None else set()
@@ -88,8 +88,8 @@ def load_model_config(directory: Path) -> ModelConfig:
         hidden_act=hidden_act,
         attention_scale=read_number(raw, "query_pre_attn_scalar", default=head_dim) ** -0.5,
         tie_word_embeddings=read_flag(raw, "tie_word_embeddings", default=False),
-        max_position=longest,
-        usual_max_position=usual,
+        max_position=max_position,
+        usual_max_position=usual_max_position,
         dtype=dtype,
         eos_token_ids=_eos_token_ids(generation) or _eos_token_ids(raw),
         generation=generation,
@@ -123,15 +123,17 @@ def _fields_of_architecture(raw: dict[str, Any], directory: Path) -> tuple[str, 
     return architecture, raw
 
 
-def _lengths(max_position: int, ropes: set[RopeConfig], family: Family) -> tuple[int, int]:
-    """(maximum number of tokens that the model was made for, the maximum by default), from the `max_position` of
-    config.json."""
+def _max_positions(max_position: int, ropes: set[RopeConfig], family: Family) -> tuple[int, int]:
+    """(maximum number of tokens that the model was made for, the maximum by default).
+
+    Args:
+        max_position: config.json's max_position_embeddings.
+    """
     # The configs of Llama 3 and LongRoPE always give the length after stretching.
     kinds = () if family.names_stretched_length else ("linear", "yarn")
-    longest = max(
-        [max_position, *(int(rope.original_max_position * rope.factor) for rope in ropes if rope.kind in kinds)]
-    )
-    return longest, min([longest, *(rope.original_max_position for rope in ropes if rope.kind == "longrope")])
+    stretched = [int(rope.original_max_position * rope.factor) for rope in ropes if rope.kind in kinds]
+    max_position = max([max_position, *stretched])
+    return max_position, min([max_position, *(rope.original_max_position for rope in ropes if rope.kind == "longrope")])
 
 
 def _windows(raw: dict[str, Any], family: Family, num_layers: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Every tensor of a checkpoint is loaded exactly once, and a checkpoint with anything wrong in it says what."""
+"""Every tensor of a checkpoint is loaded exactly once, and an error names what is wrong with a checkpoint."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module
 
 
 def fused(theirs: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """What our parameter `name` must hold, of transformers' state dict."""
+    """The expected values of our parameter `name`, from transformers' state dict."""
     for ours, parts in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
         if ours in name:
             return torch.cat([theirs[name.replace(ours, part)] for part in parts])
@@ -69,7 +69,7 @@ def assert_equal_to(model: torch.nn.Module, theirs: dict[str, torch.Tensor]) -> 
 
 
 def error_of(directory: Path) -> str:
-    """The message of the ValueError that loading the directory is."""
+    """The message of the ValueError that loading the directory raises."""
     with pytest.raises(ValueError) as error:
         load(directory)
     return str(error.value)
@@ -81,7 +81,7 @@ def checkpoint(tmp_path) -> Path:
     return tmp_path
 
 
-# What loads
+# Checkpoints that load
 
 
 @pytest.mark.parametrize("attention_bias", [False, True])
@@ -108,7 +108,7 @@ def test_weights_are_rounded_once_to_the_dtype_asked_for(tmp_path, stored, wante
 
 @pytest.mark.parametrize("with_index", [True, False])
 def test_sharded_checkpoints_load(checkpoint, with_index):
-    """The parts of one fused parameter may lie in different files."""
+    """The parts of one merged parameter may be in different files."""
     tensors = read_tensors(checkpoint)
     shards: dict[str, dict[str, torch.Tensor]] = {}
     for number, (name, tensor) in enumerate(tensors.items()):
@@ -127,7 +127,7 @@ def test_files_that_the_index_does_not_name_are_not_opened(checkpoint):
 
 
 def test_a_whole_file_counts_before_others_and_before_an_old_index(checkpoint, caplog):
-    """Mistral's repositories hold consolidated.safetensors too; and whoever saves anew leaves the old index there."""
+    """Mistral's repositories also hold consolidated.safetensors, and saving a model again leaves an old index there."""
     tensors = read_tensors(checkpoint)
     write_tensors(checkpoint, {"old": torch.zeros(1)}, "consolidated.safetensors")
     assert_equal_to(load(checkpoint), tensors)
@@ -161,7 +161,7 @@ def test_a_tied_model_may_store_its_lm_head_too(tmp_path):
     assert_equal_to(load(tmp_path), tensors)
 
 
-# What does not
+# Checkpoints that do not load
 
 
 def other_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -176,7 +176,7 @@ def other_values(tensor: torch.Tensor) -> torch.Tensor:
     ids=["values", "shorter", "integers", "transposed"],
 )
 def test_a_tied_model_with_another_lm_head_is_an_error(tmp_path, make_head):
-    """Dropping it silently would run another model than was trained."""
+    """Dropping it silently would run another model than the trained one."""
     save_model(tmp_path, tie_word_embeddings=True)
     tensors = read_tensors(tmp_path)
     write_tensors(tmp_path, {**tensors, "lm_head.weight": make_head(tensors["model.embed_tokens.weight"])})
@@ -198,7 +198,7 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_missing_tensor_is_named(checkpoint, name):
-    """A part of a fused parameter too: the parameter would be half uninitialised memory."""
+    """Also a part of a merged parameter, half of which would be uninitialised memory."""
     tensors = read_tensors(checkpoint)
     del tensors[name]
     write_tensors(checkpoint, tensors)
@@ -216,14 +216,14 @@ def test_many_missing_tensors_are_counted_and_not_all_listed(checkpoint):
     "name", ["model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.rotary_emb.cos", "weight", "lm_head"]
 )
 def test_an_unexpected_tensor_is_named(checkpoint, name):
-    """A layer more than the config says is a config of another model."""
+    """With more layers than in the config, the config is that of another model."""
     write_tensors(checkpoint, {**read_tensors(checkpoint), name: torch.zeros(2)})
     message = error_of(checkpoint)
     assert f"unexpected tensor {name} " in message and "model.safetensors" in message
 
 
 def test_a_bias_that_the_config_denies_is_unexpected(checkpoint):
-    """Dropped silently, the model would run without it."""
+    """If it were dropped silently, the model would run without it."""
     edit_config(checkpoint, attention_bias=False)
     assert re.search(r"unexpected tensor model\.layers\.\d\.self_attn\.\w_proj\.bias ", error_of(checkpoint))
 
@@ -258,7 +258,7 @@ def test_a_tensor_of_integers_is_named(checkpoint, dtype):
 
 @pytest.mark.parametrize("with_index", [True, False])
 def test_a_tensor_in_two_files_is_named_with_both(checkpoint, with_index):
-    """Which of the two is right, nobody knows."""
+    """The loader cannot know which of the two is right."""
     tensors = read_tensors(checkpoint)
     shards = {"a.safetensors": tensors, "b.safetensors": {NAMES[2]: tensors[NAMES[2]]}}
     write_shards(checkpoint, shards, with_index)
@@ -335,7 +335,7 @@ def test_stored_frequencies_are_passed_over(checkpoint):
     "name", ["../outside.safetensors", "sub/../../outside.safetensors", "sub/inside.safetensors", "absolute", "..", ""]
 )
 def test_the_index_may_not_leave_the_directory(tmp_path, name):
-    """A checkpoint from the net must not open files of its choice; one that exists and would load, even."""
+    """A checkpoint from the net must not choose files to open, not even a file that would load."""
     directory = tmp_path / "model"
     save_model(directory)
     tensors = read_tensors(directory)
@@ -350,7 +350,7 @@ def test_the_index_may_not_leave_the_directory(tmp_path, name):
 
 
 def test_the_index_names_only_safetensors_files(checkpoint):
-    """Whatever their content."""
+    """The content of other files does not matter."""
     (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
     write_index(checkpoint, {"x": "pytorch_model.bin"})
     assert "pytorch_model.bin" in error_of(checkpoint)
@@ -371,7 +371,7 @@ def test_a_file_that_the_index_names_must_be_there(checkpoint):
     ],
 )  # fmt: skip
 def test_a_malformed_index_is_named(checkpoint, content):
-    """Reading what there is instead would hide the broken download."""
+    """Reading the existing files instead would hide the broken download."""
     path = checkpoint / INDEX
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert INDEX in error_of(checkpoint)
@@ -427,7 +427,7 @@ def test_without_weights_the_default_load_format_says_so(tmp_path):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """The hub, without a network: records what was asked for and gives `hub.answer`."""
+    """A hub without a network: records the calls and returns `hub.answer`."""
 
     class Hub:
         calls: list[tuple] = []
@@ -446,7 +446,7 @@ def hub(monkeypatch):
 
 
 def test_a_directory_is_taken_as_it_is(tmp_path, monkeypatch, hub):
-    """Also one whose relative name looks like one of the hub's."""
+    """Also a directory whose relative name looks like a name of the hub."""
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -470,7 +470,7 @@ def test_what_can_only_be_a_directory_is_never_asked_of_the_hub(tmp_path, monkey
 @pytest.mark.parametrize("failure", [OSError("no network"), ValueError("bad name"), RuntimeError("404")])
 @pytest.mark.parametrize("name", ["org/name", "name"])
 def test_a_name_that_the_hub_does_not_give_is_an_error(tmp_path, monkeypatch, hub, name, failure):
-    """Whatever the client raises, it names the model and the reason."""
+    """For each error of the client, the message names the model and the reason."""
     monkeypatch.chdir(tmp_path)
     hub.answer = failure
     with pytest.raises(ValueError) as error:
@@ -482,7 +482,7 @@ def test_a_name_that_the_hub_does_not_give_is_an_error(tmp_path, monkeypatch, hu
 
 @pytest.mark.parametrize("with_weights", [True, False])
 def test_a_hub_name_fetches_only_what_is_needed(tmp_path, monkeypatch, hub, with_weights):
-    """The revision asked for, and no pickled weights; dummy weights need none."""
+    """It fetches the given revision and no pickled weights. Dummy weights need no weights."""
     model_dir = tmp_path / "cache"
     save_model(model_dir)
     monkeypatch.chdir(tmp_path)
@@ -497,7 +497,7 @@ def test_a_hub_name_fetches_only_what_is_needed(tmp_path, monkeypatch, hub, with
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_an_llm_of_a_hub_name_runs_what_was_fetched(tmp_path, monkeypatch, hub, load_format):
-    """And fetches it once."""
+    """It fetches the files once."""
     model_dir = tmp_path / "cache"
     save_model(model_dir)
     if load_format == "dummy":

@@ -1,4 +1,4 @@
-"""What config.json says is understood or refused by name; nothing is guessed."""
+"""Every field of config.json is understood or refused by name; nothing is guessed."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def error_of(directory: Path, remove: str = "", **changes) -> str:
     return str(error.value)
 
 
-# What is understood
+# Configs that are understood
 
 
 def test_what_transformers_writes_is_what_is_read(tmp_path):
@@ -90,7 +90,7 @@ def test_both_layouts_of_rope_are_read(tmp_path):
     ],
 )
 def test_scaled_rope_stretches_the_longest_context(tmp_path, max_position_embeddings, scaling, expected):
-    """Configs name the length before stretching, or the one after."""
+    """Some configs give the length before stretching, others the length after it."""
     config = read(tmp_path, max_position_embeddings=max_position_embeddings, rope_scaling=scaling)
     assert config.max_position == expected
 
@@ -103,7 +103,7 @@ def test_scaled_rope_stretches_the_longest_context(tmp_path, max_position_embedd
     ],
 )  # fmt: skip
 def test_every_end_token_is_found(tmp_path, in_generation, in_config, expected):
-    """Qwen3 has two; generation_config's count before the config's."""
+    """Qwen3 has two. Those of generation_config.json take precedence over those of config.json."""
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": in_generation, "top_k": 20}))
     config = read(tmp_path, eos_token_id=in_config)
     assert config.eos_token_ids == expected and config.generation["top_k"] == 20
@@ -113,7 +113,7 @@ def test_a_model_without_generation_config_recommends_nothing(tmp_path):
     assert read(tmp_path).generation == {}
 
 
-# What is refused
+# Configs that are refused
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ COUNTS = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_missing_number_is_named(tmp_path, name):
-    """A default would be another model's."""
+    """A default value would make another model."""
     assert name in error_of(tmp_path, remove=name)
     assert name in error_of(tmp_path, **{name: None})
 
@@ -156,7 +156,7 @@ WRONG: list[tuple[str, Any]] = [
     *(("eos_token_id", value) for value in ("3", 1.5, [1, "2"], [[1]], {"a": 1}, True, [None])),
     *(("rope_scaling", value) for value in (5, [1], "yarn", True)),
     *(("rope_parameters", value) for value in (5, [1], "yarn", True)),
-    # One kind of rotary embedding for each kind of layer, as models with sliding windows have it.
+    # A rotary embedding for each kind of layer, as in models with sliding windows.
     ("rope_parameters", {"full_attention": {"rope_type": "default", "rope_theta": 5e6}}),
     ("hidden_act", "gelu"),
     ("hidden_act", 5),
@@ -264,7 +264,7 @@ def test_an_architecture_of_any_kind_is_refused_briefly(tmp_path, architectures)
 
 @pytest.mark.parametrize("file_name", ["config.json", "generation_config.json"])
 def test_a_pipe_is_no_config(tmp_path, file_name):
-    """Opening one waits for somebody to write into it, for ever."""
+    """Opening a pipe waits for ever, unless another process writes into it."""
     read(tmp_path)
     (tmp_path / file_name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / file_name)
@@ -312,14 +312,14 @@ def test_llama3_and_longrope_do_not_stretch_what_the_config_says(tmp_path):
     ids=str,
 )
 def test_a_field_that_transformers_ignores_is_refused(tmp_path, architecture, fields):
-    """We once followed it, and gave other tokens than transformers."""
+    """nanovllm once followed it and gave other tokens than transformers."""
     assert list(fields)[-1].replace("rope_parameters", "partial_rotary_factor") in error_of(
         tmp_path, architectures=[architecture], **fields
     )
 
 
 def test_rope_scaling_beside_other_rope_parameters_is_refused(tmp_path):
-    """Qwen's model cards say to add rope_scaling. Beside what transformers 5 writes, it was silently ignored."""
+    """Qwen's model cards ask for rope_scaling. Beside rope_parameters, it was once silently ignored."""
     default, yarn = {"rope_type": "default", "rope_theta": 1e6}, {"type": "yarn", "factor": 4.0}
     assert "keep only rope_parameters" in error_of(tmp_path, rope_parameters=default, rope_scaling=yarn)
     same = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
@@ -349,7 +349,7 @@ WINDOWED = {"num_hidden_layers": 7, "sliding_window": 5}
 
 
 def test_gemmas_local_layers_have_a_theta_of_their_own(tmp_path):
-    """transformers 4 names it rope_local_base_freq; rope_scaling is for the other layers alone."""
+    """transformers 4 names it rope_local_base_freq; rope_scaling applies only to the other layers."""
     fields = {
         **WINDOWED,
         "architectures": ["Gemma3ForCausalLM"],
@@ -392,7 +392,7 @@ def test_layer_types_that_transformers_would_not_follow_are_refused(tmp_path, ar
 
 
 def test_gemma_needs_its_window(tmp_path):
-    """Without one, layers that were trained with the local rotary embedding once got the other."""
+    """Without one, layers that were trained with the local rotary embedding once got the global one."""
     fields = {**WINDOWED, "architectures": ["Gemma3ForCausalLM"], "sliding_window": None}
     assert error_of(tmp_path, **fields) == "sliding_window in config.json must be an integer: some layers need it"
 
@@ -416,7 +416,7 @@ def test_a_missing_config_is_named(tmp_path):
 
 
 def test_a_model_len_beyond_the_models_own_is_an_error(tmp_path):
-    """Positions beyond what it was made for have no rotary table."""
+    """The rotary table ends at the last position that the model was made for."""
     save_model(tmp_path)
     with pytest.raises(ValueError, match=r"513.*512"):
         LLM(str(tmp_path), device="cpu", max_model_len=513)

@@ -52,7 +52,7 @@ def work_of(*chunks: Chunk, block_size: int = 16, windows: tuple[int, ...] = (0,
 
 
 def test_overlapping_kernels_count_once_and_gaps_are_idle():
-    """A kernel that waits for the one before has begun long before it works; its whole duration would count twice."""
+    """A kernel that waits for the kernel before starts long before it works. Its whole duration would count twice."""
     times = step_budget.times_of_parts([
         event("merge_kernel", 30, 60),
         event("nvjet_sm90", 0, 10),
@@ -67,7 +67,7 @@ def test_overlapping_kernels_count_once_and_gaps_are_idle():
 
 
 def test_every_kernel_of_ours_has_its_part():
-    """A kernel with a new name would count as the rest. That is right for what prepares a step or ends it."""
+    """A kernel with a new name would count as the rest. That is right for kernels that prepare or end a step."""
     sources = [path.read_text(encoding="utf-8") for path in Path(nanovllm.__file__).parent.rglob("*.py")]
     kernels = {name for source in sources for name in re.findall(r"^def (?!has_)(\w+_kernel)\(", source, re.MULTILINE)}
     assert {"decode_kernel", "_rms_norm_kernel"} <= kernels
@@ -101,7 +101,7 @@ def num_weights(config, num_tokens: int = 1) -> int:
 
 @pytest.mark.parametrize("size", ["40M", "8B", "llama-1B", "llama-8B", "qwen2.5-7B"])
 def test_the_roofline_counts_every_matrix_once(tmp_path, size):
-    """Tied embeddings are multiplied with once, as the LM head; untied ones are only looked up."""
+    """A tied embedding counts once, as the LM head. An untied embedding is only looked up."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     write_config(size, tmp_path)
@@ -180,7 +180,7 @@ def test_a_steps_roofline_is_reading_keys_plus_the_longer_of_weights_and_arithme
     ],
 )
 def test_weights_in_fp8_count_as_what_the_model_holds(tmp_path, size, fp8):
-    """Every byte of the decoder's parameters but the norms' and the embedding's, which is not read as a whole."""
+    """Every byte of the decoder's parameters except those of norms, and of the embedding, which is not read whole."""
     write_config(size, tmp_path)
     config = replace(load_model_config(tmp_path), fp8=fp8)
     backend = SimpleNamespace(name="torch", reads_new_keys=False)
@@ -203,7 +203,7 @@ def test_a_cache_in_fp8_counts_with_its_scales(tmp_path):
 
 
 def test_products_in_fp8_count_at_their_own_rate(tmp_path):
-    """The LM head's stay at the usual one. After the last layer's attention only tokens that sample are multiplied."""
+    """The LM head's products keep the usual rate. After the last attention, only sampling tokens are multiplied."""
     write_config("40M", tmp_path)
     config = replace(load_model_config(tmp_path), fp8=Fp8Config())
     [prompt] = step_costs(config, 2, 2, [work_of(Chunk(sequence(3000), 3000, True))])
@@ -228,6 +228,24 @@ def test_an_engine_in_fp8_is_measured_as_one():
     assert config.fp8 is None and (itemsize, kv_itemsize) == (4, 4)
 
 
+def test_the_steps_of_a_run_are_logged():
+    """Two prompts of 3 and 1 tokens with two tokens each: their new tokens, samples and keys."""
+    arguments = bench.parse_arguments(["--device", "cpu", "--max-model-len", "64"])
+    with make_llm(arguments, str(MODEL_DIRECTORY), True) as llm:
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        with roofline.logged_steps(llm) as log:
+            llm.generate([[1, 2, 3], [4]], params, use_tqdm=False)
+        num_steps = len(log.steps)
+        llm.generate([[5]], params, use_tqdm=False)
+        costs = roofline.costs_of(llm, log)
+    assert len(log.steps) == len(costs) == num_steps
+    assert sum(step.num_tokens for step in log.steps) == 3 + 1 + 2
+    assert sum(step.num_sampled for step in log.steps) == 4
+    assert sum(step.num_keys for step in log.steps) == 1 + 4 + 2
+    assert sum(step.num_pairs for step in log.steps) == 1 + 2 + 3
+    assert all(cost.seconds(Rates(1, 1, 1)) > 0 for cost in costs)
+
+
 # Workloads and calls
 
 
@@ -245,7 +263,7 @@ def test_a_workload_has_the_lengths_that_its_name_promises(name, num_seqs, short
 
 
 def test_prompts_are_drawn_before_output_lengths(monkeypatch):
-    """Otherwise other output lengths would change the prompts, and figures of two lengths could not be compared."""
+    """Otherwise other output lengths would change the prompts, and their figures could not be compared."""
     prompts = make_requests("one", 259).prompts
     monkeypatch.setitem(workloads.WORKLOADS, "one", workloads.WORKLOADS["one"]._replace(output_lengths=(1, 9)))
     assert make_requests("one", 259).prompts == prompts
@@ -262,7 +280,7 @@ def test_sampling_options_apply_to_every_request():
 
 
 def test_the_first_call_is_timed_on_its_own(monkeypatch):
-    """It was thrown away, although it is all of an offline job."""
+    """It was once thrown away, although an offline job has no other call."""
     clock = iter([0.0, 5.0, 10.0, 11.0, 20.0, 23.0, 30.0, 32.0])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
     calls = []
@@ -284,7 +302,7 @@ def test_the_first_call_is_timed_on_its_own(monkeypatch):
     [(["--tensor-parallel-size", "3"], "tensor_parallel_size=3"), (["--top-p", "2"], "top_p must be")],
 )
 def test_a_wrong_option_ends_with_the_errors_text_alone(monkeypatch, options, text):
-    """It was a traceback."""
+    """It once ended with a traceback."""
     monkeypatch.setattr(sys, "argv", ["bench.py", *options])
     with pytest.raises(SystemExit) as exit:
         bench.main()
@@ -295,7 +313,7 @@ def test_a_wrong_option_ends_with_the_errors_text_alone(monkeypatch, options, te
 
 
 class FakeVllm(ModuleType):
-    """As much of vLLM's interface as a benchmark needs."""
+    """The part of vLLM's interface that a benchmark needs."""
 
     __version__ = "0.24.0"
 
@@ -375,7 +393,7 @@ def test_the_plots_figures_are_there():
 
 
 def test_every_measurement_says_what_ran_where():
-    """A line for each measurement; a name that the plot does not know is of another kind."""
+    """Each line is one measurement."""
     lines = plot.RESULTS.read_text(encoding="utf-8").splitlines()
     entries = plot.read_results("")
     assert len(entries) == len(lines) - 2 > 90

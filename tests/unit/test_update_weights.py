@@ -1,4 +1,4 @@
-"""Weights in place: an LLM after `update_weights` is one that was loaded with them, and a sleep leaves no trace."""
+"""Weights in place: after `update_weights` an LLM is as if loaded with these weights, and a sleep leaves no trace."""
 
 import random
 import signal
@@ -57,13 +57,13 @@ def shared_llm(request, checkpoints) -> Iterator[LLM]:
 
 @pytest.fixture
 def llm(shared_llm, checkpoints) -> LLM:
-    """With the first checkpoint's weights and an empty cache."""
+    """An LLM with the first checkpoint's weights and an empty cache."""
     shared_llm.wake_up()
     shared_llm.update_weights(read_tensors(checkpoints[0]))
     return shared_llm
 
 
-# What is given is what runs
+# The given weights run
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -83,7 +83,7 @@ def test_an_update_leaves_the_llm_that_loading_the_weights_makes(tmp_path, famil
 
 
 def test_ranks_get_their_shards(llm, checkpoints, expected):
-    """And the version counts up."""
+    """The version counts up."""
     version = llm.weight_version
     assert generate(llm) == expected[0]
     llm.update_weights(read_tensors(checkpoints[1]))
@@ -94,7 +94,7 @@ def test_ranks_get_their_shards(llm, checkpoints, expected):
     "part", ["q_proj", "up_proj", "down_proj", "norm", "bias", "embed", "lm_head", "layers.1.mlp.gate"]
 )
 def test_what_is_not_given_stays(tmp_path, checkpoints, part):
-    """Also beside what is given in one fused or packed parameter."""
+    """Also in a merged or packed parameter of which another part is given."""
     first, second = map(read_tensors, checkpoints)
     given = {name: tensor for name, tensor in second.items() if part in name}
     assert 0 < len(given) < len(first)
@@ -120,8 +120,7 @@ def test_any_floating_point_dtype_is_rounded_once(tmp_path, checkpoints, dtype, 
 
 
 def test_any_iterable_of_any_dense_tensors_is_taken(llm, checkpoints, expected):
-    """Parameters of a model in training, views, tensors that share memory; and frequencies, which old checkpoints
-    hold."""
+    """Parameters of a model in training, views, tensors that share memory, and the frequencies of old checkpoints."""
     model = make_model(1, attention_bias=True)
     llm.update_weights(model.named_parameters())
     assert generate(llm) == expected[1]
@@ -169,7 +168,7 @@ def test_only_what_is_touched_is_packed_anew(checkpoints):
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
 def tied(request, tmp_path_factory) -> Iterator[tuple[LLM, Weights]]:
-    """A tied model's LLM, and its weights."""
+    """An LLM of a tied model, and its weights."""
     directory = tmp_path_factory.mktemp("tied")
     save_model(directory, 3, tie_word_embeddings=True)
     with make_llm(directory, tensor_parallel_size=request.param) as llm:
@@ -177,7 +176,7 @@ def tied(request, tmp_path_factory) -> Iterator[tuple[LLM, Weights]]:
 
 
 def test_a_tied_head_follows_the_embedding(tmp_path, tied):
-    """The packed head is a copy of its own."""
+    """The packed head is a separate copy of the weight."""
     llm, weights = tied
     given = {EMBEDDING: weights[EMBEDDING].flip(0)}
     save_model(tmp_path, 3, tie_word_embeddings=True)
@@ -208,11 +207,11 @@ def test_a_tied_head_that_is_not_the_embedding_is_refused(tied, kind):
     assert [token_ids for token_ids, _ in generate(llm)] == [token_ids for token_ids, _ in before]
 
 
-# Nothing is half applied
+# No update is half applied
 
 
 def bad_updates(weights: Weights) -> dict[str, tuple[type[Exception], str, Any]]:
-    """Error, message and update, by what is wrong. Each begins with all that is right."""
+    """Error, message and update of each mistake. Each update begins with the correct tensors."""
 
     def with_last(name: Any, tensor: Any) -> list:
         return [*weights.items(), (name, tensor)]
@@ -247,7 +246,7 @@ class Odd(torch.Tensor):
 
 @pytest.mark.parametrize("what", bad_updates({Q_PROJ: torch.zeros(64, 32)}))
 def test_a_bad_update_changes_nothing(llm, checkpoints, expected, what):
-    """The bad tensor comes last, and the good ones before it are another model's."""
+    """The bad tensor comes last, after good tensors of another model."""
     error, message, update = bad_updates(read_tensors(checkpoints[1]))[what]
     version = llm.weight_version
     with pytest.raises(error, match=message):
@@ -268,7 +267,7 @@ def test_an_error_of_the_callers_iterator_changes_nothing(llm, checkpoints, expe
 
 @pytest.mark.parametrize("after", [0, 1, 7, 12])
 def test_an_update_that_was_cut_off_must_be_repeated(checkpoints, expected, monkeypatch, after):
-    """Until then the weights are a mixture, perhaps not even packed, which nobody should sample from."""
+    """Until then, the weights are a mixture and perhaps not packed. Sampling from them must fail."""
     fill, num_filled = nanovllm.models.loader._fill, 0
 
     def interrupted(*arguments):
@@ -319,7 +318,7 @@ def test_the_prefix_cache_can_be_emptied(llm, expected):
 
 
 def test_every_output_has_the_version_of_its_weights(checkpoints):
-    """Rows that cannot run, too."""
+    """Also the outputs of rows that cannot run."""
     with make_llm(checkpoints[0]) as llm:
         for version in range(3):
             assert llm.weight_version == version
@@ -443,7 +442,7 @@ def test_the_buffers_of_attention_sleep_as_well(tmp_path, backend):
 
 @pytest.mark.parametrize("levels", [[2], [2, 2], [1, 2], [2, 1]], ids=str)
 def test_after_a_deep_sleep_all_weights_must_be_given(llm, checkpoints, expected, levels):
-    """In as many updates as wanted."""
+    """In any number of updates."""
     second, memory = read_tensors(checkpoints[1]), llm.metrics()["memory_bytes"]
     for level in levels:
         llm.sleep(level)
@@ -471,7 +470,7 @@ def test_a_refused_update_after_a_deep_sleep_gives_nothing(llm, checkpoints, exp
 
 
 def test_a_tied_model_sleeps_as_deep(tied):
-    """Of two ranks, the second's part of the vocabulary ends with padding."""
+    """With two ranks, the second rank's part of the vocabulary ends with padding."""
     llm, weights = tied
     llm.update_weights(weights)
     before = generate(llm)
