@@ -5,6 +5,7 @@ from torch import nn
 
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.metadata import AttentionMetadata
+from nanovllm.layers.forms import Form
 from nanovllm.layers.norm import QKNorm
 from nanovllm.layers.rotary_embedding import Rotary
 from nanovllm.ops.layer_cache import LayerCache
@@ -13,18 +14,21 @@ from nanovllm.ops.quantize import ScaledProduct
 
 
 class Attention(nn.Module):
-    """One layer's attention. The cache belongs to the ModelRunner and comes in with each call.
+    """One layer's attention. The cache belongs to the ModelRunner, which passes it to each call.
+
+    accepts: the forms of projections that the layer takes.
 
     Args:
-        layer_index: which layer of the cache is this one's.
-        backend: attends.
-        window: how many keys a query sees, its own included; 0 is all.
-        use_kernels: norm, rotate and store in one kernel of ours.
+        layer_index: this layer's index in the cache.
+        window: number of keys that a query sees, its own included; 0 is all.
+        use_kernels: norm, rotate and store by one kernel of ours.
     """
 
     def __init__(self, layer_index: int, backend: AttentionBackend, window: int = 0, use_kernels: bool = False):
         super().__init__()
         self.layer_index, self.backend, self.window, self.use_kernels = layer_index, backend, window, use_kernels
+        # The kernel multiplies the scales in, except in v: a backend that reads new values needs a plain tensor.
+        self.accepts = Form.SCALED if use_kernels and not backend.reads_new_keys else Form.PLAIN
 
     def forward(
         self,
@@ -37,12 +41,9 @@ class Attention(nn.Module):
         """Causal attention of new tokens over everything before them.
 
         Args:
-            qkv: [num_tokens, (num_heads + 2 × num_kv_heads) × head_dim], as projected. A ScaledProduct only if
-                `use_kernels` and the backend reads new keys and values from the cache.
-            qk_norm: the layer's, or None.
-            rotary: what RotaryEmbedding.lookup gives for the tokens' positions.
-            kv_cache: by layer.
-            metadata: the step's.
+            qkv: [num_tokens, (num_heads + 2 × num_kv_heads) × head_dim], in one of the forms of `accepts`.
+            rotary: the rotations of the tokens, from RotaryEmbedding.lookup.
+            kv_cache: the caches of all layers.
 
         Returns:
             [num_tokens, num_heads, head_dim].

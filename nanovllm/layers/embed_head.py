@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.layers.linear import Packable, PartialSum
-from nanovllm.layers.shard import WHOLE, Shard, Shards, empty_parameter
+from nanovllm.layers.context import LayerContext
+from nanovllm.layers.forms import PartialSum
+from nanovllm.layers.linear import Packable
+from nanovllm.layers.shard import WHOLE, Shard, Shards
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.linear import linear
 
@@ -17,7 +19,7 @@ _ROWS = 16
 
 class VocabSlice(NamedTuple):
     """The part of the vocabulary that a rank holds: `num_ids` ids from `first` on, then padding up to `size`, which is
-    the same on every rank."""
+    equal on all ranks."""
 
     vocab_size: int
     size: int
@@ -26,7 +28,7 @@ class VocabSlice(NamedTuple):
 
     @classmethod
     def of(cls, vocab_size: int, parallel: Parallel) -> "VocabSlice":
-        """An equal slice for each rank, padded where the vocabulary does not divide."""
+        """This rank's slice. All have the same size, with padding if the vocabulary does not divide."""
         size = vocab_size
         if parallel.size > 1:
             size = -(-vocab_size // (parallel.size * _ROWS)) * _ROWS
@@ -35,28 +37,22 @@ class VocabSlice(NamedTuple):
 
 
 class VocabParallel(nn.Module):
-    """A weight by rows of the vocabulary: each rank holds its VocabSlice, padded with zeros.
+    """A weight with a row per id of the vocabulary: each rank holds its VocabSlice, padded with zeros.
 
     weight: [vocab.size, hidden_size].
+
+    Args:
+        weight: that of another layer, to share it; None allocates one.
     """
 
     weight: nn.Parameter | None
 
-    def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        parallel: Parallel,
-        weight: nn.Parameter | None = None,
-        use_kernels: bool = False,
-        **kw,
-    ):
+    def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext, weight: nn.Parameter | None = None):
         super().__init__()
-        self.use_kernels = use_kernels
-        self.parallel = parallel
-        self.vocab = VocabSlice.of(vocab_size, parallel)
+        self.use_kernels, self.parallel = context.use_kernels, context.parallel
+        self.vocab = VocabSlice.of(vocab_size, context.parallel)
         if weight is None:
-            weight = empty_parameter(self.vocab.size, hidden_size, **kw)
+            weight = context.parameter(self.vocab.size, hidden_size)
             weight[self.vocab.num_ids :].zero_()
         self.weight = weight
 
@@ -78,8 +74,8 @@ class VocabParallelEmbedding(VocabParallel):
 
     weight: nn.Parameter
 
-    def __init__(self, *args, scale: float = 1.0, **kw):
-        super().__init__(*args, **kw)
+    def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext, scale: float = 1.0):
+        super().__init__(vocab_size, hidden_size, context)
         self._scale = torch.tensor(scale, dtype=self.weight.dtype, device="cpu").item()
 
     def reduce(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -106,23 +102,22 @@ class VocabParallelEmbedding(VocabParallel):
 class ParallelLMHead(VocabParallel, Packable):
     """Projects onto the vocabulary. With tied embeddings it shares the embedding's `weight`, and packs a copy of it."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, parallel: Parallel, weight: nn.Parameter | None = None, **kw):
-        super().__init__(vocab_size, hidden_size, parallel, weight, **kw)
-        self.packed = None
+    def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext, weight: nn.Parameter | None = None):
+        super().__init__(vocab_size, hidden_size, context, weight)
         self._shares_weight = weight is not None
 
     def shards(self, name: str) -> Shards:
         return self._shards_of(self.parameter(name))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """This rank's columns of the logits: those of its slice of the vocabulary.
+        """This rank's columns of the logits, for its slice of the vocabulary.
 
         Args:
             hidden_states: [num_rows, hidden_size].
 
         Returns:
-            [num_rows, vocab.size]; the first `vocab.num_ids` columns stand for ids. They lie where the ranks exchange
-            them, if they can; see layers/sampler.py.
+            [num_rows, vocab.size]; only the first `vocab.num_ids` columns are ids. If the ranks have a
+            `sampling_exchange`, the result is in its memory; see layers/sampler.py.
         """
         exchange = self.parallel.sampling_exchange
         out = None if exchange is None else exchange.columns[: len(hidden_states)]

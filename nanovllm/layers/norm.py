@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.layers.linear import PartialSum, PendingProduct
-from nanovllm.layers.shard import Shard, Shards, empty_parameter, replicated_shards
-from nanovllm.ops.collectives import Parallel
+from nanovllm.layers.context import LayerContext
+from nanovllm.layers.forms import Form, PartialSum, PendingProduct
+from nanovllm.layers.shard import Shard, Shards, replicated_shards
 from nanovllm.ops.norm import add_rms_norm, rms_norm
 from nanovllm.ops.quantize import Quantized, ScaledProduct
 
@@ -14,39 +14,39 @@ from nanovllm.ops.quantize import Quantized, ScaledProduct
 class RMSNorm(nn.Module):
     """`x / sqrt(mean(x²) + eps) × weight`, computed in float32; see ops/norm.py.
 
+    gives: the forms of the results of `forward` and `reduce_add`.
+
     Args:
         size: of a row.
         offset: the loader adds it to the checkpoint's weights (1 for Gemma); such weights are kept in float32.
-        use_kernels: compute with our kernels.
-        parallel: the ranks whose parts `reduce_add` and `reduce` sum.
-        quantizes: `forward` and `reduce_add` give rows in FP8; only with `use_kernels`.
+        gives: the forms that the reader of the results accepts.
     """
 
-    def __init__(
-        self,
-        size: int,
-        eps: float,
-        dtype: torch.dtype,
-        device: torch.device,
-        use_kernels: bool = False,
-        parallel: Parallel | None = None,
-        offset: float = 0.0,
-        quantizes: bool = False,
-    ):
+    def __init__(self, size: int, eps: float, context: LayerContext, offset: float = 0.0, gives: Form = Form.PLAIN):
         super().__init__()
-        self.weight = empty_parameter(size, dtype=torch.float32 if offset else dtype, device=device)
-        self.quantizes = quantizes and use_kernels
-        self.offset = offset
-        self.eps = eps
-        self.use_kernels = use_kernels
-        self.parallel = parallel or Parallel()
+        self.weight = context.parameter(size, dtype=torch.float32 if offset else None)
+        self.eps, self.offset = eps, offset
+        self.use_kernels, self.parallel = context.use_kernels, context.parallel
+        self.gives = gives & Form.QUANTIZED if context.use_kernels else Form.PLAIN
+        self._quantizes = Form.QUANTIZED in self.gives
+
+    @staticmethod
+    def accepts(context: LayerContext) -> Form:
+        """The forms of sums that `reduce_add` takes; `reduce` takes only plain ones."""
+        parallel = context.parallel
+        if not context.use_kernels:
+            return Form.PLAIN
+        if parallel.size == 1:
+            return Form.SCALED | Form.UNFINISHED
+        # Without an exchange, NCCL sums the products, so their scales must be multiplied in already.
+        return Form.PLAIN if parallel.exchange is None else Form.SCALED
 
     def shards(self, name: str) -> Shards:
         return replicated_shards(self.weight, self.offset)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | Quantized:
         """x: [..., size] -> the same; x itself is not changed."""
-        return rms_norm(x, self.weight, self.eps, self.use_kernels, self.quantizes)
+        return rms_norm(x, self.weight, self.eps, self.use_kernels, self._quantizes)
 
     def reduce_add(
         self, x: PartialSum | PendingProduct | torch.Tensor, residual: torch.Tensor | None
@@ -59,8 +59,8 @@ class RMSNorm(nn.Module):
             residual: [num_tokens, size], which may be overwritten; None in the first call of a step.
 
         Returns:
-            The second result is a residual for the next call and nothing else: that of a PartialSum may lack other
-            ranks' rows.
+            The second result is a residual for the next call and nothing else: after a PartialSum it may lack the rows
+            of other ranks.
         """
         if isinstance(x, PendingProduct):
             assert residual is not None, "a step begins with an embedding"
@@ -70,16 +70,16 @@ class RMSNorm(nn.Module):
             return self._add(x, residual)
         if self.parallel.exchange is not None:
             begins = residual is None
-            return self.parallel.exchange.sum_add_norm(x.part, residual, self.weight, self.eps, begins, self.quantizes)
+            return self.parallel.exchange.sum_add_norm(x.part, residual, self.weight, self.eps, begins, self._quantizes)
         if isinstance(x.part, ScaledProduct):
             assert residual is not None and self.parallel.size == 1, "NCCL sums only what is scaled"
-            return add_rms_norm(x.part, residual, self.weight, self.eps, self.use_kernels, self.quantizes)
+            return add_rms_norm(x.part, residual, self.weight, self.eps, self.use_kernels, self._quantizes)
         return self._add(self.parallel.all_reduce(x.part), residual)
 
     def reduce(self, x: PartialSum) -> torch.Tensor:
         """x: [num_tokens, size] -> norm(x) with the ranks' parts summed, which is whole on every rank."""
         assert isinstance(x.part, torch.Tensor) and x.part.ndim == 2, "only reduce_add takes an unfinished product"
-        assert not self.quantizes, "a norm after a block is added to the residual"
+        assert not self._quantizes, "a norm after a block is added to the residual"
         if self.parallel.exchange is not None:
             return self.parallel.exchange.sum_add_norm(x.part, None, self.weight, self.eps, False)[0]
         return self(self.parallel.all_reduce(x.part))
@@ -87,15 +87,16 @@ class RMSNorm(nn.Module):
     def _add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor | Quantized, torch.Tensor]:
         if residual is None:
             return self(x), x
-        return add_rms_norm(x, residual, self.weight, self.eps, self.use_kernels, self.quantizes)
+        return add_rms_norm(x, residual, self.weight, self.eps, self.use_kernels, self._quantizes)
 
 
 class QKNorm(nn.Module):
     """RMSNorm of every query and key head, with one weight for the queries and one for the keys.
 
     weight: [num_heads + num_kv_heads, head_dim], the same row for all query heads and for all key heads.
-    offset: see RMSNorm. Attention's kernel norms, rotates and stores at once; it reads `weight`, and nobody calls
-    `forward` then.
+    offset: see RMSNorm.
+
+    If Attention norms, rotates and stores by one kernel, that kernel reads `weight`, and `forward` is not called.
     """
 
     def __init__(
@@ -104,15 +105,12 @@ class QKNorm(nn.Module):
         num_kv_heads: int,
         head_dim: int,
         eps: float,
-        dtype: torch.dtype,
-        device: torch.device,
+        context: LayerContext,
         offset: float = 0.0,
     ):
         super().__init__()
-        self.num_heads, self.offset = num_heads, offset
-        weight_dtype = torch.float32 if offset else dtype
-        self.weight = empty_parameter(num_heads + num_kv_heads, head_dim, dtype=weight_dtype, device=device)
-        self.eps = eps
+        self.num_heads, self.eps, self.offset = num_heads, eps, offset
+        self.weight = context.parameter(num_heads + num_kv_heads, head_dim, dtype=torch.float32 if offset else None)
 
     def shards(self, name: str) -> Shards:
         head_dim = self.weight.shape[1]

@@ -16,7 +16,7 @@ class RopeConfig:
         factor: how far the context is stretched.
         original_max_position: context length before stretching (yarn, llama3, longrope).
         beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim, truncate, low_freq_factor, high_freq_factor,
-            short_factor, long_factor: of some kinds, as transformers names them.
+            short_factor, long_factor: numbers of some kinds, named as in transformers.
     """
 
     theta: float

@@ -29,7 +29,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("table", table.to(device=device, dtype=dtype), persistent=False)
 
     def lookup(self, positions: torch.Tensor) -> "Rotary":
-        """positions: [num_tokens]; to be looked up once per step."""
+        """The rotations of tokens at `positions`: [num_tokens]; called once per step."""
         cos, sin = self.table[:, positions].unsqueeze(2)
         return Rotary(cos, sin, self.rotary_dim)
 
@@ -71,7 +71,7 @@ def inverse_frequencies(rope: RopeConfig, max_position: int) -> tuple[torch.Tens
 
 def _llama3(rope: RopeConfig, base: torch.Tensor) -> torch.Tensor:
     """Llama 3.1: dimensions that turn often within the original context keep their frequency, those that turn seldom
-    are interpolated, and those between are blended."""
+    are interpolated, and the others are blended."""
     num_turns = rope.original_max_position * base / (2 * math.pi)
     kept = (num_turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = kept.clamp(0, 1)
@@ -79,8 +79,8 @@ def _llama3(rope: RopeConfig, base: torch.Tensor) -> torch.Tensor:
 
 
 def _longrope(rope: RopeConfig, base: torch.Tensor, max_position: int) -> tuple[torch.Tensor, float]:
-    """LongRoPE (Ding et al., 2024): every dimension has factors of its own, one for sequences up to the original
-    context and one beyond it. The engine takes one of them for all its sequences, so that cached keys fit."""
+    """LongRoPE (Ding et al., 2024): every dimension has two factors, one for sequences up to the original context and
+    one for longer ones. The engine uses one of them for all sequences, so that they can share cached keys."""
     is_long = max_position > rope.original_max_position
     factors = torch.tensor(rope.long_factor if is_long else rope.short_factor, dtype=torch.float32, device="cpu")
     scale = rope.attention_factor
@@ -91,7 +91,8 @@ def _longrope(rope: RopeConfig, base: torch.Tensor, max_position: int) -> tuple[
 
 
 def _yarn(rope: RopeConfig, base: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """YaRN (Peng et al., 2023): fast dimensions keep their frequency, slow ones are interpolated, a ramp between."""
+    """YaRN (Peng et al., 2023): fast dimensions keep their frequency, slow ones are interpolated, with a ramp between
+    them."""
 
     def dimension_of(num_rotations: float) -> float:
         return (rope.rotary_dim * math.log(rope.original_max_position / (num_rotations * 2 * math.pi))) / (

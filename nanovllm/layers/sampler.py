@@ -17,8 +17,8 @@ class SampledRows(NamedTuple):
     """How to sample each row, [num_rows] each.
 
     entries, lengths: int64, the table's entry that gets the token, and the token's position in its sequence.
-    seeds: int64; temperatures, top_ps, min_ps: float32; top_ks: int32; as ops/sample.py and ops/filters.py have them.
-    kinds: int32, of which distribution log-probabilities are asked for, as ops/logprobs.py has them.
+    seeds: int64; temperatures, top_ps, min_ps: float32; top_ks: int32; see ops/sample.py and ops/filters.py.
+    kinds: int32, the distribution whose log-probabilities are returned, see ops/logprobs.py.
     """
 
     entries: torch.Tensor
@@ -32,10 +32,10 @@ class SampledRows(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """What a step samples, on the device, [num_rows, …].
+    """The results of sampling, on the device.
 
-    tokens: int64 [num_rows], as ops/sample.py has them.
-    logprobs: int32 [num_rows, 1 + 2 × width], as ops/logprobs.py lays them out; no columns if nobody asks.
+    tokens: int64 [num_rows], see ops/sample.py.
+    logprobs: int32 [num_rows, 1 + 2 × width], as ops/logprobs.py lays them out; no columns if no row asks for them.
     """
 
     tokens: torch.Tensor
@@ -46,12 +46,12 @@ class Sampled(NamedTuple):
 
 
 class SamplingNeeds(NamedTuple):
-    """What the rows of a step ask for beyond a temperature. What nobody asks for is not computed.
+    """The requirements of a step's rows beyond a temperature. Anything that no row needs is not computed.
 
-    has_filters: whether some have a top-k, top-p or min-p.
-    rules_version: which tensors hold the penalties, biases and bans of these rows; 0 if they have none.
-    logprobs_width: ids and log-probabilities to return for each row, as ops/logprobs.py has them; 0 if none are asked
-        for.
+    has_filters: whether a row has a top-k, top-p or min-p.
+    rules_version: version of the tensors with the penalties, biases and bans of these rows; 0 if they have none.
+    logprobs_width: number of ids and log-probabilities to return per row, see ops/logprobs.py; 0 if no row asks for
+        them.
     """
 
     has_filters: bool = False
@@ -62,18 +62,18 @@ class SamplingNeeds(NamedTuple):
 def row_multiple(parallel: Parallel) -> int:
     """The number of rows must be a multiple of this, so that every rank gets an equal share.
 
-    Each share begins at an address that is a multiple of 16 bytes, because Triton compiles another kernel for other
+    A share begins at an address that is a multiple of 16 bytes, because Triton compiles another kernel for other
     alignments.
     """
     return 1 if parallel.size == 1 else 4 * parallel.size
 
 
 class Sampler:
-    """Samples rows of logits of which each rank holds some columns.
+    """Samples rows of logits. Each rank holds some of their columns.
 
-    Filters and log-probabilities look at a row's whole vocabulary, so each rank then takes a share of the rows, with
-    all their columns. Without them, ranks that have a `sampling_exchange` each find the best of their own columns and
-    exchange only those; ranks that have none share the rows here too.
+    Filters and log-probabilities need a row's whole vocabulary. So each rank then takes a share of the rows, with all
+    their columns. In other steps, ranks with a `sampling_exchange` each find the best of their own columns and exchange
+    only those; ranks without one divide the rows in these steps too.
 
     Args:
         vocab: this rank's columns.
@@ -96,10 +96,8 @@ class Sampler:
 
         Args:
             columns: [num_rows, vocab.size], see ParallelLMHead; num_rows is a multiple of `row_multiple`.
-            rows: how to sample each.
-            needs: what they ask for.
-            tokens: int32 [num_entries, max_model_len], the table's.
-            rules: of the table's entries.
+            tokens: int32 [num_entries, max_model_len], the tokens of the table's entries.
+            rules: the rules of the table's entries.
         """
         parallel, exchange = self._parallel, self._parallel.sampling_exchange
         if self._exchanges_best(needs):
@@ -116,14 +114,14 @@ class Sampler:
         if not needs.logprobs_width:
             gathered = (exchange or parallel).all_gather(sampled.tokens)
             return Sampled(gathered, sampled.logprobs.new_empty((len(gathered), 0)))
-        # In one exchange: the next one would overwrite what this one gave.
+        # In one exchange: a second one would overwrite the result of the first.
         packed = torch.cat([sampled.tokens[:, None].view(torch.int32), sampled.logprobs], 1)
         gathered = (exchange or parallel).all_gather(packed)
         return Sampled(gathered[:, :2].contiguous().view(torch.int64)[:, 0], gathered[:, 2:])
 
     def score(self, columns: torch.Tensor, targets: torch.Tensor, width: int) -> torch.Tensor:
-        """The raw log-probabilities of tokens that are known: int32 [num_rows, 1 + 2 × width], as ops/logprobs.py lays
-        them out, with rank BROKEN_LOGITS where a logit is NaN or +inf; the same on every rank.
+        """The raw log-probabilities of given tokens: int32 [num_rows, 1 + 2 × width], as ops/logprobs.py lays them out,
+        with rank BROKEN_LOGITS where a logit is NaN or +inf; the same on every rank.
 
         Args:
             columns: as in `sample`.
@@ -156,8 +154,7 @@ class Sampler:
     def _best_of_columns(
         self, columns: torch.Tensor, rows: SampledRows, needs: SamplingNeeds, tokens: torch.Tensor, rules: TokenRules
     ) -> torch.Tensor:
-        """What this rank sends the others when no row has a filter: `best_of_parts` of its columns, int32 [2, num_rows,
-        num_parts]."""
+        """`best_of_parts` of this rank's columns, int32 [2, num_rows, num_parts], which it sends to the others."""
         vocab = self._vocab
         logits = self._processed(columns[:, : vocab.num_ids], rows, needs, tokens, rules, vocab.first)
         settings, num_parts = (rows.temperatures, rows.seeds, rows.lengths), num_parts_of(vocab.size)
@@ -166,7 +163,7 @@ class Sampler:
     def _sample_rows(
         self, logits: torch.Tensor, rows: SampledRows, needs: SamplingNeeds, tokens: torch.Tensor, rules: TokenRules
     ) -> Sampled:
-        """logits: [num_rows, vocab_size]; without other ranks."""
+        """Samples whole rows, logits: [num_rows, vocab_size], without other ranks."""
         raw, logits = logits, self._processed(logits, rows, needs, tokens, rules)
         thresholds = None
         if needs.has_filters:

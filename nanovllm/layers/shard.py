@@ -3,23 +3,22 @@
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-# Key of a parameter that is one checkpoint tensor of the same name; merged layers use names such as "q_proj".
+# The key of a parameter that is one checkpoint tensor of the same name. Merged layers have keys such as "q_proj".
 WHOLE = ""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """How a checkpoint tensor, or a part of it, gets into a parameter.
+    """How the loader fills a part of a parameter from a checkpoint tensor.
 
     Args:
         shape: the tensor's whole shape in the checkpoint.
-        source: what this rank reads of it, a (start, length) for each dimension.
-        target: the part of the parameter that it fills; numbers that fit into it are repeated.
-        offset: is added to it.
-        scales: float32 [rows of target]; if given, the target is e4m3, and rows of other numbers are quantized into it
-            and their scales into this.
+        source: the part of the tensor that this rank reads, a (start, length) per dimension.
+        target: the part of the parameter to fill. A smaller source is repeated to its shape.
+        offset: is added to the numbers.
+        scales: float32 [rows of target]. If given, the target is e4m3: rows in another dtype are quantized, into the
+            target and into these scales.
     """
 
     shape: tuple[int, ...]
@@ -29,12 +28,9 @@ class Shard:
     scales: torch.Tensor | None = None
 
 
-# What each checkpoint tensor fills. Only one that holds several projections has several shards.
+# The shards of a parameter by the key of their checkpoint tensor. Only a tensor that holds several projections has
+# several shards.
 Shards = dict[str, list[Shard]]
-
-
-def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
 def replicated_shards(parameter: torch.Tensor, offset: float = 0.0) -> Shards:

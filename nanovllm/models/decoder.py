@@ -1,8 +1,4 @@
-"""Every decoder, on one page: Llama's, and where a Family's flags say so, something else.
-
-`kw` is where and how layers compute: dtype and device of parameters, and whether with our kernels (`use_kernels`).
-`formats` says which layers have weights in FP8.
-"""
+"""Every decoder, on one page: Llama's, and where a Family's flags say so, something else."""
 
 from dataclasses import replace
 
@@ -12,8 +8,10 @@ from torch import nn
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.context import LayerContext
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.experts import Experts
+from nanovllm.layers.forms import Form
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import QKNorm, RMSNorm
 from nanovllm.layers.quantization import Formats
@@ -25,37 +23,31 @@ from nanovllm.ops.layer_cache import LayerCache
 
 
 class DecoderAttention(nn.Module):
+    """accepts: the forms of inputs that it takes; gives: the forms of sums that the norm after it accepts."""
+
     def __init__(
-        self,
-        config: ModelConfig,
-        layer_index: int,
-        backend: AttentionBackend,
-        parallel: Parallel,
-        formats: Formats,
-        use_kernels: bool,
-        **kw,
-    ):
+        self, config: ModelConfig, layer_index: int, backend: AttentionBackend, formats: Formats, gives: Form,
+        context: LayerContext,
+    ):  # fmt: skip
         super().__init__()
-        name = f"model.layers.{layer_index}.self_attn"
+        name, family = f"model.layers.{layer_index}.self_attn", config.family
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        stored_as = "qkv_proj" if config.family.stores_merged else None
+        stored_as = "qkv_proj" if family.stores_merged else None
+        stored = [stored_as] if stored_as else ["q_proj", "k_proj", "v_proj"]
+        self.attn = Attention(layer_index, backend, config.layers[layer_index].window, context.use_kernels)
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, head_dim, heads, kv_heads, config.qkv_bias, parallel, stored_as,
-            use_kernels=use_kernels,
-            format=formats.of(*(f"{name}.{x}" for x in ([stored_as] if stored_as else ["q_proj", "k_proj", "v_proj"]))),
-            keeps_scales=not backend.reads_new_keys, **kw,
+            config.hidden_size, head_dim, heads, kv_heads, config.qkv_bias, context, stored_as=stored_as,
+            format=formats.of(name, *stored), gives=self.attn.accepts,
         )  # fmt: skip
         self.o_proj = RowParallelLinear(
-            heads * head_dim, config.hidden_size, config.o_bias, parallel,
-            takes_unfinished=not config.family.has_post_norms, use_kernels=use_kernels,
-            format=formats.of(f"{name}.o_proj"), **kw,
+            heads * head_dim, config.hidden_size, config.o_bias, context, format=formats.of(name, "o_proj"),
+            gives=gives,
         )  # fmt: skip
-        num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads  # of this rank
-        self.attn = Attention(layer_index, backend, config.layers[layer_index].window, use_kernels)
+        self.accepts = self.qkv_proj.accepts
         self.qk_norm = None
-        if config.family.qk_norm:  # Attention's kernel does its work, so it gets no use_kernels
-            offset = config.family.norm_offset
-            self.qk_norm = QKNorm(num_heads, num_kv_heads, head_dim, config.rms_norm_eps, offset=offset, **kw)
+        if family.qk_norm:
+            num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads  # of this rank
+            self.qk_norm = QKNorm(num_heads, num_kv_heads, head_dim, config.rms_norm_eps, context, family.norm_offset)
 
     def forward(self, hidden_states, rotary, kv_cache, metadata, needed=None):
         attended = self.attn(self.qkv_proj(hidden_states), self.qk_norm, rotary, kv_cache, metadata).flatten(1)
@@ -63,50 +55,46 @@ class DecoderAttention(nn.Module):
 
 
 class DecoderMLP(nn.Module):
-    def __init__(self, config: ModelConfig, layer_index: int, parallel: Parallel, formats: Formats, **kw):
+    """accepts: the forms of inputs that it takes; gives: the forms of sums that the norm after it accepts."""
+
+    def __init__(self, config: ModelConfig, layer_index: int, formats: Formats, gives: Form, context: LayerContext):
         super().__init__()
         name = f"model.layers.{layer_index}.mlp"
         hidden_size, size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         stored_as = "gate_up_proj" if config.family.stores_merged else None
+        stored = [stored_as] if stored_as else ["gate_proj", "up_proj"]
         self.down_proj = RowParallelLinear(
-            size, hidden_size, bias, parallel, takes_unfinished=not config.family.has_post_norms,
-            format=formats.of(f"{name}.down_proj"), **kw,
-        )  # fmt: skip
+            size, hidden_size, bias, context, format=formats.of(name, "down_proj"), gives=gives
+        )
+        # act_and_mul turns a ScaledProduct into rows in FP8.
+        of_gate_up = Form.SCALED if Form.QUANTIZED in self.down_proj.accepts else Form.PLAIN
         self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size, {"gate_proj": size, "up_proj": size}, bias, parallel, stored_as=stored_as,
-            format=formats.of(*(f"{name}.{x}" for x in ([stored_as] if stored_as else ["gate_proj", "up_proj"]))),
-            keeps_scales=self.down_proj.takes_quantized, **kw,
+            hidden_size, {"gate_proj": size, "up_proj": size}, bias, context, stored_as=stored_as,
+            format=formats.of(name, *stored), gives=of_gate_up,
         )  # fmt: skip
-        self.takes_quantized = self.gate_up_proj.takes_quantized
-        self.hidden_act = config.hidden_act
+        self.accepts = self.gate_up_proj.accepts
+        self.hidden_act, self.use_kernels = config.hidden_act, context.use_kernels
 
     def forward(self, hidden_states):
-        gate_up = self.gate_up_proj(hidden_states)
-        return self.down_proj(act_and_mul(gate_up, self.hidden_act, self.gate_up_proj.use_kernels))
+        return self.down_proj(act_and_mul(self.gate_up_proj(hidden_states), self.hidden_act, self.use_kernels))
 
 
 class DecoderLayer(nn.Module):
     def __init__(
-        self,
-        config: ModelConfig,
-        layer_index: int,
-        backend: AttentionBackend,
-        parallel: Parallel,
-        formats: Formats,
-        **kw,
+        self, config: ModelConfig, layer_index: int, backend: AttentionBackend, formats: Formats, context: LayerContext
     ):
         super().__init__()
 
-        def norm(quantizes: bool = False) -> RMSNorm:
-            size, eps, offset = config.hidden_size, config.rms_norm_eps, config.family.norm_offset
-            return RMSNorm(size, eps, parallel=parallel, offset=offset, quantizes=quantizes, **kw)
+        def norm(gives: Form = Form.PLAIN) -> RMSNorm:
+            return RMSNorm(config.hidden_size, config.rms_norm_eps, context, config.family.norm_offset, gives)
 
         self.rope = config.layers[layer_index].rope
-        self.self_attn = DecoderAttention(config, layer_index, backend, parallel, formats, **kw)
-        self.mlp = self._make_mlp(config, layer_index, parallel, formats, **kw)
         self.has_post_norms = config.family.has_post_norms
-        before_mlp = norm(quantizes=getattr(self.mlp, "takes_quantized", False))
-        self.input_layernorm = norm(quantizes=self.self_attn.qkv_proj.takes_quantized)
+        sums = Form.PLAIN if self.has_post_norms else RMSNorm.accepts(context)
+        self.self_attn = DecoderAttention(config, layer_index, backend, formats, sums, context)
+        self.mlp = self._make_mlp(config, layer_index, formats, sums, context)
+        before_mlp = norm(gives=self.mlp.accepts)
+        self.input_layernorm = norm(gives=self.self_attn.accepts)
         if self.has_post_norms:  # the checkpoint's names: post_attention_layernorm comes before the addition then
             self.post_attention_layernorm, self.post_feedforward_layernorm = norm(), norm()
             self.pre_feedforward_layernorm = before_mlp
@@ -114,21 +102,23 @@ class DecoderLayer(nn.Module):
             self.post_attention_layernorm = before_mlp
 
     @staticmethod
-    def _make_mlp(config: ModelConfig, layer_index: int, parallel: Parallel, formats: Formats, **kw) -> nn.Module:
+    def _make_mlp(
+        config: ModelConfig, layer_index: int, formats: Formats, gives: Form, context: LayerContext
+    ) -> DecoderMLP | Experts:
         experts = config.experts
         if experts is None or not config.layers[layer_index].has_experts:
-            return DecoderMLP(config, layer_index, parallel, formats, **kw)
-        name = f"model.layers.{layer_index}.mlp.experts.0"  # a checkpoint's experts are alike
+            return DecoderMLP(config, layer_index, formats, gives, context)
+        name = f"model.layers.{layer_index}.mlp.experts.0"  # all experts have the same format
         return Experts(
             config.hidden_size, experts.size, experts.num_experts, experts.top_k, experts.renormalizes,
-            config.hidden_act, parallel, format=formats.of(*(f"{name}.{x}_proj" for x in ("gate", "up", "down"))), **kw,
+            config.hidden_act, context, formats.of(name, "gate_proj", "up_proj", "down_proj"),
         )  # fmt: skip
 
     def forward(self, output, residual, rotary, kv_cache, metadata, needed=None):
         """(output of the layer before, residual) -> the same of this layer; see RMSNorm.reduce_add.
 
-        needed: int64 [num_needed], the tokens whose results are read; None for all. Results have one row per needed
-            token then. The cache gets the keys and values of all tokens.
+        needed: int64 [num_needed], the tokens whose results are read; the results then have one row per needed token.
+            None for all tokens. The cache always gets the keys and values of all tokens.
         """
         hidden_states, residual = self.input_layernorm.reduce_add(output, residual)
         output = self.self_attn(hidden_states, rotary[self.rope], kv_cache, metadata, needed)
@@ -143,22 +133,20 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, config: ModelConfig, backend: AttentionBackend, parallel: Parallel, **kw):
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, context: LayerContext):
         super().__init__()
         family, hidden_size = config.family, config.hidden_size
         scale = hidden_size**0.5 if family.scales_embedding else 1.0
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, hidden_size, parallel, scale=scale, **kw)
-        formats = Formats(config.fp8, kw["dtype"], kw["device"])
-        layers = [
-            DecoderLayer(config, index, backend, parallel, formats, **kw) for index in range(config.num_hidden_layers)
-        ]
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, hidden_size, context, scale)
+        formats = Formats(config.fp8, context)
+        layers = [DecoderLayer(config, index, backend, formats, context) for index in range(config.num_hidden_layers)]
         self.num_kv_heads = layers[0].self_attn.qkv_proj.num_kv_heads  # of this rank
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(hidden_size, config.rms_norm_eps, parallel=parallel, offset=family.norm_offset, **kw)
+        self.norm = RMSNorm(hidden_size, config.rms_norm_eps, context, family.norm_offset)
         self.has_post_norms = family.has_post_norms
 
     def forward(self, token_ids, rotary, kv_cache, metadata, needed=None):
-        # What a norm after a block gives is whole, so the residual that it is added to must be whole too.
+        # The result of a norm after a block is whole, so the residual that it is added to must be whole too.
         embed = self.embed_tokens.reduce if self.has_post_norms else self.embed_tokens
         output, residual = embed(token_ids), None
         *layers, last = self.layers
@@ -177,9 +165,7 @@ class CausalLM(nn.Module):
         config: the architecture's numbers.
         max_position: positions are below it.
         backend: the attention backend.
-        parallel: this rank's place.
-        dtype, device: of every parameter, which is left uninitialised.
-        use_kernels: compute with our kernels instead of their plain twins.
+        parallel, dtype, device, use_kernels: see LayerContext. Parameters are left uninitialised.
     """
 
     def __init__(
@@ -193,8 +179,8 @@ class CausalLM(nn.Module):
         use_kernels: bool = False,
     ):
         super().__init__()
-        kw = {"dtype": dtype, "device": device, "use_kernels": use_kernels}
-        self.model = Decoder(config, backend, parallel, **kw)
+        context = LayerContext(dtype, device, use_kernels, parallel)
+        self.model = Decoder(config, backend, context)
         self.rotary_embs = {
             rope: RotaryEmbedding(config.head_dim, max_position, rope, dtype, device)
             for rope in dict.fromkeys(layer.rope for layer in config.layers)
@@ -202,7 +188,7 @@ class CausalLM(nn.Module):
         self.num_kv_heads = self.model.num_kv_heads
         tied = config.tie_word_embeddings
         weight = self.model.embed_tokens.weight if tied else None
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, parallel, weight, **kw)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context, weight)
         self.renames = config.family.renames
         # Checkpoint tensor -> the one it must equal when a tied model stores it all the same.
         self.tied_weights = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
@@ -217,7 +203,7 @@ class CausalLM(nn.Module):
     ) -> torch.Tensor:
         """token_ids, positions: [num_tokens] -> hidden states [num_tokens, hidden_size]
 
-        needed: int64 [num_needed], indices of tokens; those of prompts must lie in `metadata.sampled_tiles`. The last
+        needed: int64 [num_needed], indices of tokens; those of prompts must be in `metadata.sampled_tiles`. The last
             layer computes results for them alone, and the hidden states are [num_needed, hidden_size]. None for all
             tokens. Must be None for ranks with an Exchange, whose residuals lack rows.
         """
@@ -225,7 +211,7 @@ class CausalLM(nn.Module):
         return self.model(token_ids, rotary, kv_cache, metadata, needed)
 
     def variant_key(self, num_tokens: int) -> tuple[int, ...]:
-        """What the layers choose by the number of tokens: steps in which it differs need different kernels."""
+        """A hashable key: steps whose keys differ need different compiled kernels."""
         choosers = (getattr(module, "variant_key", None) for module in self.model.modules())
         return tuple(choose(num_tokens) for choose in choosers if choose is not None)
 

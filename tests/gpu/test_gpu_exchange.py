@@ -20,7 +20,8 @@ RANK = """
     from dataclasses import replace
     import torch
     import torch.distributed as dist
-    from nanovllm.layers.linear import PartialSum
+    from nanovllm.layers.context import LayerContext
+    from nanovllm.layers.forms import Form, PartialSum
     from nanovllm.layers.norm import RMSNorm
     from nanovllm.ops import exchange as kernels
     from nanovllm.ops.collectives import Parallel
@@ -40,7 +41,9 @@ RANK = """
         for dtype, width in ((torch.bfloat16, 4096), (torch.float32, 72), (torch.bfloat16, 5120), (torch.float16, 64)):
             exchange = make_exchange(plain, width, dtype, device)
             fused = replace(plain, exchange=exchange)
-            twin, norm = (RMSNorm(width, 1e-6, dtype, device, True, parallel) for parallel in (plain, fused))
+            twin, norm = (
+                RMSNorm(width, 1e-6, LayerContext(dtype, device, True, parallel)) for parallel in (plain, fused)
+            )
             for it in (twin, norm):
                 it.weight.copy_(torch.linspace(0.5, 2, width))
                 it.weight[:2] = -1
@@ -63,7 +66,7 @@ RANK = """
             if dtype != torch.bfloat16:
                 continue
             # Products in FP8, which keep their scales until they are sent, and results in FP8.
-            norm = RMSNorm(width, 1e-6, dtype, device, True, fused, quantizes=True)
+            norm = RMSNorm(width, 1e-6, LayerContext(dtype, device, True, fused), gives=Form.QUANTIZED)
             norm.weight.copy_(twin.weight)
             ways = ((rows, way) for rows in (1, 2, 3, 64, 531, 2051) for way in (2**20, -1))
             for num_rows, kernels._BYTES_OF_A_TRIP in ways:
@@ -83,7 +86,9 @@ RANK = """
         # Thousands of sums from a graph and between its replays, the ranks out of step: rank 0 has more to do.
         width = 4096
         exchange = make_exchange(plain, width, torch.bfloat16, device)
-        norm = RMSNorm(width, 1e-6, torch.bfloat16, device, True, replace(plain, exchange=exchange))
+        norm = RMSNorm(
+            width, 1e-6, LayerContext(torch.bfloat16, device, True, replace(plain, exchange=exchange))
+        )
         norm.weight.fill_(1)
         source = torch.full((4099, width), float(rank + 1), device=device, dtype=torch.bfloat16)
         counter = torch.zeros((), device=device, dtype=torch.bfloat16)

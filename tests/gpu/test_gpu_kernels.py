@@ -27,6 +27,7 @@ from support.steps import random_rows
 
 from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.choice import make_attention_backend
+from nanovllm.layers.context import LayerContext
 from nanovllm.layers.norm import QKNorm
 from nanovllm.layers.rope_config import RopeConfig
 from nanovllm.layers.rotary_embedding import Rotary, RotaryEmbedding
@@ -397,7 +398,7 @@ def test_several_rows_are_put_where_they_are_wanted(dtype):
 def test_fused_norm_rotation_and_store_is_no_worse_than_its_twins(dtype, num_heads, num_kv_heads, head_dim):
     """Padding heads must not be written, queries not go to the cache, slot −1 not be stored."""
     num_tokens, num_normed = 45, num_heads + num_kv_heads
-    norm = QKNorm(num_heads, num_kv_heads, head_dim, 1e-6, dtype, GPU)
+    norm = QKNorm(num_heads, num_kv_heads, head_dim, 1e-6, LayerContext(dtype, GPU))
     norm.weight.data.copy_(1 + 0.3 * randn(num_normed, head_dim, dtype=torch.float32, seed=1))
     rotary = RotaryEmbedding(head_dim, 4096, RopeConfig(1e6, head_dim), dtype, GPU)
     generator = torch.Generator().manual_seed(0)

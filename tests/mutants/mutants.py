@@ -609,6 +609,10 @@ _MUTANTS_OF_FILE = {
             "a large product replaces the residual",
             "residual.addmm_(x.x, x.weight.mT)", "residual.addmm_(x.x, x.weight.mT, beta=0)",
             "test_layers.py::test_a_large_fused_product_is_added_to_the_residual_while_it_is_multiplied"),
+        planted(
+            "ranks without an exchange sum what is not scaled",
+            "Form.PLAIN if parallel.exchange is None else Form.SCALED", "Form.SCALED",
+            "test_layers.py::test_ranks_with_an_exchange_leave_scales_and_rounding_to_it"),
     ],
     "ops/qk_norm_rotate_store.py": [
         planted(

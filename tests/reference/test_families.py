@@ -21,6 +21,7 @@ from support.thread_ranks import Exchange, ThreadRank, logits_of
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.torch_backend import TorchAttention
+from nanovllm.layers.forms import Form
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.norm import QKNorm
 from nanovllm.models.decoder import CausalLM
@@ -80,7 +81,7 @@ def test_every_layer_of_a_fused_model_is_fused(tmp_path, family):
     for fused in (True, False):
         model = CausalLM(config, 64, backend, Parallel(), torch.float32, CPU, fused)
         found = {
-            name: getattr(module, "fused", getattr(module, "_fused", None))
+            name: getattr(module, "use_kernels", getattr(module, "_use_kernels", None))
             for name, module in model.named_modules()
             if not isinstance(module, QKNorm)  # Attention's kernel does its work
         }
@@ -90,7 +91,9 @@ def test_every_layer_of_a_fused_model_is_fused(tmp_path, family):
         # A norm after a block does not take products in parts.
         may_split = fused and not config.family.has_post_norms
         products = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
-        assert products and all(each.in_parts == (may_split and each.bias is None) for each in products)
+        assert products and all(
+            (Form.UNFINISHED in each.gives) == (may_split and each.bias is None) for each in products
+        )
 
 
 def divisible_models(tmp_path, family: str, rng: random.Random, number: int):

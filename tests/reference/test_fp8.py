@@ -22,14 +22,15 @@ from support.fp8_factory import (
 )
 from support.long import some
 
+from nanovllm.layers.context import LayerContext
 from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.layers.linear import RowParallelLinear
+from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.quantization import BlockFp8, ChannelFp8
 from nanovllm.layers.shard import Shard
 from nanovllm.ops import block_product as block_module
 from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.ops.block_product import BlockWeight, block_product, rows_of_tile
-from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.layer_cache import LayerCache
 from nanovllm.ops.norm import add_rms_norm, rms_norm
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
@@ -179,18 +180,16 @@ def test_a_tile_has_about_as_many_rows_as_there_are():
     """A layer says so, because each tile is another kernel."""
     numbers, expected = (1, 16, 17, 33, 65, 9999), [16, 16, 32, 64, 128, 128]
     assert [rows_of_tile(rows) for rows in numbers] == expected
-    kw = {"dtype": torch.float32, "device": torch.device("cpu")}
-    blocks = BlockFp8(Fp8Config("weight_scale_inv", (128, 128)), **kw)
     for fused in (False, True):
-        layer = RowParallelLinear(
-            128, 128, False, Parallel(), takes_unfinished=True, use_kernels=fused, format=blocks, **kw
-        )
+        context = LayerContext(torch.float32, torch.device("cpu"), fused)
+        blocks = BlockFp8(Fp8Config("weight_scale_inv", (128, 128)), context)
+        layer = RowParallelLinear(128, 128, False, context, format=blocks, gives=RMSNorm.accepts(context))
         assert [layer.variant_key(rows) for rows in numbers] == (expected if fused else [1] * 6)
 
 
 @pytest.mark.parametrize("sizes", [(96, 100), (100, 96)])
 def test_sizes_that_a_gpu_cannot_multiply_are_named(sizes):
-    formats = ChannelFp8(Fp8Config(), torch.bfloat16, torch.device("cpu"))
+    formats = ChannelFp8(Fp8Config(), LayerContext(torch.bfloat16, torch.device("cpu")))
     formats.check(*sizes)  # a CPU can
     formats._one = SimpleNamespace(is_cuda=True)
     formats.check(96, 112)
@@ -247,7 +246,8 @@ def test_kernels_give_the_tokens_of_the_plain_engine_in_fp8(tmp_path, family):
 )
 def test_a_part_of_a_weight_is_of_whole_blocks(rows, columns, first_row, fits):
     """[200, 300] in blocks of 128 × 128: 2 × 3."""
-    blocks = BlockFp8(Fp8Config("weight_scale_inv", (128, 128)), torch.float32, torch.device("cpu"))
+    context = LayerContext(torch.float32, torch.device("cpu"))
+    blocks = BlockFp8(Fp8Config("weight_scale_inv", (128, 128)), context)
     scales = torch.arange(5)[:, None] + torch.zeros(1, 3)
     shard = Shard((200, 300), (rows, columns), torch.empty(rows[1], columns[1]))
     if not fits:

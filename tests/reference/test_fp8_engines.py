@@ -33,6 +33,7 @@ from support.model_factory import read_tensors, save_model, write_tensors
 from torch.profiler import ProfilerActivity, profile
 
 from nanovllm import LLM
+from nanovllm.layers.context import LayerContext
 from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.layers.quantization import BlockFp8, ChannelFp8
 from nanovllm.models.loader import load_weights
@@ -326,13 +327,13 @@ def test_products_err_as_the_rounding_of_their_inputs_explains():
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(size, generator=generator) for size in ((40, 500), (300, 500)))
     x *= torch.logspace(-3, 3, 40)[:, None]
-    device = torch.device("cpu")
+    context = LayerContext(torch.float32, torch.device("cpu"))
     for layout, make in ((CHANNEL, ChannelFp8), (block_layout(128, 128), BlockFp8)):
         values, scales = layout.quantize(weight)
         block = layout.block if make is BlockFp8 else None
-        number_format = make(Fp8Config("weight_scale", block), torch.float32, device)
+        number_format = make(Fp8Config("weight_scale", block), context)
         scales = scales.reshape(number_format.scales_shape(*weight.shape))
-        found = number_format.multiply(x, values, scales, None, False, False)
+        found = number_format.multiply(x, values, scales, None)
         whole = layout.whole("", weight)[""]
         error = found - x @ whole.T
         peaks = x.abs().amax(1, keepdim=True)
@@ -342,7 +343,7 @@ def test_products_err_as_the_rounding_of_their_inputs_explains():
         of_rows = error.pow(2).mean(1).sqrt() / (x.pow(2) @ whole.pow(2).T).mean(1).sqrt()
         assert (of_rows > 0.015).all() and (of_rows < 1 / 27).all()
         bias = torch.randn(300, generator=generator)
-        torch.testing.assert_close(number_format.multiply(x, values, scales, bias, False, False), found + bias)
+        torch.testing.assert_close(number_format.multiply(x, values, scales, bias), found + bias)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "kernel"])

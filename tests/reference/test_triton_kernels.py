@@ -33,7 +33,8 @@ from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.choice import make_attention_backend
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.attention.triton_backend import TritonAttention
-from nanovllm.layers.linear import PartialSum
+from nanovllm.layers.context import LayerContext
+from nanovllm.layers.forms import PartialSum
 from nanovllm.layers.norm import QKNorm, RMSNorm
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from nanovllm.ops.act_and_mul import act_and_mul
@@ -353,7 +354,7 @@ def test_a_table_wider_than_needed_changes_nothing():
 @DTYPES
 @pytest.mark.parametrize("size", [1, 7, 32, 160, 1000, 2560])
 def test_norms_are_those_of_the_layer(size, dtype):
-    norm = RMSNorm(size, 1e-6, dtype, CPU)
+    norm = RMSNorm(size, 1e-6, LayerContext(dtype, CPU))
     norm.weight.data.copy_(random_tensor(size, seed=1) + 1)
     x, residual = random_tensor(5, size, dtype=dtype, seed=2), random_tensor(5, size, dtype=dtype, seed=3) * 3
     x[2], residual[2] = 0, 0
@@ -366,7 +367,7 @@ def test_norms_are_those_of_the_layer(size, dtype):
     else:
         assert torch.equal(total, expected_total), "the residual is rounded as a plain sum is"
     assert_near(normed, expected)
-    fused = RMSNorm(size, 1e-6, dtype, CPU, use_kernels=True)
+    fused = RMSNorm(size, 1e-6, LayerContext(dtype, CPU, use_kernels=True))
     fused.weight.data.copy_(norm.weight)
     assert torch.equal(fused(x), rms_norm(x, norm.weight, norm.eps, use_kernels=True))
     assert all(map(torch.equal, fused.reduce_add(PartialSum(x), residual), (normed, total)))
@@ -458,7 +459,7 @@ def test_queries_and_keys_are_normed_rotated_and_stored_as_by_the_layers(
     num_tokens, block_size = 7, 4
     weight, eps, norm = None, 0.0, lambda qk: qk
     if offset is not None:
-        norm = QKNorm(num_heads, num_kv_heads, head_dim, 1e-6, dtype, CPU, offset)
+        norm = QKNorm(num_heads, num_kv_heads, head_dim, 1e-6, LayerContext(dtype, CPU), offset)
         weights = random_tensor(2, head_dim, seed=1) + 1
         norm.weight.data[:num_heads], norm.weight.data[num_heads:] = weights
         weight, eps = norm.weight, norm.eps

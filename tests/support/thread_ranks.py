@@ -11,6 +11,7 @@ from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.torch_backend import TorchAttention
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Chunk
+from nanovllm.layers.context import LayerContext
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import load_weights
 from nanovllm.models.read_config import load_model_config
@@ -20,9 +21,7 @@ from nanovllm.sampling_params import SamplingParams
 from support.batch_factory import make_batch
 
 CPU = torch.device("cpu")
-
-
-FP32 = {"dtype": torch.float32, "device": CPU}
+FP32 = LayerContext(torch.float32, CPU)
 
 
 class Exchange:
@@ -59,7 +58,7 @@ def logits_of(directory: Path, token_ids: list[int], parallel: Parallel) -> torc
     """A prompt's logits, from this rank's shard of the checkpoint and of the cache, and from the others'."""
     config = load_model_config(directory)
     backend = TorchAttention(AttentionShape(1, 1, config.head_dim, torch.float32, CPU, scale=config.attention_scale))
-    model = CausalLM(config, 64, backend, parallel, **FP32)
+    model = CausalLM(config, 64, backend, parallel, torch.float32, CPU)
     load_weights(model, directory)
     num_tokens = len(token_ids)
     seq = Sequence(0, token_ids, SamplingParams(), 64)

@@ -17,19 +17,15 @@ from support.model_factory import make_model, save_model
 from support.thread_ranks import CPU, FP32, Exchange, ThreadRank, logits_of
 
 import nanovllm
+from nanovllm.layers.context import LayerContext
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding, VocabSlice
+from nanovllm.layers.forms import Form, PartialSum, PendingProduct
 from nanovllm.layers.fp8_config import Fp8Config
-from nanovllm.layers.linear import (
-    ColumnParallelLinear,
-    MergedColumnParallelLinear,
-    PartialSum,
-    PendingProduct,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import QKNorm, RMSNorm
 from nanovllm.layers.quantization import ChannelFp8
 from nanovllm.layers.rotary_embedding import RopeConfig, Rotary, RotaryEmbedding
+from nanovllm.layers.shard import WHOLE
 from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.exchange import made_by_all
@@ -56,7 +52,7 @@ def closely(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def make_norm(size: int, dtype: torch.dtype, eps: float = 1e-6) -> RMSNorm:
-    norm = RMSNorm(size, eps, dtype, CPU)
+    norm = RMSNorm(size, eps, LayerContext(dtype, CPU))
     norm.weight.normal_(1, 0.3)
     return norm
 
@@ -120,7 +116,7 @@ def test_the_residual_form_sums_the_parts_of_all_ranks_before_it_norms():
         def all_reduce(self, tensor):
             return tensor + 100 * torch.arange(32.0)
 
-    norm = RMSNorm(32, 1e-6, **FP32, parallel=Two(0, 2))
+    norm = RMSNorm(32, 1e-6, on(Two(0, 2)))
     norm.weight.normal_(1, 0.3)
     x, residual = torch.randn(2, 6, 32).unbind()
     for of_call in (residual, None):
@@ -141,7 +137,11 @@ def test_rmsnorm_works_on_views_of_heads():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_every_head_is_normed_by_itself_with_the_weight_of_its_kind(dtype):
     """As one RMSNorm for the queries and one for the keys would do it; the loader fills one row per head."""
-    qk_norm, q_norm, k_norm = QKNorm(6, 2, 16, 1e-6, dtype, CPU), make_norm(16, dtype), make_norm(16, dtype)
+    qk_norm, q_norm, k_norm = (
+        QKNorm(6, 2, 16, 1e-6, LayerContext(dtype, CPU)),
+        make_norm(16, dtype),
+        make_norm(16, dtype),
+    )
     for key, (shard,) in qk_norm.shards("weight").items():
         assert shard.shape == (16,)
         shard.target.copy_({"q_norm": q_norm, "k_norm": k_norm}[key].weight)
@@ -180,7 +180,7 @@ def test_rotary_embedding_is_that_of_transformers(dtype, head_dim, theta):
 
 def test_rotation_leaves_its_input_alone():
     """It reads both halves of every head to write either."""
-    rotary = RotaryEmbedding(16, 50, RopeConfig(10000.0, 16), **FP32)
+    rotary = RotaryEmbedding(16, 50, RopeConfig(10000.0, 16), torch.float32, CPU)
     x = torch.randn(5, 3, 16)
     copy = x.clone()
     rotations = rotary.lookup(torch.arange(5) + 7)
@@ -191,7 +191,7 @@ def test_rotation_leaves_its_input_alone():
 
 def test_rotation_keeps_lengths_and_relative_positions():
     """q at m and k at n meet in a score that knows only m − n."""
-    rotary = RotaryEmbedding(32, 500, RopeConfig(10000.0, 32), **FP32)
+    rotary = RotaryEmbedding(32, 500, RopeConfig(10000.0, 32), torch.float32, CPU)
     q, k = torch.randn(2, 1, 1, 32).double().unbind()
 
     def rotated(x, position):
@@ -234,6 +234,10 @@ def load(layer: torch.nn.Module, whole: dict[str, torch.Tensor]) -> torch.nn.Mod
     return layer
 
 
+def on(rank: Parallel) -> LayerContext:
+    return replace(FP32, parallel=rank)
+
+
 def ranks(size: int) -> list[LonelyRank]:
     return [LonelyRank(rank, size) for rank in range(size)]
 
@@ -247,7 +251,7 @@ BIAS = pytest.mark.parametrize("bias", [False, True])
 def test_column_parallel_outputs_side_by_side_are_the_whole(size, bias):
     whole = {"weight": torch.randn(12, 10), "bias": torch.randn(12)}
     x = torch.randn(3, 10)
-    parts = [load(ColumnParallelLinear(10, 12, bias, rank, **FP32), whole)(x) for rank in ranks(size)]
+    parts = [load(MergedColumnParallelLinear(10, {WHOLE: 12}, bias, on(rank)), whole)(x) for rank in ranks(size)]
     closely(torch.cat(parts, -1), F.linear(x, whole["weight"], whole["bias"] if bias else None))
 
 
@@ -259,7 +263,7 @@ def test_merged_outputs_are_divided_one_by_one(size, bias):
     whole = {f"{key}.weight": torch.randn(rows, 10) for key, rows in sizes.items()}
     whole |= {f"{key}.bias": torch.randn(rows) for key, rows in sizes.items()}
     x = torch.randn(3, 10)
-    parts = [load(MergedColumnParallelLinear(10, sizes, bias, rank, **FP32), whole)(x) for rank in ranks(size)]
+    parts = [load(MergedColumnParallelLinear(10, sizes, bias, on(rank)), whole)(x) for rank in ranks(size)]
     gates, ups = zip(*(part.split((8 // size, 12 // size), -1) for part in parts), strict=True)
     for key, shards in (("gate_proj", gates), ("up_proj", ups)):
         expected = F.linear(x, whole[f"{key}.weight"], whole[f"{key}.bias"] if bias else None)
@@ -283,7 +287,7 @@ def test_every_rank_gets_its_heads_and_the_key_heads_they_read(size, bias, num_h
     group_size = num_heads // num_kv_heads
     head = 0
     for rank in ranks(size):
-        layer = load(QKVParallelLinear(hidden_size, head_dim, num_heads, num_kv_heads, bias, rank, **FP32), whole)
+        layer = load(QKVParallelLinear(hidden_size, head_dim, num_heads, num_kv_heads, bias, on(rank)), whole)
         sizes = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
         assert layer.num_heads == num_heads // size and layer.num_kv_heads == max(1, num_kv_heads // size)
         ours = layer(x).unflatten(-1, (-1, head_dim)).split(sizes, 1)
@@ -302,7 +306,7 @@ def test_row_parallel_outputs_add_up_and_the_bias_counts_once(size, bias):
     """A bias added on every rank is added `size` times by the all-reduce."""
     whole = {"weight": torch.randn(6, 12), "bias": torch.randn(6)}
     x = torch.randn(3, 12)
-    layers = [load(RowParallelLinear(12, 6, bias, rank, **FP32), whole) for rank in ranks(size)]
+    layers = [load(RowParallelLinear(12, 6, bias, on(rank)), whole) for rank in ranks(size)]
     sums = [layer(part) for layer, part in zip(layers, x.chunk(size, -1), strict=True)]
     assert all(isinstance(partial, PartialSum) for partial in sums), "it still lacks the other ranks' parts"
     closely(sum(partial.part for partial in sums), F.linear(x, whole["weight"], whole["bias"] if bias else None))
@@ -312,8 +316,8 @@ def test_row_parallel_outputs_add_up_and_the_bias_counts_once(size, bias):
 def test_a_fused_product_of_few_rows_comes_in_parts_for_the_norm(dtype):
     """Not in parts: a single row, for which there is a kernel; many rows; inputs that do not divide; a bias, which only
     one part may count; packed weights; ranks, whose exchange sums one part of each; norms that do not take parts."""
-    kw = {"dtype": dtype, "device": CPU}
-    layer = RowParallelLinear(64, 24, False, Parallel(), takes_unfinished=True, use_kernels=True, **kw)
+    context = LayerContext(dtype, CPU, use_kernels=True)
+    layer = RowParallelLinear(64, 24, False, context, gives=RMSNorm.accepts(context))
     layer.weight.normal_()
     x, residual = torch.randn(5, 64).to(dtype), torch.randn(5, 24).to(dtype)
     part = layer(x).part
@@ -328,17 +332,18 @@ def test_a_fused_product_of_few_rows_comes_in_parts_for_the_norm(dtype):
     exactly(total, (part.sum(0) + residual).to(dtype))
     exactly(normed, norm(total))
 
-    def num_dims(rows: int, inputs: int = 64, bias: bool = False, num_ranks: int = 1, **options) -> int:
-        parallel = LonelyRank(0, num_ranks)
-        options = {"takes_unfinished": True, "use_kernels": True, **options}
-        layer = RowParallelLinear(inputs, 24, bias, parallel, **options, **kw)
+    def num_dims(rows: int, inputs: int = 64, bias: bool = False, gives: Form | None = None, **changes) -> int:
+        of_layer = replace(context, **changes)
+        layer = RowParallelLinear(
+            inputs, 24, bias, of_layer, gives=RMSNorm.accepts(of_layer) if gives is None else gives
+        )
         layer.weight.normal_()
         return layer(torch.randn(rows, layer.weight.shape[1]).to(dtype)).part.ndim
 
     assert num_dims(256) == 3 and num_dims(2) == 3
     assert [layer.variant_key(rows) for rows in (1, 2, 256, 257)] == [1, 4, 4, 0]
-    assert num_dims(5, 72) == num_dims(5, bias=True) == num_dims(5, num_ranks=2) == 2
-    assert num_dims(5, takes_unfinished=False) == num_dims(5, use_kernels=False) == 2
+    assert num_dims(5, 72) == num_dims(5, bias=True) == num_dims(5, parallel=LonelyRank(0, 2)) == 2
+    assert num_dims(5, gives=Form.PLAIN) == num_dims(5, use_kernels=False) == 2
     if dtype == torch.float32:
         layer.pack()
         assert layer.packed is None or layer(x).part.ndim == 2
@@ -353,24 +358,24 @@ def test_ranks_with_an_exchange_leave_scales_and_rounding_to_it():
         return product, product
 
     exchange = SimpleNamespace(sum_add_norm=sum_add_norm)
-    format = ChannelFp8(Fp8Config(), torch.float32, CPU)
 
-    def part_of(exchange: Any, bias: bool = False, takes_unfinished: bool = True) -> torch.Tensor | ScaledProduct:
-        parallel = LonelyRank(0, 2, exchange=exchange)
-        options = {"takes_unfinished": takes_unfinished, "use_kernels": True, "format": format, **FP32}
-        layer = RowParallelLinear(64, 24, bias, parallel, **options)
+    def on_two(exchange: Any) -> LayerContext:
+        return LayerContext(torch.float32, CPU, True, LonelyRank(0, 2, exchange=exchange))
+
+    def part_of(exchange: Any, bias: bool = False, gives: Form | None = None) -> torch.Tensor | ScaledProduct:
+        context = on_two(exchange)
+        gives = RMSNorm.accepts(context) if gives is None else gives
+        layer = RowParallelLinear(64, 24, bias, context, format=ChannelFp8(Fp8Config(), context), gives=gives)
         for parameter in layer.parameters():
             parameter.copy_(torch.rand(parameter.shape))
         return layer(quantize_rows(torch.rand(3, 32))).part
 
     product = part_of(exchange)
     assert isinstance(product, ScaledProduct)
-    for other in (part_of(None), part_of(exchange, bias=True), part_of(exchange, takes_unfinished=False)):
+    for other in (part_of(None), part_of(exchange, bias=True), part_of(exchange, gives=Form.PLAIN)):
         assert isinstance(other, torch.Tensor)
-    for quantizes in (False, True):
-        norm = RMSNorm(
-            24, 1e-6, use_kernels=True, parallel=LonelyRank(0, 2, exchange=exchange), quantizes=quantizes, **FP32
-        )
+    for gives in (Form.PLAIN, Form.QUANTIZED):
+        norm = RMSNorm(24, 1e-6, on_two(exchange), gives=gives)
         norm.reduce_add(PartialSum(product), torch.zeros(3, 24))
     assert calls == [(product, False), (product, True)]
 
@@ -378,11 +383,10 @@ def test_ranks_with_an_exchange_leave_scales_and_rounding_to_it():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_large_fused_product_is_added_to_the_residual_while_it_is_multiplied(dtype):
     """The norm then reads one tensor instead of two. The sum is rounded once, not twice."""
-    kw = {"dtype": dtype, "device": CPU}
 
-    def made(**options) -> RowParallelLinear:
-        options = {"bias": False, "parallel": Parallel(), "takes_unfinished": True, "use_kernels": True, **options}
-        layer = RowParallelLinear(64, 24, **options, **kw)
+    def made(bias: bool = False, gives: Form | None = None, **changes) -> RowParallelLinear:
+        context = replace(LayerContext(dtype, CPU, use_kernels=True), **changes)
+        layer = RowParallelLinear(64, 24, bias, context, gives=RMSNorm.accepts(context) if gives is None else gives)
         layer.weight.normal_()
         return layer
 
@@ -395,7 +399,7 @@ def test_a_large_fused_product_is_added_to_the_residual_while_it_is_multiplied(d
     torch.testing.assert_close(total.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
     exactly(normed, norm(total))
     # With a bias, several ranks or packed weights, the product is calculated at once. One of few rows comes in parts.
-    others = [made(bias=True), made(parallel=LonelyRank(0, 2)), made(takes_unfinished=False), made(use_kernels=False)]
+    others = [made(bias=True), made(parallel=LonelyRank(0, 2)), made(gives=Form.PLAIN), made(use_kernels=False)]
     assert not any(isinstance(other(x[:, : other.weight.shape[1]]), PendingProduct) for other in others)
     assert isinstance(layer(x[:256]), PartialSum)
     if dtype == torch.float32:
@@ -419,30 +423,30 @@ def test_a_vocabulary_of_any_size_is_divided(size, vocab_size):
     """Also when it does not divide, and when the last ranks get nothing: padding is neither read nor sampled."""
     whole = {"weight": torch.randn(vocab_size, 10)}
     token_ids = torch.arange(vocab_size).repeat(2)
-    embedded = [load(VocabParallelEmbedding(vocab_size, 10, rank, **FP32), whole)(token_ids) for rank in ranks(size)]
+    embedded = [load(VocabParallelEmbedding(vocab_size, 10, on(rank)), whole)(token_ids) for rank in ranks(size)]
     hidden_states = torch.randn(3, 10)
     # The loader leaves padding rows alone, so NaN stays in them: they must not reach anybody.
     exactly(sum(partial.part for partial in embedded), F.embedding(token_ids, whole["weight"]))
-    heads = [load(ParallelLMHead(vocab_size, 10, rank, **FP32), whole) for rank in ranks(size)]
+    heads = [load(ParallelLMHead(vocab_size, 10, on(rank)), whole) for rank in ranks(size)]
     logits = torch.cat([F.linear(hidden_states, head.weight) for head in heads], -1)[:, :vocab_size]
     closely(logits, F.linear(hidden_states, whole["weight"]))
 
 
 def test_padding_rows_of_the_vocabulary_start_as_zeros():
     """Uninitialised memory may hold NaN, which no mask stops in a product."""
-    head = ParallelLMHead(5, 4, LonelyRank(3, 4), **FP32)
+    head = ParallelLMHead(5, 4, on(LonelyRank(3, 4)))
     assert head.vocab.num_ids == 0 and torch.equal(head.weight, torch.zeros(16, 4))
 
 
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda rank: ColumnParallelLinear(8, 6, False, rank, **FP32), "6"),
-        (lambda rank: MergedColumnParallelLinear(8, {"gate_proj": 8, "up_proj": 10}, False, rank, **FP32), "up_proj"),
-        (lambda rank: QKVParallelLinear(8, 4, 6, 2, False, rank, **FP32), "num_attention_heads"),
-        (lambda rank: QKVParallelLinear(8, 4, 12, 6, False, rank, **FP32), "num_key_value_heads"),
-        (lambda rank: QKVParallelLinear(8, 4, 12, 3, False, rank, **FP32), "num_key_value_heads"),
-        (lambda rank: RowParallelLinear(10, 8, False, rank, **FP32), "10"),
+        (lambda rank: MergedColumnParallelLinear(8, {"one": 6}, False, on(rank)), "6"),
+        (lambda rank: MergedColumnParallelLinear(8, {"gate_proj": 8, "up_proj": 10}, False, on(rank)), "up_proj"),
+        (lambda rank: QKVParallelLinear(8, 4, 6, 2, False, on(rank)), "num_attention_heads"),
+        (lambda rank: QKVParallelLinear(8, 4, 12, 6, False, on(rank)), "num_key_value_heads"),
+        (lambda rank: QKVParallelLinear(8, 4, 12, 3, False, on(rank)), "num_key_value_heads"),
+        (lambda rank: RowParallelLinear(10, 8, False, on(rank)), "10"),
     ],
 )
 def test_what_does_not_divide_over_the_ranks_is_an_error_with_the_numbers(make, named):
@@ -554,6 +558,7 @@ GLOO_RANK = """
     import datetime, sys
     import torch
     import torch.distributed as dist
+    from nanovllm.layers.context import LayerContext
     from nanovllm.layers.embed_head import ParallelLMHead
     from nanovllm.layers.sampler import SampledRows, Sampler, SamplingNeeds
     from nanovllm.ops.collectives import Parallel
@@ -586,8 +591,8 @@ GLOO_RANK = """
     # The vocabularies: of slices that are full, that are not, and of ranks that hold nothing.
     for vocab_size in (16 * size, 61, 20, 7):
         weight = torch.randn(vocab_size, 10, generator=torch.Generator().manual_seed(vocab_size))
-        one = ParallelLMHead(vocab_size, 10, Parallel(), dtype=torch.float32, device=torch.device("cpu"))
-        head = ParallelLMHead(vocab_size, 10, parallel, dtype=torch.float32, device=torch.device("cpu"))
+        one = ParallelLMHead(vocab_size, 10, LayerContext(torch.float32, torch.device("cpu")))
+        head = ParallelLMHead(vocab_size, 10, LayerContext(torch.float32, torch.device("cpu"), parallel=parallel))
         one.weight.copy_(weight)
         for (shard,) in head.shards("weight").values():
             (first, length), _ = shard.source
@@ -659,7 +664,7 @@ def test_collectives_and_the_lm_head_over_real_processes(tmp_path, size):
 
 def test_the_scale_of_embeddings_is_rounded_as_by_transformers():
     """sqrt(1152) is 33.94, and 34 in bfloat16; Gemma was trained with the latter."""
-    embed = VocabParallelEmbedding(1, 128, Parallel(), dtype=torch.bfloat16, device=CPU, scale=1152**0.5)
+    embed = VocabParallelEmbedding(1, 128, LayerContext(torch.bfloat16, CPU), scale=1152**0.5)
     embed.weight.data.copy_(torch.arange(1, 2, 1 / 128))
     expected = embed.weight * torch.tensor(1152**0.5).bfloat16()
     assert torch.equal(embed(torch.tensor([0])).part, expected)

@@ -1,0 +1,28 @@
+"""LayerContext: how and where the layers of a model compute. Every layer gets it when it is made."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from nanovllm.ops.collectives import Parallel
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """Chosen once for all layers of a model; no layer asks for it inside `forward`.
+
+    dtype, device: of parameters and activations.
+    use_kernels: compute with our kernels instead of their plain twins.
+    parallel: this rank's place among those that share the model.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    use_kernels: bool = False
+    parallel: Parallel = Parallel()  # noqa: RUF009 (frozen)
+
+    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """An uninitialised parameter; dtype: None is the context's."""
+        tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        return nn.Parameter(tensor, requires_grad=False)
