@@ -133,6 +133,23 @@ def test_the_parameters_of_preflight_are_those_of_the_code():
     assert signature_in(code) == parameters_of(Preflight)
 
 
+def test_the_measured_figures_of_the_readme_are_those_of_the_results():
+    lines = json.loads((ROOT / "benchmarks" / "results.json").read_text(encoding="utf-8"))
+    values = [
+        value
+        for line in lines
+        if "H100" in line.get("device", "")
+        for name, value in line.items()
+        if name.endswith("tokens_per_second")
+    ]
+    measured = {number for value in values for number in (value if isinstance(value, list) else [value])}
+    [rows] = tables("README.md", "workload, model")
+    assert 5 <= len(rows) <= 10
+    for row in rows:
+        shown = {int(number.replace(",", "")) for cell in row[1:4] for number in re.findall(r"[\d,]+", cell)}
+        assert shown and shown <= measured, row
+
+
 # Shell and JSON
 
 PYTEST_OPTIONS = {"-m", "-n0", "-s", "-k"}
