@@ -77,7 +77,7 @@ def test_extras_exist(page: str):
 def tables(page: str, header: str) -> list[list[list[str]]]:
     """The tables of a page whose first column has this header: their rows' cells."""
     found = re.findall(rf"^\| {re.escape(header)} \|.*\n\|[-|]+\n((?:\|.*\n)+)", read(page), re.MULTILINE)
-    return [[re.split(r" \| ", row.strip("| ")) for row in rows.splitlines()] for rows in found]
+    return [[[cell.strip() for cell in row.split("|")[1:-1]] for row in rows.splitlines()] for rows in found]
 
 
 def names_and_defaults(rows: list[list[str]]) -> dict[str, Any]:
