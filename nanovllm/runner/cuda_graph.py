@@ -123,7 +123,7 @@ class CudaGraphs:
 
         The step is parked on the current stream, and only `function` runs on the stream of the captures. With both
         there, captured decodes of many rows were 2% slower (H200, CUDA 13.0), because kernels began later. The cause is
-        unknown; docs/performance.md has the figures.
+        unknown; docs/record.md has the figures.
         """
         current = torch.cuda.current_stream(self._device)
         with self._parked():

@@ -19,7 +19,7 @@ _GIB = 2**30
 _USUAL_CPU_CACHE_BYTES = 4 * _GIB
 # Left free on a GPU whatever else holds: kernels are loaded late, and other programs grow.
 _GPU_MARGIN = _GIB // 2
-# More sequences bring little (docs/performance.md), and fewer are better than ones that wait for blocks.
+# More sequences bring little (docs/record.md), and fewer are better than ones that wait for blocks.
 _MAX_SEQS_ON_GPU, _MAX_SEQS_ON_CPU, _MIN_SEQS, _TOKENS_OF_A_SEQUENCE = 1024, 512, 16, 256
 
 

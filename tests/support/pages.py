@@ -9,6 +9,7 @@ A comment above a block, which readers do not see, says more about it:
 """
 
 import re
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,17 +58,17 @@ def read(page: str) -> str:
 
 
 def blocks_of(page: str) -> list[Block]:
-    pattern = r"(?:<!-- ((?:(?!-->).)*?)\s*-->\n)?^```(\w*)\n(.*?)^```$"
+    pattern = r"(?:<!-- ((?:(?!-->).)*?)\s*-->\n)?^ *```(\w*)\n(.*?)^ *```$"
     text = read(page)
     return [
-        Block(page, text.count("\n", 0, found.start(3)), found[2], (found[1] or "").strip(), found[3])
+        Block(page, text.count("\n", 0, found.start(3)), found[2], (found[1] or "").strip(), textwrap.dedent(found[3]))
         for found in re.finditer(pattern, text, re.MULTILINE | re.DOTALL)
     ]
 
 
 def prose_of(page: str) -> str:
     """The page without its blocks of code."""
-    return re.sub(r"^```.*?^```$", "", read(page), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"^ *```.*?^ *```$", "", read(page), flags=re.MULTILINE | re.DOTALL)
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]

@@ -77,7 +77,7 @@ def test_extras_exist(page: str):
 def tables(page: str, header: str) -> list[list[list[str]]]:
     """The tables of a page whose first column has this header: their rows' cells."""
     found = re.findall(rf"^\| {re.escape(header)} \|.*\n\|[-|]+\n((?:\|.*\n)+)", read(page), re.MULTILINE)
-    return [[re.split(r" \| ", row.strip("| ")) for row in rows.splitlines()] for rows in found]
+    return [[[cell.strip() for cell in row.split("|")[1:-1]] for row in rows.splitlines()] for rows in found]
 
 
 def names_and_defaults(rows: list[list[str]]) -> dict[str, Any]:
@@ -131,6 +131,23 @@ def test_the_table_of_methods_has_every_method_with_its_parameters():
 def test_the_parameters_of_preflight_are_those_of_the_code():
     [code] = re.findall(r"^`(Preflight\([^`]*\))`", read("docs/api.md"), re.MULTILINE)
     assert signature_in(code) == parameters_of(Preflight)
+
+
+def test_the_measured_figures_of_the_readme_are_those_of_the_results():
+    lines = json.loads((ROOT / "benchmarks" / "results.json").read_text(encoding="utf-8"))
+    values = [
+        value
+        for line in lines
+        if "H100" in line.get("device", "")
+        for name, value in line.items()
+        if name.endswith("tokens_per_second")
+    ]
+    measured = {number for value in values for number in (value if isinstance(value, list) else [value])}
+    [rows] = tables("README.md", "workload, model")
+    assert 5 <= len(rows) <= 10
+    for row in rows:
+        shown = {int(number.replace(",", "")) for cell in row[1:4] for number in re.findall(r"[\d,]+", cell)}
+        assert shown and shown <= measured, row
 
 
 # Shell and JSON
