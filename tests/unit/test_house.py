@@ -1,0 +1,187 @@
+"""The laws of the house that a program can check: CONTRIBUTING.md has all of them."""
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import nanovllm
+
+PACKAGE = Path(nanovllm.__file__).parent
+ROOT = Path(__file__).parents[2]
+FILES = sorted(path for path in PACKAGE.rglob("*.py"))
+
+VALUES = {
+    "checks", "config", "logprobs", "loglikelihood", "outputs", "prompts", "recommended_sampling", "sampling_checks",
+    "sampling_params", "structured_outputs",
+}  # fmt: skip
+PROCESS = {"child_processes", "cpu_threads", "forks", "garbage_collector", "guard", "machine"}
+# The rooms that each room may import, besides itself. A room is a package of nanovllm/ or a file beside them.
+MAY_IMPORT = {
+    "__main__": {"jobs"},
+    "jobs": {"public face", "demo", "replicas", *VALUES},
+    "integrations": {"public face", *VALUES},
+    "replicas": {"llm", "row_stream", "models", "child_processes", "machine", *VALUES},
+    "public face": {"llm", "preflight", *VALUES},
+    "preflight": {"row_stream", "text", "guides", "models", "engine", *VALUES},
+    "llm": {"row_stream", "text", "guides", "engine", "runner", "parallel", "models", *PROCESS, *VALUES},
+    "row_stream": {"text", "guides", "engine", *VALUES},
+    "text": {"models", *VALUES},
+    "guides": {"constraints", *VALUES},
+    "constraints": {"machine"},
+    "parallel": {"runner", "models", "ops", "engine", "child_processes", "machine", *VALUES},
+    "runner": {"models", "layers", "attention", "ops", "engine", "machine", *VALUES},
+    "engine": {"guard", *VALUES},
+    "models": {"layers", "attention", "ops"},
+    "layers": {"attention", "ops"},
+    "attention": {"ops"},
+    "ops": set(),
+    "demo": set(),
+    **{room: {"machine"} for room in PROCESS},
+    **{room: VALUES for room in VALUES},
+}
+# Lines of code, without blanks, comments and docstrings.
+BUDGETS = {
+    ("engine",): 1050,
+    # Each of its files has imports and signatures of its own, in place of one class with 47 methods.
+    ("runner",): 1400,
+    ("models", "layers"): 2000,
+    ("parallel",): 400,
+    ("replicas",): 500,
+    ("llm", "row_stream", "text"): 950,
+    ("ops", "attention"): 5000,
+    ("jobs",): 1850,
+}
+MAX_FILE, MAX_FUNCTION = 300, 60
+LONG_FILES = {
+    "llm.py": "two thirds are the docstrings of the public methods",
+    "row_stream.py": "prompts on their way in and outputs on their way out share one state",
+    "engine/llm_engine.py": "the loop, and all that may happen to an engine between two steps",
+    "engine/scheduler.py": "one rule with its state: admission, growth, preemption, commit",
+    "runner/model_runner.py": "one device's life cycle, in the order of its life",
+    "runner/sequence_table.py": "the only maker of a Batch: what is sent, and what is made of it",
+    "ops/filters.py": "one operation: the plain twin, two kernels, the choice",
+    "ops/logprobs.py": "one operation: the plain twin, two kernels, the choice",
+    "ops/process_logits.py": "one operation: the plain twin, its kernel, the choice",
+}
+LONG_FUNCTIONS = {
+    "attention/hopper_attend.py:attend_all": "a kernel's loop, whose registers live from end to end",
+    "attention/hopper_prompts.py:_attend_prompts_kernel": "a kernel that sets up the memory its three warps share",
+    "attention/triton_prompts.py:_prefill_kernel": "a kernel: one loop over tiles of keys",
+    "models/read_config.py:load_model_config": "one constructor call with all of a model's numbers",
+    "ops/qk_norm_rotate_store.py:_qk_norm_rotate_store_kernel": "a kernel that reads each number once for four uses",
+    "ops/store_fp8.py:_store_fp8_kernel": "a kernel: one pass over a token's heads",
+}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str) -> str:
+    _, *inside = module.split(".")
+    return inside[0] if inside else "public face"
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """The modules that a file imports, inside functions too."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{name_of(path)} imports relatively"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in MODULES else node.module
+
+
+MODULES = {module_of(path) for path in FILES}
+IMPORTS = {module_of(path): {name for name in imported_modules(path) if name in MODULES} for path in FILES}
+
+
+def code_lines(path: Path) -> int:
+    """Lines that hold more than blanks, comments and docstrings."""
+    source, docstrings, lines = path.read_text(encoding="utf-8"), set(), set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(
+            node
+        ):
+            docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    skipped = (
+        tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
+    )  # fmt: skip
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in skipped:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstrings)
+
+
+def test_no_module_imports_itself_by_a_detour():
+    """Imports inside functions and for types alone count too. Attention and the ranks once had such circles."""
+    reached = {module: set(imported) for module, imported in IMPORTS.items()}
+    for _ in reached:
+        reached = {module: found.union(*(reached[each] for each in found)) for module, found in reached.items()}
+    assert [module for module, found in reached.items() if module in found] == []
+
+
+def test_imports_point_downward():
+    found: dict[str, set[str]] = {}
+    for module, imported in IMPORTS.items():
+        found.setdefault(room_of(module), set()).update(map(room_of, imported))
+    wrong = {room: rooms - MAY_IMPORT.get(room, set()) - {room} for room, rooms in found.items()}
+    assert {room: rooms for room, rooms in wrong.items() if rooms} == {}
+    assert MAY_IMPORT.keys() == found.keys(), "a room without a rule, or a rule without a room"
+
+
+def test_the_engine_knows_no_torch():
+    roots = {name_of(path): {name.split(".")[0] for name in imported_modules(path)} for path in FILES}
+    assert [name for name, names in roots.items() if name.startswith("engine/") and "torch" in names] == []
+
+
+@pytest.mark.parametrize("rooms", BUDGETS, ids="+".join)
+def test_a_room_keeps_to_its_budget_of_lines(rooms):
+    """A feature pays for its lines by those that it lets disappear."""
+    num_lines = sum(code_lines(path) for path in FILES if room_of(module_of(path)) in rooms)
+    assert 0 < num_lines <= BUDGETS[rooms]
+
+
+def test_long_files_are_listed_with_a_reason():
+    long = {name_of(path) for path in FILES if len(path.read_text(encoding="utf-8").splitlines()) > MAX_FILE}
+    assert long == LONG_FILES.keys()
+
+
+def test_long_functions_are_listed_with_a_reason():
+    long = {
+        f"{name_of(path)}:{node.name}"
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno - node.lineno >= MAX_FUNCTION
+    }
+    assert long == LONG_FUNCTIONS.keys()
+
+
+def test_nothing_is_global():
+    assert [name_of(path) for path in FILES for node in ast.walk(tree_of(path)) if isinstance(node, ast.Global)] == []
+
+
+@pytest.mark.parametrize(("page", "limit"), [("README.md", 14_000), ("docs/performance.md", 15_000)])
+def test_a_page_stays_short(page, limit):
+    assert len((ROOT / page).read_bytes()) <= limit
+
+
+def test_benchmarking_is_arguments_and_a_report():
+    assert len((ROOT / "bench.py").read_text(encoding="utf-8").splitlines()) <= 200
