@@ -221,11 +221,16 @@ def job(tmp_path):
     return make
 
 
-def test_a_job_one_of_whose_replicas_is_killed_gives_the_same_file(job, tmp_path, monkeypatch):
+@pytest.mark.long
+def test_a_job_of_three_replicas_gives_the_file_of_one(job, tmp_path):
     job("one", size=1).run()
     report = job("three").run()
     assert (tmp_path / "three").read_bytes() == (tmp_path / "one").read_bytes()
     assert report["device_seconds"] > 3 * report["seconds"]["rows"]
+
+
+def test_a_job_one_of_whose_replicas_is_killed_gives_the_same_file(job, tmp_path, monkeypatch):
+    job("one", size=1).run()
     made, taken = [], []
 
     def make_llm(model: str, **engine: Any) -> Replicas:
@@ -272,6 +277,7 @@ def test_a_row_that_kills_its_replica_becomes_one_error_row(expected, how, monke
     ]
 
 
+@pytest.mark.long
 def test_replicas_that_die_of_every_row_end_the_call(monkeypatch, tmp_path):
     monkeypatch.setenv("FATAL_TEXT", "Q:")
     with (
@@ -296,6 +302,7 @@ def test_a_replica_that_dies_between_two_calls_is_replaced(three, expected):
 # Start and end
 
 
+@pytest.mark.long
 def test_a_replica_that_cannot_start_says_why_and_is_not_started_again(monkeypatch, tmp_path):
     with (
         nothing_left_behind(tmp_path, monkeypatch),
@@ -367,6 +374,7 @@ def test_a_parent_that_ends_leaves_neither_replicas_nor_their_ranks_behind(endin
             os.kill(each, signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_the_command_takes_the_number_of_replicas(job, tmp_path):
     job("one", size=1).run()
     arguments = f"run-batch -i {tmp_path}/in -o {tmp_path}/out --model {MODEL} --device cpu --max-num-seqs 4"

@@ -465,11 +465,12 @@ def num_calls(pair, answers) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_after_an_exception_anywhere_in_the_driver_the_next_call_is_right(pair, answers, num_calls, point):
+def test_after_an_exception_anywhere_in_the_driver_the_next_call_is_right(pair, answers, num_calls, point, count):
     """Ranks that hear half of a step, or of a request, go on with another schedule than the driver's."""
     llm = pair[1]
     rng = random.Random(f"{point} {llm.engine.depth}")
-    for error, is_after in ((KeyboardInterrupt(), False), (KeyboardInterrupt(), True), (RuntimeError("lost"), True)):
+    kinds = [(KeyboardInterrupt(), False), (KeyboardInterrupt(), True), (RuntimeError("lost"), True)]
+    for error, is_after in rng.sample(kinds, min(3, count(1, 3))):
         at = rng.randint(1, num_calls[point])
         with pytest.raises(type(error)) as caught, Fault(*POINTS[point], at, error, is_after):
             run_victims(llm)
@@ -493,7 +494,11 @@ def test_ctrl_c_may_come_at_any_line_of_the_driver(pair, answers, count, monkeyp
     rng = random.Random(4)
     places = list(visits.items())
     of_runner = [place for place in places if place[0][0] == files[-1]]
-    chosen = [*of_runner[llm.engine.depth :: 2], *rng.sample(places, min(len(places), count(5, 10)))]
+    of_runner = of_runner[llm.engine.depth :: 2]
+    chosen = [
+        *rng.sample(of_runner, min(len(of_runner), count(8, 10**6))),
+        *rng.sample(places, min(len(places), count(4, 10))),
+    ]
     for place, num_visits in chosen:
         remaining = [rng.randint(1, num_visits)]
 

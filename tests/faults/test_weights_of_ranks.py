@@ -128,9 +128,8 @@ def test_ctrl_c_in_the_wait_for_the_ranks_leaves_no_doubt(checkpoints, expected,
         assert generate(llm) == expected[1]
 
 
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("rank", some([0, 1], 1))
+@pytest.mark.parametrize("level", some([1, 2], 2))
 def test_what_one_rank_refuses_no_rank_does(checkpoints, expected, monkeypatch, rank, level):
     """The one that had no room to wake up, or could not read the weights, and the other one too."""
     monkeypatch.setenv("FAULT", "refuses once")
@@ -168,6 +167,7 @@ def run(engine: LLMEngine) -> list[int]:
     return finished[0].completion_token_ids
 
 
+@pytest.mark.long
 def test_they_can_be_closed_asleep(checkpoints):
     llm = make_llm(checkpoints[0], tensor_parallel_size=2)
     pids = [rank.process.pid for rank in llm.engine.runner._ranks]

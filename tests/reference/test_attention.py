@@ -54,6 +54,7 @@ def test_grouped_queries_attend_as_the_formula_says(backend, dtype, head_dim, nu
     )
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("backend", "dtype", "block_size"),
     [
@@ -128,7 +129,7 @@ def test_prompts_of_whole_tiles_of_keys(head_dim, group_size, block_size, window
     assert_exact("triton", case)
 
 
-@pytest.mark.grid(2)
+@pytest.mark.grid(1)
 @BACKENDS_AND_DTYPES
 @pytest.mark.parametrize("window", [1, 2, 16, 31, 32, 33, 64, 65, 300, 900])
 def test_a_query_sees_the_last_keys_of_its_window(backend, dtype, window):

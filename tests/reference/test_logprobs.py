@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from support.long import some
 
 from nanovllm.ops import logprobs as ops
 from nanovllm.ops.filters import plain_filter_thresholds
@@ -117,6 +118,7 @@ def test_raw_rows_have_the_log_softmax_of_the_raw_logits(find, dtype):
         assert ranks.tolist() == [int((row > row[token]).sum()) + 1 for row, token in zip(raw, tokens, strict=True)]
 
 
+@pytest.mark.grid(1)
 @BOTH
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_processed_rows_have_the_distribution_that_is_sampled(find, dtype, monkeypatch):
@@ -278,6 +280,7 @@ def test_a_row_does_not_depend_on_its_neighbours(find):
             assert np.array_equal(ours, theirs[rows])
 
 
+@pytest.mark.grid(1)
 @BOTH
 @pytest.mark.parametrize("poison", [math.nan, -math.nan, math.inf])
 def test_a_broken_row_ends_and_leaves_its_neighbours(find, poison):
@@ -330,7 +333,7 @@ def test_the_kernels_do_as_their_twin(vocab_size, width):
 
 
 @needs_kernels
-@pytest.mark.parametrize("num_values", [1, 2, 40])
+@pytest.mark.parametrize("num_values", some([1, 2, 40], 2))
 def test_the_kernels_list_more_ids_than_a_part_has(num_values, monkeypatch):
     """With small parts, so that lists end early, parts run dry one after the other, and most logits are equal."""
     monkeypatch.setattr(ops, "_TOKENS", 32)

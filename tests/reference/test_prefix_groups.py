@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.attention_case import make_case, relative_error, run, share
+from support.long import long, some
 from support.model_factory import save_model
 
 from nanovllm import LLM, SamplingParams
@@ -94,8 +95,8 @@ def test_the_groups_are_those_that_a_look_at_all_rows_finds(seed):
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])
-@pytest.mark.parametrize(("num_kv_heads", "group_size"), [(2, 2), (1, 5), (1, 8), (1, 80)])
-@pytest.mark.parametrize("block_size", [64, 256])
+@pytest.mark.parametrize(("num_kv_heads", "group_size"), [(2, 2), long(1, 5), (1, 8), long(1, 80)])
+@pytest.mark.parametrize("block_size", some([64, 256], 64))
 def test_shared_splits_attended_once_change_nothing(num_kv_heads, group_size, block_size, is_fp8):
     """Prefixes of different lengths, rows that share nothing, a group larger than a tile (8 rows with 8 heads). With a
     cache in FP8, only the kernel of decodes rounds queries and weights."""

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from support.long import some
 
 from nanovllm.engine import step
 from nanovllm.engine.sequence import Sequence
@@ -376,7 +377,7 @@ def test_rows_may_lie_apart(draw):
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16, torch.float16], torch.bfloat16), ids=str)
 def test_the_kernel_gives_the_tokens_of_its_twin(dtype):
     """Of several parts that are full, of a last one with a single id, and of a vocabulary smaller than a group."""
     for vocab_size in (1, 15, 4097, 9000):
@@ -386,6 +387,7 @@ def test_the_kernel_gives_the_tokens_of_its_twin(dtype):
         assert torch.equal(triton_sample(*without), plain_sample(*without))
 
 
+@pytest.mark.grid(1)
 @needs_kernels
 @pytest.mark.parametrize(("vocab_size", "size"), [(9000, 2), (8193, 4), (40, 4), (70, 2)])
 @pytest.mark.parametrize("has_rules", [False, True], ids=["plain", "rules"])

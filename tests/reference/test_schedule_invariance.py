@@ -109,13 +109,21 @@ def schedules() -> dict[str, Schedule]:
     return found
 
 
-@pytest.mark.grid(1)
-@pytest.mark.parametrize(("backend", "overlap"), [("sdpa", True), ("sdpa", False), ("torch", True)])
-def test_the_schedule_changes_no_token(model, requests, alone, backend, overlap):
+ENGINES = [("sdpa", True), ("sdpa", False), ("torch", True)]
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_the_schedule_changes_no_token(model, requests, alone, engine, request):
     """Batch sizes, order of arrival, chunks, cache off, cold and warm, preemption, overlap; greedy and sampled, with
-    penalties, bans and filters. Only a plain row whose candidates tie in float32 may differ, and hardly any do."""
+    penalties, bans and filters. Only a plain row whose candidates tie in float32 may differ, and hardly any do.
+
+    In a default run the engines share the schedules among them."""
+    backend, overlap = engine
     num_rows = num_ties = num_preemptions = num_cached_tokens = 0
-    for name, schedule in schedules().items():
+    chosen = list(schedules().items())
+    if not request.config.option.long:
+        chosen = chosen[ENGINES.index(engine) :: len(ENGINES)]
+    for name, schedule in chosen:
         options = {"attention_backend": backend, "overlap": overlap, "device": "cpu", **schedule.options}
         with LLM(model.directory, **options) as llm:
             for first in [*range(0, len(schedule.rows), schedule.call_size)] * schedule.num_times:
@@ -135,7 +143,7 @@ def test_the_schedule_changes_no_token(model, requests, alone, backend, overlap)
             llm.engine.scheduler.check_integrity()
     print(f"{num_rows} rows, {num_ties} ties, {num_preemptions} preemptions, {num_cached_tokens} cached tokens")
     assert num_ties <= num_rows / 100
-    assert num_preemptions > 50 and num_cached_tokens > 10000
+    assert num_preemptions > 50 * len(chosen) / len(schedules()) and num_cached_tokens > 400 * len(chosen)
 
 
 def test_every_token_is_the_best_of_its_perturbed_scores(model, requests, alone):

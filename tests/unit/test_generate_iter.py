@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.fake_runner import make_engine
+from support.long import some
 
 from nanovllm import LLM, NOT_YET, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
@@ -366,6 +367,7 @@ def started(pair, monkeypatch):
     return numbers
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("num_before", [1, 2, 7])
 @pytest.mark.parametrize("is_ordered", [True, False])
 def test_a_drained_iterator_finishes_what_has_started_and_nothing_else(pair, started, caplog, num_before, is_ordered):
@@ -404,7 +406,7 @@ def test_draining_keeps_all_completions_of_a_request_of_which_one_has_started(pa
         assert [each.token_ids for each in output.outputs] == [each.token_ids for each in same.outputs]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", some([True, False], True))
 def test_draining_keeps_what_was_preempted(overlap):
     """It has tokens, though it waits."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

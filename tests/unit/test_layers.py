@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.long import some
 from support.model_factory import make_model, save_model
 from support.thread_ranks import CPU, FP32, Exchange, ThreadRank, logits_of
 
@@ -633,7 +634,7 @@ GLOO_RANK = """
 """
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", some([2, 4], 2))
 def test_collectives_and_the_lm_head_over_real_processes(tmp_path, size):
     """All of them on gloo, in a group of their own. Of the LM head, every rank gets whole rows of logits, and those of
     all ranks are one rank's: sliced by rows of the weight, exchanged, and cut where the vocabulary ends.
