@@ -428,6 +428,7 @@ def test_draining_keeps_what_was_preempted(overlap):
     assert num_preempted > 0
 
 
+@pytest.mark.long
 def test_ranks_drain_as_one(expected):
     with LLM(MODEL_DIRECTORY, **OPTIONS, num_kvcache_blocks=32, tensor_parallel_size=2) as llm:
         outputs = llm.generate_iter(PROMPTS, PARAMS, ordered=False)

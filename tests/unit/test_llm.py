@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support.long import long
 from support.model_factory import stable_id
 
 import nanovllm.llm
@@ -1114,17 +1115,17 @@ def seeded(row: int) -> SamplingParams:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"overlap": False},
+        long({}),
+        long({"overlap": False}),
         {"enable_prefix_caching": False},
-        {"attention_backend": "torch"},
-        {"attention_backend": "sdpa"},
-        {"max_num_batched_tokens": 16},
+        long({"attention_backend": "torch"}),
+        long({"attention_backend": "sdpa"}),
+        long({"max_num_batched_tokens": 16}),
         {"max_num_batched_tokens": 16, "overlap": False, "kvcache_block_size": 7},
-        {"max_num_seqs": 1},
+        long({"max_num_seqs": 1}),
         {"max_num_seqs": 3},
-        {"kvcache_block_size": 1, "num_kvcache_blocks": 4096},
-        {"enforce_eager": True, "prefix_grouping": False},
+        long({"kvcache_block_size": 1, "num_kvcache_blocks": 4096}),
+        long({"enforce_eager": True, "prefix_grouping": False}),
     ],
     ids=str,
 )
@@ -1136,6 +1137,7 @@ def test_no_option_changes_the_tokens(reference, questions, options):
         assert tokens(ask(llm, *questions)) == reference[0]  # from a warm cache
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize(("block_size", "num_blocks"), [(1, 144), (4, 36)])

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.fake_runner import make_engine, run_to_end
+from support.long import long
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
@@ -27,14 +28,14 @@ def completions(outputs) -> list[list[tuple]]:
     "options",
     [
         {},
-        {"overlap": False},
-        {"enable_prefix_caching": False},
-        {"max_num_seqs": 3, "enable_prefix_caching": False},
-        {"max_num_batched_tokens": 5},
+        long({"overlap": False}),
+        long({"enable_prefix_caching": False}),
+        long({"max_num_seqs": 3, "enable_prefix_caching": False}),
+        long({"max_num_batched_tokens": 5}),
         {"num_kvcache_blocks": 14, "kvcache_block_size": 16},
-        {"num_kvcache_blocks": 14, "kvcache_block_size": 16, "enable_prefix_caching": False, "overlap": False},
-        {"attention_backend": "torch"},
-        {"tensor_parallel_size": 2},
+        long({"num_kvcache_blocks": 14, "kvcache_block_size": 16, "enable_prefix_caching": False, "overlap": False}),
+        long({"attention_backend": "torch"}),
+        long({"tensor_parallel_size": 2}),
     ],
     ids=str,
 )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.fake_runner import make_engine
 from support.family_factory import FAMILIES, save_family_model
+from support.long import some
 from support.model_factory import make_model, read_tensors, save_model, write_tensors
 from support.weight_updates import (
     EMBEDDING,
@@ -49,7 +50,7 @@ def expected(checkpoints) -> list[list[tuple[list[int], int]]]:
     return outputs_of(checkpoints)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+@pytest.fixture(scope="module", params=some([1, 2], 1), ids=["one rank", "two ranks"])
 def shared_llm(request, checkpoints) -> Iterator[LLM]:
     with make_llm(checkpoints[0], tensor_parallel_size=request.param) as llm:
         yield llm
@@ -166,7 +167,7 @@ def test_only_what_is_touched_is_packed_anew(checkpoints):
 # Tied embeddings
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+@pytest.fixture(scope="module", params=some([1, 2], 1), ids=["one rank", "two ranks"])
 def tied(request, tmp_path_factory) -> Iterator[tuple[LLM, Weights]]:
     """An LLM of a tied model, and its weights."""
     directory = tmp_path_factory.mktemp("tied")
