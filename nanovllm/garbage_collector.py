@@ -11,7 +11,7 @@ class Collector:
     loaded and thousands of requests, each walk takes a tenth of a second.
 
     LLMs in several threads share the collector, and the last one to end restores the thresholds. There is no lock and
-    no count, because Ctrl-C could leave either behind. The next call of an LLM corrects whatever Ctrl-C leaves.
+    no count, because Ctrl-C could leave either behind. The next call of an LLM repairs the thresholds.
     """
 
     def __init__(self):

@@ -13,13 +13,13 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.guides import Guide, StructuredOutputs
 from nanovllm.logprobs import TokenLogprobs
 from nanovllm.outputs import CompletionOutput, ErrorSummary, FinishReason, RequestOutput
-from nanovllm.prompts import Row
+from nanovllm.prompts import EncodedPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text import Text
 
 # Maximum number of prompts per piece: a tokenizer takes ten times a text's memory while it works. If no request runs,
 # the next piece is this large, so that the first step can choose: requests that may generate more tokens start first.
-ROWS_OF_PIECE = 256
+PROMPTS_OF_PIECE = 256
 # Prompts per piece if requests run: while the batch has free places, and when it has none.
 _PROMPTS_OF_LATER_PIECE, _PROMPTS_OF_LAST_PIECE = 32, 8
 # When the batch has no free place, no further piece is read before a step after so many prompts or tokens. Reading
@@ -34,7 +34,7 @@ class _Request:
     """A request that runs: the prompt's number, and the completions that have finished, by index."""
 
     number: int
-    prompt: Row
+    prompt: EncodedPrompt
     params: SamplingParams
     completions: dict[int, CompletionOutput] = field(default_factory=dict)
     error: str | None = None
@@ -63,7 +63,7 @@ class RowStream:
         engine: LLMEngine,
         text: Text,
         source: Iterator[tuple[Any, SamplingParams] | None],
-        encode: Callable[[list[Any]], list[Row]],
+        encode: Callable[[list[Any]], list[EncodedPrompt]],
         structured: StructuredOutputs,
         before_step: Callable[[], None] = lambda: None,
         raises: bool = False,
@@ -128,7 +128,7 @@ class RowStream:
             return refused
         num_places, num_tokens = self._engine.room_for_prompts()
         prompts_ahead, tokens_ahead = _PROMPTS_AHEAD_OF_STEP, _TOKENS_AHEAD_OF_STEP
-        while not self._is_exhausted and len(refused) < ROWS_OF_PIECE and (room := self._room(num_places)) > 0:
+        while not self._is_exhausted and len(refused) < PROMPTS_OF_PIECE and (room := self._room(num_places)) > 0:
             piece: list[tuple[Any, SamplingParams]] = []
             for pair in islice(self._source, room):
                 if pair is None:  # the source is not asked again before the next step
@@ -161,13 +161,13 @@ class RowStream:
             num_places: free places of the batch.
         """
         if self._window is None:
-            return ROWS_OF_PIECE
+            return PROMPTS_OF_PIECE
         oldest = next(iter(self._running.values())).number if self._running else self.num_read
         window = max(1, self._window // self._max_num_completions)
         later = _PROMPTS_OF_LATER_PIECE if num_places > 0 else _PROMPTS_OF_LAST_PIECE
-        return min(later if self._running else ROWS_OF_PIECE, oldest + window - self.num_read)
+        return min(later if self._running else PROMPTS_OF_PIECE, oldest + window - self.num_read)
 
-    def _add(self, prompt: Row, params: SamplingParams) -> int | RequestOutput:
+    def _add(self, prompt: EncodedPrompt, params: SamplingParams) -> int | RequestOutput:
         """Adds a prompt's request and returns its id, or returns the error row of a prompt that cannot run."""
         error: ValueError | None = None
         predicates: list[Callable[[int], bool]] | None = None
@@ -237,7 +237,7 @@ class RowStream:
     def _output(
         self,
         number: int,
-        prompt: Row,
+        prompt: EncodedPrompt,
         completions: list[CompletionOutput],
         num_cached_tokens: int,
         error: str | None,
@@ -251,7 +251,7 @@ class RowStream:
 
 
 def without_text(
-    prompt: Row, params: SamplingParams, text: Text, structured: StructuredOutputs, num_completions: int
+    prompt: EncodedPrompt, params: SamplingParams, text: Text, structured: StructuredOutputs, num_completions: int
 ) -> tuple[SamplingParams, list[Callable[[int], bool]] | None]:
     """The parameters of a request for an engine, which knows no text.
 

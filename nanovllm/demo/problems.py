@@ -1,8 +1,7 @@
-"""The problems that the bundled model was trained on: made on the spot, with their right answers.
+"""Random problems with their answers, for training the bundled model and for testing it.
 
-A question belongs either to training or to the test, decided by a hash of its text (`is_held_out`), so the
-model was trained on no test question. Every answer follows from its question alone, so it can be checked
-without a person.
+A hash of a question's text decides whether it belongs to training or to the test (`is_held_out`), so the model was
+trained on no test question. Each answer follows from its question alone, so a program can check it.
 """
 
 import random

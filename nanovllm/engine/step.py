@@ -54,8 +54,8 @@ class Step(NamedTuple):
         scored: the prompt tokens whose log-probabilities it computes.
         constrained: the sequences that sample among the tokens of a mask.
         num_tokens: new tokens of all chunks.
-        num_generated_tokens: how many of them were generated and are the only one of their chunk. Statistics count
-            these as decoded, because a user counts every token of a prompt as prefill.
+        num_generated_tokens: how many of them were generated and are alone in their chunk. Statistics count these as
+            decoded, because to a user each token of a prompt is prefill.
     """
 
     chunks: list[Chunk]
@@ -74,7 +74,7 @@ class Step(NamedTuple):
         scored: Iterable[Scored] = (),
         constrained: Iterable[Sequence] = (),
     ) -> "Step":
-        """The step of these chunks, whose sequences' counters already include it."""
+        """Makes the step of these chunks. The counters of their sequences must already include it."""
         num_decodes = num_tokens = num_generated = 0
         for index, (seq, num_new_tokens, _) in enumerate(chunks):
             num_tokens += num_new_tokens

@@ -86,14 +86,14 @@ class ReplicaIterator(Iterator[RequestOutput]):
         return self._held.popleft()
 
     def drain(self) -> None:
-        """Reads no more prompts, and drops the requests that have not started. What has started is finished and given
-        out, unless its replica dies. Calling it again does nothing."""
+        """Reads no more prompts, and drops the requests that have not started. The others are finished and given out,
+        unless their replica dies. Calling it again does nothing."""
         if self.is_open and not self._is_ending:
             self._again.clear()
             self._tell_end("drain")
 
     def close(self) -> None:
-        """Aborts what has not finished, and ends the iteration. Calling it again does nothing."""
+        """Aborts all unfinished requests, and ends the iteration. Calling it again does nothing."""
         if self.is_open:
             self._held.clear()
             self._tell("abort")

@@ -1,4 +1,4 @@
-"""The processes of several replicas: how they start, what is known of each, and how one that died is replaced."""
+"""The processes of several replicas: their start and end, and the replacement of one that died."""
 
 import contextlib
 import logging
@@ -35,7 +35,7 @@ _EQUAL = ("kvcache_block_size",)
 
 
 class ReplicaProcess:
-    """A replica's process. Its reading thread, which Ctrl-C never reaches, notes here what must not get lost.
+    """A replica's process. Ctrl-C never reaches its reading thread, so its state is kept here as soon as it is heard.
 
     Args:
         child: the process.
@@ -45,7 +45,7 @@ class ReplicaProcess:
 
     max_num_seqs: 0 until it has started.
     has_ended: whether its end of the socket is closed.
-    error: what it raised, as its name and message.
+    error: the exception that it raised, as a name and a message.
     pids: the processes of its ranks.
     """
 
@@ -68,7 +68,7 @@ class ReplicaProcess:
             message = ("ended", 0)
         elif isinstance(message, dict):
             self.error = message
-            if self.max_num_seqs:  # what failed after the start may work in a new process, as after a death
+            if self.max_num_seqs:  # a failure after the start is treated like a death: a new process may work
                 self.child.process.kill()
             message = ("failed", 0)
         elif message[0] == "ready":
@@ -96,10 +96,10 @@ class ReplicaPool:
     Args:
         config: the options of each LLM.
         size: how many replicas.
-        module: what a replica runs.
+        module: the module that a replica runs.
 
     processes: one per replica.
-    inbox: what the processes say, as (process, message).
+    inbox: messages of the processes, as (process, message).
 
     Raises:
         TypeError, ValueError, RuntimeError: see Replicas.
@@ -118,7 +118,7 @@ class ReplicaPool:
         self._parent = os.getpid()
         self._children: list[Child] = []
         self._outboxes: list[SimpleQueue[bytes | None]] = []
-        # Runs when this object or the interpreter ends, whatever happened.
+        # Runs when this object or the interpreter ends, after any error.
         self._end = weakref.finalize(self, end_children, self._children, self._outboxes, self._parent)
         try:
             for index in range(size):
@@ -134,7 +134,7 @@ class ReplicaPool:
             raise
 
     def check(self) -> None:
-        """Raises what ended all replicas, or makes one that could not start."""
+        """Raises the error that ended all replicas, or of a replica that could not start."""
         if self._failure is not None:
             raise RuntimeError(f"{self._failure}; make new Replicas")
         if os.getpid() != self._parent:

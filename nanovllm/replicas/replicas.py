@@ -22,7 +22,7 @@ class Replicas:
         model: as for LLM.
         data_parallel_size: how many. Each takes `tensor_parallel_size` GPUs of this host, from the first on; on a CPU,
             they share CPUs and memory.
-        replica_module: what a replica runs.
+        replica_module: the module that a replica runs.
         engine_options: of each LLM.
 
     Raises:

@@ -2,7 +2,7 @@
 
 `ReplicaPool` starts it. The parent sends ("requests", call, [(number, prompt, parameters), …]), then ("end", call),
 ("drain", call) or ("abort", call); and ("close", 0). The answers are ("output", call, RequestOutput, metrics), where
-metrics are None most of the time, and at last ("done", call, metrics).
+metrics are usually None, and at last ("done", call, metrics).
 """
 
 import logging
