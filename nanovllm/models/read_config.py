@@ -52,17 +52,7 @@ def load_model_config(directory: Path) -> ModelConfig:
     dtype = raw.get("dtype") or raw.get("torch_dtype")
     if dtype is not None and not isinstance(dtype, str):
         raise ValueError(f"dtype in config.json must be a name such as bfloat16, not {shown(dtype)}")
-
-    num_heads = read_count(raw, "num_attention_heads", maximum=_MAX_HEADS)
-    num_kv_heads = read_count(raw, "num_key_value_heads", default=num_heads)
-    hidden_size = read_count(raw, "hidden_size")
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
-    if "head_dim" not in raw and hidden_size % num_heads:
-        raise ValueError(f"config.json has no head_dim, and {num_heads} heads do not divide hidden_size={hidden_size}")
-    head_dim = read_count(raw, "head_dim", default=hidden_size // num_heads)
-    if head_dim % 2:
-        raise ValueError(f"head_dim={head_dim} must be even for rotary embedding")
+    num_heads, num_kv_heads, head_dim = _heads(raw)
     max_position = read_count(raw, "max_position_embeddings", maximum=_MAX_POSITION)
     windows = _windows(raw, family, read_count(raw, "num_hidden_layers", maximum=_MAX_LAYERS))
     ropes = {is_local: _rope(raw, family, is_local, head_dim, max_position) for is_local in set(map(bool, windows))}
@@ -74,7 +64,7 @@ def load_model_config(directory: Path) -> ModelConfig:
         architecture=architecture,
         family=family,
         vocab_size=read_count(raw, "vocab_size"),
-        hidden_size=hidden_size,
+        hidden_size=read_count(raw, "hidden_size"),
         intermediate_size=read_count(raw, "intermediate_size"),
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
@@ -121,6 +111,21 @@ def _fields_of_architecture(raw: dict[str, Any], directory: Path) -> tuple[str, 
         if name not in family.reads and raw.get(name, neutral) != neutral:
             raise ValueError(f"{name}={shown(raw[name])} in config.json is not supported for {architecture}")
     return architecture, raw
+
+
+def _heads(raw: dict[str, Any]) -> tuple[int, int, int]:
+    """(number of query heads, number of key/value heads, size of a head)."""
+    num_heads = read_count(raw, "num_attention_heads", maximum=_MAX_HEADS)
+    num_kv_heads = read_count(raw, "num_key_value_heads", default=num_heads)
+    hidden_size = read_count(raw, "hidden_size")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
+    if "head_dim" not in raw and hidden_size % num_heads:
+        raise ValueError(f"config.json has no head_dim, and {num_heads} heads do not divide hidden_size={hidden_size}")
+    head_dim = read_count(raw, "head_dim", default=hidden_size // num_heads)
+    if head_dim % 2:
+        raise ValueError(f"head_dim={head_dim} must be even for rotary embedding")
+    return num_heads, num_kv_heads, head_dim
 
 
 def _max_positions(max_position: int, ropes: set[RopeConfig], family: Family) -> tuple[int, int]:

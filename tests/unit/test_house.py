@@ -72,7 +72,6 @@ LONG_FUNCTIONS = {
     "attention/hopper_attend.py:attend_all": "a kernel's loop, whose registers live from end to end",
     "attention/hopper_prompts.py:_attend_prompts_kernel": "a kernel that sets up the memory its three warps share",
     "attention/triton_prompts.py:_prefill_kernel": "a kernel: one loop over tiles of keys",
-    "models/read_config.py:load_model_config": "one constructor call with all of a model's numbers",
     "ops/qk_norm_rotate_store.py:_qk_norm_rotate_store_kernel": "a kernel that reads each number once for four uses",
     "ops/store_fp8.py:_store_fp8_kernel": "a kernel: one pass over a token's heads",
 }
