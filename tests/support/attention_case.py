@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from nanovllm.attention.backend import AttentionBackend, AttentionShape, make_attention_backend
+from nanovllm.attention.backend import AttentionBackend, AttentionShape
+from nanovllm.attention.choice import make_attention_backend
 from nanovllm.attention.metadata import AttentionMetadata, query_tiles
 from nanovllm.ops.layer_cache import LayerCache, rounded_keys, rounded_values
 from nanovllm.ops.quantize import E4M3

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.attention.backend import AttentionBackend, AttentionShape, make_attention_backend
+from nanovllm.attention.backend import AttentionBackend, AttentionShape
+from nanovllm.attention.choice import make_attention_backend
 from nanovllm.ops.layer_cache import LayerCache
 from support.attention_case import TOLERANCE, Case, make_case, make_metadata
 
