@@ -16,7 +16,7 @@ QUANTIZATIONS = ("fp8",)
 KV_CACHE_DTYPES = ("auto", "fp8")
 _MAX_SIZE = 65535  # larger values gain nothing, and memory and grids are sized by them
 
-# Other libraries' names for our options, or what to do instead of using theirs.
+# Other libraries' names for our options, or the advice where we have none.
 MEANT_OPTIONS = {
     "max_seq_len": "max_model_len",
     "max_length": "max_model_len",
