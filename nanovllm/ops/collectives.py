@@ -73,8 +73,8 @@ class Parallel:
         dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self.group)
         return int(smallest)
 
-    def shard(self, total: int, what: str) -> tuple[int, int]:
-        """(start, length) of this rank's equal part of `total`; a ValueError names `what` if it does not divide."""
+    def shard(self, total: int, noun: str) -> tuple[int, int]:
+        """(start, length) of this rank's equal part of `total`; a ValueError names `noun` if it does not divide."""
         if total % self.size:
-            raise ValueError(f"{what} ({total}) cannot be split over {self.size} ranks")
+            raise ValueError(f"{noun} ({total}) cannot be split over {self.size} ranks")
         return self.rank * (total // self.size), total // self.size

@@ -126,11 +126,13 @@ def _tile(pairs, counts, num_tokens, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.cons
 
 
 @jit
-def _scaled(
-    product, scales, expert, output, is_output, start, OUTPUT_SIZE: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+def _product(
+    values, at_weights, is_weight, scales, expert, output, is_output, start, OUTPUT_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies the product of some inputs, the first of which is `start`, by the scales of the outputs' weights."""
+    """The product of some inputs, the first of which is `start`, and their weights, times the scales of the weights."""
+    weights = tl.load(at_weights, is_weight, 0.0).to(values.dtype)
+    product = tl.dot(values, weights, input_precision="ieee")
     if ROWS:  # an early return would not do: Triton would still compile the rest
         of_expert = scales + expert * (tl.cdiv(OUTPUT_SIZE, ROWS) * WIDTH)
         at = of_expert + output // ROWS * WIDTH + start // COLUMNS
@@ -160,12 +162,14 @@ def _gate_up_kernel(
             is_real = column < HIDDEN_SIZE - start
             values = tl.load(at_x + start, is_pair[:, None] & is_real[None, :], 0.0)
             is_weight = is_real[:, None] & is_output[None, :]
-            of_gate = tl.load(at_gate + start, is_weight, 0.0).to(values.dtype)
-            product = tl.dot(values, of_gate, input_precision="ieee")
-            gate += _scaled(product, scales, expert, output, is_output, start, 2 * SIZE, ROWS, COLUMNS, WIDTH)
-            of_up = tl.load(at_gate + SIZE * HIDDEN_SIZE + start, is_weight, 0.0).to(values.dtype)
-            product = tl.dot(values, of_up, input_precision="ieee")
-            up += _scaled(product, scales, expert, SIZE + output, is_output, start, 2 * SIZE, ROWS, COLUMNS, WIDTH)
+            gate += _product(
+                values, at_gate + start, is_weight, scales, expert, output, is_output, start, 2 * SIZE, ROWS, COLUMNS,
+                WIDTH,
+            )  # fmt: skip
+            up += _product(
+                values, at_gate + SIZE * HIDDEN_SIZE + start, is_weight, scales, expert, SIZE + output, is_output,
+                start, 2 * SIZE, ROWS, COLUMNS, WIDTH,
+            )  # fmt: skip
         at = hidden + pair[:, None] * SIZE + output[None, :]
         tl.store(at, activated(gate, ACTIVATION) * up, is_pair[:, None] & is_output[None, :])
 
@@ -189,9 +193,10 @@ def _down_kernel(
         for start in range(0, SIZE, INPUTS):
             is_real = column < SIZE - start
             values = tl.load(at_hidden + start, is_pair[:, None] & is_real[None, :], 0.0)
-            weights = tl.load(at_down + start, is_real[:, None] & is_output[None, :], 0.0).to(values.dtype)
-            product = tl.dot(values, weights, input_precision="ieee")
-            total += _scaled(product, scales, expert, output, is_output, start, HIDDEN_SIZE, ROWS, COLUMNS, WIDTH)
+            total += _product(
+                values, at_down + start, is_real[:, None] & is_output[None, :], scales, expert, output, is_output,
+                start, HIDDEN_SIZE, ROWS, COLUMNS, WIDTH,
+            )  # fmt: skip
         tl.store(outputs + pair[:, None] * HIDDEN_SIZE + output[None, :], total, is_pair[:, None] & is_output[None, :])
 
 
