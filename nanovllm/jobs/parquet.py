@@ -34,7 +34,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def is_parquet(path: str) -> bool:
-    """Whether the name says Parquet."""
+    """Whether the name ends in ".parquet"."""
     return Path(path).suffix.lower() == ".parquet"
 
 
