@@ -57,8 +57,7 @@ def _store_fp8_kernel(
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
     ARE_KEYS: tl.constexpr, IS_SCALED: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile of tokens and head. It writes only its half of a scale, as another kernel may write the
-    other."""
+    """One program per tile of tokens and head. Another kernel may write the other half of a scale."""
     first = tl.program_id(0).to(tl.int64) * TOKENS
     index = tl.arange(0, TOKENS)[:, None]
     token = first + index
