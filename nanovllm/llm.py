@@ -23,7 +23,7 @@ from nanovllm.loglikelihood import Loglikelihood
 from nanovllm.models.directory import find_model
 from nanovllm.models.read_config import load_model_config
 from nanovllm.outputs import RequestOutput
-from nanovllm.prompts import NotYet, Row, as_conversation_list, as_prompt_list
+from nanovllm.prompts import EncodedPrompt, NotYet, as_conversation_list, as_prompt_list
 from nanovllm.recommended_sampling import DefaultSampling
 from nanovllm.row_stream import OutputIterator, RowStream, keep_outputs
 from nanovllm.sampling_params import SamplingParams, one_per_prompt, with_params
@@ -355,7 +355,9 @@ class LLM:
             sampling_params = self.get_default_sampling_params()
         return one_per_prompt(sampling_params, num_prompts)
 
-    def _stream(self, source: Iterator, encode: Callable[[list[Any]], list[Row]], raises: bool = False) -> RowStream:
+    def _stream(
+        self, source: Iterator, encode: Callable[[list[Any]], list[EncodedPrompt]], raises: bool = False
+    ) -> RowStream:
         before_step = self._cpu_threads.adapt
         return RowStream(self.engine, self._text, source, encode, self._structured_outputs, before_step, raises)
 
@@ -363,7 +365,7 @@ class LLM:
         self,
         prompts: list[Any],
         params: list[SamplingParams],
-        encode: Callable[[list[Any]], list[Row]],
+        encode: Callable[[list[Any]], list[EncodedPrompt]],
         use_tqdm: bool,
         raise_on_error: bool,
     ) -> list[RequestOutput]:

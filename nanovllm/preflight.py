@@ -15,7 +15,7 @@ from nanovllm.engine.runner import RunnerInfo
 from nanovllm.guides import StructuredOutputs
 from nanovllm.models.directory import find_model
 from nanovllm.models.read_config import load_model_config
-from nanovllm.prompts import Row, as_prompt_list
+from nanovllm.prompts import EncodedPrompt, as_prompt_list
 from nanovllm.recommended_sampling import DefaultSampling
 from nanovllm.row_stream import ROWS_OF_PIECE, without_text
 from nanovllm.sampling_params import SamplingParams, one_per_prompt
@@ -158,14 +158,14 @@ class Preflight:
             self._num_shared_tokens / max(self._num_prompt_tokens, 1),
         )
 
-    def _check(self, row: Row, params: SamplingParams) -> PromptCheck:
+    def _check(self, prompt: EncodedPrompt, params: SamplingParams) -> PromptCheck:
         """Checks and counts one prompt."""
-        num_tokens = len(row.token_ids)
+        num_tokens = len(prompt.token_ids)
         self._num_prompts += 1
         self._longest_prompt = max(self._longest_prompt, num_tokens)
         try:
-            engine_params, _ = without_text(row, params, self._text, self._structured_outputs, num_completions=1)
-            check_request(row.token_ids, engine_params, self._info)
+            engine_params, _ = without_text(prompt, params, self._text, self._structured_outputs, num_completions=1)
+            check_request(prompt.token_ids, engine_params, self._info)
         except ValueError as error:
             self._num_errors += 1
             return PromptCheck(num_tokens, 0, str(error))
@@ -173,8 +173,8 @@ class Preflight:
         self._num_prompt_tokens += num_tokens
         self._max_num_new_tokens += max_num_new_tokens
         # The last token is always computed, and so is the token before the first one that is scored.
-        max_shared = (num_tokens if params.prompt_logprobs is None else row.first_scored) - 1
-        self._num_shared_tokens += self._prefixes.add(row.token_ids, max_shared)
+        max_shared = (num_tokens if params.prompt_logprobs is None else prompt.first_scored) - 1
+        self._num_shared_tokens += self._prefixes.add(prompt.token_ids, max_shared)
         return PromptCheck(num_tokens, max_num_new_tokens, None)
 
 

@@ -19,7 +19,7 @@ class NotYet(Enum):
 NOT_YET = NotYet.NOT_YET
 
 
-class Row(NamedTuple):
+class EncodedPrompt(NamedTuple):
     """A prompt as token ids, ready for the engine.
 
     text: the prompt's text; None for a prompt of token ids.
@@ -34,7 +34,7 @@ class Row(NamedTuple):
     first_scored: int = 1
 
     @classmethod
-    def of(cls, text: str | None, found: list[int] | ValueError) -> "Row":
+    def of(cls, text: str | None, found: list[int] | ValueError) -> "EncodedPrompt":
         return cls(text, [], found) if isinstance(found, ValueError) else cls(text, found)
 
 
@@ -73,8 +73,8 @@ def as_conversation_list(conversations: Any) -> list[Any]:
 
 
 def without_dict(prompt: Any) -> Any:
-    """The content of a prompt that is a dict: its text, its token ids as a Row, its Conversation, or a ValueError. Any
-    other prompt is returned as it is."""
+    """The content of a prompt that is a dict: its text, its token ids as an EncodedPrompt, its Conversation, or a
+    ValueError. Any other prompt is returned as it is."""
     if not isinstance(prompt, Mapping):
         return prompt
     given = {key: value for key, value in prompt.items() if value is not None}
@@ -92,7 +92,7 @@ def without_dict(prompt: Any) -> Any:
     text, token_ids = map(given.get, _PROMPT_KEYS)
     if text is not None and not isinstance(text, str):
         return ValueError(f'"prompt" must be a string, not {text!r}'[:200])
-    return text if token_ids is None else Row.of(text, as_token_ids(token_ids))
+    return text if token_ids is None else EncodedPrompt.of(text, as_token_ids(token_ids))
 
 
 def as_token_ids(prompt: Any) -> list[int] | ValueError:

@@ -13,7 +13,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.guides import Guide, StructuredOutputs
 from nanovllm.logprobs import TokenLogprobs
 from nanovllm.outputs import CompletionOutput, ErrorSummary, FinishReason, RequestOutput
-from nanovllm.prompts import Row
+from nanovllm.prompts import EncodedPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text import Text
 
@@ -34,7 +34,7 @@ class _Request:
     """A request that runs: the prompt's number, and the completions that have finished, by index."""
 
     number: int
-    prompt: Row
+    prompt: EncodedPrompt
     params: SamplingParams
     completions: dict[int, CompletionOutput] = field(default_factory=dict)
     error: str | None = None
@@ -63,7 +63,7 @@ class RowStream:
         engine: LLMEngine,
         text: Text,
         source: Iterator[tuple[Any, SamplingParams] | None],
-        encode: Callable[[list[Any]], list[Row]],
+        encode: Callable[[list[Any]], list[EncodedPrompt]],
         structured: StructuredOutputs,
         before_step: Callable[[], None] = lambda: None,
         raises: bool = False,
@@ -167,7 +167,7 @@ class RowStream:
         later = _PROMPTS_OF_LATER_PIECE if num_places > 0 else _PROMPTS_OF_LAST_PIECE
         return min(later if self._running else ROWS_OF_PIECE, oldest + window - self.num_read)
 
-    def _add(self, prompt: Row, params: SamplingParams) -> int | RequestOutput:
+    def _add(self, prompt: EncodedPrompt, params: SamplingParams) -> int | RequestOutput:
         """Adds a prompt's request and returns its id, or returns the error row of a prompt that cannot run."""
         error: ValueError | None = None
         predicates: list[Callable[[int], bool]] | None = None
@@ -237,7 +237,7 @@ class RowStream:
     def _output(
         self,
         number: int,
-        prompt: Row,
+        prompt: EncodedPrompt,
         completions: list[CompletionOutput],
         num_cached_tokens: int,
         error: str | None,
@@ -251,7 +251,7 @@ class RowStream:
 
 
 def without_text(
-    prompt: Row, params: SamplingParams, text: Text, structured: StructuredOutputs, num_completions: int
+    prompt: EncodedPrompt, params: SamplingParams, text: Text, structured: StructuredOutputs, num_completions: int
 ) -> tuple[SamplingParams, list[Callable[[int], bool]] | None]:
     """The parameters of a request for an engine, which knows no text.
 

@@ -79,11 +79,11 @@ def make_sampling_exchange(
     num_columns: int,
     dtype: torch.dtype,
     device: torch.device,
-    max_num_numbers: int = 2,
+    max_row_size: int = 2,
 ) -> SamplingExchange | None:
     """A SamplingExchange for `max_num_rows` rows, or None if the GPUs cannot reach each other's memory.
 
-    max_num_numbers: maximum number of 32-bit numbers that a rank sends per row that it samples.
+    max_row_size: maximum number of 32-bit numbers that a rank sends per row that it samples.
     """
     import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -98,7 +98,7 @@ def make_sampling_exchange(
     def make() -> SamplingExchange:
         columns, barrier = shared(dtype, max_num_rows, num_columns)
         # For each part of each row, each rank's best score and id; or the numbers of each row, from one rank.
-        row_size = max(parallel.size * num_parts_of(num_columns), -(-max_num_numbers // 2))
+        row_size = max(parallel.size * num_parts_of(num_columns), -(-max_row_size // 2))
         gathered, _ = shared(torch.int64, max_num_rows * row_size)
         return SamplingExchange(parallel, columns, gathered, barrier)
 

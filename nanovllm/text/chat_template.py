@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from nanovllm.prompts import Row, check_messages
+from nanovllm.prompts import EncodedPrompt, check_messages
 from nanovllm.text.tokenizer import NO_TOKENIZER, Tokenizer
 
 
@@ -91,19 +91,19 @@ class Marks:
         """The messages, with a mark in place of each text that is a special token."""
         return _replaced(messages, self._hidden)
 
-    def encode(self, texts: Sequence[str | ValueError]) -> list[Row]:
+    def encode(self, texts: Sequence[str | ValueError]) -> list[EncodedPrompt]:
         """Tokenizes rendered conversations; a ValueError is one that could not be rendered."""
         rendered = [text for text in texts if isinstance(text, str)]
         marked = [self._pattern.sub(lambda found: self._shown[found[0]], text) for text in rendered]
         encoded = iter(self._tokenizer.encode_texts(marked, add_special_tokens=False, splits_special=True))
         contents = {mark: content for content, mark in self._hidden.items()}
-        rows = []
+        prompts = []
         for text in texts:
             found = text if isinstance(text, ValueError) else next(encoded)
             if not isinstance(found, ValueError):
                 found = [self._ids.get(token_id, token_id) for token_id in found]
-            rows.append(Row.of(None if isinstance(text, ValueError) else _replaced(text, contents), found))
-        return rows
+            prompts.append(EncodedPrompt.of(None if isinstance(text, ValueError) else _replaced(text, contents), found))
+        return prompts
 
 
 def _replaced(value: Any, texts: Mapping[str, str]) -> Any:

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nanovllm.prompts import Conversation, Row, without_dict
+from nanovllm.prompts import Conversation, EncodedPrompt, without_dict
 
 
 def encode_pairs(
-    pairs: Sequence[tuple[Any, Any]], encode: Callable[..., list[Row]], first_token_ids: list[int]
-) -> list[Row]:
+    pairs: Sequence[tuple[Any, Any]], encode: Callable[..., list[EncodedPrompt]], first_token_ids: list[int]
+) -> list[EncodedPrompt]:
     """See Text.encode_pairs.
 
     Args:
@@ -20,18 +20,19 @@ def encode_pairs(
     bare = dict.fromkeys(context.rstrip() for context, _ in joined)  # few-shot examples are shared by many
     encoded = encode([*bare, *map("".join, joined)])
     contexts, wholes = dict(zip(bare, encoded, strict=False)), iter(encoded[len(bare) :])
-    rows = []
+    prompts = []
     for context, continuation in pairs:
         if _are_texts((context, continuation)):
-            rows.append(_joined(contexts[context.rstrip()], next(wholes)))
+            prompts.append(_joined(contexts[context.rstrip()], next(wholes)))
             continue
         begins_text = isinstance(context, str) and context == ""
-        (before,) = [Row(None, first_token_ids)] if begins_text else encode([context])
+        (before,) = [EncodedPrompt(None, first_token_ids)] if begins_text else encode([context])
         (after,) = encode([continuation], add_special_tokens=False)
         if begins_text and before.token_ids == after.token_ids[:1]:
             after = after._replace(token_ids=after.token_ids[1:])  # it begins with that token itself
-        rows.append(_joined(before, Row(None, before.token_ids + after.token_ids, before.error or after.error)))
-    return rows
+        whole = EncodedPrompt(None, before.token_ids + after.token_ids, before.error or after.error)
+        prompts.append(_joined(before, whole))
+    return prompts
 
 
 def _without_conversation(prompt: Any) -> Any:
@@ -54,7 +55,7 @@ def _are_texts(pair: tuple[Any, Any]) -> bool:
     return all(isinstance(each, str) for each in pair) and pair[0] != ""
 
 
-def _joined(context: Row, whole: Row) -> Row:
+def _joined(context: EncodedPrompt, whole: EncodedPrompt) -> EncodedPrompt:
     """`whole`, of which the tokens after those of `context` are scored."""
     first = len(context.token_ids)
     error = context.error or whole.error

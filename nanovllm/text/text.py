@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.models.directory import find_model
-from nanovllm.prompts import Conversation, Row, as_token_ids, without_dict
+from nanovllm.prompts import Conversation, EncodedPrompt, as_token_ids, without_dict
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import ChatTemplate, Marks
 from nanovllm.text.pairs import encode_pairs
@@ -49,13 +49,13 @@ class Text(Tokenizer):
         """A copy that refuses texts that are sure to be longer."""
         return Text(self.tokenizer, max_model_len)
 
-    # From prompts to rows
+    # From prompts to token ids
 
     def encode(
         self, prompts: Sequence[Any], add_special_tokens: bool = True, splits_special: bool = False
-    ) -> list[Row]:
-        """The row of every prompt: strings, token ids, dicts of either, or dicts of a conversation, whose special
-        tokens are those of the chat template. A ValueError is a prompt that cannot run.
+    ) -> list[EncodedPrompt]:
+        """Encodes prompts: strings, token ids, dicts of either, or dicts of a conversation, whose special tokens are
+        those of the chat template. A ValueError is a prompt that cannot run.
 
         splits_special: a special token in a string or a message is ordinary text.
         """
@@ -63,20 +63,22 @@ class Text(Tokenizer):
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(self.encode_texts(texts, add_special_tokens, splits_special))
         conversations = [prompt for prompt in prompts if isinstance(prompt, Conversation)]
-        answers = iter(self._encode_each_conversation(conversations, splits_special) if conversations else ())
-        rows = []
+        rendered = iter(self._encode_each_conversation(conversations, splits_special) if conversations else ())
+        found = []
         for prompt in prompts:
             if isinstance(prompt, str):
-                rows.append(Row.of(prompt, next(encoded)))
+                found.append(EncodedPrompt.of(prompt, next(encoded)))
             elif isinstance(prompt, Conversation):
-                rows.append(next(answers))
+                found.append(next(rendered))
+            elif isinstance(prompt, EncodedPrompt):
+                found.append(prompt)
             else:
-                rows.append(prompt if isinstance(prompt, Row) else Row.of(None, as_token_ids(prompt)))
-        return rows
+                found.append(EncodedPrompt.of(None, as_token_ids(prompt)))
+        return found
 
-    def encode_pairs(self, pairs: Sequence[tuple[Any, Any]]) -> list[Row]:
-        """The row of every (context, continuation), of which the continuation's tokens are scored. Each is a string or
-        token ids.
+    def encode_pairs(self, pairs: Sequence[tuple[Any, Any]]) -> list[EncodedPrompt]:
+        """Encodes pairs (context, continuation) as prompts whose continuations are scored. Each is a string or token
+        ids.
 
         Two strings are tokenized as one text. If the context alone has k tokens, the tokens after the first k are the
         continuation's. Spaces that end the context count as the continuation's. An empty context is replaced by the
@@ -91,8 +93,8 @@ class Text(Tokenizer):
         add_generation_prompt: bool,
         template_kwargs: Mapping[str, Any] | None,
         splits_special: bool = False,
-    ) -> list[Row]:
-        """The row of every conversation, through the chat template.
+    ) -> list[EncodedPrompt]:
+        """Encodes conversations through the chat template.
 
         splits_special: a special token in a message is ordinary text.
 
@@ -105,7 +107,9 @@ class Text(Tokenizer):
         texts = [self._template.render(messages, options, marks) for messages in conversations]
         return self._encode_rendered(texts, marks)
 
-    def _encode_each_conversation(self, conversations: Sequence[Conversation], splits_special: bool) -> list[Row]:
+    def _encode_each_conversation(
+        self, conversations: Sequence[Conversation], splits_special: bool
+    ) -> list[EncodedPrompt]:
         """Like `encode_conversations`, but each has options of its own, and an exception becomes its error. All are
         tokenized together."""
         texts: list[str | ValueError] = []
@@ -119,7 +123,7 @@ class Text(Tokenizer):
                 texts.append(ValueError(str(error)))
         return self._encode_rendered(texts, marks)
 
-    def _encode_rendered(self, texts: list[str | ValueError], marks: Marks | None) -> list[Row]:
+    def _encode_rendered(self, texts: list[str | ValueError], marks: Marks | None) -> list[EncodedPrompt]:
         # The template writes its special tokens itself.
         return self.encode(texts, add_special_tokens=False) if marks is None else marks.encode(texts)
 
@@ -142,14 +146,14 @@ class Text(Tokenizer):
         empty without a tokenizer and with `detokenize=False`, and a ValueError if the tokenizer fails."""
         texts: list[tuple[str | ValueError, str | None]] = [("", None)] * len(completions)
         for skips in (True, False) if self.tokenizer is not None else ():
-            rows = [
-                row
-                for row, (_, params) in enumerate(completions)
+            indices = [
+                index
+                for index, (_, params) in enumerate(completions)
                 if params.detokenize and params.skip_special_tokens is skips
             ]
-            found = all_or_each(self._cut_texts, [completions[row] for row in rows])
-            for row, text in zip(rows, found, strict=True):
-                texts[row] = (undecodable(text), None) if isinstance(text, BaseException) else text
+            found = all_or_each(self._cut_texts, [completions[index] for index in indices])
+            for index, text in zip(indices, found, strict=True):
+                texts[index] = (undecodable(text), None) if isinstance(text, BaseException) else text
         return texts
 
     def _cut_texts(self, completions: list[tuple[list[int], SamplingParams]]) -> list[tuple[str, str | None]]:

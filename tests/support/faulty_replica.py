@@ -7,13 +7,13 @@ import os
 import signal
 
 import nanovllm.replicas.worker
-from nanovllm.prompts import Row
+from nanovllm.prompts import EncodedPrompt
 from nanovllm.row_stream import RowStream
 
 _add = RowStream._add
 
 
-def _die_of(self: RowStream, row: Row, params):
+def _die_of(self: RowStream, row: EncodedPrompt, params):
     if os.environ["FATAL_TEXT"] in (row.text or ""):
         if os.environ.get("HOW") == "raises":
             raise MemoryError("the row is too large")

@@ -14,7 +14,7 @@ from nanovllm import LLM, NOT_YET, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.engine.sequence import Sequence
 from nanovllm.guides import StructuredOutputs
-from nanovllm.prompts import Row
+from nanovllm.prompts import EncodedPrompt
 from nanovllm.row_stream import RowStream
 from nanovllm.text import Text
 
@@ -107,7 +107,7 @@ def test_a_row_waits_no_longer_than_the_window_behind_longer_ones(llm):
 @pytest.mark.parametrize("num_tokens, num_read", [(1, 544), (56, 320), (63, 288), (64, 256), (5000, 256)])
 def test_the_first_step_waits_only_for_what_fills_it(text, num_tokens, num_read):
     """It once waited for all rows of the window, and the GPU with it."""
-    source = itertools.repeat((Row(text, [1] * num_tokens), SamplingParams(max_tokens=1)))
+    source = itertools.repeat((EncodedPrompt(text, [1] * num_tokens), SamplingParams(max_tokens=1)))
     rows = RowStream(FakeEngine(), Text(None), source, list, StructuredOutputs(None, 8, []))
     assert len(next(rows.run())) == rows.num_read == num_read
 
@@ -118,7 +118,7 @@ def test_the_first_step_waits_only_for_what_fills_it(text, num_tokens, num_read)
 )
 def test_few_rows_are_read_per_step_when_no_place_is_left(num_tokens, read):
     """Rows that run wait during a read, and a long row takes longer to read."""
-    source = itertools.repeat((Row(None, [1] * num_tokens), SamplingParams(max_tokens=1)))
+    source = itertools.repeat((EncodedPrompt(None, [1] * num_tokens), SamplingParams(max_tokens=1)))
     rows = RowStream(FakeEngine(maximum=4), Text(None), source, list, StructuredOutputs(None, 8, []))
     numbers = [0, *(rows.num_read for _ in zip(read, rows.run(), strict=False))]
     assert [after - before for before, after in pairwise(numbers)] == read
@@ -165,7 +165,7 @@ def test_a_source_without_a_prompt_is_asked_once_per_step_and_what_it_gives_join
 def test_an_iterator_is_asked_for_a_few_rows_per_step_once_enough_wait(text):
     """Rows that run wait while it makes them."""
     seen, per_step = [], []
-    source = ((Row(text, [1]), SamplingParams(max_tokens=1)) for _ in counted(range(3000), seen))
+    source = ((EncodedPrompt(text, [1]), SamplingParams(max_tokens=1)) for _ in counted(range(3000), seen))
     rows = RowStream(FakeEngine(maximum=4), Text(None), source, list, StructuredOutputs(None, 8, []))
     for _ in rows.run():
         per_step.append(len(seen))
@@ -198,7 +198,7 @@ def test_rows_are_read_ahead_whatever_the_next_step_may_take():
     rows = RowStream(
         engine,
         Text(None),
-        itertools.repeat((Row(None, [1] * 10), SamplingParams(max_tokens=1))),
+        itertools.repeat((EncodedPrompt(None, [1] * 10), SamplingParams(max_tokens=1))),
         list,
         StructuredOutputs(None, 8, []),
     )

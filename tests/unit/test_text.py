@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
-from nanovllm.prompts import Row
+from nanovllm.prompts import EncodedPrompt
 from nanovllm.text import StopStrings, Text
 
 CORPUS = [
@@ -109,8 +109,8 @@ def test_a_bad_word_that_the_tokenizer_does_not_know_is_an_error(ignorant):
 def test_a_prompt_that_the_tokenizer_does_not_know_spares_the_others(ignorant):
     """What is no ValueError once went through, and took the whole call with it."""
     first, bad, second = ignorant.encode(["known", "odd", "known"])
-    assert first == second == Row("known", [0])
-    assert bad == Row("odd", []) or "cannot be tokenized: WordLevel error" in str(bad.error)
+    assert first == second == EncodedPrompt("known", [0])
+    assert bad == EncodedPrompt("odd", []) or "cannot be tokenized: WordLevel error" in str(bad.error)
 
 
 # Stop strings
@@ -214,7 +214,7 @@ def test_completions_are_cut_each_by_its_own_parameters(tokenizers):
 def test_without_a_tokenizer_ids_are_rows_and_strings_are_errors():
     text = Text(None)
     ids, string, nothing = text.encode([[1, 2], "words", None])
-    assert ids == Row(None, [1, 2])
+    assert ids == EncodedPrompt(None, [1, 2])
     assert string.text == "words" and "give the prompt as token ids" in str(string.error)
     assert nothing.text is None and "not None" in str(nothing.error)
     assert text.complete([([1, 2], SamplingParams())]) == [("", None)]
@@ -285,7 +285,7 @@ def test_conversations_are_tokenized_together_whatever_their_template_kwargs():
     assert [rows[index] for index in (0, 2, 4, 6)] == expected
     assert [row.text for row in expected] == ["<s>X[a]", "<s>[b]", "<s>Y[c]", "<s>X[d]"]
     assert [row.token_ids.count(95) for row in rows] == [1, 1, 1, 0, 1, 0, 1]
-    assert (rows[3], rows[5].error is not None) == (Row(None, [7]), True)
+    assert (rows[3], rows[5].error is not None) == (EncodedPrompt(None, [7]), True)
     assert tokenizer.calls == [(["plain"], True), (["<s>X[a]", "<s>[b]", "<s>Y[c]", "<s>X[d]"], False)]
 
 
@@ -294,7 +294,7 @@ def test_a_conversation_whose_special_tokens_cannot_be_split_is_its_own_error():
     tokenizer = SimpleNamespace(is_fast=False, chat_template="", apply_chat_template=lambda *_, **__: "Hi")
     bad, good = Text(tokenizer).encode([{"messages": [{"role": "user", "content": "Hi"}]}, [1]], splits_special=True)
     assert "split_special_tokens=True needs a model with a tokenizer.json" in str(bad.error)
-    assert good == Row(None, [1])
+    assert good == EncodedPrompt(None, [1])
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(tokenizers, monkeypatch):
