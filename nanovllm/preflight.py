@@ -126,7 +126,7 @@ class Preflight:
         prompts: str | Sequence[int] | Mapping[str, Any] | Iterable[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[PromptCheck]:
-        """Predicts for each prompt, in order, what `LLM.generate` would do. Call it with one part of a large file at a
+        """Predicts the outcome of `LLM.generate` for each prompt, in order. Call it with one part of a large file at a
         time.
 
         Args:

@@ -16,7 +16,7 @@ _OF_COMPLETIONS = 0x5BF03635  # makes the seeds of completions differ from those
 DEFAULT_MAX_TOKENS = 64
 _BEAMS = "nanovllm has no beam search; leave it out"
 
-# Other libraries' names for our parameters, or what to do instead of using theirs.
+# Other libraries' names for our parameters, or the advice where we have none.
 _MEANT = {
     "max_new_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
@@ -66,7 +66,7 @@ class SamplingParams:
     """The sampling of one request.
 
     Logits are processed in this order: `allowed_token_ids`, `bad_words`, `min_tokens` and `logit_bias`, then the
-    repetition, frequency and presence penalties, then the temperature, then `top_k`, then `top_p` over what is left,
+    repetition, frequency and presence penalties, then the temperature, then `top_k`, then `top_p` over the rest,
     then `min_p`.
 
     Args:

@@ -118,7 +118,7 @@ def _from_json(value: Any) -> Any:
 class LLMActor:
     """A class for `Dataset.map_batches`, which calls it in several threads with Arrow tables; see `generate`.
 
-    One thread owns the LLM. Each call adds its rows to what the LLM runs, and waits for them.
+    One thread owns the LLM. Each call adds its rows to those that the LLM runs, and waits for them.
 
     Args:
         model, options: LLM's.

@@ -47,7 +47,7 @@ def check_names(noun: str, fields: Mapping[str, Any], known: Collection[str], me
 
     Args:
         noun: the error's word for such a field.
-        meant: other names -> a known name, or a sentence that says what to do instead.
+        meant: other names -> a known name, or a sentence with the advice.
     """
     name = next((name for name in fields if name not in known), None)
     if name is None:

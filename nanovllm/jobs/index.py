@@ -72,7 +72,7 @@ class Index:
             self.errors.add(name_of(row), row.error)
 
     def _first_uses(self, ids: np.ndarray) -> np.ndarray:
-        """`first_use`, from hashes of the ids; 0 is no id."""
+        """`first_use`, from hashes of the ids; 0 for a row without an id."""
         first_use = np.full(len(ids), -1, np.int64)
         order = np.argsort(ids, kind="stable")
         equal = np.flatnonzero((ids[order][1:] == ids[order][:-1]) & (ids[order][1:] != 0)) + 1

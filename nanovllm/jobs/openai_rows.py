@@ -1,4 +1,4 @@
-"""Rows of OpenAI's Batch files: makes a prompt with parameters of a request, and the body of a response of a result.
+"""Rows of OpenAI's Batch files: turns a request into a prompt with parameters, and a result into a response's body.
 
 The formats are those of OpenAI's API reference (Batch, Completions, Chat Completions). Fields that vLLM's server adds
 have vLLM's names and shapes.

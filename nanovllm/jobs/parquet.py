@@ -19,12 +19,12 @@ from nanovllm.jobs.errors import JobError
 from nanovllm.jobs.fields import MAX_BYTES_OF_LINE, UnreadableLine
 from nanovllm.jobs.plan import in_pieces
 
-# Of an input, rows and bytes that are decoded at once. The bytes are not known where equal values are stored once, so
-# the number of rows is small.
+# Rows and bytes of an input that are decoded at once. The bytes are unknown if equal values are stored once, so the
+# number of rows is small.
 _ROWS_OF_BATCH, _BYTES_OF_BATCH = 128, 2**22
 # Without such a buffer, and with pre_buffer, pyarrow reads a column's whole part of a row group.
 _BYTES_OF_BUFFER = 2**18
-# Of an output, rows and bytes of a row group. The writer holds a row group in memory, as readers do.
+# Rows and bytes of a row group of an output. The writer holds a row group in memory, as readers do.
 _ROWS_OF_GROUP, _BYTES_OF_GROUP = 10_000, 2**26
 # A row that is too long keeps its fields of fewer characters.
 _SHORT = 4096
@@ -34,7 +34,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def is_parquet(path: str) -> bool:
-    """Whether the name says Parquet."""
+    """Whether the name ends in ".parquet"."""
     return Path(path).suffix.lower() == ".parquet"
 
 

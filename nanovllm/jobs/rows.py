@@ -28,7 +28,7 @@ _PROMPTS = ("prompt", "messages", "token_ids")
 _KEY_SET = frozenset(_KEYS)
 _OPENAI_KEYS = frozenset(("custom_id", "url", "body"))
 _PARAMETERS = ("max_new_tokens", "max_completion_tokens", *(field.name for field in fields(SamplingParams)))
-# Other names for a plain row's keys, or what to do instead.
+# Other names for a plain row's keys, or the advice instead of one.
 _MEANT = {
     **dict.fromkeys(_PARAMETERS, 'put it into "params"'),
     **dict.fromkeys(("text", "input", "instruction", "question", "query"), "prompt"),

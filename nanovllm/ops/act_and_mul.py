@@ -10,19 +10,8 @@ from nanovllm.ops.quantize import Quantized, ScaledProduct, divided_by_peak, emp
 ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": lambda gate: F.gelu(gate, approximate="tanh")}
 
 
-def act_and_mul(
-    gate_up: torch.Tensor | ScaledProduct, activation: str = "silu", use_kernels: bool = False
-) -> torch.Tensor | Quantized:
-    """gate_up: [num_tokens, 2 × size] -> activation(gate) × up: [num_tokens, size]. Of an FP8 product, the kernel makes
-    rows in FP8.
-
-    activation: one of ACTIVATIONS; use_kernels: compute with the kernel.
-    """
-    if isinstance(gate_up, ScaledProduct):
-        assert use_kernels, "only the kernel knows FP8"
-        return _scaled_act_and_mul(gate_up, activation)
-    if use_kernels:
-        return _triton_act_and_mul(gate_up, activation)
+def plain_act_and_mul(gate_up: torch.Tensor | ScaledProduct, activation: str) -> torch.Tensor:
+    assert isinstance(gate_up, torch.Tensor), "only the kernel knows FP8"
     gate, up = gate_up.chunk(2, -1)
     return ACTIVATIONS[activation](gate) * up
 
@@ -48,23 +37,13 @@ def _act_and_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, A
     tl.store(out + row * SIZE + column, activated(gate, ACTIVATION) * up, is_real)
 
 
-def _triton_act_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
-    block = min(1024, triton.next_power_of_2(size))
-    _act_and_mul_kernel[(num_tokens, triton.cdiv(size, block))](
-        gate_up, out, SIZE=size, BLOCK=block, ACTIVATION=activation, **LAUNCH_OPTIONS
-    )
-    return out
-
-
 @jit
 def _scaled_act_and_mul_kernel(
     gate_up, row_scales, column_scales, out, scales, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """One program per row. It computes the row twice, because it cannot hold a long one: for the peak, and to store it.
-    What it reads the second time is in the caches."""
+    """One program per row. It computes the row twice, for the peak and to store it, because it cannot hold a long row.
+    The second time it reads from the caches."""
     begin()
     row = tl.program_id(0).to(tl.int64)
     of_row = tl.load(row_scales + row)
@@ -84,7 +63,7 @@ def _scaled_act_and_mul_kernel(
 def _gated(
     gate_up, column_scales, row, of_row, first, SIZE: tl.constexpr, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr
 ):
-    """Columns first … first + COLUMNS of a row, in float32."""
+    """The results for the columns from `first` to first + COLUMNS of a row, in float32."""
     column = first + tl.arange(0, COLUMNS)
     is_real = column < SIZE
     at = gate_up + row * 2 * SIZE + column
@@ -93,12 +72,36 @@ def _gated(
     return activated(gate, ACTIVATION) * up
 
 
-def _scaled_act_and_mul(gate_up: ScaledProduct, activation: str) -> Quantized:
-    num_tokens, size = gate_up.product.shape[0], gate_up.product.shape[1] // 2
-    out = empty_quantized(num_tokens, size, gate_up.product.device)
-    columns = min(4096, triton.next_power_of_2(size))
-    _scaled_act_and_mul_kernel[(num_tokens,)](
-        *gate_up, *out, SIZE=size, COLUMNS=columns, ACTIVATION=activation, num_warps=max(4, columns // 512),
-        **LAUNCH_OPTIONS,
-    )  # fmt: skip
+def triton_act_and_mul(gate_up: torch.Tensor | ScaledProduct, activation: str) -> torch.Tensor | Quantized:
+    given = gate_up.product if isinstance(gate_up, ScaledProduct) else gate_up
+    num_tokens, size = given.shape[0], given.shape[1] // 2
+    if isinstance(gate_up, ScaledProduct):
+        quantized = empty_quantized(num_tokens, size, given.device)
+        columns = min(4096, triton.next_power_of_2(size))
+        _scaled_act_and_mul_kernel[(num_tokens,)](
+            *gate_up, *quantized, SIZE=size, COLUMNS=columns, ACTIVATION=activation, num_warps=max(4, columns // 512),
+            **LAUNCH_OPTIONS,
+        )  # fmt: skip
+        return quantized
+    out = torch.empty((num_tokens, size), dtype=given.dtype, device=given.device)
+    block = min(1024, triton.next_power_of_2(size))
+    _act_and_mul_kernel[(num_tokens, triton.cdiv(size, block))](
+        given, out, SIZE=size, BLOCK=block, ACTIVATION=activation, **LAUNCH_OPTIONS
+    )
     return out
+
+
+def act_and_mul(
+    gate_up: torch.Tensor | ScaledProduct, activation: str = "silu", use_kernels: bool = False
+) -> torch.Tensor | Quantized:
+    """activation(gate) × up.
+
+    Args:
+        gate_up: [num_tokens, 2 × size]; a ScaledProduct only for the kernel.
+        activation: one of ACTIVATIONS.
+        use_kernels: compute with the kernel.
+
+    Returns:
+        [num_tokens, size]; for a ScaledProduct, rows in FP8.
+    """
+    return (triton_act_and_mul if use_kernels else plain_act_and_mul)(gate_up, activation)

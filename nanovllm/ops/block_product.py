@@ -1,8 +1,8 @@
-"""Products of two matrices in FP8 whose scales change along the sum: each row of the inputs has one per block of
+"""Products of two matrices in FP8 whose scales change along the sum: each row of the inputs has a scale per block of
 columns, and each block of the weight has one. They are multiplied in block by block, which no kernel before or after
 the product could do.
 
-The plain twin computes with whole numbers in float64, so a row's results do not depend on how many rows there are.
+The plain twin computes in float64, so a row's results do not depend on the number of rows.
 """
 
 from math import gcd
@@ -21,7 +21,7 @@ class BlockWeight(NamedTuple):
 
     values: float8_e4m3fn [output_size, input_size].
     scales: float32 [output_size / rows, input_size / columns], rounded up.
-    rows, columns: of a block; the last block of a row or column may be cut off.
+    rows, columns: the size of a block; the last block of a row or column may be cut off.
     """
 
     values: torch.Tensor
@@ -37,36 +37,23 @@ class BlockWeight(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """What a program works on: `outputs` of the result's columns; as many tiles of inputs are loaded at a time."""
+    """The work of a program: a number of the result's columns. `num_stages` tiles of inputs are loaded at a time."""
 
     outputs: int
     num_stages: int
     num_warps: int
 
 
-# Rows of a tile -> the tile. Few rows are a matter of reading the weights, many one of computing. The outputs are the
-# left side of the products: Hopper's matrix units want 64 there, and few rows fit on the right.
+# Rows of a tile -> the tile. Few rows are limited by reading the weights, many by computing. The outputs are the left
+# side of the products: Hopper's matrix units take 64 there, and few rows fit on the right.
 _TILES = {16: _Tile(64, 6, 4), 32: _Tile(64, 6, 4), 64: _Tile(64, 5, 4), 128: _Tile(128, 4, 8)}
-# Tiles of rows that are computed side by side before the next outputs, so that the inputs stay in the L2 cache.
+# Tiles of rows that are computed together before the next outputs, so that the inputs stay in the L2 cache.
 _ROW_TILES_OF_GROUP = 16
 
 
-def block_product(
-    x: BlockQuantized, weight: BlockWeight, bias: torch.Tensor | None, dtype: torch.dtype, use_kernels: bool = False
+def plain_block_product(
+    x: BlockQuantized, weight: BlockWeight, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`x @ weight.T + bias`, added in float32.
-
-    Args:
-        x: [num_rows, input_size], in blocks of as many columns as the weight's.
-        bias: [output_size] or None.
-        dtype: of the result.
-        use_kernels: compute with the kernel.
-
-    Returns:
-        [num_rows, output_size].
-    """
-    if use_kernels:
-        return _triton_block_product(x, weight, bias, dtype)
     product = F.linear(x.whole(), weight.whole()).float()
     return (product if bias is None else product + bias).to(dtype)
 
@@ -79,7 +66,7 @@ def _block_product_kernel(
 ):  # fmt: skip
     """One program per tile of rows and outputs: place in a group of row tiles, tile of outputs, group.
 
-    INPUTS: are multiplied at a time; they share their scales. WIDTH: how many blocks lie side by side.
+    INPUTS: number of inputs that are multiplied at a time and share their scales. WIDTH: blocks per row of the weight.
     """
     first_row = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * ROWS
     row = (first_row + tl.arange(0, ROWS)).to(tl.int64)
@@ -108,11 +95,11 @@ def _block_product_kernel(
 
 
 def rows_of_tile(num_rows: int) -> int:
-    """Rows of the inputs that a program takes."""
+    """Rows of the inputs per program."""
     return min(max(_TILES), max(min(_TILES), triton.next_power_of_2(num_rows)))
 
 
-def _triton_block_product(
+def triton_block_product(
     x: BlockQuantized, weight: BlockWeight, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     num_rows, (output_size, input_size) = x.values.shape[0], weight.values.shape
@@ -127,3 +114,20 @@ def _triton_block_product(
         num_warps=tile.num_warps, **LAUNCH_OPTIONS,
     )  # fmt: skip
     return out
+
+
+def block_product(
+    x: BlockQuantized, weight: BlockWeight, bias: torch.Tensor | None, dtype: torch.dtype, use_kernels: bool = False
+) -> torch.Tensor:
+    """`x @ weight.T + bias`, added in float32.
+
+    Args:
+        x: [num_rows, input_size], in blocks of as many columns as the weight's.
+        bias: [output_size] or None.
+        dtype: the result's dtype.
+        use_kernels: compute with the kernel.
+
+    Returns:
+        [num_rows, output_size].
+    """
+    return (triton_block_product if use_kernels else plain_block_product)(x, weight, bias, dtype)

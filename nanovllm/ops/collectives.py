@@ -1,4 +1,4 @@
-"""`Parallel`: this rank's place among those that share one model, and the collectives it needs."""
+"""`Parallel`: this rank's place among the ranks of one model, and the collectives that it needs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,14 +9,14 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Parallel:
-    """Rank and size are given to layers, never asked of a global; every collective does nothing at size 1.
+    """Layers get rank and size from this value, never from a global. At size 1 every collective does nothing.
 
     Args:
         rank: this process, 0 ≤ rank < size.
-        size: processes that share the model.
+        size: number of processes that share the model.
         group: the torch.distributed process group; None at size 1.
-        exchange, sampling_exchange: an ops.exchange.Exchange and an ops.sampling_exchange.SamplingExchange, where the
-            ranks' GPUs can reach each other's memory.
+        exchange, sampling_exchange: an ops.exchange.Exchange and an ops.sampling_exchange.SamplingExchange, if the
+            ranks' GPUs can reach each other's memory; otherwise None.
     """
 
     rank: int = 0
@@ -29,7 +29,8 @@ class Parallel:
     def calls_nccl(self) -> bool:
         """Whether a step on GPUs calls NCCL, because not every collective has an exchange.
 
-        A layer that calls `all_reduce` or `all_gather` itself is not counted, and must not be made for several GPUs.
+        This does not count a layer that calls `all_reduce` or `all_gather` itself. Such a layer must not be made for
+        several GPUs.
         """
         return self.size > 1 and (self.exchange is None or self.sampling_exchange is None)
 
@@ -44,13 +45,13 @@ class Parallel:
         if self.size == 1:
             return tensor
         gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        # Its name until PyTorch 2.13, which warns of the old one.
+        # PyTorch 2.13 warns about the second name, which was the only one before.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         gather(gathered, tensor.contiguous(), group=self.group)
         return gathered
 
     def rows_of_columns(self, columns: torch.Tensor) -> torch.Tensor:
-        """From all rows of some columns to some rows of all columns.
+        """Exchanges all rows of some columns for some rows of all columns.
 
         Args:
             columns: [num_rows, num_columns], this rank's columns; the number of ranks divides num_rows.
@@ -72,8 +73,8 @@ class Parallel:
         dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self.group)
         return int(smallest)
 
-    def shard(self, total: int, what: str) -> tuple[int, int]:
-        """(start, length) of this rank's equal part of `total`; a ValueError names `what` if it does not divide."""
+    def shard(self, total: int, noun: str) -> tuple[int, int]:
+        """(start, length) of this rank's equal part of `total`; a ValueError names `noun` if it does not divide."""
         if total % self.size:
-            raise ValueError(f"{what} ({total}) cannot be split over {self.size} ranks")
+            raise ValueError(f"{noun} ({total}) cannot be split over {self.size} ranks")
         return self.rank * (total // self.size), total // self.size

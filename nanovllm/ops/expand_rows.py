@@ -1,5 +1,5 @@
-"""Expands the rows of a step into the tensors that its layers and its sampler read: one value per token, per row or per
-sampled row."""
+"""Expands the rows of a step into the tensors that its layers and its sampler read: with a value per token, per row or
+per sampled row."""
 
 from typing import NamedTuple
 
@@ -8,16 +8,16 @@ import torch
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.ops.kernel import jit, tl, triton
 
-# Tokens and sampled rows that a program expands, and blocks of a table that it copies at a time.
+# Tokens and sampled rows per program, and blocks of a table that it copies at a time.
 _WIDTH = 128
 
 
 class Table(NamedTuple):
-    """What the device knows of each entry.
+    """The device's data of each entry.
 
     tokens: int32 [num_entries, max_model_len], prompt and completion.
     block_tables: int32 [num_entries, max_blocks].
-    settings: int32 [num_settings, num_entries], the bits of its sampling settings.
+    settings: int32 [num_settings, num_entries], the bits of sampling settings.
     seeds: int64 [num_entries], 64 bits each.
     """
 
@@ -28,7 +28,7 @@ class Table(NamedTuple):
 
 
 class Expanded(NamedTuple):
-    """What the rows of a step stand for.
+    """The expanded rows of a step.
 
     token_ids, positions, slot_mapping: int64 [num_tokens]; padding tokens have id and position 0 and slot −1.
     cu_seqlens_q: int32 [num_rows + 1]; context_lens: int32 [num_rows]; block_tables: int32 [num_rows, max_blocks].
@@ -43,11 +43,11 @@ class Expanded(NamedTuple):
 
 
 class ExpandedSamples(NamedTuple):
-    """What the rows that sample stand for. Each row of `settings` begins at a multiple of 16 bytes.
+    """The expanded rows that sample. Each row of `settings` begins at a multiple of 16 bytes.
 
-    token_indices: int64 [num_sampled], the index in the flat batch of the last token of each row that samples.
-    entries: int64 [num_sampled], its entry; the last one for padding.
-    lengths: int64 [num_sampled], its number of tokens so far, which is the position of the sampled token.
+    token_indices: int64 [num_sampled], the index of each row's last token in the flat batch.
+    entries: int64 [num_sampled], each row's entry; for padding the last one.
+    lengths: int64 [num_sampled], each row's number of tokens so far, which is the position of the sampled token.
     settings: int32 [num_settings, num_sampled]; seeds: int64 [num_sampled].
     """
 
@@ -67,35 +67,21 @@ class ExpandedSamples(NamedTuple):
         return ExpandedSamples(*(values[..., :num_sampled] for values in self))
 
 
-def expand_rows(
-    rows: torch.Tensor,
-    table: Table,
-    num_rows: int,
-    num_tokens: int,
-    samples: ExpandedSamples,
-    block_size: int,
-    use_kernels: bool = False,
-) -> Expanded:
-    """Expands rows, each of which names an entry of the table.
+def _aligned(dtype: torch.dtype, device: torch.device, *shape: int) -> torch.Tensor:
+    """Uninitialised memory. Its rows all begin at addresses that Triton takes for aligned, so that all sizes share a
+    kernel."""
+    padded = torch.empty(*shape[:-1], -(-shape[-1] // 16) * 16, dtype=dtype, device=device)
+    return padded[..., : shape[-1]]
 
-    Args:
-        rows: int32 [n, 4], where n is at least num_rows + 1 and at least num_sampled. The first three numbers of row i
-            are its entry, its number of keys once the step is computed, and the index of its first token in the flat
-            batch. The fourth belongs to the list of sampled rows: it is the number of the i-th row that samples. Row
-            `num_rows` ends the list. It has the table's last entry, which belongs to nobody, no keys, and the number of
-            real tokens as its first token; every padding row before it has the same. The list of sampled rows is padded
-            with `num_rows`.
-        num_rows, num_tokens: padding included.
-        samples: is filled with the rows that sample, padding included.
-        use_kernels: compute with the kernel.
-    """
-    if use_kernels:
-        return _triton_expand_rows(rows, table, num_rows, num_tokens, samples, block_size)
+
+def plain_expand_rows(
+    rows: torch.Tensor, table: Table, num_rows: int, num_tokens: int, samples: ExpandedSamples, block_size: int
+) -> Expanded:
     entry, context_lens, first_token = rows[: num_rows + 1, :3].t().contiguous().long()
     token = torch.arange(num_tokens, device=rows.device)
     row = torch.searchsorted(first_token, token, right=True) - 1
     is_real = token < first_token[-1]
-    after = torch.cat((first_token[1:], first_token[-1:]))  # where the row's tokens end
+    after = torch.cat((first_token[1:], first_token[-1:]))  # the end of the row's tokens
     positions = torch.where(is_real, context_lens[row] - after[row] + token, 0)
     block = table.block_tables[entry[row], positions // block_size].long()
     sampled = rows[: len(samples.token_indices), 3].long()
@@ -113,13 +99,6 @@ def expand_rows(
         context_lens=context_lens[:-1].int(),
         block_tables=table.block_tables[entry[:-1]],
     )
-
-
-def _aligned(dtype: torch.dtype, device: torch.device, *shape: int) -> torch.Tensor:
-    """Uninitialised memory whose rows all begin at addresses that Triton treats as aligned, so that all sizes share one
-    kernel."""
-    padded = torch.empty(*shape[:-1], -(-shape[-1] // 16) * 16, dtype=dtype, device=device)
-    return padded[..., : shape[-1]]
 
 
 @jit(
@@ -183,7 +162,7 @@ def _expand_rows_kernel(
             tl.store(row_settings + setting * settings_stride + index, value, is_sampled)
 
 
-def _triton_expand_rows(
+def triton_expand_rows(
     rows: torch.Tensor, table: Table, num_rows: int, num_tokens: int, samples: ExpandedSamples, block_size: int
 ) -> Expanded:
     max_blocks, (num_settings, num_entries) = table.block_tables.shape[1], table.settings.shape
@@ -199,3 +178,23 @@ def _triton_expand_rows(
         WIDTH=_WIDTH, num_warps=4, **LAUNCH_OPTIONS,
     )  # fmt: skip
     return out
+
+
+def expand_rows(
+    rows: torch.Tensor, table: Table, num_rows: int, num_tokens: int, samples: ExpandedSamples, block_size: int,
+    use_kernels: bool = False,
+) -> Expanded:  # fmt: skip
+    """Expands rows, each of which names an entry of the table.
+
+    Args:
+        rows: int32 [n, 4], where n is at least num_rows + 1 and at least num_sampled. The first three numbers of row i
+            are its entry, its number of keys after the step, and the index of its first token in the flat batch. The
+            fourth is an item of another list: the number of the i-th row that samples. Row `num_rows` ends the list.
+            It has the table's last entry, which no sequence has, no keys, and the number of real tokens as its first
+            token; every padding row before it has the same. The list of rows that sample is padded with `num_rows`.
+        num_rows, num_tokens: numbers with padding.
+        samples: is filled with the rows that sample, with padding.
+        use_kernels: compute with the kernel.
+    """
+    expand = triton_expand_rows if use_kernels else plain_expand_rows
+    return expand(rows, table, num_rows, num_tokens, samples, block_size)

@@ -1,65 +1,36 @@
-"""Top-k, top-p and min-p: per row of logits the threshold below which no token may be sampled.
+"""Top-k, top-p and min-p: a threshold per row of logits, below which no token may be sampled.
 
-Temperature comes first, then top-k, then top-p over what top-k left, then min-p relative to the most probable token.
-Top-p keeps the token that crosses p: a token stays while the tokens that are strictly more probable hold less than p
-of the mass. The filters see logits, not positions: **tokens exactly as probable as the last one kept are kept too**,
-as transformers' and vLLM's top-k do. The largest logit always stays. −inf stays only where there is nothing else.
+The temperature comes first, then top-k, then top-p over the tokens that top-k left, then min-p relative to the most
+probable token. Top-p keeps the token that crosses p: a token stays while the tokens that are strictly more probable
+hold less than p of the mass. The filters see logits, not positions: **tokens exactly as probable as the last one kept
+are kept too**, as in transformers' and vLLM's top-k. The largest logit always stays. −inf stays only if all are −inf.
 
-So what a row keeps is {i: float32(logits[i]) ≥ threshold}, and the sampler needs one number per row, no sorted copy.
+So a row keeps {i: float32(logits[i]) ≥ threshold}, and the sampler needs one number per row, no sorted copy.
 """
 
 import torch
+from torch import Tensor
 
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
-from nanovllm.ops.kernel import jit, tl, uses_kernels
+from nanovllm.ops.kernel import jit, tl
+from nanovllm.ops.sample import COLDEST
 
-_COLDEST = 1.2e-38  # about the least normal number of float32
-_NUM_SORTED = 2**18  # logits that the plain twin sorts at once: what fits a CPU's cache takes half the time
-
-
-def filter_thresholds(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    top_ks: torch.Tensor,
-    top_ps: torch.Tensor,
-    min_ps: torch.Tensor,
-    use_kernels: bool | None = None,
-) -> torch.Tensor:
-    """The smallest logit that each row may sample.
-
-    Args:
-        logits: [num_rows, vocab_size], float32, bfloat16 or float16; a row's logits are contiguous.
-        temperatures: float32 [num_rows]; a row with 0 is greedy, and not filtered.
-        top_ks: int32 [num_rows]; off at 0, and at vocab_size or more.
-        top_ps: float32 [num_rows]; off at 1.
-        min_ps: float32 [num_rows], of the largest probability; off at 0.
-        use_kernels: compute with our kernels; None is wherever they can.
-
-    Returns:
-        float32 [num_rows]; −inf where nothing is filtered, and where the logits hold NaN or +inf, or nothing but −inf.
-        Sums in float32 round: a token at which the mass reaches p to within about 1e-6 may be kept or not.
-    """
-    find = (
-        triton_filter_thresholds
-        if (uses_kernels(logits) if use_kernels is None else use_kernels)
-        else plain_filter_thresholds
-    )
-    return find(logits, temperatures, top_ks, top_ps, min_ps)
+_NUM_SORTED = 2**18  # logits that the plain twin sorts at once: if they fit a CPU's cache, it takes half the time
 
 
 def plain_filter_thresholds(
-    logits: torch.Tensor, temperatures: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor
-) -> torch.Tensor:
-    """The plain twin of the kernel: sort, sum up, look where the sum reaches p."""
+    logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor
+) -> Tensor:
+    """Sorts, sums up, and finds where the sum reaches p."""
     thresholds = torch.full_like(temperatures, -torch.inf)
     largest = logits.amax(-1).float()
     limits = torch.where(top_ks > 0, top_ks, logits.shape[1]).clamp(max=logits.shape[1]).long()
     is_sorted = (limits < logits.shape[1]) | (top_ps < 1)
     is_filtered = (temperatures > 0) & (is_sorted | (min_ps > 0)) & largest.isfinite()
-    temperatures = temperatures.clamp(min=_COLDEST)
-    least = largest.double() + temperatures * min_ps.double().log()
-    rounded = least.float()
-    rounded = rounded.where(rounded >= least, rounded.nextafter(largest))  # up, never to below the bound
+    temperatures = temperatures.clamp(min=COLDEST)
+    minimum = largest.double() + temperatures * min_ps.double().log()
+    rounded = minimum.float()
+    rounded = rounded.where(rounded >= minimum, rounded.nextafter(largest))  # rounded up, never to below the bound
     thresholds[is_filtered] = rounded.clamp(min=torch.finfo(torch.float32).min).minimum(largest)[is_filtered]
     every_row = (is_filtered & is_sorted).nonzero()[:, 0]
     for rows in every_row.split(max(1, _NUM_SORTED // logits.shape[1])) if every_row.numel() else ():
@@ -74,11 +45,9 @@ def plain_filter_thresholds(
     return thresholds
 
 
-def _negated_in_order(logits: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
-    """float32 [num_rows, vocab_size] -> each row's negated logits, ascending: at least all that its top-k keeps.
-
-    limits: int64 [num_rows, 1].
-    """
+def _negated_in_order(logits: Tensor, limits: Tensor) -> Tensor:
+    """logits: float32 [num_rows, vocab_size], limits: int64 [num_rows, 1] -> each row's negated logits, ascending: all
+    that its top-k keeps, and maybe more."""
     num_enough = 2 * int(limits.max())
     if num_enough < logits.shape[1] // 16:
         ordered = logits.topk(num_enough).values.neg_()
@@ -86,57 +55,41 @@ def _negated_in_order(logits: torch.Tensor, limits: torch.Tensor) -> torch.Tenso
             return ordered
     if logits.device.type != "cpu":
         return logits.neg().sort(-1).values
-    # NumPy sorts values alone, with vector instructions: 18 times as fast as PyTorch, which sorts positions along.
+    # NumPy sorts the values alone, with vector instructions: 18 times as fast as PyTorch, which also sorts positions.
     ordered = logits.neg()
     ordered.numpy().sort(-1)
     return ordered
 
 
-# The kernel: one program per row. A first pass notes the largest logit of each of _LANES lanes, which bounds the
-# threshold from below. What lies above the bound is copied to a small scratch row, and searched there. If too much
-# lies above it, further passes over all logits narrow the range first. Both filters are the same search, for the
+# The kernel: one program per row. A first pass notes the largest logit of each of _LANES lanes, which gives a lower
+# bound of the threshold. The logits above the bound are copied to a small scratch row, and searched there. If too many
+# are above it, further passes over all logits narrow the range first. Both filters are the same search, for the
 # largest key at which the weights of the logits from there on reach a target: with weight 1 for top-k, and
 # exp((logit − largest) / temperature) for top-p. Every loop ends by its count or because a range of integers shrinks,
-# whatever the sums are; every sum has a fixed order, so the same row always gives the same threshold.
+# even if sums are not numbers; every sum has a fixed order, so the same row always gives the same threshold.
 _LANES = 4096  # logits that a program reads at once
-_SLOTS = 16  # copies that the scratch row has room for, per group of four lanes
-
-
-def triton_filter_thresholds(
-    logits: torch.Tensor, temperatures: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor
-) -> torch.Tensor:
-    """See filter_thresholds; the grid depends on shapes only."""
-    num_rows, vocab_size = logits.shape
-    thresholds = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    scratch = torch.empty((num_rows, _LANES + _LANES // 4 * _SLOTS), dtype=logits.dtype, device=logits.device)
-    shift = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}[logits.dtype]
-    _filter_kernel[(num_rows,)](
-        logits, temperatures, top_ks, top_ps, min_ps, scratch, thresholds, vocab_size, logits.stride(0),
-        GROUPS=_LANES // 4, SLOTS=_SLOTS, SHIFT=shift, num_warps=16, maxnreg=64, **LAUNCH_OPTIONS,
-    )  # fmt: skip
-    return thresholds
+_SLOTS = 16  # copies per group of four lanes that the scratch row has room for
+_COLDEST = tl.constexpr(COLDEST)
 
 
 @jit
 def _key(value, SHIFT):
-    """float32 -> int64, in the same order; numbers of the logits' type lose nothing by the SHIFT."""
+    """float32 -> int64, in the same order. The SHIFT loses nothing of a number of the logits' dtype."""
     bits = value.to(tl.int32, bitcast=True).to(tl.int64)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
 
 @jit
 def _value(key, SHIFT):
-    """The number of the logits' type that has this key, in float32."""
+    """The number of the logits' dtype with this key, in float32."""
     key = (key << SHIFT) | tl.where(key < 0, (1 << SHIFT) - 1, 0)
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @jit
 def _masses(logits, length, places, cut1, cut2, cut3, cut4, top, scale):
-    """float64 [2, 2]: the weights of the logits from each cut on, in any order.
-
-    places: [num_groups, 4]. A thread reads a group at once, and adds up its weights without asking other threads.
-    """
+    """float64 [2, 2]: the weights of the logits from each cut on, in any order. A thread reads a whole group of
+    `places`: [num_groups, 4], and adds up its weights without the other threads."""
     mass1 = tl.zeros([places.shape[0]], tl.float32)
     mass2, mass3, mass4 = mass1, mass1, mass1
     for start in range(0, length, places.shape[0] * 4):
@@ -151,7 +104,7 @@ def _masses(logits, length, places, cut1, cut2, cut3, cut4, top, scale):
 
 @jit
 def _between(low, high, fraction, SHIFT):
-    """The key that lies between low and high as numbers go, not as keys go."""
+    """The key of the number that is `fraction` of the way from low's number to high's."""
     first = _value(low, SHIFT)
     key = _key(first + (_value(high, SHIFT) - first) * fraction, SHIFT)
     return tl.minimum(tl.maximum(key, low), high)
@@ -186,7 +139,7 @@ def _search(logits, length, places, low, high, target, by_value, max_num_steps, 
 
 @jit
 def _append(found, logit, first, end, count, SLOTS):
-    """Appends each group's logit to the group's copies if it is wanted; returns how many copies each group has."""
+    """Appends each group's logit to the group's copies if it is wanted; returns the number of copies of each group."""
     is_wanted = (logit.to(tl.float32) >= first) & (logit.to(tl.float32) < end)
     group = tl.arange(0, count.shape[0])
     tl.store(found + count * count.shape[0] + group, logit, is_wanted & (count < SLOTS))
@@ -195,7 +148,8 @@ def _append(found, logit, first, end, count, SLOTS):
 
 @jit
 def _collect(logits, length, places, low, high, found, SLOTS, SHIFT):
-    """Copies the logits from low on that are below high; the most copies of any group, or 0 if they are too many."""
+    """Copies the logits from low on that are below high; returns the maximum number of copies per group, or 0 if that
+    exceeds SLOTS."""
     first, end = _value(low, SHIFT), _value(high, SHIFT)
     count = tl.zeros([places.shape[0]], tl.int32)
     for start in range(0, length, places.shape[0] * 4):
@@ -209,7 +163,7 @@ def _collect(logits, length, places, low, high, found, SLOTS, SHIFT):
         count = _append(found, logit4, first, end, count, SLOTS)
     num_slots = tl.maximum(tl.max(count), 1)
     num_slots = tl.where(num_slots <= SLOTS, num_slots, 0)
-    for _ in range(num_slots):  # where a group has fewer copies, clears what the previous row left
+    for _ in range(num_slots):  # clears the previous row's copies where this row has none
         tl.store(found + count * places.shape[0] + tl.arange(0, places.shape[0]), float("-inf"), count < num_slots)
         count += 1
     tl.debug_barrier()
@@ -218,10 +172,8 @@ def _collect(logits, length, places, low, high, found, SLOTS, SHIFT):
 
 @jit
 def _filter(logits, length, places, low, high, target, num_slots, lanes, found, top, scale, SLOTS, SHIFT):
-    """(the largest key from low on at which the mass reaches the target, `num_slots` for the logits from it on)
-
-    num_slots: most copies of any group, if `found` has all logits from low on; 0 if it has not.
-    """
+    """(the largest key from low on at which the mass reaches the target, `num_slots` for the logits from it on), where
+    num_slots is the maximum number of copies per group, if `found` has all logits from low on; otherwise 0."""
     above = target - target
     all_slots = num_slots
     if num_slots == 0:
@@ -246,7 +198,7 @@ def _filter(logits, length, places, low, high, target, num_slots, lanes, found, 
 
 @jit
 def _largest_of_lanes(logits, length, places, lanes):
-    """Leaves each lane's largest logit in `lanes`; (the largest, the least of the lanes', whether any is NaN)."""
+    """Stores each lane's largest logit in `lanes`; returns (the largest, the smallest of them, whether one is NaN)."""
     largest = tl.full(places.shape, float("-inf"), tl.float32)
     for start in range(0, length, places.shape[0] * 4):
         logit = tl.load(logits + start + places, start + places < length, float("-inf")).to(tl.float32)
@@ -258,11 +210,11 @@ def _largest_of_lanes(logits, length, places, lanes):
 
 @jit
 def _filter_row(logits, length, temperature, top_k, top_p, min_p, lanes, places, threshold, SLOTS, SHIFT):
-    """Stores the threshold of a row, unless it is broken; lanes: scratch, for each lane's largest and the copies."""
+    """Stores the threshold of a row, unless it is broken. lanes: scratch for the lanes' largest logits and copies."""
     found = lanes + places.shape[0] * 4
     top, min_of_lanes, is_broken = _largest_of_lanes(logits, length, places, lanes)
     if (top > float("-inf")) & (top < float("inf")) & (is_broken == 0):
-        temperature = tl.maximum(temperature, 1.2e-38)
+        temperature = tl.maximum(temperature, _COLDEST)
         low = _key(tl.full([], -3.4028234663852886e38, tl.float32), SHIFT)
         high = _key(top, SHIFT) + 1
         num_slots = 0
@@ -277,7 +229,7 @@ def _filter_row(logits, length, temperature, top_k, top_p, min_p, lanes, places,
                     masses += _masses(logits, unseen, places, cut, cut, cut, cut, top, scale)
                     total = tl.max(masses)
                     target = top_p.to(tl.float64) * total
-                    # Even if all tokens lay below this bound, they would be lighter than the mass that top-p drops.
+                    # All tokens together, if they were below this bound, would weigh less than top-p drops.
                     spare = tl.log(0.5 * (1 - top_p.to(tl.float64)) * total / length)
                     bound = (top + temperature * spare).to(tl.float32)
                 low = tl.maximum(low, _key(bound, SHIFT))
@@ -285,9 +237,9 @@ def _filter_row(logits, length, temperature, top_k, top_p, min_p, lanes, places,
                     logits, length, places, low, high, target, num_slots, lanes, found, top, scale, SLOTS, SHIFT
                 )
         # Rounded up, so that no logit below the exact bound of min-p passes.
-        least = top + temperature * tl.log(min_p.to(tl.float64))
-        rounded = tl.maximum(least, -3.4028234663852886e38).to(tl.float32)
-        rounded = tl.where(rounded < least, _value(_key(rounded, 0) + 1, 0), rounded)
+        minimum = top + temperature * tl.log(min_p.to(tl.float64))
+        rounded = tl.maximum(minimum, -3.4028234663852886e38).to(tl.float32)
+        rounded = tl.where(rounded < minimum, _value(_key(rounded, 0) + 1, 0), rounded)
         tl.store(threshold, tl.minimum(tl.maximum(rounded, _value(low, SHIFT)), top))
 
 
@@ -308,3 +260,40 @@ def _filter_kernel(
             logits + row * row_stride, vocab_size, temperature, top_k, top_p, min_p, lanes, places, thresholds + row,
             SLOTS, SHIFT,
         )  # fmt: skip
+
+
+def triton_filter_thresholds(
+    logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor
+) -> Tensor:
+    """The grid depends on shapes only."""
+    num_rows, vocab_size = logits.shape
+    thresholds = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    scratch = torch.empty((num_rows, _LANES + _LANES // 4 * _SLOTS), dtype=logits.dtype, device=logits.device)
+    shift = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}[logits.dtype]
+    _filter_kernel[(num_rows,)](
+        logits, temperatures, top_ks, top_ps, min_ps, scratch, thresholds, vocab_size, logits.stride(0),
+        GROUPS=_LANES // 4, SLOTS=_SLOTS, SHIFT=shift, num_warps=16, maxnreg=64, **LAUNCH_OPTIONS,
+    )  # fmt: skip
+    return thresholds
+
+
+def filter_thresholds(
+    logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor,
+    use_kernels: bool = False,
+) -> Tensor:  # fmt: skip
+    """The smallest logit that each row may sample.
+
+    Args:
+        logits: [num_rows, vocab_size], float32, bfloat16 or float16; a row's logits are contiguous.
+        temperatures: float32 [num_rows]; a row with 0 is greedy, and not filtered.
+        top_ks: int32 [num_rows]; off at 0, and at vocab_size or more.
+        top_ps: float32 [num_rows]; off at 1.
+        min_ps: float32 [num_rows], relative to the largest probability; off at 0.
+        use_kernels: compute with the kernel.
+
+    Returns:
+        float32 [num_rows]; −inf for a row that is not filtered, or whose logits hold NaN or +inf, or only −inf. Sums in
+        float32 are rounded: a token at which the mass reaches p to within about 1e-6 may be kept or not.
+    """
+    find = triton_filter_thresholds if use_kernels else plain_filter_thresholds
+    return find(logits, temperatures, top_ks, top_ps, min_ps)

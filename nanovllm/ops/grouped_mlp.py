@@ -2,11 +2,11 @@
 
 A pair is a token and one of its experts: pair i belongs to token i // top_k. One kernel lists each expert's pairs. The
 two grouped products have a fixed grid and read on the device how many pairs an expert has, so a captured step serves
-any choice. They read only the weights of experts that somebody chose, and write their results by pair. So nothing is
-sorted, and a token's results are added in the order of its experts, whatever its neighbours chose.
+any choice. They read only the weights of chosen experts, and write their results by pair. So nothing is sorted, and a
+token's results are added in the order of its experts, independent of the other tokens' choices.
 
-Weights in FP8 become numbers of the inputs' dtype when they are read, and the inputs are not rounded: what an expert
-costs is mostly the reading of its weights.
+Weights in FP8 become numbers of the inputs' dtype when they are read, and the inputs are not rounded: most of an
+expert's cost is the reading of its weights.
 """
 
 from math import gcd
@@ -22,9 +22,10 @@ from nanovllm.ops.route import Routes
 
 
 class _Tile(NamedTuple):
-    """What a program of a grouped product works on.
+    """The work of a program of a grouped product.
 
-    columns: of the result; input_bytes: of each row of inputs and weights, per stage; num_stages: loaded at a time.
+    columns: columns of the result; input_bytes: bytes per stage of each row of inputs and weights; num_stages: stages
+        that are loaded at a time.
     """
 
     columns: int
@@ -37,8 +38,8 @@ class ExpertWeights(NamedTuple):
     """One projection of all experts.
 
     weight: [num_experts, output_size, input_size].
-    scales: None, or of FP8 float32 [num_experts, output_size / rows, input_size / columns], rounded up.
-    rows, columns: of the weight's blocks that share a scale; the last block of a row or column may be cut off.
+    scales: for FP8, float32 [num_experts, output_size / rows, input_size / columns], rounded up; otherwise None.
+    rows, columns: the size of the weight's blocks with a scale; the last block of a row or column may be cut off.
     """
 
     weight: torch.Tensor
@@ -55,8 +56,8 @@ class ExpertWeights(NamedTuple):
         return (weight.float() * of_rows.repeat_interleave(self.columns, 1)[:, : weight.shape[1]]).to(dtype)
 
     def options(self, inputs: int) -> dict[str, int]:
-        """What kernels call ROWS, COLUMNS and WIDTH: of a block, and how many blocks lie side by side; 0 without
-        scales. INPUTS is how many of its inputs they multiply at a time: `inputs`, or fewer that share a scale."""
+        """The kernels' constants: ROWS and COLUMNS of a block and WIDTH, the blocks per row, all 0 without scales.
+        INPUTS is the number of inputs that they multiply at a time: `inputs`, or fewer that share a scale."""
         if self.scales is None:
             return {"ROWS": 0, "COLUMNS": 0, "WIDTH": 0, "INPUTS": inputs}
         width = self.scales.shape[2]
@@ -65,7 +66,7 @@ class ExpertWeights(NamedTuple):
         return {"ROWS": self.rows, "COLUMNS": self.columns, "WIDTH": width, "INPUTS": inputs}
 
 
-# Pairs of a tile -> (tile of the product that makes `hidden`, tile of the one that makes `outputs`). The fastest of 121
+# Pairs of a tile -> (tile of the product that makes `hidden`, tile of the one that makes `outputs`): the fastest of 121
 # and of 131 shapes on an H200 with the experts of Qwen3-30B-A3B (docs/record.md).
 _TILES = {
     16: (_Tile(32, 256, 4, 4), _Tile(128, 256, 4, 4)),
@@ -73,33 +74,13 @@ _TILES = {
     64: (_Tile(64, 128, 3, 4), _Tile(128, 128, 3, 4)),
     128: (_Tile(128, 128, 4, 8), _Tile(256, 128, 4, 8)),
 }
-# Pairs that the kernel which lists them reads at a time, at most.
+# Maximum number of pairs that the listing kernel reads at a time.
 _PAIRS_OF_CHUNK = 8192
 
 
-def grouped_mlp(
-    x: torch.Tensor,
-    routes: Routes,
-    gate_up: ExpertWeights,
-    down: ExpertWeights,
-    activation: str = "silu",
-    use_kernels: bool = False,
+def plain_grouped_mlp(
+    x: torch.Tensor, routes: Routes, gate_up: ExpertWeights, down: ExpertWeights, activation: str
 ) -> torch.Tensor:
-    """The sum over each token's experts of weight × down(activation(gate) × up), added in float32.
-
-    Args:
-        x: [num_tokens, hidden_size].
-        routes: the tokens' experts.
-        gate_up: of 2 × size outputs and hidden_size inputs.
-        down: of hidden_size outputs and size inputs.
-        activation: see act_and_mul.
-        use_kernels: compute with our kernels.
-
-    Returns:
-        [num_tokens, hidden_size].
-    """
-    if use_kernels:
-        return _triton_grouped_mlp(x, routes, gate_up, down, activation)
     outputs = x.new_zeros(*routes.experts.shape, x.shape[1])
     for expert in routes.experts.unique().tolist():
         token, place = torch.where(routes.experts == expert)
@@ -129,8 +110,8 @@ def _pairs_kernel(experts, pairs, counts, num_pairs, num_tokens, CHUNK: tl.const
 
 @jit
 def _tile(pairs, counts, num_tokens, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
-    """(expert, its pairs in this program's tile, which of them are real, whether any is); a tile has PAIRS pairs of one
-    expert at most, and none if all tiles are taken."""
+    """(expert, its pairs in this program's tile, which of them are real, whether any is); a tile has at most PAIRS
+    pairs of one expert, and none if it is one of the last, unused tiles."""
     expert = tl.arange(0, EXPERTS)
     count = tl.load(counts + expert, expert < NUM_EXPERTS, 0)
     num_tiles = (count + PAIRS - 1) // PAIRS
@@ -145,12 +126,14 @@ def _tile(pairs, counts, num_tokens, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.cons
 
 
 @jit
-def _scaled(
-    product, scales, expert, output, is_output, start, OUTPUT_SIZE: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+def _product(
+    values, at_weights, is_weight, scales, expert, output, is_output, start, OUTPUT_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A product with some inputs, the first of which is `start`, times the scales of the outputs' weights."""
-    if ROWS:  # not a return before it: Triton compiles what follows all the same
+    """The product of some inputs, the first of which is `start`, and their weights, times the scales of the weights."""
+    weights = tl.load(at_weights, is_weight, 0.0).to(values.dtype)
+    product = tl.dot(values, weights, input_precision="ieee")
+    if ROWS:  # an early return would not do: Triton would still compile the rest
         of_expert = scales + expert * (tl.cdiv(OUTPUT_SIZE, ROWS) * WIDTH)
         at = of_expert + output // ROWS * WIDTH + start // COLUMNS
         product *= tl.load(at, is_output, 0.0)[None, :]
@@ -179,12 +162,14 @@ def _gate_up_kernel(
             is_real = column < HIDDEN_SIZE - start
             values = tl.load(at_x + start, is_pair[:, None] & is_real[None, :], 0.0)
             is_weight = is_real[:, None] & is_output[None, :]
-            of_gate = tl.load(at_gate + start, is_weight, 0.0).to(values.dtype)
-            product = tl.dot(values, of_gate, input_precision="ieee")
-            gate += _scaled(product, scales, expert, output, is_output, start, 2 * SIZE, ROWS, COLUMNS, WIDTH)
-            of_up = tl.load(at_gate + SIZE * HIDDEN_SIZE + start, is_weight, 0.0).to(values.dtype)
-            product = tl.dot(values, of_up, input_precision="ieee")
-            up += _scaled(product, scales, expert, SIZE + output, is_output, start, 2 * SIZE, ROWS, COLUMNS, WIDTH)
+            gate += _product(
+                values, at_gate + start, is_weight, scales, expert, output, is_output, start, 2 * SIZE, ROWS, COLUMNS,
+                WIDTH,
+            )  # fmt: skip
+            up += _product(
+                values, at_gate + SIZE * HIDDEN_SIZE + start, is_weight, scales, expert, SIZE + output, is_output,
+                start, 2 * SIZE, ROWS, COLUMNS, WIDTH,
+            )  # fmt: skip
         at = hidden + pair[:, None] * SIZE + output[None, :]
         tl.store(at, activated(gate, ACTIVATION) * up, is_pair[:, None] & is_output[None, :])
 
@@ -208,9 +193,10 @@ def _down_kernel(
         for start in range(0, SIZE, INPUTS):
             is_real = column < SIZE - start
             values = tl.load(at_hidden + start, is_pair[:, None] & is_real[None, :], 0.0)
-            weights = tl.load(at_down + start, is_real[:, None] & is_output[None, :], 0.0).to(values.dtype)
-            product = tl.dot(values, weights, input_precision="ieee")
-            total += _scaled(product, scales, expert, output, is_output, start, HIDDEN_SIZE, ROWS, COLUMNS, WIDTH)
+            total += _product(
+                values, at_down + start, is_real[:, None] & is_output[None, :], scales, expert, output, is_output,
+                start, HIDDEN_SIZE, ROWS, COLUMNS, WIDTH,
+            )  # fmt: skip
         tl.store(outputs + pair[:, None] * HIDDEN_SIZE + output[None, :], total, is_pair[:, None] & is_output[None, :])
 
 
@@ -229,7 +215,24 @@ def _combine_kernel(outputs, weights, out, TOP_K: tl.constexpr, HIDDEN_SIZE: tl.
     tl.store(out + token * HIDDEN_SIZE + column, total, is_real)
 
 
-def _triton_grouped_mlp(
+def find_pairs_of_tile(num_pairs: int, num_experts: int, dtype: torch.dtype) -> int:
+    """Pairs of a token and an expert per program."""
+    # A tile holds about twice the average number of pairs per expert, because each further tile of an expert reads its
+    # weights again. With the largest tile, products of float32 would need too many registers.
+    max_num_pairs = 128 if dtype.itemsize == 2 else 64
+    return min(max_num_pairs, max(16, triton.next_power_of_2(2 * num_pairs // num_experts)))
+
+
+def _launch_options(tile: _Tile, num_rows: int, x: torch.Tensor) -> dict[str, int]:
+    """num_rows: rows of inputs and weights that a program loads per stage. As many stages as fit are loaded."""
+    return {
+        "OUTPUTS": tile.columns,
+        "num_stages": min(tile.num_stages, shared_memory(x.device) // (num_rows * tile.input_bytes)),
+        "num_warps": tile.num_warps,
+    }
+
+
+def triton_grouped_mlp(
     x: torch.Tensor, routes: Routes, gate_up: ExpertWeights, down: ExpertWeights, activation: str
 ) -> torch.Tensor:
     (num_tokens, top_k), (num_experts, hidden_size, size), device = routes.experts.shape, down.weight.shape, x.device
@@ -268,18 +271,25 @@ def _triton_grouped_mlp(
     return out
 
 
-def find_pairs_of_tile(num_pairs: int, num_experts: int, dtype: torch.dtype) -> int:
-    """Pairs of a token and an expert that a program takes."""
-    # A tile holds about twice the average number of pairs per expert, because each further tile of an expert reads its
-    # weights again. Products of float32 would keep too much in registers with the largest tile.
-    max_num_pairs = 128 if dtype.itemsize == 2 else 64
-    return min(max_num_pairs, max(16, triton.next_power_of_2(2 * num_pairs // num_experts)))
+def grouped_mlp(
+    x: torch.Tensor,
+    routes: Routes,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    activation: str = "silu",
+    use_kernels: bool = False,
+) -> torch.Tensor:
+    """The sum over each token's experts of weight × down(activation(gate) × up), added in float32.
 
+    Args:
+        x: [num_tokens, hidden_size].
+        routes: the tokens' experts.
+        gate_up: 2 × size outputs and hidden_size inputs.
+        down: hidden_size outputs and size inputs.
+        activation: see act_and_mul.
+        use_kernels: compute with the kernels.
 
-def _launch_options(tile: _Tile, num_rows: int, x: torch.Tensor) -> dict[str, int]:
-    """num_rows: rows of inputs and weights that a program loads per stage; as many stages as fit are loaded."""
-    return {
-        "OUTPUTS": tile.columns,
-        "num_stages": min(tile.num_stages, shared_memory(x.device) // (num_rows * tile.input_bytes)),
-        "num_warps": tile.num_warps,
-    }
+    Returns:
+        [num_tokens, hidden_size].
+    """
+    return (triton_grouped_mlp if use_kernels else plain_grouped_mlp)(x, routes, gate_up, down, activation)

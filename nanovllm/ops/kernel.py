@@ -1,7 +1,7 @@
-"""Triton, where there is something for its kernels to run on.
+"""Triton, on machines that can run its kernels.
 
 A file with kernels begins with `from nanovllm.ops.kernel import jit, tl, triton`. It can then be imported on any
-machine, and on one without a GPU it costs nothing: the three names are stand-ins there, and nobody calls the kernels.
+machine. On one without a GPU it costs nothing: the three names are stand-ins there, and no kernel is called.
 """
 
 import importlib.util
@@ -27,16 +27,11 @@ def has_kernels() -> bool:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that a program of a kernel can share between its threads; the interpreter has no limit."""
+    """Bytes that a kernel's program can share between its threads; the interpreter has no limit."""
     if device.type == "cpu":
         return 2**20
     properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's types do not name all of them
     return properties.shared_memory_per_block_optin
-
-
-def uses_kernels(tensor: torch.Tensor) -> bool:
-    """Whether our kernels shall compute with `tensor`, rather than PyTorch."""
-    return tensor.is_cuda and has_triton()
 
 
 if TYPE_CHECKING:
@@ -51,7 +46,7 @@ elif has_kernels():
 else:
 
     class _StandIn(SimpleNamespace):
-        """Has every attribute: annotations and decorators of kernels name some when a file is imported."""
+        """Has every attribute, because annotations and decorators of kernels name some when a file is imported."""
 
         def __getattr__(self, name: str) -> Any:
             return _StandIn()

@@ -1,10 +1,10 @@
-"""One layer's KV cache, in the model's dtype or in FP8, and how it is written and read by plain operations.
+"""One layer's KV cache, in the model's dtype or in FP8, and the plain operations that write and read it.
 
 A cache in FP8 has a byte per number, and one scale per token and head for keys and for values each. Values are e4m3.
-Keys are int8: a key's head usually has a few large numbers, which dominate its scores, and e4m3 has only three bits of
-mantissa. In a measurement, keys in e4m3 cost ten times as much accuracy (docs/quantization.md). Scales of values are
+Keys are int8: a head of a key usually has a few large numbers, which dominate its scores, and e4m3 has only three bits
+of mantissa. In a measurement, keys in e4m3 cost ten times as much accuracy (docs/quantization.md). Scales of values are
 powers of two, because triton_fp8.py adds their exponents to scores. Values are transposed, because a product in FP8
-needs the numbers that it sums over next to each other.
+needs the numbers that it sums next to each other.
 """
 
 from typing import NamedTuple
@@ -67,7 +67,7 @@ class LayerCache(NamedTuple):
         self.scales[block, :, place] = key_scales.view(torch.int32) | value_scales.view(torch.int32) >> 16
 
     def read(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of `blocks`: int64 [n], each [n × block_size, num_kv_heads, head_dim]; of FP8 in float32."""
+        """Keys and values of `blocks`: int64 [n], each [n × block_size, num_kv_heads, head_dim]; float32 for FP8."""
         if self.scales is None:
             return self.keys[blocks].flatten(0, 1), self.values[blocks].flatten(0, 1)
         scales = _scales(self.scales[blocks])
@@ -76,7 +76,7 @@ class LayerCache(NamedTuple):
         return keys, values
 
     def read_heads(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Some heads of keys and values in FP8, each float32 [n, head_dim].
+        """Some heads of keys and of values from a cache in FP8, each float32 [n, head_dim].
 
         rows: int64 [n], slot × num_kv_heads + head.
         """
@@ -89,20 +89,20 @@ class LayerCache(NamedTuple):
 
 
 def quantize_keys(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divides each head by a scale that brings its largest number to 127 or a little less, and rounds it.
+    """Divides each head by a scale that makes its largest number 127 or a little less, and rounds it.
 
     Args:
         x: [..., head_dim]. A head with a NaN, or with a number of 2^120 or more, becomes zeros with an infinite scale,
-            whose products are NaN. So no number of a cache is NaN, and kernels may read tiles whose last keys are
-            nobody's.
+            whose products are NaN. So no number of a cache is NaN, and kernels may read tiles whose last keys belong to
+            no sequence.
 
     Returns:
         int8 [..., head_dim]; float32 [...], the scales, which bfloat16 holds exactly.
     """
     numbers = x.float()
     peak = numbers.abs().amax(-1)
-    least = (peak * (1 / LARGEST_KEY)).clamp(min=MIN_SCALE)
-    scales = (least.view(torch.int32) + 0xFFFF & -0x10000).view(torch.float32)
+    exact = (peak * (1 / LARGEST_KEY)).clamp(min=MIN_SCALE)
+    scales = (exact.view(torch.int32) + 0xFFFF & -0x10000).view(torch.float32)  # rounded up to bfloat16
     is_finite = peak < 2.0 ** (KEY_LIMIT_EXPONENT - 127)
     scales = torch.where(is_finite, scales, torch.inf)
     quotients = (numbers * (1 / scales)[..., None]).round()
@@ -110,7 +110,7 @@ def quantize_keys(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantize_values(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divides each head by the smallest power of two that brings its largest number to at most 448, and rounds it.
+    """Divides each head by the smallest power of two that makes its largest number at most 448, and rounds it.
 
     Args:
         x: [..., head_dim]. A head with a NaN or an infinity becomes zeros with an infinite scale.
@@ -127,17 +127,17 @@ def quantize_values(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def whole_heads(heads: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What `quantize_keys` or `quantize_values` rounded: float32 [..., head_dim]."""
+    """The heads that `quantize_keys` or `quantize_values` rounded: float32 [..., head_dim]."""
     return heads.float() * scales[..., None]
 
 
 def rounded_keys(k: torch.Tensor) -> torch.Tensor:
-    """Heads of keys as a cache in FP8 keeps them, in their own dtype: [..., head_dim]."""
+    """Heads of keys, rounded as in a cache in FP8, in their own dtype: [..., head_dim]."""
     return whole_heads(*quantize_keys(k)).to(k.dtype)
 
 
 def rounded_values(v: torch.Tensor) -> torch.Tensor:
-    """Heads of values as a cache in FP8 keeps them, in their own dtype: [..., head_dim]."""
+    """Heads of values, rounded as in a cache in FP8, in their own dtype: [..., head_dim]."""
     return whole_heads(*quantize_values(v)).to(v.dtype)
 
 

@@ -8,48 +8,17 @@ from nanovllm.ops.kernel import jit, tl, triton
 from nanovllm.ops.quantize import Quantized, ScaledProduct, divided_by_peak, empty_quantized
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, use_kernels: bool = False, quantizes: bool = False
-) -> torch.Tensor | Quantized:
-    """`x / sqrt(mean(x²) + eps) × weight`, computed in float32; x itself is not changed.
-
-    The kernel rounds once. Plain PyTorch, like transformers, also rounds before it applies a weight of x's dtype.
-
-    Args:
-        x: [..., size]; the kernel takes [num_rows, size].
-        weight: [size], of x's dtype or float32.
-        use_kernels: compute with the kernel.
-        quantizes: the kernel rounds to e4m3, with a scale per row; only with `use_kernels`.
-    """
-    if use_kernels and x.ndim == 2:
-        return _launch(x, None, weight, eps, quantizes)[0]
-    assert not quantizes, "without the kernel, a layer quantizes its inputs itself"
+def plain_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if weight.dtype == torch.float32:
         return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
     return F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
 
 
-def add_rms_norm(
-    x: torch.Tensor | ScaledProduct,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    use_kernels: bool = False,
-    quantizes: bool = False,
-) -> tuple[torch.Tensor | Quantized, torch.Tensor]:
-    """(norm(x + residual), x + residual); neither input is changed.
-
-    Args:
-        x: [num_rows, size], or float32 [num_parts, num_rows, size], which is summed with the residual before it is
-            rounded; or a product whose scales the kernel multiplies in.
-        residual: [num_rows, size].
-        use_kernels, quantizes: as for `rms_norm`.
-    """
-    if use_kernels:
-        return _launch(x, residual, weight, eps, quantizes)
-    assert not quantizes and isinstance(x, torch.Tensor), "only the kernel knows FP8"
+def plain_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     total = x + residual if x.ndim == 2 else (x.sum(0) + residual).to(residual.dtype)
-    return rms_norm(total, weight, eps), total
+    return plain_rms_norm(total, weight, eps), total
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -74,7 +43,7 @@ def _rms_norm_kernel(
         values *= tl.load(row_scales + program) * of_columns
     if ADDS:
         values += tl.load(residual + row + column, is_real, 0.0).to(tl.float32)
-        # What is normed is the sum as it is kept.
+        # The norm is that of the sum as it is stored.
         rounded = values.to(total.dtype.element_ty)
         tl.store(total + row + column, rounded, is_real)
         values = rounded.to(tl.float32)
@@ -88,10 +57,10 @@ def _rms_norm_kernel(
         tl.store(out + row + column, normed, is_real)
 
 
-def _launch(
+def triton_rms_norm(
     x: torch.Tensor | ScaledProduct, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, quantizes: bool
 ) -> tuple[torch.Tensor | Quantized, torch.Tensor]:
-    """(norm, what is normed): x, or its sum with the residual."""
+    """(norm(total), total), where `total` is x, or its sum with the residual."""
     given, *scales_of_x = x if isinstance(x, ScaledProduct) else (x, None, None)
     like = given if residual is None else residual
     num_rows, size = like.shape
@@ -101,10 +70,48 @@ def _launch(
     _rms_norm_kernel[(num_rows,)](
         given, *scales_of_x, residual, weight, out, scales, total, eps, num_rows, SIZE=size,
         PADDED=triton.next_power_of_2(size), PARTS=len(given) if given.ndim == 3 else 1, ADDS=residual is not None,
-        IS_SCALED=isinstance(x, ScaledProduct), QUANTIZES=quantizes, num_warps=_num_warps(size), **LAUNCH_OPTIONS,
+        IS_SCALED=isinstance(x, ScaledProduct), QUANTIZES=quantizes, num_warps=4 if size <= 2048 else 8,
+        **LAUNCH_OPTIONS,
     )  # fmt: skip
     return normed, total
 
 
-def _num_warps(size: int) -> int:
-    return 4 if size <= 2048 else 8
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, use_kernels: bool = False, quantizes: bool = False
+) -> torch.Tensor | Quantized:
+    """`x / sqrt(mean(x²) + eps) × weight`, computed in float32; x itself is not changed.
+
+    The kernel rounds once. Plain PyTorch, like transformers, also rounds before it applies a weight of x's dtype.
+
+    Args:
+        x: [..., size]; the kernel takes [num_rows, size].
+        weight: [size], of x's dtype or float32.
+        use_kernels: compute with the kernel.
+        quantizes: the kernel rounds to e4m3, with a scale per row; only with `use_kernels`.
+    """
+    if use_kernels and x.ndim == 2:
+        return triton_rms_norm(x, None, weight, eps, quantizes)[0]
+    assert not quantizes, "without the kernel, a layer quantizes its inputs itself"
+    return plain_rms_norm(x, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor | ScaledProduct,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    use_kernels: bool = False,
+    quantizes: bool = False,
+) -> tuple[torch.Tensor | Quantized, torch.Tensor]:
+    """(norm(x + residual), x + residual); neither input is changed.
+
+    Args:
+        x: [num_rows, size], or float32 [num_parts, num_rows, size], which is summed with the residual before it is
+            rounded; or, only with `use_kernels`, a product whose scales the kernel multiplies in.
+        residual: [num_rows, size].
+        use_kernels, quantizes: as for `rms_norm`.
+    """
+    if use_kernels:
+        return triton_rms_norm(x, residual, weight, eps, quantizes)
+    assert not quantizes and isinstance(x, torch.Tensor), "only the kernel knows FP8"
+    return plain_add_rms_norm(x, residual, weight, eps)

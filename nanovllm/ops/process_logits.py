@@ -1,10 +1,10 @@
-"""Logits processors: what a request's parameters say of single tokens, applied to a step's logits before sampling.
+"""Logits processors: a request's rules about single tokens, applied to a step's logits before sampling.
 
 Their order and meaning are vLLM's: allowed ids, then edits (bad words, min_tokens, logit_bias), then the repetition,
 frequency and presence penalties, all in float32. Everything is read on the device, so that a step with processors
-can be captured. A step in which no request asks for them should not call this: it copies the logits.
+can be captured. A step without such requests should not call this: it copies the logits.
 
-A ban adds −inf. So a NaN or +inf logit, which breaks its row, stays visible to the sampler behind a ban.
+A ban adds −inf. So a NaN or +inf logit, which breaks its row, stays visible to the sampler in spite of a ban.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,27 +16,27 @@ import torch
 from torch import Tensor
 
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
-from nanovllm.ops.kernel import jit, tl, triton, uses_kernels
+from nanovllm.ops.kernel import jit, tl, triton
 
-ALWAYS = 2**31 - 1  # as edit_until: however many tokens were generated
+ALWAYS = 2**31 - 1  # an edit_until that no number of generated tokens reaches
 
-_IDS = 4096  # of the vocabulary, per program of the dense kernel
-_POSITIONS = 256  # of a history, or edits, that a program of the sparse kernels takes at once
-_PROGRAMS = 2048  # of a sparse kernel, about; the rows share them
+_IDS = 4096  # ids of the vocabulary per program of the dense kernel
+_POSITIONS = 256  # positions of a history, or edits, that a program of the sparse kernels takes at once
+_PROGRAMS = 2048  # about the programs of a sparse kernel; the rows share them
 
 
 @dataclass
 class TokenRules:
-    """What each entry's sampling parameters say of single tokens; contiguous tensors, by entry.
+    """Each entry's rules about single tokens; contiguous tensors, by entry.
 
-    An edit applies while fewer completion tokens than its `until` were generated, and only where the completion ends
-    with the tokens of its prefix, if it has one. Ids outside the vocabulary are ignored.
+    An edit applies while fewer completion tokens than its `until` were generated, and, if it has a prefix, only when
+    the completion ends with the prefix's tokens. Ids outside the vocabulary are ignored.
     """
 
     num_prompt_tokens: Tensor  # int32 [num_entries]
     penalties: Tensor  # float32 [num_entries, 3]: repetition (1 = off), presence (0), frequency (0)
     allowed: Tensor  # int32 [num_entries, ceil(vocab_size / 32)]: bit i % 32 of word i // 32 allows id i
-    edit_ids: Tensor  # int32 [num_entries, num_edits]; −1 where there is no edit
+    edit_ids: Tensor  # int32 [num_entries, num_edits]; −1 for no edit
     edit_values: Tensor  # float32 [num_entries, num_edits], added to the logit; −inf bans
     edit_until: Tensor  # int32 [num_entries, num_edits]
     edit_prefix: Tensor  # int32 [num_entries, num_edits, 2]: (start, length) in prefix_tokens
@@ -44,7 +44,7 @@ class TokenRules:
 
 
 class Edits(NamedTuple):
-    """One request's edits, as TokenRules has them by entry; numpy arrays."""
+    """One request's edits: numpy arrays with an entry's rows of TokenRules."""
 
     ids: np.ndarray
     values: np.ndarray
@@ -56,12 +56,8 @@ class Edits(NamedTuple):
 def edits_of(
     logit_bias: Mapping[int, float], bad_words: Sequence[Sequence[int]], stop_token_ids: Iterable[int], min_tokens: int
 ) -> Edits:
-    """The edits of one request. A bad word bans its last token wherever the completion ends with the tokens before.
-
-    Args:
-        bad_words: each a word's token ids, at least one.
-        stop_token_ids: banned until min_tokens tokens were generated, the end of sequence among them.
-    """
+    """The edits of one request. A bad word of one or more ids bans its last when the completion ends with the
+    others. Stop tokens, with those that end a sequence, are banned until min_tokens tokens were generated."""
     edits = [(token, value, ALWAYS, 0, 0) for token, value in logit_bias.items()]
     prefix_tokens: list[int] = []
     for *prefix, last in bad_words:
@@ -91,7 +87,6 @@ def pack_allowed(ids: Iterable[int] | None, vocab_size: int) -> np.ndarray:
 def plain_process_logits(
     logits: Tensor, entries: Tensor, lengths: Tensor, tokens: Tensor, rules: TokenRules, first_id: int
 ) -> Tensor:
-    """The plain twin of the kernels."""
     out = logits.to(torch.float32, copy=True)
     rows = _rows_where((rules.allowed[entries] != -1).any(1))
     ids = torch.arange(first_id, first_id + out.shape[1], device=out.device)
@@ -103,7 +98,7 @@ def plain_process_logits(
 
 
 def _rows_where(asks: Tensor) -> Tensor:
-    """bool [num_rows] -> int64, the rows that ask for something; on a GPU all rows: looking would mean waiting."""
+    """bool [num_rows] -> int64, the rows for which it is True; on a GPU all rows, because to look would be to wait."""
     return asks.nonzero()[:, 0] if asks.device.type == "cpu" else torch.arange(len(asks), device=asks.device)
 
 
@@ -147,35 +142,11 @@ def _penalise(out: Tensor, entries: Tensor, lengths: Tensor, tokens: Tensor, rul
     out[rows] = values - frequency * counts - presence * (counts > 0)
 
 
-# The kernels. Each row's occurrences are counted in num_ids counters, of which only those that the history names are
-# ever touched: the dense kernel clears them on its way, the next counts, the last applies the penalties, and of a
-# token's occurrences only the first to take its counter does. So the logits are read once and written once, and the
-# rest is a few sectors per token of history. A dense pass over the counters would cost twice the bytes of the logits.
+# The kernels. Each row's occurrences are counted in num_ids counters, of which only those of the history's ids are
+# touched: the dense kernel clears them, the next counts, and the last applies the penalties, for each token at the
+# first occurrence that takes its counter. So the logits are read once and written once, and the rest is a few sectors
+# per token of history. A dense pass over the counters would cost twice the bytes of the logits.
 _IN_PROMPT = tl.constexpr(1 << 30)  # in a counter, beside the number of occurrences in the completion
-
-
-def triton_process_logits(
-    logits: Tensor, entries: Tensor, lengths: Tensor, tokens: Tensor, rules: TokenRules, first_id: int
-) -> Tensor:
-    """See process_logits; its grids depend on shapes only."""
-    num_rows, num_ids = logits.shape
-    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    counts = torch.empty(logits.shape, dtype=torch.int32, device=logits.device)
-    num_edits, num_prefix_tokens = rules.edit_ids.shape[1], rules.prefix_tokens.shape[1]
-    parts = max(1, min(triton.cdiv(max(tokens.shape[1], num_edits), _POSITIONS), _PROGRAMS // num_rows))
-    history = (entries, lengths, tokens, rules.num_prompt_tokens, rules.penalties, tokens.stride(0), num_ids, first_id)
-    _allow_kernel[(triton.cdiv(num_ids, _IDS), num_rows)](
-        logits, out, counts, *history, rules.allowed, logits.stride(0), rules.allowed.shape[1], IDS=_IDS,
-        POSITIONS=_POSITIONS, num_warps=8, **LAUNCH_OPTIONS,
-    )  # fmt: skip
-    _edit_and_count_kernel[(parts, num_rows)](
-        out, counts, *history, rules.edit_ids, rules.edit_values, rules.edit_until, rules.edit_prefix,
-        rules.prefix_tokens, num_edits, num_prefix_tokens, POSITIONS=_POSITIONS, **LAUNCH_OPTIONS,
-    )  # fmt: skip
-    # A product and a difference are rounded one by one, as PyTorch does.
-    options = {**LAUNCH_OPTIONS, "enable_fp_fusion": False}
-    _penalise_kernel[(parts, num_rows)](out, counts, *history, _POSITIONS, **options)
-    return out
 
 
 @jit
@@ -191,7 +162,7 @@ def _history(row, entries, lengths, num_prompt_tokens, penalties):
 
 @jit
 def _columns(tokens_of_entry, position, end, first_id, num_ids):
-    """Where the logits of a history's tokens stand, and whether there is a token with a logit here."""
+    """(the column of the logit of each token of a history, whether there is such a logit)"""
     column = tl.load(tokens_of_entry + position, position < end, -1) - first_id
     return column, (column >= 0) & (column < num_ids)
 
@@ -201,7 +172,7 @@ def _allow_kernel(
     logits, out, counts, entries, lengths, tokens, num_prompt_tokens, penalties, tokens_stride, num_ids, first_id,
     allowed, logits_stride, num_words, IDS: tl.constexpr, POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """A part of a row's logits with allowed ids applied; clears a part of the counters that the row will use."""
+    """Applies the allowed ids to a part of a row's logits; clears a part of the counters that the row will use."""
     begin()
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -224,7 +195,7 @@ def _edit_and_count_kernel(
     out, counts, entries, lengths, tokens, num_prompt_tokens, penalties, tokens_stride, num_ids, first_id, edit_ids,
     edit_values, edit_until, edit_prefix, prefix_tokens, num_edits, num_prefix_tokens, POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """A part of a row's edits, and of its history, in which it counts."""
+    """Counts the tokens of a part of a row's history, and applies a part of its edits."""
     begin()
     first = tl.program_id(0) * POSITIONS
     stride = tl.num_programs(0) * POSITIONS
@@ -259,7 +230,7 @@ def _penalise_kernel(
     out, counts, entries, lengths, tokens, num_prompt_tokens, penalties, tokens_stride, num_ids, first_id,
     POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """A part of a row's history. Of a token's occurrences, the first to take its counter applies the penalties."""
+    """Applies the penalties of a part of a row's history: for each token, the first occurrence to take its counter."""
     begin()
     row = tl.program_id(1).to(tl.int64)
     entry, _, start, end = _history(row, entries, lengths, num_prompt_tokens, penalties)
@@ -278,35 +249,50 @@ def _penalise_kernel(
         tl.store(out + row * num_ids + column, value, takes)
 
 
-def process_logits(
-    logits: Tensor,
-    entries: Tensor,
-    lengths: Tensor,
-    tokens: Tensor,
-    rules: TokenRules,
-    first_id: int = 0,
-    use_kernels: bool | None = None,
+def triton_process_logits(
+    logits: Tensor, entries: Tensor, lengths: Tensor, tokens: Tensor, rules: TokenRules, first_id: int
 ) -> Tensor:
+    """The grids depend on shapes only."""
+    num_rows, num_ids = logits.shape
+    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    counts = torch.empty(logits.shape, dtype=torch.int32, device=logits.device)
+    num_edits, num_prefix_tokens = rules.edit_ids.shape[1], rules.prefix_tokens.shape[1]
+    parts = max(1, min(triton.cdiv(max(tokens.shape[1], num_edits), _POSITIONS), _PROGRAMS // num_rows))
+    history = (entries, lengths, tokens, rules.num_prompt_tokens, rules.penalties, tokens.stride(0), num_ids, first_id)
+    _allow_kernel[(triton.cdiv(num_ids, _IDS), num_rows)](
+        logits, out, counts, *history, rules.allowed, logits.stride(0), rules.allowed.shape[1], IDS=_IDS,
+        POSITIONS=_POSITIONS, num_warps=8, **LAUNCH_OPTIONS,
+    )  # fmt: skip
+    _edit_and_count_kernel[(parts, num_rows)](
+        out, counts, *history, rules.edit_ids, rules.edit_values, rules.edit_until, rules.edit_prefix,
+        rules.prefix_tokens, num_edits, num_prefix_tokens, POSITIONS=_POSITIONS, **LAUNCH_OPTIONS,
+    )  # fmt: skip
+    # A product and a difference are rounded one by one, as PyTorch does.
+    options = {**LAUNCH_OPTIONS, "enable_fp_fusion": False}
+    _penalise_kernel[(parts, num_rows)](out, counts, *history, _POSITIONS, **options)
+    return out
+
+
+def process_logits(
+    logits: Tensor, entries: Tensor, lengths: Tensor, tokens: Tensor, rules: TokenRules, first_id: int = 0,
+    use_kernels: bool = False,
+) -> Tensor:  # fmt: skip
     """Applies each row's rules to its logits.
 
     Args:
         logits: [num_rows, num_ids], float32, bfloat16 or float16; a row's logits are contiguous.
         entries: int64 [num_rows], the entry of each row.
-        lengths: int32 or int64 [num_rows], tokens known: the token to sample comes at this position. 0 for a padding
-            row.
+        lengths: int32 or int64 [num_rows], number of known tokens, which is the position of the token to sample. 0 for
+            a padding row.
         tokens: int32 [num_entries, max_len], each entry's prompt and completion.
-        first_id: the id of the first logit, where a rank has only a part of the vocabulary.
-        use_kernels: compute with our kernels; None is wherever they can.
+        first_id: the id of the first logit, if a rank has only a part of the vocabulary.
+        use_kernels: compute with the kernels.
 
     Returns:
-        float32 [num_rows, num_ids], a new tensor. The kernels give the twin's numbers, except where an entry names one
-        id in several edits of finite values: their sum may differ in its last bits.
+        float32 [num_rows, num_ids], a new tensor. The kernels give the twin's numbers, except if an entry has several
+        edits of finite values for one id: their sum may differ in its last bits.
     """
     if not logits.numel():
         return torch.empty_like(logits, dtype=torch.float32)
-    process = (
-        triton_process_logits
-        if (uses_kernels(logits) if use_kernels is None else use_kernels)
-        else plain_process_logits
-    )
+    process = triton_process_logits if use_kernels else plain_process_logits
     return process(logits, entries, lengths, tokens, rules, first_id)

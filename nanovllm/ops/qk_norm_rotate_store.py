@@ -1,7 +1,7 @@
 """Norms (if the model does) and rotates every query and key head, and writes keys and values to their slots, in one
-kernel. With prompts, a second kernel writes the values of a cache in FP8: transposed, many tokens at a time.
+kernel. In steps with prompts, a second kernel writes the values of a cache in FP8: transposed, many tokens at a time.
 
-The plain twin is what the layers do one after the other: QKNorm, RotaryEmbedding.rotate and a backend's store_kvcache.
+The plain twin are the layers' own operations: QKNorm, RotaryEmbedding.rotate and a backend's store_kvcache.
 """
 
 import torch
@@ -27,8 +27,8 @@ _NUM_WARPS = 4
 
 @jit
 def _store_columns(numbers, column, is_column, keys, values, BLOCK_SIZE: tl.constexpr, STORES_VALUES: tl.constexpr):
-    """Stores some columns of heads in FP8. keys, values: which heads they are, what their numbers are multiplied by (0
-    for the other heads), and where they go. Values are transposed."""
+    """Stores some columns of heads in FP8. keys, values: (which heads they are, their factors, 0 for the other heads,
+    their addresses). Values are transposed."""
     is_key, of_key, to_key = keys
     is_value, of_value, to_value = values
     tl.store(to_key + column, to_int8(times_factor(numbers, of_key)), is_key & is_column)
@@ -43,10 +43,10 @@ def _qk_norm_rotate_store_kernel(
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, NORMS: tl.constexpr,
     IS_SCALED: tl.constexpr, STORES_VALUES: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and some of its heads; the values come last. They are neither normed nor rotated,
-    and stored only if STORES_VALUES.
+    """One program per token and some of its heads; the heads of values are the last. They are neither normed nor
+    rotated, and are stored only if STORES_VALUES.
 
-    A head is read in parts: the two halves that rotate into each other, and the columns behind them, which do not
+    A head is read in parts: the two halves that rotate into each other, and the columns after them, which do not
     rotate. HALF and REST are their padded numbers of columns; REST is 0 if all columns rotate. IS_SCALED: qkv is a
     ScaledProduct, with its scales. cache_scales: `halves` of a cache in FP8, or None.
     """
@@ -58,7 +58,7 @@ def _qk_norm_rotate_store_kernel(
     if REST:
         rest = ROTARY_DIM + tl.arange(0, REST)[None, :]
         is_rest = rest < HEAD_DIM
-    if NORMS:  # nothing before writes the weights
+    if NORMS:  # no earlier kernel writes the weights
         weights_low = tl.load(weight + head * HEAD_DIM + low, is_normed & is_rotated, 0.0).to(tl.float32)
         weights_high = tl.load(weight + head * HEAD_DIM + high, is_normed & is_rotated, 0.0).to(tl.float32)
         if REST:
@@ -151,11 +151,11 @@ def qk_norm_rotate_store(
 
     Args:
         qkv: [num_tokens, (num_heads + 2 × num_kv_heads) × head_dim], or with a dimension for the heads.
-        weight: [num_heads + num_kv_heads, head_dim], of the norm; None does not norm.
+        weight: [num_heads + num_kv_heads, head_dim], the norm's weights; None does not norm.
         cos, sin: [num_tokens, 1, head_dim], as RotaryEmbedding.lookup gives them.
-        rotary_dim: leading columns of a head that are rotated.
+        rotary_dim: number of leading columns of a head that are rotated.
         slot_mapping: int64 [num_tokens]; −1 is not written.
-        has_prompts: the step has prompts, whose tokens lie next to each other in the cache. A second kernel then writes
+        has_prompts: the step has prompts, whose tokens are next to each other in the cache. A second kernel then writes
             the values of a cache in FP8. It costs a launch, but fills whole sectors of memory.
 
     Returns:

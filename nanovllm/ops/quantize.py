@@ -1,8 +1,7 @@
 """FP8: rows of e4m3 with a scale each, and products of two such matrices before their scales are multiplied in.
 
-The products run at the speed of their bytes only if nothing is scaled in them. So the kernel that makes a row quantizes
-it, and the kernel that reads a product next, which reads all of it anyway, applies both scales. The plain twins are
-`quantize_rows` and `scaled_product` with use_kernels=False: PyTorch.
+The products are limited by their bytes alone only if nothing is scaled in them. So the kernel that makes a row also
+quantizes it, and the kernel that reads a product next, which reads all of it anyway, applies both scales.
 """
 
 import os
@@ -15,11 +14,11 @@ from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.ops.kernel import jit, tl, triton
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0  # of e4m3
-_MIN_PEAK = 1e-30  # a row of zeros has a scale too
-# 1.5 × 2^23. Float32 numbers of this size are 1 apart, so that a sum with a small number is rounded to an integer.
+LARGEST = 448.0  # the largest number of e4m3
+_MIN_PEAK = 1e-30  # so that the scale of a row of zeros is not 0
+# 1.5 × 2^23. Float32 numbers of this size are 1 apart, so a sum with a small number is rounded to an integer.
 TO_INTEGER = tl.constexpr(12582912.0)
-# 1.5 × 2^14. Likewise, these are 2^-9 apart, as are the numbers of e4m3 below 2^-6.
+# 1.5 × 2^14. Numbers of this size are 2^-9 apart, like the numbers of e4m3 below 2^-6.
 _TO_SUBNORMAL = tl.constexpr(24576.0)
 _IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -44,7 +43,7 @@ class BlockQuantized(NamedTuple):
 
     values: float8_e4m3fn [num_rows, size].
     scales: float32 [num_rows, size / columns], rounded up.
-    columns: of a block; a row's last block may be cut off.
+    columns: columns of a block; a row's last block may be cut off.
     """
 
     values: torch.Tensor
@@ -57,9 +56,9 @@ class BlockQuantized(NamedTuple):
 
 
 class ScaledProduct(NamedTuple):
-    """A matrix of which each number is `product × row_scales × column_scales`.
+    """A matrix whose numbers are `product × row_scales × column_scales`.
 
-    product: [num_rows, size], not in float16, whose range is too small for it.
+    product: [num_rows, size], not in float16, whose range is too small.
     row_scales: float32 [num_rows].
     column_scales: float32 [size].
     """
@@ -69,34 +68,17 @@ class ScaledProduct(NamedTuple):
     column_scales: torch.Tensor
 
     def whole(self) -> torch.Tensor:
-        """[num_rows, size], of the product's dtype"""
+        """[num_rows, size], in the product's dtype"""
         scaled = self.product.float() * self.row_scales[:, None] * self.column_scales
         return scaled.to(self.product.dtype)
 
 
-def quantize_rows(x: torch.Tensor, use_kernels: bool = False) -> Quantized:
-    """Divides each row by a scale that makes its largest number 448, and rounds it to e4m3.
-
-    Args:
-        x: [num_rows, size]. A row with a NaN or an infinity becomes one of NaNs.
-        use_kernels: compute with the kernel.
-    """
-    if use_kernels:
-        return _triton_quantize_rows(x)
+def plain_quantize_rows(x: torch.Tensor) -> Quantized:
     scales = x.abs().amax(1).float().clamp(min=_MIN_PEAK) / LARGEST
     return Quantized((x.float() / scales[:, None]).to(E4M3), scales)
 
 
-def quantize_row_blocks(x: torch.Tensor, columns: int, use_kernels: bool = False) -> BlockQuantized:
-    """`quantize_rows` of each block of columns.
-
-    Args:
-        x: [num_rows, size]. A block with a NaN or an infinity has a NaN.
-        columns: of a block.
-        use_kernels: compute with the kernel.
-    """
-    if use_kernels:
-        return _triton_quantize_row_blocks(x, columns)
+def plain_quantize_row_blocks(x: torch.Tensor, columns: int) -> BlockQuantized:
     size = x.shape[1]
     blocks = F.pad(x.float(), (0, -size % columns)).unflatten(1, (-1, columns))
     scales = blocks.abs().amax(2).clamp(min=_MIN_PEAK) / LARGEST
@@ -104,60 +86,15 @@ def quantize_row_blocks(x: torch.Tensor, columns: int, use_kernels: bool = False
     return BlockQuantized(values.contiguous(), scales, columns)
 
 
-def scaled_product(
-    x: Quantized, weight: torch.Tensor, scales: torch.Tensor, one: torch.Tensor, dtype: torch.dtype
-) -> ScaledProduct:
-    """The product of two matrices in e4m3, computed in float32 and rounded to `dtype`.
-
-    Args:
-        x: [num_rows, input_size].
-        weight: float8_e4m3fn [output_size, input_size].
-        scales: float32 [output_size], of the weight's rows.
-        one: float32 [], the number 1 on the weight's device.
-
-    Returns:
-        `x @ weight.T`: [num_rows, output_size].
-    """
-    if weight.is_cuda:
-        product = torch._scaled_mm(x.values, weight.mT, scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=True)
-    else:
-        product = _exact_product(x.values, weight).to(dtype)
-    return ScaledProduct(product, x.scales, scales)
-
-
-def whole_product(
-    x: Quantized, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """`x @ weight.T + bias`: [num_rows, output_size], scaled while it is multiplied, which is slower for few rows.
-
-    Args:
-        x, weight, scales, dtype: as for `scaled_product`.
-        bias: [output_size] or None.
-    """
-    if weight.is_cuda:
-        return torch._scaled_mm(
-            x.values, weight.mT, scale_a=x.scales[:, None], scale_b=scales[None, :], bias=bias, out_dtype=dtype,
-            use_fast_accum=True,
-        )  # fmt: skip
-    product = _exact_product(x.values, weight) * x.scales[:, None] * scales
-    return (product if bias is None else product + bias).to(dtype)
-
-
-def _exact_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x @ weight.T` of e4m3, in float32. float64 holds every sum exactly, so a row's result does not depend on how
-    many rows there are. Otherwise a last bit would now and then decide what a later layer's input is rounded to."""
-    return F.linear(x.double(), weight.double()).float()
-
-
 @jit
 def to_e4m3(x):
     """Rounds float32 numbers to e4m3.
 
-    Do not store the result four numbers at a time in one place, and use it number by number in another: convert again.
-    ptxas 12.8 and 12.9 compile the second use wrongly, so that it gets stale numbers.
+    If the result is stored four numbers at a time in one place, do not use it number by number in another: convert
+    again. ptxas 12.8 and 12.9 compile the second use wrongly, so that it gets stale numbers.
     tests/support/compile_kernels.py looks for that.
     """
-    # Triton's interpreter halves some numbers that it rounds up, so nothing is left for it to round.
+    # Triton's interpreter halves some numbers that it rounds up, so this rounds before it does.
     if _IS_INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
@@ -173,7 +110,7 @@ def subnormal_or(x, rounded):
 
 @jit
 def to_int8(x):
-    """float32, from −128 to 127 -> the nearest integer, int8. It stands in the lowest bits of the sum."""
+    """float32, from −128 to 127 -> the nearest integer, int8, which is in the lowest bits of the sum."""
     return (x + TO_INTEGER).to(tl.int32, bitcast=True).to(tl.int8)
 
 
@@ -182,6 +119,17 @@ def divided_by_peak(values, peak):
     """(float32 values, their largest absolute number) -> (e4m3 values, scale)"""
     scale = tl.maximum(peak, 1e-30) / 448.0
     return to_e4m3(values / scale), scale
+
+
+def empty_quantized(num_rows: int, size: int, device: torch.device) -> Quantized:
+    """Uninitialised memory for a kernel to fill."""
+    values = torch.empty((num_rows, size), dtype=E4M3, device=device)
+    return Quantized(values, torch.empty(num_rows, dtype=torch.float32, device=device))
+
+
+def num_warps_of_row(padded: int) -> int:
+    """For a kernel with `padded` numbers of a row per program."""
+    return max(4, min(16, padded // 512))
 
 
 @jit
@@ -196,7 +144,7 @@ def _quantize_rows_kernel(x, values, scales, SIZE: tl.constexpr, PADDED: tl.cons
     tl.store(scales + row, scale)
 
 
-def _triton_quantize_rows(x: torch.Tensor) -> Quantized:
+def triton_quantize_rows(x: torch.Tensor) -> Quantized:
     num_rows, size = x.shape
     quantized = empty_quantized(num_rows, size, x.device)
     padded = triton.next_power_of_2(size)
@@ -224,7 +172,7 @@ def _quantize_row_blocks_kernel(
     tl.store(scales + row * WIDTH + block[:, None], of_blocks, block[:, None] < WIDTH)
 
 
-def _triton_quantize_row_blocks(x: torch.Tensor, columns: int) -> BlockQuantized:
+def triton_quantize_row_blocks(x: torch.Tensor, columns: int) -> BlockQuantized:
     (num_rows, size), width = x.shape, triton.cdiv(x.shape[1], columns)
     values = torch.empty((num_rows, size), dtype=E4M3, device=x.device)
     scales = torch.empty((num_rows, width), dtype=torch.float32, device=x.device)
@@ -237,12 +185,68 @@ def _triton_quantize_row_blocks(x: torch.Tensor, columns: int) -> BlockQuantized
     return BlockQuantized(values, scales, columns)
 
 
-def empty_quantized(num_rows: int, size: int, device: torch.device) -> Quantized:
-    """For a kernel to fill."""
-    values = torch.empty((num_rows, size), dtype=E4M3, device=device)
-    return Quantized(values, torch.empty(num_rows, dtype=torch.float32, device=device))
+def quantize_rows(x: torch.Tensor, use_kernels: bool = False) -> Quantized:
+    """Divides each row by a scale that makes its largest number 448, and rounds it to e4m3.
+
+    Args:
+        x: [num_rows, size]. A row with a NaN or an infinity becomes a row of NaNs.
+        use_kernels: compute with the kernel.
+    """
+    return (triton_quantize_rows if use_kernels else plain_quantize_rows)(x)
 
 
-def num_warps_of_row(padded: int) -> int:
-    """For a kernel one of whose programs holds `padded` numbers of a row."""
-    return max(4, min(16, padded // 512))
+def quantize_row_blocks(x: torch.Tensor, columns: int, use_kernels: bool = False) -> BlockQuantized:
+    """`quantize_rows` of each block of columns.
+
+    Args:
+        x: [num_rows, size]. A block with a NaN or an infinity has a NaN.
+        columns: columns of a block.
+        use_kernels: compute with the kernel.
+    """
+    return (triton_quantize_row_blocks if use_kernels else plain_quantize_row_blocks)(x, columns)
+
+
+def scaled_product(
+    x: Quantized, weight: torch.Tensor, scales: torch.Tensor, one: torch.Tensor, dtype: torch.dtype
+) -> ScaledProduct:
+    """The product of two matrices in e4m3, computed in float32 and rounded to `dtype`.
+
+    Args:
+        x: [num_rows, input_size].
+        weight: float8_e4m3fn [output_size, input_size].
+        scales: float32 [output_size], the scales of the weight's rows.
+        one: float32 [], the number 1 on the weight's device.
+
+    Returns:
+        `x @ weight.T`: [num_rows, output_size].
+    """
+    if weight.is_cuda:
+        product = torch._scaled_mm(x.values, weight.mT, scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=True)
+    else:
+        product = _exact_product(x.values, weight).to(dtype)
+    return ScaledProduct(product, x.scales, scales)
+
+
+def whole_product(
+    x: Quantized, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """`x @ weight.T + bias`: [num_rows, output_size], with the scales applied by the product, which is slower for few
+    rows.
+
+    Args:
+        x, weight, scales, dtype: as for `scaled_product`.
+        bias: [output_size] or None.
+    """
+    if weight.is_cuda:
+        return torch._scaled_mm(
+            x.values, weight.mT, scale_a=x.scales[:, None], scale_b=scales[None, :], bias=bias, out_dtype=dtype,
+            use_fast_accum=True,
+        )  # fmt: skip
+    product = _exact_product(x.values, weight) * x.scales[:, None] * scales
+    return (product if bias is None else product + bias).to(dtype)
+
+
+def _exact_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x @ weight.T` of numbers in e4m3, in float32. float64 holds every sum exactly, so a row's result does not depend
+    on the number of rows. Otherwise a last bit would sometimes decide how a later layer's input is rounded."""
+    return F.linear(x.double(), weight.double()).float()

@@ -8,15 +8,15 @@ import torch.nn.functional as F
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.ops.kernel import jit, shared_memory, tl, triton
 
-# Tokens, and at most so many inputs, of a program that multiplies with the router's weights.
+# Tokens, and the maximum number of inputs, per program that multiplies with the router's weights.
 _TOKENS, _MAX_INPUTS = 16, 256
 
 
 class Routes(NamedTuple):
-    """Each token's experts, likeliest first; of equally likely ones, the lower number first. Both tensors are
+    """Each token's experts, likeliest first; among equally likely ones, the lower number first. Both tensors are
     contiguous.
 
-    experts: int32 [num_tokens, top_k], all of a token's different.
+    experts: int32 [num_tokens, top_k]; a token's experts are all different.
     weights: float32 [num_tokens, top_k].
     """
 
@@ -24,18 +24,7 @@ class Routes(NamedTuple):
     weights: torch.Tensor
 
 
-def route(x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalizes: bool, use_kernels: bool = False) -> Routes:
-    """The `top_k` largest of softmax(x @ weight.T). If a token's logits hold NaN or +∞, its weights are NaN. Its
-    experts are still valid and different numbers.
-
-    Args:
-        x: [num_tokens, hidden_size].
-        weight: [num_experts, hidden_size].
-        renormalizes: a token's weights add up to 1.
-        use_kernels: compute with our kernels.
-    """
-    if use_kernels:
-        return _triton_route(x, weight, top_k, renormalizes)
+def plain_route(x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalizes: bool) -> Routes:
     probabilities = F.linear(x.float(), weight.float()).softmax(-1)
     weights, experts = (part[:, :top_k] for part in probabilities.sort(dim=-1, descending=True, stable=True))
     if renormalizes:
@@ -48,7 +37,7 @@ def _router_kernel(
     x, weight, parts, num_tokens, NUM_EXPERTS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile of tokens and part of the inputs: its summand of the logits of all experts."""
+    """One program per tile of tokens and part of the inputs; it computes a summand of the logits of all experts."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, EXPERTS)
     column = tl.program_id(1) * INPUTS + tl.arange(0, INPUTS)
@@ -77,7 +66,7 @@ def _top_experts_kernel(
     for part in tl.static_range(NUM_PARTS):
         logits += tl.load(parts + (part * num_tokens + token) * NUM_EXPERTS + expert, is_expert, 0.0)
     is_broken = tl.sum((is_expert & (logits != logits)).to(tl.int32), 0) > 0
-    # Whatever the logits are, the experts must be experts, and different ones.
+    # Even if the logits are broken, the experts must be valid and different.
     left = tl.where(is_expert, tl.where(logits == logits, tl.maximum(logits, -3e38), -3e38), float("-inf"))
     chances = tl.exp(left - tl.max(left, 0))
     chances /= tl.sum(tl.where(is_expert, chances, 0.0), 0)
@@ -96,7 +85,7 @@ def _top_experts_kernel(
     tl.store(weights + token * TOP_K + place, chosen_weights, place < TOP_K)
 
 
-def _triton_route(x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalizes: bool) -> Routes:
+def triton_route(x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalizes: bool) -> Routes:
     (num_tokens, size), num_experts, device = x.shape, len(weight), x.device
     padded, num_inputs = max(16, triton.next_power_of_2(num_experts)), _MAX_INPUTS
     while (_TOKENS + padded) * num_inputs * x.itemsize > shared_memory(device):
@@ -114,3 +103,16 @@ def _triton_route(x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalize
         PLACES=triton.next_power_of_2(top_k), RENORMALIZES=renormalizes, num_warps=1, **LAUNCH_OPTIONS,
     )  # fmt: skip
     return Routes(experts, weights)
+
+
+def route(x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalizes: bool, use_kernels: bool = False) -> Routes:
+    """The `top_k` largest of softmax(x @ weight.T). If a token's logits hold NaN or +∞, its weights are NaN, but its
+    experts are still valid and different.
+
+    Args:
+        x: [num_tokens, hidden_size].
+        weight: [num_experts, hidden_size].
+        renormalizes: make a token's weights add up to 1.
+        use_kernels: compute with the kernels.
+    """
+    return (triton_route if use_kernels else plain_route)(x, weight, top_k, renormalizes)

@@ -1,62 +1,32 @@
-"""From logits to tokens: greedy, or drawn with noise that belongs to the request alone.
+"""From logits to tokens: greedy, or drawn with noise that depends on the request alone.
 
-Noise comes from a counter-based generator keyed by (request seed, position, token id or group of ids), so a request's
-noise does not depend on its neighbours, its arrival, preemption or the batch.
+The noise comes from a counter-based generator keyed by (request seed, position, token id or group of ids). So a
+request's noise does not depend on the other rows, on its arrival, on preemption or on the batch.
 
-Gumbel-max is done in two stages: one group of 16 ids is drawn by its total weight, and then one of its ids. The
-largest of a group's noisy scores is distributed as the group's log-sum-exp with noise of its own, and its size does not
+Gumbel-max is done in two stages: one group of 16 ids is drawn by its total weight, and then one of its ids. The largest
+of a group's noisy scores is distributed like the group's log-sum-exp with noise of its own, and its size does not
 depend on which id has it (Maddison et al., 2014, use both for trees). So this is the same distribution, with a
 sixteenth of the noise and, in the kernel, a quarter of the generator's blocks.
 """
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
-from nanovllm.ops.kernel import jit, tl, triton, uses_kernels
+from nanovllm.ops.kernel import jit, tl, triton
 
-# What stands where a row has no token; engine/step.py has the same numbers.
+# In place of the token of a row without one; engine/step.py has the same numbers.
 BROKEN_LOGITS, NO_TOKEN_LEFT = -1, -2
-# Temperatures are clamped to float32's normal range before they divide; also what divides where they are 0.
+# The minimum of temperatures before they divide, about the smallest normal number of float32.
 COLDEST = 1.2e-38
 GROUP = 16  # successive ids that are drawn as one before one of them is drawn
 _MASK = 0xFFFFFFFF
 
 
-def sample(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    thresholds: torch.Tensor | None = None,
-    use_kernels: bool | None = None,
-) -> torch.Tensor:
-    """Draws one token per row. Equal scores go to the lowest id.
-
-    Args:
-        logits: [num_rows, vocab_size], float32, bfloat16 or float16; a row's logits are contiguous.
-        temperatures: float32 [num_rows], 0 for greedy rows.
-        seeds: int64 [num_rows], 64 bits each.
-        positions: int64 [num_rows], where in its sequence the sampled token will stand.
-        thresholds: float32 [num_rows], at most the row's largest logit, −inf for greedy rows: ids with a smaller logit
-            are not sampled (ops/filters.py). None if no row has one.
-        use_kernels: compute with our kernels; None is wherever they can.
-
-    Returns:
-        int64 [num_rows]: token ids; BROKEN_LOGITS where any logit is NaN or +inf, NO_TOKEN_LEFT where all are −inf.
-    """
-    draw = triton_sample if (uses_kernels(logits) if use_kernels is None else use_kernels) else plain_sample
-    return draw(logits, temperatures, seeds, positions, thresholds)
-
-
 def plain_sample(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    thresholds: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The plain twin of the kernels."""
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, thresholds: Tensor | None = None
+) -> Tensor:
     largest, token_ids = logits.max(-1)
     rows = (temperatures > 0).nonzero()[:, 0]
     if rows.numel():
@@ -68,14 +38,12 @@ def plain_sample(
     return token_ids.where(largest < torch.inf, BROKEN_LOGITS)  # the largest is NaN if one is
 
 
-def _draw(
-    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
-    """logits: float32 [num_rows, vocab_size], temperatures: [num_rows, 1] -> int64 [num_rows], what each row samples.
+def _draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """logits: float32 [num_rows, vocab_size], temperatures: [num_rows, 1] -> int64 [num_rows], each row's token.
 
-    Scores are not divided by the temperature, which may be tiny: that of a group is
-    m + T × (log Σ exp((logits − m) / T) − log E), m its largest logit and E exponential noise; that of an id in it is
-    logit − T × log E with noise of its own.
+    Scores are not divided by the temperature, which may be tiny. A group's score is
+    m + T × (log Σ exp((logits − m) / T) − log E), where m is its largest logit and E is exponential noise. The score of
+    an id in it is logit − T × log E with noise of its own.
     """
     groups = F.pad(logits, (0, -logits.shape[1] % GROUP), value=-torch.inf).unflatten(-1, (-1, GROUP))
     largest = groups.amax(-1)
@@ -91,27 +59,28 @@ def _draw(
     return group * GROUP + (members - temperatures * noise.log_()).argmax(-1)
 
 
-def exponential_noise(seeds: torch.Tensor, positions: torch.Tensor, blocks: torch.Tensor, stream: int) -> torch.Tensor:
-    """Independent Exp(1) noise, float32 [num_rows, 4 × n], of the ids 4 × block … 4 × block + 3 of each of `blocks`:
-    int64 [num_rows or 1, n]; seeds and positions: int64 [num_rows].
+def exponential_noise(seeds: Tensor, positions: Tensor, blocks: Tensor, stream: int) -> Tensor:
+    """Independent Exp(1) noise, float32 [num_rows, 4 × n], for the ids 4 × block … 4 × block + 3 of each block.
 
-    An id takes its word of the Philox block whose counter is (id // 4, position, stream, 0). Stream 0 is of groups of
-    token ids, 1 of token ids.
+    An id takes its word of the Philox block with the counter (id // 4, position, stream, 0).
+
+    Args:
+        seeds, positions: int64 [num_rows].
+        blocks: int64 [num_rows or 1, n].
+        stream: 0 for groups of token ids, 1 for token ids.
     """
     counter = (blocks, positions[:, None] & _MASK, torch.full_like(blocks, stream), torch.zeros_like(blocks))
     words = philox4x32(counter, (seeds[:, None], seeds[:, None] >> 32))
     bits = torch.stack(torch.broadcast_tensors(*words), -1).flatten(1)
-    # All 32 bits count, because among many ids the winner's E is tiny. The largest words would round to 1.
+    # All 32 bits are used, because among many ids the winner's E is tiny. The largest words would round to 1.
     uniform = ((bits.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_()
 
 
-def philox4x32(
-    counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...], num_rounds: int = 7
-) -> tuple[torch.Tensor, ...]:
+def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...], num_rounds: int = 7) -> tuple[Tensor, ...]:
     """Philox4x32 (Salmon et al., SC 2011): four words of 32 random bits, in int64, for each counter and key.
 
-    Seven rounds are the fewest that they report to pass BigCrush.
+    Seven is the smallest number of rounds for which they report that it passes BigCrush.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key[0] & _MASK, key[1] & _MASK
@@ -129,67 +98,9 @@ def philox4x32(
 
 # The kernels read the logits once: a program takes a part of a row, scores its groups and reads only the best group
 # again. The same seed gives the tokens of the plain twin, up to the rounding of logarithms.
-_TOKENS = 4096  # of the vocabulary, for one program
+_TOKENS = 4096  # ids of the vocabulary per program
 _NO_ID = tl.constexpr(2147483647)
-
-
-def triton_sample(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    thresholds: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """See sample; the grids depend on shapes only."""
-    return best_part(best_of_parts(logits, temperatures, seeds, positions, thresholds)[None])
-
-
-def best_of_parts(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    thresholds: torch.Tensor | None = None,
-    first_id: int = 0,
-    num_parts: int | None = None,
-) -> torch.Tensor:
-    """What each row would sample from each part of its vocabulary, or of a slice of it.
-
-    Args:
-        logits: [num_rows, num_ids].
-        temperatures, seeds, positions, thresholds: as in `sample`.
-        first_id: the id of the slice's first column, a multiple of GROUP.
-        num_parts: how many parts to return; parts beyond the ids score −inf. None means as many as the ids fill.
-
-    Returns:
-        int32 [2, num_rows, num_parts]: the bits of the float32 scores, and the ids.
-    """
-    num_rows, num_ids = logits.shape
-    num_parts = num_parts or num_parts_of(num_ids)
-    parts = torch.empty((2, num_rows, num_parts), dtype=torch.int32, device=logits.device)
-    _best_of_part_kernel[(num_parts, num_rows)](
-        logits, temperatures, seeds, positions, temperatures if thresholds is None else thresholds,
-        parts, num_ids, first_id, logits.stride(0),
-        TOKENS=_TOKENS, GROUP=GROUP, HAS_THRESHOLDS=thresholds is not None, num_warps=8, **LAUNCH_OPTIONS,
-    )  # fmt: skip
-    return parts
-
-
-def best_part(parts: torch.Tensor) -> torch.Tensor:
-    """The best of all slices' parts: int32 [num_slices, 2, num_rows, num_parts] -> int64 [num_rows], as `sample`."""
-    num_slices, _, num_rows, num_parts = parts.shape
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=parts.device)
-    _best_part_kernel[(num_rows,)](
-        parts, tokens, num_rows, num_parts, num_slices * num_parts, BROKEN_LOGITS=BROKEN_LOGITS,
-        NO_TOKEN_LEFT=NO_TOKEN_LEFT, PARTS=triton.next_power_of_2(num_slices * num_parts), num_warps=1,
-        **LAUNCH_OPTIONS,
-    )  # fmt: skip
-    return tokens
-
-
-def num_parts_of(num_ids: int) -> int:
-    """How many parts `best_of_parts` makes of so many ids."""
-    return -(-num_ids // _TOKENS)
+_COLDEST = tl.constexpr(COLDEST)
 
 
 @jit
@@ -201,7 +112,7 @@ def _pick(score, token):
 
 @jit
 def _log_of_noise(ids, position, seed, STREAM: tl.constexpr):
-    """log E of exponential_noise for int32 ids of a row."""
+    """log E for int32 ids of a row, E as in exponential_noise."""
     zero = tl.zeros_like(ids).to(tl.uint32)
     word0, word1, word2, word3 = tl.philox(
         seed, (ids // 4).to(tl.uint32), position.to(tl.uint32) + zero, zero + STREAM, zero, n_rounds=7
@@ -209,14 +120,14 @@ def _log_of_noise(ids, position, seed, STREAM: tl.constexpr):
     which = ids % 4
     word = tl.where(which == 0, word0, tl.where(which == 1, word1, tl.where(which == 2, word2, word3)))
     uniform = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
-    # −log1p(−u); the series where 1 − u would round.
+    # −log1p(−u), by its series where 1 − u would round.
     series = 1 + uniform * (1 / 2 + uniform * (1 / 3 + uniform * (1 / 4 + uniform * (1 / 5 + uniform / 6))))
     return tl.log(tl.where(uniform < 0.05, uniform * series, -tl.log(1.0 - uniform)))
 
 
 @jit
 def _load(logits, token, num_ids, threshold, HAS_THRESHOLDS: tl.constexpr):
-    """A row's logits in float32, −inf for the ids that must not be sampled; NaN and +inf stay what they are."""
+    """A row's logits in float32, −inf for ids that must not be sampled; NaN and +inf stay."""
     logit = tl.load(logits + token, token < num_ids, float("-inf")).to(tl.float32)
     return tl.where(logit < threshold, float("-inf"), logit) if HAS_THRESHOLDS else logit
 
@@ -226,7 +137,7 @@ def _best_of_part_kernel(
     logits, temperatures, seeds, positions, thresholds, parts, num_ids, first_id, row_stride,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, HAS_THRESHOLDS: tl.constexpr,
 ):  # fmt: skip
-    """The best token of a part of a row's slice; score NaN if a logit there is NaN or +infinity."""
+    """The best token of a part of a row's slice; its score is NaN if a logit there is NaN or +inf."""
     begin()
     part = tl.program_id(0)
     row = tl.program_id(1)
@@ -247,7 +158,7 @@ def _best_of_part_kernel(
         of_groups = _load(logits, tokens, num_ids, threshold, HAS_THRESHOLDS)
         largest = tl.max(of_groups, 1)
         base = tl.where(largest == float("-inf"), 0.0, largest)
-        scale = 1.4426950408889634 / tl.maximum(temperature, 1.2e-38)
+        scale = 1.4426950408889634 / tl.maximum(temperature, _COLDEST)
         weight = tl.sum(tl.exp2((of_groups - base[:, None]) * scale), 1)
         noise = _log_of_noise((first_id + part * TOKENS) // GROUP + group, position, seed, 0)
         score = tl.where(weight == 0, float("-inf"), base + temperature * (tl.log(weight) - noise))
@@ -281,3 +192,84 @@ def _best_part_kernel(
     best_token = tl.where(best_score == float("-inf"), NO_TOKEN_LEFT, best_token.to(tl.int64))
     is_broken = tl.max((score != score).to(tl.int32), 0) != 0
     tl.store(tokens + row, tl.where(is_broken, BROKEN_LOGITS, best_token))
+
+
+def best_of_parts(
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    thresholds: Tensor | None = None,
+    first_id: int = 0,
+    num_parts: int | None = None,
+) -> Tensor:
+    """Each row's best token of each part of its vocabulary, or of a slice of it.
+
+    Args:
+        logits: [num_rows, num_ids].
+        temperatures, seeds, positions, thresholds: as in `sample`.
+        first_id: the id of the slice's first column, a multiple of GROUP.
+        num_parts: how many parts to return; parts beyond the ids score −inf. None means as many as the ids fill.
+
+    Returns:
+        int32 [2, num_rows, num_parts]: the bits of the float32 scores, and the ids.
+    """
+    num_rows, num_ids = logits.shape
+    num_parts = num_parts or num_parts_of(num_ids)
+    parts = torch.empty((2, num_rows, num_parts), dtype=torch.int32, device=logits.device)
+    _best_of_part_kernel[(num_parts, num_rows)](
+        logits, temperatures, seeds, positions, temperatures if thresholds is None else thresholds,
+        parts, num_ids, first_id, logits.stride(0),
+        TOKENS=_TOKENS, GROUP=GROUP, HAS_THRESHOLDS=thresholds is not None, num_warps=8, **LAUNCH_OPTIONS,
+    )  # fmt: skip
+    return parts
+
+
+def best_part(parts: Tensor) -> Tensor:
+    """Chooses from all slices' parts: int32 [num_slices, 2, num_rows, num_parts] -> int64 [num_rows], as `sample`."""
+    num_slices, _, num_rows, num_parts = parts.shape
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=parts.device)
+    _best_part_kernel[(num_rows,)](
+        parts, tokens, num_rows, num_parts, num_slices * num_parts, BROKEN_LOGITS=BROKEN_LOGITS,
+        NO_TOKEN_LEFT=NO_TOKEN_LEFT, PARTS=triton.next_power_of_2(num_slices * num_parts), num_warps=1,
+        **LAUNCH_OPTIONS,
+    )  # fmt: skip
+    return tokens
+
+
+def num_parts_of(num_ids: int) -> int:
+    """The number of parts that `best_of_parts` makes of `num_ids` ids."""
+    return -(-num_ids // _TOKENS)
+
+
+def triton_sample(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, thresholds: Tensor | None = None
+) -> Tensor:
+    """The grids depend on shapes only."""
+    return best_part(best_of_parts(logits, temperatures, seeds, positions, thresholds)[None])
+
+
+def sample(
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    thresholds: Tensor | None = None,
+    use_kernels: bool = False,
+) -> Tensor:
+    """Draws one token per row. Equal scores go to the lowest id.
+
+    Args:
+        logits: [num_rows, vocab_size], float32, bfloat16 or float16; a row's logits are contiguous.
+        temperatures: float32 [num_rows], 0 for greedy rows.
+        seeds: int64 [num_rows], 64 bits each.
+        positions: int64 [num_rows], the sampled token's position in its sequence.
+        thresholds: float32 [num_rows], at most the row's largest logit, −inf for greedy rows: ids with a smaller logit
+            are not sampled (ops/filters.py). None if no row has one.
+        use_kernels: compute with the kernels.
+
+    Returns:
+        int64 [num_rows]: token ids; BROKEN_LOGITS if any logit is NaN or +inf, NO_TOKEN_LEFT if all are −inf.
+    """
+    draw = triton_sample if use_kernels else plain_sample
+    return draw(logits, temperatures, seeds, positions, thresholds)

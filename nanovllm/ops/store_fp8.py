@@ -1,5 +1,5 @@
-"""Writes new keys or values to a KV cache in FP8 by a kernel: all of a layer without a merged kernel, and the values of
-steps with prompts. The plain twin is LayerCache.write."""
+"""Writes new keys or values to a KV cache in FP8: both for a layer without a merged kernel, and the values in steps
+with prompts. The plain twin is LayerCache.write."""
 
 import torch
 
@@ -12,10 +12,10 @@ _KEY_LIMIT_EXPONENT = tl.constexpr(KEY_LIMIT_EXPONENT)
 _LARGEST_KEY = tl.constexpr(LARGEST_KEY)
 _MIN_EXPONENT = tl.constexpr(MIN_EXPONENT)
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
-_TOKENS = 32  # that a program stores, of one head
+_TOKENS = 32  # tokens per program, which stores one head
 # No fused multiply-add: x × factor must be rounded to float32 before `to_int8` adds its constant, as in the plain twin.
-# A fused one would round once, and could give another integer. Norms and rotations in the same kernel are not fused
-# either.
+# A fused one would round once, and could give another integer. This also applies to norms and rotations in the same
+# kernel.
 STORE_OPTIONS = LAUNCH_OPTIONS | {"enable_fp_fusion": False}
 
 
@@ -27,12 +27,12 @@ def bits_of_peak(x):
 
 @jit
 def scale_of_keys(peak):
-    """What `bits_of_peak` gives -> what rows of keys are multiplied by before they become integers, float32, and their
-    scales' bfloat16 bits, int16. The factor of a row with a NaN or a number that is too large is 0. The twin is
-    `quantize_keys`."""
+    """The result of `bits_of_peak` -> (float32 factors that rows of keys are multiplied by before they become integers,
+    int16 bits of their scales in bfloat16). A row with a NaN or a number that is too large has the factor 0. The
+    twin is `quantize_keys`."""
     is_finite = peak < (_KEY_LIMIT_EXPONENT << 23)
-    least = tl.maximum(peak.to(tl.float32, bitcast=True) * (1 / _LARGEST_KEY), _MIN_SCALE)
-    bits = tl.where(is_finite, (least.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000, 0x7F800000)
+    exact = tl.maximum(peak.to(tl.float32, bitcast=True) * (1 / _LARGEST_KEY), _MIN_SCALE)
+    bits = tl.where(is_finite, (exact.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000, 0x7F800000)
     return tl.div_rn(1.0, bits.to(tl.float32, bitcast=True)), (bits >> 16).to(tl.int16)
 
 
@@ -57,8 +57,7 @@ def _store_fp8_kernel(
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
     ARE_KEYS: tl.constexpr, IS_SCALED: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile of tokens and head. It writes its half of a scale alone: the other half may be another
-    kernel's."""
+    """One program per tile of tokens and head. Another kernel may write the other half of a scale."""
     first = tl.program_id(0).to(tl.int64) * TOKENS
     index = tl.arange(0, TOKENS)[:, None]
     token = first + index
@@ -89,14 +88,14 @@ def _store_fp8_kernel(
     else:
         tl.store(scales + 2 * row, half, is_stored)
         numbers = to_e4m3(numbers)
-        # A prompt's tokens lie next to each other, in one block or two. If the addresses show that, neighbouring
+        # A prompt's tokens are next to each other, in one block or two. If the addresses show that, neighbouring
         # threads write neighbouring tokens, and a warp fills whole sectors of 32 bytes. Otherwise each number takes a
         # sector.
         first_slot = tl.load(slot_mapping + first)
         num_before = BLOCK_SIZE - first_slot % BLOCK_SIZE  # tokens before the second block
         is_second = (num_before < TOKENS) & (num_before < num_tokens - first)
         second_slot = tl.load(slot_mapping + first + num_before, is_second, -1)
-        # Else the tokens behind the first block lie where another sequence goes on, or are padding.
+        # Otherwise the tokens after the first block are padding, or continue another sequence's block.
         begins_block = (second_slot >= 0) & (second_slot % BLOCK_SIZE == 0) & (index < num_before + BLOCK_SIZE)
         expected = tl.where(begins_block, second_slot + index - num_before, -1)
         expected = tl.where(index < num_before, first_slot + index, expected)
@@ -133,5 +132,5 @@ def store_fp8(x: torch.Tensor | ScaledProduct, cache: LayerCache, slot_mapping: 
 
 
 def halves(cache: LayerCache) -> torch.Tensor | None:
-    """The scales of a cache in FP8 as int16, each value's before its key's (all our machines are little-endian)."""
+    """The scales of a cache in FP8 as int16, each value's before its key's (little-endian); None for other caches."""
     return None if cache.scales is None else cache.scales.view(torch.int16)

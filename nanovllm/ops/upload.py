@@ -5,7 +5,7 @@ import torch
 
 
 def upload(arrays: list[np.ndarray], device: torch.device, into: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """The arrays on the device, through one pinned buffer and one copy that nobody waits for.
+    """Copies the arrays to the device, through one pinned buffer and one copy, without waiting for it.
 
     Args:
         into: contiguous, on the device: its first bytes take the arrays; None puts them into memory of their own.
@@ -26,5 +26,5 @@ def upload(arrays: list[np.ndarray], device: torch.device, into: torch.Tensor | 
 
 
 def _aligned(array: np.ndarray) -> int:
-    """Bytes up to a place where any dtype may begin."""
+    """The array's bytes, rounded up so that an array of any dtype may follow."""
     return -(-array.nbytes // 16) * 16

@@ -291,7 +291,7 @@ def _with_exchanges(settings: Settings) -> Parallel:
         parallel,
         exchange=make_exchange(parallel, width, settings.dtype, settings.device),
         sampling_exchange=make_sampling_exchange(
-            parallel, max_num_rows, vocab.size, settings.dtype, settings.device, max_num_numbers=5 + 2 * MAX_LOGPROBS
+            parallel, max_num_rows, vocab.size, settings.dtype, settings.device, max_row_size=5 + 2 * MAX_LOGPROBS
         ),
     )
 

@@ -145,14 +145,14 @@ class Text(Tokenizer):
         empty without a tokenizer and with `detokenize=False`, and a ValueError if the tokenizer fails."""
         texts: list[tuple[str | ValueError, str | None]] = [("", None)] * len(completions)
         for skips in (True, False) if self.tokenizer is not None else ():
-            rows = [
-                row
-                for row, (_, params) in enumerate(completions)
+            indices = [
+                index
+                for index, (_, params) in enumerate(completions)
                 if params.detokenize and params.skip_special_tokens is skips
             ]
-            found = all_or_each(self._cut_texts, [completions[row] for row in rows])
-            for row, text in zip(rows, found, strict=True):
-                texts[row] = (undecodable(text), None) if isinstance(text, BaseException) else text
+            found = all_or_each(self._cut_texts, [completions[index] for index in indices])
+            for index, text in zip(indices, found, strict=True):
+                texts[index] = (undecodable(text), None) if isinstance(text, BaseException) else text
         return texts
 
     def _cut_texts(self, completions: list[tuple[list[int], SamplingParams]]) -> list[tuple[str, str | None]]:

@@ -33,12 +33,12 @@ from nanovllm.layers.rope_config import RopeConfig
 from nanovllm.layers.rotary_embedding import Rotary, RotaryEmbedding
 from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.ops.expand_rows import Table
-from nanovllm.ops.filters import filter_thresholds
+from nanovllm.ops.filters import plain_filter_thresholds, triton_filter_thresholds
 from nanovllm.ops.layer_cache import LayerCache
 from nanovllm.ops.linear import linear, linear_in_parts
 from nanovllm.ops.norm import add_rms_norm, rms_norm
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
-from nanovllm.ops.sample import BROKEN_LOGITS, NO_TOKEN_LEFT, plain_sample, sample
+from nanovllm.ops.sample import BROKEN_LOGITS, NO_TOKEN_LEFT, plain_sample, triton_sample
 from nanovllm.ops.write_tokens import write_tokens
 
 pytestmark = pytest.mark.gpu
@@ -435,7 +435,7 @@ def test_rows_beyond_2_to_the_31_numbers_are_reached():
         logits[:-1, token_id] += 50 + token_id // 1000
         logits[-1, token_id - 22] = 60 + token_id // 1000
         expected = [token_id] * (len(logits) - 1) + [token_id - 22]
-        assert sample(logits, *sampled_rows(len(logits), 0.0)).tolist() == expected
+        assert triton_sample(logits, *sampled_rows(len(logits), 0.0)).tolist() == expected
 
 
 # The sequence table
@@ -542,7 +542,7 @@ def test_the_fused_sampler_gives_the_tokens_of_its_twin(dtype, num_rows, vocab_s
     if is_filtered:  # the half of the ids that are most probable, but for greedy rows
         medians = logits.float().median(-1).values
         rows = *rows, medians.masked_fill(temperatures == 0, -math.inf)
-    ours, theirs = sample(logits, *rows), in_parts(plain_sample, logits, *rows)
+    ours, theirs = triton_sample(logits, *rows), in_parts(plain_sample, logits, *rows)
     assert ours.dtype == theirs.dtype == torch.int64
     is_greedy = temperatures == 0
     assert torch.equal(ours[is_greedy], theirs[is_greedy])
@@ -564,19 +564,19 @@ def test_rows_of_a_wider_matrix_are_sampled_like_copies():
     wide[:, 4990:] = 100
     rows = sampled_rows(64, torch.tensor([0.0, 1.0]).repeat(32))
     view = wide[:, :4990]
-    assert torch.equal(sample(view, *rows), sample(view.contiguous(), *rows))
+    assert torch.equal(triton_sample(view, *rows), triton_sample(view.contiguous(), *rows))
     settings = torch.full((64,), 20, device=GPU).int(), torch.full((64,), 0.9, device=GPU), torch.zeros(64, device=GPU)
-    thresholds = filter_thresholds(view, rows[0], *settings)
-    assert torch.equal(thresholds, filter_thresholds(view.contiguous(), rows[0], *settings))
-    assert torch.equal(sample(view, *rows, thresholds), sample(view.contiguous(), *rows, thresholds))
+    thresholds = triton_filter_thresholds(view, rows[0], *settings)
+    assert torch.equal(thresholds, triton_filter_thresholds(view.contiguous(), rows[0], *settings))
+    assert torch.equal(triton_sample(view, *rows, thresholds), triton_sample(view.contiguous(), *rows, thresholds))
 
 
 def test_a_row_is_sampled_alike_alone_and_in_any_batch():
     """The noise belongs to seed and position, not to the row's number."""
     logits, rows = randn(300, 4999, dtype=torch.bfloat16), sampled_rows(300, 1.0)
-    together = sample(logits, *rows)
+    together = triton_sample(logits, *rows)
     order = torch.randperm(300, generator=torch.Generator().manual_seed(0)).to(GPU)[:100]
-    assert torch.equal(sample(logits[order], *(values[order] for values in rows)), together[order])
+    assert torch.equal(triton_sample(logits[order], *(values[order] for values in rows)), together[order])
     assert together.unique().numel() > 200
 
 
@@ -589,7 +589,7 @@ def test_sampled_frequencies_are_the_softmax(varies, temperature):
     number, same = torch.arange(num_rows, device=GPU), torch.full((num_rows,), 12345, device=GPU)
     seeds, positions = (number, same) if varies == "seeds" else (same, number)
     temperatures = torch.full((num_rows,), temperature, device=GPU)
-    tokens = in_parts(sample, row.expand(num_rows, -1), temperatures, seeds, positions, size=50_000)
+    tokens = in_parts(triton_sample, row.expand(num_rows, -1), temperatures, seeds, positions, size=50_000)
     counts = torch.bincount(tokens, minlength=vocab_size).double()
     expected = (row.double() / temperature).softmax(-1) * num_rows
     rare = expected < 10
@@ -607,7 +607,7 @@ def test_sampled_frequencies_are_the_softmax(varies, temperature):
 def test_broken_rows_are_marked_and_spare_the_others(temperature, vocab_size):
     """NaN loses every comparison, so that a plain argmax would name some token of a broken row."""
     logits, rows = randn(40, vocab_size, dtype=torch.bfloat16), sampled_rows(40, temperature)
-    healthy = sample(logits, *rows)
+    healthy = triton_sample(logits, *rows)
     logits[3, 0] = math.nan
     logits[5, vocab_size - 1] = math.nan
     logits[8, 100] = math.inf
@@ -619,7 +619,7 @@ def test_broken_rows_are_marked_and_spare_the_others(temperature, vocab_size):
     expected[9] = NO_TOKEN_LEFT
     # Banned tokens are no breakage.
     logits[20, : vocab_size // 2] = -math.inf
-    tokens = sample(logits, *rows)
+    tokens = triton_sample(logits, *rows)
     assert tokens[20] >= vocab_size // 2
     expected[20] = tokens[20]
     assert torch.equal(tokens, expected)
@@ -628,7 +628,7 @@ def test_broken_rows_are_marked_and_spare_the_others(temperature, vocab_size):
 
 def test_no_rows_are_sampled_as_no_tokens():
     """A step of chunks that all go on samples nothing; a launch of no programs is an error to CUDA."""
-    tokens = sample(randn(0, 259, dtype=torch.bfloat16), *sampled_rows(0, 1.0))
+    tokens = triton_sample(randn(0, 259, dtype=torch.bfloat16), *sampled_rows(0, 1.0))
     assert tokens.shape == (0,) and tokens.dtype == torch.int64
 
 
@@ -643,10 +643,10 @@ def test_filtered_rows_are_sampled_as_on_a_cpu():
         torch.tensor([rng.choice((0.1, 0.9, 1.0)) for _ in range(num_rows)]),
         torch.tensor([rng.choice((0.0, 0.1)) for _ in range(num_rows)]),
     )
-    ours = filter_thresholds(logits, rows[0], *(values.to(GPU) for values in settings))
-    theirs = filter_thresholds(logits.cpu(), rows[0].cpu(), *settings)
+    ours = triton_filter_thresholds(logits, rows[0], *(values.to(GPU) for values in settings))
+    theirs = plain_filter_thresholds(logits.cpu(), rows[0].cpu(), *settings)
     assert (ours.cpu() != theirs).sum() <= num_rows / 100
-    found = sample(logits, *rows, ours)
-    expected = sample(logits.cpu(), *(values.cpu() for values in rows), theirs)
+    found = triton_sample(logits, *rows, ours)
+    expected = plain_sample(logits.cpu(), *(values.cpu() for values in rows), theirs)
     assert (found >= 0).all() and (found.cpu() != expected).sum() <= num_rows / 100
     assert (logits.gather(1, found[:, None])[:, 0] >= ours).all()

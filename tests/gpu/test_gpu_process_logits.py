@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.logits_case import Case, Request, Settings, assert_same, make_case, random_case, random_settings
 
-from nanovllm.ops.process_logits import TokenRules, plain_process_logits, process_logits, triton_process_logits
+from nanovllm.ops.process_logits import TokenRules, plain_process_logits, triton_process_logits
 
 pytestmark = pytest.mark.gpu
 
@@ -59,7 +59,7 @@ def test_a_table_of_512_rows_is_processed_as_its_rows_alone():
     """The last rows' counters and logits lie beyond 2³¹ bits."""
     case = large_case(151936, 511, torch.bfloat16)
     on_gpu = case.to(GPU)
-    out = on_gpu.run(process_logits)
+    out = on_gpu.run(triton_process_logits)
     assert out.shape == (512, 151936)
     for rows in (slice(0, 8), slice(250, 258), slice(500, 512)):
         step = (case.logits[rows], case.entries[rows], case.lengths[rows])

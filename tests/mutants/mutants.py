@@ -765,7 +765,7 @@ _MUTANTS_OF_FILE = {
             "test_fp8_cache.py::test_what_is_written_is_read_and_lies_where_the_format_says[3-4-10]"),
         planted(
             "a key's scale is rounded down, so that its largest number is too large",
-            "(least.view(torch.int32) + 0xFFFF & -0x10000)", "(least.view(torch.int32) & -0x10000)",
+            "(exact.view(torch.int32) + 0xFFFF & -0x10000)", "(exact.view(torch.int32) & -0x10000)",
             "test_fp8_cache.py::test_a_key_is_rounded_to_integers[torch.float32]"),
     ],
     "ops/store_fp8.py": [

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -35,10 +36,9 @@ NEEDS_TRITON = pytest.mark.skipif(not has_kernels(), reason="needs Triton")
 
 
 @pytest.fixture(params=["plain", pytest.param("kernels", marks=NEEDS_TRITON)])
-def process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable:
+def process(request: pytest.FixtureRequest) -> Callable:
     """process_logits, computed by the plain twin or by the kernels."""
-    monkeypatch.setattr(module, "uses_kernels", lambda tensor: request.param == "kernels")
-    return process_logits
+    return partial(process_logits, use_kernels=request.param == "kernels")
 
 
 def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor:

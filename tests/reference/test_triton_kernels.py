@@ -41,7 +41,7 @@ from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.exchange import Exchange, _is_direct, mail_shape
 from nanovllm.ops.layer_cache import LayerCache
-from nanovllm.ops.linear import linear, single_row_linear
+from nanovllm.ops.linear import linear, triton_single_row_linear
 from nanovllm.ops.norm import add_rms_norm, rms_norm
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store
 from nanovllm.ops.quantize import E4M3, Quantized, ScaledProduct, quantize_rows
@@ -410,14 +410,14 @@ def test_a_single_row_is_multiplied_as_by_pytorch(output_size, input_size, has_b
     """Neither the last outputs, which do not fill a program, nor the last inputs may be lost or read twice."""
     x, weight = random_tensor(1, input_size, dtype=dtype), random_tensor(output_size, input_size, dtype=dtype, seed=1)
     bias = random_tensor(output_size, dtype=dtype, seed=2) if has_bias else None
-    ours = single_row_linear(x, weight, bias)
+    ours = triton_single_row_linear(x, weight, bias)
     expected = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
     assert ours.dtype == dtype and ours.shape == expected.shape
     # What rounding the result costs, and a little for the sum.
     limit = torch.finfo(dtype).eps * expected.abs() + 1e-6 * input_size
     assert ((ours.double() - expected).abs() <= limit).all()
     memory = torch.full((3, output_size), 7.0, dtype=dtype)
-    given = single_row_linear(x, weight, bias, memory[1:2])
+    given = triton_single_row_linear(x, weight, bias, memory[1:2])
     assert torch.equal(given, ours) and given.data_ptr() == memory[1].data_ptr() and (memory[[0, 2]] == 7).all()
 
 
@@ -430,7 +430,7 @@ def test_only_a_single_row_takes_the_kernel_for_it(monkeypatch):
         asked.append((tuple(x.shape), bias is not None, out is not None))
         return torch.nn.functional.linear(x, weight, bias) if out is None else torch.mm(x, weight.T, out=out)
 
-    monkeypatch.setattr(sys.modules["nanovllm.ops.linear"], "single_row_linear", counted)
+    monkeypatch.setattr(sys.modules["nanovllm.ops.linear"], "triton_single_row_linear", counted)
     for shape in [(1, 32), (2, 32), (3, 32), (1, 2, 32)]:
         x = random_tensor(*shape, seed=3)
         for of_call in (None, bias):

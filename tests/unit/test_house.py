@@ -64,16 +64,12 @@ LONG_FILES = {
     "engine/scheduler.py": "one rule with its state: admission, growth, preemption, commit",
     "runner/model_runner.py": "one device's life cycle, in the order of its life",
     "runner/sequence_table.py": "the only maker of a Batch: what is sent, and what is made of it",
-    "ops/filters.py": "one operation: the plain twin, two kernels, the choice",
-    "ops/logprobs.py": "one operation: the plain twin, two kernels, the choice",
-    "ops/process_logits.py": "one operation: the plain twin, its kernel, the choice",
 }
 LONG_FUNCTIONS = {
     "attention/hopper_attend.py:attend_all": "a kernel's loop, whose registers live from end to end",
     "attention/hopper_prompts.py:_attend_prompts_kernel": "a kernel that sets up the memory its three warps share",
     "attention/triton_prompts.py:_prefill_kernel": "a kernel: one loop over tiles of keys",
     "ops/qk_norm_rotate_store.py:_qk_norm_rotate_store_kernel": "a kernel that reads each number once for four uses",
-    "ops/store_fp8.py:_store_fp8_kernel": "a kernel: one pass over a token's heads",
 }
 
 
