@@ -111,6 +111,7 @@ RANK = """
 
         wrong = torch.zeros((), device=device, dtype=torch.int64)
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())  # which filled the tensors
         with torch.cuda.stream(stream):
             steps(1)
             graph = torch.cuda.CUDAGraph()
@@ -157,6 +158,7 @@ RANK = """
             expected = (count + 16 * torch.arange(size, device=device)).long().repeat_interleave(64)
             wrong.add_((tokens != expected).sum())
 
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             sampling_step()
             graph = torch.cuda.CUDAGraph()
