@@ -38,8 +38,8 @@ def test_at_least_99_percent_of_unseen_problems_are_answered_right(usual):
 
 
 def test_a_cache_that_preempts_changes_no_answer(usual):
-    token_ids, _, metrics = answers(kvcache_block_size=1, num_kvcache_blocks=160)
-    assert metrics["num_preemptions"] > NUM_RUN_AGAIN / 20
+    token_ids, _, metrics = answers(kvcache_block_size=1, num_kvcache_blocks=140)
+    assert metrics["num_preemptions"] > NUM_RUN_AGAIN / 10
     assert token_ids == usual[0][:NUM_RUN_AGAIN]
 
 
