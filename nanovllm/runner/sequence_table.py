@@ -24,8 +24,7 @@ from nanovllm.ops.expand_rows import ExpandedSamples, Table, expand_rows
 from nanovllm.ops.logprobs import NO_LOGPROBS, PROCESSED, RAW
 from nanovllm.ops.sample import COLDEST
 from nanovllm.ops.upload import upload
-from nanovllm.runner.step_rows import NO_ROWS, StepRows
-from nanovllm.runner.step_sizes import StepSize, StepSizes
+from nanovllm.runner.step_sizes import NO_ROWS, StepRows, StepSize, StepSizes
 from nanovllm.runner.token_rules import TokenRulesTable
 from nanovllm.sampling_params import MAX_LOGPROBS
 
@@ -145,11 +144,12 @@ class SequenceTable:
     def send(self, step: Step, sizes: StepSizes) -> SentStep:
         """Brings the device up to date with the host's sequences, and puts the step's rows into place."""
         rows = StepRows.of(step)
+        size, is_captured = sizes.size_of(rows, step.num_decodes, bool(step.scored))
         self._send_sequences(step, rows)
-        is_grouped = self._group_prefixes(rows, step.num_decodes)
-        size, is_captured = sizes.size_of(rows, step.num_decodes, is_grouped, bool(step.scored))
+        size = size._replace(is_grouped=self._group_prefixes(rows, step.num_decodes))
+        needs = self._needs(rows)
         self._send_lines(rows, size, step.num_decodes)
-        return SentStep(size, rows, is_captured, self._needs(rows))
+        return SentStep(size, rows, is_captured, needs)
 
     def _send_sequences(self, step: Step, rows: StepRows) -> None:
         is_new = (self._tenants[rows.entries] != rows.tenants).any(1)

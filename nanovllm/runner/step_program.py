@@ -21,8 +21,7 @@ from nanovllm.runner.cuda_graph import CudaGraphs
 from nanovllm.runner.kv_cache import KVCache
 from nanovllm.runner.sequence_table import SentStep, SequenceTable, logprobs_width
 from nanovllm.runner.step_in_flight import StepInFlight
-from nanovllm.runner.step_rows import StepRows
-from nanovllm.runner.step_sizes import StepSize, StepSizes
+from nanovllm.runner.step_sizes import StepRows, StepSize, StepSizes
 
 
 class Half(NamedTuple):

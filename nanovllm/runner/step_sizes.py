@@ -1,11 +1,13 @@
-"""How large steps are, and the ladders of sizes that captured steps are padded to. Numbers alone, no device."""
+"""A step's rows, how large it is, and the ladders of sizes that captured steps are padded to. No device."""
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from nanovllm.attention.metadata import QUERY_TILE
-from nanovllm.runner.step_rows import StepRows
+from nanovllm.engine.step import Step
 
 _MAX_SCORED = 256  # rows of logits that are made at a time to score prompts
 # Arithmetic of an eager step that decodes beside prompts: enough to keep a fast GPU busy while the host launches the
@@ -14,6 +16,47 @@ _FLOP_BESIDE_DECODES = 12e12
 # Tokens × hidden size of a captured step that decodes beside prompts: enough that its matrix products fill the GPU.
 _TOKEN_WIDTH_BESIDE_DECODES = 768 * 4096
 _MIN_TOKENS_BESIDE_DECODES = 512  # matrix products of fewer rows waste a GPU
+
+
+class StepRows(NamedTuple):
+    """A step's chunks as columns, int64 [num_rows] each: all that the host says about it, gathered in one pass.
+
+    tenants: [num_rows, 2], the name of one admission of one request: its id, and how often it was preempted before.
+    entries: the row's place in the SequenceTable.
+    num_new_tokens, keys: tokens to compute, and keys once they are.
+    samples: 1 for rows that sample.
+    num_blocks: in the row's block table.
+    num_cached: prompt tokens that the prefix cache served.
+    """
+
+    tenants: np.ndarray
+    entries: np.ndarray
+    num_new_tokens: np.ndarray
+    keys: np.ndarray
+    samples: np.ndarray
+    num_blocks: np.ndarray
+    num_cached: np.ndarray
+
+    @classmethod
+    def of(cls, step: Step) -> "StepRows":
+        """The rows of a step that was just scheduled."""
+        numbers = (
+            number
+            for seq, num_new, samples in step.chunks
+            for number in (
+                seq.seq_id, seq.num_preemptions, seq.entry, num_new, seq.num_computed_tokens, samples,
+                len(seq.block_table), seq.num_cached_tokens,
+            )
+        )  # fmt: skip
+        columns = np.fromiter(numbers, np.int64, 8 * len(step.chunks)).reshape(-1, 8).T
+        return cls(columns[:2].T, *columns[2:])
+
+    @property
+    def num_sampled(self) -> int:
+        return int(self.samples.sum())
+
+
+NO_ROWS = StepRows.of(Step.of([]))
 
 
 class StepSize(NamedTuple):
@@ -91,24 +134,22 @@ class StepSizes:
         """The same engine's sizes if it captures nothing."""
         return replace(self, decode_sizes=(), prompt_sizes=())
 
-    def size_of(
-        self, rows: StepRows, num_decodes: int, is_grouped: bool = False, is_scored: bool = False
-    ) -> tuple[StepSize, bool]:
-        """The size of a step, and whether the step is one of those that are captured.
+    def size_of(self, rows: StepRows, num_decodes: int, is_scored: bool = False) -> tuple[StepSize, bool]:
+        """The size of a step without shared prefixes, and whether the step is one of those that are captured.
 
         is_scored: it needs the hidden states of tokens that do not sample, which captured steps do not keep.
         """
         num_rows, num_tokens = len(rows.entries), int(rows.num_new_tokens.sum())
         if self.are_captured and not is_scored and num_decodes == num_rows:
-            return self.decode_size(self.padded_rows(num_rows), is_grouped), True
+            return self.decode_size(self.padded_rows(num_rows)), True
         num_tiles = int((-(-rows.num_new_tokens[num_decodes:] // QUERY_TILE)).sum())
         if not is_scored:
             for size in map(self.prompt_size, self.prompt_sizes[bisect_left(self.prompt_sizes, num_tokens) :]):
                 if num_tiles <= size.num_tiles and num_rows <= size.num_rows:
-                    return size._replace(is_grouped=is_grouped), True
+                    return size, True
         # At least one row, real or of padding, so that no kernel gets an empty tensor.
         num_sampled, longest = self.padded_sampled(max(rows.num_sampled, 1)), int(rows.num_new_tokens.max())
-        return StepSize(num_rows, num_tokens, num_sampled, num_tiles, num_decodes, longest, is_grouped), False
+        return StepSize(num_rows, num_tokens, num_sampled, num_tiles, num_decodes, longest, False), False
 
     def decode_size(self, num_rows: int, is_grouped: bool = False) -> StepSize:
         """The size of a captured step of decodes alone."""

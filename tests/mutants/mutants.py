@@ -295,7 +295,7 @@ _MUTANTS_OF_FILE = {
             "return mixed_seed(seed ^ _OF_COMPLETIONS, index) if index else seed", "return seed",
             "test_several_completions.py::test_completions_without_a_seed_differ_and_repeat_with_the_engines_seed"),
     ],
-    "runner/step_rows.py": [
+    "runner/step_sizes.py": [
         historic(
             "the attention of a chunk reaches beyond it",
             "num_new, seq.num_computed_tokens, samples,", "num_new, len(seq.token_ids), samples,",

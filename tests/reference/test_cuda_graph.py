@@ -38,8 +38,8 @@ from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.sequence_table import SentStep, SequenceTable
 from nanovllm.runner.step_in_flight import StepInFlight
 from nanovllm.runner.step_program import StepProgram
-from nanovllm.runner.step_rows import StepRows
 from nanovllm.runner.step_sizes import (
+    StepRows,
     StepSize,
     StepSizes,
     decode_ladder,
@@ -77,16 +77,14 @@ def make_program(sizes: StepSizes, parallel: Parallel = Parallel(), **parts: Any
     return StepProgram(sizes=sizes, hidden_states=hidden_states, parallel=parallel, use_kernels=False, **parts)
 
 
-def size_of(
-    sizes: StepSizes, *parts: tuple[int, int], num_sampled: int | None = None, is_grouped: bool = False
-) -> tuple[StepSize, bool]:
+def size_of(sizes: StepSizes, *parts: tuple[int, int], num_sampled: int | None = None) -> tuple[StepSize, bool]:
     """The size of a step of sequences with (new tokens, tokens before them). The first `num_sampled` sample."""
     num_sampled = len(parts) if num_sampled is None else num_sampled
     step = step_of(*(
         (scheduled([1] * (new + before), [0], entry=row), new, row < num_sampled)
         for row, (new, before) in enumerate(parts)
     ))  # fmt: skip
-    return sizes.size_of(StepRows.of(step), step.num_decodes, is_grouped)
+    return sizes.size_of(StepRows.of(step), step.num_decodes)
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 7, 8, 12, 15, 16, 17, 20, 100, 256, 257, 300, 500, 512, 1024])
@@ -138,7 +136,7 @@ def test_a_step_with_prompts_takes_the_next_larger_size():
     for prompts of 32 tokens and more."""
     sizes = make_sizes(8, max_num_tokens=256)
     assert size_of(sizes, (1, 9), (30, 0)) == (StepSize(8, 64, 8, 4, 8, 64, False), True)
-    assert size_of(sizes, (1, 9), (63, 0), is_grouped=True) == (StepSize(8, 64, 8, 4, 8, 64, True), True)
+    assert size_of(sizes, (1, 9), (63, 0)) == (StepSize(8, 64, 8, 4, 8, 64, False), True)
     assert size_of(sizes, (1, 9), (64, 0)) == (StepSize(8, 128, 8, 7, 8, 128, False), True)
     assert size_of(sizes, (256, 0)) == (StepSize(8, 256, 8, 12, 8, 256, False), True)
     # A larger one is not captured, and not padded.

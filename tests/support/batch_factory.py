@@ -9,8 +9,7 @@ from nanovllm.engine.step import Chunk, Step
 from nanovllm.layers.sampler import SamplingNeeds
 from nanovllm.ops.expand_rows import Expanded, ExpandedSamples, Table, expand_rows
 from nanovllm.runner.sequence_table import Batch, SequenceTable
-from nanovllm.runner.step_rows import StepRows
-from nanovllm.runner.step_sizes import StepSize
+from nanovllm.runner.step_sizes import StepRows, StepSize
 
 
 def make_batch(chunks: list[Chunk], block_size: int, max_model_len: int = 128, device: str = "cpu") -> Batch:
@@ -29,8 +28,8 @@ class OneSize:
     def __init__(self, size: StepSize):
         self._size = size
 
-    def size_of(self, rows: StepRows, num_decodes: int, is_grouped: bool, is_scored: bool) -> tuple[StepSize, bool]:
-        return self._size._replace(is_grouped=is_grouped), False
+    def size_of(self, rows: StepRows, num_decodes: int, is_scored: bool) -> tuple[StepSize, bool]:
+        return self._size, False
 
 
 def send(table: SequenceTable, step: Step, size: StepSize) -> SamplingNeeds:
