@@ -53,12 +53,12 @@ class ExclusiveGuard(Guard):
 
     def __init__(self, refusal: str, busy: str):
         super().__init__(refusal)
-        self._busy, self.lock = busy, threading.RLock()
+        self._busy, self._lock = busy, threading.RLock()
 
     def run(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
-        if not self.lock.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             raise RuntimeError(self._busy)
         try:
             return super().run(function, *args, **kwargs)
         finally:
-            self.lock.release()
+            self._lock.release()

@@ -8,8 +8,8 @@ from typing import Literal
 from nanovllm.logprobs import TokenLogprobs
 
 FinishReason = Literal["stop", "length", "error", "abort"]
-# Kinds of reasons that are counted separately, and prompts that are named for each.
-_MAX_KINDS, _MAX_INDICES = 1000, 5
+# Kinds of reasons that are counted separately, kinds that are named, and prompts that are named for each.
+_MAX_KINDS, _MAX_REASONS, _MAX_INDICES = 1000, 5, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,26 +119,21 @@ class ErrorSummary:
         insort(kind.first, (index, error))
         del kind.first[_MAX_INDICES:]
 
-    def describe(self, num_prompts: int, max_num_reasons: int = 5) -> str | None:
-        """How many of a call's prompts failed, why, and the indices of the first of each kind; None if none failed.
-
-        Args:
-            num_prompts: prompts of the call.
-            max_num_reasons: how many kinds are named at most.
-        """
+    def describe(self, num_prompts: int) -> str | None:
+        """How many of a call's prompts failed, why, and the indices of the first of each kind; None if none failed."""
         kinds = sorted(self._kinds.values(), key=lambda kind: (-kind.num_prompts, kind.first))
         if not kinds:
             return None
         parts = []
-        for kind in kinds[:max_num_reasons]:
+        for kind in kinds[:_MAX_REASONS]:
             first = ", ".join(str(index) for index, _ in kind.first) + (
                 ", …" if kind.num_prompts > _MAX_INDICES else ""
             )
             parts.append(f"{kind.num_prompts} × {kind.first[0][1]} (at {first})")
-        num_named = sum(kind.num_prompts for kind in kinds[:max_num_reasons])
+        num_named = sum(kind.num_prompts for kind in kinds[:_MAX_REASONS])
         num_errors = sum(kind.num_prompts for kind in kinds) + self._num_others
         if num_errors > num_named:
-            many = "many" if self._num_others else len(kinds) - max_num_reasons
+            many = "many" if self._num_others else len(kinds) - _MAX_REASONS
             parts.append(f"{num_errors - num_named} × {many} other reasons")
         return f"{num_errors} of {num_prompts} prompts ended in an error: {'; '.join(parts)}"
 

@@ -87,7 +87,7 @@ class Experts(nn.Module):
         format: of the experts' weights; None is the context's dtype.
     """
 
-    accepts = gives = Form.PLAIN
+    accepts = Form.PLAIN
 
     def __init__(
         self,

@@ -14,12 +14,10 @@ from nanovllm.ops.quantize import Quantized, ScaledProduct
 class RMSNorm(nn.Module):
     """`x / sqrt(mean(x²) + eps) × weight`, computed in float32; see ops/norm.py.
 
-    gives: the forms of the results of `forward` and `reduce_add`.
-
     Args:
         size: of a row.
         offset: the loader adds it to the checkpoint's weights (1 for Gemma); such weights are kept in float32.
-        gives: the forms that the reader of the results accepts.
+        gives: the forms that the reader of the results of `forward` and `reduce_add` accepts.
     """
 
     def __init__(self, size: int, eps: float, context: LayerContext, offset: float = 0.0, gives: Form = Form.PLAIN):
@@ -27,11 +25,10 @@ class RMSNorm(nn.Module):
         self.weight = context.parameter(size, dtype=torch.float32 if offset else None)
         self.eps, self.offset = eps, offset
         self.use_kernels, self.parallel = context.use_kernels, context.parallel
-        self.gives = gives & Form.QUANTIZED if context.use_kernels else Form.PLAIN
-        self._quantizes = Form.QUANTIZED in self.gives
+        self._quantizes = context.use_kernels and Form.QUANTIZED in gives
 
     @staticmethod
-    def accepts(context: LayerContext) -> Form:
+    def accepted_sums(context: LayerContext) -> Form:
         """The forms of sums that `reduce_add` takes; `reduce` takes only plain ones."""
         parallel = context.parallel
         if not context.use_kernels:

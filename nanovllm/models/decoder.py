@@ -90,7 +90,7 @@ class DecoderLayer(nn.Module):
 
         self.rope = config.layers[layer_index].rope
         self.has_post_norms = config.family.has_post_norms
-        sums = Form.PLAIN if self.has_post_norms else RMSNorm.accepts(context)
+        sums = Form.PLAIN if self.has_post_norms else RMSNorm.accepted_sums(context)
         self.self_attn = DecoderAttention(config, layer_index, backend, formats, sums, context)
         self.mlp = self._make_mlp(config, layer_index, formats, sums, context)
         before_mlp = norm(gives=self.mlp.accepts)

@@ -1,6 +1,7 @@
 """One device's life cycle: start, weights, sleep, close. Its steps are the StepProgram's."""
 
 import logging
+import sys
 import traceback
 from dataclasses import replace
 from functools import partial
@@ -62,11 +63,12 @@ class ModelRunner(Runner):
         self.settings = settings = read_settings(config, parallel)
         self._sleep_level = 0  # of the last `sleep`, until it is undone
         self._undefined: set[str] = set()  # tensors of the checkpoint whose parameters hold no or mixed values
+        handled = sys.exc_info()[1]  # the caller may make an LLM in an `except` block
         try:
             with on_device(settings.device), explained_out_of_memory("the engine", settings.device):
                 self.program, self._bytes_of_step = start(settings)
         except BaseException as error:
-            _release_locals(error)  # so that another try finds the memory
+            _release_locals(error, handled)  # so that another try finds the memory
             _empty_cache(settings.device)
             raise
         program, model_config, cache = self.program, settings.model_config, self.program.kv_cache
@@ -310,9 +312,12 @@ def _empty_cache(device: torch.device) -> None:
             torch.cuda.empty_cache()
 
 
-def _release_locals(error: BaseException) -> None:
-    """Clears the variables of the functions that ended with this exception. Its traceback would keep them."""
+def _release_locals(error: BaseException, outer: BaseException | None) -> None:
+    """Clears the variables of the functions that ended with this exception. Its traceback would keep them.
+
+    outer: an exception that was being handled before; its functions are the caller's.
+    """
     chain: BaseException | None = error
-    while chain is not None:
+    while chain is not None and chain is not outer:
         traceback.clear_frames(chain.__traceback__)
         chain = chain.__context__

@@ -169,7 +169,7 @@ class SequenceTable:
         if self._sharing is None or not rows.num_cached[decodes].any():
             return False
         # The groups of some rows hold while the rows go on decoding, until one of them gets longer splits.
-        context_lens = rows.keys[decodes]
+        context_lens = rows.context_lens[decodes]
         grouped = np.column_stack((rows.tenants[decodes], self._sharing.split_lengths(context_lens)))
         if not np.array_equal(grouped, self._grouped):
             num_blocks = -(-int(context_lens.max()) // self._block_size)
@@ -189,7 +189,7 @@ class SequenceTable:
     def _needs(self, rows: StepRows) -> SamplingNeeds:
         samples = rows.samples > 0
         sampling = rows.entries[samples]
-        is_ruled = bool((rows.keys[samples] < self._ruled_until[sampling]).any())
+        is_ruled = bool((rows.context_lens[samples] < self._ruled_until[sampling]).any())
         return SamplingNeeds(
             bool(self._has_filters[sampling].any()),
             self.rules.version if is_ruled else 0,
@@ -202,13 +202,13 @@ class SequenceTable:
         lines[0, 0] = num_decodes
         entry, keys, first_token, samples = lines[1:].T
         entry[:num_rows], entry[num_rows:] = rows.entries, self._padding_entry
-        keys[:num_rows] = rows.keys
+        keys[:num_rows] = rows.context_lens
         first_token[:num_rows], first_token[num_rows:] = ends - rows.num_new_tokens, ends[-1]
         samples[: len(sampled)], samples[len(sampled) :] = sampled, size.num_rows
         upload([lines], self._device, into=self._lines)
         if size.num_tiles:
             tiles = np.zeros((2, size.num_tiles, 4), np.int32)
-            real = query_tiles(rows.num_new_tokens, rows.keys, num_decodes)
+            real = query_tiles(rows.num_new_tokens, rows.context_lens, num_decodes)
             row_of_tile, is_last = real[:, 3], real[:, 0] + real[:, 1] == ends[real[:, 3]]
             sampled = real[is_last & (rows.samples[row_of_tile] > 0)]
             tiles[0, : len(real)], tiles[1, : len(sampled)] = real, sampled

@@ -80,20 +80,12 @@ def read_settings(config: Config, parallel: Parallel) -> Settings:
         chosen = default_max_num_seqs(config, num_bytes, token_bytes, _free_share(device, parallel), is_gpu)
         max_num_seqs = parallel.minimum(chosen, device)
     # On a CPU, Triton's interpreter runs the kernels, for tests. The plain backend is plain all the way through.
-    backends_with_kernels = ("auto", "flash", "sdpa", "triton") if is_gpu else ("triton",)
-    use_kernels = has_kernels() and config.attention_backend in backends_with_kernels
+    wanted = config.attention_backend
+    use_kernels = has_kernels() and (wanted == "triton" or (is_gpu and wanted != "torch"))
     return Settings(
-        config,
-        parallel,
-        directory,
-        model_config,
-        device,
-        dtype,
-        kv_cache_dtype,
-        max_model_len,
-        max_num_seqs,
+        config, parallel, directory, model_config, device, dtype, kv_cache_dtype, max_model_len, max_num_seqs,
         use_kernels,
-    )
+    )  # fmt: skip
 
 
 def _free_share(device: torch.device, parallel: Parallel) -> int:

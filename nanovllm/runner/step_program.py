@@ -157,7 +157,7 @@ class StepProgram:
         larger than a row of hidden states.
         """
         # For each sequence of the step: the index of a token in the flat batch, less the token's position.
-        offsets = (np.cumsum(rows.num_new_tokens) - rows.keys).tolist()
+        offsets = (np.cumsum(rows.num_new_tokens) - rows.context_lens).tolist()
         offset_of = {chunk.seq.seq_id: offset for chunk, offset in zip(step.chunks, offsets, strict=True)}
         # The hidden state before a token scores it.
         places = [np.arange(start, end) - 1 + offset_of[seq.seq_id] for seq, start, end, _ in step.scored]

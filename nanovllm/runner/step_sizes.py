@@ -23,7 +23,7 @@ class StepRows(NamedTuple):
 
     tenants: [num_rows, 2], the name of one admission of one request: its id, and how often it was preempted before.
     entries: the row's place in the SequenceTable.
-    num_new_tokens, keys: tokens to compute, and keys once they are.
+    num_new_tokens, context_lens: tokens to compute, and keys once they are computed.
     samples: 1 for rows that sample.
     num_blocks: in the row's block table.
     num_cached: prompt tokens that the prefix cache served.
@@ -32,7 +32,7 @@ class StepRows(NamedTuple):
     tenants: np.ndarray
     entries: np.ndarray
     num_new_tokens: np.ndarray
-    keys: np.ndarray
+    context_lens: np.ndarray
     samples: np.ndarray
     num_blocks: np.ndarray
     num_cached: np.ndarray

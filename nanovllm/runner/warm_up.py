@@ -44,8 +44,15 @@ class Compiling:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        while self._threads:
-            self._threads.pop().join()
+        try:
+            self._join()
+        except BaseException:  # Ctrl-C: the threads still launch kernels and hold the model
+            self._join()
+            raise
+
+    def _join(self) -> None:
+        for thread in self._threads:
+            thread.join()
 
 
 def compile_sampling(compiling: Compiling, sampler: Sampler, table: SequenceTable, dtype: torch.dtype) -> None:

@@ -935,6 +935,28 @@ def test_a_failed_start_leaves_no_trace(llm, directory):
             assert model.generate("One", GREEDY, use_tqdm=False)[0].token_ids == expected.token_ids
 
 
+def test_a_failed_start_leaves_the_callers_exception_alone(directory):
+    """What the failed start held was once cleared along with what an exception of the caller still holds."""
+
+    def values():
+        yield 1
+        yield 2
+
+    def caller():
+        kept, iterator = [1, 2, 3], values()
+        next(iterator)
+        raise KeyError(kept.pop())
+
+    _truncate(directory / "model.safetensors")
+    try:
+        caller()
+    except KeyError as error:
+        with pytest.raises(ValueError, match="truncated"):
+            LLM(directory)
+        held = error.__traceback__.tb_next.tb_frame.f_locals
+        assert held["kept"] == [1, 2] and next(held["iterator"]) == 2
+
+
 def test_no_message_names_a_package_that_is_not_ours():
     """Whoever follows `pip install nanovllm` gets whatever stranger's package has that name on the index."""
     package = Path(nanovllm.__file__).parent

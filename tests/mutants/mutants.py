@@ -268,8 +268,8 @@ _MUTANTS_OF_FILE = {
             "test_sequence_table.py::test_each_sampled_row_has_its_own_settings"),
         planted(
             "rules are applied one token too short",
-            "(rows.keys[samples] < self._ruled_until[sampling])",
-            "(rows.keys[samples] + 1 < self._ruled_until[sampling])",
+            "(rows.context_lens[samples] < self._ruled_until[sampling])",
+            "(rows.context_lens[samples] + 1 < self._ruled_until[sampling])",
             "test_sequence_table.py::test_stop_tokens_are_banned_until_min_tokens_have_been_generated"),
         planted(
             "trying a step that failed leaves its rows parked",

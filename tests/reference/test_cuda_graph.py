@@ -6,6 +6,7 @@ The captures on a GPU: test_gpu_engine.py.
 import gc
 import logging
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable
@@ -110,6 +111,31 @@ def test_a_kernel_that_cannot_be_compiled_beforehand_is_only_noted(caplog, capsy
         compiling.start(fails)
     assert "no such instruction" in caplog.text
     assert capsys.readouterr().err == ""
+
+
+def test_ctrl_c_leaves_no_kernel_being_compiled(monkeypatch):
+    """The threads hold the model and launch kernels, so they must end before its memory is given back."""
+    started, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def compiles() -> None:
+        started.set()
+        may_end.wait()
+        ended.set()
+
+    join, joins = threading.Thread.join, []
+
+    def interrupted_once(thread: threading.Thread) -> None:
+        joins.append(thread)
+        may_end.set()
+        if len(joins) == 1:
+            raise KeyboardInterrupt
+        join(thread)
+
+    with pytest.raises(KeyboardInterrupt), warm_up.Compiling() as compiling:
+        compiling.start(compiles)
+        started.wait()
+        monkeypatch.setattr(threading.Thread, "join", interrupted_once)
+    assert ended.is_set() and len(joins) == 2
 
 
 def test_no_more_rows_are_captured_than_a_step_has_tokens():

@@ -183,7 +183,7 @@ def test_a_tile_has_about_as_many_rows_as_there_are():
     for fused in (False, True):
         context = LayerContext(torch.float32, torch.device("cpu"), fused)
         blocks = BlockFp8(Fp8Config("weight_scale_inv", (128, 128)), context)
-        layer = RowParallelLinear(128, 128, False, context, format=blocks, gives=RMSNorm.accepts(context))
+        layer = RowParallelLinear(128, 128, False, context, format=blocks, gives=RMSNorm.accepted_sums(context))
         assert [layer.variant_key(rows) for rows in numbers] == (expected if fused else [1] * 6)
 
 

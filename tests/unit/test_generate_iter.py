@@ -288,11 +288,10 @@ def test_one_dropped_while_another_thread_has_the_llm_is_cleaned_up_by_the_next_
     has_it, may_go = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with llm._guard.lock:
-            has_it.set()
-            may_go.wait()
+        has_it.set()
+        may_go.wait()
 
-    thread = threading.Thread(target=hold)
+    thread = threading.Thread(target=lambda: llm._guard.run(hold))
     thread.start()
     has_it.wait()
     del outputs

@@ -318,7 +318,7 @@ def test_a_fused_product_of_few_rows_comes_in_parts_for_the_norm(dtype):
     """Not in parts: a single row, for which there is a kernel; many rows; inputs that do not divide; a bias, which only
     one part may count; packed weights; ranks, whose exchange sums one part of each; norms that do not take parts."""
     context = LayerContext(dtype, CPU, use_kernels=True)
-    layer = RowParallelLinear(64, 24, False, context, gives=RMSNorm.accepts(context))
+    layer = RowParallelLinear(64, 24, False, context, gives=RMSNorm.accepted_sums(context))
     layer.weight.normal_()
     x, residual = torch.randn(5, 64).to(dtype), torch.randn(5, 24).to(dtype)
     part = layer(x).part
@@ -336,7 +336,7 @@ def test_a_fused_product_of_few_rows_comes_in_parts_for_the_norm(dtype):
     def num_dims(rows: int, inputs: int = 64, bias: bool = False, gives: Form | None = None, **changes) -> int:
         of_layer = replace(context, **changes)
         layer = RowParallelLinear(
-            inputs, 24, bias, of_layer, gives=RMSNorm.accepts(of_layer) if gives is None else gives
+            inputs, 24, bias, of_layer, gives=RMSNorm.accepted_sums(of_layer) if gives is None else gives
         )
         layer.weight.normal_()
         return layer(torch.randn(rows, layer.weight.shape[1]).to(dtype)).part.ndim
@@ -365,7 +365,7 @@ def test_ranks_with_an_exchange_leave_scales_and_rounding_to_it():
 
     def part_of(exchange: Any, bias: bool = False, gives: Form | None = None) -> torch.Tensor | ScaledProduct:
         context = on_two(exchange)
-        gives = RMSNorm.accepts(context) if gives is None else gives
+        gives = RMSNorm.accepted_sums(context) if gives is None else gives
         layer = RowParallelLinear(64, 24, bias, context, format=ChannelFp8(Fp8Config(), context), gives=gives)
         for parameter in layer.parameters():
             parameter.copy_(torch.rand(parameter.shape))
@@ -387,7 +387,9 @@ def test_a_large_fused_product_is_added_to_the_residual_while_it_is_multiplied(d
 
     def made(bias: bool = False, gives: Form | None = None, **changes) -> RowParallelLinear:
         context = replace(LayerContext(dtype, CPU, use_kernels=True), **changes)
-        layer = RowParallelLinear(64, 24, bias, context, gives=RMSNorm.accepts(context) if gives is None else gives)
+        layer = RowParallelLinear(
+            64, 24, bias, context, gives=RMSNorm.accepted_sums(context) if gives is None else gives
+        )
         layer.weight.normal_()
         return layer
 
