@@ -22,10 +22,10 @@ from nanovllm.guides import StructuredOutputs
 from nanovllm.loglikelihood import Loglikelihood
 from nanovllm.models.directory import find_model
 from nanovllm.models.read_config import load_model_config
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import RequestOutput, keep_outputs
 from nanovllm.prompts import EncodedPrompt, NotYet, as_conversation_list, as_prompt_list
 from nanovllm.recommended_sampling import DefaultSampling
-from nanovllm.row_stream import OutputIterator, RowStream, keep_outputs
+from nanovllm.row_stream import OutputIterator, RowStream
 from nanovllm.sampling_params import SamplingParams, one_per_prompt, with_params
 from nanovllm.text import Text
 

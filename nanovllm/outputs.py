@@ -144,3 +144,8 @@ class _Kind:
 
     first: list[tuple[int, str]]
     num_prompts: int = 0
+
+
+def keep_outputs(error: BaseException, outputs: dict[int, RequestOutput]) -> None:
+    """Gives an exception the outputs that had finished, as its attribute `finished_outputs`, by number."""
+    error.finished_outputs = outputs  # type: ignore[attr-defined]

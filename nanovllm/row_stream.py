@@ -12,7 +12,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.guides import Guide, StructuredOutputs
 from nanovllm.logprobs import TokenLogprobs
-from nanovllm.outputs import CompletionOutput, ErrorSummary, FinishReason, RequestOutput
+from nanovllm.outputs import CompletionOutput, ErrorSummary, FinishReason, RequestOutput, keep_outputs
 from nanovllm.prompts import EncodedPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text import Text
@@ -274,11 +274,6 @@ def without_text(
     if params.bad_words:
         params = replace(params, bad_words=text.bad_words_as_ids(params.bad_words))
     return params, predicates
-
-
-def keep_outputs(error: BaseException, outputs: dict[int, RequestOutput]) -> None:
-    """Gives an exception the outputs that had finished, as its attribute `finished_outputs`, by number."""
-    error.finished_outputs = outputs  # type: ignore[attr-defined]
 
 
 class OutputIterator(Iterator[RequestOutput]):

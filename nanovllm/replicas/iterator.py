@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from nanovllm.outputs import CompletionOutput, ErrorSummary, RequestOutput
+from nanovllm.outputs import CompletionOutput, ErrorSummary, RequestOutput, keep_outputs
 from nanovllm.replicas.pool import ReplicaPool, ReplicaProcess
-from nanovllm.row_stream import keep_outputs
 from nanovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
