@@ -44,8 +44,8 @@ class Guard:
 class ExclusiveGuard(Guard):
     """A guard that also refuses other threads while a function runs.
 
-    For this it has a lock. The lock is reentrant, because Ctrl-C may prevent its release; the same thread can take it
-    all the same. So the lock does not refuse an inner call, but the stack does.
+    For this it has a lock. Ctrl-C may prevent the lock's release, so the lock is reentrant: the same thread can take it
+    again. The lock therefore does not refuse an inner call; the check of the stack does.
 
     Args:
         refusal, busy: the messages of the RuntimeError in the same thread and in another one.

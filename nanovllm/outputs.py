@@ -8,7 +8,7 @@ from typing import Literal
 from nanovllm.logprobs import TokenLogprobs
 
 FinishReason = Literal["stop", "length", "error", "abort"]
-# Kinds of reasons that are counted separately, and prompts that are named for each.
+# Maximum number of kinds of reasons that are counted separately, and of prompts that are named for each.
 _MAX_KINDS, _MAX_INDICES = 1000, 5
 
 

@@ -22,10 +22,10 @@ from nanovllm.text import Text
 PROMPTS_OF_PIECE = 256
 # Prompts per piece if requests run: while the batch has free places, and when it has none.
 _PROMPTS_OF_LATER_PIECE, _PROMPTS_OF_LAST_PIECE = 32, 8
-# When the batch has no free place, no further piece is read before a step after so many prompts or tokens. Reading
-# should take less time than the step.
+# When the batch is full, no further piece is read before the next step once this many prompts or tokens are read,
+# because reading should take less time than the step.
 _PROMPTS_AHEAD_OF_STEP, _TOKENS_AHEAD_OF_STEP = 32, 8192
-# Prompts that are read before the oldest one has finished, for each that can run at a time.
+# Size of the window, in prompts per sequence that can run at a time.
 _PROMPTS_AHEAD = 16
 
 
@@ -43,14 +43,14 @@ class _Request:
 class RowStream:
     """The requests of one call.
 
-    A prompt's number is its place in the call. Reading stops a fixed number of prompts, the window, after the oldest
-    one that has not finished. So memory stays flat for any number of prompts, and no prompt waits for ever behind
+    A prompt's number is its place in the call. Reading stops when it is a fixed number of prompts (the window) ahead of
+    the oldest unfinished one. So memory stays flat for any number of prompts, and no prompt waits for ever behind
     longer ones.
 
     Args:
         engine: computes the requests.
         text: tokenizes and decodes.
-        source: prompts or conversations, each with its parameters; may be endless. None means that no prompt is there
+        source: prompts or conversations, each with its parameters; may be endless. None means that no prompt is ready
             yet.
         encode: encodes a list of them.
         structured: makes the constraints of structured outputs.
@@ -277,7 +277,7 @@ def without_text(
 
 
 def keep_outputs(error: BaseException, outputs: dict[int, RequestOutput]) -> None:
-    """Gives an exception the outputs that had finished, as its attribute `finished_outputs`, by number."""
+    """Attaches the outputs that had finished, by number, to an exception as its attribute `finished_outputs`."""
     error.finished_outputs = outputs  # type: ignore[attr-defined]
 
 
@@ -285,7 +285,7 @@ class OutputIterator(Iterator[RequestOutput]):
     """The result of `LLM.generate_iter`: computes as far as the next output needs.
 
     Dropping it, or `close()`, aborts the running requests; `drain()` lets them finish. An exception ends it;
-    `finished_outputs` of the exception has the outputs that had finished and were not yet given out, by number.
+    `finished_outputs` of the exception holds the outputs that had finished and were not yet returned, by number.
 
     Args:
         stream: the requests.
@@ -374,7 +374,7 @@ class OutputIterator(Iterator[RequestOutput]):
         self._finish(was_cut)
 
     def __del__(self) -> None:
-        # Also of an object whose constructor failed. Another thread's call may be running, which then cleans up.
+        # Python calls this even if the constructor failed. If another thread's call is running, that call cleans up.
         if getattr(self, "_is_open", False):
             with suppress(Exception):
                 self.close()

@@ -91,14 +91,14 @@ class SamplingParams:
             positive, and multiplied by it if they are negative; 1 is off.
         presence_penalty: −2 to 2, subtracted from the logits of tokens in the completion; 0 is off.
         frequency_penalty: −2 to 2, subtracted from a token's logit once per occurrence in the completion; 0 is off.
-        logit_bias: {token id: number from −100 to 100}, added to the logits; at most 4,096. As from JSON, ids may be
-            strings.
+        logit_bias: {token id: number from −100 to 100}, added to the logits; at most 4,096. Ids may also be strings, as
+            in JSON.
         bad_words: up to 4,096 words that must not be generated, each a string or a list of token ids. A string is
             banned as it is tokenized at the start of a text. It is also banned as it is tokenized after a space, if
             that gives as many tokens and another first one (vLLM's rule). Other ways to spell it remain.
         allowed_token_ids: the only token ids that may be generated, at least one; None allows all.
-        logprobs: with each token return its log-probability and rank, and the k most probable tokens; 0 to 128. None
-            returns none.
+        logprobs: return each token's log-probability and rank, and this many of the most probable tokens; 0 to 128.
+            None returns no log-probabilities.
         logprobs_mode: the distribution of `logprobs`. "raw" is the model's: the softmax of its logits. "processed" is
             the one that the token was drawn from: after penalties, bans and the temperature, over the tokens that the
             filters keep. For a greedy request the temperature counts as 1.
