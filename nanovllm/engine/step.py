@@ -44,7 +44,7 @@ class Scored(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The work of the device at one time.
+    """The work of one forward pass.
 
     Args:
         chunks: one per sequence.
