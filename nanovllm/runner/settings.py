@@ -97,5 +97,5 @@ def read_settings(config: Config, parallel: Parallel) -> Settings:
 
 
 def _free_share(device: torch.device, parallel: Parallel) -> int:
-    """Free bytes for this rank: the ranks have a GPU each, or one CPU together."""
+    """Free bytes for this rank: each rank has its own GPU, or all ranks share one CPU."""
     return free_bytes(device) // (1 if device.type == "cuda" else parallel.size)

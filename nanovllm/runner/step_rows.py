@@ -10,11 +10,11 @@ from nanovllm.engine.step import Step
 class StepRows(NamedTuple):
     """A step's chunks as columns, int64 [num_rows] each: all that the host says about it, gathered in one pass.
 
-    tenants: [num_rows, 2], the name of one admission of one request: its id, and how often it was preempted before.
+    tenants: [num_rows, 2], the request's id and how often it was preempted, which together identify one admission.
     entries: the row's place in the SequenceTable.
-    num_new_tokens, keys: tokens to compute, and keys once they are.
+    num_new_tokens, keys: number of tokens to compute, and of keys after the step.
     samples: 1 for rows that sample.
-    num_blocks: in the row's block table.
+    num_blocks: number of blocks in the row's block table.
     num_cached: prompt tokens that the prefix cache served.
     """
 

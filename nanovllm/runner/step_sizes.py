@@ -1,4 +1,4 @@
-"""How large steps are, and the ladders of sizes that captured steps are padded to. Numbers alone, no device."""
+"""How large steps are, and the ladders of sizes that captured steps are padded to. Only numbers, no device."""
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
@@ -123,20 +123,20 @@ class StepSizes:
         return StepSize(num_rows, num_tokens, self.padded_sampled(num_rows), num_tiles, num_rows, num_tokens, False)
 
     def padded_sampled(self, num_sampled: int) -> int:
-        """The next number of rows that the ranks can share evenly."""
+        """The number of rows, rounded up so that the ranks can share them evenly."""
         return _padded(num_sampled, self.sampled_multiple)
 
     def padded_rows(self, num_rows: int) -> int:
-        """The number of rows of the captured decodes that serve so many."""
+        """The number of rows of the smallest captured decode step that has room for this many."""
         return self.decode_sizes[bisect_left(self.decode_sizes, num_rows)]
 
     def sizes_to_capture(self) -> list[StepSize]:
-        """The sizes of forward halves that the first requests will want, largest first."""
+        """The sizes of forward halves that the first requests will need, largest first."""
         sizes = [*map(self.prompt_size, self.prompt_sizes), *map(self.decode_size, self.decode_sizes)]
         return sorted(sizes, key=lambda size: size.num_tokens, reverse=True)
 
     def sampled_to_capture(self) -> list[int]:
-        """The numbers of rows of sampling halves that the first requests will want, largest first."""
+        """The numbers of rows of sampling halves that the first requests will need, largest first."""
         return list(dict.fromkeys(map(self.padded_sampled, reversed(self.decode_sizes))))
 
 
