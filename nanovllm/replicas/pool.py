@@ -35,7 +35,8 @@ _EQUAL = ("kvcache_block_size",)
 
 
 class ReplicaProcess:
-    """A replica's process. Ctrl-C never reaches its reading thread, so its state is kept here as soon as it is heard.
+    """A replica's process. Its reading thread, which Ctrl-C cannot interrupt, stores the state of the process here at
+    once.
 
     Args:
         child: the process.
@@ -134,7 +135,7 @@ class ReplicaPool:
             raise
 
     def check(self) -> None:
-        """Raises the error that ended all replicas, or of a replica that could not start."""
+        """Raises the error that ended all replicas, or that of a replica that could not start."""
         if self._failure is not None:
             raise RuntimeError(f"{self._failure}; make new Replicas")
         if os.getpid() != self._parent:
