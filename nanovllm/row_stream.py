@@ -253,7 +253,7 @@ class RowStream:
 def without_text(
     prompt: EncodedPrompt, params: SamplingParams, text: Text, structured: StructuredOutputs, num_completions: int
 ) -> tuple[SamplingParams, list[Callable[[int], bool]] | None]:
-    """The parameters of a request for an engine, which knows no text.
+    """The parameters of a request for an engine, which handles only token ids.
 
     Returns:
         The parameters with bad words as token ids, and the stop predicates of `num_completions` completions, or None if
