@@ -21,8 +21,8 @@ _NAMES = {"model": "the model", "engine": "an engine option", "params": "a param
 
 
 def fingerprint_of_model(directory: Path) -> str:
-    """A digest of a model's configuration, tokenizer and weights. Small files are hashed whole. A large file counts
-    with its size and 64 samples, because fine-tuning changes nearly all weights."""
+    """A digest of a model's configuration, tokenizer and weights. Small files are hashed whole. For a large file, only
+    the size and 64 samples are hashed, because fine-tuning changes nearly all weights."""
     digest = xxhash.xxh3_128()
     for path in sorted(directory.iterdir()):
         if path.suffix not in _SUFFIXES or not path.is_file():
