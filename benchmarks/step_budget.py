@@ -1,4 +1,4 @@
-"""Where a step's time goes: `python bench.py … --profile DIR`, then `python benchmarks/step_budget.py DIR`.
+"""Divides a step's time into parts: `python bench.py … --profile DIR`, then `python benchmarks/step_budget.py DIR`.
 
 Reads trace.json and steps.json from the directory. For each part of the steps it prints the milliseconds per step and
 the roofline: the least time in which the chip can read the part's bytes, or do its arithmetic, at the rates measured in
