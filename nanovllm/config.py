@@ -1,4 +1,4 @@
-"""The engine's options: one frozen value, checked once. Facts that start-up finds are not written back here."""
+"""The engine's options: one frozen value, checked once. Start-up does not write its findings back here."""
 
 import os
 import re

@@ -100,7 +100,7 @@ def _num_threads() -> int:
     return max(1, min(int(_SHARE_OF_CPUS * len(cpus())), _MAX_THREADS))
 
 
-# A trie's node: the ids that may come next, each with the node behind it. An empty node is the end of a choice.
+# A trie's node: the ids that may come next, each with its child node. An empty node is the end of a choice.
 Node = dict[int, Any]
 
 

@@ -123,7 +123,7 @@ def _users_choice(num_threads: int) -> str | None:
 
 
 def _cpu_seconds() -> tuple[float, float] | None:
-    """CPU seconds of (all processes on our CPUs, this process) since their start; None where /proc does not tell."""
+    """CPU seconds of (all processes on our CPUs, this process) since their start; None if /proc does not show them."""
     try:
         lines = Path("/proc/stat").read_text().splitlines()
         ours = {f"cpu{cpu}" for cpu in cpus()}

@@ -146,9 +146,9 @@ class LLM:
         """Completes prompts as their results are asked for, and reads the prompts as they are needed.
 
         An iterator of prompts may be endless. Memory stays flat: prompts are read at most a fixed number ahead of the
-        oldest unfinished one. Until the iterator is exhausted, dropped or closed, the LLM refuses other calls. Its
-        `drain()` reads no more prompts and lets only the requests that have started finish. A prompt that cannot run is
-        an error row; error rows are also logged at the end.
+        oldest unfinished one. Until the iterator is exhausted, dropped or closed, the LLM refuses other calls. The
+        iterator's `drain()` stops reading prompts and lets only the started requests finish. A prompt that cannot run
+        is an error row; error rows are also logged at the end.
 
         Args:
             prompts: as in `generate`, or an iterator of such prompts. Running requests wait while it makes a prompt. An

@@ -1,4 +1,4 @@
-"""The requests of one call: prompts are read ahead within a window, computed together, and come back as they finish."""
+"""The requests of one call: prompts are read ahead within a window, computed together, and returned as they finish."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -102,7 +102,7 @@ class RowStream:
         self._running.clear()
 
     def drain(self) -> set[int]:
-        """Reads no more, and drops the requests of which no completion has started; returns their prompts' numbers."""
+        """Reads no more, and drops the requests without a started completion; returns their prompts' numbers."""
         self._is_exhausted = True
         waiting = {
             request_id: request
@@ -303,8 +303,8 @@ class OutputIterator(Iterator[RequestOutput]):
     ):
         self._stream, self._steps = stream, stream.run()
         self._run, self._finish, self._is_ordered = run, finish, is_ordered
-        self._held: dict[int, RequestOutput] = {}  # not yet given out, in the order in which they finished
-        self._next = 0  # the number to give out next, if they are ordered
+        self._held: dict[int, RequestOutput] = {}  # not yet returned, in the order in which they finished
+        self._next = 0  # the number to return next, if they are ordered
         self._dropped: set[int] = set()  # numbers that will never finish
         self._is_open = True
 
@@ -333,11 +333,11 @@ class OutputIterator(Iterator[RequestOutput]):
             raise
 
     def drain(self) -> None:
-        """Reads no more prompts, and drops the requests that have not started. A request of which a completion has
-        started is finished and given out as before; then the iteration ends. Calling it again does nothing.
+        """Reads no more prompts, and drops the requests that have not started. A request with a started completion is
+        finished and returned as before; then the iteration ends. Calling it again does nothing.
 
         Raises:
-            RuntimeError: as from a call of the LLM, during a step or while another thread has the LLM.
+            RuntimeError: the call comes during a step, or while another thread uses the LLM.
         """
         if self._is_open:
             self._run(self._drain)
@@ -350,7 +350,7 @@ class OutputIterator(Iterator[RequestOutput]):
             raise
 
     def _cut(self, error: BaseException) -> None:
-        """Ends the iteration with an exception, which gets the outputs that were not given out."""
+        """Ends the iteration with an exception, which gets the outputs that were not returned."""
         keep_outputs(error, self._held)
         self._held = {}
         self._end(was_cut=True)

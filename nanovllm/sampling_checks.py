@@ -148,7 +148,7 @@ def bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:
 
 
 def structured_outputs(value: Any, min_tokens: int, allowed_token_ids: Any) -> StructuredOutputsParams | None:
-    if isinstance(value, Mapping):  # as from JSON
+    if isinstance(value, Mapping):  # from JSON, say
         value = StructuredOutputsParams(**value)
     if value is not None and not isinstance(value, StructuredOutputsParams):
         raise TypeError(f"structured_outputs must be a StructuredOutputsParams or a dict of its fields, not {value!r}")

@@ -75,7 +75,7 @@ class SamplingParams:
         temperature: divides the logits; 0 is greedy.
         max_tokens: maximum number of tokens to generate, at least 1; None is as many as fit within `max_model_len`.
             With `prompt_logprobs` it may be 0, which only scores the prompt.
-        min_tokens: until so many tokens are generated, stop tokens are banned and stop strings do not count.
+        min_tokens: until this many tokens are generated, stop tokens are banned and stop strings do not count.
         top_k: sample among the k most probable tokens; 0 or −1 is off.
         top_p: sample among the fewest most probable tokens whose probabilities reach p; 1 is off.
         min_p: drop tokens less probable than min_p × the most probable one; 0 is off.

@@ -38,7 +38,7 @@ class Block:
 
 
 class BlockManager:
-    """Gives out the blocks of one KV cache. Every operation is O(1) per block.
+    """Allocates the blocks of one KV cache. Every operation is O(1) per block.
 
     Args:
         num_blocks: blocks in the pool.
@@ -168,7 +168,7 @@ class BlockManager:
     # Release
 
     def deallocate(self, seq: Sequence) -> None:
-        """Takes back all blocks, last first, so that the front of a prefix is reused last.
+        """Frees all blocks, last first, so that the front of a prefix is reused last.
 
         Their content stays in the prefix cache until they are reused.
         """
@@ -186,7 +186,7 @@ class BlockManager:
         """Removes all prefixes that begin as `seq` does from the prefix cache, whether or not `seq` holds blocks."""
         if self.enable_prefix_caching and len(seq.token_ids) >= self.block_size:
             first = self._registered.get(self._hash(seq, 0))
-            if first is not None:  # without it nothing behind it can be reached
+            if first is not None:  # without it, no block after it can be reached
                 self._unregister(first)
 
     # Prefixes

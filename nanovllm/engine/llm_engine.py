@@ -102,8 +102,8 @@ class LLMEngine:
 
         Raises:
             TypeError: the prompt holds something other than integers.
-            ValueError: the prompt can never be run. Its number is used up all the same, so that one bad request does
-                not change the seeds of those after it.
+            ValueError: the prompt can never be run. Its number is still used up, so that one bad request does not
+                change the seeds of those after it.
             RuntimeError: see `check_awake`.
         """
         self.check_awake()
@@ -180,7 +180,7 @@ class LLMEngine:
     def step(self) -> list[Sequence]:
         """Launches the next step and commits the oldest in flight; returns the completions that finished.
 
-        If anything fails, the engine is emptied (all requests are dropped) before the exception goes on.
+        If anything fails, the engine is emptied (all requests are dropped) before the exception propagates.
         """
         began = time.perf_counter()
         try:

@@ -23,7 +23,7 @@ class RunnerInfo:
         eos_token_ids: the model's own end-of-sequence ids.
         generation_config: the model's generation_config.json, for the sampling it recommends.
         max_num_seqs: maximum number of sequences that run at a time.
-        max_useful_batched_tokens: a larger step is no faster.
+        max_useful_batched_tokens: a larger step computes no more tokens per second.
         max_tokens_beside_decodes: see Scheduler.
         device, dtype, attention_backend: where and how it computes; of several devices, the first is named.
     """

@@ -233,7 +233,7 @@ class Scheduler:
     def _fork(self, step: StepBuilder) -> None:
         """Lets the waiting siblings of sequences whose prompts this step completes sample from the same logits.
 
-        If there is no place or no block for a sibling, it goes on waiting. It is admitted like others, and shares full
+        If there is no place or no block for a sibling, it keeps waiting. It is admitted like others, and shares full
         blocks.
         """
         for index in reversed(step.leaders):
@@ -281,7 +281,7 @@ class Scheduler:
             step.scored.append(Scored(seq, start, end, seq.only_scores and end == seq.num_prompt_tokens))
 
     def _preempt(self, seq: Sequence) -> None:
-        """Takes back the blocks of a sequence that left `running`; it is admitted next, with all of its tokens."""
+        """Frees the blocks of a sequence that left `running`. The sequence is admitted next, with all of its tokens."""
         self.block_manager.deallocate(seq)
         self._release_entry(seq)
         seq.status = SequenceStatus.WAITING

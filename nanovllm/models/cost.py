@@ -13,7 +13,7 @@ from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.models.config import ExpertsConfig, ModelConfig
 
 _SCALE_BYTES = 4
-_MANY_TOKENS = 2**31  # a step of so many tokens reads every expert
+_MANY_TOKENS = 2**31  # a step of this many tokens reads every expert
 
 
 class Matrix(NamedTuple):

@@ -36,7 +36,7 @@ _Made = TypeVar("_Made")
 
 # Rows of half a mailbox. More rows go in parts. Each part costs a wait for the ranks, short compared with its rows.
 _MAX_ROWS = 2048
-# Bytes that NVLink carries during a trip: so many more may be sent to save one.
+# Bytes that NVLink carries during a trip: to save a trip, this many more bytes may be sent.
 _BYTES_OF_A_TRIP = 2**20
 
 

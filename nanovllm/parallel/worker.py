@@ -198,8 +198,8 @@ def _run(inbox: Iterator, reply: Any) -> None:
         torch.cuda.set_device(device)
     # A process that can write to the store can make the ranks do anything. It is a file in a directory that only this
     # user may enter; a TCPStore would listen at a port for all users of this host. If the FileStore knew the number of
-    # ranks, it would remove the file once so many of its copies are gone. But NCCL reads the file until the end, so the
-    # driver removes it.
+    # ranks, it would remove the file once that many of its instances are gone. But NCCL reads the file until the end,
+    # so the driver removes it.
     store = dist.FileStore(f"{meeting_place}/store")
     kind, own_gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     dist.init_process_group(kind, store=store, rank=rank, world_size=size, device_id=own_gpu)

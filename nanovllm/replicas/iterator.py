@@ -88,7 +88,7 @@ class ReplicaIterator(Iterator[RequestOutput]):
         return self._held.popleft()
 
     def drain(self) -> None:
-        """Reads no more prompts, and drops the requests that have not started. The others are finished and given out,
+        """Reads no more prompts, and drops the requests that have not started. The others are finished and returned,
         unless their replica dies. Calling it again does nothing."""
         if self.is_open and not self._is_ending:
             self._again.clear()
