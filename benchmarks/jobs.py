@@ -1,4 +1,4 @@
-"""Compares the speed of `run-batch` on a file with a workload of bench.py with that of `LLM.generate` on the prompts.
+"""Compares the speed of `run-batch` on the file of a bench.py workload with that of `LLM.generate` on its prompts.
 
     python -m benchmarks.jobs [--size 0.6B] [--workload big] [--times 1] [--items generate,job,generate]
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_CHECKS = 0.2  # the system counts CPU time in hundredths of a second
 _MIN_SECONDS_TO_JUDGE_BY = 0.05
-# This much of a CPU must be free for one more thread: with less, waiting costs more than the thread brings.
+# This much of a CPU must be free for one more thread: with less, waiting costs more than the thread gains.
 _MIN_FREE = 0.7
 
 

@@ -128,7 +128,8 @@ class LLM:
 
         Raises:
             TypeError, ValueError: arguments of the wrong type, or not as many sampling_params as prompts.
-            RuntimeError: the engine is closed, or busy with another call; or this process is a fork of the LLM's.
+            RuntimeError: the engine is closed, or busy with another call; or this process is a fork of the LLM's
+                process.
         """
         prompts = as_prompt_list(prompts)
         params = self._params_for(sampling_params, len(prompts))

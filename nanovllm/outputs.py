@@ -102,7 +102,7 @@ _KEYS = (*_OF_FIRST, *(field.name for field in fields(RequestOutput)), "finished
 
 
 class ErrorSummary:
-    """The prompts of a call that failed, by reason. Its memory does not grow with their number."""
+    """The failed prompts of a call, by reason. Its memory does not grow with their number."""
 
     def __init__(self):
         self._kinds: dict[str, _Kind] = {}

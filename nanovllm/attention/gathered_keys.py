@@ -1,4 +1,4 @@
-"""How SDPAAttention lays out the gathered keys of decodes, and when a step may go on with those of the last step."""
+"""How SDPAAttention lays out the gathered keys of decodes, and when a step may reuse those of the last step."""
 
 from dataclasses import dataclass, field
 

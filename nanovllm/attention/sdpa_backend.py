@@ -19,7 +19,7 @@ from nanovllm.attention.gathered_keys import Gathered, kept_places, lay_out, slo
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.ops.layer_cache import LayerCache, rounded_keys, rounded_values
 
-# Gathered keys are kept only on a CPU, and only if they take at most this part of the KV cache's memory, beside it.
+# Gathered keys are kept only on a CPU, and only if they take at most this part of the KV cache's memory in addition.
 _MAX_KEPT = 0.25
 # Queries of a chunk over cached keys that share one mask; bounds the mask's memory.
 _QUERIES_PER_MASK = 512

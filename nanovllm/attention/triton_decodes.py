@@ -139,7 +139,8 @@ def merge_kernel(
     WIDTH: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, WINDOW: tl.constexpr,
     SHORTEST: tl.constexpr, LONGEST: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and some heads: its splits' results, weighted by their sums. Only decodes have any."""
+    """One program per row and some heads merges the splits' results, weighted by their sums. Only decodes have
+    splits."""
     begin()
     row = tl.program_id(0).to(tl.int64)
     is_decode = row < tl.load(num_decodes)

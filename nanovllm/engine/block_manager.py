@@ -192,7 +192,8 @@ class BlockManager:
     # Prefixes
 
     def prefix_key(self, seq: Sequence) -> int | None:
-        """Equal for sequences that can share at least their first block, None for one that cannot share."""
+        """A key that is equal for sequences that can share at least their first block; None for a sequence that cannot
+        share."""
         if not self.enable_prefix_caching or len(seq.token_ids) <= self.block_size:
             return None
         return self._hash(seq, 0)

@@ -22,7 +22,7 @@ from nanovllm.jobs.plan import in_pieces
 # Rows and bytes of an input that are decoded at once. The bytes are unknown if equal values are stored once, so the
 # number of rows is small.
 _ROWS_OF_BATCH, _BYTES_OF_BATCH = 128, 2**22
-# Without such a buffer, or with pre_buffer, pyarrow reads a column's whole part of a row group.
+# Without a buffer of this size, or with pre_buffer, pyarrow reads a column's whole part of a row group.
 _BYTES_OF_BUFFER = 2**18
 # Rows and bytes of a row group of an output. The writer holds a row group in memory, as readers do.
 _ROWS_OF_GROUP, _BYTES_OF_GROUP = 10_000, 2**26

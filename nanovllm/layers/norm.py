@@ -96,7 +96,7 @@ class QKNorm(nn.Module):
     weight: [num_heads + num_kv_heads, head_dim], the same row for all query heads and for all key heads.
     offset: see RMSNorm.
 
-    If Attention norms, rotates and stores by one kernel, that kernel reads `weight`, and `forward` is not called.
+    If Attention norms, rotates and stores with one kernel, that kernel reads `weight`, and `forward` is not called.
     """
 
     def __init__(

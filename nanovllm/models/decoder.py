@@ -1,4 +1,4 @@
-"""Every decoder, on one page: Llama's, and where a Family's flags say so, something else."""
+"""Every decoder, on one page: Llama's, with the differences that a Family's flags describe."""
 
 from dataclasses import replace
 

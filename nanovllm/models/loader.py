@@ -19,8 +19,8 @@ def load_weights(model: CausalLM, directory: Path) -> None:
     """Fills `model` from the safetensors files in `directory`; each rank reads only its own slices.
 
     Raises:
-        ValueError: a tensor is missing, unexpected, there twice, misshapen or unreadable, or the index names a
-            file outside the directory; the message names the tensor and the file.
+        ValueError: a tensor is missing, unexpected, stored twice, misshapen or unreadable, or the index names a file
+            outside the directory; the message names the tensor and the file.
     """
     expected = expected_tensors(model)
     paths: dict[str, Path] = {}

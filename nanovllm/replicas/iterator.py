@@ -195,7 +195,7 @@ class ReplicaIterator(Iterator[RequestOutput]):
         return requests
 
     def _lose(self, process: ReplicaProcess) -> None:
-        """A replica died."""
+        """Handles the death of a replica."""
         share = self._shares[process]
         if self._is_ending:
             share.is_in_call = False

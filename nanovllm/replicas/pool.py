@@ -79,7 +79,7 @@ class ReplicaProcess:
         self._inbox.put((self, message))
 
     def death(self) -> str:
-        """How it ended. Returns once its memory is free."""
+        """Says how the process ended. Returns once its memory is free."""
         how = self.child.death()
         self._outbox.put(None)
         deadline = time.monotonic() + _SECONDS_TO_END

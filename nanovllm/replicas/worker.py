@@ -29,7 +29,7 @@ _SECONDS_BETWEEN_METRICS = 0.2
 dumps, loads = pickle.dumps, pickle.loads
 
 
-# Its number in the parent's call, its prompt and its parameters.
+# A request's number in the parent's call, its prompt and its parameters.
 _Request = tuple[int, Any, SamplingParams]
 
 

@@ -109,7 +109,7 @@ class CudaGraphs:
                 torch.cuda.empty_cache()  # which the allocator does by itself, but not during a capture
                 self._captured[key] = self._record(function)
         except torch.cuda.OutOfMemoryError:
-            if not self._is_alone:  # the others count on this rank to take part
+            if not self._is_alone:  # the other ranks need this one to take part
                 raise torch.cuda.OutOfMemoryError(
                     f"too little GPU memory for a CUDA graph of {key}; {_ADVICE}"
                 ) from None

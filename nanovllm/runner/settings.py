@@ -23,9 +23,9 @@ class Settings:
 
     config: the options.
     parallel: this rank's place.
-    directory: the model's.
+    directory: the model's directory.
     model_config: with the weights' format that was asked for, and without windows that no sequence outgrows.
-    device, dtype: of weights and activations.
+    device, dtype: those of weights and activations.
     kv_cache_dtype: see KVCacheLayout.
     max_model_len, max_num_seqs: the limits that the engine keeps to.
     use_kernels: compute with our kernels.

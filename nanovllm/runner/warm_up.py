@@ -51,7 +51,7 @@ class Compiling:
 def compile_sampling(compiling: Compiling, sampler: Sampler, table: SequenceTable, dtype: torch.dtype) -> None:
     """Compiles the kernels of every kind of sampling while the model loads.
 
-    Without cached kernels that takes seconds, and the first request may want any of them.
+    Without cached kernels that takes seconds, and the first request may need any of them.
 
     dtype: dtype of the logits.
     """
