@@ -18,9 +18,9 @@ prompts; 300-900; 32 completions of 200-400 each), ctx4k (384; 2800-3000; 200-10
 tokens, which is enough for demo, short and one. The figure of interest is output tokens per second, and for classify
 and docs input tokens per second.
 
-On a GPU the report also has the roofline of the run: the throughput that this chip allows for the very steps that were
-run. A step takes at least the time to read the keys and values of its decodes, each shared one once, at the memory
-bandwidth measured here. To this it adds the longer of two times: reading the weights, and the arithmetic at the matrix
+On a GPU the report also has the roofline of the run: the throughput that this chip allows for the same steps. A step
+takes at least the time to read the keys and values of its decodes, each shared one once, at the memory bandwidth
+measured here. To this the roofline adds the longer of two times: reading the weights, and the arithmetic at the matrix
 rate measured here. The number of experts is the mean if each expert is equally likely. Weights and caches in FP8 count
 with their scales. The arithmetic of weights in FP8 counts at the rate that products in FP8 reach here, and that of
 attention at the usual rate.

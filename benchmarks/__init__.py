@@ -1,4 +1,4 @@
-"""Measuring: workloads, other engines, the roofline, where a step's time goes, and the results so far.
+"""Measurements: workloads, other engines, the roofline, the parts of a step's time, and the results so far.
 
-`bench.py` beside this package is the command. The other commands here say in their docstrings what they measure.
+`bench.py` beside this package is the command. The docstrings of the other commands here describe their measurements.
 """

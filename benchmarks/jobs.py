@@ -1,4 +1,4 @@
-"""How fast `run-batch` completes a workload of bench.py as a file, compared with `LLM.generate` on the same prompts.
+"""Compares the speed of `run-batch` on the file of a bench.py workload with that of `LLM.generate` on its prompts.
 
     python -m benchmarks.jobs [--size 0.6B] [--workload big] [--times 1] [--items generate,job,generate]
 
@@ -35,7 +35,7 @@ class Measurement:
         requests = make_requests(workload, SIZES[size][6])
         self._sampling = {**requests.sampling, "ignore_eos": True, "detokenize": False}
         self._rows = [
-            # Copies differ in every token, so that they share nothing.
+            # Copies differ in every token, so they share no prefixes.
             {"id": f"{copy}-{number}", "token_ids": [t + copy for t in prompt], "params": {"max_tokens": max_tokens}}
             for copy in range(times)
             for number, (prompt, max_tokens) in enumerate(zip(requests.prompts, requests.max_tokens, strict=True))

@@ -48,8 +48,8 @@ class Peer(Protocol):
 
 
 class TransformersPeer:
-    """transformers' `generate` as a script would call it: one left-padded batch that runs until the longest request
-    ends."""
+    """transformers' `generate` as a script would call it, with one left-padded batch that runs until the longest
+    request ends."""
 
     def __init__(self, task: Task):
         from transformers import AutoModelForCausalLM

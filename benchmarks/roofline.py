@@ -1,4 +1,4 @@
-"""The roofline of a run: the least time in which a chip could run the very steps that were run."""
+"""The roofline of a run: the least time in which a chip could run the same steps."""
 
 import time
 from collections import Counter

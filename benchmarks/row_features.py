@@ -1,4 +1,5 @@
-"""The cost of log-probabilities, several samples, scores and structured output, on one GPU with random weights.
+"""Measures the cost of log-probabilities, several samples, scores and structured output, on one GPU with random
+weights.
 
     python -m benchmarks.row_features [--size 0.6B] [--items logprobs,samples,scores,structured]
         [--tokenizer DIRECTORY]

@@ -1,8 +1,8 @@
-"""Where a step's time goes: `python bench.py … --profile DIR`, then `python benchmarks/step_budget.py DIR`.
+"""Divides a step's time into parts: `python bench.py … --profile DIR`, then `python benchmarks/step_budget.py DIR`.
 
 Reads trace.json and steps.json from the directory. For each part of the steps it prints the milliseconds per step and
 the roofline: the least time in which the chip can read the part's bytes, or do its arithmetic, at the rates measured in
-the same run. With programmatic dependent launch, a kernel starts before the kernel before it has ended. Its time counts
+the same run. With programmatic dependent launch, a kernel starts before the preceding kernel has ended. Its time counts
 from that end, so that the parts add up to the time of the steps. The last line on stdout is JSON.
 """
 

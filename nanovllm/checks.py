@@ -1,4 +1,4 @@
-"""Checks that several modules share: of one argument, and of a keyword that does not exist."""
+"""Checks of arguments that several modules share, and helpful errors for unknown keywords."""
 
 import difflib
 import functools
@@ -59,7 +59,7 @@ def seed_number(value: Any) -> int:
 def suggests_names(noun: str, meant: Mapping[str, str]) -> Callable[[_Class], _Class]:
     """Makes a class answer an unknown keyword with a TypeError that suggests the right one.
 
-    Signature and completion of the class stay as they are.
+    The class keeps its signature, so editors still complete its arguments.
 
     Args:
         noun: the class's word for its keywords.

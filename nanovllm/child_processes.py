@@ -1,7 +1,7 @@
-"""Processes that work for this one, ranks and replicas: how they start, talk and end.
+"""Child processes (ranks and replicas): how they start, communicate and end.
 
 A process and its parent share a pair of connected sockets. The pair has no name, so no other process can write to it.
-Either end closes with the process that holds it. So each process learns of the other's end, however it came.
+If a process ends, for any reason, its socket closes. So each process notices when the other one is gone.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ class Child:
     socket: socket.socket
 
     def death(self) -> str:
-        """How it ended, once its socket is closed."""
+        """Says how the process ended. Call it once its socket is closed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)
         code = self.process.returncode
@@ -84,12 +84,13 @@ def start_child(
 
     Args:
         name: for error messages.
-        defaults: environment variables, unless this process has them.
-        settings: environment variables in any case.
+        defaults: environment variables to set if this process does not have them.
+        settings: environment variables to set in any case.
     """
     ours, theirs = socket.socketpair()
-    # The child imports from the same places, and not from the working directory. PYTHONPATH would come before the
-    # standard library. The child gets this very package, not another one of the same name.
+    # The child imports from the same places, and not from the working directory. PYTHONPATH is not used for this,
+    # because it would come before the standard library. The child gets this very package, not another one of the same
+    # name.
     path = [entry for entry in sys.path if isinstance(entry, str) and entry]
     package = Path(__file__).parent
     program = f"""import sys; sys.path[:] = {path!r}
@@ -106,7 +107,7 @@ runpy.run_module({module!r}, run_name="__main__")"""
             pass_fds=[theirs.fileno()],
             env={**defaults, **os.environ, **(settings or {})},
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for this process alone
+            start_new_session=True,  # Ctrl-C interrupts only this process
         )
     return Child(name, process, ours)
 
@@ -132,7 +133,7 @@ def start_writer(children: list[Child], outbox: "SimpleQueue[bytes | None]") -> 
     def write() -> None:
         for data in iter(outbox.get, None):
             for sock in sockets:
-                with contextlib.suppress(OSError):  # the reader will hear of it
+                with contextlib.suppress(OSError):  # the reader notices it
                     sock.sendall(data)
 
     threading.Thread(target=write, daemon=True).start()
@@ -148,7 +149,8 @@ def end_children(children: list[Child], outboxes: "list[SimpleQueue[bytes | None
         child.process.kill()
     for child in children:
         child.process.wait()
-        # Its reader closes it. Closed here, its number might become another file's while the reader still uses it.
+        # The reader closes the socket. If it were closed here, another file might get its number while the reader still
+        # uses it.
         with contextlib.suppress(OSError):
             child.socket.shutdown(socket.SHUT_RDWR)
     for path in paths:
@@ -166,7 +168,8 @@ def serve(
     """Serves the parent at the other end of the socket whose number is the first argument.
 
     Args:
-        run: gets the queue of the parent's messages and a function that answers. The parent is told of its exception.
+        run: is called with the queue of the parent's messages and a function that sends an answer. If it raises an
+            exception, the parent is told.
     """
     sock, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     inbox: SimpleQueue[Any] = SimpleQueue()

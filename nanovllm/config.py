@@ -1,4 +1,4 @@
-"""The engine's options: one frozen value, checked once. Facts that start-up finds are not written back here."""
+"""The engine's options: one frozen value, checked once. Start-up does not write its findings back here."""
 
 import os
 import re
@@ -14,7 +14,7 @@ ATTENTION_BACKENDS = ("auto", "triton", "flash", "sdpa", "torch")
 LOAD_FORMATS = ("auto", "dummy")
 QUANTIZATIONS = ("fp8",)
 KV_CACHE_DTYPES = ("auto", "fp8")
-_MAX_SIZE = 65535  # larger values gain nothing, and memory and grids are sized by them
+_MAX_SIZE = 65535  # larger values gain nothing, and they set the sizes of memory and grids
 
 # Other libraries' names for our options, or advice on options that we lack.
 MEANT_OPTIONS = {
@@ -35,7 +35,7 @@ MEANT_OPTIONS = {
     "mem_fraction_static": "gpu_memory_utilization",
     "random_seed": "seed",
     "disable_cuda_graph": "enforce_eager",
-    "deterministic": "results that are bitwise equal whatever the batch are not available yet; leave it out",
+    "deterministic": "batch-invariant results are not available yet; leave it out",
     "trust_remote_code": "nanovllm never runs code from a model's directory; leave it out",
 }
 

@@ -12,9 +12,9 @@ from weakref import WeakSet
 
 import numpy as np
 
-# Waking llguidance's threads takes 0.1 ms, in which one thread fills about as many masks as these.
+# Waking llguidance's threads takes 0.1 ms. One thread fills about this many masks in that time.
 _MIN_IN_PARALLEL = 16
-# Copies of one matcher that are in use before another is compiled.
+# Another matcher is compiled once this many copies of one matcher are in use.
 _COPIES_OF_ONE = 8
 # The number of llguidance's threads: a share of the CPUs, and a maximum. Both are llguidance's own defaults.
 _SHARE_OF_CPUS, _MAX_THREADS = 0.8, 32
@@ -69,7 +69,7 @@ def fill_masks(constraints: Sequence[Constraint], masks: np.ndarray) -> None:
     if is_parallel := len(grammars) >= _MIN_IN_PARALLEL:
         from llguidance.numpy import fill_next_token_bitmask_par
 
-        # A thread takes neighbours, and threads that have copies of one matcher wait for each other.
+        # Each thread takes neighbours in the list, and threads with copies of the same matcher wait for each other.
         grammars.sort(key=lambda each: each[1].group)
         fill_next_token_bitmask_par(_executor(), [(each.matcher, row) for row, each in grammars], masks)
     reasons = {}
@@ -100,7 +100,7 @@ def _num_threads() -> int:
     return max(1, min(int(_SHARE_OF_CPUS * len(cpus())), _MAX_THREADS))
 
 
-# A trie's node: the ids that may come next, each with the node behind it. An empty node is the end of a choice.
+# A trie's node: the ids that may come next, each with its child node. An empty node is the end of a choice.
 Node = dict[int, Any]
 
 
@@ -146,7 +146,7 @@ class Grammar:
         self.check()
 
     def check(self) -> None:
-        """Raises an error that the matcher has noted and keeps; its masks then allow the end."""
+        """Raises the error that the matcher has stored, if there is one. Its masks then allow only the end."""
         if self.matcher.is_error():
             raise ValueError(in_one_line(self.matcher.get_error()))
 

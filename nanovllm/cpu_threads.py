@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_CHECKS = 0.2  # the system counts CPU time in hundredths of a second
 _MIN_SECONDS_TO_JUDGE_BY = 0.05
-# This much of a CPU must be free for one more thread: with less, waiting costs more than the thread brings.
+# This much of a CPU must be free for one more thread: with less, waiting costs more than the thread gains.
 _MIN_FREE = 0.7
 
 
@@ -43,12 +43,12 @@ class CpuThreads:
     """Context manager that sets PyTorch's number of threads; `adapt` checks it between steps.
 
     A number that the user chose stays: OMP_NUM_THREADS, MKL_NUM_THREADS, or `torch.set_num_threads` with a number other
-    than PyTorch's own. Where the system does not tell its load, PyTorch's own choice stays, too.
+    than PyTorch's own. If the system does not report its load, PyTorch's own choice stays, too.
 
     Args:
         is_used: False makes the `with` block do nothing.
         clock: gives seconds.
-        cpu_seconds: gives the CPU seconds of (all processes, this one) so far, or None where that is not known.
+        cpu_seconds: gives the CPU seconds of (all processes, this one) so far, or None if they are not known.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class CpuThreads:
         self._measure()
         current = torch.get_num_threads()
         wanted_before, self._wanted = self._wanted, choose_num_threads(self._maximum, self._num_cpus, self._num_busy)
-        # Fewer at once; more when two checks agree.
+        # The number falls at once, but rises only when two checks agree.
         num_threads = self._wanted if self._wanted < current else min(wanted_before, self._wanted)
         if num_threads != current:
             torch.set_num_threads(num_threads)
@@ -113,7 +113,7 @@ class CpuThreads:
 
 
 def _users_choice(num_threads: int) -> str | None:
-    """The sign that the user chose the number, or None if it is PyTorch's."""
+    """How the user chose the number; None if PyTorch chose it."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         if os.environ.get(name):
             return f"{name} is set"
@@ -123,7 +123,7 @@ def _users_choice(num_threads: int) -> str | None:
 
 
 def _cpu_seconds() -> tuple[float, float] | None:
-    """CPU seconds of (all processes on our CPUs, this process) since their start; None where /proc does not tell."""
+    """CPU seconds of (all processes on our CPUs, this process) since their start; None if /proc does not show them."""
     try:
         lines = Path("/proc/stat").read_text().splitlines()
         ours = {f"cpu{cpu}" for cpu in cpus()}

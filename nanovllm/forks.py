@@ -5,7 +5,7 @@ import os
 
 class Forks:
     """Refuses to start a model in a fork of a process that has run one. A fork lacks the threads of PyTorch, and it
-    would wait for them without end.
+    would wait for them forever.
 
     has_computed: whether this process has run a model.
     """

@@ -20,7 +20,7 @@ class Collector:
 
     @contextmanager
     def eased(self, user: object) -> Iterator[None]:
-        """Context manager during which `user` runs."""
+        """Context manager that raises the thresholds while `user` runs."""
         now = gc.get_threshold()
         if now != self._raised:
             self._before, self._raised = now, (now[0], now[1], min(100 * now[2], 2**31 - 1))

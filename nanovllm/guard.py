@@ -15,10 +15,10 @@ class Guard:
     The inner call comes from a callback of the outer one, such as a stop predicate, or from a signal handler that runs
     during it.
 
-    A function is running if a frame of this guard's `run` is on the stack. No flag, counter or lock could tell as much.
-    Ctrl-C raises KeyboardInterrupt between any two byte codes: between setting a flag and the `try` whose `finally`
-    clears it, and also inside that `finally`. Then the flag stays set, and every later call is refused. But a frame
-    leaves the stack however its call ends, so after Ctrl-C the next call works.
+    A function is running if a frame of this guard's `run` is on the stack. A flag, counter or lock would be less
+    reliable. Ctrl-C raises KeyboardInterrupt between any two byte codes: between setting a flag and the `try` whose
+    `finally` clears it, and also inside that `finally`. Then the flag stays set, and every later call is refused. But a
+    frame leaves the stack however its call ends, so after Ctrl-C the next call works.
 
     Args:
         refusal: the message of the RuntimeError.
@@ -44,8 +44,8 @@ class Guard:
 class ExclusiveGuard(Guard):
     """A guard that also refuses other threads while a function runs.
 
-    For this it has a lock. The lock is reentrant, because Ctrl-C may prevent its release; the same thread can take it
-    all the same. So the lock does not refuse an inner call, but the stack does.
+    For this it has a lock. Ctrl-C may prevent the lock's release, so the lock is reentrant: the same thread can take it
+    again. The lock therefore does not refuse an inner call; the check of the stack does.
 
     Args:
         refusal, busy: the messages of the RuntimeError in the same thread and in another one.

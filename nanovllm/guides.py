@@ -11,7 +11,7 @@ import numpy as np
 from nanovllm.constraints import Choice, Constraint, FillError, Grammar, GrammarCopies, Node, fill_masks, in_one_line
 from nanovllm.structured_outputs import StructuredOutputsParams
 
-# Maximum number of compiled grammars that are kept, of one model. With 49,152 ids a used one had 0.2 MB.
+# Maximum number of compiled grammars that are kept per model. With 49,152 token ids, a grammar in use took 0.2 MB.
 _MAX_COMPILED = 256
 # Characters of one to four UTF-8 bytes, some after a space.
 _SAMPLE = '{"a": [1, "é к 字 🙂"]}'
@@ -36,7 +36,7 @@ class Guide:
 
     def __call__(self, token_id: int) -> bool:
         is_stopped = self.stops is not None and self.stops(token_id)
-        if self._error is not None:  # its mask had failed
+        if self._error is not None:  # its mask could not be filled
             return True
         try:
             return self.constraint.advance(token_id) or is_stopped
@@ -126,9 +126,9 @@ class StructuredOutputs:
         """A choice's token ids; raises a ValueError if their text is not the choice."""
         try:
             token_ids = self._tokenizer(choice, add_special_tokens=False, verbose=False)["input_ids"]
-            # Skipped, as in most outputs: a special token would leave nothing of its choice.
+            # Most outputs skip special tokens. A choice that contains one would not come back as it is.
             text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        except Exception as error:  # tokenizers raise all kinds
+        except Exception as error:  # tokenizers raise all kinds of errors
             raise ValueError(f"choice {choice!r} cannot be tokenized: {error}") from error
         # SentencePiece adds and strips a leading space.
         if text not in (choice, " " + choice) and " " + text != choice:

@@ -83,7 +83,7 @@ class LLM:
         if config.tensor_parallel_size == 1:
             FORKS.check()
         directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")
-        # transformers reads the same file for the tokenizer; a mistake in it should be named by us.
+        # transformers reads the same file for the tokenizer, but our error for a mistake in it is clearer.
         load_model_config(directory)
         self._text = Text.of_options(directory, config.tokenizer)
         threads = CpuThreads()  # measures the machine's load while the model is loaded
@@ -102,7 +102,7 @@ class LLM:
             "this LLM is in the middle of a call, so a signal handler cannot call or close it",
             "this LLM is busy with another call; call it from one thread at a time",
         )
-        # The iterator that has not finished, which its user may drop, and its stream.
+        # The unfinished iterator and its stream. The reference is weak, because the user may drop the iterator.
         self._iterated: tuple[weakref.ref[OutputIterator], RowStream] | None = None
 
     def generate(
@@ -128,7 +128,8 @@ class LLM:
 
         Raises:
             TypeError, ValueError: arguments of the wrong type, or not as many sampling_params as prompts.
-            RuntimeError: the engine is closed, or busy with another call; or this process is a fork of the LLM's.
+            RuntimeError: the engine is closed, or busy with another call; or this process is a fork of the LLM's
+                process.
         """
         prompts = as_prompt_list(prompts)
         params = self._params_for(sampling_params, len(prompts))
@@ -145,15 +146,15 @@ class LLM:
     ) -> OutputIterator:
         """Completes prompts as their results are asked for, and reads the prompts as they are needed.
 
-        An iterator of prompts may be endless. Memory stays flat: reading runs ahead of the oldest prompt that has not
-        finished by a fixed number of prompts. Until the iterator is exhausted, dropped or closed, the LLM refuses other
-        calls. Its `drain()` reads no more prompts and lets only the requests that have started finish. A prompt that
-        cannot run is an error row; error rows are also logged at the end.
+        An iterator of prompts may be endless. Memory stays flat: prompts are read at most a fixed number ahead of the
+        oldest unfinished one. Until the iterator is exhausted, dropped or closed, the LLM refuses other calls. The
+        iterator's `drain()` stops reading prompts and lets only the started requests finish. A prompt that cannot run
+        is an error row; error rows are also logged at the end.
 
         Args:
             prompts: as in `generate`, or an iterator of such prompts. Running requests wait while it makes a prompt. An
                 iterator that would have to wait for a prompt gives `nanovllm.NOT_YET` instead, and is asked again after
-                the next step. When all of its prompts have come back there is no step: then it should wait, or end.
+                the next step. If all of its prompts have finished, no step runs; then it should wait, or end.
             sampling_params: one for all, an iterable with one per prompt, or None for the model's recommendation.
             ordered: give the results in the prompts' order; False gives them as they finish, and `request_id` tells the
                 prompt's number.
@@ -161,8 +162,8 @@ class LLM:
 
         Raises:
             TypeError, ValueError, RuntimeError: as in `generate`. An error that shows up during the iteration, such as
-                too few sampling_params, is raised there. The exception's `finished_outputs` has the results that had
-                finished and were not yet given out, by the prompt's number.
+                too few sampling_params, is raised there. The exception's `finished_outputs` holds the results that had
+                finished and were not yet returned, by the prompt's number.
         """
         self.engine.check_alive()
         if sampling_params is None:
@@ -222,8 +223,8 @@ class LLM:
         projected onto the vocabulary.
 
         Args:
-            contexts: one or many, each a string or a list of token ids. After an empty string, the continuation begins
-                a text. A conversation is an error row.
+            contexts: one or many, each a string or a list of token ids. With an empty string, the continuation begins
+                the text. A conversation is an error row.
             continuations: one per context, each at least one token. A context and a continuation that are both strings
                 are tokenized as one text, by lm-evaluation-harness's rules; see Text.encode_pairs.
             use_tqdm, raise_on_error: as in `generate`, which also lists the errors.

@@ -8,7 +8,8 @@ from typing import Literal
 from nanovllm.logprobs import TokenLogprobs
 
 FinishReason = Literal["stop", "length", "error", "abort"]
-# Kinds of reasons that are counted separately, kinds that are named, and prompts that are named for each.
+# The maximum numbers of kinds of reasons that are counted separately, of kinds that are named, and of prompts that are
+# named for each.
 _MAX_KINDS, _MAX_REASONS, _MAX_INDICES = 1000, 5, 5
 
 
@@ -102,7 +103,7 @@ _KEYS = (*_OF_FIRST, *(field.name for field in fields(RequestOutput)), "finished
 
 
 class ErrorSummary:
-    """The prompts of a call that failed, by reason. Its memory does not grow with their number."""
+    """The failed prompts of a call, by reason. Its memory does not grow with their number."""
 
     def __init__(self):
         self._kinds: dict[str, _Kind] = {}
@@ -147,5 +148,5 @@ class _Kind:
 
 
 def keep_outputs(error: BaseException, outputs: dict[int, RequestOutput]) -> None:
-    """Gives an exception the outputs that had finished, as its attribute `finished_outputs`, by number."""
+    """Attaches the outputs that had finished, by number, to an exception as its attribute `finished_outputs`."""
     error.finished_outputs = outputs  # type: ignore[attr-defined]

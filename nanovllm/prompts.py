@@ -11,7 +11,7 @@ _CONVERSATION_KEYS = ("messages", "chat_template_kwargs")
 
 
 class NotYet(Enum):
-    """The item of an iterator of prompts that has no prompt ready; see `LLM.generate_iter`."""
+    """Says that an iterator of prompts has no prompt ready; see `LLM.generate_iter`."""
 
     NOT_YET = "no prompt is ready"
 

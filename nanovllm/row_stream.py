@@ -1,4 +1,4 @@
-"""The requests of one call: prompts are read ahead within a window, computed together, and come back as they finish."""
+"""The requests of one call: prompts are read ahead within a window, computed together, and returned as they finish."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -22,10 +22,10 @@ from nanovllm.text import Text
 PROMPTS_OF_PIECE = 256
 # Prompts per piece if requests run: while the batch has free places, and when it has none.
 _PROMPTS_OF_LATER_PIECE, _PROMPTS_OF_LAST_PIECE = 32, 8
-# When the batch has no free place, no further piece is read before a step after so many prompts or tokens. Reading
-# should take less time than the step.
+# When the batch is full, no further piece is read before the next step once this many prompts or tokens are read,
+# because reading should take less time than the step.
 _PROMPTS_AHEAD_OF_STEP, _TOKENS_AHEAD_OF_STEP = 32, 8192
-# Prompts that are read before the oldest one has finished, for each that can run at a time.
+# Size of the window, in prompts per sequence that can run at a time.
 _PROMPTS_AHEAD = 16
 
 
@@ -43,14 +43,14 @@ class _Request:
 class RowStream:
     """The requests of one call.
 
-    A prompt's number is its place in the call. Reading stops a fixed number of prompts, the window, after the oldest
-    one that has not finished. So memory stays flat for any number of prompts, and no prompt waits for ever behind
+    A prompt's number is its place in the call. Reading stops when it is a fixed number of prompts (the window) ahead of
+    the oldest unfinished one. So memory stays flat for any number of prompts, and no prompt waits for ever behind
     longer ones.
 
     Args:
         engine: computes the requests.
         text: tokenizes and decodes.
-        source: prompts or conversations, each with its parameters; may be endless. None means that no prompt is there
+        source: prompts or conversations, each with its parameters; may be endless. None means that no prompt is ready
             yet.
         encode: encodes a list of them.
         structured: makes the constraints of structured outputs.
@@ -102,7 +102,7 @@ class RowStream:
         self._running.clear()
 
     def drain(self) -> set[int]:
-        """Reads no more, and drops the requests of which no completion has started; returns their prompts' numbers."""
+        """Reads no more, and drops the requests without a started completion; returns their prompts' numbers."""
         self._is_exhausted = True
         waiting = {
             request_id: request
@@ -253,7 +253,7 @@ class RowStream:
 def without_text(
     prompt: EncodedPrompt, params: SamplingParams, text: Text, structured: StructuredOutputs, num_completions: int
 ) -> tuple[SamplingParams, list[Callable[[int], bool]] | None]:
-    """The parameters of a request for an engine, which knows no text.
+    """The parameters of a request for an engine, which handles only token ids.
 
     Returns:
         The parameters with bad words as token ids, and the stop predicates of `num_completions` completions, or None if
@@ -280,7 +280,7 @@ class OutputIterator(Iterator[RequestOutput]):
     """The result of `LLM.generate_iter`: computes as far as the next output needs.
 
     Dropping it, or `close()`, aborts the running requests; `drain()` lets them finish. An exception ends it;
-    `finished_outputs` of the exception has the outputs that had finished and were not yet given out, by number.
+    `finished_outputs` of the exception holds the outputs that had finished and were not yet returned, by number.
 
     Args:
         stream: the requests.
@@ -298,8 +298,8 @@ class OutputIterator(Iterator[RequestOutput]):
     ):
         self._stream, self._steps = stream, stream.run()
         self._run, self._finish, self._is_ordered = run, finish, is_ordered
-        self._held: dict[int, RequestOutput] = {}  # not yet given out, in the order in which they finished
-        self._next = 0  # the number to give out next, if they are ordered
+        self._held: dict[int, RequestOutput] = {}  # not yet returned, in the order in which they finished
+        self._next = 0  # the number to return next, if they are ordered
         self._dropped: set[int] = set()  # numbers that will never finish
         self._is_open = True
 
@@ -328,11 +328,11 @@ class OutputIterator(Iterator[RequestOutput]):
             raise
 
     def drain(self) -> None:
-        """Reads no more prompts, and drops the requests that have not started. A request of which a completion has
-        started is finished and given out as before; then the iteration ends. Calling it again does nothing.
+        """Reads no more prompts, and drops the requests that have not started. A request with a started completion is
+        finished and returned as before; then the iteration ends. Calling it again does nothing.
 
         Raises:
-            RuntimeError: as from a call of the LLM, during a step or while another thread has the LLM.
+            RuntimeError: the call comes during a step, or while another thread uses the LLM.
         """
         if self._is_open:
             self._run(self._drain)
@@ -345,7 +345,7 @@ class OutputIterator(Iterator[RequestOutput]):
             raise
 
     def _cut(self, error: BaseException) -> None:
-        """Ends the iteration with an exception, which gets the outputs that were not given out."""
+        """Ends the iteration with an exception, which gets the outputs that were not returned."""
         keep_outputs(error, self._held)
         self._held = {}
         self._end(was_cut=True)
@@ -369,7 +369,7 @@ class OutputIterator(Iterator[RequestOutput]):
         self._finish(was_cut)
 
     def __del__(self) -> None:
-        # Also of an object whose constructor failed. Another thread's call may be running, which then cleans up.
+        # Python calls this even if the constructor failed. If another thread's call is running, that call cleans up.
         if getattr(self, "_is_open", False):
             with suppress(Exception):
                 self.close()

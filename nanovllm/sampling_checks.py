@@ -7,7 +7,7 @@ from typing import Any
 from nanovllm.checks import integer, real
 from nanovllm.structured_outputs import StructuredOutputsParams
 
-# Per request. Each running sequence keeps as many on the device as the longest list has, 20 bytes each.
+# Maximum per request. For each running sequence, the device has room for the longest list, 20 bytes per edit.
 _MAX_EDITS = 4096
 _MAX_COMPLETIONS = 16384
 MAX_LOGPROBS = 128
@@ -58,7 +58,7 @@ def min_tokens(value: Any, max_tokens: int | None) -> int:
 
 
 def top_k(value: Any) -> int:
-    """0 is off, also for −1."""
+    """The value as an integer; −1 becomes 0, which is off."""
     number = integer("top_k", value)
     if number < -1:
         raise ValueError(f"top_k must be 0 or -1 (off) or more, not {number}")
@@ -148,7 +148,7 @@ def bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:
 
 
 def structured_outputs(value: Any, min_tokens: int, allowed_token_ids: Any) -> StructuredOutputsParams | None:
-    if isinstance(value, Mapping):  # as from JSON
+    if isinstance(value, Mapping):  # from JSON, say
         value = StructuredOutputsParams(**value)
     if value is not None and not isinstance(value, StructuredOutputsParams):
         raise TypeError(f"structured_outputs must be a StructuredOutputsParams or a dict of its fields, not {value!r}")

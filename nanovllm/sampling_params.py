@@ -75,7 +75,7 @@ class SamplingParams:
         temperature: divides the logits; 0 is greedy.
         max_tokens: maximum number of tokens to generate, at least 1; None is as many as fit within `max_model_len`.
             With `prompt_logprobs` it may be 0, which only scores the prompt.
-        min_tokens: until so many tokens are generated, stop tokens are banned and stop strings do not count.
+        min_tokens: until this many tokens are generated, stop tokens are banned and stop strings do not count.
         top_k: sample among the k most probable tokens; 0 or −1 is off.
         top_p: sample among the fewest most probable tokens whose probabilities reach p; 1 is off.
         min_p: drop tokens less probable than min_p × the most probable one; 0 is off.
@@ -91,14 +91,14 @@ class SamplingParams:
             positive, and multiplied by it if they are negative; 1 is off.
         presence_penalty: −2 to 2, subtracted from the logits of tokens in the completion; 0 is off.
         frequency_penalty: −2 to 2, subtracted from a token's logit once per occurrence in the completion; 0 is off.
-        logit_bias: {token id: number from −100 to 100}, added to the logits; at most 4,096. As from JSON, ids may be
-            strings.
+        logit_bias: {token id: number from −100 to 100}, added to the logits; at most 4,096. Ids may also be strings, as
+            in JSON.
         bad_words: up to 4,096 words that must not be generated, each a string or a list of token ids. A string is
             banned as it is tokenized at the start of a text. It is also banned as it is tokenized after a space, if
             that gives as many tokens and another first one (vLLM's rule). Other ways to spell it remain.
         allowed_token_ids: the only token ids that may be generated, at least one; None allows all.
-        logprobs: with each token return its log-probability and rank, and the k most probable tokens; 0 to 128. None
-            returns none.
+        logprobs: return each token's log-probability and rank, and this many of the most probable tokens; 0 to 128.
+            None returns no log-probabilities.
         logprobs_mode: the distribution of `logprobs`. "raw" is the model's: the softmax of its logits. "processed" is
             the one that the token was drawn from: after penalties, bans and the temperature, over the tokens that the
             filters keep. For a greedy request the temperature counts as 1.

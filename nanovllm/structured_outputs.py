@@ -128,7 +128,7 @@ def _choices(value: Any) -> tuple[str, ...]:
 def _regex(value: Any) -> str:
     _text("regex", value)
     try:
-        with warnings.catch_warnings():  # about nested sets, which llguidance has
+        with warnings.catch_warnings():  # warnings about nested sets, which llguidance supports
             warnings.simplefilter("ignore")
             re.compile(value)
     except (re.error, OverflowError, RecursionError) as error:

@@ -84,7 +84,7 @@ class AttentionBackend(ABC):
 
         block_tables: int [num_rows, ≥ blocks of the longest row]; context_lens: int [num_rows].
 
-        The result holds as long as the same rows decode and their `split_lengths` do not change. It goes into the
+        The result is valid while the same rows decode and their `split_lengths` do not change. It goes into the
         metadata; the backend does not keep it. None if nothing is shared.
         """
         return None
@@ -121,5 +121,5 @@ class AttentionBackend(ABC):
         A sequence's queries are its last ones: query i of n sees keys 0 … context_len − n + i, and with a sliding
         window only the last `window` of those; 0 is no window. Scores are scaled by `shape.score_scale`. A backend
         reads no keys but the sequence's own: other slots may hold NaN. With a cache in FP8, all keys and values are
-        attended as the cache holds them, new ones too. So a prompt attends alike however it is cut into chunks.
+        attended as the cache holds them, new ones too. So the chunks of a prompt do not change its attention.
         """

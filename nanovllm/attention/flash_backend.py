@@ -110,10 +110,10 @@ class FlashAttention(AttentionBackend):
 def find_fault(shape: AttentionShape) -> str | None:
     """Why the installed flash-attn cannot compute such layers, or None. It tries two small decodes for each window.
 
-    Builds differ: some lack windows or large heads, and one was seen whose decodes with heads of 80 and 96 are wrong
-    where their keys are split.
+    Builds differ: some lack windows or large heads. In one build, decodes with heads of 80 and 96 were wrong if their
+    keys were split.
     """
-    # Several rows and heads: a single one would be right even where results of splits overwrite each other.
+    # Several rows and heads: a single one would be right even if results of splits overwrote each other.
     shape = replace(shape, num_heads=6, num_kv_heads=2)
     lengths = 700, 300
     integers: dict[str, Any] = {"dtype": torch.int32, "device": shape.device}

@@ -1,4 +1,4 @@
-"""How SDPAAttention lays out the gathered keys of decodes, and when a step may go on with those of the last step."""
+"""How SDPAAttention lays out the gathered keys of decodes, and when a step may reuse those of the last step."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,8 @@ import torch
 # traffic, another bucket costs a few small operations per layer.
 _SHORTEST_IN_BUCKET = 0.5
 _SMALLEST_BUCKET = 16
-# Gathered keys are kept while at least this part of their sequences still runs. Those of the others are read in vain.
+# Gathered keys are kept while at least this part of their sequences still runs. Keys of finished sequences are read for
+# nothing.
 _MIN_STILL_RUNNING = 0.75
 
 
@@ -32,7 +33,7 @@ class Gathered:
     """Decodes side by side. Each has a place; the longest context comes first.
 
     place_of: the place of each sequence, by its tenant (see AttentionMetadata).
-    lengths: int64 [num_places], number of keys of each sequence, of a finished one at its end.
+    lengths: int64 [num_places], number of keys of each sequence; for a finished one, the number at its end.
     capacities: int64 [num_places], number of keys that each has room for.
     first_rows: int64 [num_places], first row of each sequence's first key/value head.
     layers: address of a layer's keys in the cache -> its gathered keys and values, each [num_rows, head_dim].

@@ -33,7 +33,7 @@ def _softmax(
     scores, first_key, position, largest, total, scale, IS_MASKED: gl.constexpr, WEIGHTS: gl.constexpr,
     dtype: gl.constexpr,
 ):  # fmt: skip
-    """Takes a tile of scores into an online softmax. Returns the weights of this tile, the largest score so far, the
+    """Updates an online softmax with a tile of scores. Returns the weights of this tile, the largest score so far, the
     total of all weights so far, and the factor by which earlier sums shrink."""
     SCORES: gl.constexpr = scores.type.layout
     if IS_MASKED:
@@ -52,7 +52,7 @@ def _attend_tiles(
     IS_MASKED: gl.constexpr, IS_FP8: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr,
     WEIGHTS: gl.constexpr,
 ):  # fmt: skip
-    """Takes tiles begin … end − 1 of an item: the scores of each, and the values of the tile before it."""
+    """Processes tiles begin … end − 1 of an item: the scores of each, and the values of the tile before it."""
     _queries_there, _queries_free, keys_there, keys_free, values_there, values_free = barriers
     for tile in range(begin, end):
         done = num_done + tile
@@ -66,8 +66,7 @@ def _attend_tiles(
             scores, tile * keys.shape[1], position, largest, total, scale, IS_MASKED, WEIGHTS, queries.dtype
         )
         summed = warpgroup_mma_wait(0, (sums,))
-        # Each release waits for all warps of the group. The first has just brought them together, so the second is
-        # cheap.
+        # Each release waits for all warps of the group. The first release synchronizes them, so the second is cheap.
         mbarrier.arrive(keys_free.index(stage), count=1)
         mbarrier.arrive(values_free.index(before), count=1)
         summed = summed * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]

@@ -56,7 +56,8 @@ def _fetch_tile(
         mbarrier.expect(is_there, num_bytes + NUM_BOXES * scales_by_row.block_type.nbytes)
     for box in gl.static_range(NUM_BOXES):
         key = first_key + box * BOX
-        # A box may be behind the last block. It may then hold any block: its keys are masked, its values cleared.
+        # A box may be after the last block. Then it may hold any block: its keys are masked, and its values are
+        # cleared.
         block = gl.load(block_table + gl.minimum(key // BLOCK_SIZE, (num_keys - 1) // BLOCK_SIZE))
         of_head, place = block * NUM_KV_HEADS + kv_head, key % BLOCK_SIZE
         if scales_by_row is not None:
@@ -173,7 +174,8 @@ def convert_all(
     fetched_keys, fetched_values, key_scales, value_scales, fetched, keys, values, barriers, query_tiles, num_items,
     NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warps that convert tiles in FP8. fetched: barriers of the fetched tiles; barriers: of the converted ones."""
+    """The warps that convert tiles in FP8. fetched: barriers of the fetched tiles; barriers: those of the converted
+    tiles."""
     _queries_there, _queries_free, keys_there, keys_free, values_there, values_free = barriers
     _queries_there, _queries_free, new_keys, old_keys, new_values, old_values = fetched
     num_done = 0

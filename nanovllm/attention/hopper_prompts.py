@@ -2,11 +2,10 @@
 
 The schedule is that of FlashAttention 3 (Shah et al., 2024). In each program, one warp fetches queries, keys and values
 with the copy engine (TMA; hopper_loads.py), and two groups of four warps attend two heads that have the same keys
-(hopper_attend.py). A group starts two
-products at once: its queries with a tile of keys, and the weights of the tile before with that tile's values. While the
-group calculates weights, the tensor cores work for the other group. There are no more programs than processors. Each
-program takes its share of a list of items (a tile of queries and two heads). The next item's data arrives while the
-program writes the result of the current one.
+(hopper_attend.py). A group starts two products at once: its queries with a tile of keys, and the weights of the
+previous tile with that tile's values. While the group calculates weights, the tensor cores work for the other group.
+There are no more programs than processors. Each program takes its share of a list of items (a tile of queries and two
+heads). The next item's data arrives while the program writes the result of the current one.
 
 With a cache in FP8, another group of four warps converts the fetched tiles of keys and values to the queries' dtype,
 and multiplies them by their scales. Then the schedule is the same.
@@ -63,7 +62,7 @@ def attend_prompts(
 
     If an odd number of heads has the same keys, both groups of warps attend the last one, and the first writes it.
 
-    scale: of the scores, in base 2.
+    scale: factor on the scores, in base 2.
     """
     (num_tokens, num_heads, head_dim), num_kv_heads, tiles = q.shape, cache.num_kv_heads, metadata.query_tiles
     assert tiles is not None
@@ -105,7 +104,7 @@ def _num_processors(device: torch.device) -> int:
 
 @gluon.jit
 def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
-    """[NUM, 1] barriers, each of which COUNT arrivals pass."""
+    """[NUM, 1] barriers, each of which completes after COUNT arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(NUM):
         mbarrier.init(barriers.index(stage), count=COUNT)
@@ -119,8 +118,8 @@ def _attend_prompts_kernel(
     BLOCK_SIZE: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One program per processor. A barrier X_there is passed when the data of a stage have arrived, X_free when both
-    groups have released it."""
+    """One program per processor. A barrier X_there completes when the data of a stage have arrived, X_free when both
+    groups have released the stage."""
     gl.static_assert(HEAD_DIM == 128 and QUERIES == 64)
     dtype: gl.constexpr = q_by_token.dtype
     layout: gl.constexpr = q_by_token.layout

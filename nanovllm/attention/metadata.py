@@ -34,14 +34,15 @@ class AttentionMetadata:
     queries and no keys, a padding token has no slot. `attend` leaves the output of padding tokens undefined.
 
     Args:
-        cu_seqlens_q: int32 [num_rows + 1], index of each row's first query in the flat batch, then the number of all.
+        cu_seqlens_q: int32 [num_rows + 1], index of each row's first query in the flat batch, then the number of all
+            queries.
         context_lens: int32 [num_rows], number of keys of each row, those of its queries included.
         num_decodes: int32 [1], leading rows that are decodes.
         max_num_decodes: an upper bound of num_decodes that the host knows: exact in an eager step, the number of rows
             in a captured one.
         max_seqlen_q, max_seqlen_k: no row has more queries or keys.
         slot_mapping: int64 [num_tokens], slot of each token's keys, block × block_size + offset; −1 for padding.
-        block_tables: int32 [num_rows, max_blocks]; entries behind a row's own blocks are not read.
+        block_tables: int32 [num_rows, max_blocks]; entries after a row's own blocks are not read.
         block_size: tokens per block.
         query_tiles: int32 [num_tiles, 4], the queries of the rows that are not decodes; see `query_tiles`. A tile of
             padding has no queries. None if the step holds decodes alone.

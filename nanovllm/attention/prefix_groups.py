@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass
 class PrefixGroups:
-    """Items: a shared split and rows that share it, at most as many as one tile of queries holds.
+    """Items. An item is a shared split and rows that share it, at most as many rows as one tile of queries holds.
 
     items: int32 [num_items, 3], number of the split in its rows, index of its first member, number of members.
     members: int32 [Σ members], rows of the decode batch.

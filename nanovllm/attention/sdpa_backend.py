@@ -19,7 +19,7 @@ from nanovllm.attention.gathered_keys import Gathered, kept_places, lay_out, slo
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.ops.layer_cache import LayerCache, rounded_keys, rounded_values
 
-# Gathered keys are kept only on a CPU, and only if they take at most this part of the KV cache's memory, beside it.
+# Gathered keys are kept only on a CPU, and only if they take at most this part of the KV cache's memory in addition.
 _MAX_KEPT = 0.25
 # Queries of a chunk over cached keys that share one mask; bounds the mask's memory.
 _QUERIES_PER_MASK = 512
@@ -50,7 +50,7 @@ class DecodePlan:
     source_rows: int64 [num_rows], the rows [num_blocks × block_size × num_kv_heads] of the cache to gather; None if
         they were kept from the last step.
     new_rows: int64 [num_decodes × num_kv_heads], the gathered rows that the decodes' new keys become.
-    may_keep: whether the next step may go on with what this one gathers.
+    may_keep: whether the next step may reuse the keys that this one gathers.
     """
 
     gathered: Gathered
@@ -107,7 +107,7 @@ class SDPAAttention(AttentionBackend):
         return SDPAPlan(prefills, plan)
 
     def _plan_decodes(self, kept, names, starts, lengths, tables, decodes, block_size) -> DecodePlan:
-        """The plan for the rows `decodes`. names: their tenants if the next step may go on with the gathered keys."""
+        """The plan for the rows `decodes`. names: their tenants if the next step may reuse the gathered keys."""
         places = kept_places(kept, names, lengths[decodes])
         source_rows, num_kv_heads = None, self._shape.num_kv_heads
         if places is None:
@@ -166,7 +166,7 @@ class SDPAAttention(AttentionBackend):
         return out
 
     def _attend_decodes(self, plan: DecodePlan, q, k, v, cache: LayerCache, window: int) -> torch.Tensor:
-        """q: of all tokens; k, v: of the decodes alone -> [num_decodes, num_heads, head_dim]"""
+        """q: queries of all tokens; k, v: keys and values of the decodes alone -> [num_decodes, num_heads, head_dim]"""
         keys, values = self._decode_keys(plan, k, v, cache)
         num_kv_heads, scale = k.shape[1], self._shape.score_scale
         # The query heads of a group are queries of its one key head: [num_places, num_kv_heads, group_size, head_dim].

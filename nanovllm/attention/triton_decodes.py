@@ -86,12 +86,12 @@ def decode_kernel(
             summed = summed * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
             largest = new_largest
         place = (tl.load(first_items + row) + split).to(tl.int64) * NUM_HEADS + head
-        # Kept in the L2 cache until they are merged, although keys and values pass through it until then.
+        # evict_last keeps the results in the L2 cache until they are merged, although keys and values pass through it.
         result = partial + place[:, None] * HEAD_DIM + column[None, :]
         tl.store(result, summed / total[:, None], is_member, eviction_policy="evict_last")
         tl.store(log_sums + place, largest + tl.log2(total), member < GROUP)
     if IS_BESIDE_PROMPTS and tl.program_id(0) == 0:
-        wait()  # so that this kernel's end is that of the prompts' kernel too
+        wait()  # so that this kernel ends after the prompts' kernel
 
 
 @jit(do_not_specialize=["q_stride", "table_stride"])
@@ -139,7 +139,8 @@ def merge_kernel(
     WIDTH: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, WINDOW: tl.constexpr,
     SHORTEST: tl.constexpr, LONGEST: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and some heads: its splits' results, weighted by their sums. Only decodes have any."""
+    """One program per row and some heads merges the splits' results, weighted by their sums. Only decodes have
+    splits."""
     begin()
     row = tl.program_id(0).to(tl.int64)
     is_decode = row < tl.load(num_decodes)

@@ -8,8 +8,8 @@ Tensor cores sum products of integers exactly. They sum products in e4m3 less pr
 tile of keys; the kernel adds the tiles' sums in float32.
 
 A key's scale multiplies its scores. A value's scale would have to multiply its weights. It is a power of two, so its
-exponent is added to the scores instead, before the softmax: weights then fill the range of e4m3. The sum of the weights
-divides by the scale again.
+exponent is added to the scores instead, before the softmax: weights then fill the range of e4m3. In the sum of the
+weights, each weight is divided by its scale again.
 """
 
 from typing import Any
@@ -88,7 +88,7 @@ def _twice_in_e4m3(x):
 
 @jit
 def _sum_of_both(product, FACTOR: tl.constexpr):
-    """[size, 2 × columns] -> float32 [size, columns]; FACTOR: what the remainders were multiplied by."""
+    """[size, 2 × columns] -> float32 [size, columns]; FACTOR: the factor of the remainders."""
     rounded, remainders = tl.split(product.reshape(product.shape[0], 2, product.shape[1] // 2).permute(0, 2, 1))
     return rounded.to(tl.float32) + remainders.to(tl.float32) * (1 / FACTOR)
 
@@ -108,8 +108,8 @@ def _attend_fp8_keys(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """(the largest sum of a score and its value's exponent, the sum of weights, the sum of weighted values) of keys
-    first … last − 1, of which those before `first_seen` do not count; `first` is a multiple of KEYS.
+    """Attends keys first … last − 1, except those before `first_seen`; `first` is a multiple of KEYS. Returns (the
+    largest sum of a score and its value's exponent, the sum of weights, the sum of weighted values).
 
     queries: as `_twice_in_int8` gives them, [WIDTH, 2 × GROUP]; query_scales: float32 [GROUP], the scale of scores
         included. keys, values: as `descriptors` gives them.
@@ -127,7 +127,7 @@ def _attend_fp8_keys(
         key_scales = (both & -65536).to(tl.float32, bitcast=True)
         scores = _sum_of_both(tl.dot(keys.load([of_head * BLOCK_SIZE + place, 0]), queries), _REMAINDER_OF_QUERY)
         scores = scores * (key_scales[:, None] * query_scales[None, :]) + (exponent - 127).to(tl.float32)[:, None]
-        # The tile may reach past the last key. What it holds there is not NaN, and its weight is 0.
+        # The tile may reach past the last key. Its numbers there are not NaN, and their weights are 0.
         scores = tl.where(is_seen[:, None], scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 0))
         weights = tl.exp2(scores - (new_largest - _PEAK_EXPONENT)[None, :])
@@ -175,4 +175,4 @@ def decode_fp8_kernel(
         tl.store(result, summed / total[None, :], is_member, eviction_policy="evict_last")
         tl.store(log_sums + place, largest + tl.log2(total) - _PEAK_EXPONENT, member < GROUP)
     if IS_BESIDE_PROMPTS and tl.program_id(0) == 0:
-        wait()  # so that this kernel's end is that of the prompts' kernel too
+        wait()  # so that this kernel ends after the prompts' kernel

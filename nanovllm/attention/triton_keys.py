@@ -1,5 +1,5 @@
-"""How our kernels take paged keys and values, tile by tile, into the online softmax of FlashAttention (Dao, 2023), in
-base 2. The kernels of prompts and of decodes call these functions."""
+"""Functions that process paged keys and values, tile by tile, with the online softmax of FlashAttention (Dao, 2023), in
+base 2. Our kernels of prompts and of decodes call them."""
 
 from nanovllm.ops.kernel import jit, tl
 
@@ -19,8 +19,8 @@ def slots_of(block_table, position, is_key, BLOCK_SIZE: tl.constexpr, KEYS: tl.c
 
 @jit
 def online_softmax(scores, scale, largest, total, summed, CAN_BE_EMPTY: tl.constexpr):
-    """Takes one tile of scores into an online softmax. Returns its weights, the largest score so far, and `total` and
-    `summed` rescaled to that score. CAN_BE_EMPTY: perhaps a query has not seen any key yet."""
+    """Updates an online softmax with one tile of scores. Returns the tile's weights, the largest score so far, and
+    `total` and `summed` rescaled to that score. CAN_BE_EMPTY: a query may not have seen any key yet."""
     new_largest = tl.maximum(largest, tl.max(scores, 1) * scale)
     shift = new_largest
     if CAN_BE_EMPTY:

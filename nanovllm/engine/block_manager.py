@@ -34,11 +34,11 @@ class Block:
         self.hash: int | None = None
         self.token_ids = _NO_TOKENS
         self.parent = 0  # serial of the registration before this one in the prefix, 0 for the first block
-        self.serial = 0  # of the registration; never used twice, while a block id is
+        self.serial = 0  # serial of this registration; never used twice, unlike a block id
 
 
 class BlockManager:
-    """Gives out the blocks of one KV cache. Every operation is O(1) per block.
+    """Allocates the blocks of one KV cache. Every operation is O(1) per block.
 
     Args:
         num_blocks: blocks in the pool.
@@ -104,10 +104,10 @@ class BlockManager:
 
     def fork(self, source: Sequence, seq: Sequence) -> list[tuple[int, int]]:
         """Gives `seq`, which has the same tokens, the computed tokens of `source`: its full blocks, shared, and a new
-        block for the tokens behind them.
+        block for the tokens after them.
 
         Returns:
-            The copy that fills the new block, as (source, copy), if there is one.
+            A list of the (source, copy) pair that fills the new block; empty if there is no new block.
         """
         if seq.block_table:
             raise RuntimeError(f"{seq} already has blocks")
@@ -168,7 +168,7 @@ class BlockManager:
     # Release
 
     def deallocate(self, seq: Sequence) -> None:
-        """Takes back all blocks, last first, so that the front of a prefix is reused last.
+        """Frees all blocks, last first, so that the front of a prefix is reused last.
 
         Their content stays in the prefix cache until they are reused.
         """
@@ -186,13 +186,14 @@ class BlockManager:
         """Removes all prefixes that begin as `seq` does from the prefix cache, whether or not `seq` holds blocks."""
         if self.enable_prefix_caching and len(seq.token_ids) >= self.block_size:
             first = self._registered.get(self._hash(seq, 0))
-            if first is not None:  # without it nothing behind it can be reached
+            if first is not None:  # without it, no block after it can be reached
                 self._unregister(first)
 
     # Prefixes
 
     def prefix_key(self, seq: Sequence) -> int | None:
-        """Equal for sequences that can share at least their first block, None for one that cannot share."""
+        """A key that is equal for sequences that can share at least their first block; None for a sequence that cannot
+        share."""
         if not self.enable_prefix_caching or len(seq.token_ids) <= self.block_size:
             return None
         return self._hash(seq, 0)
@@ -250,7 +251,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Raises AssertionError unless the books balance; `sequences` are all that may hold blocks."""
+        """Raises AssertionError if the bookkeeping is inconsistent; `sequences` are all that may hold blocks."""
         held = [0] * len(self.blocks)
         for seq in sequences:
             assert len(set(seq.block_table)) == len(seq.block_table), f"{seq} holds a block twice"
@@ -270,7 +271,7 @@ class BlockManager:
 
 
 def _num_to_compute(seq: Sequence) -> int:
-    """How many leading tokens will have keys. Those of the last possible token are never read."""
+    """How many leading tokens will get keys. The keys of the last possible token are never read."""
     return min(seq.num_tokens, seq.max_length - 1)
 
 

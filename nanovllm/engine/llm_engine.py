@@ -1,7 +1,8 @@
-"""The loop that joins the three: schedule → launch → commit.
+"""The engine's loop: schedule → launch → commit.
 
 A step that was launched is *in flight* until its tokens are committed. With depth 0 every step is committed before the
-next one is scheduled; with depth 1 the device works on step N + 1 while the host commits step N. The loop is the same.
+next one is scheduled; with depth 1 the device works on step N + 1 while the host commits step N. The loop is the same
+for both.
 """
 
 import functools
@@ -42,10 +43,10 @@ def _guarded(method: _Method) -> _Method:
 class LLMEngine:
     """Runs requests given as token ids; `LLM` puts text around it.
 
-    To drive it by hand, call `add_request` as often as wanted, then `step` until `is_finished`, and `exit` at the end.
+    To run it step by step, call `add_request` for each request, then `step` until `is_finished`, and `exit` at the end.
     These methods and the others that change the engine raise a RuntimeError if a stop predicate or a signal handler
     calls them during a step or a request. All but `exit` also raise one in a fork of the process that made the engine.
-    The engine goes on as if they had not been called.
+    A refused call changes nothing.
 
     Args:
         config: the options.
@@ -101,8 +102,8 @@ class LLMEngine:
 
         Raises:
             TypeError: the prompt holds something other than integers.
-            ValueError: the prompt can never be run. Its number is used up all the same, so that one bad request does
-                not change the seeds of those after it.
+            ValueError: the prompt can never be run. Its number is still used up, so that one bad request does not
+                change the seeds of those after it.
             RuntimeError: see `check_awake`.
         """
         self.check_awake()
@@ -169,7 +170,7 @@ class LLMEngine:
         return seq.num_tokens - self.scheduler.block_manager.num_cached_tokens(seq)
 
     def is_waiting(self, seq_id: int) -> bool:
-        """Whether a completion has not started. One that was preempted has."""
+        """Whether a completion has not started yet. A preempted completion has started."""
         seq = self._unfinished.get(seq_id)
         return seq is not None and seq.status is SequenceStatus.WAITING and seq.num_preemptions == 0
 
@@ -179,7 +180,7 @@ class LLMEngine:
     def step(self) -> list[Sequence]:
         """Launches the next step and commits the oldest in flight; returns the completions that finished.
 
-        If anything fails, the engine is emptied (all requests are dropped) before the exception goes on.
+        If anything fails, the engine is emptied (all requests are dropped) before the exception propagates.
         """
         began = time.perf_counter()
         try:
@@ -213,8 +214,8 @@ class LLMEngine:
         return finished
 
     def _constrain(self, step: Step, launched: LaunchedStep) -> None:
-        """Lets a step sample, now that all steps before it are committed: its masks depend on their tokens. The device
-        computes the step's layers during that time."""
+        """Lets a step sample, now that all steps before it are committed: its masks depend on their tokens. While the
+        host fills the masks, the device computes the step's layers."""
         if not step.constrained:
             return
         unfinished = [seq.status is not SequenceStatus.FINISHED for seq in step.constrained]
@@ -291,13 +292,13 @@ class LLMEngine:
         """Frees the device's memory; the engine cannot be used afterwards. Calling it again does nothing."""
         if self._is_closed:
             return
-        if os.getpid() == self._process_id:  # the runner of a fork is its parent's
+        if os.getpid() == self._process_id:  # a fork's runner belongs to its parent
             self.reset()
             self.runner.close()
         self._is_closed = True
 
     def check_alive(self) -> None:
-        """Raises a RuntimeError if the engine is closed, or another process's."""
+        """Raises a RuntimeError if the engine is closed, or belongs to another process."""
         if self._is_closed:
             raise RuntimeError("the engine is closed; make a new one")
         if os.getpid() != self._process_id:
@@ -373,7 +374,7 @@ def _keep_logprobs(step: Step, output: StepOutput) -> list[int]:
 def _ask_stop_predicates(step: Step, token_ids: list[int]) -> list[int]:
     """The ids of the sequences that their stop predicates end with their new token.
 
-    A predicate follows the text token by token, so it is asked even when its answer cannot count yet.
+    A predicate follows the text token by token, so it is also called when its answer does not count yet.
     """
     sampling = (chunk.seq for chunk in step.chunks if chunk.samples)
     return [

@@ -14,7 +14,7 @@ from nanovllm.engine.step import Step, StepOutput
 
 @dataclass(frozen=True)
 class RunnerInfo:
-    """The facts that a runner finds out at start-up.
+    """The facts that a runner determines at start-up.
 
     Args:
         num_kvcache_blocks, kvcache_block_size: the KV cache.
@@ -23,7 +23,7 @@ class RunnerInfo:
         eos_token_ids: the model's own end-of-sequence ids.
         generation_config: the model's generation_config.json, for the sampling it recommends.
         max_num_seqs: maximum number of sequences that run at a time.
-        max_useful_batched_tokens: a larger step is no faster.
+        max_useful_batched_tokens: a larger step computes no more tokens per second.
         max_tokens_beside_decodes: see Scheduler.
         device, dtype, attention_backend: where and how it computes; of several devices, the first is named.
     """
@@ -121,8 +121,8 @@ class Runner:
 
 
 def make_scheduler(config: Config, info: RunnerInfo, stats: SchedulerStats | None = None) -> Scheduler:
-    """An empty scheduler for a runner. Schedulers with equal arguments and
-    requests decide alike in every process."""
+    """An empty scheduler for a runner. With equal arguments and requests, schedulers make the same decisions in every
+    process."""
     block_manager = BlockManager(info.num_kvcache_blocks, info.kvcache_block_size, config.enable_prefix_caching)
     return Scheduler(
         block_manager,

@@ -27,7 +27,7 @@ _NO_TOKEN_LEFT = (
 
 @dataclass
 class SchedulerStats:
-    """Counters over the engine's life; a new Scheduler goes on with them. Prompt tokens count once admitted."""
+    """Counters over the engine's life; a new Scheduler continues them. Prompt tokens count when they are admitted."""
 
     num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
@@ -77,11 +77,11 @@ class Scheduler:
         self._finish(seq, "abort")
 
     def room_for_prompts(self) -> tuple[int, int]:
-        """How many more completions the batch can take, and how many tokens of prompts the next step.
+        """How many more completions the batch can take, and how many prompt tokens the next step can take.
 
-        The first number is the places of the batch, less the completions that wait, and less those that run and do not
-        reach their maximum length with the steps in flight. It is negative if more wait than fit. For the second
-        number, no stop token ends a running completion.
+        The first number is the batch's places, minus the waiting completions, minus the running completions that do not
+        reach their maximum length with the steps in flight. It is negative if more completions wait than fit. The
+        second number assumes that no stop token ends a running completion.
         """
         # A sequence that only scores has its maximum length from the start.
         staying = [seq for seq in self.running if not seq.is_all_launched or seq.num_tokens < seq.max_length]
@@ -94,7 +94,7 @@ class Scheduler:
         return self.max_num_seqs - len(staying) - len(self.waiting), num_tokens
 
     def schedule(self) -> Step:
-        """The next step; without chunks when nothing can run until a step in flight is committed."""
+        """The next step. It has no chunks if nothing can run until a step in flight is committed."""
         step = StepBuilder()
         budget = self._advance_running(step, self.max_num_batched_tokens)
         if self.waiting and budget > 0:
@@ -106,7 +106,7 @@ class Scheduler:
     ) -> list[Sequence]:
         """Takes the tokens that `step` sampled and returns the sequences that finished.
 
-        This is the only place that drops the extra token of a sequence that turned out to be finished one step late.
+        A sequence's end may be noticed one step late. Only this method drops the sequence's extra token.
 
         Args:
             step: the oldest that was not committed.
@@ -182,7 +182,7 @@ class Scheduler:
         """How many prompt tokens the step may take.
 
         Args:
-            num_decodes: the step's. A sequence that has its last token, or waits for it, is not in the step.
+            num_decodes: decodes of the step. A sequence that has its last token, or waits for it, is not in the step.
             budget: tokens that the decodes left.
             first: the first of these prompts.
         """
@@ -233,7 +233,7 @@ class Scheduler:
     def _fork(self, step: StepBuilder) -> None:
         """Lets the waiting siblings of sequences whose prompts this step completes sample from the same logits.
 
-        If there is no place or no block for a sibling, it goes on waiting. It is admitted like others, and shares full
+        If there is no place or no block for a sibling, it keeps waiting. It is admitted like others, and shares full
         blocks.
         """
         for index in reversed(step.leaders):
@@ -281,7 +281,7 @@ class Scheduler:
             step.scored.append(Scored(seq, start, end, seq.only_scores and end == seq.num_prompt_tokens))
 
     def _preempt(self, seq: Sequence) -> None:
-        """Takes back the blocks of a sequence that left `running`; it is admitted next, with all of its tokens."""
+        """Frees the blocks of a sequence that left `running`. The sequence is admitted next, with all of its tokens."""
         self.block_manager.deallocate(seq)
         self._release_entry(seq)
         seq.status = SequenceStatus.WAITING
@@ -291,7 +291,7 @@ class Scheduler:
         self.waiting.push_front(seq)
 
     def _finish(self, seq: Sequence, reason: str, remove: bool = True) -> None:
-        """Gives blocks and entry back; `remove=False` leaves `running` to the caller."""
+        """Frees the sequence's blocks and entry; `remove=False` leaves `running` to the caller."""
         if seq.status is SequenceStatus.WAITING:
             self.waiting.remove(seq)
             self._num_free_blocks_wanted = 0  # they may have been for this one

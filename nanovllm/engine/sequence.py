@@ -71,7 +71,7 @@ class Sequence:
     num_preemptions: int = 0  # with seq_id, names one admission
     block_table: list[int] = field(default_factory=list)  # logical block -> physical block
     block_hashes: list[int] = field(default_factory=list)  # chained hashes of the leading full blocks, as far as needed
-    num_registered_blocks: int = 0  # leading blocks that are in the prefix cache, or have an equal there
+    num_registered_blocks: int = 0  # leading blocks that are in the prefix cache, or equal a block there
     last_registration: int = 0  # serial number of the last of those, 0 for none
 
     def __post_init__(self, prompt_token_ids: Iterable[int]) -> None:
@@ -111,7 +111,7 @@ class Sequence:
 
 def completions_of(first: Sequence) -> list[Sequence]:
     """All completions of the request whose first one is given. Their ids follow its id, their seeds derive from its
-    seed, and it alone scores the prompt."""
+    seed, and only the first one scores the prompt."""
     others = [
         Sequence(
             first.seq_id + index, first.token_ids, first.sampling_params, first.max_length, first.stop_token_ids,

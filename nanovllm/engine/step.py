@@ -1,4 +1,4 @@
-"""Steps and their results: the values that pass between the planner and the runner. No torch.
+"""Steps and their results: the values that pass between the Scheduler and the runner. No torch.
 
 A step moves some sequences forward. `num_computed_tokens` of each sequence already counts the step's new tokens when
 the Scheduler returns it.
@@ -44,7 +44,7 @@ class Scored(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The work of the device at one time.
+    """The work of one forward pass.
 
     Args:
         chunks: one per sequence.
@@ -86,7 +86,7 @@ class Step(NamedTuple):
 
 @dataclass(slots=True)
 class StepBuilder:
-    """A step in the making; see Step.
+    """A step under construction; see Step.
 
     leaders: indices of the chunks that end the prompt of a request with several completions.
     """

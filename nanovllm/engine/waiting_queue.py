@@ -12,8 +12,8 @@ class WaitingQueue:
 
     The longest go first so that a run does not end with a few of them decoding alone (the LPT rule: Graham, 1969).
     Sequences that share their first block are a group, which has the place of its longest member. Once the first member
-    of a group is admitted, its other members follow, and it takes no more. Offline, no user waits for a single request,
-    so a short one may wait as long as longer ones keep coming.
+    of a group is admitted, its other members follow, and it takes no new members. Offline, no user waits for a single
+    request, so a short one may wait as long as longer ones keep coming.
     """
 
     def __init__(self):

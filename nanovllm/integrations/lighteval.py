@@ -133,7 +133,8 @@ class NanovllmModel(LightevalModel):
     def loglikelihood_rolling(self, docs: list[Doc]) -> list[ModelResponse]:
         """One response per document, with the log-probability of its whole query.
 
-        A query longer than the model is scored in windows, each after the last token of the one before.
+        A query that is longer than max_model_len is scored in windows. The last token of a window is the context of the
+        next.
         """
         pairs, owners = [], []
         for owner, doc in enumerate(docs):

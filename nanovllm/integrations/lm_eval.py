@@ -181,7 +181,7 @@ class NanovllmLM(TemplateLM):
         return texts
 
     def _sampling_params(self, gen_kwargs: dict[str, Any]) -> tuple[SamplingParams, list[str]]:
-        """A task's settings as SamplingParams, whose error names unknown ones, and the stop strings."""
+        """A task's settings as SamplingParams, and the stop strings. SamplingParams' error names unknown settings."""
         options = dict(gen_kwargs)
         until = options.pop("until", None) or []
         until = [stop for stop in ([until] if isinstance(until, str) else until) if stop]

@@ -112,7 +112,7 @@ def _from_json(value: Any) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise ValueError(f"{value[:100]!r} is no JSON: {error}") from None
+        raise ValueError(f"{value[:100]!r} is not JSON: {error}") from None
 
 
 class LLMActor:

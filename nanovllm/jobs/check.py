@@ -22,7 +22,7 @@ class Checked:
 
     Args:
         num_rows: rows that were checked, including those without a prompt.
-        summary: of those with a prompt.
+        summary: summary of the rows with a prompt.
         refused: rows whose prompts cannot run.
     """
 

@@ -13,10 +13,10 @@ from nanovllm.jobs.report import Progress
 from nanovllm.jobs.run import Results, RowsRun
 from nanovllm.replicas.replicas import Replicas
 
-# A sample fills so many batches, and computes at most so many tokens of prompts. After so many generated tokens, no
-# more of its rows start.
+# A sample fills this many batches, and has at most this many prompt tokens. After this many generated tokens, no more
+# of its rows start.
 _BATCHES, _MAX_PROMPT_TOKENS, _MAX_NEW_TOKENS = 4, 2**22, 2**22
-# Stretches of neighbours that a sample has, and parts in which it is measured.
+# Number of stretches of neighbouring rows in a sample, and of parts in which it is measured.
 _STRETCHES, _PARTS = 16, 16
 # Bytes of lines that are read to choose a sample, and characters or tokens of a prompt by which it is sorted.
 _BYTES_TO_READ, _BEGINNING = 2**28, 512
@@ -45,8 +45,8 @@ class Sample(Results):
 
 
 def _candidates(index: Index) -> tuple[list[int], float]:
-    """Rows without errors from the whole input, as many as a window of the job has, sorted like one, and their mean n.
-    Rows that begin alike are then neighbours, as in the job."""
+    """As many rows without errors as a window of the job has, from the whole input and sorted like a window, and their
+    mean n. Rows that begin alike are then neighbours, as in the job."""
     numbers = np.flatnonzero(index.can_run)
     sizes = [index.read(number)[1] for number in _stretches(numbers, 256)]
     max_num_rows = _BYTES_TO_READ * len(sizes) // max(sum(sizes), 1)
@@ -85,9 +85,9 @@ class _Mark(NamedTuple):
 class Pace(Progress):
     """Shows the progress of a sample, and measures it.
 
-    The batch is full until fewer rows are left than it can hold. From that part come the seconds per prefill token and
-    per decode token, the prices. Rows beyond the sample cost these prices. The sample itself counts with the time that
-    it took, so filling and emptying the batch count once.
+    The batch is full until fewer rows are left than it can hold. That part gives the prices: the seconds per prefill
+    token and per decode token. Rows beyond the sample cost these prices. The sample itself counts with the time that it
+    took, so filling and emptying the batch count once.
 
     Args:
         num_rows: rows of the sample.

@@ -1,5 +1,5 @@
-"""Shared by all formats of job rows: the limits of a line, checks of a row's fields, and log-probabilities token by
-token."""
+"""Functions that all formats of job rows share: the limits of a line, checks of a row's fields, and log-probabilities
+token by token."""
 
 import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,8 +16,8 @@ _MAX_KEPT_CHARACTERS = 1024
 
 
 class UnreadableLine(bytes):
-    """In place of a line: a row of a table that JSON cannot express. The bytes hold the parts that it can, such as the
-    id.
+    """Takes the place of a line if JSON cannot express a table's row. The bytes hold the fields that JSON can express,
+    such as the id.
 
     problem: becomes the row's error.
     """
@@ -31,8 +31,9 @@ class UnreadableLine(bytes):
 
 
 def kept_if_short(maxsize: int, function: Callable[..., T]) -> Callable[..., T]:
-    """A function of JSON text, its last argument, that keeps the last `maxsize` results. Most rows of a job have the
-    same parameters. Long ones, such as schemas, would fill the memory if each row had its own, so they are not kept."""
+    """Caches the last `maxsize` results of a function whose last argument is JSON text. Most rows of a job have the
+    same parameters. Results for long texts, such as schemas, are not kept, because they would fill the memory if each
+    row had its own."""
     kept = lru_cache(maxsize)(function)
     return lambda *arguments: (kept if len(arguments[-1]) < _MAX_KEPT_CHARACTERS else function)(*arguments)
 
@@ -63,7 +64,7 @@ def check_names(noun: str, fields: Mapping[str, Any], known: Collection[str], me
 
 @lru_cache(maxsize=256)
 def _closest(name: str, names: tuple[str, ...]) -> str:
-    """Kept, because a comparison takes a millisecond and a file may have the same mistake in each row."""
+    """Cached, because a comparison takes a millisecond and a file may have the same mistake in each row."""
     return next(iter(difflib.get_close_matches(name, names, n=1)), "")
 
 
@@ -98,4 +99,4 @@ def scored_tokens(found: TokenLogprobs) -> Iterator[tuple[int, dict[int, Logprob
             yield None
         else:
             token_id, *best = found.token_ids[index - found.first].tolist()
-            yield token_id, scored, [each for each in best if each >= 0]  # −1 fills up where fewer tokens can occur
+            yield token_id, scored, [each for each in best if each >= 0]  # −1 is padding if fewer tokens can occur

@@ -21,8 +21,8 @@ _NAMES = {"model": "the model", "engine": "an engine option", "params": "a param
 
 
 def fingerprint_of_model(directory: Path) -> str:
-    """A digest of a model's configuration, tokenizer and weights. Small files are hashed whole. A large file counts
-    with its size and 64 samples, because fine-tuning changes nearly all weights."""
+    """A digest of a model's configuration, tokenizer and weights. Small files are hashed whole. For a large file, only
+    the size and 64 samples are hashed, because fine-tuning changes nearly all weights."""
     digest = xxhash.xxh3_128()
     for path in sorted(directory.iterdir()):
         if path.suffix not in _SUFFIXES or not path.is_file():
@@ -44,7 +44,7 @@ def identity_of(
 ) -> dict[str, Any]:
     """The facts that must be equal for a job to be resumed, as JSON reads them back."""
     deciding = {name: engine[name] for name in _DECIDING if engine.get(name) is not None}
-    # A hub model's directory is named by its commit, and gets its weights only when an LLM wants them.
+    # A hub model's directory is named by its commit, and gets its weights only when an LLM needs them.
     is_local = Path(engine["model"]).is_dir()
     identity = {
         "input": {"digest": lines_digest, "rows": num_rows},

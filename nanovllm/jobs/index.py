@@ -1,4 +1,4 @@
-"""The rows of a job, and a few bytes that it knows of each before it runs."""
+"""The rows of a job, with a few bytes about each row that are known before it runs."""
 
 import zlib
 from array import array

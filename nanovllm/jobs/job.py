@@ -184,7 +184,8 @@ class Job:
                         "replace it with --restart"
                     )
         elif state["finished"] or self._part_path.stat().st_size:
-            # Before the journal is touched: it may be another job's. Where nothing is finished, nothing is lost.
+            # This comes before any change to the journal, which may belong to another job. Without finished rows,
+            # nothing can be lost.
             check_same(state["identity"], identity, self._state_path)
         else:
             state = None

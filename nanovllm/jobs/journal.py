@@ -172,7 +172,7 @@ class Journal:
                     self.write()
                 if time.monotonic() - self._synced_at >= self._seconds_between_syncs:
                     self.sync()
-            except Exception as error:  # a later append raises it, or the end
+            except Exception as error:  # a later append raises it, or close()
                 self._failure = error if isinstance(error, JobError) else JobError(f"{self._path}: {error!r}")
                 return
 

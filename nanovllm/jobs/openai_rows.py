@@ -97,7 +97,7 @@ def _check_fixed(body: dict[str, Any]) -> None:
 
 
 def _one_prompt(value: Any) -> str | list[int]:
-    """Takes a list of one prompt for that prompt: some programs always write lists."""
+    """Unwraps a list of one prompt, because some programs always write lists."""
     is_one = isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list))
     return prompt_of("prompt", value[0] if is_one else value)
 
@@ -110,7 +110,8 @@ def _max_tokens(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_logprobs(body: dict[str, Any]) -> int | None:
-    """How many of the most probable tokens to return, or None for no log-probabilities; a chat has a field for each."""
+    """How many of the most probable tokens to return, or None for no log-probabilities. A chat has separate fields for
+    these."""
     wanted, number = body.get("logprobs", False), body.get("top_logprobs", 0)
     if not isinstance(wanted, bool):
         raise ValueError(f'"logprobs" of a chat must be true or false, not {wanted!r}; "top_logprobs" says how many')
@@ -184,8 +185,7 @@ def _choice(kind: OpenAIKind, completion: CompletionOutput) -> dict[str, Any]:
 
 
 def _legacy_logprobs(found: TokenLogprobs) -> dict[str, Any]:
-    """The "logprobs" of /v1/completions. An offset counts the characters of the tokens before, from the completion's
-    start.
+    """The "logprobs" of /v1/completions. An offset is the number of the completion's characters before the token.
 
     If two of the most probable tokens have the same text, the more probable one counts.
     """

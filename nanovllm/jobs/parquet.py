@@ -22,11 +22,11 @@ from nanovllm.jobs.plan import in_pieces
 # Rows and bytes of an input that are decoded at once. The bytes are unknown if equal values are stored once, so the
 # number of rows is small.
 _ROWS_OF_BATCH, _BYTES_OF_BATCH = 128, 2**22
-# Without such a buffer, and with pre_buffer, pyarrow reads a column's whole part of a row group.
+# Without a buffer of this size, or with pre_buffer, pyarrow reads a column's whole part of a row group.
 _BYTES_OF_BUFFER = 2**18
 # Rows and bytes of a row group of an output. The writer holds a row group in memory, as readers do.
 _ROWS_OF_GROUP, _BYTES_OF_GROUP = 10_000, 2**26
-# A row that is too long keeps its fields of fewer characters.
+# A row that is too long keeps only the fields with fewer characters than this.
 _SHORT = 4096
 # Columns whose strings may be JSON text; a prompt never is.
 _JSON_COLUMNS = ("params", "chat_template_kwargs", "body", "messages")
@@ -166,8 +166,8 @@ def _line_of(columns: list[tuple[str, Any]], index: int) -> bytes:
 def _json_value(value: Any) -> Any:
     """A value of a table as a value of JSON.
 
-    Arrow has each field of a struct in each row. So a field that is null was not given, nor was a struct of nulls. A
-    null in a list stays.
+    Arrow stores each field of a struct in each row. So null fields and structs of nulls count as absent. A null in a
+    list stays.
 
     Raises:
         ValueError: JSON has no such value.

@@ -38,7 +38,7 @@ class Progress:
         self._bar = tqdm(total=num_rows, initial=num_finished, unit="row", desc=name, disable=not sys.stderr.isatty())
 
     def update(self, num_finished: int, num_errors: int) -> None:
-        """Shows that so many rows have finished, and that so many rows of this run are error rows."""
+        """Shows the number of rows that have finished, and of this run's error rows."""
         num_new, self._num_finished, now = num_finished - self._num_finished, num_finished, time.monotonic()
         if now - self._shown_at >= (_SECONDS_BETWEEN_LINES if self._bar.disable else _SECONDS_BETWEEN_RATES):
             self._shown_at = now

@@ -12,12 +12,13 @@ from nanovllm.sampling_params import row_seed, with_seed
 
 
 class RowParams:
-    """Makes each row's parameters from the model's, the row format's, the job's and the row's own; later ones count.
+    """Makes each row's parameters from the model's, the row format's, the job's and the row's own; later ones take
+    precedence.
 
     Args:
-        recommended: the model's.
-        params: the job's.
-        seed: the job's.
+        recommended: the model's recommended parameters.
+        params: the job's parameters.
+        seed: the job's seed.
 
     Raises:
         TypeError, ValueError: the job's parameters are wrong.
@@ -27,11 +28,11 @@ class RowParams:
         values = {each.name: getattr(recommended, each.name) for each in fields(recommended)}
         self._base = {kind: values | OPENAI_DEFAULTS.get(kind, {}) | params for kind in ("plain", *OPENAI_DEFAULTS)}
         self._seed = seed
-        SamplingParams(**self._base["plain"])  # the job's own mistakes are not those of each row
+        SamplingParams(**self._base["plain"])  # raises if the job's parameters are wrong: no row is at fault
         self._made = kept_if_short(4096, lambda kind, own: SamplingParams(**self._base[kind] | json.loads(own)))
 
     def parse(self, number: int, line: bytes) -> JobRow:
-        """The row of a line; also an error row if its parameters do not fit the job's."""
+        """Parses a line as a row, which is also an error row if its parameters do not fit the job's."""
         row = parse_row(number, line)
         if row.error is None and row.params:
             try:

@@ -94,8 +94,8 @@ class RowsRun:
             self.tail_seconds = time.monotonic() - tail_began
 
     def _prompts(self, running: _Running, given: deque[SamplingParams]) -> Iterator[Any]:
-        """Yields the prompts as the LLM asks for them; it takes a prompt's parameters right after the prompt. Rows that
-        cannot run become output rows at once."""
+        """Yields the prompts as the LLM asks for them; the LLM takes a prompt's parameters right after the prompt. Rows
+        that cannot run become output rows at once."""
         number_in_call = 0
         for row in self._planned():
             if self.num_stops:

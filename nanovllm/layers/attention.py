@@ -21,13 +21,13 @@ class Attention(nn.Module):
     Args:
         layer_index: this layer's index in the cache.
         window: number of keys that a query sees, its own included; 0 is all.
-        use_kernels: norm, rotate and store by one kernel of ours.
+        use_kernels: norm, rotate and store with one kernel of our own.
     """
 
     def __init__(self, layer_index: int, backend: AttentionBackend, window: int = 0, use_kernels: bool = False):
         super().__init__()
         self.layer_index, self.backend, self.window, self.use_kernels = layer_index, backend, window, use_kernels
-        # The kernel multiplies the scales in, except in v: a backend that reads new values needs a plain tensor.
+        # The kernel applies the scales, except to v: a backend that reads new values needs a plain tensor.
         self.accepts = Form.SCALED if use_kernels and not backend.reads_new_keys else Form.PLAIN
 
     def forward(

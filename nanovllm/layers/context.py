@@ -12,7 +12,7 @@ from nanovllm.ops.collectives import Parallel
 class LayerContext:
     """Chosen once for all layers of a model; no layer asks for it inside `forward`.
 
-    dtype, device: of parameters and activations.
+    dtype, device: dtype and device of parameters and activations.
     use_kernels: compute with our kernels instead of their plain twins.
     parallel: this rank's place among those that share the model.
     """
@@ -23,6 +23,6 @@ class LayerContext:
     parallel: Parallel = Parallel()  # noqa: RUF009 (frozen)
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-        """An uninitialised parameter; dtype: None is the context's."""
+        """An uninitialised parameter; `dtype=None` means the context's dtype."""
         tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return nn.Parameter(tensor, requires_grad=False)

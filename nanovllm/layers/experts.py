@@ -26,7 +26,7 @@ class ExpertLinear(FormattedWeight):
     """One projection of all experts. weight: [num_experts, output_size, input_size] of this rank.
 
     Args:
-        size: of an expert's MLP over all ranks.
+        size: intermediate size of an expert's MLP over all ranks.
         part: this rank's part of it, as (start, length).
     """
 
@@ -81,10 +81,10 @@ class Experts(nn.Module):
     Each expert's columns are divided over the ranks.
 
     Args:
-        size: of an expert's MLP.
+        size: intermediate size of an expert's MLP.
         renormalizes: a token's weights add up to 1.
         activation: see ops/act_and_mul.py.
-        format: of the experts' weights; None is the context's dtype.
+        format: format of the experts' weights; None is the context's dtype.
     """
 
     accepts = Form.PLAIN

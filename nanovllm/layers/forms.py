@@ -16,7 +16,7 @@ class Form(Flag):
     """Forms other than a plain tensor, which every layer accepts.
 
     QUANTIZED: rows in FP8, see Quantized.
-    SCALED: a product whose scales are still to be multiplied in, see ScaledProduct.
+    SCALED: a product whose scales are not applied yet, see ScaledProduct.
     UNFINISHED: a product in several parts, or one that is not calculated yet, see PartialSum and PendingProduct.
     """
 

@@ -54,7 +54,7 @@ class LinearBase(Packable, FormattedWeight):
     gives: the forms of results that it gives.
 
     Args:
-        format: of the weight; None is the context's dtype.
+        format: format of the weight; None is the context's dtype.
         gives: the forms that the reader of the results accepts.
     """
 
@@ -193,7 +193,7 @@ class RowParallelLinear(LinearBase):
         CausalLM.variant_key."""
         if Form.UNFINISHED not in self.gives or self.weight is None:
             return super().variant_key(num_tokens)
-        # Only a large product takes longer than the residual takes to be read and written.
+        # Only a large product takes longer than reading and writing the residual.
         is_pending = num_tokens > MAX_ROWS_IN_PARTS
         return 0 if is_pending else num_input_parts(num_tokens, *self.weight.shape[::-1])
 

@@ -1,4 +1,4 @@
-"""RMSNorm as layers: of hidden states, after the residual is added, and of every query and key head."""
+"""RMSNorm layers: for hidden states, after the residual is added, and for every query and key head."""
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ class RMSNorm(nn.Module):
     """`x / sqrt(mean(x²) + eps) × weight`, computed in float32; see ops/norm.py.
 
     Args:
-        size: of a row.
+        size: size of a row.
         offset: the loader adds it to the checkpoint's weights (1 for Gemma); such weights are kept in float32.
         gives: the forms that the reader of the results of `forward` and `reduce_add` accepts.
     """
@@ -35,7 +35,7 @@ class RMSNorm(nn.Module):
             return Form.PLAIN
         if parallel.size == 1:
             return Form.SCALED | Form.UNFINISHED
-        # Without an exchange, NCCL sums the products, so their scales must be multiplied in already.
+        # Without an exchange, NCCL sums the products, so their scales must be applied before.
         return Form.PLAIN if parallel.exchange is None else Form.SCALED
 
     def shards(self, name: str) -> Shards:
@@ -69,7 +69,7 @@ class RMSNorm(nn.Module):
             begins = residual is None
             return self.parallel.exchange.sum_add_norm(x.part, residual, self.weight, self.eps, begins, self._quantizes)
         if isinstance(x.part, ScaledProduct):
-            assert residual is not None and self.parallel.size == 1, "NCCL sums only what is scaled"
+            assert residual is not None and self.parallel.size == 1, "NCCL needs products with their scales applied"
             return add_rms_norm(x.part, residual, self.weight, self.eps, self.use_kernels, self._quantizes)
         return self._add(self.parallel.all_reduce(x.part), residual)
 
@@ -93,7 +93,7 @@ class QKNorm(nn.Module):
     weight: [num_heads + num_kv_heads, head_dim], the same row for all query heads and for all key heads.
     offset: see RMSNorm.
 
-    If Attention norms, rotates and stores by one kernel, that kernel reads `weight`, and `forward` is not called.
+    If Attention norms, rotates and stores with one kernel, that kernel reads `weight`, and `forward` is not called.
     """
 
     def __init__(

@@ -52,9 +52,9 @@ class WeightFormat(ABC):
         """The shard of a part of the weight.
 
         Args:
-            shard: the same for a weight without scales.
-            scales: of the whole weight.
-            first_row: of the weight that belongs to the part.
+            shard: the part's shard in a weight without scales.
+            scales: scales of the whole weight.
+            first_row: the part's first row in the weight.
         """
         return shard
 
@@ -81,7 +81,7 @@ class WeightFormat(ABC):
 
 
 class ChannelFp8(WeightFormat):
-    """A scale per output channel of the weight, and one per row of the inputs, which kernels before it may quantize.
+    """A scale per output channel of the weight, and one per row of the inputs, which earlier kernels may quantize.
 
     If the checkpoint has no scales, weights are quantized while they load.
     """
@@ -124,7 +124,7 @@ class ChannelFp8(WeightFormat):
 
 
 class BlockFp8(WeightFormat):
-    """A scale per block of the weight, and one per row and as many inputs as a block has: DeepSeek-V3's format."""
+    """A scale per block of the weight, and one per row and block of inputs: DeepSeek-V3's format."""
 
     def __init__(self, config: Fp8Config, context: LayerContext):
         super().__init__(config, context)
@@ -161,14 +161,14 @@ class BlockFp8(WeightFormat):
 
 
 class FormattedWeight(nn.Module):
-    """Owns the weight of a linear layer, or of one per expert, and its scales if it has a format.
+    """Owns the weight of a linear layer, or the weights of one per expert, and the scales if there is a format.
 
     weight: [output_size, input_size] of this rank, or [num_experts, output_size, input_size]. With a format, its scales
         are a parameter named as in the checkpoint.
 
     Args:
-        shape: of the weight.
-        format: of the weight; None is the context's dtype.
+        shape: shape of the weight.
+        format: format of the weight; None is the context's dtype.
     """
 
     weight: nn.Parameter | None
@@ -185,9 +185,9 @@ class FormattedWeight(nn.Module):
         """The shard of this parameter; None if the checkpoint does not have it.
 
         Args:
-            shard: of a part of the weight or bias, as if there were no format.
-            first_row: of the weight that belongs to the part.
-            expert: whose weight it is.
+            shard: the shard of a part of the weight or bias, as if there were no format.
+            first_row: the part's first row in the weight.
+            expert: the expert that the weight belongs to, if there are experts.
         """
         if self.format is None or name == "bias":
             return shard

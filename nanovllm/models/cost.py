@@ -1,4 +1,4 @@
-"""Bytes and arithmetic of a model. Memory budgets, reports and rooflines all ask these functions. No torch.
+"""Bytes and arithmetic of a model. Memory budgets, reports and rooflines all use these functions. No torch.
 
 An `itemsize` is the number of bytes of one weight, and a `kv_itemsize` that of one number in the KV cache. A
 `kv_itemsize` of 1 is a cache in FP8, which also holds scales. FLOP are floating-point operations: a multiplication and
@@ -13,7 +13,7 @@ from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.models.config import ExpertsConfig, ModelConfig
 
 _SCALE_BYTES = 4
-_MANY_TOKENS = 2**31  # a step of so many tokens reads every expert
+_MANY_TOKENS = 2**31  # a step of this many tokens reads every expert
 
 
 class Matrix(NamedTuple):
@@ -50,8 +50,8 @@ class Matrix(NamedTuple):
 def layer_matrices(config: ModelConfig, num_tokens: int = _MANY_TOKENS) -> Iterator[Matrix]:
     """The weight matrices of the layers that a step of `num_tokens` tokens reads.
 
-    A layer's experts count as often as tokens choose them if each expert is as likely as the others: one token
-    chooses `top_k`. So with one token, these are also the matrices that one token is multiplied with.
+    The number of experts that a step reads is the mean if each expert is equally likely. One token chooses `top_k`, so
+    with one token these are also the matrices that one token is multiplied with.
     """
     for index, layer in enumerate(config.layers):
         experts = config.experts if layer.has_experts else None
@@ -203,8 +203,9 @@ def step_costs(config: ModelConfig, itemsize: int, kv_itemsize: int, steps: Sequ
     """
     last_layer = f"model.layers.{config.num_hidden_layers - 1}."
     key_value_names = ("q_proj", "k_proj", "v_proj", "qkv_proj")
-    # Numbers that each token is multiplied with, and each token that samples: after the attention of the last layer, a
-    # step computes only these. The keys say whether the numbers are in FP8.
+    # Weights that each token is multiplied with, and further weights that each token that samples is multiplied with:
+    # after the attention of the last layer, a step computes only tokens that sample. The keys say whether the weights
+    # are in FP8.
     by_token, by_sampled = Counter[bool](), Counter({False: config.vocab_size * config.hidden_size})
     for matrix in layer_matrices(config, 1):
         is_of_sampled = matrix.name.startswith(last_layer) and not matrix.name.endswith(key_value_names)

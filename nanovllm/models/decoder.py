@@ -1,4 +1,4 @@
-"""Every decoder, on one page: Llama's, and where a Family's flags say so, something else."""
+"""Every decoder, on one page: Llama's, with the differences that a Family's flags describe."""
 
 from dataclasses import replace
 
@@ -190,7 +190,7 @@ class CausalLM(nn.Module):
         weight = self.model.embed_tokens.weight if tied else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context, weight)
         self.renames = config.family.renames
-        # Checkpoint tensor -> the one it must equal when a tied model stores it all the same.
+        # Checkpoint tensor -> the tensor that it must equal if a tied model's checkpoint has both.
         self.tied_weights = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
 
     def forward(

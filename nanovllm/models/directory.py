@@ -41,8 +41,8 @@ def find_model(model: str, revision: str | None, with_weights: bool = True, opti
 def checkpoint_files(directory: Path) -> Iterator[Path]:
     """The safetensors files of a checkpoint.
 
-    The files that its index names. Without an index, or if the index leaves out an existing model.safetensors, that
-    file only. Without both, all .safetensors files.
+    These are the files that its index names. Without an index, or if the index leaves out an existing
+    model.safetensors, it is that file alone. Without both, it is all .safetensors files.
 
     Raises:
         ValueError: there is no such file, or the index cannot be read, or it names a missing file or a file outside
@@ -78,6 +78,6 @@ def _hint_of_others(directory: Path) -> str:
     """Advice for a directory that holds other formats than safetensors."""
     pickled = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth") for path in directory.glob(kind))
     if pickled:
-        return f", only {', '.join(pickled[:3])}; save them anew with transformers' save_pretrained"
+        return f", only {', '.join(pickled[:3])}; save them again with transformers' save_pretrained"
     gguf = sorted(path.name for path in directory.glob("*.gguf"))
     return f", only {gguf[0]}; GGUF is not supported, get the model's safetensors" if gguf else ""

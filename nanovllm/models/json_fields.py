@@ -19,7 +19,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise ValueError(f"{path} is missing; model must be a directory in the Hugging Face layout")
     if not path.is_file():
-        raise ValueError(f"{path} is no regular file")  # reading a pipe would wait for its writer
+        raise ValueError(f"{path} is not a regular file")  # reading a pipe would wait for its writer
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # unreadable, not UTF-8, not JSON, or nested too deep

@@ -19,8 +19,8 @@ def load_weights(model: CausalLM, directory: Path) -> None:
     """Fills `model` from the safetensors files in `directory`; each rank reads only its own slices.
 
     Raises:
-        ValueError: a tensor is missing, unexpected, there twice, misshapen or unreadable, or the index names a
-            file outside the directory; the message names the tensor and the file.
+        ValueError: a tensor is missing, unexpected, stored twice, misshapen or unreadable, or the index names a file
+            outside the directory; the message names the tensor and the file.
     """
     expected = expected_tensors(model)
     paths: dict[str, Path] = {}
@@ -135,7 +135,7 @@ def fill_dummy_weights(model: nn.Module, seed: int) -> None:
 
 
 def _check_name(model: CausalLM, expected: Mapping[str, Any], name: str, tensor: Stored | Given) -> None:
-    """Raises a ValueError if the model has no use for a tensor of this name."""
+    """Raises a ValueError if the model expects no tensor of this name."""
     # Old Llama checkpoints also store frequencies, which follow from the config.
     if not (name in expected or name in model.tied_weights or name.endswith(".rotary_emb.inv_freq")):
         raise ValueError(f"unexpected {tensor.what}; the model has no such parameter")

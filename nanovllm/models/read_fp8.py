@@ -100,7 +100,7 @@ def _compressed_fp8(given: dict[str, Any]) -> Fp8Config | str:
         try:
             re.compile(pattern)
         except re.error:
-            return f"ignore holds {shown(pattern)}, which is no regular expression"
+            return f"ignore holds {shown(pattern)}, which is not a regular expression"
     return Fp8Config("weight_scale", is_per_tensor=strategy == "tensor", ignored=ignored)
 
 

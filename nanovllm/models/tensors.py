@@ -72,7 +72,7 @@ def given_tensors(weights: Iterable[Any]) -> dict[str, Given]:
     """The tensors of (name, tensor) pairs, by name.
 
     Raises:
-        TypeError: something else than such a pair.
+        TypeError: an item is not such a pair.
         ValueError: a name is given twice, or a tensor is not dense.
     """
     found: dict[str, Given] = {}
@@ -100,7 +100,7 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
         ValueError: the file cannot be read.
     """
     if not path.is_file():
-        raise ValueError(f"{path} is no regular file")  # reading a pipe would wait for its writer
+        raise ValueError(f"{path} is not a regular file")  # reading a pipe would wait for its writer
     try:
         file: Any = safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -108,5 +108,5 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
             is_pointer = content.read(24).startswith(b"version https://git-lfs")
         hint = "it is a pointer of Git LFS; run git lfs pull" if is_pointer else str(error)
         raise ValueError(f"{path} is truncated or not a safetensors file: {hint}") from None
-    # A safetensors file is no mapping.
+    # A safetensors file is not a mapping.
     return {name: Stored(f"tensor {name} in {path}", name, file) for name in file.keys()}  # noqa: SIM118

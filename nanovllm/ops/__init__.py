@@ -6,6 +6,6 @@
    two. A layer gets that choice when it is made, because `use_kernels=False` must be plain all the way through.
 
 If a kernel joins several operations, so that its plain twin is not in the same file, the docstring names the twin.
-kernel.py, dependent_launch.py, upload.py and collectives.py are the means of operations. The formats of FP8 are in
+kernel.py, dependent_launch.py, upload.py and collectives.py are helpers of the operations. The formats of FP8 are in
 quantize.py (rows and weights) and layer_cache.py (keys and values).
 """

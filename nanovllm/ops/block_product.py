@@ -1,5 +1,5 @@
 """Products of two matrices in FP8 whose scales change along the sum: each row of the inputs has a scale per block of
-columns, and each block of the weight has one. They are multiplied in block by block, which no kernel before or after
+columns, and each block of the weight has one. The scales are applied block by block, which no kernel before or after
 the product could do.
 
 The plain twin computes in float64, so a row's results do not depend on the number of rows.
@@ -37,7 +37,7 @@ class BlockWeight(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """The work of a program: a number of the result's columns. `num_stages` tiles of inputs are loaded at a time."""
+    """The work of a program: `outputs` columns of the result. It loads `num_stages` tiles of inputs at a time."""
 
     outputs: int
     num_stages: int
@@ -64,7 +64,8 @@ def _block_product_kernel(
     BLOCK_COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile of rows and outputs: place in a group of row tiles, tile of outputs, group.
+    """One program per tile of rows and outputs. The grid is (row tile in its group, tile of outputs, group of row
+    tiles).
 
     INPUTS: number of inputs that are multiplied at a time and share their scales. WIDTH: blocks per row of the weight.
     """

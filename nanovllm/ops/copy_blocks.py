@@ -17,7 +17,7 @@ def plain_copy_blocks(whole: torch.Tensor, copies: tuple[tuple[int, int], ...]) 
 
 @jit(do_not_specialize=["num_blocks"])
 def _copy_kernel(whole, sources, targets, num_blocks, size, WIDTH: tl.constexpr):
-    """One layer's keys or values of one block, or their scales."""
+    """Copies one layer's keys or values of one block, or their scales."""
     part = whole + tl.program_id(0).to(tl.int64) * num_blocks * size
     source = part + tl.load(sources + tl.program_id(1)) * size
     target = part + tl.load(targets + tl.program_id(1)) * size

@@ -30,7 +30,8 @@ def _is_supported() -> bool:
 
 _HAS_IT = _is_supported()
 IS_SUPPORTED = tl.constexpr(_HAS_IT)
-# Multiplications and additions may be fused. Triton 3.9 asks for the option, and later versions will not fuse without.
+# Multiplications and additions may be fused. Triton 3.9 asks for the option, and later versions will not fuse without
+# it.
 LAUNCH_OPTIONS = {"enable_fp_fusion": True} | ({"launch_pdl": True} if _HAS_IT else {})
 
 if _HAS_IT:

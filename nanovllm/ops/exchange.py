@@ -36,7 +36,7 @@ _Made = TypeVar("_Made")
 
 # Rows of half a mailbox. More rows go in parts. Each part costs a wait for the ranks, short compared with its rows.
 _MAX_ROWS = 2048
-# Bytes that NVLink carries during a trip: so many more may be sent to save one.
+# Bytes that NVLink carries during a trip: to save a trip, this many more bytes may be sent.
 _BYTES_OF_A_TRIP = 2**20
 
 
@@ -169,7 +169,7 @@ def _sum_add_norm_kernel(
             values += tl.load(residual + row_at, is_real, 0.0).to(tl.float32)
         rounded = values.to(total.dtype.element_ty)
         tl.store(total + row_at, rounded, is_real)
-        values = rounded.to(tl.float32)  # the norm is that of the sum as it is stored
+        values = rounded.to(tl.float32)  # the norm reads the rounded sum, as it is stored
         if NORMS:
             values *= tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps) * weights
         finished = values.to(total.dtype.element_ty)[None, :]

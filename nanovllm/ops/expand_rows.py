@@ -68,7 +68,7 @@ class ExpandedSamples(NamedTuple):
 
 
 def _aligned(dtype: torch.dtype, device: torch.device, *shape: int) -> torch.Tensor:
-    """Uninitialised memory. Its rows all begin at addresses that Triton takes for aligned, so that all sizes share a
+    """Uninitialised memory. Its rows all begin at addresses that Triton treats as aligned, so that all sizes share a
     kernel."""
     padded = torch.empty(*shape[:-1], -(-shape[-1] // 16) * 16, dtype=dtype, device=device)
     return padded[..., : shape[-1]]

@@ -172,8 +172,9 @@ def _collect(logits, length, places, low, high, found, SLOTS, SHIFT):
 
 @jit
 def _filter(logits, length, places, low, high, target, num_slots, lanes, found, top, scale, SLOTS, SHIFT):
-    """(the largest key from low on at which the mass reaches the target, `num_slots` for the logits from it on), where
-    num_slots is the maximum number of copies per group, if `found` has all logits from low on; otherwise 0."""
+    """Returns (the largest key from low on at which the mass reaches the target, `num_slots` for the logits from that
+    key on). num_slots is the maximum number of copies per group if `found` has all logits from low on; otherwise it is
+    0."""
     above = target - target
     all_slots = num_slots
     if num_slots == 0:
@@ -229,7 +230,7 @@ def _filter_row(logits, length, temperature, top_k, top_p, min_p, lanes, places,
                     masses += _masses(logits, unseen, places, cut, cut, cut, cut, top, scale)
                     total = tl.max(masses)
                     target = top_p.to(tl.float64) * total
-                    # All tokens together, if they were below this bound, would weigh less than top-p drops.
+                    # Even if all tokens were below this bound, they would weigh less than the mass that top-p drops.
                     spare = tl.log(0.5 * (1 - top_p.to(tl.float64)) * total / length)
                     bound = (top + temperature * spare).to(tl.float32)
                 low = tl.maximum(low, _key(bound, SHIFT))

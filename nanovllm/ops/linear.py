@@ -97,8 +97,8 @@ def triton_single_row_linear(
 ) -> torch.Tensor:
     """x: [1, input_size], weight: [output_size, input_size] -> `x @ weight.T + bias`, [1, output_size]
 
-    With one row nothing can be reused: the time is that of reading the weights without a pause. Each program loads its
-    first weights before the preceding kernel has ended.
+    With one row, no weight is used twice, so the time is that of reading the weights. Each program loads its first
+    weights before the preceding kernel has ended.
     """
     output_size, input_size = weight.shape
     out = torch.empty((1, output_size), dtype=x.dtype, device=x.device) if out is None else out

@@ -59,8 +59,8 @@ def _logprobs(logits: Tensor, token_ids: Tensor, divisors: Tensor, width: int) -
 
 
 def _ids_in_order(logits: Tensor, count: int) -> Tensor:
-    """int64 [num_rows, count]: the ids of the largest logits. The keys are those of the kernels' _key. No two of a row
-    are equal: among equal numbers, topk may take any."""
+    """int64 [num_rows, count]: the ids of the largest logits. The keys are those of the kernels' _key. No two keys of a
+    row are equal; among equal numbers, topk could take any."""
     bits = (logits + 0.0).view(torch.int32)  # −0 becomes 0
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
     return (keys - torch.arange(logits.shape[1], device=logits.device)).topk(count).indices

@@ -43,7 +43,7 @@ def _rms_norm_kernel(
         values *= tl.load(row_scales + program) * of_columns
     if ADDS:
         values += tl.load(residual + row + column, is_real, 0.0).to(tl.float32)
-        # The norm is that of the sum as it is stored.
+        # The norm reads the rounded sum, as it is stored.
         rounded = values.to(total.dtype.element_ty)
         tl.store(total + row + column, rounded, is_real)
         values = rounded.to(tl.float32)
@@ -107,7 +107,7 @@ def add_rms_norm(
 
     Args:
         x: [num_rows, size], or float32 [num_parts, num_rows, size], which is summed with the residual before it is
-            rounded; or, only with `use_kernels`, a product whose scales the kernel multiplies in.
+            rounded; or, only with `use_kernels`, a product whose scales the kernel applies.
         residual: [num_rows, size].
         use_kernels, quantizes: as for `rms_norm`.
     """

@@ -98,7 +98,8 @@ def plain_process_logits(
 
 
 def _rows_where(asks: Tensor) -> Tensor:
-    """bool [num_rows] -> int64, the rows for which it is True; on a GPU all rows, because to look would be to wait."""
+    """bool [num_rows] -> int64, the rows for which it is True; on a GPU all rows, because the host would have to wait
+    for the values."""
     return asks.nonzero()[:, 0] if asks.device.type == "cpu" else torch.arange(len(asks), device=asks.device)
 
 
@@ -145,7 +146,7 @@ def _penalise(out: Tensor, entries: Tensor, lengths: Tensor, tokens: Tensor, rul
 # The kernels. Each row's occurrences are counted in num_ids counters, of which only those of the history's ids are
 # touched: the dense kernel clears them, the next counts, and the last applies the penalties, for each token at the
 # first occurrence that takes its counter. So the logits are read once and written once, and the rest is a few sectors
-# per token of history. A dense pass over the counters would cost twice the bytes of the logits.
+# per token of history. A dense pass over the counters would read and write twice the bytes of the logits.
 _IN_PROMPT = tl.constexpr(1 << 30)  # in a counter, beside the number of occurrences in the completion
 
 

@@ -1,7 +1,7 @@
 """Norms (if the model does) and rotates every query and key head, and writes keys and values to their slots, in one
 kernel. In steps with prompts, a second kernel writes the values of a cache in FP8: transposed, many tokens at a time.
 
-The plain twin are the layers' own operations: QKNorm, RotaryEmbedding.rotate and a backend's store_kvcache.
+The plain twins are the layers' own operations: QKNorm, RotaryEmbedding.rotate and a backend's store_kvcache.
 """
 
 import torch

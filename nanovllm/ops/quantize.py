@@ -1,7 +1,7 @@
-"""FP8: rows of e4m3 with a scale each, and products of two such matrices before their scales are multiplied in.
+"""FP8: rows of e4m3 with a scale each, and products of two such matrices before their scales are applied.
 
-The products are limited by their bytes alone only if nothing is scaled in them. So the kernel that makes a row also
-quantizes it, and the kernel that reads a product next, which reads all of it anyway, applies both scales.
+A product is limited by memory bandwidth alone only if it applies no scales. So the kernel that makes a row also
+quantizes it, and the kernel that reads the product next, which reads all of it anyway, applies both scales.
 """
 
 import os
@@ -128,7 +128,7 @@ def empty_quantized(num_rows: int, size: int, device: torch.device) -> Quantized
 
 
 def num_warps_of_row(padded: int) -> int:
-    """For a kernel with `padded` numbers of a row per program."""
+    """The number of warps for a kernel with `padded` numbers of a row per program."""
     return max(4, min(16, padded // 512))
 
 

@@ -13,7 +13,7 @@ _TOKENS, _MAX_INPUTS = 16, 256
 
 
 class Routes(NamedTuple):
-    """Each token's experts, likeliest first; among equally likely ones, the lower number first. Both tensors are
+    """Each token's experts, most probable first; among equally probable ones, the lower number first. Both tensors are
     contiguous.
 
     experts: int32 [num_tokens, top_k]; a token's experts are all different.

@@ -16,11 +16,12 @@ from torch import Tensor
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.ops.kernel import jit, tl, triton
 
-# In place of the token of a row without one; engine/step.py has the same numbers.
+# Sentinels for a row without a token; engine/step.py has the same numbers.
 BROKEN_LOGITS, NO_TOKEN_LEFT = -1, -2
-# The minimum of temperatures before they divide, about the smallest normal number of float32.
+# Lower temperatures are raised to this before numbers are divided by them. It is about float32's smallest normal
+# number.
 COLDEST = 1.2e-38
-GROUP = 16  # successive ids that are drawn as one before one of them is drawn
+GROUP = 16  # successive ids that are first drawn as one group
 _MASK = 0xFFFFFFFF
 
 
@@ -80,7 +81,7 @@ def exponential_noise(seeds: Tensor, positions: Tensor, blocks: Tensor, stream: 
 def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...], num_rounds: int = 7) -> tuple[Tensor, ...]:
     """Philox4x32 (Salmon et al., SC 2011): four words of 32 random bits, in int64, for each counter and key.
 
-    Seven is the smallest number of rounds for which they report that it passes BigCrush.
+    Seven is the smallest number of rounds for which the authors report that it passes BigCrush.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key[0] & _MASK, key[1] & _MASK

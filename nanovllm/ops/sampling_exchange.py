@@ -1,8 +1,8 @@
 """Exchanges the ranks' data for sampling, through memory that all GPUs of the model reach directly (NVLink).
 
-A rank has some columns of the logits of all rows. If no row of the step has a filter, each rank finds the best of its
-columns, and the ranks exchange only those. Otherwise the ranks exchange the columns, so that each has some rows with
-all their columns, samples those rows, and sends the tokens to the others.
+A rank has some columns of the logits of all rows. If no row of the step has a filter, each rank finds the best token of
+its columns, and the ranks exchange only those. Otherwise the ranks exchange the columns, so that each has some rows
+with all their columns, samples those rows, and sends the tokens to the others.
 
 A rank writes its columns into its own memory, and the others read them there. It writes its tokens or scores into every
 rank's memory, and each rank reads its own. A barrier separates writing from reading. No second barrier protects the

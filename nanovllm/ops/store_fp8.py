@@ -21,7 +21,8 @@ STORE_OPTIONS = LAUNCH_OPTIONS | {"enable_fp_fusion": False}
 
 @jit
 def bits_of_peak(x):
-    """float32 [m, n] -> int32 [m, 1], the bits of each row's largest absolute number; a NaN's are larger than any."""
+    """float32 [m, n] -> int32 [m, 1], the bits of each row's largest absolute number; a NaN's bits are larger than any
+    number's."""
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)[:, None]
 
 

@@ -8,7 +8,7 @@ def upload(arrays: list[np.ndarray], device: torch.device, into: torch.Tensor | 
     """Copies the arrays to the device, through one pinned buffer and one copy, without waiting for it.
 
     Args:
-        into: contiguous, on the device: its first bytes take the arrays; None puts them into memory of their own.
+        into: contiguous, on the device; its first bytes receive the arrays. None allocates memory for them.
     """
     if device.type == "cpu" and into is None:
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]

@@ -1,7 +1,7 @@
 """Runs steps on several devices: starts a Worker process for each rank, writes them the log of the schedule, collects
 their tokens, and ends them all when one of them fails.
 
-The driver's LLMEngine holds requests and tokens. Its Scheduler takes the same decisions as every rank's own Scheduler,
+The driver's LLMEngine holds requests and tokens. Its Scheduler makes the same decisions as every rank's own Scheduler,
 because the log has each change at the point of the schedule where it took effect.
 """
 
@@ -68,7 +68,7 @@ class TensorParallelRunner(Runner):
         self._inbox: SimpleQueue = SimpleQueue()  # (rank, message)
         self._outbox: SimpleQueue = SimpleQueue()  # bytes for all ranks; None to end
         self._failure: str | None = None
-        self._troubles: list[tuple[int, Any]] = []  # messages that end it all, kept where no Ctrl-C loses them
+        self._troubles: list[tuple[int, Any]] = []  # errors and deaths of ranks, kept where Ctrl-C cannot lose them
         self._num_asked = 0  # tag 0 is that of the start
         self._num_launched = self._num_committed = 0
         self._undefined: list[str] = []
@@ -80,7 +80,7 @@ class TensorParallelRunner(Runner):
                 self._ranks.append(_start_rank(worker_module, rank, self._size))
                 level = logging.getLogger("nanovllm").getEffectiveLevel()
                 start_reader(self._ranks[rank], partial(_hear, rank, self._inbox, self._troubles))
-                with contextlib.suppress(OSError):  # its reader hears that it is gone
+                with contextlib.suppress(OSError):  # its reader notices that the rank is gone
                     self._ranks[rank].socket.sendall(frame([vars(config), rank, self._size, level, meeting_place]))
             start_writer(self._ranks, self._outbox)
             found = self._replies(0)
@@ -201,7 +201,7 @@ class TensorParallelRunner(Runner):
             if self._troubles:
                 self._explain(*self._troubles[0])
             rank, message = self._inbox.get()
-            if message[0] == tag:  # not the answer to something that was interrupted
+            if message[0] == tag:  # not the answer to an interrupted call
                 replies[rank] = message[1]
         return [replies[rank] for rank in range(self._size)]
 

@@ -1,4 +1,4 @@
-"""New weights on their way from the driver to the ranks: safetensors files in a directory that is the user's alone."""
+"""Passes new weights from the driver to the ranks, as safetensors files in a directory that only this user can open."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ from nanovllm.models.tensors import Given, Stored
 
 _MEMORY = Path("/dev/shm")  # files there are memory, which ranks read as fast as their own
 _MARGIN = 2**28
-_FILE_BYTES = 2**29  # of a file, about; the tensors of one file are copied at a time
+_FILE_BYTES = 2**29  # approximate size of a file; the tensors of one file are copied at a time
 
 
 @contextmanager

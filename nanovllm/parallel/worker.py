@@ -74,7 +74,7 @@ class Worker:
         self._config, self._runner, self._rank = config, runner, rank
         self._update: dict[str, Stored] = {}  # weights that were checked and are still to be loaded
         self._in_flight: dict[int, tuple[Step, LaunchedStep]] = {}
-        self._sampled: dict[int, list[int]] = {}  # by step, once it was waited for
+        self._sampled: dict[int, list[int]] = {}  # tokens by step, once `wait` has returned them
         self._renew()
 
     def follow(self, log: Iterator[list], reply: Any) -> None:
@@ -152,7 +152,7 @@ class Worker:
             raise RuntimeError(
                 f"the ranks diverged at step {number}, which is a bug: rank {self._rank} would compute "
                 f"{len(step.chunks)} rows, {[(seq.seq_id, num_new) for seq, num_new, _ in step.chunks[:8]]} …, the "
-                "driver other ones"
+                "driver would compute others"
             )
         self._in_flight[number] = step, self._runner.launch(step)
 
@@ -172,7 +172,7 @@ class Worker:
 
 
 def _refusal(attempt: Callable[[], None]) -> list[str] | None:
-    """Makes an attempt that changes nothing if it fails; then returns the error's type and message."""
+    """Calls `attempt`, which changes nothing if it fails. Then returns the error's type and message, else None."""
     try:
         attempt()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -198,8 +198,8 @@ def _run(inbox: Iterator, reply: Any) -> None:
         torch.cuda.set_device(device)
     # A process that can write to the store can make the ranks do anything. It is a file in a directory that only this
     # user may enter; a TCPStore would listen at a port for all users of this host. If the FileStore knew the number of
-    # ranks, it would remove the file once so many of its copies are gone. But NCCL reads the file until the end, so the
-    # driver removes it.
+    # ranks, it would remove the file once that many of its instances are gone. But NCCL reads the file until the end,
+    # so the driver removes it.
     store = dist.FileStore(f"{meeting_place}/store")
     kind, own_gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     dist.init_process_group(kind, store=store, rank=rank, world_size=size, device_id=own_gpu)

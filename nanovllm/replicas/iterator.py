@@ -1,4 +1,4 @@
-"""Deals requests out to replicas, and runs those again whose replica died."""
+"""Distributes requests to replicas, and runs requests again if their replica died."""
 
 import logging
 from collections import deque
@@ -14,14 +14,15 @@ from nanovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-# Requests that a replica has at a time, for each that it can run, or fewer if they have several completions. With one
-# batch more than runs, its planner can choose, and its steps stay full while the parent is busy. No other replica can
-# take a request that one has. So near the end of a job, more of them would keep one replica busy and the others idle.
+# Requests that a replica has at a time, per request that it can run; fewer if they have several completions. With one
+# batch waiting, its scheduler can choose, and its steps stay full while the parent is busy. Requests do not move to
+# another replica, so near the end of a job a larger number would keep one replica busy and the others idle.
 _REQUESTS_PER_PLACE = 2
-# Neighbouring prompts often begin alike, and a replica's prefix cache serves only requests that it has.
+# Neighbouring prompts often begin alike, and replicas do not share a prefix cache. So a replica gets several
+# neighbours.
 _REQUESTS_OF_PIECE = 16
-# Maximum number of requests of a replica, if one of them was unfinished when a process died: once, and twice. A request
-# that kills processes is found alone in this way, and no request beside it is taken for it.
+# Maximum number of requests of a replica if one of them was unfinished when a process died once, and twice. So a
+# request that kills processes is alone in the end, and no other request is blamed.
 _REQUESTS_AFTER_DEATHS = (16, 1)
 _MAX_DEATHS = 5  # of each replica, with no request finished in between
 
@@ -38,8 +39,8 @@ class _Request:
 class _Share:
     """A replica's part of the call.
 
-    requests: were given to it and have not come back, by number.
-    max_num_requests: how many these may be.
+    requests: the unfinished requests that it was given, by number.
+    max_num_requests: maximum number of these.
     is_in_call: whether it takes part in the call, and has not said that it is done.
     """
 
@@ -51,8 +52,9 @@ class _Share:
 class ReplicaIterator(Iterator[RequestOutput]):
     """The result of `Replicas.generate_iter`: outputs as they finish.
 
-    If a replica dies, its unfinished requests run again: in small groups, because one of them may have killed it. Those
-    of a group that dies run alone. A request that is alone when a process dies becomes an error row.
+    If a replica dies, its unfinished requests run again: in small groups, because one of them may have killed it. If a
+    process dies with such a group, each request of the group runs alone. A request that is alone when a process dies
+    becomes an error row.
 
     Args:
         pool: the replicas.
@@ -85,7 +87,7 @@ class ReplicaIterator(Iterator[RequestOutput]):
         return self._held.popleft()
 
     def drain(self) -> None:
-        """Reads no more prompts, and drops the requests that have not started. The others are finished and given out,
+        """Reads no more prompts, and drops the requests that have not started. The others are finished and returned,
         unless their replica dies. Calling it again does nothing."""
         if self.is_open and not self._is_ending:
             self._again.clear()
@@ -99,13 +101,13 @@ class ReplicaIterator(Iterator[RequestOutput]):
             self._finish()
 
     def __del__(self) -> None:
-        # Also of an object whose constructor failed.
+        # Python calls this even if the constructor failed.
         if getattr(self, "is_open", False):
             with suppress(Exception):
                 self.close()
 
     def _advance(self) -> None:
-        """Gives requests, and waits for news of the replicas."""
+        """Gives requests, and waits for messages of the replicas."""
         self._pool.check()
         shares = self._shares
         if not self._is_ending:
@@ -167,7 +169,7 @@ class ReplicaIterator(Iterator[RequestOutput]):
         return [] if self._is_exhausted or len(share.requests) + num > maximum else self._read(num)
 
     def _suspects_for(self, share: _Share) -> list[_Request]:
-        """The requests of dead replicas that this one may have beside its others."""
+        """The requests of dead replicas that this replica may take in addition to its own."""
         requests: list[_Request] = []
         left: list[_Request] = []
         for request in self._again:
@@ -183,7 +185,7 @@ class ReplicaIterator(Iterator[RequestOutput]):
     def _read(self, num: int) -> list[_Request]:
         requests: list[_Request] = []
         for pair in islice(self._source, num):
-            if pair is None:  # none is there yet
+            if pair is None:  # none is ready yet
                 return requests
             requests.append(_Request(self._num_read, *pair))
             self._num_read += 1
@@ -192,7 +194,7 @@ class ReplicaIterator(Iterator[RequestOutput]):
         return requests
 
     def _lose(self, process: ReplicaProcess) -> None:
-        """A replica died."""
+        """Handles the death of a replica."""
         share = self._shares[process]
         if self._is_ending:
             share.is_in_call = False

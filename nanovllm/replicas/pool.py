@@ -35,7 +35,8 @@ _EQUAL = ("kvcache_block_size",)
 
 
 class ReplicaProcess:
-    """A replica's process. Ctrl-C never reaches its reading thread, so its state is kept here as soon as it is heard.
+    """A replica's process. Its reading thread, which Ctrl-C cannot interrupt, stores the state of the process here at
+    once.
 
     Args:
         child: the process.
@@ -78,7 +79,7 @@ class ReplicaProcess:
         self._inbox.put((self, message))
 
     def death(self) -> str:
-        """How it ended. Returns once its memory is free."""
+        """Says how the process ended. Returns once its memory is free."""
         how = self.child.death()
         self._outbox.put(None)
         deadline = time.monotonic() + _SECONDS_TO_END
@@ -134,7 +135,7 @@ class ReplicaPool:
             raise
 
     def check(self) -> None:
-        """Raises the error that ended all replicas, or of a replica that could not start."""
+        """Raises the error that ended all replicas, or that of a replica that could not start."""
         if self._failure is not None:
             raise RuntimeError(f"{self._failure}; make new Replicas")
         if os.getpid() != self._parent:

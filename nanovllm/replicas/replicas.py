@@ -1,4 +1,4 @@
-"""`Replicas`: several LLMs in processes of their own, with the face that a job sees of one LLM."""
+"""`Replicas`: several LLMs in processes of their own, with the part of LLM's interface that a job uses."""
 
 import os
 import weakref
@@ -20,10 +20,10 @@ class Replicas:
 
     Args:
         model: as for LLM.
-        data_parallel_size: how many. Each takes `tensor_parallel_size` GPUs of this host, from the first on; on a CPU,
-            they share CPUs and memory.
+        data_parallel_size: number of replicas. Each takes `tensor_parallel_size` GPUs of this host, from the first on;
+            on a CPU, they share CPUs and memory.
         replica_module: the module that a replica runs.
-        engine_options: of each LLM.
+        engine_options: options of each LLM.
 
     Raises:
         TypeError, ValueError: an option of the wrong type or value; too few GPUs.
@@ -49,13 +49,13 @@ class Replicas:
         *,
         ordered: bool = False,
     ) -> ReplicaIterator:
-        """As LLM.generate_iter, in no order: `request_id` tells a prompt's number.
+        """Like LLM.generate_iter, but in no order: `request_id` is the prompt's number.
 
         Requests of a replica that dies run again in another process. See ReplicaIterator.
 
         Raises:
             ValueError: `ordered` is True.
-            RuntimeError: they are closed or failed, or an iterator of theirs has not finished.
+            RuntimeError: the replicas are closed or have failed, or their last iterator has not finished.
         """
         if ordered:
             raise ValueError("replicas give results as they finish; leave ordered=False and sort by request_id")
@@ -73,7 +73,7 @@ class Replicas:
         return iterator
 
     def metrics(self) -> dict[str, Any]:
-        """Those of LLM.metrics, summed over the replicas; they may be some tenths of a second old."""
+        """LLM.metrics, summed over the replicas; the numbers may be some tenths of a second old."""
         return merged_metrics([process.metrics for process in self._pool.processes], self._pool.of_dead)
 
     def close(self) -> None:

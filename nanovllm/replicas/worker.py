@@ -1,4 +1,4 @@
-"""One replica of a model, as a process of its own: an LLM that completes prompts which come through a socket.
+"""One replica of a model, as a process of its own: an LLM that completes the prompts from a socket.
 
 `ReplicaPool` starts it. The parent sends ("requests", call, [(number, prompt, parameters), …]), then ("end", call),
 ("drain", call) or ("abort", call); and ("close", 0). The answers are ("output", call, RequestOutput, metrics), where
@@ -29,7 +29,7 @@ _SECONDS_BETWEEN_METRICS = 0.2
 dumps, loads = pickle.dumps, pickle.loads
 
 
-# Its number in the parent's call, its prompt and its parameters.
+# A request's number in the parent's call, its prompt and its parameters.
 _Request = tuple[int, Any, SamplingParams]
 
 
@@ -61,7 +61,8 @@ class _Call:
         self._reply(("done", self._number, llm.metrics()))
 
     def _prompts(self) -> Iterator[Any]:
-        """It ends only when all requests have come back, because only the asking for prompts hears the parent."""
+        """Yields prompts. It ends only when all requests have finished, because the parent's messages are read only
+        here."""
         request_ids = count()
         while True:
             self._hear(waits=not (self._waiting or self._running or self._has_ended))
@@ -109,7 +110,7 @@ def _run(inbox: "SimpleQueue[Any]", reply: Callable[[Any], None]) -> None:
     with LLM(**options) as llm:
         reply(("ready", llm.engine.info.max_num_seqs, llm.metrics(), llm.engine.runner.pids()))
         while (message := inbox.get())[0] != "close":
-            if message[0] == "requests":  # else it came for a call that was over
+            if message[0] == "requests":  # other messages are for a call that is over
                 _Call(message[1], message[2], inbox, reply).run(llm)
     os._exit(0)  # the parent waits; taking the interpreter down would take another second
 

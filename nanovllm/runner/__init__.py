@@ -1,1 +1,1 @@
-"""The device's half of a step: what it knows of each sequence, the KV cache, captured steps, the model's run."""
+"""The device's side of a step: its table of sequences, the KV cache, captured steps and the model's forward pass."""

@@ -19,7 +19,7 @@ def _cublas_lt() -> Iterator[None]:
     """Context manager in which matrix products come from cuBLASLt. For few rows it chooses better kernels than cuBLAS,
     and for many rows nearly always the same.
 
-    PyTorch knows this choice only for the process as a whole: another thread's products may come from there too.
+    PyTorch's setting applies to the whole process, so another thread's products may use cuBLASLt too.
     """
     before = torch.backends.cuda.preferred_blas_library()
     _without_warnings(partial(torch.backends.cuda.preferred_blas_library, "cublaslt"))  # it is called experimental
@@ -32,8 +32,8 @@ def _cublas_lt() -> Iterator[None]:
 def _without_warnings(function: Callable[[], Any]) -> None:
     """Calls a function of PyTorch without its warnings.
 
-    A function that is a bare binding of C++ writes its warnings to standard error, where Python cannot stop them. Below
-    a method of a tensor, PyTorch makes them warnings of Python.
+    A bare C++ binding writes its warnings to standard error, where Python cannot suppress them. If a tensor's method
+    calls the function, PyTorch turns them into Python warnings.
     """
 
     def called(number: float) -> float:
@@ -75,19 +75,18 @@ class CudaGraphs:
     def clear(self) -> None:
         """Frees the memory of all that is captured. The kernels stay loaded, so nothing is tried again."""
         self._captured = {}
-        self._pool = torch.cuda.graph_pool_handle()  # PyTorch does not take up a pool whose last graph is gone
+        self._pool = torch.cuda.graph_pool_handle()  # PyTorch cannot reuse a pool whose last graph is gone
 
     def run(self, key: Hashable, function: Callable[[], Any], kind: Hashable = None) -> Any:
         """Replays `function`, after capturing it if the key is new.
 
         Args:
             key: names the function and every size in it.
-            function: only launches kernels, on state that lies in fixed places; returns a tensor or None.
-            kind: functions of one kind need the same kernels, so that only the first one is tried before its capture.
+            function: only launches kernels, on state at fixed addresses; returns a tensor or None.
+            kind: functions of one kind need the same kernels, so only the first one is tried before its capture.
 
         Returns:
-            What the function returned when it was captured, which the next replay overwrites; without a graph, what it
-            returns now.
+            The captured call's result, which the next replay overwrites; without a graph, the result of this call.
         """
         if key not in self._captured:
             self.capture(key, function, kind)
@@ -110,7 +109,7 @@ class CudaGraphs:
                 torch.cuda.empty_cache()  # which the allocator does by itself, but not during a capture
                 self._captured[key] = self._record(function)
         except torch.cuda.OutOfMemoryError:
-            if not self._is_alone:  # the others count on this rank to take part
+            if not self._is_alone:  # the other ranks need this one to take part
                 raise torch.cuda.OutOfMemoryError(
                     f"too little GPU memory for a CUDA graph of {key}; {_ADVICE}"
                 ) from None
@@ -119,7 +118,7 @@ class CudaGraphs:
             self._captured[key] = None
 
     def _try(self, function: Callable[[], Any]) -> None:
-        """Compiles kernels and loads libraries, which a capture may not.
+        """Compiles kernels and loads libraries, which is not allowed during a capture.
 
         The step is parked on the current stream, and only `function` runs on the stream of the captures. With both
         there, captured decodes of many rows were 2% slower (H200, CUDA 13.0), because kernels began later. The cause is
@@ -137,8 +136,8 @@ class CudaGraphs:
     def _record(self, function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         with torch.cuda.stream(self._stream), _cublas_lt():
             graph = torch.cuda.CUDAGraph()
-            # Not torch.cuda.graph(), which collects garbage and empties the cache each time. What might break a
-            # capture is forbidden to this thread alone: other engines may be at work.
+            # Not torch.cuda.graph(), which collects garbage and empties the cache each time. Calls that might break the
+            # capture are forbidden only in this thread, because other engines may be running.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 outputs = function()

@@ -1,4 +1,4 @@
-"""What an option means here: which device, which dtype."""
+"""Turns options into the device and the dtypes that they mean on this machine."""
 
 import torch
 
@@ -41,7 +41,7 @@ def dtype_of(wanted: str, of_checkpoint: str | None, device: torch.device) -> to
 def fp8_of(
     wanted: str | None, of_checkpoint: Fp8Config | None, dtype: torch.dtype, device: torch.device
 ) -> Fp8Config | None:
-    """How linear layers get weights in FP8, if they do; a ValueError if FP8 cannot be computed here."""
+    """How linear layers get weights in FP8, or None; a ValueError if FP8 cannot be computed here."""
     fp8 = Fp8Config() if wanted == "fp8" and of_checkpoint is None else of_checkpoint
     if fp8 is None:
         return None

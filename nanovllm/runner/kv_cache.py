@@ -11,7 +11,7 @@ from nanovllm.ops.quantize import E4M3
 
 @dataclass(frozen=True)
 class KVCache:
-    """The memory of all blocks, and the part of each layer.
+    """The memory of all blocks, and each layer's part of it.
 
     tensors: the whole memory, contiguous, each [num_parts, num_layers, num_blocks, …].
     layers: views of them.
@@ -34,21 +34,21 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the blocks take on the device, whether or not the memory is there."""
+        """Bytes that the blocks take on the device, even if the memory is released now."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def nbytes_held(self) -> int:
-        """Bytes of memory that is there: none of it is during sleep."""
+        """Bytes that are allocated now; 0 during sleep."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
 
     def release(self) -> None:
-        """Frees the memory, but for the tensors themselves."""
+        """Frees the memory; the tensor objects stay."""
         for tensor in self.tensors:
             tensor.untyped_storage().resize_(0)
 
     def restore(self) -> None:
-        """Brings the memory back, but not its contents. Without a `release` it does nothing."""
+        """Allocates the memory again; its contents are lost. Without a `release` it does nothing."""
         for tensor in self.tensors:
             if tensor.untyped_storage().nbytes() == 0:
                 tensor.untyped_storage().resize_(tensor.nbytes)

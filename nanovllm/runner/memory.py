@@ -1,7 +1,7 @@
-"""Bytes and budgets: how many blocks the KV cache gets, and which sizes fit. Functions of numbers.
+"""Memory budgets: how many blocks the KV cache gets, and which sizes fit.
 
-The number of blocks follows from what a GPU has left after the weights and a trial of the largest step, or from a CPU's
-free RAM.
+The number of blocks follows from the memory that a GPU has left after the weights and a trial of the largest step, or
+from a CPU's free RAM.
 """
 
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ from nanovllm.runner.step_sizes import StepSizes
 _GIB = 2**30
 # A KV cache on a CPU takes at most half of the free memory, and no more than this unless one sequence needs it.
 _USUAL_CPU_CACHE_BYTES = 4 * _GIB
-# Left free on a GPU whatever else holds: kernels are loaded late, and other programs grow.
+# Always left free on a GPU, because kernels are loaded late and other programs grow.
 _GPU_MARGIN = _GIB // 2
-# More sequences bring little (docs/record.md), and fewer are better than ones that wait for blocks.
+# More sequences gain little (docs/record.md), and fewer are better than sequences that wait for blocks.
 _MAX_SEQS_ON_GPU, _MAX_SEQS_ON_CPU, _MIN_SEQS, _TOKENS_OF_A_SEQUENCE = 1024, 512, 16, 256
 
 
@@ -27,8 +27,11 @@ _MAX_SEQS_ON_GPU, _MAX_SEQS_ON_CPU, _MIN_SEQS, _TOKENS_OF_A_SEQUENCE = 1024, 512
 class MemoryUse:
     """The device's memory as it was measured, in bytes.
 
-    total: all there is; free_at_start: before anything was loaded; free: with weights and libraries loaded;
-    activations: what the largest step takes while it runs; graphs: kept for captured steps.
+    total: all of it.
+    free_at_start: free before anything was loaded.
+    free: free with weights and libraries loaded.
+    activations: taken by the largest step while it runs.
+    graphs: kept for captured steps.
     """
 
     total: int
@@ -41,15 +44,15 @@ class MemoryUse:
 def num_kvcache_blocks(
     config: Config, memory: MemoryUse, block_bytes: int, blocks_of_longest: int, max_num_seqs: int, is_gpu: bool
 ) -> int:
-    """Blocks of the KV cache: those asked for if they fit, else as many as fit and can be used.
+    """Blocks of the KV cache: the number that was asked for, else as many as fit and can be used.
 
     Args:
-        block_bytes: of a block in all layers.
+        block_bytes: bytes of a block in all layers.
         blocks_of_longest: blocks of one sequence of max_model_len tokens.
-        max_num_seqs: most sequences that run at a time.
+        max_num_seqs: maximum number of sequences that run at a time.
 
     Raises:
-        RuntimeError: too little memory; says how much is missing and what to lower.
+        RuntimeError: too little memory; the message says how much is missing and which option to lower.
     """
     if is_gpu:
         allowed = min(config.gpu_memory_utilization * memory.total, memory.free_at_start - _GPU_MARGIN)
@@ -87,10 +90,10 @@ def num_kvcache_blocks(
 def graph_bytes(
     activations: int, num_tokens: int, sizes: StepSizes, vocab_size: int, itemsize: int, parallel: Parallel
 ) -> int:
-    """Bytes to set aside for captured steps: kernels' code, what the steps keep, what logits processors need, and the
-    largest step's activations twice (trial and capture).
+    """Bytes to set aside for captured steps: kernels' code, memory that the steps keep, memory of logits processors,
+    and the largest step's activations twice (trial and capture).
 
-    activations: of a step of `num_tokens` tokens.
+    activations: bytes of a step of `num_tokens` tokens.
     """
     if not sizes.are_captured:
         return 0
@@ -114,7 +117,7 @@ def check_graphs_fit(min_free: int, free: int) -> None:
 
 
 def check_room_to_wake_up(weights: int, kv_cache: int, step: int, free: int, device: torch.device) -> None:
-    """Raises a RuntimeError if what slept does not fit; all are bytes."""
+    """Raises a RuntimeError if the sleeping model does not fit; all numbers are bytes."""
     needed = weights + kv_cache + step
     if needed > free:
         raise RuntimeError(
@@ -139,8 +142,8 @@ def default_max_num_seqs(config: Config, weight_bytes: int, token_bytes: int, fr
     """How many sequences run at a time by default: as many as keep the device busy, if the cache holds them.
 
     Args:
-        weight_bytes: of the model, about.
-        token_bytes: of one token's keys and values.
+        weight_bytes: approximate bytes of the model's weights.
+        token_bytes: bytes of one token's keys and values.
         free: bytes on the device before anything is loaded.
     """
     budget = config.gpu_memory_utilization * free - weight_bytes if is_gpu else min(free / 2, _USUAL_CPU_CACHE_BYTES)
@@ -152,7 +155,8 @@ def default_max_num_seqs(config: Config, weight_bytes: int, token_bytes: int, fr
 
 @contextmanager
 def explained_out_of_memory(what: str, device: torch.device) -> Iterator[None]:
-    """Context manager that turns a GPU's lack of memory into a RuntimeError: `what` did not fit, and what to do."""
+    """Context manager that turns a GPU's lack of memory into a RuntimeError that says that `what` did not fit, and how
+    to make room."""
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:

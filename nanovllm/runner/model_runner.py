@@ -1,4 +1,4 @@
-"""One device's life cycle: start, weights, sleep, close. Its steps are the StepProgram's."""
+"""One device's life cycle: start, weights, sleep, close. The StepProgram computes the steps."""
 
 import logging
 import sys
@@ -62,13 +62,13 @@ class ModelRunner(Runner):
     def __init__(self, config: Config, parallel: Parallel = Parallel()):  # noqa: B008 (frozen)
         self.settings = settings = read_settings(config, parallel)
         self._sleep_level = 0  # of the last `sleep`, until it is undone
-        self._undefined: set[str] = set()  # tensors of the checkpoint whose parameters hold no or mixed values
+        self._undefined: set[str] = set()  # tensors of the checkpoint whose parameters lack values or mix old and new
         handled = sys.exc_info()[1]  # the caller may make an LLM in an `except` block
         try:
             with on_device(settings.device), explained_out_of_memory("the engine", settings.device):
                 self.program, self._bytes_of_step = start(settings)
         except BaseException as error:
-            _release_locals(error, handled)  # so that another try finds the memory
+            _release_locals(error, handled)  # so that another attempt finds the memory free
             _empty_cache(settings.device)
             raise
         program, model_config, cache = self.program, settings.model_config, self.program.kv_cache
@@ -113,7 +113,7 @@ class ModelRunner(Runner):
         self.load_update(tensors)
 
     def check_update(self, tensors: Tensors) -> None:
-        """Raises a ValueError if `load_update` could not copy these. Ranks may check all before one of them copies."""
+        """Raises a ValueError if `load_update` could not copy these. So all ranks can check before any rank copies."""
         loader.check_update(self.program.model, tensors)
 
     def load_update(self, tensors: Tensors) -> None:
@@ -155,7 +155,8 @@ class ModelRunner(Runner):
             raise
 
     def restore(self) -> None:
-        """Brings back what `sleep` took, except the captured steps. After an exception the runner sleeps as before."""
+        """Brings back the memory that `sleep` freed, except the captured steps. After an exception the runner sleeps as
+        before."""
         settings, program = self.settings, self.program
         try:
             with on_device(settings.device), torch.no_grad(), explained_out_of_memory("what slept", settings.device):
@@ -205,7 +206,7 @@ def start(settings: Settings) -> tuple[StepProgram, int]:
     if sizes.are_captured:
         graphs = CudaGraphs(program.table.parked, device, program.parallel.size == 1, program.parallel.calls_nccl)
         program = replace(program, sizes=sizes, graphs=graphs)
-    # After the captures, the rest must still be free: for activations, and for other programs.
+    # After the captures, the memory for activations and for other programs must still be free.
     _capture(settings, program, settings.free_bytes() - use.graphs)
     return program, use.activations
 
@@ -279,7 +280,7 @@ def _capture(settings: Settings, program: StepProgram, min_free: int) -> None:
 
 
 def _with_exchanges(settings: Settings) -> Parallel:
-    """The same ranks, which reach each other's memory without NCCL where the GPUs can."""
+    """The same ranks, but they reach each other's memory directly, without NCCL, if the GPUs can."""
     parallel = settings.parallel
     if parallel.size == 1 or not settings.is_gpu or not settings.use_kernels:
         return parallel
@@ -300,7 +301,7 @@ def _with_exchanges(settings: Settings) -> Parallel:
 
 @torch.inference_mode()
 def pack_weights(model: CausalLM) -> None:
-    """Lets the linear layers trade their weights for a layout that the device multiplies faster."""
+    """Replaces the linear layers' weights by a layout that the device multiplies faster, where there is one."""
     for module in model.modules():
         if isinstance(module, Packable):
             module.pack()

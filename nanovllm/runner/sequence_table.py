@@ -1,4 +1,4 @@
-"""The running sequences as the device knows them, and the rows of the step at hand.
+"""The running sequences as the device knows them, and the rows of the current step.
 
 The device keeps each running sequence in an entry of the table: its tokens, its block table and its sampling settings.
 A step is nothing but rows: entry, keys, first token. `send` brings the device up to date with a step, and `batch` turns
@@ -33,12 +33,12 @@ _WIDTHS = (1, 2, 6, 11, 21, 1 + MAX_LOGPROBS)
 
 
 class SentStep(NamedTuple):
-    """A step that was sent to the device. A capture knows the size alone.
+    """A step that was sent to the device. A capture has only the size.
 
     size: how large it is, with padding.
     rows: its rows.
     is_captured: whether it runs as CUDA graphs.
-    needs: what its rows ask of the sampler.
+    needs: the features that its rows need from the sampler.
     """
 
     size: StepSize
@@ -57,7 +57,7 @@ class Batch:
     """The inputs of one step, on the device.
 
     token_ids, positions: int64 [num_tokens].
-    metadata: for attention; its plan is still to be made.
+    metadata: for attention, still without its plan.
     """
 
     token_ids: torch.Tensor
@@ -72,7 +72,7 @@ class SequenceTable:
         max_num_seqs: entries; one more is for padding.
         max_model_len: tokens of an entry.
         vocab_size: token ids are below it.
-        max_num_tokens: of a step, at most.
+        max_num_tokens: maximum number of tokens of a step.
         sharing: the attention backend that reads keys once for all decodes that share them. None reads every key for
             each decode.
         sampled_multiple: the number of sampled rows is padded to a multiple of it.
@@ -109,7 +109,7 @@ class SequenceTable:
         self._lines = zeros(torch.int32, 1 + num_entries + sampled_multiple, 4)
         self._samples = ExpandedSamples.empty(num_entries + sampled_multiple, len(self._table.settings), device)
         max_num_tiles = max_num_tokens // QUERY_TILE + min(max_num_seqs, max_num_tokens) + 1
-        # Twice: all tiles, and then those with tokens after which a row samples.
+        # Two lists: all tiles, then the tiles with tokens after which a row samples.
         self._tiles = zeros(torch.int32, 2 * max_num_tiles, 4)
         num_splits = 0 if sharing is None else sharing.max_num_shared_splits
         self._shared = SharedPrefixes(
@@ -118,15 +118,17 @@ class SequenceTable:
             members=zeros(torch.int32, num_splits),
             num_shared=zeros(torch.int32, max_num_seqs),
         )
-        # By entry, whose tokens and blocks the device has. The sequences have the same blocks in lists. Making arrays
-        # of those in each step would take longer than finding what they share.
+        # For each entry, the tenant whose tokens and blocks the device has, and copies of the blocks. The sequences
+        # have the same blocks as lists, but converting lists in each step would take longer than finding shared
+        # prefixes.
         self._tenants = np.full((num_entries, 2), -1, np.int64)
         self._block_tables = np.zeros(self._table.block_tables.shape, np.int32)
         self._num_blocks = np.zeros(num_entries, np.int64)
         self._has_filters = np.zeros(num_entries, bool)
         self._ruled_until = np.zeros(num_entries, np.int64)
         self._logprobs_widths = np.zeros(num_entries, np.int64)
-        # Of the decodes whose shared keys were last looked for: tenants and split lengths, and whether any are shared.
+        # The decodes that were last searched for shared keys: their tenants and split lengths, and whether they share
+        # any.
         self._grouped, self._is_grouped = np.zeros((0, 3), np.int64), False
 
     @property
@@ -162,13 +164,14 @@ class SequenceTable:
             self._num_blocks[rows.entries] = rows.num_blocks
 
     def _group_prefixes(self, rows: StepRows, num_decodes: int) -> bool:
-        """Whether the step's decodes share keys that are read once for all of them. The device knows which, then."""
+        """Whether the step's decodes share keys that are read once for all of them. If so, their groups are on the
+        device."""
         decodes = slice(num_decodes)
-        # Without a hit when they were admitted, sequences seldom share keys. One that came back after preemption may;
-        # it is not looked for.
+        # Sequences that had no cache hit when they were admitted seldom share keys. A sequence that came back after
+        # preemption may, but this search ignores it.
         if self._sharing is None or not rows.num_cached[decodes].any():
             return False
-        # The groups of some rows hold while the rows go on decoding, until one of them gets longer splits.
+        # Groups stay valid while the same rows decode, until one of them gets longer splits.
         context_lens = rows.context_lens[decodes]
         grouped = np.column_stack((rows.tenants[decodes], self._sharing.split_lengths(context_lens)))
         if not np.array_equal(grouped, self._grouped):
@@ -215,7 +218,7 @@ class SequenceTable:
             upload([tiles], self._device, into=self._tiles)
 
     def _admit(self, sequences: list[Sequence], entries: np.ndarray) -> None:
-        """Sends all that the host knows of sequences that are new in their entries, except their blocks."""
+        """Sends all data of sequences that are new in their entries, except their blocks."""
         params = [seq.sampling_params for seq in sequences]
         temperatures = np.array([_temperature(p.temperature) for p in params], np.float32)
         top_ks = np.array([p.top_k if p.top_k < self._vocab_size else 0 for p in params], np.int32)
@@ -243,7 +246,7 @@ class SequenceTable:
         self._table.seeds.index_copy_(0, on_device, seeds)
 
     def _send_blocks(self, sequences: list[Sequence], entries: np.ndarray) -> None:
-        """Sends the blocks that sequences got since the device last heard of them."""
+        """Sends the blocks that sequences got since the last step that had them."""
         width = self._table.block_tables.shape[1]
         places: list[int] = []
         blocks: list[int] = []
@@ -314,7 +317,8 @@ class SequenceTable:
 
 
 def logprobs_width(num_logprobs: int) -> int:
-    """Columns for so many log-probabilities and the token's own: one of few widths, so that few steps are captured."""
+    """Columns for this many log-probabilities and the token's own. There are few widths, so that few steps are
+    captured."""
     return _WIDTHS[bisect_left(_WIDTHS, 1 + num_logprobs)]
 
 

@@ -23,9 +23,9 @@ class Settings:
 
     config: the options.
     parallel: this rank's place.
-    directory: the model's.
+    directory: the model's directory.
     model_config: with the weights' format that was asked for, and without windows that no sequence outgrows.
-    device, dtype: of weights and activations.
+    device, dtype: those of weights and activations.
     kv_cache_dtype: see KVCacheLayout.
     max_model_len, max_num_seqs: the limits that the engine keeps to.
     use_kernels: compute with our kernels.
@@ -89,5 +89,5 @@ def read_settings(config: Config, parallel: Parallel) -> Settings:
 
 
 def _free_share(device: torch.device, parallel: Parallel) -> int:
-    """Free bytes for this rank: the ranks have a GPU each, or one CPU together."""
+    """Free bytes for this rank: each rank has its own GPU, or all ranks share one CPU."""
     return free_bytes(device) // (1 if device.type == "cuda" else parallel.size)

@@ -1,4 +1,4 @@
-"""What a launched step computes, and its way from the device to the host."""
+"""The results of a launched step, and their transfer from the device to the host."""
 
 from collections.abc import Callable
 
@@ -10,11 +10,11 @@ from nanovllm.layers.sampler import Sampled
 
 
 class StepInFlight:
-    """What a launched step computes: on the device now, on the host once `wait` returns.
+    """The results of a launched step: on the device at first, on the host once `wait` returns.
 
     Args:
-        sampled: what the step sampled; or, while it waits for the masks of its constrained rows, a function of the
-            masks (see LaunchedStep) that samples.
+        sampled: the sampled tokens; or, while the step waits for the masks of its constrained rows, a function that
+            takes the masks (see LaunchedStep) and samples.
         scores: the numbers of the prompts' tokens that are scored, as `Sampled.logprobs`.
     """
 

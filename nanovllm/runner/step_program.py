@@ -99,7 +99,7 @@ class StepProgram:
         entries = np.array([seq.entry for seq in step.constrained], np.int64)
         return StepInFlight(partial(self._constrain_and_sample, sample, entries, num_sampled), scores)
 
-    # The two halves, which are captured apart
+    # The two halves, which are captured separately
 
     def forward_half(self, size: StepSize) -> Half:
         """Writes the hidden states of all rows that may sample to `hidden_states`."""
@@ -111,13 +111,13 @@ class StepProgram:
         return Half(("forward", size), partial(self._forward_rows, SentStep(size), out), kind)
 
     def sampling_half(self, num_sampled: int, needs: SamplingNeeds) -> Half:
-        """Samples from what the forward half left."""
+        """Samples from the hidden states that the forward half wrote."""
         hidden_states = self.hidden_states[:num_sampled]
         kind = "sample", num_sampled == 1, num_sampled % 16, needs
         return Half(("sample", num_sampled, needs), partial(self._sample, hidden_states, needs), kind)
 
     def _variant_key(self, size: StepSize) -> Hashable:
-        """Equal for sizes for which layers and attention choose the same kernels."""
+        """A key that is equal for sizes at which layers and attention choose the same kernels."""
         if size not in self._variant_keys:
             has_prompts = size.num_tiles > 0
             attention = self.backend.variant_key(size.max_num_decodes, has_prompts)
@@ -143,7 +143,7 @@ class StepProgram:
         """
         last_tokens, _ = self.table.sampled(sent.size.num_sampled)
         if sent.size.num_tiles and self.parallel.exchange is None:
-            # For most tokens of prompts, only keys and values of the last layer are read.
+            # For most prompt tokens, only the last layer's keys and values are read later.
             hidden_states = self._forward(sent, last_tokens)
             return hidden_states if out is None else out.copy_(hidden_states)
         return torch.index_select(self._forward(sent), 0, last_tokens, out=out)
@@ -197,7 +197,8 @@ class StepProgram:
     def _constrain_and_sample(
         self, sample: Callable[[], Sampled], entries: np.ndarray, num_sampled: int, masks: np.ndarray, rows: list[int]
     ) -> Sampled:
-        """The second half of a step with constrained rows; `entries` are theirs, masks and rows as LaunchedStep's."""
+        """The second half of a step with constrained rows, whose entries are `entries`; for masks and rows see
+        LaunchedStep."""
         with on_device(self.device):
             self.table.rules.constrain(entries[rows], masks)
             return sample().first(num_sampled)
@@ -206,7 +207,8 @@ class StepProgram:
 @contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
     """Context manager in which a step may be launched on `device`."""
-    # Triton launches on the current device, whatever its tensors say. Autocast is the caller's, not ours.
+    # Triton launches on the current device, even if its tensors are on another. The caller's autocast must not change
+    # steps.
     current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with torch.autocast(device.type, enabled=False), current:
         yield

@@ -21,11 +21,11 @@ _MIN_TOKENS_BESIDE_DECODES = 512  # matrix products of fewer rows waste a GPU
 class StepRows(NamedTuple):
     """A step's chunks as columns, int64 [num_rows] each: all that the host says about it, gathered in one pass.
 
-    tenants: [num_rows, 2], the name of one admission of one request: its id, and how often it was preempted before.
+    tenants: [num_rows, 2], the request's id and how often it was preempted, which together identify one admission.
     entries: the row's place in the SequenceTable.
-    num_new_tokens, context_lens: tokens to compute, and keys once they are computed.
+    num_new_tokens, context_lens: number of tokens to compute, and of keys after the step.
     samples: 1 for rows that sample.
-    num_blocks: in the row's block table.
+    num_blocks: number of blocks in the row's block table.
     num_cached: prompt tokens that the prefix cache served.
     """
 
@@ -164,20 +164,20 @@ class StepSizes:
         return StepSize(num_rows, num_tokens, self.padded_sampled(num_rows), num_tiles, num_rows, num_tokens, False)
 
     def padded_sampled(self, num_sampled: int) -> int:
-        """The next number of rows that the ranks can share evenly."""
+        """The number of rows, rounded up so that the ranks can share them evenly."""
         return _padded(num_sampled, self.sampled_multiple)
 
     def padded_rows(self, num_rows: int) -> int:
-        """The number of rows of the captured decodes that serve so many."""
+        """The number of rows of the smallest captured decode step that has room for this many."""
         return self.decode_sizes[bisect_left(self.decode_sizes, num_rows)]
 
     def sizes_to_capture(self) -> list[StepSize]:
-        """The sizes of forward halves that the first requests will want, largest first."""
+        """The sizes of forward halves that the first requests will need, largest first."""
         sizes = [*map(self.prompt_size, self.prompt_sizes), *map(self.decode_size, self.decode_sizes)]
         return sorted(sizes, key=lambda size: size.num_tokens, reverse=True)
 
     def sampled_to_capture(self) -> list[int]:
-        """The numbers of rows of sampling halves that the first requests will want, largest first."""
+        """The numbers of rows of sampling halves that the first requests will need, largest first."""
         return list(dict.fromkeys(map(self.padded_sampled, reversed(self.decode_sizes))))
 
 

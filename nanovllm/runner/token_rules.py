@@ -1,7 +1,7 @@
 """The penalties, biases and bans of the running sequences, by entry of the SequenceTable.
 
-The tensors are made wider when a sequence brings more than fits. `version` names the tensors at hand: a captured step
-that reads them holds for one version.
+If a sequence's rules do not fit, wider tensors replace the old ones. `version` identifies the current tensors: a
+captured step that reads them is valid for one version.
 """
 
 import numpy as np
@@ -12,14 +12,14 @@ from nanovllm.ops.process_logits import ALWAYS, Edits, TokenRules, edits_of, pac
 from nanovllm.ops.upload import upload
 
 _NO_PENALTIES = (1.0, 0.0, 0.0)
-_NARROWEST = 8  # edits, and numbers of their prefixes, that an entry has room for at first
+_NARROWEST = 8  # initial room of an entry for edits, and for the tokens of their prefixes
 
 
 class TokenRulesTable:
     """TokenRules for `num_entries` entries, the last of which is padding and stays without rules.
 
     tensors: the rules.
-    version: 1, and one more whenever the tensors are made anew.
+    version: 1 at first; it grows by 1 whenever the tensors are replaced.
     """
 
     def __init__(self, num_entries: int, vocab_size: int, device: torch.device):
@@ -30,7 +30,7 @@ class TokenRulesTable:
         self.version = 1
 
     def admit(self, sequences: list[Sequence], entries: np.ndarray) -> np.ndarray:
-        """Takes the rules of sequences that are new in their entries.
+        """Stores the rules of sequences that are new in their entries.
 
         Returns:
             int64 [num_seqs], the length from which on a sequence's rules no longer change anything; 0 without rules.
@@ -45,8 +45,8 @@ class TokenRulesTable:
         return until
 
     def mask_buffer(self, num_rows: int) -> np.ndarray:
-        """See Runner. The masks of 256 rows are 5 MB: new memory would cost a millisecond of page faults, and masks
-        elsewhere than in pinned memory another copy."""
+        """See Runner. The masks of 256 rows are 5 MB: new memory would cost a millisecond of page faults, and memory
+        that is not pinned would cost another copy."""
         if self._masks is None:
             allowed = self.tensors.allowed
             shape = self._num_entries, allowed.shape[1]
@@ -54,8 +54,8 @@ class TokenRulesTable:
         return self._masks[:num_rows].numpy()
 
     def constrain(self, entries: np.ndarray, masks: np.ndarray) -> None:
-        """Sets which ids the entries may sample next: int32 [len(entries), ceil(vocab_size / 32)], a bit each. Nobody
-        waits for the copy, so the masks must stay as they are until the step's tokens have arrived."""
+        """Sets which ids the entries may sample next: int32 [len(entries), ceil(vocab_size / 32)], a bit each. The copy
+        is asynchronous, so the masks must not change until the step's tokens have arrived."""
         (on_device,) = upload([entries], self._device)
         sent = torch.from_numpy(masks).to(self._device, non_blocking=True)
         self.tensors.allowed.index_copy_(0, on_device, sent)

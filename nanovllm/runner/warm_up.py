@@ -58,9 +58,9 @@ class Compiling:
 def compile_sampling(compiling: Compiling, sampler: Sampler, table: SequenceTable, dtype: torch.dtype) -> None:
     """Compiles the kernels of every kind of sampling while the model loads.
 
-    Without cached kernels that takes seconds, and the first request may want any of them.
+    Without cached kernels that takes seconds, and the first request may need any of them.
 
-    dtype: of the logits.
+    dtype: dtype of the logits.
     """
 
     @torch.inference_mode()
@@ -90,16 +90,17 @@ def compile_forward(compiling: Compiling, program: StepProgram, sizes: StepSizes
 
 
 def forwards_to_capture(program: StepProgram, sizes: StepSizes) -> list[StepSize]:
-    """The sizes of the first requests' steps, largest first, and of one with prefix groups, for the kernels' sake."""
+    """The sizes of the first requests' steps, largest first, and one size with prefix groups, which compiles their
+    kernels."""
     groups = [sizes.decode_size(sizes.decode_sizes[-1], is_grouped=True)] * program.table.groups_prefixes
     return sizes.sizes_to_capture() + groups
 
 
 def capture(program: StepProgram) -> None:
-    """Captures the steps that the first requests will want.
+    """Captures the steps that the first requests will need.
 
     The largest step comes first: smaller ones then fit into its memory. Other steps with prefix groups, and sampling
-    halves with rules, are captured when they are first wanted, which takes milliseconds. The kernels of grouped decodes
+    halves with rules, are captured when they are first needed, which takes milliseconds. The kernels of grouped decodes
     are compiled here; `compile_sampling` compiles those of rules.
     """
     graphs = program.graphs
@@ -117,7 +118,7 @@ def capture(program: StepProgram) -> None:
 def measure_memory(
     run_step: Callable[[list[int]], None], num_tokens: int, max_num_seqs: int, free_at_start: int, device: torch.device
 ) -> MemoryUse:
-    """Runs a step that is as large as any in tokens and in sampled rows, on a GPU with a cache of one block.
+    """Runs the largest step, in tokens and in sampled rows, on a GPU with a cache of one block.
 
     Args:
         run_step: computes prompts of these lengths, as `try_step` does.
@@ -135,7 +136,7 @@ def measure_memory(
     allocated = torch.cuda.memory_allocated(device)
     num_seqs = min(max_num_seqs, num_tokens)
     if num_tokens > num_seqs > 1:  # so that two tokens fit into a sequence
-        run_step([1, 2])  # compiles what decodes beside prompts need
+        run_step([1, 2])  # compiles the kernels of decodes beside prompts
     torch.cuda.reset_peak_memory_stats(device)
     with explained_out_of_memory(f"a step of {num_tokens} tokens and {num_seqs} sampled rows", device):
         run_step([num_tokens // num_seqs + (index < num_tokens % num_seqs) for index in range(num_seqs)])
@@ -157,7 +158,7 @@ def try_step(program: StepProgram, lengths: list[int]) -> None:
     block_size, max_model_len = program.kv_cache.layers[0].block_size, program.table.tokens.shape[1]
     chunks = []
     for entry, num_new_tokens in enumerate(lengths):
-        # No request has an id below 0, so that the table does not take a request for one of these.
+        # Requests have no ids below 0, so the table cannot confuse them with these sequences.
         seq = Sequence(-1 - entry, [0] * num_new_tokens, params, max_model_len)
         seq.block_table = [0] * -(-num_new_tokens // block_size)
         seq.num_computed_tokens, seq.num_tokens, seq.entry = num_new_tokens, num_new_tokens + 1, entry

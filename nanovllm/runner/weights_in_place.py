@@ -1,7 +1,7 @@
-"""Where a model's parameters lie: on their device, on the host while the model sleeps, or nowhere.
+"""Moves a model's parameters to the host and back, or frees them, while the model sleeps.
 
-The parameters stay the same objects, and only their data moves, so that tied layers go on sharing theirs. They move one
-by one: nowhere is room needed for a second copy of the model.
+The parameters stay the same objects, and only their data moves, so tied layers keep sharing their data. The parameters
+move one by one, so neither side needs memory for a second copy of the model.
 """
 
 import torch
@@ -11,7 +11,7 @@ from nanovllm.layers.linear import Packable
 
 
 def to_host(model: nn.Module) -> None:
-    """Moves what lies on a GPU to pinned memory of the host."""
+    """Moves parameters on a GPU to pinned memory of the host."""
     for parameter in model.parameters():
         if parameter.is_cuda:
             on_host = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu", pin_memory=True)
@@ -28,7 +28,7 @@ def drop(model: nn.Module) -> None:
 
 
 def to_device(model: nn.Module, device: torch.device) -> None:
-    """Moves back what `to_host` moved, and makes what `drop` freed anew, full of zeros."""
+    """Moves back the parameters that `to_host` moved, and allocates those that `drop` freed, filled with zeros."""
     for parameter in model.parameters():
         if _is_dropped(parameter):
             parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
@@ -46,7 +46,7 @@ def num_bytes_away(model: nn.Module, device: torch.device) -> int:
 
 
 def num_bytes_there(model: nn.Module, device: torch.device) -> int:
-    """Bytes of parameters that lie on the device, packed ones included."""
+    """Bytes of parameters that are on the device, packed ones included."""
     tensors = [parameter.data for parameter in model.parameters() if not _is_dropped(parameter)]
     tensors = [tensor for tensor in tensors if tensor.device.type == device.type]
     packed = (module.packed for module in model.modules() if isinstance(module, Packable))

@@ -60,7 +60,7 @@ class Marks:
     In the messages, a mark takes the place of such text. After rendering, these marks become the text again, and other
     marks take the place of the template's own special tokens. A copy of the tokenizer knows those marks as tokens, so
     it takes everything else for ordinary text. A mark is made of characters for private use, of which some are random:
-    no text from outside holds one.
+    no input text contains one.
 
     Raises:
         ValueError: the tokenizer is not one of the tokenizers library.

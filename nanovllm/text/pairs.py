@@ -36,7 +36,7 @@ def encode_pairs(
 
 
 def _without_conversation(prompt: Any) -> Any:
-    """`without_dict`, with an error in place of a conversation: scores are of given texts."""
+    """Like `without_dict`, but a conversation becomes an error, because only a given text can be scored."""
     prompt = without_dict(prompt)
     if isinstance(prompt, Conversation):
         return ValueError("a conversation cannot be scored; give its text, as the chat template renders it")

@@ -7,8 +7,9 @@ from nanovllm.text.tokenizer import EXITS, Tokenizer
 class StopStrings:
     """Tells after each token of one completion whether its text since `min_tokens` holds a stop string.
 
-    It decodes a window of the last tokens that have text. Each of them adds at least a byte. So a string that the
-    newest token completes is within as many tokens as it has bytes; four more make the window's first character whole.
+    It decodes a window of the last tokens that have text. Each of them adds at least a byte. So a stop string that the
+    newest token completes spans at most as many tokens as it has bytes. Four more tokens make the window's first
+    character whole.
 
     If the tokenizer fails, the completion ends, and `error` has the reason.
 
@@ -45,8 +46,8 @@ class StopStrings:
 
 
 def cut(text: str, start: int, params: SamplingParams) -> tuple[str, str | None]:
-    """The text cut at the first stop string from `start` on, and that string; the shortest of several that begin there.
-    Without a stop string, the whole text and None."""
+    """The text, cut at the first stop string from `start` on, and that string. If several begin there, the shortest
+    counts. Without a stop string: the whole text and None."""
     ends = [(end, len(stop), stop) for stop in params.stop if (end := text.find(stop, start)) >= 0]
     if not ends:
         return text, None

@@ -46,7 +46,7 @@ class Text(Tokenizer):
         return text
 
     def limited_to(self, max_model_len: int) -> "Text":
-        """A copy that refuses texts that are sure to be longer."""
+        """A copy that refuses texts that are certain to have more tokens."""
         return Text(self.tokenizer, max_model_len)
 
     # From prompts to token ids
@@ -109,8 +109,8 @@ class Text(Tokenizer):
     def _encode_each_conversation(
         self, conversations: Sequence[Conversation], splits_special: bool
     ) -> list[EncodedPrompt]:
-        """Like `encode_conversations`, but each has options of its own, and an exception becomes its error. All are
-        tokenized together."""
+        """Like `encode_conversations`, but each conversation has its own options, and an exception becomes its error.
+        All are tokenized together."""
         texts: list[str | ValueError] = []
         marks = None
         for messages, template_kwargs in conversations:

@@ -1,4 +1,4 @@
-"""A model's tokenizer: token ids of texts, texts of token ids, and a ValueError in place of all that it raises."""
+"""A model's tokenizer: it encodes and decodes, and turns the tokenizer's errors into ValueErrors."""
 
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
@@ -18,13 +18,13 @@ class Tokenizer:
 
     Args:
         tokenizer: transformers' tokenizer of the model, or None.
-        max_model_len: refuse texts that are sure to have more tokens before they are tokenized; None refuses none.
+        max_model_len: refuse, before tokenizing, texts that are certain to have more tokens; None refuses none.
     """
 
     def __init__(self, tokenizer: Any, max_model_len: int | None = None):
         self.tokenizer = tokenizer
         self._max_model_len = max_model_len
-        # Many requests ask for the same.
+        # Many requests ask about the same tokens.
         self._has_text = lru_cache(maxsize=None)(self._find_whether_it_has_text)
         self._token_text = lru_cache(maxsize=None)(self._find_token_text)
         self._bad_word_ids = lru_cache(maxsize=1024)(self._find_bad_word_ids)
@@ -62,7 +62,8 @@ class Tokenizer:
         return [next(encoded) if refusal is None else refusal for refusal in refusals]
 
     def _refusal(self, text: str) -> ValueError | None:
-        """The error of a text whose tokens are sure to be more than `max_model_len`, so that it is not tokenized."""
+        """The error for a text that is certain to have more than `max_model_len` tokens, so that it is not
+        tokenized."""
         longest = self._longest_token if self._max_model_len is not None else None
         if longest is None or self._max_model_len is None or 4 * len(text) <= longest * self._max_model_len:
             return None
@@ -78,7 +79,7 @@ class Tokenizer:
 
     @cached_property
     def _longest_token(self) -> int | None:
-        """The most bytes of a text that one token holds; None if the tokenizer may drop or merge any number of them."""
+        """Maximum number of bytes of text per token; None if the tokenizer may drop or merge any number of bytes."""
         if not getattr(self.tokenizer, "is_fast", False):
             return None
         backend = self.tokenizer.backend_tokenizer
@@ -141,7 +142,8 @@ class Tokenizer:
 def all_or_each(
     function: Callable[[list[Given]], Sequence[Found]], given: list[Given]
 ) -> Sequence[Found | BaseException]:
-    """The function's results for all that is given. If it raises, each is tried alone, and has its own result or error.
+    """Calls the function with all items. If it raises, calls it with each item alone, which then has its own result or
+    error.
 
     Tokenizers raise all kinds of errors; a panic of theirs is not even an Exception.
     """

@@ -868,7 +868,7 @@ def _write_index(path: Path, weight_map) -> None:
             lambda path: path.rename(path.with_name("pytorch_model.bin")),
             r"holds no .safetensors file, only pytorch_mod",
         ),
-        (lambda path: (path.unlink(), os.mkfifo(path)), r"model.safetensors is no regular file"),
+        (lambda path: (path.unlink(), os.mkfifo(path)), r"model.safetensors is not a regular file"),
         (
             lambda path: (
                 shutil.copy(path, path.with_name("a.safetensors")),

@@ -61,7 +61,7 @@ BAD = {
     3: "the prompt is empty",
     4: "a prompt must be a string",
     5: "temperature must be 0",
-    6: "'{' is no JSON",
+    6: "'{' is not JSON",
     8: "maximum recursion",
 }
 ROWS = Rows(prompt="prompt", sampling_params=PARAMS, sampling_column="sampling", id="id", seed=11)

@@ -391,7 +391,7 @@ def test_experts_multiply_with_what_their_weights_stand_for(layout, fused):
         ),
         (compressed(transform_config={"config_groups": {}}), "transform_config is set"),
         (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config is set"),
-        (compressed(ignore=["re:("]), "no regular expression"),
+        (compressed(ignore=["re:("]), "not a regular expression"),
         (compressed(config_groups={}), "config_groups must hold one group"),
         (compressed(ignore=["model.layers.0.self_attn.q_proj"]), "some of .*q_proj.* are in FP8 and some are not"),
     ],

@@ -298,7 +298,7 @@ class Trap:
 def test_a_pipe_is_no_index(checkpoint):
     (checkpoint / "model.safetensors").rename(checkpoint / "a.safetensors")
     os.mkfifo(checkpoint / INDEX)
-    assert f"{INDEX} is no regular file" in error_of(checkpoint)
+    assert f"{INDEX} is not a regular file" in error_of(checkpoint)
 
 
 def test_weights_of_eight_bits_are_refused(checkpoint):

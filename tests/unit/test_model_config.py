@@ -268,7 +268,7 @@ def test_a_pipe_is_no_config(tmp_path, file_name):
     read(tmp_path)
     (tmp_path / file_name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / file_name)
-    with pytest.raises(ValueError, match=f"{file_name} is no regular file"):
+    with pytest.raises(ValueError, match=f"{file_name} is not a regular file"):
         load_model_config(tmp_path)
 
 
