@@ -89,7 +89,7 @@ def test_the_kernel_keeps_what_a_float64_sort_keeps(kind, dtype):
 
 
 def test_a_graph_follows_the_settings_and_logits_of_each_replay():
-    """The grid is fixed and the kernel does not ask the host, so one graph serves rows with filters and rows without."""
+    """The grid is fixed and the kernel does not ask the host, so one graph serves rows with and without filters."""
     logits = torch.empty(len(SETTINGS), 50257, device="cuda", dtype=torch.bfloat16)
     settings = tensors_of(SETTINGS)
     seeds, positions = torch.arange(len(SETTINGS), device="cuda"), torch.full((len(SETTINGS),), 3, device="cuda")
