@@ -465,7 +465,7 @@ def test_rows_with_filters_and_rules_are_those_of_the_request_alone(mixed, enfor
     """Plain, greedy, filtered and ruled rows share batches, captured or not; the first call captures what the second
     replays. A captured step that read wrong tensors, or another row's rules, would show here.
 
-    A row may differ where two candidates tie, or one lies at a filter's edge: one row of all.
+    One row in all may differ, where two candidates tie or one is at a filter's edge.
     """
     options = {"max_num_seqs": 100, **options}
     with demo(enforce_eager=enforce_eager, overlap=overlap, **options) as llm:

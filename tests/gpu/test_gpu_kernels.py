@@ -108,7 +108,7 @@ def test_page_boundaries_change_nothing(backend, dtype, block_size):
     chunks = [(length, 3) for length in around] + [(2, length) for length in around]
     options = {"head_dim": 64, "dtype": dtype, "seed": block_size}
     assert_exact(backend, make_gpu_case(decodes + prefills + chunks, block_size, **options))
-    # Without cached keys a prompt may be read from the new keys instead of the cache, and decodes may stand alone.
+    # Without cached keys a prompt may be read from the new keys instead of the cache, and decodes may run alone.
     assert_exact(backend, make_gpu_case(decodes + prefills, block_size, **options))
     assert_exact(backend, make_gpu_case(prefills, block_size, **options))
     assert_exact(backend, make_gpu_case(decodes, block_size, **options))

@@ -44,7 +44,7 @@ TINY = {
 @dataclass
 class Workload:
     """directory: where a model is; prompts: token ids; judge: knows where two float32 completions tie; expected: the
-    tokens of one GPU, by the name of `params_for`; memory: of that engine.
+    tokens of one GPU, by the name of `params_for`; memory: that engine's memory.
     """
 
     directory: str

@@ -56,7 +56,7 @@ def test_a_gpu_gives_the_cpus_numbers_for_long_histories(process, vocab_size, dt
 
 
 def test_a_table_of_512_rows_is_processed_as_its_rows_alone():
-    """The last rows' counters and logits lie beyond 2³¹ bits."""
+    """The last rows' counters and logits are beyond 2³¹ bits."""
     case = large_case(151936, 511, torch.bfloat16)
     on_gpu = case.to(GPU)
     out = on_gpu.run(triton_process_logits)

@@ -1,4 +1,4 @@
-"""What FP8 changes in a trained model: `pytest -m real -n0 -s --real-model=DIRECTORY tests/real/test_fp8_accuracy.py`.
+"""The effect of FP8 in a trained model: `pytest -m real -n0 -s --real-model=DIRECTORY tests/real/test_fp8_accuracy.py`.
 
 The model is SmolLM2-135M-Instruct, compared with itself in bfloat16 on a GPU, and in float32 on a CPU. The text is the
 documentation of Python that comes with every Python.

@@ -1,9 +1,9 @@
 """Engines with weights in FP8: checkpoints of each layout, schedules, new weights, and what is refused.
 
-What a checkpoint stands for is a model in float32 with its dequantized weights, the inputs of whose linear layers are
-rounded as FP8 rounds them. Completions are compared with those of this model and not with transformers': on a CPU
-transformers dequantizes such checkpoints (quant_method "fp8" only with accelerate, compressed-tensors only with the
-package of that name), and then it does not round the inputs.
+A checkpoint stands for a model in float32 that has the dequantized weights and rounds the inputs of its linear layers
+as FP8 does. Completions are compared with those of this model and not with transformers': on a CPU transformers
+dequantizes such checkpoints (quant_method "fp8" only with accelerate, compressed-tensors only with the package of that
+name), and then it does not round the inputs.
 """
 
 from pathlib import Path

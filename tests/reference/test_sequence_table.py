@@ -302,7 +302,7 @@ def test_tiles_that_see_most_keys_come_first():
 @TWINS
 def test_padding_leaves_no_trace(fused):
     """Rows that pad a step have no queries and no keys, tokens that pad it no slot, and what padding samples goes to
-    an entry that belongs to nobody. A step before it had more of everything."""
+    an entry that no sequence gets. An earlier step had more of everything."""
     table = make_table(block_size=16, use_kernels=fused)
     before = step_of(*((scheduled(range(60), [1, 2, 3, 4], entry=i), 60, True) for i in range(5)))
     build(table, before, StepSize(5, 300, 5, 8, 5, 300, False))
@@ -444,7 +444,7 @@ def test_parked_rows_come_back_after_an_error():
     [(1, 1, 1, 1), (127, 128, 129, 130), (300, 900, 260, 3), (3, 700, 0, 129), (40, 256, 400, 2)],
 )
 def test_the_kernel_expands_rows_as_its_twin_does(num_rows, num_tokens, num_sampled, max_blocks):
-    """A program takes 128 tokens, sampled rows or blocks at a time; a row's tokens lie in several programs."""
+    """A program takes 128 tokens, sampled rows or blocks at a time; a row's tokens are in several programs."""
     rows, table = random_rows(num_rows, num_tokens, num_sampled, max_blocks)
     plain, fused = (
         expanded(rows, table, num_rows, num_tokens, num_sampled, 16, fused)._asdict() for fused in (False, True)

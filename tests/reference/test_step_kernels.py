@@ -45,7 +45,7 @@ def random_rows(
     entries = rng.sample(range(num_entries - 1), num_real)
     sampled = [row for row in range(num_real) if row < num_decodes or rng.random() < 0.5]
     num_rows, num_sampled = num_real + more_rows, len(sampled) + more_sampled
-    rows = torch.full((max(num_rows + 1, num_sampled) + 3, 4), -(2**30), dtype=torch.int32)  # nobody reads the rest
+    rows = torch.full((max(num_rows + 1, num_sampled) + 3, 4), -(2**30), dtype=torch.int32)  # no kernel reads the rest
     rows[: num_rows + 1] = torch.tensor([num_entries - 1, 0, sum(num_new), 0], dtype=torch.int32)
     for row in range(num_real):
         rows[row, :3] = torch.tensor([entries[row], keys[row], sum(num_new[:row])])

@@ -500,7 +500,7 @@ class Peers(threading.Thread):
 
     Args:
         parts: mailbox and rows of each part of the call.
-        products: of each rank.
+        products: the product of each rank.
         normed: the right results for all rows.
     """
 

@@ -26,7 +26,7 @@ class Case:
     queries, keys, values: a whole tensor [length, heads, head_dim] for each sequence; these are the truth.
     num_new: the number of new tokens of each sequence.
     cache: the old tokens in their slots, else NaN.
-    window: how many keys a query sees; 0 is all. scale: of the scores; None is 1 / sqrt(head_dim).
+    window: how many keys a query sees; 0 is all. scale: the scores' factor; None is 1 / sqrt(head_dim).
     """
 
     queries: list[torch.Tensor]

@@ -13,7 +13,7 @@ from nanovllm.ops.layer_cache import LayerCache
 from support.attention_case import TOLERANCE, Case, make_case, make_metadata
 
 GPU = torch.device("cuda")
-# (cached, new): decodes first, as the scheduler has them, but for one.
+# (cached, new): decodes come first, as in the scheduler's steps, except one.
 MIXED = [
     (30, 1), (0, 1), (63, 1), (64, 1), (255, 1), (700, 1), (0, 17), (12, 9), (5, 2), (300, 1), (0, 200), (513, 130)
 ]  # fmt: skip
