@@ -13,7 +13,8 @@ import pytest
 pytest.register_assert_rewrite("support")
 
 TESTS = Path(__file__).parent
-# For bench.py and benchmarks/. Last, so that an installed package is tested and not the one beside the tests.
+# For bench.py and benchmarks/. It comes last, so that the tests import an installed package and not the one beside
+# them.
 sys.path.append(str(TESTS.parent))
 
 # The models here are tiny: a second thread would mostly wait, and on a busy machine for a long time.
@@ -47,9 +48,8 @@ NUM_LONG = pytest.StashKey[int]()
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the tests marked `long`, and the cases of a `grid` that its cover does without.
-
-    Unless tests are named one by one: these run.
+    """Leaves out the tests marked `long`, and the cases of a `grid` that its cover does without. Tests named one by one
+    run.
     """
     from support.long import cover
 
@@ -88,7 +88,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    # Two tests at a time, but one on a GPU, most of whose memory an engine takes.
+    # Two tests run at a time, but only one on a GPU, because an engine takes most of its memory.
     return 2 if "not gpu" in config.option.markexpr else 0
 
 
@@ -101,7 +101,7 @@ def count(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Each module of tests starts with one thread, also where the one before changed their number."""
+    """Each module of tests starts with one thread, even if the module before it changed their number."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     yield
@@ -117,7 +117,7 @@ def sigint() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def same_log_level() -> Iterator[None]:
-    """A command sets the level for its process; the next test has the one before."""
+    """A command sets the level for its process; this fixture restores it for the next test."""
     logger = logging.getLogger("nanovllm")
     level = logger.level
     yield

@@ -1,4 +1,6 @@
-"""Bad input: a typed error that names what to change, before work starts, or a row that says why it did not run."""
+"""Bad input raises a typed error that names what to change, before work starts, or gives a row that says why it did not
+run.
+"""
 
 import importlib.util
 import json
@@ -30,7 +32,7 @@ from nanovllm.runner.kv_cache import KVCacheLayout
 from nanovllm.runner.memory import MemoryUse
 from nanovllm.runner.warm_up import measure_memory
 
-# 256 tokens in the cache, 300 within max_model_len: some requests fit the one and not the other.
+# 256 tokens in the cache, 300 within max_model_len: some requests fit only one of the two.
 OPTIONS = {"device": "cpu", "num_kvcache_blocks": 16, "kvcache_block_size": 16, "max_model_len": 300}
 SAMPLED = SamplingParams(temperature=0.8, max_tokens=6, ignore_eos=True)
 
@@ -43,7 +45,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture
 def idle_llm(llm) -> Iterator[LLM]:
-    """An LLM that must not have run anything in the meantime."""
+    """An LLM that must not have run anything by the end of the test."""
     before = llm.metrics()
     yield llm
     after = llm.metrics()
@@ -51,7 +53,7 @@ def idle_llm(llm) -> Iterator[LLM]:
     assert after["num_free_kvcache_blocks"] == OPTIONS["num_kvcache_blocks"]
 
 
-# Rows: they come back with the reason, and their neighbours do not notice
+# Rows come back with the reason, and their neighbours are not affected
 
 
 @pytest.mark.parametrize("kind", BAD_ROWS)
@@ -107,7 +109,7 @@ def test_a_bad_row_alone_is_a_list_of_one(idle_llm, row):
 
 @pytest.mark.parametrize("token_id", [-1, 259, 2**70])
 def test_a_stop_token_outside_the_vocabulary_spoils_only_its_row(llm, token_id):
-    """An index outside the logits, had it reached them."""
+    """If it reached the logits, it would be an index outside them."""
     bad = SamplingParams(max_tokens=6, stop_token_ids=[65, token_id])
     first, second = llm.generate(["One", "One"], [bad, GREEDY], use_tqdm=False)
     assert (first.finish_reason, second.finish_reason) == ("error", "length")
@@ -133,7 +135,7 @@ def test_a_rule_about_a_token_outside_the_vocabulary_spoils_only_its_row(llm, pa
 
 
 def test_an_engine_by_hand_refuses_bad_words_as_strings(llm):
-    """Only the facade knows what they are as tokens; an engine that skipped them would ban nothing."""
+    """Only the facade knows their tokens; an engine that skipped them would ban nothing."""
     with pytest.raises(ValueError, match="an engine knows no text; give bad_words as lists of token ids"):
         llm.engine.add_request([65], SamplingParams(bad_words=["no"]))
     assert llm.engine.is_finished()
@@ -148,7 +150,7 @@ def warnings_of(caplog) -> list[str]:
 
 @pytest.mark.parametrize("call", ["generate", "chat"])
 def test_error_rows_are_logged_once_per_call(llm, caplog, call):
-    """A job of a million prompts, all refused, once ended without a word."""
+    """A job of a million prompts, all refused, once ended without a message."""
     before = llm.metrics()["num_rejected_requests"]
     if call == "generate":
         llm.generate(["One", "", [65] * 300, "Two", "", [65] * 301, None], GREEDY, use_tqdm=False)
@@ -177,7 +179,7 @@ def test_a_call_without_error_rows_logs_nothing(llm, caplog):
 
 
 def test_rows_that_fail_while_they_run_are_logged_too(llm, caplog, monkeypatch):
-    """One warning for both kinds, and the good row is none of them."""
+    """There is one warning for both kinds, and it leaves out the good row."""
     step = llm.engine.step
 
     def failing_step():
@@ -270,7 +272,7 @@ def test_what_is_no_sampling_params_is_a_type_error(idle_llm, params):
 
 
 def test_a_step_of_any_number_of_tokens_may_be_allowed():
-    """Memory was allocated for as many tiles as the option said: petabytes, and an error of the allocator."""
+    """Memory was once allocated for as many tiles as the option said: petabytes, so the allocator failed."""
     with LLM(str(MODEL_DIRECTORY), device="cpu", max_num_batched_tokens=sys.maxsize, num_kvcache_blocks=8) as llm:
         assert llm.generate("Hi", SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)[0].error is None
 
@@ -516,7 +518,7 @@ def test_a_wrong_sampling_parameter_is_refused_when_it_is_made(values, error, me
     ids=str,
 )
 def test_a_wrong_option_is_refused_before_anything_is_loaded(options, error, message):
-    """The directory does not even exist: an unknown keyword was once dropped in silence."""
+    """The directory does not even exist. An unknown keyword was once ignored."""
     with pytest.raises(error, match=message):
         LLM("/there/is/no/such/model", **options)
 
@@ -579,10 +581,12 @@ def blocks_on_gpu(monkeypatch, memory: MemoryUse, **options) -> int:
 
 
 def test_a_gpu_gives_what_weights_activations_and_graphs_leave_of_its_share(monkeypatch):
-    """Counting the memory that others hold as our own made a second engine on the GPU fail, or starve the first."""
+    """The memory of other processes was once counted as our own, so a second engine on the GPU failed or starved the
+    first.
+    """
     for utilization, expected in ((0.9, 90 - 30), (0.5, 50 - 30), (0.42, 12), (1.0, 90 - 30)):
         assert blocks_on_gpu(monkeypatch, GPU, gpu_memory_utilization=utilization) == expected
-    # What others hold limits us, but is not ours: we take what they leave.
+    # Memory that other processes hold limits us, but does not count as ours.
     assert blocks_on_gpu(monkeypatch, MemoryUse(100, 50, 40, 15, 5), gpu_memory_utilization=0.9) == 20
     assert blocks_on_gpu(monkeypatch, GPU, max_num_seqs=2) == 24, "more could never be used"
     assert blocks_on_gpu(monkeypatch, GPU, num_kvcache_blocks=60) == 60
@@ -644,13 +648,13 @@ def test_a_layouts_bytes_are_those_of_its_tensor():
     [(1000, 16, 16), (10, 16, 10), (3, 2, 2), (2, 2, 2), (1, 4, 1), (50, 1, 1)],
 )
 def test_the_step_that_is_measured_is_as_large_as_any(monkeypatch, num_tokens, max_num_seqs, num_seqs):
-    """A trial step that was too small once let the cache take what the largest step then lacked."""
+    """A trial step that was too small once let the cache take memory that the largest step then lacked."""
     gpu = FakeGpu(monkeypatch)
     memory = measure_memory(gpu.run_step, num_tokens, max_num_seqs, 9_950, torch.device("cuda", 0))
     *small, largest = gpu.steps
     assert sum(largest) == num_tokens and len(largest) == num_seqs and max(largest) - min(largest) <= 1
     assert small == ([[1, 2]] if num_tokens > num_seqs > 1 else []), "what decodes beside prompts take is compiled too"
-    # What kernels took by the way is no longer free, and is not an activation either.
+    # Memory that kernels took is no longer free, and does not count as activations either.
     assert memory == MemoryUse(10_000, 9_950, 10_000 - 140, activations=3 * num_tokens)
 
 
@@ -681,7 +685,7 @@ def test_a_backend_for_gpus_is_refused_on_a_cpu(monkeypatch, backend):
 def test_a_backend_that_cannot_run_the_model_says_what_it_needs(
     monkeypatch, backend, changes, block_size, error, message
 ):
-    """Nothing of the backend is imported for that: a GPU machine without FlashAttention must get the message too."""
+    """The check does not import the backend: a GPU machine without FlashAttention must get the message too."""
     has_flash = error is not RuntimeError
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
@@ -749,7 +753,7 @@ def test_max_model_len_never_exceeds_what_the_model_was_made_for(max_model_len):
 
 @pytest.fixture
 def directory(tmp_path) -> Path:
-    """A copy of the model, to be spoilt."""
+    """A copy of the model for tests to damage."""
     return Path(shutil.copytree(MODEL_DIRECTORY, tmp_path / "model"))
 
 
@@ -891,7 +895,7 @@ def _write_index(path: Path, weight_map) -> None:
     ],
 )
 def test_broken_weights_name_the_file(directory, spoil, message):
-    """An index that may point anywhere reads files that are none of its business."""
+    """An index that may point anywhere could read files outside the checkpoint."""
     spoil(directory / "model.safetensors")
     with pytest.raises(ValueError, match=message):
         LLM(directory)
@@ -923,7 +927,7 @@ def test_wrong_recommendations_matter_only_to_those_who_ask_for_them(directory, 
 
 
 def test_a_failed_start_leaves_no_trace(llm, directory):
-    """The next LLM of the same process must work, and the one that runs must not notice."""
+    """The next LLM of the same process must work, and a running one must not be affected."""
     (expected,) = llm.generate("One", GREEDY, use_tqdm=False)
     _truncate(directory / "model.safetensors")
     default_dtype = torch.get_default_dtype()
@@ -958,7 +962,7 @@ def test_a_failed_start_leaves_the_callers_exception_alone(directory):
 
 
 def test_no_message_names_a_package_that_is_not_ours():
-    """Whoever follows `pip install nanovllm` gets whatever stranger's package has that name on the index."""
+    """A user who follows `pip install nanovllm` gets a stranger's package, if one has that name on the index."""
     package = Path(nanovllm.__file__).parent
     hints = [
         (path.name, hint)

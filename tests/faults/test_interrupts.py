@@ -58,7 +58,7 @@ POINTS = {
 @pytest.fixture(scope="module", params=some([True, False], True), ids=["overlap", "sync"])
 def llm(request):
     with LLM(MODEL_DIRECTORY, overlap=request.param, **OPTIONS) as llm:
-        run_victims(llm)  # what is found out once per tokenizer is found out
+        run_victims(llm)  # caches facts that are computed once per tokenizer
         yield llm
 
 
@@ -81,7 +81,7 @@ def run_victims(llm):
     return llm.generate(VICTIMS, VICTIM_PARAMS, use_tqdm=False)
 
 
-# Exceptions at every place that a call passes
+# Exceptions at every function that a call passes
 
 
 @pytest.mark.grid(1)
@@ -111,7 +111,7 @@ def test_after_an_exception_anywhere_the_next_call_is_right(llm, expected, point
 
 @pytest.mark.parametrize("at", range(1, 12))
 def test_interrupts_one_after_the_other_do_not_add_up(llm, expected, at):
-    """No good call between them that could repair anything."""
+    """No good call comes between them that could repair anything."""
     for name, owner in (("launch", ModelRunner), ("schedule", Scheduler), ("launch", ModelRunner)):
         with pytest.raises(KeyboardInterrupt), Fault(owner, name, at % 7 + 1, KeyboardInterrupt()):
             run_victims(llm)
@@ -120,7 +120,7 @@ def test_interrupts_one_after_the_other_do_not_add_up(llm, expected, at):
 
 
 def test_after_a_fault_the_victims_themselves_come_out_right(llm):
-    """What the failed call had written to the cache must not be served to its repetition."""
+    """Keys that the failed call wrote to the cache must not be served when it is repeated."""
     intact = run_victims(llm)
     with Fault(ModelRunner, "launch") as probe:
         run_victims(llm)
@@ -133,7 +133,7 @@ def test_after_a_fault_the_victims_themselves_come_out_right(llm):
 
 @pytest.mark.parametrize("at", [1, 2, 4])
 def test_a_device_that_stays_broken_reports_its_first_error(llm, expected, at):
-    """Draining what is in flight fails as well; that must neither hide the cause nor leave anything behind."""
+    """Draining the steps in flight fails as well; that must neither hide the cause nor leave anything behind."""
     real, calls = StepInFlight.wait, count(1)
     errors = []
 
@@ -156,7 +156,7 @@ def test_a_device_that_stays_broken_reports_its_first_error(llm, expected, at):
 
 
 def test_ctrl_c_may_come_at_any_line(llm, expected, count):
-    """Between taking a lock and the try that gives it back, or between taking a step and keeping it."""
+    """It may come between taking a lock and the `try` that releases it, or between taking a step and storing it."""
     visits: dict[tuple[str, int], int] = {}
 
     def count_visit(file, line):
@@ -185,7 +185,7 @@ def test_ctrl_c_may_come_at_any_line(llm, expected, count):
 
 
 def test_ctrl_c_at_random_moments(llm, expected, count):
-    """Wherever the call happens to be: in torch, too."""
+    """The call may be anywhere, even in torch."""
 
     def check() -> None:
         assert_empty(llm.engine)
@@ -199,7 +199,7 @@ def test_ctrl_c_at_random_moments(llm, expected, count):
 @pytest.mark.parametrize("second", [BlockManager, Scheduler])
 @pytest.mark.parametrize("is_after", [False, True])
 def test_a_second_ctrl_c_during_the_clean_up_is_as_harmless(llm, expected, point, second, is_after):
-    """Impatient people press it twice; a half-done reset once left the old requests in the scheduler."""
+    """Users press it twice; an interrupted reset once left the old requests in the scheduler."""
     owner, name = POINTS[point]
     llm.engine.reset()
     first_fault = Fault(owner, name, 3, KeyboardInterrupt())
@@ -243,7 +243,7 @@ def test_a_step_by_hand_that_fails_empties_the_engine(point):
 
 
 def test_ctrl_c_at_any_line_of_a_step_by_hand_leaves_an_engine_that_goes_on(llm, expected):
-    """A finished request once stayed on the list of unfinished ones, which nothing could empty any more."""
+    """A finished request once stayed on the list of unfinished ones, so the list could never become empty."""
     engine = llm.engine
 
     def add() -> None:

@@ -101,7 +101,7 @@ def test_rows_of_an_actor_that_is_killed_are_computed_again(cluster, llm, monkey
     marker = str(tmp_path / "killed")
 
     class Mortal(LLMActor):
-        """The first actor that is called a third time dies there, and with it what else it has."""
+        """The first actor that is called a third time dies, and loses its other batches too."""
 
         num_calls = 0
 
@@ -150,7 +150,7 @@ def test_a_job_that_failed_is_resumed_with_the_rows_that_it_had_not_written(clus
     sizes, seconds = ["--batch-size", "5", "--batches", "1", "--rows-per-file", "5"], SECONDS
     command = ["", str(source), "--output", str(output), "--model", MODEL, "--options", json.dumps(OPTIONS)]
     monkeypatch.setattr(sys, "argv", [*command, *columns, *sizes])
-    monkeypatch.setattr(ray.data.DataContext.get_current(), "checkpoint_config", None)  # as it is to be afterwards
+    monkeypatch.setattr(ray.data.DataContext.get_current(), "checkpoint_config", None)  # restores it after the test
 
     class Failing(LLMActor):
         """Fails in its fourth call, when two files have been written."""
@@ -273,7 +273,7 @@ def test_conversations_are_answered_as_by_llm_chat(llm):
     assert found[0]["answer"] == expected[0].text and found[0]["why"] is None
     assert all("cannot render the conversation" in found[number]["why"] for number in (1, 2, 4)), found
     assert found[3]["why"] is not None
-    found = actor(pa.table({"messages": conversations})).to_pylist()  # where Arrow gives both messages a name
+    found = actor(pa.table({"messages": conversations})).to_pylist()  # Arrow gives both messages a name
     assert [row["answer"] for row in found] == [output.text for output in expected]
     assert [row["ids"] for row in found] == [output.token_ids for output in expected]
     assert [row["all"][0]["text"] for row in found] == [output.text for output in expected]

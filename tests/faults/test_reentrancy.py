@@ -71,7 +71,7 @@ def answers(llm: LLM, predicate: Callable[[int], bool] | None = None, at: int = 
 def test_a_stop_predicate_that_would_change_the_engine_ends_the_run_with_one_clear_error(
     llm, expected, change, at_token
 ):
-    """It was a raw KeyError, or on two ranks the false news that they had diverged. The engine is empty and usable."""
+    """It was once a raw KeyError, or on two ranks a false error that they diverged. The engine is empty and usable."""
     num_seen = 0
 
     def predicate(token_id: int) -> bool:
@@ -90,7 +90,7 @@ def test_a_stop_predicate_that_would_change_the_engine_ends_the_run_with_one_cle
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_stop_predicate_that_survives_the_error_changes_nothing(llm, expected, change):
-    """Half an abort, or a request that only some ranks know of, would show in the tokens."""
+    """Half an abort, or a request that only some ranks have, would change the tokens."""
     before = llm.metrics()
     errors = []
 
@@ -109,7 +109,7 @@ def test_a_stop_predicate_that_survives_the_error_changes_nothing(llm, expected,
 
 
 def test_a_stop_predicate_may_read_and_stop(llm, expected):
-    """Metrics and is_finished change nothing, so they are no concern of anybody's."""
+    """Metrics and is_finished change nothing, so they are allowed."""
     seen = []
 
     def predicate(token_id: int) -> bool:
@@ -124,7 +124,7 @@ def test_a_stop_predicate_may_read_and_stop(llm, expected):
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_signal_handler_that_would_change_the_engine_in_a_step_is_refused(llm, expected, change):
-    """The signal comes in the middle of a commit, say."""
+    """The signal may come in the middle of a commit, for example."""
 
     def on_signal(number, frame) -> None:
         CHANGES[change](llm)
@@ -155,7 +155,7 @@ def test_a_signal_handler_that_would_change_the_engine_in_a_step_is_refused(llm,
 def test_a_signal_handler_that_would_call_or_close_an_llm_during_a_call_is_refused(
     llm, expected, monkeypatch, call, where
 ):
-    """close() freed the model under the call, and another call emptied the engine of the first one's requests."""
+    """close() once freed the model during the call, and another call dropped the first call's requests."""
     owner, name = {
         "between two steps": (llm.engine, "is_finished"),
         "in a step": (llm.engine.runner, "launch"),
@@ -183,7 +183,7 @@ def test_a_signal_handler_that_would_call_or_close_an_llm_during_a_call_is_refus
 
 
 def test_after_a_call_was_interrupted_anywhere_an_llm_can_still_be_called_and_closed(llm, expected):
-    """A mark that an interrupt left behind would say for ever that a call is at work."""
+    """If an interrupt left the mark of a running call, every later call would be refused."""
     real = llm.engine.step
 
     def interrupted():
@@ -206,7 +206,7 @@ def test_after_a_call_was_interrupted_anywhere_an_llm_can_still_be_called_and_cl
 
 @pytest.mark.parametrize("copy_it", [pickle.dumps, copy.copy, copy.deepcopy], ids=["pickle", "copy", "deepcopy"])
 def test_an_llm_and_its_engine_cannot_be_copied(llm, expected, copy_it):
-    """It ended in "cannot pickle '_thread.RLock' object", or on the way copied gigabytes."""
+    """It once ended in "cannot pickle '_thread.RLock' object", or copied gigabytes first."""
     with pytest.raises(TypeError, match=r"an LLM cannot be pickled or copied; make one in each process"):
         copy_it(llm)
     with pytest.raises(TypeError, match=r"an engine cannot be pickled or copied; make one in each process"):
@@ -253,7 +253,7 @@ print("fine")
 
 
 def test_a_fork_of_a_process_with_a_used_llm_is_told_so():
-    """OpenMP's threads do not come along, and the child waited for them for ever. It may close what is not its own."""
+    """OpenMP's threads do not survive a fork, so the child once waited for ever. The child may close the LLM."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     result = subprocess.run(
         [sys.executable, "-c", FORK, str(MODEL_DIRECTORY)],

@@ -1,4 +1,4 @@
-"""Several engines on one queue of rows: each row once, the same results as from one engine, whoever dies."""
+"""Several engines on one queue of rows: each row once, the same results as from one engine, whichever replica dies."""
 
 import json
 import os
@@ -70,7 +70,7 @@ def pid(replicas: Replicas, index: int) -> int:
     return replicas._pool.processes[index].child.process.pid
 
 
-# What they compute
+# Results
 
 
 def test_three_replicas_give_the_texts_of_one_engine_and_share_the_rows(three, expected):
@@ -83,14 +83,14 @@ def test_three_replicas_give_the_texts_of_one_engine_and_share_the_rows(three, e
 
 
 def test_few_rows_spread_over_all_replicas(three):
-    """As the last rows of a job must."""
+    """The last rows of a job must do so."""
     before = [process.metrics["num_requests"] for process in three._pool.processes]
     run(three, PROMPTS[:12], PARAMS[:12])
     assert [process.metrics["num_requests"] for process in three._pool.processes] == [count + 4 for count in before]
 
 
 def test_rows_of_several_completions_are_read_less_far_ahead(three):
-    """Each is several of what a replica can run, so the others would have nothing near the end."""
+    """Each counts as several sequences, so the other replicas would have nothing to do near the end."""
     read = []
 
     def prompts() -> Iterator[str]:
@@ -257,7 +257,7 @@ def test_a_job_one_of_whose_replicas_is_killed_gives_the_same_file(job, tmp_path
 
 @pytest.mark.parametrize("how", some(["is killed", "raises"], "is killed"))
 def test_a_row_that_kills_its_replica_becomes_one_error_row(expected, how, monkeypatch, tmp_path):
-    """Run again together, the rows beside it died with it, and were error rows as well."""
+    """Its neighbours were once run again together with it, died with it, and became error rows as well."""
     monkeypatch.setenv("FATAL_TEXT", "POISON")
     monkeypatch.setenv("HOW", how)
     prompts = [*PROMPTS]

@@ -1,4 +1,4 @@
-"""One model over several processes: the tokens of one process, and an error that says which rank it was."""
+"""One model over several processes gives the tokens of one process, and an error says which rank failed."""
 
 import os
 import random
@@ -43,13 +43,13 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.parallel.parallel_runner import TensorParallelRunner
 
-# What a thread of the driver dies of would otherwise be no more than a line on the screen.
+# An exception in a thread of the driver would otherwise be only a line on the screen.
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
-# Hits, chunks, and a cache in which not everything fits at once.
+# These give hits, chunks, and a cache in which not everything fits at once.
 OPTIONS = {"device": "cpu", "kvcache_block_size": 4, "num_kvcache_blocks": 24, "max_num_batched_tokens": 32}
-# Of two key/value heads each, so that four ranks hold both twice. Slices are padded to 16 ids: of 61 the last rank has
-# fewer, of 20 the second few and the third none, of 7 the second none.
+# Each has two key/value heads, so that four ranks hold both twice. Slices are padded to 16 ids. With 61 ids the last
+# rank has fewer; with 20, the second has few and the third none; with 7, the second has none.
 MODELS: dict[str, dict[str, Any]] = {
     "61 ids": {"vocab_size": 61},
     "20 ids, tied, bias": {"vocab_size": 20, "tie_word_embeddings": True, "attention_bias": True},
@@ -83,7 +83,7 @@ def no_process_outlives_the_tests():
 
 @pytest.fixture(scope="module", params=some(MODELS, "20 ids, tied, bias"))
 def engines(request, tmp_path_factory) -> Iterator[dict[int, LLM]]:
-    """One model at every size; the first of them is what the others are compared with."""
+    """One model at every size; the others are compared with the first."""
     directory = save(tmp_path_factory.mktemp("model"), **MODELS[request.param])
     with ExitStack() as stack:
         yield {size: stack.enter_context(LLM(directory, tensor_parallel_size=size, **OPTIONS)) for size in (1, 2, 4)}
@@ -107,7 +107,7 @@ def generate(llm: LLM, requests: list[Request]) -> list[tuple]:
 
 
 def counters(llm: LLM) -> dict[str, Any]:
-    """What must be equal at every size: all of the metrics but bytes and seconds."""
+    """The metrics that must be equal at every size: all except bytes and seconds."""
     metrics = llm.metrics()
     return {name: value for name, value in metrics.items() if "seconds" not in name and name != "memory_bytes"}
 
@@ -117,7 +117,8 @@ def counters(llm: LLM) -> dict[str, Any]:
 
 def test_greedy_tokens_and_the_schedule_are_those_of_one_rank(engines):
     """A head, a bias, a padded row of the vocabulary or a replicated key on the wrong rank changes some token; chunks,
-    hits and preemptions lay the cache out anew."""
+    hits and preemptions lay the cache out differently.
+    """
     requests = make_requests(engines[1].engine.info.vocab_size)
     assert max(len(prompt) for prompt, _ in requests) > OPTIONS["max_num_batched_tokens"]
     expected = generate(engines[1], requests)
@@ -135,8 +136,9 @@ NAN = float("nan")
 
 
 def test_sampled_tokens_are_those_of_one_rank(engines):
-    """Each rank samples its own part of the rows: with their own settings and rules, and the tokens so far, those that
-    other ranks have sampled too."""
+    """Each rank samples its own part of the rows, with the rows' settings and rules and the tokens so far, including
+    those that other ranks sampled.
+    """
     requests = make_requests(engines[1].engine.info.vocab_size, 2 * len(FILTERS))
     options = [{"temperature": 0.8, "max_tokens": 9, "ignore_eos": True, **changes} for changes in FILTERS.values()]
     requests = [(prompt, SamplingParams(**options[row % len(options)])) for row, (prompt, _) in enumerate(requests)]
@@ -150,7 +152,7 @@ def test_sampled_tokens_are_those_of_one_rank(engines):
 
 
 def test_a_request_by_itself_and_one_beside_others_agree_at_every_size(engines):
-    """Two rows that only one rank mixes up agree as long as both sizes run them together."""
+    """If one rank mixes up two rows, the sizes still agree as long as both run these rows together."""
     requests = [
         (prompt, replace(params, seed=3)) for prompt, params in make_requests(engines[1].engine.info.vocab_size)
     ]
@@ -162,7 +164,7 @@ def test_a_request_by_itself_and_one_beside_others_agree_at_every_size(engines):
 
 @pytest.mark.parametrize(("overlap", "caching"), [(True, True), long(False, False)])
 def test_stop_strings_are_those_of_one_rank(overlap, caching):
-    """Only the driver knows text: the ranks must end a request in the very commit in which it did."""
+    """Only the driver knows text: the ranks must end a request in the same commit as the driver."""
     options = {**OPTIONS, "num_kvcache_blocks": 60, "overlap": overlap, "enable_prefix_caching": caching}
     texts = [f"user: {question}\n" for question, _ in islice(problems(seed=1, held_out=True), 3)]
     prompts = [*texts, "Count: 1 2 3", "Count: 1 2 4", "+"] * 2
@@ -174,7 +176,7 @@ def test_stop_strings_are_those_of_one_rank(overlap, caching):
     found = []
     for size in (1, 2):
         with LLM(MODEL_DIRECTORY, tensor_parallel_size=size, **options) as llm:
-            # The second time over a cache that is warm.
+            # The second time, the cache is warm.
             found.append(([generate(llm, list(zip(prompts, params, strict=True))) for _ in range(2)], counters(llm)))
     assert found[0] == found[1]
     outputs, metrics = found[0]
@@ -201,7 +203,7 @@ def test_requests_and_aborts_by_hand_between_steps_give_what_one_rank_gives(pair
         llm.engine.reset()
     first = pair[0].engine.metrics()["num_requests"]
     assert pair[1].engine.metrics()["num_requests"] == first
-    # Whether to add a request, whether to abort one, and which: so many before the newest.
+    # Whether to add a request, whether to abort one, and which one, counted back from the newest.
     plan = [(rng.random() < 0.6, rng.random() < 0.6, rng.randrange(20)) for _ in range(100)]
     for llm in pair:
         engine, story, added = llm.engine, [], 0
@@ -225,7 +227,7 @@ def test_requests_and_aborts_by_hand_between_steps_give_what_one_rank_gives(pair
 
 @pytest.mark.parametrize("where", some(["embedding", "vocabulary"], "embedding"))
 def test_logits_that_are_not_finite_end_a_row_as_on_one_rank(tmp_path, where):
-    """NaN in a slice of the vocabulary that only the last rank has must end the rows of all of them."""
+    """NaN in a slice of the vocabulary that only the last rank has must end the row on all ranks."""
     save(tmp_path)
     tensors = read_tensors(tmp_path)
     if where == "embedding":
@@ -250,7 +252,7 @@ def test_logits_that_are_not_finite_end_a_row_as_on_one_rank(tmp_path, where):
 
 
 def test_a_row_whose_bans_leave_no_token_ends_as_on_one_rank(pair):
-    """Only the rank that samples the row knows of it; the others sample its neighbours."""
+    """Only the rank that samples the row notices; the others sample its neighbours."""
     nothing = {"allowed_token_ids": [7], "logit_bias": {9: 4.0}}
     params = [
         SamplingParams(0.8, max_tokens=6, seed=row, ignore_eos=True, **(nothing if row % 3 == 1 else {}))
@@ -268,7 +270,7 @@ def test_a_row_whose_bans_leave_no_token_ends_as_on_one_rank(pair):
 
 
 def test_memory_is_the_sum_over_the_ranks(engines):
-    """The whole model's share of each rank, or rank 0's alone, is not what the machine has to give."""
+    """The whole model counted once per rank, or rank 0's part alone, would not be the memory that is in use."""
     of_sizes = {size: llm.metrics()["memory_bytes"] for size, llm in engines.items()}
     # Half the heads on each of two ranks; four have to hold both heads twice.
     assert [of_sizes[size]["kv_cache"] / of_sizes[1]["kv_cache"] for size in (1, 2, 4)] == [1, 1, 2]
@@ -283,7 +285,7 @@ DEATH_OPTIONS = {**OPTIONS, "num_kvcache_blocks": 400}
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_killed_at_a_random_moment_ends_the_run_with_its_name(tiny, rank, count, tmp_path, monkeypatch):
-    """The others wait in a collective for ever, or complain first of a connection, which helps nobody."""
+    """The others would wait in a collective for ever, or first report a lost connection, which hides the cause."""
     rng = random.Random(rank)
     prompts = [[token, 1, 2] for token in range(4)]
     slowest = 0.0
@@ -364,7 +366,7 @@ WOULD_COMPUTE = "the ranks diverged at step 4, which is a bug: rank {rank} would
     ],
 )
 def test_a_rank_that_goes_its_own_way_ends_the_run(tiny, fault, rank, message, tmp_path, monkeypatch):
-    """Ranks that compute different steps give wrong tokens without a word, or hang in a collective."""
+    """Ranks that compute different steps would silently give wrong tokens, or hang in a collective."""
     message = message.format(rank=rank)
     with nothing_left_behind(tmp_path, monkeypatch):
         engine = start_faulty(tiny, fault, rank, monkeypatch)
@@ -390,7 +392,7 @@ def test_a_rank_that_goes_its_own_way_ends_the_run(tiny, fault, rank, message, t
     ],
 )
 def test_a_rank_that_fails_at_its_start_says_why(tiny, fault, rank, kind, message, tmp_path, monkeypatch):
-    """The other one would wait for it for ever."""
+    """The other rank would wait for it for ever."""
     with nothing_left_behind(tmp_path, monkeypatch):
         began = time.monotonic()
         with pytest.raises(kind, match=message) as caught:
@@ -466,7 +468,7 @@ def num_calls(pair, answers) -> dict[str, int]:
 
 @pytest.mark.parametrize("point", POINTS)
 def test_after_an_exception_anywhere_in_the_driver_the_next_call_is_right(pair, answers, num_calls, point, count):
-    """Ranks that hear half of a step, or of a request, go on with another schedule than the driver's."""
+    """Ranks that get half of a step, or of a request, would go on with a different schedule from the driver's."""
     llm = pair[1]
     rng = random.Random(f"{point} {llm.engine.depth}")
     kinds = [(KeyboardInterrupt(), False), (KeyboardInterrupt(), True), (RuntimeError("lost"), True)]
@@ -480,7 +482,7 @@ def test_after_an_exception_anywhere_in_the_driver_the_next_call_is_right(pair, 
 
 
 def test_ctrl_c_may_come_at_any_line_of_the_driver(pair, answers, count, monkeypatch):
-    """Between what the driver remembers and what it tells the ranks."""
+    """It may come between the driver's own bookkeeping and its message to the ranks."""
     llm = pair[1]
     files = (*support.interrupts.FILES, nanovllm.parallel.parallel_runner.__file__)
     monkeypatch.setattr(support.interrupts, "FILES", files)
@@ -515,7 +517,7 @@ def test_ctrl_c_may_come_at_any_line_of_the_driver(pair, answers, count, monkeyp
 
 
 def test_metrics_may_be_read_while_a_call_waits_for_the_ranks(pair, answers):
-    """Asking the ranks for their memory once ate the answer that the step waited for, and both waited for ever."""
+    """Asking the ranks for their memory once took the answer that the step waited for, and both waited for ever."""
     llm, seen = pair[1], []
     before = signal.signal(signal.SIGALRM, lambda *_: seen.append(llm.metrics()["memory_bytes"]))
     signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
@@ -528,7 +530,7 @@ def test_metrics_may_be_read_while_a_call_waits_for_the_ranks(pair, answers):
 
 
 def test_a_fork_of_the_driver_is_told_that_the_ranks_are_not_its_own(pair, answers):
-    """It has neither the threads that write to them nor those that read, and once waited for ever."""
+    """It has no threads that write to the ranks or read from them, and once waited for ever."""
     llm = pair[1]
     readable, writable = os.pipe()
     child = os.fork()
@@ -547,7 +549,7 @@ def test_a_fork_of_the_driver_is_told_that_the_ranks_are_not_its_own(pair, answe
 
 
 def test_a_fork_of_the_driver_may_close_what_is_not_its_own(pair, answers):
-    """As a `with` block that a child leaves does; it ended with an error, the ranks were told of a reset."""
+    """A `with` block that a child leaves does so. It once ended with an error, and reset the ranks."""
     llm = pair[1]
     child = os.fork()
     if child == 0:
@@ -562,7 +564,7 @@ def test_a_fork_of_the_driver_may_close_what_is_not_its_own(pair, answers):
 
 
 def test_a_stop_predicate_that_would_reset_the_engine_is_refused(pair, answers):
-    """The ranks were told that a step was committed which they had dropped; the next call met a StopIteration."""
+    """The driver once told the ranks to commit a step that they had dropped, and the next call met a StopIteration."""
     for llm in pair:
         llm.engine.reset()
         llm.engine.add_request([1, 2, 3], SamplingParams(0.0, max_tokens=8), lambda _, llm=llm: llm.engine.reset())
@@ -574,7 +576,7 @@ def test_a_stop_predicate_that_would_reset_the_engine_is_refused(pair, answers):
 
 
 def test_closing_from_another_thread_during_a_call_is_refused(pair, answers):
-    """The call went on without the model."""
+    """The call once went on without the model."""
     for llm in pair:
         told = []
 
@@ -598,7 +600,7 @@ def test_closing_from_another_thread_during_a_call_is_refused(pair, answers):
 
 
 def test_ctrl_c_at_random_moments(pair, answers, count):
-    """While the driver waits for its ranks, say."""
+    """The driver may be waiting for its ranks, for example."""
     llm = pair[1]
 
     def check() -> None:
@@ -610,7 +612,7 @@ def test_ctrl_c_at_random_moments(pair, answers, count):
 
 @pytest.mark.parametrize("at", [1, 2, 7])
 def test_a_stop_predicate_that_raises_empties_the_engine(pair, answers, at):
-    """The ranks have no predicate; theirs would have gone on with the step."""
+    """The ranks have no predicate, so their engines would have gone on with the step."""
     engine = pair[1].engine
     num_calls = 0
 
@@ -631,7 +633,7 @@ def test_a_stop_predicate_that_raises_empties_the_engine(pair, answers, at):
 
 
 def test_a_stop_predicate_ends_a_request_as_on_one_rank(pair):
-    """Also where its answer comes too early to count, and where the token would have ended the request anyhow."""
+    """This holds even if its answer comes too early to count, or if the token ends the request anyway."""
     stories = []
     for llm in pair:
         engine = llm.engine
@@ -654,7 +656,7 @@ def range_of_ids(row: int) -> list[int]:
 
 @pytest.mark.parametrize("is_dead", some([True, False], True), ids=["a death", "a rank's error"])
 def test_ctrl_c_while_a_failure_is_looked_into_does_not_make_the_next_call_hang(tiny, is_dead, tmp_path, monkeypatch):
-    """A death is told once. Interrupted between hearing of it and remembering it, the driver waited for ever."""
+    """A death is reported once. A driver that was interrupted before it had stored the report once waited for ever."""
 
     def interrupted(*arguments) -> None:
         raise KeyboardInterrupt
@@ -682,7 +684,7 @@ def test_ctrl_c_while_a_failure_is_looked_into_does_not_make_the_next_call_hang(
     assert seconds < 5
 
 
-# From start to end
+# Start and end
 
 
 def test_closing_ends_the_ranks_and_may_be_done_twice(tiny, tmp_path, monkeypatch):
@@ -701,7 +703,7 @@ def test_closing_ends_the_ranks_and_may_be_done_twice(tiny, tmp_path, monkeypatc
 
 
 def test_ranks_meet_where_no_other_user_can_write(tiny, tmp_path, monkeypatch):
-    """A store at a port took what any user of the host wrote to it, on whose word the ranks connect. gloo listens
+    """A store at a port once accepted addresses from any user of the host, and the ranks connect to these. gloo listens
     once per rank for its own connections; rank 0, which had the store, once listened twice."""
     with nothing_left_behind(tmp_path, monkeypatch):
         with LLM(tiny, tensor_parallel_size=2, **OPTIONS) as llm:
@@ -740,7 +742,7 @@ def test_two_engines_of_two_ranks_each_are_both_right(pair, tiny):
 
 @pytest.mark.long
 def test_ranks_run_the_drivers_own_package(tiny, tmp_path):
-    """Another of the same name that Python finds first, an installed one beside a checkout, say, was theirs."""
+    """The ranks once ran another package of the same name that Python finds first, such as an installed one."""
     other = tmp_path / "other" / "nanovllm"
     other.mkdir(parents=True)
     (other / "__init__.py").write_text("raise ImportError('another package')")
@@ -777,7 +779,7 @@ ENDINGS = {
 
 @pytest.mark.parametrize("ending", some(ENDINGS, "the last line"))
 def test_a_script_that_does_not_close_ends_by_itself(tiny, ending, tmp_path):
-    """It has no `__main__` guard: a rank that imported it again would run it again, and start ranks of its own."""
+    """It has no `__main__` guard: a rank that imported the script would run it again, and start ranks of its own."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT + ENDINGS[ending])
     began = time.monotonic()
@@ -796,7 +798,7 @@ def test_a_script_that_does_not_close_ends_by_itself(tiny, ending, tmp_path):
 
 @pytest.mark.parametrize("moment", some(["idle", "busy"], "busy"))
 def test_a_driver_that_is_killed_leaves_no_rank_behind(tiny, moment, tmp_path):
-    """Nobody is left to tell the ranks; one that holds a GPU for ever keeps the next run from starting."""
+    """No process is left to tell the ranks; one that held a GPU for ever would keep the next run from starting."""
     script = tmp_path / "script.py"
     busy = "while True: llm.generate([[1, 2, 3]] * 8, SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)"
     script.write_text(SCRIPT + ("sys.stdin.read()" if moment == "idle" else busy))
@@ -842,7 +844,7 @@ print("tokens", llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].token_ids, 
     assert process.returncode == 0
 
 
-# Bad input: refused before a process starts
+# Bad input is refused before a process starts
 
 
 @pytest.mark.parametrize(
@@ -850,7 +852,7 @@ print("tokens", llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].token_ids, 
     [(3, "1, 2, 4"), (8, "1, 2, 4")],
 )
 def test_a_size_that_does_not_divide_the_heads_is_refused_with_those_that_do(tiny, size, works, monkeypatch):
-    """Found out by a rank, it would come after seconds of imports, and from all ranks at once."""
+    """If the ranks checked it, the error would come after seconds of imports, and from all ranks at once."""
     monkeypatch.setattr(nanovllm.parallel.parallel_runner, "_start_rank", lambda *_: pytest.fail("a rank was started"))
     with pytest.raises(ValueError, match=rf"tensor_parallel_size.*{works}"):
         LLM(tiny, tensor_parallel_size=size, **OPTIONS)

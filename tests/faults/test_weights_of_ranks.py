@@ -1,4 +1,4 @@
-"""New weights of an LLM of two ranks: all ranks take them or none does, and nothing is left behind."""
+"""New weights of an LLM of two ranks: either all ranks take them or none does, and no file is left behind."""
 
 import os
 import random
@@ -57,7 +57,9 @@ def test_ranks_get_their_shards_of_every_family(tmp_path, family):
 
 
 def test_nothing_is_left_of_the_files(checkpoints, tmp_path, monkeypatch):
-    """Neither in shared memory nor where temporary files go; while they are there, they are the user's alone."""
+    """None is left in shared memory or in the directory of temporary files. While they exist, only the user can read
+    them.
+    """
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     seen: list[tuple[Path, int]] = []
@@ -72,7 +74,7 @@ def test_nothing_is_left_of_the_files(checkpoints, tmp_path, monkeypatch):
     second = read_tensors(checkpoints[1])
     monkeypatch.setattr(nanovllm.parallel.weight_files, "_FILE_BYTES", 10_000)  # several files
     with make_llm(checkpoints[0], tensor_parallel_size=2) as llm:
-        before = list(tmp_path.iterdir())  # where the ranks have met
+        before = list(tmp_path.iterdir())  # the file where the ranks met
         for has_memory in (True, False):
             if not has_memory:
                 monkeypatch.setattr(nanovllm.parallel.weight_files, "_MEMORY", tmp_path / "none")
@@ -103,7 +105,7 @@ def test_shared_memory_is_used_only_if_there_is_room(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", some(["check_update", "load_update"], "load_update"))
 def test_ctrl_c_in_the_wait_for_the_ranks_leaves_no_doubt(checkpoints, expected, monkeypatch, kind):
-    """Before the ranks copy, nothing has changed. After that nobody knows whether they have."""
+    """Before the ranks copy, nothing has changed. After that, the driver cannot know whether they have copied."""
     ask = TensorParallelRunner._ask
 
     def interrupted(self, asked, *arguments):
@@ -131,7 +133,7 @@ def test_ctrl_c_in_the_wait_for_the_ranks_leaves_no_doubt(checkpoints, expected,
 @pytest.mark.parametrize("rank", some([0, 1], 1))
 @pytest.mark.parametrize("level", some([1, 2], 2))
 def test_what_one_rank_refuses_no_rank_does(checkpoints, expected, monkeypatch, rank, level):
-    """The one that had no room to wake up, or could not read the weights, and the other one too."""
+    """If one rank has no room to wake up, or cannot read the weights, the other one refuses too."""
     monkeypatch.setenv("FAULT", "refuses once")
     monkeypatch.setenv("FAULTY_RANK", str(rank))
     config = Config(str(checkpoints[0]), **OPTIONS, tensor_parallel_size=2)

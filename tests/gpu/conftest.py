@@ -1,4 +1,4 @@
-"""What several modules of tests on a GPU are given."""
+"""Fixtures that several modules of tests on a GPU share."""
 
 import json
 import random
@@ -17,7 +17,7 @@ from nanovllm.demo import MODEL_DIRECTORY
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """Prompts in pairs: a whole problem, whose answer the model is sure of; one cut short, which has it guess."""
+    """Prompts in pairs: a whole problem, whose answer the model is sure of, and a cut one, which makes it guess."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIRECTORY)
@@ -29,7 +29,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def params() -> list[SamplingParams]:
-    """Of four rows two are greedy and two at 0.8; the ones that guess go on for 20 tokens or for 64."""
+    """Two of four rows are greedy and two at 0.8; rows that guess go on for 20 tokens or for 64."""
     return [
         SamplingParams(
             temperature=0.8 if row % 4 >= 2 else 0.0,
@@ -43,7 +43,7 @@ def params() -> list[SamplingParams]:
 
 @pytest.fixture(scope="module")
 def dummy_directory(tmp_path_factory) -> str:
-    """A config.json of Qwen3-0.6B's numbers, but untied: 112 KiB of cache a token, enough to fill any card."""
+    """A config.json of Qwen3-0.6B's numbers, but untied: 112 KiB of cache per token, enough to fill any card."""
     directory = tmp_path_factory.mktemp("dummy")
     config = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
@@ -66,7 +66,7 @@ def checkpoints(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture(params=[1, 5, 132])
 def num_programs(request, monkeypatch) -> Iterator[int]:
-    """With one program, each item comes after another one. The test must have used the kernel."""
+    """With one program, items come one after another. The test must have used the kernel."""
     from nanovllm.attention import hopper_prompts
 
     asked = []

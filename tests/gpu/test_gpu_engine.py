@@ -51,7 +51,7 @@ def captured_samplings(llm: LLM) -> set[SamplingNeeds]:
 
 @pytest.fixture(autouse=True)
 def memory_given_back():
-    """What a failed test's traceback holds must not fail the next."""
+    """Memory that a failed test's traceback holds must not make the next test fail."""
     yield
     gc.collect()
     torch.cuda.empty_cache()
@@ -86,8 +86,9 @@ def eager(prompts, params) -> list[list[int]]:
 
 @dataclass
 class Checkpoint:
-    """directory: of a bfloat16 checkpoint; token_ids: some text; exact, theirs: transformers' logits for it in float32
-    and in bfloat16, [num_tokens, vocab_size]."""
+    """directory: where a bfloat16 checkpoint is; token_ids: some text; exact, theirs: transformers' logits for it in
+    float32 and in bfloat16, [num_tokens, vocab_size].
+    """
 
     directory: str
     model: Any
@@ -140,7 +141,7 @@ def test_bfloat16_logits_are_as_good_as_those_of_transformers(checkpoint, backen
     print(f"{backend}, {path}: relative error {our_error:.5f}, transformers {their_error:.5f}")
     assert ours.shape == exact.shape
     assert our_error <= 1.1 * their_error
-    # Position by position too: one broken page would drown in the whole.
+    # Each position is compared too: one broken page would not show in the whole.
     of_rows = (ours - exact).norm(dim=1) / exact.norm(dim=1)
     assert of_rows.max() <= 3 * ((theirs - exact).norm(dim=1) / exact.norm(dim=1)).max()
     noise = 2 * float((theirs - exact).abs().max())
@@ -151,7 +152,7 @@ def test_bfloat16_logits_are_as_good_as_those_of_transformers(checkpoint, backen
 
 @pytest.mark.parametrize("backend", ["triton", "flash"])
 def test_greedy_tokens_through_graphs_are_best_up_to_noise(checkpoint, backend):
-    """The engine's own decode steps, captured: each token is float32's best, or one that ties with it in bfloat16."""
+    """The engine's own decode steps, captured: each token is the best in float32, or ties with it in bfloat16."""
     rng = random.Random(1)
     prompts = [[rng.randrange(1013) for _ in range(rng.randrange(1, 400))] for _ in range(23)]
     options = {"device": DEVICE, "attention_backend": backend, "max_num_seqs": 20}
@@ -215,9 +216,9 @@ def test_the_schedule_changes_hardly_a_token(prompts, params, judge, backend, dt
     options = {"max_num_seqs": 1, "overlap": False, "enable_prefix_caching": False}
     with demo(backend, dtype, **options) as llm:
         alone = [generate(llm, [ids], one)[0].token_ids for ids, one in zip(prompts, params, strict=True)]
-    # Without much variety most faults would stay unseen.
+    # If the completions varied little, most faults would not show.
     assert len({tuple(tokens) for tokens in alone}) > 0.8 * NUM_REQUESTS
-    num_rows, num_ties = [0, 0], [0, 0]  # of those that are sure and those that guess
+    num_rows, num_ties = [0, 0], [0, 0]  # sure rows and guessing rows
     num_answers = num_right = num_preemptions = num_cached_tokens = 0
     for name, (options, calls) in schedules(backend, NUM_REQUESTS).items():
         with demo(backend, dtype, **options) as llm:
@@ -251,7 +252,7 @@ def test_the_schedule_changes_hardly_a_token(prompts, params, judge, backend, dt
     [*itertools.product(("triton", "flash"), (False, True), (False, True)), ("sdpa", False, True)],
 )
 def test_at_least_99_percent_of_unseen_problems_are_answered_right(backend, enforce_eager, overlap):
-    """In the checkpoint's own bfloat16, whatever computes attention and however steps are launched."""
+    """This holds in the checkpoint's own bfloat16, for each attention backend and each way to launch steps."""
     options = {"max_num_seqs": 256, "enforce_eager": enforce_eager, "overlap": overlap, "kvcache_block_size": None}
     with demo(backend, "auto", **options) as llm:
         assert llm.engine.runner.settings.dtype == torch.bfloat16
@@ -276,7 +277,7 @@ BATCH_SIZES = {
 
 @pytest.mark.parametrize("max_num_seqs", BATCH_SIZES)
 def test_graphs_give_the_tokens_of_eager_steps_at_every_batch_size(prompts, params, eager, judge, max_num_seqs):
-    """A batch size without a graph of its own is padded; padding that samples, writes or is read shows here."""
+    """A batch size without a graph of its own is padded. Padding that samples, writes or is read would show here."""
     num_rows = num_ties = 0
     with demo(max_num_seqs=max_num_seqs) as llm:
         at_start = set(captured_forwards(llm))
@@ -327,7 +328,9 @@ def long_completions(long_requests) -> list[list[int]]:
     ],
 )  # fmt: skip
 def test_graphs_reach_max_model_len_exactly(long_requests, long_completions, judge, backend, max_model_len, block_size):
-    """Tables of one block and of the most, full to the last slot: an entry too few sends keys into another's block."""
+    """Tables have one block or as many as possible, full to the last slot. One entry too few would send keys to a block
+    of another sequence.
+    """
     is_float32 = backend == "triton"
     dtype = "float32" if is_float32 else "bfloat16"
     options = {"max_model_len": max_model_len, "kvcache_block_size": block_size, "max_num_seqs": 12}
@@ -350,7 +353,7 @@ def test_graphs_reach_max_model_len_exactly(long_requests, long_completions, jud
 
 
 def test_a_prompt_of_all_but_one_token_of_max_model_len_gets_that_token():
-    """The only decode-free row: its token comes from the prefill, and its table is as long as any."""
+    """This row never decodes: its token comes from the prefill, and its table has the maximum length."""
     prompt = [random.Random(0).randrange(32, 127) for _ in range(63)]
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     with demo(max_model_len=64) as llm:
@@ -383,7 +386,7 @@ RULES = [
     {"temperature": 1.1, "min_tokens": 9, "top_p": 0.95, "top_k": 40, "min_p": 0.02, "repetition_penalty": 1.1},
     {"temperature": 1.3, "bad_words": [[digit] for digit in DIGITS], "top_k": 20},
 ]
-# Odd numbers of kinds, so that each meets questions that the model is sure of and others.
+# The number of kinds is odd, so that each kind gets questions that the model is sure of and others.
 KINDS = {"filters": PLAIN + FILTERS, "rules": PLAIN + RULES, "all": PLAIN + FILTERS + RULES}
 
 
@@ -394,11 +397,11 @@ def params_of(kind: str, num_rows: int) -> list[SamplingParams]:
 
 
 def assert_obeyed(params: SamplingParams, prompt: list[int], output: RequestOutput, eos_token_ids: set[int]) -> None:
-    """What a request's rules forbid does not occur."""
+    """Asserts that no token occurs that a request's rules forbid."""
     tokens = output.token_ids
     assert output.error is None, output.error
     if params.min_tokens:
-        # The end itself is not among the tokens that were banned.
+        # The token that ends the completion is not one of the banned tokens.
         assert len(tokens) > params.min_tokens and not set(tokens[: params.min_tokens]) & eos_token_ids
     for *prefix, last in params.bad_words:
         for at, token in enumerate(tokens):
@@ -411,7 +414,9 @@ def assert_obeyed(params: SamplingParams, prompt: list[int], output: RequestOutp
 
 @dataclass
 class MixedRequests:
-    """kind: of KINDS; prompts, params: of the requests; alone: the tokens of each run by itself, eagerly."""
+    """kind: one of KINDS; prompts, params: those of the requests; alone: the tokens of each request run by itself,
+    eagerly.
+    """
 
     kind: str
     prompts: list[list[int]]
@@ -431,7 +436,7 @@ def mixed(request, prompts) -> MixedRequests:
             assert_obeyed(one, ids, output, llm.engine.eos_token_ids)
     alone = [output.token_ids for output in outputs]
     assert len({tuple(tokens) for tokens in alone}) > NUM_MIXED // 2
-    if request.param == "rules":  # each rule changes something, or the test says nothing
+    if request.param == "rules":  # each rule must change something
         with demo(enforce_eager=True) as llm:
             plain = [replace(one, **NO_RULES) for one in params]
             without = [output.token_ids for output in generate(llm, prompts[:NUM_MIXED], plain)]
@@ -458,9 +463,9 @@ NO_RULES = {
 )
 def test_rows_with_filters_and_rules_are_those_of_the_request_alone(mixed, enforce_eager, overlap, options):
     """Plain, greedy, filtered and ruled rows share batches, captured or not; the first call captures what the second
-    replays. Which tensors a captured step reads, and whose rules, shows here.
+    replays. A captured step that read wrong tensors, or another row's rules, would show here.
 
-    A row may differ where two candidates tie, or one lies at a filter's edge: one row of all.
+    One row in all may differ, where two candidates tie or one is at a filter's edge.
     """
     options = {"max_num_seqs": 100, **options}
     with demo(enforce_eager=enforce_eager, overlap=overlap, **options) as llm:
@@ -471,7 +476,7 @@ def test_rows_with_filters_and_rules_are_those_of_the_request_alone(mixed, enfor
             different = num_different([output.token_ids for output in outputs], mixed.alone)
             print(f"{mixed.kind}, {call} call: {different} of {NUM_MIXED} rows differ")
             assert different <= 1, call
-        # What is not wanted is not computed, and is captured by itself.
+        # A step computes only the parts that it needs, and each combination of parts is captured separately.
         rows = range(0, NUM_MIXED, len(KINDS[mixed.kind]))
         greedy = generate(llm, [mixed.prompts[row] for row in rows], SamplingParams(0.0, 24))
         assert num_different([output.token_ids for output in greedy], [mixed.alone[row] for row in rows]) <= 1
@@ -484,7 +489,7 @@ def test_rows_with_filters_and_rules_are_those_of_the_request_alone(mixed, enfor
 
 
 def test_a_top_k_of_one_is_greedy_and_a_rule_of_nothing_changes_nothing(prompts):
-    """Filtered and ruled rows take other kernels; on the same question they must say the same."""
+    """Filtered and ruled rows take other kernels; on the same question they must give the same answer."""
     with demo(max_num_seqs=100) as llm:
         size = llm.engine.info.vocab_size
         same = [
@@ -540,13 +545,13 @@ def test_the_first_call_after_the_start_equals_the_second(prompts, params, kind,
         calls = []
         for _ in range(3):
             calls.append([output.token_ids for output in generate(llm, prompts[:120], wanted)])
-            llm.engine.reset()  # the next call finds no cached prefixes either
+            llm.engine.reset()  # so that the next call finds no cached prefixes either
     assert calls[0] == calls[1] == calls[2]
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_shared_prefixes_attended_once_change_no_token(enforce_eager, monkeypatch):
-    """Groups of many sizes that rows join and leave; steps of groups are captured while others are in flight."""
+    """Rows join and leave groups of many sizes; steps with groups are captured while other steps are in flight."""
     seen = []
     shared_prefixes = TritonAttention.shared_prefixes
 
@@ -573,7 +578,7 @@ def test_shared_prefixes_attended_once_change_no_token(enforce_eager, monkeypatc
                 assert captured and any(size.is_grouped for size in captured) == prefix_grouping
         assert any(groups is not None for groups in seen) == prefix_grouping, "or the test says nothing"
         seen.clear()
-    # Random prompts have ties; float32 leaves few rows to them.
+    # Random prompts have ties; in float32 they affect few rows.
     for others in tokens[:3]:
         different = num_different(others, tokens[3])
         print(f"{different} of {len(prompts)} rows differ")
@@ -583,8 +588,9 @@ def test_shared_prefixes_attended_once_change_no_token(enforce_eager, monkeypatc
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("where", ["prompt", "completion"])
 def test_a_row_with_nan_logits_ends_alone(tmp_path, where, overlap):
-    """With graphs on: its error must not take the batch along, nor its −1 be the next step's token, nor its blocks be
-    served to others."""
+    """Graphs are on. Its error must not end the whole batch, its −1 must not be the next step's token, and its blocks
+    must not be served to others.
+    """
     save_model(tmp_path, seed=4, vocab_size=2003, hidden_size=64, head_dim=32)
     rng = random.Random(5)
     prompts = [[rng.randrange(1000) for _ in range(rng.randrange(17, 60))] for _ in range(20)]
@@ -606,7 +612,7 @@ def test_a_row_with_nan_logits_ends_alone(tmp_path, where, overlap):
         weight = llm.engine.runner.program.model.model.embed_tokens.weight.data
         saved = weight[token].clone()
         for _ in range(2):
-            llm.engine.reset()  # the cache would serve the prompt's keys from before
+            llm.engine.reset()  # else the cache would serve the prompt's old keys
             weight[token] = float("nan")
             outputs = generate(llm, prompts, params)
             assert outputs[victim].finish_reason == "error" and "finite" in outputs[victim].error
@@ -631,7 +637,7 @@ def run_by_hand(llm: LLM, requests) -> dict[int, list[int]]:
 @pytest.mark.parametrize("overlap", [True, False])
 def test_aborted_rows_leave_the_others_as_they_were(prompts, params, eager, judge, overlap):
     """A freed entry goes to the next request while a captured step that still writes to it is in flight."""
-    rows = list(range(1, 80, 2))  # those that run for a while
+    rows = list(range(1, 80, 2))  # rows that run for a while
     with demo(max_num_seqs=20, overlap=overlap) as llm:
         ids = {llm.engine.add_request(prompts[row], params[row]): row for row in rows}
         finished = {}
@@ -677,7 +683,7 @@ def test_after_an_exception_between_steps_the_next_call_is_right(prompts, params
 
 @pytest.mark.parametrize("num_steps", [1, 2, 7])
 def test_a_reset_with_steps_in_flight_leaves_nothing_behind(prompts, params, eager, judge, num_steps):
-    """What the device knows of a sequence must not be taken for that of the next one in the same entry."""
+    """Data of a sequence on the device must not be used for the next one in the same entry."""
     with demo(max_num_seqs=20) as llm:
         for row in range(40):
             llm.engine.add_request(prompts[row], params[row])
@@ -696,14 +702,14 @@ def test_a_reset_with_steps_in_flight_leaves_nothing_behind(prompts, params, eag
 
 
 def test_two_engines_on_one_card_are_both_right(prompts, params, eager, judge):
-    """State that is global, or memory measured as if nobody else lived there, makes the second spoil the first."""
+    """If state were global, or memory measured as if the card were free, the second engine would break the first."""
     rows = list(range(48))
     requests = [(prompts[row], params[row]) for row in rows]
     with demo(gpu_memory_utilization=0.1) as one, demo(num_kvcache_blocks=200, max_num_seqs=12) as two:
         for llm in (one, two, one, two):
             ours = [output.token_ids for output in generate(llm, *map(list, zip(*requests, strict=True)))]
             assert judge.count_ties(requests, ours, [eager[row] for row in rows], "two engines") <= 1
-        # Step by step in turn.
+        # The engines run steps in turn.
         ids = [{llm.engine.add_request(*request): row for row, request in enumerate(requests)} for llm in (one, two)]
         ours = [{}, {}]
         while not (one.engine.is_finished() and two.engine.is_finished()):
@@ -714,7 +720,7 @@ def test_two_engines_on_one_card_are_both_right(prompts, params, eager, judge):
 
 
 def test_memory_used_stays_within_utilization_and_makes_use_of_it(dummy_directory):
-    """After the start, and after steps as large as any, with penalties and top-p: never above the promise."""
+    """Memory stays within it after the start, and after steps of the largest size, with penalties and top-p."""
     before, total = free_memory(), torch.cuda.mem_get_info()[1]
     promised = 0.12 * total
     options = {"max_num_seqs": 64, "max_model_len": 8192, "gpu_memory_utilization": 0.12, "load_format": "dummy"}
@@ -760,7 +766,7 @@ print(json.dumps(found))
 
 
 def test_a_closed_engine_gives_its_memory_back(dummy_directory):
-    """A graph, a cache or a backend's buffers that something still holds leaves no room for the next engine."""
+    """If something still held a graph, a cache or a backend's buffers, the next engine would have no room."""
     done = subprocess.run([sys.executable, "-c", CLOSING, dummy_directory], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     before, *rest = json.loads(done.stdout.splitlines()[-1])
@@ -780,7 +786,7 @@ with _cublas_lt():
 
 
 def test_the_switch_of_the_matrix_library_is_silent():
-    """PyTorch wrote to standard error that this switch is experimental, once per process."""
+    """PyTorch once wrote to standard error, once per process, that this switch is experimental."""
     done = subprocess.run([sys.executable, "-c", SWITCHING], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "Cublaslt" in done.stdout and "512.0" in done.stdout
@@ -799,7 +805,7 @@ assert (held[:: 2**20] == 255).all()
 
 
 def test_another_program_with_most_of_the_card_leaves_an_engine_that_runs_right(dummy_directory):
-    """The default of 0.9 is of the whole card; taken literally it is more than there is."""
+    """The default of 0.9 refers to the whole card, which is more than the memory that is free here."""
     rng = random.Random(1)
     prompts = [[rng.randrange(151936) for _ in range(rng.randrange(1, 300))] for _ in range(32)]
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -835,7 +841,7 @@ def test_another_program_with_most_of_the_card_leaves_an_engine_that_runs_right(
 )
 def test_too_much_is_an_error_that_names_the_option_and_leaves_nothing_behind(options, name):
     """An out-of-memory error from PyTorch says neither what to lower nor by how much, and its memory stays taken."""
-    with demo() as llm:  # loads whatever is loaded once
+    with demo() as llm:  # loads everything that is loaded once
         expected = llm.generate("Count", SamplingParams(0.0, 5, ignore_eos=True), use_tqdm=False)[0].token_ids
     before = free_memory()
     with pytest.raises(RuntimeError, match=name):
@@ -850,7 +856,7 @@ def test_too_much_is_an_error_that_names_the_option_and_leaves_nothing_behind(op
 
 @pytest.mark.parametrize(("dtype", "block_size"), [("auto", None), ("float32", None), ("bfloat16", 64)])
 def test_auto_takes_a_gpu_backend_and_says_which(caplog, dtype, block_size):
-    """A silent fall back to gathered keys costs most of a GPU's speed."""
+    """A silent fallback to gathered keys would cost most of a GPU's speed."""
     with (
         caplog.at_level(logging.INFO, "nanovllm"),
         LLM(str(MODEL_DIRECTORY), dtype=dtype, kvcache_block_size=block_size, max_num_seqs=4) as llm,
@@ -871,6 +877,6 @@ def test_auto_takes_a_gpu_backend_and_says_which(caplog, dtype, block_size):
     ids=str,
 )
 def test_what_a_backend_cannot_do_is_a_value_error(options, message):
-    """FlashAttention's own assertion would come with the first step and name nothing that a user has set."""
+    """FlashAttention's own assertion would come with the first step and name no option of the user's."""
     with pytest.raises(ValueError, match=message):
         demo(**options)

@@ -1,6 +1,6 @@
 """The ranks' sum, residual and norm in one kernel against its plain twin.
 
-Ranks share GPUs where there are too few; the driver then lets them run in turns, which takes longer.
+Ranks share GPUs if there are too few; the driver then lets them run in turn, which takes longer.
 """
 
 import os
@@ -177,7 +177,9 @@ RANK = """
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_the_exchange_is_the_all_reduce_and_the_norm(tmp_path, size):
-    """The last row of an uneven division, a mailbox filled again before it was read, a rank that waits for ever."""
+    """This finds errors in the last row of an uneven division, a mailbox that is filled again before it was read, and a
+    rank that waits for ever.
+    """
     pytest.importorskip("triton")
     script = tmp_path / "rank.py"
     script.write_text(textwrap.dedent(RANK))
@@ -190,7 +192,7 @@ def test_the_exchange_is_the_all_reduce_and_the_norm(tmp_path, size):
             command[2] = str(rank)
             with log.open("w") as output:
                 ranks.append(subprocess.Popen(command, cwd=root, stdout=output, stderr=subprocess.STDOUT))
-        # One that fails leaves the others waiting for it.
+        # If one fails, the others would wait for it.
         handles = [os.pidfd_open(rank.pid) for rank in ranks]
         while handles and not any(rank.poll() for rank in ranks):
             ended, _, _ = select.select(handles, [], [], 200)

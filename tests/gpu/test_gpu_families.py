@@ -35,7 +35,7 @@ def checkpoint(request, tmp_path_factory):
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(0.2)  # as spread as those of trained models of this width
+                parameter.mul_(0.2)  # gives them the spread of trained models of this width
     model.bfloat16().save_pretrained(directory)
     rng = random.Random(request.param)
     token_ids = [rng.randrange(VOCAB_SIZE) for _ in range(700)]
@@ -73,7 +73,7 @@ def test_bfloat16_logits_are_as_good_as_those_of_transformers(checkpoint, backen
 
 
 def test_greedy_tokens_through_graphs_are_best_up_to_noise(checkpoint):
-    """Captured decodes and prompts, chunks and preemption."""
+    """This covers captured decodes and prompts, chunks and preemption."""
     directory, _, model, exact, theirs = checkpoint
     rng = random.Random(7)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 400))] for _ in range(23)]

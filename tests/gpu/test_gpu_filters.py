@@ -10,7 +10,7 @@ from nanovllm.ops.sample import BROKEN_LOGITS, NO_TOKEN_LEFT, plain_sample, trit
 pytestmark = pytest.mark.gpu
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-NEAR = 1e-6  # of the mass: so near to p, float32 may round a token in or out
+NEAR = 1e-6  # of the mass: if a token is this near to p, float32 may keep or drop it
 # (temperature, top_k, top_p, min_p)
 SETTINGS = [
     (0.6, 20, 0.95, 0), (0.6, 0, 0.95, 0), (1, 0, 0.5, 0), (1, 0, 0.999, 0), (1, 50, 1, 0), (1, 1, 1, 0),
@@ -47,7 +47,7 @@ def tensors_of(settings) -> list[torch.Tensor]:
 
 
 def num_kept_by_definition(logits, temperatures, top_ks, top_ps, min_ps, shift: float = 0.0) -> torch.Tensor:
-    """int64 [num_rows]: how many tokens a sort in float64 keeps; shift: of the mass, added to top_p."""
+    """int64 [num_rows]: how many tokens a sort in float64 keeps; shift: the part of the mass that is added to top_p."""
     vocab_size = logits.shape[1]
     ordered = logits.double().sort(-1, descending=True).values
     weights = ((ordered - ordered[:, :1]) / temperatures.double().clamp(min=1.2e-38)[:, None]).exp()
@@ -66,7 +66,7 @@ def num_kept_by_definition(logits, temperatures, top_ks, top_ps, min_ps, shift: 
 @DTYPES
 @pytest.mark.parametrize("kind", ["flat", "peaked", "likely few", "tied", "equal", "in steps of one bit"])
 def test_the_kernel_keeps_what_a_float64_sort_keeps(kind, dtype):
-    """Also twice the same, and the same for each row alone: an order of sums that changes would show here."""
+    """A second run and each row alone give the same bits; a changed order of sums would show here."""
     num_near = 0
     for vocab_size in (8191, 50257, 151936, 262144):
         logits = make_logits(kind, len(SETTINGS), vocab_size, dtype)
@@ -89,7 +89,7 @@ def test_the_kernel_keeps_what_a_float64_sort_keeps(kind, dtype):
 
 
 def test_a_graph_follows_the_settings_and_logits_of_each_replay():
-    """The grid is fixed and nothing is asked of the host, so one graph serves rows that filter and rows that do not."""
+    """The grid is fixed and the kernel does not ask the host, so one graph serves rows with and without filters."""
     logits = torch.empty(len(SETTINGS), 50257, device="cuda", dtype=torch.bfloat16)
     settings = tensors_of(SETTINGS)
     seeds, positions = torch.arange(len(SETTINGS), device="cuda"), torch.full((len(SETTINGS),), 3, device="cuda")
@@ -128,7 +128,7 @@ def test_thresholds_are_masks_and_the_kernel_gives_the_tokens_of_its_twin(dtype)
 
 
 def test_filtered_draws_have_the_probabilities_of_the_kept_set():
-    """Chi-square over 60,000 draws, of a vocabulary of several parts in which a few tokens are likely."""
+    """Chi-square over 60,000 draws from a vocabulary of several parts, in which a few tokens are likely."""
     num_rows = 60_000
     logits = torch.full((9000,), -8.0, device="cuda")
     ids = torch.tensor([0, 17, 4095, 4096, 8999], device="cuda")

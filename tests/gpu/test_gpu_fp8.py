@@ -1,8 +1,9 @@
 """FP8 on a GPU: each kernel against exact results, then engines with FP8 weights, with an FP8 cache, and with both.
 
-Other kernels round a sum's last bit otherwise, and that bit decides now and then which number of e4m3 an input or a key
-becomes. So another schedule moves the logits of an engine with FP8 nearly as much as the rounding itself does. These
-tests measure how much, bound that by the error of the rounding, and let tokens differ only where it explains it.
+Different kernels round a sum's last bit differently, and that bit sometimes decides which number of e4m3 an input or a
+key becomes. So a different schedule moves the logits of an engine with FP8 nearly as much as the rounding itself does.
+These tests measure by how much, bound this by the error of the rounding, and let tokens differ only where it explains
+the difference.
 """
 
 import math
@@ -94,8 +95,10 @@ def in_order(values: torch.Tensor) -> torch.Tensor:
 
 
 def assert_nearly_twin(found: Any, expected: Quantized | BlockQuantized) -> None:
-    """The twin's numbers, but for one in a hundred that is its neighbour in e4m3. The GPU's division, exp and rsqrt are
-    off by a few last bits of float32, and of numbers that were bfloat16 some lie exactly between two of e4m3."""
+    """Asserts that numbers equal the twin's, except one in a hundred, which may be a neighbour in e4m3. The GPU's
+    division, exp and rsqrt are off by a few last bits of float32, and some bfloat16 numbers are exactly halfway between
+    two of e4m3.
+    """
     assert isinstance(found, type(expected)) and found.values.dtype == E4M3
     torch.testing.assert_close(found.scales, expected.scales, rtol=1e-5, atol=0)
     steps = (in_order(found.values) - in_order(expected.values)).abs()
@@ -109,14 +112,14 @@ def gpu_product(num_rows: int, size: int) -> ScaledProduct:
 
 
 def exact_product(product: ScaledProduct) -> torch.Tensor:
-    """Its numbers in float64."""
+    """The product's numbers in float64."""
     return product.product.double() * product.row_scales.double()[:, None] * product.column_scales.double()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 4096), (300, 1024), (33, 1000), (5, 7)])
 def test_rows_and_their_blocks_are_rounded_as_by_the_twins(dtype, num_rows, size):
-    """Rows of all sizes, and one of zeros, whose peak is no divisor."""
+    """There are rows of all sizes, and one of zeros, whose peak cannot be a divisor."""
     x = randn(num_rows, size, dtype=torch.float32) * torch.logspace(-6, 6, num_rows, device=GPU)[:, None]
     x = torch.cat((x, torch.zeros(1, size, device=GPU))).to(dtype)
     found = quantize_rows(x, use_kernels=True)
@@ -129,7 +132,7 @@ def test_rows_and_their_blocks_are_rounded_as_by_the_twins(dtype, num_rows, size
 
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 1024), (300, 384), (33, 5120)])
 def test_norms_read_and_write_fp8(num_rows, size):
-    """The residual is the rounded sum, and what is normed is that sum."""
+    """The residual is the rounded sum, and the norm is of that sum."""
     weight = (1 + 0.3 * randn(size, dtype=torch.float32, seed=1)).bfloat16()
 
     def normed(x: torch.Tensor) -> torch.Tensor:
@@ -172,7 +175,7 @@ def gpu_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
 
 
 def slots_of_prompts(num_tokens: int, num_blocks: int, block_size: int) -> torch.Tensor:
-    """Of 20 prompts and chunks of many lengths, which begin anywhere in a block."""
+    """The slots of 20 prompts and chunks of many lengths, which begin anywhere in a block."""
     rng = random.Random(block_size)
     blocks, slots = rng.sample(range(num_blocks), num_blocks), []
     ends = [*sorted(rng.sample(range(1, num_tokens), 19)), num_tokens]
@@ -196,8 +199,9 @@ def slots_of_prompts(num_tokens: int, num_blocks: int, block_size: int) -> torch
 )  # fmt: skip
 @pytest.mark.parametrize("where", ["anywhere", "in prompts"])
 def test_the_store_kernels_write_the_bits_of_their_twin(dtype, head_dim, block_size, where):
-    """NaN and infinity; rows of a projection, some of which are padding; slots of many decodes, and of prompts and
-    chunks, whose tokens lie next to each other until their block ends."""
+    """The rows hold NaN and infinity. They are rows of a projection, and some are padding. Slots are those of many
+    decodes, and of prompts and chunks, whose tokens are next to each other until their block ends.
+    """
     num_tokens, num_kv_heads, num_blocks = 3001, 3, 3001 // block_size + 45
     k, v = (heads_of_many_sizes(num_tokens, num_kv_heads, head_dim, seed) for seed in (0, 1))
     k[8, 1, 3], k[9, 0, head_dim - 1], v[10, 2, 0] = float("nan"), -float("inf"), float("inf")
@@ -225,8 +229,9 @@ def test_the_store_kernels_write_the_bits_of_their_twin(dtype, head_dim, block_s
 def test_the_fused_kernels_store_the_bits_of_their_twin(
     num_heads, num_kv_heads, head_dim, rotary_dim, has_norm, is_scaled, has_prompts
 ):
-    """Keys as they are finished, values as they are projected, by the same kernel or by one of their own; queries and
-    keys as over a usual cache."""
+    """Keys are stored when they are finished, values when they are projected, by the same kernel or by a separate one.
+    Queries and keys are the same as with a usual cache.
+    """
     num_tokens, num_normed = 45, num_heads + num_kv_heads
     product = gpu_product(num_tokens, (num_normed + num_kv_heads) * head_dim)
     product.product[6], product.product[7] = 0, product.product[7] * 1e-6
@@ -267,8 +272,10 @@ def test_copied_blocks_take_their_scales_along():
 
 
 def accumulation_error(input_size: int) -> float:
-    """What bfloat16 results and tensor cores explain, relative. Rounding to bfloat16 changes a matrix by 1.7e-3. A
-    Hopper GPU that adds 32 products of FP8 to a sum keeps about 13 bits behind the point of the largest number."""
+    """The relative error that bfloat16 results and tensor cores explain. Rounding to bfloat16 changes a matrix by
+    1.7e-3. A Hopper GPU that adds 32 products of FP8 to a sum keeps about 13 bits behind the point of the largest
+    number.
+    """
     return 3e-3 + input_size / 32 * 2**-13
 
 
@@ -283,7 +290,7 @@ def assert_close_product(found: torch.Tensor, exact: torch.Tensor, tolerance: fl
 @pytest.mark.parametrize(("output_size", "input_size"), [(512, 160), (160, 448), (1024, 1024), (2048, 4096)])
 @pytest.mark.parametrize("num_rows", [1, 7, 64, 300])
 def test_a_product_by_channel_is_that_of_the_rounded_numbers(output_size, input_size, num_rows):
-    """With its scales kept, and multiplied in. Rows of very different sizes; each has its own scale."""
+    """The scales are kept apart, or multiplied in. Rows have very different sizes, and each has its own scale."""
     sizes = torch.logspace(-3, 3, num_rows, device=GPU)[:, None]
     x = quantize_rows(randn(num_rows, input_size, dtype=torch.float32) * sizes, use_kernels=True)
     weight = quantize_rows(randn(output_size, input_size, dtype=torch.float32, seed=1))
@@ -363,7 +370,7 @@ def test_experts_multiply_with_what_their_weights_stand_for(layout, num_tokens):
     assert our_error <= 1.1 * twin_error + 1e-6 and twin_error < 0.01, (our_error, twin_error)
 
 
-# Attention. The formula sees rounded keys and values. What is nobody's has the largest numbers and infinite scales.
+# Attention. The formula sees rounded keys and values. Unused slots have the largest numbers and infinite scales.
 
 
 def fp8_case(sequences: list[tuple[int, int]], block_size: int = 64, **options: Any) -> Case:
@@ -380,7 +387,9 @@ def fp8_backend(case: Case) -> TritonAttention:
 
 
 def assert_exact(case: Case, out: torch.Tensor) -> None:
-    """As a whole, and row by row within three times that, or one lost key of thousands went unseen."""
+    """Checks the error of the whole, and of each row within three times that; otherwise one lost key of thousands would
+    not show.
+    """
     dtype = case.queries[0].dtype
     tolerance = max(TOLERANCE[dtype], DECODE_TOLERANCE if case.metadata.max_num_decodes else 0.0)
     assert out.dtype == dtype and out.isfinite().all()
@@ -401,7 +410,7 @@ def decodes_of(case: Case) -> Case:
     ("head_dim", "group_size"), [(128, 1), (128, 2), (128, 4), (128, 8), (64, 3), (64, 6), (32, 5), (32, 7), (80, 4)]
 )
 def test_grouped_queries_attend_as_the_formula_says(head_dim, group_size):
-    """Decodes beside prompts and chunks, and alone."""
+    """Decodes run beside prompts and chunks, and alone."""
     options = {"num_kv_heads": 1 + group_size % 3, "group_size": group_size, "head_dim": head_dim}
     case = fp8_case(MIXED, seed=head_dim + group_size, **options)
     backend = fp8_backend(case)
@@ -427,7 +436,7 @@ LENGTHS = [
 
 @pytest.mark.parametrize(("block_size", "head_dim", "group_size"), [(32, 64, 2), (64, 128, 4), (256, 128, 3)])
 def test_lengths_from_1_to_4096_around_blocks_and_splits(block_size, head_dim, group_size):
-    """Decodes of all lengths together; beside them, prompts and chunks that begin or end around a block's end."""
+    """Decodes of all lengths run together, beside prompts and chunks that begin or end around a block's end."""
     rng = random.Random(block_size)
     lengths = LENGTHS + [int(2 ** rng.uniform(0, 12)) for _ in range(20)]
     rng.shuffle(lengths)
@@ -456,7 +465,7 @@ def test_a_query_sees_the_last_keys_of_its_window(head_dim, group_size, window):
     ("num_kv_heads", "group_size", "head_dim", "block_size"), [(2, 2, 128, 64), (1, 8, 64, 256), (2, 5, 32, 64)]
 )
 def test_shared_splits_attended_once_change_nothing(num_kv_heads, group_size, head_dim, block_size):
-    """Prefixes of different lengths, rows that share nothing, and a group larger than a tile."""
+    """There are prefixes of different lengths, rows that share nothing, and a group larger than a tile."""
     lengths = [700, 530, 520, 300, 800, 90, 1030, *range(520, 560)]
     options = {"num_kv_heads": num_kv_heads, "group_size": group_size, "head_dim": head_dim, "is_fp8": True}
     case = make_case([(length, 1) for length in lengths], block_size, dtype=BFLOAT16, **options)
@@ -479,7 +488,7 @@ def test_shared_splits_attended_once_change_nothing(num_kv_heads, group_size, he
 
 
 def test_a_row_is_bitwise_the_same_whatever_its_neighbours():
-    """Splits that depend on the batch round differently, and a near tie then falls the other way."""
+    """If splits depended on the batch, they would round differently, and a near tie could go the other way."""
     rng = random.Random(2)
     lengths = [0, 1, 255, 256, 257, 1000, 4095, *(int(2 ** rng.uniform(0, 12)) for _ in range(20))]
     case = fp8_case([(length, 1) for length in lengths], num_kv_heads=2, group_size=4, head_dim=128)
@@ -492,8 +501,9 @@ def test_a_row_is_bitwise_the_same_whatever_its_neighbours():
 
 
 def test_a_captured_step_serves_other_lengths_and_padding():
-    """All rows are padding when the engine captures, and some are later: length 0, slot −1 and a table of zeros,
-    whoever owns block 0."""
+    """All rows are padding when the engine captures, and some are later. They have length 0, slot −1 and a table of
+    zeros, although another sequence may own block 0.
+    """
     lengths, num_padding = [1, 64, 256, 257, 700, 1024, 3000], 5
     case = fp8_case([(length - 1, 1) for length in lengths], num_kv_heads=2, group_size=4, head_dim=128)
     backend = fp8_backend(case)
@@ -602,7 +612,7 @@ def test_long_prompts_attend_as_the_formula_says():
 
 @HOPPER
 def test_a_captured_step_of_prompts_follows_its_tiles(num_programs):
-    """The step is captured while all tiles are padding. Later, padding stands between tiles and behind them."""
+    """The step is captured while all tiles are padding. Later, padding comes between tiles and after them."""
     case, backend = hopper_case([(900, 1), (0, 500), (130, 333), (0, 65)])
     metadata, expected = case.metadata, run("triton", case, backend)
     assert metadata.query_tiles is not None
@@ -628,7 +638,7 @@ def test_a_captured_step_of_prompts_follows_its_tiles(num_programs):
 @pytest.mark.parametrize("is_scaled", [False, True], ids=["plain", "scaled"])
 @pytest.mark.parametrize("has_prompts", [False, True], ids=["decodes", "prompts"])
 def test_layers_back_to_back_never_read_what_is_not_written_yet(is_scaled, has_prompts):
-    """Each kernel may start before the one before it has ended: keys, values, prompts and decodes have one each."""
+    """Each kernel may start before the previous one has ended: keys, values, prompts and decodes have one each."""
     sequences = [(900, 1), (1500, 1), *([(0, 200)] * 40 + [(500, 700)] if has_prompts else [(30, 1)] * 90)]
     case = fp8_case(sequences, num_kv_heads=8, head_dim=128)
     backend, num_tokens = fp8_backend(case), sum(new for _, new in sequences)
@@ -661,8 +671,9 @@ def test_layers_back_to_back_never_read_what_is_not_written_yet(is_scaled, has_p
 
 
 class Checkpoint(NamedTuple):
-    """directory: of a float32 checkpoint whose numbers are bfloat16's; token_ids: some text; noise: the relative error
-    of our logits for it in bfloat16, without FP8."""
+    """directory: where a float32 checkpoint is whose numbers fit bfloat16; token_ids: some text; noise: the relative
+    error of our logits for it in bfloat16, without FP8.
+    """
 
     directory: Path
     token_ids: list[int]
@@ -706,7 +717,7 @@ def save_checkpoint(directory: Path, model: Any, vocab_size: int) -> Checkpoint:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(0.2)  # as spread as those of trained models of this width
+                parameter.mul_(0.2)  # gives them the spread of trained models of this width
     model.bfloat16().float().save_pretrained(directory)
     rng = random.Random(0)
     token_ids = [rng.randrange(vocab_size) for _ in range(sum(CHUNKS))]
@@ -725,8 +736,8 @@ def checkpoint(tmp_path_factory) -> Checkpoint:
 
 
 def assert_rounding_explains(checkpoint: Checkpoint, whole: Path, directory: Path, what: str, **options: Any) -> None:
-    """Our logits differ from those of the dequantized model by what its inputs' and keys' rounding changes in float32
-    on a CPU, and what bfloat16 changes anyway. They do differ, or nothing was rounded.
+    """Our logits differ from those of the dequantized model by the effect of rounding its inputs and keys in float32 on
+    a CPU, plus that of bfloat16. They must differ, or nothing was rounded.
 
     whole: the dequantized checkpoint.
     """
@@ -762,14 +773,14 @@ def test_logits_of_models_that_we_quantize_err_as_e4m3_explains(checkpoint, tmp_
 
 
 def test_weights_that_come_in_fp8_are_those_that_we_make(checkpoint, tmp_path):
-    """Bit by bit, if they are made on the same device: a GPU multiplies by 1 / 448 where a CPU divides."""
+    """They are equal bit by bit if made on the same device: a GPU multiplies by 1 / 448, but a CPU divides."""
     layout = CHANNEL._replace(quantize=lambda weight: tuple(part.cpu() for part in by_channel(weight.to(GPU))))
     directory = quantized_copy(checkpoint.directory, tmp_path / "fp8", layout)
     ours = our_logits(checkpoint.directory, checkpoint.token_ids, quantization="fp8")
     assert torch.equal(our_logits(directory, checkpoint.token_ids), ours)
 
 
-# Experts in both layouts; norms after blocks, windows and heads of 256; biases.
+# These have experts in both layouts; norms after blocks, windows and heads of 256; biases.
 FAMILY_CASES = [("qwen3_moe", "channel"), ("qwen3_moe", "block"), ("gemma3", "both"), ("qwen2", "block")]
 
 
@@ -794,8 +805,8 @@ def test_logits_of_other_families_err_as_e4m3_explains(tmp_path, family, layout)
 # Schedules
 
 NUM_REQUESTS = 48
-# The number of texts whose logits are computed in several ways, and of tokens of each completion. BEYOND: other texts
-# may move up to this many times as far as the furthest of these.
+# The number of texts whose logits are computed in several ways, and of tokens of each completion. BEYOND: the logits of
+# # other texts may move up to this many times as far as the furthest of these.
 NUM_MEASURED, NUM_DECODED, BEYOND = 16, 64, 1.5
 
 
@@ -807,7 +818,9 @@ def demo(name: str, directory: Path = MODEL_DIRECTORY, **options: Any) -> LLM:
 
 @dataclass
 class Forced:
-    """Gives logits as the Judge's model does: those of an engine that computes the whole text in one step."""
+    """Gives the logits of an engine that computes the whole text in one step, through the interface of the Judge's
+    model.
+    """
 
     llm: LLM
 
@@ -820,9 +833,9 @@ class Forced:
 class Model:
     """The bundled model in a format.
 
-    name: of FORMATS; requests: (prompt, params); alone: the tokens of each request that runs alone; judge: knows how
-    far another way to compute a text moves its logits; moved: how far, root mean square; error: how far they are from
-    those of the dequantized model in float32, likewise.
+    name: one of FORMATS; requests: (prompt, params); alone: the tokens of each request that runs alone; judge: knows
+    how far another way to compute a text moves its logits; moved: that distance, as a root mean square; error: their
+    distance from those of the dequantized model in float32, likewise.
     """
 
     name: str
@@ -881,7 +894,7 @@ def model(request, prompts, params, tmp_path_factory) -> Iterator[Model]:
 
 @pytest.fixture(scope="module")
 def engine(model) -> Iterator[LLM]:
-    """With the defaults, through graphs."""
+    """An engine with the default options, so it uses graphs."""
     with demo(model.name, max_num_seqs=256) as llm:
         assert llm.engine.runner.program.graphs is not None
         yield llm
@@ -889,7 +902,7 @@ def engine(model) -> Iterator[LLM]:
 
 def test_a_schedule_moves_logits_by_less_than_two_roundings(model):
     """At worst, two ways to compute a text round it independently. Then their difference is √2 times the error of each.
-    Their completions are varied, or the tests below say nothing."""
+    Their completions must be varied, or the tests below prove nothing."""
     assert 0 < model.moved <= 1.1 * math.sqrt(2) * model.error
     assert len({tuple(tokens) for tokens in model.alone}) > 0.8 * NUM_REQUESTS
 
@@ -899,7 +912,7 @@ def test_the_first_call_after_the_start_equals_the_second(model, engine):
     differ."""
     calls = []
     for _ in range(3):
-        engine.engine.reset()  # no cached prefixes from before
+        engine.engine.reset()  # drops the cached prefixes
         calls.append(model.run(engine, list(range(NUM_REQUESTS))))
     assert calls[0] == calls[1] == calls[2]
 
@@ -932,10 +945,10 @@ SCHEDULES: dict[str, tuple[dict[str, Any], list[list[int]]]] = {
 
 
 def test_the_schedule_changes_tokens_only_at_ties(model, engine):
-    """Batch sizes with and without a graph of their own, overlap on and off, cold and warm prefixes, eager steps,
-    chunks and preemption; greedy rows and rows at 0.8.
+    """The schedules vary batch sizes with and without a graph of their own, overlap on and off, cold and warm prefixes,
+    eager steps, chunks and preemption; rows are greedy or at 0.8.
 
-    Each difference must be explained by what was measured. Answers, of which the model is sure, hardly ever differ.
+    The measured distances must explain each difference. Answers that the model is sure of hardly ever differ.
     """
     num_rows, num_ties = [0, 0], [0, 0]
 
@@ -981,7 +994,7 @@ def test_shared_prefixes_attended_once_change_tokens_only_at_ties(model, engine,
 
     monkeypatch.setattr(TritonAttention, "shared_prefixes", noted)
     rng = random.Random(11)
-    # Long texts of the kind that the model knows, so that not all of it is a guess.
+    # Long texts of the kind that the model knows, so that it does not only guess.
     texts = [[token for ids, _ in rng.sample(model.requests[::2], 20) for token in ids] for _ in range(3)]
     prefixes = [texts[0][:256], texts[1][:300], texts[2][:530]]
     questions = [ids for ids, _ in model.requests[::2]]
@@ -1017,7 +1030,7 @@ def test_completions_of_one_prompt_have_copies_of_its_last_block(model, engine):
 
 
 def test_answers_in_blocks_are_right_through_graphs(tmp_path):
-    """A checkpoint in blocks that divide the bundled model's layers, and a cache in FP8."""
+    """The checkpoint has blocks that divide the bundled model's layers, and the cache is in FP8."""
     directory = quantized_copy(MODEL_DIRECTORY, tmp_path / "fp8", block_layout(64, 32))
     with demo("cache", directory, max_num_seqs=256) as llm:
         dtypes = {parameter.dtype for parameter in llm.engine.runner.program.model.parameters()}
@@ -1040,7 +1053,7 @@ def test_an_fp8_cache_has_nearly_twice_the_blocks_and_gives_its_memory_back(dumm
     rng = random.Random(0)
     texts = [[rng.randrange(151936) for _ in range(300)] for _ in range(16)]
     left, num_blocks, weights, free = [], [], [], free_memory()
-    for fp8 in ({}, {}, FORMATS["cache"], FORMATS["both"]):  # the first one loads what is loaded once
+    for fp8 in ({}, {}, FORMATS["cache"], FORMATS["both"]):  # the first one loads everything that is loaded once
         with LLM(dummy_directory, **options, **fp8) as llm:
             num_blocks.append(llm.engine.info.num_kvcache_blocks)
             memory = llm.metrics()["memory_bytes"]
@@ -1051,13 +1064,13 @@ def test_an_fp8_cache_has_nearly_twice_the_blocks_and_gives_its_memory_back(dumm
         left.append(free - free_memory())
     print(f"blocks {num_blocks}, weights {[w // MIB for w in weights]} MiB, {[n // MIB for n in left]} MiB left over")
     assert 1.9 * num_blocks[1] <= num_blocks[2] <= 2.05 * num_blocks[1] and num_blocks[3] > num_blocks[2]
-    # 0.44 billion weights in layers, and 0.16 billion at each end.
+    # The layers have 0.44 billion weights, and the embedding and the LM head 0.16 billion each.
     assert weights[2] == weights[1] and 0.6 * weights[1] < weights[3] < 0.75 * weights[1]
     assert max(left) < 512 * MIB and left[-1] - left[0] < 64 * MIB
 
 
 def test_loading_never_holds_a_second_copy_of_the_weights(tmp_path):
-    """Beside the model in FP8, the most that is held at a time is what quantizing one tensor takes."""
+    """At most, loading holds the model in FP8 and the memory that quantizing one tensor takes."""
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 8}
     make_model(1, **sizes, num_key_value_heads=4, head_dim=64).bfloat16().save_pretrained(tmp_path / "plain")
     stored = quantized_copy(tmp_path / "plain", tmp_path / "fp8")
@@ -1082,7 +1095,7 @@ def test_loading_never_holds_a_second_copy_of_the_weights(tmp_path):
 
 @pytest.fixture(scope="module")
 def of_each(checkpoints) -> list[list]:
-    """What engines in FP8 give that load the first and the second checkpoint."""
+    """The outputs of FP8 engines that load the first and the second checkpoint."""
     found = []
     for directory in checkpoints:
         with make_weights_llm(directory, **FORMATS["both"]) as llm:
@@ -1092,7 +1105,7 @@ def of_each(checkpoints) -> list[list]:
 
 
 def test_an_update_in_fp8_is_bitwise_a_fresh_llm_and_a_sleep_changes_no_token(checkpoints, of_each):
-    """Captured steps hold the addresses of weights and scales. New weights are quantized as those of a file."""
+    """Captured steps hold the addresses of weights and scales. New weights are quantized like those of a file."""
     first, second = (read_tensors(directory) for directory in checkpoints)
     with make_weights_llm(checkpoints[0], **FORMATS["both"]) as llm:
         assert llm.engine.runner.program.graphs is not None
@@ -1132,7 +1145,7 @@ def test_a_checkpoint_in_fp8_is_updated_in_its_own_layout(checkpoints, tmp_path,
 
 
 def log_probabilities(llm: LLM, texts: list[list[int]]) -> torch.Tensor:
-    """Of all tokens but the first of each text."""
+    """The log-probabilities of all tokens except the first of each text."""
     scored = llm.loglikelihood([text[:1] for text in texts], [text[1:] for text in texts], use_tqdm=False)
     assert all(one.error is None for one in scored)
     return torch.cat([torch.from_numpy(np.array(one.logprobs)) for one in scored])
@@ -1146,8 +1159,9 @@ def two_gpus(model) -> Iterator[LLM]:
 
 
 def test_two_ranks_err_no_more_than_one(model, engine, two_gpus):
-    """Each rank rounds its part of a layer's inputs and weights with scales of its own, so the two differ as two
-    roundings do. They lie alike around the model that is not rounded; a wrong part or scale would lie far off."""
+    """Each rank rounds its part of a layer's inputs and weights with scales of its own, so they differ as two roundings
+    do. Both are equally far from the model that is not rounded; a wrong part or scale would be far off.
+    """
     texts = [ids + tokens for (ids, _), tokens in zip(model.requests, model.alone, strict=True)]
     unrounded = exact_model(MODEL_DIRECTORY)
     chances = [logits_of(unrounded, text)[:-1].log_softmax(-1) for text in texts]
@@ -1158,7 +1172,7 @@ def test_two_ranks_err_no_more_than_one(model, engine, two_gpus):
 
 
 def test_tokens_of_two_ranks_are_those_of_one_up_to_two_roundings(model, two_gpus):
-    """Cold and warm, overlapping and not. The first call equals the second."""
+    """Prefixes are cold and warm, with overlap and without. The first call equals the second."""
     rows, calls = list(range(NUM_REQUESTS)), []
     # One rank and two also round the weights of row-parallel layers differently: together √3 times what inputs do.
     judge = replace(model.judge, noise=max(1.0, 2 * model.error / model.moved) * model.judge.noise)

@@ -83,7 +83,7 @@ def test_queries_of_a_projection_are_attended_like_copies(num_programs):
 
 
 def test_queries_behind_the_last_one_of_a_tile_change_nothing(num_programs):
-    """They are the next sequence's, or nobody's."""
+    """They belong to the next sequence, or to none."""
     case = make_hopper_case([(0, 70), (100, 30), (0, 65)])
     backend, expected = make_hopper_backend(case), None
     run("triton", case, backend)  # This run writes the keys and values that the next runs read.
@@ -119,7 +119,7 @@ def test_tiles_of_padding_change_nothing(num_programs, where):
 
 
 def test_a_captured_step_follows_its_tiles_and_tables(num_programs):
-    """The step is captured while all tiles are padding, as by the engine."""
+    """The step is captured while all tiles are padding, as in the engine."""
     case = make_hopper_case([(900, 1), (0, 500), (130, 333), (0, 65)])
     backend, metadata = make_hopper_backend(case), case.metadata
     expected = run("triton", case, backend)

@@ -54,7 +54,7 @@ BACKEND_DTYPES = [
 ]
 BACKENDS = pytest.mark.parametrize(("backend", "dtype"), BACKEND_DTYPES, ids=lambda value: str(value))
 BLOCK_SIZE = {"triton": 64, "flash": 256, "sdpa": 16, "torch": 16}
-# Every shape is compiled anew, so that not every one is tried: (head_dim, group size).
+# Each shape has to be compiled, so only some are tried: (head_dim, group size).
 SHAPES = {
     torch.bfloat16: [*((128, group) for group in range(1, 9)), (32, 1), (32, 5), (64, 2), (64, 8)],
     torch.float16: [(32, 3), (64, 7), (128, 4)],
@@ -101,14 +101,14 @@ def test_windows_scales_and_head_sizes_of_every_family(backend, dtype, window, h
     ids=lambda value: str(value),
 )
 def test_page_boundaries_change_nothing(backend, dtype, block_size):
-    """Lengths of one block ± 1 and two blocks ± 1, as prefill, as decode, and as a chunk that begins or ends there."""
+    """Lengths are one block ± 1 and two blocks ± 1, in a prefill, a decode, and a chunk that begins or ends there."""
     around = [length for n in (1, 2) for length in (n * block_size - 1, n * block_size, n * block_size + 1)]
     decodes = [(length, 1) for length in around]
     prefills = [(0, length) for length in around]
     chunks = [(length, 3) for length in around] + [(2, length) for length in around]
     options = {"head_dim": 64, "dtype": dtype, "seed": block_size}
     assert_exact(backend, make_gpu_case(decodes + prefills + chunks, block_size, **options))
-    # Without cached keys a prompt may be read from the new keys instead of the cache, and decodes may stand alone.
+    # Without cached keys a prompt may be read from the new keys instead of the cache, and decodes may run alone.
     assert_exact(backend, make_gpu_case(decodes + prefills, block_size, **options))
     assert_exact(backend, make_gpu_case(prefills, block_size, **options))
     assert_exact(backend, make_gpu_case(decodes, block_size, **options))
@@ -126,7 +126,7 @@ def test_ragged_decodes_from_1_to_4096(backend, dtype):
 
 @BACKENDS
 def test_long_prompts_and_chunks_of_them(backend, dtype):
-    """Prompts of 4,096 tokens, whole and in chunks, beside decodes before and after them."""
+    """Prompts of 4,096 tokens run whole and in chunks, with decodes before and after them."""
     sequences = [(3, 1), (4095, 1), (0, 4096), (2500, 1596), (9, 1), (3583, 513), (4000, 2), (0, 129), (0, 127)]
     assert_exact(backend, make_gpu_case(sequences, BLOCK_SIZE[backend], dtype=dtype))
 
@@ -134,7 +134,7 @@ def test_long_prompts_and_chunks_of_them(backend, dtype):
 @BACKENDS
 @pytest.mark.parametrize("seed", range(4))
 def test_any_mix_of_decode_prefill_and_chunk(backend, dtype, seed):
-    """One rule: each sequence's queries are its last ones, whatever its neighbours do in the same step."""
+    """There is one rule: each sequence's queries are its last ones, for any neighbours in the same step."""
     rng = random.Random(seed)
     decodes = [(rng.randrange(1000), 1) for _ in range(rng.randrange(40))]
     others = [(rng.choice((0, rng.randrange(600))), rng.choice((1, rng.randrange(1, 400)))) for _ in range(20)]
@@ -146,7 +146,7 @@ def test_any_mix_of_decode_prefill_and_chunk(backend, dtype, seed):
 
 @pytest.mark.parametrize("backend", ON_GPUS_ONLY)
 def test_contexts_of_32768_tokens(backend):
-    """Splits of a long context are longer than usual ones, and prompts reach far beyond any one tile."""
+    """Splits of a long context are longer than usual ones, and prompts are much longer than a tile."""
     decodes = [(length - 1, 1) for length in (1, 2047, 2048, 2049, 20000, 32768)]
     case = make_gpu_case([*decodes, (32768 - 150, 150)], 256, head_dim=128, dtype=torch.bfloat16)
     assert_exact(backend, case, max_model_len=32768)
@@ -166,7 +166,7 @@ def test_large_scores_do_not_overflow(backend, dtype):
 
 @BACKENDS
 def test_views_of_one_projection_are_attended_like_copies(backend, dtype):
-    """The model hands over slices of its fused projection; a kernel that takes rows to be dense reads other heads."""
+    """The model passes slices of its fused projection; a kernel that assumes dense rows would read other heads."""
     case = make_gpu_case(MIXED, BLOCK_SIZE[backend], num_kv_heads=2, dtype=dtype)
     q, k, v = torch.cat([case.new(x) for x in (case.queries, case.keys, case.values)], 1).split((4, 2, 2), 1)
     attention, metadata = make_backend(backend, case), case.metadata
@@ -193,7 +193,9 @@ def test_new_tokens_go_to_their_slots_and_nowhere_else(backend):
 @pytest.mark.parametrize("backend", ON_GPUS_ONLY)
 @pytest.mark.parametrize("num_padding", [1, 13])
 def test_padding_rows_change_nothing(backend, num_padding):
-    """A captured step is padded with rows of length 0, slot −1 and a table of zeros, whoever owns block 0."""
+    """A captured step is padded with rows of length 0, slot −1 and a table of zeros, although a sequence may own block
+    0.
+    """
     lengths = [1, 64, 256, 257, 700, 1024, 3000]
     case = make_gpu_case([(length - 1, 1) for length in lengths], 256, dtype=torch.bfloat16)
     attention = make_backend(backend, case)
@@ -225,7 +227,7 @@ def test_padding_rows_change_nothing(backend, num_padding):
 
 @DTYPES
 def test_a_triton_row_is_bitwise_the_same_whatever_its_neighbours(dtype):
-    """Splits that depend on the batch round differently, and a near tie then falls the other way."""
+    """If splits depended on the batch, they would round differently, and a near tie could go the other way."""
     rng = random.Random(2)
     lengths = [0, 1, 255, 256, 257, 1000, 4095, *(int(2 ** rng.uniform(0, 12)) for _ in range(24))]
     case = make_gpu_case([(length, 1) for length in lengths], 64, num_kv_heads=2, dtype=dtype)
@@ -239,7 +241,7 @@ def test_a_triton_row_is_bitwise_the_same_whatever_its_neighbours(dtype):
 
 @DTYPES
 def test_a_triton_prompt_is_bitwise_the_same_whatever_its_neighbours(dtype):
-    """The same chunk over the same keys, alone or in a mixed step."""
+    """The same chunk over the same keys runs alone or in a mixed step."""
     sequences = [(40, 1), (900, 1), (0, 300), (100, 77), (513, 200), (0, 5), (0, 128), (2000, 33)]
     case = make_gpu_case(sequences, 64, num_kv_heads=2, dtype=dtype)
     attention = make_backend("triton", case)
@@ -274,7 +276,7 @@ def test_a_captured_decode_serves_lengths_other_than_those_it_was_captured_with(
     metadata.context_lens.copy_(torch.tensor(shorter))
     graph.replay()
     first = [[x[:n] for x, n in zip(whole, shorter, strict=True)] for whole in (case.keys, case.values)]
-    # The formula's query stands last, which is where the captured one now stands.
+    # The formula's query comes last, which is now the place of the captured one.
     queries = [last[None].expand(n, -1, -1) for last, n in zip(q, shorter, strict=True)]
     assert_close_to_formula(replace(case, queries=queries, keys=first[0], values=first[1]), out)
 
@@ -315,7 +317,7 @@ NORM_SHAPES = pytest.mark.parametrize(
 @DTYPES
 @NORM_SHAPES
 def test_fused_norm_is_no_worse_than_its_twin(dtype, num_tokens, size):
-    """Sizes that are no power of two are padded, and padding must weigh nothing in the mean."""
+    """Sizes that are not powers of two are padded, and padding must not count in the mean."""
     weight = (1 + 0.3 * randn(size, dtype=torch.float32, seed=1)).to(dtype)
     for scale in (1e-3, 1.0, 300.0):
         x = randn(num_tokens, size, dtype=torch.float32).mul(scale).to(dtype)
@@ -329,7 +331,7 @@ def test_fused_norm_is_no_worse_than_its_twin(dtype, num_tokens, size):
 @DTYPES
 @NORM_SHAPES
 def test_fused_add_and_norm_is_no_worse_than_its_twin(dtype, num_tokens, size):
-    """The sum that goes on as the residual is the one that is normed, rounded alike; the inputs stay as they are."""
+    """The kernel norms the same rounded sum that becomes the residual; the inputs stay as they are."""
     weight = (1 + 0.3 * randn(size, dtype=torch.float32, seed=1)).to(dtype)
     x, residual = randn(num_tokens, size, dtype=dtype, seed=2), 5 * randn(num_tokens, size, dtype=dtype, seed=3)
     copies = x.clone(), residual.clone()
@@ -343,7 +345,7 @@ def test_fused_add_and_norm_is_no_worse_than_its_twin(dtype, num_tokens, size):
 @DTYPES
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 3072), (300, 448), (33, 1024), (5, 1025), (64, 7)])
 def test_fused_act_and_mul_is_no_worse_than_its_twin(dtype, num_tokens, size):
-    """Gates far from 0 too: exp must not overflow to NaN."""
+    """Some gates are far from 0: exp must not overflow to NaN."""
     gate_up = randn(num_tokens, 2 * size, dtype=torch.float32).mul(4).to(dtype)
     gate_up[:, 0], gate_up[:, 1] = -200.0, 200.0
     fused, twin = act_and_mul(gate_up, use_kernels=True), act_and_mul(gate_up)
@@ -384,7 +386,7 @@ def test_a_product_in_parts_is_no_worse_than_a_whole_one(dtype, output_size, inp
 
 @DTYPES
 def test_several_rows_are_put_where_they_are_wanted(dtype):
-    """The logits of captured steps lie in one place, whatever their number."""
+    """The logits of captured steps are always in the same place, for any number of rows."""
     x, weight = randn(5, 96, dtype=dtype), randn(1001, 96, dtype=dtype, seed=1)
     place = torch.full((8, 1001), 7.0, dtype=dtype, device=GPU)
     out = linear(x, weight, None, use_kernels=True, out=place[:5])
@@ -396,7 +398,7 @@ def test_several_rows_are_put_where_they_are_wanted(dtype):
     ("num_heads", "num_kv_heads", "head_dim"), [(16, 8, 128), (8, 4, 32), (9, 3, 64), (4, 1, 96), (5, 5, 16)]
 )
 def test_fused_norm_rotation_and_store_is_no_worse_than_its_twins(dtype, num_heads, num_kv_heads, head_dim):
-    """Padding heads must not be written, queries not go to the cache, slot −1 not be stored."""
+    """Padding heads must not be written, queries must not go to the cache, and slot −1 must not be stored."""
     num_tokens, num_normed = 45, num_heads + num_kv_heads
     norm = QKNorm(num_heads, num_kv_heads, head_dim, 1e-6, LayerContext(dtype, GPU))
     norm.weight.data.copy_(1 + 0.3 * randn(num_normed, head_dim, dtype=torch.float32, seed=1))
@@ -464,7 +466,7 @@ def test_rows_are_expanded_as_by_the_twin(num_rows, num_tokens, num_sampled, max
 
 
 def test_a_captured_expansion_follows_the_rows_and_the_table():
-    """Whatever the host knew at the capture must not be in the graph; all rows are padding then."""
+    """The graph must hold nothing that the host knew at the capture, when all rows are padding."""
     size = (40, 200, 30, 16)
     cases = [random_rows(40, 200, 30, 5, seed) for seed in range(4)]
     rows = torch.zeros_like(cases[0][0], device=GPU)
@@ -487,7 +489,7 @@ def test_a_captured_expansion_follows_the_rows_and_the_table():
         assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
         tokens = new_table.tokens.clone()
         lengths = expected.lengths.clamp(max=tokens.shape[1] - 1)
-        # Padding rows write to one place, the last of them or not.
+        # All padding rows write to one place, in any order.
         tokens[expected.entries, lengths] = sampled.cpu().int()
         assert torch.equal(table.tokens[:-1].cpu(), tokens[:-1])
 
@@ -520,7 +522,7 @@ def sampled_rows(num_rows: int, temperature: float | torch.Tensor, seed: int = 0
 
 
 def in_parts(draw, logits: torch.Tensor, *rows: torch.Tensor, size: int = 250) -> torch.Tensor:
-    """A few rows at a time: the twin holds all noise, and a grid has at most 65,535 rows."""
+    """Samples a few rows at a time: the twin holds all noise, and a grid has at most 65,535 rows."""
     parts = [slice(first, first + size) for first in range(0, len(logits), size)]
     return torch.cat([draw(logits[part], *(values[part] for values in rows)) for part in parts])
 
@@ -539,7 +541,7 @@ def test_the_fused_sampler_gives_the_tokens_of_its_twin(dtype, num_rows, vocab_s
     logits = randn(num_rows, vocab_size, dtype=torch.float32).mul(3).to(dtype)
     temperatures = torch.tensor([0.0, 0.6, 1.0, 1.7]).repeat(num_rows // 4 + 1)[:num_rows]
     rows = temperatures, seeds, positions = sampled_rows(num_rows, temperatures)
-    if is_filtered:  # the half of the ids that are most probable, but for greedy rows
+    if is_filtered:  # keeps the more probable half of the ids, except in greedy rows
         medians = logits.float().median(-1).values
         rows = *rows, medians.masked_fill(temperatures == 0, -math.inf)
     ours, theirs = triton_sample(logits, *rows), in_parts(plain_sample, logits, *rows)
@@ -583,7 +585,7 @@ def test_a_row_is_sampled_alike_alone_and_in_any_batch():
 @pytest.mark.parametrize("varies", ["seeds", "positions"])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_sampled_frequencies_are_the_softmax(varies, temperature):
-    """Noise that repeats, is biased or shared among tokens shifts them; chi-square over 200,000 draws."""
+    """Noise that repeats, is biased or is shared among tokens would shift them; chi-square over 200,000 draws."""
     num_rows, vocab_size = 200_000, 50
     row = randn(vocab_size, dtype=torch.float32).mul(1.5)
     number, same = torch.arange(num_rows, device=GPU), torch.full((num_rows,), 12345, device=GPU)
@@ -605,7 +607,7 @@ def test_sampled_frequencies_are_the_softmax(varies, temperature):
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("vocab_size", [259, 20000])
 def test_broken_rows_are_marked_and_spare_the_others(temperature, vocab_size):
-    """NaN loses every comparison, so that a plain argmax would name some token of a broken row."""
+    """NaN loses every comparison, so a plain argmax would return some token for a broken row."""
     logits, rows = randn(40, vocab_size, dtype=torch.bfloat16), sampled_rows(40, temperature)
     healthy = triton_sample(logits, *rows)
     logits[3, 0] = math.nan
@@ -627,13 +629,13 @@ def test_broken_rows_are_marked_and_spare_the_others(temperature, vocab_size):
 
 
 def test_no_rows_are_sampled_as_no_tokens():
-    """A step of chunks that all go on samples nothing; a launch of no programs is an error to CUDA."""
+    """If all chunks of a step go on, it samples no token; CUDA does not allow a launch of no programs."""
     tokens = triton_sample(randn(0, 259, dtype=torch.bfloat16), *sampled_rows(0, 1.0))
     assert tokens.shape == (0,) and tokens.dtype == torch.int64
 
 
 def test_filtered_rows_are_sampled_as_on_a_cpu():
-    """Top-k, top-p and min-p, mixed: thresholds and tokens, though the GPU sums in another order."""
+    """With top-k, top-p and min-p mixed, thresholds and tokens are equal, though the GPU sums in another order."""
     num_rows, vocab_size = 400, 997
     logits = randn(num_rows, vocab_size, dtype=torch.float32).mul(2)
     rng = random.Random(0)

@@ -1,4 +1,6 @@
-"""One model over several GPUs: the tokens of one GPU, with graphs and without, and nothing left when a rank dies."""
+"""One model over several GPUs gives the tokens of one GPU, with graphs and without. No memory is left taken when a rank
+dies.
+"""
 
 import gc
 import os
@@ -26,13 +28,13 @@ from nanovllm.parallel.parallel_runner import TensorParallelRunner
 pytestmark = pytest.mark.gpu
 
 MIB = 2**20
-# Chunks, hits and a cache in which not everything fits at once; graphs of few sizes, so that engines start soon.
+# These give chunks, hits and a cache in which not everything fits at once, and few graphs, so that engines start soon.
 OPTIONS = {
     "device": "cuda", "dtype": "float32", "attention_backend": "triton", "kvcache_block_size": 16, "max_num_seqs": 16,
     "num_kvcache_blocks": 70, "max_num_batched_tokens": 96, "max_model_len": 512,
 }  # fmt: skip
 NUM_REQUESTS = 40
-# Two key/value heads, so that four ranks hold both twice; of 61 ids in slices of 16 the last rank has 13.
+# There are two key/value heads, so that four ranks hold both twice. With 61 ids in slices of 16, the last rank has 13.
 TINY = {
     "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 2,
     "head_dim": 32, "attention_bias": True,
@@ -41,8 +43,9 @@ TINY = {
 
 @dataclass
 class Workload:
-    """directory: of a model; prompts: token ids; judge: knows where two float32 completions tie; expected: the tokens
-    of one GPU, by the name of `params_for`; memory: of that engine."""
+    """directory: where a model is; prompts: token ids; judge: knows where two float32 completions tie; expected: the
+    tokens of one GPU, by the name of `params_for`; memory: that engine's memory.
+    """
 
     directory: str
     prompts: list[list[int]]
@@ -78,7 +81,7 @@ def assert_same(workload: Workload, kind: str, found: list[list[int]], what: str
 
 @pytest.fixture(scope="module")
 def workloads(tmp_path_factory) -> Callable[[str], Workload]:
-    """By the model's name, made when first asked for."""
+    """Workloads by the model's name, each made when it is first asked for."""
     return cache(lambda name: make_workload(name, tmp_path_factory.mktemp(name)))
 
 
@@ -99,7 +102,7 @@ def make_workload(name: str, directory: Path) -> Workload:
         tokenizer = AutoTokenizer.from_pretrained(directory)
         texts = tokenizer.apply_chat_template(CONVERSATIONS[:NUM_REQUESTS], tokenize=False, add_generation_prompt=True)
         prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        # One cut short has the model guess.
+        # A prompt that is cut short makes the model guess.
         prompts = [ids if row % 2 == 0 else ids[: rng.randrange(8, len(ids))] for row, ids in enumerate(prompts)]
     with LLM(str(directory), enforce_eager=True, overlap=False, **OPTIONS) as llm:
         expected = {kind: tokens_of(llm, prompts, kind) for kind in ("greedy", "sampled", "filtered")}
@@ -111,7 +114,7 @@ def make_workload(name: str, directory: Path) -> Workload:
 
 @dataclass
 class Case:
-    """One engine, and what its model's single-GPU engine gave."""
+    """One engine, and the results of its model's single-GPU engine."""
 
     llm: LLM
     size: int
@@ -136,13 +139,14 @@ def case(request, workloads) -> Iterator[Case]:
 
 
 def test_tokens_are_those_of_one_gpu(case):
-    """Greedy, sampled and filtered; with the device a step ahead and not: a graph that holds a collective of another
-    size, a buffer that the next step writes over, or a rank's slice of the noise in the wrong place."""
+    """Requests are greedy, sampled or filtered, with and without overlap. This finds a graph that holds a collective of
+    another size, a buffer that the next step writes over, and a rank's slice of the noise in the wrong place.
+    """
     llm, workload = case.llm, case.workload
     for depth in (1, 0, 1):
         llm.engine.depth = depth
         for kind in workload.expected:
-            llm.engine.reset()  # the first time over a cold cache
+            llm.engine.reset()  # the first time, the cache is cold
             for turn in ("cold", "warm"):
                 found = tokens_of(llm, workload.prompts, kind)
                 assert_same(workload, kind, found, f"{case.size} ranks, depth {depth}, {kind}, {turn}")
@@ -150,7 +154,7 @@ def test_tokens_are_those_of_one_gpu(case):
 
 
 def test_every_batch_size_gives_the_tokens_of_one_gpu(case):
-    """One row, and each size at which another graph or another way of exchanging sums takes over."""
+    """One row, and each size from which another graph or another way to exchange sums is used."""
     workload = case.workload
     for num_rows in (1, 2, 3, 5, 9, 16):
         rows = list(range(num_rows))
@@ -164,7 +168,7 @@ def test_every_batch_size_gives_the_tokens_of_one_gpu(case):
 
 
 def test_a_request_alone_gives_the_tokens_of_one_gpu(case):
-    """Each rank samples an equal part of the rows. Of one row, all ranks but the first sample padding."""
+    """Each rank samples an equal part of the rows. With one row, all ranks except the first sample padding."""
     workload = case.workload
     found = [
         case.llm.generate([prompt], params, use_tqdm=False, raise_on_error=True)[0].token_ids
@@ -175,8 +179,9 @@ def test_a_request_alone_gives_the_tokens_of_one_gpu(case):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_the_first_call_after_the_start_equals_the_second(workloads, overlap):
-    """The ranks try every step together before they capture it; a trial that leaves something behind, or that not all
-    of them make, would show. The schedule is the same, so that not a bit may differ."""
+    """The ranks try every step together before they capture it; a trial that leaves something behind, or that only some
+    of them make, would show. The schedule is the same, so the tokens must be exactly equal.
+    """
     skip_without(2)
     workload = workloads("demo")
     with LLM(workload.directory, tensor_parallel_size=2, **{**OPTIONS, "overlap": overlap}) as llm:
@@ -195,7 +200,7 @@ def test_the_first_call_after_the_start_equals_the_second(workloads, overlap):
     ids=["launch", "wait", "add_request"],
 )
 def test_after_ctrl_c_between_two_entries_of_the_log_the_next_call_is_right(case, point):
-    """A step in flight on the devices is waited for, not forgotten: its writes would reach the next call's cache."""
+    """The LLM must wait for a step in flight on the devices: its writes would reach the next call's cache."""
     llm, workload = case.llm, case.workload
     for at in (1, 5, 20):
         with pytest.raises(KeyboardInterrupt), Fault(*point, at, KeyboardInterrupt()):
@@ -215,7 +220,7 @@ def test_ctrl_c_at_random_moments(case):
 
 
 def test_memory_is_the_sum_over_the_gpus(case):
-    """Half the heads on each of two GPUs; with more GPUs than heads some hold the same."""
+    """Each of two GPUs has half the heads; with more GPUs than heads, some hold the same ones."""
     alone, memory = case.workload.memory, case.llm.metrics()["memory_bytes"]
     copies = max(1, case.size // (4 if case.workload.directory == str(MODEL_DIRECTORY) else 2))
     assert memory["kv_cache"] == copies * alone["kv_cache"]
@@ -233,7 +238,7 @@ def free_memory(num_gpus: int) -> list[int]:
 
 @pytest.mark.parametrize(("size", "rank", "at"), [(2, 0, 1), (2, 1, 30), (4, 3, 8)])
 def test_a_killed_rank_ends_the_run_and_gives_all_memory_back(tmp_path_factory, size, rank, at):
-    """The others spin in a collective for ever, and hold their GPUs as long."""
+    """The others would spin in a collective for ever, and hold their GPUs."""
     skip_without(size)
     directory = tmp_path_factory.mktemp("model")
     save_model(directory, seed=5, **TINY)
@@ -260,7 +265,7 @@ def test_a_killed_rank_ends_the_run_and_gives_all_memory_back(tmp_path_factory, 
     print(f"{seconds:.2f} s until the error")
     assert seconds < 10
     assert not any(map(is_running, pids))
-    # The driver's own contexts, made by asking, are in both.
+    # Both include the driver's own contexts, which the question itself made.
     wait_until(lambda: all(b - a < 50 * MIB for b, a in zip(before, free_memory(size), strict=True)), 5)
     left = [b - a for b, a in zip(before, free_memory(size), strict=True)]
     assert max(left) < 50 * MIB, left
@@ -269,7 +274,7 @@ def test_a_killed_rank_ends_the_run_and_gives_all_memory_back(tmp_path_factory, 
 
 def test_more_ranks_than_gpus_is_an_error_that_says_so(tmp_path):
     skip_without(1)
-    size = 1 << torch.cuda.device_count().bit_length()  # a power of two beyond what there is
+    size = 1 << torch.cuda.device_count().bit_length()  # a power of two above the number of GPUs
     save_model(tmp_path, seed=5, **{**TINY, "num_attention_heads": 2 * size, "intermediate_size": 8 * size})
     began = time.monotonic()
     with pytest.raises((ValueError, RuntimeError), match=f"tensor_parallel_size={size}"):

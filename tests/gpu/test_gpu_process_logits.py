@@ -51,12 +51,12 @@ def test_a_gpu_gives_the_cpus_numbers_for_long_histories(process, vocab_size, dt
     case = large_case(vocab_size, 24, dtype)
     expected = case.run(plain_process_logits)
     on_gpu = case.to(GPU)
-    for _ in range(3):  # what one program's occurrences do to another's would differ from time to time
+    for _ in range(3):  # races between programs would give different results
         assert_same(on_gpu.run(process), expected)
 
 
 def test_a_table_of_512_rows_is_processed_as_its_rows_alone():
-    """The last rows' counters and logits lie beyond 2³¹ bits."""
+    """The last rows' counters and logits are beyond 2³¹ bits."""
     case = large_case(151936, 511, torch.bfloat16)
     on_gpu = case.to(GPU)
     out = on_gpu.run(triton_process_logits)
@@ -68,7 +68,7 @@ def test_a_table_of_512_rows_is_processed_as_its_rows_alone():
 
 @IMPLEMENTATIONS
 def test_a_captured_step_reads_what_the_tensors_hold_at_its_replay(process):
-    """And neither capture nor a call waits for the GPU."""
+    """Neither a capture nor a call waits for the GPU."""
     cases = [large_case(3001, 12, torch.bfloat16, seed) for seed in range(4)]
     static = []
     for each in zip(*map(tensors, cases), strict=True):
@@ -77,7 +77,7 @@ def test_a_captured_step_reads_what_the_tensors_hold_at_its_replay(process):
 
     def fill(case: Case) -> None:
         for target, source in zip(static, tensors(case), strict=True):
-            target.fill_(-1)  # as edit_ids: no edit
+            target.fill_(-1)  # in edit_ids this means no edit
             target[tuple(map(slice, source.shape))] = source.to(GPU)
 
     rules = TokenRules(*static[4:])

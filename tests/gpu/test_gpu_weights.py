@@ -1,4 +1,6 @@
-"""Weights in place on a GPU: captured steps read the new weights, and what sleeps gives its memory to the driver."""
+"""Weights in place on a GPU: captured steps read the new weights, and an LLM that sleeps gives its memory to the
+driver.
+"""
 
 import gc
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from support.model_factory import edit_config, read_tensors, save_model
 pytestmark = pytest.mark.gpu
 
 MIB = 2**20
-# What a process keeps: kernels' code, libraries' workspaces, the table of sequences, rotary tables.
+# Memory that a process keeps: kernels' code, libraries' workspaces, the table of sequences, rotary tables.
 KEPT = 512 * MIB
 
 
@@ -101,11 +103,13 @@ def test_a_sleep_changes_no_token(checkpoints, options, expected, level):
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_what_sleeps_gives_its_memory_to_the_driver(tmp_path, eager, level):
-    """Weights and a cache of a GiB together, and the pool of the graphs; ten times, so that a leak would show."""
+    """Weights and cache take a GiB together, and the graphs have a pool. It sleeps ten times, so that a leak would
+    show.
+    """
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 8}
     save_model(tmp_path, num_hidden_layers=1, **{**sizes, "vocab_size": 512})
     edit_config(tmp_path, num_hidden_layers=8, remove=("layer_types",))
-    with make_llm(tmp_path, load_format="dummy", enforce_eager=eager) as llm:  # loads what is loaded once
+    with make_llm(tmp_path, load_format="dummy", enforce_eager=eager) as llm:  # loads everything that is loaded once
         generate(llm)
     before = free_memory()
     with make_llm(tmp_path, load_format="dummy", enforce_eager=eager) as llm:

@@ -1,8 +1,8 @@
 """Small bugs that the tests must notice. Each happened, here or in an engine like this one, or could well come back.
 
-A table per file of nanovllm/ gives of each bug its name, the old text, which the file holds exactly once, the new text,
-and tests of which at least one must fail. A test is named by its file, without the directory, and its function; it must
-be a fast one. Plain `pytest` plants the historic bugs, `pytest --long` all.
+There is a table per file of nanovllm/. It gives each bug's name, the old text, which the file holds exactly once, the
+new text, and tests of which at least one must fail. A test is named by its file, without the directory, and its
+function; it must be fast. Plain `pytest` plants the historic bugs, `pytest --long` plants all.
 """
 
 from typing import NamedTuple

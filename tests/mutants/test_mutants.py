@@ -16,7 +16,7 @@ PACKAGE = Path(nanovllm.__file__).parent
 
 def copy_package(directory: Path) -> Path:
     copy = directory / "nanovllm"
-    shutil.copytree(PACKAGE, copy)  # with what Python compiled: it looks at the files' times
+    shutil.copytree(PACKAGE, copy)  # copies compiled files too, which Python checks by the sources' times
     return copy
 
 
@@ -36,7 +36,7 @@ def plant(mutant: Mutant, directory: Path) -> None:
 
 @pytest.fixture(scope="module")
 def result_of(request, tmp_path_factory) -> Iterator[Callable[[Mutant], tuple[int, str]]]:
-    """What came of a mutant's tests; those of the next mutants are begun. Other workers may take the ones after."""
+    """The result of a mutant's tests. Starts those of the next mutants too; other workers may take later ones."""
     of_items = (getattr(item, "callspec", None) for item in request.session.items if item.path == Path(__file__))
     selected = [callspec.params["mutant"] for callspec in of_items if callspec and "mutant" in callspec.params]
     started: dict[str, AsyncResult] = {}
@@ -49,7 +49,7 @@ def result_of(request, tmp_path_factory) -> Iterator[Callable[[Mutant], tuple[in
                     directory = tmp_path_factory.mktemp("mutant")
                     plant(each, directory)
                     started[each.name] = pool.apply_async(run_tests, (directory, list(each.killers)))
-            # A process that dies of its mutant leaves no result.
+            # If the mutant kills its process, there is no result.
             return started[mutant.name].get(timeout=200)
 
         yield result_of
@@ -62,7 +62,7 @@ CASES = [
 
 
 def test_every_mutant_names_one_line_and_tests_that_exist():
-    """In place of the mutants that a default run leaves out: a line or a test may be renamed."""
+    """A default run leaves out most mutants, so this checks that their lines and tests still have these names."""
     tests = {path.name: path.read_text(encoding="utf-8") for path in TESTS.rglob("test_*.py")}
     wrong = []
     for mutant in MUTANTS:
@@ -85,7 +85,7 @@ def test_a_planted_bug_is_noticed(mutant, result_of):
 
 @pytest.mark.parametrize("step", [20, pytest.param(1, marks=pytest.mark.long)])
 def test_without_a_planted_bug_the_same_tests_pass(step, tmp_path):
-    """Otherwise a copy that cannot run would kill every mutant. Of each file of tests one is run, or of every 20th."""
+    """Otherwise a copy that cannot run would seem to kill every mutant. It runs one test per file, or per 20th file."""
     package = copy_package(tmp_path)
     one_of_file = {killer.split("::")[0]: killer for mutant in MUTANTS for killer in mutant.killers}
     (package / "copied.py").touch()

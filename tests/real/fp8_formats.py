@@ -1,10 +1,10 @@
-"""What other ways to round to eight bits would change in a trained model: the tables of docs/quantization.md.
+"""Measures what other ways to round to eight bits would change in a trained model: the tables of docs/quantization.md.
 
     python tests/real/fp8_formats.py DIRECTORY [--tokens 4000]
 
-DIRECTORY is what make_smollm2.py makes. It runs on a CPU, in float32. Weights, inputs of linear layers, keys and values
-are rounded and become float32 again. Each line is the mean divergence from the model as it is, over parts of 1,000
-tokens, and by how much the perplexity of this text grows.
+DIRECTORY is what make_smollm2.py makes. This runs on a CPU, in float32. Weights, inputs of linear layers, keys and
+values are rounded and become float32 again. Each line has the mean divergence from the unchanged model, over parts of
+1,000 tokens, and the growth of this text's perplexity.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def by_blocks(x: torch.Tensor, rows: int, columns: int = 128) -> torch.Tensor:
 
 
 def by_best_scale(x: torch.Tensor, number: int) -> torch.Tensor:
-    """Of `number` scales per row, that with the smallest sum of squared errors."""
+    """Rounds by the one of `number` scales per row that has the smallest sum of squared errors."""
     best, least = x, torch.full_like(x[..., :1], torch.inf)
     for index in range(number):
         rounded = by_row(x, 1 + index / number)
@@ -95,7 +95,7 @@ class Model:
         return torch.cat([teacher_forced_logits(self.llm, part, [len(part)]).log_softmax(-1) for part in parts])
 
     def print_peaks(self) -> None:
-        """How far the largest number of a row stands out: times the row's root mean square, medians."""
+        """Prints the medians of a row's largest number divided by its root mean square."""
         peaks = {"inputs": [], "weights": [peak_of_rows(weight) for weight in self.weights]}
         for linear in self.linears:
             multiply = type(linear)._multiply
@@ -109,7 +109,7 @@ class Model:
             print(f"largest number of a row of {name}: {min(found):.1f} to {max(found):.1f}, by layer", flush=True)
 
     def measure(self, name: str, of_weights: Round, of_inputs: Round, of_keys: Round, of_values: Round, last: int = 0):
-        """last: so many of the last linear layers stay as they are."""
+        """last: the number of last linear layers that stay as they are."""
         num_rounded = len(self.linears) - last
         for linear, weight in list(zip(self.linears, self.weights, strict=True))[:num_rounded]:
             linear.get_parameter("weight").copy_(of_weights(weight))
@@ -126,7 +126,7 @@ class Model:
             vars(linear).pop("_multiply", None)
         divergence = (self.logits.exp() * (self.logits - found)).sum(-1).mean()
         following = torch.tensor([*self.ids[1:], 0])[:, None]
-        is_counted = torch.arange(len(self.ids)) % PART < PART - 1  # the part goes on
+        is_counted = torch.arange(len(self.ids)) % PART < PART - 1  # the part has a next token
         worse = (self.logits - found).gather(1, following)[is_counted, 0].mean()
         print(
             f"{name:60} divergence {float(divergence):.4f}, perplexity {100 * (float(worse.exp()) - 1):+.2f}%",

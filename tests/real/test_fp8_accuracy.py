@@ -1,4 +1,4 @@
-"""What FP8 changes in a trained model: `pytest -m real -n0 -s --real-model=DIRECTORY tests/real/test_fp8_accuracy.py`.
+"""The effect of FP8 in a trained model: `pytest -m real -n0 -s --real-model=DIRECTORY tests/real/test_fp8_accuracy.py`.
 
 The model is SmolLM2-135M-Instruct, compared with itself in bfloat16 on a GPU, and in float32 on a CPU. The text is the
 documentation of Python that comes with every Python.
@@ -17,11 +17,11 @@ pytestmark = pytest.mark.real
 
 DTYPE = "bfloat16" if torch.cuda.is_available() else "float32"
 FORMATS = {
-    "weights": {"quantization": "fp8"},  # and their inputs
+    "weights": {"quantization": "fp8"},  # and of their inputs
     "cache": {"kv_cache_dtype": "fp8"},
     "both": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
 }
-# Bounds of the mean divergence, in natural logarithms: what rounding costs on average. The goals were 0.01, 0.005 and
+# Bounds of the mean divergence, in natural logarithms: the average cost of rounding. The goals were 0.01, 0.005 and
 # 0.015; docs/quantization.md says which are missed, and why.
 MAX_LOST = {"weights": 0.035, "cache": 0.005, "both": 0.037}
 NUM_TOKENS, PART, CHUNKS = 20_000, 4000, [1500, 1, 1499, 1000]
@@ -31,8 +31,9 @@ NAMES = ["Anna", "Boris", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "
 
 @torch.inference_mode()
 def compare(directory: Path, **options) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Per token, except the first of each part: −log p without and with the options, and KL(without ‖ with), each
-    float64 [NUM_TOKENS − 5]."""
+    """For each token except the first of each part: −log p without and with the options, and KL(without ‖ with), each
+    float64 [NUM_TOKENS − 5].
+    """
     losses, others, divergences = [], [], []
     engine = {"dtype": DTYPE, "max_model_len": 4096, "enforce_eager": True, "gpu_memory_utilization": 0.4}
     with LLM(directory, **engine) as llm, LLM(directory, **engine, **options) as other:
@@ -63,7 +64,9 @@ def test_predictions_diverge_by_no_more_than_was_measured(directory, name):
 
 
 def fact_prompts(llm: LLM) -> tuple[list[list[int]], list[str]]:
-    """(prompts, what their completions begin with): a fact at one of 20 places of a text, asked for at its end."""
+    """(prompts, the beginnings of right completions): each prompt has a fact at one of 20 places of a text, and asks
+    for it.
+    """
     tokenizer, filler = llm.get_tokenizer(), text_ids(llm, FACT_TOKENS)
     prompts, answers = [], []
     for place in range(NUM_PLACES):

@@ -56,8 +56,9 @@ def raw_prompts() -> list[str]:
 
 @torch.inference_mode()
 def assert_greedy(theirs, prompts: list[list[int]], outputs) -> int:
-    """Every token is the one that transformers finds likeliest after the same prompt and completion. Greedy search
-    then gives the same completion. Returns the number of ties."""
+    """Asserts that transformers finds every token the most probable one after the same prompt and completion. Greedy
+    search then gives the same completion. Returns the number of ties.
+    """
     num_ties = 0
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.error is None and output.num_prompt_tokens == len(prompt)
@@ -102,8 +103,9 @@ def test_the_perplexity_of_a_long_text_is_that_of_transformers(directory, theirs
 
 
 def test_answers_in_bfloat16_mostly_agree_with_float32(directory):
-    """Each of the first 32 tokens is asked for after those of float32, because an answer that has once taken another
-    word goes on differently."""
+    """Each of the first 32 tokens is predicted after those of float32, because an answer with one different word goes
+    on differently.
+    """
     params = SamplingParams(temperature=0, max_tokens=32)
     with LLM(directory, dtype="float32", max_model_len=2048) as llm:
         answers = [output.token_ids for output in llm.chat(conversations(), params, use_tqdm=False)]
@@ -127,12 +129,12 @@ def test_answers_in_bfloat16_mostly_agree_with_float32(directory):
 
 @torch.inference_mode()
 def log_softmax(theirs, ids: list[int]) -> torch.Tensor:
-    """float32 [len(ids), vocab_size], of the token after each, on the CPU."""
+    """float32 [len(ids), vocab_size], on the CPU: row i is that of the token after token i."""
     return theirs(torch.tensor([ids], device=theirs.device)).logits[0].float().log_softmax(-1).cpu()
 
 
 def test_log_probabilities_are_those_of_transformers(directory, theirs):
-    """Of completions, prompts and continuations, and of a long text in windows, each scored once."""
+    """This compares completions, prompts and continuations, and a long text in windows, each scored once."""
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=32, logprobs=5, prompt_logprobs=0)
     worst = 0.0
     with LLM(directory, dtype="float32", max_model_len=2048) as llm:

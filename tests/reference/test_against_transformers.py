@@ -20,7 +20,7 @@ from nanovllm import LLM
 @pytest.mark.parametrize("backend", ["sdpa", "torch"])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_greedy_completions_are_those_of_transformers(tmp_path, backend, overlap, count):
-    """Paging, chunks, prefix hits, preemption and overlap are invisible in the tokens, whatever the model's shape."""
+    """Paging, chunks, prefix hits, preemption and overlap do not change the tokens, for any shape of the model."""
     rng = random.Random(f"{backend} {overlap}")
     tally = Tally()
     for index in range(count(8, 55)):
@@ -55,8 +55,9 @@ ROPES = {
 @pytest.mark.parametrize("layout", [4, 5])
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES.keys())
 def test_scaled_rope_is_that_of_transformers_in_both_layouts(tmp_path, rope, layout):
-    """transformers 4 writes rope_theta and rope_scaling, 5 writes rope_parameters; a reader of one of them falls
-    back to a default theta for the other and answers nonsense."""
+    """transformers 4 writes rope_theta and rope_scaling, 5 writes rope_parameters; a reader of only one of them would
+    use a default theta for the other and answer nonsense.
+    """
     rng = random.Random(str(rope))
     model = save_model(tmp_path, seed=5, rope=rope, num_hidden_layers=2)
     if layout == 5:

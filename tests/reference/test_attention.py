@@ -1,4 +1,4 @@
-"""The attention backends against the formula in float64, over caches that are NaN wherever they must not look."""
+"""The attention backends against the formula in float64, over caches that hold NaN wherever they must not read."""
 
 import math
 import random
@@ -28,7 +28,7 @@ from nanovllm.sampling_params import SamplingParams
 # `triton` runs in Triton's interpreter here (see conftest.py).
 BACKENDS = ["torch", "sdpa", "triton"]
 BLOCK_SIZE = {"torch": 4, "sdpa": 4, "triton": 16}  # small ones
-# The interpreter multiplies the bits of bfloat16 numbers as integers (tl.dot), so that is left to a GPU.
+# The interpreter multiplies the bits of bfloat16 numbers as integers (tl.dot), so the GPU tests have bfloat16.
 PAIRS = [
     (backend, dtype)
     for backend in BACKENDS
@@ -48,7 +48,7 @@ def assert_exact(backend: str, case: Case) -> None:
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize(("num_kv_heads", "group_size"), [(2, 1), (1, 2), (3, 3), (2, 4), (1, 5), (2, 7), (1, 8)])
 def test_grouped_queries_attend_as_the_formula_says(backend, dtype, head_dim, num_kv_heads, group_size):
-    """A query head must read the key head of its own group; with one group per test a swapped layout goes unseen."""
+    """A query head must read the key head of its own group; with a single group, a swapped layout would not show."""
     assert_exact(
         backend, make_case(MIXED, 16, num_kv_heads, group_size, head_dim, dtype, seed=group_size * 1000 + head_dim)
     )
@@ -65,7 +65,7 @@ def test_grouped_queries_attend_as_the_formula_says(backend, dtype, head_dim, nu
     ids=str,
 )
 def test_page_boundaries_change_nothing(backend, dtype, block_size):
-    """Lengths of one block ± 1 and two blocks ± 1, as prefill, as decode, and as a chunk that begins or ends there."""
+    """Lengths are one block ± 1 and two blocks ± 1, in a prefill, a decode, and a chunk that begins or ends there."""
     around = [length for n in (1, 2) for length in (n * block_size - 1, n * block_size, n * block_size + 1) if length]
     prefills = [(0, length) for length in around]
     decodes = [(length, 1) for length in around]
@@ -75,7 +75,7 @@ def test_page_boundaries_change_nothing(backend, dtype, block_size):
 
 @BACKENDS_AND_DTYPES
 def test_ragged_decodes_from_1_to_4096(backend, dtype):
-    """Decodes of very different lengths share padded buckets; padding must weigh nothing."""
+    """Decodes of very different lengths share padded buckets; padding must not count."""
     rng = random.Random(1)
     lengths = [0, 1, 2, 4095, 4094, 2047, 2048] + [int(2 ** rng.uniform(0, 11)) for _ in range(40)]
     rng.shuffle(lengths)
@@ -84,7 +84,7 @@ def test_ragged_decodes_from_1_to_4096(backend, dtype):
 
 @BACKENDS_AND_DTYPES
 def test_long_prompts_and_chunks_of_them(backend, dtype):
-    """Prompts of 4,096 tokens, whole and in chunks longer than one mask holds, beside decodes."""
+    """Prompts of 4,096 tokens run beside decodes, whole and in chunks longer than one mask."""
     sequences = [(0, 4096), (3, 1), (2500, 1596), (4095, 1), (3583, 513)]
     if backend == "triton":  # its tiles are shorter, and the interpreter is slow
         sequences = [(0, 700), (3, 1), (500, 200), (699, 1), (571, 129)]
@@ -94,13 +94,13 @@ def test_long_prompts_and_chunks_of_them(backend, dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("seed", some(range(12), 0, 1, 2))
 def test_any_mix_of_prefill_chunk_and_decode(backend, seed):
-    """One rule: each sequence's queries are its last ones, whatever its neighbours do in the same step."""
+    """There is one rule: each sequence's queries are its last ones, for any neighbours in the same step."""
     rng = random.Random(seed)
     sequences = []
     for _ in range(rng.randrange(1, 24)):
         cached = rng.choice((0, rng.randrange(200)))
         sequences.append((cached, rng.choice((1, rng.randrange(1, 90)))))
-    if seed % 2:  # as the scheduler mostly has them
+    if seed % 2:  # the order that the scheduler mostly uses
         sequences.sort(key=lambda seq: seq[1] > 1)
     assert_exact(
         backend,
@@ -122,8 +122,9 @@ def test_any_mix_of_prefill_chunk_and_decode(backend, seed):
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_prompts_of_whole_tiles_of_keys(head_dim, group_size, block_size, window):
-    """These shapes have their tiles of keys fetched by descriptors, in blocks that lie apart, for one head or two of a
-    group. What stands behind a sequence's keys, in its last block too, is NaN."""
+    """For these shapes, descriptors fetch the tiles of keys, in blocks that are not neighbours, for one head or two of
+    a group. All slots after a sequence's keys are NaN, in its last block too.
+    """
     sequences = [(0, 150), (64, 64), (130, 70), (200, 1), (0, 3), (190, 2)]
     case = make_case(sequences, block_size, 2, group_size, head_dim, torch.float32, seed=head_dim, window=window)
     assert_exact("triton", case)
@@ -133,8 +134,9 @@ def test_prompts_of_whole_tiles_of_keys(head_dim, group_size, block_size, window
 @BACKENDS_AND_DTYPES
 @pytest.mark.parametrize("window", [1, 2, 16, 31, 32, 33, 64, 65, 300, 900])
 def test_a_query_sees_the_last_keys_of_its_window(backend, dtype, window):
-    """Windows around tiles and blocks, shorter and longer than prompts, chunks and contexts. A tile of queries that a
-    window leaves without a key has no largest score."""
+    """Windows end around tiles and blocks, and are shorter and longer than prompts, chunks and contexts. A tile of
+    queries that a window leaves without a key has no largest score.
+    """
     sequences = [(250, 1), (256, 1), (600, 1), *MIXED, (30, 100), (0, 150), (290, 40), (300, 70)]
     block_size = 64 if window % 2 else 16
     assert_exact(backend, make_case(sequences, block_size, 2, 2, 32, dtype, seed=window, window=window))
@@ -142,7 +144,7 @@ def test_a_query_sees_the_last_keys_of_its_window(backend, dtype, window):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_plan_serves_layers_with_and_without_a_window(backend):
-    """Their decodes have other splits, so the lists of them must not lie in the same memory."""
+    """Their decodes have different splits, so the lists of splits must not share memory."""
     sequences = [(900, 1), (256, 1), (40, 1), (700, 1), (0, 70), (300, 20)]
     case = make_case(sequences, 16, 2, 2, 32, window=100)
     shared = case.backend(backend)
@@ -159,7 +161,7 @@ def test_one_plan_serves_layers_with_and_without_a_window(backend):
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 256])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_other_head_sizes_and_scales(backend, head_dim, scale):
-    """Gemma scales by a number of its own, and its heads are wide."""
+    """Gemma has its own scale of scores, and wide heads."""
     assert_exact(backend, make_case(MIXED, 16, 1, 3, head_dim, scale=scale, window=20))
     assert_exact(backend, make_case(MIXED, 16, 2, 1, head_dim, scale=scale))
 
@@ -179,7 +181,7 @@ def test_large_scores_do_not_overflow(backend, dtype):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_new_tokens_go_to_their_slots_and_nowhere_else(backend):
-    """A write one slot off reaches a neighbour's block; everything that is not a new token's slot stays as it was."""
+    """A write one slot off reaches a neighbour's block; all slots except those of new tokens stay as they were."""
     case = make_case(MIXED, BLOCK_SIZE[backend])
     before = case.cache.keys.clone(), case.cache.values.clone()
     run(backend, case)
@@ -208,7 +210,7 @@ def test_a_slot_of_minus_one_is_not_written(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -1e30])
 def test_a_chunks_attention_ends_at_the_chunk(backend, poison):
-    """The blocks of a chunked prompt's rest are allocated already and hold somebody's old keys."""
+    """The blocks for the rest of a chunked prompt are already allocated, and hold another sequence's old keys."""
     sequences = [(9, 1), (0, 6), (6, 3), (11, 1), (3, 14)]
     case = make_case(sequences, BLOCK_SIZE[backend], num_blocks_ahead=3)
     for cache in (case.cache.keys, case.cache.values):
@@ -245,13 +247,13 @@ def test_sequences_may_share_blocks(backend):
         case.metadata.block_tables[row, :2] = case.metadata.block_tables[0, :2]
         for tensors in (case.keys, case.values):
             tensors[row][:num_shared] = tensors[0][:num_shared]
-    # The copies that nobody points to any more must not matter either.
+    # The copies that no table points to any more must not matter either.
     assert_exact(backend, case)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_backend_serves_steps_of_every_size(backend):
-    """Whatever it keeps between steps must fit the next one: larger or smaller."""
+    """All that a backend keeps between steps must fit the next step, larger or smaller."""
     steps = [MIXED, [(0, 3)], [(300, 1)] * 5, [(2, 1)], [(40, 30), (200, 1)], MIXED]
     half = torch.float16 if backend == "triton" else torch.bfloat16
     for seed, dtype in enumerate((torch.float32, half, torch.float32)):
@@ -330,14 +332,14 @@ class Steps:
         return Running(self.num_admitted, *qkv.to(self.dtype).split((4, self.num_kv_heads, self.num_kv_heads), 2), [])
 
     def finish(self, seq: Running) -> None:
-        """Its blocks are the next to be used again; nobody may look at what they held."""
+        """Its blocks are reused next; no sequence may read their old keys."""
         for cache in (self.cache, self.exact_cache):
             cache[:, :, seq.blocks] = math.nan
         self.free_blocks += self.rng.sample(seq.blocks, len(seq.blocks))
         seq.blocks = []
 
     def move(self, seq: Running) -> None:
-        """It comes back from preemption to other blocks that hold the same keys, as another tenant."""
+        """The sequence returns from preemption as another tenant, to other blocks with the same keys."""
         seq.num_preemptions += 1
         old = Running(0, seq.queries, seq.keys, seq.values, seq.blocks)
         seq.blocks = [self.free_blocks.pop(0) for _ in old.blocks]
@@ -346,7 +348,7 @@ class Steps:
         self.finish(old)
 
     def skip(self, seq: Running, num_tokens: int) -> None:
-        """Its next keys come to the cache unseen by the backend, as from another's prefix."""
+        """Its next keys enter the cache without the backend, like those of another sequence's prefix."""
         slots = self.slots(seq, num_tokens)
         for side, whole in enumerate((seq.keys, seq.values)):
             for cache in (self.cache, self.exact_cache):
@@ -355,14 +357,14 @@ class Steps:
         seq.num_cached += num_tokens
 
     def slots(self, seq: Running, num_new: int) -> list[int]:
-        """Slots of its next tokens."""
+        """The slots of its next tokens."""
         positions = range(seq.num_cached, seq.num_cached + num_new)
         while len(seq.blocks) * self.block_size < positions.stop:
             seq.blocks.append(self.free_blocks.pop())
         return [seq.blocks[i // self.block_size] * self.block_size + i % self.block_size for i in positions]
 
     def step(self, work: list[tuple[Running, int]], has_tenants: bool = True) -> bool:
-        """Computes each sequence's next so many tokens; whether the keys were kept from the step before."""
+        """Computes the next tokens of each sequence; returns whether keys were kept from the step before."""
         slots = [slot for seq, num_new in work for slot in self.slots(seq, num_new)]
         num_new, lengths = [n for _, n in work], [seq.num_cached + n for seq, n in work]
         tables = torch.zeros(len(work), max(len(seq.blocks) for seq, _ in work), dtype=torch.int32)
@@ -403,7 +405,7 @@ def prefilled(steps: Steps, *lengths: int) -> list[Running]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("seed", some(range(4), 0))
 def test_keys_kept_from_step_to_step_are_those_in_the_cache(dtype, seed, count):
-    """Whatever happens between two steps, a kept copy must be what a gather would give.
+    """A kept copy must equal a new gather, for all events between two steps.
 
     Sequences finish, wait, move to other blocks and grow beyond their room; new ones take their blocks.
     """
@@ -439,7 +441,7 @@ def test_keys_kept_from_step_to_step_are_those_in_the_cache(dtype, seed, count):
 
 
 def test_keys_are_kept_until_there_is_no_room_for_another():
-    """A key beyond its sequence's room is the next head's first, or the next sequence's."""
+    """A key beyond its sequence's room would overwrite the first key of the next head or sequence."""
     steps = Steps()
     seqs = prefilled(steps, 5, 40, 9, 3)
     kept = []
@@ -450,7 +452,7 @@ def test_keys_are_kept_until_there_is_no_room_for_another():
 
 
 def test_a_finished_sequence_is_read_on_only_while_most_others_run():
-    """One place in a kept copy is not worth a gather, but the copy of a large batch must not outlive it."""
+    """One free place in a kept copy is not worth a gather, but the copy of a large batch must not outlive the batch."""
     steps = Steps()
     seqs = prefilled(steps, *range(3, 19))
     kept = []
@@ -496,7 +498,7 @@ def test_kept_keys_know_their_sequence(change):
         seqs.append(steps.admit())
         keeps = False
     else:
-        # Its prefill ends the copy of the decodes beside it: the next step misses a key.
+        # Its prefill ends the copy of the decodes beside it, because the copy lacks a key for the next step.
         steps.step([(steps.admit(), 7), *((seq, 1) for seq in seqs)])
         keeps = False
     assert steps.decode(seqs[::-1]) == keeps
@@ -522,7 +524,7 @@ def test_nothing_is_kept_of_a_step_without_tenants():
 
 
 def test_the_table_describes_the_step_that_the_formula_means():
-    """Prefill, chunk and decode in one step: the metadata of scheduled work is the one written by hand here."""
+    """Prefill, chunk and decode in one step: the metadata of scheduled work equals the one written by hand here."""
     case = make_case(MIXED, block_size=4)
     chunks = []
     for row, (cached, num_new) in enumerate(MIXED):

@@ -1,4 +1,4 @@
-"""The block manager against a model of it that knows no hash: random operations, and every state of a small pool."""
+"""The block manager against a model of it without hashes: random operations, and every state of a small pool."""
 
 import pickle
 import time
@@ -29,7 +29,7 @@ def make_sequence(tokens, seq_id: int = 0) -> Sequence:
 
 @dataclass(eq=False)
 class Registration:
-    """What the cache should say: `block` holds `prefix`'s last tokens, and was reached through `parent`."""
+    """An entry that the cache should have: `block` holds `prefix`'s last tokens, and was reached through `parent`."""
 
     prefix: bytes
     block: int
@@ -37,7 +37,7 @@ class Registration:
 
 
 class Books:
-    """A BlockManager and, beside it, what it should be, kept in the plainest way.
+    """A BlockManager, and beside it the state that it should have, kept in the plainest way.
 
     `cache` knows prefixes by themselves (by `key_of`, which a weak hash makes ambiguous), `free` is a list, and
     `memory` says for each slot which prefix's last token was written there. Tokens are below 256.
@@ -51,7 +51,7 @@ class Books:
         self.cache: dict[object, Registration] = {}
         self.memory: dict[int, bytes] = {}
         self.sequences: list[Sequence] = []
-        self.tokens: dict[int, bytes] = {}  # with those in flight, which the manager does not know
+        self.tokens: dict[int, bytes] = {}  # includes tokens in flight, which the manager does not know
         self.registered: dict[int, list[Registration]] = {}  # of each sequence's leading full blocks
 
     # Operations
@@ -196,7 +196,7 @@ class Books:
             while block.parent in by_serial:
                 block = by_serial[block.parent]
                 chain = block.token_ids + chain
-            # A chain whose beginning was reused can no longer be reached, but must not lie either.
+            # A chain whose beginning was reused can no longer be reached, but its entries must still be true.
             assert bytes(list(chain)) == prefix[-len(chain) :]
             assert block.parent or len(chain) == len(prefix)
 
@@ -385,7 +385,7 @@ def test_every_state_of_a_small_pool_is_sound(num_blocks, num_sequences):
             if state not in seen:
                 seen.add(state)
                 queue.append(pickle.dumps(books))
-    # Whoever shares a block needs one of its own besides, except one sequence that is no longer than the block.
+    # A sequence that shares a block also needs one of its own, except one sequence that is no longer than the block.
     num_sharers = num_blocks if b"\0" in prompts else num_blocks - 1
     assert max_shared == min(num_sequences, num_sharers), "the search met too little"
 
@@ -434,7 +434,7 @@ def test_a_block_is_closed_when_it_is_full_and_the_next_appended_when_it_is_need
 
 
 def test_growth_takes_as_many_blocks_as_any_number_of_tokens_needs():
-    """Engines that ask whether length % block_size == 1 take one block, and only for one token."""
+    """An engine that asks whether length % block_size == 1 takes one block, and only for one token."""
     manager = BlockManager(8, 4)
     seq = compute(manager, make_sequence([1, 2, 3]))
     seq.token_ids.extend(range(14))
@@ -447,7 +447,7 @@ def test_growth_takes_as_many_blocks_as_any_number_of_tokens_needs():
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 5])
 def test_a_wholly_cached_prompt_of_full_blocks_leaves_its_last_block_to_compute(num_blocks):
-    """All blocks hit, no token was left to compute, and nothing could be sampled."""
+    """All blocks were hits, so no token was left to compute, and none could be sampled."""
     manager = BlockManager(16, 4)
     compute(manager, make_sequence(range(4 * num_blocks)))
     seq = make_sequence(range(4 * num_blocks))
@@ -467,7 +467,7 @@ def test_a_reused_block_loses_its_old_hash():
 
 
 def test_blocks_are_reused_least_recently_freed_first_and_the_front_of_a_prefix_last():
-    """Given back front first, the front of a prefix was reused first and the rest of it was worth nothing."""
+    """When blocks were freed front first, the front of a prefix was reused first, and the rest was useless."""
     manager = BlockManager(6, 2)
     older, newer = compute(manager, make_sequence(range(6))), compute(manager, make_sequence(range(10, 16)))
     order = older.block_table[::-1] + newer.block_table[::-1]
@@ -532,7 +532,7 @@ def test_a_block_is_not_registered_behind_the_equal_of_its_parent_in_another_pre
 
 
 def test_each_prefix_is_hashed_once_a_request():
-    """Every question about a waiting request hashed its whole prompt again."""
+    """Every question about a waiting request once hashed its whole prompt again."""
     asked = []
 
     def block_hash(parent: int, token_ids: array) -> int:

@@ -1,4 +1,5 @@
-"""What is captured, in which sizes, and what happens when memory ends: on a CPU, where a graph is the function itself.
+"""Which steps are captured, in which sizes, and what follows if memory runs out. On a CPU, a graph is the function
+itself.
 
 The captures on a GPU: test_gpu_engine.py.
 """
@@ -64,7 +65,7 @@ def make_sizes(
 
 
 def make_program(sizes: StepSizes, parallel: Parallel = Parallel(), **parts: Any) -> StepProgram:  # noqa: B008 (frozen)
-    """A program whose halves can be named, not called."""
+    """A program whose halves have names, but cannot be called."""
     parts = {
         "model": SimpleNamespace(variant_key=lambda num_tokens: num_tokens > 64),
         "backend": SimpleNamespace(variant_key=lambda max_num_decodes, has_prompts: max_num_decodes > 256),
@@ -90,7 +91,7 @@ def size_of(sizes: StepSizes, *parts: tuple[int, int], num_sampled: int | None =
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 7, 8, 12, 15, 16, 17, 20, 100, 256, 257, 300, 500, 512, 1024])
 def test_every_batch_has_a_captured_size_and_little_padding(largest):
-    """Sizes that stopped short of the largest batch once left it without a graph."""
+    """The largest batch once had no graph, because the sizes stopped below it."""
     ladder = decode_ladder(largest)
     assert ladder == sorted(set(ladder)) and ladder[0] == 1 and ladder[-1] == largest
     sizes = make_sizes(largest)
@@ -102,7 +103,7 @@ def test_every_batch_has_a_captured_size_and_little_padding(largest):
 
 
 def test_a_kernel_that_cannot_be_compiled_beforehand_is_only_noted(caplog, capsys):
-    """The step that needs it meets the error again. The thread itself must not print one."""
+    """The step that needs it raises the error again. The thread itself must not print one."""
 
     def fails() -> None:
         raise RuntimeError("no such instruction")
@@ -150,7 +151,8 @@ def test_no_more_rows_are_captured_than_a_step_has_tokens():
 )
 def test_steps_with_prompts_have_few_sizes_and_little_padding(usual, largest):
     """A model with large layers once had its usual step of 768 tokens padded to 1,024, because the sizes were quarters
-    of what very many sequences need."""
+    of the size for very many sequences.
+    """
     sizes = prompt_ladder(usual, largest)
     assert sizes == sorted(set(sizes)) and usual in sizes and sizes[-1] == largest and len(sizes) <= 20
     assert all(size % 64 == 0 for size in sizes if size not in (usual, largest))
@@ -177,8 +179,9 @@ def test_a_step_with_prompts_takes_the_next_larger_size():
 
 
 def test_sampled_rows_are_padded_to_a_multiple_of_the_ranks():
-    """Each rank samples an equal share, which begins at a multiple of 16 bytes in every tensor. At another alignment it
-    would need kernels of its own, which were compiled in the middle of a call."""
+    """Each rank samples an equal share, which begins at a multiple of 16 bytes in every tensor. With another alignment
+    it would need its own kernels, which were once compiled in the middle of a call.
+    """
     sizes = make_sizes(20, max_num_tokens=256, num_ranks=4)
     for num_rows, expected in ((1, 16), (2, 16), (16, 16), (17, 32), (20, 32)):
         size, is_captured = size_of(sizes, *[(1, 3)] * num_rows)
@@ -190,7 +193,7 @@ def test_sampled_rows_are_padded_to_a_multiple_of_the_ranks():
 
 
 def test_steps_are_not_padded_where_nothing_is_captured():
-    """Before the captures, too: the step that is tried to see what memory it takes is one of these."""
+    """This holds before the captures too, for the step that measures memory."""
     sizes = make_sizes(8, max_num_tokens=256)
     sizes = sizes.eager()
     assert size_of(sizes, (1, 9), (1, 3), (1, 3)) == (StepSize(3, 3, 3, 0, 3, 1, False), False)
@@ -228,7 +231,7 @@ def tensors_in(outputs: torch.Tensor | Sampled | None) -> list[torch.Tensor]:
 
 
 class Recording:
-    """In place of a CUDA graph: a replay calls the function that was captured, and leaves its results in one place."""
+    """Takes the place of a CUDA graph: a replay calls the captured function, and leaves its results in one place."""
 
     def __init__(self, function: Callable[[], Any], outputs: Any):
         self._function, self._outputs = function, outputs
@@ -248,7 +251,7 @@ def copied(sampled: Sampled, scores: torch.Tensor) -> StepInFlight:
 
 
 class Recorder(CudaGraphs):
-    """CudaGraphs without a GPU. `events` lists (what was done, key); `fails` says for what memory is too short."""
+    """CudaGraphs without a GPU. `events` lists (what was done, key); `fails` says what memory is too short for."""
 
     def __init__(
         self,
@@ -315,7 +318,7 @@ def test_a_capture_alone_computes_nothing():
 
 
 def test_of_functions_of_one_kind_only_the_first_is_tried():
-    """A trial compiles what a capture may not; a second one of the same kernels would only take time."""
+    """A trial compiles kernels, which a capture may not; a second trial of the same kernels would only take time."""
     graphs = Recorder()
     for key, kind in ((1, "a"), (2, "a"), (3, "b"), (4, "a"), (3, "b")):
         graphs.run(key, Counter(), kind)
@@ -324,7 +327,7 @@ def test_of_functions_of_one_kind_only_the_first_is_tried():
 
 
 def test_with_nccl_every_function_is_tried():
-    """A trial is the first time that the ranks meet in a collective of this size, which may take its own setting up."""
+    """In a trial the ranks first use a collective of this size, which NCCL may have to set up."""
     graphs = Recorder(is_alone=False, tries_all=True)
     for key in (1, 2, 1):
         graphs.run(key, Counter(), "one kind")
@@ -332,7 +335,7 @@ def test_with_nccl_every_function_is_tried():
 
 
 def test_a_trial_that_failed_is_tried_again():
-    """What it was to compile is not compiled."""
+    """The kernels that it should have compiled are not compiled."""
 
     def fail() -> None:
         raise ZeroDivisionError
@@ -363,7 +366,7 @@ def test_a_call_without_warnings_stops_only_its_own_and_passes_errors_on(recwarn
 
 
 def test_a_call_without_warnings_is_made_below_a_method_of_a_tensor():
-    """Only there does PyTorch make a binding's warnings Python's. No binding warns on a CPU."""
+    """Only there does PyTorch turn a binding's warnings into Python's. No binding warns on a CPU."""
     entered, before = [], []
 
     def profile(frame: object, event: str, argument: Any) -> None:
@@ -379,7 +382,7 @@ def test_a_call_without_warnings_is_made_below_a_method_of_a_tensor():
 
 
 def test_a_trial_leaves_no_trace_and_works_on_parked_state(monkeypatch):
-    """The real trial, on a stream of its own that waits for the work before it and is waited for."""
+    """The real trial runs on its own stream, which waits for the work before it; later work waits for it."""
     events = []
     current, own = (
         SimpleNamespace(name=name, wait_stream=lambda other, name=name: events.append(f"{name} waits for {other.name}"))
@@ -438,7 +441,7 @@ def test_a_capture_without_memory_is_tried_again_when_the_cache_is_empty(monkeyp
 
 
 def test_without_memory_for_a_graph_the_function_itself_serves(monkeypatch, caplog):
-    """Steps are captured in the middle of a call, which must not end for want of a faster way."""
+    """Steps are captured in the middle of a call, which must not fail only because a graph does not fit."""
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     graphs, function = Recorder(fails=lambda key: key == "large"), Counter()
     with caplog.at_level(logging.WARNING, "nanovllm"):
@@ -447,7 +450,7 @@ def test_without_memory_for_a_graph_the_function_itself_serves(monkeypatch, capl
     assert not holds(graphs, "large") and len(graphs.events) == 3, "it is not tried again with every step"
     assert caplog.text.count("too little GPU memory") == 1 and "enforce_eager=True" in caplog.text
     assert graphs.run("small", Counter(), "kind").item() == 2
-    # Other ranks would wait in the step that this one gave up.
+    # Other ranks would wait in a step that this one gave up.
     graphs = Recorder(is_alone=False, fails=lambda key: key == "large")
     with pytest.raises(torch.cuda.OutOfMemoryError, match="large"):
         graphs.run("large", function)
@@ -466,7 +469,7 @@ def test_a_trial_without_memory_leaves_the_function_itself():
 
 
 def make_captured(runner: ModelRunner, is_alone: bool, fails: Callable[[Hashable], bool]) -> Recorder:
-    """Lets a runner on a CPU work as with CUDA graphs."""
+    """Makes a runner on a CPU work as with CUDA graphs."""
     config, program = runner.settings.config, runner.program
     sizes = StepSizes.of(
         runner.settings.max_num_seqs, config.max_num_batched_tokens, runner.settings.max_model_len,
@@ -492,8 +495,9 @@ def test_padded_steps_give_the_tokens_of_eager_ones(
     tmp_path, monkeypatch, backend, overlap, num_blocks, is_alone, fails
 ):
     """Chunks, hits, tokens in flight, rows that sample and rows that do not, filters and rules that some rows have;
-    preemption where there are few blocks, shared prefixes where there are many; memory that ends for some sizes: what
-    is captured once read the rows of the first step for ever if those lay elsewhere in each."""
+    preemption where there are few blocks, shared prefixes where there are many; memory that runs out for some sizes.
+    Captured steps once always read the rows of the first step, if each step had its rows in another place.
+    """
     monkeypatch.setattr("nanovllm.attention.splits.SHORTEST_SPLIT", 64)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(step_program, "StepInFlight", copied)
@@ -515,7 +519,7 @@ def test_padded_steps_give_the_tokens_of_eager_ones(
     def tokens(is_captured: bool) -> tuple[list[list[int]], Recorder | None]:
         with LLM(str(tmp_path), **options) as llm:
             runner, graphs = llm.engine.runner, None
-            runner.program.backend._num_programs = 2  # Triton's are few, for the interpreter runs one after the other
+            runner.program.backend._num_programs = 2  # few, because the interpreter runs programs one after the other
             if is_captured:
                 which = {"forward": "num_tokens=32", "sample": "('sample', 4,"}.get(fails)
                 short_of = (lambda key: which in repr(key)) if which else (lambda key: False)
@@ -541,7 +545,7 @@ def test_padded_steps_give_the_tokens_of_eager_ones(
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_after_a_sleep_steps_are_captured_anew(tmp_path, monkeypatch, level):
-    """Graphs hold addresses of the weights and of the cache, and memory of their own. Kernels are not tried again."""
+    """Graphs hold addresses of the weights and of the cache, and their own memory. Kernels are not tried again."""
     for name in ("empty_cache", "synchronize", "graph_pool_handle"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     save_model(tmp_path, seed=3, num_hidden_layers=1)
@@ -599,7 +603,7 @@ def test_the_rows_that_sample_lie_in_one_place(tmp_path):
 
 
 class Captures(dict):
-    """In place of CudaGraphs: notes the kind of each function and calls none of them."""
+    """Takes the place of CudaGraphs: notes the kind of each function and calls none of them."""
 
     def capture(self, key, function, kind) -> None:
         self[key] = kind
@@ -614,7 +618,7 @@ def captured_at_start(sizes: StepSizes, groups_prefixes: bool) -> Captures:
 
 def test_what_the_first_requests_want_is_captured_at_the_start_the_largest_first(monkeypatch):
     """Smaller steps then fit into the memory of larger ones. Other steps with groups, and samplings with rules, are
-    captured when they are first wanted; of a step with groups the kernels are compiled here."""
+    captured when they are first needed; the kernels of a step with groups are compiled here."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     for captures_prompts, groups_prefixes in ((False, True), (False, False), (True, True), (True, False)):
         step_sizes = make_sizes(20, max_num_tokens=256, captures_prompts=captures_prompts)
@@ -635,7 +639,7 @@ def test_what_the_first_requests_want_is_captured_at_the_start_the_largest_first
 
 
 def test_every_step_with_prompts_has_one_of_the_sizes_captured_at_the_start(monkeypatch):
-    """A size that is met later is captured in the middle of a call."""
+    """A size that first occurs later would be captured in the middle of a call."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     for max_num_seqs, max_num_tokens in ((1, 100), (5, 3), (20, 256), (100, 256), (300, 256), (150, 256)):
         sizes = make_sizes(max_num_seqs, max_num_tokens)
@@ -669,7 +673,7 @@ def test_what_needs_other_kernels_is_of_another_kind():
     keys, _, kinds = zip(*(program.sampling_half(*sampling) for sampling in samplings), strict=True)
     assert keys == tuple(("sample", *sampling) for sampling in samplings) and len(set(kinds)) == len(samplings)
     assert program.sampling_half(32, needs[0])[2] == kinds[0]
-    # The ranks' sums go by other kernels where they take other ways.
+    # The ranks' sums take other kernels for other ways to exchange.
     exchange = SimpleNamespace(sends_directly=lambda num_rows, num_bytes: num_bytes <= 100 * 2048)
     program = make_program(step_sizes, Parallel(0, 4, None, exchange))
     small, large = (StepSize(n, n, n, 0, n, 1, False) for n in (96, 112))
@@ -677,12 +681,12 @@ def test_what_needs_other_kernels_is_of_another_kind():
 
 
 def test_no_step_is_captured_that_is_larger_than_any():
-    """Memory was set aside for graphs of thousands of tokens where sequences had room for two."""
+    """Memory was once reserved for graphs of thousands of tokens, although sequences had room for two."""
     assert make_sizes(2, 16384, max_model_len=3).prompt_sizes == (4,)
 
 
 def test_no_more_rows_are_sampled_than_may_sample():
-    """Behind the rows that may sample the table holds those of an earlier step, which would get tokens."""
+    """After the rows that may sample, the table holds rows of an earlier step, which would get tokens."""
     for max_num_seqs in (*range(1, 40), 100, 255, 300, 1000):
         for max_num_tokens in (1, 3, 50, 64, 100, 1000, 2**20):
             for num_ranks in (1, 2, 8):
@@ -736,7 +740,7 @@ def test_shared_keys_are_looked_for_once_while_rows_go_on(monkeypatch):
 
 
 def test_shared_keys_are_looked_for_again_when_a_row_is_split_otherwise():
-    """Its number of shared splits would count splits of another length."""
+    """Otherwise its number of shared splits would count splits of another length."""
     asked: list[list[int]] = []
     table = make_table(
         shared_prefixes=lambda tables, context_lens, block_size: asked.append(context_lens.tolist()),
@@ -766,9 +770,10 @@ def test_graphs_that_took_more_than_was_set_aside_are_an_error(num_missing):
 
 
 def test_memory_for_graphs_covers_logits_and_the_largest_captured_step_twice():
-    """Once for the trial and once for the capture; without the latter, graphs of prompts ran out of memory later.
+    """It counts once for the trial and once for the capture. Without the latter, graphs of prompts once ran out of
+    memory.
 
-    Logits processors copy a rank's logits to float32 and count in as many integers.
+    Logits processors copy a rank's logits to float32 and count tokens in as many integers.
     """
     sizes = make_sizes(16, max_num_tokens=100)
     for_decodes = 2**29 + 16 * 1000 * (2 + 4 + 4)
@@ -781,7 +786,9 @@ def test_memory_for_graphs_covers_logits_and_the_largest_captured_step_twice():
 
 
 def test_a_trial_step_samples_all_its_prompts_with_all_there_is_within_one_block(monkeypatch):
-    """It measures what a step takes at most, on a cache of a single block. It leaves nothing to the first requests."""
+    """It measures the most memory that a step takes, on a cache of a single block. It leaves no keys to the first
+    requests.
+    """
     runner = ModelRunner(Config(str(MODEL_DIRECTORY), device="cpu", max_num_seqs=4, num_kvcache_blocks=4))
     table = runner.program.table
     launched: list[Step] = []
@@ -814,7 +821,7 @@ def test_a_trial_step_samples_all_its_prompts_with_all_there_is_within_one_block
 
 
 def test_a_failed_start_keeps_nothing(monkeypatch):
-    """The message says to try again with less; what the first try holds would then be missing."""
+    """The message says to try again with less; memory that the first try still held would then be missing."""
     models = []
     init = CausalLM.__init__
 

@@ -10,7 +10,7 @@ from nanovllm import LLM
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.demo.problems import is_held_out, problems
 
-# So many will do to see that a way of running them changes nothing.
+# This many are enough to see that a way of running them changes no answer.
 NUM_RUN_AGAIN = 100
 
 

@@ -37,7 +37,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every hub name gives the stand-in; files go to a directory of the test's own."""
+    """Every hub name gives the stand-in; files go to the test's own directory."""
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(stand_in))
     monkeypatch.chdir(tmp_path)
 

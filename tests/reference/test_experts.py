@@ -1,4 +1,4 @@
-"""The router and the experts' kernels, interpreted, against their plain twins, and those against the formula."""
+"""The router's and the experts' kernels, interpreted, against their plain twins, and the twins against the formula."""
 
 import sys
 
@@ -35,7 +35,7 @@ def test_the_likeliest_experts_are_chosen(num_tokens, num_experts, top_k, renorm
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_equals_are_chosen_in_order_and_broken_tokens_choose_experts(fused):
-    """A row that is not a number must neither leave the weights' memory nor change its neighbours."""
+    """A row of NaN must neither read outside the weights' memory nor change its neighbours."""
     x, weight = torch.zeros(4, 32), randn(6, 32, seed=3)
     x[1, 5], x[2, 7], x[3] = float("nan"), float("inf"), randn(32, seed=4)
     routes = route(x, weight, 4, True, fused)
@@ -67,7 +67,7 @@ def test_experts_compute_what_the_formula_says(num_tokens, num_experts, top_k, h
 
 
 def test_one_expert_may_have_all_tokens():
-    """Its pairs take many tiles, and the others none."""
+    """Its pairs take many tiles, and the other experts take none."""
     num_tokens = 150
     x, gate_up, down = randn(num_tokens, 32, seed=1), randn(4, 32, 32, seed=2), randn(4, 32, 16, seed=3)
     experts = torch.full((num_tokens, 2), 2, dtype=torch.int32)
@@ -109,5 +109,5 @@ def test_a_token_does_not_depend_on_what_its_neighbours_choose():
     for token in (0, 7, 19):
         alone = Routes(routes.experts[[token]], routes.weights[[token]])
         out = grouped_mlp(x[[token]], alone, ExpertWeights(gate_up), ExpertWeights(down), use_kernels=True)
-        # The interpreter multiplies by BLAS, which on some processors sums another number of rows in another order.
+        # The interpreter multiplies with BLAS, whose order of sums depends on the number of rows on some processors.
         torch.testing.assert_close(out[0], together[token], rtol=1e-5, atol=1e-5)

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("backend", "overlap"), [("sdpa", True), ("sdpa", False), ("torch", True)])
 def test_greedy_completions_are_those_of_transformers(tmp_path, family, backend, overlap, count):
-    """Through paging, chunks, prefix hits, preemption and overlap, with windows shorter and longer than all of them."""
+    """They use paging, chunks, prefix hits, preemption and overlap, with windows shorter and longer than these."""
     rng = random.Random(f"{family} {backend} {overlap}")
     tally = Tally()
     for index in range(count(3, 20)):
@@ -76,7 +76,9 @@ def test_teacher_forced_logits_are_those_of_transformers(tmp_path, family, backe
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_of_a_fused_model_is_fused(tmp_path, family):
-    """One that is not gives the same tokens, only later: attention's projections once missed the kernel for one row."""
+    """A layer that is not fused gives the same tokens, only later: attention's projections once missed the kernel for
+    one row.
+    """
     save_family_model(tmp_path, family, FAMILIES[family][2](random.Random(family)), seed=0)
     config, backend = load_model_config(tmp_path), TorchAttention(AttentionShape(1, 1, 2, torch.float32, CPU))
     for fused in (True, False):
@@ -89,7 +91,7 @@ def test_every_layer_of_a_fused_model_is_fused(tmp_path, family):
         assert {name for name, is_fused in found.items() if is_fused is not None and is_fused is not fused} == set()
         kinds = {name.rsplit(".", 1)[-1] for name, is_fused in found.items() if is_fused is not None}
         assert {"embed_tokens", "qkv_proj", "o_proj", "attn", "input_layernorm", "norm", "lm_head"} <= kinds
-        # A norm after a block does not take products in parts.
+        # A norm after a block takes no products in parts.
         may_split = fused and not config.family.has_post_norms
         products = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
         assert products and all(
@@ -124,7 +126,7 @@ def test_logits_over_two_ranks_are_those_of_transformers(tmp_path, family, count
             try:
                 logits[rank] = logits_of(directory, token_ids, ThreadRank(rank, 2, exchange))
             except BaseException:
-                exchange.barrier.abort()  # the other must not wait
+                exchange.barrier.abort()  # so that the other rank does not wait
                 raise
 
         threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(2)]
@@ -146,14 +148,14 @@ def test_a_window_that_no_sequence_outgrows_costs_nothing(tmp_path):
         with LLM(str(tmp_path), device="cpu", attention_backend="triton", max_model_len=max_model_len) as llm:
             assert {layer.self_attn.attn.window for layer in llm.engine.runner.program.model.model.layers} == {window}
             assert llm.engine.runner.program.table.groups_prefixes == (window == 0)
-    # A backend that reads every key by itself is not asked.
+    # The table does not ask a backend that reads every key by itself.
     with LLM(str(tmp_path), device="cpu", attention_backend="sdpa", max_model_len=50) as llm:
         assert not llm.engine.runner.program.table.groups_prefixes
 
 
 @pytest.mark.parametrize("family", some(["gemma3", "phi3", "qwen3_moe"], "qwen3_moe"))
 def test_two_ranks_give_the_tokens_of_transformers(tmp_path, family):
-    """Whole engines over gloo, with chunks, prefix hits and preemption."""
+    """These are whole engines over gloo, with chunks, prefix hits and preemption."""
     rng, tally = random.Random(family), Tally()
     ((directory, options, model),) = divisible_models(tmp_path, family, rng, 1)
     prompts = ragged_prompts(rng, options["vocab_size"])
@@ -163,7 +165,7 @@ def test_two_ranks_give_the_tokens_of_transformers(tmp_path, family):
 
 @pytest.mark.parametrize("family", some(FAMILIES, "mistral", "phi3", "qwen3_moe"))
 def test_an_engine_of_our_kernels_gives_the_tokens_of_the_plain_one(tmp_path, family):
-    """Windows, wide and partly rotated heads, experts and norms after blocks, in Triton's interpreter."""
+    """They have windows, wide and partly rotated heads, experts and norms after blocks, in Triton's interpreter."""
     rng = random.Random(family)
     options = FAMILIES[family][2](rng)
     model = save_family_model(tmp_path, family, options, seed=1)

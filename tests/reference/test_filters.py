@@ -17,7 +17,7 @@ from nanovllm.ops.kernel import has_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of infinities that are meant
 
-NEAR = 1e-6  # of the mass: so near to p, float32 may round a token in or out
+NEAR = 1e-6  # of the mass: if a token is this near to p, float32 may keep or drop it
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -35,7 +35,7 @@ class Setting:
 def kept_by_definition(logits: np.ndarray, setting: Setting, shift: float = 0.0) -> np.ndarray:
     """bool [vocab_size]: what temperature, top-k, top-p and min-p keep, in this order, by sorting in float64.
 
-    shift: of the mass, added to top_p.
+    shift: the part of the mass that is added to top_p.
     """
     logits, vocab_size = logits.astype(np.float64), len(logits)
     temperature, top_p, min_p = (float(np.float32(x)) for x in (setting.temperature, setting.top_p, setting.min_p))
@@ -75,7 +75,9 @@ def kept_by_threshold(logits: torch.Tensor, thresholds: torch.Tensor) -> np.ndar
 
 
 class Tally:
-    """Compares kept sets with the definition; a set next to it passes only where p is within NEAR, and is counted."""
+    """Compares kept sets with the definition. A set that differs by one token passes only within NEAR of p, and is
+    counted.
+    """
 
     def __init__(self):
         self.num_rows = self.num_near = 0
@@ -161,7 +163,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_exactly_the_set_of_a_float64_sort_is_kept(kind):
-    """Vocabularies divide by nothing; each row has a setting of its own."""
+    """Vocabularies have awkward sizes; each row has its own setting."""
     tally = Tally()
     for vocab_size in (1, 2, 17, 601, 10007):
         for dtype in DTYPES if vocab_size < 10000 else DTYPES[:2]:
@@ -172,7 +174,7 @@ def test_exactly_the_set_of_a_float64_sort_is_kept(kind):
 
 @pytest.mark.parametrize("vocab_size", some([151936, 262144], 262144))
 def test_large_vocabularies_are_filtered_exactly(vocab_size):
-    """A sum of so many float32 numbers, one after the other, is wrong in its third digit."""
+    """A sum of this many float32 numbers, one after the other, would be wrong in its third digit."""
     settings = [
         Setting(top_p=0.95), Setting(temperature=0.6, top_p=0.5), Setting(top_k=20, top_p=0.9), Setting(top_k=100000),
         Setting(temperature=5.0, top_k=vocab_size - 1, top_p=0.99), Setting(min_p=0.2),
@@ -209,18 +211,18 @@ class TestBoth:
         ],
     )
     def test_top_p_keeps_what_crosses_p_and_ties_with_it_stay(self, find, setting, kept):
-        """Two pairs: with a weight of 1 each the first, and nearly so the second."""
+        """There are two pairs: the first has a weight of 1 each, and the second nearly so."""
         logits = torch.tensor([[1.0, 1.0, 1.0 - 1e-6, 1.0 - 1e-6, -90.0]])
         assert set(np.flatnonzero(kept_by_threshold(logits, run(find, logits, [setting]))[0])) == kept
 
     def test_top_k_and_top_p_together_renormalise(self, find):
-        """Of the two that top-k leaves, the first has 0.6: it alone reaches p. Of all four it has 0.4."""
+        """The first has 0.6 of the two that top-k leaves, so it alone reaches p. It has 0.4 of all four."""
         logits = torch.tensor([[0.4, 0.8 / 3, 0.2, 0.4 / 3]]).log()
         kept = kept_by_threshold(logits, run(find, logits, [Setting(top_k=2, top_p=0.55)]))
         assert kept[0].tolist() == [True, False, False, False]
 
     def test_a_row_that_filters_nothing_has_minus_infinity(self, find):
-        """Greedy rows too, whatever they ask for; and broken ones, which the sampler flags."""
+        """So has a greedy row with any filters, and a broken one, which the sampler flags."""
         logits = torch.randn(9, 300, generator=torch.Generator().manual_seed(1))
         logits[3, 5], logits[4, 299], logits[5] = math.nan, math.inf, -math.inf
         logits[6], logits[7] = math.nan, math.inf
@@ -229,7 +231,7 @@ class TestBoth:
         assert run(find, logits, settings).tolist() == [-math.inf] * 9
 
     def test_a_broken_row_ends_and_leaves_its_neighbours(self, find):
-        """Comparisons with NaN are false, so a search that trusts them never ends."""
+        """Comparisons with NaN are false, so a search that trusts them would never end."""
         setting = Setting(0.5, 30, 0.99, 1e-9)
         logits = torch.randn(5, 200, generator=torch.Generator().manual_seed(2))
         expected = run(find, logits[::2], [setting] * 3)
@@ -239,7 +241,7 @@ class TestBoth:
         assert thresholds[1::2].tolist() == [-math.inf] * 2
 
     def test_minus_infinity_is_kept_only_where_nothing_else_is(self, find):
-        """Top-k of more than what is left once kept banned tokens, whose probability is 0."""
+        """A top-k larger than the number of tokens left once kept banned tokens, whose probability is 0."""
         logits = make_logits("mostly banned", 4, 200)
         settings = [Setting(top_k=150), Setting(0.7, 150, min_p=1e-30), Setting(min_p=1e-30), Setting(1e30, min_p=0.5)]
         kept = kept_by_threshold(logits, run(find, logits, settings))
@@ -274,7 +276,7 @@ class TestBoth:
 
 
 def test_ties_with_the_last_token_of_a_small_top_k_are_all_found():
-    """The twin looks only at some of the largest logits where top-k is small; ties went on behind them."""
+    """For a small top-k, the twin looks only at some of the largest logits; it once missed ties after them."""
     settings = [Setting(top_k=3), Setting(top_k=2, top_p=0.5), Setting(top_k=5, top_p=0.3), Setting(0.2, 4, 0.99, 0.1)]
     tally = Tally()
     for kind in ("tied at the top", "tied", "equal", "flat"):

@@ -52,7 +52,7 @@ def test_a_row_is_rounded_to_e4m3_by_its_own_peak(size, fused):
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "kernel"])
 def test_a_row_of_zeros_is_a_row_of_zeros(fused):
-    """Its peak is no divisor."""
+    """Its peak cannot be a divisor."""
     x = torch.zeros(3, 40)
     x[1] = 1
     found = quantize_rows(x, fused)
@@ -133,7 +133,7 @@ def test_each_block_of_a_row_is_rounded_by_its_own_peak(size, columns, fused):
 
 
 def test_a_block_of_zeros_is_one_of_zeros_and_what_is_no_number_stays_in_its_row():
-    """Of no number there is no test for the kernels: Triton's interpreter does not know NaN in e4m3."""
+    """The kernels are not tested with NaN, because Triton's interpreter does not know NaN in e4m3."""
     x = torch.ones(4, 192)
     x[0, :128], x[1, 3], x[2, 150] = 0, float("nan"), float("inf")
     weight = BlockWeight(torch.ones(40, 192).to(E4M3), torch.ones(1, 2), 128, 128)
@@ -152,7 +152,7 @@ def test_a_block_of_zeros_is_one_of_zeros_and_what_is_no_number_stays_in_its_row
     [(256, 256, 128, 128), (136, 200, 128, 128), (60, 100, 8, 32), (200, 192, 96, 96), (70, 300, 1, 256)],
 )
 def test_a_product_of_blocks_is_that_of_the_rounded_numbers(num_rows, output_size, input_size, rows, columns):
-    """Whole tiles and cut ones; tiles of several blocks, and blocks of several tiles."""
+    """There are whole tiles and cut ones, tiles of several blocks, and blocks of several tiles."""
     scales = random_tensor(-(-output_size // rows), -(-input_size // columns), seed=2).abs() + 0.1
     weight = BlockWeight(
         random_tensor(output_size, input_size).mul(100).clamp(-448, 448).to(E4M3), scales, rows, columns
@@ -168,7 +168,7 @@ def test_a_product_of_blocks_is_that_of_the_rounded_numbers(num_rows, output_siz
 
 
 def test_many_rows_are_computed_in_groups(monkeypatch):
-    """And the last group may be cut off."""
+    """The last group may be cut off."""
     monkeypatch.setattr(block_module, "_ROW_TILES_OF_GROUP", 2)
     weight = BlockWeight(random_tensor(130, 64).mul(100).to(E4M3), torch.rand(2, 1), 128, 128)
     x = quantize_row_blocks(random_tensor(520, 64, seed=1), 128)
@@ -177,7 +177,7 @@ def test_many_rows_are_computed_in_groups(monkeypatch):
 
 
 def test_a_tile_has_about_as_many_rows_as_there_are():
-    """A layer says so, because each tile is another kernel."""
+    """A layer says so in `variant_key`, because each tile size is another kernel."""
     numbers, expected = (1, 16, 17, 33, 65, 9999), [16, 16, 32, 64, 128, 128]
     assert [rows_of_tile(rows) for rows in numbers] == expected
     for fused in (False, True):
@@ -199,9 +199,9 @@ def test_sizes_that_a_gpu_cannot_multiply_are_named(sizes):
 
 @pytest.mark.long
 def test_kernels_compile_for_hopper(tmp_path):
-    """One that the interpreter took once did not. What programs share fits, and FP8 is multiplied as it is."""
+    """One that the interpreter accepted once did not. Shared memory must suffice, and FP8 must be multiplied as FP8."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)  # compiled afresh
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)  # compiles everything again
     script = Path(__file__).parents[1] / "support" / "compile_kernels.py"
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -245,7 +245,7 @@ def test_kernels_give_the_tokens_of_the_plain_engine_in_fp8(tmp_path, family):
     ],
 )
 def test_a_part_of_a_weight_is_of_whole_blocks(rows, columns, first_row, fits):
-    """[200, 300] in blocks of 128 × 128: 2 × 3."""
+    """[200, 300] has 2 × 3 blocks of 128 × 128."""
     context = LayerContext(torch.float32, torch.device("cpu"))
     blocks = BlockFp8(Fp8Config("weight_scale_inv", (128, 128)), context)
     scales = torch.arange(5)[:, None] + torch.zeros(1, 3)
@@ -262,7 +262,7 @@ def test_a_part_of_a_weight_is_of_whole_blocks(rows, columns, first_row, fits):
 
 @pytest.mark.parametrize("family", some(["llama", "qwen2", "phi3", "qwen3_moe", "gemma3"], "llama"))
 def test_kernels_give_the_tokens_of_the_plain_engine_in_blocks(tmp_path, family):
-    """Blocks that divide every part of every layer."""
+    """The blocks divide every part of every layer."""
     options = FAMILIES[family][2](random.Random(family)) | {"num_attention_heads": 4, "num_key_value_heads": 2}
     options |= {"hidden_size": 64, "intermediate_size": 72}
     options |= {"moe_intermediate_size": 40} if family == "qwen3_moe" else {}

@@ -83,7 +83,7 @@ def test_the_ends_of_float32_are_scaled_too(peak):
     for quantize in (quantize_keys, quantize_values):
         heads, scales = quantize(x)
         if quantize is quantize_keys and peak > 2.0**120:
-            assert scales[0] == math.inf and not heads.any()  # 32896 times the scale would be
+            assert scales[0] == math.inf and not heads.any()  # because 32896 times the scale would be infinite
             continue
         assert scales[0] * 32896 < 3e38 or quantize is quantize_values
         largest = LARGEST_KEY if heads.dtype == torch.int8 else LARGEST
@@ -118,7 +118,7 @@ def test_what_is_written_is_read_and_lies_where_the_format_says(num_kv_heads, bl
     slots[[0, 7]] = -1
     cache.write(k, v, slots)
     found = [x.unflatten(0, (9, block_size)) for x in cache.read(torch.arange(9))]
-    halves = cache.scales.view(torch.bfloat16).unflatten(-1, (block_size, 2))  # little-endian: the value's comes first
+    halves = cache.scales.view(torch.bfloat16).unflatten(-1, (block_size, 2))  # little-endian: first the value's
     is_written = torch.zeros(9, block_size, dtype=torch.bool)
     for token, slot in enumerate(slots.tolist()):
         if slot < 0:
@@ -161,8 +161,9 @@ def test_blocks_are_read_in_the_order_asked_for():
 @pytest.mark.parametrize("block_size", [32, 64])
 @pytest.mark.parametrize("order", ["scattered", "prompts", "one prompt", "a hole", "another goes on"])
 def test_the_store_kernels_write_what_their_twin_writes(head_dim, block_size, order, dtype):
-    """Tokens anywhere and next to each other, over the end of a block, rows that are no powers of two apart, and
-    padding between tokens and behind them."""
+    """Tokens are anywhere or next to each other, over the end of a block. Strides are not powers of two, and padding
+    comes between tokens and after them.
+    """
     num_tokens, num_kv_heads = 75, 3
     found, expected = (poisoned_cache(3, block_size, num_kv_heads, head_dim) for _ in range(2))
     k, v = (heads_of_many_sizes(num_tokens, num_kv_heads, head_dim, seed) for seed in (0, 1))
@@ -178,9 +179,9 @@ def test_the_store_kernels_write_what_their_twin_writes(head_dim, block_size, or
         prompt = torch.cat((torch.arange(2 * block_size + 5, 3 * block_size), torch.arange(block_size)))
         prompt = prompt[: num_tokens - 3]
         slots = torch.cat((prompt, torch.full((num_tokens - len(prompt),), -1)))
-    if order == "a hole":  # where the next block begins, and behind it the first slot of all
+    if order == "a hole":  # where the next block begins, followed by slot 0
         slots[block_size - 5], slots[block_size - 4 :] = -1, torch.arange(num_tokens - block_size + 4)
-    if order == "another goes on":  # within a block, behind the first tokens, which end with their block
+    if order == "another goes on":  # within a block, after the first tokens, which end with their block
         first = block_size - 5
         slots[first : first + 15] = torch.arange(block_size + 7, block_size + 22)
         slots[first + 15 :] = -1
@@ -201,7 +202,7 @@ def test_the_store_kernels_write_what_their_twin_writes(head_dim, block_size, or
 def test_the_fused_kernel_stores_what_its_twin_stores(
     head_dim, rotary_dim, num_heads, num_kv_heads, has_norm, is_scaled, has_prompts
 ):
-    """Keys as they are finished, values as they are projected; the other half of a scale is left alone."""
+    """Keys are stored when finished, values when projected; the other half of a scale is not changed."""
     num_tokens, num_normed = 37, num_heads + num_kv_heads
     product = random_product(num_tokens, (num_normed + num_kv_heads) * head_dim)
     product.product[6], product.product[7] = 0, product.product[7] * 1e-6
@@ -294,10 +295,10 @@ def test_decodes_beside_prompts_attend_as_the_formula_says(
 @pytest.mark.parametrize("backend", ["torch", "sdpa", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_a_prompt_in_chunks_attends_as_in_one_piece(backend, dtype):
-    """New keys are seen as they are cached, or a prompt would depend on where it was cut."""
+    """Queries see new keys as they are cached; otherwise results would depend on where a prompt was cut."""
     whole = make_case([(0, 50)], 32, num_kv_heads=2, dtype=dtype, is_fp8=True)
     expected, parts = run(backend, whole), []
-    # Chunks of two tokens at least: decodes have a kernel of their own.
+    # Chunks have at least two tokens, because decodes have their own kernel.
     for start, end in ((0, 13), (13, 15), (15, 40), (40, 50)):
         case = make_case([(start, end - start)], 32, num_kv_heads=2, dtype=dtype, is_fp8=True)
         case.queries, case.keys, case.values = (
@@ -315,7 +316,7 @@ def test_a_prompt_in_chunks_attends_as_in_one_piece(backend, dtype):
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("backend", ["torch", "sdpa", "triton"])
 def test_what_is_no_number_reaches_the_queries_that_see_it_and_no_others(backend, number, what):
-    """A row of NaN logits gets an error. Neither its neighbours nor its other heads notice."""
+    """A row of NaN logits gets an error. Its neighbours and its other heads are not affected."""
     case = make_case([(30, 1), (63, 1), (0, 40), (20, 9)], 32, 2, 2, 32, is_fp8=True)
     expected = run(backend, case)
     for row in (0, 2):
@@ -342,7 +343,7 @@ def test_a_query_that_is_no_number_gives_none(backend, number):
 
 
 def test_queries_of_all_sizes_attend_as_the_formula_says():
-    """One of zeros, and some whose numbers are far apart."""
+    """One query is of zeros, and some have numbers of very different sizes."""
     case = make_case([(200, 1)] * 6, 64, 2, 2, 64, is_fp8=True)
     for row, factor in enumerate((0.0, 1e-30, 1e-3, 1.0, 30.0)):
         case.queries[row].mul_(factor)
@@ -363,7 +364,9 @@ def test_no_number_before_the_window_reaches_a_query():
 
 
 def test_many_small_weights_beside_a_large_one_count():
-    """The first key takes nearly all of the softmax, as that of a first token often does. The others once vanished."""
+    """The first key takes nearly all of the softmax, as a first token's key often does. The weights of the others once
+    vanished.
+    """
     case = make_case([(511, 1)], 64, 1, 1, 64, is_fp8=True)
     query, keys, values = case.queries[0][-1], case.keys[0].zero_(), case.values[0].zero_()
     query.zero_()[0, 0] = 8.0
@@ -403,7 +406,7 @@ def make_llm(directory: Path, **options: Any) -> LLM:
 
 
 def greedy(directory: Path, **options: Any) -> list[tuple[list[int], list[float]]]:
-    """(tokens, their log-probabilities) of each prompt."""
+    """(tokens, their log-probabilities) for each prompt."""
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0, detokenize=False)
     with make_llm(directory, **options) as llm:
         outputs = llm.generate([*PROMPTS[:4], PROMPTS[2] * 2], params, use_tqdm=False, raise_on_error=True)
@@ -415,8 +418,9 @@ def greedy(directory: Path, **options: Any) -> list[tuple[list[int], list[float]
 
 
 def assert_nearly_alike(found, expected) -> None:
-    """The decode kernel is about as exact as bfloat16. Now and then that changes what a later key is rounded to, and
-    then the log-probabilities, or which of two nearly equal tokens is the better one: in one completion at most."""
+    """The decode kernel is about as exact as bfloat16. This sometimes changes what a later key is rounded to, and then
+    the log-probabilities, or the order of two nearly equal tokens. At most one completion may differ.
+    """
     num_different = 0
     for (tokens, logprobs), (expected_tokens, expected_logprobs) in zip(found, expected, strict=True):
         same = next((i for i, pair in enumerate(zip(tokens, expected_tokens, strict=True)) if len(set(pair)) > 1), 6)
@@ -440,7 +444,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model) -> list[list[int]]:
-    """Of one prompt at a time, computed whole."""
+    """The results of one prompt at a time, computed whole."""
     found = []
     with make_llm(model, attention_backend="torch", enable_prefix_caching=False, overlap=False) as llm:
         for seed, prompt in enumerate(PROMPTS):
@@ -449,7 +453,7 @@ def expected(model) -> list[list[int]]:
 
 
 def family_options(family: str) -> dict[str, Any]:
-    """Of a model whose heads our kernels can keep in FP8."""
+    """Options of a model whose heads our kernels can keep in FP8."""
     rng = random.Random(family)
     while True:
         options = FAMILIES[family][2](rng)
@@ -527,7 +531,7 @@ def test_a_cache_in_fp8_wakes_up_empty_and_right(model, expected):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_nearly_twice_the_blocks_fit(head_dim):
-    """A scale of two bytes per head, for keys and values each."""
+    """Keys and values each have a scale of two bytes per head."""
     of_fp8, usual = (KVCacheLayout(4, 64, 8, head_dim, dtype) for dtype in (E4M3, torch.bfloat16))
     assert usual.block_bytes / of_fp8.block_bytes == 2 * head_dim / (head_dim + 2)
     for layout in (of_fp8, usual):
@@ -538,7 +542,7 @@ def test_nearly_twice_the_blocks_fit(head_dim):
 
 
 def test_an_engine_gets_nearly_twice_the_blocks(tmp_path, monkeypatch):
-    """As many as fit into the memory there is, and as many rows by default as that suggests."""
+    """It gets as many as fit into memory, and the default number of rows follows from that."""
     save_model(tmp_path, head_dim=128, num_hidden_layers=1)
     monkeypatch.setattr("nanovllm.runner.settings.free_bytes", lambda device: 30 * 2**20)
     options = {"dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 512, "attention_backend": "sdpa"}

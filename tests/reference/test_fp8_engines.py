@@ -1,9 +1,9 @@
 """Engines with weights in FP8: checkpoints of each layout, schedules, new weights, and what is refused.
 
-What a checkpoint stands for is a model in float32 with its dequantized weights, the inputs of whose linear layers are
-rounded as FP8 rounds them. Completions are compared with those of this model and not with transformers': on a CPU
-transformers dequantizes such checkpoints (quant_method "fp8" only with accelerate, compressed-tensors only with the
-package of that name), and then it does not round the inputs.
+A checkpoint stands for a model in float32 that has the dequantized weights and rounds the inputs of its linear layers
+as FP8 does. Completions are compared with those of this model and not with transformers': on a CPU transformers
+dequantizes such checkpoints (quant_method "fp8" only with accelerate, compressed-tensors only with the package of that
+name), and then it does not round the inputs.
 """
 
 from pathlib import Path
@@ -89,13 +89,13 @@ def save_family(directory: Path, family: str, **options: Any) -> Path:
 def assert_stands_for(
     directory: Path, whole: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch, num_ranks: int = 1, **options: Any
 ) -> None:
-    """The checkpoint completes as the float32 model `whole`, once that rounds the inputs of its layers."""
+    """Asserts that the checkpoint completes as the float32 model `whole` does when it rounds its layers' inputs."""
     found = completions(directory, tensor_parallel_size=num_ranks, **options)
     unrounded = completions(whole)
     round_inputs(monkeypatch, layout, num_ranks)
     expected = completions(whole)
     assert_alike(found, expected, tolerance=0.02)
-    # The rounding is what makes the difference.
+    # The rounding makes the difference.
     differences = [abs(a - b) for (_, one), (_, other) in zip(expected, unrounded, strict=True)
                    for a, b in zip(one[:1], other[:1], strict=True)]  # fmt: skip
     assert max(differences) > 0.05
@@ -112,7 +112,7 @@ def test_a_checkpoint_completes_as_the_model_that_it_stands_for(plain_model, tmp
 @pytest.mark.parametrize("layout", ["channel", "tensor", "small block"])
 @pytest.mark.parametrize("family", FAMILY_OPTIONS)
 def test_so_do_those_of_other_families(tmp_path, monkeypatch, family, layout):
-    """Biases, tied embeddings, merged projections, norms after blocks, experts."""
+    """They have biases, tied embeddings, merged projections, norms after blocks, or experts."""
     plain = save_family(tmp_path / "plain", family)
     directory = quantized_copy(plain, tmp_path / "fp8", LAYOUTS[layout])
     whole = changed_copy(plain, tmp_path / "whole", LAYOUTS[layout].whole)
@@ -215,7 +215,7 @@ def test_two_ranks_complete_as_one_but_for_the_scales_of_inputs(tmp_path, monkey
 
 @pytest.mark.parametrize("family", some(["llama", "phi3", "gemma3"], "phi3"))
 def test_two_ranks_quantize_their_parts_of_the_weights(tmp_path, monkeypatch, family):
-    """So a channel of a row-parallel layer has a scale per rank."""
+    """So a channel of a row-parallel layer has one scale per rank."""
     plain = save_family(tmp_path / "plain", family, intermediate_size=128)
 
     def whole(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -303,7 +303,7 @@ def test_a_checkpoint_in_fp8_is_updated_in_its_own_layout(plain_model, other_mod
 
 
 def test_loading_never_holds_a_second_copy(tmp_path):
-    """Beside the model in FP8, the most that is held at a time is what quantizing one tensor takes."""
+    """At most, loading holds the model in FP8 and the memory that quantizing one tensor takes."""
     save_model(tmp_path, seed=1, **SIZES | {"num_hidden_layers": 16})
     with open_llm(tmp_path, quantization="fp8") as llm:
         model = llm.engine.runner.program.model
@@ -312,7 +312,7 @@ def test_loading_never_holds_a_second_copy(tmp_path):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             load_weights(model, tmp_path)
     changes = [event.nbytes() for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    of_file, *changes = changes  # is mapped, not read
+    of_file, *changes = changes  # the file is mapped, not read
     assert of_file == (tmp_path / "model.safetensors").stat().st_size
     held = torch.tensor(changes).cumsum(0)
     assert len(changes) > 200 and held.max() <= 20 * largest < num_bytes / 2
@@ -322,7 +322,7 @@ def test_loading_never_holds_a_second_copy(tmp_path):
 
 
 def test_products_err_as_the_rounding_of_their_inputs_explains():
-    """Half a unit of e4m3 for each input at most, and far less in the mean, where errors cancel."""
+    """Each input errs by at most half a unit of e4m3, and far less in the mean, where errors cancel."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(size, generator=generator) for size in ((40, 500), (300, 500)))
     x *= torch.logspace(-3, 3, 40)[:, None]
@@ -338,7 +338,7 @@ def test_products_err_as_the_rounding_of_their_inputs_explains():
         peaks = x.abs().amax(1, keepdim=True)
         limit = (x.abs() / 16 + peaks / 448 / 1024) @ whole.abs().T
         assert (error.abs() <= 1.001 * limit).all()
-        # An input's error is a 27th of it in the mean, at most; those of a sum's inputs are independent.
+        # An input's error is in the mean at most a 27th of the input; errors of a sum's inputs are independent.
         of_rows = error.pow(2).mean(1).sqrt() / (x.pow(2) @ whole.pow(2).T).mean(1).sqrt()
         assert (of_rows > 0.015).all() and (of_rows < 1 / 27).all()
         bias = torch.randn(300, generator=generator)
@@ -365,7 +365,7 @@ def test_experts_multiply_with_what_their_weights_stand_for(layout, fused):
     torch.testing.assert_close(found, grouped_mlp(x, routes, *whole), rtol=1e-4, atol=1e-4)
 
 
-# What is refused
+# Refused checkpoints and options
 
 
 @pytest.mark.parametrize(

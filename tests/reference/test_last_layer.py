@@ -34,7 +34,7 @@ def steps(monkeypatch) -> list[tuple[int, int | None]]:
             return whole
         cache_of_whole, shapes = [tensor.clone() for tensor in whole_cache], []
         for tensor, old in zip(whole_cache, before, strict=True):
-            tensor.copy_(old)  # so that a key which is not written again is missed
+            tensor.copy_(old)  # so that a key that is not written again would be missing
         handle = self.model.layers[-1].mlp.register_forward_pre_hook(lambda _, inputs: shapes.append(len(inputs[0])))
         result = forward(self, token_ids, positions, kv_cache, metadata, needed)
         handle.remove()
@@ -55,7 +55,7 @@ def test_of_prompts_only_the_last_tokens_pass_the_last_layer(tmp_path, family, s
     with LLM(str(tmp_path), device="cpu", dtype="float32", max_num_batched_tokens=12, max_model_len=64) as llm:
         llm.generate(PROMPTS, params, use_tqdm=False, raise_on_error=True)
     with_prompts = [step for step in steps if step[1] is not None]
-    # Steps of at most 12 tokens. In some no row samples, in others one to four rows do.
+    # Steps of at most 12 tokens. In some steps no row samples, in others one to four rows do.
     assert (12, 1) in with_prompts and max(needed for _, needed in with_prompts) > 1
     assert all(0 < needed < num_tokens for num_tokens, needed in with_prompts if num_tokens == 12)
     assert (1, None) in steps, "decodes alone need all of their tokens"

@@ -1,4 +1,4 @@
-"""Log-probabilities equal log_softmax in float64, ranks and ids equal a sort; the kernels do as their twin.
+"""Log-probabilities equal log_softmax in float64, ranks and ids equal a sort; the kernels equal their twin.
 
 The kernels run in Triton's interpreter here.
 """
@@ -27,7 +27,7 @@ NEAR = 1e-5  # of log-probabilities
 
 @pytest.fixture(autouse=True)
 def _dirty_memory(monkeypatch):
-    """New memory holds large numbers: as keys they would win, as results they would show."""
+    """New memory holds large numbers, which would show as results, and would win as keys."""
     full = torch.full
 
     def dirty(shape, *, dtype, device):
@@ -37,7 +37,9 @@ def _dirty_memory(monkeypatch):
 
 
 def run(find, raw, token_ids, kinds=RAW, temperatures=1.0, thresholds=None, width=1, processed=None):
-    """(ranks [num_rows], ids, float32 log-probabilities [num_rows, width]) as views; numbers stand for all rows."""
+    """(ranks [num_rows], ids, float32 log-probabilities [num_rows, width]) as views; a single number counts for all
+    rows.
+    """
     num_rows = len(raw)
     kinds = torch.full((num_rows,), kinds) if isinstance(kinds, int) else torch.as_tensor(kinds)
     temperatures = torch.as_tensor(temperatures, dtype=torch.float32).expand(num_rows).contiguous()
@@ -102,7 +104,7 @@ def random_case(vocab_size: int, dtype=torch.float32):
 @BOTH
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_raw_rows_have_the_log_softmax_of_the_raw_logits(find, dtype):
-    """Whatever their temperatures, thresholds and processed logits are. Logits up to 50 keep five decimals."""
+    """This holds for all temperatures, thresholds and processed logits. Logits up to 50 keep five decimals."""
     for vocab_size in (1, 37, 5001):
         raw = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(vocab_size)).mul(14).clamp(-50, 50)
         raw = raw.to(dtype)
@@ -122,7 +124,7 @@ def test_raw_rows_have_the_log_softmax_of_the_raw_logits(find, dtype):
 @BOTH
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_processed_rows_have_the_distribution_that_is_sampled(find, dtype, monkeypatch):
-    """All of the kept set is listed, no other id, and its probabilities sum to one."""
+    """The whole kept set is listed and no other id, and its probabilities sum to one."""
     monkeypatch.setattr(ops, "_TOKENS", 64)
     vocab_size, temperatures = 141, torch.tensor([0.6, 1.0, 3.0, 0.0, 1.3])
     logits = (torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(2)) * 4).to(dtype)
@@ -142,7 +144,7 @@ def test_processed_rows_have_the_distribution_that_is_sampled(find, dtype, monke
 
 @BOTH
 def test_a_token_that_cannot_be_sampled_has_minus_infinity_and_the_rank_after_all_that_can(find):
-    """It lies below the threshold, or is −inf itself; its raw log-probability stays finite."""
+    """Its logit is below the threshold, or −inf itself; its raw log-probability stays finite."""
     logits = torch.tensor([[0.0, 3.0, 2.0, 1.0, -math.inf]]).repeat(3, 1)
     thresholds = torch.tensor([2.0, 1.0, 2.0])
     ranks, ids, values = run(find, logits, [0, 4, 0], [PROCESSED, PROCESSED, RAW], 1.0, thresholds, 5)
@@ -169,7 +171,7 @@ def test_a_tiny_temperature_leaves_the_largest_alone(find, temperature):
 
 @BOTH
 def test_a_temperature_of_zero_counts_as_one(find):
-    """A greedy row's distribution is that of its logits; dividing by a tiny number instead leaves one token."""
+    """A greedy row's distribution is that of its logits; dividing by a tiny number would leave one token."""
     logits = torch.randn(2, 70, generator=torch.Generator().manual_seed(4))
     thresholds = torch.full((2,), -math.inf)
     result = run(find, logits, [3, 4], PROCESSED, [0.0, 1.0], thresholds, 5)
@@ -180,7 +182,7 @@ def test_a_temperature_of_zero_counts_as_one(find):
 @BOTH
 @pytest.mark.parametrize("shift", [-500.0, 500.0])
 def test_a_number_added_to_all_logits_changes_nothing(find, shift):
-    """Here the sums are exact. exp(500) overflows, exp(−500) is 0; what pads a row's last part must not count."""
+    """Here the sums are exact. exp(500) overflows, exp(−500) is 0; padding of a row's last part must not count."""
     logits = torch.randint(-40, 40, (2, 9000), generator=torch.Generator().manual_seed(7)) / 8
     for ours, theirs in zip(run(find, logits + shift, [3, 8999]), run(find, logits, [3, 8999]), strict=True):
         assert np.array_equal(ours, theirs)
@@ -191,7 +193,7 @@ def test_a_number_added_to_all_logits_changes_nothing(find, shift):
 
 @BOTH
 def test_of_equal_logits_the_lowest_id_comes_first(find):
-    """Within a group of ids, over groups, over parts; −0 equals 0. A rank does not count equals."""
+    """This holds within a group of ids, across groups and across parts; −0 equals 0. A rank does not count equals."""
     zeros = torch.zeros(4, 9000)
     zeros[1, [8999, 77, 4095, 4096, 78]] = 1
     zeros[2, ::2] = -0.0
@@ -206,7 +208,7 @@ def test_of_equal_logits_the_lowest_id_comes_first(find):
 
 @BOTH
 def test_logits_are_told_apart_where_their_log_probabilities_are_equal(find):
-    """100 below the largest, log-probabilities are multiples of 2^-17."""
+    """For logits 100 below the largest, log-probabilities are multiples of 2^-17."""
     logits = torch.tensor([[100.0, 1e-7, 3e-7, 2e-7, -1e-7, -2e-7, 0.0]])
     ranks, ids, values = run(find, logits.repeat(3, 1), [1, 4, 0], width=8)
     assert ranks.tolist() == [4, 6, 1]
@@ -216,7 +218,7 @@ def test_logits_are_told_apart_where_their_log_probabilities_are_equal(find):
 
 @BOTH
 def test_columns_beyond_what_can_be_sampled_are_empty(find):
-    """Also where whole parts of the vocabulary are banned; a row that is banned as a whole has nothing at all."""
+    """This holds even if whole parts of the vocabulary are banned; if all ids are banned, all columns are empty."""
     logits = torch.full((3, 9000), -math.inf)
     logits[0, [4500, 8999]] = torch.tensor([1.0, 2.0])
     logits[1, 0] = -7.5
@@ -245,7 +247,7 @@ def test_rows_without_logprobs_are_zeros(find):
 @pytest.mark.parametrize("token", [-1, -2, -(2**31), 50, 2**31, 2**40])
 @pytest.mark.parametrize("kind", [RAW, PROCESSED])
 def test_a_row_without_a_token_has_rank_zero_and_its_most_probable_ids(find, token, kind):
-    """Its logits have neighbours in memory, which are larger and would be found there."""
+    """The logits next to the row in memory are larger, and must not be found."""
     memory = torch.full((5, 50), 99.0)
     logits = memory[2:3]
     logits[:] = torch.randn(50, generator=torch.Generator().manual_seed(5))
@@ -284,7 +286,7 @@ def test_a_row_does_not_depend_on_its_neighbours(find):
 @BOTH
 @pytest.mark.parametrize("poison", [math.nan, -math.nan, math.inf])
 def test_a_broken_row_ends_and_leaves_its_neighbours(find, poison):
-    """NaN compares with nothing, so a loop or an index that trusts comparisons goes astray."""
+    """All comparisons with NaN are false, so a loop or an index that trusts them would go wrong."""
     logits = torch.randn(4, 4200, generator=torch.Generator().manual_seed(6))
     tokens, kinds = [5, 11, 4199, 7], [RAW, PROCESSED, RAW, PROCESSED]
     expected = run(find, logits, tokens, kinds, 0.7, width=20)
@@ -335,7 +337,7 @@ def test_the_kernels_do_as_their_twin(vocab_size, width):
 @needs_kernels
 @pytest.mark.parametrize("num_values", some([1, 2, 40], 2))
 def test_the_kernels_list_more_ids_than_a_part_has(num_values, monkeypatch):
-    """With small parts, so that lists end early, parts run dry one after the other, and most logits are equal."""
+    """Parts are small, so that lists end early and parts run out one after the other; most logits are equal."""
     monkeypatch.setattr(ops, "_TOKENS", 32)
     generator = torch.Generator().manual_seed(num_values)
     logits = torch.randint(0, num_values, (2, 117), generator=generator).bfloat16() / 8
@@ -350,7 +352,7 @@ def test_the_kernels_list_more_ids_than_a_part_has(num_values, monkeypatch):
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7])
 def test_the_twin_converts_a_few_rows_at_once(num_rows, monkeypatch):
-    """Of all rows of a large batch a float32 copy would need more memory than there is; rows are not mixed up."""
+    """A float32 copy of all rows of a large batch would not fit into memory; rows must not be mixed up."""
     case = random_case(61, torch.bfloat16)
     expected = run(plain_logprobs, **case, width=6)
     sizes, of_rows = [], ops._logprobs
@@ -368,7 +370,7 @@ def test_the_twin_converts_a_few_rows_at_once(num_rows, monkeypatch):
 
 @needs_kernels
 def test_the_kernels_run_where_they_are_asked_for(monkeypatch):
-    """On a CPU only then."""
+    """On a CPU they run only then."""
     calls = []
     monkeypatch.setattr(ops, "triton_logprobs", lambda *arguments: calls.append("kernel"))
     monkeypatch.setattr(ops, "plain_logprobs", lambda *arguments: calls.append("plain"))

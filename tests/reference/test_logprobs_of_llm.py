@@ -33,7 +33,7 @@ SCHEDULES = [
 
 @torch.inference_mode()
 def log_softmax(model, token_ids: list[int]) -> torch.Tensor:
-    """[len(token_ids), vocab_size]: of the token after each."""
+    """[len(token_ids), vocab_size]: row i is that of the token after token i."""
     return model(torch.tensor([token_ids])).logits[0].float().log_softmax(-1)
 
 
@@ -87,7 +87,7 @@ def test_completions_and_prompts_have_transformers_log_probabilities(checkpoint,
         for row in range(len(prompts))
     ]
     with LLM(directory, device="cpu", max_model_len=64, **{**DEFAULTS, **options}) as llm:
-        for _ in range(2):  # the second time over a warm cache
+        for _ in range(2):  # the second time, the cache is warm
             outputs = llm.generate(prompts, params, use_tqdm=False)
             for prompt, each, out in zip(prompts, params, outputs, strict=True):
                 expected = log_softmax(model, prompt + out.token_ids)
@@ -160,7 +160,9 @@ def test_every_family_has_transformers_log_probabilities(tmp_path, family):
 
 @pytest.mark.parametrize("options", some([{}, {"tensor_parallel_size": 2}], {"tensor_parallel_size": 2}), ids=str)
 def test_processed_log_probabilities_are_of_what_was_drawn_from(checkpoint, options):
-    """After penalties and bans, over the temperature, among what the filters keep: they sum to one."""
+    """They come after penalties and bans, divide by the temperature, cover the tokens that filters keep, and sum to
+    one.
+    """
     directory, model = checkpoint
     rng = random.Random(7)
     prompts = make_prompts(rng, 157)
@@ -242,7 +244,7 @@ def test_an_end_by_a_stop_token_leaves_one_row_per_token(checkpoint, overlap):
 
 
 def test_a_prompt_whose_beginning_is_cached_is_scored_all_the_same(checkpoint):
-    """What is cached is not computed, and what is not computed has no logits."""
+    """Cached tokens are not computed, so they would have no logits."""
     directory, model = checkpoint
     prompt = [random.Random(1).randrange(157) for _ in range(60)]
     with LLM(directory, device="cpu", num_kvcache_blocks=64, kvcache_block_size=8) as llm:
@@ -254,7 +256,7 @@ def test_a_prompt_whose_beginning_is_cached_is_scored_all_the_same(checkpoint):
 
 
 def test_only_prompts_that_are_scored_are_computed_once_more(checkpoint):
-    """Few-shot prefixes are computed once, however many rows they have."""
+    """Few-shot prefixes are computed once, for any number of rows."""
     directory, _ = checkpoint
     rng = random.Random(2)
     shared = [rng.randrange(157) for _ in range(40)]

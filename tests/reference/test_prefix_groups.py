@@ -1,4 +1,4 @@
-"""Shared prefixes: which are found, and that attending them once changes nothing."""
+"""Shared prefixes: which ones are found, and that attending them once changes no result."""
 
 import random
 
@@ -21,7 +21,7 @@ def groups_of(tables: list[list[int]], lengths: list[int], block_size: int, spli
 
 
 def rows_of_splits(groups: PrefixGroups) -> list[tuple[int, list[int]]]:
-    """Each item's split and rows."""
+    """The split and rows of each item."""
     rows = groups.members.tolist()
     return sorted((split, rows[first : first + count]) for split, first, count in groups.items.tolist())
 
@@ -33,7 +33,7 @@ def test_nothing_shared_gives_nothing():
 
 
 def test_only_whole_splits_of_written_keys_are_shared():
-    """A row still writes to its last block, and a chunked prompt holds blocks that nobody has written yet."""
+    """A row still writes to its last block, and a chunked prompt holds blocks that no row has written yet."""
     tables = [[7, 8, 9, 1], [7, 8, 9, 2]]
     groups = groups_of(tables, [11, 12], 4, [4, 4], 8)
     assert groups.items.tolist() == [[0, 0, 2], [1, 2, 2]] and groups.members.tolist() == [0, 1, 0, 1]
@@ -51,7 +51,7 @@ def test_prefixes_may_branch_and_groups_may_be_larger_than_a_tile():
 
 
 def test_a_split_is_shared_only_with_all_before_it():
-    """A private twin may stand before a shared block. The splits before it were once left out for both rows."""
+    """A private twin may come before a shared block. The splits before it were once left out for both rows."""
     assert groups_of([[0, 1, 2], [3, 1, 4]], [12, 12], 4, [4, 4], 8) is None
     groups = groups_of([[0, 1, 2], [3, 1, 2], [0, 1, 4]], [12, 12, 12], 4, [4, 4, 4], 8)
     assert groups.items.tolist() == [[0, 0, 2], [1, 2, 2]] and groups.num_shared.tolist() == [2, 0, 2]
@@ -62,7 +62,7 @@ def test_a_split_is_shared_only_with_all_before_it():
 
 
 def test_a_split_is_shared_only_by_rows_that_are_split_alike():
-    """Longer rows have longer splits, so the same blocks are other splits of theirs."""
+    """Longer rows have longer splits, so they divide the same blocks into other splits."""
     tables = [[1, 2, 3, 4, row] for row in range(5, 9)]
     groups = groups_of(tables, [17, 17, 18, 18], 4, [4, 4, 8, 8], 8)
     assert rows_of_splits(groups) == [(0, [0, 1]), (0, [2, 3]), (1, [0, 1]), (1, [2, 3]), (2, [0, 1]), (3, [0, 1])]
@@ -72,7 +72,7 @@ def test_a_split_is_shared_only_by_rows_that_are_split_alike():
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_groups_are_those_that_a_look_at_all_rows_finds(seed):
-    """The blocks behind a row's keys may be any. There are few different blocks, so many rows begin alike."""
+    """The blocks after a row's keys may be any. There are few different blocks, so many rows begin alike."""
     rng = random.Random(seed)
     num_rows, num_blocks, most = rng.randrange(1, 60), rng.randrange(1, 9), rng.randrange(1, 9)
     tables = [[rng.randrange(rng.choice((1, 2, 50))) for _ in range(num_blocks)] for _ in range(num_rows)]
@@ -109,7 +109,7 @@ def test_shared_splits_attended_once_change_nothing(num_kv_heads, group_size, bl
     backend, metadata = case.backend("triton"), case.metadata
     groups = backend.shared_prefixes(metadata.block_tables.numpy(), np.array(lengths) + 1, block_size)
     assert len(groups.items) <= backend.max_num_shared_splits >= len(groups.members)
-    # In the table they stand in place of older ones, which were more.
+    # In the table they replace older ones, of which there were more.
     on_device = [groups.items, groups.members, groups.num_shared]
     items, members, num_shared = (torch.cat((torch.from_numpy(x), torch.from_numpy(x))) for x in on_device)
     metadata.shared_prefixes = SharedPrefixes(torch.tensor([len(groups.items)]).int(), items, members, num_shared)

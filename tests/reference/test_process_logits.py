@@ -57,7 +57,7 @@ def test_processed_logits_equal_the_definitions(process, vocab_size, count):
 
 @NEEDS_TRITON
 def test_kernels_give_the_twins_bits_when_their_programs_stride(monkeypatch, count):
-    """Small programs, and few: each does several parts of a history and of the edits, and several dense parts."""
+    """Programs are small and few: each handles several parts of a history and of the edits, and several dense parts."""
     monkeypatch.setattr(module, "_IDS", 16)
     monkeypatch.setattr(module, "_POSITIONS", 4)
     rng = random.Random(5)
@@ -123,7 +123,7 @@ def test_two_rows_of_one_entry_are_counted_apart(process):
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4])
 def test_a_bad_word_is_banned_where_the_completion_ends_with_its_prefix(process, num_tokens):
-    """Once a prefix would have been found in the prompt, or across its end."""
+    """A prefix was once found in the prompt too, or across its end."""
     known, prefix = [5, 6, 7, 5, 6, 7, 5, 6, 7, 8, 7, 5, 6], [5, 6, 7][3 - (num_tokens - 1) :]
     settings = Settings(bad_words=[[*prefix, 20], [9, *prefix, 21]])
     ends = [(start, end) for start in range(len(known) + 1) for end in range(start, len(known) + 1)]
@@ -138,7 +138,7 @@ def test_a_bad_word_is_banned_where_the_completion_ends_with_its_prefix(process,
 
 
 def test_stop_tokens_are_banned_until_min_tokens_were_generated(process):
-    """The token now being sampled may be a stop token if it is the min_tokens-th and not the first after."""
+    """The token being sampled may be a stop token if it is the min_tokens-th; it need not come after that."""
     settings = Settings(stop_token_ids=[4, 30], min_tokens=3)
     requests = [Request([1] * num_prompt, [2] * num, settings) for num_prompt in (0, 1, 7) for num in range(6)]
     out = make_case(requests, random_logits(len(requests), 31)).run(process)
@@ -159,7 +159,7 @@ def test_edits_of_one_id_add_up(process):
 
 
 def test_nothing_revives_a_banned_id(process):
-    """Not a bias, nor a penalty that is a bonus; a row whose bans leave nothing has only −inf."""
+    """Neither a bias nor a negative penalty revives it; a row whose bans leave no token has only −inf."""
     bonus = {"repetition": 0.5, "presence": -2.0, "frequency": -2.0}
     everything = list(range(40))
     settings = [
@@ -197,7 +197,7 @@ def test_penalties_look_at_prompt_and_completion_as_vllm_does(process):
 
 
 def test_a_part_of_the_vocabulary_gives_its_part_of_the_logits(process):
-    """Ids are the whole vocabulary's in every rule, wherever a rank's part begins and ends."""
+    """Every rule names ids of the whole vocabulary, for any beginning and end of a rank's part."""
     rng = random.Random(2)
     bias = {token: token / 8 for token in range(0, 100, 3)}
     words = [[token, token + 1, token + 2] for token in range(0, 98, 5)]

@@ -91,7 +91,7 @@ def assert_distributed(tokens: list[int], probs: np.ndarray) -> None:
     ],
 )
 def test_philox_gives_the_known_answers_of_random123(num_rounds, counter, key, expected):
-    """A generator that only looks random has passed every test but this one."""
+    """A generator that only looks random passes every test except this one."""
     words = [[int(word, 16) for word in text.split()] for text in (counter, key)]
     tensors = [tuple(torch.tensor([word]) for word in group) for group in words]
     result = philox4x32(*tensors, num_rounds)
@@ -128,7 +128,7 @@ def test_noise_is_positive_and_finite_at_the_extreme_words(monkeypatch, word):
 
 
 def test_the_smallest_noise_is_resolved():
-    """In a large vocabulary the smallest E wins: from 24 random bits the smallest would tie, and low ids win ties."""
+    """In a large vocabulary the smallest E wins. With 24 random bits the smallest would tie, and low ids win ties."""
     noise = exponential_noise(torch.tensor([1]), torch.tensor([1]), torch.arange(2**20)[None], 0)[0]
     smallest = noise.sort().values[:100].double()
     assert smallest.unique().numel() == 100
@@ -176,7 +176,7 @@ FILTERS = [
     ids=lambda value: str(value) if isinstance(value, dict) else value.__name__,
 )
 def test_filtered_tokens_have_the_probabilities_of_the_kept_set(draw, filters):
-    """Written out: sort, keep, renormalise. The two ids with equal logits stay or go together."""
+    """The definition is written out: sort, keep, renormalise. The two ids with equal logits stay or go together."""
     num_rows, temperature = (20000 if draw is plain_sample else 110), 1.2
     probs = (torch.tensor(LOGITS).double() / temperature).softmax(0).numpy()
     kept = probs >= np.sort(probs)[::-1][filters.get("top_k", 11) - 1]
@@ -193,9 +193,9 @@ def test_filtered_tokens_have_the_probabilities_of_the_kept_set(draw, filters):
 @pytest.mark.parametrize("num_members", [1, 16])
 @pytest.mark.parametrize(("seed_step", "position_step"), [(0, 1), (1, 0), (2**32, 0)])
 def test_neighbouring_tokens_are_independent(seed_step, position_step, num_members):
-    """A key that mixes seed and position by adding them repeats a request's tokens one place on in the next.
+    """If the key were seed plus position, a request would repeat the tokens of the previous one, shifted by one place.
 
-    Of ids of one group, and of groups of 16 equal ids.
+    This checks ids of one group, and groups of 16 equal ids.
     """
     num_rows, logits = 20000, torch.tensor([0.3, 0.0, -0.2, 0.6])
     seeds, positions = torch.arange(num_rows) * 7919, torch.arange(num_rows) * 13
@@ -209,7 +209,7 @@ def test_neighbouring_tokens_are_independent(seed_step, position_step, num_membe
 
 
 def test_a_large_vocabulary_is_sampled_evenly():
-    """Every part of it, every place in a group, and every word of the generator's blocks."""
+    """This covers every part of it, every place in a group, and every word of the generator's blocks."""
     num_rows, vocab_size = 600, 2**13 - 3
     tokens = draw_rows(plain_sample, torch.zeros(num_rows, vocab_size))
     assert_distributed([token * 8 // vocab_size for token in tokens], np.full(8, 1 / 8))
@@ -221,7 +221,7 @@ def test_a_large_vocabulary_is_sampled_evenly():
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
 @pytest.mark.parametrize("vocab_size", [16, 17, 83])
 def test_groups_are_drawn_by_their_weight_and_ids_within_them(vocab_size, temperature):
-    """Of full groups, of one with a single id, of one far above the others, half a group and a whole one banned."""
+    """There are full groups, one with a single id, one far above the others, one half banned and one banned."""
     num_rows = 40000
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size))
     logits[: vocab_size // 3] += 1
@@ -266,7 +266,7 @@ def random_case(vocab_size: int, num_rows: int, dtype=torch.float32):
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_threshold_is_a_mask_over_the_same_noise(draw, dtype):
-    """What is kept is drawn with its own noise, as if the rest were −inf: a renumbered set would draw other tokens."""
+    """Kept ids are drawn with their own noise, as if the rest were −inf; a renumbered set would draw other tokens."""
     for vocab_size in (45, 5001):
         *case, thresholds = random_case(vocab_size, 6, dtype)
         masked = case[0].masked_fill(case[0].float() < thresholds[:, None], -math.inf)
@@ -275,7 +275,7 @@ def test_a_threshold_is_a_mask_over_the_same_noise(draw, dtype):
 
 @BOTH
 def test_what_lies_below_the_threshold_is_never_sampled(draw):
-    """At a temperature at which every id is as likely; the threshold's own logit stays."""
+    """The temperature makes every id equally likely; the threshold's own logit stays."""
     logits = torch.arange(40).float().repeat(30, 1)
     thresholds = torch.full((30,), 37.0)
     assert set(draw_rows(draw, logits, 1e6, thresholds=thresholds)) == {37, 38, 39}
@@ -299,7 +299,7 @@ def test_a_row_of_broken_logits_is_flagged_and_its_neighbours_stay(draw, tempera
 @BOTH
 @pytest.mark.parametrize("temperature", [0, 1.0, 1e-30])
 def test_a_row_with_nothing_left_says_so(draw, temperature):
-    """All −inf: argmax would say token 0. NaN or +inf beside it is what breaks the row."""
+    """All logits are −inf, so argmax would say token 0. NaN or +inf beside them breaks the row."""
     logits = torch.full((4, 50), -math.inf)
     logits[1, 33], logits[2, 7], logits[3, 8] = -5.0, math.nan, math.inf
     thresholds = thresholds_of(logits, temperature, top_p=0.5)
@@ -379,7 +379,7 @@ def test_rows_may_lie_apart(draw):
 @needs_kernels
 @pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16, torch.float16], torch.bfloat16), ids=str)
 def test_the_kernel_gives_the_tokens_of_its_twin(dtype):
-    """Of several parts that are full, of a last one with a single id, and of a vocabulary smaller than a group."""
+    """There are several full parts, a last one with a single id, and a vocabulary smaller than a group."""
     for vocab_size in (1, 15, 4097, 9000):
         case = random_case(vocab_size, 8, dtype)
         assert torch.equal(triton_sample(*case), plain_sample(*case))

@@ -1,4 +1,4 @@
-"""The same request gives the same tokens whatever runs beside it, in float32 on the CPU."""
+"""A request gives the same tokens beside any other requests, in float32 on the CPU."""
 
 import random
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from nanovllm import LLM, SamplingParams
 
 NUM_REQUESTS = 64
 MAX_TOKENS = 12
-# Rows in turn: two that transformers' logits alone explain, and two whose tokens depend on those before them.
+# Kinds of rows, used in turn: two that transformers' logits alone explain, and two whose tokens depend on earlier ones.
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.8},
@@ -26,7 +26,7 @@ TIE = 1e-5
 
 @dataclass
 class Schedule:
-    """One way to run the requests: `rows` in this order, in generate calls of `call_size`, `num_times` over."""
+    """One way to run the requests: `rows` in this order, in generate calls of `call_size`, `num_times` times."""
 
     options: dict[str, Any]
     rows: list[int] = field(default_factory=lambda: list(range(NUM_REQUESTS)))
@@ -44,7 +44,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def requests() -> list[tuple[list[int], SamplingParams]]:
-    """Prompts of 1 to 60 tokens, most of them behind a shared beginning; of each of KINDS in turn."""
+    """Prompts of 1 to 60 tokens, most of them with a shared beginning, with each of KINDS in turn."""
     rng = random.Random(0)
 
     def tokens(length: int) -> list[int]:
@@ -72,7 +72,7 @@ def alone(model, requests) -> list[list[int]]:
 
 
 def candidates_gap(model, prompt: list[int], params: SamplingParams, ours: list[int], theirs: list[int]) -> float:
-    """How far apart the scores of the two candidates lie where two completions part."""
+    """The gap between the scores of the two candidates where two completions part."""
     at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
     scores = perturbed_scores(model, prompt, params, theirs)[at]
     return abs(float(scores[ours[at]] - scores[theirs[at]]))
@@ -96,7 +96,7 @@ def schedules() -> dict[str, Schedule]:
     found["cache off"] = Schedule({"enable_prefix_caching": False, "kvcache_block_size": 4})
     found["cache warm"] = Schedule({"kvcache_block_size": 4}, shuffled[1], num_times=2)
     found["blocks of 1, warm"] = Schedule({"kvcache_block_size": 1}, num_times=2)
-    # The longest request takes 72 places, so that what runs is preempted again and again.
+    # The longest request takes 72 places, so that running requests are preempted again and again.
     found["tiny pool of large blocks"] = Schedule({"kvcache_block_size": 16, "num_kvcache_blocks": 7}, shuffled[1])
     found["tiny pool of blocks of 1"] = Schedule({"kvcache_block_size": 1, "num_kvcache_blocks": 90})
     found["tiny pool"] = Schedule({"kvcache_block_size": 2, "num_kvcache_blocks": 40}, shuffled[0])
@@ -114,10 +114,11 @@ ENGINES = [("sdpa", True), ("sdpa", False), ("torch", True)]
 
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
 def test_the_schedule_changes_no_token(model, requests, alone, engine, request):
-    """Batch sizes, order of arrival, chunks, cache off, cold and warm, preemption, overlap; greedy and sampled, with
-    penalties, bans and filters. Only a plain row whose candidates tie in float32 may differ, and hardly any do.
+    """Schedules vary batch sizes, order of arrival, chunks, cache (off, cold and warm), preemption and overlap. Rows
+    are greedy and sampled, with penalties, bans and filters. Only a plain row whose candidates tie in float32 may
+    differ, and hardly any do.
 
-    In a default run the engines share the schedules among them."""
+    In a default run, each engine takes a part of the schedules."""
     backend, overlap = engine
     num_rows = num_ties = num_preemptions = num_cached_tokens = 0
     chosen = list(schedules().items())
@@ -148,12 +149,14 @@ def test_the_schedule_changes_no_token(model, requests, alone, engine, request):
 
 
 def test_every_token_is_the_best_of_its_perturbed_scores(model, requests, alone):
-    """What all schedules agree on is right: the argmax of transformers' logits over the temperature plus noise."""
+    """The tokens on which all schedules agree are right: the argmax of transformers' logits over the temperature plus
+    noise.
+    """
     plain = [row for row in range(NUM_REQUESTS) if row % len(KINDS) < NUM_PLAIN]
     for (prompt, params), completion in ((requests[row], alone[row]) for row in plain):
         scores = perturbed_scores(model, prompt, params, completion)
         of_chosen = scores[range(len(completion)), completion]
         assert (scores.max(-1).values - of_chosen < TIE).all()
-        # A token that is simply another one must not pass for a tie.
+        # A wrong token must not pass for a tie.
         wrong = [(token + 1) % TINY["vocab_size"] for token in completion]
         assert candidates_gap(model, prompt, params, wrong, completion) > 10 * TIE

@@ -41,7 +41,7 @@ TWINS = pytest.mark.parametrize("fused", [False, True], ids=["plain", "kernel"])
 
 
 def decode_on(seq: Sequence, block_size: int, token: int | None = None) -> Sequence:
-    """The same sequence one step later; `token` is what the host has learnt of the step before."""
+    """The same sequence one step later; `token` is the one that the host got from the step before."""
     if token is not None:
         seq.token_ids.append(token)
     seq.num_computed_tokens += 1
@@ -75,7 +75,7 @@ def send(table: SequenceTable, step: Step, size: StepSize | None = None) -> Samp
 
 @dataclass
 class WholeBatch(Batch):
-    """A Batch, and what the table says of its rows that sample."""
+    """A Batch, and the table's data about its rows that sample."""
 
     sampled_tokens: torch.Tensor
     sampled: SampledRows
@@ -94,7 +94,7 @@ def build(table: SequenceTable, step: Step, size: StepSize | None = None) -> Who
 
 
 def sample(table: SequenceTable, batch: WholeBatch, token_ids: list[int], use_kernels: bool = False) -> None:
-    """Leaves what the step samples, as the runner does; padding samples something too."""
+    """Writes the step's sampled tokens to the table, as the runner does; padding samples tokens too."""
     padding = [77] * (len(batch.sampled.entries) - len(token_ids))
     write_tokens(
         table.tokens, batch.sampled.entries, batch.sampled.lengths, torch.tensor(token_ids + padding), use_kernels
@@ -102,7 +102,7 @@ def sample(table: SequenceTable, batch: WholeBatch, token_ids: list[int], use_ke
 
 
 def tensors_of(batch: WholeBatch) -> dict[str, torch.Tensor]:
-    """Every tensor of a batch by name; shared prefixes aside."""
+    """Every tensor of a batch by name, except shared prefixes."""
     found = {**vars(batch), **vars(batch.metadata), **batch.sampled._asdict()}
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
@@ -140,7 +140,7 @@ def test_the_block_table_maps_logical_to_physical_blocks(fused):
 
 @TWINS
 def test_the_attention_of_a_chunk_ends_at_the_chunk(fused):
-    """Keys were counted to the prompt's end, where the cache still held those of another sequence."""
+    """Keys were once counted to the prompt's end, where the cache still held those of another sequence."""
     chunk, prompt = scheduled(range(100, 120), [7, 2, 9], num_computed_tokens=16), scheduled([1, 2], [4], entry=1)
     batch = build(make_table(block_size=8, use_kernels=fused), step_of((chunk, 8, False), (prompt, 2, True)))
     assert batch.metadata.cu_seqlens_q.tolist() == [0, 8, 10]
@@ -153,7 +153,7 @@ def test_the_attention_of_a_chunk_ends_at_the_chunk(fused):
 
 @TWINS
 def test_a_step_that_samples_nothing_has_no_sampled_rows(fused):
-    """A chunk in the middle of a long prompt, and the last token but one of another, which is a decode."""
+    """The step has a chunk in the middle of a long prompt, and the last token but one of another, which is a decode."""
     one, chunk = scheduled(range(9), [0], 8, entry=1), scheduled(range(100), [1], 50, entry=0)
     table = make_table(use_kernels=fused)
     batch = build(table, step_of((one, 1, False), (chunk, 40, False)))
@@ -244,7 +244,7 @@ def test_each_sampled_row_has_its_own_settings(fused):
 
 @TWINS
 def test_a_temperature_stays_within_the_normal_range_of_float32(fused):
-    """float32 would make 1e-300 a 0, which is greedy, and 1e300 infinite, which makes every logit 0 or NaN."""
+    """float32 would turn 1e-300 into 0, which is greedy, and 1e300 into infinity, which makes every logit 0 or NaN."""
     seqs = [
         scheduled([1], [i], params=SamplingParams(temperature=temperature), entry=i)
         for i, temperature in enumerate((1e-300, 1e300, 0.0))
@@ -270,7 +270,7 @@ def test_a_token_of_qwen3_0_6b_takes_112_kib_in_bf16(tmp_path):
 
 
 def test_tiles_are_every_query_once():
-    """At lengths around a tile's; decodes have none, and chunks begin where the cached keys end."""
+    """Lengths are around a tile's; decodes have no tiles, and chunks begin where the cached keys end."""
     rng = np.random.default_rng(0)
     for _ in range(200):
         num_new = np.array(
@@ -290,7 +290,7 @@ def test_tiles_are_every_query_once():
 
 
 def test_tiles_that_see_most_keys_come_first():
-    """They take longest; begun last, they would leave the rest of the GPU idle."""
+    """They take longest; if they began last, the rest of the GPU would be idle."""
     tiles = query_tiles(np.array([200, 10, 70]), np.array([200, 500, 70]), 0)
     num_keys = (tiles[:, 2] + tiles[:, 1]).tolist()
     assert num_keys == sorted(num_keys, reverse=True) and num_keys[0] == 500
@@ -302,7 +302,7 @@ def test_tiles_that_see_most_keys_come_first():
 @TWINS
 def test_padding_leaves_no_trace(fused):
     """Rows that pad a step have no queries and no keys, tokens that pad it no slot, and what padding samples goes to
-    an entry that belongs to nobody. A step before it had more of everything."""
+    an entry that no sequence gets. An earlier step had more of everything."""
     table = make_table(block_size=16, use_kernels=fused)
     before = step_of(*((scheduled(range(60), [1, 2, 3, 4], entry=i), 60, True) for i in range(5)))
     build(table, before, StepSize(5, 300, 5, 8, 5, 300, False))
@@ -351,7 +351,7 @@ def test_decodes_are_padded_to_the_rows_of_a_captured_step(num_rows, fused):
     [(2, 3, 3, 4), (4, 1, 1, 4), (4, 3, 2, 4), (4, 5, 5, 8), (2, 4, 4, 4)],
 )
 def test_sampled_rows_are_padded_to_a_multiple_of_the_ranks(num_ranks, max_num_seqs, num_rows, num_sampled, fused):
-    """There may then be more sampled rows than rows; those too many belong to nobody."""
+    """There may then be more sampled rows than rows; the extra ones belong to no sequence."""
     table = make_table(max_num_seqs, block_size=4, sampled_multiple=num_ranks, use_kernels=fused)
     seqs = [scheduled([9] * (1 + i), [i], params=SamplingParams(), seed=i, entry=i) for i in range(num_rows)]
     step = step_of(*((seq, 1, True) for seq in seqs))
@@ -368,7 +368,9 @@ def test_sampled_rows_are_padded_to_a_multiple_of_the_ranks(num_ranks, max_num_s
 
 
 def test_a_table_has_room_for_the_largest_step():
-    """Of the most sequences, each with a tile of its own, or of the most tokens, with sampled rows for 8 ranks."""
+    """The largest step has the most sequences, each with its own tile, or the most tokens, with sampled rows for 8
+    ranks.
+    """
     for max_num_seqs, max_num_tokens in ((1, 1), (9, 9), (9, 700), (700, 9), (3, 64)):
         table = make_table(max_num_seqs, 1024, 16, max_num_tokens=max_num_tokens, sampled_multiple=8)
         num_seqs = min(max_num_seqs, max_num_tokens)
@@ -386,7 +388,9 @@ def test_a_table_has_room_for_the_largest_step():
     "size", [None, StepSize(5, 64, 5, 4, 5, 64, False), decode_size(5)], ids=["eager", "padded", "decodes"]
 )
 def test_parked_rows_leave_no_trace_and_come_back(size, fused):
-    """A step is tried before its capture. It must not write keys or tokens, nor read what it would have to skip."""
+    """A step is tried before its capture. It must neither write keys or tokens, nor read keys that it would have to
+    skip.
+    """
     groups = PrefixGroups(np.ones((2, 3), np.int32), np.ones(2, np.int32), np.ones(2, np.int32))
     sharing = SimpleNamespace(
         max_num_shared_splits=8, split_lengths=lambda keys: keys, shared_prefixes=lambda *arguments: groups
@@ -410,7 +414,7 @@ def test_parked_rows_leave_no_trace_and_come_back(size, fused):
         unset += [metadata.cu_seqlens_q, metadata.num_decodes, metadata.block_tables]
         assert not any(tensor.any() for tensor in unset)
         assert metadata.query_tiles is None or not (metadata.query_tiles.any() or metadata.sampled_tiles.any())
-        # Where a row's partial results begin is only known of real rows.
+        # Only real rows have a known place for their partial results.
         assert metadata.shared_prefixes.num_items.tolist() == [0]
         tokens = table.tokens[:5].clone()
         sample(table, batch, [8] * size.num_sampled, fused)
@@ -440,7 +444,7 @@ def test_parked_rows_come_back_after_an_error():
     [(1, 1, 1, 1), (127, 128, 129, 130), (300, 900, 260, 3), (3, 700, 0, 129), (40, 256, 400, 2)],
 )
 def test_the_kernel_expands_rows_as_its_twin_does(num_rows, num_tokens, num_sampled, max_blocks):
-    """A program takes 128 tokens, sampled rows or blocks at a time; a row's tokens lie in several programs."""
+    """A program takes 128 tokens, sampled rows or blocks at a time; a row's tokens are in several programs."""
     rows, table = random_rows(num_rows, num_tokens, num_sampled, max_blocks)
     plain, fused = (
         expanded(rows, table, num_rows, num_tokens, num_sampled, 16, fused)._asdict() for fused in (False, True)
@@ -450,7 +454,7 @@ def test_the_kernel_expands_rows_as_its_twin_does(num_rows, num_tokens, num_samp
 
 
 def test_more_sampled_rows_than_rows_and_tokens_are_all_expanded():
-    """Those of many ranks are padded far beyond the step's."""
+    """For many ranks, the number of sampled rows is padded far beyond the step's."""
     rows, table = random_rows(2, 3, 500, 2)
     plain, fused = (expanded(rows, table, 2, 3, 500, 16, fused)._asdict() for fused in (False, True))
     assert all(torch.equal(fused[name], expected) for name, expected in plain.items())
@@ -459,7 +463,7 @@ def test_more_sampled_rows_than_rows_and_tokens_are_all_expanded():
 @TWINS
 @pytest.mark.parametrize("num_rows", [0, 1, 127, 128, 129, 300])
 def test_what_a_step_sampled_is_written_behind_each_sequence(num_rows, fused):
-    """−1 and −2 stand for no token; the step that may follow before the host has seen them reads 0."""
+    """−1 and −2 stand for no token. A step that follows before the host has seen them reads 0."""
     rng = np.random.default_rng(num_rows)
     tokens = torch.full((num_rows + 1, 50), 7, dtype=torch.int32)
     entries, lengths = torch.from_numpy(rng.permutation(num_rows)), torch.from_numpy(rng.integers(0, 50, num_rows))
@@ -472,12 +476,12 @@ def test_what_a_step_sampled_is_written_behind_each_sequence(num_rows, fused):
     assert torch.equal(tokens, expected)
 
 
-# What the device has already
+# Data that is already on the device
 
 
 @pytest.fixture
 def uploads(monkeypatch) -> list[list[np.ndarray]]:
-    """What is sent to the device, one list per upload."""
+    """The data that is sent to the device, one list per upload."""
     found: list[list[np.ndarray]] = []
 
     def noted(module) -> Callable:
@@ -499,7 +503,7 @@ def num_bytes(uploads: list[list[np.ndarray]]) -> int:
 
 
 def test_a_decode_that_goes_on_sends_only_rows_and_new_blocks(uploads):
-    """Tokens and settings stay on the device. Sending them with every step is what the table is there to save."""
+    """Tokens and settings stay on the device. The table exists so that steps do not send them again."""
     table = make_table(4, 64, 4)
     params = SamplingParams(temperature=0.5, top_k=3, logit_bias={5: 1.0})
     seqs = [scheduled([7] * (5 + i), [10 * i, 10 * i + 1], params=params, entry=i) for i in range(3)]
@@ -516,7 +520,7 @@ def test_a_decode_that_goes_on_sends_only_rows_and_new_blocks(uploads):
 
 
 def test_a_mixed_step_between_sends_only_what_is_new(uploads):
-    """Rows that come, go and come again are known by their entry, wherever in the step they stand."""
+    """Rows that come, go and come again are known by their entry, at any place of the step."""
     table = make_table(4, 64, 4)
     a, b, c = (scheduled([7] * 6, [10 * i, 10 * i + 1], entry=i) for i in range(3))
     build(table, step_of((a, 1, True), (b, 1, True)))
@@ -553,7 +557,7 @@ def test_a_chunk_sends_its_new_blocks_once(uploads):
 
 @TWINS
 def test_an_entrys_last_tenant_is_forgotten(fused):
-    """Two requests one after the other in one entry: blocks, tokens, seed and settings are the second's."""
+    """Two requests use one entry, one after the other: blocks, tokens, seed and settings are the second's."""
     table = make_table(4, 20, 4, use_kernels=fused)
     params = SamplingParams(temperature=2.0, top_k=4, top_p=0.5, min_p=0.25)
     for blocks, token, params in (([4, 2, 1], 3, params), ([3, 0], 8, GREEDY)):  # noqa: B020
@@ -571,8 +575,9 @@ def test_an_entrys_last_tenant_is_forgotten(fused):
 
 @TWINS
 def test_a_tenant_is_named_by_its_id_and_its_preemptions(fused):
-    """A sequence that returns at once to the entry it left, with other blocks: its list of blocks was the same object
-    as before, so the device kept the old ones, another sequence's keys."""
+    """A sequence may return at once to the entry it left, with other blocks. Its list of blocks was once the same
+    object as before, so the device kept the old blocks, which held another sequence's keys.
+    """
     table = make_table(4, 20, 4, use_kernels=fused)
     seq = scheduled([1, 2, 3, 4, 5], [4, 2], seq_id=9)
     build(table, step_of((seq, 5, True)))
@@ -587,7 +592,7 @@ def test_a_tenant_is_named_by_its_id_and_its_preemptions(fused):
 
 @pytest.mark.parametrize("where", range(4))
 def test_what_was_not_sent_because_of_an_error_is_sent_again(monkeypatch, where):
-    """Ctrl-C may come between any two things that are sent; the next step must not take them for known."""
+    """Ctrl-C may come between any two uploads; the next step must not assume that the data arrived."""
     table = make_table(4, 20, 4)
     build(table, step_of((scheduled([9] * 10, [4, 2, 1]), 10, True), (scheduled([9] * 5, [0, 3], entry=1), 5, True)))
     params = SamplingParams(temperature=0.5, logit_bias={3: 1.0})
@@ -614,7 +619,7 @@ def test_what_was_not_sent_because_of_an_error_is_sent_again(monkeypatch, where)
 
 
 def test_an_equal_sequence_in_another_object_is_the_same_tenant(uploads):
-    """State is named by values: a rank, say, may hold the same request in another object."""
+    """State is named by values: a rank, for example, may hold the same request in another object."""
     table = make_table(4, 20, 4)
     build(table, step_of((scheduled([1, 2, 3, 4, 5], [4, 2], seq_id=9), 5, True)))
     uploads.clear()
@@ -626,11 +631,11 @@ def test_an_equal_sequence_in_another_object_is_the_same_tenant(uploads):
 @TWINS
 @pytest.mark.parametrize("num_rows", [1, 2, 3])
 def test_the_batch_of_a_step_stays_when_the_table_moves_on(num_rows, fused):
-    """With one row a transposed view is contiguous as it is: its lengths grew under the step that used them."""
+    """With one row, a transposed view is already contiguous, so lengths once grew while a step was using them."""
     table = make_table(4, 20, 4, use_kernels=fused)
     seq = scheduled([7] * 5, [3, 4], entry=1, seed=9, params=SamplingParams(temperature=0.25))
     batch = build(table, step_of((seq, 1, True)), decode_size(num_rows))
-    # These lie where the next step puts its own, in the order of the device's work.
+    # The next step puts its own tensors in the same place, in the order of the device's work.
     moving = {"num_decodes", "sampled_tokens", *SampledRows._fields}
     tensors = {name: tensor for name, tensor in tensors_of(batch).items() if name not in moving}
     before = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -661,7 +666,7 @@ def rules_of(seq: Sequence) -> tuple:
 
 
 def rules_in(tensors: TokenRules, entry: int) -> tuple:
-    """The same as the device has it."""
+    """The same, as it is on the device."""
     bits = np.unpackbits(tensors.allowed[entry].numpy().view(np.uint8), bitorder="little")
     allowed = None if bits.all() else set(np.flatnonzero(bits).tolist())
     edits = []
@@ -690,7 +695,7 @@ def needs_of(table: SequenceTable, *chunks: tuple[Sequence, int, bool]) -> Sampl
 
 
 def test_a_step_without_filters_and_rules_needs_neither():
-    """Each is a pass over the logits or several: what nobody asks for costs nothing."""
+    """Each takes one or several passes over the logits: a part that no row asks for costs nothing."""
     table = make_table()
     plain = SamplingParams(top_k=VOCAB_SIZE, min_tokens=3)
     filtered_but_greedy = SamplingParams(temperature=0, top_k=5, top_p=0.5, min_p=0.5)
@@ -721,7 +726,7 @@ def test_stop_tokens_are_banned_until_min_tokens_have_been_generated():
     penalties, allowed, edits = rules_in(table.rules.tensors, 0)
     assert edits == [(8, -np.inf, 2, ()), (9, -np.inf, 2, ())] and table.rules.tensors.num_prompt_tokens[0] == 3
     assert (penalties, allowed) == NEUTRAL[:2] and rules_in(table.rules.tensors, 1) == NEUTRAL
-    # Without a stop token there is nothing to ban, and a sequence that returns has generated its tokens before.
+    # Without a stop token there is no token to ban. A sequence that returns has already generated its tokens.
     assert not needs_of(table, (scheduled([1], [0], params=params, entry=2), 1, True)).rules_version
     returned = scheduled([1, 2, 3], [0], params=params, stop_token_ids=stops, entry=3)
     returned.token_ids.extend([5, 5])
@@ -754,7 +759,7 @@ def test_rules_hold_for_their_request_alone_and_for_all_of_its_life(options):
 
 
 def test_rules_that_need_more_room_get_tensors_of_a_new_version():
-    """A captured step reads the tensors of its capture, so it must not be replayed for others."""
+    """A captured step reads the tensors of its capture, so it must not be replayed with other tensors."""
     table = make_table()
     few = scheduled([1], [0], params=SamplingParams(logit_bias={1: 1.0}, bad_words=[[1, 2]], presence_penalty=1.0))
     assert needs_of(table, (few, 1, True)).rules_version == 1
@@ -787,8 +792,9 @@ def test_rules_are_sent_with_the_admission_and_not_again(uploads):
 
 
 def test_rules_that_were_being_sent_when_an_error_came_are_not_the_next_tenants(monkeypatch):
-    """Ctrl-C after the rules had reached the device and before the host had noted it: the next request in that entry,
-    which has none, was not sent any, and inherited them."""
+    """Ctrl-C once came after the rules had reached the device and before the host had noted it. The next request in
+    that entry had no rules, so none were sent, and it inherited the old ones.
+    """
     table, send_rules = make_table(), TokenRulesTable._send
     ruled = scheduled([1], [0], params=SamplingParams(logit_bias={7: 5.0}, repetition_penalty=2.0), entry=2)
     plain, other = scheduled([1], [0], entry=2), scheduled([1], [1], params=SamplingParams(bad_words=[[3]]), entry=1)
@@ -805,7 +811,7 @@ def test_rules_that_were_being_sent_when_an_error_came_are_not_the_next_tenants(
 
 
 def is_interrupted(run: Callable[[], Any], num_lines: int) -> bool:
-    """Runs it until that line of the table's files, where Ctrl-C comes; False if it has fewer."""
+    """Runs it until that line of the table's files, where Ctrl-C comes. Returns False if it runs fewer lines."""
 
     def on_line(frame, event, argument):
         nonlocal num_lines
@@ -828,7 +834,9 @@ def is_interrupted(run: Callable[[], Any], num_lines: int) -> bool:
 
 
 def test_tensors_never_go_by_the_version_of_others():
-    """Ctrl-C at any line while they are made wider: a step that was captured for the old ones would be replayed."""
+    """Ctrl-C may come at any line while they are made wider. A step that was captured for the old ones must not be
+    replayed.
+    """
     nine = scheduled([1], [0], params=SamplingParams(logit_bias=dict.fromkeys(range(9), 2.0)), entry=2)
     few = scheduled([1], [0], params=SamplingParams(logit_bias={1: 1.0}, bad_words=[[1, 2]]))
     for num_lines in count(1):
@@ -846,7 +854,7 @@ def test_tensors_never_go_by_the_version_of_others():
 
 
 def test_ctrl_c_at_any_line_leaves_a_table_that_the_next_step_puts_right():
-    """Whether that step is of the same sequences or of others in their entries, after the engine was emptied."""
+    """That step may have the same sequences, or others in their entries after the engine was emptied."""
     ruled = SamplingParams(temperature=0.5, logit_bias={3: 1.0}, top_k=4)
     one, two = scheduled([1, 2, 3, 4, 5], [7, 8], params=ruled), scheduled([6], [5], params=ruled, entry=1)
     next_one = scheduled([9, 9], [1], params=SamplingParams(temperature=0.25), entry=0)
@@ -879,13 +887,13 @@ def test_ctrl_c_at_any_line_leaves_a_table_that_the_next_step_puts_right():
 
 
 class LostError(Exception):
-    """The device's, planted."""
+    """A planted error of the device."""
 
 
 class TableRunner(FakeRunner):
     """Keeps a SequenceTable as a ModelRunner does, and compares each step's Batch with plain loops.
 
-    `fail_at_upload` raises in the middle of what is sent, and `fail_when_sent` before the step is taken, once each.
+    `fail_at_upload` raises in the middle of an upload, and `fail_when_sent` before the step runs, once each.
     """
 
     def __init__(self, info, config, rng: random.Random | None, use_kernels: bool, num_ranks: int):
@@ -923,7 +931,7 @@ class TableRunner(FakeRunner):
         return launched
 
     def padded(self, size: StepSize) -> StepSize:
-        """Some captured size that the step fits into, of decodes alone or of any rows."""
+        """A captured size that the step fits into, for decodes alone or for any rows."""
         rng = self.rng
         num_rows = rng.randint(size.num_rows, self.max_num_seqs)
         if size.num_tiles == 0 and rng.random() < 0.5:
@@ -990,7 +998,7 @@ class TableRunner(FakeRunner):
                 for i in range(num_queries)
             ]
             assert sorted(found) == tiles
-            # What the last layer attends: the tiles with the tokens that are sampled after.
+            # The tiles that the last layer attends: those with tokens after which a row samples.
             all_tiles, last = metadata.query_tiles.tolist(), [token for token, _ in sampled]
             expected = [tile for tile in all_tiles if any(tile[0] <= token < tile[0] + tile[1] for token in last)]
             assert metadata.sampled_tiles.tolist() == expected + [[0] * 4] * (size.num_tiles - len(expected))
@@ -1014,7 +1022,8 @@ class TableRunner(FakeRunner):
         self.needs_seen.add((has_filters, needs.rules_version > 0))
         for seq in seqs:
             if needs.rules_version:
-                # Bans that have ended may be gone or stay: the number of generated tokens says that they are over.
+                # Bans that have ended may be gone or still there: the number of generated tokens shows that they are
+                # over.
                 found = rules_in(rules.tensors, seq.entry)
                 assert found == rules_of(seq) or (not is_ruled(seq) and found == NEUTRAL)
                 assert not is_ruled(seq) or rules.tensors.num_prompt_tokens[seq.entry] == seq.num_prompt_tokens
@@ -1032,7 +1041,7 @@ def table_engine(sizes: random.Random | None, use_kernels: bool = False, num_ran
 
 
 def random_params(rng: random.Random, max_num_tokens: int = 19) -> SamplingParams:
-    """A third of the requests plain, a third with filters, a third with rules."""
+    """A third of the requests is plain, a third has filters, and a third has rules."""
     options: dict[str, Any] = {
         "temperature": rng.choice((0.0, 0.5, 1.25)),
         "max_tokens": rng.randint(1, max_num_tokens),
@@ -1081,7 +1090,7 @@ def test_every_batch_of_a_random_run_is_what_plain_loops_make(overlap, is_padded
 @OVERLAP
 @pytest.mark.parametrize("is_padded", [False, True], ids=["eager", "padded"])
 def test_every_batch_of_the_kernel_is_what_plain_loops_make(overlap, is_padded):
-    """A shorter run, for the interpreter is slow."""
+    """This run is shorter, because the interpreter is slow."""
     rng = random.Random(6)
     engine = table_engine(
         random.Random(0) if is_padded else None, use_kernels=True, num_ranks=2, num_blocks=24, block_size=4,
@@ -1137,7 +1146,7 @@ def test_the_device_knows_of_every_sequence_what_the_host_would_send(overlap, is
         runner = engine.runner
         runner.is_broken = lambda seq: seq.seq_id % 11 == 5 and len(seq.token_ids) > 9
         fail_at.append(runner)
-        is_alike = rng.random() < 0.5  # prompts that share all their blocks, those of their completions too
+        is_alike = rng.random() < 0.5  # prompts that share all their blocks, and those of their completions
         for _ in range(100):
             if rng.random() < 0.3:
                 for _ in range(rng.choice((1, 1, 3, 7))):
@@ -1166,7 +1175,7 @@ def test_the_device_knows_of_every_sequence_what_the_host_would_send(overlap, is
 @OVERLAP
 @pytest.mark.parametrize("seed", range(6))
 def test_a_sequence_that_comes_back_to_its_entry_brings_its_new_blocks(overlap, seed):
-    """Twins share blocks, so one that is preempted may return at once, to the entry it left, with other blocks."""
+    """Twins share blocks, so a preempted one may return at once to the entry that it left, with other blocks."""
     rng = random.Random(seed)
     engine = table_engine(
         None, num_blocks=rng.randint(12, 20), block_size=2, max_model_len=24, max_num_seqs=4, overlap=overlap

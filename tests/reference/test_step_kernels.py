@@ -1,4 +1,4 @@
-"""The kernels around a step, in Triton's interpreter: what expands its rows, and what takes its tokens into the table.
+"""The kernels around a step, in Triton's interpreter: one expands its rows, and one writes its tokens to the table.
 
 Each against its plain twin; test_sequence_table.py compares both with plain loops.
 """
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not has_kernels(), reason="needs Triton")
 
 
 def random_table(num_entries: int, max_model_len: int, block_size: int, seed: int = 0) -> Table:
-    """Every number of it another one."""
+    """A table in which all numbers differ."""
     generator = torch.Generator().manual_seed(seed)
 
     def numbers(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -45,7 +45,7 @@ def random_rows(
     entries = rng.sample(range(num_entries - 1), num_real)
     sampled = [row for row in range(num_real) if row < num_decodes or rng.random() < 0.5]
     num_rows, num_sampled = num_real + more_rows, len(sampled) + more_sampled
-    rows = torch.full((max(num_rows + 1, num_sampled) + 3, 4), -(2**30), dtype=torch.int32)  # nobody reads the rest
+    rows = torch.full((max(num_rows + 1, num_sampled) + 3, 4), -(2**30), dtype=torch.int32)  # no kernel reads the rest
     rows[: num_rows + 1] = torch.tensor([num_entries - 1, 0, sum(num_new), 0], dtype=torch.int32)
     for row in range(num_real):
         rows[row, :3] = torch.tensor([entries[row], keys[row], sum(num_new[:row])])
@@ -75,7 +75,7 @@ def test_the_kernel_expands_rows_as_its_twin_does(block_size, num_padding, count
         expected = expanded(rows, table, *sizes, block_size)
         assert_same(expanded(rows, table, *sizes, block_size, use_kernels=True), expected)
         assert all(map(torch.equal, (rows, *table), before)), "what is read is not changed"
-        # What padding stands for, whatever entries hold.
+        # The meaning of padding, for all contents of the entries.
         num_tokens = int(expected.cu_seqlens_q[-1])
         assert (expected.slot_mapping[num_tokens:] == -1).all() and (expected.slot_mapping[:num_tokens] >= 0).all()
         assert not expected.token_ids[num_tokens:].any() and not expected.positions[num_tokens:].any()
@@ -88,7 +88,7 @@ def test_the_kernel_expands_rows_as_its_twin_does(block_size, num_padding, count
 
 
 def test_the_kernel_expands_rows_that_are_all_padding():
-    """As they are while a step is tried before its capture: no keys, no tokens, the entry that belongs to nobody."""
+    """While a step is tried before its capture, rows have no keys, no tokens, and the entry that no sequence gets."""
     table = random_table(6, 40, 4)
     rows = torch.tensor([[5, 0, 0, 0]], dtype=torch.int32).repeat(20, 1)
     for sizes in ((4, 4, 4), (5, 150, 3), (1, 1, 1), (3, 7, 0)):
@@ -130,14 +130,16 @@ def test_tokens_and_sampled_rows_fill_more_than_one_program():
 @pytest.mark.parametrize("num_rows", [0, 1, 5, 128, 129, 300])
 @pytest.mark.parametrize("num_padding", [0, 1, 3])
 def test_the_kernel_writes_tokens_where_its_twin_does(num_rows, num_padding):
-    """Rows without a token leave a 0, for the next step may read it; padding writes to the entry of nobody alone."""
+    """Rows without a token leave a 0, which the next step may read; padding writes only to the entry that no sequence
+    gets.
+    """
     rng = random.Random(num_rows)
     ours = torch.full((num_rows + 2, 30), 9, dtype=torch.int32)
     expected = ours.clone()
     entries = [*rng.sample(range(num_rows + 1), num_rows), *[num_rows + 1] * num_padding]
     lengths = [*(rng.randrange(1, 30) for _ in range(num_rows)), *[0] * num_padding]
     sampled = [rng.choice((-2, -1, 0, 2**31 - 1, rng.randrange(1000))) for _ in lengths]
-    # Padding rows may sample what they like, and all of them write to one place.
+    # Padding rows may sample any token, and all of them write to one place.
     sampled[num_rows:] = [-1] * num_padding
     tensors = [torch.tensor(values, dtype=torch.int64) for values in (entries, lengths, sampled)]
     write_tokens(ours, *tensors, use_kernels=True)

@@ -20,7 +20,7 @@ jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
-# One rank and two, with and without overlap, chunks, preemption, the plain backend.
+# They cover one rank and two, with and without overlap, chunks, preemption, and the plain backend.
 SCHEDULES = [
     {},
     {"overlap": False, "max_num_batched_tokens": 9},
@@ -32,7 +32,7 @@ SCHEDULES = [
 
 @pytest.fixture(scope="module")
 def random_model(tmp_path_factory):
-    """A model that knows nothing, with the bundled model's tokenizer and more ids than it has."""
+    """An untrained model, with the bundled model's tokenizer and more ids than that has."""
     directory = tmp_path_factory.mktemp("model")
     save_model(directory, seed=1, vocab_size=301)
     for path in MODEL_DIRECTORY.iterdir():
@@ -89,7 +89,7 @@ def test_every_completion_is_of_its_schema_or_was_cut(random_model, is_trained, 
 
 @pytest.mark.parametrize("num_ranks", some([1, 2], 2))
 def test_a_step_in_flight_whose_constrained_rows_have_all_ended_gets_no_masks(num_ranks):
-    """Several ranks once took the masks of no rows for masks without words, and the LLM was lost."""
+    """Several ranks once took the masks of no rows for masks without words, and the LLM could not be used again."""
     params = [
         SamplingParams(temperature=0, max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])),
         SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
@@ -101,7 +101,7 @@ def test_a_step_in_flight_whose_constrained_rows_have_all_ended_gets_no_masks(nu
 
 @pytest.mark.parametrize("options", some(SCHEDULES, *SCHEDULES[1:3]), ids=str)
 def test_neighbours_and_schedules_change_nothing(options):
-    """Rows under constraints beside rows without any, with siblings, stop strings and log-probabilities."""
+    """Rows under constraints run beside rows without any, with siblings, stop strings and log-probabilities."""
     rng = random.Random(3)
     kinds = [
         {"json": make_schemas(8)[5]}, {"regex": "[a-f]{2,9}(-[0-9]{2})?"}, {"choice": ["yes", "no", "maybe"]},

@@ -1,4 +1,4 @@
-"""Random workloads through the engine's loop, every token compared with a reference that knows no cache."""
+"""Random workloads run through the engine's loop, and a reference without a cache checks every token."""
 
 import random
 from collections import Counter
@@ -13,7 +13,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 
-# What a run of a million tokens must have met at least; about half of what it does meet.
+# The least that a run of a million tokens must meet, which is about half of what it does meet.
 AT_LEAST = {
     "hits": 14_000, "cached tokens": 300_000, "preemptions": 700, "chunks": 50_000, "evictions": 30_000,
     "same-step hits": 400, "refused": 4_000, "aborted": 600, "stop": 10_000, "length": 16_000,
@@ -229,7 +229,7 @@ def _replace_block_manager(engine: LLMEngine, block_manager: BlockManager) -> No
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 def test_every_token_is_the_one_its_true_prefix_gives(overlap, count):
-    """Wrong slots, stale blocks, lost tokens, wrong hits: every one of them changes a token here."""
+    """Each wrong slot, stale block, lost token or wrong hit changes a token here."""
     counts: Counter[str] = Counter()
     index, num_tokens = 0, count(100_000, 1_000_000)  # computed and generated
     while counts["computed"] + counts["generated"] < num_tokens:
@@ -243,7 +243,7 @@ def test_every_token_is_the_one_its_true_prefix_gives(overlap, count):
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 def test_a_weak_hash_never_makes_a_wrong_hit(overlap, count):
-    """A hash is no proof: with 256 of them for thousands of prefixes only the tokens and the parent decide."""
+    """A hash proves nothing: with 256 hashes for thousands of prefixes, only the tokens and the parent decide."""
     rng = random.Random(overlap)
     engine = make_engine(
         num_blocks=160, block_size=2, vocab_size=3, max_num_seqs=32, max_num_batched_tokens=64, overlap=overlap,

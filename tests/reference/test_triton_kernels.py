@@ -51,7 +51,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # nump
 
 CPU = torch.device("cpu")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-# The kernels round once, the twins may round in between: so many units in the last place of the largest number.
+# The kernels round once, but the twins may round in between. Tolerances are in units in the last place of the largest
+# number.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
 
 
@@ -113,7 +114,9 @@ def take_rows(case: Case, rows: list[int]) -> Case:
 @pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_a_decode_is_bitwise_independent_of_its_neighbours(dtype, window):
-    """Where a row is split must follow from its own length, or a neighbour's arrival changes a request's tokens."""
+    """Only a row's own length may decide where it is split; otherwise a neighbour's arrival would change a request's
+    tokens.
+    """
     lengths = [255, 3, 256, 257, 0, 700, 511, 512, 63, 1200]
     case = make_case([(length, 1) for length in lengths], 16, 2, 3, 32, dtype, window=window)
     together = run_case("triton", case)
@@ -130,8 +133,9 @@ def test_a_decode_is_bitwise_independent_of_its_neighbours(dtype, window):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_rows_that_are_not_decodes_are_left_to_the_other_kernel(dtype, monkeypatch):
-    """Only the device knows how many decodes a captured step with prompts has. The rows behind them have keys, too; the
-    kernel for prompts attends those, perhaps before."""
+    """Only the device knows how many decodes a captured step with prompts has. The rows after them have keys too; the
+    kernel for prompts attends those, perhaps earlier.
+    """
     case = make_case([(300, 1), (17, 1), (40, 1), (5, 1)], 16, 1, 2, 32, dtype)
     metadata = case.metadata
     expected = run_case("triton", take_rows(case, [0, 1]))
@@ -157,7 +161,9 @@ def test_a_captured_step_with_prompts_attends_every_row_once():
 
 @pytest.mark.parametrize("window", some([0, 700], 0))
 def test_long_sequences_have_longer_splits(monkeypatch, window):
-    """A sixteenth of the real lengths: splits of 16 keys up to key 64, then of 32 up to 1,024, of 64 up to 2,048."""
+    """Lengths are a sixteenth of the real ones: splits have 16 keys up to key 64, then 32 up to 1,024, and 64 up to
+    2,048.
+    """
     monkeypatch.setattr(splits, "SHORTEST_SPLIT", 16)
     edges = {16: 16, 64: 16, 1024: 32, 2048: 64, 4096: 128}  # the last length with splits of so many keys
     lengths = [edge + more for edge in edges for more in (-1, 0, 1)] + [1, 33, 1500, 5000]
@@ -180,7 +186,7 @@ def test_long_sequences_have_longer_splits(monkeypatch, window):
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_prompts_are_launched_as_was_measured_only_where_it_was(monkeypatch, capability, head_dim, dtype):
-    """Elsewhere there may be no copy engine, or too little shared memory for these tiles."""
+    """Other GPUs may have no copy engine, or too little shared memory for these tiles."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     launch_of = triton_prompts.prompt_launch.__wrapped__
     for num_heads, num_kv_heads in ((8, 8), (8, 4), (12, 4), (8, 2)):
@@ -287,11 +293,11 @@ for dtype, of_cache, (num_heads, num_kv_heads), block_size in (
 
 @pytest.mark.long
 def test_the_kernel_of_hopper_compiles_with_this_triton(tmp_path):
-    """It cannot be interpreted. What it computes: tests/gpu/test_gpu_hopper_prompts.py."""
+    """It cannot be interpreted. tests/gpu/test_gpu_hopper_prompts.py checks its results."""
     if tuple(map(int, triton_prompts.triton.__version__.split(".")[:2])) not in triton_prompts._GLUON_VERSIONS:
         pytest.skip("this Triton's Gluon is not used")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)  # compiled afresh
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)  # compiles everything again
     done = subprocess.run(
         [sys.executable, "-c", COMPILING], env=environment, capture_output=True, text=True, timeout=300
     )
@@ -308,7 +314,7 @@ def test_the_kernel_of_hopper_compiles_with_this_triton(tmp_path):
      (256, torch.bfloat16, 232448, 2), (128, torch.float32, 232448, 2), (64, torch.float16, 101376, 5)],
 )  # fmt: skip
 def test_few_decodes_are_attended_in_more_stages_where_they_fit(monkeypatch, head_dim, dtype, num_bytes, num_stages):
-    """The shared memory of an H200, an A100 and a consumer's card."""
+    """The numbers are the shared memory of an H200, an A100 and a consumer's card."""
     monkeypatch.setattr(triton_backend, "shared_memory", lambda device: num_bytes)
     backend = TritonAttention(AttentionShape(8, 1, head_dim, dtype, CPU))
     assert [backend.variant_key(rows, False) for rows in (1, 256, 257)] == [num_stages, num_stages, 2]
@@ -329,14 +335,14 @@ def test_the_longest_context_has_as_many_splits_as_there_is_room_for(monkeypatch
 
 
 def test_a_full_engine_has_room_for_all_its_splits():
-    """max_num_seqs sequences of max_model_len each; their partial results lie side by side."""
+    """It holds max_num_seqs sequences of max_model_len each; their partial results are side by side."""
     case = make_case([(599, 1)] * 5, 16, 2, 1, 32)
     shape = AttentionShape(2, 2, 32, torch.float32, CPU, max_num_seqs=5, max_model_len=600)
     assert relative_error(case, run_case("triton", case, make_attention_backend("triton", shape, 16))) < 1e-6
 
 
 def test_a_table_wider_than_needed_changes_nothing():
-    """The device's own tables are as wide as the longest sequence could be, and hold old blocks behind the new ones."""
+    """The device's own tables are as wide as the longest sequence could be, and hold old blocks after the new ones."""
     case = make_case(MIXED, 16)
     expected = run_case("triton", case)
     tables = torch.full((len(MIXED), 64), 10**6, dtype=torch.int32)
@@ -380,7 +386,7 @@ def test_norms_are_those_of_the_layer(size, dtype):
 @DTYPES
 @pytest.mark.parametrize("num_parts, size", [(2, 160), (4, 7), (3, 1000)])
 def test_the_parts_of_a_product_are_summed_by_the_norm(num_parts, size, dtype):
-    """Only their sum with the residual is rounded: parts may be large where it is small."""
+    """Only their sum with the residual is rounded: the parts may be large where the sum is small."""
     weight = random_tensor(size, dtype=dtype, seed=1) + 1
     parts, residual = 30 * random_tensor(num_parts, 5, size, seed=2), random_tensor(5, size, dtype=dtype, seed=3)
     parts[1] = 0.5 - parts[0]
@@ -413,7 +419,7 @@ def test_a_single_row_is_multiplied_as_by_pytorch(output_size, input_size, has_b
     ours = triton_single_row_linear(x, weight, bias)
     expected = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
     assert ours.dtype == dtype and ours.shape == expected.shape
-    # What rounding the result costs, and a little for the sum.
+    # The error of rounding the result, and a little for the sum.
     limit = torch.finfo(dtype).eps * expected.abs() + 1e-6 * input_size
     assert ((ours.double() - expected).abs() <= limit).all()
     memory = torch.full((3, output_size), 7.0, dtype=dtype)
@@ -454,8 +460,9 @@ def test_only_a_single_row_takes_the_kernel_for_it(monkeypatch):
 def test_queries_and_keys_are_normed_rotated_and_stored_as_by_the_layers(
     num_heads, num_kv_heads, head_dim, rotary_dim, offset, dtype
 ):
-    """One kernel for four steps of the layer; heads and head sizes that are no powers of 2, and heads of which only a
-    part is rotated."""
+    """One kernel does four steps of the layer. Numbers and sizes of heads are not powers of 2, and some heads are only
+    partly rotated.
+    """
     num_tokens, block_size = 7, 4
     weight, eps, norm = None, 0.0, lambda qk: qk
     if offset is not None:
@@ -487,14 +494,14 @@ def test_queries_and_keys_are_normed_rotated_and_stored_as_by_the_layers(
 
 
 class Peers(threading.Thread):
-    """All ranks of an exchange but `rank`, in plain PyTorch, for one call. They send half of the numbers of a part at
-    once, so that a rank that does not wait for all of them sums or keeps too little, and the others row by row once
-    they have got what that rank sends.
+    """All ranks of an exchange except `rank`, in plain PyTorch, for one call. They send half of a part's numbers at
+    once, so that a rank that does not wait for all of them sums or keeps too little. They send the rest row by row,
+    once they have received that rank's numbers.
 
     Args:
         parts: mailbox and rows of each part of the call.
-        products: of each rank.
-        normed: what is right for all rows.
+        products: the product of each rank.
+        normed: the right results for all rows.
     """
 
     def __init__(self, mails, rank, parts, products, normed, is_direct):
@@ -567,7 +574,7 @@ class Peers(threading.Thread):
 
     def _give_up(self):
         self.is_late = True
-        while not self.is_over.wait(0.1):  # so that the kernel ends, wherever it waits
+        while not self.is_over.wait(0.1):  # so that the kernel ends at any wait
             self.mails[self.rank].fill_(math.nan)
 
 
@@ -591,7 +598,7 @@ def scaled_by_powers_of_two(product: torch.Tensor) -> ScaledProduct:
 def check_exchange(
     monkeypatch, rank, calls, is_direct, max_num_rows=8, eps=1e-6, has_post_norms=False, is_fp8=False
 ) -> None:
-    """Makes the calls of one step as `rank`, beside plain peers: every rank's products of each.
+    """Makes the calls of one step as `rank`, beside plain peers. Each call has every rank's products.
 
     has_post_norms: the first call only sums, and no call has a residual, as in models with norms after their blocks.
     is_fp8: this rank's products keep their scales, and its results are in FP8.
@@ -632,7 +639,7 @@ def check_exchange(
         if is_fp8:
             twin = quantize_rows(expected)
             torch.testing.assert_close(normed.scales, twin.scales, rtol=1e-5, atol=0)
-            # A last bit of the norm decides now and then which of two neighbours a number is rounded to.
+            # A last bit of the norm sometimes decides which of two neighbours a number is rounded to.
             assert (normed.values.float() != twin.values.float()).float().mean() < 0.02
             assert_rounded(normed, expected.float())
         for sent, right in [*peers.compared, *([] if is_fp8 else [(normed, expected)])]:
@@ -653,8 +660,10 @@ EXCHANGED += [(torch.float16, 4, 3), (torch.bfloat16, 4, 3)]
 @pytest.mark.parametrize(("dtype", "size", "num_rows"), EXCHANGED, ids=str)
 @pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by owner"])
 def test_the_exchange_is_the_sum_and_the_norm(monkeypatch, is_direct, dtype, size, num_rows):
-    """A row of nobody or of two ranks, one past the last, a residual counted by every rank, half a row taken for the
-    whole, a zero taken for nothing, a mailbox used again before all have emptied it."""
+    """This finds a row that no rank or two ranks sum, a row past the last, a residual that every rank counts, half a
+    row taken for a whole one, a zero taken for an empty place, and a mailbox used again before all ranks have emptied
+    it.
+    """
     monkeypatch.setattr("nanovllm.ops.exchange._MAX_ROWS", 8)  # so that 11 rows are two parts
     monkeypatch.setattr("nanovllm.ops.exchange._BYTES_OF_A_TRIP", 2**20 if is_direct else -1)
     is_direct = is_direct and size * min(num_rows, 8) <= 16  # a mailbox has 16 rows
@@ -716,13 +725,13 @@ def test_ranks_sum_in_float32_and_norm_the_sum_as_it_is_kept(monkeypatch, is_dir
 
 
 def test_the_way_is_the_one_that_takes_less_time():
-    """Two ranks send as much either way; of four, 85 rows of 8 KiB cost less than a second trip."""
+    """Two ranks send as much either way; with four ranks, 85 rows of 8 KiB cost less than a second trip."""
     assert all(_is_direct(2, num_rows, num_rows * 8192) for num_rows in (1, 85, 16384))
     assert [_is_direct(4, num_rows, num_rows * 8192) for num_rows in (1, 85, 86, 16384)] == [True, True, False, False]
     assert [_is_direct(8, num_rows, num_rows * 64) for num_rows in (512, 513)] == [True, False], "a mailbox is full"
 
 
-# All of it
+# Whole engines
 
 
 class Counted:
@@ -750,8 +759,9 @@ def launched(monkeypatch) -> set[str]:
 
 @pytest.mark.parametrize("overlap", some([True, False], True))
 def test_an_engine_of_triton_kernels_gives_the_tokens_of_the_plain_one(tmp_path, overlap, launched):
-    """Prefill, chunks, cached prefixes, decodes and preemption, by our attention and every fused kernel. The plain
-    backend is plain all the way through, or nobody could compare."""
+    """Our attention and every fused kernel run prefill, chunks, cached prefixes, decodes and preemption. The plain
+    backend uses no kernel at all, so that the comparison means something.
+    """
     save_model(tmp_path, seed=3)
     prompts = [[5, 6, 7], [8], list(range(1, 40)), [*range(1, 33), 50], [9, 9, 9, 9]]
     params = [

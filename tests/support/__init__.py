@@ -1,1 +1,1 @@
-"""What several test modules share: makers of models, requests and faults, and the comparisons."""
+"""Code that several test modules share: it makes models, requests and faults, and compares results."""

@@ -29,13 +29,13 @@ def reference_completions(model, prompts: list[list[int]], max_tokens: int) -> l
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     options = {"max_new_tokens": max_tokens, "do_sample": False, "pad_token_id": 0}
     if getattr(model.config, "sliding_window", None) == 1:
-        options["use_cache"] = False  # with its cache, transformers forgets that such a window ends
+        options["use_cache"] = False  # with its cache, transformers does not apply such a window
     return model.generate(token_ids, attention_mask=mask, **options)[:, longest:].tolist()
 
 
 @torch.inference_mode()
 def logit_gap(model, prompt: list[int], ours: list[int], theirs: list[int]) -> float:
-    """How far apart the two candidates' logits lie where two completions part."""
+    """The gap between the two candidates' logits where two completions part."""
     at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
     logits = model(torch.tensor([prompt + theirs[:at]])).logits[0, -1]
     return abs(float(logits[ours[at]] - logits[theirs[at]]))
@@ -110,7 +110,9 @@ def teacher_forced_logits(llm: LLM, token_ids: list[int], chunks: list[int]) -> 
 
 @torch.inference_mode()
 def perturbed_scores(model, prompt: list[int], params: SamplingParams, completion: list[int]) -> torch.Tensor:
-    """What each token of a completion was the largest of: [len(completion), vocab_size], by transformers' logits."""
+    """The scores, by transformers' logits, of which each token of a completion was the largest: [len(completion),
+    vocab_size].
+    """
     scores = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
     if params.temperature > 0:
         positions = torch.arange(len(completion)) + len(prompt)

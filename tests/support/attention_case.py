@@ -23,10 +23,10 @@ NUM_COMPARED = 40
 class Case:
     """A step's attention.
 
-    queries, keys, values: a tensor [length, heads, head_dim] for each sequence, whole; those are the truth.
-    num_new: how many of each sequence's tokens are new.
+    queries, keys, values: a whole tensor [length, heads, head_dim] for each sequence; these are the truth.
+    num_new: the number of new tokens of each sequence.
     cache: the old tokens in their slots, else NaN.
-    window: how many keys a query sees; 0 is all. scale: of the scores; None is 1 / sqrt(head_dim).
+    window: how many keys a query sees; 0 is all. scale: the scores' factor; None is 1 / sqrt(head_dim).
     """
 
     queries: list[torch.Tensor]
@@ -39,7 +39,7 @@ class Case:
     scale: float | None = None
 
     def backend(self, name: str) -> AttentionBackend:
-        """A backend for tensors like these."""
+        """A backend for tensors of these shapes."""
         (num_heads, head_dim), num_kv_heads = self.queries[0].shape[1:], self.keys[0].shape[1]
         options = {"scale": self.scale, "windows": tuple({0, self.window}), "has_fp8_cache": self.cache.is_fp8}
         shape = AttentionShape(num_heads, num_kv_heads, head_dim, self.queries[0].dtype, torch.device("cpu"), **options)
@@ -65,7 +65,7 @@ def make_case(
 ) -> Case:
     """A step over `sequences`, each (cached tokens, new tokens), in blocks dealt at random.
 
-    Every sequence holds `num_blocks_ahead` more blocks than it needs yet, as a chunked prompt does.
+    Every sequence holds `num_blocks_ahead` more blocks than it needs so far, as a chunked prompt does.
     """
     generator = torch.Generator().manual_seed(seed)
     num_cached, num_new = ([seq[i] for seq in sequences] for i in (0, 1))
@@ -129,7 +129,7 @@ def tiles(num_new: list[int], lengths: list[int], num_decodes: int) -> torch.Ten
 
 
 def run(backend_name: str, case: Case, backend: AttentionBackend | None = None) -> torch.Tensor:
-    """What a layer does: store the new keys and values, then attend."""
+    """Does the work of a layer: stores the new keys and values, then attends."""
     backend, metadata = backend or case.backend(backend_name), case.metadata
     metadata = replace(metadata, plan=backend.plan(metadata))
     q, k, v = case.new(case.queries), case.new(case.keys), case.new(case.values)
@@ -152,7 +152,7 @@ def formula(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, case: Ca
 
 
 def relative_error(case: Case, out: torch.Tensor) -> float:
-    """‖out − formula‖ / ‖formula‖, over all new rows of short sequences and the ends and a sample of long ones."""
+    """‖out − formula‖ / ‖formula‖, over all new rows of short sequences, both ends and a sample of long ones."""
     assert out.dtype == case.queries[0].dtype and out.isfinite().all()
     ours, exact, start = [], [], 0
     for whole_q, whole_k, whole_v, num_new in zip(case.queries, case.keys, case.values, case.num_new, strict=True):
@@ -172,7 +172,7 @@ def relative_error(case: Case, out: torch.Tensor) -> float:
     return float(np.linalg.norm(ours - exact) / np.linalg.norm(exact))
 
 
-# Decodes that lead the batch and decodes behind longer chunks may take different ways.
+# Decodes that lead the batch and decodes after longer chunks may take different paths.
 MIXED = [(30, 1), (63, 1), (1, 1), (0, 17), (12, 9), (0, 1), (64, 1), (7, 1), (0, 4), (5, 2)]
 
 

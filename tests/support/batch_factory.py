@@ -1,4 +1,4 @@
-"""The Batch of an eager step, as a SequenceTable of its own makes it, and all that rows expand to."""
+"""The Batch of an eager step, as a new SequenceTable makes it, and all tensors that rows expand to."""
 
 from collections import namedtuple
 

@@ -1,9 +1,9 @@
 """Compiles kernels for a GPU of compute capability 9.0 without one: `python tests/support/compile_kernels.py`.
 
-It calls the functions that launch kernels. What they would launch is compiled with its own options and not run. It
-prints each kernel's name, the bytes that a program shares, the instruction that it multiplies matrices with, how many
-pairs of numbers in e4m3 it makes, how many of these it uses in two ways, which ptxas compiles wrongly, and how many
-keys it may round unlike their plain twin. Triton must not be interpreted, so this is a process of its own.
+It calls the functions that launch kernels. Each kernel is compiled with its own options and not run. It prints each
+kernel's name, the bytes that a program shares, the instruction that it multiplies matrices with, how many pairs of
+numbers in e4m3 it makes, how many of these it uses in two ways, which ptxas compiles wrongly, and how many keys it may
+round differently from their plain twin. Triton must not be interpreted, so this is a process of its own.
 """
 
 import re
@@ -38,7 +38,7 @@ from nanovllm.ops.store_kvcache import store_kvcache  # noqa: E402
 
 
 class Driver:
-    """Of a GPU that is not there."""
+    """Triton's driver of a GPU that is not there."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -70,7 +70,7 @@ def compile_only(self: triton.JITFunction, *arguments, grid, warmup, **options):
 
 
 def pairs_in_e4m3(ptx: str) -> set[str]:
-    """The registers that numbers in e4m3 are made in, two at a time."""
+    """The registers in which pairs of numbers in e4m3 are made."""
     made = re.findall(r"cvt\.\S*e4m3x2\.\w+\s+(%rs\d+), (%r\d+), (%r\d+)", ptx)
     return {pair for pair, first, second in made if first != second}  # twice the same is a constant
 
@@ -142,7 +142,7 @@ def launch_all() -> None:
 
 
 def launch_over_fp8_cache(head_dim: int, group_size: int, block_size: int, window: int, num_kv_heads: int = 2) -> None:
-    """Two decodes, and what stores keys and values with prompts and without."""
+    """Launches the kernels of two decodes, and those that store keys and values with and without prompts."""
     num_heads, dtype = num_kv_heads * group_size, torch.bfloat16
     cache = LayerCache(
         torch.zeros((4, num_kv_heads, block_size, head_dim), dtype=torch.int8),

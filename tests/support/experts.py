@@ -6,7 +6,7 @@ from nanovllm.ops.route import Routes
 
 
 def exact_mlp(x, routes: Routes, gate_up, down, activation: str) -> torch.Tensor:
-    """Token by token and expert by expert, in float64."""
+    """Computes the MLP token by token and expert by expert, in float64."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     act = (
         torch.nn.functional.silu if activation == "silu" else lambda g: torch.nn.functional.gelu(g, approximate="tanh")

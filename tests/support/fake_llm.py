@@ -11,9 +11,9 @@ from nanovllm import CompletionOutput, RequestOutput, SamplingParams
 
 
 class FakeLLM:
-    """Takes what Job needs of LLM.
+    """The part of LLM that Job needs.
 
-    Class attributes for tests to set: `rows_ahead`, which it reads before one finishes; `made`, what was completed.
+    Class attributes for tests: `rows_ahead`, the rows that it reads before one finishes; `made`, the completed rows.
     """
 
     rows_ahead = 64
@@ -64,7 +64,7 @@ class FakeIterator:
             yield number, prompt, next(params)
 
     def drain(self) -> None:
-        """Of what was read, an eighth runs."""
+        """An eighth of the rows that were read runs."""
         self._is_drained = True
         del self._running[len(self._running) // 8 :]
 

@@ -1,8 +1,8 @@
-"""A Runner without a model, and the reference for what an engine on top of it must answer. No torch.
+"""A Runner without a model, and the reference for the answers of an engine on top of it. It needs no torch.
 
-Its "KV cache" holds one number a slot, the key of the token written there, which depends on every token
-before it, read through the block table; its "logits" are a hash of all the keys of the prefix, read the same
-way. Any wrong slot, stale block, lost token or wrong hit changes the answer.
+Its "KV cache" holds one number per slot, the key of the token written there. The key depends on every token before it,
+read through the block table. Its "logits" are a hash of all keys of the prefix, read in the same way. Any wrong slot,
+stale block, lost token or wrong hit changes the answer.
 """
 
 from collections import deque
@@ -36,9 +36,9 @@ class FakeStep:
 class FakeRunner(Runner):
     """Computes each step when it is launched, as a device would in stream order.
 
-    Attributes for tests to set: `launch_error` and `wait_error`, raised once by the next launch or wait;
-    `is_broken`, which says whose logits are NaN. `log` holds (seq_id, number of new tokens, samples) a row, a
-    list a step, when it was asked for.
+    Attributes for tests to set: `launch_error` and `wait_error`, raised once by the next launch or wait; `is_broken`,
+    which says whose logits are NaN. `log`, if asked for, holds one list per step, with (seq_id, number of new tokens,
+    samples) per row.
     """
 
     def __init__(self, info: RunnerInfo, max_num_seqs: int, keep_log: bool = False):
@@ -79,7 +79,7 @@ class FakeRunner(Runner):
         return launched
 
     def _check_forks(self, work: list[Chunk]) -> None:
-        """Whoever computes nothing samples from the row before it, which must have the same prompt."""
+        """A row that computes no token samples from the row before it, which must have the same prompt."""
         leader = None
         for seq, num_new_tokens, samples in work:
             if num_new_tokens > 0:
@@ -92,8 +92,8 @@ class FakeRunner(Runner):
     def _store(self, work: list[Chunk]) -> None:
         """All keys are written before anything is sampled, as every layer stores keys before it attends.
 
-        A key is made from the one before it, so whoever shares a block of this very step must stand behind
-        the row that writes it, as admission order sees to.
+        A key is made from the one before it, so a row that shares a block of this step must come after the row that
+        writes it. The order of admission ensures that.
         """
         keys, block_size = self.keys, self.info.kvcache_block_size
         written_blocks: set[int] = set()
@@ -124,7 +124,7 @@ class FakeRunner(Runner):
         self.num_copies += len(step.copies)
 
     def _score(self, step: Step) -> TokenNumbers:
-        """The numbers of a prompt's token are made of itself and the key before it, which this step must compute."""
+        """A prompt token's numbers are made of the token and the key before it, which this step must compute."""
         keys, block_size = self.keys, self.info.kvcache_block_size
         num_new = {chunk.seq.seq_id: chunk.num_new_tokens for chunk in step.chunks}
         data = b""
@@ -178,7 +178,7 @@ def make_engine(
 
 
 def run_to_end(engine: LLMEngine) -> dict[int, Sequence]:
-    """Steps until nothing is left; the finished sequences by id. Books are checked after every step."""
+    """Steps until no request is left, and checks the books after every step. Returns the finished sequences by id."""
     finished: dict[int, Sequence] = {}
     while not engine.is_finished():
         for seq in engine.step():
@@ -194,7 +194,7 @@ def run_to_end(engine: LLMEngine) -> dict[int, Sequence]:
 def expected_completion(
     prompt: list[int], params: SamplingParams, info: RunnerInfo, stop_predicate: Predicate | None = None
 ) -> tuple[list[int], str]:
-    """What a request must come to, worked out alone and without a cache: (token ids, finish reason)."""
+    """The right completion of a request, computed alone and without a cache: (token ids, finish reason)."""
     stop_token_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else info.eos_token_ids)
     keys: list[int] = []
     for token_id in prompt:
@@ -216,7 +216,7 @@ def expected_completion(
 
 
 def score_numbers(key: int, token_id: int) -> bytes:
-    """What stands for the log-probability of a token behind a prefix that has this key."""
+    """The numbers that take the place of the log-probability of a token after a prefix with this key."""
     return np.array([hash((key, token_id)) % 2**31, token_id, 0], np.int32).tobytes()
 
 

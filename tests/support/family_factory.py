@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every family, written by transformers: what the engine is compared with."""
+"""Tiny random checkpoints of every family, written by transformers. Tests compare the engine with them."""
 
 import random
 from pathlib import Path
@@ -107,7 +107,7 @@ def gemma3(rng: random.Random) -> dict[str, Any]:
     options = _common(rng)
     head_dim, num_layers = options["head_dim"], options["num_hidden_layers"]
     options["num_hidden_layers"] = num_layers = num_layers + rng.choice((0, 3))
-    options["tie_word_embeddings"] = rng.random() < 0.2  # scaled, a tied embedding mostly repeats its token
+    options["tie_word_embeddings"] = rng.random() < 0.2  # with scaled embeddings, a tied one mostly repeats its token
     ropes = {
         "full_attention": random_rope(rng, head_dim, ("default", "linear")),
         "sliding_attention": random_rope(rng, head_dim, ("default",)),
@@ -163,7 +163,7 @@ FAMILIES = {
 
 
 def make_family_model(family: str, options: dict[str, Any], seed: int = 0) -> Any:
-    """A float32 model, every parameter random: norms and biases too, so that none can be lost."""
+    """A float32 model with random parameters, norms and biases included, so that a lost one would show."""
     import transformers  # slow to import
 
     transformers.utils.logging.disable_progress_bar()
@@ -171,7 +171,7 @@ def make_family_model(family: str, options: dict[str, Any], seed: int = 0) -> An
     config = getattr(transformers, config_name)(bos_token_id=None, eos_token_id=None, **options)
     model = getattr(transformers, model_name)(config).float().eval()
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # the others want sizes that are multiples of 16 bytes
+        model.set_experts_implementation("eager")  # the other implementations need sizes that are multiples of 16 bytes
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

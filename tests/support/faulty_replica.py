@@ -1,6 +1,6 @@
-"""A replica that dies of some rows, for Replicas' `replica_module`.
+"""A replica that dies when it gets certain rows, for Replicas' `replica_module`.
 
-The environment variable FATAL_TEXT says of which: those whose prompt has it. HOW says whether it is killed or raises.
+It dies of rows whose prompt holds the environment variable FATAL_TEXT. HOW says whether it is killed or raises.
 """
 
 import os

@@ -29,7 +29,7 @@ def assert_same_bits(found: LayerCache, expected: LayerCache) -> None:
 
 
 def heads_of_many_sizes(num_tokens: int, num_heads: int, head_dim: int, seed: int = 0) -> torch.Tensor:
-    """Some of zeros, and some whose largest number is 448 or 127 × a power of two or a hair off."""
+    """Some heads are zeros, and some have a largest number of 448 or 127 × a power of two, or slightly off."""
     x = random_tensor(num_tokens, num_heads, head_dim, seed=seed)
     x = x * torch.exp(2 * random_tensor(num_tokens, num_heads, 1, seed=seed + 100))
     x[1] = 0

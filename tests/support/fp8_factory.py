@@ -1,4 +1,4 @@
-"""Checkpoints in FP8 of each layout, made from plain ones, and what an engine completes with them."""
+"""Checkpoints in FP8 of each layout, made from plain ones, and an engine's completions with them."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def open_llm(directory: Path, **options: Any) -> LLM:
 
 
 def completed(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[Completion]:
-    """Of each prompt, greedy."""
+    """The greedy completion of each prompt."""
     outputs = llm.generate(prompts, PARAMS, use_tqdm=False, raise_on_error=True)
     of_each = [output.outputs[0] for output in outputs]
     return [
@@ -59,8 +59,8 @@ class Layout(NamedTuple):
     """How a checkpoint holds weights in FP8.
 
     config: its quantization_config.
-    quantize: a weight -> its values in e4m3, and its scales as they are stored.
-    scale_name: the scales' name is the weight's with this behind it.
+    quantize: a weight -> its values in e4m3, and its scales as stored.
+    scale_name: the suffix that turns a weight's name into its scales' name.
     block: rows and columns that share a scale; 0 is all.
     """
 
@@ -74,7 +74,7 @@ class Layout(NamedTuple):
         return {name: values, f"{name}{self.scale_name}": scales}
 
     def whole(self, name: str, weight: torch.Tensor) -> Tensors:
-        """The numbers that the checkpoint holds of it."""
+        """The numbers that the checkpoint holds for a weight, dequantized."""
         values, scales = self.quantize(weight)
         rows, columns = (size or length for size, length in zip(self.block, weight.shape, strict=True))
         scales = scales.reshape(-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
@@ -83,7 +83,7 @@ class Layout(NamedTuple):
 
 
 def compressed(strategy: str = "channel", **changes: Any) -> dict[str, Any]:
-    """What llm-compressor writes for FP8_DYNAMIC."""
+    """The layout that llm-compressor writes for FP8_DYNAMIC."""
     part = {"num_bits": 8, "type": "float", "symmetric": True}
     group = {
         "targets": ["Linear"],
@@ -97,7 +97,7 @@ def compressed(strategy: str = "channel", **changes: Any) -> dict[str, Any]:
 
 
 def blockwise(rows: int = 128, columns: int = 128, **changes: Any) -> dict[str, Any]:
-    """What Qwen and DeepSeek publish."""
+    """The layout that Qwen and DeepSeek publish."""
     return {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [rows, columns],
         "modules_to_not_convert": ["lm_head"],
@@ -135,12 +135,12 @@ LAYOUTS = {"channel": CHANNEL, "tensor": TENSOR, "block": block_layout(128, 128)
 
 
 def is_linear(name: str) -> bool:
-    """Whether FP8 changes this tensor: those of all families that layers multiply with, but the routers."""
+    """Whether FP8 changes this tensor: it changes all weights that layers multiply with, except routers."""
     return ".layers." in name and name.endswith(("proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
 
 
 def changed_copy(directory: Path, target: Path, change: Callable[[str, torch.Tensor], Tensors], **fields: Any) -> Path:
-    """A checkpoint with what `change` makes of each weight of a linear layer, and these fields of config.json."""
+    """A copy of a checkpoint with linear layers' weights replaced by `change`, and these fields in config.json."""
     shutil.copytree(directory, target)
     tensors: Tensors = {}
     for name, tensor in read_tensors(directory).items():
@@ -152,13 +152,14 @@ def changed_copy(directory: Path, target: Path, change: Callable[[str, torch.Ten
 
 
 def quantized_copy(directory: Path, target: Path, layout: Layout = CHANNEL, **changes: Any) -> Path:
-    """The checkpoint in FP8; changes: of its quantization_config."""
+    """A copy of the checkpoint in FP8; changes: those of its quantization_config."""
     return changed_copy(directory, target, layout.stored, quantization_config=layout.config | changes)
 
 
 def round_inputs(monkeypatch: pytest.MonkeyPatch, layout: Layout, num_ranks: int = 1) -> None:
-    """Plain linear layers, but not experts, now round each row of their inputs as the layout's do on so many ranks.
-    Their sums are in float64: a last bit decides now and then what a later layer's input is rounded to."""
+    """Makes plain linear layers, but not experts, round each row of their inputs as the layout's do on this many ranks.
+    Their sums are in float64, because a last bit sometimes decides what a later layer's input is rounded to.
+    """
 
     def rounded(self: LinearBase, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         columns = layout.block[1] or x.shape[1] // (num_ranks if isinstance(self, RowParallelLinear) else 1)
@@ -184,9 +185,11 @@ def random_product(num_rows: int, size: int) -> ScaledProduct:
 
 
 def assert_rounded(found: Any, exact: torch.Tensor) -> None:
-    """Each number of `found` is at most half a unit of e4m3 from that of `exact`, and a hair for the scale."""
+    """Asserts that each number of `found` is within half a unit of e4m3, plus a little for the scale, of that of
+    `exact`.
+    """
     assert isinstance(found, Quantized) and found.values.dtype == E4M3
     limit = HALF_ULP * exact.abs() + HALF_MIN * found.scales[:, None]
     assert ((found.whole() - exact).abs() <= 1.001 * limit).all()
-    # The peak is the largest number of e4m3, or the range is not used.
+    # The peak must be the largest number of e4m3, so that the whole range is used.
     assert (found.values.float().abs().amax(1) == LARGEST).all()

@@ -37,9 +37,9 @@ def free_memory() -> int:
 
 @dataclass
 class Judge:
-    """Decides whether two completions part where their candidates tie.
+    """Decides whether two completions differ first where their candidates tie.
 
-    model: transformers' in float32, on the CPU; noise: the largest error of a logit of transformers in bfloat16.
+    model: transformers' model in float32, on the CPU; noise: the largest error of a logit of transformers in bfloat16.
     """
 
     model: Any
@@ -53,7 +53,7 @@ class Judge:
         what: str = "",
         is_float32: bool = True,
     ) -> int:
-        """Rows that differ, each of which must do so at a tie."""
+        """The number of rows that differ; each must first differ at a tie."""
         num_ties = 0
         for row, ((prompt, params), a, b) in enumerate(zip(requests, ours, theirs, strict=True)):
             if a == b:

@@ -13,7 +13,7 @@ from nanovllm.ops.layer_cache import LayerCache
 from support.attention_case import TOLERANCE, Case, make_case, make_metadata
 
 GPU = torch.device("cuda")
-# (cached, new): decodes first, as the scheduler has them, but for one.
+# (cached, new): decodes come first, as in the scheduler's steps, except one.
 MIXED = [
     (30, 1), (0, 1), (63, 1), (64, 1), (255, 1), (700, 1), (0, 17), (12, 9), (5, 2), (300, 1), (0, 200), (513, 130)
 ]  # fmt: skip
@@ -70,7 +70,9 @@ def formula(case: Case) -> torch.Tensor:
 
 
 def assert_close_to_formula(case: Case, out: torch.Tensor) -> None:
-    """Within TOLERANCE as a whole; a row alone within three times that, or one lost key of thousands went unseen."""
+    """Within TOLERANCE as a whole, and within three times that per row; otherwise one lost key of thousands would not
+    show.
+    """
     dtype = case.queries[0].dtype
     assert out.dtype == dtype and out.isfinite().all()
     exact = formula(case)

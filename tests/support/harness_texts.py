@@ -1,4 +1,4 @@
-"""What the tests of the evaluation harnesses share: short options, prompts, and a model without a tokenizer."""
+"""Shared by the tests of the evaluation harnesses: short options, prompts, and a model without a tokenizer."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a decode step costs the host in scheduler and block manager: run `python tests/support/host_cost.py`."""
+"""Measures the host's time for a decode step in scheduler and block manager: `python tests/support/host_cost.py`."""
 
 import time
 from collections import deque
@@ -10,10 +10,10 @@ from nanovllm.sampling_params import SamplingParams
 
 
 def microseconds_per_sequence(num_seqs: int, block_size: int, num_steps: int = 50, num_repeats: int = 8) -> float:
-    """The best of `num_repeats` averages over `num_steps` steps, one step in flight as in the engine."""
+    """The best of `num_repeats` averages over `num_steps` steps, with one step in flight as in the engine."""
     scheduler = Scheduler(BlockManager(num_seqs * 1024 // block_size * 2, block_size), 1 << 20, num_seqs)
     for seq_id in range(num_seqs):
-        # Lengths differ, so that every step some sequences need a block and some close one.
+        # Lengths differ, so that in every step some sequences need a block and some fill one.
         prompt = [seq_id] + [7] * (seq_id * 3 % 257)
         scheduler.add(Sequence(seq_id, prompt, SamplingParams(), max_length=100_000, stop_token_ids=frozenset([1])))
     in_flight = deque([scheduler.schedule()])

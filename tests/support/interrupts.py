@@ -84,7 +84,7 @@ def run_traced(function, on_line) -> None:
 
 
 def interrupt_at_random_moments(run: Callable[[], Any], num_times: int, check: Callable[[], None]) -> None:
-    """Ctrl-C somewhere in `run`, as a terminal would send it, and `check` after each."""
+    """Sends Ctrl-C at random moments of `run`, as a terminal would, and calls `check` after each."""
     run()
     began = time.perf_counter()
     run()
@@ -92,7 +92,7 @@ def interrupt_at_random_moments(run: Callable[[], Any], num_times: int, check: C
     rng = random.Random(2)
     num_interrupted = 0
     for _ in range(num_times):
-        # A real signal, for nothing else wakes a thread that waits.
+        # Only a real signal wakes a thread that waits.
         timer = threading.Timer(rng.uniform(0, seconds), os.kill, (os.getpid(), signal.SIGINT))
         outputs = None
         try:

@@ -3,7 +3,7 @@
     python tests/support/job_crashes.py calls              # at each system call that changes a file, with a fake LLM
     python tests/support/job_crashes.py moments --kills 500 --rows 2000    # at random moments, with the bundled model
 
-A killed run is a fork of this process, so that the imports are paid for once. Beside kills there are torn writes (the
+A killed run is a fork of this process, so that imports take time only once. Besides kills there are torn writes (the
 file ends in the middle of a line, or in garbage) and full disks (a limit of the files' size).
 """
 
@@ -65,7 +65,7 @@ def run(options: job.JobOptions, llm_class: type) -> None:
 
 
 def in_fork(work) -> int:
-    """Runs `work` in a fork; its exit status, negative if a signal ended it."""
+    """Runs `work` in a fork. Returns its exit status, negative if a signal ended it."""
     process = os.fork()
     if process == 0:
         status = 1
@@ -143,7 +143,7 @@ def kill_at_each_call(count: int) -> None:
 
 
 def wait_for_growth(path: Path, process: int) -> None:
-    """Until the file has grown, or the process has ended (it stays a zombie)."""
+    """Waits until the file has grown, or the process has ended (it stays a zombie)."""
     before = path.stat().st_size if path.exists() else 0
     while not path.exists() or path.stat().st_size <= before:
         if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:

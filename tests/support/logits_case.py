@@ -21,7 +21,7 @@ INF = float("inf")
 
 @dataclass
 class Settings:
-    """One request's, of single tokens; the defaults ask for nothing."""
+    """The settings of one request, for single tokens; the defaults change no logit."""
 
     repetition: float = 1.0
     presence: float = 0.0
@@ -72,7 +72,7 @@ def padded(rows: list[np.ndarray], width: int, fill: float) -> torch.Tensor:
 
 
 def make_rules(requests: list[Request], vocab_size: int, spare: int = 0) -> TokenRules:
-    """The table's tensors; spare: places for edits and prefix tokens that nobody uses."""
+    """The table's tensors; spare: the number of unused places for edits and prefix tokens."""
     settings = [request.settings for request in requests]
     edits = [edits_of(each.logit_bias, each.bad_words, each.stop_token_ids, each.min_tokens) for each in settings]
     num_edits = max(len(each.ids) for each in edits) + spare
@@ -114,7 +114,9 @@ class Case:
 
 
 def make_case(requests: list[Request], logits: torch.Tensor, entries: list[int] | None = None, spare: int = 0) -> Case:
-    """A row per request, or per entry named; −1 makes a padding row. What the table has past the lengths is garbage."""
+    """A row per request, or per entry named; −1 makes a padding row. After its length, each entry of the table holds
+    garbage.
+    """
     requests = [*requests, Request([], [], Settings())]
     entries = list(range(len(requests) - 1)) if entries is None else [entry % len(requests) for entry in entries]
     known = [request.prompt + request.completion for request in requests]
@@ -129,7 +131,7 @@ def make_case(requests: list[Request], logits: torch.Tensor, entries: list[int] 
 
 
 def random_settings(rng: random.Random, vocab_size: int, ids: list[int]) -> Settings:
-    """ids: those that the histories have, so that rules often meet them."""
+    """ids: the ids of the histories, so that rules often apply to them."""
 
     def some(maximum: int) -> list[int]:
         return [rng.choice(ids) for _ in range(rng.randrange(maximum + 1))]

@@ -14,7 +14,7 @@ def long(*values: Any) -> ParameterSet:
 
 
 def some(cases: Iterable[Any], *default: Any) -> list[Any]:
-    """Cases of one value each, of which a default run takes those of `default`."""
+    """Cases of one value each; a default run takes those of `default`."""
     cases = list(cases)
     assert all(case in cases for case in default)
     return [case if case in default else long(case) for case in cases]
@@ -23,8 +23,8 @@ def some(cases: Iterable[Any], *default: Any) -> list[Any]:
 def cover(cases: Sequence[tuple[int, ...]], strength: int) -> set[int]:
     """The numbers of cases that together hold every combination of `strength` axes' values that the cases hold.
 
-    cases: what tells values apart on each axis. Strength 2 is a pairwise cover. Each round takes the case that holds
-    the most combinations that are still missing, the first of several.
+    cases: for each case, a key of its value on each axis. Strength 2 is a pairwise cover. Each round takes the case
+    that holds the most combinations that are still missing, the first of several.
     """
     if not cases:
         return set()

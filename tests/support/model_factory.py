@@ -1,4 +1,4 @@
-"""Tiny random Qwen3 checkpoints, written by transformers: what the engine is compared with."""
+"""Tiny random Qwen3 checkpoints, written by transformers. Tests compare the engine with them."""
 
 import json
 import random
@@ -28,11 +28,11 @@ TINY = {
 
 
 def make_model(seed: int = 0, rope: dict[str, Any] | None = None, **overrides) -> "Qwen3ForCausalLM":
-    """A float32 model of TINY's size, every parameter random: norms and biases too, so that none can be lost.
+    """A float32 model of TINY's size with random parameters, norms and biases included, so that a lost one would show.
 
     Args:
         rope: rope_parameters as transformers 5 has them, rope_theta included.
-        overrides: of the fields of Qwen3Config.
+        overrides: fields of Qwen3Config.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM  # slow to import, and not every test makes a model
     from transformers.utils import logging
@@ -117,8 +117,9 @@ def write_index(directory: Path, weight_map: Any) -> None:
 
 
 def perturbed(logits: torch.Tensor, temperature: float, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """[num_rows, vocab_size], what the sampled ids are the largest of, in temperatures: each group's best id has the
-    group's score, and the others as much less as their own noise makes them."""
+    """[num_rows, vocab_size]: the scores, divided by the temperature, of which the sampled ids are the largest. Each
+    group's best id has the group's score, and the others are lower by the difference of their own noise.
+    """
     from nanovllm.ops.sample import GROUP, exponential_noise
 
     num_rows, vocab_size = logits.shape

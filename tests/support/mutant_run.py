@@ -1,6 +1,6 @@
-"""Runs tests against a copy of the package, in a process that has the slow libraries already: a fork of one that has.
+"""Runs tests against a copy of the package, in a fork of a process that has already imported the slow libraries.
 
-Imports nothing of the package, so that the fork finds the copy.
+This module does not import the package, so that the fork finds the copy.
 """
 
 import multiprocessing
@@ -14,19 +14,19 @@ TESTS = Path(__file__).parent.parent
 _PRELOADED = ["torch", "pytest", "numpy", "triton", "transformers.models.auto.tokenization_auto", "hypothesis"]
 
 
-# As many at a time as there are processors; of pytest-xdist's workers, which share them, each has one.
+# As many at a time as there are processors, or one per worker of pytest-xdist, because the workers share them.
 NUM_PROCESSES = 1 if "PYTEST_XDIST_WORKER" in os.environ else os.cpu_count() or 1
 
 
 def make_pool() -> Pool:
-    """Of processes that each run one task."""
+    """A pool of processes that each run one task."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     return context.Pool(NUM_PROCESSES, maxtasksperchild=1)
 
 
 def path_of(killer: str) -> str:
-    """A test by its path: it is named by its file's name alone, which stands in one directory of the tests."""
+    """A test by its path. It is named by its file's name alone, which only one directory of the tests has."""
     file, *names = killer.split("::")
     [path] = [Path(file)] if Path(file).is_absolute() else TESTS.rglob(file)
     return "::".join([str(path), *names])

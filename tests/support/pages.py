@@ -1,11 +1,11 @@
 """The documents' pages and their blocks of code.
 
-A comment above a block, which readers do not see, says more about it:
+A comment above a block, which readers do not see, says how to test it:
 
     <!-- before: CODE -->       runs before the block
     <!-- long: REASON -->       runs alone, with --long
     <!-- not run: REASON -->    is only compiled
-    <!-- run -->                a shell block that runs; of others, only the commands' options are checked
+    <!-- run -->                a shell block that runs; in others, only the commands' options are checked
 """
 
 import re

@@ -22,7 +22,7 @@ def children(parent: int | None = None) -> set[int]:
         if entry.name.isdigit():
             try:
                 after_name = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:  # gone in the meantime
+            except OSError:  # the process has ended
                 continue
             if int(after_name[1]) == (parent or os.getpid()):
                 found.add(int(entry.name))
@@ -44,7 +44,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def listening_sockets() -> set[str]:
-    """The inodes of all that listen on this machine."""
+    """The inodes of all listening sockets of this machine."""
     tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
     lines = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
     return {line[9] for line in lines if line[3] == "0A"}
@@ -57,9 +57,9 @@ def sockets_of(pids: list[int]) -> set[str]:
 
 @contextmanager
 def nothing_left_behind(temporary: Path, monkeypatch) -> Iterator[None]:
-    """Neither a process, an open file, a thread, a temporary file nor shared memory."""
+    """Asserts that no process, open file, thread, temporary file or shared memory is left."""
     monkeypatch.setenv("TMPDIR", str(temporary))
-    monkeypatch.setattr(tempfile, "tempdir", None)  # else it is where temporary files went before
+    monkeypatch.setattr(tempfile, "tempdir", None)  # else tempfile keeps the directory that it used before
 
     def state() -> dict[str, Any]:
         return {
@@ -73,7 +73,7 @@ def nothing_left_behind(temporary: Path, monkeypatch) -> Iterator[None]:
 
     before = state()
     yield
-    # The threads that read and write end on their own, moments after what they read from.
+    # The threads that read and write end by themselves, moments after the processes at the other end.
     wait_until(lambda: state() == before, 2)
     assert state() == before
 
@@ -111,5 +111,5 @@ def assert_refuses_work(llm: LLM, message: str) -> None:
         llm.generate([[1, 2, 3]], LONG, use_tqdm=False)
 
 
-# The package that is tested here, also where it is a copy.
+# The package that is tested here, even if it is a copy.
 SCRIPT_ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(nanovllm.__file__).parents[1])}

@@ -34,7 +34,7 @@ class _Maker:
         return {**schema, "$defs": self._defs} if self._defs else schema
 
     def _any(self, depth: int) -> Schema:
-        """A schema in which at most `depth` others lie within each other."""
+        """A schema with at most `depth` levels of nested schemas."""
         flat = [self._string, self._string, self._integer, self._number, self._enum, self._simple]
         deep = [self._object, self._array, self._any_of, self._ref, self._tree]
         return self._rng.choice(flat + deep if depth else flat)(depth - 1)

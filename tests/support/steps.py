@@ -17,7 +17,7 @@ _new_ids = count()
 
 
 def scheduled(tokens, block_table, num_computed_tokens=None, params=GREEDY, entry=0, seq_id=None, **fields):
-    """A sequence as the scheduler leaves it when its tokens up to `num_computed_tokens` are to be computed."""
+    """A sequence as the scheduler leaves it once it has scheduled its tokens up to `num_computed_tokens`."""
     seq_id = next(_new_ids) if seq_id is None else seq_id
     seq = Sequence(seq_id, list(tokens), params, max_length=10_000, **fields)
     seq.block_table = block_table

@@ -1,4 +1,4 @@
-"""Two checkpoints of one config, and an LLM that takes the one for the other."""
+"""Two checkpoints of one config, and an LLM whose weights change from one to the other."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def generate(llm: LLM) -> list[tuple[list[int], int]]:
 
 
 def values(llm: LLM) -> Weights:
-    """Every weight of a single rank, and of packed ones what they hold."""
+    """Every weight of a single rank, with packed ones unpacked."""
     model = llm.engine.runner.program.model
     packed = {
         name: module.packed.to_dense()
@@ -52,7 +52,7 @@ def save_checkpoints(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def outputs_of(checkpoints: tuple[Path, Path]) -> list[list[tuple[list[int], int]]]:
-    """What each of them generates with an empty cache."""
+    """The outputs of an LLM of each checkpoint, with an empty cache."""
     found = [of_fresh_llm(directory)[0] for directory in checkpoints]
     assert found[0] != found[1]
     return found

@@ -1,4 +1,4 @@
-"""Config: what is accepted and what it becomes. What is refused stands in test_bad_input.py."""
+"""Config: accepted values and their results. test_bad_input.py has the refused ones."""
 
 import dataclasses
 import inspect
@@ -84,14 +84,14 @@ def test_a_dtype_has_the_names_that_people_give_it(names, dtype):
 
 
 def test_the_options_of_llm_are_those_of_config_with_types_and_defaults():
-    """They were `**options`: no completion, no help(), and nothing that a type checker could check."""
+    """They were once `**options`, without completion, help() or a type check."""
     ours = dict(inspect.signature(LLM).parameters)
     theirs = inspect.signature(Config).parameters
     assert list(ours) == list(theirs) == [field.name for field in dataclasses.fields(Config)]
     for name, parameter in ours.items():
         assert parameter.default == theirs[name].default, name
         assert parameter.kind is (parameter.POSITIONAL_OR_KEYWORD if name == "model" else parameter.KEYWORD_ONLY)
-    # These take more than what Config holds in the end.
+    # These accept more types than Config holds in the end.
     for name in set(ours) - {"model", "tokenizer", "dtype", "device"}:
         assert ours[name].annotation == theirs[name].annotation, name
     assert all(parameter.annotation is not parameter.empty for parameter in ours.values())
@@ -133,7 +133,7 @@ def test_it_is_frozen():
 
 
 def test_start_up_writes_nothing_back():
-    """Block count and lengths found at start-up are the engine's; the config stays what was asked for."""
+    """The engine keeps the block count and lengths that it found at start-up; the config keeps the given options."""
     with LLM(MODEL_DIRECTORY, device="cpu", max_num_seqs=2) as llm:
         assert llm.engine.config == Config(str(MODEL_DIRECTORY), device="cpu", max_num_seqs=2)
         assert llm.engine.config.num_kvcache_blocks is None

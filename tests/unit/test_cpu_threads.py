@@ -1,4 +1,4 @@
-"""CPU threads: as many as the machine has to give, and nothing left changed behind."""
+"""CPU threads: as many as the machine has free, and no setting stays changed."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ def test_an_idle_machine_gives_all_its_threads():
         (4, 4, 1.0, 3),
         (4, 4, 2.4, 1),
         (8, 8, 3.0, 5),
-        (8, 16, 3.0, 8),  # hyperthreads: there are CPUs enough for one thread per core
+        (8, 16, 3.0, 8),  # hyperthreads: there are enough CPUs for one thread per core
         (8, 16, 12.0, 4),
         (64, 64, 1.0, 56),
         (64, 64, 63.0, 16),  # its share of a full machine
@@ -98,7 +98,7 @@ def test_the_load_since_the_last_look_decides_at_the_start(machine):
 
 
 def test_what_this_process_uses_itself_is_not_a_load(machine):
-    """An engine that counted its own threads would go down to one and stay there."""
+    """An engine that counted its own threads as load would go down to one thread and stay there."""
     threads = threads_of(machine)
     machine.own_busy = 4.0
     with threads:
@@ -109,7 +109,7 @@ def test_what_this_process_uses_itself_is_not_a_load(machine):
 
 
 def test_threads_go_down_at_once_and_up_when_two_looks_agree(machine):
-    """A process that sleeps now and then must not have the number change all the time."""
+    """If another process sleeps now and then, the number must not change all the time."""
     with threads_of(machine) as threads:
         seen = []
         for busy in (0, 0, 3, 3, 0, 0, 0, 3, 0, 3, 0, 0):
@@ -157,7 +157,9 @@ def test_a_system_that_does_not_tell_its_load_keeps_pytorchs_choice(machine):
 
 
 def test_a_containers_quota_is_a_limit(machine, monkeypatch):
-    """PyTorch takes a thread per CPU of the host, which a container of two CPUs' worth then lets wait in turn."""
+    """PyTorch starts a thread per CPU of the host; in a container with two CPUs' worth of time, these wait for each
+    other.
+    """
     monkeypatch.setattr(cpu_threads, "cpu_quotas", lambda: [2])
     with threads_of(machine):
         assert torch.get_num_threads() == 2
@@ -197,7 +199,7 @@ def test_a_number_set_with_torch_stays(machine, monkeypatch, caplog):
 
 
 def test_who_computes_elsewhere_changes_nothing(machine):
-    """A GPU's engine, or one whose ranks are processes of their own."""
+    """Such an engine is on a GPU, or its ranks are separate processes."""
     threads = threads_of(machine, is_used=False)
     machine.busy = 4.0
     machine.run(5.0)
@@ -206,7 +208,7 @@ def test_who_computes_elsewhere_changes_nothing(machine):
         assert torch.get_num_threads() == 4
 
 
-# What is left behind, and what is said
+# Settings that stay, and log messages
 
 
 def test_the_number_is_given_back_after_an_error_too(machine):
@@ -240,7 +242,7 @@ def test_the_log_says_what_was_chosen_and_why_once_per_change(machine, caplog):
 
 @pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="only Linux tells what each CPU does")
 def test_the_systems_counters_tell_busy_from_idle():
-    """Seconds, not ticks; all processes, not only this one; and only our CPUs."""
+    """The counters are in seconds, not ticks. They count all processes, not only this one, and only our CPUs."""
     before = cpu_threads._cpu_seconds()
     assert before is not None and before[0] > before[1] > 0
     deadline = time.process_time() + 0.3
@@ -269,7 +271,7 @@ with LLM(sys.argv[1], device="cpu", num_kvcache_blocks=64) as llm:
 
 
 def test_a_call_computes_with_what_was_chosen_and_gives_it_back():
-    """The engine's own default took 207 s for what one thread did in 16, on two CPUs with others at work."""
+    """On two CPUs that others used too, the engine's own default once took 207 s where one thread took 16 s."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(MODEL_DIRECTORY)], capture_output=True, text=True, timeout=60,
@@ -281,7 +283,7 @@ def test_a_call_computes_with_what_was_chosen_and_gives_it_back():
 
 
 def test_the_load_is_looked_at_before_each_step(monkeypatch):
-    """What comes and goes during a call of hours must not be met with what was right at its start."""
+    """The load changes during a call of hours, so the choice at its start may not stay right."""
     seen = []
     adapt = CpuThreads.adapt
     monkeypatch.setattr(CpuThreads, "adapt", lambda threads: seen.append("look") or adapt(threads))

@@ -108,7 +108,7 @@ def signature_in(code: str) -> list[tuple[str, bool, Any]]:
 
 
 def parameters_of(function: Callable) -> list[tuple[str, bool, Any]]:
-    """The same of a function; without `self`."""
+    """The same for a function, without `self`."""
     parameters = inspect.signature(function).parameters.values()
     return [(each.name, each.kind is each.KEYWORD_ONLY, each.default) for each in parameters if each.name != "self"]
 
@@ -151,13 +151,13 @@ PYTEST_OPTIONS = {"-m", "-n0", "-s", "-k"}
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every hub name gives the bundled model; files go to a directory of the test's own."""
+    """Every hub name gives the bundled model; files go to the test's own directory."""
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(MODEL_DIRECTORY))
     monkeypatch.chdir(tmp_path)
 
 
 def commands_of(block: Block) -> list[list[str]]:
-    """The words of each command; those of a pipeline or a list of commands apart."""
+    """The words of each command. The commands of a pipeline or a list are separate."""
     commands: list[list[str]] = [[]]
     for line in block.code.replace("\\\n", " ").splitlines():
         for word in shlex.split(line, comments=True):
@@ -176,7 +176,9 @@ def check_job(words: list[str]) -> None:
 
 
 def check_script(words: list[str]) -> None:
-    """A script exists, and so do its options, in its file or in the benchmarks that it may read them from."""
+    """Checks that a script exists, and that its options are in its file or in the benchmarks that it may read them
+    from.
+    """
     sources = [ROOT / words[0], *(ROOT / "benchmarks").glob("*.py")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     for option in re.findall(r"^--([\w-]+)", "\n".join(words), re.MULTILINE):
@@ -184,7 +186,7 @@ def check_script(words: list[str]) -> None:
 
 
 def check_pytest(words: list[str]) -> None:
-    """The files exist, and so do the options that are not pytest's own."""
+    """Checks that the files exist, and the options that are not pytest's own."""
     options = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")
     for word in words:
         if word.startswith("--"):

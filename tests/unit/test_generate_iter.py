@@ -1,4 +1,4 @@
-"""LLM.generate_iter: any iterable in, results as they finish or in order; and what an interrupted call keeps."""
+"""LLM.generate_iter takes any iterable and gives results as they finish or in order; interrupted calls keep results."""
 
 import gc
 import itertools
@@ -27,7 +27,7 @@ SHORT = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
 
 class Panic(BaseException):
-    """What a tokenizer written in Rust raises."""
+    """The kind of exception that a tokenizer written in Rust raises."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def nothing_is_left(llm):
 
 
 def plain(output):
-    """Without what depends on the cache."""
+    """An output without the fields that depend on the cache."""
     return output.request_id, output.prompt, output.token_ids, output.finish_reason, output.error
 
 
@@ -97,7 +97,7 @@ def test_an_endless_source_is_read_as_it_is_needed(llm):
 
 
 def test_a_row_waits_no_longer_than_the_window_behind_longer_ones(llm):
-    """The longest go first, and in an endless stream there is always a longer one."""
+    """The longest rows go first, and in an endless stream there is always a longer one."""
     params = itertools.chain([SHORT], itertools.repeat(SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)))
     outputs = llm.generate_iter((f"Row {n}" for n in itertools.count()), params, ordered=False)
     numbers = [int(output.request_id) for output in itertools.islice(outputs, 40)]
@@ -107,7 +107,7 @@ def test_a_row_waits_no_longer_than_the_window_behind_longer_ones(llm):
 @pytest.mark.parametrize("text", [None, "Row"])
 @pytest.mark.parametrize("num_tokens, num_read", [(1, 544), (56, 320), (63, 288), (64, 256), (5000, 256)])
 def test_the_first_step_waits_only_for_what_fills_it(text, num_tokens, num_read):
-    """It once waited for all rows of the window, and the GPU with it."""
+    """It once waited for all rows of the window, and so did the GPU."""
     source = itertools.repeat((EncodedPrompt(text, [1] * num_tokens), SamplingParams(max_tokens=1)))
     rows = RowStream(FakeEngine(), Text(None), source, list, StructuredOutputs(None, 8, []))
     assert len(next(rows.run())) == rows.num_read == num_read
@@ -118,7 +118,7 @@ def test_the_first_step_waits_only_for_what_fills_it(text, num_tokens, num_read)
     [(1, [544, 32, 32]), (128, [256, 128, 128, 64, 32]), (1100, [256, *[32] * 10, 8]), (10**5, [256, *[32] * 10, 8])],
 )
 def test_few_rows_are_read_per_step_when_no_place_is_left(num_tokens, read):
-    """Rows that run wait during a read, and a long row takes longer to read."""
+    """Running rows wait during a read, and a long row takes longer to read."""
     source = itertools.repeat((EncodedPrompt(None, [1] * num_tokens), SamplingParams(max_tokens=1)))
     rows = RowStream(FakeEngine(maximum=4), Text(None), source, list, StructuredOutputs(None, 8, []))
     numbers = [0, *(rows.num_read for _ in zip(read, rows.run(), strict=False))]
@@ -164,7 +164,7 @@ def test_a_source_without_a_prompt_is_asked_once_per_step_and_what_it_gives_join
 
 @pytest.mark.parametrize("text", [None, "Row"])
 def test_an_iterator_is_asked_for_a_few_rows_per_step_once_enough_wait(text):
-    """Rows that run wait while it makes them."""
+    """Running rows wait while the iterator makes new ones."""
     seen, per_step = [], []
     source = ((EncodedPrompt(text, [1]), SamplingParams(max_tokens=1)) for _ in counted(range(3000), seen))
     rows = RowStream(FakeEngine(maximum=4), Text(None), source, list, StructuredOutputs(None, 8, []))
@@ -193,7 +193,9 @@ def test_rows_that_finish_at_once_leave_no_step_without_rows():
 
 
 def test_rows_are_read_ahead_whatever_the_next_step_may_take():
-    """Beside many decodes a step takes few tokens of prompts. Rows that wait are chosen from, so more are read."""
+    """Beside many decodes a step takes few tokens of prompts. The scheduler chooses among waiting rows, so more are
+    read.
+    """
     engine = FakeEngine(maximum=4)
     engine.tokens_of_step = 16
     rows = RowStream(
@@ -209,8 +211,9 @@ def test_rows_are_read_ahead_whatever_the_next_step_may_take():
 
 @pytest.mark.parametrize("max_tokens, num_steps", [(1, 15), (4, 78)])
 def test_enough_rows_are_read_where_the_cache_has_most_of_their_tokens(max_tokens, num_steps):
-    """A step of 512 tokens takes 64 of these rows. Without the cache it would take 4. As many steps run as if all rows
-    had been read before."""
+    """A step of 512 tokens takes 64 of these rows. Without the cache it would take 4. The number of steps is the same
+    as if all rows had been read before.
+    """
     engine = make_engine(
         num_blocks=4000, block_size=8, max_model_len=256, max_num_seqs=128, max_num_batched_tokens=512,
         max_tokens_beside_decodes=128, overlap=True,
@@ -273,7 +276,7 @@ def test_dropping_it_aborts_what_runs(llm):
 
 
 def test_between_two_results_the_process_is_the_callers(llm, monkeypatch):
-    """Its garbage collector and its threads: the loop's body may compute, too."""
+    """The garbage collector and the threads are the caller's, because the loop's body may compute too."""
     during, step = [], llm.engine.step
     monkeypatch.setattr(llm.engine, "step", lambda: during.append(gc.get_threshold()) or step())
     before = gc.get_threshold()
@@ -311,7 +314,7 @@ def test_the_source_may_not_call_the_llm(llm):
 
 
 def test_an_engine_emptied_by_hand_is_noticed(llm):
-    """The rest of the rows would be missing."""
+    """The rest of the rows would be missing without an error."""
     outputs = llm.generate_iter(PROMPTS, PARAMS)
     next(outputs)
     llm.engine.reset()
@@ -337,14 +340,16 @@ UNEVEN[0] = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm_for_two():
-    """With blocks enough for two that run at a time: the usual number leaves no reserve for the second."""
+    """An LLM with enough blocks for two running requests: the usual number leaves no reserve for the second."""
     with LLM(MODEL_DIRECTORY, **OPTIONS, num_kvcache_blocks=32) as llm:
         yield llm
 
 
 @pytest.fixture
 def pair(llm_for_two, expected):
-    """An LLM that runs two at a time; nothing of what was drained is left in it, and later calls are right."""
+    """An LLM that runs two requests at a time. After the test, it must hold no drained request, and later calls must be
+    right.
+    """
     yield llm_for_two
     gc.collect()
     assert llm_for_two.engine.is_finished()
@@ -407,7 +412,7 @@ def test_draining_keeps_all_completions_of_a_request_of_which_one_has_started(pa
 
 @pytest.mark.parametrize("overlap", some([True, False], True))
 def test_draining_keeps_what_was_preempted(overlap):
-    """It has tokens, though it waits."""
+    """A preempted request waits, but has tokens."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     options = {"max_num_seqs": 4, "num_kvcache_blocks": 12, "kvcache_block_size": 8, "max_model_len": 64}
     num_preempted = 0
@@ -456,7 +461,7 @@ def test_draining_is_done_once(pair):
     assert len(list(outputs)) > 0
     outputs.drain()
     running = pair.generate_iter(PROMPTS, UNEVEN)
-    outputs.drain()  # it has ended, so it is no concern of another's
+    outputs.drain()  # it has ended, so it must not affect another call
     assert len(list(running)) == 40
     running.close()
     running.drain()
@@ -508,7 +513,7 @@ def test_while_it_drains_nothing_else_may_be_called(pair, monkeypatch, is_closin
 
 
 def test_an_interrupt_while_it_drains_ends_it_with_what_was_finished(pair, monkeypatch):
-    """A second Ctrl-C. What the exception holds is not given out again."""
+    """This is a second Ctrl-C. Results in the exception are not given out again."""
     outputs = pair.generate_iter(PROMPTS, SHORT, ordered=False)  # the first two end together
     next(outputs)
 
@@ -544,7 +549,7 @@ def test_parameters_that_end_too_soon_are_an_error_that_keeps_what_was_finished(
         list(llm.generate_iter(iter(PROMPTS), [SHORT, 5]))
 
 
-# What an interrupted call keeps
+# Results that an interrupted call keeps
 
 
 def test_a_source_that_fails_ends_it_with_what_was_finished(llm, expected):
@@ -582,7 +587,7 @@ def test_generate_keeps_what_was_finished_when_it_is_interrupted(llm, expected, 
     assert all(plain(output) == plain(expected[number]) for number, output in kept.items())
 
 
-# Faults of the tokenizer are those of a row
+# Faults of the tokenizer are errors of a row
 
 
 @pytest.mark.parametrize("error", [Panic("11 million spaces"), ValueError("no"), RuntimeError("no")], ids=repr)
@@ -669,7 +674,7 @@ def test_what_ends_the_program_is_no_fault_of_a_row(llm, monkeypatch, error):
 
 
 class FakeEngine:
-    """Each step finishes everything that it has, or at most so many rows."""
+    """Each step finishes all its rows, or at most a given number."""
 
     def __init__(self, maximum=None):
         self._most = maximum

@@ -22,7 +22,7 @@ doc_to_target: {target}
 
 
 def rolled(llm: LLM, token_ids: list[int], prefix: int, window: int) -> float:
-    """The log-probability of a text, each token after as many of those before it as a full last window holds."""
+    """The log-probability of a text, in which each token sees as many tokens before it as a full last window holds."""
     total = 0.0
     for first in range(0, len(token_ids), window):
         end = min(first + window, len(token_ids))
@@ -110,7 +110,7 @@ def test_a_long_prompt_loses_tokens_on_the_left(model):
 def test_a_special_token_in_until_ends_the_completion(model):
     special = dict(model._special_ids)
     [output] = model.llm.generate([SUM], SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
-    model._special_ids["<fake>"] = output.token_ids[1]  # as if the answer's first digit were one
+    model._special_ids["<fake>"] = output.token_ids[1]  # makes the answer's first digit a special token
     try:
         [text] = model.generate_until(requests("generate_until", (SUM, {"until": ["<fake>"]})))
     finally:

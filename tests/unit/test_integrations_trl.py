@@ -31,7 +31,7 @@ def trainer():
 
 @pytest.fixture
 def llm(monkeypatch):
-    """With a list of the names that each update brought."""
+    """An LLM with a list of the names that each update brought."""
     updates: list[list[str]] = []
     monkeypatch.setattr(LLM, "update_weights", lambda llm, weights: updates.append([name for name, _ in weights]))
     with LLM(str(MODEL_DIRECTORY), **OPTIONS) as llm:

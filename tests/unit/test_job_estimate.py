@@ -1,4 +1,4 @@
-"""The estimate of a dry run: which rows are measured, and what is made of the measurement."""
+"""The estimate of a dry run: which rows are measured, and how the estimate follows from them."""
 
 import json
 import os
@@ -21,8 +21,8 @@ MODEL = str(MODEL_DIRECTORY)
 
 
 class Batch:
-    """An engine on a clock of its own. A step gives each running row a token, and the rows that join it take their
-    prompts with them; every token has its price.
+    """An engine on its own clock. A step gives each running row a token, and computes the prompts of the rows that join
+    it; every token has its price.
 
     Args:
         size: rows that run together.
@@ -77,7 +77,7 @@ JOBS = {kind.__name__: kind for kind in (uniform, half_short, few_long, labels)}
 
 
 def two_tasks(rng, share):
-    """Texts, then labels: rows of a window are sorted, so one task comes after the other."""
+    """Texts, and then labels: rows of a window are sorted, so one task comes after the other."""
     return (200, rng.randint(100, 300)) if share < 0.5 else labels(rng)
 
 
@@ -146,7 +146,7 @@ def test_rows_that_finish_together_are_no_free_lunch(monkeypatch, rows_in_batche
     ("amounts", "seconds", "expected"),
     [
         ([[1, 0], [0, 2], [1, 2]], [3, 10, 13], [3, 5]),
-        ([[1, 2], [2, 4]], [5, 10], [1, 2]),  # in one proportion, any prices will do that make up the seconds
+        ([[1, 2], [2, 4]], [5, 10], [1, 2]),  # proportional, so all prices that give these seconds are right
         ([[1, 9], [9, 1]], [9, 0], [0, 0.9]),  # one would be negative
         ([[1, 0], [2, 0]], [2, 4], [2, 0]),
         ([[0, 0], [0, 0]], [1, 2], None),
@@ -162,7 +162,7 @@ def test_prices_make_up_all_the_seconds_and_none_is_negative(amounts, seconds, e
 
 
 def test_tokens_that_come_late_are_counted(monkeypatch):
-    """Replicas tell them some tenths of a second later, and the last ones at their end."""
+    """Replicas report them some tenths of a second later, and the last ones at their end."""
     rng = random.Random(0)
     rows = [uniform(rng) for _ in range(1024)]
     batch = Batch(128, monkeypatch)
@@ -186,7 +186,7 @@ def test_tokens_that_come_late_are_counted(monkeypatch):
     [(1024, 100, 4096), (8, 100, 32), (1024 / 8, 100, 512), (1024, 2000, 2**22 // 2000), (1024, 2**23, 1), (0.5, 1, 2)],
 )
 def test_a_sample_fills_the_batch_and_is_smaller_where_prompts_are_long(rows_at_a_time, num_prompt, expected):
-    """What the prefix cache serves does not count."""
+    """Tokens that the prefix cache serves do not count."""
     summary = SimpleNamespace(
         num_prompt_tokens=9000 * (num_prompt + 5000), num_shared_tokens=9000 * 5000, num_prompts=10_000, num_errors=1000
     )
@@ -215,7 +215,7 @@ def run_dry(tmp_path, rows, llm=FakeLLM, **options):
 
 
 def test_a_dry_run_measures_rows_from_the_whole_input_and_keeps_nothing(tmp_path):
-    """Of rows in groups that begin alike, whole groups run."""
+    """If groups of rows begin alike, whole groups run."""
     rng = random.Random(1)
     rows = [{"id": f"{place}", "prompt": f"group {place % 200:03} {place}"} for place in range(2000)]
     rng.shuffle(rows)
@@ -225,7 +225,7 @@ def test_a_dry_run_measures_rows_from_the_whole_input_and_keeps_nothing(tmp_path
     measured = report["estimate"].pop("seconds")
     assert set(measured) == {"start", "rows"} and measured["rows"] > 0
     assert report["estimate"].pop("cost") == pytest.approx(10_000 * sum(measured.values()))
-    assert report["estimate"].pop("filled_the_batch") in (True, False)  # on a clock that is not ours
+    assert report["estimate"].pop("filled_the_batch") in (True, False)  # depends on a real clock
     assert report["estimate"] == {"measured_rows": 320, "output_tokens": 8000}
     assert report["rows"] == {"total": 2002, "finished": 0, "finished_before": 0, "errors": 2}
     assert sum(kind["rows"] for kind in report["errors"]) == 2 and report["tokens"] == {}
@@ -292,7 +292,7 @@ def test_rows_are_chosen_among_those_that_can_run(tmp_path, monkeypatch):
     """A broken row that is far longer than all others was once the only one to choose from."""
     monkeypatch.setattr(estimate, "_BYTES_TO_READ", 1000)
     rows = [{"id": "bad", "promt": "x" * 100_000}, *({"id": f"{place:03}", "prompt": "x"} for place in range(200))]
-    assert 20 < run_dry(tmp_path, rows)["estimate"]["measured_rows"] < 60  # of 28 bytes each
+    assert 20 < run_dry(tmp_path, rows)["estimate"]["measured_rows"] < 60  # they take 28 bytes each
 
 
 def test_a_signal_stops_the_sample(tmp_path):

@@ -1,4 +1,4 @@
-"""The journal of a job: what was appended is read again after any kill, torn write or full disk."""
+"""The journal of a job: appended rows are read again after any kill, torn write or full disk."""
 
 import os
 import random
@@ -115,7 +115,7 @@ def test_a_full_disk_leaves_whole_lines_and_says_what_to_do(tmp_path, monkeypatc
 
 
 def test_a_slow_disk_stops_nobody(tmp_path, monkeypatch):
-    """A sync is under way, on another thread, and rows are appended and written all the same."""
+    """During a sync, which is on another thread, rows are still appended and written."""
     began, may_end, threads = threading.Event(), threading.Event(), []
 
     def slow(fd: int) -> None:
@@ -178,11 +178,11 @@ def test_what_fails_in_the_thread_after_the_last_row_is_raised_at_the_end(tmp_pa
         journal.close()
     journal.close()
     monkeypatch.undo()
-    Journal(tmp_path / "part").close()  # nobody holds it any more
+    Journal(tmp_path / "part").close()  # no process holds the lock any more
 
 
 def test_a_failure_never_hides_another_exception_and_is_never_hidden_by_one(tmp_path, monkeypatch, caplog):
-    """A failed sync once took the place of the engine's error. And a Ctrl-C that came after it made it silent."""
+    """A failed sync once replaced the engine's error. And if Ctrl-C came after it, the failure was silent."""
 
     def fails(fd: int) -> None:
         raise OSError(5, "Input/output error")

@@ -84,7 +84,7 @@ def openai(name, **body):
 
 
 def parsed(source) -> list:
-    """The rows of a source, which is closed."""
+    """The rows of a source, which is closed afterwards."""
     rows = [parse_row(number, line) for number, line in enumerate(source.scan())]
     assert len(source) == len(rows)
     source.close()
@@ -146,7 +146,7 @@ JSON_COLUMNS = ("messages", "params", "chat_template_kwargs", "body")
 
 @given(st.lists(plain_rows | openai_rows, max_size=8), st.sets(st.sampled_from(JSON_COLUMNS)), st.integers(1, 9))
 def test_a_table_gives_the_rows_of_the_same_lines(tmp_path_factory, rows, as_json, row_group_size):
-    """Whether columns with structure are structs or JSON text."""
+    """Columns with structure may be structs or JSON text."""
     path = tmp_path_factory.mktemp("table")
     # Arrow cannot tell an empty struct from one of nulls alone.
     rows = [{name: value for name, value in row.items() if value != {}} for row in rows]
@@ -225,7 +225,7 @@ def test_a_null_in_a_list_keeps_its_place(tmp_path):
 
 
 def test_decimals_are_numbers(tmp_path):
-    """Some databases make them of 0.7, and of all integers."""
+    """Some databases turn 0.7, and all integers, into decimals."""
     one, point_seven = decimal.Decimal("12"), decimal.Decimal("0.70")
     table = {"id": [one], "prompt": ["a"], "params": [{"max_tokens": one, "temperature": point_seven}]}
     (row,) = rows_of(tmp_path, pa.table(table))
@@ -315,7 +315,7 @@ def test_one_large_row_group_is_not_read_as_a_whole(tmp_path, size, count):
     for name, num_rows in (("small", count // 12), ("large", count)):
         prompts = [rng.randbytes(size // 2).hex() for _ in range(num_rows)]
         table = pa.table({"id": range(num_rows), "prompt": prompts})
-        # A page is decoded as a whole, and pyarrow ends none within a batch.
+        # A page is decoded as a whole, and pyarrow ends no page within a batch.
         pq.write_table(table, tmp_path / f"{name}.parquet", use_dictionary=False, write_batch_size=4)
     done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=True)
     growth, num_mib = map(float, done.stdout.split())
@@ -416,7 +416,7 @@ def test_a_job_with_both_kinds_of_rows_has_all_columns(job):
 
 
 def test_what_has_no_fixed_shape_is_text(job):
-    """Log-probabilities are JSON, and a stop reason is a string also if it is a token's id."""
+    """Log-probabilities are JSON, and a stop reason is a string even if it is a token's id."""
 
     class Scoring(FakeLLM):
         def complete(self, number, prompt, params):

@@ -1,4 +1,4 @@
-"""Rows of a job: whatever a line holds becomes a row, and each row becomes one line of JSON."""
+"""Rows of a job: each line becomes a row, with any content, and each row becomes one line of JSON."""
 
 import json
 import sys
@@ -83,7 +83,7 @@ def test_a_mark_at_the_start_of_a_file_is_not_part_of_the_row():
     assert parse_row(0, b"\xef\xbb\xbf" + json.dumps(PLAIN).encode()) == row_of(PLAIN)
 
 
-# What is wrong with a plain row
+# Errors of a plain row
 
 BAD_PLAIN = [
     ({"prompt": "Hi"}, r'has no "id", which must be a string or an integer', None),
@@ -324,7 +324,7 @@ def test_a_broken_line_of_openai_is_told_by_its_keys():
         assert found.id == "a" and found.kind in URLS and found.error is not None
 
 
-# What no file can do
+# Lines that must not raise
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=8),
@@ -373,7 +373,7 @@ def test_no_json_raises(value):
 
 
 def test_no_depth_raises_wherever_it_is():
-    """JSON is read to a depth at which an error can no longer show it, so all depths about there are tried."""
+    """At some depth JSON can still be read, but an error can no longer show it, so all depths near it are tried."""
 
     def nested(place: str, depth: int) -> str:
         return place % ("[" * depth + "]" * depth)
@@ -581,6 +581,6 @@ def test_every_output_row_survives_json(kind, output):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_of_the_schedule_is_in_an_output_row(kind):
-    """Rows run in another order, beside other rows and from a warm cache must give the same file."""
+    """Rows that run in another order, beside other rows or from a warm cache must give the same file."""
     elsewhere = RequestOutput("99", "Hi", TWO.prompt_token_ids, TWO.outputs, num_cached_tokens=0, weight_version=3)
     assert output_of(made(kind), elsewhere, created=5) == output_of(made(kind), TWO, created=5)

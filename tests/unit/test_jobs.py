@@ -192,7 +192,7 @@ def test_a_file_that_is_of_no_job_is_not_overwritten(job, tmp_path):
 
 
 def test_a_job_that_finished_nothing_may_be_corrected(job):
-    """What this machine cannot do is found when the LLM is made, after the job has its description."""
+    """A limit of this machine shows only when the LLM is made, after the job has its description."""
 
     class Refusing(FakeLLM):
         def __init__(self, model, **options):
@@ -471,7 +471,7 @@ def test_a_long_tail_is_said(job, tail, is_said):
     report, _ = job(plain(100))
     report |= {"tail_seconds": tail, "seconds": {"rows": 100.0}}
     assert ("the last 1% of the rows took" in in_words(report)) is is_said
-    report["rows"]["finished_before"] = 1  # of few rows, one is more than 1%
+    report["rows"]["finished_before"] = 1  # one of a few rows is more than 1%
     assert "the last 1%" not in in_words(report)
 
 
@@ -516,7 +516,7 @@ def test_what_stops_a_file_leaves_no_trace_of_it(tmp_path, error):
 
 
 def test_room_is_asked_for_only_where_it_lacks(tmp_path):
-    """The directory was missing, and the message said to make room."""
+    """If the directory was missing, the message once said to make room."""
     with (
         pytest.raises(JobError, match=r"cannot be written: No such file or directory\. Run the same command again"),
         whole_file(tmp_path / "missing" / "file") as file,
@@ -525,7 +525,7 @@ def test_room_is_asked_for_only_where_it_lacks(tmp_path):
 
 
 def test_errors_beyond_the_first_ten_are_counted(job):
-    """They were left out, and nobody could see that there were more."""
+    """They were once left out without a message."""
     errors = Errors()
     for name in "abcdefghijklm":
         for row in (1, 2):
@@ -541,7 +541,7 @@ def test_errors_beyond_the_first_ten_are_counted(job):
 
 @pytest.mark.parametrize("num_written", [0, 1])
 def test_a_description_that_cannot_be_written_is_named(job, tmp_path, monkeypatch, num_written):
-    """At the start, or when all rows are there."""
+    """This may be at the start, or when all rows are finished."""
     numbers, replace = iter(range(9)), os.replace
 
     def refuse(new, path):
@@ -585,7 +585,7 @@ def test_windows_of_large_rows_are_small_and_rows_of_one_beginning_keep_their_or
 
 @pytest.mark.parametrize("max_num_rows", [1, 10, 400])
 def test_a_window_is_read_while_the_one_before_is_given_out(max_num_rows):
-    """Rows that run wait while others are read, so never many at once."""
+    """Running rows wait while others are read, so only a few are read at once."""
     num_read = 0
 
     def reading():
@@ -601,7 +601,7 @@ def test_a_window_is_read_while_the_one_before_is_given_out(max_num_rows):
 
 
 def test_a_finished_job_is_no_failure_and_leaves_only_its_output(job, tmp_path, monkeypatch):
-    """The journal's last sync failed when the output was there already, and the report was lost."""
+    """The journal's last sync once failed after the output was complete, and the report was lost."""
     write, failed = Job._write_output, threading.Event()
 
     def fails(fd: int) -> None:
@@ -675,7 +675,7 @@ def test_only_rows_that_would_run_alone_at_the_end_are_started_first():
 
 
 def test_memory_stays_flat_over_many_rows(job, tmp_path, count):
-    """What a job keeps of a row is some tens of bytes."""
+    """A job keeps some tens of bytes per row."""
     program = (
         "import re, sys; sys.path.insert(0, 'tests')\n"
         "from support.fake_llm import FakeLLM\nfrom nanovllm.jobs.job import Job, JobOptions\n"

@@ -1,4 +1,4 @@
-"""Layers against their formulas and transformers, and their shards against the whole, over real collectives too."""
+"""Layers against their formulas and transformers, and their shards against the whole, also over real collectives."""
 
 import os
 import subprocess
@@ -37,7 +37,7 @@ from nanovllm.ops.sampling_exchange import SamplingExchange
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """The same random numbers in every run, whichever tests run."""
+    """The same random numbers in every run, for any selection of tests."""
     torch.manual_seed(0)
 
 
@@ -61,7 +61,7 @@ def make_norm(size: int, dtype: torch.dtype, eps: float = 1e-6) -> RMSNorm:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 8), (7, 64), (5, 3, 16)])
 def test_rmsnorm_is_the_formula_and_that_of_transformers(dtype, shape):
-    """Rounded before the weight is applied, as transformers does it; small and large inputs."""
+    """The result is rounded before the weight is applied, as in transformers. Inputs are small and large."""
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm  # slow to import
 
     norm = make_norm(shape[-1], dtype, eps=1e-3)
@@ -79,7 +79,7 @@ def test_rmsnorm_is_the_formula_and_that_of_transformers(dtype, shape):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rmsnorm_leaves_its_input_alone(dtype):
-    """An in-place square of the caller's tensor corrupted the residual of the whole model."""
+    """An in-place square of the caller's tensor would corrupt the residual of the whole model."""
     norm = make_norm(32, dtype)
     x, residual = torch.randn(2, 6, 32).to(dtype).unbind()
     copies = x.clone(), residual.clone()
@@ -102,7 +102,7 @@ def test_the_residual_form_returns_the_norm_of_the_sum_and_the_sum(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_without_a_residual_the_sum_is_its_own(dtype):
-    """The embedding, which begins the residual."""
+    """This is the case of the embedding, which begins the residual."""
     norm, x = make_norm(32, dtype), torch.randn(6, 32).to(dtype)
     normed, total = norm.reduce_add(PartialSum(x), None)
     exactly(total, x)
@@ -111,7 +111,7 @@ def test_without_a_residual_the_sum_is_its_own(dtype):
 
 
 def test_the_residual_form_sums_the_parts_of_all_ranks_before_it_norms():
-    """A norm of a part is no part of the norm."""
+    """A norm of a part is not a part of the norm."""
 
     class Two(Parallel):
         def all_reduce(self, tensor):
@@ -137,7 +137,7 @@ def test_rmsnorm_works_on_views_of_heads():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_every_head_is_normed_by_itself_with_the_weight_of_its_kind(dtype):
-    """As one RMSNorm for the queries and one for the keys would do it; the loader fills one row per head."""
+    """The result is that of one RMSNorm for the queries and one for the keys; the loader fills one row per head."""
     qk_norm, q_norm, k_norm = (
         QKNorm(6, 2, 16, 1e-6, LayerContext(dtype, CPU)),
         make_norm(16, dtype),
@@ -161,7 +161,7 @@ def test_every_head_is_normed_by_itself_with_the_weight_of_its_kind(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("head_dim", "theta"), [(16, 10000.0), (64, 1e6), (10, 77.0)])
 def test_rotary_embedding_is_that_of_transformers(dtype, head_dim, theta):
-    """Half-split pairs (i, i + d/2), not interleaved ones; at far positions too; never less exact than theirs."""
+    """Pairs are (i, i + d/2), not interleaved. Far positions are tested too; ours is never less exact than theirs."""
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb  # slow to import
 
     rope = {"rope_type": "default", "rope_theta": theta}
@@ -191,7 +191,7 @@ def test_rotation_leaves_its_input_alone():
 
 
 def test_rotation_keeps_lengths_and_relative_positions():
-    """q at m and k at n meet in a score that knows only m − n."""
+    """The score of q at m and k at n depends only on m − n."""
     rotary = RotaryEmbedding(32, 500, RopeConfig(10000.0, 32), torch.float32, CPU)
     q, k = torch.randn(2, 1, 1, 32).double().unbind()
 
@@ -205,7 +205,7 @@ def test_rotation_keeps_lengths_and_relative_positions():
 
 
 def test_act_and_mul_gates_with_the_first_half():
-    """Gate and up projections are merged in this order; swapped halves still look plausible."""
+    """Gate and up projections are merged in this order; swapped halves would still look plausible."""
     gate, up = torch.randn(2, 9, 24).unbind()
     closely(act_and_mul(torch.cat((gate, up), -1)), gate / (1 + (-gate).exp()) * up)
 
@@ -259,7 +259,7 @@ def test_column_parallel_outputs_side_by_side_are_the_whole(size, bias):
 @SIZES
 @BIAS
 def test_merged_outputs_are_divided_one_by_one(size, bias):
-    """Cutting the merged output in equal pieces gives rank 0 all of gate and rank 1 all of up."""
+    """Cutting the merged output into equal pieces would give rank 0 all of gate and rank 1 all of up."""
     sizes = {"gate_proj": 8, "up_proj": 12}
     whole = {f"{key}.weight": torch.randn(rows, 10) for key, rows in sizes.items()}
     whole |= {f"{key}.bias": torch.randn(rows) for key, rows in sizes.items()}
@@ -275,7 +275,7 @@ def test_merged_outputs_are_divided_one_by_one(size, bias):
 @BIAS
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (8, 4), (4, 2), (8, 1), (12, 2)])
 def test_every_rank_gets_its_heads_and_the_key_heads_they_read(size, bias, num_heads, num_kv_heads):
-    """With fewer key heads than ranks neighbours share one; dealing them round robin pairs the wrong heads."""
+    """With fewer key heads than ranks, neighbours share one; dealing them round robin would pair the wrong heads."""
     head_dim, hidden_size = 6, 10
     heads = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
     whole = {f"{key}.weight": torch.randn(n * head_dim, hidden_size) for key, n in heads.items()}
@@ -304,7 +304,7 @@ def test_every_rank_gets_its_heads_and_the_key_heads_they_read(size, bias, num_h
 @SIZES
 @BIAS
 def test_row_parallel_outputs_add_up_and_the_bias_counts_once(size, bias):
-    """A bias added on every rank is added `size` times by the all-reduce."""
+    """If every rank added the bias, the all-reduce would add it `size` times."""
     whole = {"weight": torch.randn(6, 12), "bias": torch.randn(6)}
     x = torch.randn(3, 12)
     layers = [load(RowParallelLinear(12, 6, bias, on(rank)), whole) for rank in ranks(size)]
@@ -315,8 +315,10 @@ def test_row_parallel_outputs_add_up_and_the_bias_counts_once(size, bias):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_fused_product_of_few_rows_comes_in_parts_for_the_norm(dtype):
-    """Not in parts: a single row, for which there is a kernel; many rows; inputs that do not divide; a bias, which only
-    one part may count; packed weights; ranks, whose exchange sums one part of each; norms that do not take parts."""
+    """It does not come in parts for: a single row, which has its own kernel; many rows; inputs that do not divide; a
+    bias, which only one part may count; packed weights; ranks, whose exchange sums one part of each; norms that take no
+    parts.
+    """
     context = LayerContext(dtype, CPU, use_kernels=True)
     layer = RowParallelLinear(64, 24, False, context, gives=RMSNorm.accepted_sums(context))
     layer.weight.normal_()
@@ -351,7 +353,7 @@ def test_a_fused_product_of_few_rows_comes_in_parts_for_the_norm(dtype):
 
 
 def test_ranks_with_an_exchange_leave_scales_and_rounding_to_it():
-    """NCCL sums only what is scaled, and so does a norm after a block. A bias is added after the scales."""
+    """NCCL sums only scaled products, and so does a norm after a block. A bias is added after the scales."""
     calls = []
 
     def sum_add_norm(product, residual, weight, eps, begins_step, quantizes=False):
@@ -401,7 +403,8 @@ def test_a_large_fused_product_is_added_to_the_residual_while_it_is_multiplied(d
     normed, total = norm.reduce_add(pending, residual)
     torch.testing.assert_close(total.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
     exactly(normed, norm(total))
-    # With a bias, several ranks or packed weights, the product is calculated at once. One of few rows comes in parts.
+    # With a bias, several ranks or packed weights, the product is computed at once. A product of few rows comes in
+    # parts.
     others = [made(bias=True), made(parallel=LonelyRank(0, 2)), made(gives=Form.PLAIN), made(use_kernels=False)]
     assert not any(isinstance(other(x[:, : other.weight.shape[1]]), PendingProduct) for other in others)
     assert isinstance(layer(x[:256]), PartialSum)
@@ -423,12 +426,12 @@ def test_parts_of_products_where_they_pay(outputs, rows, num_parts):
 @SIZES
 @pytest.mark.parametrize("vocab_size", [1, 5, 7, 16, 61])
 def test_a_vocabulary_of_any_size_is_divided(size, vocab_size):
-    """Also when it does not divide, and when the last ranks get nothing: padding is neither read nor sampled."""
+    """It may not divide, and the last ranks may get no ids: padding is neither read nor sampled."""
     whole = {"weight": torch.randn(vocab_size, 10)}
     token_ids = torch.arange(vocab_size).repeat(2)
     embedded = [load(VocabParallelEmbedding(vocab_size, 10, on(rank)), whole)(token_ids) for rank in ranks(size)]
     hidden_states = torch.randn(3, 10)
-    # The loader leaves padding rows alone, so NaN stays in them: they must not reach anybody.
+    # The loader leaves padding rows alone, so NaN stays in them and must not reach any result.
     exactly(sum(partial.part for partial in embedded), F.embedding(token_ids, whole["weight"]))
     heads = [load(ParallelLMHead(vocab_size, 10, on(rank)), whole) for rank in ranks(size)]
     logits = torch.cat([F.linear(hidden_states, head.weight) for head in heads], -1)[:, :vocab_size]
@@ -483,7 +486,7 @@ def test_a_model_over_several_ranks_is_the_model(tmp_path, size, tied, exchanges
                 parallel = replace(parallel, sampling_exchange=own)
             logits[rank] = logits_of(tmp_path, token_ids, parallel)
             if exchanges:
-                exchange.barrier.wait()  # as the layers' sums of the next step
+                exchange.barrier.wait()  # like the layers' sums of the next step
                 for num_rows in (3, 1, 0):
                     found = own.all_gather(torch.arange(num_rows) + 10 * rank)
                     assert found.tolist() == [10 * r + i for r in range(size) for i in range(num_rows)]
@@ -510,7 +513,7 @@ def test_a_model_over_several_ranks_is_the_model(tmp_path, size, tied, exchanges
 
 
 def test_a_rank_gathers_what_a_slow_rank_sends():
-    """A rank that read before the barrier found what stood there from the step before."""
+    """A rank that read before the barrier once found the numbers of the previous step."""
     gathered = [torch.full((2,), -7) for _ in range(2)]
 
     def barrier() -> None:  # the other rank sends at the last moment
@@ -553,7 +556,7 @@ def test_collectives_do_nothing_at_size_1():
     assert alone.minimum(3, torch.device("cpu")) == 3 and alone.shard(7, "heads") == (0, 7)
 
 
-# The package that is tested here, also where it is a copy.
+# The package that is tested here, even if it is a copy.
 RANK_ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(nanovllm.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
 if sys.platform == "linux":
     RANK_ENVIRONMENT["GLOO_SOCKET_IFNAME"] = "lo"
@@ -638,10 +641,10 @@ GLOO_RANK = """
 
 @pytest.mark.parametrize("size", some([2, 4], 2))
 def test_collectives_and_the_lm_head_over_real_processes(tmp_path, size):
-    """All of them on gloo, in a group of their own. Of the LM head, every rank gets whole rows of logits, and those of
-    all ranks are one rank's: sliced by rows of the weight, exchanged, and cut where the vocabulary ends.
+    """All of them run on gloo, in their own group. Every rank gets whole rows of logits from the LM head, and the rows
+    of all ranks equal one rank's: they are sliced by rows of the weight, exchanged, and cut where the vocabulary ends.
 
-    A name that PyTorch has given up once wrote a warning per rank to the user's screen."""
+    A deprecated name of PyTorch's once wrote a warning per rank to the user's screen."""
     script = tmp_path / "rank.py"
     script.write_text(textwrap.dedent(GLOO_RANK))
     meeting_point = (tmp_path / "meeting_point").as_uri()

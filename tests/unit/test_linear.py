@@ -23,14 +23,14 @@ def test_a_packed_weight_gives_the_plain_product(num_rows, shape):
 
 
 def test_what_has_no_packed_form_stays_plain():
-    """A float64 or bfloat16 weight went through an operator made for float32."""
+    """A float64 or bfloat16 weight once went through an operator made for float32."""
     for dtype in (torch.float64, torch.bfloat16):
         assert pack_weight(torch.ones(4, 4, dtype=dtype)) is None
 
 
 @torch.inference_mode()
 def test_bfloat16_is_computed_in_few_sizes_too(monkeypatch):
-    """900 different lengths left 1.5 GB of kernels behind."""
+    """900 different lengths once left 1.5 GB of kernels behind."""
     compute, sizes = F.linear, set()
 
     def recording(x, *args):
@@ -48,7 +48,9 @@ def test_bfloat16_is_computed_in_few_sizes_too(monkeypatch):
 
 @torch.inference_mode()
 def test_any_number_of_rows_is_computed_in_few_sizes(monkeypatch):
-    """oneDNN kept half a megabyte for every number of rows it ever saw: prefills of all lengths ate gigabytes."""
+    """oneDNN keeps half a megabyte for every number of rows that it has seen: prefills of all lengths once took
+    gigabytes.
+    """
     compute, sizes = torch.ops.mkldnn._linear_pointwise, []
 
     def recording(x, *args):
@@ -62,7 +64,7 @@ def test_any_number_of_rows_is_computed_in_few_sizes(monkeypatch):
         sizes_before = len(sizes)
         found = linear(x[:num_rows], weight, packed, bias)
         torch.testing.assert_close(found, expected[:num_rows], rtol=1e-5, atol=1e-6)
-        # Little is computed in vain, and a long prompt is not cut into many small products.
+        # Padding adds little work, and a long prompt is not cut into many small products.
         assert num_rows <= sum(sizes[sizes_before:]) <= max(2 * num_rows, 8)
         assert len(sizes) - sizes_before == -(-num_rows // 1024)
     assert len(set(sizes)) <= 24 and max(sizes) == 1024

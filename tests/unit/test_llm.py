@@ -1,4 +1,4 @@
-"""The public face: what a script that says `from nanovllm import LLM, SamplingParams` may rely on."""
+"""The public interface: the behaviour that a script with `from nanovllm import LLM, SamplingParams` may rely on."""
 
 import gc
 import json
@@ -60,7 +60,7 @@ def llm():
 
 @pytest.fixture(scope="module")
 def questions() -> list[str]:
-    """Some of all kinds, and a few whose answers are long."""
+    """Questions of all kinds, and a few whose answers are long."""
     short = [question for question, _ in islice(problems(7, held_out=True), 14)]
     return [*short, *(f"Count from {first} to {first + 12}." for first in (3, 25, 40, 52, 66, 77))]
 
@@ -111,14 +111,14 @@ def test_full_garbage_collections_are_rare_during_a_call_and_come_back_after_it(
 
 
 def test_calls_in_two_threads_leave_the_garbage_collector_as_it_was():
-    """Each call restored what it had found, so that the one that ended last left the other's thresholds."""
+    """Each call once restored the thresholds that it had found, so the one that ended last left those of the other."""
 
     class User:
         pass
 
     before, collector, first, second = gc.get_threshold(), Collector(), User(), User()
     try:
-        gc.set_threshold(before[0], before[1], 2**30)  # a hundred times more is no C int
+        gc.set_threshold(before[0], before[1], 2**30)  # a hundred times this exceeds a C int
         of_first, of_second = collector.eased(first), collector.eased(second)
         of_first.__enter__()
         of_second.__enter__()
@@ -127,7 +127,7 @@ def test_calls_in_two_threads_leave_the_garbage_collector_as_it_was():
         assert gc.get_threshold()[2] == 2**31 - 1
         of_second.__exit__(None, None, None)
         assert gc.get_threshold() == (before[0], before[1], 2**30)
-        # Ctrl-C can leave thresholds raised, and a user behind; the next call knows them for its own.
+        # Ctrl-C can leave thresholds raised, and a user registered; the next call recognises them as its own.
         collector._users.add(first)
         gc.set_threshold(before[0], before[1], 2**31 - 1)
         with collector.eased(first):
@@ -138,7 +138,7 @@ def test_calls_in_two_threads_leave_the_garbage_collector_as_it_was():
 
 
 def test_results_keep_the_order_of_the_prompts_whatever_finishes_first(llm, monkeypatch):
-    """Completions collected as they finish once came back in that order."""
+    """Completions once came back in the order in which they finished."""
     lengths = [30, 1, 12, 25, 3, 18, 2]
     prompts = [f"Prompt number {index}" for index in range(len(lengths))]
     params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
@@ -182,7 +182,7 @@ def test_results_keep_the_order_of_the_prompts_whatever_finishes_first(llm, monk
     ids=lambda prompt: f"{type(prompt).__name__}-{prompt}"[:40],
 )
 def test_one_prompt_in_any_dress_gives_a_list_of_one(llm, prompt):
-    """A bare list of ids is one prompt, not many; a 0-d array of a string once became one prompt a letter."""
+    """A bare list of ids is one prompt, not many; a 0-d array of a string once became one prompt per letter."""
     outputs = generate(llm, prompt)
     assert [(output.num_prompt_tokens, output.error) for output in outputs] == [(8, None)]
     assert tokens(outputs) == tokens(generate(llm, ["Hi there"]))
@@ -241,7 +241,7 @@ def test_results_are_frozen_and_answer_like_a_dict(llm):
 
 
 def test_a_prompt_may_be_a_dict(llm):
-    """As in vLLM's scripts; both keys are the text and what it was tokenized to."""
+    """vLLM's scripts use such dicts. If both keys are given, they are the text and its tokens."""
     ids = llm.get_tokenizer()("Hello")["input_ids"]
     prompts = ["Hello", {"prompt": "Hello"}, ids, {"prompt_token_ids": ids}, {"prompt": "Hi", "prompt_token_ids": ids}]
     outputs = generate(llm, prompts)
@@ -254,7 +254,7 @@ def test_a_prompt_may_be_a_dict(llm):
 
 
 def test_a_prompt_may_be_a_conversation_among_others(llm):
-    """So that conversations can be streamed; each is what chat makes of it."""
+    """So conversations can be streamed, with the results of `chat`."""
     chats = [conversation(question) for question in ("What is 12 + 30?", "Write kernel in upper case.")]
     first, last = llm.chat(chats, GREEDY, use_tqdm=False)
     (text,) = generate(llm, "Hello")
@@ -309,7 +309,7 @@ def test_text_may_be_left_out(llm, monkeypatch):
 
 
 def test_another_tokenizer_may_be_named(model_copy):
-    """Checkpoints come without one, or with one that lacks the chat template."""
+    """Some checkpoints have no tokenizer, or one without the chat template."""
     bare = model_copy(remove=["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
     with LLM(bare, tokenizer=MODEL_DIRECTORY) as llm:
         (output,) = llm.chat([{"role": "user", "content": "What is 1 + 2?"}], use_tqdm=False)
@@ -378,7 +378,7 @@ def test_max_tokens_is_exact(llm):
 
 
 def test_an_end_at_the_last_token_allowed_is_a_stop(llm):
-    """Both limits are met at once; the model did finish."""
+    """The completion reaches both limits at once, and the model did finish."""
     (output,) = ask(llm, "What is 12 + 30?", params=SamplingParams(temperature=0.0, max_tokens=3))
     assert (output.token_ids, output.finish_reason) == ([*b"42", IM_END], "stop")
     (output,) = ask(llm, "What is 12 + 30?", params=SamplingParams(temperature=0.0, max_tokens=2))
@@ -412,7 +412,7 @@ def test_stop_token_ids_are_one_requests_own(llm):
 @pytest.mark.parametrize("min_tokens", [1, 3, 4, 10])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_stop_token_comes_before_min_tokens(llm, min_tokens, temperature):
-    """Forbidding only the end while a stop token slips through, or the other way round."""
+    """It would be wrong to ban only the end-of-sequence token and not a stop token, or vice versa."""
     params = SamplingParams(
         temperature=temperature, min_tokens=min_tokens, max_tokens=40, stop_token_ids=[ord("4")], seed=5
     )
@@ -422,7 +422,7 @@ def test_no_stop_token_comes_before_min_tokens(llm, min_tokens, temperature):
 
 
 def test_a_boundless_temperature_samples_no_forbidden_token(llm):
-    """In float32 it was infinite, and −inf / inf is the NaN that wins every argmax."""
+    """In float32 it was once infinite, and −inf / inf is NaN, which wins every argmax."""
     params = SamplingParams(temperature=1e300, min_tokens=30, max_tokens=30, seed=1)
     for output in generate(llm, ["Hi"] * 8, params):
         assert not {IM_END, END_OF_TEXT} & set(output.token_ids)
@@ -430,7 +430,7 @@ def test_a_boundless_temperature_samples_no_forbidden_token(llm):
 
 
 def test_a_boundless_top_k_is_off(llm):
-    """It did not fit 64 bits, and took the whole batch down in the middle of a run."""
+    """It once exceeded 64 bits, and ended the whole batch in the middle of a run."""
     params = [SamplingParams(top_k=top_k, top_p=0.9, seed=3) for top_k in (10**30, 0)]
     outputs = generate(llm, ["Hi"] * 2, params)
     assert outputs[0].token_ids == outputs[1].token_ids
@@ -448,7 +448,7 @@ def test_a_boundless_top_k_is_off(llm):
     ],
 )
 def test_every_eos_id_ends_a_completion(model_copy, generation_eos, config_eos, expected):
-    """Only the first of several ids was believed, and Qwen's chat models then never stop."""
+    """Only the first of several ids was once used, and Qwen's chat models then never stopped."""
     directory = model_copy(generation_config={"eos_token_id": generation_eos}, config={"eos_token_id": config_eos})
     expected = [IM_END if byte == 0 else byte for byte in expected]
     with make_llm(directory) as llm:
@@ -464,7 +464,7 @@ def test_special_tokens_can_be_kept_in_the_text(llm):
 
 
 def test_prompt_and_completion_fill_max_model_len_and_no_more():
-    """One token less than the limit leaves room for one; a prompt of the whole limit for none."""
+    """A prompt of one token less than the limit leaves room for one token, and a prompt of the whole limit for none."""
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     with make_llm(max_model_len=40) as llm:
         outputs = generate(llm, [[65] * length for length in (39, 40, 38, 41, 20)], params)
@@ -480,7 +480,7 @@ def test_prompt_and_completion_fill_max_model_len_and_no_more():
 
 @pytest.fixture
 def scripted(monkeypatch):
-    """An LLM that says what it is told: `scripted({first token of the prompt: completion's token ids})`."""
+    """An LLM with given answers: `scripted({first token of the prompt: completion's token ids})`."""
     with make_llm(enable_prefix_caching=False, num_kvcache_blocks=2048, kvcache_block_size=16) as llm:
 
         def set_script(script: dict[int, list[int]]) -> LLM:
@@ -520,7 +520,7 @@ def scripted(monkeypatch):
     ],
 )
 def test_the_text_ends_before_the_first_stop_string(scripted, said, stop, text, num_tokens):
-    """The ids stay complete; looking at single tokens' texts misses what spans two of them."""
+    """The ids stay complete. A look at single tokens' texts would miss strings that span two of them."""
     script = list(said.encode())
     is_stopped = num_tokens < len(script) or text != said
     params = SamplingParams(temperature=0.0, stop=stop, max_tokens=len(script))
@@ -551,7 +551,7 @@ def test_a_stop_string_counts_only_after_min_tokens(scripted, said, stop, min_to
 
 
 def test_stop_strings_see_the_text_that_the_caller_sees(scripted):
-    """A skipped special token is not in the text, so a stop string may reach across it; a kept one may be it."""
+    """A skipped special token is not in the text, so a stop string may span it; a kept one may be the stop string."""
     script = [*b"ab", IM_END, *b"cd"]
     llm = scripted({ord("p"): script})
     expected = {
@@ -577,7 +577,7 @@ def test_tokens_without_text_do_not_push_a_stop_string_out_of_sight(scripted, te
         temperature=0.0, stop="abc", ignore_eos=True, max_tokens=len(script), skip_special_tokens=skips
     )
     (output,) = generate(scripted({ord("p"): script}), "p", params)
-    if has_text:  # it stands between the letters, and no stop string is there to be found
+    if has_text:  # its text comes between the letters, so there is no stop string
         assert (output.token_ids, output.finish_reason) == (script, "length")
         assert output.text.startswith("xa<|im_") and output.text.endswith("cd")
     else:
@@ -617,7 +617,7 @@ def test_random_stop_strings_agree_with_a_search_of_the_whole_text(scripted):
 
 
 def test_a_stop_string_frees_the_place_at_once(llm, questions):
-    """Stop strings end a request in the scheduler, not afterwards in the text: nothing is generated in vain."""
+    """Stop strings end a request in the scheduler, not afterwards in the text, so no extra tokens are generated."""
     before = llm.metrics()["num_output_tokens"]
     params = SamplingParams(temperature=0.0, stop=" 9", ignore_eos=True, max_tokens=60)
     (output,) = ask(llm, "Count from 7 to 12.", params=params)
@@ -625,7 +625,7 @@ def test_a_stop_string_frees_the_place_at_once(llm, questions):
     assert llm.metrics()["num_output_tokens"] - before == 5
 
 
-# Rules about single tokens, as far as the facade makes them; what they do to logits stands in test_process_logits.py
+# Rules about single tokens, as the facade makes them; test_process_logits.py has their effects on logits
 
 
 def greedy(**rules) -> SamplingParams:
@@ -633,7 +633,7 @@ def greedy(**rules) -> SamplingParams:
 
 
 def test_rules_about_tokens_are_each_requests_own(llm):
-    """Six requests of one batch: a rule that reached its neighbour, or was lost on the way, changes an answer."""
+    """Six requests share a batch: a rule that reached a neighbour, or was lost, would change an answer."""
     params = {
         "42": greedy(),
         "43": greedy(bad_words=["42"]),
@@ -649,7 +649,7 @@ def test_rules_about_tokens_are_each_requests_own(llm):
 
 
 def test_a_row_whose_bans_leave_no_token_leaves_its_prefix_to_others():
-    """Its keys are sound. Every such row once threw the prefix away that all rows of a job shared."""
+    """Its keys are right. Every such row once removed the prefix that all rows of a job shared."""
     prefix = "x" * 40
     with make_llm(kvcache_block_size=16, num_kvcache_blocks=64) as llm:
         none_left = greedy(allowed_token_ids=[5], bad_words=[[5]])
@@ -659,7 +659,9 @@ def test_a_row_whose_bans_leave_no_token_leaves_its_prefix_to_others():
 
 
 def test_a_bad_word_is_banned_wherever_its_tokens_are_generated(llm):
-    """Not after other tokens, not in the prompt, and never the tokens themselves where they make no such word."""
+    """It is not banned after other tokens or in the prompt, and its tokens stay allowed where they do not form the
+    word.
+    """
     question, answer_text = "Count from 7 to 12.", "7 8 9 10 11 12"
     (output,) = ask(llm, question, params=greedy(bad_words=["9 1", "12 "]))
     assert output.text[:5] == answer_text[:5] and "9 1" not in output.text
@@ -682,7 +684,7 @@ def test_the_callers_params_keep_their_words(llm):
     assert params.bad_words == ("42",)
 
 
-# The prefix cache as seen from outside
+# The prefix cache, seen from outside
 
 
 def test_a_repeated_prompt_is_served_from_the_cache():
@@ -691,13 +693,13 @@ def test_a_repeated_prompt_is_served_from_the_cache():
         first = [generate(llm, [prompt])[0] for prompt in prompts]
         again = generate(llm, prompts)
     assert [output.num_cached_tokens for output in first] == [0, 64, 64, 128, 0]
-    # One token is always left to compute, also of a prompt that is a whole number of blocks.
+    # One token is always left to compute, even if a prompt is a whole number of blocks.
     assert [output.num_cached_tokens for output in again] == [0, 64, 64, 128, 0]
     assert tokens(again) == tokens(first)
 
 
 def test_fifteen_prompts_with_one_prefix_compute_it_once():
-    """They start in one step: a prefix that counts only once it is written would be computed fifteen times."""
+    """They start in one step: a prefix that matched only after it is written would be computed fifteen times."""
     prefix = [token % 250 for token in range(128)]
     prompts = [[*prefix, 100 + row] for row in range(15)]
     with make_llm(kvcache_block_size=64) as llm:
@@ -818,7 +820,8 @@ def test_a_stop_string_without_tokenizer_spoils_only_its_own_row(model_copy):
 
 def test_the_progress_bar_shows_both_speeds_and_the_time_left(llm, capsys, monkeypatch):
     """Speeds are the tokens of each phase per second of this run. Decode tokens were once divided by the seconds of
-    steps with nothing but decodes, of which there were none: 9,784,000,000,000 tok/s."""
+    pure decode steps, of which there were none: 9,784,000,000,000 tok/s.
+    """
     ask(llm, "What is 1 + 1?")
     assert capsys.readouterr().err == ""
     before = llm.metrics()
@@ -880,7 +883,7 @@ def test_metrics_tell_the_truth():
     assert 0.9 < (metrics["memory_bytes"]["weights"] - packed_head) / of_file <= 1
 
 
-# Lives of an LLM
+# From an LLM's start to its end
 
 
 def test_a_closed_llm_says_so():
@@ -894,7 +897,7 @@ def test_a_closed_llm_says_so():
 
 
 def test_counters_can_be_read_after_the_end():
-    """Reading them after the with block, once the work is done, raised AttributeError."""
+    """Reading them after the with block once raised AttributeError."""
     with make_llm() as llm:
         generate(llm, "Hi", SamplingParams(max_tokens=3, ignore_eos=True))
         open_metrics = llm.metrics()
@@ -919,7 +922,7 @@ def test_one_llm_after_another_starts_afresh():
 
 
 def test_two_llms_at_once_do_not_notice_each_other(questions):
-    """Their steps alternate; a context, a cache or a block size shared by the process would mix them up."""
+    """Their steps alternate. A context, a cache or a block size that the process shares would mix them up."""
     options = [{"kvcache_block_size": 16, "seed": 1}, {"kvcache_block_size": 32, "overlap": False, "seed": 2}]
     halves = [questions[:8], questions[8:16]]
     params = SamplingParams(temperature=0.8, max_tokens=30)
@@ -1048,7 +1051,7 @@ def test_requests_may_be_added_between_any_two_steps(engine, llm):
 
 @pytest.mark.parametrize("num_steps", range(5))
 def test_requests_may_be_aborted_between_any_two_steps(engine, llm, num_steps):
-    """Waiting, in flight or running: the others go on, and the blocks come back."""
+    """The requests wait, are in flight or run; the others go on, and the blocks come back."""
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     prompts = [list(b"Stay"), list(b"Go away"), list(b"Stay too")]
     expected = tokens(generate(llm, prompts, params))
@@ -1086,7 +1089,7 @@ def test_an_engine_that_has_left_says_so(engine):
 
 
 def test_generate_after_an_interrupted_run_by_hand(llm):
-    """abort() everything, and the LLM is free again."""
+    """After abort() of all requests, the LLM is free again."""
     ids = [llm.engine.add_request([65, 66], SamplingParams()) for _ in range(3)]
     llm.engine.step()
     for seq_id in ids:
@@ -1142,7 +1145,7 @@ def test_no_option_changes_the_tokens(reference, questions, options):
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize(("block_size", "num_blocks"), [(1, 144), (4, 36)])
 def test_preemption_does_not_change_the_tokens(reference, questions, overlap, caching, block_size, num_blocks):
-    """Coming back means computing prompt and completion again; a token was once lost or sampled twice."""
+    """A request that returns computes prompt and completion again; a token was once lost or sampled twice."""
     options = {"kvcache_block_size": block_size, "num_kvcache_blocks": num_blocks}
     with make_llm(overlap=overlap, enable_prefix_caching=caching, **options) as llm:
         greedy = ask(llm, *questions)
@@ -1150,7 +1153,7 @@ def test_preemption_does_not_change_the_tokens(reference, questions, overlap, ca
         assert (tokens(greedy), tokens(sampled)) == reference
         metrics = llm.metrics()
         assert metrics["num_preemptions"] >= 4
-        # A prompt counts once, however often its request came back.
+        # A prompt counts once, even if its request came back several times.
         assert metrics["num_prompt_tokens"] == sum(output.num_prompt_tokens for output in greedy + sampled)
         assert metrics["num_cached_prompt_tokens"] == sum(output.num_cached_tokens for output in greedy + sampled)
         assert all(output.num_cached_tokens < output.num_prompt_tokens for output in greedy + sampled)
@@ -1183,11 +1186,11 @@ def test_the_engines_seed_decides_for_requests_without_one():
     assert len({str(result) for result in results}) == 3
 
 
-# Guests in the process
+# The LLM is a guest in the process
 
 
 def test_nothing_ambient_is_changed():
-    """Engines have left float16 or CUDA behind as the process's default, and gradients off."""
+    """Some engines leave float16 or CUDA as the process's default, and gradients off."""
 
     def ambient():
         return (
@@ -1211,7 +1214,7 @@ def test_nothing_ambient_is_changed():
 
 
 def test_an_llm_works_under_other_ambient_settings(llm):
-    """A default dtype or device of the caller's must not leak into the engine's tensors either."""
+    """The caller's default dtype or device must not affect the engine's tensors either."""
     ruled = SamplingParams(
         temperature=0.9, seed=1, max_tokens=8, repetition_penalty=1.2, presence_penalty=0.3, logit_bias={49: 2.0},
         bad_words=["7"], allowed_token_ids=range(250), top_p=0.9, min_tokens=3,
@@ -1236,7 +1239,7 @@ def test_an_llm_works_under_other_ambient_settings(llm):
 
 
 def test_importing_is_cheap():
-    """`import nanovllm` must not cost what transformers and torch cost, nor start anything."""
+    """`import nanovllm` must not take as long as importing transformers and torch, nor start a process or thread."""
     program = (
         "import sys, threading, nanovllm\n"
         "nanovllm.SamplingParams(temperature=0.5)\n"

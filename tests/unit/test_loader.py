@@ -127,7 +127,7 @@ def test_files_that_the_index_does_not_name_are_not_opened(checkpoint):
 
 
 def test_a_whole_file_counts_before_others_and_before_an_old_index(checkpoint, caplog):
-    """Mistral's repositories also hold consolidated.safetensors, and saving a model again leaves an old index there."""
+    """Mistral's repositories also hold consolidated.safetensors, and saving a model again leaves an old index."""
     tensors = read_tensors(checkpoint)
     write_tensors(checkpoint, {"old": torch.zeros(1)}, "consolidated.safetensors")
     assert_equal_to(load(checkpoint), tensors)
@@ -198,7 +198,7 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_missing_tensor_is_named(checkpoint, name):
-    """Also a part of a merged parameter, half of which would be uninitialised memory."""
+    """It may be a part of a merged parameter, half of which would be uninitialised memory."""
     tensors = read_tensors(checkpoint)
     del tensors[name]
     write_tensors(checkpoint, tensors)
@@ -216,7 +216,7 @@ def test_many_missing_tensors_are_counted_and_not_all_listed(checkpoint):
     "name", ["model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.rotary_emb.cos", "weight", "lm_head"]
 )
 def test_an_unexpected_tensor_is_named(checkpoint, name):
-    """With more layers than in the config, the config is that of another model."""
+    """If there are more layers than in the config, the config belongs to another model."""
     write_tensors(checkpoint, {**read_tensors(checkpoint), name: torch.zeros(2)})
     message = error_of(checkpoint)
     assert f"unexpected tensor {name} " in message and "model.safetensors" in message
@@ -270,7 +270,7 @@ def test_a_tensor_in_two_files_is_named_with_both(checkpoint, with_index):
 
 @pytest.mark.parametrize("kept", [0, 1, 7, 8, 100, -4096, -1])
 def test_a_truncated_file_is_named(checkpoint, kept):
-    """An interrupted download; the end of the file is the end of some tensor."""
+    """An interrupted download may end at the end of some tensor."""
     path = checkpoint / "model.safetensors"
     path.write_bytes(path.read_bytes()[:kept])
     assert str(path) in error_of(checkpoint)
@@ -278,7 +278,7 @@ def test_a_truncated_file_is_named(checkpoint, kept):
 
 @pytest.mark.parametrize("content", [b"not safetensors at all", b"\xff" * 64, b"version https://git-lfs.github.com/"])
 def test_a_file_of_something_else_is_named(checkpoint, content):
-    """A pointer of git-lfs or an error page under the right name."""
+    """It may be a pointer of git-lfs or an error page under the right name."""
     path = checkpoint / "model.safetensors"
     path.write_bytes(content)
     assert str(path) in error_of(checkpoint)
@@ -427,7 +427,7 @@ def test_without_weights_the_default_load_format_says_so(tmp_path):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A hub without a network: records the calls and returns `hub.answer`."""
+    """A hub without a network, which records the calls and returns `hub.answer`."""
 
     class Hub:
         calls: list[tuple] = []
@@ -446,7 +446,7 @@ def hub(monkeypatch):
 
 
 def test_a_directory_is_taken_as_it_is(tmp_path, monkeypatch, hub):
-    """Also a directory whose relative name looks like a name of the hub."""
+    """This holds even if its relative name looks like a name of the hub."""
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))

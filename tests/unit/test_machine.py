@@ -1,4 +1,4 @@
-"""What control groups leave: limits of both versions, of the process's own group and of those above it."""
+"""Limits of control groups: of both versions, and of the process's own group and those above it."""
 
 from pathlib import Path
 

@@ -249,7 +249,7 @@ NESTED = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
     "content", [b"", b"{", b"[]", b"null", b"3", b'"text"', b"\xff\xfe\x00", b"<html>", NESTED], ids=lambda c: c[:9]
 )
 def test_a_file_that_is_no_json_object_is_named(tmp_path, file_name, content):
-    """An error page of a proxy, or a download that stopped."""
+    """It may be an error page of a proxy, or a download that stopped."""
     read(tmp_path)
     (tmp_path / file_name).write_bytes(content)
     with pytest.raises(ValueError, match=file_name):
@@ -408,7 +408,7 @@ def test_the_number_of_experts_is_asked_for_by_the_familys_name(tmp_path):
 
 
 def test_a_missing_config_is_named(tmp_path):
-    """Also through LLM, before anything is loaded."""
+    """LLM raises the same error, before anything is loaded."""
     with pytest.raises(ValueError, match=r"config\.json is missing"):
         load_model_config(tmp_path)
     with pytest.raises(ValueError, match=r"config\.json is missing"):

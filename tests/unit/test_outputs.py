@@ -22,7 +22,7 @@ KEYS = {
 
 
 def test_they_have_the_documented_fields_in_that_order():
-    """vLLM's names: a script moves over by its import line."""
+    """They are vLLM's names, so a script only has to change its import line."""
     assert [field.name for field in dataclasses.fields(RequestOutput)] == FIELDS
     completion = ["index", "text", "token_ids", "finish_reason", "stop_reason", "cumulative_logprob", "logprobs"]
     assert [field.name for field in dataclasses.fields(CompletionOutput)] == completion
@@ -36,7 +36,7 @@ def test_every_name_is_also_an_item(name):
 
 @pytest.mark.parametrize("name", ["token_id", "keys", "__class__", "index", 0, None])
 def test_what_is_no_field_is_a_key_error_that_lists_the_fields(name):
-    """A method's name must not answer, or a misspelt key returns a bound method."""
+    """A method's name must not be a key, or a misspelt key would return a bound method."""
     with pytest.raises(KeyError, match=r"not a field of RequestOutput, which has text, token_ids"):
         OUTPUT[name]
 
@@ -53,7 +53,7 @@ def test_it_is_frozen(name):
 
 @pytest.mark.parametrize("name", ["text", "finished"])
 def test_what_speaks_of_the_first_completion_is_frozen_too(name):
-    """Of a dataclass with slots, Python 3.11 says it with a TypeError."""
+    """For a dataclass with slots, Python 3.11 raises a TypeError."""
     with pytest.raises((AttributeError, TypeError)):
         setattr(OUTPUT, name, None)
 
@@ -71,11 +71,11 @@ def test_it_survives_pickling_and_compares_by_value():
     assert dataclasses.replace(OUTPUT, prompt="Who?") != OUTPUT
 
 
-# What is said of the rows that failed
+# The summary of failed rows
 
 
 def summary(errors: dict[int, str]) -> ErrorSummary:
-    """In no order: rows fail when they fail."""
+    """The order is random, because rows may fail at any time."""
     found = ErrorSummary()
     for index in sorted(errors, key=lambda index: index * 7 % 11):
         found.add(index, errors[index])
@@ -87,7 +87,7 @@ def test_rows_that_did_not_fail_are_not_spoken_of():
 
 
 def test_errors_are_grouped_by_reason_with_the_first_rows_of_each():
-    """A million rows that are too long, each with its own length, are one reason and not a million lines."""
+    """If a million rows are too long, each with its own length, that is one reason and not a million lines."""
     errors = {index: f"the prompt's {index} tokens leave no room" for index in range(90, 40, -5)}
     errors[7] = "a prompt must be a string or a list of token ids, not None"
     errors[3] = "a prompt must be a string or a list of token ids, not 1.5"
@@ -105,7 +105,7 @@ def test_of_many_reasons_only_the_most_frequent_are_named():
 
 
 def test_a_million_reasons_take_no_more_memory_than_a_thousand():
-    """The tokenizer's words may differ from row to row."""
+    """The tokenizer's message may differ from row to row."""
     found = summary({})
     for index in range(5000):
         found.add(index, "x" * index)
@@ -119,5 +119,5 @@ def test_a_million_reasons_take_no_more_memory_than_a_thousand():
 
 
 def test_in_asks_for_a_field():
-    """Without an answer of its own, `in` tried the index 0."""
+    """Without `__contains__`, `in` once tried the index 0."""
     assert "text" in OUTPUT and "prompt" in OUTPUT and "index" not in OUTPUT and 0 not in OUTPUT

@@ -1,4 +1,4 @@
-"""Preflight: what it says of prompts is what an LLM then does with them."""
+"""Preflight: an LLM treats prompts as Preflight says."""
 
 import json
 import random
@@ -21,7 +21,7 @@ from nanovllm.demo import MODEL_DIRECTORY
 WEIGHTS = "model.safetensors"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2)
-# Of the same length as in test_bad_input.py, whose rows say it; the cache is large enough for all of them.
+# The length is that of test_bad_input.py, because the rows' errors name it. The cache is large enough for all rows.
 OPTIONS = {"max_model_len": 300}
 BAD_PARAMS = {
     "stop token": {"stop_token_ids": [259]},
@@ -71,7 +71,8 @@ def prompts_with_shared_prefixes(seed: int, num_prefixes: int, num_prompts: int)
 
 def num_shared(prompts: list[list[int]], scored: tuple[int, ...] = ()) -> int:
     """The definition, written plainly: whole blocks that an earlier prompt begins with, and never the last token. A
-    prompt that is scored shares nothing."""
+    scored prompt shares no tokens.
+    """
     seen, total = set(), 0
     for index, prompt in enumerate(prompts):
         blocks = [tuple(prompt[:end]) for end in range(64, len(prompt) + 1, 64)]
@@ -102,7 +103,7 @@ def test_the_errors_are_those_that_generate_returns(llm):
     prompts = [*rows, *["Well"] * (len(BAD_PARAMS) + len(GOOD_PARAMS)), "", "Fine", {"prompt": "Fine"}, [65] * 299]
     params = [GREEDY] * len(rows)
     params += [SamplingParams(**each) for each in (*BAD_PARAMS.values(), *GOOD_PARAMS.values())]
-    # Of two reasons, the same one: the last prompts are empty, or good.
+    # Preflight and LLM give the same one of two reasons: the last prompts are empty, or good.
     params += [SamplingParams(**BAD_PARAMS["schema"]), GREEDY, GREEDY, SamplingParams(max_tokens=None)]
     preflight = Preflight(MODEL_DIRECTORY, **OPTIONS)
     assert_as_generated(preflight, llm, prompts, params)
@@ -174,7 +175,7 @@ def test_what_was_shared_is_every_block_that_an_earlier_prompt_begins_with(seed)
 
 @pytest.mark.parametrize("options", [{}, {"max_num_seqs": 64, "max_num_batched_tokens": 500}], ids=str)
 def test_the_expected_hit_rate_is_the_one_that_an_llm_has(options):
-    """The LLM runs them in another order, so a prompt that ends with a block may share one more or less."""
+    """The LLM runs them in another order, so a prompt that ends with a block may share one block more or less."""
     prompts = prompts_with_shared_prefixes(9, num_prefixes=6, num_prompts=80)
     preflight = Preflight(MODEL_DIRECTORY)
     preflight.check(prompts, GREEDY)

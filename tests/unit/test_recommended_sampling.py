@@ -1,4 +1,4 @@
-"""generation_config.json: what a model recommends is followed, or named. Nothing of it is dropped in silence."""
+"""generation_config.json: the LLM follows each of a model's recommendations, or names it in a warning."""
 
 import json
 import logging
@@ -36,7 +36,7 @@ FOLLOWED = {
     "frequency_penalty": -0.5, "max_new_tokens": 99, "min_new_tokens": 2, "bad_words_ids": [[5], [6, 7]],
     "stop_strings": ["END"],
 }  # fmt: skip
-# What real files hold beside, and changes no token.
+# Other settings of real files, which change no token.
 BESIDE = {
     "do_sample": True, "max_length": 32768, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": [3, 4],
     "decoder_start_token_id": 5, "transformers_version": "4.51.0", "_from_model_config": True, "use_cache": True,
@@ -52,7 +52,7 @@ BESIDE = {
 
 @pytest.fixture
 def recommending(tmp_path):
-    """LLMs of the bundled model with another generation_config.json."""
+    """Makes LLMs of the bundled model with another generation_config.json."""
     made = []
 
     def make(**recommended) -> LLM:
@@ -68,7 +68,7 @@ def recommending(tmp_path):
 
 
 def test_every_setting_that_we_have_is_followed():
-    """repetition_penalty, which Qwen2.5 recommends, was dropped in silence."""
+    """repetition_penalty, which Qwen2.5 recommends, was once silently ignored."""
     params, others = recommended_sampling(FOLLOWED)
     assert others == {}
     assert SamplingParams(**params) == SamplingParams(
@@ -88,7 +88,7 @@ def test_a_setting_that_we_lack_is_named_unless_it_is_neutral(name):
 
 
 def test_what_changes_no_token_is_not_spoken_of():
-    """A warning about a cache or a version teaches people to overlook warnings."""
+    """Needless warnings, such as about a cache or a version, teach users to overlook warnings."""
     assert recommended_sampling(BESIDE) == ({}, {})
 
 
@@ -122,7 +122,7 @@ def test_an_llm_samples_as_recommended(recommending):
 
 
 def test_settings_that_we_lack_are_named_in_one_warning_per_llm(recommending, caplog):
-    """A script that calls generate a thousand times needs to hear it once; one that brings its own, never."""
+    """A script that calls generate a thousand times gets one warning; a script with its own parameters gets none."""
     llm = recommending(do_sample=True, typical_p=0.9, no_repeat_ngram_size=3, num_beams=1, temperature=0.7)
     llm.generate("Hi", SamplingParams(max_tokens=1), use_tqdm=False)
     assert caplog.records == []

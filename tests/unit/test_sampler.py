@@ -1,6 +1,6 @@
 """How requests are sampled: from their SamplingParams to tokens, as a step does it, and through the whole engine.
 
-What a step calls, each by itself: test_process_logits.py, test_filters.py and test_sample.py.
+test_process_logits.py, test_filters.py and test_sample.py test each function that a step calls.
 """
 
 import math
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 def table_of(
     vocab_size: int, params: list[SamplingParams], seeds, prompts: list[list[int]], stop_token_ids=frozenset()
 ) -> tuple[SequenceTable, SampledRows, SamplingNeeds]:
-    """A step that samples the first token after each of `prompts`: the table, its sampled rows, and what they need."""
+    """A step that samples the first token after each of `prompts`: the table, its sampled rows, and their needs."""
     chunks = []
     for row, prompt in enumerate(prompts):
         seq = Sequence(row, prompt, params[row], len(prompt) + 9, stop_token_ids, seeds[row])
@@ -53,15 +53,16 @@ def sample_rows(logits: torch.Tensor, params, seeds=None, prompts=None, stop_tok
 
 
 def sampled(table: SequenceTable, logits: torch.Tensor, rows: SampledRows, needs: SamplingNeeds) -> torch.Tensor:
-    """As a ModelRunner on a CPU samples them."""
+    """The tokens that a ModelRunner on a CPU samples."""
     parallel = Parallel()
     sampler = Sampler(VocabSlice.of(logits.shape[1], parallel), parallel)
     return sampler.sample(logits, rows, needs, table.tokens, table.rules.tensors).tokens
 
 
 def exact_probabilities(logits: list[float], params: SamplingParams) -> np.ndarray:
-    """What the documentation of SamplingParams and of ops/filters.py says, in float64. Tokens that are as probable as
-    the last one kept are kept, too."""
+    """The definition by the documentation of SamplingParams and of ops/filters.py, in float64. Tokens that are as
+    probable as the last one kept are kept too.
+    """
     weights = np.exp((np.array(logits) - max(logits)) / params.temperature)
     if 0 < params.top_k < len(weights):
         weights[weights < np.sort(weights)[-params.top_k]] = 0
@@ -101,7 +102,7 @@ SETTINGS = [
     SamplingParams(top_k=6, top_p=0.7),
     SamplingParams(temperature=2.0, top_k=9, top_p=0.9, min_p=0.25),
 ]
-# Each changes something of a prompt of zeros, and some need the tokens before.
+# Each changes the result for a prompt of zeros, and some need the tokens before.
 RULES = [
     {"repetition_penalty": 1.7},
     {"logit_bias": {1: 2.0, 3: -100.0}},
@@ -118,7 +119,7 @@ def describe(params) -> str | None:
 
 @pytest.mark.parametrize("params", SETTINGS, ids=describe)
 def test_tokens_have_exactly_the_probabilities_asked_for(params):
-    """Over many requests, and over many positions of one: the settings reach the sampler as they were given."""
+    """This holds over many requests, and over many positions of one. The settings reach the sampler as given."""
     table, one, needs = table_of(len(LOGITS), [params], [0], [[0]])
     num_rows = 20000
     count, fixed = torch.arange(num_rows), torch.full((num_rows,), 12345)
@@ -148,7 +149,9 @@ def test_a_tiny_temperature_is_greedy(temperature, filters):
 
 @pytest.mark.parametrize("temperature", [1e30, 3e38, 1e39, 1e300])
 def test_a_huge_temperature_is_uniform_over_what_is_allowed(temperature):
-    """A temperature that is infinite in float32 makes −inf / inf of a banned token: NaN, which argmax prefers."""
+    """A temperature that is infinite in float32 turns a banned token's logit into −inf / inf, which is NaN; argmax
+    prefers it.
+    """
     logits = torch.tensor(LOGITS).repeat(2000, 1)
     uniform = np.full(len(LOGITS), 1 / len(LOGITS))
     assert_distributed(sample_rows(logits, SamplingParams(temperature=temperature)), uniform)
@@ -208,7 +211,7 @@ def test_a_row_of_broken_logits_says_so_and_its_neighbours_stay(poison, whole_ro
 
 
 def test_a_row_with_nothing_left_says_so_and_its_neighbours_stay():
-    """All −inf: argmax would say token 0. Bans may do it, or the model."""
+    """All logits are −inf, so argmax would say token 0. The bans may cause this, or the model."""
     logits = torch.zeros(4, 6)
     logits[1] = -math.inf
     bans = {"allowed_token_ids": [2, 3], "bad_words": [[2], [3]]}
@@ -220,7 +223,7 @@ def test_a_row_with_nothing_left_says_so_and_its_neighbours_stay():
 
 
 def test_banned_tokens_are_never_sampled_and_only_where_banned():
-    """min_tokens bans stop tokens before the choice; taking them back afterwards would lose a token."""
+    """min_tokens bans stop tokens before the choice; if they were removed afterwards, a token would be lost."""
     logits = torch.tensor([[0.0, 9.0, 8.0, 1.0]]).repeat(6, 1)
     stop = frozenset((1, 2))
     banned = SamplingParams(temperature=0, min_tokens=1)
@@ -293,7 +296,7 @@ def test_the_same_script_gives_the_same_tokens(model_dir):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_completion_is_what_its_tokens_are_one_by_one(model_dir, overlap):
-    """Filtered, banned and penalised rows too: the next step goes on from the very token that was sampled last."""
+    """This includes filtered, banned and penalised rows: the next step goes on from the token that was sampled last."""
     greedy = tokens_of(model_dir, [(PROMPTS, SamplingParams(temperature=0, max_tokens=9))])[0]
     settings = [
         {"temperature": 1.5, "top_k": 3},
@@ -323,7 +326,7 @@ def test_a_completion_is_what_its_tokens_are_one_by_one(model_dir, overlap):
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("num_new_tokens", [1, 4])
 def test_a_prompt_that_passes_through_in_a_step_does_not_stop_the_decodes_beside_it(model_dir, overlap, num_new_tokens):
-    """The decodes before and after it are the same, but they went on with it."""
+    """The decodes before and after the prompt are the same rows, but they also ran beside it."""
     params = SamplingParams(temperature=0, max_tokens=14)
     expected = tokens_of(model_dir, [([PROMPTS[0], PROMPTS[2]], params)])[0]
     with LLM(model_dir, device="cpu", overlap=overlap) as llm:
@@ -355,7 +358,7 @@ def test_a_requests_seed_is_its_own(model_dir):
 
 @pytest.mark.parametrize("bad_prompt", [[], None, [10**6], [-1], "text", [1.5], [0] * 4000])
 def test_a_bad_row_does_not_change_the_other_rows_tokens(model_dir, bad_prompt):
-    """A row that cannot run uses up its number, so that the rows behind it keep their seeds."""
+    """A row that cannot run uses up its number, so that the rows after it keep their seeds."""
     params = SamplingParams(temperature=1.5, max_tokens=12)
     good = tokens_of(model_dir, [(PROMPTS, params)])[0]
     prompts = [*PROMPTS[:2], bad_prompt, *PROMPTS[3:]]

@@ -1,4 +1,4 @@
-"""SamplingParams: what is accepted and what it becomes. What is refused stands in test_bad_input.py."""
+"""SamplingParams: accepted values and their results. test_bad_input.py has the refused ones."""
 
 import dataclasses
 import functools
@@ -88,7 +88,7 @@ def test_the_ends_of_every_range_belong_to_it(values):
 
 @pytest.mark.parametrize("stop", ["end", ["end"], ("end",)])
 def test_a_stop_string_may_stand_alone(stop):
-    """A bare string taken as a list would stop at every one of its letters."""
+    """A bare string taken as a list would stop at each of its letters."""
     assert SamplingParams(stop=stop).stop == ("end",)
 
 
@@ -155,7 +155,7 @@ def test_they_come_through_json_as_they_were():
     ],
 )
 def test_an_unknown_name_is_told_the_right_one(name, ours):
-    """A name of another library's was answered by a bare "unexpected keyword argument"."""
+    """A name from another library once got a bare "unexpected keyword argument"."""
     for make in (SamplingParams, functools.partial(dataclasses.replace, SamplingParams())):
         with pytest.raises(TypeError) as error:
             make(**{name: 1})
@@ -237,7 +237,7 @@ def test_replace_checks_again():
 
 
 def test_too_many_edits_are_refused_with_what_to_do():
-    """Each running sequence keeps as many on the device as the longest list has: gigabytes, for one long list."""
+    """Each running sequence keeps as many on the device as the longest list has: one long list would take gigabytes."""
     SamplingParams(logit_bias=dict.fromkeys(range(4096), 1), bad_words=[[i] for i in range(4096)])
     with pytest.raises(ValueError, match=r"logit_bias holds 4097 ids.*allowed_token_ids"):
         SamplingParams(logit_bias=dict.fromkeys(range(4097), 1))

@@ -28,13 +28,13 @@ def add(engine: LLMEngine, prompt, **params) -> int:
 
 
 def add_that_stops(engine: LLMEngine, prompt, num_tokens: int, max_tokens: int) -> int:
-    """A request that ends before its place in the queue says."""
+    """Adds a request that ends earlier than its place in the queue suggests."""
     last = expect(engine, list(prompt), max_tokens=num_tokens)[-1]
     return add(engine, prompt, max_tokens=max_tokens, stop_token_ids=[last])
 
 
 def check_right(engine: LLMEngine, finished) -> None:
-    """Every finished sequence is what it would have been alone."""
+    """Asserts that every finished sequence equals that of the request alone."""
     for seq in finished.values():
         prompt = seq.token_ids[: seq.num_prompt_tokens]
         expected = expected_completion(prompt, seq.sampling_params, engine.info)
@@ -62,7 +62,7 @@ def test_decodes_are_the_leading_chunks_of_one_new_token(lengths, num_decodes):
 
 @both_depths
 def test_every_step_of_the_scheduler_says_how_many_of_its_chunks_are_decodes(overlap):
-    """FakeRunner counts them in each launch; here all kinds of steps come."""
+    """FakeRunner counts them in each launch; this run has all kinds of steps."""
     engine = make_engine(num_blocks=40, max_num_batched_tokens=12, overlap=overlap)
     steps, launch = [], engine.runner.launch
     engine.runner.launch = lambda step: steps.append((step.num_decodes, len(step.chunks))) or launch(step)
@@ -110,7 +110,7 @@ def test_the_room_for_prompts_is_less_the_decodes_without_a_cap_too():
 
 
 def test_the_room_for_prompts_is_larger_if_the_next_prompt_is_long(monkeypatch):
-    """The next is the first that waits. If nobody waits, it is taken to be as long as the last."""
+    """The next prompt is the first that waits. If none waits, it is assumed to be as long as the last one."""
     monkeypatch.setattr("nanovllm.engine.scheduler._LONG_SEQUENCE", 30)
     monkeypatch.setattr("nanovllm.engine.scheduler._TOKENS_BESIDE_DECODES_OF_LONG", 20)
     engine = make_engine(max_num_batched_tokens=60, max_tokens_beside_decodes=10, max_num_seqs=4)
@@ -126,7 +126,7 @@ def test_the_room_for_prompts_is_larger_if_the_next_prompt_is_long(monkeypatch):
 
 
 def test_a_row_that_only_scores_keeps_its_place_until_its_prompt_is_read():
-    """It has its greatest length from the start, and so its place counted as free."""
+    """It has its greatest length from the start, so its place once counted as free."""
     engine = make_engine(max_num_batched_tokens=8, max_tokens_beside_decodes=4, max_num_seqs=4)
     add(engine, range(20), max_tokens=0, prompt_logprobs=0)
     found = []
@@ -150,7 +150,7 @@ def test_bytes_are_no_token_ids():
 @both_depths
 @pytest.mark.parametrize("block_size, num_computed", [(1, 1), (4, 4), (8, 8)])
 def test_a_fully_cached_prompt_still_computes_one_token(block_size, num_computed, overlap):
-    """A prompt of full blocks, all of them cached, left no token to sample from."""
+    """A prompt of full blocks, all of them cached, once left no token to sample from."""
     engine = make_engine(block_size=block_size, overlap=overlap)
     for _ in range(2):
         seq_id = add(engine, range(8), max_tokens=3)
@@ -168,7 +168,7 @@ def test_two_prompts_of_one_prefill_step_share_their_prefix():
 
 
 def test_fifteen_prompts_with_one_prefix_admitted_in_one_step_compute_it_once():
-    """Blocks could be matched only after their step, so that all who started together computed the same."""
+    """Blocks could once be matched only after their step, so requests that started together computed the same ones."""
     engine = make_engine(num_blocks=256)
     for index in range(15):
         add(engine, [*range(20), 100 + index], max_tokens=4)
@@ -203,7 +203,7 @@ def test_generated_blocks_are_hit_by_later_prompts(overlap):
 def preempting_engine(overlap: bool, **options) -> LLMEngine:
     """Six blocks of four: at 12 computed tokens each, request 0 takes a block from request 1.
 
-    Both may grow as long, so that request 0 stands first; it stops after 11 tokens.
+    Both may grow to the same length, so request 0 comes first; it stops after 11 tokens.
     """
     engine = make_engine(num_blocks=6, max_model_len=24, overlap=overlap, **options)
     add_that_stops(engine, range(4), num_tokens=11, max_tokens=16)
@@ -218,13 +218,13 @@ def test_a_preempted_sequence_comes_back_through_the_cache_generated_blocks_incl
     check_right(engine, finished)
     assert finished[0].num_preemptions == 0 and finished[1].num_preemptions == 1
     assert finished[1].num_cached_tokens == 0, "what the prompt found in the cache at first does not change"
-    # Of 13 tokens, 8 were found again: the prompt and a generated block. The third block went to request 0.
+    # 8 of 13 tokens were found again: the prompt and a generated block. The third block went to request 0.
     assert [num for num, _ in rows_of(engine, 1) if num > 1] == [4, 5]
 
 
 @both_depths
 def test_the_budget_of_a_readmitted_sequence_counts_only_what_is_computed(overlap):
-    """The whole length was taken from the budget before the cache was asked."""
+    """The whole length was once taken from the budget before the cache was asked."""
     engine = preempting_engine(overlap, max_num_batched_tokens=8)
     third = add(engine, [70, 71, 72], max_tokens=1)
     finished = run_to_end(engine)
@@ -235,7 +235,7 @@ def test_the_budget_of_a_readmitted_sequence_counts_only_what_is_computed(overla
 
 @both_depths
 def test_a_sequence_preempted_just_behind_a_block_boundary_keeps_its_sampled_token(overlap):
-    """At block_size + 1 tokens the sampled one was lost with the blocks."""
+    """At block_size + 1 tokens, the sampled token was once lost with the blocks."""
     engine = make_engine(num_blocks=3, max_model_len=12, overlap=overlap)
     for start in (0, 50):
         add(engine, range(start, start + 4), max_tokens=8)
@@ -265,7 +265,7 @@ def test_the_newest_is_preempted_and_the_oldest_comes_back_first(overlap):
 
 
 def test_a_preempted_sequence_with_a_token_in_flight_waits_for_its_commit():
-    """Readmitted at once, it was computed without the token that was still on the device."""
+    """It was once readmitted at once, and computed without the token that was still on the device."""
     engine = make_engine(num_blocks=3, max_model_len=12, overlap=True)
     for start in (0, 50):
         add(engine, range(start, start + 4), max_tokens=8)
@@ -284,7 +284,7 @@ def test_a_preempted_sequence_with_a_token_in_flight_waits_for_its_commit():
 
 @both_depths
 def test_an_admission_leaves_a_block_for_the_growth_of_each_that_runs(overlap):
-    """Without the reserve, what was admitted last was preempted at once, again and again."""
+    """Without the reserve, the sequence that was admitted last would be preempted at once, again and again."""
     engine = make_engine(num_blocks=8, max_model_len=32, overlap=overlap)
     add(engine, range(8), max_tokens=8)
     add(engine, range(50, 58), max_tokens=8)
@@ -300,7 +300,7 @@ def test_an_admission_leaves_a_block_for_the_growth_of_each_that_runs(overlap):
 
 @both_depths
 def test_a_request_that_could_never_fit_is_refused_and_the_largest_that_fits_runs(overlap):
-    """A request larger than the pool was preempted for ever."""
+    """A request larger than the pool was once preempted for ever."""
     engine = make_engine(num_blocks=4, max_model_len=40, overlap=overlap)
     add(engine, [1, 2, 3], max_tokens=5)
     with pytest.raises(ValueError, match="5 KV cache blocks of 4 tokens, but there are 4"):
@@ -369,7 +369,7 @@ def test_a_step_never_computes_more_than_its_budget_and_fills_it():
 
 
 def admissions(engine: LLMEngine) -> list[int]:
-    """How many requests each step was the first of."""
+    """For each step, how many requests it was the first step of."""
     seen: set[int] = set()
     counts = []
     for step in engine.runner.log:
@@ -380,7 +380,7 @@ def admissions(engine: LLMEngine) -> list[int]:
 
 
 def test_admissions_are_gathered_while_decode_is_busy():
-    """Prompts that trickle in one at a time make every step a prefill step."""
+    """If prompts came in one at a time, every step would be a prefill step."""
     engine = make_engine(num_blocks=10_000, max_num_seqs=64)
     for index in range(96):
         add(engine, [index], max_tokens=2 + index % 64)
@@ -389,10 +389,10 @@ def test_admissions_are_gathered_while_decode_is_busy():
 
 
 def test_admissions_are_gathered_when_blocks_are_what_is_short():
-    """With places to spare but a full cache, every sequence that finished let in the next: a prefill step each."""
+    """With free places but a full cache, each sequence that finished once let in the next, with a prefill step each."""
     engine = make_engine(num_blocks=160, max_num_seqs=512, overlap=False)
     for index in range(200):
-        # All may grow as long, so that they come in the order of arrival and those that run end one by one.
+        # All may grow to the same length, so they come in the order of arrival, and running ones end one by one.
         add_that_stops(engine, [index] * 12, num_tokens=4 + index % 16, max_tokens=19)
     check_right(engine, run_to_end(engine))
     later = [count for count in admissions(engine)[1:] if count]
@@ -400,7 +400,7 @@ def test_admissions_are_gathered_when_blocks_are_what_is_short():
 
 
 def test_a_refused_request_that_is_aborted_holds_nobody_back():
-    """The blocks wanted for it stayed wanted, and requests that fitted waited for the running one to end."""
+    """The blocks that it needed once stayed reserved, so requests that fitted waited for the running one to end."""
     engine = make_engine(num_blocks=100, max_model_len=400, max_num_seqs=8, overlap=False)
     add(engine, [1] * 40, max_tokens=300)
     engine.step()
@@ -420,7 +420,7 @@ def test_aborted_requests_leave_nothing_in_the_queue():
 
 
 def test_newcomers_with_a_popular_prefix_cannot_keep_others_waiting():
-    """A group that was being served took in newcomers, and those behind it never came to the front."""
+    """A group that was being served once took in newcomers, so requests behind it never came to the front."""
     engine = make_engine(max_num_seqs=2, overlap=False)
     popular = [7] * 8
     for _ in range(4):
@@ -435,7 +435,7 @@ def test_newcomers_with_a_popular_prefix_cannot_keep_others_waiting():
 
 
 def test_the_last_prompts_are_admitted_as_soon_as_there_are_places_for_all_of_them():
-    """They waited for places that nobody but they would ever take."""
+    """They once waited for places that no other request would ever take."""
     engine = make_engine(num_blocks=10_000, max_num_seqs=64, overlap=False)
     for index in range(67):
         add(engine, [index], max_tokens=max(2, 65 - index))
@@ -444,7 +444,7 @@ def test_the_last_prompts_are_admitted_as_soon_as_there_are_places_for_all_of_th
 
 
 def test_an_admission_that_the_budget_cut_short_goes_on_with_the_next_step():
-    """Once the step was full, the rest had to wait for as many free places as at the start."""
+    """When the step was full, the rest once had to wait for as many free places as at the start."""
     engine = make_engine(num_blocks=10_000, max_num_seqs=64, max_num_batched_tokens=120)
     for index in range(90):
         add(engine, [index] * 6, max_tokens=40)
@@ -462,7 +462,7 @@ def order_of_admission(engine: LLMEngine) -> list[int]:
 
 @both_depths
 def test_the_longest_completion_is_admitted_first_and_ties_go_by_arrival(overlap):
-    """First come, first served, a run ended with the few longest decoding alone."""
+    """When requests ran in order of arrival, a run ended with the few longest decoding alone."""
     engine = make_engine(max_num_seqs=1, overlap=overlap)
     for index, max_tokens in enumerate([3, 9, 1, 9, 12, 3]):
         add(engine, [index], max_tokens=max_tokens)
@@ -471,7 +471,7 @@ def test_the_longest_completion_is_admitted_first_and_ties_go_by_arrival(overlap
 
 
 def test_a_completion_is_as_long_as_its_prompt_leaves_room_for():
-    """Neither the prompt's tokens count nor those that max_model_len will never let it generate."""
+    """The prompt's tokens do not count, nor do tokens beyond max_model_len."""
     engine = make_engine(max_num_seqs=1, max_model_len=16)
     add(engine, [1] * 12, max_tokens=100)  # 4 to generate
     add(engine, [2] * 6, max_tokens=100)  # 10
@@ -513,7 +513,7 @@ class PlainGroup:
 
 @dataclass
 class PlainQueue:
-    """What a WaitingQueue is to do, sorted anew for every question."""
+    """The behaviour of a WaitingQueue, by sorting again for every question."""
 
     returned: list[Sequence] = field(default_factory=list)
     groups: list[PlainGroup] = field(default_factory=list)
@@ -626,7 +626,7 @@ def test_the_queue_does_what_a_plain_list_sorted_anew_does(count):
         while plain.in_order():
             assert queue.pop() is plain.pop()
             check_same(queue, plain)
-        del queue._served_group  # no more than a number
+        del queue._served_group  # only a number
         assert not any(vars(queue).values()), "something was left behind"
     assert min(met.values()) > 1000 and len(met) == 4, met
 
@@ -652,7 +652,7 @@ def note_steps(engine: LLMEngine) -> list[tuple[int, int, int]]:
 
 @both_depths
 def test_prompts_beside_decodes_fill_steps_of_their_own_size_and_the_first_the_whole_budget(overlap):
-    """One large prefill after another, between which the decodes had to wait."""
+    """The decodes once had to wait during one large prefill after another."""
     engine = make_engine(
         num_blocks=1000, max_num_batched_tokens=60, max_tokens_beside_decodes=10, max_num_seqs=20, overlap=overlap
     )
@@ -660,7 +660,7 @@ def test_prompts_beside_decodes_fill_steps_of_their_own_size_and_the_first_the_w
     for index in range(20):
         add(engine, [index] * 16, max_tokens=40)
     check_right(engine, run_to_end(engine))
-    # 3 prompts and most of the fourth, then what is left beside the decodes: the 10, or as much as they have.
+    # 3 prompts and most of the fourth, then the rest beside the decodes: 10 tokens, or as many as they have.
     while_prompts_came = list(takewhile(lambda step: step[0] < 20, steps))
     assert while_prompts_came[:3] == [(0, 0, 60), (4, 3, 10), (5, 4, 10)]
     assert {num_tokens for _, _, num_tokens in while_prompts_came[1:]} == {*range(10, 38, 2)}
@@ -681,7 +681,7 @@ def test_chunks_of_prompts_are_cut_short_only_beside_decodes(overlap):
 @both_depths
 @pytest.mark.parametrize("scores", [False, True])
 def test_rows_that_end_with_their_first_token_are_no_decodes(scores, overlap):
-    """One more step is planned before their token is known; it has the whole budget all the same."""
+    """One more step is planned before their token is known; it still has the whole budget."""
     engine = make_engine(
         num_blocks=1000, max_num_batched_tokens=60, max_tokens_beside_decodes=10, max_num_seqs=40, overlap=overlap
     )
@@ -759,7 +759,7 @@ def test_a_sequence_that_ends_by_length_never_runs_a_step_over(overlap):
 
 @pytest.mark.parametrize("overlap, num_steps", [(False, 4), (True, 5)])
 def test_a_stop_token_drops_the_token_of_the_step_that_ran_over(overlap, num_steps):
-    """The extra token of the step in flight ended up in the completion."""
+    """The extra token of the step in flight was once added to the completion."""
     engine = make_engine(overlap=overlap)
     prompt = [1, 2, 3]
     stop = expect(engine, prompt, max_tokens=4)[-1]
@@ -772,7 +772,7 @@ def test_a_stop_token_drops_the_token_of_the_step_that_ran_over(overlap, num_ste
 
 @both_depths
 def test_each_of_several_eos_ids_ends_a_completion(overlap):
-    """Only the first id of generation_config's list was looked at."""
+    """Only the first id of generation_config's list was once used."""
     plain = make_engine()
     prompts = [[index, 1, 2] for index in range(3)]
     eos = frozenset(expect(plain, prompt, max_tokens=5)[-1] for prompt in prompts[:2])
@@ -819,7 +819,7 @@ def test_the_stop_predicate_sees_every_token_of_its_request_once_and_in_order(ov
 
 @both_depths
 def test_the_stop_predicate_is_asked_before_min_tokens_and_of_no_token_after_the_end(overlap):
-    """A stop string may begin before min_tokens; the token of the step that ran over is no part of the text."""
+    """A stop string may begin before min_tokens; the extra token of the last step is not part of the text."""
     engine = make_engine(overlap=overlap)
     prompt, seen = [1, 2, 3], []
 
@@ -834,7 +834,7 @@ def test_the_stop_predicate_is_asked_before_min_tokens_and_of_no_token_after_the
 
 @both_depths
 def test_the_stop_predicate_is_not_asked_of_what_is_no_token(overlap):
-    """−1 of broken logits went to the tokenizer."""
+    """The −1 of broken logits once went to the tokenizer."""
     engine, seen = make_engine(overlap=overlap), []
     engine.runner.is_broken = lambda seq: seq.num_computed_tokens >= 6
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=9), seen.append)
@@ -843,7 +843,7 @@ def test_the_stop_predicate_is_not_asked_of_what_is_no_token(overlap):
 
 
 def test_commit_ends_what_the_engine_stops_and_knows_no_predicate():
-    """Each rank's Scheduler commits what the driver's commits, and has the ids of the stopped requests alone."""
+    """Each rank's Scheduler commits the same as the driver's, but knows only the ids of the stopped requests."""
     engine = make_engine(overlap=False)
     scheduler = engine.scheduler
     for seq_id, min_tokens in enumerate((0, 0, 2)):
@@ -858,7 +858,7 @@ def test_commit_ends_what_the_engine_stops_and_knows_no_predicate():
     assert [seq.completion_token_ids for seq in finished] == [[7, 7]]
 
 
-# What goes wrong
+# Failures
 
 
 @both_depths
@@ -880,7 +880,7 @@ def test_broken_logits_end_their_row_with_an_error_and_not_the_batch(overlap):
 
 
 def test_a_row_whose_logits_prove_broken_after_its_preemption_is_forgotten_as_well():
-    """Its blocks had gone back to the pool before the host saw the NaN, and stayed in the cache."""
+    """Its blocks once went back to the pool before the host saw the NaN, and stayed in the cache."""
     engine = make_engine(num_blocks=3, max_model_len=12, overlap=True)
     add(engine, range(4), max_tokens=3)
     add(engine, range(50, 54), max_tokens=3)
@@ -914,7 +914,7 @@ def failing_predicate(engine: LLMEngine, error: BaseException) -> None:
 def test_after_a_step_that_failed_the_engine_is_empty_and_the_next_requests_are_right(
     num_steps_before, error, fail, overlap
 ):
-    """Half-computed blocks were served from the cache, and rows of the failed call came out of the next one."""
+    """Half-computed blocks were once served from the cache, and the next call returned rows of the failed one."""
     engine = make_engine(overlap=overlap, max_num_batched_tokens=16)
     prompts = [[*range(8), index] for index in range(4)]
     for prompt in prompts:
@@ -1052,7 +1052,7 @@ def test_two_engines_in_one_process_do_not_notice_each_other():
 
 @both_depths
 def test_tokens_and_steps_are_counted_as_what_they_are(overlap):
-    """A prompt of one token was counted as a decode, tokens computed again after a preemption likewise."""
+    """A prompt of one token once counted as a decode, and so did tokens computed again after a preemption."""
     engine = make_engine(num_blocks=12, block_size=2, max_num_seqs=8, overlap=overlap)
     chunks = []  # of each step, the positions of each row's new tokens, from 0 at the first after the prompt
     launch = engine.runner.launch
@@ -1121,7 +1121,7 @@ def test_a_decode_step_costs_the_host_at_most_two_microseconds_per_sequence():
 
 
 def test_siblings_do_not_fork_from_a_leader_that_came_back():
-    """It samples its second token then, and their first tokens must come from the prompt's logits."""
+    """The leader then samples its second token, but the siblings' first tokens must come from the prompt's logits."""
     engine = make_engine(block_size=4, max_num_seqs=2, overlap=False)
     other = add(engine, [1], max_tokens=40)
     engine.step()
@@ -1141,7 +1141,7 @@ def test_siblings_do_not_fork_from_a_leader_that_came_back():
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_steps_that_only_score_are_not_cut_to_the_size_that_decodes_want(overlap):
-    """A prompt whose last chunk is in flight has one token left, as a decode has, and will never compute it."""
+    """A prompt whose last chunk is in flight has one token left, like a decode, but will never compute it."""
     engine = make_engine(
         num_blocks=200, max_num_batched_tokens=64, max_tokens_beside_decodes=8, max_num_seqs=32, overlap=overlap
     )

@@ -98,7 +98,7 @@ def test_the_prompt_is_computed_once(caching, overlap, num_tokens, budget):
 
 
 def test_completions_that_find_no_place_share_the_prompts_full_blocks_without_a_prefix_cache():
-    """With one that runs: here they end one after the other."""
+    """They share them with a running one: here completions end one after the other."""
     engine = make_engine(block_size=4, enable_prefix_caching=False, max_num_seqs=2)
 
     def ends_after(num_tokens: int):
@@ -147,7 +147,7 @@ def test_an_iterator_gives_a_prompt_when_all_its_completions_have_finished():
 
 
 def test_the_window_of_an_iterator_counts_completions():
-    """Prompts of a thousand completions each would otherwise be read as far ahead as those of one."""
+    """Otherwise prompts with a thousand completions each would be read as far ahead as those with one."""
     engine_holds = []
     params = SamplingParams(n=8, max_tokens=2, ignore_eos=True)
     with make_llm(max_num_seqs=4) as llm:

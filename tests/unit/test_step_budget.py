@@ -52,7 +52,7 @@ def work_of(*chunks: Chunk, block_size: int = 16, windows: tuple[int, ...] = (0,
 
 
 def test_overlapping_kernels_count_once_and_gaps_are_idle():
-    """A kernel that waits for the kernel before starts long before it works. Its whole duration would count twice."""
+    """A kernel that waits for the previous kernel starts long before it works; its whole duration would count twice."""
     times = step_budget.times_of_parts([
         event("merge_kernel", 30, 60),
         event("nvjet_sm90", 0, 10),
@@ -101,7 +101,7 @@ def num_weights(config, num_tokens: int = 1) -> int:
 
 @pytest.mark.parametrize("size", ["40M", "8B", "llama-1B", "llama-8B", "qwen2.5-7B"])
 def test_the_roofline_counts_every_matrix_once(tmp_path, size):
-    """A tied embedding counts once, as the LM head. An untied embedding is only looked up."""
+    """A tied embedding counts once, as the LM head. An untied embedding is only looked up, so it does not count."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     write_config(size, tmp_path)
@@ -229,7 +229,7 @@ def test_an_engine_in_fp8_is_measured_as_one():
 
 
 def test_the_steps_of_a_run_are_logged():
-    """Two prompts of 3 and 1 tokens with two tokens each: their new tokens, samples and keys."""
+    """Two prompts of 3 and 1 tokens with two tokens each: the log has their new tokens, samples and keys."""
     arguments = bench.parse_arguments(["--device", "cpu", "--max-model-len", "64"])
     with make_llm(arguments, str(MODEL_DIRECTORY), True) as llm:
         params = SamplingParams(max_tokens=2, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""What an engine counts of its steps: tokens and seconds by phase, attributed the same way."""
+"""An engine's counts of its steps: tokens and seconds by phase, attributed in the same way."""
 
 import random
 
@@ -11,7 +11,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 
 
 class Clock:
-    """Goes on by the seconds that a step's phases take, and by nothing else."""
+    """A clock that only a step's phases advance, by the seconds that they take."""
 
     def __init__(self, monkeypatch):
         self.now = 50.0
@@ -19,7 +19,7 @@ class Clock:
             monkeypatch.setattr(module.time, "perf_counter", lambda: self.now)
 
     def during(self, owner: object, name: str, seconds: float, monkeypatch) -> None:
-        """`owner.name(...)` takes so many seconds."""
+        """Makes `owner.name(...)` take this many seconds."""
         real = getattr(owner, name)
 
         def slow(*arguments):
@@ -54,7 +54,9 @@ def add(engine: LLMEngine, prompt, max_tokens: int) -> int:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_seconds_go_to_the_phases_as_the_steps_tokens_do(clock, monkeypatch, overlap):
-    """A mixed step's seconds were all prefill's, its decode tokens all decode's: trillions of tokens per second."""
+    """A mixed step's seconds once all counted for prefill, and its decode tokens for decode: trillions of tokens per
+    second.
+    """
     engine = slow_engine(clock, monkeypatch, launch=1.0, wait=3.0, overlap=overlap, max_num_batched_tokens=10)
     add(engine, range(4), max_tokens=3)
     while not engine.metrics()["num_decode_tokens"]:
@@ -95,7 +97,7 @@ def test_no_phase_has_tokens_without_seconds_or_seconds_without_tokens(clock, mo
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_mean_decode_batch_size_is_that_of_the_steps_that_have_decodes(overlap):
-    """It counted the decodes of pure decode steps alone, whatever rode along with prompts."""
+    """It once counted only the decodes of pure decode steps, not those beside prompts."""
     engine = make_engine(max_num_batched_tokens=8, num_blocks=256, max_num_seqs=4, overlap=overlap)
     for index in range(20):
         add(engine, [index] * (1 + index % 7), max_tokens=1 + index % 5)
@@ -120,7 +122,7 @@ def test_the_mean_decode_batch_size_is_that_of_the_steps_that_have_decodes(overl
 
 
 def test_refused_requests_are_counted():
-    """Rows that never ran left no trace in metrics()."""
+    """Rows that never ran were once missing from metrics()."""
     engine = make_engine(num_blocks=4, block_size=4, max_model_len=64, max_num_seqs=4)
     add(engine, [5], max_tokens=1)
     for prompt, max_tokens in (([], 1), ([1000], 1), ([1], 60), ([1.0], 1)):

@@ -1,4 +1,4 @@
-"""Structured outputs on the host: what is accepted, and that random walks through the masks spell what was asked."""
+"""Structured outputs on the host: which ones are accepted, and that random walks through the masks follow them."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ from nanovllm.guides import Guide, StructuredOutputs
 from nanovllm.ops.process_logits import pack_allowed
 from nanovllm.structured_outputs import StructuredOutputsParams
 
-# More than the tokenizers have, as models do whose vocabulary is padded.
+# More ids than the tokenizers have, as in models with a padded vocabulary.
 VOCAB_SIZE = 500
 
 
@@ -47,7 +47,7 @@ def tokenizer_of(kind):
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        # Without the regex a whole schema is one word, and tokens like `":{"` come about.
+        # Without the regex a whole schema is one word, which gives tokens like `":{"`.
         trainer = trainers.BpeTrainer(
             vocab_size=450, special_tokens=special, initial_alphabet=alphabet, show_progress=False
         )
@@ -70,7 +70,7 @@ def outputs_of(kind):
 
 def new_mask(num_rows=None):
     shape = (-(-VOCAB_SIZE // 32),)
-    return np.full(shape if num_rows is None else (num_rows, *shape), 0x55555555, np.int32)  # as if used before
+    return np.full(shape if num_rows is None else (num_rows, *shape), 0x55555555, np.int32)  # like a used buffer
 
 
 def ids_in(mask):
@@ -89,7 +89,7 @@ def decode(tokenizer, token_ids):
 
 
 def walk(kind, params, rng, closes=0.6, maximum=200):
-    """Generates random allowed tokens, and rather such that close something. The text, or None if it has no end."""
+    """Generates random allowed tokens, and prefers closing ones. Returns the text, or None if it has no end."""
     tokenizer, eos, constraint = tokenizer_of(kind), eos_of(kind), outputs_of(kind).constraint(params)
     texts = texts_of(kind)
     token_ids = []
@@ -116,7 +116,7 @@ def texts_of(kind):
     return [decode(tokenizer, [token_id]) for token_id in range(len(tokenizer))]
 
 
-# What is accepted and what is refused
+# Accepted and refused values
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_the_order_of_properties_is_part_of_a_schema():
     ids=lambda given: next(iter(given)),
 )
 def test_they_are_values(given):
-    """They hash, pickle and come through JSON, for caches and for other processes, and cannot be changed."""
+    """They hash, pickle and survive JSON, for caches and for other processes, and cannot be changed."""
     params = StructuredOutputsParams(**given, disable_any_whitespace=False)
     fields = dataclasses.asdict(params)
     others = [
@@ -252,7 +252,7 @@ def choices_for(kind):
 
 @pytest.mark.parametrize("kind", ["bundled", "merged"])
 def test_a_mask_of_choices_holds_exactly_what_continues_one(kind):
-    """Along every choice, against the choices' token ids themselves."""
+    """The test follows every choice, and compares with the choices' token ids."""
     params, spelled = choices_for(kind)
     for ids, choice in spelled.items():
         constraint = outputs_of(kind).constraint(params)
@@ -344,7 +344,7 @@ def test_without_a_tokenizer_there_are_none():
             StructuredOutputs(None, VOCAB_SIZE, [1]).constraint(StructuredOutputsParams(**given))
 
 
-# What llguidance does
+# Masks of llguidance
 
 
 @pytest.fixture
@@ -353,7 +353,7 @@ def llguidance():
 
 
 def test_a_mask_of_a_regex_holds_exactly_what_continues_a_match(llguidance):
-    """Against all its matches, of which there are few."""
+    """The test compares with all matches, of which there are few."""
     matches = [a + b + c for a, b, c in itertools.product(("ab", "ac", "ü"), ("", "d"), map(str, range(10, 15)))]
     texts = [match.encode() for match in matches] + [b"ab1"]
     params = StructuredOutputsParams(regex="(ab|ac|ü)d?1[0-4]|ab1")
@@ -416,7 +416,7 @@ def object_of(**properties):
     }  # fmt: skip
 
 
-# Each thing that a schema can say once by itself; the generated ones mix them.
+# Each feature of a schema once by itself; the generated schemas mix them.
 SCHEMAS = [
     object_of(a={"type": "integer"}, b={"type": "string", "maxLength": 5}),
     object_of(a=object_of(b=object_of(c={"type": "null"}))),
@@ -639,7 +639,7 @@ def test_many_constraints_are_copies_of_as_many_matchers_as_threads_can_fill(
     del constraints[8:]
     assert {outputs.constraint(params).group for _ in range(20)} <= set(range(num_groups))
     few = StructuredOutputs(tokenizer_of("bundled"), VOCAB_SIZE, [258])
-    assert {few.constraint(params).group for _ in range(300)} == {0}  # none of them lives on
+    assert {few.constraint(params).group for _ in range(300)} == {0}  # no matcher is kept
 
 
 class Failing:
@@ -662,7 +662,7 @@ class Failing:
 
 @pytest.mark.parametrize("at", ["fill", "advance"])
 def test_a_constraint_that_cannot_go_on_ends_its_completion_with_the_reason(at):
-    """The others of its step go on."""
+    """The other rows of its step go on."""
     guides = [Guide(Failing("")), Guide(Failing(at))]
     ends = []
     for _ in range(2):

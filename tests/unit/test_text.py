@@ -1,4 +1,4 @@
-"""Text: what the tokenizer makes of prompts, bad words and stop strings. As seen through an LLM: test_llm.py."""
+"""Text: how the tokenizer treats prompts, bad words and stop strings. test_llm.py tests them through an LLM."""
 
 import random
 from types import SimpleNamespace
@@ -58,7 +58,7 @@ def vllm_bad_words(tokenizer, bad_words: list[str]) -> tuple[tuple[int, ...], ..
 
 @pytest.mark.parametrize("name", ["bytes", "byte-level BPE", "SentencePiece"])
 def test_bad_words_become_the_token_ids_that_vllm_bans(tokenizers, name):
-    """A word has other tokens after a space than at the start of a text; banning one of them bans nothing."""
+    """A word has different tokens after a space and at the start of a text; banning only one has no effect."""
     tokenizer, rng = tokenizers[name], random.Random(name)
     text = Text(tokenizer)
     words = ["cat", " cat", "hat", "  the", "uncommon", "a", "the cat", "cats\n"]
@@ -77,7 +77,7 @@ def test_bad_words_that_are_ids_stay_as_they_are(tokenizers):
 
 @pytest.mark.parametrize("word", [" ", "\n", "\t \n"])
 def test_a_bad_word_may_be_nothing_but_spaces(tokenizers, word):
-    """Stripped of its leading spaces, as vLLM does, it has no tokens; vLLM raises an IndexError."""
+    """Without its leading spaces, which vLLM strips, it has no tokens; vLLM raises an IndexError."""
     text = Text(tokenizers["bytes"])
     assert text.bad_words_as_ids([word])[0] == tuple(word.encode())
 
@@ -93,7 +93,7 @@ def test_bad_words_and_stop_strings_without_a_tokenizer_are_errors():
 
 @pytest.fixture(params=[models.WordLevel({"known": 0}), models.BPE({"k": 0}, [])], ids=["raises", "drops"])
 def ignorant(request) -> Text:
-    """A tokenizer without a token for what it does not know: the one raises a bare Exception, the other drops it."""
+    """Tokenizers without a token for unknown text: one raises a bare Exception, the other drops the text."""
     tokenizer = Tokenizer(request.param)
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return Text(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
@@ -107,7 +107,7 @@ def test_a_bad_word_that_the_tokenizer_does_not_know_is_an_error(ignorant):
 
 
 def test_a_prompt_that_the_tokenizer_does_not_know_spares_the_others(ignorant):
-    """What is no ValueError once went through, and took the whole call with it."""
+    """An error that was not a ValueError once ended the whole call."""
     first, bad, second = ignorant.encode(["known", "odd", "known"])
     assert first == second == EncodedPrompt("known", [0])
     assert bad == EncodedPrompt("odd", []) or "cannot be tokenized: WordLevel error" in str(bad.error)
@@ -117,7 +117,7 @@ def test_a_prompt_that_the_tokenizer_does_not_know_spares_the_others(ignorant):
 
 
 def stop_at(says_stop: StopStrings, token_ids: list[int]) -> int | None:
-    """How many tokens were seen when it said stop; None if it did not."""
+    """The number of tokens that it had seen when it said stop; None if it did not."""
     return next((index + 1 for index, token_id in enumerate(token_ids) if says_stop(token_id)), None)
 
 
@@ -151,7 +151,7 @@ def test_stop_strings_are_found_where_the_whole_text_has_them(tokenizers, name, 
 
 
 def test_a_token_has_text_unless_it_adds_nothing(tokenizers):
-    """A space alone, half a character or a space that the beginning of a text swallows do add something."""
+    """A space alone, half a character, and a space that is dropped at the beginning of a text do add text."""
     for name, tokenizer in tokenizers.items():
         text, special = Text(tokenizer), set(tokenizer.added_tokens_decoder)
         assert len(special) == 3 > len(set(tokenizer.all_special_ids)), "some are not listed"
@@ -246,7 +246,7 @@ def test_splitting_special_tokens_changes_nothing_else(prepend):
 
 
 class Counting(PreTrainedTokenizerFast):
-    """Knows which texts it was given together."""
+    """A tokenizer that records which texts it was given together."""
 
     calls: list[tuple[list[str], bool]]
 
@@ -256,7 +256,7 @@ class Counting(PreTrainedTokenizerFast):
 
 
 def beginning_tokenizer() -> Counting:
-    """Begins each text with <s>, as its template does."""
+    """A tokenizer that begins each text with <s>, as its template does."""
     backend = Tokenizer(models.BPE({chr(code): code - 32 for code in range(32, 127)}, []))
     backend.add_special_tokens(["<s>"])
     backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 95)])
@@ -267,7 +267,7 @@ def beginning_tokenizer() -> Counting:
 
 
 def test_conversations_are_tokenized_together_whatever_their_template_kwargs():
-    """And without the special tokens of a plain text, because the template writes them itself: no doubled <s>."""
+    """They get no special tokens of a plain text, because the template writes its own: <s> must not be doubled."""
     tokenizer = beginning_tokenizer()
     text = Text(tokenizer)
     chats = [[{"role": "user", "content": content}] for content in "abcd"]

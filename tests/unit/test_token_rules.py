@@ -1,4 +1,4 @@
-"""The table of penalties, biases and bans: whose rules an entry holds when tenants come and go."""
+"""The table of penalties, biases and bans: which tenant's rules an entry holds as tenants come and go."""
 
 import random
 
@@ -23,7 +23,7 @@ def sequence(seq_id: int = 0, num_prompt_tokens: int = 3, **options) -> Sequence
 
 
 def admit(table: TokenRulesTable, tenants: dict[int, Sequence]) -> list[int]:
-    """Admits sequences to entries; the lengths that their rules matter until."""
+    """Admits sequences to entries. Returns the lengths until which their rules matter."""
     return table.admit(list(tenants.values()), np.array(list(tenants))).tolist()
 
 
@@ -81,7 +81,7 @@ def test_an_entry_whose_tenant_had_rules_loses_them(options):
 @pytest.mark.parametrize("first", RULED, ids=str)
 @pytest.mark.parametrize("second", RULED, ids=str)
 def test_the_rules_of_an_entrys_next_tenant_replace_its_last_ones(first, second):
-    """Fewer edits than before leave none of the old ones behind."""
+    """If there are fewer edits than before, none of the old ones stay."""
     table = TokenRulesTable(NUM_ENTRIES, VOCAB_SIZE, CPU)
     admit(table, {0: sequence(1, **first)})
     seq = sequence(2, 5, **second)
@@ -95,7 +95,7 @@ def test_the_rules_of_an_entrys_next_tenant_replace_its_last_ones(first, second)
     ids=["edits", "prefixes"],
 )
 def test_the_tensors_widen_and_neighbours_keep_their_rules(more):
-    """A captured step holds for the tensors it was captured with, so new ones have a number of their own."""
+    """A captured step is valid for the tensors of its capture, so new tensors have a new version."""
     table = TokenRulesTable(NUM_ENTRIES, VOCAB_SIZE, CPU)
     tenants = {entry: sequence(entry, **RULED[entry]) for entry in range(5)}
     admit(table, tenants)
@@ -105,7 +105,7 @@ def test_the_tensors_widen_and_neighbours_keep_their_rules(more):
     admit(table, {4: tenants[4]})
     assert table.version == version + 1 and table.tensors is not tensors
     assert_everybody_has_their_own(table, tenants)
-    # They never become narrower, nor new without need.
+    # They never become narrower, and are replaced only if needed.
     tensors = table.tensors
     for entry in (4, 2):
         tenants[entry] = sequence(10, **RULED[3])
@@ -140,7 +140,7 @@ def test_the_padding_entry_stays_without_rules():
     ids=str,
 )
 def test_a_table_says_how_long_rules_matter(options, num_generated, until):
-    """A step in which nobody's rules matter any more does without the logits processors."""
+    """A step in which no row's rules matter any more does not run the logits processors."""
     table = TokenRulesTable(NUM_ENTRIES, VOCAB_SIZE, CPU)
     seq = sequence(0, **options)
     seq.token_ids.extend([7] * num_generated)
@@ -165,7 +165,7 @@ def test_entries_that_change_hands_at_random_always_hold_their_tenants_rules(cou
 
 
 def test_min_tokens_beyond_every_integer_of_the_device_is_for_ever():
-    """2**63 and more ended the whole call."""
+    """A value of 2**63 or more once ended the whole call."""
     table = TokenRulesTable(3, 100, torch.device("cpu"))
     params = SamplingParams(min_tokens=2**70, max_tokens=2**70)
     until = table.admit([Sequence(0, [1, 2], params, 9, frozenset([5]))], np.arange(1))

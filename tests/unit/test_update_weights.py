@@ -70,7 +70,7 @@ def llm(shared_llm, checkpoints) -> LLM:
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_update_leaves_the_llm_that_loading_the_weights_makes(tmp_path, family, seed):
-    """Fused and packed projections, biases, experts, norms with an offset, tied embeddings."""
+    """The models have fused and packed projections, biases, experts, norms with an offset, or tied embeddings."""
     options = FAMILIES[family][2](random.Random(f"{family} {seed}")) | {"tie_word_embeddings": seed == 0}
     for number in (0, 1):
         (tmp_path / str(number)).mkdir()
@@ -95,7 +95,7 @@ def test_ranks_get_their_shards(llm, checkpoints, expected):
     "part", ["q_proj", "up_proj", "down_proj", "norm", "bias", "embed", "lm_head", "layers.1.mlp.gate"]
 )
 def test_what_is_not_given_stays(tmp_path, checkpoints, part):
-    """Also in a merged or packed parameter of which another part is given."""
+    """This holds even in a merged or packed parameter of which another part is given."""
     first, second = map(read_tensors, checkpoints)
     given = {name: tensor for name, tensor in second.items() if part in name}
     assert 0 < len(given) < len(first)
@@ -121,7 +121,9 @@ def test_any_floating_point_dtype_is_rounded_once(tmp_path, checkpoints, dtype, 
 
 
 def test_any_iterable_of_any_dense_tensors_is_taken(llm, checkpoints, expected):
-    """Parameters of a model in training, views, tensors that share memory, and the frequencies of old checkpoints."""
+    """The tensors are parameters of a model in training, views, tensors that share memory, and frequencies of old
+    checkpoints.
+    """
     model = make_model(1, attention_bias=True)
     llm.update_weights(model.named_parameters())
     assert generate(llm) == expected[1]
@@ -355,7 +357,7 @@ def test_requests_added_by_hand_forbid_it(llm, name):
     seq_id = llm.engine.add_request([1, 2], PARAMS)
     with pytest.raises(RuntimeError, match="finish or abort them first"):
         ALTERATIONS[name](llm)
-    if name != "wake_up":  # which does nothing to an engine that is awake
+    if name != "wake_up":  # `wake_up` has no effect on an engine that is awake
         with pytest.raises(RuntimeError, match="finish or abort them first"):
             getattr(llm.engine, name)(*{"update_weights": [[]], "sleep": [1]}.get(name, []))
     llm.engine.abort(seq_id)
@@ -443,7 +445,7 @@ def test_the_buffers_of_attention_sleep_as_well(tmp_path, backend):
 
 @pytest.mark.parametrize("levels", [[2], [2, 2], [1, 2], [2, 1]], ids=str)
 def test_after_a_deep_sleep_all_weights_must_be_given(llm, checkpoints, expected, levels):
-    """In any number of updates."""
+    """They may come in any number of updates."""
     second, memory = read_tensors(checkpoints[1]), llm.metrics()["memory_bytes"]
     for level in levels:
         llm.sleep(level)
