@@ -2,6 +2,7 @@
 
 import ast
 import io
+import re
 import tokenize
 from collections.abc import Iterator
 from functools import cache
@@ -176,6 +177,16 @@ def test_long_functions_are_listed_with_a_reason():
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno - node.lineno >= MAX_FUNCTION
     }
     assert long == LONG_FUNCTIONS.keys()
+
+
+WORDS_TO_AVOID = re.compile(r"\b(anew|meanwhile|nobody|whoever|while this lasts)\b", re.IGNORECASE)
+
+
+def test_prose_avoids_words_that_make_a_reader_stop():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "bench.py", ROOT / "example.py"]
+    paths = [*FILES, *pages, *(ROOT / "benchmarks").glob("*.py")]
+    found = {path.name: WORDS_TO_AVOID.findall(path.read_text(encoding="utf-8")) for path in paths}
+    assert {name: words for name, words in found.items() if words} == {}
 
 
 def test_nothing_is_global():
