@@ -37,7 +37,9 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every hub name gives the stand-in; files go to a directory of the test's own."""
+    """Every hub name gives the stand-in; files go to a directory of the test's own. A machine with a GiB of free memory
+    gets a small KV cache; one in FP8 of all memory would take seconds to fill with zeros."""
+    monkeypatch.setattr("nanovllm.runner.settings.free_bytes", lambda device: 2**30)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(stand_in))
     monkeypatch.chdir(tmp_path)
 

@@ -12,7 +12,10 @@ from multiprocessing.pool import Pool
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
-_PRELOADED = ["torch", "pytest", "numpy", "triton", "transformers.models.auto.tokenization_auto", "hypothesis"]
+_PRELOADED = [
+    "torch", "pytest", "numpy", "triton", "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3.modeling_qwen3", "hypothesis",
+]  # fmt: skip
 
 
 # As many at a time as there are processors; of pytest-xdist's workers, which share them, each has one.
