@@ -67,8 +67,8 @@ def test_grouped_queries_attend_as_the_formula_says(backend, dtype, head_dim, nu
 def test_page_boundaries_change_nothing(backend, dtype, block_size, count):
     """Lengths of one block ± 1 and two blocks ± 1, as prefill, as decode, and as a chunk that begins or ends there. By
     default, of large blocks those of one alone: their many keys take long in Triton's interpreter."""
-    most = 2 if block_size < 64 else count(1, 2)
-    around = [length for n in range(1, most + 1) for length in (n * block_size - 1, n * block_size, n * block_size + 1) if length]
+    ends = [block_size, 2 * block_size][: 2 if block_size < 64 else count(1, 2)]
+    around = [length for end in ends for length in (end - 1, end, end + 1) if length]
     prefills = [(0, length) for length in around]
     decodes = [(length, 1) for length in around]
     chunks = [(length, 3) for length in around] + [(2, length) for length in around]

@@ -10,7 +10,7 @@ def patch_once_per_launch() -> None:
     that the kernel calls, which finds everything replaced and took a third of the time. Here the first call of a
     launch alone does so, for each file that the functions are of."""
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is None or hasattr(interpreter, "patched_by_tests"):
+    if not hasattr(interpreter, "_patch_lang") or hasattr(interpreter, "patched_by_tests"):
         return
     patched = interpreter.patched_by_tests = set()
     launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
