@@ -1,5 +1,6 @@
 """Options and fixtures that all tests share. Nothing here imports torch."""
 
+import gc
 import logging
 import os
 import signal
@@ -68,6 +69,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[NUM_LONG] = len(left_out)
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=[*left_out])
+
+
+def pytest_collection_finish() -> None:
+    from support.interpreter import patch_once_per_launch
+
+    patch_once_per_launch()
+    # The libraries' objects and the collected tests live to the end. Looked at again in each full collection, of which
+    # some tests ask for one, they took a minute of a run.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

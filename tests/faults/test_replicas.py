@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.interrupts import interrupt_at_random_moments
-from support.long import some
+from support.long import long, some
 from support.processes import SCRIPT_ENVIRONMENT, children, is_running, nothing_left_behind, wait_until
 
 from nanovllm import LLM, NOT_YET, RequestOutput, SamplingParams
@@ -162,11 +162,11 @@ def test_an_iterator_that_is_cut_off_leaves_nothing_to_the_next_call(three, expe
     assert texts(run(three)) == expected
 
 
-def test_ctrl_c_at_random_moments_leaves_nothing_to_the_next_call(three, expected):
+def test_ctrl_c_at_random_moments_leaves_nothing_to_the_next_call(three, expected, count):
     def check() -> None:
         assert texts(run(three, PROMPTS[:12], PARAMS[:12])) == expected[:12]
 
-    interrupt_at_random_moments(lambda: run(three, PROMPTS[:30], PARAMS[:30]), 15, check)
+    interrupt_at_random_moments(lambda: run(three, PROMPTS[:30], PARAMS[:30]), count(5, 15), check)
 
 
 def test_drain_finishes_what_has_started_and_reads_no_more(three, expected):
@@ -229,7 +229,8 @@ def test_a_job_of_three_replicas_gives_the_file_of_one(job, tmp_path):
     assert report["device_seconds"] > 3 * report["seconds"]["rows"]
 
 
-def test_a_job_one_of_whose_replicas_is_killed_gives_the_same_file(job, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("size", "kills"), [(2, (20,)), long(3, (5, 30))])
+def test_a_job_one_of_whose_replicas_is_killed_gives_the_same_file(job, tmp_path, monkeypatch, size, kills):
     job("one", size=1).run()
     made, taken = [], []
 
@@ -241,16 +242,16 @@ def test_a_job_one_of_whose_replicas_is_killed_gives_the_same_file(job, tmp_path
 
     def take_and_kill(self, *arguments) -> None:
         taken.append(arguments)
-        if len(taken) in (5, 30):
-            os.kill(pid(made[0], len(taken) % 3), signal.SIGKILL)
+        if len(taken) in kills:
+            os.kill(pid(made[0], len(taken) % size), signal.SIGKILL)
         take(self, *arguments)
 
     monkeypatch.setattr(RowsRun, "_take", take_and_kill)
     monkeypatch.setattr(tempfile, "tempdir", None)
     (tmp_path / "temporary").mkdir()
     with nothing_left_behind(tmp_path / "temporary", monkeypatch):
-        report = job("killed", make_llm).run()
-    assert len(made[0]._pool.of_dead) == 2, "no replica died during the job"
+        report = job("killed", make_llm, size).run()
+    assert len(made[0]._pool.of_dead) == len(kills), "no replica died during the job"
     assert (tmp_path / "killed").read_bytes() == (tmp_path / "one").read_bytes()
     assert len(taken) == 60 and report["rows"]["errors"] == 0
 
@@ -340,25 +341,26 @@ import os, sys
 from nanovllm import SamplingParams
 from nanovllm.replicas.replicas import Replicas
 
-replicas = Replicas(sys.argv[1], data_parallel_size=2, tensor_parallel_size=2, device="cpu", max_num_seqs=4,
+size = int(sys.argv[2])
+replicas = Replicas(sys.argv[1], data_parallel_size=size, tensor_parallel_size=2, device="cpu", max_num_seqs=4,
                     max_model_len=128)
 print(*(pid for each in replicas._pool.processes for pid in (each.child.process.pid, *each.pids)), flush=True)
-params = SamplingParams(0.0, max_tokens=100, ignore_eos=True)
+params = SamplingParams(0.0, max_tokens=20, ignore_eos=True)
 print(sum(1 for _ in replicas.generate_iter(iter(["Q"] * 8), params)), flush=True)
 """
 
 
-@pytest.mark.parametrize("ending", some(["killed", "by itself"], "killed"))
-def test_a_parent_that_ends_leaves_neither_replicas_nor_their_ranks_behind(ending, tmp_path):
+@pytest.mark.parametrize(("ending", "size"), [("killed", 1), long("killed", 2), long("by itself", 2)])
+def test_a_parent_that_ends_leaves_neither_replicas_nor_their_ranks_behind(ending, size, tmp_path):
     script = tmp_path / "script.py"
     endless = "for _ in replicas.generate_iter(iter(lambda: 'Q', None), params): print('row', flush=True)"
     script.write_text(SCRIPT + (endless if ending == "killed" else ""))
     with subprocess.Popen(
-        [sys.executable, script, MODEL], env=SCRIPT_ENVIRONMENT, stdout=subprocess.PIPE, text=True
+        [sys.executable, script, MODEL, str(size)], env=SCRIPT_ENVIRONMENT, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             pids = list(map(int, process.stdout.readline().split()))
-            assert len(set(pids)) == 6
+            assert len(set(pids)) == 3 * size
             assert process.stdout.readline() == "8\n"
             if ending == "killed":
                 assert process.stdout.readline() == "row\n" and all(map(is_running, pids))

@@ -6,6 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -135,11 +136,11 @@ def test_greedy_tokens_and_the_schedule_are_those_of_one_rank(engines):
 NAN = float("nan")
 
 
-def test_sampled_tokens_are_those_of_one_rank(engines):
+def test_sampled_tokens_are_those_of_one_rank(engines, count):
     """Each rank samples its own part of the rows, with the rows' settings and rules and the tokens so far, including
     those that other ranks sampled.
     """
-    requests = make_requests(engines[1].engine.info.vocab_size, 2 * len(FILTERS))
+    requests = make_requests(engines[1].engine.info.vocab_size, count(1, 2) * len(FILTERS))
     options = [{"temperature": 0.8, "max_tokens": 9, "ignore_eos": True, **changes} for changes in FILTERS.values()]
     requests = [(prompt, SamplingParams(**options[row % len(options)])) for row, (prompt, _) in enumerate(requests)]
     # A request's number is its seed, so all engines must have had as many.
@@ -186,12 +187,22 @@ def test_stop_strings_are_those_of_one_rank(overlap, caching):
     assert (metrics["num_cached_prompt_tokens"] > 0) is caching
 
 
+@pytest.fixture(scope="module")
+def meeting_place(tmp_path_factory) -> Path:
+    """Where the ranks of `pair` meet."""
+    return tmp_path_factory.mktemp("meeting_place")
+
+
 @pytest.fixture(scope="module", params=some([True, False], True), ids=["overlap", "sync"])
-def pair(request, tiny) -> Iterator[tuple[LLM, LLM]]:
+def pair(request, tiny, meeting_place) -> Iterator[tuple[LLM, LLM]]:
     """One rank and two ranks."""
     options = {**OPTIONS, "overlap": request.param}
-    with LLM(tiny, **options) as one, LLM(tiny, tensor_parallel_size=2, **options) as two:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(meeting_place))
+        one, two = LLM(tiny, **options), LLM(tiny, tensor_parallel_size=2, **options)
+    with one, two:
         yield one, two
+    assert not os.listdir(meeting_place)
 
 
 def test_requests_and_aborts_by_hand_between_steps_give_what_one_rank_gives(pair):
@@ -283,7 +294,7 @@ def test_memory_is_the_sum_over_the_ranks(engines):
 DEATH_OPTIONS = {**OPTIONS, "num_kvcache_blocks": 400}
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", some([0, 1], 1))
 def test_a_rank_killed_at_a_random_moment_ends_the_run_with_its_name(tiny, rank, count, tmp_path, monkeypatch):
     """The others would wait in a collective for ever, or first report a lost connection, which hides the cause."""
     rng = random.Random(rank)
@@ -702,16 +713,13 @@ def test_closing_ends_the_ranks_and_may_be_done_twice(tiny, tmp_path, monkeypatc
         assert llm.metrics()["memory_bytes"] == {}
 
 
-def test_ranks_meet_where_no_other_user_can_write(tiny, tmp_path, monkeypatch):
+def test_ranks_meet_where_no_other_user_can_write(pair, meeting_place):
     """A store at a port once accepted addresses from any user of the host, and the ranks connect to these. gloo listens
     once per rank for its own connections; rank 0, which had the store, once listened twice."""
-    with nothing_left_behind(tmp_path, monkeypatch):
-        with LLM(tiny, tensor_parallel_size=2, **OPTIONS) as llm:
-            listening = listening_sockets()
-            assert len({len(sockets_of([pid]) & listening) for pid in pids_of(llm)}) == 1
-            (directory,) = tmp_path.iterdir()
-            assert stat.S_IMODE(directory.stat().st_mode) == 0o700 and os.listdir(directory) == ["store"]
-        del llm
+    listening = listening_sockets()
+    assert len({len(sockets_of([pid]) & listening) for pid in pids_of(pair[1])}) == 1
+    (directory,) = meeting_place.iterdir()
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700 and os.listdir(directory) == ["store"]
 
 
 def test_an_engine_that_is_dropped_takes_its_ranks_along(tiny, tmp_path, monkeypatch):
@@ -771,28 +779,63 @@ params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 print("tokens", llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].token_ids, flush=True)
 print("ranks", *(rank.process.pid for rank in llm.engine.runner._ranks), flush=True)
 """
-ENDINGS = {
-    "the last line": "",
-    "an exception": "raise LookupError('the script is wrong')",
-}
+INTERRUPTED = """
+try:
+    print("ready", flush=True)
+    while True:
+        llm.generate([[1, 2, 3]] * 8, SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+print("tokens", llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].token_ids, flush=True)
+"""
 
 
-@pytest.mark.parametrize("ending", some(ENDINGS, "the last line"))
-def test_a_script_that_does_not_close_ends_by_itself(tiny, ending, tmp_path):
+@pytest.fixture(scope="module")
+def interrupted_script(tiny, tmp_path_factory) -> tuple[list[str], str, int]:
+    """The lines, errors and exit status of a script that got one Ctrl-C and did not close its LLM."""
+    script = tmp_path_factory.mktemp("script") / "script.py"
+    script.write_text(SCRIPT + INTERRUPTED)
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, script, tiny]
+    with subprocess.Popen(command, env=SCRIPT_ENVIRONMENT, start_new_session=True, **options) as process:
+        try:
+            lines = [process.stdout.readline().strip() for _ in range(4)]
+            assert lines[3] == "ready", lines
+            os.killpg(process.pid, signal.SIGINT)
+            output, errors = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    return [*lines, *output.splitlines()], errors, process.returncode
+
+
+def assert_ended_by_itself(lines: list[str], errors: str) -> None:
+    assert [line.split()[0] for line in lines[:3]] == ["this", "tokens", "ranks"], (lines, errors)
+    assert [line.split()[0] for line in lines].count("this") == 1
+    assert not any(is_running(int(pid)) for pid in lines[2].split()[1:])
+
+
+def test_a_script_that_does_not_close_ends_by_itself(interrupted_script):
     """It has no `__main__` guard: a rank that imported the script would run it again, and start ranks of its own."""
+    lines, errors, status = interrupted_script
+    assert_ended_by_itself(lines, errors)
+    assert status == 0 and "Traceback" not in errors, errors
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ending", ["the last line", "an exception"])
+def test_a_script_that_fails_or_does_nothing_else_ends_by_itself(tiny, ending, tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT + ENDINGS[ending])
+    script.write_text(SCRIPT + ("raise LookupError('the script is wrong')" if ending == "an exception" else ""))
     began = time.monotonic()
     done = subprocess.run(
         [sys.executable, script, tiny], capture_output=True, text=True, timeout=60, env=SCRIPT_ENVIRONMENT
     )
     seconds = time.monotonic() - began
     lines = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["this", "tokens", "ranks"], (done.stdout, done.stderr)
-    assert done.returncode == (ending == "an exception"), done.stderr
+    assert_ended_by_itself(lines, done.stderr)
+    assert len(lines) == 3 and done.returncode == (ending == "an exception"), done.stderr
     assert ("LookupError" in done.stderr) is (ending == "an exception")
     assert done.stderr.count("Traceback") == (ending == "an exception"), done.stderr
-    assert not any(is_running(int(pid)) for pid in lines[2].split()[1:])
     assert seconds < 30
 
 
@@ -818,30 +861,10 @@ def test_a_driver_that_is_killed_leaves_no_rank_behind(tiny, moment, tmp_path):
             os.kill(pid, signal.SIGKILL)
 
 
-def test_ctrl_c_in_a_terminal_reaches_the_driver_alone(tiny, tmp_path):
+def test_ctrl_c_in_a_terminal_reaches_the_driver_alone(interrupted_script):
     """A terminal sends it to the whole foreground group; a rank that took it would be gone for the next call."""
-    script = tmp_path / "script.py"
-    body = """
-try:
-    print("ready", flush=True)
-    while True:
-        llm.generate([[1, 2, 3]] * 8, SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
-except KeyboardInterrupt:
-    print("interrupted", flush=True)
-print("tokens", llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].token_ids, flush=True)
-"""
-    script.write_text(SCRIPT + body)
-    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
-    with subprocess.Popen([sys.executable, script, tiny], env=SCRIPT_ENVIRONMENT, **options) as process:
-        try:
-            lines = [process.stdout.readline().strip() for _ in range(4)]
-            assert lines[3] == "ready", lines
-            os.killpg(process.pid, signal.SIGINT)
-            rest = process.communicate(timeout=30)[0].splitlines()
-        finally:
-            process.kill()
-    assert rest == ["interrupted", lines[1]]
-    assert process.returncode == 0
+    lines, _, status = interrupted_script
+    assert lines[4:] == ["interrupted", lines[1]] and status == 0
 
 
 # Bad input is refused before a process starts

@@ -37,7 +37,9 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every hub name gives the stand-in; files go to the test's own directory."""
+    """Every hub name gives the stand-in; files go to the test's own directory. With a GiB of free memory the KV cache
+    stays small; in FP8, one of the usual size takes seconds to fill with zeros."""
+    monkeypatch.setattr("nanovllm.runner.settings.free_bytes", lambda device: 2**30)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(stand_in))
     monkeypatch.chdir(tmp_path)
 

@@ -264,7 +264,7 @@ def test_a_part_of_a_weight_is_of_whole_blocks(rows, columns, first_row, fits):
 def test_kernels_give_the_tokens_of_the_plain_engine_in_blocks(tmp_path, family):
     """The blocks divide every part of every layer."""
     options = FAMILIES[family][2](random.Random(family)) | {"num_attention_heads": 4, "num_key_value_heads": 2}
-    options |= {"hidden_size": 64, "intermediate_size": 72}
+    options |= {"hidden_size": 64, "intermediate_size": 72, "num_hidden_layers": 1}
     options |= {"moe_intermediate_size": 40} if family == "qwen3_moe" else {}
     rope = {"rope_type": "default", "rope_theta": 1e4}
     ropes = {"full_attention": rope, "sliding_attention": rope}

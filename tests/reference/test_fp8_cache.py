@@ -497,7 +497,7 @@ def test_no_schedule_changes_a_token(model, expected, schedule):
 
 def test_a_chunk_goes_on_within_a_block_behind_a_decode_that_ends_one(model):
     """Values of the chunk once went to the beginning of its block."""
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
     prompts = [[7 * i % 100 for i in range(63)], [(11 * i + 3) % 100 for i in range(30)]]
     found = []
     for backend in ("torch", "triton"):
@@ -509,7 +509,7 @@ def test_a_chunk_goes_on_within_a_block_behind_a_decode_that_ends_one(model):
 
 @pytest.mark.parametrize("backend", ["torch", "sdpa", "triton"])
 def test_completions_of_one_prompt_have_copies_of_its_last_block(model, backend):
-    params = replace(SAMPLED, max_tokens=8)
+    params = replace(SAMPLED, max_tokens=5)
     with make_llm(model, attention_backend="torch") as llm:
         seeds = [completion_seed(4, index) for index in range(3)]
         apart = [llm.generate(PROMPTS[4], replace(params, seed=seed), use_tqdm=False)[0].token_ids for seed in seeds]

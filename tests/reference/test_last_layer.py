@@ -71,7 +71,7 @@ def test_our_kernel_attends_only_tiles_with_tokens_that_are_read(tmp_path, steps
         attend(shape, q, cache, out, metadata, window)
 
     monkeypatch.setattr(triton_backend, "attend_prompts", counted)
-    save_model(tmp_path, seed=4, num_hidden_layers=2)
+    save_model(tmp_path, seed=4, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
     options = {"attention_backend": "triton", "kvcache_block_size": 16, "max_num_batched_tokens": 100}
     prompts = [list(range(50)) * 3, [7] * 20, [5] * 70]
     params = [SamplingParams(temperature=0, max_tokens=number, ignore_eos=True) for number in (1, 4, 2)]

@@ -109,7 +109,12 @@ def schedules() -> dict[str, Schedule]:
     return found
 
 
-ENGINES = [("sdpa", True), ("sdpa", False), ("torch", True)]
+# Of each engine, what a default run takes: some of every kind, which together fill the cache and overfill it.
+ENGINES = {
+    ("sdpa", True): ("calls of 8", "shuffled 0", "cache off", "tiny pool", "tiny pool of large blocks"),
+    ("sdpa", False): ("calls of 33", "chunks of 17", "blocks of 1, warm", "tiny pool, no cache, chunks"),
+    ("torch", True): ("calls of 1", "12 at a time", "chunks of 1", "cache warm", "tiny pool of blocks of 1"),
+}
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
@@ -118,14 +123,12 @@ def test_the_schedule_changes_no_token(model, requests, alone, engine, request):
     are greedy and sampled, with penalties, bans and filters. Only a plain row whose candidates tie in float32 may
     differ, and hardly any do.
 
-    In a default run, each engine takes a part of the schedules."""
+    In a default run, each engine takes some of the schedules."""
     backend, overlap = engine
     num_rows = num_ties = num_preemptions = num_cached_tokens = 0
-    chosen = list(schedules().items())
-    is_long = request.config.option.long
-    if not is_long:
-        chosen = chosen[ENGINES.index(engine) :: len(ENGINES)]
-    for name, schedule in chosen:
+    is_long, every = request.config.option.long, schedules()
+    for name in every if is_long else ENGINES[engine]:
+        schedule = every[name]
         options = {"attention_backend": backend, "overlap": overlap, "device": "cpu", **schedule.options}
         with LLM(model.directory, **options) as llm:
             for first in [*range(0, len(schedule.rows), schedule.call_size)] * schedule.num_times:

@@ -762,7 +762,7 @@ def test_an_engine_of_triton_kernels_gives_the_tokens_of_the_plain_one(tmp_path,
     """Our attention and every fused kernel run prefill, chunks, cached prefixes, decodes and preemption. The plain
     backend uses no kernel at all, so that the comparison means something.
     """
-    save_model(tmp_path, seed=3)
+    save_model(tmp_path, seed=3, num_attention_heads=2, num_key_value_heads=1)
     prompts = [[5, 6, 7], [8], list(range(1, 40)), [*range(1, 33), 50], [9, 9, 9, 9]]
     params = [
         SamplingParams(temperature=0, max_tokens=16, ignore_eos=True),

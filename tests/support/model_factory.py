@@ -3,11 +3,14 @@
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from nanovllm.demo import MODEL_DIRECTORY
 
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
@@ -65,6 +68,17 @@ def save_model(directory: Path, seed: int = 0, rope: dict[str, Any] | None = Non
     model = make_model(seed, rope, **overrides)
     model.save_pretrained(directory)
     return model
+
+
+def save_demo_model(directory: Path, num_layers: int) -> Path:
+    """Writes the first layers of the bundled model into `directory`, with its tokenizer; returns the directory."""
+    shutil.copytree(MODEL_DIRECTORY, directory, dirs_exist_ok=True)
+    layers = [f"model.layers.{number}." for number in range(num_layers)]
+    tensors = read_tensors(directory)
+    kept = {name: x for name, x in tensors.items() if ".layers." not in name or name.startswith(tuple(layers))}
+    write_tensors(directory, kept)
+    edit_config(directory, remove=("layer_types",), num_hidden_layers=num_layers)
+    return directory
 
 
 def random_model_options(rng: random.Random) -> dict[str, Any]:

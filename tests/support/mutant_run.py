@@ -3,6 +3,7 @@
 This module does not import the package, so that the fork finds the copy.
 """
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -11,7 +12,10 @@ from multiprocessing.pool import Pool
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
-_PRELOADED = ["torch", "pytest", "numpy", "triton", "transformers.models.auto.tokenization_auto", "hypothesis"]
+_PRELOADED = [
+    "torch", "pytest", "numpy", "triton", "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3.modeling_qwen3", "hypothesis",
+]  # fmt: skip
 
 
 # As many at a time as there are processors, or one per worker of pytest-xdist, because the workers share them.
@@ -36,6 +40,7 @@ def run_tests(directory: Path, killers: list[str]) -> tuple[int, str]:
     """pytest's exit status for the tests, with the package in `directory`, and what it printed."""
     import pytest
 
+    gc.freeze()  # pytest collects garbage at its end, and the libraries are none
     assert not any(name.split(".")[0] == "nanovllm" for name in sys.modules), "the copy would not be found"
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # starts sooner
     os.chdir(directory)
@@ -43,7 +48,7 @@ def run_tests(directory: Path, killers: list[str]) -> tuple[int, str]:
     with tempfile.TemporaryFile() as output:
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
-        options = ["-x", "-q", "-p", "no:cacheprovider", f"--rootdir={TESTS.parent}"]
+        options = ["-x", "-q", "-p", "no:cacheprovider", "--assert=plain", f"--rootdir={TESTS.parent}"]
         plainly = ["-o", "addopts=-m 'not gpu'"]  # without the plugins that the project's own options need
         status = pytest.main([*options, *plainly, *map(path_of, killers)])
         sys.stdout.flush()

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from support.fake_runner import make_engine
 from support.long import some
+from support.model_factory import save_demo_model
 
 from nanovllm import LLM, NOT_YET, SamplingParams
-from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.engine.sequence import Sequence
 from nanovllm.guides import StructuredOutputs
 from nanovllm.prompts import EncodedPrompt
@@ -31,8 +31,14 @@ class Panic(BaseException):
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with LLM(MODEL_DIRECTORY, **OPTIONS) as llm:
+def model(tmp_path_factory):
+    """One layer: what is computed does not matter here, and there are thousands of steps."""
+    return save_demo_model(tmp_path_factory.mktemp("model"), num_layers=1)
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    with LLM(model, **OPTIONS) as llm:
         yield llm
 
 
@@ -142,7 +148,7 @@ def test_rows_run_while_the_source_has_no_prompt(llm, expected, as_params):
     assert [output.error is None for output in found] == [True, False, True]
 
 
-def test_a_source_without_a_prompt_is_asked_once_per_step_and_what_it_gives_joins_what_runs(monkeypatch):
+def test_a_source_without_a_prompt_is_asked_once_per_step_and_what_it_gives_joins_what_runs(model, monkeypatch):
     events = []
 
     def prompts():
@@ -153,7 +159,7 @@ def test_a_source_without_a_prompt_is_asked_once_per_step_and_what_it_gives_join
         yield "Row 1"
 
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    with LLM(MODEL_DIRECTORY, device="cpu", max_num_seqs=8, max_model_len=64) as llm:
+    with LLM(model, device="cpu", max_num_seqs=8, max_model_len=64) as llm:
         step = llm.engine.step
         monkeypatch.setattr(llm.engine, "step", lambda: events.append("step") or step())
         assert len(list(llm.generate_iter(prompts(), params))) == 2
@@ -174,9 +180,9 @@ def test_an_iterator_is_asked_for_a_few_rows_per_step_once_enough_wait(text):
     assert per_step[0] == 544 and set(read) == {32} and len(read) > 50
 
 
-def test_an_iterator_of_token_ids_is_not_read_to_its_end_before_the_first_step():
+def test_an_iterator_of_token_ids_is_not_read_to_its_end_before_the_first_step(model):
     seen = []
-    with LLM(MODEL_DIRECTORY, device="cpu", max_num_seqs=64, max_model_len=64) as llm:
+    with LLM(model, device="cpu", max_num_seqs=64, max_model_len=64) as llm:
         params = SamplingParams(temperature=0, max_tokens=1)
         outputs = llm.generate_iter(counted([[1, 2]] * 900, seen), params, ordered=False)
         next(outputs)
@@ -323,8 +329,8 @@ def test_an_engine_emptied_by_hand_is_noticed(llm):
     assert list(outputs) == []
 
 
-def test_closing_the_llm_ends_it():
-    with LLM(MODEL_DIRECTORY, **OPTIONS) as llm:
+def test_closing_the_llm_ends_it(model):
+    with LLM(model, **OPTIONS) as llm:
         outputs = llm.generate_iter(PROMPTS, PARAMS)
         next(outputs)
     with pytest.raises(RuntimeError):
@@ -339,9 +345,9 @@ UNEVEN[0] = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def llm_for_two():
+def llm_for_two(model):
     """An LLM with enough blocks for two running requests: the usual number leaves no reserve for the second."""
-    with LLM(MODEL_DIRECTORY, **OPTIONS, num_kvcache_blocks=32) as llm:
+    with LLM(model, **OPTIONS, num_kvcache_blocks=32) as llm:
         yield llm
 
 
@@ -411,12 +417,12 @@ def test_draining_keeps_all_completions_of_a_request_of_which_one_has_started(pa
 
 
 @pytest.mark.parametrize("overlap", some([True, False], True))
-def test_draining_keeps_what_was_preempted(overlap):
+def test_draining_keeps_what_was_preempted(model, overlap):
     """A preempted request waits, but has tokens."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     options = {"max_num_seqs": 4, "num_kvcache_blocks": 12, "kvcache_block_size": 8, "max_model_len": 64}
     num_preempted = 0
-    with LLM(MODEL_DIRECTORY, device="cpu", overlap=overlap, **options) as llm:
+    with LLM(model, device="cpu", overlap=overlap, **options) as llm:
         whole = llm.generate(PROMPTS[:12], params, use_tqdm=False)
         for num_before in range(1, 6):
             outputs = llm.generate_iter(PROMPTS[:12], params, ordered=False)
@@ -433,8 +439,8 @@ def test_draining_keeps_what_was_preempted(overlap):
 
 
 @pytest.mark.long
-def test_ranks_drain_as_one(expected):
-    with LLM(MODEL_DIRECTORY, **OPTIONS, num_kvcache_blocks=32, tensor_parallel_size=2) as llm:
+def test_ranks_drain_as_one(model, expected):
+    with LLM(model, **OPTIONS, num_kvcache_blocks=32, tensor_parallel_size=2) as llm:
         outputs = llm.generate_iter(PROMPTS, PARAMS, ordered=False)
         found = list(itertools.islice(outputs, 3))
         outputs.drain()

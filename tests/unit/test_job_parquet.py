@@ -298,8 +298,8 @@ def test_the_digest_is_of_the_whole_file(tmp_path):
     assert len(digests) == 2
 
 
-@pytest.mark.parametrize(("size", "count"), [(3_000, 40_000), (1_000_000, 120)])
-def test_one_large_row_group_is_not_read_as_a_whole(tmp_path, size, count):
+@pytest.mark.parametrize(("size", "most"), [(3_000, 40_000), (1_000_000, 120)])
+def test_one_large_row_group_is_not_read_as_a_whole(tmp_path, size, most, count):
     """The peak is not that of getrusage, which a process inherits from the one that started it."""
     program = (
         "import re, sys\nfrom nanovllm.jobs.source import open_source\n"
@@ -312,14 +312,15 @@ def test_one_large_row_group_is_not_read_as_a_whole(tmp_path, size, count):
         "print((peaks[1] - peaks[0]) / 1024, num_bytes / 2**20)"
     )
     rng = random.Random(0)
-    for name, num_rows in (("small", count // 12), ("large", count)):
+    most = count(most // 2, most)
+    for name, num_rows in (("small", most // 12), ("large", most)):
         prompts = [rng.randbytes(size // 2).hex() for _ in range(num_rows)]
         table = pa.table({"id": range(num_rows), "prompt": prompts})
         # A page is decoded as a whole, and pyarrow ends no page within a batch.
         pq.write_table(table, tmp_path / f"{name}.parquet", use_dictionary=False, write_batch_size=4)
     done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=True)
     growth, num_mib = map(float, done.stdout.split())
-    assert num_mib > 110 and growth < 25, done.stdout
+    assert num_mib > 0.95 * size * most / 2**20 > 50 and growth < 25, done.stdout
 
 
 # Output

@@ -24,6 +24,22 @@ def completions(outputs) -> list[list[tuple]]:
     return [[(each.index, each.text, each.token_ids, each.finish_reason) for each in out.outputs] for out in outputs]
 
 
+EIGHT = SamplingParams(temperature=1.3, top_p=0.98, max_tokens=20, n=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def apart() -> list[list]:
+    """Of each prompt, eight requests with the derived seeds."""
+    with make_llm() as llm:
+        return [
+            [
+                llm.generate(prompt, replace(EIGHT, n=1, seed=completion_seed(11 + row, index)), use_tqdm=False)[0]
+                for index in range(8)
+            ]
+            for row, prompt in enumerate(PROMPTS)
+        ]
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -39,18 +55,9 @@ def completions(outputs) -> list[list[tuple]]:
     ],
     ids=str,
 )
-def test_eight_completions_are_eight_requests_with_the_derived_seeds(options):
-    params = SamplingParams(temperature=1.3, top_p=0.98, max_tokens=20, n=8, ignore_eos=True)
-    with make_llm() as llm:
-        apart = [
-            [
-                llm.generate(prompt, replace(params, n=1, seed=completion_seed(11 + row, index)), use_tqdm=False)[0]
-                for index in range(8)
-            ]
-            for row, prompt in enumerate(PROMPTS)
-        ]
+def test_eight_completions_are_eight_requests_with_the_derived_seeds(apart, options):
     with make_llm(**options) as llm:
-        together = llm.generate(PROMPTS, [replace(params, seed=11 + row) for row in range(5)], use_tqdm=False)
+        together = llm.generate(PROMPTS, [replace(EIGHT, seed=11 + row) for row in range(5)], use_tqdm=False)
         assert [len(out.outputs) for out in together] == [8] * 5
         assert completions(together) == [
             [(index, out.text, out.token_ids, out.finish_reason) for index, out in enumerate(row)] for row in apart
