@@ -14,7 +14,7 @@ from nanovllm.ops.quantize import ScaledProduct
 
 
 class Attention(nn.Module):
-    """One layer's attention. The cache belongs to the ModelRunner, which passes it to each call.
+    """One layer's attention. The StepProgram owns the cache and passes it to each call.
 
     accepts: the forms of projections that the layer takes.
 

@@ -3,7 +3,7 @@
 A pair is a token and one of its experts: pair i belongs to token i // top_k. One kernel lists each expert's pairs. The
 two grouped products have a fixed grid and read on the device how many pairs an expert has, so a captured step serves
 any choice. They read only the weights of chosen experts, and write their results by pair. So nothing is sorted, and a
-token's results are added in the order of its experts, independent of the other tokens' choices.
+token's results are added in the order of its experts, in which the other tokens' choices play no part.
 
 Weights in FP8 become numbers of the inputs' dtype when they are read, and the inputs are not rounded: most of an
 expert's cost is the reading of its weights.
