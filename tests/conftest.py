@@ -75,8 +75,8 @@ def pytest_collection_finish() -> None:
     from support.interpreter import patch_once_per_launch
 
     patch_once_per_launch()
-    # The libraries' objects and the collected tests live to the end. Looked at again in each full collection, of which
-    # some tests ask for one, they took a minute of a run.
+    # The libraries' objects and the collected tests live to the end. A full collection, which some tests ask for, need
+    # not look at them, which takes tenths of a second.
     gc.collect()
     gc.freeze()
 
