@@ -1,5 +1,6 @@
 """Options and fixtures that all tests share. Nothing here imports torch."""
 
+import atexit
 import gc
 import logging
 import os
@@ -79,6 +80,7 @@ def pytest_collection_finish() -> None:
     # not look at them, which takes tenths of a second.
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else Triton says at the end that its objects leaked
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
