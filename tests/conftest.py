@@ -1,5 +1,6 @@
 """Options and fixtures that all tests share. Nothing here imports torch."""
 
+import atexit
 import gc
 import logging
 import os
@@ -75,10 +76,11 @@ def pytest_collection_finish() -> None:
     from support.interpreter import patch_once_per_launch
 
     patch_once_per_launch()
-    # The libraries' objects and the collected tests live to the end. Looked at again in each full collection, of which
-    # some tests ask for one, they took a minute of a run.
+    # The libraries' objects and the collected tests live to the end. A full collection, which some tests ask for, need
+    # not look at them, which takes tenths of a second.
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else Triton says at the end that its objects leaked
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

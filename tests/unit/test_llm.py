@@ -1126,7 +1126,7 @@ def seeded(row: int) -> SamplingParams:
         long({"max_num_batched_tokens": 16}),
         {"max_num_batched_tokens": 16, "overlap": False, "kvcache_block_size": 7},
         long({"max_num_seqs": 1}),
-        {"max_num_seqs": 3},
+        long({"max_num_seqs": 3}),
         long({"kvcache_block_size": 1, "num_kvcache_blocks": 4096}),
         long({"enforce_eager": True, "prefix_grouping": False}),
     ],
