@@ -76,8 +76,8 @@ def pytest_collection_finish() -> None:
     from support.interpreter import patch_once_per_launch
 
     patch_once_per_launch()
-    # The libraries' objects and the collected tests live to the end. A full collection, which some tests ask for, need
-    # not look at them, which takes tenths of a second.
+    # The libraries' objects and the collected tests live to the end. Frozen, they cost a full collection, which some
+    # tests ask for, no time; otherwise it takes tenths of a second.
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # else Triton says at the end that its objects leaked

@@ -6,16 +6,19 @@ from typing import Any
 
 
 def patch_once_per_launch() -> None:
-    """The interpreter replaces the functions of `tl` at a kernel's launch, and once more at each call of a function
-    that the kernel calls, which finds everything replaced and took a third of the time. Here the first call of a
-    launch alone does so, for each file that the functions are of."""
+    """Lets the interpreter replace the functions of `tl` only once per launch and file.
+
+    It replaces them at a kernel's launch, and again at each call of a function that the kernel calls. The repetition
+    changes nothing and takes a third of the time.
+    """
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
-    if not hasattr(interpreter, "_patch_lang") or hasattr(interpreter, "patched_by_tests"):
+    names = "_patch_lang", "GridExecutor"  # private ones, which another version of Triton may not have
+    if not all(hasattr(interpreter, name) for name in names) or hasattr(interpreter, "patched_by_tests"):
         return
     patched = interpreter.patched_by_tests = set()
     launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
 
-    def launch_anew(self, *args: Any, **kwargs: Any) -> None:
+    def launch_afresh(self, *args: Any, **kwargs: Any) -> None:
         patched.clear()
         launch(self, *args, **kwargs)
 
@@ -25,4 +28,4 @@ def patch_once_per_launch() -> None:
         patched.add(id(function.__globals__))
         return patch(function)
 
-    interpreter.GridExecutor.__call__, interpreter._patch_lang = launch_anew, patch_once
+    interpreter.GridExecutor.__call__, interpreter._patch_lang = launch_afresh, patch_once
