@@ -3,10 +3,16 @@
 import difflib
 import functools
 import inspect
+import logging
 import math
 import numbers
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
+
+from nanovllm.accepted import Accepted
+
+logger = logging.getLogger(__name__)
 
 _Class = TypeVar("_Class", bound=type[Any])
 
@@ -56,26 +62,54 @@ def seed_number(value: Any) -> int:
     return seed
 
 
-def suggests_names(noun: str, meant: Mapping[str, str]) -> Callable[[_Class], _Class]:
-    """Makes a class answer an unknown keyword with a TypeError that suggests the right one.
+def suggests_names(
+    noun: str,
+    meant: Mapping[str, str],
+    accepted: Mapping[str, Accepted] = MappingProxyType({}),
+    renamed: Mapping[str, str] = MappingProxyType({}),
+) -> Callable[[_Class], _Class]:
+    """Makes a class take vLLM's keywords where it can, and answer others with a TypeError that suggests the right one.
 
-    The class keeps its signature, so editors still complete its arguments.
+    None for a keyword whose default is not None means the default, unless the keyword's type has None. The class keeps
+    its signature, so editors still complete its arguments.
 
     Args:
         noun: the class's word for its keywords.
         meant: other libraries' names -> our name, or a sentence with advice.
+        accepted: keywords that change nothing. Values that ask for something else raise a ValueError. One line is
+            logged for all keywords of a call that a user may expect something of.
+        renamed: vLLM's names -> ours.
     """
 
     def decorate(cls: _Class) -> _Class:
         init = cls.__init__
-        known = list(inspect.signature(init).parameters)[1:]
+        parameters = list(inspect.signature(init).parameters.values())[1:]
+        takes_none = {
+            parameter.name: parameter.default in (None, parameter.empty) or "None" in str(parameter.annotation)
+            for parameter in parameters
+        }
 
         @functools.wraps(init)
         def explaining_init(self, *args, **kwargs):
-            for name in kwargs:
-                if name not in known:
-                    raise TypeError(f"unknown {noun} {name!r}; {_hint(name, known, noun, meant)}")
-            init(self, *args, **kwargs)
+            if kwargs.keys() <= takes_none.keys() and not any(value is None for value in kwargs.values()):
+                return init(self, *args, **kwargs)
+            ours, unneeded = {}, []
+            for name, value in kwargs.items():
+                our_name = renamed.get(name, name)
+                if our_name in takes_none:
+                    if our_name != name and our_name in kwargs:
+                        raise TypeError(f"{name} is vLLM's name of {our_name}; give one of them")
+                    if value is not None or takes_none[our_name]:
+                        ours[our_name] = value
+                elif name not in accepted:
+                    raise TypeError(f"unknown {noun} {name!r}; {_hint(name, list(takes_none), noun, meant)}")
+                elif not accepted[name].takes(value):
+                    raise ValueError(f"{name} cannot be {value!r}; {accepted[name].reason}")
+                elif value is not None and accepted[name].values is None:
+                    unneeded.append(f"{name} ({accepted[name].reason})")
+            if unneeded:
+                logger.warning("%s: some %ss change nothing: %s", cls.__name__, noun, "; ".join(unneeded))
+            init(self, *args, **ours)
 
         cls.__init__ = explaining_init
         return cls

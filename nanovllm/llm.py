@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
+from nanovllm.accepted import ACCEPTED_OPTIONS, RENAMED_OPTIONS
 from nanovllm.checks import boolean, suggests_names
 from nanovllm.config import MEANT_OPTIONS, Config
 from nanovllm.engine.llm_engine import LLMEngine
@@ -38,7 +39,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 
-@suggests_names("option", MEANT_OPTIONS)
+@suggests_names("option", MEANT_OPTIONS, ACCEPTED_OPTIONS, RENAMED_OPTIONS)
 class LLM:
     """A model, ready to complete prompts.
 

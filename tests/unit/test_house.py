@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 
 VALUES = {
-    "checks", "config", "logprobs", "loglikelihood", "outputs", "prompts", "recommended_sampling", "sampling_checks",
-    "sampling_params", "structured_outputs",
+    "accepted", "checks", "config", "logprobs", "loglikelihood", "outputs", "prompts", "recommended_sampling",
+    "sampling_checks", "sampling_params", "structured_outputs",
 }  # fmt: skip
 PROCESS = {"child_processes", "cpu_threads", "forks", "garbage_collector", "guard", "machine"}
 # The rooms that each room may import, besides itself. A room is a package of nanovllm/ or a file beside them.
