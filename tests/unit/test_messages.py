@@ -14,7 +14,8 @@ TEMPLATES = {
     "qwen3": (
         "{% for m in messages %}{% if m.content is string %}{% set content = m.content %}{% else %}"
         "{% set content = '' %}{% endif %}<{{ m.role }}>{{ content }}"
-        "{% for call in m.tool_calls %}<call>{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
+        "{% for call in m.tool_calls %}<call>{{ call.function.name }} "
+        "{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
     ),
     "llama3": "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}",
     "strict": "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}",
