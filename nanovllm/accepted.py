@@ -95,6 +95,19 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     "logits_processors": _only([], (), instead="logit_bias, bad_words, allowed_token_ids and penalties change logits"),
 }
 
+# vLLM's names of arguments of generate and chat.
+RENAMED_ARGUMENTS = {"prompt_token_ids": "prompts", "messages": "conversations"}
+
+ACCEPTED_ARGUMENTS: Mapping[str, Accepted] = {
+    "chat_template_content_format": Accepted("nanovllm finds out which form of a content a template reads"),
+    "lora_request": _only(instead="merge the adapter into the model's weights and load the merged model"),
+    "prompt_adapter_request": _only(instead="nanovllm has no prompt adapters"),
+    "guided_options_request": _only(instead="SamplingParams(structured_outputs=StructuredOutputsParams(…))"),
+    "priority": _only(0, instead="nanovllm orders requests itself; results keep the prompts' order"),
+    "tokenization_kwargs": _only({}, instead="pass token ids as prompts"),
+    "mm_processor_kwargs": _only({}, instead=_TEXT_ONLY),
+}
+
 ACCEPTED_PARAMETERS: Mapping[str, Accepted] = {
     "best_of": _only(1, instead="ask for n completions, and choose among them by their log-probabilities"),
     "use_beam_search": _only(False, instead="nanovllm has no beam search"),

@@ -110,13 +110,14 @@ def takes_keywords(
         def explaining(self, *args, **kwargs):
             if kwargs.keys() <= takes_none.keys() and not any(value is None for value in kwargs.values()):
                 return function(self, *args, **kwargs)
-            ours, unneeded = {}, []
+            ours: dict[str, Any] = {}
+            unneeded = []
             for name, value in kwargs.items():
                 our_name = renamed.get(name, name)
                 if our_name in takes_none:
-                    if our_name != name and our_name in kwargs:
-                        raise TypeError(f"{name} is vLLM's name of {our_name}; give one of them")
-                    if value is not None or takes_none[our_name]:
+                    if value is not None and ours.get(our_name) is not None:
+                        raise TypeError(f"{our_name} is given twice, once by vLLM's name; give one of them")
+                    if value is not None or (takes_none[our_name] and our_name not in ours):
                         ours[our_name] = value
                 elif name not in accepted:
                     raise TypeError(f"unknown {noun} {name!r}; {_hint(name, list(takes_none), noun, meant)}")

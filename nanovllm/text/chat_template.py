@@ -5,6 +5,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from nanovllm.prompts import EncodedPrompt
@@ -25,24 +26,29 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._forms: dict[tuple[str, str | None], bool] = {}
 
-    def options(self, add_generation_prompt: bool, template_kwargs: Any) -> dict[str, Any]:
-        """The arguments of `apply_chat_template`.
+    def options(
+        self, add_generation_prompt: bool, template_kwargs: Any, given: Mapping[str, Any] = MappingProxyType({})
+    ) -> dict[str, Any]:
+        """The arguments of `apply_chat_template`: `given`, and those that the caller has for the template.
 
         Raises:
-            ValueError: there is no tokenizer, or it has no chat template.
+            ValueError: there is no tokenizer, or no chat template; or the arguments contradict each other.
             TypeError: `template_kwargs` is not a dict, or holds an argument that is set here.
         """
         if self._tokenizer is None:
             raise ValueError(f"{NO_TOKENIZER}; give LLM(tokenizer=…) one with a chat template")
-        if getattr(self._tokenizer, "chat_template", None) is None:
-            raise ValueError("the model's tokenizer has no chat template; use generate with text or token ids")
         if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
             raise TypeError(f"chat_template_kwargs must be a dict, not {template_kwargs!r:.100}")
-        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        options = {**given, "tokenize": False, "add_generation_prompt": add_generation_prompt}
         taken = {"conversation", *options} & set(template_kwargs or ())
         if taken:
             raise TypeError(f"chat_template_kwargs must not hold {', '.join(sorted(taken))}; nanovllm sets that itself")
-        return {**(template_kwargs or {}), **options}
+        options = {**(template_kwargs or {}), **options}
+        if getattr(self._tokenizer, "chat_template", None) is None and options.get("chat_template") is None:
+            raise ValueError("the model's tokenizer has no chat template; pass chat_template=…, or use generate")
+        if options.get("continue_final_message") and add_generation_prompt:
+            raise ValueError("continue_final_message=True needs add_generation_prompt=False: there is no new turn")
+        return options
 
     def render(self, messages: Any, options: Mapping[str, Any], marks: "Marks | None") -> str | ValueError:
         """A conversation's text, or the reason why it has none."""
