@@ -188,6 +188,15 @@ class SamplingParams:
         put("structured_outputs", checked.structured_outputs(structured_outputs, self.min_tokens, allowed_token_ids))
         put("allowed_token_ids", checked.allowed_token_ids(allowed_token_ids))
 
+    @classmethod
+    def from_optional(cls, **parameters: Any) -> "SamplingParams":
+        """vLLM's name of the constructor: None is a parameter's default."""
+        return cls(**parameters)
+
+    def clone(self) -> "SamplingParams":
+        """An equal value."""
+        return _copy(self)
+
 
 def completion_seed(seed: int, index: int) -> int:
     """The 64-bit seed of completion `index` of a request with `seed`; completion 0 has the request's own."""
@@ -202,10 +211,15 @@ def row_seed(seed: int, row_id: Any) -> int:
 def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
     """A copy with another seed. The other parameters are not checked again, which would take six times as long, for
     each row of a job."""
+    copy = _copy(params)
+    object.__setattr__(copy, "seed", seed)
+    return copy
+
+
+def _copy(params: SamplingParams) -> SamplingParams:
     copy = object.__new__(SamplingParams)
     for name in SamplingParams.__slots__:
         object.__setattr__(copy, name, getattr(params, name))
-    object.__setattr__(copy, "seed", seed)
     return copy
 
 

@@ -95,6 +95,12 @@ def test_none_means_the_default():
     assert Options(seed=None, dtype=None).taken == {"kvcache_block_size": None, "seed": 0, "dtype": None}
 
 
+def test_values_are_cloned_and_made_from_optional_ones():
+    params = SamplingParams.from_optional(temperature=0.3, top_p=None, stop="x", logit_bias={5: 1.0}, best_of=None)
+    assert params == SamplingParams(temperature=0.3, stop="x", logit_bias={5: 1.0})
+    assert params.clone() == params and params.clone() is not params
+
+
 def test_minus_one_is_no_seed():
     assert SamplingParams(seed=-1) == SamplingParams() and Config("m", seed=-1) == Config("m")
 
@@ -158,7 +164,8 @@ def test_the_bar_may_be_of_the_callers_making(llm):
 def test_a_template_tools_and_documents_reach_the_prompt(llm):
     template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-        "{% for tool in tools or [] %}[{{ tool.name }}]{% endfor %}{% for each in documents or [] %}({{ each.title }}){% endfor %}"
+        "{% for tool in tools or [] %}[{{ tool.name }}]{% endfor %}"
+        "{% for each in documents or [] %}({{ each.title }}){% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
