@@ -3,12 +3,19 @@
 import difflib
 import functools
 import inspect
+import logging
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar, cast
+
+from nanovllm.accepted import Accepted
+
+logger = logging.getLogger(__name__)
 
 _Class = TypeVar("_Class", bound=type[Any])
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def real(name: str, value: Any) -> float:
@@ -56,29 +63,73 @@ def seed_number(value: Any) -> int:
     return seed
 
 
-def suggests_names(noun: str, meant: Mapping[str, str]) -> Callable[[_Class], _Class]:
-    """Makes a class answer an unknown keyword with a TypeError that suggests the right one.
-
-    The class keeps its signature, so editors still complete its arguments.
-
-    Args:
-        noun: the class's word for its keywords.
-        meant: other libraries' names -> our name, or a sentence with advice.
-    """
+def suggests_names(
+    noun: str,
+    meant: Mapping[str, str],
+    accepted: Mapping[str, Accepted] = MappingProxyType({}),
+    renamed: Mapping[str, str] = MappingProxyType({}),
+) -> Callable[[_Class], _Class]:
+    """Makes a class take keywords as `takes_keywords` says. Its signature stays."""
 
     def decorate(cls: _Class) -> _Class:
-        init = cls.__init__
-        known = list(inspect.signature(init).parameters)[1:]
-
-        @functools.wraps(init)
-        def explaining_init(self, *args, **kwargs):
-            for name in kwargs:
-                if name not in known:
-                    raise TypeError(f"unknown {noun} {name!r}; {_hint(name, known, noun, meant)}")
-            init(self, *args, **kwargs)
-
-        cls.__init__ = explaining_init
+        cls.__init__ = takes_keywords(noun, meant, accepted, renamed, of=cls.__name__)(cls.__init__)
         return cls
+
+    return decorate
+
+
+def takes_keywords(
+    noun: str,
+    meant: Mapping[str, str],
+    accepted: Mapping[str, Accepted] = MappingProxyType({}),
+    renamed: Mapping[str, str] = MappingProxyType({}),
+    of: str | None = None,
+) -> Callable[[_Function], _Function]:
+    """Makes a method take vLLM's keywords where it can, and answer others with a TypeError that suggests the right one.
+
+    None for a keyword whose default is not None means the default, unless the keyword's type has None. The method keeps
+    its signature, so editors still complete its arguments.
+
+    Args:
+        noun: the word for its keywords.
+        meant: other libraries' names -> our name, or a sentence with advice.
+        accepted: keywords that change nothing. Values that ask for something else raise a ValueError. One line is
+            logged for all keywords of a call that a user may expect something of.
+        renamed: vLLM's names -> ours.
+        of: what the log calls the method; None is its name.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        takes_none = {
+            parameter.name: parameter.default in (None, parameter.empty) or "None" in str(parameter.annotation)
+            for parameter in parameters
+        }
+
+        @functools.wraps(function)
+        def explaining(self, *args, **kwargs):
+            if kwargs.keys() <= takes_none.keys() and not any(value is None for value in kwargs.values()):
+                return function(self, *args, **kwargs)
+            ours: dict[str, Any] = {}
+            unneeded = []
+            for name, value in kwargs.items():
+                our_name = renamed.get(name, name)
+                if our_name in takes_none:
+                    if value is not None and ours.get(our_name) is not None:
+                        raise TypeError(f"{our_name} is given twice, once by vLLM's name; give one of them")
+                    if value is not None or (takes_none[our_name] and our_name not in ours):
+                        ours[our_name] = value
+                elif name not in accepted:
+                    raise TypeError(f"unknown {noun} {name!r}; {_hint(name, list(takes_none), noun, meant)}")
+                elif not accepted[name].takes(value):
+                    raise ValueError(f"{name} cannot be {value!r:.100}; {accepted[name].reason}")
+                elif value is not None and accepted[name].values is None:
+                    unneeded.append(f"{name} ({accepted[name].reason})")
+            if unneeded:
+                logger.warning("%s: some %ss change nothing: %s", of or function.__name__, noun, "; ".join(unneeded))
+            return function(self, *args, **ours)
+
+        return cast(_Function, explaining)
 
     return decorate
 

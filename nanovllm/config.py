@@ -31,12 +31,10 @@ MEANT_OPTIONS = {
     "tp": "tensor_parallel_size",
     "tp_size": "tensor_parallel_size",
     "num_gpus": "tensor_parallel_size",
-    "num_gpu_blocks_override": "num_kvcache_blocks",
     "mem_fraction_static": "gpu_memory_utilization",
     "random_seed": "seed",
     "disable_cuda_graph": "enforce_eager",
     "deterministic": "batch-invariant results are not available yet; leave it out",
-    "trust_remote_code": "nanovllm never runs code from a model's directory; leave it out",
 }
 
 
@@ -75,7 +73,7 @@ class Config:
         overlap: let the device run one step ahead of the host.
         enable_prefix_caching: share the KV blocks of equal prompt beginnings.
         prefix_grouping: attend a shared prefix once for all decodes that share it, if the backend can (triton).
-        seed: the seed from which requests without a seed derive theirs.
+        seed: the seed from which requests without a seed derive theirs; −1 is 0.
 
     Raises:
         TypeError, ValueError: an option of the wrong type or out of range, named with the range.
@@ -138,7 +136,7 @@ class Config:
         self._set("gpu_memory_utilization", real("gpu_memory_utilization", self.gpu_memory_utilization))
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}")
-        self._set("seed", seed_number(self.seed))
+        self._set("seed", 0 if integer("seed", self.seed) == -1 else seed_number(self.seed))
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError("max_model_len must be at least 2: one token of prompt and one of completion")
         if self.tensor_parallel_size > 1 and ":" in self.device:

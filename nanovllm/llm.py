@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.checks import boolean, suggests_names
+from nanovllm.accepted import ACCEPTED_ARGUMENTS, ACCEPTED_OPTIONS, RENAMED_ARGUMENTS, RENAMED_OPTIONS
+from nanovllm.checks import boolean, suggests_names, takes_keywords
 from nanovllm.config import MEANT_OPTIONS, Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.runner import Runner
@@ -34,11 +35,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_takes_vllms_arguments = takes_keywords("argument", {}, ACCEPTED_ARGUMENTS, RENAMED_ARGUMENTS)
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 
-@suggests_names("option", MEANT_OPTIONS)
+@suggests_names("option", MEANT_OPTIONS, ACCEPTED_OPTIONS, RENAMED_OPTIONS)
 class LLM:
     """A model, ready to complete prompts.
 
@@ -105,13 +107,14 @@ class LLM:
         # The unfinished iterator and its stream. The reference is weak, because the user may drop the iterator.
         self._iterated: tuple[weakref.ref[OutputIterator], RowStream] | None = None
 
+    @_takes_vllms_arguments
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
         *,
         split_special_tokens: bool = False,
-        use_tqdm: bool = True,
         raise_on_error: bool = False,
     ) -> list[RequestOutput]:
         """Completes all prompts; the results are in the prompts' order. Error rows are also logged, once per call.
@@ -121,9 +124,9 @@ class LLM:
                 {"prompt_token_ids": list}, or {"messages": conversation} with or without "chat_template_kwargs", which
                 is answered as by `chat`. Without a chat template such a dict is an error row.
             sampling_params: one for all, one per prompt, or None for the model's recommendation.
+            use_tqdm: show a progress bar. A callable makes it, with tqdm's arguments.
             split_special_tokens: treat special tokens in the prompts' text, such as "<|im_end|>", as ordinary text,
                 except those that the chat template writes.
-            use_tqdm: show a progress bar.
             raise_on_error: raise for a prompt that cannot run, instead of returning it as an error row.
 
         Raises:
@@ -177,34 +180,47 @@ class LLM:
         stream = self._stream(with_params(iter(prompts), sampling_params), encode)
         return self._guard.run(self._begin_iteration, stream, is_ordered)
 
+    @_takes_vllms_arguments
     def chat(
         self,
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
         *,
+        chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         split_special_tokens: bool = False,
-        use_tqdm: bool = True,
         raise_on_error: bool = False,
     ) -> list[RequestOutput]:
         """Answers every conversation, through the tokenizer's chat template.
 
         Args:
             conversations: one or many, each a list of messages {"role": …, "content": …}.
+            chat_template: the Jinja template to use; None is the tokenizer's own.
             add_generation_prompt: end with the header of the assistant's turn.
-            chat_template_kwargs: for the template, such as {"enable_thinking": False}.
+            continue_final_message: end within the last message, so that the completion continues it. It needs
+                add_generation_prompt=False.
+            tools, documents: for the template, in the forms that transformers' apply_chat_template takes.
+            chat_template_kwargs: more for the template, such as {"enable_thinking": False}.
             split_special_tokens: treat special tokens in the messages' text as ordinary text, except the template's.
             sampling_params, use_tqdm, raise_on_error: as in `generate`, which also lists the errors.
         """
         conversations = as_conversation_list(conversations)
         params = self._params_for(sampling_params, len(conversations))
         splits_special = boolean("split_special_tokens", split_special_tokens)
+        options: dict[str, Any] = {"chat_template": chat_template, "tools": tools, "documents": documents}
+        if boolean("continue_final_message", continue_final_message):
+            options["continue_final_message"] = True
         encode = partial(
             self._text.encode_conversations,
             add_generation_prompt=add_generation_prompt,
             template_kwargs=chat_template_kwargs,
             splits_special=splits_special,
+            options={name: value for name, value in options.items() if value is not None},
         )
         encode([])  # raises an error that every conversation would have
         return self._run(conversations, params, encode, use_tqdm, raise_on_error)
@@ -367,13 +383,15 @@ class LLM:
         prompts: list[Any],
         params: list[SamplingParams],
         encode: Callable[[list[Any]], list[EncodedPrompt]],
-        use_tqdm: bool,
+        use_tqdm: bool | Callable[..., Any],
         raise_on_error: bool,
     ) -> list[RequestOutput]:
         stream = self._stream(zip(prompts, params, strict=True), encode, raises=raise_on_error)
         return self._guard.run(self._complete, stream, len(prompts), use_tqdm)
 
-    def _complete(self, stream: RowStream, num_prompts: int, use_tqdm: bool) -> list[RequestOutput]:
+    def _complete(
+        self, stream: RowStream, num_prompts: int, use_tqdm: bool | Callable[..., Any]
+    ) -> list[RequestOutput]:
         self._check_idle()
         self.engine.check_awake()
         outputs: dict[int, RequestOutput] = {}
@@ -454,16 +472,26 @@ def make_runner(config: Config) -> Runner:
     return ModelRunner(config)
 
 
-class _Progress(tqdm):
-    """The progress bar, with the tokens of each phase per second so far, and the number of error rows."""
+class _Progress:
+    """The progress bar, with the tokens of each phase per second so far, and the number of error rows.
 
-    def __init__(self, engine: LLMEngine, num_requests: int, is_shown: bool):
+    use_tqdm: whether to show tqdm's, or what makes the bar, with tqdm's arguments.
+    """
+
+    def __init__(self, engine: LLMEngine, num_requests: int, use_tqdm: bool | Callable[..., Any]):
         self._stats, self._at_start, self._began = engine.step_stats, replace(engine.step_stats), time.perf_counter()
         self._num_errors = 0
-        super().__init__(total=num_requests, desc="Completions", unit="prompt", disable=not is_shown)
+        make = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
+        self._bar = make(total=num_requests, desc="Completions", unit="prompt")
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.close()
 
     def add_finished(self, num_finished: int, num_errors: int = 0) -> None:
-        if self.disable:
+        if getattr(self._bar, "disable", False):
             return
         seconds = time.perf_counter() - self._began
         self._num_errors += num_errors
@@ -472,5 +500,5 @@ class _Progress(tqdm):
             for phase, name in (("prefill", "num_prefill_tokens"), ("decode", "num_decode_tokens"))
         ]
         errors = [f"errors: {self._num_errors}"] if self._num_errors else []
-        self.set_postfix_str(", ".join(speeds + errors), refresh=False)
-        self.update(num_finished)
+        self._bar.set_postfix_str(", ".join(speeds + errors), refresh=False)
+        self._bar.update(num_finished)

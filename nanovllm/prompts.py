@@ -113,12 +113,3 @@ def as_token_ids(prompt: Any) -> list[int] | ValueError:
 
 def _is_token_id(value: Any) -> bool:
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
-
-
-def check_messages(messages: Any) -> None:
-    """Raises a ValueError if this is not a conversation."""
-    if not isinstance(messages, (list, tuple)) or not messages:
-        raise ValueError("a conversation must be a list of at least one message")
-    for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise ValueError(f'a message must be a dict with "role" and "content", not {message!r}')

@@ -4,7 +4,7 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.checks import integer, real
+from nanovllm.checks import integer, real, seed_number
 from nanovllm.structured_outputs import StructuredOutputsParams
 
 # Maximum per request. For each running sequence, the device has room for the longest list, 20 bytes per edit.
@@ -55,6 +55,11 @@ def min_tokens(value: Any, max_tokens: int | None) -> int:
     if number < 0 or (max_tokens is not None and number > max_tokens):
         raise ValueError(f"min_tokens must be between 0 and max_tokens ({max_tokens}), not {number}")
     return number
+
+
+def seed(value: Any) -> int | None:
+    """The value as a seed; None for −1, with which vLLM asks for no seed."""
+    return None if value is None or integer("seed", value) == -1 else seed_number(value)
 
 
 def top_k(value: Any) -> int:

@@ -6,7 +6,8 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 import nanovllm.sampling_checks as checked
-from nanovllm.checks import boolean, seed_number, suggests_names
+from nanovllm.accepted import ACCEPTED_PARAMETERS
+from nanovllm.checks import boolean, suggests_names
 from nanovllm.prompts import NOT_YET
 from nanovllm.structured_outputs import StructuredOutputsParams
 
@@ -27,7 +28,6 @@ _MEANT = {
     "min_length": "min_tokens",
     "temp": "temperature",
     "do_sample": "temperature=0 is greedy, any other temperature samples",
-    "guided_decoding": "structured_outputs",
     "guided_json": "structured_outputs=StructuredOutputsParams(json=…)",
     "response_format": "structured_outputs=StructuredOutputsParams(json=…)",
     "greedy": "temperature=0 is greedy",
@@ -51,16 +51,12 @@ _MEANT = {
     "random_seed": "seed",
     "generator": "seed",
     "num_beams": _BEAMS,
-    "use_beam_search": _BEAMS,
     "beam_width": _BEAMS,
-    "length_penalty": _BEAMS,
-    "early_stopping": _BEAMS,
     "num_return_sequences": "n",
-    "best_of": "n",
 }
 
 
-@suggests_names("parameter", _MEANT)
+@suggests_names("parameter", _MEANT, ACCEPTED_PARAMETERS)
 @dataclass(frozen=True, slots=True, init=False)
 class SamplingParams:
     """The sampling of one request.
@@ -83,8 +79,8 @@ class SamplingParams:
         include_stop_str_in_output: cut the text after the stop string instead.
         stop_token_ids: token ids that end the completion, besides the model's own end-of-sequence ids.
         ignore_eos: continue after the model's end-of-sequence ids (`stop_token_ids` still stop).
-        seed: the same seed gives the same noise, independent of the other requests; None derives one from the engine's
-            seed and the request's number.
+        seed: the same seed gives the same noise, independent of the other requests; None or −1 derives one from the
+            engine's seed and the request's number.
         skip_special_tokens: leave special tokens out of the text (`token_ids` always keeps them).
         detokenize: make the text; False saves the time and leaves the text empty, and `stop` cannot be used then.
         repetition_penalty: above 0. The logits of tokens in the prompt or the completion are divided by it if they are
@@ -179,7 +175,7 @@ class SamplingParams:
         put("include_stop_str_in_output", boolean("include_stop_str_in_output", include_stop_str_in_output))
         put("stop_token_ids", () if stop_token_ids is None else checked.token_ids("stop_token_ids", stop_token_ids))
         put("ignore_eos", boolean("ignore_eos", ignore_eos))
-        put("seed", None if seed is None else seed_number(seed))
+        put("seed", checked.seed(seed))
         put("skip_special_tokens", boolean("skip_special_tokens", skip_special_tokens))
         put("detokenize", boolean("detokenize", detokenize))
         if self.stop and not self.detokenize:
@@ -191,6 +187,15 @@ class SamplingParams:
         put("bad_words", checked.bad_words(bad_words))
         put("structured_outputs", checked.structured_outputs(structured_outputs, self.min_tokens, allowed_token_ids))
         put("allowed_token_ids", checked.allowed_token_ids(allowed_token_ids))
+
+    @classmethod
+    def from_optional(cls, **parameters: Any) -> "SamplingParams":
+        """vLLM's name of the constructor: None is a parameter's default."""
+        return cls(**parameters)
+
+    def clone(self) -> "SamplingParams":
+        """An equal value."""
+        return _copy(self)
 
 
 def completion_seed(seed: int, index: int) -> int:
@@ -206,10 +211,15 @@ def row_seed(seed: int, row_id: Any) -> int:
 def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
     """A copy with another seed. The other parameters are not checked again, which would take six times as long, for
     each row of a job."""
+    copy = _copy(params)
+    object.__setattr__(copy, "seed", seed)
+    return copy
+
+
+def _copy(params: SamplingParams) -> SamplingParams:
     copy = object.__new__(SamplingParams)
     for name in SamplingParams.__slots__:
         object.__setattr__(copy, name, getattr(params, name))
-    object.__setattr__(copy, "seed", seed)
     return copy
 
 

@@ -5,10 +5,14 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
-from nanovllm.prompts import EncodedPrompt, check_messages
+from nanovllm.prompts import EncodedPrompt
+from nanovllm.text.messages import has_parts, plain_messages, with_parts, with_texts
 from nanovllm.text.tokenizer import NO_TOKENIZER, Tokenizer
+
+_PROBE = "nanovllm asks which form of a content is read"
 
 
 class ChatTemplate:
@@ -20,34 +24,67 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
+        self._forms: dict[tuple[str, str | None], bool] = {}
 
-    def options(self, add_generation_prompt: bool, template_kwargs: Any) -> dict[str, Any]:
-        """The arguments of `apply_chat_template`.
+    def options(
+        self, add_generation_prompt: bool, template_kwargs: Any, given: Mapping[str, Any] = MappingProxyType({})
+    ) -> dict[str, Any]:
+        """The arguments of `apply_chat_template`: `given`, and those that the caller has for the template.
 
         Raises:
-            ValueError: there is no tokenizer, or it has no chat template.
+            ValueError: there is no tokenizer, or no chat template; or the arguments contradict each other.
             TypeError: `template_kwargs` is not a dict, or holds an argument that is set here.
         """
         if self._tokenizer is None:
             raise ValueError(f"{NO_TOKENIZER}; give LLM(tokenizer=…) one with a chat template")
-        if getattr(self._tokenizer, "chat_template", None) is None:
-            raise ValueError("the model's tokenizer has no chat template; use generate with text or token ids")
         if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
             raise TypeError(f"chat_template_kwargs must be a dict, not {template_kwargs!r:.100}")
-        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        options = {**given, "tokenize": False, "add_generation_prompt": add_generation_prompt}
         taken = {"conversation", *options} & set(template_kwargs or ())
         if taken:
             raise TypeError(f"chat_template_kwargs must not hold {', '.join(sorted(taken))}; nanovllm sets that itself")
-        return {**(template_kwargs or {}), **options}
+        options = {**(template_kwargs or {}), **options}
+        if getattr(self._tokenizer, "chat_template", None) is None and options.get("chat_template") is None:
+            raise ValueError("the model's tokenizer has no chat template; pass chat_template=…, or use generate")
+        if options.get("continue_final_message") and add_generation_prompt:
+            raise ValueError("continue_final_message=True needs add_generation_prompt=False: there is no new turn")
+        return options
 
     def render(self, messages: Any, options: Mapping[str, Any], marks: "Marks | None") -> str | ValueError:
         """A conversation's text, or the reason why it has none."""
         try:
-            check_messages(messages)
+            messages = self._in_its_form(plain_messages(messages), options.get("chat_template"))
             messages = messages if marks is None else marks.hide(messages)
             return self._tokenizer.apply_chat_template(messages, **options)
         except Exception as error:  # templates raise all kinds of errors
             return ValueError(f"the chat template cannot render the conversation: {error}")
+
+    def _in_its_form(self, messages: list[dict[str, Any]], template: Any) -> list[dict[str, Any]]:
+        """The messages with contents in the form that the template reads, strings or lists of parts.
+
+        Templates that expect strings write nothing for a list, or Python's form of it; the others write nothing for a
+        string.
+        """
+        reads_texts, reads_parts = self._reads("text", template), self._reads("parts", template)
+        if has_parts(messages) and not reads_parts:
+            return with_texts(messages)
+        return with_parts(messages) if reads_parts and not reads_texts else messages
+
+    def _reads(self, form: str, template: Any) -> bool:
+        """Whether the template writes the text of a content of this form, "text" or "parts"."""
+        key = form, template if isinstance(template, str) else None
+        if key not in self._forms:
+            content = _PROBE if form == "text" else [{"type": "text", "text": _PROBE}]
+            options = {} if template is None else {"chat_template": template}
+            try:
+                text = self._tokenizer.apply_chat_template(
+                    [{"role": "user", "content": content}], tokenize=False, **options
+                )
+            except Exception:  # templates raise all kinds of errors
+                text = ""
+            # In quotes it is a part of the list's form in Python or JSON.
+            self._forms[key] = _PROBE in text and f"'{_PROBE}'" not in text and f'"{_PROBE}"' not in text
+        return self._forms[key]
 
     @cached_property
     def marks(self) -> "Marks":

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from nanovllm.models.directory import find_model
@@ -92,18 +93,20 @@ class Text(Tokenizer):
         add_generation_prompt: bool,
         template_kwargs: Mapping[str, Any] | None,
         splits_special: bool = False,
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[EncodedPrompt]:
         """Encodes conversations, through the chat template.
 
         splits_special: a special token in a message is ordinary text.
+        options: more arguments of `apply_chat_template`, such as `tools`.
 
         Raises:
             ValueError: the tokenizer has no chat template, or cannot split special tokens.
             TypeError: `template_kwargs` is not a dict, or holds an argument that is set here.
         """
-        options = self._template.options(add_generation_prompt, template_kwargs)
+        whole = self._template.options(add_generation_prompt, template_kwargs, options)
         marks = self._template.marks if splits_special else None
-        texts = [self._template.render(messages, options, marks) for messages in conversations]
+        texts = [self._template.render(messages, whole, marks) for messages in conversations]
         return self._encode_rendered(texts, marks)
 
     def _encode_each_conversation(

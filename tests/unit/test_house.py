@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 
 VALUES = {
-    "checks", "config", "logprobs", "loglikelihood", "outputs", "prompts", "recommended_sampling", "sampling_checks",
-    "sampling_params", "structured_outputs",
+    "accepted", "checks", "config", "logprobs", "loglikelihood", "outputs", "prompts", "recommended_sampling",
+    "sampling_checks", "sampling_params", "structured_outputs",
 }  # fmt: skip
 PROCESS = {"child_processes", "cpu_threads", "forks", "garbage_collector", "guard", "machine"}
 # The rooms that each room may import, besides itself. A room is a package of nanovllm/ or a file beside them.
@@ -55,7 +55,8 @@ BUDGETS = {
     ("models", "layers"): 2000,
     ("parallel",): 400,
     ("replicas",): 500,
-    ("llm", "row_stream", "text"): 950,
+    # text/messages.py takes conversations as OpenAI's clients write them.
+    ("llm", "row_stream", "text"): 1050,
     ("guides", "constraints"): 250,
     ("ops", "attention"): 5000,
     ("jobs",): 1850,

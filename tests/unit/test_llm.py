@@ -764,10 +764,10 @@ def test_chat_template_kwargs_reach_the_template(model_copy):
 def test_a_model_without_chat_template_says_so(model_copy):
     directory = model_copy(remove=["chat_template.jinja"], tokenizer_config={"chat_template": None})
     with make_llm(directory) as llm:
-        with pytest.raises(ValueError, match="no chat template; use generate"):
+        with pytest.raises(ValueError, match="no chat template; pass chat_template"):
             ask(llm, "What is 12 + 30?")
         bad, good = generate(llm, [{"messages": conversation("What is 12 + 30?")}, "still works"])
-        assert "no chat template; use generate" in bad.error and good.error is None
+        assert "no chat template; pass chat_template" in bad.error and good.error is None
 
 
 def test_a_conversation_that_the_template_refuses_spares_the_others(model_copy):

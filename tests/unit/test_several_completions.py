@@ -178,7 +178,7 @@ def test_a_prompt_that_cannot_run_is_one_error_row():
         ({"n": 0}, "n must be at least 1, not 0"),
         ({"n": 16385}, "n must be at most 16384, not 16385"),
         ({"n": 2, "temperature": 0}, "n=2 greedy completions would all be equal"),
-        ({"best_of": 2}, "did you mean n"),
+        ({"best_of": 2}, "best_of cannot be 2; ask for n completions"),
         ({"n": 2, "max_tokens": 0, "prompt_logprobs": 0}, "n=2 completions of no tokens would all be equal"),
     ],
     ids=str,

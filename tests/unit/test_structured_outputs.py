@@ -157,7 +157,7 @@ def texts_of(kind):
         ({"json": {"$ref": "https://json.org/x"}}, ValueError, r"'https://json.org/x'.*within the schema"),
         ({"json": '{"anyOf": [{"properties": {"a": {"$ref": "x.json#/a"}}}]}'}, ValueError, "x.json#/a"),
         ({"json_object": 1}, TypeError, "json_object must be True or False"),
-        ({"regex": "a", "disable_any_whitespace": None}, TypeError, "disable_any_whitespace must be True or False"),
+        ({"regex": "a", "disable_any_whitespace": 1}, TypeError, "disable_any_whitespace must be True or False"),
         ({"guided_json": {}}, TypeError, "did you mean json"),
         ({"choices": ["a"]}, TypeError, "did you mean choice"),
         ({"structural_tag": "a"}, TypeError, "no structural tags"),

@@ -1,0 +1,206 @@
+"""vLLM's keywords: accepted, renamed, or refused with the reason."""
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nanovllm import LLM, Config, SamplingParams
+from nanovllm.accepted import (
+    ACCEPTED_ARGUMENTS,
+    ACCEPTED_OPTIONS,
+    ACCEPTED_PARAMETERS,
+    RENAMED_ARGUMENTS,
+    RENAMED_OPTIONS,
+)
+from nanovllm.checks import suggests_names
+from nanovllm.demo import MODEL_DIRECTORY
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+SMALL = {"device": "cpu", "max_model_len": 128}
+ANY = [name for name, option in ACCEPTED_OPTIONS.items() if option.values is None]
+SOME = [name for name, option in ACCEPTED_OPTIONS.items() if option.values is not None]
+
+
+@suggests_names("option", {}, ACCEPTED_OPTIONS, RENAMED_OPTIONS)
+class Options:
+    """Takes keywords as LLM does, without a model."""
+
+    def __init__(self, *, kvcache_block_size: int | None = None, seed: int = 0, dtype: "str | None" = "auto"):
+        self.taken = {"kvcache_block_size": kvcache_block_size, "seed": seed, "dtype": dtype}
+
+
+def test_options_that_change_nothing_are_accepted_with_one_line(caplog):
+    """`trust_remote_code=True` alone once stopped half of the scripts written for vLLM."""
+    with LLM(MODEL_DIRECTORY, **SMALL) as llm:
+        (expected,) = llm.generate("Q: What is 2 + 3?\nA:", GREEDY, use_tqdm=False)
+    with caplog.at_level(logging.WARNING, logger="nanovllm"):
+        options = {**dict.fromkeys(ANY, 4), **{name: ACCEPTED_OPTIONS[name].values[-1] for name in SOME}}
+        with LLM(MODEL_DIRECTORY, **SMALL, **options) as llm:
+            (output,) = llm.generate("Q: What is 2 + 3?\nA:", GREEDY, use_tqdm=False)
+    assert output.token_ids == expected.token_ids
+    (record,) = caplog.records
+    assert all(f"{name} ({ACCEPTED_OPTIONS[name].reason})" in record.getMessage() for name in ANY)
+    assert not any(name in re.sub(r"\(.*?\)", "", record.getMessage()) for name in SOME)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_an_option_that_asks_for_more_is_refused_with_what_to_do(name):
+    option = ACCEPTED_OPTIONS[name]
+    for value in option.values:
+        Options(**{name: value})
+    for value in ("something else", -1, np.ones(3)):
+        with pytest.raises(ValueError, match=f"^{name} cannot be .*{re.escape(option.reason)}$"):
+            Options(**{name: value})
+
+
+@pytest.mark.parametrize("name", ACCEPTED_PARAMETERS)
+def test_a_sampling_parameter_that_asks_for_more_is_refused_with_what_to_do(name, caplog):
+    parameter = ACCEPTED_PARAMETERS[name]
+    for value in parameter.values or (None, 1):
+        assert SamplingParams(temperature=0.5, **{name: value}) == SamplingParams(temperature=0.5)
+    assert len(caplog.records) == (parameter.values is None)
+    if parameter.values is not None:
+        with pytest.raises(ValueError, match=f"^{name} cannot be 7; {re.escape(parameter.reason)}$"):
+            SamplingParams(**{name: 7})
+
+
+def test_vllms_names_of_our_options_are_heeded():
+    with LLM(MODEL_DIRECTORY, **SMALL, block_size=16, num_gpu_blocks_override=20) as llm:
+        assert (llm.engine.info.kvcache_block_size, llm.engine.info.num_kvcache_blocks) == (16, 20)
+    assert Options(block_size=16).taken["kvcache_block_size"] == 16
+    with pytest.raises(TypeError, match="kvcache_block_size is given twice, once by vLLM's name"):
+        Options(block_size=16, kvcache_block_size=16)
+
+
+def test_none_means_the_default():
+    names = (
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "min_tokens",
+        "stop",
+        "seed",
+        "n",
+        "repetition_penalty",
+        "ignore_eos",
+    )
+    assert SamplingParams(**dict.fromkeys(names)) == SamplingParams()
+    assert SamplingParams(max_tokens=None).max_tokens is None, "None means something here"
+    assert Config("m", dtype=None, seed=None, enforce_eager=None) == Config("m")
+    assert Options(seed=None, dtype=None).taken == {"kvcache_block_size": None, "seed": 0, "dtype": None}
+
+
+def test_values_are_cloned_and_made_from_optional_ones():
+    params = SamplingParams.from_optional(temperature=0.3, top_p=None, stop="x", logit_bias={5: 1.0}, best_of=None)
+    assert params == SamplingParams(temperature=0.3, stop="x", logit_bias={5: 1.0})
+    assert params.clone() == params and params.clone() is not params
+
+
+def test_minus_one_is_no_seed():
+    assert SamplingParams(seed=-1) == SamplingParams() and Config("m", seed=-1) == Config("m")
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(MODEL_DIRECTORY, **SMALL) as llm:
+        yield llm
+
+
+def test_calls_take_vllms_arguments(llm, caplog):
+    question = "Q: What is 2 + 3?\nA:"
+    (expected,) = llm.generate(question, GREEDY, False)
+    none = dict.fromkeys(("lora_request", "priority", "prompt_adapter_request", "tokenization_kwargs"))
+    (output,) = llm.generate(prompts=[question], sampling_params=GREEDY, use_tqdm=False, **none)
+    assert output.token_ids == expected.token_ids
+    (output,) = llm.generate(prompt_token_ids=[expected.prompt_token_ids], sampling_params=GREEDY, use_tqdm=False)
+    assert output.token_ids == expected.token_ids
+    (output,) = llm.generate(prompts=None, prompt_token_ids=expected.prompt_token_ids, sampling_params=GREEDY)
+    assert output.token_ids == expected.token_ids
+    messages = [{"role": "user", "content": "What is 2 + 3?"}]
+    (expected,) = llm.chat(messages, GREEDY, False)
+    assert not caplog.records
+    (output,) = llm.chat(messages=messages, sampling_params=GREEDY, chat_template_content_format="openai")
+    assert output.token_ids == expected.token_ids and len(caplog.records) == 1
+
+
+def test_arguments_that_ask_for_more_are_refused(llm):
+    with pytest.raises(ValueError, match=r"^lora_request cannot be 'x'; merge the adapter"):
+        llm.generate("Hi", GREEDY, lora_request="x")
+    with pytest.raises(TypeError, match="unknown argument 'sampling_param'; did you mean sampling_params"):
+        llm.generate("Hi", sampling_param=GREEDY)
+    with pytest.raises(TypeError, match="prompts is given twice, once by vLLM's name"):
+        llm.generate(prompts="Hi", prompt_token_ids=[1])
+    with pytest.raises(ValueError, match="continue_final_message=True needs add_generation_prompt=False"):
+        llm.chat([{"role": "user", "content": "Hi"}], GREEDY, continue_final_message=True)
+
+
+def test_the_bar_may_be_of_the_callers_making(llm):
+    made = []
+
+    class Bar:
+        def __init__(self, **options):
+            self.options, self.num_done, self.is_closed = options, 0, False
+            made.append(self)
+
+        def update(self, number):
+            self.num_done += number
+
+        def set_postfix_str(self, text, refresh):
+            assert "tok/s" in text
+
+        def close(self):
+            self.is_closed = True
+
+    llm.generate(["Hi", "Ho"], GREEDY, Bar)
+    (bar,) = made
+    assert (bar.options["total"], bar.num_done, bar.is_closed) == (2, 2, True)
+
+
+def test_a_template_tools_and_documents_reach_the_prompt(llm):
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% for tool in tools or [] %}[{{ tool.name }}]{% endfor %}"
+        "{% for each in documents or [] %}({{ each.title }}){% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    more = {"tools": [{"name": "weather"}], "documents": [{"title": "Tides"}]}
+    (output,) = llm.chat(messages, GREEDY, False, chat_template=template, **more)
+    assert output.prompt == "<user>Hi<assistant>Ho[weather](Tides)<assistant>"
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    (output,) = llm.chat(messages, GREEDY, False, chat_template=template, **options)
+    assert output.prompt == "<user>Hi<assistant>Ho"
+
+
+def test_a_model_without_a_template_takes_one(tmp_path):
+    for path in Path(MODEL_DIRECTORY).iterdir():
+        if "template" not in path.name:
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with LLM(tmp_path, **SMALL) as llm:
+        template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+        messages = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+        (output,) = llm.chat(messages, GREEDY, False, chat_template=template)
+        assert output.prompt == "Hi" and output.error is None
+        with pytest.raises(ValueError, match="no chat template; pass chat_template"):
+            llm.chat(messages, GREEDY, False)
+
+
+def test_no_accepted_name_is_ours():
+    ours = {*Config.__dataclass_fields__}
+    assert not ours & {*ACCEPTED_OPTIONS, *RENAMED_OPTIONS} and ours >= {*RENAMED_OPTIONS.values()}
+    assert not ACCEPTED_PARAMETERS.keys() & {*SamplingParams.__slots__}
+
+
+def test_the_page_names_each_keyword_with_its_reason():
+    page = (Path(__file__).parents[2] / "docs/vllm.md").read_text(encoding="utf-8")
+    for name, accepted in {**ACCEPTED_OPTIONS, **ACCEPTED_PARAMETERS, **ACCEPTED_ARGUMENTS}.items():
+        assert any(f"`{name}`" in line and accepted.reason in line for line in page.splitlines()), name
+    assert all(f"`{theirs}` | `{ours}`" in page for theirs, ours in {**RENAMED_OPTIONS, **RENAMED_ARGUMENTS}.items())
