@@ -15,7 +15,7 @@ from nanovllm.logprobs import TokenLogprobs
 from nanovllm.outputs import CompletionOutput, ErrorSummary, FinishReason, RequestOutput, keep_outputs
 from nanovllm.prompts import EncodedPrompt
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text import Text
+from nanovllm.text import Completion, Text
 
 # Maximum number of prompts per piece: a tokenizer takes ten times a text's memory while it works. If no request runs,
 # the next piece is this large, so that the first step can choose: requests that may generate more tokens start first.
@@ -193,7 +193,7 @@ class RowStream:
     def _outputs_of(self, sequences: list[Sequence]) -> dict[int, RequestOutput]:
         if not sequences:
             return {}
-        texts = self._text.complete([(seq.completion_token_ids, seq.sampling_params) for seq in sequences])
+        texts = self._text.complete(list(map(self._completion, sequences)))
         outputs: dict[int, RequestOutput] = {}
         for seq, (text, stop) in zip(sequences, texts, strict=True):
             reason, error = cast(FinishReason, seq.finish_reason), seq.error
@@ -218,6 +218,10 @@ class RowStream:
                 output = self._output(number, prompt, completions, first.num_cached_tokens, request.error)
                 outputs[number] = output if scores is None else replace(output, prompt_logprobs=scores)
         return outputs
+
+    def _completion(self, seq: Sequence) -> Completion:
+        prompt, params = islice(seq.token_ids, seq.num_prompt_tokens), seq.sampling_params
+        return Completion(seq.completion_token_ids, params, self._text.follows_text(prompt, params))
 
     def _logprobs(self, numbers: bytearray, num_logprobs: int | None, first: int = 0) -> TokenLogprobs | None:
         if num_logprobs is None:
@@ -266,7 +270,8 @@ def without_text(
         raise prompt.error
     predicates: list[Callable[[int], bool]] | None = None
     if params.stop:
-        predicates = [text.stop_strings(params) for _ in range(num_completions)]
+        follows_text = text.follows_text(prompt.token_ids, params)
+        predicates = [text.stop_strings(params, follows_text) for _ in range(num_completions)]
     if params.structured_outputs is not None:
         constraints = [structured.constraint(params.structured_outputs) for _ in range(num_completions)]
         stops = predicates or repeat(None)

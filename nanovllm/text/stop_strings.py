@@ -16,11 +16,13 @@ class StopStrings:
     Args:
         text: the model's tokenizer.
         params: the request's; `stop` is not empty.
+        follows_text: whether the prompt has text, see Tokenizer.decode.
     """
 
-    def __init__(self, text: Tokenizer, params: SamplingParams):
+    def __init__(self, text: Tokenizer, params: SamplingParams, follows_text: bool = False):
         self._text = text
         self._params = params
+        self._follows = [follows_text]
         self._window_size = max(len(stop.encode()) for stop in params.stop) + 4
         self._window: list[int] = []
         self._num_tokens = 0
@@ -41,7 +43,7 @@ class StopStrings:
         if self._num_tokens <= self._params.min_tokens or not self._text.has_text(token_id, skips):
             return False
         self._window = [*self._window[1 - self._window_size :], token_id]
-        text = self._text.decode([self._window], skips)[0]
+        text = self._text.decode([self._window], skips, self._follows)[0]
         return any(stop in text for stop in self._params.stop)
 
 

@@ -1,10 +1,10 @@
 """`Text`: makes prompts ready for the engine, and texts of its completions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanovllm.models.directory import find_model
 from nanovllm.prompts import Conversation, EncodedPrompt, as_token_ids, without_dict
@@ -15,6 +15,14 @@ from nanovllm.text.stop_strings import StopStrings, cut, undecodable
 from nanovllm.text.tokenizer import NO_TOKENIZER, Tokenizer, all_or_each
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+class Completion(NamedTuple):
+    """The tokens of a completion, its request's parameters, and whether it follows a text; see Text.follows_text."""
+
+    token_ids: list[int]
+    params: SamplingParams
+    follows_text: bool = False
 
 
 class Text(Tokenizer):
@@ -135,22 +143,25 @@ class Text(Tokenizer):
 
     # From completions to texts
 
-    def stop_strings(self, params: SamplingParams) -> StopStrings:
+    def stop_strings(self, params: SamplingParams, follows_text: bool = False) -> StopStrings:
         """A predicate that finds the stop strings of one completion; a ValueError without a tokenizer."""
         if self.tokenizer is None:
             raise ValueError(f"{NO_TOKENIZER}, so stop strings cannot be found; use stop_token_ids")
-        return StopStrings(self, params)
+        return StopStrings(self, params, follows_text)
 
-    def complete(
-        self, completions: Sequence[tuple[list[int], SamplingParams]]
-    ) -> list[tuple[str | ValueError, str | None]]:
+    def follows_text(self, prompt_token_ids: Iterable[int], params: SamplingParams) -> bool:
+        """Whether a completion's text goes on from its prompt's text. A structured completion begins a text of its
+        own."""
+        return params.structured_outputs is None and self.has_any_text(prompt_token_ids)
+
+    def complete(self, completions: Sequence[Completion]) -> list[tuple[str | ValueError, str | None]]:
         """Each completion's text, cut at its first stop string, and that string, or None if there is none. The text is
         empty without a tokenizer and with `detokenize=False`, and a ValueError if the tokenizer fails."""
         texts: list[tuple[str | ValueError, str | None]] = [("", None)] * len(completions)
         for skips in (True, False) if self.tokenizer is not None else ():
             indices = [
                 index
-                for index, (_, params) in enumerate(completions)
+                for index, (_, params, _) in enumerate(completions)
                 if params.detokenize and params.skip_special_tokens is skips
             ]
             found = all_or_each(self._cut_texts, [completions[index] for index in indices])
@@ -158,13 +169,14 @@ class Text(Tokenizer):
                 texts[index] = (undecodable(text), None) if isinstance(text, BaseException) else text
         return texts
 
-    def _cut_texts(self, completions: list[tuple[list[int], SamplingParams]]) -> list[tuple[str, str | None]]:
+    def _cut_texts(self, completions: list[Completion]) -> list[tuple[str, str | None]]:
         """`complete` for completions that agree about special tokens."""
-        skips = completions[0][1].skip_special_tokens
-        decoded = self.decode([token_ids for token_ids, _ in completions], skips)
-        return [self._cut(text, *completion) for text, completion in zip(decoded, completions, strict=True)]
+        skips, follows = completions[0].params.skip_special_tokens, [each.follows_text for each in completions]
+        decoded = self.decode([each.token_ids for each in completions], skips, follows)
+        return list(map(self._cut, decoded, completions))
 
-    def _cut(self, text: str, token_ids: list[int], params: SamplingParams) -> tuple[str, str | None]:
+    def _cut(self, text: str, completion: Completion) -> tuple[str, str | None]:
+        token_ids, params, follows_text = completion
         before = token_ids[: params.min_tokens] if params.stop else []
-        start = len(self.decode([before], params.skip_special_tokens)[0]) if before else 0
+        start = len(self.decode([before], params.skip_special_tokens, [follows_text])[0]) if before else 0
         return cut(text, start, params)

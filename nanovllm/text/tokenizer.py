@@ -2,7 +2,7 @@
 
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
 Given = TypeVar("Given")
@@ -112,20 +112,45 @@ class Tokenizer:
         ids = [bare, spaced] if len(spaced) == len(bare) and spaced[0] != bare[0] else [bare]
         return [tuple(token_ids) for token_ids in ids]
 
-    def decode(self, completions: list[list[int]], skip_special_tokens: bool) -> list[str]:
-        """The text of each list of token ids."""
-        return self.tokenizer.batch_decode(
+    def decode(
+        self, completions: Sequence[list[int]], skip_special_tokens: bool, follows: Sequence[bool] = ()
+    ) -> list[str]:
+        """The text of each list of token ids.
+
+        follows: whether each one follows a text; empty if none does. Then the text begins with the space that the
+            decoder drops at the beginning of a whole text.
+        """
+        lead, lead_text = self._lead if any(follows) else ([], "")
+        if lead:
+            completions = [[*lead, *ids] if each else ids for ids, each in zip(completions, follows, strict=True)]
+        texts = self.tokenizer.batch_decode(
             completions, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+        return [text[len(lead_text) * each :] for text, each in zip(texts, follows, strict=True)] if lead else texts
+
+    @cached_property
+    def _lead(self) -> tuple[list[int], str]:
+        """The tokens of a text to put before tokens that follow one, and that text; empty if the decoder drops no
+        space at the beginning of a text, as those of Llama 2 and Mistral do."""
+        token_ids = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        once, twice = self.decode([token_ids, token_ids * 2], skip_special_tokens=False)
+        return ([], "") if twice == once * 2 else (token_ids, once)
+
+    def has_any_text(self, token_ids: Iterable[int]) -> bool:
+        """Whether tokens after these follow a text. False if `decode` does not care."""
+        if self.tokenizer is None or not self._lead[0]:
+            return False
+        return any(self.has_text(each, skip_special_tokens=True) for each in token_ids)
 
     def token_text(self, token_id: int) -> str | None:
-        """The text of one token alone, special tokens too; None without a tokenizer, or if it cannot decode it."""
+        """The text of one token behind others, special tokens too; None without a tokenizer or if it fails."""
         return self._token_text(token_id)
 
     def _find_token_text(self, token_id: int) -> str | None:
         if self.tokenizer is None:
             return None
-        (text,) = all_or_each(lambda some: self.decode(some, skip_special_tokens=False), [[token_id]])
+        decode = partial(self.decode, skip_special_tokens=False, follows=[True])
+        (text,) = all_or_each(decode, [[token_id]])
         return None if isinstance(text, BaseException) else text
 
     def has_text(self, token_id: int, skip_special_tokens: bool) -> bool:

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from nanovllm import SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.prompts import EncodedPrompt
-from nanovllm.text import StopStrings, Text
+from nanovllm.text import Completion, StopStrings, Text
 
 CORPUS = [
     "the cat sat on the mat and the hat",
@@ -38,7 +38,65 @@ def tokenizers() -> dict[str, PreTrainedTokenizerFast]:
         "bytes": AutoTokenizer.from_pretrained(MODEL_DIRECTORY),
         "byte-level BPE": trained(byte_level, decoders.ByteLevel(), pre_tokenizers.ByteLevel.alphabet()),
         "SentencePiece": trained(pre_tokenizers.Metaspace(), decoders.Metaspace(), letters),
+        # Llama 2's way to write its decoder.
+        "stripping": trained(
+            pre_tokenizers.Metaspace(),
+            decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]),
+            letters,
+        ),
     }
+
+
+# Texts in context
+
+
+@pytest.mark.parametrize("name", ["bytes", "byte-level BPE", "SentencePiece", "stripping"])
+def test_a_completions_text_is_what_it_adds_to_the_prompts(tokenizers, name):
+    """Decoders of Llama 2's and Mistral's kind drop the first space: of a completion too, which broke indented code."""
+    tokenizer = tokenizers[name]
+    text, params = Text(tokenizer), SamplingParams()
+    num_spaces = 0
+    for whole in ("the cat in the hat", "in  the   cat", "the cat\n    the hat", "a é ü the", "the"):
+        ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
+        for cut_at in range(1, len(ids)):
+            before, after = tokenizer.decode(ids[:cut_at]), tokenizer.decode(ids)
+            if not after.startswith(before):  # a cut within a character
+                continue
+            completion = Completion(ids[cut_at:], params, text.follows_text(ids[:cut_at], params))
+            assert text.complete([completion]) == [(after[len(before) :], None)], (whole, cut_at)
+            num_spaces += after[len(before)] == " "
+    assert num_spaces > 5
+
+
+@pytest.mark.parametrize("name", ["SentencePiece", "stripping"])
+def test_a_completion_behind_nothing_begins_a_text(tokenizers, name):
+    tokenizer = tokenizers[name]
+    text, ids = Text(tokenizer), tokenizer("the cat", add_special_tokens=False)["input_ids"]
+    special = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None]
+    for prompt in ([], special):
+        assert not text.follows_text(prompt, SamplingParams())
+    assert text.complete([Completion(ids, SamplingParams(), False)]) == [("the cat", None)]
+    choice = SamplingParams(structured_outputs={"choice": ["the cat", "a hat"]})
+    assert not text.follows_text(ids, choice), "a structured completion is a text of its own"
+
+
+@pytest.mark.parametrize("name", ["SentencePiece", "stripping"])
+def test_a_stop_string_may_begin_with_the_space_before_the_first_word(tokenizers, name):
+    tokenizer = tokenizers[name]
+    text, params = Text(tokenizer), SamplingParams(stop=" the")
+    ids = tokenizer("cat the", add_special_tokens=False)["input_ids"]
+    (at,) = [index for index in range(1, len(ids)) if tokenizer.decode(ids[:index]) == "cat"]
+    predicate = text.stop_strings(params, text.follows_text(ids[:at], params))
+    assert [predicate(token_id) for token_id in ids[at:]][-1]
+    assert text.complete([Completion(ids[at:], params, True)]) == [("", " the")]
+
+
+@pytest.mark.parametrize("name", ["bytes", "byte-level BPE", "SentencePiece", "stripping"])
+def test_the_texts_of_tokens_join_to_the_text(tokenizers, name):
+    tokenizer = tokenizers[name]
+    text, ids = Text(tokenizer), tokenizer("in the hat the cat", add_special_tokens=False)["input_ids"]
+    assert "".join(map(text.token_text, ids)).strip(" ") == "in the hat the cat"
+    assert "".join(map(text.token_text, ids[2:])) == text.complete([Completion(ids[2:], SamplingParams(), True)])[0][0]
 
 
 # Bad words
@@ -181,7 +239,7 @@ def test_the_search_for_stop_strings_costs_the_same_however_long_the_completion_
     text = Text(tokenizers["bytes"])
     decoded = []
     decode = text.decode
-    text.decode = lambda completions, skips: decoded.append(max(map(len, completions))) or decode(completions, skips)
+    text.decode = lambda completions, *more: decoded.append(max(map(len, completions))) or decode(completions, *more)
     says_stop = StopStrings(text, SamplingParams(stop="never"))
     assert stop_at(says_stop, [*b"abcdefghijkl", *[257, 300] * 500, *b"mnopqrst"] * 3) is None
     assert max(decoded) == len(b"never") + 4
@@ -203,7 +261,7 @@ def test_completions_are_cut_each_by_its_own_parameters(tokenizers):
         SamplingParams(stop="three"),
         SamplingParams(detokenize=False),
     ]
-    texts = text.complete([(said, one) for one in params])
+    texts = text.complete([Completion(said, one) for one in params])
     assert texts == [
         ("one, two", None), ("one, two<|im_end|>", None), ("one", ","), ("one, ", "two"), ("one, t", "t"),
         ("one, two", None), ("", None),
