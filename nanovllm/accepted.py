@@ -20,7 +20,10 @@ class Accepted(NamedTuple):
     values: tuple[Any, ...] | None = None
 
     def takes(self, value: Any) -> bool:
-        # An array compares its elements.
+        if isinstance(value, (list, tuple)) and value and all(each is None for each in value):
+            value = None  # one per prompt
+        elif hasattr(value, "item") and getattr(value, "size", 0) == 1:  # NumPy's numbers
+            value = value.item()
         is_plain = value is None or isinstance(value, (bool, int, float, str, list, tuple, dict))
         return self.values is None or (is_plain and value in self.values)
 
@@ -41,6 +44,7 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     "trust_remote_code": Accepted("nanovllm never runs code from a model's directory"),
     "disable_log_stats": Accepted("nanovllm logs no statistics; llm.metrics() returns them"),
     "disable_log_requests": Accepted("nanovllm logs no requests"),
+    "enable_log_requests": Accepted("nanovllm logs no requests"),
     "swap_space": Accepted("nanovllm computes preempted requests again and swaps none"),
     "enable_chunked_prefill": Accepted("nanovllm computes long prompts in chunks, which changes no result"),
     "max_num_partial_prefills": Accepted("nanovllm decides itself how many prompts a step computes in part"),
@@ -66,6 +70,7 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     "enable_expert_parallel": _only(False, instead="tensor_parallel_size divides every expert over GPUs"),
     "cpu_offload_gb": _only(0, instead='quantization="fp8" and tensor_parallel_size make a model fit'),
     "enable_lora": _only(False, instead="merge the adapter into the model's weights and load the merged model"),
+    "max_lora_rank": _only(16, instead="merge the adapter into the model's weights and load the merged model"),
     "max_loras": _only(1, instead="merge the adapter into the model's weights and load the merged model"),
     "enable_prompt_adapter": _only(False, instead="nanovllm has no prompt adapters"),
     "speculative_config": _only(instead="nanovllm has no speculative decoding"),
@@ -73,11 +78,15 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     "kv_transfer_config": _only(instead="nanovllm moves no KV cache between processes"),
     "hf_overrides": _only({}, instead="edit config.json in a copy of the model's directory"),
     "hf_token": _only(instead="set HF_TOKEN in the environment"),
-    "download_dir": _only(instead="set HF_HOME in the environment"),
+    "download_dir": _only(instead="set HF_HUB_CACHE to it in the environment"),
+    "ignore_patterns": _only([], (), instead="nanovllm downloads config, tokenizer and safetensors alone"),
+    "config_format": _only("auto", "hf", instead="nanovllm reads config.json"),
+    "kv_cache_memory_bytes": _only(instead="gpu_memory_utilization or num_kvcache_blocks limits the KV cache"),
+    "profiler_config": _only(instead="bench.py --profile writes a profile"),
     "tokenizer_revision": _only(instead="download the tokenizer's revision and pass its directory as tokenizer=…"),
     "code_revision": _only(instead="nanovllm never runs code from a model's directory"),
     "skip_tokenizer_init": _only(False, instead="pass token ids as prompts, and SamplingParams(detokenize=False)"),
-    "tokenizer_mode": _only("auto", "slow", "hf", instead="nanovllm loads tokenizers with transformers"),
+    "tokenizer_mode": _only("auto", "hf", instead="nanovllm loads the tokenizer that transformers chooses"),
     "model_impl": _only("auto", "vllm", instead="nanovllm has one implementation of each model"),
     "task": _only("auto", "generate", instead="nanovllm generates and scores text"),
     "runner": _only("auto", "generate", instead="nanovllm generates and scores text"),
@@ -99,7 +108,7 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
 RENAMED_ARGUMENTS = {"prompt_token_ids": "prompts", "messages": "conversations"}
 
 ACCEPTED_ARGUMENTS: Mapping[str, Accepted] = {
-    "chat_template_content_format": Accepted("nanovllm finds out which form of a content a template reads"),
+    "chat_template_content_format": _only("auto", instead="nanovllm finds the form of a content that a template reads"),
     "lora_request": _only(instead="merge the adapter into the model's weights and load the merged model"),
     "prompt_adapter_request": _only(instead="nanovllm has no prompt adapters"),
     "guided_options_request": _only(instead="SamplingParams(structured_outputs=StructuredOutputsParams(…))"),
@@ -118,6 +127,7 @@ ACCEPTED_PARAMETERS: Mapping[str, Accepted] = {
     "truncate_prompt_tokens": _only(instead="cut the prompt's token ids before the call"),
     "spaces_between_special_tokens": _only(True, instead="nanovllm's texts are as the tokenizer decodes them"),
     "extra_args": _only({}, instead="nanovllm has no plug-ins that would read them"),
+    "skip_clone": Accepted("nanovllm never changes a SamplingParams"),
     "flat_logprobs": Accepted("nanovllm's log-probabilities are arrays that also read like vLLM's dicts"),
     "output_kind": Accepted("nanovllm returns finished completions"),
     "skip_reading_prefix_cache": _only(False, instead="LLM(enable_prefix_caching=False)"),

@@ -93,8 +93,8 @@ def takes_keywords(
     Args:
         noun: the word for its keywords.
         meant: other libraries' names -> our name, or a sentence with advice.
-        accepted: keywords that change nothing. Values that ask for something else raise a ValueError. One line is
-            logged for all keywords of a call that a user may expect something of.
+        accepted: keywords that change nothing. Values that ask for something else raise a ValueError. For keywords that
+            accept any value, one line is logged per process and set of keywords.
         renamed: vLLM's names -> ours.
         of: what the log calls the method; None is its name.
     """
@@ -105,18 +105,21 @@ def takes_keywords(
             parameter.name: parameter.default in (None, parameter.empty) or "None" in str(parameter.annotation)
             for parameter in parameters
         }
+        positional = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
 
         @functools.wraps(function)
         def explaining(self, *args, **kwargs):
             if kwargs.keys() <= takes_none.keys() and not any(value is None for value in kwargs.values()):
                 return function(self, *args, **kwargs)
-            ours: dict[str, Any] = {}
+            if len(args) > len(positional):
+                return function(self, *args, **kwargs)  # Python says what is wrong
+            ours: dict[str, Any] = dict(zip(positional, args, strict=False))
             unneeded = []
             for name, value in kwargs.items():
                 our_name = renamed.get(name, name)
                 if our_name in takes_none:
                     if value is not None and ours.get(our_name) is not None:
-                        raise TypeError(f"{our_name} is given twice, once by vLLM's name; give one of them")
+                        raise TypeError(f"{our_name} is given twice; give it once")
                     if value is not None or (takes_none[our_name] and our_name not in ours):
                         ours[our_name] = value
                 elif name not in accepted:
@@ -126,12 +129,18 @@ def takes_keywords(
                 elif value is not None and accepted[name].values is None:
                     unneeded.append(f"{name} ({accepted[name].reason})")
             if unneeded:
-                logger.warning("%s: some %ss change nothing: %s", of or function.__name__, noun, "; ".join(unneeded))
-            return function(self, *args, **ours)
+                _warn_once(f"{of or function.__name__}: some {noun}s change nothing: {'; '.join(unneeded)}")
+            return function(self, **ours)
 
         return cast(_Function, explaining)
 
     return decorate
+
+
+@functools.lru_cache(maxsize=1000)
+def _warn_once(message: str) -> None:
+    """Logs a message that every request of a script would repeat."""
+    logger.warning("%s", message)
 
 
 def _hint(name: str, known: list[str], noun: str, meant: Mapping[str, str]) -> str:

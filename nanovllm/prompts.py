@@ -63,11 +63,13 @@ def as_prompt_list(prompts: Any) -> list[Any]:
 
 def as_conversation_list(conversations: Any) -> list[Any]:
     """One or many conversations as a list of conversations; a TypeError if `conversations` can be neither."""
+    if hasattr(conversations, "tolist"):
+        conversations = conversations.tolist()
     if not isinstance(conversations, (list, tuple)):
         raise TypeError(
             f"conversations must be a list of messages or a list of such lists, not {type(conversations).__name__}"
         )
-    if conversations and all(isinstance(message, Mapping) for message in conversations):
+    if conversations and all(isinstance(each, Mapping) or hasattr(each, "model_dump") for each in conversations):
         return [conversations]
     return list(conversations)
 

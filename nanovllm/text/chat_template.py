@@ -9,10 +9,8 @@ from types import MappingProxyType
 from typing import Any
 
 from nanovllm.prompts import EncodedPrompt
-from nanovllm.text.messages import has_parts, plain_messages, with_parts, with_texts
+from nanovllm.text.messages import forms, has_parts, plain, plain_messages, says_all, says_calls
 from nanovllm.text.tokenizer import NO_TOKENIZER, Tokenizer
-
-_PROBE = "nanovllm asks which form of a content is read"
 
 
 class ChatTemplate:
@@ -24,7 +22,6 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self._forms: dict[tuple[str, str | None], bool] = {}
 
     def options(
         self, add_generation_prompt: bool, template_kwargs: Any, given: Mapping[str, Any] = MappingProxyType({})
@@ -39,6 +36,7 @@ class ChatTemplate:
             raise ValueError(f"{NO_TOKENIZER}; give LLM(tokenizer=…) one with a chat template")
         if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
             raise TypeError(f"chat_template_kwargs must be a dict, not {template_kwargs!r:.100}")
+        given = {name: plain(value) for name, value in given.items()}
         options = {**given, "tokenize": False, "add_generation_prompt": add_generation_prompt}
         taken = {"conversation", *options} & set(template_kwargs or ())
         if taken:
@@ -53,38 +51,35 @@ class ChatTemplate:
     def render(self, messages: Any, options: Mapping[str, Any], marks: "Marks | None") -> str | ValueError:
         """A conversation's text, or the reason why it has none."""
         try:
-            messages = self._in_its_form(plain_messages(messages), options.get("chat_template"))
-            messages = messages if marks is None else marks.hide(messages)
-            return self._tokenizer.apply_chat_template(messages, **options)
+            messages = plain_messages(messages)
+            if marks is not None:
+                for_template = {name: marks.hide(options[name]) for name in ("tools", "documents") if name in options}
+                messages, options = marks.hide(messages), {**options, **for_template}
+            return self._rendered(messages, options)
         except Exception as error:  # templates raise all kinds of errors
             return ValueError(f"the chat template cannot render the conversation: {error}")
 
-    def _in_its_form(self, messages: list[dict[str, Any]], template: Any) -> list[dict[str, Any]]:
-        """The messages with contents in the form that the template reads, strings or lists of parts.
+    def _rendered(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
+        """The text of the first form of the conversation of which the template writes everything.
 
-        Templates that expect strings write nothing for a list, or Python's form of it; the others write nothing for a
-        string.
+        If there is none, the template leaves out texts by design. Then it is the text of the first form that it
+        renders, and strings come before parts.
         """
-        reads_texts, reads_parts = self._reads("text", template), self._reads("parts", template)
-        if has_parts(messages) and not reads_parts:
-            return with_texts(messages)
-        return with_parts(messages) if reads_parts and not reads_texts else messages
-
-    def _reads(self, form: str, template: Any) -> bool:
-        """Whether the template writes the text of a content of this form, "text" or "parts"."""
-        key = form, template if isinstance(template, str) else None
-        if key not in self._forms:
-            content = _PROBE if form == "text" else [{"type": "text", "text": _PROBE}]
-            options = {} if template is None else {"chat_template": template}
+        found: str | None = None
+        failure: Exception | None = None
+        for form in forms(messages):
             try:
-                text = self._tokenizer.apply_chat_template(
-                    [{"role": "user", "content": content}], tokenize=False, **options
-                )
-            except Exception:  # templates raise all kinds of errors
-                text = ""
-            # In quotes it is a part of the list's form in Python or JSON.
-            self._forms[key] = _PROBE in text and f"'{_PROBE}'" not in text and f'"{_PROBE}"' not in text
-        return self._forms[key]
+                text = self._tokenizer.apply_chat_template(form, **options)
+            except Exception as error:
+                failure = failure or error
+                continue
+            if says_all(text, form):
+                return text
+            if says_calls(text, form) and (found is None or (has_parts(messages) and not has_parts(form))):
+                found = text
+        if found is None:
+            raise failure or ValueError("it does not write the tool calls")
+        return found
 
     @cached_property
     def marks(self) -> "Marks":
@@ -145,13 +140,13 @@ class Marks:
 
 
 def _replaced(value: Any, texts: Mapping[str, str]) -> Any:
-    """`value` with every key of `texts` in its strings, at any depth, replaced."""
+    """`value` with every key of `texts` in its strings, at any depth and in keys too, replaced."""
     if isinstance(value, str):
         for old, new in texts.items():
             value = value.replace(old, new)
         return value
     if isinstance(value, Mapping):
-        return {key: _replaced(part, texts) for key, part in value.items()}
+        return {_replaced(key, texts): _replaced(part, texts) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [_replaced(part, texts) for part in value]
     return value

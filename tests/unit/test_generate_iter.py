@@ -623,10 +623,10 @@ def test_a_completion_that_cannot_be_decoded_keeps_its_tokens(llm, monkeypatch, 
     ]
     real = Text.decode
 
-    def failing(self, completions, skip_special_tokens):
+    def failing(self, completions, skip_special_tokens, follows=()):
         if any(66 in completion for completion in completions):
             raise error
-        return real(self, completions, skip_special_tokens)
+        return real(self, completions, skip_special_tokens, follows)
 
     monkeypatch.setattr(Text, "decode", failing)
     good, bad = llm.generate(["One", "Two"], params, use_tqdm=False)
@@ -653,10 +653,10 @@ def test_a_completion_whose_beginning_cannot_be_decoded_spares_the_others(llm, m
     """Before `min_tokens` stop strings do not count, so the text of the first tokens is decoded, too."""
     real = Text.decode
 
-    def failing(self, completions, skip_special_tokens):
+    def failing(self, completions, skip_special_tokens, follows=()):
         if any(len(completion) == 6 for completion in completions):
             raise TypeError("NoneType")
-        return real(self, completions, skip_special_tokens)
+        return real(self, completions, skip_special_tokens, follows)
 
     monkeypatch.setattr(Text, "decode", failing)
     greedy = {"temperature": 0, "max_tokens": 7, "ignore_eos": True}

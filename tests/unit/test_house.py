@@ -55,8 +55,8 @@ BUDGETS = {
     ("models", "layers"): 2000,
     ("parallel",): 400,
     ("replicas",): 500,
-    # text/messages.py takes conversations as OpenAI's clients write them.
-    ("llm", "row_stream", "text"): 1050,
+    # text/messages.py takes conversations as OpenAI's clients write them, in the form that each template reads.
+    ("llm", "row_stream", "text"): 1150,
     ("guides", "constraints"): 250,
     ("ops", "attention"): 5000,
     ("jobs",): 1850,

@@ -1,5 +1,6 @@
 """Conversations as OpenAI's clients write them: what templates of each kind make of them."""
 
+import copy
 import json
 
 import numpy as np
@@ -64,6 +65,84 @@ def test_text_parts_reach_every_template(rendered):
     both = [{"role": "user", "content": "Hi"}, {"role": "user", "content": PARTS}]
     assert rendered(both) == f"<user>Hi<user>See{separator}this"
     assert rendered([{"role": "user", "content": PARTS}], splits_special=True) == f"<user>See{separator}this"
+
+
+def encoded(template: str, messages, tokenizer=None, **options):
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(MODEL_DIRECTORY)
+    tokenizer.chat_template = template
+    (prompt,) = Text(tokenizer).encode_conversations([messages], False, None, **options)
+    return prompt.error or prompt.text
+
+
+def test_each_roles_contents_get_the_form_that_it_is_read_in():
+    """In some templates only the user's turn goes through parts, and others raise without a system message."""
+    template = (
+        "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+        "{% for m in messages %}{% if m.role == 'user' %}<user>{% for part in m.content %}{{ part.text }}{% endfor %}"
+        "{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+    )
+    roles = ("system", "user", "assistant")
+    parts = {role: [{"type": "text", "text": role}, {"type": "text", "text": "!"}] for role in roles}
+    for lists in ((), roles, ("user",), ("system",), ("assistant",)):
+        messages = [{"role": role, "content": parts[role] if role in lists else f"{role}?"} for role in parts]
+        system, user, assistant = (f"{role}\n!" if role in lists else f"{role}?" for role in parts)
+        assert encoded(template, messages) == f"<system>{system}<user>{user.replace(chr(10), '')}<assistant>{assistant}"
+
+
+def test_a_template_may_change_texts_and_be_replaced():
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIRECTORY)
+    for _ in range(2):
+        upper = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+        assert encoded(upper, [{"role": "user", "content": "Hi"}], tokenizer) == "HI"
+        assert encoded(upper, [{"role": "user", "content": PARTS}], tokenizer) == "SEE\nTHIS"
+        assert encoded(TEMPLATES["parts alone"], [{"role": "user", "content": "Hi"}], tokenizer) == "<user>Hi"
+
+
+def test_tool_calls_are_written_in_the_form_that_the_template_adds_up():
+    """Templates of DeepSeek's kind add the arguments to a text, so they must be JSON."""
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call.function.name + ':' + call.function.arguments }}{% endfor %}{% endfor %}"
+    )
+    for arguments in ('{"city": "Ulm"}', {"city": "Ulm"}):
+        calls = [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]
+        messages = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "tool_calls": calls}]
+        assert encoded(template, messages) == 'Rain?weather:{"city": "Ulm"}'
+    error = encoded(TEMPLATES["gemma3"], messages)
+    assert isinstance(error, ValueError) and "it does not write the tool calls" in str(error)
+
+
+def test_what_has_no_text_is_kept_where_templates_read_it():
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.reasoning_content }}{% endfor %}"
+    messages = [
+        {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": []},
+        {"role": "tool", "content": {"degrees": 20}},
+    ]
+    assert encoded(template, messages) == "<assistant>Hm.<tool>{'degrees': 20}"
+
+
+def test_special_tokens_are_ordinary_text_in_calls_and_documents_too():
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIRECTORY)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.name }}"
+        "{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}{% for each in documents or [] %}{{ each.text }}"
+        "{% endfor %}<|im_end|>"
+    )
+    call = {"function": {"name": "f", "arguments": '{"<|im_end|>": "<|im_end|>"}'}}
+    messages = [{"role": "user", "content": "a<|im_end|>"}, {"role": "assistant", "tool_calls": [call]}]
+    options = {"documents": [{"text": "<|im_end|>"}]}
+    (prompt,) = Text(tokenizer).encode_conversations([messages], False, None, True, options)
+    assert prompt.token_ids.count(tokenizer.eos_token_id) == 1, "the template's own"
+    assert prompt.text == 'a<|im_end|>f{"<|im_end|>": "<|im_end|>"}<|im_end|><|im_end|>'
+
+
+def test_the_callers_messages_stay_as_they_are(rendered):
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [{"role": "user", "content": PARTS}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    before = copy.deepcopy(messages)
+    rendered(messages)
+    rendered(messages, splits_special=True)
+    assert messages == before
 
 
 @pytest.mark.parametrize(
