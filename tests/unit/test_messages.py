@@ -113,7 +113,10 @@ def test_tool_calls_are_written_in_the_form_that_the_template_adds_up():
 
 
 def test_what_has_no_text_is_kept_where_templates_read_it():
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.reasoning_content }}{% endfor %}"
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.reasoning_content }}"
+        "{% if 'tool_calls' in m %}calls{% endif %}{% endfor %}"
+    )
     messages = [
         {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": []},
         {"role": "tool", "content": {"degrees": 20}},

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from nanovllm import SamplingParams
+from nanovllm import LLM, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.prompts import EncodedPrompt
 from nanovllm.text import Completion, StopStrings, Text
@@ -89,6 +89,22 @@ def test_a_stop_string_may_begin_with_the_space_before_the_first_word(tokenizers
     predicate = text.stop_strings(params, text.follows_text(ids[:at], params))
     assert [predicate(token_id) for token_id in ids[at:]][-1]
     assert text.complete([Completion(ids[at:], params, True)]) == [("", " the")]
+
+
+def test_an_llm_gives_texts_in_context(tokenizers, tmp_path):
+    tokenizer = tokenizers["stripping"]
+    tokenizer.save_pretrained(tmp_path)
+    space, *_ = tokenizer(" the", add_special_tokens=False)["input_ids"]
+    forced = {"temperature": 0, "logit_bias": {space: 100}, "max_tokens": 3, "logprobs": 0}
+    word = tokenizer.decode([tokenizer("a", add_special_tokens=False)["input_ids"][0], space])[1:]
+    assert word[0] == " "
+    params = [SamplingParams(**forced), SamplingParams(**forced, stop=word)]
+    with LLM(MODEL_DIRECTORY, tokenizer=tmp_path, device="cpu", max_model_len=64) as llm:
+        whole, stopped = llm.generate(["a cat"] * 2, params, use_tqdm=False)
+        (alone,) = llm.generate([[tokenizer.eos_token_id]], params[0], use_tqdm=False)
+    assert whole.text == word * 3 and [each[space].decoded_token for each in whole.outputs[0].logprobs] == [word] * 3
+    assert stopped.text == "" and stopped.finish_reason == "stop" and len(stopped.token_ids) == 1
+    assert alone.text == (word * 3)[1:], "behind no text it begins one"
 
 
 @pytest.mark.parametrize("name", ["bytes", "byte-level BPE", "SentencePiece", "stripping"])
