@@ -75,7 +75,8 @@ class SamplingParams:
         top_k: sample among the k most probable tokens; 0 or −1 is off.
         top_p: sample among the fewest most probable tokens whose probabilities reach p; 1 is off.
         min_p: drop tokens less probable than min_p × the most probable one; 0 is off.
-        stop: string or strings that end the completion; the text is cut before the first of them.
+        stop: string or strings that end the completion, among them the texts of special tokens; the text is cut before
+            the first of them.
         include_stop_str_in_output: cut the text after the stop string instead.
         stop_token_ids: token ids that end the completion, besides the model's own end-of-sequence ids.
         ignore_eos: continue after the model's end-of-sequence ids (`stop_token_ids` still stop).

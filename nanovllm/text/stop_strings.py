@@ -24,6 +24,8 @@ class StopStrings:
         self._params = params
         self._follows = [follows_text]
         self._window_size = max(len(stop.encode()) for stop in params.stop) + 4
+        # A special token may be left out of the text.
+        self._stop_ids = {text.special_ids[stop] for stop in params.stop if stop in text.special_ids}
         self._window: list[int] = []
         self._num_tokens = 0
         self.error: ValueError | None = None
@@ -40,7 +42,11 @@ class StopStrings:
     def _ends(self, token_id: int) -> bool:
         self._num_tokens += 1
         skips = self._params.skip_special_tokens
-        if self._num_tokens <= self._params.min_tokens or not self._text.has_text(token_id, skips):
+        if self._num_tokens <= self._params.min_tokens:
+            return False
+        if token_id in self._stop_ids:
+            return True
+        if not self._text.has_text(token_id, skips):
             return False
         self._window = [*self._window[1 - self._window_size :], token_id]
         text = self._text.decode([self._window], skips, self._follows)[0]

@@ -179,4 +179,7 @@ class Text(Tokenizer):
         token_ids, params, follows_text = completion
         before = token_ids[: params.min_tokens] if params.stop else []
         start = len(self.decode([before], params.skip_special_tokens, [follows_text])[0]) if before else 0
-        return cut(text, start, params)
+        text, stop = cut(text, start, params)
+        if stop is None and token_ids and len(token_ids) > params.min_tokens:
+            stop = next((stop for stop in params.stop if self.special_ids.get(stop) == token_ids[-1]), None)
+        return text, stop

@@ -59,7 +59,14 @@ class Tokenizer:
         rest = [text for text, refusal in zip(texts, refusals, strict=True) if refusal is None]
         found = all_or_each(lambda some: self.tokenizer(some, **options)["input_ids"], rest)
         encoded = map(_ids_or_error, rest, found)
+        if add_special_tokens and not splits_special:
+            encoded = map(self._without_second_bos, encoded)
         return [next(encoded) if refusal is None else refusal for refusal in refusals]
+
+    def _without_second_bos(self, found: list[int] | ValueError) -> list[int] | ValueError:
+        """A text that a chat template wrote begins with the token that the tokenizer adds, too."""
+        bos = getattr(self.tokenizer, "bos_token_id", None)
+        return found[1:] if isinstance(found, list) and found[:2] == [bos, bos] else found
 
     def _refusal(self, text: str) -> ValueError | None:
         """The error for a text that is certain to have more than `max_model_len` tokens, so that it is not
@@ -152,6 +159,12 @@ class Tokenizer:
         decode = partial(self.decode, skip_special_tokens=False, follows=[True])
         (text,) = all_or_each(decode, [[token_id]])
         return None if isinstance(text, BaseException) else text
+
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """The ids of special tokens by their texts."""
+        tokens = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return {token.content: token_id for token_id, token in tokens.items() if token.special}
 
     def has_text(self, token_id: int, skip_special_tokens: bool) -> bool:
         """Whether a token adds anything to the text. Skipped special tokens and ids that the tokenizer lacks do not."""

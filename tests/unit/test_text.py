@@ -1,5 +1,6 @@
 """Text: how the tokenizer treats prompts, bad words and stop strings. test_llm.py tests them through an LLM."""
 
+import copy
 import random
 from types import SimpleNamespace
 
@@ -89,6 +90,39 @@ def test_a_stop_string_may_begin_with_the_space_before_the_first_word(tokenizers
     predicate = text.stop_strings(params, text.follows_text(ids[:at], params))
     assert [predicate(token_id) for token_id in ids[at:]][-1]
     assert text.complete([Completion(ids[at:], params, True)]) == [("", " the")]
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_special_token_may_be_a_stop_string(tokenizers, skips):
+    """With `skip_special_tokens`, which is the default, the text never holds it, so nothing stopped there."""
+    tokenizer = tokenizers["byte-level BPE"]
+    a = tokenizer.convert_tokens_to_ids("<a>")
+    text, cat = Text(tokenizer), tokenizer("the cat")["input_ids"]
+    params = SamplingParams(stop=["x", "<a>"], skip_special_tokens=skips)
+    predicate = text.stop_strings(params)
+    assert [predicate(token_id) for token_id in [*cat, a]] == [False] * len(cat) + [True]
+    assert text.complete([Completion([*cat, a], params), Completion(cat, params)]) == [
+        ("the cat", "<a>"),
+        ("the cat", None),
+    ]
+    later = SamplingParams(stop="<a>", min_tokens=len(cat) + 1, skip_special_tokens=skips)
+    predicate = text.stop_strings(later)
+    assert not any(predicate(token_id) for token_id in [*cat, a])
+
+
+def test_a_text_that_begins_with_the_bos_gets_no_second_one(tokenizers):
+    """A chat template that a script applies by itself writes one already."""
+    tokenizer = copy.deepcopy(tokenizers["byte-level BPE"])
+    bos = tokenizer.convert_tokens_to_ids("<b>")
+    tokenizer.bos_token = "<b>"
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<b> $A", special_tokens=[("<b>", bos)]
+    )
+    text, ids = Text(tokenizer), tokenizer("the cat", add_special_tokens=False)["input_ids"]
+    assert text.encode_texts(["the cat", "<b>the cat", "<b>"], True) == [[bos, *ids], [bos, *ids], [bos]]
+    assert text.encode_texts(["<b>the cat"], False) == [[bos, *ids]]
+    split = text.encode_texts(["<b>the cat"], True, splits_special=True)[0]
+    assert split[0] == bos and bos not in split[1:]
 
 
 def test_an_llm_gives_texts_in_context(tokenizers, tmp_path):
