@@ -4,13 +4,15 @@ import copy
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
 from nanovllm.prompts import EncodedPrompt
-from nanovllm.text.messages import forms, has_parts, plain, plain_messages, says_all, says_calls
+from nanovllm.text.messages import Form, form_read, plain, plain_messages, shape_of
 from nanovllm.text.tokenizer import NO_TOKENIZER, Tokenizer
+
+_MAX_SHAPES = 10_000  # of conversations whose forms are remembered
 
 
 class ChatTemplate:
@@ -22,6 +24,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
+        self._forms: dict[tuple[Any, ...], Form | None] = {}
 
     def options(
         self, add_generation_prompt: bool, template_kwargs: Any, given: Mapping[str, Any] = MappingProxyType({})
@@ -55,31 +58,25 @@ class ChatTemplate:
             if marks is not None:
                 for_template = {name: marks.hide(options[name]) for name in ("tools", "documents") if name in options}
                 messages, options = marks.hide(messages), {**options, **for_template}
-            return self._rendered(messages, options)
+            form = self._form_read(messages, options)
+            return self._tokenizer.apply_chat_template(form.of(messages), **options)
         except Exception as error:  # templates raise all kinds of errors
             return ValueError(f"the chat template cannot render the conversation: {error}")
 
-    def _rendered(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
-        """The text of the first form of the conversation of which the template writes everything.
-
-        If there is none, the template leaves out texts by design. Then it is the text of the first form that it
-        renders, and strings come before parts.
-        """
-        found: str | None = None
-        failure: Exception | None = None
-        for form in forms(messages):
-            try:
-                text = self._tokenizer.apply_chat_template(form, **options)
-            except Exception as error:
-                failure = failure or error
-                continue
-            if says_all(text, form):
-                return text
-            if says_calls(text, form) and (found is None or (has_parts(messages) and not has_parts(form))):
-                found = text
-        if found is None:
-            raise failure or ValueError("it does not write the tool calls")
-        return found
+    def _form_read(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> Form:
+        """The form of the conversation that the template reads; a ValueError if it writes no tool calls."""
+        template = options.get("chat_template") or self._tokenizer.chat_template
+        # Other arguments seldom choose another form, and have no hash.
+        key = str(template), shape_of(messages), *sorted(options)
+        if key not in self._forms:
+            if len(self._forms) == _MAX_SHAPES:
+                self._forms.clear()
+            render = partial(self._tokenizer.apply_chat_template, **options)
+            self._forms[key] = form_read(messages, render)
+        form = self._forms[key]
+        if form is None:
+            raise ValueError("it does not write the tool calls")
+        return form
 
     @cached_property
     def marks(self) -> "Marks":

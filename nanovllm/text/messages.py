@@ -1,19 +1,44 @@
 """Conversations as OpenAI's clients write them, in the forms that chat templates read.
 
 Some templates read a content as a string, others as a list of parts, and each writes nothing, or Python's form of the
-list, for the other kind. Templates differ in the same way about tool calls. So `forms` gives a conversation in several
-forms, and `says_all` tells whether a template wrote all of one.
+list, for the other kind. Templates differ in the same way about tool calls. So there are several FORMS of a
+conversation. A template reads a form if it writes all texts of a conversation of the same shape, in which marks take
+the place of the texts.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from itertools import product
+from collections.abc import Callable, Mapping
+from itertools import count, product
 from json import dumps, loads
-from typing import Any
+from typing import Any, NamedTuple
 
 Message = dict[str, Any]
 
 _TEXT_TYPES = ("text", "input_text", "output_text")
 _LISTS_IN_TEXT = ("'type': 'text'", '"type": "text"')  # in Python and in JSON
+
+
+class Form(NamedTuple):
+    """One way to write a conversation.
+
+    content: gives a message's content.
+    is_json: the arguments of tool calls are JSON, not dicts.
+    lacks_content: a message with tool calls and no text has no content, not an empty one.
+    """
+
+    content: Callable[[Message], Any]
+    is_json: bool = False
+    lacks_content: bool = False
+
+    def of(self, messages: list[Message]) -> list[Message]:
+        return [self._of_message(message) for message in messages]
+
+    def _of_message(self, message: Message) -> Message:
+        message = {**message, "content": self.content(message)}
+        if isinstance(message.get("tool_calls"), list):
+            message["tool_calls"] = [_with_arguments(call, self.is_json) for call in message["tool_calls"]]
+            if self.lacks_content and not message["content"]:
+                message["content"] = None
+        return message
 
 
 def plain_messages(messages: Any) -> list[Message]:
@@ -33,54 +58,6 @@ def plain_messages(messages: Any) -> list[Message]:
     return [_message(message) for message in messages]
 
 
-def forms(messages: list[Message]) -> Iterator[list[Message]]:
-    """The conversation in the forms that templates read, the most usual first."""
-    yield messages
-    contents: list[Callable[[Message], Any]] = [_as_given, _as_parts, _as_text, _as_parts_of_users]
-    if not _has_calls(messages):
-        for content in contents[1:]:
-            yield [{**message, "content": content(message)} for message in messages]
-        return
-    # Some templates write calls only without a content, and some add the arguments to a text.
-    for is_json, is_none, content in product((False, True), (False, True), contents):
-        yield [_with_calls({**message, "content": content(message)}, is_json, is_none) for message in messages]
-
-
-def says_all(text: str, messages: list[Message]) -> bool:
-    """Whether a template wrote the texts of all messages and the names of all calls.
-
-    An assistant's string does not count, because templates leave out what it thought.
-    """
-    has_lists = False
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list):
-            has_lists = True
-            if not all(part["text"].strip() in text for part in content):
-                return False
-        elif isinstance(content, str) and message["role"] != "assistant" and content.strip() not in text:
-            return False
-    return says_calls(text, messages) and not (has_lists and any(each in text for each in _LISTS_IN_TEXT))
-
-
-def says_calls(text: str, messages: list[Message]) -> bool:
-    names = (name for message in messages for name in _names_of_calls(message))
-    return all(name in text for name in names)
-
-
-def has_parts(messages: list[Message]) -> bool:
-    return any(isinstance(message.get("content"), list) for message in messages)
-
-
-def _is_plain(message: Any) -> bool:
-    return (
-        type(message) is dict
-        and len(message) == 2
-        and type(message.get("role")) is str
-        and type(message.get("content")) is str
-    )
-
-
 def plain(value: Any) -> Any:
     """Arrays, mappings and pydantic's models as lists and dicts, at any depth."""
     if hasattr(value, "tolist"):  # NumPy's arrays and numbers
@@ -94,6 +71,15 @@ def plain(value: Any) -> Any:
     return value
 
 
+def _is_plain(message: Any) -> bool:
+    return (
+        type(message) is dict
+        and len(message) == 2
+        and type(message.get("role")) is str
+        and type(message.get("content")) is str
+    )
+
+
 def _message(message: Any) -> Message:
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str) or (message.get("content") is None and role != "assistant"):
@@ -102,8 +88,8 @@ def _message(message: Any) -> Message:
     if not given.get("tool_calls", True):
         del given["tool_calls"]
     given["content"] = _content(given.get("content", ""), role)
-    if "tool_calls" in given:
-        given["tool_calls"] = _with_arguments(given["tool_calls"], is_json=False)
+    for call in given.get("tool_calls", ()) if isinstance(given.get("tool_calls"), list) else ():
+        _with_arguments(call, is_json=False)  # raises if they are not JSON
     return given
 
 
@@ -125,7 +111,7 @@ def _text_of(part: Any) -> str:
     return text
 
 
-# Forms of a content
+# Forms
 
 
 def _as_given(message: Message) -> Any:
@@ -147,33 +133,7 @@ def _as_parts_of_users(message: Message) -> Any:
     return (_as_parts if message["role"] == "user" else _as_text)(message)
 
 
-# Tool calls
-
-
-def _has_calls(messages: list[Message]) -> bool:
-    return any("tool_calls" in message for message in messages)
-
-
-def _names_of_calls(message: Message) -> list[str]:
-    calls = message.get("tool_calls")
-    calls = calls if isinstance(calls, list) else []
-    functions = [call.get("function", call) for call in calls if isinstance(call, dict)]
-    return [each["name"] for each in functions if isinstance(each, dict) and isinstance(each.get("name"), str)]
-
-
-def _with_calls(message: Message, is_json: bool, is_none: bool) -> Message:
-    """The message with its calls' arguments as JSON or as dicts; if it has no content, that is None or ""."""
-    if "tool_calls" not in message:
-        return message
-    content = None if is_none and not message["content"] else message["content"]
-    return {**message, "content": content, "tool_calls": _with_arguments(message["tool_calls"], is_json)}
-
-
-def _with_arguments(calls: Any, is_json: bool) -> Any:
-    return [_with_argument(call, is_json) for call in calls] if isinstance(calls, list) else calls
-
-
-def _with_argument(call: Any, is_json: bool) -> Any:
+def _with_arguments(call: Any, is_json: bool) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call
@@ -186,3 +146,81 @@ def _with_argument(call: Any, is_json: bool) -> Any:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the arguments of a tool call must be JSON, not {arguments!r:.100}: {error}") from None
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+_CONTENTS = (_as_given, _as_parts, _as_text, _as_parts_of_users)
+# The most usual first. The last ones differ only for tool calls.
+FORMS = [Form(content, *calls) for calls in product((False, True), (False, True)) for content in _CONTENTS]
+
+
+# Which form a template reads
+
+
+def shape_of(messages: list[Message]) -> tuple[Any, ...]:
+    """Equal for conversations of which a template reads the same form."""
+    return tuple((message["role"], _kind(message["content"]), _num_calls(message)) for message in messages)
+
+
+def form_read(messages: list[Message], render: Callable[[list[Message]], str]) -> Form | None:
+    """The first form that a template reads, tried on a conversation of the same shape.
+
+    If it reads none, because it leaves out some texts by design, the first form that it renders, strings before parts.
+    None if it writes the conversation, but no form of the tool calls.
+
+    Args:
+        render: the template. An exception means that it does not read this form.
+    """
+    marked, texts, of_calls = _marked(messages)
+    has_parts, found, is_rendered = any(isinstance(each["content"], list) for each in messages), None, False
+    for form in FORMS if of_calls else FORMS[: len(_CONTENTS)]:
+        try:
+            written = render(form.of(marked))
+        except Exception:  # templates raise all kinds of errors
+            continue
+        is_rendered = True
+        if not all(mark in written for mark in of_calls):
+            continue
+        if all(mark in written for mark in texts) and not any(each in written for each in _LISTS_IN_TEXT):
+            return form
+        if found is None or (has_parts and form.content is _as_text and found.content is not _as_text):
+            found = form
+    return found if is_rendered else FORMS[0]
+
+
+def _num_calls(message: Message) -> int:
+    calls = message.get("tool_calls")
+    return len(calls) if isinstance(calls, list) else 0
+
+
+def _kind(content: Any) -> Any:
+    return (len(content), bool(content)) if isinstance(content, list) else (type(content), bool(content))
+
+
+def _marked(messages: list[Message]) -> tuple[list[Message], list[str], list[str]]:
+    """The messages with a mark in place of each text, these marks, and those of the tool calls."""
+    marks = (f"\U000fdead{number}\U000fdeae" for number in count())
+    texts: list[str] = []
+    of_calls: list[str] = []
+
+    def mark(of: list[str]) -> str:
+        of.append(next(marks))
+        return of[-1]
+
+    def marked_call(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            return call
+        return {**call, "function": {**function, "name": mark(of_calls), "arguments": {"key": mark(of_calls)}}}
+
+    marked = []
+    for message in messages:
+        content, calls = message["content"], message.get("tool_calls")
+        if isinstance(content, str):
+            content = mark(texts) if content else ""
+        elif isinstance(content, list):
+            content = [{"type": "text", "text": mark(texts)} for _ in content]
+        message = {**message, "content": content}
+        if isinstance(calls, list):
+            message["tool_calls"] = [marked_call(call) for call in calls]
+        marked.append(message)
+    return marked, texts, of_calls

@@ -150,9 +150,15 @@ class Text(Tokenizer):
         return StopStrings(self, params, follows_text)
 
     def follows_text(self, prompt_token_ids: Iterable[int], params: SamplingParams) -> bool:
-        """Whether a completion's text goes on from its prompt's text. A structured completion begins a text of its
-        own."""
-        return params.structured_outputs is None and self.has_any_text(prompt_token_ids)
+        """Whether a completion's text goes on from its prompt's text, so that its first space stays.
+
+        A choice begins a text of its own. In other structured outputs every space counts.
+        """
+        if not params.detokenize or not self.drops_first_space:
+            return False
+        if params.structured_outputs is not None:
+            return params.structured_outputs.choice is None
+        return any(self.has_text(each, params.skip_special_tokens) for each in prompt_token_ids)
 
     def complete(self, completions: Sequence[Completion]) -> list[tuple[str | ValueError, str | None]]:
         """Each completion's text, cut at its first stop string, and that string, or None if there is none. The text is

@@ -139,15 +139,19 @@ class Tokenizer:
     def _lead(self) -> tuple[list[int], str]:
         """The tokens of a text to put before tokens that follow one, and that text; empty if the decoder drops no
         space at the beginning of a text, as those of Llama 2 and Mistral do."""
-        token_ids = self.tokenizer("a", add_special_tokens=False)["input_ids"]
-        once, twice = self.decode([token_ids, token_ids * 2], skip_special_tokens=False)
+        try:
+            token_ids = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+            once, twice = self.decode([token_ids, token_ids * 2], skip_special_tokens=False)
+        except EXITS:
+            raise
+        except BaseException:  # it has no token for the letter
+            return [], ""
         return ([], "") if twice == once * 2 else (token_ids, once)
 
-    def has_any_text(self, token_ids: Iterable[int]) -> bool:
-        """Whether tokens after these follow a text. False if `decode` does not care."""
-        if self.tokenizer is None or not self._lead[0]:
-            return False
-        return any(self.has_text(each, skip_special_tokens=True) for each in token_ids)
+    @property
+    def drops_first_space(self) -> bool:
+        """Whether it matters to `decode` that tokens follow a text."""
+        return self.tokenizer is not None and bool(self._lead[0])
 
     def token_text(self, token_id: int) -> str | None:
         """The text of one token behind others, special tokens too; None without a tokenizer or if it fails."""

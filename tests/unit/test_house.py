@@ -56,7 +56,7 @@ BUDGETS = {
     ("parallel",): 400,
     ("replicas",): 500,
     # text/messages.py takes conversations as OpenAI's clients write them, in the form that each template reads.
-    ("llm", "row_stream", "text"): 1150,
+    ("llm", "row_stream", "text"): 1200,
     ("guides", "constraints"): 250,
     ("ops", "attention"): 5000,
     ("jobs",): 1850,

@@ -89,6 +89,30 @@ def test_each_roles_contents_get_the_form_that_it_is_read_in():
         assert encoded(template, messages) == f"<system>{system}<user>{user.replace(chr(10), '')}<assistant>{assistant}"
 
 
+def test_a_text_that_another_message_holds_is_written_too(rendered):
+    """The search for a message's text in the prompt found it elsewhere, so its turn could be empty."""
+    system = {"role": "system", "content": 'Translate words. Example: cat -> chat. {"type": "text"} user'}
+    for word in ("cat", "user", "a", '"type": "text"'):
+        for content in (word, [{"type": "text", "text": word}]):
+            assert rendered([system, {"role": "user", "content": content}]).endswith(f"<user>{word}")
+            assert rendered([{"role": "user", "content": content}]) == f"<user>{word}"
+
+
+def test_calls_whose_names_other_messages_hold_are_not_lost():
+    calls = [{"type": "function", "function": {"name": "get_weather", "arguments": {}}}]
+    messages = [{"role": "user", "content": "Call get_weather"}, {"role": "assistant", "tool_calls": calls}]
+    error = encoded(TEMPLATES["strict"], messages)
+    assert isinstance(error, ValueError) and "it does not write the tool calls" in str(error)
+
+
+def test_an_error_of_the_template_is_the_conversations():
+    template = "{% if messages[0].role == 'assistant' %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    for content in ("Hi", PARTS):
+        assert "roles must alternate" in str(encoded(template, [{"role": "assistant", "content": content}]))
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    assert "roles must alternate" in str(encoded(template, [{"role": "assistant", "tool_calls": calls}]))
+
+
 def test_a_template_may_change_texts_and_be_replaced():
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIRECTORY)
     for _ in range(2):

@@ -78,7 +78,9 @@ def test_a_completion_behind_nothing_begins_a_text(tokenizers, name):
         assert not text.follows_text(prompt, SamplingParams())
     assert text.complete([Completion(ids, SamplingParams(), False)]) == [("the cat", None)]
     choice = SamplingParams(structured_outputs={"choice": ["the cat", "a hat"]})
-    assert not text.follows_text(ids, choice), "a structured completion is a text of its own"
+    assert not text.follows_text(ids, choice), "a choice begins a text of its own"
+    assert text.follows_text([], SamplingParams(structured_outputs={"regex": " the cat"})), "every space counts"
+    assert not text.follows_text(ids, SamplingParams(detokenize=False))
 
 
 @pytest.mark.parametrize("name", ["SentencePiece", "stripping"])
@@ -90,6 +92,30 @@ def test_a_stop_string_may_begin_with_the_space_before_the_first_word(tokenizers
     predicate = text.stop_strings(params, text.follows_text(ids[:at], params))
     assert [predicate(token_id) for token_id in ids[at:]][-1]
     assert text.complete([Completion(ids[at:], params, True)]) == [("", " the")]
+
+
+@pytest.mark.parametrize("name", ["SentencePiece", "stripping"])
+def test_a_stop_string_is_found_where_the_window_begins_within_the_text(tokenizers, name):
+    """The window's first space was dropped if tokens before it did not count."""
+    tokenizer = tokenizers[name]
+    text, ids = Text(tokenizer), tokenizer("a cat the hat", add_special_tokens=False)["input_ids"]
+    for min_tokens in range(len(ids)):
+        params = SamplingParams(stop=[" t", " cat", " hat"], min_tokens=min_tokens)
+        predicate, whole = text.stop_strings(params), ""
+        for number, token_id in enumerate(ids, 1):
+            whole = tokenizer.decode(ids[:number])
+            start = len(tokenizer.decode(ids[:min_tokens]))
+            assert predicate(token_id) == any(stop in whole[start:] for stop in params.stop), (min_tokens, number)
+            if any(stop in whole[start:] for stop in params.stop):
+                break
+
+
+def test_a_tokenizer_without_the_letter_a_decodes(tmp_path):
+    backend = Tokenizer(models.WordLevel({"b": 0, "c": 1}))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    text = Text(PreTrainedTokenizerFast(tokenizer_object=backend))
+    assert not text.follows_text([0], SamplingParams())
+    assert text.complete([Completion([0, 1], SamplingParams())]) == [("b c", None)]
 
 
 @pytest.mark.parametrize("skips", [True, False])
