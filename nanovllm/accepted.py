@@ -117,12 +117,14 @@ ACCEPTED_ARGUMENTS: Mapping[str, Accepted] = {
     "mm_processor_kwargs": _only({}, instead=_TEXT_ONLY),
 }
 
+# vLLM's earlier name, whose class integrations/vllm.py has.
+RENAMED_PARAMETERS = {"guided_decoding": "structured_outputs"}
+
 ACCEPTED_PARAMETERS: Mapping[str, Accepted] = {
     "best_of": _only(1, instead="ask for n completions, and choose among them by their log-probabilities"),
     "use_beam_search": _only(False, instead="nanovllm has no beam search"),
     "length_penalty": _only(1, instead="nanovllm has no beam search"),
     "early_stopping": _only(False, instead="nanovllm has no beam search"),
-    "guided_decoding": _only(instead="structured_outputs=StructuredOutputsParams(…)"),
     "logits_processors": _only([], (), instead="logit_bias, bad_words, allowed_token_ids and penalties change logits"),
     "truncate_prompt_tokens": _only(instead="cut the prompt's token ids before the call"),
     "spaces_between_special_tokens": _only(True, instead="nanovllm's texts are as the tokenizer decodes them"),

@@ -87,8 +87,8 @@ def takes_keywords(
 ) -> Callable[[_Function], _Function]:
     """Makes a method take vLLM's keywords where it can, and answer others with a TypeError that suggests the right one.
 
-    None for a keyword whose default is not None means the default, unless the keyword's type has None. The method keeps
-    its signature, so editors still complete its arguments.
+    None for an argument whose default is not None means the default, unless the argument's type has None. The method
+    keeps its signature, so editors still complete its arguments.
 
     Args:
         noun: the word for its keywords.
@@ -109,11 +109,12 @@ def takes_keywords(
 
         @functools.wraps(function)
         def explaining(self, *args, **kwargs):
-            if kwargs.keys() <= takes_none.keys() and not any(value is None for value in kwargs.values()):
+            if kwargs.keys() <= takes_none.keys() and not any(value is None for value in (*args, *kwargs.values())):
                 return function(self, *args, **kwargs)
             if len(args) > len(positional):
                 return function(self, *args, **kwargs)  # Python says what is wrong
-            ours: dict[str, Any] = dict(zip(positional, args, strict=False))
+            given = zip(positional, args, strict=False)
+            ours: dict[str, Any] = {name: value for name, value in given if value is not None or takes_none[name]}
             unneeded = []
             for name, value in kwargs.items():
                 our_name = renamed.get(name, name)

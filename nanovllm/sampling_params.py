@@ -6,7 +6,7 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 import nanovllm.sampling_checks as checked
-from nanovllm.accepted import ACCEPTED_PARAMETERS
+from nanovllm.accepted import ACCEPTED_PARAMETERS, RENAMED_PARAMETERS
 from nanovllm.checks import boolean, suggests_names
 from nanovllm.prompts import NOT_YET
 from nanovllm.structured_outputs import StructuredOutputsParams
@@ -56,7 +56,7 @@ _MEANT = {
 }
 
 
-@suggests_names("parameter", _MEANT, ACCEPTED_PARAMETERS)
+@suggests_names("parameter", _MEANT, ACCEPTED_PARAMETERS, RENAMED_PARAMETERS)
 @dataclass(frozen=True, slots=True, init=False)
 class SamplingParams:
     """The sampling of one request.

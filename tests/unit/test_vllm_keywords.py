@@ -15,6 +15,7 @@ from nanovllm.accepted import (
     ACCEPTED_PARAMETERS,
     RENAMED_ARGUMENTS,
     RENAMED_OPTIONS,
+    RENAMED_PARAMETERS,
     Accepted,
 )
 from nanovllm.checks import _warn_once, suggests_names
@@ -96,6 +97,7 @@ def test_none_means_the_default():
         "ignore_eos",
     )
     assert SamplingParams(**dict.fromkeys(names)) == SamplingParams()
+    assert SamplingParams(None, 5, None, top_p=None) == SamplingParams(max_tokens=5)
     assert SamplingParams(max_tokens=None).max_tokens is None, "None means something here"
     assert Config("m", dtype=None, seed=None, enforce_eager=None) == Config("m")
     assert Options(seed=None, dtype=None).taken == {"kvcache_block_size": None, "seed": 0, "dtype": None}
@@ -219,8 +221,9 @@ def rows_of_page(table: dict[str, Accepted], any_value: bool) -> list[str]:
 def test_the_page_has_each_keyword_with_its_values_and_reason():
     page = (Path(__file__).parents[2] / "docs/vllm.md").read_text(encoding="utf-8")
     expected = [f"| `{theirs}` | `{ours}` |" for theirs, ours in RENAMED_OPTIONS.items()]
-    for table in (ACCEPTED_OPTIONS, ACCEPTED_PARAMETERS):
-        expected += rows_of_page(table, True) + rows_of_page(table, False)
+    expected += rows_of_page(ACCEPTED_OPTIONS, True) + rows_of_page(ACCEPTED_OPTIONS, False)
+    expected += [f"| `{theirs}` | `{ours}` |" for theirs, ours in RENAMED_PARAMETERS.items()]
+    expected += rows_of_page(ACCEPTED_PARAMETERS, True) + rows_of_page(ACCEPTED_PARAMETERS, False)
     expected += [f"| `{theirs}` | `{ours}` |" for theirs, ours in RENAMED_ARGUMENTS.items()]
     expected += rows_of_page(ACCEPTED_ARGUMENTS, False)
     assert [line for line in page.splitlines() if line.startswith("| `")] == expected
