@@ -105,11 +105,12 @@ def takes_keywords(
             parameter.name: parameter.default in (None, parameter.empty) or "None" in str(parameter.annotation)
             for parameter in parameters
         }
+        names = takes_none.keys()
         positional = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
 
         @functools.wraps(function)
         def explaining(self, *args, **kwargs):
-            if kwargs.keys() <= takes_none.keys() and not any(value is None for value in (*args, *kwargs.values())):
+            if kwargs.keys() <= names and not [None for value in (*args, *kwargs.values()) if value is None]:
                 return function(self, *args, **kwargs)
             if len(args) > len(positional):
                 return function(self, *args, **kwargs)  # Python says what is wrong

@@ -67,7 +67,7 @@ class ChatTemplate:
         """The form of the conversation that the template reads; a ValueError if it writes no tool calls."""
         template = options.get("chat_template") or self._tokenizer.chat_template
         # Other arguments seldom choose another form, and have no hash.
-        key = str(template), shape_of(messages), *sorted(options)
+        key = str(template), shape_of(messages), frozenset(options)
         if key not in self._forms:
             if len(self._forms) == _MAX_SHAPES:
                 self._forms.clear()

@@ -30,6 +30,8 @@ class Form(NamedTuple):
     lacks_content: bool = False
 
     def of(self, messages: list[Message]) -> list[Message]:
+        if self.content is _as_given and not any("tool_calls" in message for message in messages):
+            return messages
         return [self._of_message(message) for message in messages]
 
     def _of_message(self, message: Message) -> Message:
