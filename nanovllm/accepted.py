@@ -64,7 +64,7 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     "mm_processor_cache_gb": Accepted(_TEXT_ONLY),
     "use_tqdm_on_load": Accepted("nanovllm shows no progress of loading"),
     "max_parallel_loading_workers": Accepted("nanovllm reads a checkpoint file by file"),
-    # Of these, only values that ask for what nanovllm does are accepted.
+    # nanovllm accepts only the values of these that ask for what it does anyway.
     "pipeline_parallel_size": _only(1, instead="tensor_parallel_size divides a model over GPUs"),
     "data_parallel_size": _only(1, instead="a job's --data-parallel-size runs several LLMs; see docs/jobs.md"),
     "enable_expert_parallel": _only(False, instead="tensor_parallel_size divides every expert over GPUs"),

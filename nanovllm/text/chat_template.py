@@ -65,9 +65,9 @@ class ChatTemplate:
 
     def _form_read(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> Form:
         """The form of the conversation that the template reads; a ValueError if it writes no tool calls."""
+        # A script may replace the tokenizer's template, and an argument may choose another part of it.
         template = options.get("chat_template") or self._tokenizer.chat_template
-        # Other arguments seldom choose another form, and have no hash.
-        key = str(template), shape_of(messages), frozenset(options)
+        key = str(template), shape_of(messages), str(options)
         if key not in self._forms:
             if len(self._forms) == _MAX_SHAPES:
                 self._forms.clear()

@@ -928,7 +928,7 @@ def test_a_failed_start_leaves_no_trace(llm, directory):
 
 
 def test_a_failed_start_leaves_the_callers_exception_alone(directory):
-    """What the failed start held was once cleared along with what an exception of the caller still holds."""
+    """A failed start once cleared the variables that an exception of the caller still holds."""
 
     def values():
         yield 1

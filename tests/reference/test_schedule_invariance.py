@@ -109,7 +109,7 @@ def schedules() -> dict[str, Schedule]:
     return found
 
 
-# Of each engine, what a default run takes: some of every kind, which together fill the cache and overfill it.
+# The schedules that a default run takes with each engine: some of every kind, which together overfill the cache.
 ENGINES = {
     ("sdpa", True): ("calls of 8", "shuffled 0", "cache off", "tiny pool", "tiny pool of large blocks"),
     ("sdpa", False): ("calls of 33", "chunks of 17", "blocks of 1, warm", "tiny pool, no cache, chunks"),

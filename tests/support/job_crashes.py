@@ -106,7 +106,7 @@ def kill_at_each_call(count: int) -> None:
     preflight = job.Preflight(str(MODEL_DIRECTORY))
     job.Preflight = lambda *arguments, **options: preflight  # its tokenizer takes most of a run's time
     journal._SECONDS_BETWEEN_WRITES = 0.0
-    # What a call has written outlives its process. A real sync would protect from a loss of power alone, and is slow.
+    # The bytes that a call wrote outlive its process. A real sync only protects from a loss of power, and is slow.
     os.fsync = os.fdatasync = lambda file: None
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)

@@ -122,6 +122,27 @@ def test_a_template_may_change_texts_and_be_replaced():
         assert encoded(TEMPLATES["parts alone"], [{"role": "user", "content": "Hi"}], tokenizer) == "<user>Hi"
 
 
+def test_the_form_follows_the_template_and_its_arguments():
+    """The forms that were found are remembered."""
+    tokenizer, message = AutoTokenizer.from_pretrained(MODEL_DIRECTORY), [{"role": "user", "content": "Hi"}]
+    text = Text(tokenizer)
+    for name in ("strict", "parts alone", "qwen3", "parts alone"):
+        tokenizer.chat_template = TEMPLATES[name]
+        assert text.encode_conversations([message], False, None)[0].text == "<user>Hi"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if style == 'parts' %}{% for part in m.content %}{{ part.text }}{% endfor %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    for style in ("parts", "text", "parts"):
+        assert text.encode_conversations([message], False, {"style": style})[0].text == "Hi"
+
+
+def test_parts_are_strings_where_the_template_leaves_out_a_message():
+    template = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PARTS}]
+    assert encoded(template, messages) == "<user>See\nthis"
+
+
 def test_tool_calls_are_written_in_the_form_that_the_template_adds_up():
     """Templates of DeepSeek's kind add the arguments to a text, so they must be JSON."""
     template = (

@@ -29,7 +29,7 @@ EIGHT = SamplingParams(temperature=1.3, top_p=0.98, max_tokens=20, n=8, ignore_e
 
 @pytest.fixture(scope="module")
 def apart() -> list[list]:
-    """Of each prompt, eight requests with the derived seeds."""
+    """Eight requests per prompt, with the derived seeds."""
     with make_llm() as llm:
         return [
             [

@@ -134,6 +134,7 @@ def test_a_special_token_may_be_a_stop_string(tokenizers, skips):
     later = SamplingParams(stop="<a>", min_tokens=len(cat) + 1, skip_special_tokens=skips)
     predicate = text.stop_strings(later)
     assert not any(predicate(token_id) for token_id in [*cat, a])
+    assert text.complete([Completion([*cat, a], later)])[0][1] is None
 
 
 def test_a_text_that_begins_with_the_bos_gets_no_second_one(tokenizers):
