@@ -101,7 +101,7 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     "mm_processor_kwargs": _only({}, instead=_TEXT_ONLY),
     "long_prefill_token_threshold": _only(0, instead="nanovllm decides itself how long a chunk is"),
     "disable_sliding_window": _only(False, instead="nanovllm attends as the model was trained"),
-    "logits_processors": _only([], (), instead="logit_bias, bad_words, allowed_token_ids and penalties change logits"),
+    "logits_processors": _only([], (), instead="SamplingParams(logits_processors=[…]) takes functions"),
 }
 
 # vLLM's names of arguments of generate and chat.
@@ -125,11 +125,10 @@ ACCEPTED_PARAMETERS: Mapping[str, Accepted] = {
     "use_beam_search": _only(False, instead="nanovllm has no beam search"),
     "length_penalty": _only(1, instead="nanovllm has no beam search"),
     "early_stopping": _only(False, instead="nanovllm has no beam search"),
-    "logits_processors": _only([], (), instead="logit_bias, bad_words, allowed_token_ids and penalties change logits"),
     "truncate_prompt_tokens": _only(instead="cut the prompt's token ids before the call"),
     "spaces_between_special_tokens": _only(True, instead="nanovllm's texts are as the tokenizer decodes them"),
     "extra_args": _only({}, instead="nanovllm has no plug-ins that would read them"),
-    "skip_clone": Accepted("nanovllm never changes a SamplingParams"),
+    "skip_clone": Accepted("nanovllm copies parameters when it reads them, which is quick"),
     "flat_logprobs": Accepted("nanovllm's log-probabilities are arrays that also read like vLLM's dicts"),
     "output_kind": Accepted("nanovllm returns finished completions"),
     "skip_reading_prefix_cache": _only(False, instead="LLM(enable_prefix_caching=False)"),

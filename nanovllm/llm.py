@@ -159,8 +159,8 @@ class LLM:
                 iterator that would have to wait for a prompt gives `nanovllm.NOT_YET` instead, and is asked again after
                 the next step. If all of its prompts have finished, no step runs; then it should wait, or end.
             sampling_params: one for all, an iterable with one per prompt, or None for the model's recommendation.
-            ordered: give the results in the prompts' order; False gives them as they finish, and `request_id` tells the
-                prompt's number.
+            ordered: give the results in the prompts' order; False gives them as they finish, and `prompt_index` is
+                the prompt's number.
             split_special_tokens: as in `generate`.
 
         Raises:

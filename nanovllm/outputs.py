@@ -2,8 +2,8 @@
 
 import re
 from bisect import insort
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Literal, NamedTuple
 
 from nanovllm.logprobs import TokenLogprobs
 
@@ -23,8 +23,8 @@ class CompletionOutput:
         token_ids: every generated token, the stop token included.
         finish_reason: "stop" (a stop token or stop string), "length" (`max_tokens` or `max_model_len`),
             "error" (see RequestOutput.error) or "abort".
-        stop_reason: the stop string, or the id in `stop_token_ids`, that ended the completion; None for the model's own
-            end-of-sequence ids and for other reasons.
+        stop_reason: the stop string, or the token id, that ended the completion; None for the tokenizer's
+            end-of-sequence id (without a tokenizer: the model's ids) and for other reasons.
         cumulative_logprob: the sum of the generated tokens' log-probabilities, if they were asked for.
         logprobs: the log-probabilities of each generated token, if they were asked for.
     """
@@ -37,13 +37,26 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: TokenLogprobs | None = None
 
+    def finished(self) -> bool:
+        """Always True; scripts for vLLM ask."""
+        return True
+
+
+class RequestMetrics(NamedTuple):
+    """When a request was added, had its first token (None without one) and finished: seconds since the epoch."""
+
+    arrival_time: float
+    first_token_time: float | None
+    finished_time: float
+
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """The output of one prompt. `output["text"]` and `dict(output)` work too.
 
     Args:
-        request_id: the prompt's number in its call, as a string.
+        request_id: the request's number, as a string. It counts on from call to call, and outputs that differ only in
+            it are equal.
         prompt: the prompt's text, as given or as the chat template rendered it; None for a prompt of token ids.
         prompt_token_ids: the prompt's tokens; empty if it could not be tokenized.
         outputs: its completions, at least one.
@@ -51,12 +64,14 @@ class RequestOutput:
         error: why the request failed, else None.
         prompt_logprobs: the log-probabilities of the prompt's tokens, if they were asked for; the first token has none.
         weight_version: how many times `LLM.update_weights` had changed the weights that computed the output.
+        prompt_index: the prompt's number in its call.
+        metrics: the request's times; None if it could not run.
 
     `text`, `token_ids` and `finish_reason` are those of the first completion, `num_prompt_tokens` is the length of
-    `prompt_token_ids`, and `finished` is True: only finished requests are returned.
+    `prompt_token_ids`. `finished` is True, because only finished requests are returned, and `lora_request` is None.
     """
 
-    request_id: str
+    request_id: str = field(compare=False)
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
@@ -64,6 +79,8 @@ class RequestOutput:
     error: str | None = None
     prompt_logprobs: TokenLogprobs | None = None
     weight_version: int = 0
+    prompt_index: int = 0
+    metrics: RequestMetrics | None = field(default=None, compare=False)
 
     @property
     def text(self) -> str:
@@ -85,6 +102,10 @@ class RequestOutput:
     def finished(self) -> bool:
         return True
 
+    @property
+    def lora_request(self) -> None:
+        return None
+
     def __getitem__(self, name: str):
         if name not in _KEYS:
             raise KeyError(f"{name!r} is not a field of RequestOutput, which has {', '.join(_KEYS)}")
@@ -99,7 +120,7 @@ class RequestOutput:
 
 
 _OF_FIRST = ("text", "token_ids", "finish_reason", "num_prompt_tokens")
-_KEYS = (*_OF_FIRST, *(field.name for field in fields(RequestOutput)), "finished")
+_KEYS = (*_OF_FIRST, *(each.name for each in fields(RequestOutput)), "finished")
 
 
 class ErrorSummary:

@@ -1,5 +1,6 @@
 """The requests of one call: prompts are read ahead within a window, computed together, and returned as they finish."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.guides import Guide, StructuredOutputs
 from nanovllm.logprobs import TokenLogprobs
-from nanovllm.outputs import CompletionOutput, ErrorSummary, FinishReason, RequestOutput, keep_outputs
+from nanovllm.outputs import CompletionOutput, ErrorSummary, FinishReason, RequestMetrics, RequestOutput, keep_outputs
 from nanovllm.prompts import EncodedPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text import Completion, Text
@@ -31,11 +32,12 @@ _PROMPTS_AHEAD = 16
 
 @dataclass(slots=True)
 class _Request:
-    """A request that runs: the prompt's number, and the completions that have finished, by index."""
+    """A request that runs: the prompt's number, when it was read, and the completions that have finished, by index."""
 
     number: int
     prompt: EncodedPrompt
     params: SamplingParams
+    arrival_time: float
     completions: dict[int, CompletionOutput] = field(default_factory=dict)
     error: str | None = None
 
@@ -69,6 +71,7 @@ class RowStream:
         raises: bool = False,
     ):
         self.num_read = 0
+        self._first_id = engine.num_requests
         self.errors = ErrorSummary()
         self._engine, self._text, self._source, self._encode, self._raises = engine, text, source, encode, raises
         self._window = None if raises else _PROMPTS_AHEAD * engine.info.max_num_seqs
@@ -180,13 +183,13 @@ class RowStream:
             # The engine gets an empty prompt instead of one that cannot run, so that it uses up its number too.
             token_ids = prompt.token_ids if error is None else []
             request_id = self._engine.add_request(token_ids, params, predicates, prompt.first_scored)
-            self._running[request_id] = _Request(self.num_read, prompt, params)
+            self._running[request_id] = _Request(self.num_read, prompt, params, time.time())
             return request_id
         except ValueError as problem:
             reason = str(error or problem)
             if self._raises:
                 raise ValueError(f"prompt {self.num_read}: {reason}") from None
-            return self._output(self.num_read, prompt, [CompletionOutput(0, "", [], "error")], 0, reason)
+            return self._output(self.num_read, prompt, [CompletionOutput(0, "", [], "error")], error=reason)
 
     # Outputs
 
@@ -195,6 +198,7 @@ class RowStream:
             return {}
         texts = self._text.complete(list(map(self._completion, sequences)))
         outputs: dict[int, RequestOutput] = {}
+        now = time.time()
         for seq, (text, stop) in zip(sequences, texts, strict=True):
             reason, error = cast(FinishReason, seq.finish_reason), seq.error
             problem = getattr(seq.stop_predicate, "error", None) or (text if isinstance(text, ValueError) else None)
@@ -215,8 +219,9 @@ class RowStream:
                 completions = [request.completions[index] for index in range(request.params.n)]
                 number, prompt = request.number, request.prompt
                 scores = self._logprobs(first.prompt_logprobs, request.params.prompt_logprobs, prompt.first_scored)
-                output = self._output(number, prompt, completions, first.num_cached_tokens, request.error)
-                outputs[number] = output if scores is None else replace(output, prompt_logprobs=scores)
+                metrics = RequestMetrics(request.arrival_time, first.first_token_time, now)
+                cached, error = first.num_cached_tokens, request.error
+                outputs[number] = self._output(number, prompt, completions, cached, error, scores, metrics)
         return outputs
 
     def _completion(self, seq: Sequence) -> Completion:
@@ -235,23 +240,26 @@ class RowStream:
         last = seq.token_ids[-1]
         if last not in seq.stop_token_ids:
             return stop
-        is_models_own = last in self._engine.eos_token_ids and not seq.sampling_params.ignore_eos
-        return None if is_models_own else last
+        usual = self._text.eos_token_ids or self._engine.eos_token_ids
+        return None if last in usual and not seq.sampling_params.ignore_eos else last
 
     def _output(
         self,
         number: int,
         prompt: EncodedPrompt,
         completions: list[CompletionOutput],
-        num_cached_tokens: int,
-        error: str | None,
+        num_cached_tokens: int = 0,
+        error: str | None = None,
+        scores: TokenLogprobs | None = None,
+        metrics: RequestMetrics | None = None,
     ) -> RequestOutput:
         if error is not None:
             self.errors.add(number, error)
-        version = self._engine.weight_version
+        version, request_id = self._engine.weight_version, str(self._first_id + number)
         return RequestOutput(
-            str(number), prompt.text, prompt.token_ids, completions, num_cached_tokens, error, weight_version=version
-        )
+            request_id, prompt.text, prompt.token_ids, completions, num_cached_tokens, error, scores, version, number,
+            metrics,
+        )  # fmt: skip
 
 
 def without_text(

@@ -1,7 +1,7 @@
 """Checks of SamplingParams' arguments. Each returns the value that is kept, or raises a TypeError or ValueError."""
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nanovllm.checks import integer, real, seed_number
@@ -22,14 +22,10 @@ def in_range(name: str, value: Any, minimum: float, meaning: str = "", maximum: 
     return number
 
 
-def n(value: Any, temperature: float, max_tokens: Any) -> int:
+def n(value: Any) -> int:
     number = integer("n", value, minimum=1)
     if number > _MAX_COMPLETIONS:
         raise ValueError(f"n must be at most {_MAX_COMPLETIONS}, not {number}")
-    if number > 1 and temperature == 0:
-        raise ValueError(f"n={number} greedy completions would all be equal; set a temperature above 0, or n=1")
-    if number > 1 and max_tokens == 0:
-        raise ValueError(f"n={number} completions of no tokens would all be equal; set n=1, or max_tokens above 0")
     return number
 
 
@@ -46,14 +42,17 @@ def logprobs_mode(value: Any) -> str:
     return value
 
 
-def max_tokens(value: Any, prompt_logprobs: int | None) -> int | None:
-    return None if value is None else integer("max_tokens", value, minimum=1 if prompt_logprobs is None else 0)
+def max_tokens(value: Any) -> int | None:
+    number = None if value is None else integer("max_tokens", value)
+    if number is not None and number < 0:
+        raise ValueError(f"max_tokens must be at least 1, not {number}")
+    return number
 
 
-def min_tokens(value: Any, max_tokens: int | None) -> int:
+def min_tokens(value: Any) -> int:
     number = integer("min_tokens", value)
-    if number < 0 or (max_tokens is not None and number > max_tokens):
-        raise ValueError(f"min_tokens must be between 0 and max_tokens ({max_tokens}), not {number}")
+    if number < 0:
+        raise ValueError(f"min_tokens must be between 0 and max_tokens, not {number}")
     return number
 
 
@@ -152,12 +151,35 @@ def bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:
     return tuple(found)
 
 
-def structured_outputs(value: Any, min_tokens: int, allowed_token_ids: Any) -> StructuredOutputsParams | None:
+def structured_outputs(value: Any) -> StructuredOutputsParams | None:
     if isinstance(value, Mapping):  # from JSON, say
         value = StructuredOutputsParams(**value)
     if value is not None and not isinstance(value, StructuredOutputsParams):
         raise TypeError(f"structured_outputs must be a StructuredOutputsParams or a dict of its fields, not {value!r}")
-    if value is not None and (min_tokens or allowed_token_ids is not None):
-        name = "min_tokens" if min_tokens else "allowed_token_ids"
-        raise ValueError(f"structured_outputs says which tokens may come when; leave out {name}")
     return value
+
+
+def logits_processors(value: Any) -> tuple[Callable[..., Any], ...]:
+    found = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    if not all(map(callable, found)):
+        raise TypeError(f"logits_processors must be a list of functions, not {value!r}")
+    return found
+
+
+def together(params: Any) -> None:
+    """Raises a ValueError if a SamplingParams contradicts itself."""
+    n, max_tokens = params.n, params.max_tokens
+    if n > 1 and params.temperature == 0:
+        raise ValueError(f"n={n} greedy completions would all be equal; set a temperature above 0, or n=1")
+    if n > 1 and max_tokens == 0:
+        raise ValueError(f"n={n} completions of no tokens would all be equal; set n=1, or max_tokens above 0")
+    if max_tokens == 0 and params.prompt_logprobs is None:
+        raise ValueError("max_tokens must be at least 1, not 0; 0 with prompt_logprobs scores the prompt")
+    if max_tokens is not None and params.min_tokens > max_tokens:
+        raise ValueError(f"min_tokens must be between 0 and max_tokens ({max_tokens}), not {params.min_tokens}")
+    if params.stop and not params.detokenize:
+        raise ValueError("stop strings are found in the text; use stop_token_ids, or leave out detokenize=False")
+    if params.structured_outputs is not None:
+        others = ("min_tokens", "allowed_token_ids", "logits_processors")
+        if name := next((name for name in others if getattr(params, name)), None):
+            raise ValueError(f"structured_outputs says which tokens may come when; leave out {name}")

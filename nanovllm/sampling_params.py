@@ -1,8 +1,11 @@
-"""The sampling of one request: a frozen value, checked when it is made."""
+"""The sampling of one request: values that are checked when they are given."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
+from operator import attrgetter
 from typing import Any, Literal
 
 import nanovllm.sampling_checks as checked
@@ -57,9 +60,9 @@ _MEANT = {
 
 
 @suggests_names("parameter", _MEANT, ACCEPTED_PARAMETERS, RENAMED_PARAMETERS)
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(slots=True, init=False)
 class SamplingParams:
-    """The sampling of one request.
+    """The sampling of one request. Its parameters may be assigned to; a request keeps those that it was added with.
 
     Logits are processed in this order: `allowed_token_ids`, `bad_words`, `min_tokens` and `logit_bias`, then the
     repetition, frequency and presence penalties, then the temperature, then `top_k`, then `top_p` over the rest,
@@ -103,6 +106,11 @@ class SamplingParams:
         structured_outputs: the form of the completion, such as JSON of a schema; see StructuredOutputsParams. A
             completion that `max_tokens` cuts may be incomplete; its finish reason then is "length".
 
+        logits_processors: functions that change the logits of each new token before all else, called in order as
+            `f(token_ids, logits)` or `f(prompt_token_ids, token_ids, logits)`. `token_ids` is the list of generated
+            tokens, `logits` a float32 tensor [vocab_size] on the model's device, and the result a tensor like it. Slow:
+            a step that samples for such a request waits for the functions. Not with several GPUs.
+
     Raises:
         TypeError, ValueError: a parameter of the wrong type or out of range, named with the range.
     """
@@ -121,7 +129,7 @@ class SamplingParams:
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
-    logit_bias: dict[int, float] = field(hash=False)
+    logit_bias: dict[int, float]
     bad_words: tuple[str | tuple[int, ...], ...]
     allowed_token_ids: tuple[int, ...] | None
     include_stop_str_in_output: bool
@@ -131,6 +139,7 @@ class SamplingParams:
     logprobs_mode: str
     prompt_logprobs: int | None
     structured_outputs: StructuredOutputsParams | None
+    logits_processors: tuple[Callable[..., Any], ...]
 
     def __init__(
         self,
@@ -158,36 +167,29 @@ class SamplingParams:
         logprobs_mode: Literal["raw", "processed"] = "raw",
         prompt_logprobs: int | None = None,
         structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None,
+        logits_processors: Sequence[Callable[..., Any]] | None = None,
     ):
-        def put(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
+        given = locals()
+        for name, put, default, kept in _FIELDS:
+            value = given[name]
+            put(self, kept if value is default else _CHECKS[name](value))
+        object.__setattr__(self, "logit_bias", checked.logit_bias(logit_bias))  # a dict of its own
+        self.check()
 
-        put("temperature", checked.in_range("temperature", temperature, minimum=0, meaning=" (greedy)"))
-        put("n", checked.n(n, self.temperature, max_tokens))
-        put("logprobs", checked.num_logprobs("logprobs", logprobs))
-        put("prompt_logprobs", checked.num_logprobs("prompt_logprobs", prompt_logprobs))
-        put("logprobs_mode", checked.logprobs_mode(logprobs_mode))
-        put("max_tokens", checked.max_tokens(max_tokens, prompt_logprobs))
-        put("min_tokens", checked.min_tokens(min_tokens, self.max_tokens))
-        put("top_k", checked.top_k(top_k))
-        put("top_p", checked.top_p(top_p))
-        put("min_p", checked.in_range("min_p", min_p, minimum=0, meaning=" (off)", maximum=1))
-        put("stop", checked.strings("stop", stop))
-        put("include_stop_str_in_output", boolean("include_stop_str_in_output", include_stop_str_in_output))
-        put("stop_token_ids", () if stop_token_ids is None else checked.token_ids("stop_token_ids", stop_token_ids))
-        put("ignore_eos", boolean("ignore_eos", ignore_eos))
-        put("seed", checked.seed(seed))
-        put("skip_special_tokens", boolean("skip_special_tokens", skip_special_tokens))
-        put("detokenize", boolean("detokenize", detokenize))
-        if self.stop and not self.detokenize:
-            raise ValueError("stop strings are found in the text; use stop_token_ids, or leave out detokenize=False")
-        put("repetition_penalty", checked.repetition_penalty(repetition_penalty))
-        put("presence_penalty", checked.in_range("presence_penalty", presence_penalty, minimum=-2, maximum=2))
-        put("frequency_penalty", checked.in_range("frequency_penalty", frequency_penalty, minimum=-2, maximum=2))
-        put("logit_bias", checked.logit_bias(logit_bias))
-        put("bad_words", checked.bad_words(bad_words))
-        put("structured_outputs", checked.structured_outputs(structured_outputs, self.min_tokens, allowed_token_ids))
-        put("allowed_token_ids", checked.allowed_token_ids(allowed_token_ids))
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Checks the value as the constructor does; None is the default. `check` says whether the values agree."""
+        name = RENAMED_PARAMETERS.get(name, name)
+        if name in _CHECKS:
+            value = _DEFAULTS[name] if value is None else value
+            object.__setattr__(self, name, _CHECKS[name](value))
+        elif name not in ACCEPTED_PARAMETERS or not ACCEPTED_PARAMETERS[name].takes(value):
+            SamplingParams(**{name: value})  # raises an error that says what to do
+            raise AttributeError(f"SamplingParams has no {name}")
+
+    def check(self) -> None:
+        """Raises a ValueError if two parameters contradict each other. Each call does this too, because parameters may
+        be assigned to in any order."""
+        checked.together(self)
 
     @classmethod
     def from_optional(cls, **parameters: Any) -> "SamplingParams":
@@ -197,6 +199,45 @@ class SamplingParams:
     def clone(self) -> "SamplingParams":
         """An equal value."""
         return _copy(self)
+
+
+# The check of each parameter by itself; `sampling_checks.together` checks them against each other.
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "temperature": partial(checked.in_range, "temperature", minimum=0, meaning=" (greedy)"),
+    "max_tokens": checked.max_tokens,
+    "min_tokens": checked.min_tokens,
+    "top_k": checked.top_k,
+    "top_p": checked.top_p,
+    "min_p": partial(checked.in_range, "min_p", minimum=0, meaning=" (off)", maximum=1),
+    "stop": partial(checked.strings, "stop"),
+    "stop_token_ids": lambda value: () if value is None else checked.token_ids("stop_token_ids", value),
+    "ignore_eos": partial(boolean, "ignore_eos"),
+    "seed": checked.seed,
+    "skip_special_tokens": partial(boolean, "skip_special_tokens"),
+    "repetition_penalty": checked.repetition_penalty,
+    "presence_penalty": partial(checked.in_range, "presence_penalty", minimum=-2, maximum=2),
+    "frequency_penalty": partial(checked.in_range, "frequency_penalty", minimum=-2, maximum=2),
+    "logit_bias": checked.logit_bias,
+    "bad_words": checked.bad_words,
+    "allowed_token_ids": checked.allowed_token_ids,
+    "include_stop_str_in_output": partial(boolean, "include_stop_str_in_output"),
+    "detokenize": partial(boolean, "detokenize"),
+    "n": checked.n,
+    "logprobs": partial(checked.num_logprobs, "logprobs"),
+    "logprobs_mode": checked.logprobs_mode,
+    "prompt_logprobs": partial(checked.num_logprobs, "prompt_logprobs"),
+    "structured_outputs": checked.structured_outputs,
+    "logits_processors": checked.logits_processors,
+}
+_DEFAULTS = {name: each.default for name, each in inspect.signature(SamplingParams).parameters.items()}
+# Each parameter's name, the setter of its slot, its default, and that default as it is kept.
+_FIELDS = [
+    (name, getattr(SamplingParams, name).__set__, default, _CHECKS[name](default))
+    for name, default in _DEFAULTS.items()
+]
+_DEFAULTS["max_tokens"] = None  # for which None has a meaning of its own
+_PUTS = [getattr(SamplingParams, name).__set__ for name in SamplingParams.__slots__]
+_values = attrgetter(*SamplingParams.__slots__)
 
 
 def completion_seed(seed: int, index: int) -> int:
@@ -219,8 +260,8 @@ def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
 
 def _copy(params: SamplingParams) -> SamplingParams:
     copy = object.__new__(SamplingParams)
-    for name in SamplingParams.__slots__:
-        object.__setattr__(copy, name, getattr(params, name))
+    for put, value in zip(_PUTS, _values(params), strict=True):
+        put(copy, value)
     return copy
 
 
@@ -235,6 +276,7 @@ def mixed_seed(seed: int, number: int) -> int:
 def one_per_prompt(given: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> list[SamplingParams]:
     """A list with one per prompt, from such a list or from one for all; otherwise a TypeError or ValueError."""
     if isinstance(given, SamplingParams):
+        given.check()
         return [given] * num_prompts
     if not isinstance(given, (list, tuple)):
         raise TypeError(f"sampling_params must be a SamplingParams or a list of them, not a {type(given).__name__}")
@@ -245,8 +287,8 @@ def one_per_prompt(given: SamplingParams | Sequence[SamplingParams], num_prompts
 
 
 def with_params(prompts: Iterator[Any], given: Any) -> Iterator[tuple[Any, SamplingParams] | None]:
-    """Each prompt with its parameters: `given` is one for all, or an iterable with one per prompt. NOT_YET gives
-    None.
+    """Each prompt with its parameters, as they are now: `given` is one for all, or an iterable with one per prompt.
+    NOT_YET gives None.
 
     Raises:
         TypeError: `given` is neither.
@@ -254,6 +296,8 @@ def with_params(prompts: Iterator[Any], given: Any) -> Iterator[tuple[Any, Sampl
             else.
     """
     if isinstance(given, SamplingParams):
+        given.check()
+        given = given.clone()
         return (None if prompt is NOT_YET else (prompt, given) for prompt in prompts)
     if not isinstance(given, Iterable):
         raise TypeError(
@@ -272,10 +316,14 @@ def _zip_params(prompts: Iterator[Any], given: Iterator[Any]) -> Iterator[tuple[
         params = next(given, None)
         if params is None:
             raise ValueError(f"sampling_params end before prompt {index}; give one for all, or one per prompt")
-        yield prompt, _checked(params, index)
+        yield prompt, _checked(params, index).clone()
 
 
 def _checked(params: Any, index: int) -> SamplingParams:
     if not isinstance(params, SamplingParams):
         raise TypeError(f"sampling_params[{index}] must be a SamplingParams, not {repr(params)[:200]}")
+    try:
+        params.check()
+    except ValueError as error:
+        raise ValueError(f"sampling_params[{index}]: {error}") from None
     return params

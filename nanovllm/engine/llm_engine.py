@@ -22,6 +22,7 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus, TokenGuide, compl
 from nanovllm.engine.step import Step, StepOutput
 from nanovllm.engine.step_stats import StepStats
 from nanovllm.guard import Guard
+from nanovllm.logits_processors import LogitsProcessors
 from nanovllm.sampling_params import SamplingParams, mixed_seed
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,8 @@ class LLMEngine:
         self.scheduler_stats = SchedulerStats()
         self.weight_version = 0
         self.is_sleeping = False
-        self._num_requests = self._num_sequences = 0
+        self.num_requests = 0  # so far, refused ones too
+        self._num_sequences = 0
         self._in_flight: deque[tuple[Step, LaunchedStep]] = deque()
         self._unfinished: dict[int, Sequence] = {}
         self._process_id = os.getpid()
@@ -107,15 +109,12 @@ class LLMEngine:
             RuntimeError: see `check_awake`.
         """
         self.check_awake()
-        number, seq_id, n = self._num_requests, self._num_sequences, sampling_params.n
-        self._num_requests += 1
+        number, seq_id, n = self.num_requests, self._num_sequences, sampling_params.n
+        self.num_requests += 1
         self._num_sequences += n
-        predicates: list[StopPredicate] | list[None] = [None] * n
-        if stop_predicates is not None:
-            predicates = [stop_predicates] if callable(stop_predicates) else stop_predicates
         try:
             prompt = check_request(prompt_token_ids, sampling_params, self.info, first_scored)
-            _check_predicates(predicates, sampling_params)
+            predicates = self._predicates(stop_predicates, sampling_params, prompt)
         except (TypeError, ValueError):
             self.step_stats.num_rejected_requests += 1
             raise
@@ -125,7 +124,7 @@ class LLMEngine:
         seed = mixed_seed(self.config.seed, number) if sampling_params.seed is None else sampling_params.seed
         max_num_tokens = max_length(len(prompt), sampling_params, self.info)
         first = Sequence(seq_id, prompt, sampling_params, max_num_tokens, stop_token_ids, seed)
-        first.is_constrained = sampling_params.structured_outputs is not None
+        first.is_constrained = bool(sampling_params.structured_outputs or sampling_params.logits_processors)
         if sampling_params.prompt_logprobs is not None:
             first.next_scored = first_scored
         sequences = completions_of(first)
@@ -140,6 +139,19 @@ class LLMEngine:
             self._empty()
             raise
         return seq_id
+
+    def _predicates(self, given: Any, params: SamplingParams, prompt: Iterable[int]) -> list[Any]:
+        """A stop predicate, or None, for each completion of a request; see `add_request`."""
+        predicates = [None] * params.n if given is None else [given] if callable(given) else given
+        if len(predicates) != params.n:
+            raise ValueError(f"{len(predicates)} stop predicates for n={params.n} completions; give one for each")
+        if params.structured_outputs is not None and not all(hasattr(each, "fill_masks") for each in predicates):
+            raise ValueError("an engine knows no text; give each completion of structured_outputs a TokenGuide")
+        if not params.logits_processors:
+            return predicates
+        if self.config.tensor_parallel_size > 1:
+            raise ValueError("logits_processors need tensor_parallel_size=1: the ranks compute in other processes")
+        return [LogitsProcessors(params.logits_processors, prompt, each) for each in predicates]
 
     @_guarded
     def abort(self, seq_id: int) -> Sequence | None:
@@ -202,6 +214,8 @@ class LLMEngine:
                 stopped = _ask_stop_predicates(committed, token_ids)
                 finished = self.scheduler.commit(committed, token_ids, frozenset(stopped), frozenset(broken))
                 self.runner.step_committed(stopped, broken)
+                for seq in committed.first_tokens:
+                    seq.first_token_time = time.time()
                 if self._in_flight:
                     self._constrain(*self._in_flight[0])
                 for seq in finished:
@@ -218,13 +232,17 @@ class LLMEngine:
         host fills the masks, the device computes the step's layers."""
         if not step.constrained:
             return
-        unfinished = [seq.status is not SequenceStatus.FINISHED for seq in step.constrained]
-        rows = [row for row, is_unfinished in enumerate(unfinished) if is_unfinished]
-        masks = self.runner.mask_buffer(len(rows))
-        if rows:
-            guides = [cast(TokenGuide, step.constrained[row].stop_predicate) for row in rows]
-            guides[0].fill_masks(guides, masks)
-        launched.constrain(masks, rows)
+        guides: dict[int, Any] = {
+            row: seq.stop_predicate
+            for row, seq in enumerate(step.constrained)
+            if seq.status is not SequenceStatus.FINISHED
+        }
+        changes = {row: guide.change_logits for row, guide in guides.items() if isinstance(guide, LogitsProcessors)}
+        masked: dict[int, TokenGuide] = {row: guide for row, guide in guides.items() if row not in changes}
+        masks = self.runner.mask_buffer(len(masked))
+        if masked:
+            next(iter(masked.values())).fill_masks(list(masked.values()), masks)
+        launched.constrain(masks, list(masked), changes)
 
     @_guarded
     def reset(self) -> None:
@@ -317,7 +335,7 @@ class LLMEngine:
         """
         steps, scheduled = self.step_stats, self.scheduler_stats
         return {
-            "num_requests": self._num_requests,
+            "num_requests": self.num_requests,
             "num_unfinished_requests": len(self._unfinished),
             **vars(scheduled),
             "finish_reasons": dict(scheduled.finish_reasons),
@@ -342,13 +360,6 @@ class LLMEngine:
         if self._is_scheduler_stale:  # its renewal was interrupted
             self._renew_scheduler()
         return method(self, *args, **kwargs)
-
-
-def _check_predicates(predicates: list[StopPredicate] | list[None], params: SamplingParams) -> None:
-    if len(predicates) != params.n:
-        raise ValueError(f"{len(predicates)} stop predicates for n={params.n} completions; give one for each")
-    if params.structured_outputs is not None and not all(hasattr(each, "fill_masks") for each in predicates):
-        raise ValueError("an engine knows no text; give each completion of structured_outputs a TokenGuide")
 
 
 def _keep_logprobs(step: Step, output: StepOutput) -> list[int]:

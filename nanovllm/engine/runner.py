@@ -1,5 +1,6 @@
 """The interface between the loop and the device, or the devices, that compute its steps."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -45,12 +46,14 @@ class RunnerInfo:
 class LaunchedStep(Protocol):
     """A step that the device may still be working on."""
 
-    def constrain(self, masks: np.ndarray, rows: list[int]) -> None:
+    def constrain(self, masks: np.ndarray, rows: list[int], changes: Mapping[int, Callable[[Any], Any]]) -> None:
         """Lets a step that has constrained rows sample. Needed before `wait`, unless the step is thrown away.
 
         Args:
             masks: int32 [len(rows), ceil(vocab_size / 32)], as TokenGuide has them.
-            rows: indices into `step.constrained`, one per mask. The tokens of the other rows are dropped.
+            rows: indices into `step.constrained`, one per mask.
+            changes: functions from the logits of a row to its new ones (float32 [vocab_size] on the device), by its
+                index into `step.constrained`. The tokens of rows that have neither are dropped.
         """
 
     def wait(self) -> StepOutput:

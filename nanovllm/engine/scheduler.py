@@ -270,8 +270,10 @@ class Scheduler:
         if seq.num_computed_tokens - num_new_tokens < seq.num_prompt_tokens:  # it reaches into the prompt
             if seq.next_scored < seq.num_prompt_tokens:
                 self._score(step, seq)
-            if samples and seq.siblings and seq.num_computed_tokens == seq.num_prompt_tokens:
-                step.leaders.append(len(step.chunks) - 1)
+            if samples and seq.num_computed_tokens == seq.num_prompt_tokens:
+                step.first_tokens.append(seq)
+                if seq.siblings:
+                    step.leaders.append(len(step.chunks) - 1)
 
     def _score(self, step: StepBuilder, seq: Sequence) -> None:
         """Schedules scores of the prompt's tokens. The logits after one token score the next one."""

@@ -50,7 +50,8 @@ class Sequence:
     stop_token_ids: frozenset[int] = frozenset()  # all ids that end this request
     seed: int = 0  # 64 bits, keys the sampling noise
     stop_predicate: Callable[[int], bool] | None = None  # called with each new token; True ends the completion
-    is_constrained: bool = False  # masks say which tokens may come next, and the stop predicate is a TokenGuide
+    # Its stop predicate decides what may come next: a TokenGuide by a mask, LogitsProcessors by changing the logits.
+    is_constrained: bool = False
     # All completions of its request, itself among them; empty if it is the only one.
     siblings: "list[Sequence]" = field(default_factory=list)
     # Prompt + completion, as far as known: 32-bit integers, which C code reads as they are.
@@ -58,6 +59,7 @@ class Sequence:
     num_prompt_tokens: int = field(init=False)
     num_tokens: int = field(init=False)  # len(token_ids) + tokens in flight
     num_computed_tokens: int = 0  # leading tokens whose keys and values are in the cache, or will be: launched
+    first_token_time: float | None = None  # when its first token was committed, in seconds since the epoch
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache served when the request was first admitted
     # The first prompt token whose log-probability no step was launched for; the prompt's length if there is none.
     next_scored: int = field(init=False)

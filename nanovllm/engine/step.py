@@ -52,10 +52,11 @@ class Step(NamedTuple):
             treats them alike, so the last token of a prompt can be a decode.
         copies: blocks to copy once the step's keys are stored, as (source, copy).
         scored: the prompt tokens whose log-probabilities it computes.
-        constrained: the sequences that sample among the tokens of a mask.
+        constrained: the sequences that sample among the tokens of a mask, or from logits that a function changes.
         num_tokens: new tokens of all chunks.
         num_generated_tokens: how many of them were generated and are alone in their chunk. Statistics count these as
             decoded, because to a user each token of a prompt is prefill.
+        first_tokens: the sequences whose first token it samples.
     """
 
     chunks: list[Chunk]
@@ -65,6 +66,7 @@ class Step(NamedTuple):
     constrained: tuple[Sequence, ...] = ()
     num_tokens: int = 0
     num_generated_tokens: int = 0
+    first_tokens: tuple[Sequence, ...] = ()
 
     @classmethod
     def of(
@@ -73,6 +75,7 @@ class Step(NamedTuple):
         copies: Iterable[tuple[int, int]] = (),
         scored: Iterable[Scored] = (),
         constrained: Iterable[Sequence] = (),
+        first_tokens: Iterable[Sequence] = (),
     ) -> "Step":
         """Makes the step of these chunks. The counters of their sequences must already include it."""
         num_decodes = num_tokens = num_generated = 0
@@ -81,7 +84,8 @@ class Step(NamedTuple):
             if num_new_tokens == 1:
                 num_decodes += num_decodes == index
                 num_generated += seq.num_computed_tokens > seq.num_prompt_tokens
-        return cls(chunks, num_decodes, tuple(copies), tuple(scored), tuple(constrained), num_tokens, num_generated)
+        lists = tuple(copies), tuple(scored), tuple(constrained)
+        return cls(chunks, num_decodes, *lists, num_tokens, num_generated, tuple(first_tokens))
 
 
 @dataclass(slots=True)
@@ -96,9 +100,10 @@ class StepBuilder:
     scored: list[Scored] = field(default_factory=list)
     constrained: list[Sequence] = field(default_factory=list)
     leaders: list[int] = field(default_factory=list)
+    first_tokens: list[Sequence] = field(default_factory=list)
 
     def build(self) -> Step:
-        return Step.of(self.chunks, self.copies, self.scored, self.constrained)
+        return Step.of(self.chunks, self.copies, self.scored, self.constrained, self.first_tokens)
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,7 @@ def _serve(model: str, options: Mapping[str, Any], inbox: SimpleQueue[Any], read
 def _run(llm: LLM, waiting: deque[_Request], inbox: SimpleQueue[Any]) -> None:
     """Runs the waiting requests, and those that come until all have finished. In any case every future gets a result or
     an exception."""
-    running: dict[str, Future[RequestOutput]] = {}  # by request id
+    running: dict[int, Future[RequestOutput]] = {}  # by request id
     params: deque[SamplingParams] = deque()  # of the prompts that were given
 
     def prompts() -> Iterator[Any]:
@@ -204,7 +204,7 @@ def _run(llm: LLM, waiting: deque[_Request], inbox: SimpleQueue[Any]) -> None:
                     return
                 waiting.extend(requests)
             if waiting:
-                running[str(next(numbers))], prompt, of_prompt = waiting.popleft()
+                running[next(numbers)], prompt, of_prompt = waiting.popleft()
                 params.append(of_prompt)
                 yield prompt
             elif running:
@@ -214,7 +214,7 @@ def _run(llm: LLM, waiting: deque[_Request], inbox: SimpleQueue[Any]) -> None:
 
     try:
         for output in llm.generate_iter(prompts(), iter(params.popleft, None), ordered=False):
-            running.pop(output.request_id).set_result(output)
+            running.pop(output.prompt_index).set_result(output)
     except BaseException as error:
         for future in (*running.values(), *(future for future, *_ in waiting)):
             future.set_exception(error)

@@ -81,7 +81,7 @@ class RowsRun:
         with self._stopping_at_signals():
             outputs = llm.generate_iter(self._prompts(running, given), iter(given.popleft, None), ordered=False)
             for output in outputs:
-                row, params = running.pop(int(output.request_id))
+                row, params = running.pop(output.prompt_index)
                 self._take(row, params, output)
                 progress.update(self._results.num_rows, self.errors.num_rows)
                 if tail_began is None and self._results.num_rows >= before_tail:

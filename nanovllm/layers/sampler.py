@@ -1,6 +1,7 @@
 """Turns the ranks' columns of the logits into one token per row: logits processors, filters, the draw, and its
 log-probability."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,10 @@ class Sampled(NamedTuple):
         return Sampled(self.tokens[:num_rows], self.logprobs[:num_rows])
 
 
+# From a row's logits, float32 [vocab_size], to its new ones.
+LogitsChange = Callable[[torch.Tensor], torch.Tensor]
+
+
 class SamplingNeeds(NamedTuple):
     """The requirements of a step's rows beyond a temperature. Anything that no row needs is not computed.
 
@@ -52,11 +57,13 @@ class SamplingNeeds(NamedTuple):
     rules_version: version of the tensors with the penalties, biases and bans of these rows; 0 if they have none.
     logprobs_width: number of ids and log-probabilities to return per row, see ops/logprobs.py; 0 if no row asks for
         them.
+    changes: (row, function that changes its logits first); only without other ranks, and never captured.
     """
 
     has_filters: bool = False
     rules_version: int = 0
     logprobs_width: int = 0
+    changes: tuple[tuple[int, LogitsChange], ...] = ()
 
 
 def row_multiple(parallel: Parallel) -> int:
@@ -178,6 +185,9 @@ class Sampler:
         return Sampled(token_ids, of_tokens)
 
     def _processed(self, logits, rows: SampledRows, needs: SamplingNeeds, tokens, rules, first_id: int = 0):
+        for index, (row, change) in enumerate(needs.changes):
+            logits = logits if index else logits.clone()  # the raw ones stay as they are
+            logits[row] = change(logits[row].float())
         if not needs.rules_version:
             return logits
         return process_logits(logits, rows.entries, rows.lengths, tokens, rules, first_id, self._use_kernels)

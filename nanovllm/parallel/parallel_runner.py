@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import weakref
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
 from queue import SimpleQueue
@@ -42,7 +43,8 @@ class _ParallelStep:
     def __init__(self, runner: "TensorParallelRunner", number: int):
         self._runner, self._number = runner, number
 
-    def constrain(self, masks: np.ndarray, rows: list[int]) -> None:
+    def constrain(self, masks: np.ndarray, rows: list[int], changes: Mapping[int, Any]) -> None:
+        assert not changes, "the engine refuses logits_processors for several ranks"
         self._runner.constrain(self._number, masks, rows)
 
     def wait(self) -> StepOutput:

@@ -157,7 +157,7 @@ class Worker:
         self._in_flight[number] = step, self._runner.launch(step)
 
     def _constrain(self, number: int, rows: list[int], *packed) -> None:
-        self._in_flight[number][1].constrain(unpack_masks(*packed), rows)
+        self._in_flight[number][1].constrain(unpack_masks(*packed), rows, {})
 
     def _wait(self, number: int) -> list:
         """A hash of the step's tokens, and on rank 0 the step's whole output."""

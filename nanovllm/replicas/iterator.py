@@ -79,7 +79,7 @@ class ReplicaIterator(Iterator[RequestOutput]):
             while self.is_open and not self._held:
                 self._advance()
         except BaseException as error:
-            keep_outputs(error, {int(output.request_id): output for output in self._held})
+            keep_outputs(error, {output.prompt_index: output for output in self._held})
             self.close()
             raise
         if not self._held:
@@ -133,13 +133,13 @@ class ReplicaIterator(Iterator[RequestOutput]):
             share.is_in_call = False
         elif call == self._call and kind == "output":
             output: RequestOutput = message[2]
-            if share.requests.pop(int(output.request_id), None) is not None:
+            if share.requests.pop(output.prompt_index, None) is not None:
                 self._num_deaths = 0
                 self._put(output)
 
     def _put(self, output: RequestOutput) -> None:
         if output.error is not None:
-            self._errors.add(int(output.request_id), output.error)
+            self._errors.add(output.prompt_index, output.error)
         self._held.append(output)
 
     # Requests to replicas

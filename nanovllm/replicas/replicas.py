@@ -49,7 +49,7 @@ class Replicas:
         *,
         ordered: bool = False,
     ) -> ReplicaIterator:
-        """Like LLM.generate_iter, but in no order: `request_id` is the prompt's number.
+        """Like LLM.generate_iter, but in no order: `prompt_index` is the prompt's number.
 
         Requests of a replica that dies run again in another process. See ReplicaIterator.
 
@@ -58,7 +58,7 @@ class Replicas:
             RuntimeError: the replicas are closed or have failed, or their last iterator has not finished.
         """
         if ordered:
-            raise ValueError("replicas give results as they finish; leave ordered=False and sort by request_id")
+            raise ValueError("replicas give results as they finish; leave ordered=False and sort by prompt_index")
         self._pool.check()
         before = self._iterator() if self._iterator is not None else None
         if before is not None and before.is_open:

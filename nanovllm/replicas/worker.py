@@ -43,7 +43,7 @@ class _Call:
     def __init__(self, number: int, requests: list[_Request], inbox: "SimpleQueue[Any]", reply: Callable[[Any], None]):
         self._number, self._inbox, self._reply = number, inbox, reply
         self._waiting = deque(requests)
-        self._running: dict[str, int] = {}  # the requests' numbers in the parent's call, by request id
+        self._running: dict[int, int] = {}  # the requests' numbers in the parent's call, by their numbers here
         self._params: deque[SamplingParams] = deque()  # of the prompts that were given
         self._has_ended = self._is_draining = False
         self._said_at = time.monotonic()
@@ -52,8 +52,9 @@ class _Call:
         outputs = llm.generate_iter(self._prompts(), iter(self._params.popleft, None), ordered=False)
         try:
             for output in outputs:
-                number = self._running.pop(output.request_id)
-                self._reply(("output", self._number, replace(output, request_id=str(number)), self._metrics(llm)))
+                number = self._running.pop(output.prompt_index)
+                output = replace(output, request_id=str(number), prompt_index=number)
+                self._reply(("output", self._number, output, self._metrics(llm)))
                 if self._is_draining:
                     outputs.drain()
         except _Aborted:
@@ -63,13 +64,13 @@ class _Call:
     def _prompts(self) -> Iterator[Any]:
         """Yields prompts. It ends only when all requests have finished, because the parent's messages are read only
         here."""
-        request_ids = count()
+        numbers = count()
         while True:
             self._hear(waits=not (self._waiting or self._running or self._has_ended))
             if self._is_draining:
                 return
             if self._waiting:
-                self._running[str(next(request_ids))], prompt, params = self._waiting.popleft()
+                self._running[next(numbers)], prompt, params = self._waiting.popleft()
                 self._params.append(params)
                 yield prompt
             elif self._has_ended and not self._running:

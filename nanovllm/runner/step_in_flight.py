@@ -1,24 +1,24 @@
 """The results of a launched step, and their transfer from the device to the host."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 
 from nanovllm.engine.step import StepOutput, TokenNumbers
-from nanovllm.layers.sampler import Sampled
+from nanovllm.layers.sampler import LogitsChange, Sampled
 
 
 class StepInFlight:
     """The results of a launched step: on the device at first, on the host once `wait` returns.
 
     Args:
-        sampled: the sampled tokens; or, while the step waits for the masks of its constrained rows, a function that
-            takes the masks (see LaunchedStep) and samples.
+        sampled: the sampled tokens; or, while the step waits for its constrained rows, a function that takes the
+            arguments of LaunchedStep.constrain and samples.
         scores: the numbers of the prompts' tokens that are scored, as `Sampled.logprobs`.
     """
 
-    def __init__(self, sampled: Sampled | Callable[[np.ndarray, list[int]], Sampled], scores: torch.Tensor):
+    def __init__(self, sampled: Sampled | Callable[..., Sampled], scores: torch.Tensor):
         self._sampled, self._scores = sampled, scores
         self._results: list[torch.Tensor] = []
         self._event = torch.cuda.Event() if scores.is_cuda else None
@@ -27,9 +27,9 @@ class StepInFlight:
         else:
             self._record()
 
-    def constrain(self, masks: np.ndarray, rows: list[int]) -> None:
+    def constrain(self, masks: np.ndarray, rows: list[int], changes: Mapping[int, LogitsChange]) -> None:
         assert not isinstance(self._sampled, Sampled), "the step has sampled already"
-        self._sampled = self._sampled(masks, rows)
+        self._sampled = self._sampled(masks, rows, changes)
         self._take(self._sampled)
 
     def _take(self, sampled: Sampled) -> None:

@@ -1,6 +1,6 @@
 """One step as the device computes it: send, forward, score, sample; eager or captured."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.engine.step import Step
-from nanovllm.layers.sampler import Sampled, Sampler, SamplingNeeds
+from nanovllm.layers.sampler import LogitsChange, Sampled, Sampler, SamplingNeeds
 from nanovllm.models.decoder import CausalLM
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.copy_blocks import copy_blocks
@@ -80,10 +80,10 @@ class StepProgram:
             sent = self.table.send(step, self.sizes)
             num_sampled = sent.rows.num_sampled
             scores = self._nothing.logprobs
-            sample: Callable[[], Sampled]
+            sample: Callable[[SamplingNeeds], Sampled]
             if sent.is_captured and self.graphs is not None:
                 self.graphs.run(*self.forward_half(sent.size))
-                sample = partial(self._sample_captured, num_sampled, sent.needs)
+                sample = partial(self._sample_captured, num_sampled)
             else:
                 if step.scored:
                     of_tokens = self._forward(sent)
@@ -91,13 +91,13 @@ class StepProgram:
                     of_rows = of_tokens.index_select(0, self.table.sampled(sent.size.num_sampled)[0])
                 else:
                     of_rows = self._forward_rows(sent)
-                sample = partial(self._sample, of_rows, sent.needs)
+                sample = partial(self._sample, of_rows)
             for tensor in self.kv_cache.tensors if step.copies else ():
                 copy_blocks(tensor, step.copies, self.use_kernels)
             if not step.constrained:
-                return StepInFlight(sample().first(num_sampled) if num_sampled else self._nothing, scores)
+                return StepInFlight(sample(sent.needs).first(num_sampled) if num_sampled else self._nothing, scores)
         entries = np.array([seq.entry for seq in step.constrained], np.int64)
-        return StepInFlight(partial(self._constrain_and_sample, sample, entries, num_sampled), scores)
+        return StepInFlight(partial(self._constrain_and_sample, step, entries, sample, sent.needs), scores)
 
     # The two halves, which are captured separately
 
@@ -191,17 +191,29 @@ class StepProgram:
     def _sample_captured(self, num_sampled: int, needs: SamplingNeeds) -> Sampled:
         assert self.graphs is not None
         num_padded = self.sizes.padded_sampled(self.sizes.padded_rows(num_sampled))
+        if needs.changes:
+            return self._sample(self.hidden_states[:num_padded], needs)
         return self.graphs.run(*self.sampling_half(num_padded, needs))
 
     @torch.inference_mode()
     def _constrain_and_sample(
-        self, sample: Callable[[], Sampled], entries: np.ndarray, num_sampled: int, masks: np.ndarray, rows: list[int]
+        self,
+        step: Step,
+        entries: np.ndarray,
+        sample: Callable[[SamplingNeeds], Sampled],
+        needs: SamplingNeeds,
+        masks: np.ndarray,
+        rows: list[int],
+        changes: Mapping[int, LogitsChange],
     ) -> Sampled:
-        """The second half of a step with constrained rows, whose entries are `entries`; for masks and rows see
+        """The second half of a step with constrained rows, whose entries are `entries`; for the last three see
         LaunchedStep."""
+        sampled = [chunk.seq for chunk in step.chunks if chunk.samples]
+        places = [(sampled.index(step.constrained[row]), change) for row, change in changes.items()]
         with on_device(self.device):
-            self.table.rules.constrain(entries[rows], masks)
-            return sample().first(num_sampled)
+            if rows:
+                self.table.rules.constrain(entries[rows], masks)
+            return sample(needs._replace(changes=tuple(places))).first(len(sampled))
 
 
 @contextmanager

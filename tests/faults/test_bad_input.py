@@ -131,7 +131,7 @@ def test_a_rule_about_a_token_outside_the_vocabulary_spoils_only_its_row(llm, pa
     first, second = llm.generate(["One", "One"], [bad, GREEDY], use_tqdm=False)
     assert (first.finish_reason, second.finish_reason) == ("error", "length")
     assert reason in first.error
-    assert replace(second, request_id="0") == llm.generate("One", GREEDY, use_tqdm=False)[0]
+    assert replace(second, prompt_index=0) == llm.generate("One", GREEDY, use_tqdm=False)[0]
 
 
 def test_an_engine_by_hand_refuses_bad_words_as_strings(llm):
@@ -260,7 +260,7 @@ def test_what_can_be_no_prompts_is_a_type_error(idle_llm, prompts, message):
         [{"temperature": 0}],
         (params for params in [GREEDY]),
         SamplingParams,
-        {GREEDY},
+        {1: GREEDY}.values(),
     ],
     ids=stable_id,
 )

@@ -57,9 +57,9 @@ def no_process_outlives_the_tests():
 def run(replicas: Replicas, prompts=PROMPTS, params=PARAMS) -> list[RequestOutput]:
     """All outputs by number; each number once."""
     outputs = list(replicas.generate_iter(iter(prompts), iter(params)))
-    numbers = sorted(int(output.request_id) for output in outputs)
+    numbers = sorted(output.prompt_index for output in outputs)
     assert numbers == list(range(len(prompts)))
-    return sorted(outputs, key=lambda output: int(output.request_id))
+    return sorted(outputs, key=lambda output: output.prompt_index)
 
 
 def texts(outputs: list[RequestOutput]) -> list[str]:
@@ -120,7 +120,7 @@ def test_rows_are_read_as_there_is_room_and_each_with_its_own_parameters(three, 
     outputs = three.generate_iter(prompts(), params())
     first = next(outputs)
     assert len(read) <= 3 * 2 * OPTIONS["max_num_seqs"] + 4
-    found = {int(output.request_id): output.text for output in (first, *outputs)}
+    found = {output.prompt_index: output.text for output in (first, *outputs)}
     assert [found[number] for number in range(60)] == expected
 
 
@@ -135,7 +135,7 @@ def test_a_source_may_wait_for_results(three):
 
     for output in three.generate_iter(prompts(), replace(PARAMS[0], max_tokens=3)):
         found.append(output)
-    assert [output.request_id for output in found] == ["0", "1", "2", "3"]
+    assert [output.prompt_index for output in found] == [0, 1, 2, 3]
 
 
 def test_log_probabilities_several_completions_and_error_rows_come_as_from_one_engine(three):
@@ -184,8 +184,8 @@ def test_drain_finishes_what_has_started_and_reads_no_more(three, expected):
     outputs.drain()
     found += outputs
     assert len(read) == num_read
-    assert 2 <= len(found) < num_read and len({output.request_id for output in found}) == len(found)
-    assert all(output.text == expected[int(output.request_id)] and output.error is None for output in found)
+    assert 2 <= len(found) < num_read and len({output.prompt_index for output in found}) == len(found)
+    assert all(output.text == expected[output.prompt_index] and output.error is None for output in found)
     assert texts(run(three)) == expected
 
 

@@ -57,7 +57,7 @@ def nothing_is_left(llm):
 
 def plain(output):
     """An output without the fields that depend on the cache."""
-    return output.request_id, output.prompt, output.token_ids, output.finish_reason, output.error
+    return output.prompt_index, output.prompt, output.token_ids, output.finish_reason, output.error
 
 
 def counted(prompts, seen: list):
@@ -77,7 +77,7 @@ def test_in_order_it_gives_what_generate_gives(llm, expected, as_iterator):
 
 def test_as_they_finish_it_gives_the_same_with_their_numbers(llm, expected):
     outputs = list(llm.generate_iter(PROMPTS, PARAMS, ordered=False))
-    numbers = [int(output.request_id) for output in outputs]
+    numbers = [output.prompt_index for output in outputs]
     assert numbers != sorted(numbers) == list(range(40))
     assert sorted(map(plain, outputs)) == sorted(map(plain, expected))
 
@@ -95,7 +95,7 @@ def test_an_endless_source_is_read_as_it_is_needed(llm):
     outputs = llm.generate_iter(counted((f"Row {n}" for n in itertools.count()), seen), itertools.cycle(PARAMS))
     assert not seen, "nothing is read before the first result is asked for"
     for number, output in enumerate(itertools.islice(outputs, 100)):
-        assert output.request_id == str(number) and output.error is None
+        assert output.prompt_index == number and output.error is None
         assert number < len(seen) <= number + 1 + 32 + 7
     outputs.close()
     assert list(outputs) == []
@@ -106,7 +106,7 @@ def test_a_row_waits_no_longer_than_the_window_behind_longer_ones(llm):
     """The longest rows go first, and in an endless stream there is always a longer one."""
     params = itertools.chain([SHORT], itertools.repeat(SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)))
     outputs = llm.generate_iter((f"Row {n}" for n in itertools.count()), params, ordered=False)
-    numbers = [int(output.request_id) for output in itertools.islice(outputs, 40)]
+    numbers = [output.prompt_index for output in itertools.islice(outputs, 40)]
     assert 0 in numbers[:34]
 
 
@@ -144,7 +144,7 @@ def test_rows_run_while_the_source_has_no_prompt(llm, expected, as_params):
 
     for output in llm.generate_iter(prompts(), as_params(3), ordered=False):
         found.append(output)
-    assert [output.request_id for output in found] == ["0", "1", "2"]
+    assert [output.prompt_index for output in found] == [0, 1, 2]
     assert [output.error is None for output in found] == [True, False, True]
 
 
@@ -265,13 +265,13 @@ def test_until_it_ends_the_llm_refuses_other_calls(llm):
     for call in (lambda: llm.generate("Hi", SHORT, use_tqdm=False), lambda: llm.generate_iter("Hi", SHORT)):
         with pytest.raises(RuntimeError, match="an iterator of generate_iter has not finished: exhaust it, or close"):
             call()
-    assert [first, *outputs][-1].request_id == "39"
+    assert [first, *outputs][-1].prompt_index == 39
     llm.generate("Hi", SHORT, use_tqdm=False)
 
 
 def test_dropping_it_aborts_what_runs(llm):
     first = next(llm.generate_iter(PROMPTS, PARAMS))
-    assert first.request_id == "0" and llm.engine.is_finished()
+    assert first.prompt_index == 0 and llm.engine.is_finished()
     outputs = llm.generate_iter(PROMPTS, PARAMS)
     next(outputs)
     assert not llm.engine.is_finished()
@@ -389,9 +389,9 @@ def test_a_drained_iterator_finishes_what_has_started_and_nothing_else(pair, sta
     num_read, at_drain = len(seen), set(started)
     outputs.drain()
     after = list(outputs)
-    numbers = [int(output.request_id) for output in [*before, *after]]
+    numbers = [output.prompt_index for output in [*before, *after]]
     assert set(numbers) == started == at_drain and len(numbers) == len(at_drain) < num_read == len(seen)
-    assert all(plain(output) == plain(whole[int(output.request_id)]) for output in [*before, *after])
+    assert all(plain(output) == plain(whole[output.prompt_index]) for output in [*before, *after])
     if is_ordered:
         assert numbers == sorted(numbers)
     assert max(numbers) >= len(numbers), "some are missing in between"
@@ -410,7 +410,7 @@ def test_draining_keeps_all_completions_of_a_request_of_which_one_has_started(pa
     found = [next(outputs)]
     outputs.drain()
     found += outputs
-    assert [output.request_id for output in found] == ["0", "1"]
+    assert [output.prompt_index for output in found] == [0, 1]
     assert [len(output.outputs) for output in found] == [1, 5]
     for output, same in zip(found, whole, strict=False):
         assert [each.token_ids for each in output.outputs] == [each.token_ids for each in same.outputs]
@@ -433,7 +433,7 @@ def test_draining_keeps_what_was_preempted(model, overlap):
             num_preempted += len(preempted)
             found += outputs
             assert len(found) < 12
-            assert all(plain(output) == plain(whole[int(output.request_id)]) for output in found)
+            assert all(plain(output) == plain(whole[output.prompt_index]) for output in found)
             llm.engine.scheduler.check_integrity()
     assert num_preempted > 0
 
@@ -446,7 +446,7 @@ def test_ranks_drain_as_one(model, expected):
         outputs.drain()
         found += outputs
         assert 3 < len(found) < 10
-        assert all(plain(output) == plain(expected[int(output.request_id)]) for output in found)
+        assert all(plain(output) == plain(expected[output.prompt_index]) for output in found)
         assert list(map(plain, llm.generate(PROMPTS, PARAMS, use_tqdm=False))) == list(map(plain, expected))
 
 
@@ -477,7 +477,7 @@ def test_bad_rows_that_were_read_come_out_of_a_drained_iterator(pair, caplog):
     outputs = pair.generate_iter(iter(["", *PROMPTS[:9], "", *PROMPTS[:9]]), SHORT)
     assert next(outputs).error
     outputs.drain()
-    assert [(output.request_id, output.finish_reason) for output in outputs] == [("10", "error")]
+    assert [(output.prompt_index, output.finish_reason) for output in outputs] == [(10, "error")]
     (message,) = [record.getMessage() for record in caplog.records if record.name == "nanovllm.llm"]
     assert message.startswith("2 of 20 prompts ended in an error") and "empty" in message
 
@@ -567,10 +567,10 @@ def test_a_source_that_fails_ends_it_with_what_was_finished(llm, expected):
     with pytest.raises(OSError, match="the disk is gone") as caught:
         found.extend(outputs)
     kept = caught.value.finished_outputs
-    assert [int(output.request_id) for output in found] == list(range(len(found)))
+    assert [output.prompt_index for output in found] == list(range(len(found)))
     assert kept and min(kept) >= len(found)
     for output in [*found, *kept.values()]:
-        assert plain(output) == plain(expected[int(output.request_id)])
+        assert plain(output) == plain(expected[output.prompt_index])
     assert list(outputs) == [], "what the exception holds is not given out again"
 
 

@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 
 VALUES = {
-    "accepted", "checks", "config", "logprobs", "loglikelihood", "outputs", "prompts", "recommended_sampling",
+    "accepted", "checks", "config", "logits_processors", "logprobs", "loglikelihood", "outputs", "prompts",
+    "recommended_sampling",
     "sampling_checks", "sampling_params", "structured_outputs",
 }  # fmt: skip
 PROCESS = {"child_processes", "cpu_threads", "forks", "garbage_collector", "guard", "machine"}
@@ -49,7 +50,8 @@ MAY_IMPORT = {
 BENCHMARKS_MAY_IMPORT = {"public face", "config", "demo", "integrations", "models", "engine", "runner"}
 # Lines of code, without blanks, comments and docstrings.
 BUDGETS = {
-    ("engine",): 1050,
+    # When a request had its first token, and rows whose logits a user's functions change.
+    ("engine",): 1075,
     # Each of its files has imports and signatures of its own, in place of one class with 47 methods.
     ("runner",): 1400,
     ("models", "layers"): 2000,
@@ -64,6 +66,7 @@ BUDGETS = {
 MAX_FILE, MAX_FUNCTION = 300, 60
 LONG_FILES = {
     "llm.py": "two thirds are the docstrings of the public methods",
+    "sampling_params.py": "a quarter is the docstring of the parameters, and one line checks each",
     "row_stream.py": "prompts on their way in and outputs on their way out share one state",
     "engine/llm_engine.py": "the loop, and all that may happen to an engine between two steps",
     "engine/scheduler.py": "one rule with its state: admission, growth, preemption, commit",

@@ -90,7 +90,7 @@ def test_the_bundled_model_answers(llm):
     assert first.prompt.startswith("<|im_start|>") and "What is 12 + 30?" in first.prompt
     completion = CompletionOutput(0, "42", [*b"42", IM_END], "stop")
     assert first == RequestOutput("0", first.prompt, llm.get_tokenizer()(first.prompt)["input_ids"], [completion])
-    assert outputs[1].request_id == "1"
+    assert outputs[1].prompt_index == 1
 
 
 def test_full_garbage_collections_are_rare_during_a_call_and_come_back_after_it(llm, monkeypatch):
@@ -248,7 +248,7 @@ def test_a_prompt_may_be_a_dict(llm):
     assert len({tuple(output.token_ids) for output in outputs}) == 1
     assert [output.prompt for output in outputs] == ["Hello", "Hello", None, None, "Hi"]
     assert [output.prompt_token_ids for output in outputs] == [ids] * 5
-    assert [output.request_id for output in outputs] == list("01234")
+    assert [output.prompt_index for output in outputs] == list(range(5))
     (alone,) = generate(llm, {"prompt": "Hello", "multi_modal_data": None})
     assert alone.token_ids == outputs[0].token_ids
 
@@ -262,7 +262,7 @@ def test_a_prompt_may_be_a_conversation_among_others(llm):
     prompts = [{"messages": chats[0]}, "Hello", None, {"messages": chats[1], "chat_template_kwargs": {}}, [65, 66]]
     for outputs in (generate(llm, prompts), list(llm.generate_iter(iter(prompts), GREEDY))):
         assert [output.prompt for output in outputs] == expected
-        assert [output.request_id for output in outputs] == list("01234")
+        assert [output.prompt_index for output in outputs] == list(range(5))
         assert [output.error is None for output in outputs] == [True, True, False, True, True]
         for number, same in ((0, first), (1, text), (3, last)):
             assert outputs[number].prompt_token_ids == same.prompt_token_ids

@@ -170,7 +170,7 @@ def test_an_unknown_name_is_told_the_right_one(name, ours):
         ("suppress_tokens", "bad_words="),
         (
             "quux",
-            "the parameters are temperature, .*, structured_outputs$",
+            "the parameters are temperature, .*, logits_processors$",
         ),
     ],
 )
@@ -207,7 +207,7 @@ def test_numpy_numbers_become_plain_ones():
     assert [type(token_id) for token_id in params.allowed_token_ids] == [int, int]
 
 
-def test_they_are_frozen_and_hold_no_list_of_the_caller():
+def test_they_hold_no_list_of_the_caller():
     """One object serves thousands of rows; a change in the middle of a run would reach all of them."""
     stop, stop_token_ids, logit_bias, bad_word = ["a"], [1], {1: 2.0}, [5, 6]
     params = SamplingParams(stop=stop, stop_token_ids=stop_token_ids, logit_bias=logit_bias, bad_words=[bad_word])
@@ -217,15 +217,13 @@ def test_they_are_frozen_and_hold_no_list_of_the_caller():
     bad_word.append(7)
     assert (params.stop, params.stop_token_ids) == (("a",), (1,))
     assert (params.logit_bias, params.bad_words) == ({1: 2.0}, ((5, 6),))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        params.temperature = 0.0
 
 
-def test_they_can_be_compared_hashed_pickled_and_replaced():
+def test_they_can_be_compared_pickled_and_replaced():
     params = SamplingParams(temperature=0.3, stop=["x", "y"], stop_token_ids=[3], seed=1, logit_bias={3: 1})
     assert params == SamplingParams(temperature=0.3, stop=("x", "y"), stop_token_ids=(3,), seed=1, logit_bias={3: 1.0})
     assert params != dataclasses.replace(params, logit_bias={3: 2.0})
-    assert len({params, pickle.loads(pickle.dumps(params))}) == 1
+    assert pickle.loads(pickle.dumps(params)) == params
     assert dataclasses.replace(params, seed=2) == SamplingParams(
         temperature=0.3, stop=["x", "y"], stop_token_ids=[3], seed=2, logit_bias={3: 1}
     )

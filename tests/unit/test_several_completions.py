@@ -144,7 +144,7 @@ def test_an_iterator_gives_a_prompt_when_all_its_completions_have_finished():
     params = SamplingParams(temperature=1.5, max_tokens=6, n=3, seed=2)
     with make_llm(max_num_seqs=4) as llm:
         listed = llm.generate(PROMPTS, params, use_tqdm=False)
-        given = sorted(llm.generate_iter(iter(PROMPTS), params, ordered=False), key=lambda out: int(out.request_id))
+        given = sorted(llm.generate_iter(iter(PROMPTS), params, ordered=False), key=lambda out: out.prompt_index)
         iterator = llm.generate_iter(iter(PROMPTS * 50), params)
         next(iterator)
         iterator.close()
