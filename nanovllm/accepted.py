@@ -110,11 +110,34 @@ RENAMED_ARGUMENTS = {"prompt_token_ids": "prompts", "messages": "conversations"}
 ACCEPTED_ARGUMENTS: Mapping[str, Accepted] = {
     "chat_template_content_format": _only("auto", instead="nanovllm finds the form of a content that a template reads"),
     "lora_request": _only(instead="merge the adapter into the model's weights and load the merged model"),
+    "tags": Accepted("wake_up brings weights and KV cache back together"),
     "prompt_adapter_request": _only(instead="nanovllm has no prompt adapters"),
     "guided_options_request": _only(instead="SamplingParams(structured_outputs=StructuredOutputsParams(…))"),
     "priority": _only(0, instead="nanovllm orders requests itself; results keep the prompts' order"),
     "tokenization_kwargs": _only({}, instead="pass token ids as prompts"),
     "mm_processor_kwargs": _only({}, instead=_TEXT_ONLY),
+}
+
+# Methods and attributes of vLLM's LLM, and what to do instead.
+_NO_POOLING = "llm.loglikelihood(contexts, continuations) scores continuations"
+REFUSED_ATTRIBUTES: Mapping[str, str] = {
+    "beam_search": "SamplingParams(n=…) samples several completions",
+    "collective_rpc": "llm.update_weights(pairs) changes the weights",
+    "apply_model": "transformers runs a model with hooks",
+    "encode": _NO_POOLING,
+    "embed": _NO_POOLING,
+    "classify": _NO_POOLING,
+    "reward": _NO_POOLING,
+    "score": _NO_POOLING,
+    "start_profile": "bench.py --profile writes a profile",
+    "stop_profile": "bench.py --profile writes a profile",
+    "get_metrics": "llm.metrics() returns the counters",
+    "preprocess_chat": "llm.chat(conversations) renders and answers conversations",
+    "request_counter": "each RequestOutput has its request_id",
+    "shutdown": "llm.close() frees the memory",
+    "model_config": "llm.llm_engine.model_config has it",
+    "enqueue": "llm.generate_iter(prompts) reads prompts as it needs them",
+    "wait_for_completion": "llm.generate_iter(prompts) gives outputs as they finish",
 }
 
 # vLLM's earlier name, whose class integrations/vllm.py has.

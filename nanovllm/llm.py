@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.accepted import ACCEPTED_ARGUMENTS, ACCEPTED_OPTIONS, RENAMED_ARGUMENTS, RENAMED_OPTIONS
+from nanovllm.accepted import (
+    ACCEPTED_ARGUMENTS,
+    ACCEPTED_OPTIONS,
+    REFUSED_ATTRIBUTES,
+    RENAMED_ARGUMENTS,
+    RENAMED_OPTIONS,
+)
 from nanovllm.checks import boolean, suggests_names, takes_keywords
 from nanovllm.config import MEANT_OPTIONS, Config
 from nanovllm.engine.llm_engine import LLMEngine
@@ -29,6 +35,7 @@ from nanovllm.recommended_sampling import DefaultSampling
 from nanovllm.row_stream import OutputIterator, RowStream
 from nanovllm.sampling_params import SamplingParams, one_per_prompt, with_params
 from nanovllm.text import Text
+from nanovllm.vllm_engine import engine_attributes
 
 if TYPE_CHECKING:
     import torch
@@ -90,11 +97,8 @@ class LLM:
         self._text = Text.of_options(directory, config.tokenizer)
         threads = CpuThreads()  # measures the machine's load while the model is loaded
         config = replace(config, model=str(directory))
-        self.engine = LLMEngine(config, make_runner(config), self._text.eos_token_ids)
-        self._text = self._text.limited_to(self.engine.info.max_model_len)
-        self._structured_outputs = StructuredOutputs(
-            self._text.tokenizer, self.engine.info.vocab_size, self.engine.eos_token_ids
-        )
+        self.engine = LLMEngine(config, make_runner(config))
+        self._use(self._text)
         # Several ranks compute in processes of their own.
         FORKS.has_computed |= config.tensor_parallel_size == 1
         computes_here = self.engine.info.device == "cpu" and config.tensor_parallel_size == 1
@@ -255,9 +259,39 @@ class LLM:
             for output in self._run(pairs, params, self._text.encode_pairs, use_tqdm, raise_on_error)
         ]
 
+    @classmethod
+    def from_engine_args(cls, engine_args: Any) -> "LLM":
+        """An LLM with the attributes of `engine_args` as its options, as vLLM's scripts make it."""
+        return cls(**vars(engine_args))
+
     def get_tokenizer(self) -> Any:
         """transformers' tokenizer: that of the option `tokenizer`, else the model's own; None if it has none."""
         return self._text.tokenizer
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Replaces the tokenizer: its texts, chat template and end-of-sequence id are those of the calls that follow.
+
+        Raises:
+            RuntimeError: the LLM is closed or busy with another call.
+        """
+        self._alter(self._use, Text(tokenizer))
+
+    def _use(self, text: Text) -> None:
+        self._text, info = text.limited_to(self.engine.info.max_model_len), self.engine.info
+        self.engine.set_eos_token_ids(text.eos_token_ids)
+        self._structured_outputs = StructuredOutputs(text.tokenizer, info.vocab_size, self.engine.eos_token_ids)
+
+    @property
+    def llm_engine(self) -> Any:
+        """The attributes of vLLM's engine that scripts read, such as `llm.llm_engine.model_config.max_model_len`;
+        docs/vllm.md lists them."""
+        return engine_attributes(self)
+
+    if not TYPE_CHECKING:  # for a type checker, it would be any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            instead = REFUSED_ATTRIBUTES.get(name)
+            raise AttributeError(f"nanovllm's LLM has no {name}" + (f"; {instead}" if instead else ""))
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters that the model's generation_config recommends, which `sampling_params=None` uses.
@@ -306,13 +340,14 @@ class LLM:
         pairs = list(weights.items() if isinstance(weights, Mapping) else weights)
         self._alter(self.engine.update_weights, pairs)
 
-    def reset_prefix_cache(self) -> None:
-        """Empties the prefix cache.
+    def reset_prefix_cache(self) -> bool:
+        """Empties the prefix cache, and returns True.
 
         Raises:
             RuntimeError: the LLM is closed or busy with another call.
         """
         self._alter(self.engine.reset_prefix_cache)
+        return True
 
     def sleep(self, level: int = 1) -> None:
         """Frees the memory of the KV cache, the weights and the captured steps until `wake_up`.
@@ -330,6 +365,7 @@ class LLM:
         """
         self._alter(self.engine.sleep, level)
 
+    @_takes_vllms_arguments
     def wake_up(self) -> None:
         """Ends `sleep`: brings the weights back, with an empty cache of as many blocks as before. If the LLM is awake,
         it does nothing.

@@ -262,6 +262,7 @@ def _copy(params: SamplingParams) -> SamplingParams:
     copy = object.__new__(SamplingParams)
     for put, value in zip(_PUTS, _values(params), strict=True):
         put(copy, value)
+    object.__setattr__(copy, "logit_bias", {**params.logit_bias})
     return copy
 
 

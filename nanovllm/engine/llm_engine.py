@@ -60,10 +60,7 @@ class LLMEngine:
         self.runner = runner
         self.info = runner.info
         self.depth = 1 if config.overlap else 0
-        # An id outside the vocabulary can be neither sampled nor banned.
-        self.eos_token_ids = frozenset(
-            token_id for token_id in (*self.info.eos_token_ids, *eos_token_ids) if 0 <= token_id < self.info.vocab_size
-        )
+        self.set_eos_token_ids(eos_token_ids)
         self.step_stats = StepStats()
         self.scheduler_stats = SchedulerStats()
         self.weight_version = 0
@@ -79,6 +76,12 @@ class LLMEngine:
             "change it; do that between two steps"
         )
         self._renew_scheduler()
+
+    def set_eos_token_ids(self, eos_token_ids: Iterable[int]) -> None:
+        """Requests that are added from now on also end with these ids, besides the model's own."""
+        ids = (*self.info.eos_token_ids, *eos_token_ids)
+        # An id outside the vocabulary can be neither sampled nor banned.
+        self.eos_token_ids = frozenset(token_id for token_id in ids if 0 <= token_id < self.info.vocab_size)
 
     # Requests
 

@@ -20,8 +20,8 @@ _TOKENS_BESIDE_DECODES_OF_LONG = 8192
 
 _BROKEN_LOGITS = "the model's logits were not finite (NaN or infinity)"
 _NO_TOKEN_LEFT = (
-    "no token is left to sample: logit_bias, bad_words, allowed_token_ids, min_tokens and structured_outputs together "
-    "ban all of them; loosen them"
+    "no token is left to sample: logit_bias, bad_words, allowed_token_ids, min_tokens, structured_outputs and "
+    "logits_processors together ban all of them; loosen them"
 )
 
 

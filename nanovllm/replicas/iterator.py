@@ -215,7 +215,9 @@ class ReplicaIterator(Iterator[RequestOutput]):
             text = request.prompt if isinstance(request.prompt, str) else None
             error = f"the replica died {request.num_deaths} times while it ran this row, the last time alone: {how}"
             completions = [CompletionOutput(0, "", [], "error")]
-            self._put(RequestOutput(str(request.number), text, [], completions, error=error))
+            self._put(
+                RequestOutput(str(request.number), text, [], completions, error=error, prompt_index=request.number)
+            )
 
     # The end
 

@@ -70,7 +70,7 @@ def test_a_bad_row_says_why_and_spares_its_neighbours(llm, kind):
     assert [first.error, second.error, max(launched)] == [None, None, 2]
     assert re.search(reason, bad.error), bad.error
     completion = CompletionOutput(0, "", [], "error")
-    assert bad == RequestOutput("1", bad.prompt, bad.prompt_token_ids, [completion], error=bad.error)
+    assert bad == RequestOutput("1", bad.prompt, bad.prompt_token_ids, [completion], error=bad.error, prompt_index=1)
 
 
 @pytest.mark.parametrize("kind", BAD_ROWS)

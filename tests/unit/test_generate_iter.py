@@ -4,6 +4,7 @@ import gc
 import itertools
 import resource
 import threading
+import time
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -267,6 +268,41 @@ def test_until_it_ends_the_llm_refuses_other_calls(llm):
             call()
     assert [first, *outputs][-1].prompt_index == 39
     llm.generate("Hi", SHORT, use_tqdm=False)
+
+
+def test_a_request_keeps_the_parameters_that_it_was_read_with(llm):
+    """The source changes one object between its prompts."""
+    params = SamplingParams(temperature=0, ignore_eos=True)
+
+    def changing():
+        for length in (3, 1, 2):
+            params.max_tokens = length
+            yield params
+
+    outputs = llm.generate_iter(iter(PROMPTS[:3]), changing())
+    assert [len(output.token_ids) for output in outputs] == [3, 1, 2]
+    params.max_tokens = 4
+    outputs = llm.generate_iter(iter(PROMPTS[:3]), params)
+    params.max_tokens = 9
+    assert [len(output.token_ids) for output in outputs] == [4, 4, 4]
+
+
+def test_request_ids_count_on_and_times_are_in_order(llm):
+    (before,) = llm.generate("Hi", SHORT, use_tqdm=False)
+    began = time.time()
+    outputs = llm.generate([*PROMPTS[:3], []], SHORT, use_tqdm=False)
+    outputs += llm.generate_iter(PROMPTS[:2], SHORT)
+    first = int(before.request_id) + 1
+    assert [int(output.request_id) - first for output in outputs] == list(range(6))
+    assert [output.prompt_index for output in outputs] == [0, 1, 2, 3, 0, 1]
+    bad = outputs.pop(3)
+    assert bad.error is not None and bad.metrics is None
+    for output in outputs:
+        arrival, first_token, finished = output.metrics
+        assert began <= arrival <= first_token <= finished <= time.time()
+        assert output.lora_request is None and output.finished and output.outputs[0].finished()
+    (scored,) = llm.generate("Hi", SamplingParams(max_tokens=0, prompt_logprobs=0), use_tqdm=False)
+    assert scored.metrics.first_token_time is None
 
 
 def test_dropping_it_aborts_what_runs(llm):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from nanovllm import SamplingParams, sampling_params
-from nanovllm.sampling_params import with_seed
+from nanovllm.sampling_params import one_per_prompt, with_seed
 
 
 def test_the_defaults_are_the_documented_ones():
@@ -40,6 +40,7 @@ def test_the_defaults_are_the_documented_ones():
         "logprobs_mode": "raw",
         "prompt_logprobs": None,
         "structured_outputs": None,
+        "logits_processors": (),
     }
 
 
@@ -255,3 +256,42 @@ def test_with_another_seed_it_is_as_if_made_with_it():
     )
     assert with_seed(params, 3) == replace(params, seed=3) and params.seed == 7
     assert type(with_seed(params, 3)) is SamplingParams
+
+
+def test_a_parameter_can_be_assigned_to_and_is_checked():
+    params = SamplingParams(temperature=0.5)
+    params.temperature, params.stop, params.max_tokens = 0, "x", None
+    params.guided_decoding, params.best_of = {"choice": ["a"]}, 1  # vLLM's names
+    assert (params.temperature, params.stop, params.max_tokens) == (0.0, ("x",), None)
+    assert params.structured_outputs.choice == ("a",)
+    params.top_p = None
+    assert params.top_p == 1.0
+    with pytest.raises(ValueError, match="top_p must be above 0"):
+        params.top_p = 2
+    with pytest.raises(TypeError, match="unknown parameter 'max_new_tokens'; did you mean max_tokens"):
+        params.max_new_tokens = 5
+    with pytest.raises(ValueError, match="best_of cannot be 3"):
+        params.best_of = 3
+    assert params.top_p == 1.0
+
+
+def test_parameters_may_contradict_each_other_until_they_are_used():
+    """A script may assign to several in any order."""
+    params = SamplingParams(n=4)
+    params.temperature = 0
+    with pytest.raises(ValueError, match="n=4 greedy completions"):
+        params.check()
+    with pytest.raises(ValueError, match=r"sampling_params\[1\]: n=4 greedy"):
+        one_per_prompt([SamplingParams(), params], 2)
+    with pytest.raises(ValueError, match="n=4 greedy"):
+        one_per_prompt(params, 2)
+    params.n = 1
+    params.check()
+
+
+def test_a_clone_has_values_of_its_own():
+    params = SamplingParams(logit_bias={3: 1.0})
+    clone = params.clone()
+    clone.top_k = 5
+    clone.logit_bias[4] = 2.0
+    assert params == SamplingParams(logit_bias={3: 1.0})

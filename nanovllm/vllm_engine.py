@@ -1,0 +1,91 @@
+"""`llm.llm_engine`: the attributes of vLLM's engine that scripts read, under vLLM's names."""
+
+from types import SimpleNamespace
+from typing import Any
+
+_INSTEAD = {
+    **dict.fromkeys(("add_request", "step", "abort_request"), "llm.generate_iter(…) reads requests as they come"),
+    **dict.fromkeys(("add_lora", "list_loras", "remove_lora"), "merge the adapter into the model's weights"),
+    **dict.fromkeys(("collective_rpc", "named_parameters", "state_dict"), "llm.update_weights(…) changes weights"),
+}
+
+
+class _Attributes(SimpleNamespace):
+    def __getattr__(self, name: str) -> Any:
+        instead = _INSTEAD.get(name, "docs/vllm.md lists those that it has")
+        raise AttributeError(f"nanovllm does not have vLLM's attribute {name} here; {instead}")
+
+
+class _TokenizerGroup:
+    """A tokenizer whose attribute `tokenizer` is the tokenizer itself, as vLLM's once was."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+
+    def get_lora_tokenizer(self, lora_request: None = None) -> Any:
+        return self.tokenizer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.tokenizer(*args, **kwargs)
+
+    def __len__(self) -> int:
+        return len(self.tokenizer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+
+class _ModelConfig(_Attributes):
+    @property
+    def hf_config(self) -> Any:
+        from transformers import AutoConfig  # slow to import
+
+        return AutoConfig.from_pretrained(self.model)
+
+
+def engine_attributes(llm: Any) -> Any:
+    """What `llm.llm_engine` answers to. Its values are those at this moment."""
+    import torch
+
+    info, config, tokenizer = llm.engine.info, llm.engine.config, llm.get_tokenizer()
+    configs = {
+        "model_config": _ModelConfig(
+            model=config.model,
+            max_model_len=info.max_model_len,
+            dtype=getattr(torch, info.dtype),
+            quantization=config.quantization,
+            get_vocab_size=lambda: info.vocab_size,
+        ),
+        "scheduler_config": _Attributes(
+            max_num_seqs=info.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=info.max_model_len,
+        ),
+        "cache_config": _Attributes(
+            block_size=info.kvcache_block_size,
+            num_gpu_blocks=info.num_kvcache_blocks,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            enable_prefix_caching=config.enable_prefix_caching,
+        ),
+        "parallel_config": _Attributes(
+            tensor_parallel_size=config.tensor_parallel_size, pipeline_parallel_size=1, data_parallel_size=1
+        ),
+    }
+    runner = _Attributes(model=_Attributes(load_weights=llm.update_weights))
+    worker = _Attributes(model_runner=runner, worker=_Attributes(model_runner=runner))
+
+    def shutdown(timeout: float | None = None) -> None:
+        llm.close()
+
+    return _Attributes(
+        **configs,
+        vllm_config=_Attributes(**configs),
+        tokenizer=_TokenizerGroup(tokenizer),
+        get_tokenizer=llm.get_tokenizer,
+        get_tokenizer_group=lambda: _TokenizerGroup(tokenizer),
+        model_executor=_Attributes(driver_worker=worker),
+        engine_core=_Attributes(shutdown=shutdown),
+        shutdown=shutdown,
+        reset_prefix_cache=llm.reset_prefix_cache,
+        has_unfinished_requests=lambda: not llm.engine.is_finished(),
+    )
