@@ -488,6 +488,28 @@ def test_rows_with_filters_and_rules_are_those_of_the_request_alone(mixed, enfor
         assert "num_kvcache_blocks" not in options or llm.metrics()["num_preemptions"] > 0
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_functions_that_add_a_bias_give_the_tokens_of_logit_bias(prompts, overlap):
+    """Rows with functions share captured steps with others. One row may differ, where two candidates tie."""
+
+    def adds(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        assert logits.is_cuda and logits.dtype == torch.float32
+        logits[50] += 7
+        return logits
+
+    plain = [SamplingParams(temperature=row % 2, max_tokens=16, seed=row, top_k=row % 4 * 5) for row in range(60)]
+    biased = [replace(params, logit_bias={50: 7.0}) if row % 3 else params for row, params in enumerate(plain)]
+    changed = [replace(params, logits_processors=[adds]) if row % 3 else params for row, params in enumerate(plain)]
+    with demo(overlap=overlap) as llm:
+        expected = [output.token_ids for output in generate(llm, prompts[:60], biased)]
+        for _ in range(2):
+            outputs = generate(llm, prompts[:60], changed)
+            assert not any(output.error for output in outputs)
+            assert num_different([output.token_ids for output in outputs], expected) <= 1
+        without = [output.token_ids for output in generate(llm, prompts[:60], plain)]
+        assert num_different(without, expected) > 10 and captured_forwards(llm)
+
+
 def test_a_top_k_of_one_is_greedy_and_a_rule_of_nothing_changes_nothing(prompts):
     """Filtered and ruled rows take other kernels; on the same question they must give the same answer."""
     with demo(max_num_seqs=100) as llm:
