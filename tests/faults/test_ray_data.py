@@ -203,7 +203,11 @@ class FakeLLM:
         assert not ordered
         held = []
         for number, prompt in enumerate(prompt for prompt in prompts if prompt is not NOT_YET):
-            held.append(RequestOutput(str(number), prompt, [], [CompletionOutput(0, prompt.upper(), [], "stop")]))
+            held.append(
+                RequestOutput(
+                    str(number), prompt, [], [CompletionOutput(0, prompt.upper(), [], "stop")], prompt_index=number
+                )
+            )
             assert next(params) == SamplingParams()
             if len(held) == 2:
                 if "fail" in (output.prompt for output in held):

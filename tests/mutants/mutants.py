@@ -151,8 +151,7 @@ _MUTANTS_OF_FILE = {
             "test_scheduler.py::test_broken_logits_end_their_row_with_an_error_and_not_the_batch"),
         planted(
             "siblings fork from a prompt that was computed anew",
-            "if samples and seq.siblings and seq.num_computed_tokens == seq.num_prompt_tokens:",
-            "if samples and seq.siblings:",
+            "if samples and seq.num_computed_tokens == seq.num_prompt_tokens:", "if samples:",
             "test_scheduler.py::test_siblings_do_not_fork_from_a_leader_that_came_back"),
         planted(
             "a prompt that cannot be scored ends like any other",
@@ -203,7 +202,7 @@ _MUTANTS_OF_FILE = {
             "", "test_sampler.py::test_a_completion_is_what_its_tokens_are_one_by_one"),
         historic(
             "padding of a captured step is given to the caller",
-            "StepInFlight(sample().first(num_sampled) if", "StepInFlight(sample() if",
+            "StepInFlight(sample(sent.needs).first(num_sampled) if", "StepInFlight(sample(sent.needs) if",
             "test_cuda_graph.py::test_padded_steps_give_the_tokens_of_eager_ones[torch-True-9-True-None]"),
         planted(
             "copied blocks leave their scales behind",

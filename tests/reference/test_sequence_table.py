@@ -1018,7 +1018,7 @@ class TableRunner(FakeRunner):
             p.temperature > 0 and (0 < p.top_k < VOCAB_SIZE or p.top_p < 1 or p.min_p > 0) for p in params
         )
         rules = self.table.rules
-        assert needs == (has_filters, rules.version if any(map(is_ruled, seqs)) else 0, 0)
+        assert needs[:3] == (has_filters, rules.version if any(map(is_ruled, seqs)) else 0, 0)
         self.needs_seen.add((has_filters, needs.rules_version > 0))
         for seq in seqs:
             if needs.rules_version:

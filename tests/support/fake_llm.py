@@ -49,7 +49,7 @@ class FakeLLM:
             text = hashlib.sha256(f"{name} {params.seed} {params.max_tokens} {index}".encode()).hexdigest()
             outputs.append(CompletionOutput(index, text, list(text.encode())[:4], "length"))
         self._metrics["num_output_tokens"] += 4 * params.n
-        return RequestOutput(str(number), name, [1, 2, 3], outputs)
+        return RequestOutput(str(number), name, [1, 2, 3], outputs, prompt_index=number)
 
 
 class FakeIterator:

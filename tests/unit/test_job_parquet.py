@@ -425,7 +425,9 @@ def test_what_has_no_fixed_shape_is_text(job):
                 CompletionOutput(0, "ä", [5], "stop", 5, -0.5, one_logprob()),
                 CompletionOutput(1, "", [6], "stop", "END"),
             ]
-            return RequestOutput(str(number), prompt, [1, 2], outputs, prompt_logprobs=one_logprob())
+            return RequestOutput(
+                str(number), prompt, [1, 2], outputs, prompt_index=number, prompt_logprobs=one_logprob()
+            )
 
     _, table = job([{"id": "a", "prompt": "x"}, {"id": "b", "prompt": "x", "params": {"detokenize": False}}], Scoring)
     first, second = table["outputs"].to_pylist()
