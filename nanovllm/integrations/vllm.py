@@ -162,14 +162,14 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return dashed + equals + value if name not in options and dashed in options else argument
 
 
-def get_tokenizer(name: str, *, tokenizer_mode: str = "auto", trust_remote_code: bool = False, **options: Any) -> Any:
+def get_tokenizer(tokenizer_name: str, *, tokenizer_mode: str = "auto", **options: Any) -> Any:
     """transformers' tokenizer. Code of the model's directory is never run."""
     from transformers import AutoTokenizer
 
     if tokenizer_mode == "mistral":
         raise ValueError(f"tokenizer_mode cannot be 'mistral'; {ACCEPTED_OPTIONS['tokenizer_mode'].reason}")
-    options = {"use_fast": tokenizer_mode != "slow", "cache_dir": options.pop("download_dir", None), **options}
-    return AutoTokenizer.from_pretrained(name, **options)
+    options |= {"use_fast": tokenizer_mode != "slow", "cache_dir": options.pop("download_dir", None)}
+    return AutoTokenizer.from_pretrained(tokenizer_name, **{**options, "trust_remote_code": False})
 
 
 def set_random_seed(seed: int | None) -> None:
