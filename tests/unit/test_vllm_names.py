@@ -9,11 +9,13 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from support.vllm_scripts import vllm_names
+from transformers import AutoTokenizer
 
 import nanovllm
 from nanovllm.demo import MODEL_DIRECTORY
@@ -130,6 +132,24 @@ def test_every_name_can_be_imported():
         assert EngineArgs is vllm.EngineArgs and issubclass(vllm.LLM, nanovllm.LLM)
         assert vllm.__version__.startswith("0.11.0+nanovllm.") and find_spec("vllm.lora") is not None
     assert "vllm" not in sys.modules
+
+
+def test_a_check_of_vllms_worker_can_be_replaced():
+    """Courses' scripts do so before they make the LLM."""
+    with vllm_names(), patch("vllm.worker.worker.Worker._assert_memory_footprint_increased_during_profiling") as check:
+        from vllm.worker.worker import Worker
+
+        assert Worker._assert_memory_footprint_increased_during_profiling is check
+
+
+def test_a_tokenizers_code_is_never_run(monkeypatch):
+    given = {}
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name, **options: given.update(options, name=name))
+    with vllm_names():
+        from vllm.tokenizers import get_tokenizer
+
+        get_tokenizer(tokenizer_name="m", trust_remote_code=True, download_dir="d", tokenizer_mode="slow", revision="r")
+    assert given == {"name": "m", "trust_remote_code": False, "cache_dir": "d", "use_fast": False, "revision": "r"}
 
 
 def test_options_come_from_a_command_line():
