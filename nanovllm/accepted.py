@@ -211,11 +211,10 @@ ACCEPTED_PARAMETERS: Mapping[str, Accepted] = {
     "logprob_token_ids": _only(instead='logprobs=128, or allowed_token_ids with logprobs_mode="processed"'),
 }
 
-# Keywords of vLLM's StructuredOutputsParams and of its earlier GuidedDecodingParams.
-ACCEPTED_FORMS: Mapping[str, Accepted] = {
+ACCEPTED_STRUCTURED_OUTPUTS: Mapping[str, Accepted] = {
     "backend": Accepted(_LLGUIDANCE),
     "disable_fallback": Accepted(_LLGUIDANCE),
+    "structural_tag": _only(instead="nanovllm has no structural tags; write a grammar"),
     "disable_additional_properties": _only(False, instead="put additionalProperties: false into the schema's objects"),
     "whitespace_pattern": _only(instead="disable_any_whitespace=False allows any whitespace that JSON allows"),
-    "structural_tag": _only(instead="nanovllm has no structural tags; grammar can say the same"),
 }

@@ -8,7 +8,7 @@ from itertools import pairwise
 from json import dumps, loads
 from typing import Any
 
-from nanovllm.accepted import ACCEPTED_FORMS
+from nanovllm.accepted import ACCEPTED_STRUCTURED_OUTPUTS
 from nanovllm.checks import boolean, suggests_names
 
 # The values of these keywords of a schema are data, in which "$ref" is an ordinary key.
@@ -34,7 +34,7 @@ _MEANT = {
 }
 
 
-@suggests_names("parameter", _MEANT, ACCEPTED_FORMS)
+@suggests_names("parameter", _MEANT, ACCEPTED_STRUCTURED_OUTPUTS)
 @dataclass(frozen=True, slots=True, init=False)
 class StructuredOutputsParams:
     """The required form of a completion: exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`.

@@ -161,7 +161,6 @@ def texts_of(kind):
         ({"guided_json": {}}, TypeError, "did you mean json"),
         ({"choices": ["a"]}, TypeError, "did you mean choice"),
         ({"structural_tag": "a"}, ValueError, "structural_tag cannot be 'a'; nanovllm has no structural tags"),
-        ({"regex": "a", "whitespace_pattern": " "}, ValueError, "disable_any_whitespace=False allows any"),
     ],
     ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
 )
