@@ -290,8 +290,8 @@ class LLM:
     if not TYPE_CHECKING:  # for a type checker, it would be any attribute
 
         def __getattr__(self, name: str) -> Any:
-            instead = REFUSED_ATTRIBUTES.get(name)
-            raise AttributeError(f"nanovllm's LLM has no {name}" + (f"; {instead}" if instead else ""))
+            advice = [f"; {advice}" for advice, names in REFUSED_ATTRIBUTES.items() if name in names.split()]
+            raise AttributeError(f"nanovllm's LLM has no {name}{''.join(advice)}")
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters that the model's generation_config recommends, which `sampling_params=None` uses.
@@ -340,6 +340,7 @@ class LLM:
         pairs = list(weights.items() if isinstance(weights, Mapping) else weights)
         self._alter(self.engine.update_weights, pairs)
 
+    @_takes_vllms_arguments
     def reset_prefix_cache(self) -> bool:
         """Empties the prefix cache, and returns True.
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from json import dumps, loads
 from typing import Any
 
+from nanovllm.accepted import ACCEPTED_STRUCTURED_OUTPUTS
 from nanovllm.checks import boolean, suggests_names
 
 # The values of these keywords of a schema are data, in which "$ref" is an ordinary key.
@@ -30,15 +31,10 @@ _MEANT = {
     "gbnf": "grammar",
     "lark": "grammar",
     "cfg": "grammar",
-    "whitespace_pattern": "disable_any_whitespace=False allows any whitespace that JSON allows",
-    "disable_additional_properties": "put additionalProperties: false into the schema's objects",
-    "structural_tag": "nanovllm has no structural tags; grammar can say the same",
-    "backend": "llguidance is the only backend; leave it out",
-    "disable_fallback": "llguidance is the only backend; leave it out",
 }
 
 
-@suggests_names("parameter", _MEANT)
+@suggests_names("parameter", _MEANT, ACCEPTED_STRUCTURED_OUTPUTS)
 @dataclass(frozen=True, slots=True, init=False)
 class StructuredOutputsParams:
     """The required form of a completion: exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`.

@@ -160,7 +160,7 @@ def texts_of(kind):
         ({"regex": "a", "disable_any_whitespace": 1}, TypeError, "disable_any_whitespace must be True or False"),
         ({"guided_json": {}}, TypeError, "did you mean json"),
         ({"choices": ["a"]}, TypeError, "did you mean choice"),
-        ({"structural_tag": "a"}, TypeError, "no structural tags"),
+        ({"structural_tag": "a"}, ValueError, "structural_tag cannot be 'a'; nanovllm has no structural tags"),
     ],
     ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
 )

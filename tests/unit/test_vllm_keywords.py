@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanovllm import LLM, Config, SamplingParams
+from nanovllm import LLM, Config, SamplingParams, StructuredOutputsParams
 from nanovllm.accepted import (
     ACCEPTED_ARGUMENTS,
     ACCEPTED_OPTIONS,
     ACCEPTED_PARAMETERS,
+    ACCEPTED_STRUCTURED_OUTPUTS,
     RENAMED_ARGUMENTS,
     RENAMED_OPTIONS,
     RENAMED_PARAMETERS,
@@ -73,6 +74,16 @@ def test_a_sampling_parameter_that_asks_for_more_is_refused_with_what_to_do(name
     if parameter.values is not None:
         with pytest.raises(ValueError, match=f"^{name} cannot be 7; {re.escape(parameter.reason)}$"):
             SamplingParams(**{name: 7})
+
+
+@pytest.mark.parametrize("name", ACCEPTED_STRUCTURED_OUTPUTS)
+def test_a_keyword_of_structured_outputs_that_asks_for_more_is_refused_with_what_to_do(name):
+    form = ACCEPTED_STRUCTURED_OUTPUTS[name]
+    for value in form.values or (None, "outlines", True):
+        assert StructuredOutputsParams(regex="a", **{name: value}) == StructuredOutputsParams(regex="a")
+    if form.values is not None:
+        with pytest.raises(ValueError, match=f"^{name} cannot be 7; {re.escape(form.reason)}$"):
+            StructuredOutputsParams(regex="a", **{name: 7})
 
 
 def test_vllms_names_of_our_options_are_heeded():
@@ -224,10 +235,10 @@ def test_the_page_has_each_keyword_with_its_values_and_reason():
     expected += rows_of_page(ACCEPTED_OPTIONS, True) + rows_of_page(ACCEPTED_OPTIONS, False)
     expected += [f"| `{theirs}` | `{ours}` |" for theirs, ours in RENAMED_PARAMETERS.items()]
     expected += rows_of_page(ACCEPTED_PARAMETERS, True) + rows_of_page(ACCEPTED_PARAMETERS, False)
+    expected += rows_of_page(ACCEPTED_STRUCTURED_OUTPUTS, True) + rows_of_page(ACCEPTED_STRUCTURED_OUTPUTS, False)
     expected += [f"| `{theirs}` | `{ours}` |" for theirs, ours in RENAMED_ARGUMENTS.items()]
-    expected += rows_of_page(ACCEPTED_ARGUMENTS, False)
+    expected += rows_of_page(ACCEPTED_ARGUMENTS, True) + rows_of_page(ACCEPTED_ARGUMENTS, False)
     assert [line for line in page.splitlines() if line.startswith("| `")] == expected
-    assert all(argument.values is not None for argument in ACCEPTED_ARGUMENTS.values())
 
 
 @pytest.mark.parametrize(

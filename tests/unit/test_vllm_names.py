@@ -1,11 +1,28 @@
-"""vLLM's module names, in processes of their own: what a script does to sys.modules stays there."""
+"""vLLM's module names: what they are, what a script may do with them, and what it is told otherwise."""
 
+import dataclasses
+import importlib
 import os
+import random
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import patch
 
+import numpy as np
 import pytest
+import torch
+from support.vllm_scripts import vllm_names
+from transformers import AutoTokenizer
+
+import nanovllm
+from nanovllm.accepted import REFUSED_ATTRIBUTES
+from nanovllm.demo import MODEL_DIRECTORY
+
+with vllm_names() as vllm_page:
+    pass
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -60,33 +77,167 @@ def run(*arguments: object, cwd: Path) -> subprocess.CompletedProcess:
 
 
 def test_a_script_written_for_vllm_runs_as_it_is(tmp_path):
-    from nanovllm.demo import MODEL_DIRECTORY
-
     (tmp_path / "script.py").write_text(SCRIPT)
     done = run("-m", "nanovllm.integrations.vllm", tmp_path / "script.py", "--model", MODEL_DIRECTORY, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         " tenalp", " PAGED", "432", "True",
-        "nanovllm loads no adapters; merge it into the model's weights and load the merged model",
+        "nanovllm has no LoRARequest; merge the adapter into the model's weights and load the merged model",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("code", "expected"),
+    ("code", "message"),
     [
-        ("from vllm import AsyncLLMEngine", "nanovllm has no vllm.AsyncLLMEngine; docs/vllm.md lists"),
-        ("from vllm.sampling_params import BeamSearchParams", "nanovllm has no vllm.sampling_params.BeamSearchParams"),
-        ("import vllm.engine", "No module named 'vllm.engine'"),
-        (
-            "from vllm.sampling_params import GuidedDecodingParams as G; G(regex='a', whitespace_pattern=' ')",
-            "takes no disable_additional_properties or whitespace_pattern",
-        ),
+        ("from vllm import Nonsense", "nanovllm has no vllm.Nonsense; docs/vllm.md lists"),
+        ("from vllm.sampling_params import SamplingType", "nanovllm has no vllm.sampling_params.SamplingType; docs/"),
+        ("import vllm.core.scheduler", "nanovllm has no vllm.core; docs/vllm.md lists"),
+        ("from vllm.v1.core import Scheduler", r"nanovllm has no vllm.v1.core; docs/vllm.md lists"),
+        ("from vllm.entrypoints.openai.api_server import run_server", "no vllm.entrypoints.openai; nanovllm serves"),
+        ("from vllm.entrypoints import openai", "no vllm.entrypoints.openai; nanovllm serves no API"),
+        ("from vllm.multimodal.utils import fetch_image", "no vllm.multimodal; nanovllm reads text only"),
+        ("from vllm.model_executor.layers.sampler import Sampler", "no vllm.model_executor.layers; llm.update_weights"),
+        ("from vllm.utils import get_open_port", "no vllm.utils.get_open_port; a job's --data-parallel-size"),
+        ("import vllm.envs; vllm.envs.VLLM_USE_V1", "no vllm.envs.VLLM_USE_V1; nanovllm reads no environment variable"),
     ],
-    ids=str,
+    ids=lambda value: value if value.startswith(("from", "import")) else "",
 )
-def test_what_is_missing_says_so(tmp_path, code, expected):
-    done = run("-c", f"import nanovllm.integrations.vllm\n{code}", cwd=tmp_path)
-    assert done.returncode == 1 and expected in done.stderr.splitlines()[-1], done.stderr
+def test_an_import_of_what_is_missing_says_so(code, message):
+    with vllm_names(), pytest.raises(ImportError, match=message):
+        exec(code, {})
+
+
+@pytest.mark.parametrize("name", [name for names in vllm_page.REFUSED_CLASSES.values() for name in names.split()])
+def test_a_class_that_is_refused_can_be_imported_and_named_but_not_used(name):
+    with vllm_names() as page:
+        module = next(module for module, names in page.MODULES.items() if name in names.split())
+        refused = getattr(importlib.import_module(module), name)
+        advice = next(advice for advice, names in page.REFUSED_CLASSES.items() if name in names.split())
+        assert (refused | None) and list[refused] and not isinstance(None, refused)
+        assert not hasattr(refused, "from_engine_args")
+        with pytest.raises(ValueError, match=f"^nanovllm has no {name}; {re.escape(advice)}$"):
+            refused("adapter", 1, path="x")
+        with pytest.raises(AttributeError, match=f"^nanovllm has no {name}.register_model; "):
+            refused.register_model("Model", None)
+
+
+def test_every_name_can_be_imported():
+    with vllm_names() as page:
+        for module, names in page.MODULES.items():
+            for name in names.split():
+                exec(f"from {module} import {name}", {})
+        import vllm
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.lora.request import LoRARequest  # noqa: F401 - as scripts do
+
+        assert EngineArgs is vllm.EngineArgs and issubclass(vllm.LLM, nanovllm.LLM)
+        assert vllm.__version__.startswith("0.11.0+nanovllm.") and find_spec("vllm.lora") is not None
+    assert "vllm" not in sys.modules
+
+
+def test_a_check_of_vllms_worker_can_be_replaced():
+    """Courses' scripts do so before they make the LLM."""
+    with vllm_names(), patch("vllm.worker.worker.Worker._assert_memory_footprint_increased_during_profiling") as check:
+        from vllm.worker.worker import Worker
+
+        assert Worker._assert_memory_footprint_increased_during_profiling is check
+
+
+def test_a_tokenizers_code_is_never_run(monkeypatch):
+    given = {}
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name, **options: given.update(options, name=name))
+    with vllm_names():
+        from vllm.tokenizers import get_tokenizer
+
+        get_tokenizer(tokenizer_name="m", trust_remote_code=True, download_dir="d", tokenizer_mode="slow", revision="r")
+    assert given == {"name": "m", "trust_remote_code": False, "cache_dir": "d", "use_fast": False, "revision": "r"}
+
+
+def test_options_come_from_a_command_line():
+    with vllm_names():
+        from vllm import EngineArgs
+        from vllm.utils import FlexibleArgumentParser
+
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        parser.add_argument("--task", choices=["gsm8k"])  # one of LLM's too
+        parser.add_argument("--top-k", type=int)
+        line = "--max_model_len 128 --trust-remote-code --top_k=7 --no-enable-prefix-caching -tp 2 --dtype half"
+        line += " --revision None --gpu-memory-utilization=0.5 --task gsm8k --seed 3 --model m_m --enforce_eager"
+        args = parser.parse_args([*line.split(), "--limit-mm-per-prompt", '{"image_a": 0}'])
+        assert (args.task, args.top_k) == ("gsm8k", 7)
+        args.task = None
+        given = {
+            "max_model_len": 128, "trust_remote_code": True, "enable_prefix_caching": False, "dtype": "half",
+            "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "seed": 3, "model": "m_m", "enforce_eager": True,
+            "limit_mm_per_prompt": {"image_a": 0},
+        }  # fmt: skip
+        engine_args = EngineArgs.from_cli_args(args)
+        found = dataclasses.asdict(engine_args)
+        assert {name: value for name, value in found.items() if value is not None} == given
+        assert found == vars(engine_args) == vars(EngineArgs(**given)) and "swap_space" in found
+        assert EngineArgs().model and EngineArgs("m").model == "m"
+        with pytest.raises(TypeError, match="unexpected keyword argument 'max_len'"):
+            EngineArgs(max_len=1)
+
+
+def test_an_llm_takes_what_vllms_methods_take():
+    with vllm_names():
+        from vllm import LLM, EngineArgs, SamplingParams
+        from vllm.config import CompilationConfig
+
+        options = {"max_model_len": 128, "compilation_config": CompilationConfig(level=3), "swap_space": 4}
+        llm = LLM.from_engine_args(EngineArgs(model=MODEL_DIRECTORY, **options))
+        llm.sleep(level=1)
+        llm.wake_up(tags=["weights"])
+        llm.wake_up(tags=["kv_cache"])
+        assert llm.reset_prefix_cache() is True
+        assert llm.generate("Q: What is 2 + 3?\nA:", SamplingParams(temperature=0), False)[0].outputs[0].text == " 5"
+        for advice, names in REFUSED_ATTRIBUTES.items():
+            for name in names.split():
+                with pytest.raises(AttributeError, match=f"^nanovllm's LLM has no {name}; {re.escape(advice)}$"):
+                    getattr(llm, name)
+        with pytest.raises(AttributeError, match=r"^nanovllm's LLM has no nonsense$"):
+            llm.nonsense()
+        assert not hasattr(llm, "apply_model")
+
+
+def test_the_other_names_do_what_scripts_expect():
+    with vllm_names():
+        from vllm.logger import init_logger
+        from vllm.model_executor import set_random_seed
+        from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind, SamplingParams
+        from vllm.transformers_utils.tokenizer import get_tokenizer
+        from vllm.utils import Counter, random_uuid
+
+        tokenizer = get_tokenizer(str(MODEL_DIRECTORY), tokenizer_mode="auto", trust_remote_code=True, revision=None)
+        assert tokenizer.decode(tokenizer.encode("paged", add_special_tokens=False)) == "paged"
+        with pytest.raises(ValueError, match="tokenizer_mode cannot be 'mistral'; nanovllm loads"):
+            get_tokenizer(str(MODEL_DIRECTORY), tokenizer_mode="mistral")
+        drawn = []
+        for seed in (7, 7, None):
+            set_random_seed(seed)
+            drawn.append((random.random(), np.random.random(), torch.rand(1).item()))
+        assert drawn[0] == drawn[1] and not {*drawn[1]} & {*drawn[2]}
+        counter = Counter()
+        assert [next(counter), next(counter)] == [0, 1]
+        assert len({random_uuid() for _ in range(9)}) == 9 and init_logger("script").name == "script"
+        guided = GuidedDecodingParams(choice=["a", "b"], backend="outlines:no-fallback", whitespace_pattern=None)
+        params = SamplingParams(guided_decoding=guided, output_kind=RequestOutputKind.FINAL_ONLY)
+        assert params.structured_outputs is guided
+
+
+def test_the_page_lists_every_name_and_what_to_do_instead():
+    page = (ROOT / "docs/vllm.md").read_text(encoding="utf-8")
+
+    def cell(names: str) -> str:
+        return ", ".join(f"`{name}`" if name.startswith("_") else name for name in names.split())
+
+    expected = [f"| {module} | {cell(names)} |" for module, names in vllm_page.MODULES.items() if names]
+    for table in (vllm_page.REFUSED_CLASSES, REFUSED_ATTRIBUTES, vllm_page.REFUSED_IMPORTS):
+        expected += [f"| {cell(names)} | {advice} |" for advice, names in table.items()]
+    begin, end = page.index("## A script as it is"), page.index("## What changes in a script")
+    rows = [line for line in page[begin:end].splitlines() if line.startswith("| ") and line.count(" | ") == 1]
+    assert [row for row in rows if row not in ("| module | names |", "| name | instead |")] == expected
 
 
 def test_an_installed_vllm_stays_unless_asked(tmp_path):

@@ -1,0 +1,183 @@
+"""Whole scripts in the style of public ones, written for vLLM, run as they are on the bundled model."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from support.long import long
+from support.vllm_scripts import SCRIPTS, run_alone, run_here
+
+from nanovllm.demo import MODEL_DIRECTORY
+
+QUESTIONS = {
+    "What is 47 + 385?": "432",
+    "Reverse the word planet.": "tenalp",
+    "Write paged in upper case.": "PAGED",
+    "Which is larger, 17 or 52?": "52",
+}
+MODEL = ("--model", MODEL_DIRECTORY)
+# Scripts that print their results, with their arguments and what they must print.
+PRINTING = [
+    ("basic", MODEL, re.compile(r"(?s)Prompt: +'Q: What is 47 .*Output: +' 432'.*' tenalp'.*' aaabnn'.*' PAGED'")),
+    ("engine_args", (*MODEL, "--num-prompts", 3), "sums 11\nsums 22\nsums 33\n"),
+    ("engine_args", (*MODEL, "-m", "chat", "--num-prompts", 2, "--seed", 3), "chat 11\nchat 22\n"),
+    (
+        "classify_logprobs",
+        (*MODEL, "--dtype", "float32"),
+        "banana/a: 3 (sure)\napple/p: 2 (sure)\nmississippi/s: 4 (sure)\ngarden/z: 0 (sure)\n",
+    ),
+    (
+        "perplexity",
+        MODEL,
+        "winner: A: 432 ratio > 2: True\nwinner: A: tenalp ratio > 2: True\nwinner: A: PAGED ratio > 2: True\n",
+    ),
+    (
+        "self_consistency",
+        ("--model_name_or_path", MODEL_DIRECTORY),
+        "gold=432 pred=432 majority=True\ngold=42 pred=42 majority=True\ngold=71 pred=71 majority=True\nmaj@5: 1.00\n",
+    ),
+    ("best_of_n", MODEL, "[0, 1, 2, 3] nedrag\n[0, 1, 2, 3] dinoww\n"),
+    ("self_chat", (MODEL_DIRECTORY, 3), "alice: 24\nbob: 48\nalice: 96\n[4, 2]\n"),
+    ("judge", ("--judge-model", MODEL_DIRECTORY), "wins: {'alpha': 0, 'beta': 2, 'gamma': 4}\nconsistent: True\n"),
+    ("mmlu_letters", MODEL, "C C {'2'}\nB B {'3'}\nA A {'1'}\nD D {'4'}\nAverage accuracy 1.000\n"),
+    ("two_models", ("--models", MODEL_DIRECTORY, MODEL_DIRECTORY), re.compile(r"\['100', '64'\]\nagreement: True\n$")),
+    (
+        "prefix_caching",
+        MODEL,
+        "caching=False cached=[False, False, False] fast=True\ncaching=True cached=[True, True, True] fast=True\n"
+        "Generated texts are the same: True\n",
+    ),
+    (
+        "constrained",
+        MODEL,
+        re.compile(
+            r"plain ' 1 2 3 4 5 6 7 8 9' stop None 19\nbad_words '[^5]*' .*\nlogit_bias '77' length None 2\n"
+            r"stop_token ' 1 2 3 4' stop 52 8\nstop ' 1 2 3' stop  3 6\nmin_tokens ' 1 2' length None 4\n"
+        ),
+    ),
+    ("lora_adapter", MODEL, "14\n"),
+    # Values of SamplingParams are assigned.
+    (
+        "chat_cli",
+        (*MODEL, "--max_tokens", 16, "--temperature=0", "--trust-remote-code", "--max-model-len", 256),
+        "one: 385\nmany: ['40', '42', '44', '46', '48']\n",
+    ),
+    ("per_sample_seeds", MODEL, "same: True\ngreedy:  ellowy\nseeds: [100, 101, 102] None\n"),
+    # llm.llm_engine is read.
+    (
+        "harness_until",
+        MODEL,
+        "max_length 256\n' 3 4 5'\n' 42<|endoftext|>'\n' 40 41 42 43 44<|endoftext|>'\n' elb'\n' ehcac<|endoftext|>'\n",
+    ),
+    ("truncate", MODEL, "max_model_len: 200\ncut: 1 longest: 184\nfinished: True\n"),
+    (
+        "rl_rollout",
+        (*MODEL, "--device", "cpu"),
+        "before: True (2, 4)\nafter: False (2, 4)\n",
+    ),
+    # Structured outputs have min_tokens.
+    (
+        "regex_numbers",
+        (),
+        re.compile(r"What is 47 \+ 385\? 432\nWhat is 90 - 48\? 42\nReverse the word 12\. [0-9]+\n"),
+    ),
+    # Callables change logits.
+    ("logits_processors", MODEL, "plain:  PAGED\ncapitals: False\nforced:  PAGED\n"),
+    # RequestOutput has metrics.
+    ("latency", MODEL, "tokens: 32\nin order: True\nhas percentiles: True\n"),
+]
+
+
+@pytest.fixture(params=["here", long("alone")])
+def run(request, tmp_path, monkeypatch):
+    """Runs a script and returns what it prints: in this process, or with --long as the command does too."""
+    monkeypatch.chdir(tmp_path)
+    return {"here": run_here, "alone": run_alone}[request.param]
+
+
+@pytest.mark.parametrize(("name", "arguments", "expected"), PRINTING, ids=[name for name, *_ in PRINTING])
+def test_a_script_prints_what_it_must(run, name, arguments, expected):
+    printed = run(name, *arguments, MODEL=str(MODEL_DIRECTORY))
+    assert expected.search(printed) if isinstance(expected, re.Pattern) else printed == expected
+
+
+def test_rows_of_json_are_answered_once(run, tmp_path):
+    rows = [{"id": str(number), "question": question} for number, question in enumerate(QUESTIONS)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    arguments = (*MODEL, "--input", "in.jsonl", "--output", "out.jsonl", "--batch_size", 1)
+    assert run("jsonl_batch", *arguments) == "2 rows, 0 done, 2 to do\n"
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run("jsonl_batch", *arguments) == "4 rows, 2 done, 2 to do\n"
+    answered = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert {row["question"]: row["response"] for row in answered} == QUESTIONS
+    assert [row["finish_reason"] for row in answered] == ["stop"] * 4
+    assert all(row["usage"]["completion_tokens"] == len(row["response"]) + 1 for row in answered)
+
+
+def test_shards_of_a_data_set_join(run, tmp_path):
+    (tmp_path / "data.json").write_text(json.dumps([{"question": question} for question in QUESTIONS]))
+    arguments = ("--model-path", MODEL_DIRECTORY, "--data", "data.json", "--out-dir", "parts", "--num-shards", 2)
+    found = {}
+    for shard in range(2):
+        part = f"part-0000{shard}-of-00002.json"
+        assert run("shard", *arguments, "--shard-id", shard) == f"wrote {part}\n"
+        rows = json.loads((tmp_path / "parts" / part).read_text())
+        assert len(rows) == 2
+        found.update({row["question"]: row["prediction"] for row in rows})
+    assert found == QUESTIONS
+
+
+def test_extracted_records_have_the_form_of_a_pydantic_model(run):
+    pytest.importorskip("pydantic")
+    records = json.loads(run("json_extraction", *MODEL))
+    assert len(records) == 2
+    for record in records:
+        assert record.keys() == {"larger", "is_certain"} and record["larger"] in range(10)
+
+
+def test_a_teachers_answers_become_data(run, tmp_path):
+    printed = run("distill", "--teacher", MODEL_DIRECTORY, "--output-file", "data.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
+    assert printed == f"kept {len(rows)}, dropped {18 - len(rows)}\n"
+    found = {question["content"]: answer["content"] for question, answer in (row["messages"] for row in rows)}
+    assert len(found) == 6 and found["Write silver in upper case."] == "SILVER"
+    assert len({row["id"] for row in rows}) == len(rows)
+
+
+def test_lines_are_translated_in_their_order(run, tmp_path):
+    (tmp_path / "lines.txt").write_text("planet\n\nsilver\norange\n")
+    assert run("translate", *MODEL, "--src", "lines.txt", "--out", "lines.tsv") == "translated 3 lines\n"
+    assert (tmp_path / "lines.tsv").read_text() == "planet\tPLANET\nsilver\tSILVER\norange\tORANGE\n"
+
+
+def test_wrong_samples_are_rejected_until_one_is_right(run, tmp_path):
+    assert run("rejection_sampling", *MODEL, "--save-to", "accepted.jsonl") == "accepted 4 of 4\n"
+    rows = [json.loads(line) for line in (tmp_path / "accepted.jsonl").read_text().splitlines()]
+    assert sorted(row["answer"] for row in rows) == ["1001", "15", "432", "512"]
+
+
+# Request ids go on counting over calls.
+def test_results_of_several_calls_keep_their_order_by_request_id(run, tmp_path):
+    assert run("request_ids", *MODEL, "--out", "answers.json") == "increasing: True\n"
+    assert json.loads((tmp_path / "answers.json").read_text()) == ["2", "4", "6", "8", "10"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("lora_adapter", (*MODEL, "--lora-path", "adapter"), "enable_lora cannot be True; merge the adapter into"),
+        ("async_engine", (MODEL_DIRECTORY,), r"no AsyncLLMEngine.from_engine_args; .*llm.generate_iter\(\) gives"),
+        ("beam_search", MODEL, "LLM has no beam_search; ask for n completions"),
+    ],
+    ids=["lora_adapter", "async_engine", "beam_search"],
+)
+def test_a_script_that_cannot_run_says_what_to_do(run, name, arguments, message):
+    with pytest.raises((ValueError, AttributeError, RuntimeError), match=message):
+        run(name, *arguments)
+
+
+def test_every_script_has_a_test():
+    source = Path(__file__).read_text(encoding="utf-8")
+    scripts = {path.stem for path in SCRIPTS.glob("*.py")}
+    assert len(scripts) >= 25 and all(f'"{name}"' in source for name in scripts)
