@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice, repeat
 from typing import Any, cast
 
@@ -193,9 +194,10 @@ class RowStream:
     def _outputs_of(self, sequences: list[Sequence]) -> dict[int, RequestOutput]:
         if not sequences:
             return {}
-        texts = self._text.complete(list(map(self._completion, sequences)))
+        decoded = list(map(self._completion, sequences))
+        texts = self._text.complete(decoded)
         outputs: dict[int, RequestOutput] = {}
-        for seq, (text, stop) in zip(sequences, texts, strict=True):
+        for seq, (_, params, follows_text), (text, stop) in zip(sequences, decoded, texts, strict=True):
             reason, error = cast(FinishReason, seq.finish_reason), seq.error
             problem = getattr(seq.stop_predicate, "error", None) or (text if isinstance(text, ValueError) else None)
             if problem is not None:
@@ -204,7 +206,7 @@ class RowStream:
             stop_reason = self._stop_reason(seq, stop) if error is None else None
             first = seq.siblings[0] if seq.siblings else seq
             index, request = seq.seq_id - first.seq_id, self._running[first.seq_id]
-            logprobs = self._logprobs(seq.logprobs, seq.sampling_params.logprobs)
+            logprobs = self._logprobs(seq.logprobs, params.logprobs, params, 0, follows_text or not params.detokenize)
             total = None if logprobs is None else float(logprobs.of_tokens.sum(dtype=np.float64))
             request.completions[index] = CompletionOutput(
                 index, text, seq.completion_token_ids, reason, stop_reason, total, logprobs
@@ -214,7 +216,8 @@ class RowStream:
                 del self._running[first.seq_id]
                 completions = [request.completions[index] for index in range(request.params.n)]
                 number, prompt = request.number, request.prompt
-                scores = self._logprobs(first.prompt_logprobs, request.params.prompt_logprobs, prompt.first_scored)
+                wanted, start = request.params.prompt_logprobs, prompt.first_scored
+                scores = self._logprobs(first.prompt_logprobs, wanted, params, start)
                 output = self._output(number, prompt, completions, first.num_cached_tokens, request.error)
                 outputs[number] = output if scores is None else replace(output, prompt_logprobs=scores)
         return outputs
@@ -223,10 +226,13 @@ class RowStream:
         prompt, params = islice(seq.token_ids, seq.num_prompt_tokens), seq.sampling_params
         return Completion(seq.completion_token_ids, params, self._text.follows_text(prompt, params))
 
-    def _logprobs(self, numbers: bytearray, num_logprobs: int | None, first: int = 0) -> TokenLogprobs | None:
+    def _logprobs(
+        self, numbers: bytearray, num_logprobs: int | None, params: SamplingParams, first: int, follows: bool = True
+    ) -> TokenLogprobs | None:
         if num_logprobs is None:
             return None
-        return TokenLogprobs.of(bytes(numbers), num_logprobs, first, self._text.token_text)
+        pieces = partial(self._text.piece, skip_special_tokens=params.skip_special_tokens)
+        return TokenLogprobs.of(bytes(numbers), num_logprobs, first, pieces, follows)
 
     def _stop_reason(self, seq: Sequence, stop: str | None) -> int | str | None:
         """See CompletionOutput; `stop` is the stop string in the text."""

@@ -185,7 +185,8 @@ def _choice(kind: OpenAIKind, completion: CompletionOutput) -> dict[str, Any]:
 
 
 def _legacy_logprobs(found: TokenLogprobs) -> dict[str, Any]:
-    """The "logprobs" of /v1/completions. An offset is the number of the completion's characters before the token.
+    """The "logprobs" of /v1/completions. An offset is the number of the completion's characters before the token. A
+    skipped special token has a text, which is not in the completion's.
 
     If two of the most probable tokens have the same text, the more probable one counts.
     """
@@ -196,7 +197,7 @@ def _legacy_logprobs(found: TokenLogprobs) -> dict[str, Any]:
         for other, logprob in scored.items():
             top.setdefault(_text(other, logprob), _finite(logprob.logprob))
         rows.append((token, _finite(scored[token_id].logprob), top, end))
-        end += len(token)
+        end += 0 if scored[token_id].token_bytes is None else len(token)
     names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     columns: dict[str, Any] = {name: [row[column] for row in rows] for column, name in enumerate(names)}
     asks_top = found.token_ids.shape[1] > 1
@@ -213,10 +214,9 @@ def _content_logprobs(found: TokenLogprobs) -> dict[str, Any]:
 
 
 def _entry(token_id: int, scored: dict[int, Logprob]) -> dict[str, Any]:
-    text = _text(token_id, scored[token_id])
-    # A token of half a character has no text of its own, and bytes of the replacement character would be wrong.
-    in_bytes = None if "\ufffd" in text or scored[token_id].decoded_token is None else list(text.encode())
-    return {"token": text, "logprob": _finite(scored[token_id].logprob), "bytes": in_bytes}
+    found = scored[token_id]
+    in_bytes = None if found.token_bytes is None else list(found.token_bytes)
+    return {"token": _text(token_id, found), "logprob": _finite(found.logprob), "bytes": in_bytes}
 
 
 def _prompt_logprobs(found: TokenLogprobs) -> list[dict[str, Any] | None]:
@@ -225,7 +225,7 @@ def _prompt_logprobs(found: TokenLogprobs) -> list[dict[str, Any] | None]:
 
 
 def _as_vllm(logprob: Logprob) -> dict[str, Any]:
-    return {**logprob._asdict(), "logprob": _finite(logprob.logprob)}
+    return {"logprob": _finite(logprob.logprob), "rank": logprob.rank, "decoded_token": logprob.decoded_token}
 
 
 def _text(token_id: int, logprob: Logprob) -> str:

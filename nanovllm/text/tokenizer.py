@@ -1,9 +1,12 @@
 """A model's tokenizer: it encodes and decodes, and turns the tokenizer's errors into ValueErrors."""
 
+import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
+
+from nanovllm.token_texts import TokenPiece
 
 Given = TypeVar("Given")
 Found = TypeVar("Found")
@@ -11,6 +14,12 @@ Found = TypeVar("Found")
 NO_TOKENIZER = "the model has no tokenizer"
 # Exceptions that end the program or its generators, and are not the fault of a text.
 EXITS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+# The names of tokens that hold bytes: one byte in tokenizers with byte fallback, and GPT-2's characters in byte-level
+# ones, where the bytes that have no printable character of their own follow each other from U+0100 on.
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
 
 
 class Tokenizer:
@@ -26,7 +35,7 @@ class Tokenizer:
         self._max_model_len = max_model_len
         # Many requests ask about the same tokens.
         self._has_text = lru_cache(maxsize=None)(self._find_whether_it_has_text)
-        self._token_text = lru_cache(maxsize=None)(self._find_token_text)
+        self._piece = lru_cache(maxsize=None)(self._find_piece)
         self._bad_word_ids = lru_cache(maxsize=1024)(self._find_bad_word_ids)
 
     @property
@@ -153,16 +162,31 @@ class Tokenizer:
         """Whether it matters to `decode` that tokens follow a text."""
         return self.tokenizer is not None and bool(self._lead[0])
 
-    def token_text(self, token_id: int) -> str | None:
-        """The text of one token behind others, special tokens too; None without a tokenizer or if it fails."""
-        return self._token_text(token_id)
+    def piece(self, token_id: int, skip_special_tokens: bool) -> TokenPiece | None:
+        """What a token adds to a text; None without a tokenizer or if it fails."""
+        return self._piece(token_id, skip_special_tokens)
 
-    def _find_token_text(self, token_id: int) -> str | None:
+    def _find_piece(self, token_id: int, skip_special_tokens: bool) -> TokenPiece | None:
         if self.tokenizer is None:
             return None
-        decode = partial(self.decode, skip_special_tokens=False, follows=[True])
-        (text,) = all_or_each(decode, [[token_id]])
-        return None if isinstance(text, BaseException) else text
+        try:
+            (text,), (first,) = (self.decode([[token_id]], False, [follows]) for follows in (True, False))
+            has_text = self.has_text(token_id, skip_special_tokens)
+            name = str(self.tokenizer.convert_ids_to_tokens(token_id))
+        except EXITS:
+            raise
+        except BaseException:
+            return None
+        if not has_text:
+            return TokenPiece(text, None, is_part=True)
+        in_bytes = whole = text.encode(errors="replace")
+        byte = None if text == name else _BYTE_TOKEN.fullmatch(name)
+        if byte is not None:
+            in_bytes = bytes.fromhex(byte[1])
+        elif "\ufffd" in text and _BYTES.keys() >= set(name):
+            in_bytes = bytes(_BYTES[character] for character in name)
+        is_part = byte is not None or in_bytes != whole
+        return TokenPiece(text, in_bytes, len(text) - len(first), is_part, byte is not None)
 
     @cached_property
     def special_ids(self) -> dict[str, int]:

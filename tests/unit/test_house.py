@@ -18,7 +18,7 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 
 VALUES = {
     "accepted", "checks", "config", "logprobs", "loglikelihood", "outputs", "prompts", "recommended_sampling",
-    "sampling_checks", "sampling_params", "structured_outputs",
+    "sampling_checks", "sampling_params", "structured_outputs", "token_texts",
 }  # fmt: skip
 PROCESS = {"child_processes", "cpu_threads", "forks", "garbage_collector", "guard", "machine"}
 # The rooms that each room may import, besides itself. A room is a package of nanovllm/ or a file beside them.

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from nanovllm import CompletionOutput, RequestOutput, SamplingParams, TokenLogprobs
 from nanovllm.jobs.rows import JobRow, output_of, parse_row
+from nanovllm.token_texts import TokenPiece
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 PLAIN = {"id": "a", "prompt": "Hi"}
@@ -398,7 +399,11 @@ def logprobs(*tokens: list[tuple[int, float]], first: int = 0, text=lambda token
     """Each token is a list: itself, then the most probable ones. Its rank is 1 + its place among those."""
     ids, numbers = (np.array([[each[part] for each in token] for token in tokens]) for part in (0, 1))
     ranks = [next((i for i, each in enumerate(token[1:], 1) if each[0] == token[0][0]), 9) for token in tokens]
-    return TokenLogprobs(ids.astype(np.int32), numbers.astype(np.float32), np.array(ranks, np.int32), first, text)
+
+    def piece(token_id: int) -> TokenPiece | None:
+        return None if (found := text(token_id)) is None else TokenPiece(found, found.encode())
+
+    return TokenLogprobs(ids.astype(np.int32), numbers.astype(np.float32), np.array(ranks, np.int32), first, piece)
 
 
 INF = float("inf")
@@ -540,12 +545,11 @@ def test_logprobs_of_a_chat_have_openais_shape():
     assert found == {"content": content, "refusal": None}
 
 
-@pytest.mark.parametrize("text, token", [(None, "token_id:7"), ("\ufffd", "\ufffd")])
-def test_a_token_without_a_text_of_its_own_has_no_bytes(text, token):
-    scored = logprobs([(7, -1.0)], text=lambda token_id: text)
+def test_without_a_tokenizer_tokens_have_no_bytes():
+    scored = logprobs([(7, -1.0)], text=lambda token_id: None)
     output = RequestOutput("0", "Hi", [1], [CompletionOutput(0, "", [7], "stop", logprobs=scored)])
     found = output_of(made("chat"), output)["response"]["body"]["choices"][0]["logprobs"]["content"]
-    assert found == [{"token": token, "logprob": -1.0, "bytes": None, "top_logprobs": []}]
+    assert found == [{"token": "token_id:7", "logprob": -1.0, "bytes": None, "top_logprobs": []}]
 
 
 FAILED = RequestOutput("0", "Hi", [1, 2], [CompletionOutput(0, "", [], "error")], error="the prompt is too long")
