@@ -43,10 +43,9 @@ class TokenLogprobs(Sequence["dict[int, Logprob] | None"]):
         ranks: int32 [num_scored], for the token itself: 1 + the number of tokens with a larger logit.
         first: number of tokens before the first one that was scored.
         pieces: a function or a dict that gives what a token adds to a text. It is asked when an item is first read.
-        follows_text: whether a text is before the tokens.
     """
 
-    __slots__ = ("_follows_text", "_pieces", "_places", "first", "logprobs", "ranks", "token_ids")
+    __slots__ = ("_piece", "_places", "first", "logprobs", "ranks", "token_ids")
 
     def __init__(
         self,
@@ -55,24 +54,16 @@ class TokenLogprobs(Sequence["dict[int, Logprob] | None"]):
         ranks: np.ndarray,
         first: int = 0,
         pieces: TokenPieces | None = None,
-        follows_text: bool = True,
     ):
         self.token_ids, self.logprobs, self.ranks, self.first = token_ids, logprobs, ranks, first
-        self._pieces, self._follows_text = pieces, follows_text
+        self._piece = pieces if callable(pieces) else ({} if pieces is None else pieces).get
         self._places: list[Place] | None = None
 
     @classmethod
-    def of(
-        cls,
-        numbers: bytes,
-        num_logprobs: int,
-        first: int = 0,
-        pieces: TokenPieces | None = None,
-        follows_text: bool = True,
-    ):
+    def of(cls, numbers: bytes, num_logprobs: int, first: int = 0, pieces: TokenPieces | None = None):
         """Reads the numbers of a step (engine/step.py's TokenNumbers) with `num_logprobs` most probable tokens."""
         rows = np.frombuffer(bytes(numbers), np.int32).reshape(-1, 3 + 2 * num_logprobs)
-        return cls(rows[:, 1::2], rows[:, 2::2].view(np.float32), rows[:, 0], first, pieces, follows_text)
+        return cls(rows[:, 1::2], rows[:, 2::2].view(np.float32), rows[:, 0], first, pieces)
 
     def __len__(self) -> int:
         return self.first + len(self.token_ids)
@@ -105,14 +96,9 @@ class TokenLogprobs(Sequence["dict[int, Logprob] | None"]):
         if (piece := self._piece(token_id)) is None:
             return None, None
         if self._places is None:
-            pieces = [self._piece(each) or _NO_TEXT for each in self.token_ids[:, 0].tolist()]
-            self._places = places(pieces, self._follows_text)
+            self._places = places(self._piece(each) or _NO_TEXT for each in self.token_ids[:, 0].tolist())
         place = self._places[position]
-        return (place.text, place.in_bytes) if is_own else place.of_other(piece)
-
-    def _piece(self, token_id: int) -> TokenPiece | None:
-        pieces = self._pieces
-        return pieces.get(token_id) if isinstance(pieces, Mapping) else None if pieces is None else pieces(token_id)
+        return (place.own if is_own else place.with_text(piece))[:2]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenLogprobs):
@@ -129,4 +115,4 @@ class TokenLogprobs(Sequence["dict[int, Logprob] | None"]):
     def __reduce__(self):
         # Otherwise the tokenizer would be pickled too.
         pieces = {token_id: self._piece(token_id) for token_id in np.unique(self.token_ids).tolist() if token_id >= 0}
-        return TokenLogprobs, (self.token_ids, self.logprobs, self.ranks, self.first, pieces, self._follows_text)
+        return TokenLogprobs, (self.token_ids, self.logprobs, self.ranks, self.first, pieces)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice, repeat
 from typing import Any, cast
 
@@ -12,7 +11,7 @@ import numpy as np
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.guides import Guide, StructuredOutputs
-from nanovllm.logprobs import TokenLogprobs
+from nanovllm.logprobs import TokenLogprobs, TokenPieces
 from nanovllm.outputs import CompletionOutput, ErrorSummary, FinishReason, RequestOutput, keep_outputs
 from nanovllm.prompts import EncodedPrompt
 from nanovllm.sampling_params import SamplingParams
@@ -206,7 +205,7 @@ class RowStream:
             stop_reason = self._stop_reason(seq, stop) if error is None else None
             first = seq.siblings[0] if seq.siblings else seq
             index, request = seq.seq_id - first.seq_id, self._running[first.seq_id]
-            logprobs = self._logprobs(seq.logprobs, params.logprobs, params, 0, follows_text or not params.detokenize)
+            logprobs = self._logprobs(seq.logprobs, params.logprobs, self._text.pieces(params, follows_text))
             total = None if logprobs is None else float(logprobs.of_tokens.sum(dtype=np.float64))
             request.completions[index] = CompletionOutput(
                 index, text, seq.completion_token_ids, reason, stop_reason, total, logprobs
@@ -217,7 +216,7 @@ class RowStream:
                 completions = [request.completions[index] for index in range(request.params.n)]
                 number, prompt = request.number, request.prompt
                 wanted, start = request.params.prompt_logprobs, prompt.first_scored
-                scores = self._logprobs(first.prompt_logprobs, wanted, params, start)
+                scores = self._logprobs(first.prompt_logprobs, wanted, self._text.pieces(params), start)
                 output = self._output(number, prompt, completions, first.num_cached_tokens, request.error)
                 outputs[number] = output if scores is None else replace(output, prompt_logprobs=scores)
         return outputs
@@ -227,12 +226,9 @@ class RowStream:
         return Completion(seq.completion_token_ids, params, self._text.follows_text(prompt, params))
 
     def _logprobs(
-        self, numbers: bytearray, num_logprobs: int | None, params: SamplingParams, first: int, follows: bool = True
+        self, numbers: bytearray, num_logprobs: int | None, pieces: TokenPieces, first: int = 0
     ) -> TokenLogprobs | None:
-        if num_logprobs is None:
-            return None
-        pieces = partial(self._text.piece, skip_special_tokens=params.skip_special_tokens)
-        return TokenLogprobs.of(bytes(numbers), num_logprobs, first, pieces, follows)
+        return None if num_logprobs is None else TokenLogprobs.of(bytes(numbers), num_logprobs, first, pieces)
 
     def _stop_reason(self, seq: Sequence, stop: str | None) -> int | str | None:
         """See CompletionOutput; `stop` is the stop string in the text."""

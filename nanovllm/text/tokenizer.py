@@ -17,9 +17,8 @@ EXITS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 # The names of tokens that hold bytes: one byte in tokenizers with byte fallback, and GPT-2's characters in byte-level
 # ones, where the bytes that have no printable character of their own follow each other from U+0100 on.
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
-_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
+_BYTES = {chr(byte): byte for byte in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))}
+_BYTES |= {chr(256 + index): byte for index, byte in enumerate(sorted({*range(256)} - {*_BYTES.values()}))}
 
 
 class Tokenizer:
@@ -35,7 +34,7 @@ class Tokenizer:
         self._max_model_len = max_model_len
         # Many requests ask about the same tokens.
         self._has_text = lru_cache(maxsize=None)(self._find_whether_it_has_text)
-        self._piece = lru_cache(maxsize=None)(self._find_piece)
+        self.piece = lru_cache(maxsize=None)(self._find_piece)
         self._bad_word_ids = lru_cache(maxsize=1024)(self._find_bad_word_ids)
 
     @property
@@ -145,11 +144,16 @@ class Tokenizer:
         return [text[len(lead_text) * each :] for text, each in zip(texts, follows, strict=True)] if lead else texts
 
     @cached_property
+    def _letter(self) -> list[int]:
+        """The tokens of a letter, as neighbours of a token."""
+        return self.tokenizer("a", add_special_tokens=False)["input_ids"]
+
+    @cached_property
     def _lead(self) -> tuple[list[int], str]:
         """The tokens of a text to put before tokens that follow one, and that text; empty if the decoder drops no
         space at the beginning of a text, as those of Llama 2 and Mistral do."""
         try:
-            token_ids = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+            token_ids = self._letter
             once, twice = self.decode([token_ids, token_ids * 2], skip_special_tokens=False)
         except EXITS:
             raise
@@ -162,15 +166,12 @@ class Tokenizer:
         """Whether it matters to `decode` that tokens follow a text."""
         return self.tokenizer is not None and bool(self._lead[0])
 
-    def piece(self, token_id: int, skip_special_tokens: bool) -> TokenPiece | None:
+    def _find_piece(self, token_id: int, skip_special_tokens: bool, follows_text: bool) -> TokenPiece | None:
         """What a token adds to a text; None without a tokenizer or if it fails."""
-        return self._piece(token_id, skip_special_tokens)
-
-    def _find_piece(self, token_id: int, skip_special_tokens: bool) -> TokenPiece | None:
         if self.tokenizer is None:
             return None
         try:
-            (text,), (first,) = (self.decode([[token_id]], False, [follows]) for follows in (True, False))
+            text, first = self.decode([[token_id]] * 2, False, [True, follows_text])
             has_text = self.has_text(token_id, skip_special_tokens)
             name = str(self.tokenizer.convert_ids_to_tokens(token_id))
         except EXITS:
@@ -200,8 +201,7 @@ class Tokenizer:
 
     def _find_whether_it_has_text(self, token_id: int, skip_special_tokens: bool) -> bool:
         # Alone, a space can vanish at the text's beginning, so the token is decoded between two others.
-        neighbour = self.tokenizer("a", add_special_tokens=False)["input_ids"]
-        without, with_it = [*neighbour, *neighbour], [*neighbour, token_id, *neighbour]
+        without, with_it = self._letter * 2, [*self._letter, token_id, *self._letter]
         return len(set(self.decode([without, with_it], skip_special_tokens))) == 2
 
 

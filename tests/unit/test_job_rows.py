@@ -261,6 +261,27 @@ def test_the_other_parts_of_a_request():
     assert row_of(openai(model=None)).model is None
 
 
+TOOLS = [{"type": "function", "function": {"name": "weather"}}]
+DOCUMENTS = [{"title": "Ulm", "text": "The minster."}]
+
+
+def test_fields_for_the_chat_template_are_among_its_arguments():
+    def arguments(**body):
+        row = row_of(openai(**body))
+        assert row.error is None and row.params == {} and row.prompt["messages"] == MESSAGES
+        return row.prompt.get("chat_template_kwargs")
+
+    whole = {
+        "tools": TOOLS, "documents": DOCUMENTS, "chat_template": "{{ messages }}", "add_generation_prompt": False,
+        "continue_final_message": True,
+    }  # fmt: skip
+    assert arguments(**whole) == whole
+    assert arguments(tools=TOOLS, chat_template_kwargs={"a": 1}) == {"tools": TOOLS, "a": 1}
+    assert arguments(tools=TOOLS, tool_choice="auto", parallel_tool_calls=True) == {"tools": TOOLS}
+    assert arguments(tools=TOOLS, tool_choice="none") is None, "the model must not call one"
+    assert arguments(tools=None, tool_choice=None) is None
+
+
 BAD_OPENAI = [
     (without(openai(), "custom_id"), 'has no "custom_id"', None),
     ({**without(openai(), "custom_id"), "id": "b"}, "unknown key 'id'; did you mean \"custom_id\"", "b"),
@@ -300,9 +321,14 @@ BAD_OPENAI = [
     (openai(guided_regex="a", guided_json={}), "only one of guided_json, guided_regex can say", "a"),
     (openai(structured_outputs=5), '"structured_outputs" must be an object', "a"),
     (openai(structured_outputs={}), "give exactly one of json, regex", "a"),
-    (openai(tools=[]), "'tools'; nanovllm calls no tools", "a"),
-    (openai(tool_choice="none"), "'tool_choice'; nanovllm calls no tools", "a"),
-    (openai(functions=[]), "'functions'; nanovllm calls no tools", "a"),
+    (openai(tools=TOOLS, tool_choice="required"), "\"tool_choice\" must be .* not 'required'; .*response_format", "a"),
+    (openai(tools=TOOLS, tool_choice={"type": "function"}), '"tool_choice" must be "auto" or "none", not {', "a"),
+    (openai(tools=TOOLS, parallel_tool_calls=False), '"parallel_tool_calls" must be true', "a"),
+    (openai(functions=[]), "'functions'; did you mean \"tools\"", "a"),
+    (openai(function_call="auto"), "'function_call'; did you mean \"tool_choice\"", "a"),
+    (openai("completions", tools=TOOLS), "'tools'; it belongs to /v1/chat/completions", "a"),
+    (openai(tools=TOOLS, chat_template_kwargs={"tools": []}), "'tools' is in the body and in \"chat_template", "a"),
+    (openai(chat_template_kwargs=5), '"chat_template_kwargs" must be an object, not 5', "a"),
     (openai("completions", suffix="x"), "'suffix'; nanovllm only continues", "a"),
     (openai(temprature=1), "unknown field of the body 'temprature'; did you mean \"temperature\"", "a"),
     (openai(max_new_tokens=1), "'max_new_tokens'; did you mean \"max_tokens\"", "a"),

@@ -2,7 +2,6 @@
 
 import pickle
 import random
-from functools import partial
 
 import numpy as np
 import pytest
@@ -24,8 +23,8 @@ def text(request) -> Text:
 def scored(text: Text, ids: list[int], follows: bool = True, skips: bool = True, others=None) -> TokenLogprobs:
     """The log-probabilities of `ids`; `others` has the most probable tokens at each place."""
     table = np.array([[own, *rest] for own, rest in zip(ids, others or [[]] * len(ids), strict=True)], np.int32)
-    pieces = partial(text.piece, skip_special_tokens=skips)
-    return TokenLogprobs(table, np.zeros(table.shape, np.float32), np.ones(len(ids), np.int32), 0, pieces, follows)
+    pieces = text.pieces(SamplingParams(skip_special_tokens=skips), follows)
+    return TokenLogprobs(table, np.zeros(table.shape, np.float32), np.ones(len(ids), np.int32), 0, pieces)
 
 
 def own(found: TokenLogprobs) -> list:
@@ -84,7 +83,7 @@ def test_another_token_has_the_text_that_it_would_have_there(text):
         for index, entries in enumerate(scored(text, ids, follows, others=others)):
             for other in set(others[index]) - {ids[index]}:
                 _, _, expected, in_bytes = scored(text, [*ids[:index], other], follows)[index][other]
-                alone = text.piece(other, True).text
+                alone = text.piece(other, True, True).text
                 if "\ufffd" in expected and "\ufffd" in alone and in_bytes != alone.encode():
                     expected = "bytes:" + "".join(f"\\x{byte:02x}" for byte in in_bytes)
                     num_unfinished += 1
@@ -116,12 +115,12 @@ def test_a_special_token_that_the_text_leaves_out_has_a_name_and_no_bytes(skips)
 def test_texts_are_found_when_an_item_is_read_and_survive_pickling(text):
     ids = text.tokenizer("a 😀 b", add_special_tokens=False)["input_ids"]
     asked = []
-    pieces = partial(text.piece, skip_special_tokens=True)
     table = np.array(ids, np.int32)[:, None]
-    lazy = TokenLogprobs(table, np.zeros_like(table, np.float32), table[:, 0], 0, lambda each: asked.append(each), True)
+    lazy = TokenLogprobs(table, np.zeros_like(table, np.float32), table[:, 0], 0, asked.append)
     assert lazy.of_tokens.sum() == 0 and not asked
     assert lazy[0][ids[0]].decoded_token is None and asked
-    found = TokenLogprobs(table, np.zeros_like(table, np.float32), table[:, 0], 0, pieces, False)
+    pieces = text.pieces(SamplingParams(), False)
+    found = TokenLogprobs(table, np.zeros_like(table, np.float32), table[:, 0], 0, pieces)
     assert list(pickle.loads(pickle.dumps(found))) == list(found)
     assert len(found[0]) == 1 and joined(found) == text.decode([ids], True)[0]
 
