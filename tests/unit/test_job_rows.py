@@ -578,6 +578,29 @@ def test_without_a_tokenizer_tokens_have_no_bytes():
     assert found == [{"token": "token_id:7", "logprob": -1.0, "bytes": None, "top_logprobs": []}]
 
 
+def test_offsets_and_bytes_follow_the_text():
+    """Each part of a character had the text U+FFFD and no bytes, and moved the offsets of all that followed it."""
+    parts = "é".encode()
+    pieces = {
+        7: TokenPiece("\ufffd", parts[:1], is_part=True),
+        8: TokenPiece("\ufffd", parts[1:], is_part=True),
+        9: TokenPiece("Ho", b"Ho"),
+        10: TokenPiece("<eos>", None, is_part=True),
+    }
+    ids = np.array([[9, 7], [7, 8], [8, 9], [10, 7], [9, 9]], np.int32)
+    scored = TokenLogprobs(ids, np.full(ids.shape, -1.0, np.float32), np.ones(len(ids), np.int32), 0, pieces)
+    output = RequestOutput("0", "Hi", [1], [CompletionOutput(0, "HoéHo", ids[:, 0].tolist(), "stop", logprobs=scored)])
+    found = output_of(made("completions"), output)["response"]["body"]["choices"][0]["logprobs"]
+    assert found["tokens"] == ["Ho", "", "é", "<eos>", "Ho"] and found["text_offset"] == [0, 2, 2, 3, 3]
+    assert [sorted(each) for each in found["top_logprobs"]] == [
+        ["Ho", "bytes:\\xc3"], ["", "bytes:\\xa9"], ["Ho", "é"], ["<eos>", "bytes:\\xc3"], ["Ho"],
+    ]  # fmt: skip
+    content = output_of(made("chat"), output)["response"]["body"]["choices"][0]["logprobs"]["content"]
+    assert [each["bytes"] for each in content] == [list(b"Ho"), [0xC3], [0xA9], None, list(b"Ho")]
+    plain = output_of(made("plain"), output)["outputs"][0]["logprobs"]
+    assert [each["token"] for each in plain] == found["tokens"]
+
+
 FAILED = RequestOutput("0", "Hi", [1, 2], [CompletionOutput(0, "", [], "error")], error="the prompt is too long")
 
 
