@@ -18,9 +18,9 @@ class Logprob(NamedTuple):
     rank: for the position's own token, 1 + the number of tokens with a larger logit; the most probable tokens are
         numbered 1, 2, …, even if some are tied.
     decoded_token: what the token adds to the text; None without a tokenizer. The texts of the tokens themselves join to
-        the text: a token that does not complete a character has the empty text, and the one that completes it has the
-        character. Another token that would not complete one has OpenAI's form of its bytes, such as `bytes:\\xe2\\x80`.
-        A special token has its name, even where `skip_special_tokens` leaves it out of the text.
+        the text; a character in several tokens belongs to the last one. Another token that would leave a character
+        incomplete has OpenAI's form of its bytes, such as `bytes:\\xe2\\x80`. A special token has its name, even where
+        `skip_special_tokens` leaves it out of the text.
     token_bytes: the token's bytes, whole characters or not; None without a tokenizer, and for a token that is not in
         the text.
     """

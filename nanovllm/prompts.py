@@ -55,7 +55,7 @@ def as_prompt_list(prompts: Any) -> list[Any]:
     prompts = list(prompts)
     if prompts and all(_is_token_id(prompt) for prompt in prompts):
         return [prompts]
-    if prompts and all(isinstance(prompt, Number) and prompt == prompt for prompt in prompts):
+    if prompts and all(isinstance(prompt, Number) for prompt in prompts):
         raise TypeError(f"a prompt of token ids must hold integers only, not {prompts[:8]!r}")
     return prompts
 

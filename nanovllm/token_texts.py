@@ -44,7 +44,7 @@ class Place(NamedTuple):
     begins_text: bool
 
     def with_text(self, other: TokenPiece) -> TokenPiece:
-        """The piece of another token, with the text that it would have here. If it does not complete a character, the
+        """The piece of another token, with the text that it would have here. If it leaves a character incomplete, the
         text is as in OpenAI's completions: `bytes:\\xe2\\x80`."""
         if self.begins_text:
             other = other.first()
@@ -58,7 +58,7 @@ class Place(NamedTuple):
 
 
 def places(pieces: Iterable[TokenPiece]) -> list[Place]:
-    """The place of each token of a sequence. A character belongs to the token that completes it."""
+    """The place of each token of a sequence. A character in several tokens belongs to the last one."""
     found = list(pieces)
     first = next((index for index, piece in enumerate(found) if piece.in_bytes is not None), len(found))
     found[first : first + 1] = [piece.first() for piece in found[first : first + 1]]

@@ -59,7 +59,7 @@ class ChatTemplate:
 
     def _warn_of_unread(self, names: Iterable[str], template: str) -> None:
         """Warns, once per name, of arguments that the template never mentions: scripts give those of other models."""
-        if unread := sorted(name for name in names if name not in template):
+        if unread := sorted(name for name in map(str, names) if name not in template):
             logger.warning("the chat template does not read chat_template_kwargs: %s", ", ".join(unread))
             self._known_names.update(unread)
 

@@ -290,6 +290,23 @@ def test_a_template_may_read_tools_in_some_conversations_alone():
         assert "does not write the tools" in str(dropped.error)
 
 
+def test_documents_of_their_own_cost_a_conversation_nothing(monkeypatch):
+    """What a template reads was found again for each conversation with other documents."""
+    text, calls = text_with(READS["documents"] + TEMPLATES["llama3"]), []
+    render = text.tokenizer.apply_chat_template
+
+    def counted(*given, **named):
+        calls.append(given)
+        return render(*given, **named)
+
+    monkeypatch.setattr(text.tokenizer, "apply_chat_template", counted)
+    for number in range(4):
+        calls.clear()
+        options = {"documents": [{"text": f"{number}"}]}
+        (prompt,) = text.encode_conversations([[{"role": "user", "content": "Hi"}]], False, None, options=options)
+        assert prompt.text == f"{number}<user>Hi" and (len(calls) == 1 or number == 0)
+
+
 def test_a_function_may_be_a_tool():
     def weather(city: str) -> str:
         """It rains.

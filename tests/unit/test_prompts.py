@@ -83,12 +83,9 @@ def test_a_table_of_token_ids_has_a_prompt_per_row():
 def test_a_missing_prompt_is_that_rows_error(kind, missing):
     if kind is arrow and missing is not None:
         pytest.skip("Arrow has null for it")
-    assert as_prompt_list(kind(["one", missing]))[0] == "one"
-    for values in (["one", missing], [missing], [missing, missing]):
-        error = as_token_ids(as_prompt_list(kind(values))[-1])
-        assert str(error) in [
-            f"a prompt must be a string or a list of token ids, not {name}" for name in ("None", "nan")
-        ]
+    text, error = as_prompt_list(kind(["one", missing]))
+    reasons = [f"a prompt must be a string or a list of token ids, not {name}" for name in ("None", "nan")]
+    assert text == "one" and str(as_token_ids(error)) in reasons
 
 
 CHAT = [{"role": "user", "content": "Hi"}]

@@ -135,9 +135,12 @@ def test_an_llm_gives_texts_in_context(tokenizers, tmp_path):
     with LLM(MODEL_DIRECTORY, tokenizer=tmp_path, device="cpu", max_model_len=64) as llm:
         whole, stopped = llm.generate(["a cat"] * 2, params, use_tqdm=False)
         (alone,) = llm.generate([[tokenizer.eos_token_id]], params[0], use_tqdm=False)
+        (silent,) = llm.generate("a cat", SamplingParams(**forced, detokenize=False), use_tqdm=False)
     assert whole.text == word * 3 and [each[space].decoded_token for each in whole.outputs[0].logprobs] == [word] * 3
     assert stopped.text == "" and stopped.finish_reason == "stop" and len(stopped.token_ids) == 1
     assert alone.text == (word * 3)[1:], "behind no text it begins one"
+    assert [each[space].decoded_token for each in alone.outputs[0].logprobs] == [word[1:], word, word]
+    assert silent.text == "" and silent.outputs[0].logprobs[0][space].decoded_token == word
 
 
 # Bad words

@@ -1,5 +1,6 @@
 """The texts of logprobs' tokens join to the text, where a character is spread over several tokens too."""
 
+import copy
 import pickle
 import random
 
@@ -110,6 +111,13 @@ def test_a_special_token_that_the_text_leaves_out_has_a_name_and_no_bytes(skips)
     found = scored(Text(tokenizer), [a, eos, len(tokenizer) + 1], skips=skips)
     assert [next(iter(each.values())).decoded_token for each in found] == ["a", "<eos>", ""]
     assert [next(iter(each.values())).token_bytes for each in found] == [b"a", None if skips else b"<eos>", None]
+
+
+def test_a_token_may_look_like_a_byte():
+    tokenizer = copy.deepcopy(TOKENIZERS["byte-level BPE"])
+    tokenizer.add_tokens(["<0x41>", "�"])
+    ids = tokenizer("<0x41>�", add_special_tokens=False)["input_ids"]
+    assert [entry.token_bytes for entry in own(scored(Text(tokenizer), ids))] == [b"<0x41>", "�".encode()]
 
 
 def test_texts_are_found_when_an_item_is_read_and_survive_pickling(text):
