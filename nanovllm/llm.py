@@ -208,7 +208,8 @@ class LLM:
             add_generation_prompt: end with the header of the assistant's turn.
             continue_final_message: end within the last message, so that the completion continues it. It needs
                 add_generation_prompt=False.
-            tools, documents: for the template, in the forms that transformers' apply_chat_template takes.
+            tools, documents: for the template, in the forms that transformers' apply_chat_template takes. If the
+                template does not write them, that is the conversation's error.
             chat_template_kwargs: more for the template, such as {"enable_thinking": False}.
             split_special_tokens: treat special tokens in the messages' text as ordinary text, except the template's.
             sampling_params, use_tqdm, raise_on_error: as in `generate`, which also lists the errors.

@@ -5,7 +5,11 @@ from typing import NamedTuple, overload
 
 import numpy as np
 
-TokenText = Callable[[int], str | None]
+from nanovllm.token_texts import Place, TokenPiece, places
+
+TokenPieces = Callable[[int], TokenPiece | None] | Mapping[int, TokenPiece | None]
+
+_NO_TEXT = TokenPiece("", None, is_part=True)
 
 
 class Logprob(NamedTuple):
@@ -13,12 +17,18 @@ class Logprob(NamedTuple):
 
     rank: for the position's own token, 1 + the number of tokens with a larger logit; the most probable tokens are
         numbered 1, 2, …, even if some are tied.
-    decoded_token: the text of the token alone; None without a tokenizer.
+    decoded_token: what the token adds to the text; None without a tokenizer. The texts of the tokens themselves join to
+        the text; a character in several tokens belongs to the last one. Another token that would leave a character
+        incomplete has OpenAI's form of its bytes, such as `bytes:\\xe2\\x80`. A special token has its name, even where
+        `skip_special_tokens` leaves it out of the text.
+    token_bytes: the token's bytes, whole characters or not; None without a tokenizer, and for a token that is not in
+        the text.
     """
 
     logprob: float
     rank: int | None
     decoded_token: str | None
+    token_bytes: bytes | None = None
 
 
 class TokenLogprobs(Sequence["dict[int, Logprob] | None"]):
@@ -32,10 +42,10 @@ class TokenLogprobs(Sequence["dict[int, Logprob] | None"]):
         logprobs: float32 [num_scored, k + 1], their log-probabilities.
         ranks: int32 [num_scored], for the token itself: 1 + the number of tokens with a larger logit.
         first: number of tokens before the first one that was scored.
-        token_text: a function or a dict that gives a token's text.
+        pieces: a function or a dict that gives what a token adds to a text. It is asked when an item is first read.
     """
 
-    __slots__ = ("_token_text", "first", "logprobs", "ranks", "token_ids")
+    __slots__ = ("_piece", "_places", "first", "logprobs", "ranks", "token_ids")
 
     def __init__(
         self,
@@ -43,16 +53,17 @@ class TokenLogprobs(Sequence["dict[int, Logprob] | None"]):
         logprobs: np.ndarray,
         ranks: np.ndarray,
         first: int = 0,
-        token_text: TokenText | Mapping[int, str | None] | None = None,
+        pieces: TokenPieces | None = None,
     ):
         self.token_ids, self.logprobs, self.ranks, self.first = token_ids, logprobs, ranks, first
-        self._token_text = token_text
+        self._piece = pieces if callable(pieces) else ({} if pieces is None else pieces).get
+        self._places: list[Place] | None = None
 
     @classmethod
-    def of(cls, numbers: bytes, num_logprobs: int, first: int = 0, token_text: TokenText | None = None):
+    def of(cls, numbers: bytes, num_logprobs: int, first: int = 0, pieces: TokenPieces | None = None):
         """Reads the numbers of a step (engine/step.py's TokenNumbers) with `num_logprobs` most probable tokens."""
         rows = np.frombuffer(bytes(numbers), np.int32).reshape(-1, 3 + 2 * num_logprobs)
-        return cls(rows[:, 1::2], rows[:, 2::2].view(np.float32), rows[:, 0], first, token_text)
+        return cls(rows[:, 1::2], rows[:, 2::2].view(np.float32), rows[:, 0], first, pieces)
 
     def __len__(self) -> int:
         return self.first + len(self.token_ids)
@@ -72,7 +83,7 @@ class TokenLogprobs(Sequence["dict[int, Logprob] | None"]):
         found: dict[int, Logprob] = {}
         for token_id, logprob, rank in zip(token_ids, logprobs, ranks, strict=True):
             if token_id >= 0 and token_id not in found:
-                found[token_id] = Logprob(logprob, rank, self._text_of(token_id))
+                found[token_id] = Logprob(logprob, rank, *self._text(position, token_id, is_own=not found))
         return found
 
     @property
@@ -80,9 +91,14 @@ class TokenLogprobs(Sequence["dict[int, Logprob] | None"]):
         """float32 [num_scored], the log-probabilities of the tokens themselves."""
         return self.logprobs[:, 0]
 
-    def _text_of(self, token_id: int) -> str | None:
-        texts = self._token_text
-        return texts.get(token_id) if isinstance(texts, Mapping) else None if texts is None else texts(token_id)
+    def _text(self, position: int, token_id: int, is_own: bool) -> tuple[str | None, bytes | None]:
+        """The text and the bytes of the position's own token, or of another one there."""
+        if (piece := self._piece(token_id)) is None:
+            return None, None
+        if self._places is None:
+            self._places = places(self._piece(each) or _NO_TEXT for each in self.token_ids[:, 0].tolist())
+        place = self._places[position]
+        return (place.own if is_own else place.with_text(piece))[:2]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenLogprobs):
@@ -98,5 +114,5 @@ class TokenLogprobs(Sequence["dict[int, Logprob] | None"]):
 
     def __reduce__(self):
         # Otherwise the tokenizer would be pickled too.
-        texts = {token_id: self._text_of(token_id) for token_id in np.unique(self.token_ids).tolist() if token_id >= 0}
-        return TokenLogprobs, (self.token_ids, self.logprobs, self.ranks, self.first, texts)
+        pieces = {token_id: self._piece(token_id) for token_id in np.unique(self.token_ids).tolist() if token_id >= 0}
+        return TokenLogprobs, (self.token_ids, self.logprobs, self.ranks, self.first, pieces)

@@ -47,8 +47,7 @@ class Conversation(NamedTuple):
 
 def as_prompt_list(prompts: Any) -> list[Any]:
     """One or many prompts as a list of prompts; a TypeError if `prompts` can be neither."""
-    if hasattr(prompts, "tolist"):  # an array or tensor of token ids, or a column of strings
-        prompts = prompts.tolist()
+    prompts = _without_array("prompts", prompts)
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, (Set, bytes, bytearray)):
@@ -63,15 +62,23 @@ def as_prompt_list(prompts: Any) -> list[Any]:
 
 def as_conversation_list(conversations: Any) -> list[Any]:
     """One or many conversations as a list of conversations; a TypeError if `conversations` can be neither."""
-    if hasattr(conversations, "tolist"):
-        conversations = conversations.tolist()
-    if not isinstance(conversations, (list, tuple)):
+    conversations = _without_array("conversations", conversations)
+    if not isinstance(conversations, Iterable) or isinstance(conversations, (str, bytes, bytearray, Mapping, Set)):
         raise TypeError(
             f"conversations must be a list of messages or a list of such lists, not {type(conversations).__name__}"
         )
+    conversations = list(conversations)
     if conversations and all(isinstance(each, Mapping) or hasattr(each, "model_dump") for each in conversations):
         return [conversations]
-    return list(conversations)
+    return conversations
+
+
+def _without_array(noun: str, value: Any) -> Any:
+    """An array, a tensor or a table's column as a list; a TypeError for a whole table."""
+    if hasattr(value, "columns"):
+        raise TypeError(f"{noun} must not be a table ({type(value).__name__}); give one of its columns")
+    convert = getattr(value, "tolist", None) or getattr(value, "to_pylist", None)  # NumPy's and pandas', or pyarrow's
+    return value if convert is None else convert()
 
 
 def without_dict(prompt: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.guides import Guide, StructuredOutputs
-from nanovllm.logprobs import TokenLogprobs
+from nanovllm.logprobs import TokenLogprobs, TokenPieces
 from nanovllm.outputs import CompletionOutput, ErrorSummary, FinishReason, RequestMetrics, RequestOutput, keep_outputs
 from nanovllm.prompts import EncodedPrompt
 from nanovllm.sampling_params import SamplingParams
@@ -196,10 +196,11 @@ class RowStream:
     def _outputs_of(self, sequences: list[Sequence]) -> dict[int, RequestOutput]:
         if not sequences:
             return {}
-        texts = self._text.complete(list(map(self._completion, sequences)))
+        decoded = list(map(self._completion, sequences))
+        texts = self._text.complete(decoded)
         outputs: dict[int, RequestOutput] = {}
         now = time.time()
-        for seq, (text, stop) in zip(sequences, texts, strict=True):
+        for seq, (_, params, follows_text), (text, stop) in zip(sequences, decoded, texts, strict=True):
             reason, error = cast(FinishReason, seq.finish_reason), seq.error
             problem = getattr(seq.stop_predicate, "error", None) or (text if isinstance(text, ValueError) else None)
             if problem is not None:
@@ -208,7 +209,7 @@ class RowStream:
             stop_reason = self._stop_reason(seq, stop) if error is None else None
             first = seq.siblings[0] if seq.siblings else seq
             index, request = seq.seq_id - first.seq_id, self._running[first.seq_id]
-            logprobs = self._logprobs(seq.logprobs, seq.sampling_params.logprobs)
+            logprobs = self._logprobs(seq.logprobs, params.logprobs, self._text.pieces(params, follows_text))
             total = None if logprobs is None else float(logprobs.of_tokens.sum(dtype=np.float64))
             request.completions[index] = CompletionOutput(
                 index, text, seq.completion_token_ids, reason, stop_reason, total, logprobs
@@ -218,7 +219,8 @@ class RowStream:
                 del self._running[first.seq_id]
                 completions = [request.completions[index] for index in range(request.params.n)]
                 number, prompt = request.number, request.prompt
-                scores = self._logprobs(first.prompt_logprobs, request.params.prompt_logprobs, prompt.first_scored)
+                wanted, start = request.params.prompt_logprobs, prompt.first_scored
+                scores = self._logprobs(first.prompt_logprobs, wanted, self._text.pieces(params), start)
                 metrics = RequestMetrics(request.arrival_time, first.first_token_time, now)
                 cached, error = first.num_cached_tokens, request.error
                 outputs[number] = self._output(number, prompt, completions, cached, error, scores, metrics)
@@ -228,10 +230,10 @@ class RowStream:
         prompt, params = islice(seq.token_ids, seq.num_prompt_tokens), seq.sampling_params
         return Completion(seq.completion_token_ids, params, self._text.follows_text(prompt, params))
 
-    def _logprobs(self, numbers: bytearray, num_logprobs: int | None, first: int = 0) -> TokenLogprobs | None:
-        if num_logprobs is None:
-            return None
-        return TokenLogprobs.of(bytes(numbers), num_logprobs, first, self._text.token_text)
+    def _logprobs(
+        self, numbers: bytearray, num_logprobs: int | None, pieces: TokenPieces, first: int = 0
+    ) -> TokenLogprobs | None:
+        return None if num_logprobs is None else TokenLogprobs.of(bytes(numbers), num_logprobs, first, pieces)
 
     def _stop_reason(self, seq: Sequence, stop: str | None) -> int | str | None:
         """See CompletionOutput; `stop` is the stop string in the text."""

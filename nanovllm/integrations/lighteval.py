@@ -76,7 +76,7 @@ class NanovllmModel(LightevalModel):
     @cached(SamplingMethod.GENERATIVE)
     def greedy_until(self, docs: list[Doc]) -> list[ModelResponse]:
         """One response per document, with `num_samples` completions; greedy unless the config has a temperature."""
-        texts = [self.prompt_manager.prepare_prompt(doc) for doc in docs]
+        texts = list(map(self._prompt, docs))
         params = [self._sampling_params(doc) for doc in docs]
         prompts = []
         for text, each in zip(texts, params, strict=True):
@@ -97,6 +97,11 @@ class NanovllmModel(LightevalModel):
             for text, output in zip(texts, self.llm.generate(prompts, params, raise_on_error=True), strict=True)
         ]
 
+    def _prompt(self, doc: Doc) -> str:
+        if not self.uses_chat_template:
+            return self.prompt_manager.prepare_prompt(doc)
+        return self.llm._text.render(self.prompt_manager.prepare_prompt_api(doc), None, {})
+
     def _sampling_params(self, doc: Doc) -> SamplingParams:
         options = self.config.generation_parameters.to_vllm_dict()  # vLLM's names are ours
         size = doc.generation_size if doc.generation_size and doc.generation_size > 0 else None
@@ -108,7 +113,7 @@ class NanovllmModel(LightevalModel):
     @cached(SamplingMethod.LOGPROBS)
     def loglikelihood(self, docs: list[Doc]) -> list[ModelResponse]:
         """One response per document, with the log-probability of each choice after the document's prompt."""
-        texts = [self.prompt_manager.prepare_prompt(doc) for doc in docs]
+        texts = list(map(self._prompt, docs))
         pairs, firsts = [], [0]
         for text, doc in zip(texts, docs, strict=True):
             contexts, choices = self.tok_encode_pair(text, doc.choices)

@@ -4,6 +4,7 @@ token by token."""
 import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from nanovllm import Logprob, TokenLogprobs
@@ -77,16 +78,20 @@ def prompt_of(name: str, value: Any) -> str | list[int]:
     raise ValueError(f'"{name}" must be a string or a list of token ids, not {value!r}')
 
 
-def conversation_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The prompt of a row with "messages", as `LLM.generate_iter` takes it; a ValueError names a wrong field."""
-    messages, template_kwargs = fields["messages"], fields.get("chat_template_kwargs")
+def conversation_of(fields: Mapping[str, Any], arguments: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """The prompt of a row with "messages", as `LLM.generate_iter` takes it; a ValueError names a wrong field.
+
+    arguments: what the chat template gets besides "chat_template_kwargs".
+    """
+    messages, template_kwargs = fields["messages"], fields.get("chat_template_kwargs", {})
     if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
         raise ValueError(f'"messages" must be a list of at least one message (an object), not {messages!r}')
-    if template_kwargs is None:
-        return {"messages": messages}
     if not isinstance(template_kwargs, dict):
         raise ValueError(f'"chat_template_kwargs" must be an object, not {template_kwargs!r}')
-    return {"messages": messages, "chat_template_kwargs": template_kwargs}
+    if twice := template_kwargs.keys() & arguments.keys():
+        raise ValueError(f'{min(twice)!r} is in the body and in "chat_template_kwargs"; leave one out')
+    template_kwargs = {**template_kwargs, **arguments}
+    return {"messages": messages, **({"chat_template_kwargs": template_kwargs} if template_kwargs else {})}
 
 
 def scored_tokens(found: TokenLogprobs) -> Iterator[tuple[int, dict[int, Logprob], list[int]] | None]:

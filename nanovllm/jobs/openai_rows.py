@@ -30,23 +30,26 @@ _BOTH = (
     "model", "max_tokens", "max_completion_tokens", *_SAME, "logprobs", "response_format", "structured_outputs",
     *_GUIDED, "stream", "echo", "best_of",
 )  # fmt: skip
+# Fields of a chat that are arguments of the chat template.
+_OF_TEMPLATE = ("tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message")
+_OF_CHAT = ("messages", "chat_template_kwargs", *_OF_TEMPLATE, "tool_choice", "parallel_tool_calls", "top_logprobs")
 _OF_KIND: dict[OpenAIKind, tuple[str, ...]] = {
     "completions": ("prompt", *_BOTH),
-    "chat": ("messages", "chat_template_kwargs", "top_logprobs", *_BOTH),
+    "chat": (*_OF_CHAT, *_BOTH),
 }
-_NO_TOOLS = "nanovllm calls no tools; leave it out"
 _ELSEWHERE = 'put it into "body"; a plain row has "id" in place of "custom_id"'
 _MEANT_AT_TOP = {
     **dict.fromkeys((*_OF_KIND["completions"], *_OF_KIND["chat"], "params", "token_ids"), _ELSEWHERE),
     "id": "custom_id",
 }
 _MEANT_IN_BODY = {
-    **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls", "functions", "function_call"), _NO_TOOLS),
+    "functions": "tools",
+    "function_call": "tool_choice",
     "suffix": "nanovllm only continues a prompt; leave it out",
     "use_beam_search": "nanovllm has no beam search; leave it out",
     "max_new_tokens": "max_tokens",
     "prompt": "it belongs to /v1/completions",
-    **dict.fromkeys(("messages", "chat_template_kwargs", "top_logprobs"), "it belongs to /v1/chat/completions"),
+    **dict.fromkeys(_OF_CHAT, "it belongs to /v1/chat/completions"),
 }
 # In place of a log-probability of −∞, which JSON does not have; OpenAI's reference gives such tokens this number.
 _MIN_LOGPROB = -9999.0
@@ -85,7 +88,7 @@ def request_of(fields: dict[str, Any], kind: OpenAIKind) -> tuple[Any, dict[str,
     needed = "messages" if kind == "chat" else "prompt"
     if needed not in body:
         raise ValueError(f'the body has no "{needed}", which {url} needs')
-    return conversation_of(body) if kind == "chat" else _one_prompt(body["prompt"]), params, model
+    return _conversation(body) if kind == "chat" else _one_prompt(body["prompt"]), params, model
 
 
 def _check_fixed(body: dict[str, Any]) -> None:
@@ -94,6 +97,19 @@ def _check_fixed(body: dict[str, Any]) -> None:
             raise ValueError(f'"{name}" must be false, not {body[name]!r}; a row gets its completion alone, as a whole')
     if body.get("best_of", 1) not in (1, body.get("n", 1)):
         raise ValueError(f'"best_of" must be 1 or as "n", not {body["best_of"]!r}; nanovllm returns all it generates')
+
+
+def _conversation(body: dict[str, Any]) -> dict[str, Any]:
+    """The prompt of a chat; the fields about tools that are heeded or refused are among its arguments."""
+    given = {name: body[name] for name in _OF_TEMPLATE if name in body}
+    if (choice := body.get("tool_choice", "auto")) == "none":
+        given.pop("tools", None)
+    elif choice != "auto":
+        advice = 'nanovllm forces no call, but "response_format" can say what the answer must be'
+        raise ValueError(f'"tool_choice" must be "auto" or "none", not {choice!r}; {advice}')
+    if body.get("parallel_tool_calls", True) is not True:
+        raise ValueError('"parallel_tool_calls" must be true; nanovllm does not read the calls in an answer')
+    return conversation_of(body, given)
 
 
 def _one_prompt(value: Any) -> str | list[int]:
@@ -185,7 +201,8 @@ def _choice(kind: OpenAIKind, completion: CompletionOutput) -> dict[str, Any]:
 
 
 def _legacy_logprobs(found: TokenLogprobs) -> dict[str, Any]:
-    """The "logprobs" of /v1/completions. An offset is the number of the completion's characters before the token.
+    """The "logprobs" of /v1/completions. An offset is the number of the completion's characters before the token. A
+    skipped special token has a text, which is not in the completion's.
 
     If two of the most probable tokens have the same text, the more probable one counts.
     """
@@ -196,7 +213,7 @@ def _legacy_logprobs(found: TokenLogprobs) -> dict[str, Any]:
         for other, logprob in scored.items():
             top.setdefault(_text(other, logprob), _finite(logprob.logprob))
         rows.append((token, _finite(scored[token_id].logprob), top, end))
-        end += len(token)
+        end += 0 if scored[token_id].token_bytes is None else len(token)
     names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     columns: dict[str, Any] = {name: [row[column] for row in rows] for column, name in enumerate(names)}
     asks_top = found.token_ids.shape[1] > 1
@@ -213,10 +230,9 @@ def _content_logprobs(found: TokenLogprobs) -> dict[str, Any]:
 
 
 def _entry(token_id: int, scored: dict[int, Logprob]) -> dict[str, Any]:
-    text = _text(token_id, scored[token_id])
-    # A token of half a character has no text of its own, and bytes of the replacement character would be wrong.
-    in_bytes = None if "\ufffd" in text or scored[token_id].decoded_token is None else list(text.encode())
-    return {"token": text, "logprob": _finite(scored[token_id].logprob), "bytes": in_bytes}
+    found = scored[token_id]
+    in_bytes = None if found.token_bytes is None else list(found.token_bytes)
+    return {"token": _text(token_id, found), "logprob": _finite(found.logprob), "bytes": in_bytes}
 
 
 def _prompt_logprobs(found: TokenLogprobs) -> list[dict[str, Any] | None]:
@@ -225,7 +241,7 @@ def _prompt_logprobs(found: TokenLogprobs) -> list[dict[str, Any] | None]:
 
 
 def _as_vllm(logprob: Logprob) -> dict[str, Any]:
-    return {**logprob._asdict(), "logprob": _finite(logprob.logprob)}
+    return {"logprob": _finite(logprob.logprob), "rank": logprob.rank, "decoded_token": logprob.decoded_token}
 
 
 def _text(token_id: int, logprob: Logprob) -> str:

@@ -36,6 +36,7 @@ _MEANT = {
     **dict.fromkeys(("prompt_token_ids", "input_ids", "tokens", "ids"), "token_ids"),
     **dict.fromkeys(("sampling_params", "parameters", "options", "sampling"), "params"),
     **dict.fromkeys(("key", "uid", "uuid", "row_id", "request_id", "index"), "id"),
+    **dict.fromkeys(("tools", "documents", "chat_template"), 'put it into "chat_template_kwargs"'),
     "model": "a job has one model; leave it out",
 }
 # The id of a line that is not JSON is known only if it comes first: elsewhere it may belong to something else.

@@ -1,9 +1,11 @@
 """The chat template: renders conversations as text, in which special tokens of messages may stay ordinary text."""
 
 import copy
+import logging
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +14,9 @@ from nanovllm.prompts import EncodedPrompt
 from nanovllm.text.messages import Form, form_read, plain, plain_messages, shape_of
 from nanovllm.text.tokenizer import NO_TOKENIZER, Tokenizer
 
+logger = logging.getLogger(__name__)
+
+_LISTS = ("tools", "documents")  # the template's arguments that it must not leave out
 _MAX_SHAPES = 10_000  # of conversations whose forms are remembered
 
 
@@ -24,11 +29,11 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self._forms: dict[tuple[Any, ...], Form | None] = {}
+        self._forms: dict[tuple[Any, ...], Form | str] = {}
+        # Arguments that need no warning, or no second one.
+        self._known_names = {"chat_template", "add_generation_prompt", "continue_final_message", *_LISTS}
 
-    def options(
-        self, add_generation_prompt: bool, template_kwargs: Any, given: Mapping[str, Any] = MappingProxyType({})
-    ) -> dict[str, Any]:
+    def options(self, template_kwargs: Any, given: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         """The arguments of `apply_chat_template`: `given`, and those that the caller has for the template.
 
         Raises:
@@ -39,17 +44,24 @@ class ChatTemplate:
             raise ValueError(f"{NO_TOKENIZER}; give LLM(tokenizer=…) one with a chat template")
         if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
             raise TypeError(f"chat_template_kwargs must be a dict, not {template_kwargs!r:.100}")
-        given = {name: plain(value) for name, value in given.items()}
-        options = {**given, "tokenize": False, "add_generation_prompt": add_generation_prompt}
-        taken = {"conversation", *options} & set(template_kwargs or ())
+        taken = {"conversation", "tokenize", *given} & set(template_kwargs or ())
         if taken:
             raise TypeError(f"chat_template_kwargs must not hold {', '.join(sorted(taken))}; nanovllm sets that itself")
-        options = {**(template_kwargs or {}), **options}
-        if getattr(self._tokenizer, "chat_template", None) is None and options.get("chat_template") is None:
+        options = plain({"add_generation_prompt": True, **(template_kwargs or {}), **given, "tokenize": False})
+        template = options.get("chat_template") or getattr(self._tokenizer, "chat_template", None)
+        if template is None:
             raise ValueError("the model's tokenizer has no chat template; pass chat_template=…, or use generate")
-        if options.get("continue_final_message") and add_generation_prompt:
+        if options.get("continue_final_message") and options["add_generation_prompt"]:
             raise ValueError("continue_final_message=True needs add_generation_prompt=False: there is no new turn")
+        if unread := set(template_kwargs or ()) - self._known_names:
+            self._warn_of_unread(unread, f"{template} {self._tokenizer.chat_template}")
         return options
+
+    def _warn_of_unread(self, names: Iterable[str], template: str) -> None:
+        """Warns, once per name, of arguments that the template never mentions: scripts give those of other models."""
+        if unread := sorted(name for name in map(str, names) if name not in template):
+            logger.warning("the chat template does not read chat_template_kwargs: %s", ", ".join(unread))
+            self._known_names.update(unread)
 
     def render(self, messages: Any, options: Mapping[str, Any], marks: "Marks | None") -> str | ValueError:
         """A conversation's text, or the reason why it has none."""
@@ -64,18 +76,31 @@ class ChatTemplate:
             return ValueError(f"the chat template cannot render the conversation: {error}")
 
     def _form_read(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> Form:
-        """The form of the conversation that the template reads; a ValueError if it writes no tool calls."""
+        """The form of the conversation that the template reads; a ValueError if it leaves out more than texts."""
         # A script may replace the tokenizer's template, and an argument may choose another part of it.
         template = options.get("chat_template") or self._tokenizer.chat_template
-        key = str(template), shape_of(messages), str(options)
+        others = {name: bool(value) if name in _LISTS else value for name, value in options.items()}
+        key = str(template), shape_of(messages), str(others)
         if key not in self._forms:
             if len(self._forms) == _MAX_SHAPES:
                 self._forms.clear()
-            render = partial(self._tokenizer.apply_chat_template, **options)
-            self._forms[key] = form_read(messages, render)
+            self._forms[key] = self._find_form(messages, options)
         form = self._forms[key]
+        if isinstance(form, str):
+            raise ValueError(form)
+        return form
+
+    def _find_form(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> Form | str:
+        """The form, or what the template leaves out."""
+        render = self._tokenizer.apply_chat_template
+        form = form_read(messages, partial(render, **options))
         if form is None:
-            raise ValueError("it does not write the tool calls")
+            return "it does not write the tool calls"
+        for name in _LISTS:
+            with suppress(Exception):  # templates raise all kinds of errors
+                given = form.of(messages)
+                if options.get(name) and render(given, **options) == render(given, **{**options, name: None}):
+                    return f"it does not write the {name}; leave them out, or pass chat_template=… that writes them"
         return form
 
     @cached_property

@@ -9,11 +9,13 @@ the place of the texts.
 from collections.abc import Callable, Mapping
 from itertools import count, product
 from json import dumps, loads
+from math import isinf
 from typing import Any, NamedTuple
 
 Message = dict[str, Any]
 
-_TEXT_TYPES = ("text", "input_text", "output_text")
+# The types of parts that are text, and the key that has it.
+_TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _LISTS_IN_TEXT = ("'type': 'text'", '"type": "text"')  # in Python and in JSON
 
 
@@ -46,8 +48,9 @@ class Form(NamedTuple):
 def plain_messages(messages: Any) -> list[Message]:
     """A checked conversation of plain dicts, lists and strings.
 
-    A content is a string or a list of text parts; a tool's may be a dict. Arrays, mappings and pydantic's models become
-    lists and dicts. Fields that are None are left out, because Parquet gives every message the fields of all.
+    A content is a string or a list of parts, each text or a refusal; a tool's may be a dict. Arrays, mappings and
+    pydantic's models become lists and dicts. Fields that are None are left out, because Parquet gives every message the
+    fields of all.
 
     Raises:
         ValueError: this is not a conversation, or a part is not text.
@@ -56,7 +59,7 @@ def plain_messages(messages: Any) -> list[Message]:
         return messages
     messages = plain(messages)
     if not isinstance(messages, list) or not messages:
-        raise ValueError("a conversation must be a list of at least one message")
+        raise ValueError(f"a conversation must be a list of at least one message, not {messages!r}"[:300])
     return [_message(message) for message in messages]
 
 
@@ -89,6 +92,10 @@ def _message(message: Any) -> Message:
     given = {key: value for key, value in message.items() if value is not None}
     if not given.get("tool_calls", True):
         del given["tool_calls"]
+    if refusal := given.pop("refusal", None):
+        if given.get("content"):
+            raise ValueError("a message has a content or a refusal, not both; put the refusal into the content")
+        given["content"] = refusal
     given["content"] = _content(given.get("content", ""), role)
     for call in given.get("tool_calls", ()) if isinstance(given.get("tool_calls"), list) else ():
         _with_arguments(call, is_json=False)  # raises if they are not JSON
@@ -106,7 +113,7 @@ def _content(content: Any, role: str) -> Any:
 def _text_of(part: Any) -> str:
     if isinstance(part, str):
         return part
-    text = part.get("text") if isinstance(part, dict) and part.get("type") in _TEXT_TYPES else None
+    text = part.get(_TEXT_KEYS.get(str(part.get("type")))) if isinstance(part, dict) else None
     if not isinstance(text, str):
         wanted = 'a part of a message must be {"type": "text", "text": …}'
         raise ValueError(f"nanovllm reads text only, so {wanted}, not {part!r}"[:300])
@@ -144,10 +151,16 @@ def _with_arguments(call: Any, is_json: bool) -> Any:
         arguments = dumps(arguments, ensure_ascii=False)
     elif not is_json and isinstance(arguments, str):
         try:
-            arguments = loads(arguments) if arguments else {}
+            arguments = loads(arguments, parse_float=_finite) if arguments else {}
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the arguments of a tool call must be JSON, not {arguments!r:.100}: {error}") from None
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _finite(number: str) -> float:
+    if isinf(value := float(number)):
+        raise ValueError(f"{number} is too large for a float")
+    return value
 
 
 _CONTENTS = (_as_given, _as_parts, _as_text, _as_parts_of_users)

@@ -1,11 +1,12 @@
 """`Text`: makes prompts ready for the engine, and texts of its completions."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from nanovllm.logprobs import TokenPieces
 from nanovllm.models.directory import find_model
 from nanovllm.prompts import Conversation, EncodedPrompt, as_token_ids, without_dict
 from nanovllm.sampling_params import SamplingParams
@@ -112,10 +113,21 @@ class Text(Tokenizer):
             ValueError: the tokenizer has no chat template, or cannot split special tokens.
             TypeError: `template_kwargs` is not a dict, or holds an argument that is set here.
         """
-        whole = self._template.options(add_generation_prompt, template_kwargs, options)
+        whole = self._template.options(template_kwargs, {**options, "add_generation_prompt": add_generation_prompt})
         marks = self._template.marks if splits_special else None
         texts = [self._template.render(messages, whole, marks) for messages in conversations]
         return self._encode_rendered(texts, marks)
+
+    def render(self, messages: Any, template_kwargs: Any, given: Mapping[str, Any]) -> str:
+        """The text of one conversation.
+
+        Raises:
+            TypeError, ValueError: as `encode_conversations`; or the chat template cannot render the conversation.
+        """
+        text = self._template.render(messages, self._template.options(template_kwargs, given), None)
+        if isinstance(text, ValueError):
+            raise text
+        return text
 
     def _encode_each_conversation(
         self, conversations: Sequence[Conversation], splits_special: bool
@@ -126,7 +138,7 @@ class Text(Tokenizer):
         marks = None
         for messages, template_kwargs in conversations:
             try:
-                options = self._template.options(True, template_kwargs)
+                options = self._template.options(template_kwargs)
                 marks = self._template.marks if splits_special else None
                 texts.append(self._template.render(messages, options, marks))
             except (TypeError, ValueError) as error:
@@ -159,6 +171,11 @@ class Text(Tokenizer):
         if params.structured_outputs is not None:
             return params.structured_outputs.choice is None
         return any(self.has_text(each, params.skip_special_tokens) for each in prompt_token_ids)
+
+    def pieces(self, params: SamplingParams, follows_text: bool = True) -> TokenPieces:
+        """Gives what each token adds to a text of a request, see TokenLogprobs."""
+        follows_text = follows_text or not params.detokenize
+        return partial(self.piece, skip_special_tokens=params.skip_special_tokens, follows_text=follows_text)
 
     def complete(self, completions: Sequence[Completion]) -> list[tuple[str | ValueError, str | None]]:
         """Each completion's text, cut at its first stop string, and that string, or None if there is none. The text is

@@ -1,9 +1,12 @@
 """A model's tokenizer: it encodes and decodes, and turns the tokenizer's errors into ValueErrors."""
 
+import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
+
+from nanovllm.token_texts import TokenPiece
 
 Given = TypeVar("Given")
 Found = TypeVar("Found")
@@ -11,6 +14,11 @@ Found = TypeVar("Found")
 NO_TOKENIZER = "the model has no tokenizer"
 # Exceptions that end the program or its generators, and are not the fault of a text.
 EXITS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+# The names of tokens that hold bytes: one byte in tokenizers with byte fallback, and GPT-2's characters in byte-level
+# ones, where the bytes that have no printable character of their own follow each other from U+0100 on.
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+_BYTES = {chr(byte): byte for byte in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))}
+_BYTES |= {chr(256 + index): byte for index, byte in enumerate(sorted({*range(256)} - {*_BYTES.values()}))}
 
 
 class Tokenizer:
@@ -26,7 +34,7 @@ class Tokenizer:
         self._max_model_len = max_model_len
         # Many requests ask about the same tokens.
         self._has_text = lru_cache(maxsize=None)(self._find_whether_it_has_text)
-        self._token_text = lru_cache(maxsize=None)(self._find_token_text)
+        self.piece = lru_cache(maxsize=None)(self._find_piece)
         self._bad_word_ids = lru_cache(maxsize=1024)(self._find_bad_word_ids)
 
     @property
@@ -136,11 +144,16 @@ class Tokenizer:
         return [text[len(lead_text) * each :] for text, each in zip(texts, follows, strict=True)] if lead else texts
 
     @cached_property
+    def _letter(self) -> list[int]:
+        """The tokens of a letter, as neighbours of a token."""
+        return self.tokenizer("a", add_special_tokens=False)["input_ids"]
+
+    @cached_property
     def _lead(self) -> tuple[list[int], str]:
         """The tokens of a text to put before tokens that follow one, and that text; empty if the decoder drops no
         space at the beginning of a text, as those of Llama 2 and Mistral do."""
         try:
-            token_ids = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+            token_ids = self._letter
             once, twice = self.decode([token_ids, token_ids * 2], skip_special_tokens=False)
         except EXITS:
             raise
@@ -153,16 +166,28 @@ class Tokenizer:
         """Whether it matters to `decode` that tokens follow a text."""
         return self.tokenizer is not None and bool(self._lead[0])
 
-    def token_text(self, token_id: int) -> str | None:
-        """The text of one token behind others, special tokens too; None without a tokenizer or if it fails."""
-        return self._token_text(token_id)
-
-    def _find_token_text(self, token_id: int) -> str | None:
+    def _find_piece(self, token_id: int, skip_special_tokens: bool, follows_text: bool) -> TokenPiece | None:
+        """What a token adds to a text; None without a tokenizer or if it fails."""
         if self.tokenizer is None:
             return None
-        decode = partial(self.decode, skip_special_tokens=False, follows=[True])
-        (text,) = all_or_each(decode, [[token_id]])
-        return None if isinstance(text, BaseException) else text
+        try:
+            text, first = self.decode([[token_id]] * 2, False, [True, follows_text])
+            has_text = self.has_text(token_id, skip_special_tokens)
+            name = str(self.tokenizer.convert_ids_to_tokens(token_id))
+        except EXITS:
+            raise
+        except BaseException:
+            return None
+        if not has_text:
+            return TokenPiece(text, None, is_part=True)
+        in_bytes = whole = text.encode(errors="replace")
+        byte = None if text == name else _BYTE_TOKEN.fullmatch(name)
+        if byte is not None:
+            in_bytes = bytes.fromhex(byte[1])
+        elif "\ufffd" in text and _BYTES.keys() >= set(name):
+            in_bytes = bytes(_BYTES[character] for character in name)
+        is_part = byte is not None or in_bytes != whole
+        return TokenPiece(text, in_bytes, len(text) - len(first), is_part, byte is not None)
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
@@ -176,8 +201,7 @@ class Tokenizer:
 
     def _find_whether_it_has_text(self, token_id: int, skip_special_tokens: bool) -> bool:
         # Alone, a space can vanish at the text's beginning, so the token is decoded between two others.
-        neighbour = self.tokenizer("a", add_special_tokens=False)["input_ids"]
-        without, with_it = [*neighbour, *neighbour], [*neighbour, token_id, *neighbour]
+        without, with_it = self._letter * 2, [*self._letter, token_id, *self._letter]
         return len(set(self.decode([without, with_it], skip_special_tokens))) == 2
 
 

@@ -162,7 +162,7 @@ def test_error_rows_are_logged_once_per_call(llm, caplog, call):
         start, num_bad = "5 of 7 prompts ended in an error: ", 5
     else:
         llm.chat([[{"role": "user", "content": "Hi"}], []], GREEDY, use_tqdm=False)
-        reasons, start, num_bad = ["at least one message (at 1)"], "1 of 2 prompts ended in an error: ", 1
+        reasons, start, num_bad = ["at least one message, not [] (at 1)"], "1 of 2 prompts ended in an error: ", 1
     (warning,) = warnings_of(caplog)
     assert warning.startswith(start) and all(reason in warning for reason in reasons), warning
     assert llm.metrics()["num_rejected_requests"] - before == num_bad
@@ -283,9 +283,7 @@ def test_an_unknown_keyword_of_generate_is_refused(idle_llm, option):
         idle_llm.generate("Hi", **{option: 1})
 
 
-@pytest.mark.parametrize(
-    "conversations", ["Hi", None, 5, {"role": "user", "content": "Hi"}, iter([]), {1}], ids=stable_id
-)
+@pytest.mark.parametrize("conversations", ["Hi", None, 5, {"role": "user", "content": "Hi"}, b"Hi", {1}], ids=stable_id)
 def test_what_can_be_no_conversations_is_a_type_error(idle_llm, conversations):
     with pytest.raises(TypeError, match="conversations must be a list of messages or a list of such lists"):
         idle_llm.chat(conversations, GREEDY, use_tqdm=False)

@@ -1,7 +1,7 @@
 """lighteval on nanovllm gives what the LLM gives when it is called directly."""
 
 import pytest
-from support.harness_texts import LONG, OPTIONS, SUM, WORD, without_tokenizer
+from support.harness_texts import LONG, OPTIONS, SUM, TEMPLATES, WORD, without_tokenizer
 
 from nanovllm import SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
@@ -57,6 +57,16 @@ def test_generation_is_that_of_llm_generate(model):
     [output] = model.llm.generate([prompt], SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
     assert (found[1].text, found[1].output_tokens) == ([output.text], [output.token_ids])
     assert found[1].input_tokens == prompt
+
+
+def test_a_chat_reaches_templates_of_both_kinds(model, monkeypatch):
+    """A template that goes through parts wrote nothing for lighteval's strings."""
+    monkeypatch.setattr(model, "uses_chat_template", True)
+    monkeypatch.setattr(model.prompt_manager, "use_chat_template", True)
+    doc = make_doc("What is 12 + 30?", ["42", "43"], generation_size=4)
+    for template in TEMPLATES:
+        monkeypatch.setattr(model._tokenizer, "chat_template", template)
+        assert model.greedy_until([doc])[0].input == model.loglikelihood([doc])[0].input == doc.query
 
 
 def test_rolling_scores_the_whole_query(model):

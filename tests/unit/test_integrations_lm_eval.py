@@ -3,8 +3,9 @@
 import json
 import sys
 
+import numpy as np
 import pytest
-from support.harness_texts import LONG, OPTIONS, SUM, WORD, without_tokenizer
+from support.harness_texts import LONG, OPTIONS, SUM, TEMPLATES, WORD, without_tokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
@@ -135,6 +136,23 @@ def test_the_chat_template_is_the_tokenizers(model):
     started = [*messages, {"role": "assistant", "content": "The sum"}]
     assert model.apply_chat_template(started, add_generation_prompt=False).endswith("The sum")
     assert model.tokenizer_name and "/" not in model.tokenizer_name
+
+
+def test_contents_reach_templates_of_both_kinds(model, monkeypatch):
+    """Some templates write nothing for a list of parts, and others for a string, both without an error."""
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    history = np.array(
+        [
+            {"role": "user", "content": [{"type": "text", "text": "See this"}]},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "user", "content": "Hi"},
+        ]
+    )
+    for template in TEMPLATES:
+        monkeypatch.setattr(model.tokenizer, "chat_template", template)
+        assert model.apply_chat_template(history) == 'See this(f {"a": 1})Hi'
+        with pytest.raises(ValueError, match="nanovllm reads text only"):
+            model.apply_chat_template([{"role": "user", "content": [{"type": "image"}]}])
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from nanovllm.jobs.errors import JobError
 from nanovllm.jobs.job import Job, JobOptions
 from nanovllm.jobs.rows import parse_row
 from nanovllm.jobs.source import Lines, open_source
+from nanovllm.token_texts import TokenPiece
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -440,7 +441,9 @@ def test_what_has_no_fixed_shape_is_text(job):
 
 def one_logprob():
     ids = np.array([[5, 5]], np.int32)
-    return TokenLogprobs(ids, np.full((1, 2), -0.5, np.float32), np.ones(1, np.int32), 0, {5: "ä"})
+    return TokenLogprobs(
+        ids, np.full((1, 2), -0.5, np.float32), np.ones(1, np.int32), 0, {5: TokenPiece("ä", "ä".encode())}
+    )
 
 
 def test_a_row_group_of_an_output_is_bounded_in_bytes(job, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from nanovllm import CompletionOutput, RequestOutput, SamplingParams, TokenLogprobs
 from nanovllm.jobs.rows import JobRow, output_of, parse_row
+from nanovllm.token_texts import TokenPiece
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 PLAIN = {"id": "a", "prompt": "Hi"}
@@ -260,6 +261,27 @@ def test_the_other_parts_of_a_request():
     assert row_of(openai(model=None)).model is None
 
 
+TOOLS = [{"type": "function", "function": {"name": "weather"}}]
+DOCUMENTS = [{"title": "Ulm", "text": "The minster."}]
+
+
+def test_fields_for_the_chat_template_are_among_its_arguments():
+    def arguments(**body):
+        row = row_of(openai(**body))
+        assert row.error is None and row.params == {} and row.prompt["messages"] == MESSAGES
+        return row.prompt.get("chat_template_kwargs")
+
+    whole = {
+        "tools": TOOLS, "documents": DOCUMENTS, "chat_template": "{{ messages }}", "add_generation_prompt": False,
+        "continue_final_message": True,
+    }  # fmt: skip
+    assert arguments(**whole) == whole
+    assert arguments(tools=TOOLS, chat_template_kwargs={"a": 1}) == {"tools": TOOLS, "a": 1}
+    assert arguments(tools=TOOLS, tool_choice="auto", parallel_tool_calls=True) == {"tools": TOOLS}
+    assert arguments(tools=TOOLS, tool_choice="none") is None, "the model must not call one"
+    assert arguments(tools=None, tool_choice=None) is None
+
+
 BAD_OPENAI = [
     (without(openai(), "custom_id"), 'has no "custom_id"', None),
     ({**without(openai(), "custom_id"), "id": "b"}, "unknown key 'id'; did you mean \"custom_id\"", "b"),
@@ -299,9 +321,14 @@ BAD_OPENAI = [
     (openai(guided_regex="a", guided_json={}), "only one of guided_json, guided_regex can say", "a"),
     (openai(structured_outputs=5), '"structured_outputs" must be an object', "a"),
     (openai(structured_outputs={}), "give exactly one of json, regex", "a"),
-    (openai(tools=[]), "'tools'; nanovllm calls no tools", "a"),
-    (openai(tool_choice="none"), "'tool_choice'; nanovllm calls no tools", "a"),
-    (openai(functions=[]), "'functions'; nanovllm calls no tools", "a"),
+    (openai(tools=TOOLS, tool_choice="required"), "\"tool_choice\" must be .* not 'required'; .*response_format", "a"),
+    (openai(tools=TOOLS, tool_choice={"type": "function"}), '"tool_choice" must be "auto" or "none", not {', "a"),
+    (openai(tools=TOOLS, parallel_tool_calls=False), '"parallel_tool_calls" must be true', "a"),
+    (openai(functions=[]), "'functions'; did you mean \"tools\"", "a"),
+    (openai(function_call="auto"), "'function_call'; did you mean \"tool_choice\"", "a"),
+    (openai("completions", tools=TOOLS), "'tools'; it belongs to /v1/chat/completions", "a"),
+    (openai(tools=TOOLS, chat_template_kwargs={"tools": []}), "'tools' is in the body and in \"chat_template", "a"),
+    (openai(chat_template_kwargs=5), '"chat_template_kwargs" must be an object, not 5', "a"),
     (openai("completions", suffix="x"), "'suffix'; nanovllm only continues", "a"),
     (openai(temprature=1), "unknown field of the body 'temprature'; did you mean \"temperature\"", "a"),
     (openai(max_new_tokens=1), "'max_new_tokens'; did you mean \"max_tokens\"", "a"),
@@ -398,7 +425,11 @@ def logprobs(*tokens: list[tuple[int, float]], first: int = 0, text=lambda token
     """Each token is a list: itself, then the most probable ones. Its rank is 1 + its place among those."""
     ids, numbers = (np.array([[each[part] for each in token] for token in tokens]) for part in (0, 1))
     ranks = [next((i for i, each in enumerate(token[1:], 1) if each[0] == token[0][0]), 9) for token in tokens]
-    return TokenLogprobs(ids.astype(np.int32), numbers.astype(np.float32), np.array(ranks, np.int32), first, text)
+
+    def piece(token_id: int) -> TokenPiece | None:
+        return None if (found := text(token_id)) is None else TokenPiece(found, found.encode())
+
+    return TokenLogprobs(ids.astype(np.int32), numbers.astype(np.float32), np.array(ranks, np.int32), first, piece)
 
 
 INF = float("inf")
@@ -540,12 +571,34 @@ def test_logprobs_of_a_chat_have_openais_shape():
     assert found == {"content": content, "refusal": None}
 
 
-@pytest.mark.parametrize("text, token", [(None, "token_id:7"), ("\ufffd", "\ufffd")])
-def test_a_token_without_a_text_of_its_own_has_no_bytes(text, token):
-    scored = logprobs([(7, -1.0)], text=lambda token_id: text)
+def test_without_a_tokenizer_tokens_have_no_bytes():
+    scored = logprobs([(7, -1.0)], text=lambda token_id: None)
     output = RequestOutput("0", "Hi", [1], [CompletionOutput(0, "", [7], "stop", logprobs=scored)])
     found = output_of(made("chat"), output)["response"]["body"]["choices"][0]["logprobs"]["content"]
-    assert found == [{"token": token, "logprob": -1.0, "bytes": None, "top_logprobs": []}]
+    assert found == [{"token": "token_id:7", "logprob": -1.0, "bytes": None, "top_logprobs": []}]
+
+
+def test_offsets_and_bytes_follow_the_text():
+    """Each part of a character had the text U+FFFD and no bytes, and moved the offsets of all that followed it."""
+    parts = "é".encode()
+    pieces = {
+        7: TokenPiece("\ufffd", parts[:1], is_part=True),
+        8: TokenPiece("\ufffd", parts[1:], is_part=True),
+        9: TokenPiece("Ho", b"Ho"),
+        10: TokenPiece("<eos>", None, is_part=True),
+    }
+    ids = np.array([[9, 7], [7, 8], [8, 9], [10, 7], [9, 9]], np.int32)
+    scored = TokenLogprobs(ids, np.full(ids.shape, -1.0, np.float32), np.ones(len(ids), np.int32), 0, pieces)
+    output = RequestOutput("0", "Hi", [1], [CompletionOutput(0, "HoéHo", ids[:, 0].tolist(), "stop", logprobs=scored)])
+    found = output_of(made("completions"), output)["response"]["body"]["choices"][0]["logprobs"]
+    assert found["tokens"] == ["Ho", "", "é", "<eos>", "Ho"] and found["text_offset"] == [0, 2, 2, 3, 3]
+    assert [sorted(each) for each in found["top_logprobs"]] == [
+        ["Ho", "bytes:\\xc3"], ["", "bytes:\\xa9"], ["Ho", "é"], ["<eos>", "bytes:\\xc3"], ["Ho"],
+    ]  # fmt: skip
+    content = output_of(made("chat"), output)["response"]["body"]["choices"][0]["logprobs"]["content"]
+    assert [each["bytes"] for each in content] == [list(b"Ho"), [0xC3], [0xA9], None, list(b"Ho")]
+    plain = output_of(made("plain"), output)["outputs"][0]["logprobs"]
+    assert [each["token"] for each in plain] == found["tokens"]
 
 
 FAILED = RequestOutput("0", "Hi", [1, 2], [CompletionOutput(0, "", [], "error")], error="the prompt is too long")

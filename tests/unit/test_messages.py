@@ -244,3 +244,134 @@ def test_arrays_and_fields_that_are_none_are_as_in_json(rendered):
     )
     assert rendered(messages) == '<user>Hi<assistant><call>f {"ids": [0, 1]}'
     assert json.dumps(rendered(list(messages))) == json.dumps(rendered(messages))
+
+
+# Tools and documents
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "It rains.", "parameters": {}}}]
+DOCUMENTS = [{"title": "Ulm", "text": "The minster."}]
+READS = {
+    "tools": "{% for each in tools or [] %}{{ each | tojson }}{% endfor %}",
+    "documents": "{% for each in documents or [] %}{{ each.text }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name, value", [("tools", TOOLS), ("documents", DOCUMENTS)])
+@pytest.mark.parametrize("splits_special", [False, True])
+def test_what_the_template_does_not_read_is_refused(name, value, splits_special):
+    """transformers drops it without a word."""
+    message = [{"role": "user", "content": "Rain?"}]
+    options = {"options": {name: value}, "splits_special": splits_special}
+    error = encoded(TEMPLATES["llama3"], message, **options)
+    assert f"it does not write the {name}; leave them out, or pass chat_template=" in str(error)
+    assert encoded(TEMPLATES["llama3"], message, options={name: []}) == "<user>Rain?"
+    written = encoded(READS[name] + TEMPLATES["llama3"], message, **options)
+    assert ("weather" if name == "tools" else "The minster.") in written and written.endswith("<user>Rain?")
+    (prompt,) = text_with(TEMPLATES["llama3"]).encode([{"messages": message, "chat_template_kwargs": {name: value}}])
+    assert f"it does not write the {name}" in str(prompt.error)
+
+
+def text_with(template: str) -> Text:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIRECTORY)
+    tokenizer.chat_template = template
+    return Text(tokenizer)
+
+
+def test_a_template_may_read_tools_in_some_conversations_alone():
+    template = "{% if messages[0].role == 'user' %}" + READS["tools"] + "{% endif %}" + TEMPLATES["llama3"]
+    text, user, system = text_with(template), {"role": "user", "content": "Hi"}, {"role": "system", "content": "Hi"}
+    for _ in range(2):  # forms are remembered
+        written, dropped, plain = (
+            text.encode_conversations([[first, user]], False, None, options={"tools": tools})[0]
+            for first, tools in ((user, TOOLS), (system, TOOLS), (system, []))
+        )
+        assert "weather" in written.text and plain.text == "<system>Hi<user>Hi"
+        assert "does not write the tools" in str(dropped.error)
+
+
+def test_documents_of_their_own_cost_a_conversation_nothing(monkeypatch):
+    """What a template reads was found again for each conversation with other documents."""
+    text, calls = text_with(READS["documents"] + TEMPLATES["llama3"]), []
+    render = text.tokenizer.apply_chat_template
+
+    def counted(*given, **named):
+        calls.append(given)
+        return render(*given, **named)
+
+    monkeypatch.setattr(text.tokenizer, "apply_chat_template", counted)
+    for number in range(4):
+        calls.clear()
+        options = {"documents": [{"text": f"{number}"}]}
+        (prompt,) = text.encode_conversations([[{"role": "user", "content": "Hi"}]], False, None, options=options)
+        assert prompt.text == f"{number}<user>Hi" and (len(calls) == 1 or number == 0)
+
+
+def test_a_function_may_be_a_tool():
+    def weather(city: str) -> str:
+        """It rains.
+
+        Args:
+            city: Where.
+        """
+
+    message = [{"role": "user", "content": "Rain?"}]
+    assert '"name": "weather"' in encoded(READS["tools"] + TEMPLATES["llama3"], message, options={"tools": [weather]})
+    assert "does not write the tools" in str(encoded(TEMPLATES["llama3"], message, options={"tools": [weather]}))
+
+
+def test_arguments_that_the_template_never_mentions_are_named_once(caplog):
+    """transformers ignores them, and scripts pass `enable_thinking` to models that cannot think."""
+    text, message = text_with(TEMPLATES["llama3"] + "{{ style }}"), [{"role": "user", "content": "Hi"}]
+    given = {"enable_thinking": False, "style": "!", "tools": None}
+    for _ in range(2):
+        (one,) = text.encode_conversations([message], False, given)
+        (two,) = text.encode([{"messages": message, "chat_template_kwargs": {**given, "add_generation_prompt": False}}])
+        assert one.text == two.text == "<user>Hi!"
+    assert caplog.messages == ["the chat template does not read chat_template_kwargs: enable_thinking"]
+    text.encode_conversations([message], False, {"thinking": True})
+    assert caplog.messages[1:] == ["the chat template does not read chat_template_kwargs: thinking"]
+
+
+def test_a_conversation_of_a_dict_may_continue_its_last_message():
+    text = text_with(TEMPLATES["llama3"] + "{% if add_generation_prompt %}<assistant>{% endif %}")
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well,"}]
+
+    def prompt(**arguments):
+        (found,) = text.encode([{"messages": messages, "chat_template_kwargs": arguments}])
+        return found.error or found.text
+
+    assert prompt() == "<user>Hi<assistant>Well,<assistant>"
+    assert prompt(add_generation_prompt=False, continue_final_message=True) == "<user>Hi<assistant>Well,"
+    assert "needs add_generation_prompt=False" in str(prompt(continue_final_message=True))
+    assert "must not hold tokenize" in str(prompt(tokenize=True))
+
+
+# Refusals and arguments
+
+
+def test_a_refusal_is_text(rendered):
+    """OpenAI's clients send back what the model refused, as a part or as a field of the message."""
+    for message in (
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "I cannot."}]},
+        {"role": "assistant", "content": None, "refusal": "I cannot."},
+        {"role": "assistant", "refusal": "I cannot.", "tool_calls": None},
+        {"role": "assistant", "content": "I cannot.", "refusal": None},
+    ):
+        assert rendered([message]) == "<assistant>I cannot."
+    both = {"role": "assistant", "content": "Yes.", "refusal": "No."}
+    assert "a message has a content or a refusal, not both" in str(rendered([both]))
+    assert "nanovllm reads text only" in str(rendered([{"role": "assistant", "content": [{"type": "refusal"}]}]))
+
+
+@pytest.mark.parametrize("rendered", ["qwen3"], indirect=True)
+def test_values_of_arguments_survive(rendered):
+    def written(arguments: str):
+        found = rendered([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}])
+        return found if isinstance(found, ValueError) else found.removeprefix("<assistant><call>f ")
+
+    for same in ('{"a": 1.0}', f'{{"a": {2**60}}}', '{"a": "äöü 😀 <b>"}', '{"a": -0.0, "b": [null, true]}'):
+        assert written(same) == same
+    assert written('{"a": 1.50, "b": 1e3}') == '{"a": 1.5, "b": 1000.0}'
+    assert written('{"a": 1, "a": 2}') == '{"a": 2}', "the last one counts, as for Python's json and JavaScript"
+    assert "1e400 is too large for a float" in str(written('{"a": 1e400}')), "JSON has no Infinity"

@@ -5,7 +5,8 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from support.small_tokenizers import small_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import LLM, SamplingParams
@@ -13,39 +14,10 @@ from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.prompts import EncodedPrompt
 from nanovllm.text import Completion, StopStrings, Text
 
-CORPUS = [
-    "the cat sat on the mat and the hat",
-    "a cat in a hat is not uncommon at all",
-    "  two  spaces  \n\n lines",
-] * 4
-
-
-def trained(pre_tokenizer, decoder, alphabet) -> PreTrainedTokenizerFast:
-    """A BPE tokenizer of some 60 merges, with two special tokens that it does not list, and one that it does."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoder
-    trainer = trainers.BpeTrainer(
-        vocab_size=len(alphabet) + 60, initial_alphabet=alphabet, special_tokens=["<eos>", "<a>", "<b>"]
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-
 
 @pytest.fixture(scope="module")
 def tokenizers() -> dict[str, PreTrainedTokenizerFast]:
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    letters = sorted({letter for text in CORPUS for letter in text if letter != " "} | set("bcdfgjkpqvwxyz▁"))
-    return {
-        "bytes": AutoTokenizer.from_pretrained(MODEL_DIRECTORY),
-        "byte-level BPE": trained(byte_level, decoders.ByteLevel(), pre_tokenizers.ByteLevel.alphabet()),
-        "SentencePiece": trained(pre_tokenizers.Metaspace(), decoders.Metaspace(), letters),
-        # Llama 2's way to write its decoder.
-        "stripping": trained(
-            pre_tokenizers.Metaspace(),
-            decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]),
-            letters,
-        ),
-    }
+    return small_tokenizers()
 
 
 # Texts in context
@@ -163,17 +135,12 @@ def test_an_llm_gives_texts_in_context(tokenizers, tmp_path):
     with LLM(MODEL_DIRECTORY, tokenizer=tmp_path, device="cpu", max_model_len=64) as llm:
         whole, stopped = llm.generate(["a cat"] * 2, params, use_tqdm=False)
         (alone,) = llm.generate([[tokenizer.eos_token_id]], params[0], use_tqdm=False)
+        (silent,) = llm.generate("a cat", SamplingParams(**forced, detokenize=False), use_tqdm=False)
     assert whole.text == word * 3 and [each[space].decoded_token for each in whole.outputs[0].logprobs] == [word] * 3
     assert stopped.text == "" and stopped.finish_reason == "stop" and len(stopped.token_ids) == 1
     assert alone.text == (word * 3)[1:], "behind no text it begins one"
-
-
-@pytest.mark.parametrize("name", ["bytes", "byte-level BPE", "SentencePiece", "stripping"])
-def test_the_texts_of_tokens_join_to_the_text(tokenizers, name):
-    tokenizer = tokenizers[name]
-    text, ids = Text(tokenizer), tokenizer("in the hat the cat", add_special_tokens=False)["input_ids"]
-    assert "".join(map(text.token_text, ids)).strip(" ") == "in the hat the cat"
-    assert "".join(map(text.token_text, ids[2:])) == text.complete([Completion(ids[2:], SamplingParams(), True)])[0][0]
+    assert [each[space].decoded_token for each in alone.outputs[0].logprobs] == [word[1:], word, word]
+    assert silent.text == "" and silent.outputs[0].logprobs[0][space].decoded_token == word
 
 
 # Bad words
