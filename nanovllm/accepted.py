@@ -152,7 +152,6 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     "scheduling_policy": _only("fcfs", instead="nanovllm orders requests itself; results keep the prompts' order"),
     "logprobs_mode": _only("raw_logprobs", instead='SamplingParams(logprobs_mode="processed") chooses per request'),
     "max_logprobs": _only(*range(129), instead="nanovllm returns at most 128 log-probabilities per token"),
-    "generation_config": _only("auto", instead="pass SamplingParams, which replace the model's recommendation"),
     "override_generation_config": _only({}, instead="pass SamplingParams"),
     "calculate_kv_scales": _only(False, instead="nanovllm's FP8 cache scales each token, without calibration"),
     "quantization_param_path": _only(instead="nanovllm's FP8 cache scales each token, without calibration"),

@@ -73,6 +73,8 @@ class Config:
         overlap: let the device run one step ahead of the host.
         enable_prefix_caching: share the KV blocks of equal prompt beginnings.
         prefix_grouping: attend a shared prefix once for all decodes that share it, if the backend can (triton).
+        generation_config: the parameters of `sampling_params=None`: "auto" are those that the model's
+            generation_config.json recommends, "vllm" are SamplingParams().
         seed: the seed from which requests without a seed derive theirs; −1 is 0.
 
     Raises:
@@ -99,6 +101,7 @@ class Config:
     overlap: bool = True
     enable_prefix_caching: bool = True
     prefix_grouping: bool = True
+    generation_config: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -117,6 +120,7 @@ class Config:
         if self.quantization not in (None, *QUANTIZATIONS):
             raise ValueError(f'quantization must be None or "fp8", not {self.quantization!r}')
         self._check_choice("kv_cache_dtype", KV_CACHE_DTYPES)
+        self._check_choice("generation_config", ("auto", "vllm"))
         device = self.device if isinstance(self.device, str) else str(self.device)
         if device not in ("auto", "cpu", "cuda") and not re.fullmatch("cuda:[0-9]{1,3}", device):
             raise ValueError(f'device must be "auto", "cpu", "cuda" or "cuda:N", not {self.device!r}')

@@ -83,6 +83,7 @@ class LLM:
         overlap: bool = True,
         enable_prefix_caching: bool = True,
         prefix_grouping: bool = True,
+        generation_config: str = "auto",
         seed: int = 0,
     ):
         # All options by name; a test checks that they are Config's.
@@ -103,7 +104,8 @@ class LLM:
         FORKS.has_computed |= config.tensor_parallel_size == 1
         computes_here = self.engine.info.device == "cpu" and config.tensor_parallel_size == 1
         self._cpu_threads = threads if computes_here else CpuThreads(is_used=False)
-        self._default_sampling = DefaultSampling(self.engine.info.generation_config)
+        recommended = self.engine.info.generation_config if config.generation_config == "auto" else {}
+        self._default_sampling = DefaultSampling(recommended)
         self._guard = ExclusiveGuard(
             "this LLM is in the middle of a call, so a signal handler cannot call or close it",
             "this LLM is busy with another call; call it from one thread at a time",
@@ -519,7 +521,7 @@ class _Progress:
     def __init__(self, engine: LLMEngine, num_requests: int, use_tqdm: bool | Callable[..., Any]):
         self._stats, self._at_start, self._began = engine.step_stats, replace(engine.step_stats), time.perf_counter()
         self._num_errors = 0
-        make = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
+        make = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not boolean("use_tqdm", use_tqdm))
         self._bar = make(total=num_requests, desc="Completions", unit="prompt")
 
     def __enter__(self) -> "_Progress":

@@ -38,6 +38,7 @@ def test_the_defaults_are_the_documented_ones():
         "overlap": True,
         "enable_prefix_caching": True,
         "prefix_grouping": True,
+        "generation_config": "auto",
         "seed": 0,
     }
 

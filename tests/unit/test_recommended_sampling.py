@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from typing import Any
 
 import pytest
 from transformers import GenerationConfig
@@ -55,11 +56,11 @@ def recommending(tmp_path):
     """Makes LLMs of the bundled model with another generation_config.json."""
     made = []
 
-    def make(**recommended) -> LLM:
+    def make(options: Any = (), **recommended) -> LLM:
         directory = tmp_path / f"model{len(made)}"
         shutil.copytree(MODEL_DIRECTORY, directory)
         (directory / "generation_config.json").write_text(json.dumps(recommended))
-        made.append(LLM(directory, device="cpu", num_kvcache_blocks=16))
+        made.append(LLM(directory, device="cpu", num_kvcache_blocks=16, **dict(options)))
         return made[-1]
 
     yield make
@@ -119,6 +120,8 @@ def test_an_llm_samples_as_recommended(recommending):
     # Qwen2.5's own recommendation, and a minimum that exceeds our own max_tokens.
     llm = recommending(do_sample=True, min_new_tokens=100)
     assert llm.get_default_sampling_params() == SamplingParams(min_tokens=100, max_tokens=100)
+    llm = recommending(temperature=0.7, options={"generation_config": "vllm"})
+    assert llm.get_default_sampling_params() == SamplingParams()
 
 
 def test_settings_that_we_lack_are_named_in_one_warning_per_llm(recommending, caplog):
