@@ -134,3 +134,9 @@ ACCEPTED_PARAMETERS: Mapping[str, Accepted] = {
     "output_kind": Accepted("nanovllm returns finished completions"),
     "skip_reading_prefix_cache": _only(False, instead="LLM(enable_prefix_caching=False)"),
 }
+
+ACCEPTED_STRUCTURED_OUTPUTS: Mapping[str, Accepted] = {
+    "backend": Accepted(_LLGUIDANCE),
+    "disable_fallback": Accepted(_LLGUIDANCE),
+    "structural_tag": _only(instead="nanovllm has no structural tags; write a grammar"),
+}

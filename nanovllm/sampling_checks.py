@@ -152,12 +152,11 @@ def bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:
     return tuple(found)
 
 
-def structured_outputs(value: Any, min_tokens: int, allowed_token_ids: Any) -> StructuredOutputsParams | None:
+def structured_outputs(value: Any, allowed_token_ids: Any) -> StructuredOutputsParams | None:
     if isinstance(value, Mapping):  # from JSON, say
         value = StructuredOutputsParams(**value)
     if value is not None and not isinstance(value, StructuredOutputsParams):
         raise TypeError(f"structured_outputs must be a StructuredOutputsParams or a dict of its fields, not {value!r}")
-    if value is not None and (min_tokens or allowed_token_ids is not None):
-        name = "min_tokens" if min_tokens else "allowed_token_ids"
-        raise ValueError(f"structured_outputs says which tokens may come when; leave out {name}")
+    if value is not None and allowed_token_ids is not None:
+        raise ValueError("structured_outputs says which tokens may come when; leave out allowed_token_ids")
     return value

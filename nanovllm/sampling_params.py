@@ -186,7 +186,7 @@ class SamplingParams:
         put("frequency_penalty", checked.in_range("frequency_penalty", frequency_penalty, minimum=-2, maximum=2))
         put("logit_bias", checked.logit_bias(logit_bias))
         put("bad_words", checked.bad_words(bad_words))
-        put("structured_outputs", checked.structured_outputs(structured_outputs, self.min_tokens, allowed_token_ids))
+        put("structured_outputs", checked.structured_outputs(structured_outputs, allowed_token_ids))
         put("allowed_token_ids", checked.allowed_token_ids(allowed_token_ids))
 
     @classmethod

@@ -38,32 +38,6 @@ class LoRARequest:
         raise ValueError("nanovllm loads no adapters; merge it into the model's weights and load the merged model")
 
 
-def guided_decoding_params(
-    json: Any = None,
-    regex: str | None = None,
-    choice: Sequence[str] | None = None,
-    grammar: str | None = None,
-    json_object: bool | None = None,
-    backend: str | None = None,
-    disable_fallback: bool | None = None,
-    disable_any_whitespace: bool | None = None,
-    disable_additional_properties: bool | None = None,
-    whitespace_pattern: str | None = None,
-) -> StructuredOutputsParams:
-    """vLLM's GuidedDecodingParams. llguidance is the only backend, so `backend` and `disable_fallback` change nothing.
-
-    Raises:
-        ValueError: `disable_additional_properties` or `whitespace_pattern` asks for something; see
-            StructuredOutputsParams for the others.
-    """
-    if disable_additional_properties or whitespace_pattern is not None:
-        raise ValueError(
-            "GuidedDecodingParams takes no disable_additional_properties or whitespace_pattern here; put "
-            "additionalProperties: false into the schema, or use a grammar"
-        )
-    return StructuredOutputsParams(json, regex, choice, grammar, json_object, disable_any_whitespace)  # type: ignore[arg-type]
-
-
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """vLLM's functions that end its processes; `LLM.close` and the LLM's end do that here."""
 
@@ -75,7 +49,7 @@ _NAMES: dict[str, dict[str, Any]] = {
     },
     "vllm.sampling_params": {
         "SamplingParams": SamplingParams, "StructuredOutputsParams": StructuredOutputsParams,
-        "GuidedDecodingParams": guided_decoding_params,
+        "GuidedDecodingParams": StructuredOutputsParams,
     },
     "vllm.inputs": {"TextPrompt": TextPrompt, "TokensPrompt": TokensPrompt},
     "vllm.outputs": {"RequestOutput": RequestOutput, "CompletionOutput": CompletionOutput},
