@@ -139,8 +139,7 @@ class Choice:
             for token_id in token_ids:
                 if _END in node and not can_end:
                     raise ValueError(
-                        f"choice {choice!r} begins with choice {node[_END]!r}, which could not end, because the model "
-                        "has no end-of-sequence token; change one of them"
+                        f"{node[_END]!r} begins {choice!r}, and the model has no end-of-sequence token; change a choice"
                     )
                 node = node.setdefault(token_id, {})
             if _END in node:
@@ -159,8 +158,8 @@ class Choice:
 
     def fill(self, mask: np.ndarray) -> None:
         mask[:] = 0
-        ends = self._eos_token_ids if _END in self._node else ()
-        allow(mask, [*(self._node.keys() - {_END}), *ends])
+        allow(mask, self._node.keys() - {_END})
+        allow(mask, self._eos_token_ids if _END in self._node else ())
 
 
 def allow(mask: np.ndarray, token_ids: Collection[int]) -> None:
@@ -182,8 +181,7 @@ class Grammar:
     """
 
     def __init__(self, matcher: Any, group: int = 0, compile: Callable[[], Any] | None = None):
-        self.matcher, self.group = matcher, group
-        self._compile = compile
+        self.matcher, self.group, self._compile = matcher, group, compile
         self._token_ids: list[int] = []
 
     def advance(self, token_id: int) -> bool:
@@ -255,4 +253,4 @@ def in_one_line(error: object) -> str:
     reason = " ".join(text.split())
     reason = reason if len(reason) <= 300 else reason[:300] + "…"
     advice = next((advice for complaint, advice in _ADVICE.items() if complaint in reason), None)
-    return f"{reason}; {advice}" if advice else reason
+    return f"{reason}; {advice}" if advice and advice not in reason else reason

@@ -83,11 +83,9 @@ def _grammar_of(params: StructuredOutputsParams) -> tuple[str, Callable[[], str]
     if params.grammar is not None:
         return "grammar", partial(grammar_from, "grammar", params.grammar)
     name, schema = ("json_object", '{"type":"object"}') if params.json is None else ("json", params.json)
-    is_flexible = not params.disable_any_whitespace
-    # Lenient: llguidance only warns of what it cannot follow. `_ignored` says which of its warnings are errors.
-    defaults: Any = {
-        "lenient": True, "whitespace_flexible": is_flexible, "whitespace_pattern": params.whitespace_pattern,
-    }  # fmt: skip
+    # Lenient: what cannot be followed is a warning. `_matcher` makes errors of most warnings.
+    defaults: Any = {"lenient": True, "whitespace_flexible": not params.disable_any_whitespace}
+    defaults["whitespace_pattern"] = params.whitespace_pattern
     return name, partial(LLMatcher.grammar_from_json_schema, schema, defaults=defaults)
 
 
@@ -170,8 +168,10 @@ class StructuredOutputs:
             matcher = LLMatcher(tokenizer, make_grammar(), log_level=0)
             # The first mask tells whether there is a first token at all; copies share the work on it.
             Grammar(matcher).fill(np.empty(-(-self._vocab_size // 32), np.int32))
-            if params.grammar is None and (ignored := _ignored(matcher)):
-                raise ValueError(ignored)
+            # JSON Schema calls an unknown format an annotation. All other warnings are of parts that are not followed.
+            warnings = matcher.get_grammar_warnings() if params.grammar is None else []
+            if ignored := [each for each in warnings if not each.startswith("Unknown format: ")]:
+                raise ValueError(", ".join(ignored).partition(", falling back")[0])
         except Exception as error:  # a RecursionError of a deep schema too
             raise ValueError(f"{name} cannot be compiled: {in_one_line(error)}") from None
         return matcher
@@ -203,13 +203,6 @@ class StructuredOutputs:
         meant = self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
         if spelled.removeprefix(" ") != meant.removeprefix(" "):  # SentencePiece adds and strips a leading space
             raise ValueError(f"it reads the tokens of {meant!r} as {spelled!r}")
-
-
-def _ignored(matcher: Any) -> str:
-    """The parts of its schema that a lenient matcher does not follow. An unknown format is no such part: JSON Schema
-    calls it an annotation."""
-    warnings = [each for each in matcher.get_grammar_warnings() if not each.startswith("Unknown format: ")]
-    return ", ".join(each.partition(", falling back")[0] for each in warnings)
 
 
 def _described(tokenizer: Any, vocab_size: int) -> str:

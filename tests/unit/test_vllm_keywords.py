@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanovllm import LLM, Config, SamplingParams
+from nanovllm import LLM, Config, SamplingParams, StructuredOutputsParams
 from nanovllm.accepted import (
     ACCEPTED_ARGUMENTS,
     ACCEPTED_OPTIONS,
     ACCEPTED_PARAMETERS,
+    ACCEPTED_STRUCTURED_OUTPUTS,
     RENAMED_ARGUMENTS,
     RENAMED_OPTIONS,
     RENAMED_PARAMETERS,
@@ -73,6 +74,20 @@ def test_a_sampling_parameter_that_asks_for_more_is_refused_with_what_to_do(name
     if parameter.values is not None:
         with pytest.raises(ValueError, match=f"^{name} cannot be 7; {re.escape(parameter.reason)}$"):
             SamplingParams(**{name: 7})
+
+
+def test_vllms_parameters_of_structured_outputs_are_heeded_or_refused(caplog):
+    given = {"json_object": None, "backend": "xgrammar", "disable_fallback": True, "structural_tag": None}
+    given |= {"whitespace_pattern": " ?", "disable_additional_properties": True, "disable_any_whitespace": False}
+    found = StructuredOutputsParams({"properties": {}}, None, None, None, **given)
+    assert found.json == '{"properties":{},"additionalProperties":false}' and found.whitespace_pattern == " ?"
+    (record,) = caplog.records
+    assert "backend (" in record.getMessage() and "structural_tag" not in record.getMessage()
+    with pytest.raises(
+        ValueError, match=r"structural_tag cannot be .*; nanovllm has no structural tags; write a gramm"
+    ):
+        StructuredOutputsParams(regex="a", structural_tag="{}")
+    assert not ACCEPTED_STRUCTURED_OUTPUTS.keys() & {*StructuredOutputsParams.__slots__}
 
 
 def test_vllms_names_of_our_options_are_heeded():
@@ -224,6 +239,7 @@ def test_the_page_has_each_keyword_with_its_values_and_reason():
     expected += rows_of_page(ACCEPTED_OPTIONS, True) + rows_of_page(ACCEPTED_OPTIONS, False)
     expected += [f"| `{theirs}` | `{ours}` |" for theirs, ours in RENAMED_PARAMETERS.items()]
     expected += rows_of_page(ACCEPTED_PARAMETERS, True) + rows_of_page(ACCEPTED_PARAMETERS, False)
+    expected += rows_of_page(ACCEPTED_STRUCTURED_OUTPUTS, True) + rows_of_page(ACCEPTED_STRUCTURED_OUTPUTS, False)
     expected += [f"| `{theirs}` | `{ours}` |" for theirs, ours in RENAMED_ARGUMENTS.items()]
     expected += rows_of_page(ACCEPTED_ARGUMENTS, False)
     assert [line for line in page.splitlines() if line.startswith("| `")] == expected

@@ -78,8 +78,8 @@ def test_a_script_written_for_vllm_runs_as_it_is(tmp_path):
         ("from vllm.sampling_params import BeamSearchParams", "nanovllm has no vllm.sampling_params.BeamSearchParams"),
         ("import vllm.engine", "No module named 'vllm.engine'"),
         (
-            "from vllm.sampling_params import GuidedDecodingParams as G; G(regex='a', whitespace_pattern=' ')",
-            "takes no disable_additional_properties or whitespace_pattern",
+            "from vllm.sampling_params import GuidedDecodingParams as G; G(regex='a', structural_tag='x')",
+            "structural_tag cannot be 'x'; nanovllm has no structural tags; write a grammar",
         ),
     ],
     ids=str,
