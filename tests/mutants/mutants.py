@@ -307,34 +307,8 @@ _MUTANTS_OF_FILE = {
             "a constraint that cannot go on ends its row without a word",
             "                guides[index]._fail(reason)\n", "                pass\n",
             "test_structured_outputs.py::test_a_constraint_that_cannot_go_on_ends_its_completion_with_the_reason"),
-        planted(
-            "min_tokens bans the only token that the form allows",
-            "        if (mask & ~ends).any():\n            mask &= ~ends\n", "        mask &= ~ends\n",
-            "test_structured_outputs.py::"
-            "test_ends_are_banned_until_min_tokens_unless_nothing_else_may_come"),
-        planted(
-            "what llguidance cannot follow of a schema is dropped",
-            "raise ValueError(\", \".join(ignored)", "print(\", \".join(ignored)",
-            "test_structured_outputs.py::"
-            "test_what_llguidance_cannot_compile_is_an_error_with_its_reason"),
-    ],
-    "constraints.py": [
-        planted(
-            "a full lexer fails all later completions of its grammar",
-            "if self._compile is None:", "if True:",
-            "test_structured_outputs.py::"
-            "test_completions_of_one_grammar_do_not_use_up_each_others_limits"),
-        planted(
-            "a choice that begins another cannot end",
-            "allow(mask, self._eos_token_ids if _END in self._node else ())",
-            "allow(mask, self._eos_token_ids if self._node.keys() == {_END} else ())",
-            "test_structured_outputs.py::test_random_walks_spell_every_choice_and_nothing_else"),
     ],
     "runner/token_rules.py": [
-        planted(
-            "min_tokens bans the only token that a form allows, on the device",
-            "min_tokens = 0 if seq.is_constrained else params.min_tokens", "min_tokens = params.min_tokens",
-            "test_structured_outputs_of_llm.py::test_min_tokens_bans_the_end_as_long_as_the_form_can_go_on"),
         planted(
             "masks do not reach the device",
             "        self.tensors.allowed.index_copy_(0, on_device, sent)\n", "",
