@@ -169,7 +169,7 @@ class StructuredOutputs:
             # The first mask tells whether there is a first token at all; copies share the work on it.
             Grammar(matcher).fill(np.empty(-(-self._vocab_size // 32), np.int32))
             # JSON Schema calls an unknown format an annotation. All other warnings are of parts that are not followed.
-            warnings = matcher.get_grammar_warnings() if params.grammar is None else []
+            warnings = matcher.get_grammar_warnings()
             if ignored := [each for each in warnings if not each.startswith("Unknown format: ")]:
                 raise ValueError(", ".join(ignored).partition(", falling back")[0])
         except Exception as error:  # a RecursionError of a deep schema too

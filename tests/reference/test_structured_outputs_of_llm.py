@@ -193,7 +193,9 @@ def test_a_choice_that_begins_another_ends_or_goes_on_as_the_masked_model_says(t
     assert temperature == 0 or {out.text for out in outputs} >= {"a", "ab", "b"}
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", some([{}, {"overlap": False}, {"tensor_parallel_size": 2}], {}, {"overlap": False}), ids=str
+)
 def test_min_tokens_bans_the_end_as_long_as_the_form_can_go_on(options):
     """Where the form ends earlier, the completion does, too: it is whole, and stopped."""
     cases = {  # form: (min_tokens, other parameters, expected text)

@@ -223,7 +223,7 @@ FIELDS = [
         {
             "response_format": {
                 "type": "json_schema",
-                "json_schema": {"schema": {"enum": [None]}, "strict": None, "description": "d"},
+                "json_schema": {"schema": {"enum": [None]}, "strict": None, "description": "d", "of no one": None},
             }
         },
         {"structured_outputs": {"json": {"enum": [None]}}},
