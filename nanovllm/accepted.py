@@ -230,6 +230,4 @@ ACCEPTED_STRUCTURED_OUTPUTS: Mapping[str, Accepted] = {
     "backend": Accepted(_LLGUIDANCE),
     "disable_fallback": Accepted(_LLGUIDANCE),
     "structural_tag": _only(instead="nanovllm has no structural tags; write a grammar"),
-    "disable_additional_properties": _only(False, instead="put additionalProperties: false into the schema's objects"),
-    "whitespace_pattern": _only(instead="disable_any_whitespace=False allows any whitespace that JSON allows"),
 }

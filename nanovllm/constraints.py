@@ -18,6 +18,17 @@ _MIN_IN_PARALLEL = 16
 _COPIES_OF_ONE = 8
 # The number of llguidance's threads: a share of the CPUs, and a maximum. Both are llguidance's own defaults.
 _SHARE_OF_CPUS, _MAX_THREADS = 0.8, 32
+# llguidance's complaints -> what to do instead.
+_ADVICE = {
+    "look-around": "write out what may come, or exclude texts in a grammar: TEXT: /[a-z]+/ & ~/.*no.*/",
+    "backreferences": "write out the texts that may come twice",
+    "word boundaries": "write out the characters beside the word",
+    "unrecognized": "the syntax is that of Rust's regex",
+    "Unimplemented keys": "leave them out, and check them in the completions",
+    "oneOf": "give the alternatives a required property with different constants, or write anyOf",
+}
+# How it shows a mistake in a regular expression: the expression, a mark under the mistake, and the complaint.
+_MISTAKE = re.compile(r"regex parse error:\n    (.*)\n    ( *\^+).*\nerror: (.*)")
 
 
 class Constraint(Protocol):
@@ -76,7 +87,7 @@ def fill_masks(constraints: Sequence[Constraint], masks: np.ndarray) -> None:
     for row, constraint in enumerate(constraints):
         try:
             if is_parallel and isinstance(constraint, Grammar):
-                constraint.check()
+                constraint.finish(masks[row])
             else:
                 constraint.fill(masks[row])
         except ValueError as error:
@@ -100,55 +111,107 @@ def _num_threads() -> int:
     return max(1, min(int(_SHARE_OF_CPUS * len(cpus())), _MAX_THREADS))
 
 
-# A trie's node: the ids that may come next, each with its child node. An empty node is the end of a choice.
+# A trie's node: the ids that may come next, each with its child node. At the end of a choice, _END has the choice.
 Node = dict[int, Any]
+_END = -1
 
 
 class Choice:
-    """A Constraint that walks down a trie."""
+    """A Constraint that walks down a trie. Where another choice goes on, an end-of-sequence id ends a choice."""
 
     def __init__(self, root: Node, eos_token_ids: Collection[int]):
         self._node = root
         self._eos_token_ids = eos_token_ids
 
+    @staticmethod
+    def trie(choices: list[tuple[list[int], str]], can_end: bool) -> Node:
+        """The root of the trie of some choices, each with its token ids.
+
+        Args:
+            can_end: whether there are end-of-sequence ids.
+
+        Raises:
+            ValueError: two choices have the same tokens, or one begins another and could not end.
+        """
+        root: Node = {}
+        for token_ids, choice in sorted(choices):
+            node = root
+            for token_id in token_ids:
+                if _END in node and not can_end:
+                    raise ValueError(
+                        f"{node[_END]!r} begins {choice!r}, and the model has no end-of-sequence token; change a choice"
+                    )
+                node = node.setdefault(token_id, {})
+            if _END in node:
+                raise ValueError(f"choices {node[_END]!r} and {choice!r} have the same tokens; leave one out")
+            node[_END] = choice
+        return root
+
     def advance(self, token_id: int) -> bool:
-        if not self._node and token_id in self._eos_token_ids:
-            return True
-        if token_id not in self._node:
+        if _END in self._node and token_id in self._eos_token_ids:
+            self._node = {_END: self._node[_END]}
+        elif token_id in self._node:
+            self._node = self._node[token_id]
+        else:
             raise ValueError(f"token {token_id} continues none of the choices")
-        self._node = self._node[token_id]
-        return not self._node
+        return self._node.keys() == {_END}
 
     def fill(self, mask: np.ndarray) -> None:
-        ids = np.fromiter(self._node or self._eos_token_ids, np.int32)
         mask[:] = 0
-        np.bitwise_or.at(mask, ids >> 5, np.left_shift(np.int32(1), ids & 31))
+        allow(mask, self._node.keys() - {_END})
+        allow(mask, self._eos_token_ids if _END in self._node else ())
+
+
+def allow(mask: np.ndarray, token_ids: Collection[int]) -> None:
+    """Allows the ids in a mask."""
+    ids = np.fromiter(token_ids, np.int32)
+    np.bitwise_or.at(mask, ids >> 5, np.left_shift(np.int32(1), ids & 31))
 
 
 class Grammar:
     """A Constraint around llguidance's LLMatcher, of which this is the only user.
 
-    group: a number that copies of the same matcher have in common.
+    Copies of a matcher share the limits of its lexer. So if one fails, a matcher of its own takes its tokens again, and
+    only if that fails too, the completion cannot go on.
+
+    Args:
+        matcher: the matcher, at the beginning of a completion.
+        group: a number that copies of the same matcher have in common.
+        compile: makes another matcher; None for a matcher that shares nothing.
     """
 
-    def __init__(self, matcher: Any, group: int = 0):
-        self.matcher, self.group = matcher, group
+    def __init__(self, matcher: Any, group: int = 0, compile: Callable[[], Any] | None = None):
+        self.matcher, self.group, self._compile = matcher, group, compile
+        self._token_ids: list[int] = []
 
     def advance(self, token_id: int) -> bool:
+        self._token_ids.append(token_id)
         self.matcher.consume_token(token_id)
-        self.check()
+        self._check()
         return self.matcher.is_stopped()
 
     def fill(self, mask: np.ndarray) -> None:
         from llguidance.numpy import fill_next_token_bitmask
 
         fill_next_token_bitmask(self.matcher, mask[None])
-        self.check()
+        self.finish(mask)
 
-    def check(self) -> None:
-        """Raises the error that the matcher has stored, if there is one. Its masks then allow only the end."""
-        if self.matcher.is_error():
+    def finish(self, mask: np.ndarray) -> None:
+        """Does what `fill` does, after llguidance has filled the mask."""
+        if self._check():
+            self.fill(mask)
+
+    def _check(self) -> bool:
+        """Raises the error that the matcher has stored, if there is one. Its masks then allow only the end. Returns
+        whether another matcher took its place."""
+        if not self.matcher.is_error():
+            return False
+        if self._compile is None:
             raise ValueError(in_one_line(self.matcher.get_error()))
+        self.matcher, self._compile = self._compile(), None
+        self.matcher.consume_tokens(self._token_ids)
+        self._check()
+        return True
 
 
 class GrammarCopies:
@@ -173,17 +236,21 @@ class GrammarCopies:
             group = len(self._groups)
             self._groups.append((self._compile(), WeakSet()))
         matcher, in_use = self._groups[group]
-        constraint = Grammar(matcher.deep_copy(), group)
+        constraint = Grammar(matcher.deep_copy(), group, self._compile)
         in_use.add(constraint)
         return constraint
 
 
 def in_one_line(error: object) -> str:
-    """llguidance's reason in one line, without the parser's state, which follows it in tags."""
+    """llguidance's reason in one line, with advice, and without the parser's state, which follows it in tags."""
     text = str(error).split("\n<")[0]
-    reason = " ".join(text.split())
-    if "NoExtensionBias" in reason:
+    if "NoExtensionBias" in text:
         return "no token can come next"
-    if len(reason) > 300 and (found := re.search(r"^error: (.*)$", text, re.MULTILINE)):
-        return found[1]  # the lines before it repeat the regex
-    return reason if len(reason) <= 300 else reason[:300] + "…"
+    if found := _MISTAKE.search(text):
+        text = f"{found[3]}: {found[1][: len(found[2])][-80:]}"
+    elif found := re.search(r"lookarounds not supported yet; (\w+)", text):
+        text = "word boundaries (\\b, \\B) are not supported" if "Word" in found[1] else "^ must be first and $ last"
+    reason = " ".join(text.split())
+    reason = reason if len(reason) <= 300 else reason[:300] + "…"
+    advice = next((advice for complaint, advice in _ADVICE.items() if complaint in reason), None)
+    return f"{reason}; {advice}" if advice and advice not in reason else reason

@@ -11,7 +11,7 @@ import numpy as np
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
-from nanovllm.guides import Guide, StructuredOutputs
+from nanovllm.guides import StructuredOutputs
 from nanovllm.logprobs import TokenLogprobs, TokenPieces
 from nanovllm.outputs import CompletionOutput, ErrorSummary, FinishReason, RequestMetrics, RequestOutput, keep_outputs
 from nanovllm.prompts import EncodedPrompt
@@ -283,9 +283,8 @@ def without_text(
         follows_text = text.follows_text(prompt.token_ids, params)
         predicates = [text.stop_strings(params, follows_text) for _ in range(num_completions)]
     if params.structured_outputs is not None:
-        constraints = [structured.constraint(params.structured_outputs) for _ in range(num_completions)]
-        stops = predicates or repeat(None)
-        predicates = [Guide(*each) for each in zip(constraints, stops, strict=False)]
+        each_stops = predicates or repeat(None, num_completions)
+        predicates = [structured.guide(params, stops) for stops in each_stops]
     if params.bad_words:
         params = replace(params, bad_words=text.bad_words_as_ids(params.bad_words))
     return params, predicates

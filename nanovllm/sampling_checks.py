@@ -180,6 +180,6 @@ def together(params: Any) -> None:
     if params.stop and not params.detokenize:
         raise ValueError("stop strings are found in the text; use stop_token_ids, or leave out detokenize=False")
     if params.structured_outputs is not None:
-        others = ("min_tokens", "allowed_token_ids", "logits_processors")
+        others = ("allowed_token_ids", "logits_processors")
         if name := next((name for name in others if getattr(params, name)), None):
             raise ValueError(f"structured_outputs says which tokens may come when; leave out {name}")

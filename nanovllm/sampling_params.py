@@ -32,6 +32,9 @@ _MEANT = {
     "temp": "temperature",
     "do_sample": "temperature=0 is greedy, any other temperature samples",
     "guided_json": "structured_outputs=StructuredOutputsParams(json=…)",
+    "guided_regex": "structured_outputs=StructuredOutputsParams(regex=…)",
+    "guided_choice": "structured_outputs=StructuredOutputsParams(choice=…)",
+    "guided_grammar": "structured_outputs=StructuredOutputsParams(grammar=…)",
     "response_format": "structured_outputs=StructuredOutputsParams(json=…)",
     "greedy": "temperature=0 is greedy",
     "k": "top_k",
@@ -74,7 +77,8 @@ class SamplingParams:
         temperature: divides the logits; 0 is greedy.
         max_tokens: maximum number of tokens to generate, at least 1; None is as many as fit within `max_model_len`.
             With `prompt_logprobs` it may be 0, which only scores the prompt.
-        min_tokens: until this many tokens are generated, stop tokens are banned and stop strings do not count.
+        min_tokens: until this many tokens are generated, stop tokens are banned and stop strings do not count. Only
+            structured outputs that cannot go on end earlier.
         top_k: sample among the k most probable tokens; 0 or −1 is off.
         top_p: sample among the fewest most probable tokens whose probabilities reach p; 1 is off.
         min_p: drop tokens less probable than min_p × the most probable one; 0 is off.

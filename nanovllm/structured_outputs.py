@@ -2,9 +2,9 @@
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from json import dumps, loads
 from typing import Any
 
@@ -13,6 +13,8 @@ from nanovllm.checks import boolean, suggests_names
 
 # The values of these keywords of a schema are data, in which "$ref" is an ordinary key.
 _DATA_KEYWORDS = ("const", "enum", "default", "examples")
+# The values of these are dicts of schemas, whose keys are no keywords.
+_DICTS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 # Complaints of Python's `re` that are errors for llguidance too. Others are ignored, because its syntax has more.
 _SURELY_WRONG = ("unterminated", "unbalanced", "nothing to repeat", "min repeat greater", "(end of pattern)")
 
@@ -44,16 +46,22 @@ class StructuredOutputsParams:
 
     Args:
         json: the completion is JSON of this schema: a dict, a string, or a class with `model_json_schema()`, as
-            pydantic's models have. Properties come in the schema's order. It is kept as a string.
+            pydantic's models have. Properties come in the schema's order. A `format` that llguidance does not know
+            changes nothing, as JSON Schema says. The schema is kept as a string.
         regex: the whole completion matches, in the syntax of Rust's `regex`: without look-around, and \\d and \\w are
             any digit and letter of Unicode ([0-9] is plainer).
         choice: the completion is one of these strings, as the tokenizer tokenizes it at the start of a text. It ends
-            as soon as it equals one, so none may be a prefix of another.
+            where it equals one and no other goes on. Where another one does, an end-of-sequence token ends it.
         grammar: the completion matches this grammar, in a form that llguidance takes: Lark-like with a rule `start`, or
-            GBNF with a rule `root`.
+            GBNF with a rule `root`. `~` (anything but) needs `&` beside it, as in `/(?s:.*)/ & ~/.*no.*/`, because
+            alone it allows special tokens too.
         json_object: the completion is any JSON object.
         disable_any_whitespace: JSON without whitespace between its parts. False allows any amount, and small models may
             then write whitespace without end.
+        disable_additional_properties: objects of the schema that list `properties` or `patternProperties`, and say
+            nothing about additional ones, have none.
+        whitespace_pattern: a regular expression. Where JSON allows whitespace, at most one match of it may come, in
+            place of what disable_any_whitespace says.
 
     Raises:
         TypeError, ValueError: a parameter of the wrong type, none or several of them, or one that no completion can
@@ -66,6 +74,8 @@ class StructuredOutputsParams:
     grammar: str | None
     json_object: bool
     disable_any_whitespace: bool
+    disable_additional_properties: bool
+    whitespace_pattern: str | None
 
     def __init__(
         self,
@@ -75,16 +85,21 @@ class StructuredOutputsParams:
         grammar: str | None = None,
         json_object: bool = False,
         disable_any_whitespace: bool = True,
+        disable_additional_properties: bool = False,
+        whitespace_pattern: str | None = None,
     ):
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        put("json", None if json is None else _schema(json))
-        put("regex", None if regex is None else _regex(regex))
+        is_closed = boolean("disable_additional_properties", disable_additional_properties)
+        put("json", None if json is None else _schema(json, is_closed))
+        put("regex", _regex("regex", regex))
         put("choice", None if choice is None else _choices(choice))
         put("grammar", None if grammar is None else _text("grammar", grammar))
         put("json_object", boolean("json_object", json_object))
         put("disable_any_whitespace", boolean("disable_any_whitespace", disable_any_whitespace))
+        put("disable_additional_properties", is_closed)
+        put("whitespace_pattern", _regex("whitespace_pattern", whitespace_pattern))
         names = ("json", "regex", "choice", "grammar", "json_object")
         given = [name for name in names if getattr(self, name) not in (None, False)]
         if len(given) != 1:
@@ -95,7 +110,7 @@ def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a string, not {value!r}")
     if not value:
-        raise ValueError(f"{name} must not be an empty string: nothing could be generated")
+        raise ValueError(f"{name} must not be an empty string")
     if any(0xD800 <= ord(character) < 0xE000 for character in value):
         raise ValueError(f"{name} must be text; {value!r} holds half of a surrogate pair")
     return value
@@ -108,32 +123,27 @@ def _choices(value: Any) -> tuple[str, ...]:
         raise ValueError("choice must hold at least one string")
     for each in value:
         _text("a string of choice", each)
-    # After sorting, all strings between a prefix and its string have the same prefix. So it is enough to compare
-    # neighbours.
-    for shorter, longer in pairwise(sorted(value)):
-        if shorter == longer:
-            raise ValueError(f"choice holds {shorter!r} twice; leave one out")
-        if longer.startswith(shorter):
-            raise ValueError(
-                f"choice {shorter!r} is a prefix of choice {longer!r}, which could never be generated; change one of "
-                "them, or use regex, with which the model may go on"
-            )
+    for each, count in Counter(value).items():
+        if count > 1:
+            raise ValueError(f"choice holds {each!r} twice; leave one out")
     return tuple(value)
 
 
-def _regex(value: Any) -> str:
-    _text("regex", value)
+def _regex(name: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    _text(name, value)
     try:
         with warnings.catch_warnings():  # warnings about nested sets, which llguidance supports
             warnings.simplefilter("ignore")
             re.compile(value)
     except (re.error, OverflowError, RecursionError) as error:
         if any(complaint in str(error) for complaint in _SURELY_WRONG):
-            raise ValueError(f"regex {value!r} is not valid: {error}") from None
+            raise ValueError(f"{name} {value!r} is not valid: {error}") from None
     return value
 
 
-def _schema(value: Any) -> str:
+def _schema(value: Any, is_closed: bool) -> str:
     if isinstance(value, type) and callable(make := getattr(value, "model_json_schema", None)):
         try:
             value = make()
@@ -149,27 +159,34 @@ def _schema(value: Any) -> str:
         kind = ValueError if is_text else TypeError
         raise kind(f"json must be a JSON schema that is a dict, its string, or a pydantic class, not {value!r}")
     try:
-        # Keys keep their order: it is the order in which properties are generated.
-        text = dumps(value, separators=(",", ":"), allow_nan=False)
+        # A copy. Keys keep their order: it is the order in which properties are generated.
+        schema = loads(dumps(value, allow_nan=False))
     except TypeError as error:
         raise TypeError(f"json must hold only what JSON has: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"json is not a JSON schema: {error}") from None
-    _refuse_remote_references(value)
-    return text
+    for part in _schemas_in(schema):
+        reference = part.get("$ref")
+        if isinstance(reference, str) and not reference.startswith("#"):
+            raise ValueError(
+                f'json refers to {reference!r}, and only references within the schema work ("#/$defs/…"); '
+                "copy what it refers to into $defs"
+            )
+        if is_closed and ("properties" in part or "patternProperties" in part):
+            part.setdefault("additionalProperties", False)
+    return dumps(schema, separators=(",", ":"))
 
 
-def _refuse_remote_references(schema: dict[str, Any]) -> None:
+def _schemas_in(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
     parts: list[Any] = [schema]
     while parts:
         part = parts.pop()
         if isinstance(part, dict):
-            reference = part.get("$ref")
-            if isinstance(reference, str) and not reference.startswith("#"):
-                raise ValueError(
-                    f'json refers to {reference!r}, and only references within the schema work ("#/$defs/…"); '
-                    "copy what it refers to into $defs"
-                )
-            parts += [each for keyword, each in part.items() if keyword not in _DATA_KEYWORDS]
-        elif isinstance(part, (list, tuple)):
+            yield part
+            for keyword, each in part.items():
+                if keyword in _DICTS_OF_SCHEMAS and isinstance(each, dict):
+                    parts += each.values()
+                elif keyword not in _DATA_KEYWORDS:
+                    parts.append(each)
+        elif isinstance(part, list):
             parts += part

@@ -386,10 +386,7 @@ def _keep_logprobs(step: Step, output: StepOutput) -> list[int]:
 
 
 def _ask_stop_predicates(step: Step, token_ids: list[int]) -> list[int]:
-    """The ids of the sequences that their stop predicates end with their new token.
-
-    A predicate follows the text token by token, so it is also called when its answer does not count yet.
-    """
+    """The ids of the sequences that their stop predicates end with their new token."""
     sampling = (chunk.seq for chunk in step.chunks if chunk.samples)
     return [
         seq.seq_id

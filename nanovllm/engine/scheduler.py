@@ -112,7 +112,7 @@ class Scheduler:
             step: the oldest that was not committed.
             token_ids: as in StepOutput.
             broken: ids of the sequences whose prompts have scores from logits that were not finite.
-            stopped: ids of the requests that the engine ends with their new token; it counts only from `min_tokens` on.
+            stopped: ids of the requests that their stop predicates end with their new token.
         """
         finished, tokens = [], iter(token_ids)
         block_manager, block_size = self.block_manager, self.block_manager.block_size
@@ -315,9 +315,8 @@ class Scheduler:
 
     def _stop_reason(self, seq: Sequence, token: int, is_stopped: bool) -> str | None:
         num_completion_tokens = len(seq.token_ids) - seq.num_prompt_tokens
-        min_tokens = seq.sampling_params.min_tokens
-        is_stop_id = token in seq.stop_token_ids and num_completion_tokens > min_tokens
-        return "stop" if is_stop_id or (is_stopped and num_completion_tokens >= min_tokens) else None
+        is_stop_id = token in seq.stop_token_ids and num_completion_tokens > seq.sampling_params.min_tokens
+        return "stop" if is_stop_id or is_stopped else None
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless blocks, entries and statuses agree."""

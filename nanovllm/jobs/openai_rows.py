@@ -45,12 +45,18 @@ _MEANT_AT_TOP = {
 _MEANT_IN_BODY = {
     "functions": "tools",
     "function_call": "tool_choice",
+    "guided_decoding_backend": "nanovllm's structured outputs all come from llguidance; leave it out",
+    "guided_whitespace_pattern": 'write it as "whitespace_pattern" of "structured_outputs"',
     "suffix": "nanovllm only continues a prompt; leave it out",
     "use_beam_search": "nanovllm has no beam search; leave it out",
     "max_new_tokens": "max_tokens",
     "prompt": "it belongs to /v1/completions",
     **dict.fromkeys(_OF_CHAT, "it belongs to /v1/chat/completions"),
 }
+# The keys of each "response_format", and of the schema of one. Name, description and strict change nothing.
+_FORMATS = {"text": ("type",), "json_object": ("type",), "json_schema": ("type", "json_schema")}
+_JSON_SCHEMA = ("schema", "name", "description", "strict")
+_NEEDS_TYPE = 'a schema needs "type": "json_schema", "json_schema": {"name": …, "schema": …}'
 # In place of a log-probability of −∞, which JSON does not have; OpenAI's reference gives such tokens this number.
 _MIN_LOGPROB = -9999.0
 
@@ -153,17 +159,17 @@ def _structured_outputs(body: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _response_format(value: Any) -> dict[str, Any] | None:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return {"json_object": True}
-    if kind != "json_schema":
+    given = without_nulls(value) if isinstance(value, dict) else {}
+    if not isinstance(kind := given.get("type"), str) or kind not in _FORMATS:
         raise ValueError(f'"response_format" must have a "type" of text, json_object or json_schema, not {value!r}')
-    schema = value.get("json_schema")
-    if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
-        raise ValueError(f'"response_format" needs its schema at json_schema.schema, not {schema!r}')
-    return {"json": schema["schema"]}
+    check_names("key of response_format", given, _FORMATS[kind], dict.fromkeys(("schema", "json_schema"), _NEEDS_TYPE))
+    if kind != "json_schema":
+        return {"json_object": True} if kind == "json_object" else None
+    described = given.get("json_schema")
+    if not isinstance(described, dict) or not isinstance(described.get("schema"), dict):
+        raise ValueError(f'"response_format" needs its schema at json_schema.schema, not {described!r}')
+    check_names("key of json_schema", without_nulls(described), _JSON_SCHEMA, {})
+    return {"json": described["schema"]}
 
 
 def response_body(kind: OpenAIKind, number: int, output: RequestOutput, created: int, model: str) -> dict[str, Any]:

@@ -123,7 +123,8 @@ class TokenRulesTable:
 def _edits(seq: Sequence) -> Edits:
     params = seq.sampling_params
     bad_words = [word for word in params.bad_words or () if not isinstance(word, str)]  # the engine takes no strings
-    return edits_of(params.logit_bias or {}, bad_words, sorted(seq.stop_token_ids), params.min_tokens)
+    min_tokens = 0 if seq.is_constrained else params.min_tokens  # a constraint's masks heed it
+    return edits_of(params.logit_bias or {}, bad_words, sorted(seq.stop_token_ids), min_tokens)
 
 
 def _ruled_until(seq: Sequence) -> int:

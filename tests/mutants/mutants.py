@@ -143,8 +143,9 @@ _MUTANTS_OF_FILE = {
             "test_scheduler.py::test_no_step_with_decodes_is_larger_than_the_cap_or_twice_its_decodes"),
         historic(
             "a stop token stops before min_tokens",
-            "num_completion_tokens > min_tokens", "num_completion_tokens >= min_tokens",
-            "test_scheduler.py::test_nothing_stops_a_completion_before_min_tokens"),
+            "num_completion_tokens > seq.sampling_params.min_tokens",
+            "num_completion_tokens >= seq.sampling_params.min_tokens",
+            "test_scheduler.py::test_no_stop_token_stops_a_completion_before_min_tokens"),
         historic(
             "broken logits are taken for a token",
             "if token < 0:", "if token < -1:",
@@ -334,7 +335,8 @@ _MUTANTS_OF_FILE = {
         planted(
             "a stop predicate is asked of the token that ran over",
             "        and seq.status is not SequenceStatus.FINISHED\n", "",
-            "test_scheduler.py::test_the_stop_predicate_is_asked_before_min_tokens_and_of_no_token_after_the_end"),
+            "test_scheduler.py::"
+            "test_the_stop_predicate_heeds_min_tokens_itself_and_is_asked_of_no_token_after_the_end"),
         planted(
             "the cache keeps keys of the old weights",
             "        self._renew_scheduler()  # first, so that no cached key of other weights is ever read\n", "",

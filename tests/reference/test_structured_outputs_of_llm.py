@@ -11,6 +11,7 @@ import pytest
 from support.long import some
 from support.model_factory import save_model
 from support.schemas import make_schemas
+from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.demo import MODEL_DIRECTORY
@@ -163,18 +164,109 @@ def test_a_choice_ends_where_it_is_complete_and_needs_no_end_token():
     assert all(out.token_ids == tokenizer(out.text)["input_ids"] for out in outputs)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_choice_that_begins_another_ends_or_goes_on_as_the_masked_model_says(temperature):
+    """The masked reference: the model's probabilities of what may come at a place, divided by their sum."""
+    choices, values = ["a", "ab", "b", "abba"], {"logprobs": 5, "logprobs_mode": "processed"}
+    structured = StructuredOutputsParams(choice=choices)
+    params = [
+        SamplingParams(temperature=temperature, seed=seed, structured_outputs=structured, **values)
+        for seed in range(40 if temperature else 1)
+    ]
+    with LLM(MODEL_DIRECTORY, device="cpu", num_kvcache_blocks=256) as llm:
+        prompt, eos = llm.get_tokenizer()("Reverse: ba\n")["input_ids"], sorted(llm.engine.eos_token_ids)
+        outputs = [llm.generate([prompt], each, use_tqdm=False)[0] for each in params]
+        may_come = {b"": b"ab", b"a": [*b"b", *eos], b"ab": [*b"b", *eos], b"abb": b"a"}
+        for begun, token_ids in may_come.items():
+            pairs = [[*prompt, *begun]] * len(token_ids), [[each] for each in token_ids]
+            rows = llm.loglikelihood(*pairs, use_tqdm=False)
+            scores = np.array([row.total for row in rows])
+            may_come[begun] = dict(zip(token_ids, scores - np.logaddexp.reduce(scores), strict=True))
+    for out in outputs:
+        assert out.finish_reason == "stop" and out.text in choices
+        ended = out.token_ids[-1] in eos
+        assert ended is (out.text in ("a", "ab")) and bytes(out.token_ids[: -1 if ended else None]).decode() == out.text
+        for place, found in enumerate(out.outputs[0].logprobs):
+            expected = may_come[bytes(out.token_ids[:place])]
+            possible = {each: logprob.logprob for each, logprob in found.items() if logprob.logprob > -1e9}
+            assert possible == pytest.approx(expected, abs=2e-5), out.text
+    assert temperature == 0 or {out.text for out in outputs} >= {"a", "ab", "b"}
+
+
+@pytest.mark.parametrize(
+    "options", some([{}, {"overlap": False}, {"tensor_parallel_size": 2}], {}, {"overlap": False}), ids=str
+)
+def test_min_tokens_bans_the_end_as_long_as_the_form_can_go_on(options):
+    """Where the form ends earlier, the completion does, too: it is whole, and stopped."""
+    cases = {  # form: (min_tokens, other parameters, expected text)
+        ("choice", ("a", "ab")): (2, {}, "ab"),
+        ("choice", ("up",)): (10, {}, "up"),
+        ("regex", "[0-9]{1,3}"): (3, {}, "[0-9]{3}"),
+        ("regex", "(yes|no)( sir)*"): (6, {}, "(yes|no)( sir)+"),
+        ("regex", "x"): (5, {}, "x"),
+        ("json", '{"type":"integer","minimum":1,"maximum":999}'): (3, {}, "[1-9][0-9]{2}"),
+        ("json", '{"const":1}'): (9, {}, "1"),
+        ("regex", "[ab]{6}"): (3, {"stop_token_ids": [ord("b")]}, "aaa(a*b|aaa)"),
+        ("choice", ("bbbb",)): (2, {"stop_token_ids": [ord("b")]}, "bbb"),  # a stop token before that is only content
+        ("regex", "[ab]{6}b"): (4, {"stop": "b"}, "[ab]{4}a*"),
+    }
+    params = [
+        SamplingParams(temperature=5.0, seed=seed, min_tokens=least, structured_outputs={kind: form}, **values)
+        for (kind, form), (least, values, _) in cases.items()
+        for seed in range(8)
+    ]
+    with LLM(MODEL_DIRECTORY, device="cpu", num_kvcache_blocks=256, **options) as llm:
+        outputs = llm.generate(["Is it?"] * len(params), params, use_tqdm=False)
+    for index, out in enumerate(outputs):
+        (_, form), (*_, expected) = list(cases.items())[index // 8]
+        assert out.error is None and out.finish_reason == "stop", (form, out)
+        assert re.fullmatch(expected, out.text), (form, out)
+
+
+def test_a_constraint_that_fails_before_min_tokens_ends_its_row_at_once():
+    params = SamplingParams(min_tokens=20, structured_outputs=StructuredOutputsParams(grammar='start: "a" start'))
+    with LLM(MODEL_DIRECTORY, device="cpu", num_kvcache_blocks=64) as llm:
+        (out,) = llm.generate("x", params, use_tqdm=False)
+    assert out.finish_reason == "error" and "Too many items" in out.error and len(out.token_ids) == 1
+
+
+@pytest.mark.parametrize("num_added", [1, 40])
+def test_a_tokenizer_may_have_more_tokens_than_the_model(tmp_path, num_added):
+    """Gemma 3's has one more, and fine-tunes add tokens. Each schema once was an error with such a tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIRECTORY)
+    tokenizer.add_tokens([f'"name {number}"' for number in range(num_added - 1)])
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    tokenizer.save_pretrained(tmp_path)
+    forms = [{"json": schema} for schema in make_schemas(6)]
+    forms += [{"regex": '"name 1"'}, {"choice": ["yes", "no"]}, {"json_object": True}]
+    params = [
+        SamplingParams(temperature=1.0, seed=7, max_tokens=100, structured_outputs=StructuredOutputsParams(**form))
+        for form in forms
+    ]
+    found = []
+    for each in (MODEL_DIRECTORY, tmp_path):
+        with LLM(MODEL_DIRECTORY, tokenizer=str(each), device="cpu", num_kvcache_blocks=256) as llm:
+            found.append(llm.generate(["JSON:"] * len(params), params, use_tqdm=False))
+    assert [out.error for out in found[1]] == [None] * len(params)
+    assert [out.token_ids for out in found[1]] == [out.token_ids for out in found[0]]
+
+
 def test_what_cannot_be_compiled_is_the_error_of_its_row():
     given = [
         {"json": {"type": "object", "not": {}}}, {"regex": "(?=a)b"}, {"grammar": "nonsense"}, {"choice": ["fine"]},
-        {"regex": "[0-9]"},
+        {"regex": "[0-9]"}, {"json": {"type": "string", "pattern": "(a)\\1"}}, {"json": {"enum": ["x"] * 200_000}},
     ]  # fmt: skip
     params = [SamplingParams(structured_outputs=StructuredOutputsParams(**each), max_tokens=20) for each in given]
     with LLM(MODEL_DIRECTORY, device="cpu", num_kvcache_blocks=64) as llm:
-        outputs = llm.generate(["x"] * 5, params, use_tqdm=False)
+        outputs = llm.generate(["x"] * 7, params, use_tqdm=False)
         with pytest.raises(ValueError, match="prompt 1: "):
             llm.generate(["x"] * 5, [params[3], *params[:4]], use_tqdm=False, raise_on_error=True)
-    assert [out.finish_reason for out in outputs] == ["error"] * 3 + ["stop"] * 2
-    assert all(out.error for out in outputs[:3]) and outputs[3].text == "fine" and outputs[4].text in "0123456789"
+    assert [out.finish_reason for out in outputs] == ["error"] * 3 + ["stop"] * 2 + ["error"] * 2
+    assert outputs[3].text == "fine" and outputs[4].text in "0123456789"
+    for out, says in zip(
+        outputs[:3] + outputs[5:], ("not", "look-around", "GBNF", "backreferences", "too big"), strict=True
+    ):
+        assert says in out.error
 
 
 def test_a_constraint_that_fails_while_it_runs_is_the_error_of_its_row():
@@ -207,10 +299,9 @@ def test_an_entry_forgets_the_masks_of_its_last_tenant():
     assert found.token_ids == expected.token_ids
 
 
-@pytest.mark.parametrize("values", [{"min_tokens": 2}, {"allowed_token_ids": [1]}], ids=str)
-def test_what_contradicts_a_constraint_is_refused(values):
-    with pytest.raises(ValueError, match="structured_outputs says which tokens may come when; leave out"):
-        SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a"]), **values)
+def test_what_contradicts_a_constraint_is_refused():
+    with pytest.raises(ValueError, match="structured_outputs says which tokens may come when; leave out allowed_token"):
+        SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a"]), allowed_token_ids=[1])
     with pytest.raises(TypeError, match="structured_outputs must be a StructuredOutputsParams"):
         SamplingParams(structured_outputs="json")
     assert SamplingParams(structured_outputs={"choice": ["a"]}).structured_outputs.choice == ("a",)

@@ -209,7 +209,7 @@ def expected_completion(
         says_stop = stop_predicate is not None and stop_predicate(token_id)
         if token_id in stop_token_ids and len(completion) > params.min_tokens:
             return completion, "stop"
-        if says_stop and len(completion) >= params.min_tokens:
+        if says_stop:
             return completion, "stop"
         if len(completion) == params.max_tokens or len(prompt) + len(completion) == info.max_model_len:
             return completion, "length"

@@ -219,6 +219,16 @@ FIELDS = [
     ({"guided_choice": ["a", "b"]}, {"structured_outputs": {"choice": ["a", "b"]}}),
     ({"guided_grammar": 'start: "a"'}, {"structured_outputs": {"grammar": 'start: "a"'}}),
     ({"response_format": {"type": "text"}, "guided_regex": "a"}, {"structured_outputs": {"regex": "a"}}),
+    ({"response_format": {"type": "text", "json_schema": None}}, {}),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"schema": {"enum": [None]}, "strict": None, "description": "d", "of no one": None},
+            }
+        },
+        {"structured_outputs": {"json": {"enum": [None]}}},
+    ),
     ({"stream": False, "echo": False, "best_of": 1}, {}),
     ({"n": 3, "best_of": 3}, {"n": 3}),
     ({"user": "u", "metadata": {"a": 1}, "store": True, "service_tier": "flex", "prompt_cache_key": "k"}, {}),
@@ -318,6 +328,28 @@ BAD_OPENAI = [
     (openai(response_format={"type": "xml"}), '"response_format" must have a "type" of', "a"),
     (openai(response_format={"type": "json_schema"}), "needs its schema at json_schema.schema", "a"),
     (openai(response_format={"type": "json_schema", "json_schema": {"name": "x"}}), "json_schema.schema", "a"),
+    *(
+        (
+            openai(response_format={"type": kind, key: SCHEMA}),
+            f'{key!r}; a schema needs "type": "json_schema", "json_',
+            "a",
+        )
+        for kind, key in (("json_object", "schema"), ("text", "json_schema"), ("json_object", "json_schema"))
+    ),
+    (openai(response_format={"type": "json_schema", "json_schema": {"schema": {}}, "strict": True}), "'strict'", "a"),
+    (
+        openai(response_format={"type": "json_schema", "json_schema": {"schema": {}, "grammar": "x"}}),
+        "unknown key of json_schema 'grammar'; known are schema, name, description, strict",
+        "a",
+    ),
+    (
+        openai(response_format={"type": "json_schema", "json_schema": {"schema": {"$ref": "https://x"}}}),
+        "json refers to 'https://x'",
+        "a",
+    ),
+    (openai(response_format={"type": ["text"]}), '"response_format" must have a "type" of', "a"),
+    (openai(guided_json={}, guided_whitespace_pattern=" ?"), 'write it as "whitespace_pattern" of', "a"),
+    (openai(guided_json={}, guided_decoding_backend="outlines"), "all come from llguidance; leave it out", "a"),
     (openai(guided_regex="a", guided_json={}), "only one of guided_json, guided_regex can say", "a"),
     (openai(structured_outputs=5), '"structured_outputs" must be an object', "a"),
     (openai(structured_outputs={}), "give exactly one of json, regex", "a"),

@@ -799,12 +799,11 @@ def test_the_tokenizers_eos_ends_a_completion_as_well(overlap):
 
 
 @both_depths
-def test_nothing_stops_a_completion_before_min_tokens(overlap):
+def test_no_stop_token_stops_a_completion_before_min_tokens(overlap):
     engine = make_engine(vocab_size=2, overlap=overlap)
     add(engine, [1], max_tokens=20, min_tokens=9, stop_token_ids=[0, 1])
-    engine.add_request([1], SamplingParams(max_tokens=20, min_tokens=9), lambda token_id: True)
-    finished = run_to_end(engine)
-    assert [len(finished[seq_id].completion_token_ids) for seq_id in (0, 1)] == [10, 9]
+    (finished,) = run_to_end(engine).values()
+    assert len(finished.completion_token_ids) == 10
 
 
 @both_depths
@@ -819,16 +818,16 @@ def test_the_stop_predicate_sees_every_token_of_its_request_once_and_in_order(ov
 
 
 @both_depths
-def test_the_stop_predicate_is_asked_before_min_tokens_and_of_no_token_after_the_end(overlap):
-    """A stop string may begin before min_tokens; the extra token of the last step is not part of the text."""
+def test_the_stop_predicate_heeds_min_tokens_itself_and_is_asked_of_no_token_after_the_end(overlap):
+    """A form may be complete before min_tokens; the extra token of the last step is not part of the text."""
     engine = make_engine(overlap=overlap)
     prompt, seen = [1, 2, 3], []
 
     def asked(token_id: int) -> bool:
         seen.append(token_id)
-        return True
+        return len(seen) == 3
 
-    engine.add_request(prompt, SamplingParams(max_tokens=20, min_tokens=3), asked)
+    engine.add_request(prompt, SamplingParams(max_tokens=20, min_tokens=9), asked)
     (finished,) = run_to_end(engine).values()
     assert seen == finished.completion_token_ids == expect(engine, prompt, max_tokens=3)
 
@@ -847,16 +846,14 @@ def test_commit_ends_what_the_engine_stops_and_knows_no_predicate():
     """Each rank's Scheduler commits the same as the driver's, but knows only the ids of the stopped requests."""
     engine = make_engine(overlap=False)
     scheduler = engine.scheduler
-    for seq_id, min_tokens in enumerate((0, 0, 2)):
-        params = SamplingParams(max_tokens=9, min_tokens=min_tokens)
+    for seq_id in range(2):
+        params = SamplingParams(max_tokens=9)
         engine.add_request([seq_id], params, lambda token_id: pytest.fail("the scheduler asked"))
     step = scheduler.schedule()
-    finished = scheduler.commit(step, [5, 6, 7], stopped=frozenset((1, 2)))
+    finished = scheduler.commit(step, [5, 6], stopped=frozenset((1,)))
     assert [(seq.seq_id, seq.finish_reason, seq.completion_token_ids) for seq in finished] == [(1, "stop", [6])]
     step = scheduler.schedule()
-    assert [seq.seq_id for seq, _, _ in step.chunks] == [0, 2]
-    finished = scheduler.commit(step, [5, 7], stopped=frozenset((2,)))
-    assert [seq.completion_token_ids for seq in finished] == [[7, 7]]
+    assert [seq.seq_id for seq, _, _ in step.chunks] == [0]
 
 
 # Failures

@@ -76,14 +76,18 @@ def test_a_sampling_parameter_that_asks_for_more_is_refused_with_what_to_do(name
             SamplingParams(**{name: 7})
 
 
-@pytest.mark.parametrize("name", ACCEPTED_STRUCTURED_OUTPUTS)
-def test_a_keyword_of_structured_outputs_that_asks_for_more_is_refused_with_what_to_do(name):
-    form = ACCEPTED_STRUCTURED_OUTPUTS[name]
-    for value in form.values or (None, "outlines", True):
-        assert StructuredOutputsParams(regex="a", **{name: value}) == StructuredOutputsParams(regex="a")
-    if form.values is not None:
-        with pytest.raises(ValueError, match=f"^{name} cannot be 7; {re.escape(form.reason)}$"):
-            StructuredOutputsParams(regex="a", **{name: 7})
+def test_vllms_parameters_of_structured_outputs_are_heeded_or_refused(caplog):
+    given = {"json_object": None, "backend": "xgrammar", "disable_fallback": True, "structural_tag": None}
+    given |= {"whitespace_pattern": " ?", "disable_additional_properties": True, "disable_any_whitespace": False}
+    found = StructuredOutputsParams({"properties": {}}, None, None, None, **given)
+    assert found.json == '{"properties":{},"additionalProperties":false}' and found.whitespace_pattern == " ?"
+    (record,) = caplog.records
+    assert "backend (" in record.getMessage() and "structural_tag" not in record.getMessage()
+    with pytest.raises(
+        ValueError, match=r"structural_tag cannot be .*; nanovllm has no structural tags; write a gramm"
+    ):
+        StructuredOutputsParams(regex="a", structural_tag="{}")
+    assert not ACCEPTED_STRUCTURED_OUTPUTS.keys() & {*StructuredOutputsParams.__slots__}
 
 
 def test_vllms_names_of_our_options_are_heeded():

@@ -52,7 +52,7 @@ PRINTING = [
         "constrained",
         MODEL,
         re.compile(
-            r"plain ' 1 2 3 4 5 6 7 8 9' stop None 19\nbad_words '[^5]*' .*\nlogit_bias '77' length None 2\n"
+            r"plain ' 1 2 3 4 5 6 7 8 9' stop 256 19\nbad_words '[^5]*' .*\nlogit_bias '77' length None 2\n"
             r"stop_token ' 1 2 3 4' stop 52 8\nstop ' 1 2 3' stop  3 6\nmin_tokens ' 1 2' length None 4\n"
         ),
     ),
