@@ -11,7 +11,10 @@ from typing import Any
 from nanovllm.checks import boolean, suggests_names
 
 # The values of these keywords of a schema are data, in which "$ref" is an ordinary key.
-_DATA_KEYWORDS = ("const", "enum", "default", "examples")
+_VALUE_KEYWORDS, _ANNOTATIONS = ("const", "enum"), ("default", "examples")
+# llguidance reads the numbers of these keywords as float64, so it could round larger integers.
+_NUMBER_KEYWORDS = (*_VALUE_KEYWORDS, "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_MAX_EXACT = 2**53 - 1
 # Complaints of Python's `re` that are errors for llguidance too. Others are ignored, because its syntax has more.
 _SURELY_WRONG = ("unterminated", "unbalanced", "nothing to repeat", "min repeat greater", "(end of pattern)")
 
@@ -48,7 +51,8 @@ class StructuredOutputsParams:
 
     Args:
         json: the completion is JSON of this schema: a dict, a string, or a class with `model_json_schema()`, as
-            pydantic's models have. Properties come in the schema's order. It is kept as a string.
+            pydantic's models have. Properties come in the schema's order. Its integers must be within ±(2^53 - 1).
+            It is kept as a string.
         regex: the whole completion matches, in the syntax of Rust's `regex`: without look-around, and \\d and \\w are
             any digit and letter of Unicode ([0-9] is plainer).
         choice: the completion is one of these strings, as the tokenizer tokenizes it at the start of a text. It ends
@@ -159,21 +163,29 @@ def _schema(value: Any) -> str:
         raise TypeError(f"json must hold only what JSON has: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"json is not a JSON schema: {error}") from None
-    _refuse_remote_references(value)
+    _check_parts(value)
     return text
 
 
-def _refuse_remote_references(schema: dict[str, Any]) -> None:
-    parts: list[Any] = [schema]
+def _check_parts(schema: dict[str, Any]) -> None:
+    """Raises a ValueError for references and numbers that llguidance would not follow exactly."""
+    parts: list[tuple[str, Any]] = [("", schema)]  # with the keyword whose value it is
     while parts:
-        part = parts.pop()
-        if isinstance(part, dict):
+        keyword, part = parts.pop()
+        if keyword in _NUMBER_KEYWORDS and isinstance(part, (int, float)) and abs(part) > _MAX_EXACT:
+            raise ValueError(
+                f"json has {part!r:.100} in {keyword}, and numbers beyond ±(2^53 - 1) would be rounded; use smaller "
+                "numbers, or regex"
+            )
+        if isinstance(part, dict) and keyword in _VALUE_KEYWORDS:
+            parts += [(keyword, each) for each in part.values()]
+        elif isinstance(part, dict):
             reference = part.get("$ref")
             if isinstance(reference, str) and not reference.startswith("#"):
                 raise ValueError(
                     f'json refers to {reference!r}, and only references within the schema work ("#/$defs/…"); '
                     "copy what it refers to into $defs"
                 )
-            parts += [each for keyword, each in part.items() if keyword not in _DATA_KEYWORDS]
+            parts += [(name, each) for name, each in part.items() if name not in _ANNOTATIONS]
         elif isinstance(part, (list, tuple)):
-            parts += part
+            parts += [(keyword, each) for each in part]
