@@ -327,10 +327,10 @@ class LLM:
         freed once the call returns. The call does not wait for other CUDA streams than the current one of each device.
 
         Args:
-            weights: tensors by their names in a Hugging Face checkpoint of the model, or (name, tensor) pairs. A tensor
-                has the checkpoint's whole shape, for any `tensor_parallel_size`, a floating-point dtype of at least 16
-                bits, which is rounded to the model's, and may be on any device. `lm_head.weight` of a tied model must
-                come with the embedding, and equal it.
+            weights: tensors by their names in a Hugging Face checkpoint of the model, or (name, tensor) pairs. The
+                names may have the prefix of a model that wraps this one. A tensor has the checkpoint's whole shape, for
+                any `tensor_parallel_size`, a floating-point dtype of at least 16 bits, which is rounded to the model's,
+                and may be on any device. A tied model takes the embedding, `lm_head.weight`, or both if they are equal.
 
         Raises:
             TypeError: something other than names and plain tensors.

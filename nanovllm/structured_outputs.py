@@ -15,6 +15,11 @@ from nanovllm.checks import boolean, suggests_names
 _DATA_KEYWORDS = ("const", "enum", "default", "examples")
 # The values of these are dicts of schemas, whose keys are no keywords.
 _DICTS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+# llguidance reads the numbers of these keywords as float64, so it could round larger integers.
+_NUMBER_KEYWORDS = (
+    "const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
+)  # fmt: skip
+_MAX_EXACT = 2**53 - 1
 # Complaints of Python's `re` that are errors for llguidance too. Others are ignored, because its syntax has more.
 _SURELY_WRONG = ("unterminated", "unbalanced", "nothing to repeat", "min repeat greater", "(end of pattern)")
 
@@ -46,8 +51,8 @@ class StructuredOutputsParams:
 
     Args:
         json: the completion is JSON of this schema: a dict, a string, or a class with `model_json_schema()`, as
-            pydantic's models have. Properties come in the schema's order. A `format` that llguidance does not know
-            changes nothing, as JSON Schema says. The schema is kept as a string.
+            pydantic's models have. Properties come in the schema's order. Its integers must be within ±(2^53 - 1). A
+            `format` that llguidance does not know changes nothing, as JSON Schema says. The schema is kept as a string.
         regex: the whole completion matches, in the syntax of Rust's `regex`: without look-around, and \\d and \\w are
             any digit and letter of Unicode ([0-9] is plainer).
         choice: the completion is one of these strings, as the tokenizer tokenizes it at the start of a text. It ends
@@ -172,9 +177,25 @@ def _schema(value: Any, is_closed: bool) -> str:
                 f'json refers to {reference!r}, and only references within the schema work ("#/$defs/…"); '
                 "copy what it refers to into $defs"
             )
+        for keyword in _NUMBER_KEYWORDS:
+            _check_numbers(keyword, part.get(keyword))
         if is_closed and ("properties" in part or "patternProperties" in part):
             part.setdefault("additionalProperties", False)
     return dumps(schema, separators=(",", ":"))
+
+
+def _check_numbers(keyword: str, value: Any) -> None:
+    """Raises a ValueError if a number in the value of a schema's keyword would be rounded."""
+    parts = [value]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, (int, float)) and abs(part) > _MAX_EXACT:
+            raise ValueError(
+                f"json has {part!r:.100} in {keyword}, and numbers beyond ±(2^53 - 1) would be rounded; use smaller "
+                "numbers, or regex"
+            )
+        if isinstance(part, (dict, list)):
+            parts += part.values() if isinstance(part, dict) else part
 
 
 def _schemas_in(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -10,6 +10,7 @@ class Family:
     """Flags of one architecture.
 
     Args:
+        model_type: config.json's model_type, which names the architecture where `architectures` does not.
         defaults: transformers' defaults for fields that config.json may leave out, where they differ from those of
             `load_model_config`. They must include max_position_embeddings.
         windows: which layers have a sliding window if layer_types does not say so: "none", "all" (if there is a
@@ -25,13 +26,14 @@ class Family:
         norm_offset: a number that is added to the stored weights of norms.
         has_post_norms: the outputs of attention and MLP are also normalized, before they are added to the residual.
         scales_embedding: embeddings are multiplied by sqrt(hidden_size).
-        num_experts_names: layers have a mixture of experts instead of an MLP, and one of these fields of config.json
-            gives the number of experts. Qwen's models may mix layers of both kinds.
+        num_experts_names: layers have a mixture of experts instead of an MLP, and the first of these fields of
+            config.json that is there gives the number of experts. Qwen's models may mix layers of both kinds.
         renames: parts of our tensors' names, and the checkpoint's names for them.
         reads: fields of `read_config.OPTIONAL` that the architecture reads, or that it has and ignores, such as
             attention_bias in Qwen2.
     """
 
+    model_type: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     windows: str = "none"
     has_local_rope: bool = False
@@ -50,7 +52,7 @@ class Family:
 
 FAMILIES = {
     "Gemma3ForCausalLM": Family(
-        {
+        "gemma3_text", {
             "head_dim": 256, "max_position_embeddings": 131072, "tie_word_embeddings": True, "sliding_window": 4096,
             "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rope_theta": 1e6,
         },
@@ -58,35 +60,35 @@ FAMILIES = {
         has_post_norms=True, scales_embedding=True,
         reads=("attention_bias", "query_pre_attn_scalar", "hidden_activation"),
     ),
-    "LlamaForCausalLM": Family({"max_position_embeddings": 2048}, reads=("attention_bias", "mlp_bias")),
+    "LlamaForCausalLM": Family("llama", {"max_position_embeddings": 2048}, reads=("attention_bias", "mlp_bias")),
     "MistralForCausalLM": Family(
-        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}, windows="all"
+        "mistral", {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}, windows="all"
     ),
     "MixtralForCausalLM": Family(
-        {
+        "mixtral", {
             "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
             "num_experts_per_tok": 2, "num_local_experts": 8,
         },
-        windows="all", num_experts_names=("num_local_experts",),
+        windows="all", num_experts_names=("num_experts", "num_local_experts"),
         renames=(
             (".mlp.", ".block_sparse_moe."), (".gate_proj.", ".w1."), (".up_proj.", ".w3."), (".down_proj.", ".w2."),
         ),
     ),
     "Phi3ForCausalLM": Family(
-        {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
+        "phi3", {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
         windows="all", longrope_names=("yarn",), stores_merged=True, reads=("partial_rotary_factor",),
     ),
     "Qwen2ForCausalLM": Family(
-        {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
+        "qwen2", {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
         windows="upper", qkv_bias=True, reads=("attention_bias",),
     ),
     "Qwen3ForCausalLM": Family(
-        {"head_dim": 128, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
+        "qwen3", {"head_dim": 128, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
         windows="upper", qk_norm=True, reads=("attention_bias",),
     ),
     "Qwen3MoeForCausalLM": Family(
-        {"max_position_embeddings": 32768, "sliding_window": 4096, "moe_intermediate_size": 768},
-        windows="switched", qk_norm=True, num_experts_names=("num_experts", "num_local_experts"),
+        "qwen3_moe", {"max_position_embeddings": 32768, "sliding_window": 4096, "moe_intermediate_size": 768},
+        windows="switched", qk_norm=True, num_experts_names=("num_local_experts", "num_experts"),
         reads=(
             "attention_bias", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob",
         ),

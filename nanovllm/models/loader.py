@@ -1,8 +1,8 @@
 """Weights: streams a checkpoint's tensors one by one into the model, each exactly once."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,43 +23,43 @@ def load_weights(model: CausalLM, directory: Path) -> None:
             outside the directory; the message names the tensor and the file.
     """
     expected = expected_tensors(model)
-    paths: dict[str, Path] = {}
-    stored: dict[str, Stored] = {}
+    pairs = (pair for path in checkpoint_files(directory) for pair in stored_tensors(path).items())
+    stored = _named_as_expected(model, expected, pairs)
     with torch.no_grad():
-        for path in checkpoint_files(directory):
-            for name, tensor in stored_tensors(path).items():
-                if name in paths:
-                    raise ValueError(f"tensor {name} is in {paths[name].name} and again in {path.name}")
-                paths[name], stored[name] = path, tensor
-                _check_name(model, expected, name, tensor)
-                for shard in expected.get(name, ()):
-                    _fill(tensor, shard)
-        missing = [name for name in expected if name not in stored]
-        if missing:
-            names = ", ".join(missing[:5])
-            number = "a tensor is" if len(missing) == 1 else f"{len(missing)} tensors are"
-            raise ValueError(f"{number} missing from {directory}: {names}{' …' * (len(missing) > 5)}")
-        _check_tied(model, stored)
+        for name, tensor in stored.items():
+            for shard in expected.get(name, ()):
+                _fill(tensor, shard)
+    missing = [name for name in expected if name not in stored]
+    if missing:
+        names = ", ".join(missing[:5])
+        number = "a tensor is" if len(missing) == 1 else f"{len(missing)} tensors are"
+        raise ValueError(f"{number} missing from {directory}: {names}{' …' * (len(missing) > 5)}")
+    _check_tied(model, stored)
 
 
-def check_update(model: CausalLM, tensors: Tensors) -> None:
+def check_update(model: CausalLM, tensors: Tensors) -> Tensors:
     """Checks that `update_weights` can copy these tensors. Changes nothing.
 
+    Returns:
+        The tensors by the names that `update_weights` takes: those of `expected_tensors`.
+
     Raises:
-        ValueError: the model has no such tensor, or it has another shape or another kind of numbers; or a tied model's
-            lm_head.weight differs from the embedding given with it. The message names the tensor.
+        ValueError: the model has no such tensor, or it has another shape or another kind of numbers; or a tensor is
+            given twice; or a tied model's LM head differs from the embedding given with it. The message names the
+            tensor.
     """
     expected = expected_tensors(model)
+    tensors = _named_as_expected(model, expected, tensors.items())
     for name, tensor in tensors.items():
-        _check_name(model, expected, name, tensor)
         for shard in expected.get(name, ()):
             _check_shape(tensor, shard)
             _check_dtype(tensor.what, tensor.part(tuple((0, 0) for _ in shard.source)), shard)
     _check_tied(model, tensors)
+    return tensors
 
 
 def update_weights(model: CausalLM, tensors: Tensors) -> None:
-    """Copies tensors that `check_update` accepts into the model's parameters, which keep their memory.
+    """Copies the tensors that `check_update` returns into the model's parameters, which keep their memory.
 
     For this it unpacks packed weights, one layer at a time, and packs them again. After an exception, some of the
     tensors' parameters have old values and some have new ones.
@@ -134,11 +134,47 @@ def fill_dummy_weights(model: nn.Module, seed: int) -> None:
                 parameter.normal_(0, 0.02, generator=generator)
 
 
-def _check_name(model: CausalLM, expected: Mapping[str, Any], name: str, tensor: Stored | Given) -> None:
-    """Raises a ValueError if the model expects no tensor of this name."""
-    # Old Llama checkpoints also store frequencies, which follow from the config.
-    if not (name in expected or name in model.tied_weights or name.endswith(".rotary_emb.inv_freq")):
-        raise ValueError(f"unexpected {tensor.what}; the model has no such parameter")
+def _named_as_expected(
+    model: CausalLM, expected: Collection[str], tensors: Iterable[tuple[str, Stored | Given]]
+) -> dict[str, Stored | Given]:
+    """The tensors by the model's names: those of `expected_tensors`, and of a tied head beside its embedding.
+
+    Checkpoints of the decoder alone leave out "model.". A model that wraps ours puts other prefixes before its names,
+    such as "language_model.model.". Each name has the prefix that most have, or the first parts of it, as LM heads do.
+    A tied model may store the LM head in place of the embedding.
+
+    Raises:
+        ValueError: the model has no such tensor, or two tensors have the same name.
+    """
+    bare_names = {name.removeprefix("model."): name for name in (*expected, *model.tied_weights)}
+    splits = [(*_split(name, bare_names), tensor) for name, tensor in tensors]
+    counts = Counter(prefix for prefix, bare, _ in splits if bare in bare_names)
+    usual = max(counts, key=lambda prefix: (counts[prefix], len(prefix)), default="")
+    found: dict[str, Stored | Given] = {}
+    for prefix, bare, tensor in splits:
+        # Old Llama checkpoints also store frequencies, which follow from the config.
+        if not (bare in bare_names and usual.startswith(prefix)) and not bare.endswith(".rotary_emb.inv_freq"):
+            raise ValueError(f"unexpected {tensor.what}; the model has no such parameter")
+        name = bare_names.get(bare, bare)
+        if name in found:
+            raise ValueError(f"{found[name].what} and {tensor.what} are the same tensor; keep one of them")
+        found[name] = tensor
+    for head, embedding in model.tied_weights.items():
+        if head in found and embedding not in found:
+            found[embedding] = found.pop(head)
+    return found
+
+
+def _split(name: str, bare_names: Collection[str]) -> tuple[str, str]:
+    """(prefix, bare name); ("", name) if no end of the name is a bare name. A prefix holds no layer's number."""
+    parts = name.split(".")
+    for index, part in enumerate(parts):
+        bare = ".".join(parts[index:])
+        if bare in bare_names:
+            return name.removesuffix(bare), bare
+        if part.isdecimal():
+            break
+    return "", name
 
 
 def _check_shape(tensor: Stored | Given, shard: Shard) -> None:
@@ -162,10 +198,6 @@ def _check_tied(model: CausalLM, tensors: Tensors) -> None:
     for name, target in model.tied_weights.items():
         if name not in tensors:
             continue
-        if target not in tensors:
-            raise ValueError(
-                f"{tensors[name].what} comes without {target}, which it must equal; give both, or leave it out"
-            )
         head, used = tensors[name].whole(), tensors[target].whole()
         is_alike = head.shape == used.shape and head.dtype == used.dtype
         if not is_alike or not torch.equal(_bits(head), _bits(used).to(head.device)):

@@ -94,12 +94,13 @@ def _fields_of_architecture(raw: dict[str, Any], directory: Path) -> tuple[str, 
         ValueError: the architecture is not supported, or a field that it does not read would change the model.
     """
     found = read_list(raw, "architectures")
-    if not found:
-        raise ValueError(f"config.json in {directory} has no architectures")
-    architecture = next((name for name in found if isinstance(name, str) and name in FAMILIES), None)
+    architecture = _architecture(found, raw.get("model_type"))
     if architecture is None:
         remote = "; it needs code of its own (auto_map), which is never run" if raw.get("auto_map") else ""
-        raise ValueError(f"{directory} holds the architecture {shown(found)}{remote}; supported: {', '.join(FAMILIES)}")
+        kind = f"the architecture {shown(found)}"
+        if not found:
+            kind = f"no architectures, and model_type {shown(raw.get('model_type'))}"
+        raise ValueError(f"config.json in {directory} has {kind}{remote}; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[architecture]
     # null counts as absent. Only for a window it means that there is none.
     given = {key: value for key, value in raw.items() if value is not None or key == "sliding_window"}
@@ -111,6 +112,19 @@ def _fields_of_architecture(raw: dict[str, Any], directory: Path) -> tuple[str, 
         if name not in family.reads and raw.get(name, neutral) != neutral:
             raise ValueError(f"{name}={shown(raw[name])} in config.json is not supported for {architecture}")
     return architecture, raw
+
+
+def _architecture(found: list[Any], model_type: Any) -> str | None:
+    """The first supported one of `found`. If there is none at all, or it is a decoder that was saved alone, such as
+    LlamaModel, the type decides, as in transformers."""
+    for name in found:
+        if isinstance(name, str) and name in FAMILIES:
+            return name
+    for name, family in FAMILIES.items():
+        decoders = {name.replace("ForCausalLM", suffix) for suffix in ("Model", "TextModel")}
+        if family.model_type == model_type and decoders.issuperset(map(str, found)):
+            return name
+    return None
 
 
 def _heads(raw: dict[str, Any]) -> tuple[int, int, int]:
@@ -180,7 +194,7 @@ def _experts(raw: dict[str, Any], family: Family) -> ExpertsConfig | None:
     names = family.num_experts_names
     if not names:
         return None
-    num_experts = read_count(raw, next((name for name in names if name in raw), names[0]), maximum=_MAX_EXPERTS)
+    num_experts = read_count(raw, next((name for name in names if name in raw), names[-1]), maximum=_MAX_EXPERTS)
     has_own_size = "moe_intermediate_size" in family.reads
     size = read_count(raw, "moe_intermediate_size" if has_own_size else "intermediate_size")
     top_k = read_count(raw, "num_experts_per_tok", maximum=num_experts)
@@ -198,34 +212,41 @@ def _sparse_layers(raw: dict[str, Any], num_layers: int) -> set[int]:
     return {index for index in range(num_layers) if (index + 1) % period == 0 and index not in dense}
 
 
-def _rope_fields(raw: dict[str, Any], family: Family, is_local: bool) -> dict[str, Any]:
-    """The fields of config.json for the rotary embedding of layers with or without a window.
+def _rope(raw: dict[str, Any], family: Family, is_local: bool, head_dim: int, max_position: int) -> RopeConfig:
+    """The rotary embedding of layers with a window (`is_local`) or without one.
 
-    transformers 4 writes rope_theta and rope_scaling, transformers 5 writes both in rope_parameters.
+    transformers 4 writes rope_theta and rope_scaling, transformers 5 writes both in rope_parameters. A config with both
+    must say the same twice: transformers 5 reads rope_scaling then, without the rope_theta of rope_parameters.
     """
-    found: dict[str, dict[str, Any]] = {}
-    for name in ("rope_scaling", "rope_parameters"):
-        given = raw.get(name) or {}
-        is_nested = isinstance(given, dict) and not given.keys().isdisjoint(("full_attention", "sliding_attention"))
-        if is_nested and family.has_local_rope:
-            given = given.get("sliding_attention" if is_local else "full_attention") or {}
-        elif is_local and family.has_local_rope and isinstance(given, dict):
-            given = {}  # the fields apply only to layers without a window
-        if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-            raise ValueError(f"{name} in config.json must be one object for all layers, not {shown(given)}")
-        found[name] = {"rope_type" if key == "type" else key: value for key, value in given.items()}
-    fields = {**found["rope_parameters"], **found["rope_scaling"]}
-    if found["rope_parameters"] and fields != found["rope_parameters"]:
+    names = ("rope_scaling", "rope_parameters")
+    layouts = [fields for name in names if (fields := _rope_fields(raw, name, family, is_local))]
+    ropes = {_rope_of_fields(fields, raw, family, is_local, head_dim, max_position) for fields in layouts or [{}]}
+    if len(ropes) > 1:
         raise ValueError("rope_scaling and rope_parameters in config.json differ; keep only rope_parameters")
+    return ropes.pop()
+
+
+def _rope_fields(raw: dict[str, Any], name: str, family: Family, is_local: bool) -> dict[str, Any]:
+    """The fields of `name`, which is rope_scaling or rope_parameters."""
+    given = raw.get(name) or {}
+    is_nested = isinstance(given, dict) and not given.keys().isdisjoint(("full_attention", "sliding_attention"))
+    if is_nested and family.has_local_rope:
+        given = given.get("sliding_attention" if is_local else "full_attention") or {}
+    elif is_local and family.has_local_rope and isinstance(given, dict):
+        given = {}  # the fields apply only to layers without a window
+    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+        raise ValueError(f"{name} in config.json must be one object for all layers, not {shown(given)}")
+    fields = {"rope_type": given["type"], **given} if "type" in given else given
     if "partial_rotary_factor" not in family.reads and fields.get("partial_rotary_factor", 1) != 1:
         raise ValueError("partial_rotary_factor in config.json is not supported for this architecture")
     return fields
 
 
-def _rope(raw: dict[str, Any], family: Family, is_local: bool, head_dim: int, max_position: int) -> RopeConfig:
-    """The rotary embedding of layers with a window (`is_local`) or without one."""
-    fields, has_own = _rope_fields(raw, family, is_local), is_local and family.has_local_rope
-    theta_name = "rope_local_base_freq" if has_own else "rope_theta"
+def _rope_of_fields(
+    fields: dict[str, Any], raw: dict[str, Any], family: Family, is_local: bool, head_dim: int, max_position: int
+) -> RopeConfig:
+    """The rotary embedding that `fields` describe, with the other fields of config.json."""
+    theta_name = "rope_local_base_freq" if is_local and family.has_local_rope else "rope_theta"
     theta = read_number(fields, "rope_theta") if "rope_theta" in fields else read_number(raw, theta_name, 1e4)
     partial = read_number({**raw, **fields}, "partial_rotary_factor", default=1.0)
     rotary_dim = int(head_dim * partial)
@@ -244,7 +265,8 @@ def _rope(raw: dict[str, Any], family: Family, is_local: bool, head_dim: int, ma
     if kind == "default":
         return RopeConfig(theta, rotary_dim)
     name = "original_max_position_embeddings"
-    original = read_count({**fields, **raw}, name, default=max_position, minimum=2, maximum=_MAX_POSITION)
+    both = {**fields, **raw} if name in family.defaults else {**raw, **fields}
+    original = read_count(both, name, default=max_position, minimum=2, maximum=_MAX_POSITION)
     is_implied = kind == "longrope" or (kind == "yarn" and name in fields)
     factor = read_number(fields, "factor", default=max_position / original if is_implied else None)
     if factor < 1:

@@ -65,7 +65,7 @@ def _slices(source: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
     return tuple(slice(start, start + length) for start, length in source)
 
 
-Tensors = Mapping[str, Stored] | Mapping[str, Given]  # by the names of a checkpoint
+Tensors = Mapping[str, Stored | Given]  # by the names of a checkpoint
 
 
 def given_tensors(weights: Iterable[Any]) -> dict[str, Given]:

@@ -21,7 +21,7 @@ from nanovllm.engine.step import Step, StepOutput, TokenNumbers
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.models.tensors import Stored
+    from nanovllm.models.tensors import Tensors
     from nanovllm.runner.model_runner import ModelRunner
 
 
@@ -72,7 +72,7 @@ class Worker:
 
     def __init__(self, config: Config, runner: "ModelRunner", rank: int):
         self._config, self._runner, self._rank = config, runner, rank
-        self._update: dict[str, Stored] = {}  # weights that were checked and are still to be loaded
+        self._update: Tensors = {}  # weights that were checked and are still to be loaded
         self._in_flight: dict[int, tuple[Step, LaunchedStep]] = {}
         self._sampled: dict[int, list[int]] = {}  # tokens by step, once `wait` has returned them
         self._renew()
@@ -114,9 +114,7 @@ class Worker:
 
         def check() -> None:
             self._update = {}
-            tensors = stored_weights(directory)
-            self._runner.check_update(tensors)
-            self._update = tensors
+            self._update = self._runner.check_update(stored_weights(directory))
 
         return _refusal(check)
 

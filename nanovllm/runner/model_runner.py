@@ -108,16 +108,15 @@ class ModelRunner(Runner):
     # Weights in place
 
     def update_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        tensors = given_tensors(weights)
-        self.check_update(tensors)
-        self.load_update(tensors)
+        self.load_update(self.check_update(given_tensors(weights)))
 
-    def check_update(self, tensors: Tensors) -> None:
-        """Raises a ValueError if `load_update` could not copy these. So all ranks can check before any rank copies."""
-        loader.check_update(self.program.model, tensors)
+    def check_update(self, tensors: Tensors) -> Tensors:
+        """What `load_update` takes; a ValueError if it could not copy these. So all ranks can check before any rank
+        copies."""
+        return loader.check_update(self.program.model, tensors)
 
     def load_update(self, tensors: Tensors) -> None:
-        """Copies tensors that were checked. An interrupted copy leaves them undefined."""
+        """Copies tensors that `check_update` returned. An interrupted copy leaves them undefined."""
         names = loader.expected_tensors(self.program.model).keys() & tensors.keys()
         self._undefined |= names
         with on_device(self.settings.device):

@@ -282,7 +282,7 @@ _MUTANTS_OF_FILE = {
     "runner/model_runner.py": [
         planted(
             "an update's first tensors are copied before the last is looked at",
-            "        self.check_update(tensors)\n        self.load", "        self.load",
+            "self.load_update(self.check_update(given_tensors(weights)))", "self.load_update(given_tensors(weights))",
             "test_update_weights.py::test_a_bad_update_changes_nothing[one rank-unknown name]"),
         planted(
             "graphs outlive a sleep",
@@ -650,7 +650,7 @@ _MUTANTS_OF_FILE = {
     "models/loader.py": [
         historic(
             "a missing tensor goes unnoticed",
-            "        if missing:\n", "        if len(missing) > 1:\n",
+            "    if missing:\n", "    if len(missing) > 1:\n",
             "test_loader.py::test_a_missing_tensor_is_named"),
         planted(
             "a tied head keeps the old embedding",

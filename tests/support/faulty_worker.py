@@ -101,11 +101,12 @@ class RefusingRunner(nanovllm.runner.model_runner.ModelRunner):
     has_refused = False
     has_slept_on = False
 
-    def check_update(self, tensors) -> None:
-        super().check_update(tensors)
+    def check_update(self, tensors):
+        checked = super().check_update(tensors)
         if self.settings.parallel.rank == FAULTY_RANK and not self.has_refused:
             self.has_refused = True
             raise ValueError("cannot be read")
+        return checked
 
     def restore(self) -> None:
         if self.settings.parallel.rank == FAULTY_RANK and not self.has_slept_on:

@@ -3,11 +3,13 @@
 import json
 import os
 import pickle
+import random
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from support.family_factory import FAMILIES, save_family_model
 from support.model_factory import (
     TINY,
     edit_config,
@@ -18,6 +20,7 @@ from support.model_factory import (
     write_shards,
     write_tensors,
 )
+from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.backend import AttentionShape
@@ -161,7 +164,77 @@ def test_a_tied_model_may_store_its_lm_head_too(tmp_path):
     assert_equal_to(load(tmp_path), tensors)
 
 
+@pytest.mark.parametrize("left_out", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_a_tied_pair_may_be_stored_under_either_name(tmp_path, left_out):
+    """transformers takes either; the embedding alone was once the only one here."""
+    save_model(tmp_path, tie_word_embeddings=True)
+    tensors = read_tensors(tmp_path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    write_tensors(tmp_path, {name: tensor for name, tensor in tensors.items() if name != left_out})
+    model = load(tmp_path)
+    assert_equal_to(model, AutoModelForCausalLM.from_pretrained(tmp_path).state_dict())
+    assert_equal_to(model, tensors)
+
+
+PREFIXED = {
+    "no prefix": lambda name: name.removeprefix("model."),
+    "one more": lambda name: f"model.{name}",
+    "some without": lambda name: name.replace("model.norm.", "norm."),
+    "head within": lambda name: f"model.{name.removeprefix('model.')}",
+    "a wrapper": lambda name: f"language_model.{name}",
+    "within the model": lambda name: name.replace("model.", "model.language_model."),
+    "another name": lambda name: name.replace("model.", "transformer."),
+    "compiled, in ranks": lambda name: f"module._orig_mod.{name}",
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", PREFIXED)
+def test_names_may_have_any_prefix(tmp_path, kind, tied):
+    """transformers takes one "model." more or less. Other prefixes are of models that wrap ours."""
+    expected = save_model(tmp_path, tie_word_embeddings=tied).state_dict()
+    write_tensors(tmp_path, {PREFIXED[kind](name): tensor for name, tensor in read_tensors(tmp_path).items()})
+    assert_equal_to(load(tmp_path), expected)
+    if kind in ("no prefix", "one more", "some without", "head within"):
+        assert_equal_to(load(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path).state_dict())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_loads_without_the_prefix(tmp_path, family):
+    """A tied model may also have the head alone."""
+    options = FAMILIES[family][2](random.Random(family)) | {"tie_word_embeddings": True}
+    save_family_model(tmp_path, family, options)
+    expected = dict(load(tmp_path).named_parameters())
+    tensors = {name.removeprefix("model."): tensor for name, tensor in read_tensors(tmp_path).items()}
+    write_tensors(tmp_path, {**tensors, "lm_head.weight": tensors["embed_tokens.weight"]})
+    found = dict(load(tmp_path).named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_a_decoder_that_was_saved_alone_runs(tmp_path):
+    """transformers writes it without "model.", without an LM head, and with another architecture."""
+    model = make_model(tie_word_embeddings=True)
+    model.model.save_pretrained(tmp_path)
+    assert "embed_tokens.weight" in read_tensors(tmp_path) and load_model_config(tmp_path).tie_word_embeddings
+    prompt = [5, 17, 3]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).generate(
+        torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0
+    )
+    with LLM(str(tmp_path), device="cpu") as llm:
+        (ours,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    assert ours.token_ids == theirs[0, len(prompt) :].tolist()
+
+
 # Checkpoints that do not load
+
+
+def test_a_tensor_under_two_names_is_named_with_both(checkpoint):
+    tensors = read_tensors(checkpoint)
+    write_tensors(checkpoint, {**tensors, "model.lm_head.weight": tensors["lm_head.weight"]})
+    message = error_of(checkpoint)
+    assert "tensor lm_head.weight in " in message and "tensor model.lm_head.weight in " in message
+    assert message.endswith("are the same tensor; keep one of them")
 
 
 def other_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -213,10 +286,15 @@ def test_many_missing_tensors_are_counted_and_not_all_listed(checkpoint):
 
 
 @pytest.mark.parametrize(
-    "name", ["model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.rotary_emb.cos", "weight", "lm_head"]
-)
+    "name",
+    [
+        "model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.rotary_emb.cos", "weight", "lm_head",
+        "model.layers.0.norm.weight", "vision_tower.norm.weight", "model.model.norm.weight", "vision.lm_head.weight",
+    ],
+)  # fmt: skip
 def test_an_unexpected_tensor_is_named(checkpoint, name):
-    """If there are more layers than in the config, the config belongs to another model."""
+    """If there are more layers than in the config, the config belongs to another model. So do tensors behind another
+    prefix than most have."""
     write_tensors(checkpoint, {**read_tensors(checkpoint), name: torch.zeros(2)})
     message = error_of(checkpoint)
     assert f"unexpected tensor {name} " in message and "model.safetensors" in message

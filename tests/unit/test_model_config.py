@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from support.model_factory import TINY, save_model
-from transformers import Qwen3Config
+from transformers import AutoConfig, Qwen3Config
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from nanovllm import LLM
 from nanovllm.layers.rope_config import RopeConfig
@@ -113,18 +114,86 @@ def test_a_model_without_generation_config_recommends_nothing(tmp_path):
     assert read(tmp_path).generation == {}
 
 
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_without_architectures_the_type_decides(tmp_path, architecture):
+    """As in transformers. A decoder that was saved alone has its own architecture."""
+    model_type = FAMILIES[architecture].model_type
+    assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] == architecture
+    fields = {"model_type": model_type, "sliding_window": 5, "num_experts_per_tok": 1, "num_experts": 4}
+    decoder = MODEL_MAPPING_NAMES[model_type]
+    for given in (None, [], [decoder]):
+        assert read(tmp_path, **fields, architectures=given).architecture == architecture
+    for given in (["LlamaForSequenceClassification"], ["GPT2LMHeadModel"], ["T5ForConditionalGeneration", decoder]):
+        assert str(given) in error_of(tmp_path, **fields, architectures=given)
+
+
+YARN_OF_128 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+BY_KIND = {"full_attention": {"rope_theta": 5.0}, "sliding_attention": {"rope_theta": 3.0}}
+SIDE_BY_SIDE: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"dtype": "float16", "torch_dtype": "bfloat16"}),
+    ("llama", {"torch_dtype": "bfloat16", "dtype": "float16"}),
+    ("llama", {"torch_dtype": "bfloat16", "dtype": None}),
+    ("qwen3_moe", {"num_experts": 4, "num_local_experts": 6}),
+    ("qwen3_moe", {"num_local_experts": 6}),
+    ("mixtral", {"num_experts": 4, "num_local_experts": 6}),
+    ("mixtral", {"num_experts": 4}),
+    ("mixtral", {"num_local_experts": 6}),
+    ("mixtral", {"rope_parameters": {"rope_type": "default"}}),
+    ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}, "rope_theta": 7.0}),
+    ("qwen3", {"rope_parameters": {"rope_type": "default"}, "rope_theta": 7.0}),
+    ("qwen3", {"rope_parameters": {**YARN_OF_128, "rope_theta": 5.0}, "rope_theta": 5.0, "rope_scaling": YARN_OF_128}),
+    ("qwen3", {"rope_parameters": {**YARN_OF_128, "rope_theta": 5.0}, "rope_theta": 7.0, "rope_scaling": {}}),
+    ("llama", {"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 4.0}}),
+    ("llama", {"rope_scaling": {"type": "yarn", "rope_type": "linear", "factor": 4.0}}),
+    ("llama", {"rope_scaling": YARN_OF_128, "original_max_position_embeddings": 64}),
+    ("phi3", {"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 128},
+              "original_max_position_embeddings": 64}),
+    ("phi3", {"rope_parameters": {"partial_rotary_factor": 1.0}, "partial_rotary_factor": 0.5}),
+    ("phi3", {"partial_rotary_factor": 0.5}),
+    ("gemma3_text", {"rope_parameters": BY_KIND, "rope_theta": 7.0, "rope_local_base_freq": 9.0}),
+    ("gemma3_text", {"rope_parameters": {"full_attention": {}}, "rope_theta": 7.0, "rope_local_base_freq": 9.0}),
+    ("gemma3_text", {"sliding_window_pattern": 2, "layer_types": ["full_attention", "full_attention"]}),
+    ("gemma3_text", {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "changes"), SIDE_BY_SIDE, ids=str)
+def test_of_keys_side_by_side_the_one_counts_that_counts_in_transformers(tmp_path, model_type, changes):
+    """Old and new spellings, in either order. Experts were once counted by the other key."""
+    fields = {"head_dim": 8, "model_type": model_type, "pad_token_id": 0, "sliding_window": 5, "num_experts_per_tok": 1}
+    ours = read(tmp_path, remove="architectures", **{**fields, **changes})
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert ours.dtype == (theirs.dtype and str(theirs.dtype).removeprefix("torch."))
+    if ours.experts is not None:
+        assert ours.experts.num_experts == theirs.num_experts
+    for index, layer in enumerate(ours.layers):
+        rope = theirs.rope_parameters
+        if model_type == "gemma3_text":
+            kind = theirs.layer_types[index]
+            assert (layer.window > 0) == (kind == "sliding_attention")
+            rope = rope[kind]
+        assert (layer.rope.kind, layer.rope.theta) == (rope["rope_type"], rope["rope_theta"])
+        assert layer.rope.rotary_dim == int(8 * rope.get("partial_rotary_factor", 1))
+        if layer.rope.kind != "default":
+            original = rope.get("original_max_position_embeddings", 512)
+            factor = rope.get("factor", 512 / original)
+            assert (layer.rope.original_max_position, layer.rope.factor) == (original, factor)
+
+
 # Configs that are refused
 
 
 @pytest.mark.parametrize(
     "architectures",
-    [["GPT2LMHeadModel"], ["Gemma3ForConditionalGeneration"], [], None, "Qwen3ForCausalLM", 5, {"a": 1}],
+    [["GPT2LMHeadModel"], ["Gemma3ForConditionalGeneration"], [], None, "Qwen3ForCausalLM", 5, {"a": 1}, [5]],
 )
 def test_an_unknown_architecture_is_named_beside_those_there_are(tmp_path, architectures):
     """Running it as Qwen3 would answer nonsense."""
-    message = error_of(tmp_path, architectures=architectures)
+    message = error_of(tmp_path, architectures=architectures, model_type="gpt2")
     if not architectures:
-        assert message.endswith("has no architectures")
+        assert "has no architectures, and model_type 'gpt2'; supported: " in message and "Qwen3ForCausalLM" in message
+        assert "has no architectures, and model_type None; " in error_of(tmp_path, architectures=architectures)
     elif isinstance(architectures, list):
         assert all(name in message for name in FAMILIES) and str(architectures or []) in message
     else:
@@ -323,7 +392,9 @@ def test_rope_scaling_beside_other_rope_parameters_is_refused(tmp_path):
     default, yarn = {"rope_type": "default", "rope_theta": 1e6}, {"type": "yarn", "factor": 4.0}
     assert "keep only rope_parameters" in error_of(tmp_path, rope_parameters=default, rope_scaling=yarn)
     same = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
-    assert rope_of(tmp_path, rope_parameters=same, rope_scaling=yarn).kind == "yarn"
+    assert rope_of(tmp_path, rope_parameters=same, rope_scaling=yarn, rope_theta=1e6).kind == "yarn"
+    # transformers takes another theta then: its default.
+    assert "keep only rope_parameters" in error_of(tmp_path, rope_parameters=same, rope_scaling=yarn)
 
 
 def test_a_missing_factor_of_yarn_follows_from_the_lengths(tmp_path):

@@ -211,6 +211,26 @@ def test_what_cannot_be_is_refused_at_once(given, error, says):
         StructuredOutputsParams(**given)
 
 
+@pytest.mark.parametrize("number", [2**53, -(2**53), 2**63, 10**40, 1e16, -1e300])
+@pytest.mark.parametrize(
+    "keyword", ["const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"]
+)
+def test_a_number_that_would_be_rounded_is_refused(keyword, number):
+    """llguidance reads float64: of {"const": 2**53 + 1} it made 2**53, and {"const": -2**63} crashed the process."""
+    for value in (number, [1, number], {"a": [number]}):
+        if not isinstance(value, dict) or keyword in ("const", "enum"):
+            schema = {"anyOf": [{"type": "object", "properties": {"x": {keyword: value}}}]}
+            for given in (schema, json.dumps(schema)):
+                with pytest.raises(ValueError, match=rf"has {re.escape(repr(number))} in {keyword}, .*rounded; use"):
+                    StructuredOutputsParams(json=given)
+
+
+def test_large_numbers_elsewhere_are_nothing_to_refuse():
+    """A property's name is no keyword, and annotations are not generated."""
+    kept = {"default": 2**60, "examples": [2**60], "title": "x"}
+    StructuredOutputsParams(json={"properties": {"maximum": {**kept, "type": "integer", "maximum": 2**53 - 1}}})
+
+
 def test_a_schema_that_holds_itself_is_refused():
     schema = {"type": "array"}
     schema["items"] = schema
@@ -532,6 +552,28 @@ def test_any_object_is_an_object(llguidance, kind):
     texts = [walk(kind, StructuredOutputsParams(json_object=True), rng, closes=0.8) for _ in range(20)]
     assert sum(text is not None for text in texts) >= 15
     assert all(isinstance(json.loads(text), dict) for text in texts if text is not None)
+
+
+def accepts(constraint, token_id):
+    is_allowed = token_id in allowed_by(constraint)
+    if is_allowed:
+        constraint.advance(token_id)
+    return is_allowed
+
+
+def test_integers_up_to_the_limit_are_exact(llguidance):
+    """Walks of one digit at a time: the neighbours of a limit are told apart."""
+    limit = 2**53 - 1
+    for schema, allowed in (
+        ({"const": limit}, [limit]),
+        ({"enum": [limit, -limit]}, [limit, -limit]),
+        ({"type": "integer", "minimum": limit - 2, "maximum": limit}, [limit - 2, limit - 1, limit]),
+        ({"type": "integer", "minimum": -limit, "exclusiveMaximum": 2 - limit}, [-limit, 1 - limit]),
+    ):
+        for number in (sign * (limit + delta) for sign in (1, -1) for delta in (-3, -2, -1, 0, 1, 2)):
+            constraint = outputs_of("bundled").constraint(StructuredOutputsParams(json=schema))
+            follows = all(accepts(constraint, each) for each in tokenizer_of("bundled")(str(number))["input_ids"])
+            assert (follows and 257 in allowed_by(constraint)) == (number in allowed), (schema, number)
 
 
 def test_properties_come_in_the_schemas_order(llguidance):
