@@ -12,7 +12,7 @@ import numpy as np
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.guides import StructuredOutputs
-from nanovllm.logprobs import TokenLogprobs, TokenPieces
+from nanovllm.logprobs import TokenLogprobs
 from nanovllm.outputs import CompletionOutput, ErrorSummary, FinishReason, RequestMetrics, RequestOutput, keep_outputs
 from nanovllm.prompts import EncodedPrompt
 from nanovllm.sampling_params import SamplingParams
@@ -209,7 +209,7 @@ class RowStream:
             stop_reason = self._stop_reason(seq, stop) if error is None else None
             first = seq.siblings[0] if seq.siblings else seq
             index, request = seq.seq_id - first.seq_id, self._running[first.seq_id]
-            logprobs = self._logprobs(seq.logprobs, params.logprobs, self._text.pieces(params, follows_text))
+            logprobs = self._logprobs(seq.logprobs, params.logprobs, params, follows_text)
             total = None if logprobs is None else float(logprobs.of_tokens.sum(dtype=np.float64))
             request.completions[index] = CompletionOutput(
                 index, text, seq.completion_token_ids, reason, stop_reason, total, logprobs
@@ -220,7 +220,7 @@ class RowStream:
                 completions = [request.completions[index] for index in range(request.params.n)]
                 number, prompt = request.number, request.prompt
                 wanted, start = request.params.prompt_logprobs, prompt.first_scored
-                scores = self._logprobs(first.prompt_logprobs, wanted, self._text.pieces(params), start)
+                scores = self._logprobs(first.prompt_logprobs, wanted, params, True, start)
                 metrics = RequestMetrics(request.arrival_time, first.first_token_time, now)
                 cached, error = first.num_cached_tokens, request.error
                 outputs[number] = self._output(number, prompt, completions, cached, error, scores, metrics)
@@ -231,9 +231,11 @@ class RowStream:
         return Completion(seq.completion_token_ids, params, self._text.follows_text(prompt, params))
 
     def _logprobs(
-        self, numbers: bytearray, num_logprobs: int | None, pieces: TokenPieces, first: int = 0
+        self, numbers: bytearray, num_logprobs: int | None, params: SamplingParams, follows_text: bool, first: int = 0
     ) -> TokenLogprobs | None:
-        return None if num_logprobs is None else TokenLogprobs.of(bytes(numbers), num_logprobs, first, pieces)
+        if num_logprobs is None:
+            return None
+        return TokenLogprobs.of(bytes(numbers), num_logprobs, first, self._text.pieces(params, follows_text))
 
     def _stop_reason(self, seq: Sequence, stop: str | None) -> int | str | None:
         """See CompletionOutput; `stop` is the stop string in the text."""
