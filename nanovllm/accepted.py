@@ -35,15 +35,15 @@ def _only(*values: Any, instead: str) -> Accepted:
 # vLLM's names of options that nanovllm has under a name of its own.
 RENAMED_OPTIONS = {"block_size": "kvcache_block_size", "num_gpu_blocks_override": "num_kvcache_blocks"}
 
-_CAPTURES = "nanovllm chooses itself which steps it captures; enforce_eager=True captures none"
+_CAPTURES = "nanovllm itself chooses the steps that it captures; enforce_eager=True captures none"
 _TEXT_ONLY = "nanovllm reads text only"
-_LLGUIDANCE = "nanovllm's structured outputs all come from llguidance"
-_SCORES_TEXT = "nanovllm generates and scores text"
-_NO_DRAFTS = "nanovllm has no speculative decoding"
+_LLGUIDANCE = "llguidance is nanovllm's only backend of structured outputs"
+_SCORES_TEXT = "nanovllm only generates and scores text"
+_NO_DRAFTS = "nanovllm has no speculative decoding; leave it out"
 _MERGE = "merge the adapter into the model's weights and load the merged model"
 _EDIT_CONFIG = "edit config.json in a copy of the model's directory"
 _REPLICAS = "a job's --data-parallel-size runs several LLMs; see docs/jobs.md"
-_ONE_HOST = "nanovllm runs a model on the GPUs of one host"
+_ONE_HOST = "tensor_parallel_size divides a model over the GPUs of one host"
 
 ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     # These change nothing here, with any value.
@@ -51,19 +51,19 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     "disable_log_stats": Accepted("nanovllm logs no statistics; llm.metrics() returns them"),
     "disable_log_requests": Accepted("nanovllm logs no requests"),
     "enable_log_requests": Accepted("nanovllm logs no requests"),
-    "swap_space": Accepted("nanovllm computes preempted requests again and swaps none"),
-    "preemption_mode": Accepted("nanovllm computes preempted requests again and swaps none"),
+    "swap_space": Accepted("nanovllm recomputes preempted requests instead of swapping their blocks"),
+    "preemption_mode": Accepted("nanovllm recomputes preempted requests instead of swapping their blocks"),
     "use_v2_block_manager": Accepted("nanovllm has one block manager"),
     "enable_chunked_prefill": Accepted("nanovllm computes long prompts in chunks, which changes no result"),
-    "max_num_partial_prefills": Accepted("nanovllm decides itself how many prompts a step computes in part"),
-    "max_long_partial_prefills": Accepted("nanovllm decides itself how many prompts a step computes in part"),
-    "num_scheduler_steps": Accepted("nanovllm launches a step before it has read the last one's tokens"),
-    "multi_step_stream_outputs": Accepted("nanovllm returns finished completions"),
-    "stream_interval": Accepted("nanovllm returns finished completions"),
-    "scheduler_delay_factor": Accepted("nanovllm decides itself how many prompts it gathers for a step"),
+    "max_num_partial_prefills": Accepted("nanovllm itself decides how many prompts a step computes in part"),
+    "max_long_partial_prefills": Accepted("nanovllm itself decides how many prompts a step computes in part"),
+    "num_scheduler_steps": Accepted("nanovllm launches a step before it has read the previous one's tokens"),
+    "multi_step_stream_outputs": Accepted("nanovllm returns only finished completions"),
+    "stream_interval": Accepted("nanovllm returns only finished completions"),
+    "scheduler_delay_factor": Accepted("nanovllm itself decides how many prompts it gathers for a step"),
     "distributed_executor_backend": Accepted("nanovllm starts the ranks of a model itself"),
     "worker_use_ray": Accepted("nanovllm starts the ranks of a model itself"),
-    "disable_custom_all_reduce": Accepted("nanovllm takes NCCL where GPUs cannot reach each other's memory"),
+    "disable_custom_all_reduce": Accepted("nanovllm uses NCCL where GPUs cannot reach each other's memory"),
     "enable_sleep_mode": Accepted("llm.sleep() needs no option"),
     "enable_cumem_allocator": Accepted("llm.sleep() needs no option"),
     "compilation_config": Accepted(_CAPTURES),
@@ -72,9 +72,9 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     "optimization_level": Accepted(_CAPTURES),
     "max_seq_len_to_capture": Accepted("nanovllm's captured steps serve sequences of any length"),
     "max_context_len_to_capture": Accepted("nanovllm's captured steps serve sequences of any length"),
-    "disable_cascade_attn": Accepted("prefix_grouping=False is nanovllm's option; neither changes a result"),
-    "async_scheduling": Accepted("overlap is nanovllm's option, and on by default; neither changes a result"),
-    "disable_async_output_proc": Accepted("overlap is nanovllm's option, and on by default; neither changes a result"),
+    "disable_cascade_attn": Accepted("prefix_grouping is nanovllm's option, and on by default; it changes no result"),
+    "async_scheduling": Accepted("overlap is nanovllm's option, and on by default; it changes no result"),
+    "disable_async_output_proc": Accepted("overlap is nanovllm's option, and on by default; it changes no result"),
     "prefix_caching_hash_algo": Accepted("nanovllm compares the tokens of every match, so no hash decides a result"),
     "guided_decoding_backend": Accepted(_LLGUIDANCE),
     "guided_decoding_disable_fallback": Accepted(_LLGUIDANCE),
@@ -89,10 +89,10 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     "disable_chunked_mm_input": Accepted(_TEXT_ONLY),
     "media_io_kwargs": Accepted(_TEXT_ONLY),
     "language_model_only": Accepted(_TEXT_ONLY),
-    "use_tqdm_on_load": Accepted("nanovllm shows no progress of loading"),
+    "use_tqdm_on_load": Accepted("nanovllm shows no progress bar while it loads a model"),
     "max_parallel_loading_workers": Accepted("nanovllm reads a checkpoint file by file"),
     "safetensors_load_strategy": Accepted("nanovllm reads a checkpoint file by file"),
-    "pt_load_map_location": Accepted("nanovllm reads safetensors alone"),
+    "pt_load_map_location": Accepted("nanovllm reads only safetensors"),
     "tokenizer_pool_size": Accepted("nanovllm tokenizes in its own process"),
     "tokenizer_pool_type": Accepted("nanovllm tokenizes in its own process"),
     # nanovllm accepts only the values of these that ask for what it does anyway.
@@ -106,9 +106,9 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     "node_rank": _only(0, instead=_ONE_HOST),
     "enable_expert_parallel": _only(False, instead="tensor_parallel_size divides every expert over GPUs"),
     "enable_eplb": _only(False, instead="tensor_parallel_size divides every expert over GPUs"),
-    "moe_backend": _only("auto", instead="nanovllm chooses the kernel of each number format"),
-    "attention_config": _only({}, instead="attention_backend names the kernels of attention"),
-    "cpu_offload_gb": _only(0, instead='quantization="fp8" and tensor_parallel_size make a model fit'),
+    "moe_backend": _only("auto", instead="nanovllm itself chooses the kernels; leave it out"),
+    "attention_config": _only({}, instead="attention_backend chooses the kernels of attention"),
+    "cpu_offload_gb": _only(0, instead='use quantization="fp8" or tensor_parallel_size to make a model fit'),
     "enable_lora": _only(False, instead=_MERGE),
     "max_lora_rank": _only(16, instead=_MERGE),
     "max_loras": _only(1, instead=_MERGE),
@@ -116,22 +116,22 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     "fully_sharded_loras": _only(False, instead=_MERGE),
     "lora_extra_vocab_size": _only(256, instead=_MERGE),
     "lora_dtype": _only("auto", instead=_MERGE),
-    "enable_prompt_adapter": _only(False, instead="nanovllm has no prompt adapters"),
+    "enable_prompt_adapter": _only(False, instead="nanovllm has no prompt adapters; leave it out"),
     "speculative_config": _only(instead=_NO_DRAFTS),
     "speculative_model": _only(instead=_NO_DRAFTS),
     "num_speculative_tokens": _only(instead=_NO_DRAFTS),
     "ngram_prompt_lookup_max": _only(instead=_NO_DRAFTS),
     "num_lookahead_slots": _only(0, instead=_NO_DRAFTS),
-    "kv_transfer_config": _only(instead="nanovllm moves no KV cache between processes"),
-    "kv_events_config": _only(instead="nanovllm moves no KV cache between processes"),
-    "kv_offloading_size": _only(instead="nanovllm moves no KV cache to the host"),
+    "kv_transfer_config": _only(instead="nanovllm moves no KV cache between processes; leave it out"),
+    "kv_events_config": _only(instead="nanovllm moves no KV cache between processes; leave it out"),
+    "kv_offloading_size": _only(instead="nanovllm moves no KV cache to the host; leave it out"),
     "hf_overrides": _only({}, instead=_EDIT_CONFIG),
     "hf_config_path": _only(instead=_EDIT_CONFIG),
     "rope_scaling": _only({}, instead=_EDIT_CONFIG),
     "rope_theta": _only(instead=_EDIT_CONFIG),
     "hf_token": _only(instead="set HF_TOKEN in the environment"),
     "download_dir": _only(instead="set HF_HUB_CACHE to it in the environment"),
-    "ignore_patterns": _only([], (), instead="nanovllm downloads config, tokenizer and safetensors alone"),
+    "ignore_patterns": _only([], (), instead="nanovllm downloads only config, tokenizer and safetensors"),
     "model_loader_extra_config": _only({}, instead="nanovllm reads a checkpoint file by file"),
     "config_format": _only("auto", "hf", instead="nanovllm reads config.json"),
     "kv_cache_memory_bytes": _only(instead="gpu_memory_utilization or num_kvcache_blocks limits the KV cache"),
@@ -159,33 +159,37 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     "enable_mm_embeds": _only(False, instead=_TEXT_ONLY),
     "enable_prompt_embeds": _only(False, instead=_TEXT_ONLY),
     "mm_processor_kwargs": _only({}, instead=_TEXT_ONLY),
-    "long_prefill_token_threshold": _only(0, instead="nanovllm decides itself how long a chunk is"),
-    "disable_sliding_window": _only(False, instead="nanovllm attends as the model was trained"),
+    "long_prefill_token_threshold": _only(0, instead="nanovllm itself decides how long a chunk is"),
+    "disable_sliding_window": _only(False, instead="nanovllm always uses the model's sliding windows; leave it out"),
     "reasoning_parser": _only("", instead="split the reasoning from the text in the script"),
     "enable_reasoning": _only(False, instead="split the reasoning from the text in the script"),
     "guided_decoding_disable_any_whitespace": _only(
-        False, instead="StructuredOutputsParams(disable_any_whitespace=True)"
+        False, instead="StructuredOutputsParams(disable_any_whitespace=True) is the default"
     ),
-    "scheduler_cls": _only(instead="nanovllm has one scheduler"),
+    "scheduler_cls": _only(instead="nanovllm has one scheduler; leave it out"),
     "worker_cls": _only("auto", instead="llm.update_weights() changes the weights of all ranks"),
     "worker_extension_cls": _only("", instead="llm.update_weights() changes the weights of all ranks"),
     "weight_transfer_config": _only(instead="llm.update_weights() changes the weights of all ranks"),
-    "additional_config": _only({}, instead="nanovllm has no plug-ins that would read it"),
-    "enable_return_routed_experts": _only(False, instead="nanovllm returns no routing of experts"),
-    "logits_processors": _only([], (), instead="SamplingParams(logits_processors=[…]) takes functions"),
+    "additional_config": _only({}, instead="nanovllm has no plug-ins that would read it; leave it out"),
+    "enable_return_routed_experts": _only(
+        False, instead="nanovllm does not say which experts computed a token; leave it out"
+    ),
+    "logits_processors": _only([], (), instead="pass functions as SamplingParams(logits_processors=[…])"),
 }
 
 # vLLM's names of arguments of generate and chat.
 RENAMED_ARGUMENTS = {"prompt_token_ids": "prompts", "messages": "conversations"}
 
 ACCEPTED_ARGUMENTS: Mapping[str, Accepted] = {
-    "chat_template_content_format": _only("auto", instead="nanovllm finds the form of a content that a template reads"),
+    "chat_template_content_format": _only(
+        "auto", instead="nanovllm finds out which form of content a template reads; leave it out"
+    ),
     "lora_request": _only(instead=_MERGE),
-    "tags": Accepted("wake_up brings weights and KV cache back together"),
-    "reset_running_requests": _only(False, instead="nanovllm empties the prefix cache when no request runs"),
-    "reset_connector": _only(False, instead="nanovllm moves no KV cache between processes"),
-    "prompt_adapter_request": _only(instead="nanovllm has no prompt adapters"),
-    "guided_options_request": _only(instead="SamplingParams(structured_outputs=StructuredOutputsParams(…))"),
+    "tags": Accepted("wake_up always brings back both weights and KV cache"),
+    "reset_running_requests": _only(False, instead="nanovllm empties the prefix cache between calls; leave it out"),
+    "reset_connector": _only(False, instead="nanovllm moves no KV cache between processes; leave it out"),
+    "prompt_adapter_request": _only(instead="nanovllm has no prompt adapters; leave it out"),
+    "guided_options_request": _only(instead="use SamplingParams(structured_outputs=StructuredOutputsParams(…))"),
     "priority": _only(0, instead="nanovllm orders requests itself; results keep the prompts' order"),
     "tokenization_kwargs": _only({}, instead="pass token ids as prompts"),
     "mm_processor_kwargs": _only({}, instead=_TEXT_ONLY),
@@ -195,12 +199,12 @@ ACCEPTED_ARGUMENTS: Mapping[str, Accepted] = {
 REFUSED_ATTRIBUTES: Mapping[str, str] = {
     "llm.update_weights() changes the weights of all ranks": "apply_model collective_rpc",
     "ask for n completions, and choose among them by their log-probabilities": "beam_search",
-    "nanovllm generates and scores text": "classify embed encode reward score",
+    "nanovllm only generates and scores text": "classify embed encode reward score",
     "llm.metrics() returns counters and times": "get_metrics",
     "llm.chat() answers conversations, and llm.get_tokenizer().apply_chat_template() renders them": "preprocess_chat",
     "bench.py --profile writes a profile": "start_profile stop_profile",
     "llm.close() frees the memory": "shutdown",
-    "llm.llm_engine has it": "model_config",
+    "llm.llm_engine.model_config has its values": "model_config",
     "each RequestOutput has its request_id": "request_counter",
     "llm.generate_iter() reads prompts as it needs them": "enqueue wait_for_completion",
 }
@@ -210,20 +214,22 @@ RENAMED_PARAMETERS = {"guided_decoding": "structured_outputs"}
 
 ACCEPTED_PARAMETERS: Mapping[str, Accepted] = {
     "best_of": _only(1, instead="ask for n completions, and choose among them by their log-probabilities"),
-    "use_beam_search": _only(False, instead="nanovllm has no beam search"),
-    "length_penalty": _only(1, instead="nanovllm has no beam search"),
-    "early_stopping": _only(False, instead="nanovllm has no beam search"),
+    "use_beam_search": _only(False, instead="nanovllm has no beam search; leave it out"),
+    "length_penalty": _only(1, instead="nanovllm has no beam search; leave it out"),
+    "early_stopping": _only(False, instead="nanovllm has no beam search; leave it out"),
     "truncate_prompt_tokens": _only(instead="cut the prompt's token ids before the call"),
-    "spaces_between_special_tokens": _only(True, instead="nanovllm's texts are as the tokenizer decodes them"),
-    "extra_args": _only({}, instead="nanovllm has no plug-ins that would read them"),
+    "spaces_between_special_tokens": _only(
+        True, instead="nanovllm's texts are as the tokenizer decodes them; leave it out"
+    ),
+    "extra_args": _only({}, instead="nanovllm has no plug-ins that would read them; leave them out"),
     "skip_clone": Accepted("nanovllm copies parameters when it reads them, which is quick"),
     "flat_logprobs": Accepted("nanovllm's log-probabilities are arrays that also read like vLLM's dicts"),
-    "output_kind": Accepted("nanovllm returns finished completions"),
-    "stream_interval": Accepted("nanovllm returns finished completions"),
-    "skip_reading_prefix_cache": _only(False, instead="LLM(enable_prefix_caching=False)"),
+    "output_kind": Accepted("nanovllm returns only finished completions"),
+    "stream_interval": Accepted("nanovllm returns only finished completions"),
+    "skip_reading_prefix_cache": _only(False, instead="pass LLM(enable_prefix_caching=False)"),
     "thinking_token_budget": _only(-1, instead="max_tokens limits thinking and answer together"),
     "repetition_detection": _only(instead="repetition_penalty and frequency_penalty make repetition rarer"),
-    "logprob_token_ids": _only(instead='logprobs=128, or allowed_token_ids with logprobs_mode="processed"'),
+    "logprob_token_ids": _only(instead='use logprobs=128, or allowed_token_ids with logprobs_mode="processed"'),
 }
 
 ACCEPTED_STRUCTURED_OUTPUTS: Mapping[str, Accepted] = {

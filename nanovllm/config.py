@@ -73,8 +73,8 @@ class Config:
         overlap: let the device run one step ahead of the host.
         enable_prefix_caching: share the KV blocks of equal prompt beginnings.
         prefix_grouping: attend a shared prefix once for all decodes that share it, if the backend can (triton).
-        generation_config: the parameters of `sampling_params=None`: "auto" are those that the model's
-            generation_config.json recommends, "vllm" are SamplingParams().
+        generation_config: what `sampling_params=None` means: "auto" is the recommendation of the model's
+            generation_config.json, "vllm" the defaults of SamplingParams.
         seed: the seed from which requests without a seed derive theirs; −1 is 0.
 
     Raises:

@@ -111,13 +111,13 @@ def _num_threads() -> int:
     return max(1, min(int(_SHARE_OF_CPUS * len(cpus())), _MAX_THREADS))
 
 
-# A trie's node: the ids that may come next, each with its child node. At the end of a choice, _END has the choice.
+# A trie's node: the ids that may come next, each with its child node. At the end of a choice, _END maps to it.
 Node = dict[int, Any]
 _END = -1
 
 
 class Choice:
-    """A Constraint that walks down a trie. Where another choice goes on, an end-of-sequence id ends a choice."""
+    """A Constraint that walks down a trie. If a choice begins another, an end-of-sequence id ends the shorter one."""
 
     def __init__(self, root: Node, eos_token_ids: Collection[int]):
         self._node = root
@@ -171,13 +171,13 @@ def allow(mask: np.ndarray, token_ids: Collection[int]) -> None:
 class Grammar:
     """A Constraint around llguidance's LLMatcher, of which this is the only user.
 
-    Copies of a matcher share the limits of its lexer. So if one fails, a matcher of its own takes its tokens again, and
-    only if that fails too, the completion cannot go on.
+    Copies of a matcher share the limits of its lexer. So if a copy fails, a newly compiled matcher takes its tokens
+    again. If that fails too, the completion cannot go on.
 
     Args:
         matcher: the matcher, at the beginning of a completion.
         group: a number that copies of the same matcher have in common.
-        compile: makes another matcher; None for a matcher that shares nothing.
+        compile: makes another matcher; None if the matcher shares nothing.
     """
 
     def __init__(self, matcher: Any, group: int = 0, compile: Callable[[], Any] | None = None):

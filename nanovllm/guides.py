@@ -25,8 +25,8 @@ class Guide:
         constraint: says which tokens may come next.
         stops: another stop predicate of the completion, or None.
         min_tokens: until this many tokens are generated, ids that end the completion are banned, unless the constraint
-            allows no other: a completion that breaks its form would be worse than a short one.
-        end_token_ids: those ids.
+            allows no others: a completion that breaks its form would be worse than a short one.
+        end_token_ids: the ids that end the completion.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ def _grammar_of(params: StructuredOutputsParams) -> tuple[str, Callable[[], str]
     if params.grammar is not None:
         return "grammar", partial(grammar_from, "grammar", params.grammar)
     name, schema = ("json_object", '{"type":"object"}') if params.json is None else ("json", params.json)
-    # Lenient: what cannot be followed is a warning. `_matcher` makes errors of most warnings.
+    # Lenient: llguidance warns of parts that it cannot follow. `_matcher` turns most warnings into errors.
     defaults: Any = {"lenient": True, "whitespace_flexible": not params.disable_any_whitespace}
     defaults["whitespace_pattern"] = params.whitespace_pattern
     return name, partial(LLMatcher.grammar_from_json_schema, schema, defaults=defaults)

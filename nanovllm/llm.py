@@ -264,7 +264,7 @@ class LLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> "LLM":
-        """An LLM with the attributes of `engine_args` as its options, as vLLM's scripts make it."""
+        """Makes an LLM whose options are the attributes of `engine_args`, as in vLLM."""
         return cls(**vars(engine_args))
 
     def get_tokenizer(self) -> Any:
@@ -272,7 +272,7 @@ class LLM:
         return self._text.tokenizer
 
     def set_tokenizer(self, tokenizer: Any) -> None:
-        """Replaces the tokenizer: its texts, chat template and end-of-sequence id are those of the calls that follow.
+        """Replaces the tokenizer. Later calls use its texts, its chat template and its end-of-sequence id.
 
         Raises:
             RuntimeError: the LLM is closed or busy with another call.
@@ -290,7 +290,7 @@ class LLM:
         docs/vllm.md lists them."""
         return engine_attributes(self)
 
-    if not TYPE_CHECKING:  # for a type checker, it would be any attribute
+    if not TYPE_CHECKING:  # a type checker would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
             advice = [f"; {advice}" for advice, names in REFUSED_ATTRIBUTES.items() if name in names.split()]

@@ -1,4 +1,4 @@
-"""A user's functions that change logits: SamplingParams.logits_processors at work. A slow path."""
+"""Calls a user's functions that change logits, SamplingParams.logits_processors. This path is slow."""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -35,8 +35,8 @@ class LogitsProcessors:
         return is_stopped or self._error is not None
 
     def change_logits(self, logits: Any) -> Any:
-        """The changed logits of the next token: float32 [vocab_size]. If a function fails, they stay as they are, and
-        the completion ends with that token and the reason."""
+        """The changed logits of the next token: float32 [vocab_size]. If a function fails, the logits stay as they
+        are, and the completion ends after that token with the error."""
         changed = logits.clone()
         for processor in self._processors:
             try:

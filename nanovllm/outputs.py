@@ -38,7 +38,7 @@ class CompletionOutput:
     logprobs: TokenLogprobs | None = None
 
     def finished(self) -> bool:
-        """Always True; scripts for vLLM ask."""
+        """Always True. Scripts for vLLM call it."""
         return True
 
 
@@ -55,8 +55,7 @@ class RequestOutput:
     """The output of one prompt. `output["text"]` and `dict(output)` work too.
 
     Args:
-        request_id: the request's number, as a string. It counts on from call to call, and outputs that differ only in
-            it are equal.
+        request_id: the request's number, as a string. The numbers go on from call to call. Comparison ignores it.
         prompt: the prompt's text, as given or as the chat template rendered it; None for a prompt of token ids.
         prompt_token_ids: the prompt's tokens; empty if it could not be tokenized.
         outputs: its completions, at least one.
@@ -65,7 +64,7 @@ class RequestOutput:
         prompt_logprobs: the log-probabilities of the prompt's tokens, if they were asked for; the first token has none.
         weight_version: how many times `LLM.update_weights` had changed the weights that computed the output.
         prompt_index: the prompt's number in its call.
-        metrics: the request's times; None if it could not run.
+        metrics: the request's times; None if it could not run. Comparison ignores them.
 
     `text`, `token_ids` and `finish_reason` are those of the first completion, `num_prompt_tokens` is the length of
     `prompt_token_ids`. `finished` is True, because only finished requests are returned, and `lora_request` is None.

@@ -113,7 +113,7 @@ class SamplingParams:
         logits_processors: functions that change the logits of each new token before all else, called in order as
             `f(token_ids, logits)` or `f(prompt_token_ids, token_ids, logits)`. `token_ids` is the list of generated
             tokens, `logits` a float32 tensor [vocab_size] on the model's device, and the result a tensor like it. Slow:
-            a step that samples for such a request waits for the functions. Not with several GPUs.
+            a step that samples for such a request waits for the functions. They need tensor_parallel_size=1.
 
     Raises:
         TypeError, ValueError: a parameter of the wrong type or out of range, named with the range.

@@ -13,7 +13,7 @@ from nanovllm.checks import boolean, suggests_names
 
 # The values of these keywords of a schema are data, in which "$ref" is an ordinary key.
 _DATA_KEYWORDS = ("const", "enum", "default", "examples")
-# The values of these are dicts of schemas, whose keys are no keywords.
+# The values of these are dicts of schemas, whose keys are not keywords.
 _DICTS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 # llguidance reads the numbers of these keywords as float64, so it could round larger integers.
 _NUMBER_KEYWORDS = (
@@ -51,12 +51,13 @@ class StructuredOutputsParams:
 
     Args:
         json: the completion is JSON of this schema: a dict, a string, or a class with `model_json_schema()`, as
-            pydantic's models have. Properties come in the schema's order. Its integers must be within ±(2^53 - 1). A
-            `format` that llguidance does not know changes nothing, as JSON Schema says. The schema is kept as a string.
+            pydantic's models have. Properties come in the schema's order. Numbers in `const`, `enum`, `multipleOf` and
+            limits such as `minimum` must be within ±(2^53 - 1). A `format` that llguidance does not know changes
+            nothing, as JSON Schema says. The schema is kept as a string.
         regex: the whole completion matches, in the syntax of Rust's `regex`: without look-around, and \\d and \\w are
             any digit and letter of Unicode ([0-9] is plainer).
         choice: the completion is one of these strings, as the tokenizer tokenizes it at the start of a text. It ends
-            where it equals one and no other goes on. Where another one does, an end-of-sequence token ends it.
+            where it equals one of them. If that one begins another, an end-of-sequence token ends it.
         grammar: the completion matches this grammar, in a form that llguidance takes: Lark-like with a rule `start`, or
             GBNF with a rule `root`. `~` (anything but) needs `&` beside it, as in `/(?s:.*)/ & ~/.*no.*/`, because
             alone it allows special tokens too.
@@ -185,13 +186,13 @@ def _schema(value: Any, is_closed: bool) -> str:
 
 
 def _check_numbers(keyword: str, value: Any) -> None:
-    """Raises a ValueError if a number in the value of a schema's keyword would be rounded."""
+    """Raises a ValueError if llguidance could round a number in the value of a schema's keyword."""
     parts = [value]
     while parts:
         part = parts.pop()
         if isinstance(part, (int, float)) and abs(part) > _MAX_EXACT:
             raise ValueError(
-                f"json has {part!r:.100} in {keyword}, and numbers beyond ±(2^53 - 1) would be rounded; use smaller "
+                f"json has {part!r:.100} in {keyword}, and numbers beyond ±(2^53 - 1) could be rounded; use smaller "
                 "numbers, or regex"
             )
         if isinstance(part, (dict, list)):

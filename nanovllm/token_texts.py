@@ -12,8 +12,9 @@ _UNKNOWN = "\ufffd"  # decoders write it for bytes that are not a character
 class TokenPiece(NamedTuple):
     """What one token adds to a text.
 
-    text: behind other tokens, with U+FFFD for a part of a character. A token that is not in the text has its name here.
-    in_bytes: the same in UTF-8, with the bytes of that part; None if the token is not in the text.
+    text: as it is after other tokens, with U+FFFD for a part of a character. A token that is not in the text has its
+        name here.
+    in_bytes: the text in UTF-8, with the true bytes of such a part; None if the token is not in the text.
     num_dropped: how many of its leading spaces are dropped if it begins the sequence's text.
     is_part: whether its text depends on its neighbours: it holds a part of a character, or is not in the text.
     is_byte: it is one byte of a tokenizer with byte fallback.

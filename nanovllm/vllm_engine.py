@@ -17,7 +17,7 @@ class _Attributes(SimpleNamespace):
 
 
 class _TokenizerGroup:
-    """A tokenizer whose attribute `tokenizer` is the tokenizer itself, as vLLM's once was."""
+    """A tokenizer whose attribute `tokenizer` is the tokenizer itself, as in earlier versions of vLLM."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -44,7 +44,7 @@ class _ModelConfig(_Attributes):
 
 
 def engine_attributes(llm: Any) -> Any:
-    """What `llm.llm_engine` answers to. Its values are those at this moment."""
+    """The object that `llm.llm_engine` returns, with the current values."""
     import torch
 
     info, config, tokenizer = llm.engine.info, llm.engine.config, llm.get_tokenizer()

@@ -386,7 +386,7 @@ def _keep_logprobs(step: Step, output: StepOutput) -> list[int]:
 
 
 def _ask_stop_predicates(step: Step, token_ids: list[int]) -> list[int]:
-    """The ids of the sequences that their stop predicates end with their new token."""
+    """The ids of the sequences whose stop predicates say that the new token ends them."""
     sampling = (chunk.seq for chunk in step.chunks if chunk.samples)
     return [
         seq.seq_id

@@ -52,8 +52,8 @@ class LaunchedStep(Protocol):
         Args:
             masks: int32 [len(rows), ceil(vocab_size / 32)], as TokenGuide has them.
             rows: indices into `step.constrained`, one per mask.
-            changes: functions from the logits of a row to its new ones (float32 [vocab_size] on the device), by its
-                index into `step.constrained`. The tokens of rows that have neither are dropped.
+            changes: functions that take a row's logits (float32 [vocab_size] on the device) and return its new ones, by
+                index into `step.constrained`. The tokens of constrained rows that have neither are dropped.
         """
 
     def wait(self) -> StepOutput:

@@ -112,7 +112,7 @@ class Scheduler:
             step: the oldest that was not committed.
             token_ids: as in StepOutput.
             broken: ids of the sequences whose prompts have scores from logits that were not finite.
-            stopped: ids of the requests that their stop predicates end with their new token.
+            stopped: ids of the sequences whose stop predicates say that the new token ends them.
         """
         finished, tokens = [], iter(token_ids)
         block_manager, block_size = self.block_manager, self.block_manager.block_size

@@ -191,7 +191,7 @@ def _serve(model: str, options: Mapping[str, Any], inbox: SimpleQueue[Any], read
 def _run(llm: LLM, waiting: deque[_Request], inbox: SimpleQueue[Any]) -> None:
     """Runs the waiting requests, and those that come until all have finished. In any case every future gets a result or
     an exception."""
-    running: dict[int, Future[RequestOutput]] = {}  # by request id
+    running: dict[int, Future[RequestOutput]] = {}  # by prompt_index
     params: deque[SamplingParams] = deque()  # of the prompts that were given
 
     def prompts() -> Iterator[Any]:

@@ -2,8 +2,8 @@
 
     python -m nanovllm.integrations.vllm script.py arguments…
 
-runs a script in which `vllm` is nanovllm. `import nanovllm.integrations.vllm` does the same for the imports after it,
-where vLLM is not installed; `install(replace=True)` does it where vLLM is. docs/vllm.md says which names and keywords
+runs a script with nanovllm in place of `vllm`. `import nanovllm.integrations.vllm` does the same for the imports after
+it if vLLM is not installed; `install(replace=True)` does it even if vLLM is. docs/vllm.md says which names and keywords
 work.
 """
 
@@ -30,7 +30,7 @@ from nanovllm import LLM, CompletionOutput, Logprob, RequestOutput, SamplingPara
 from nanovllm.accepted import ACCEPTED_OPTIONS, RENAMED_OPTIONS
 
 _UPDATE_WEIGHTS = "llm.update_weights() changes the weights of all ranks"
-_TEXT = "nanovllm generates and scores text"
+_TEXT = "nanovllm only generates and scores text"
 _MERGE = "merge the adapter into the model's weights and load the merged model"
 _OFFLINE = "llm.generate() takes all prompts at once, and llm.generate_iter() gives results as they finish"
 _NO_BEAMS = "ask for n completions, and choose among them by their log-probabilities"
@@ -44,7 +44,7 @@ REFUSED_CLASSES = {
     "ScoringRequestOutput",
     _MERGE: "LoRARequest",
     _UPDATE_WEIGHTS: "Worker",
-    "nanovllm moves no KV cache between processes": "KVTransferConfig",
+    "nanovllm moves no KV cache between processes; leave it out": "KVTransferConfig",
     "docs/models.md lists the architectures, and says how to add one": "ModelRegistry",
 }
 REFUSED_IMPORTS = {
@@ -66,7 +66,7 @@ class TokensPrompt(TypedDict):
 
 
 class _Refused(type):
-    """A class that a script may import and name in types. Calling it, or reading what it should have, fails."""
+    """A class that a script may import and name in types. Calling it, or reading an attribute, fails."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(f"nanovllm has no {cls.__name__}; {cls.__doc__}")
@@ -236,7 +236,7 @@ class _Module(ModuleType):
 
 
 class _Finder:
-    """Says why a module of vLLM's is missing. It is the last finder, and finds none."""
+    """Says why a module of vLLM's is missing. It is the last finder, and finds nothing."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> None:

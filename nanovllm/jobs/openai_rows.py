@@ -45,7 +45,7 @@ _MEANT_AT_TOP = {
 _MEANT_IN_BODY = {
     "functions": "tools",
     "function_call": "tool_choice",
-    "guided_decoding_backend": "nanovllm's structured outputs all come from llguidance; leave it out",
+    "guided_decoding_backend": "llguidance is nanovllm's only backend of structured outputs; leave it out",
     "guided_whitespace_pattern": 'write it as "whitespace_pattern" of "structured_outputs"',
     "suffix": "nanovllm only continues a prompt; leave it out",
     "use_beam_search": "nanovllm has no beam search; leave it out",
@@ -106,7 +106,7 @@ def _check_fixed(body: dict[str, Any]) -> None:
 
 
 def _conversation(body: dict[str, Any]) -> dict[str, Any]:
-    """The prompt of a chat; the fields about tools that are heeded or refused are among its arguments."""
+    """The prompt of a chat, with the fields that are arguments of its template. Checks the fields about tool calls."""
     given = {name: body[name] for name in _OF_TEMPLATE if name in body}
     if (choice := body.get("tool_choice", "auto")) == "none":
         given.pop("tools", None)
@@ -114,7 +114,7 @@ def _conversation(body: dict[str, Any]) -> dict[str, Any]:
         advice = 'nanovllm forces no call, but "response_format" can say what the answer must be'
         raise ValueError(f'"tool_choice" must be "auto" or "none", not {choice!r}; {advice}')
     if body.get("parallel_tool_calls", True) is not True:
-        raise ValueError('"parallel_tool_calls" must be true; nanovllm does not read the calls in an answer')
+        raise ValueError('"parallel_tool_calls" must be true or left out; nanovllm does not read calls in an answer')
     return conversation_of(body, given)
 
 
@@ -208,7 +208,7 @@ def _choice(kind: OpenAIKind, completion: CompletionOutput) -> dict[str, Any]:
 
 def _legacy_logprobs(found: TokenLogprobs) -> dict[str, Any]:
     """The "logprobs" of /v1/completions. An offset is the number of the completion's characters before the token. A
-    skipped special token has a text, which is not in the completion's.
+    special token that the completion leaves out still has a text.
 
     If two of the most probable tokens have the same text, the more probable one counts.
     """

@@ -46,7 +46,7 @@ class Sampled(NamedTuple):
         return Sampled(self.tokens[:num_rows], self.logprobs[:num_rows])
 
 
-# From a row's logits, float32 [vocab_size], to its new ones.
+# A function from a row's logits, float32 [vocab_size], to its new ones.
 LogitsChange = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -57,7 +57,7 @@ class SamplingNeeds(NamedTuple):
     rules_version: version of the tensors with the penalties, biases and bans of these rows; 0 if they have none.
     logprobs_width: number of ids and log-probabilities to return per row, see ops/logprobs.py; 0 if no row asks for
         them.
-    changes: (row, function that changes its logits first); only without other ranks, and never captured.
+    changes: (row, function that changes its logits before all else); only on a single rank, and never captured.
     """
 
     has_filters: bool = False

@@ -137,11 +137,11 @@ def fill_dummy_weights(model: nn.Module, seed: int) -> None:
 def _named_as_expected(
     model: CausalLM, expected: Collection[str], tensors: Iterable[tuple[str, Stored | Given]]
 ) -> dict[str, Stored | Given]:
-    """The tensors by the model's names: those of `expected_tensors`, and of a tied head beside its embedding.
+    """The tensors by the model's names: those of `expected_tensors`, and that of a tied head beside its embedding.
 
     Checkpoints of the decoder alone leave out "model.". A model that wraps ours puts other prefixes before its names,
-    such as "language_model.model.". Each name has the prefix that most have, or the first parts of it, as LM heads do.
-    A tied model may store the LM head in place of the embedding.
+    such as "language_model.model.". Each name must have the prefix that most names have, or the beginning of it, as LM
+    heads do. A tied model may store the LM head in place of the embedding.
 
     Raises:
         ValueError: the model has no such tensor, or two tensors have the same name.
@@ -166,7 +166,7 @@ def _named_as_expected(
 
 
 def _split(name: str, bare_names: Collection[str]) -> tuple[str, str]:
-    """(prefix, bare name); ("", name) if no end of the name is a bare name. A prefix holds no layer's number."""
+    """(prefix, bare name); ("", name) if no end of the name is a bare name. A prefix contains no number of a layer."""
     parts = name.split(".")
     for index, part in enumerate(parts):
         bare = ".".join(parts[index:])

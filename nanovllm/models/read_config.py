@@ -115,8 +115,8 @@ def _fields_of_architecture(raw: dict[str, Any], directory: Path) -> tuple[str, 
 
 
 def _architecture(found: list[Any], model_type: Any) -> str | None:
-    """The first supported one of `found`. If there is none at all, or it is a decoder that was saved alone, such as
-    LlamaModel, the type decides, as in transformers."""
+    """The first supported one of `found`. If `found` is empty, or names a decoder that was saved alone, such as
+    LlamaModel, `model_type` decides, as in transformers."""
     for name in found:
         if isinstance(name, str) and name in FAMILIES:
             return name

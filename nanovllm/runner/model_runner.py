@@ -111,8 +111,8 @@ class ModelRunner(Runner):
         self.load_update(self.check_update(given_tensors(weights)))
 
     def check_update(self, tensors: Tensors) -> Tensors:
-        """What `load_update` takes; a ValueError if it could not copy these. So all ranks can check before any rank
-        copies."""
+        """Returns the tensors as `load_update` takes them; a ValueError if it could not copy them. This lets all ranks
+        check before any rank copies."""
         return loader.check_update(self.program.model, tensors)
 
     def load_update(self, tensors: Tensors) -> None:

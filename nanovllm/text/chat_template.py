@@ -58,7 +58,7 @@ class ChatTemplate:
         return options
 
     def _warn_of_unread(self, names: Iterable[str], template: str) -> None:
-        """Warns, once per name, of arguments that the template never mentions: scripts give those of other models."""
+        """Warns, once per name, of arguments that the template never mentions: scripts pass those of other models."""
         if unread := sorted(name for name in map(str, names) if name not in template):
             logger.warning("the chat template does not read chat_template_kwargs: %s", ", ".join(unread))
             self._known_names.update(unread)
@@ -76,7 +76,7 @@ class ChatTemplate:
             return ValueError(f"the chat template cannot render the conversation: {error}")
 
     def _form_read(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> Form:
-        """The form of the conversation that the template reads; a ValueError if it leaves out more than texts."""
+        """The form of the conversation that the template reads; a ValueError if it leaves a part of that out."""
         # A script may replace the tokenizer's template, and an argument may choose another part of it.
         template = options.get("chat_template") or self._tokenizer.chat_template
         others = {name: bool(value) if name in _LISTS else value for name, value in options.items()}
@@ -91,16 +91,16 @@ class ChatTemplate:
         return form
 
     def _find_form(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> Form | str:
-        """The form, or what the template leaves out."""
+        """The form, or a message that names the part that the template leaves out."""
         render = self._tokenizer.apply_chat_template
         form = form_read(messages, partial(render, **options))
         if form is None:
-            return "it does not write the tool calls"
+            return "it does not write the tool calls; leave them out, or pass another chat_template=…"
         for name in _LISTS:
             with suppress(Exception):  # templates raise all kinds of errors
                 given = form.of(messages)
                 if options.get(name) and render(given, **options) == render(given, **{**options, name: None}):
-                    return f"it does not write the {name}; leave them out, or pass chat_template=… that writes them"
+                    return f"it does not write the {name}; leave them out, or pass another chat_template=…"
         return form
 
     @cached_property

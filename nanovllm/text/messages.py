@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 Message = dict[str, Any]
 
-# The types of parts that are text, and the key that has it.
+# The types of parts that are text, and the key of the text in each.
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _LISTS_IN_TEXT = ("'type': 'text'", '"type": "text"')  # in Python and in JSON
 
@@ -48,9 +48,9 @@ class Form(NamedTuple):
 def plain_messages(messages: Any) -> list[Message]:
     """A checked conversation of plain dicts, lists and strings.
 
-    A content is a string or a list of parts, each text or a refusal; a tool's may be a dict. Arrays, mappings and
-    pydantic's models become lists and dicts. Fields that are None are left out, because Parquet gives every message the
-    fields of all.
+    A content is a string or a list of parts, each text or a refusal; a tool's content may be a dict. Arrays, mappings
+    and pydantic's models become lists and dicts. Fields that are None are left out, because Parquet gives every message
+    the fields of all.
 
     Raises:
         ValueError: this is not a conversation, or a part is not text.

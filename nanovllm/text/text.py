@@ -182,7 +182,7 @@ class Text(Tokenizer):
         return any(self.has_text(each, params.skip_special_tokens) for each in prompt_token_ids)
 
     def pieces(self, params: SamplingParams, follows_text: bool = True) -> TokenPieces:
-        """Gives what each token adds to a text of a request, see TokenLogprobs."""
+        """A function from a token id to what the token adds to a text of a request; see TokenLogprobs."""
         follows_text = follows_text or not params.detokenize
         return partial(self.piece, skip_special_tokens=params.skip_special_tokens, follows_text=follows_text)
 
@@ -218,7 +218,7 @@ class Text(Tokenizer):
 
 
 def _of_tekken(path: Path) -> Any:
-    """A tokenizer of the tokenizers library, with the ids and the chat template of mistral-common, from its format."""
+    """A tokenizer of the tokenizers library from a tekken.json, with mistral-common's ids and chat template."""
     from tokenizers.processors import TemplateProcessing
     from transformers.integrations.mistral import convert_tekken_tokenizer
 

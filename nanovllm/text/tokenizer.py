@@ -15,7 +15,7 @@ NO_TOKENIZER = "the model has no tokenizer"
 # Exceptions that end the program or its generators, and are not the fault of a text.
 EXITS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 # The names of tokens that hold bytes: one byte in tokenizers with byte fallback, and GPT-2's characters in byte-level
-# ones, where the bytes that have no printable character of their own follow each other from U+0100 on.
+# ones, where the bytes that have no printable character of their own are numbered from U+0100 on.
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _BYTES = {chr(byte): byte for byte in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))}
 _BYTES |= {chr(256 + index): byte for index, byte in enumerate(sorted({*range(256)} - {*_BYTES.values()}))}
@@ -145,7 +145,7 @@ class Tokenizer:
 
     @cached_property
     def _letter(self) -> list[int]:
-        """The tokens of a letter, as neighbours of a token."""
+        """The tokens of a letter, which is put beside tokens to decode them in context."""
         return self.tokenizer("a", add_special_tokens=False)["input_ids"]
 
     @cached_property

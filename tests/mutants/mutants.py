@@ -151,7 +151,7 @@ _MUTANTS_OF_FILE = {
             "if token < 0:", "if token < -1:",
             "test_scheduler.py::test_broken_logits_end_their_row_with_an_error_and_not_the_batch"),
         planted(
-            "siblings fork from a prompt that was computed anew",
+            "siblings fork from a prompt that was computed again",
             "if samples and seq.num_computed_tokens == seq.num_prompt_tokens:", "if samples:",
             "test_scheduler.py::test_siblings_do_not_fork_from_a_leader_that_came_back"),
         planted(

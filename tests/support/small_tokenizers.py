@@ -13,7 +13,7 @@ CORPUS = [
 
 
 def trained(pre_tokenizer, decoder, alphabet) -> PreTrainedTokenizerFast:
-    """A BPE tokenizer of some 60 merges, with two special tokens that it does not list, and one that it does."""
+    """A BPE tokenizer with about 60 merges, two special tokens that it does not list, and one that it does."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoder
     trainer = trainers.BpeTrainer(
@@ -24,7 +24,7 @@ def trained(pre_tokenizer, decoder, alphabet) -> PreTrainedTokenizerFast:
 
 
 def with_byte_fallback() -> PreTrainedTokenizerFast:
-    """A tokenizer as Llama 2's: a character that it does not know becomes one token per byte."""
+    """A tokenizer like Llama 2's: a character that it does not know becomes one token per byte."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁▁", "a", "b", "▁a", "é", "�"]
     tokenizer = Tokenizer(
         models.BPE({piece: index for index, piece in enumerate(pieces)}, [("▁", "a"), ("▁", "▁")], byte_fallback=True)

@@ -15,7 +15,7 @@ SCRIPTS = Path(__file__).parents[1] / "vllm_scripts"
 
 @contextlib.contextmanager
 def vllm_names() -> Iterator[ModuleType]:
-    """vLLM's names in this process, until the end. What a script does to sys and to the environment ends too."""
+    """vLLM's names in this process, until the end. A script's changes to sys and to the environment end too."""
 
     def names() -> list[str]:
         return [name for name in sys.modules if name.partition(".")[0] == "vllm"]
@@ -38,7 +38,7 @@ def vllm_names() -> Iterator[ModuleType]:
 
 
 def run_here(name: str, *arguments: object, **environment: str) -> str:
-    """What a script of SCRIPTS prints. It shares this process's imports, so it starts at once."""
+    """The output of a script of SCRIPTS. It shares this process's imports, so it starts at once."""
     output = io.StringIO()
     with vllm_names() as vllm, contextlib.redirect_stdout(output):
         os.environ.update(environment)
@@ -47,7 +47,7 @@ def run_here(name: str, *arguments: object, **environment: str) -> str:
 
 
 def run_alone(name: str, *arguments: object, **environment: str) -> str:
-    """What a script of SCRIPTS prints, as the command runs it.
+    """The output of a script of SCRIPTS, as the command runs it.
 
     Raises:
         RuntimeError: it fails; the message is the end of its error output.

@@ -264,7 +264,7 @@ def test_what_the_template_does_not_read_is_refused(name, value, splits_special)
     message = [{"role": "user", "content": "Rain?"}]
     options = {"options": {name: value}, "splits_special": splits_special}
     error = encoded(TEMPLATES["llama3"], message, **options)
-    assert f"it does not write the {name}; leave them out, or pass chat_template=" in str(error)
+    assert f"it does not write the {name}; leave them out, or pass another chat_template=" in str(error)
     assert encoded(TEMPLATES["llama3"], message, options={name: []}) == "<user>Rain?"
     written = encoded(READS[name] + TEMPLATES["llama3"], message, **options)
     assert ("weather" if name == "tools" else "The minster.") in written and written.endswith("<user>Rain?")

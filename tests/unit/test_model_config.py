@@ -160,7 +160,7 @@ SIDE_BY_SIDE: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("model_type", "changes"), SIDE_BY_SIDE, ids=str)
 def test_of_keys_side_by_side_the_one_counts_that_counts_in_transformers(tmp_path, model_type, changes):
-    """Old and new spellings, in either order. Experts were once counted by the other key."""
+    """Old and new spellings, in either order. The number of experts once came from the other key."""
     fields = {"head_dim": 8, "model_type": model_type, "pad_token_id": 0, "sliding_window": 5, "num_experts_per_tok": 1}
     ours = read(tmp_path, remove="architectures", **{**fields, **changes})
     theirs = AutoConfig.from_pretrained(tmp_path)

@@ -46,7 +46,7 @@ VOCAB_SIZE = 500
 def tokenizer_of(kind):
     """bundled: one token per byte. merged: with tokens of many bytes, over the borders of JSON's parts too.
     metaspace: as SentencePiece, with a leading space that is put there and taken away, and a token that begins texts.
-    fallback: the same in Llama 2's way, with a token for each byte, of which it makes characters that it lacks.
+    fallback: the same in Llama 2's way, with a token for each byte, for characters that it lacks.
     lower: loses capitals. converted: merged, with the decoders that transformers 5.17 makes of a GGUF file."""
     if kind == "bundled":
         return AutoTokenizer.from_pretrained(MODEL_DIRECTORY)

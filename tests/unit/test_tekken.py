@@ -1,4 +1,4 @@
-"""A tekken.json, Mistral's own format, makes a tokenizer as any other; mistral-common has the last word on its ids."""
+"""A tekken.json, Mistral's own format, makes a tokenizer like any other. Its ids must be those of mistral-common."""
 
 import json
 import random
@@ -21,7 +21,7 @@ PLAIN = "Hello the cat é"
 
 @pytest.fixture
 def present(monkeypatch) -> None:
-    """mistral-common, or as if: current versions of transformers convert a current tekken.json without it."""
+    """Makes mistral-common look installed: current versions of transformers can do without it."""
     pytest.importorskip("transformers.integrations.mistral.tokenizer")
     monkeypatch.setattr(nanovllm.text.text, "find_spec", lambda _: True)
 

@@ -159,7 +159,7 @@ def test_names_may_have_any_prefix(llm, checkpoints, expected, prefix):
 
 
 def test_a_layers_norm_is_not_the_models(llm, checkpoints):
-    """What precedes it is no wrapper's prefix."""
+    """The text before its name is not a wrapper's prefix."""
     with pytest.raises(ValueError, match=r"unexpected tensor model\.layers\.0\.norm\.weight"):
         llm.update_weights({"model.layers.0.norm.weight": read_tensors(checkpoints[1])["model.norm.weight"]})
 

@@ -136,7 +136,7 @@ def test_every_name_can_be_imported():
 
 
 def test_a_check_of_vllms_worker_can_be_replaced():
-    """Courses' scripts do so before they make the LLM."""
+    """Scripts of courses do this before they make the LLM."""
     with vllm_names(), patch("vllm.worker.worker.Worker._assert_memory_footprint_increased_during_profiling") as check:
         from vllm.worker.worker import Worker
 

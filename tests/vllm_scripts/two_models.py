@@ -1,4 +1,4 @@
-"""Two models after another in one process, with the first one's memory freed in between."""
+"""Two models, one after the other, in one process, with the first one's memory freed in between."""
 
 import argparse
 import contextlib
