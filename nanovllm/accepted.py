@@ -36,13 +36,20 @@ def _only(*values: Any, instead: str) -> Accepted:
 RENAMED_OPTIONS = {"block_size": "kvcache_block_size", "num_gpu_blocks_override": "num_kvcache_blocks"}
 
 _CAPTURES = "nanovllm itself chooses the steps that it captures; enforce_eager=True captures none"
-_TEXT_ONLY = "nanovllm reads text only"
+TEXT_ONLY = "nanovllm reads text only"
 _LLGUIDANCE = "llguidance is nanovllm's only backend of structured outputs"
-_SCORES_TEXT = "nanovllm only generates and scores text"
+GENERATES_TEXT = "nanovllm only generates and scores text"
 _NO_DRAFTS = "nanovllm has no speculative decoding; leave it out"
-_MERGE = "merge the adapter into the model's weights and load the merged model"
+MERGE = "merge the adapter into the model's weights and load the merged model"
 _EDIT_CONFIG = "edit config.json in a copy of the model's directory"
-_REPLICAS = "a job's --data-parallel-size runs several LLMs; see docs/jobs.md"
+REPLICAS = "a job's --data-parallel-size runs several LLMs; see docs/jobs.md"
+UPDATE_WEIGHTS = "llm.update_weights() changes the weights of all ranks"
+CHOOSE = "ask for n completions, and choose among them by their log-probabilities"
+NO_TRANSFERS = "nanovllm moves no KV cache between processes; leave it out"
+PROFILE = "bench.py --profile writes a profile"
+_FILE_BY_FILE = "nanovllm reads a checkpoint file by file"
+_FINISHED = "nanovllm returns only finished completions"
+_NO_BEAMS = "nanovllm has no beam search; leave it out"
 _ONE_HOST = "tensor_parallel_size divides a model over the GPUs of one host"
 
 ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
@@ -58,8 +65,8 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     "max_num_partial_prefills": Accepted("nanovllm itself decides how many prompts a step computes in part"),
     "max_long_partial_prefills": Accepted("nanovllm itself decides how many prompts a step computes in part"),
     "num_scheduler_steps": Accepted("nanovllm launches a step before it has read the previous one's tokens"),
-    "multi_step_stream_outputs": Accepted("nanovllm returns only finished completions"),
-    "stream_interval": Accepted("nanovllm returns only finished completions"),
+    "multi_step_stream_outputs": Accepted(_FINISHED),
+    "stream_interval": Accepted(_FINISHED),
     "scheduler_delay_factor": Accepted("nanovllm itself decides how many prompts it gathers for a step"),
     "distributed_executor_backend": Accepted("nanovllm starts the ranks of a model itself"),
     "worker_use_ray": Accepted("nanovllm starts the ranks of a model itself"),
@@ -80,27 +87,27 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     "guided_decoding_disable_fallback": Accepted(_LLGUIDANCE),
     "structured_outputs_config": Accepted(_LLGUIDANCE),
     "served_model_name": Accepted("nanovllm serves no API"),
-    "limit_mm_per_prompt": Accepted(_TEXT_ONLY),
-    "disable_mm_preprocessor_cache": Accepted(_TEXT_ONLY),
-    "mm_processor_cache_gb": Accepted(_TEXT_ONLY),
-    "mm_processor_cache_type": Accepted(_TEXT_ONLY),
-    "mm_encoder_tp_mode": Accepted(_TEXT_ONLY),
-    "skip_mm_profiling": Accepted(_TEXT_ONLY),
-    "disable_chunked_mm_input": Accepted(_TEXT_ONLY),
-    "media_io_kwargs": Accepted(_TEXT_ONLY),
-    "language_model_only": Accepted(_TEXT_ONLY),
+    "limit_mm_per_prompt": Accepted(TEXT_ONLY),
+    "disable_mm_preprocessor_cache": Accepted(TEXT_ONLY),
+    "mm_processor_cache_gb": Accepted(TEXT_ONLY),
+    "mm_processor_cache_type": Accepted(TEXT_ONLY),
+    "mm_encoder_tp_mode": Accepted(TEXT_ONLY),
+    "skip_mm_profiling": Accepted(TEXT_ONLY),
+    "disable_chunked_mm_input": Accepted(TEXT_ONLY),
+    "media_io_kwargs": Accepted(TEXT_ONLY),
+    "language_model_only": Accepted(TEXT_ONLY),
     "use_tqdm_on_load": Accepted("nanovllm shows no progress bar while it loads a model"),
-    "max_parallel_loading_workers": Accepted("nanovllm reads a checkpoint file by file"),
-    "safetensors_load_strategy": Accepted("nanovllm reads a checkpoint file by file"),
+    "max_parallel_loading_workers": Accepted(_FILE_BY_FILE),
+    "safetensors_load_strategy": Accepted(_FILE_BY_FILE),
     "pt_load_map_location": Accepted("nanovllm reads only safetensors"),
     "tokenizer_pool_size": Accepted("nanovllm tokenizes in its own process"),
     "tokenizer_pool_type": Accepted("nanovllm tokenizes in its own process"),
     # nanovllm accepts only the values of these that ask for what it does anyway.
     "pipeline_parallel_size": _only(1, instead="tensor_parallel_size divides a model over GPUs"),
-    "data_parallel_size": _only(1, instead=_REPLICAS),
-    "data_parallel_rank": _only(0, instead=_REPLICAS),
-    "data_parallel_size_local": _only(1, instead=_REPLICAS),
-    "data_parallel_backend": _only("mp", instead=_REPLICAS),
+    "data_parallel_size": _only(1, instead=REPLICAS),
+    "data_parallel_rank": _only(0, instead=REPLICAS),
+    "data_parallel_size_local": _only(1, instead=REPLICAS),
+    "data_parallel_backend": _only("mp", instead=REPLICAS),
     "decode_context_parallel_size": _only(1, instead="tensor_parallel_size divides a model over GPUs"),
     "nnodes": _only(1, instead=_ONE_HOST),
     "node_rank": _only(0, instead=_ONE_HOST),
@@ -109,21 +116,21 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     "moe_backend": _only("auto", instead="nanovllm itself chooses the kernels; leave it out"),
     "attention_config": _only({}, instead="attention_backend chooses the kernels of attention"),
     "cpu_offload_gb": _only(0, instead='use quantization="fp8" or tensor_parallel_size to make a model fit'),
-    "enable_lora": _only(False, instead=_MERGE),
-    "max_lora_rank": _only(16, instead=_MERGE),
-    "max_loras": _only(1, instead=_MERGE),
-    "max_cpu_loras": _only(instead=_MERGE),
-    "fully_sharded_loras": _only(False, instead=_MERGE),
-    "lora_extra_vocab_size": _only(256, instead=_MERGE),
-    "lora_dtype": _only("auto", instead=_MERGE),
+    "enable_lora": _only(False, instead=MERGE),
+    "max_lora_rank": _only(16, instead=MERGE),
+    "max_loras": _only(1, instead=MERGE),
+    "max_cpu_loras": _only(instead=MERGE),
+    "fully_sharded_loras": _only(False, instead=MERGE),
+    "lora_extra_vocab_size": _only(256, instead=MERGE),
+    "lora_dtype": _only("auto", instead=MERGE),
     "enable_prompt_adapter": _only(False, instead="nanovllm has no prompt adapters; leave it out"),
     "speculative_config": _only(instead=_NO_DRAFTS),
     "speculative_model": _only(instead=_NO_DRAFTS),
     "num_speculative_tokens": _only(instead=_NO_DRAFTS),
     "ngram_prompt_lookup_max": _only(instead=_NO_DRAFTS),
     "num_lookahead_slots": _only(0, instead=_NO_DRAFTS),
-    "kv_transfer_config": _only(instead="nanovllm moves no KV cache between processes; leave it out"),
-    "kv_events_config": _only(instead="nanovllm moves no KV cache between processes; leave it out"),
+    "kv_transfer_config": _only(instead=NO_TRANSFERS),
+    "kv_events_config": _only(instead=NO_TRANSFERS),
     "kv_offloading_size": _only(instead="nanovllm moves no KV cache to the host; leave it out"),
     "hf_overrides": _only({}, instead=_EDIT_CONFIG),
     "hf_config_path": _only(instead=_EDIT_CONFIG),
@@ -132,11 +139,11 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     "hf_token": _only(instead="set HF_TOKEN in the environment"),
     "download_dir": _only(instead="set HF_HUB_CACHE to it in the environment"),
     "ignore_patterns": _only([], (), instead="nanovllm downloads only config, tokenizer and safetensors"),
-    "model_loader_extra_config": _only({}, instead="nanovllm reads a checkpoint file by file"),
+    "model_loader_extra_config": _only({}, instead=_FILE_BY_FILE),
     "config_format": _only("auto", "hf", instead="nanovllm reads config.json"),
     "kv_cache_memory_bytes": _only(instead="gpu_memory_utilization or num_kvcache_blocks limits the KV cache"),
-    "profiler_config": _only(instead="bench.py --profile writes a profile"),
-    "ray_workers_use_nsight": _only(False, instead="bench.py --profile writes a profile"),
+    "profiler_config": _only(instead=PROFILE),
+    "ray_workers_use_nsight": _only(False, instead=PROFILE),
     "otlp_traces_endpoint": _only(instead="llm.metrics() returns counters and times"),
     "collect_detailed_traces": _only(instead="llm.metrics() returns counters and times"),
     "tokenizer_revision": _only(instead="download the tokenizer's revision and pass its directory as tokenizer=…"),
@@ -144,21 +151,21 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     "skip_tokenizer_init": _only(False, instead="pass token ids as prompts, and SamplingParams(detokenize=False)"),
     "tokenizer_mode": _only("auto", "hf", instead="nanovllm loads the tokenizer that transformers chooses"),
     "model_impl": _only("auto", "vllm", instead="nanovllm has one implementation of each model"),
-    "task": _only("auto", "generate", instead=_SCORES_TEXT),
-    "runner": _only("auto", "generate", instead=_SCORES_TEXT),
-    "convert": _only("auto", "none", instead=_SCORES_TEXT),
-    "pooler_config": _only(instead=_SCORES_TEXT),
-    "override_pooler_config": _only(instead=_SCORES_TEXT),
+    "task": _only("auto", "generate", instead=GENERATES_TEXT),
+    "runner": _only("auto", "generate", instead=GENERATES_TEXT),
+    "convert": _only("auto", "none", instead=GENERATES_TEXT),
+    "pooler_config": _only(instead=GENERATES_TEXT),
+    "override_pooler_config": _only(instead=GENERATES_TEXT),
     "scheduling_policy": _only("fcfs", instead="nanovllm orders requests itself; results keep the prompts' order"),
     "logprobs_mode": _only("raw_logprobs", instead='SamplingParams(logprobs_mode="processed") chooses per request'),
     "max_logprobs": _only(*range(129), instead="nanovllm returns at most 128 log-probabilities per token"),
     "override_generation_config": _only({}, instead="pass SamplingParams"),
     "calculate_kv_scales": _only(False, instead="nanovllm's FP8 cache scales each token, without calibration"),
     "quantization_param_path": _only(instead="nanovllm's FP8 cache scales each token, without calibration"),
-    "allowed_local_media_path": _only("", instead=_TEXT_ONLY),
-    "enable_mm_embeds": _only(False, instead=_TEXT_ONLY),
-    "enable_prompt_embeds": _only(False, instead=_TEXT_ONLY),
-    "mm_processor_kwargs": _only({}, instead=_TEXT_ONLY),
+    "allowed_local_media_path": _only("", instead=TEXT_ONLY),
+    "enable_mm_embeds": _only(False, instead=TEXT_ONLY),
+    "enable_prompt_embeds": _only(False, instead=TEXT_ONLY),
+    "mm_processor_kwargs": _only({}, instead=TEXT_ONLY),
     "long_prefill_token_threshold": _only(0, instead="nanovllm itself decides how long a chunk is"),
     "disable_sliding_window": _only(False, instead="nanovllm always uses the model's sliding windows; leave it out"),
     "reasoning_parser": _only("", instead="split the reasoning from the text in the script"),
@@ -167,9 +174,9 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
         False, instead="StructuredOutputsParams(disable_any_whitespace=True) is the default"
     ),
     "scheduler_cls": _only(instead="nanovllm has one scheduler; leave it out"),
-    "worker_cls": _only("auto", instead="llm.update_weights() changes the weights of all ranks"),
-    "worker_extension_cls": _only("", instead="llm.update_weights() changes the weights of all ranks"),
-    "weight_transfer_config": _only(instead="llm.update_weights() changes the weights of all ranks"),
+    "worker_cls": _only("auto", instead=UPDATE_WEIGHTS),
+    "worker_extension_cls": _only("", instead=UPDATE_WEIGHTS),
+    "weight_transfer_config": _only(instead=UPDATE_WEIGHTS),
     "additional_config": _only({}, instead="nanovllm has no plug-ins that would read it; leave it out"),
     "enable_return_routed_experts": _only(
         False, instead="nanovllm does not say which experts computed a token; leave it out"
@@ -184,39 +191,50 @@ ACCEPTED_ARGUMENTS: Mapping[str, Accepted] = {
     "chat_template_content_format": _only(
         "auto", instead="nanovllm finds out which form of content a template reads; leave it out"
     ),
-    "lora_request": _only(instead=_MERGE),
-    "tags": Accepted("wake_up always brings back both weights and KV cache"),
-    "reset_running_requests": _only(False, instead="nanovllm empties the prefix cache between calls; leave it out"),
-    "reset_connector": _only(False, instead="nanovllm moves no KV cache between processes; leave it out"),
+    "lora_request": _only(instead=MERGE),
     "prompt_adapter_request": _only(instead="nanovllm has no prompt adapters; leave it out"),
     "guided_options_request": _only(instead="use SamplingParams(structured_outputs=StructuredOutputsParams(…))"),
     "priority": _only(0, instead="nanovllm orders requests itself; results keep the prompts' order"),
     "tokenization_kwargs": _only({}, instead="pass token ids as prompts"),
-    "mm_processor_kwargs": _only({}, instead=_TEXT_ONLY),
+    "mm_processor_kwargs": _only({}, instead=TEXT_ONLY),
+}
+
+# The same of wake_up and of reset_prefix_cache.
+ACCEPTED_BY_WAKE_UP = {"tags": Accepted("wake_up always brings back both weights and KV cache")}
+ACCEPTED_BY_RESET = {
+    "reset_running_requests": _only(False, instead="nanovllm empties the prefix cache between calls; leave it out"),
+    "reset_connector": _only(False, instead=NO_TRANSFERS),
 }
 
 # Attributes of vLLM's LLM that ours lacks, by what to do instead.
 REFUSED_ATTRIBUTES: Mapping[str, str] = {
-    "llm.update_weights() changes the weights of all ranks": "apply_model collective_rpc",
-    "ask for n completions, and choose among them by their log-probabilities": "beam_search",
-    "nanovllm only generates and scores text": "classify embed encode reward score",
+    UPDATE_WEIGHTS: "apply_model collective_rpc",
+    CHOOSE: "beam_search",
+    GENERATES_TEXT: "classify embed encode reward score",
     "llm.metrics() returns counters and times": "get_metrics",
-    "llm.chat() answers conversations, and llm.get_tokenizer().apply_chat_template() renders them": "preprocess_chat",
-    "bench.py --profile writes a profile": "start_profile stop_profile",
+    "llm.chat() answers conversations, and llm.render() gives their text": "preprocess_chat",
+    PROFILE: "start_profile stop_profile",
     "llm.close() frees the memory": "shutdown",
     "llm.llm_engine.model_config has its values": "model_config",
     "each RequestOutput has its request_id": "request_counter",
     "llm.generate_iter() reads prompts as it needs them": "enqueue wait_for_completion",
 }
 
+
+def missing_attribute(what: str, name: str, refused: Mapping[str, str] = REFUSED_ATTRIBUTES) -> AttributeError:
+    """The error for an attribute that `what` lacks, with the advice that a table like REFUSED_ATTRIBUTES has."""
+    advice = [f"; {advice}" for advice, names in refused.items() if name in names.split()]
+    return AttributeError(f"{what} has no {name}{''.join(advice)}")
+
+
 # vLLM's earlier name, whose class integrations/vllm.py has.
 RENAMED_PARAMETERS = {"guided_decoding": "structured_outputs"}
 
 ACCEPTED_PARAMETERS: Mapping[str, Accepted] = {
-    "best_of": _only(1, instead="ask for n completions, and choose among them by their log-probabilities"),
-    "use_beam_search": _only(False, instead="nanovllm has no beam search; leave it out"),
-    "length_penalty": _only(1, instead="nanovllm has no beam search; leave it out"),
-    "early_stopping": _only(False, instead="nanovllm has no beam search; leave it out"),
+    "best_of": _only(1, instead=CHOOSE),
+    "use_beam_search": _only(False, instead=_NO_BEAMS),
+    "length_penalty": _only(1, instead=_NO_BEAMS),
+    "early_stopping": _only(False, instead=_NO_BEAMS),
     "truncate_prompt_tokens": _only(instead="cut the prompt's token ids before the call"),
     "spaces_between_special_tokens": _only(
         True, instead="nanovllm's texts are as the tokenizer decodes them; leave it out"
@@ -224,8 +242,8 @@ ACCEPTED_PARAMETERS: Mapping[str, Accepted] = {
     "extra_args": _only({}, instead="nanovllm has no plug-ins that would read them; leave them out"),
     "skip_clone": Accepted("nanovllm copies parameters when it reads them, which is quick"),
     "flat_logprobs": Accepted("nanovllm's log-probabilities are arrays that also read like vLLM's dicts"),
-    "output_kind": Accepted("nanovllm returns only finished completions"),
-    "stream_interval": Accepted("nanovllm returns only finished completions"),
+    "output_kind": Accepted(_FINISHED),
+    "stream_interval": Accepted(_FINISHED),
     "skip_reading_prefix_cache": _only(False, instead="pass LLM(enable_prefix_caching=False)"),
     "thinking_token_budget": _only(-1, instead="max_tokens limits thinking and answer together"),
     "repetition_detection": _only(instead="repetition_penalty and frequency_penalty make repetition rarer"),

@@ -197,7 +197,7 @@ class Grammar:
         self.finish(mask)
 
     def finish(self, mask: np.ndarray) -> None:
-        """Does what `fill` does, after llguidance has filled the mask."""
+        """Checks a mask that llguidance has filled; if another matcher took the failed one's place, fills it again."""
         if self._check():
             self.fill(mask)
 

@@ -13,10 +13,12 @@ from tqdm.auto import tqdm
 
 from nanovllm.accepted import (
     ACCEPTED_ARGUMENTS,
+    ACCEPTED_BY_RESET,
+    ACCEPTED_BY_WAKE_UP,
     ACCEPTED_OPTIONS,
-    REFUSED_ATTRIBUTES,
     RENAMED_ARGUMENTS,
     RENAMED_OPTIONS,
+    missing_attribute,
 )
 from nanovllm.checks import boolean, suggests_names, takes_keywords
 from nanovllm.config import MEANT_OPTIONS, Config
@@ -104,8 +106,7 @@ class LLM:
         FORKS.has_computed |= config.tensor_parallel_size == 1
         computes_here = self.engine.info.device == "cpu" and config.tensor_parallel_size == 1
         self._cpu_threads = threads if computes_here else CpuThreads(is_used=False)
-        recommended = self.engine.info.generation_config if config.generation_config == "auto" else {}
-        self._default_sampling = DefaultSampling(recommended)
+        self._default_sampling = DefaultSampling(self.engine.info.generation_config, config.generation_config)
         self._guard = ExclusiveGuard(
             "this LLM is in the middle of a call, so a signal handler cannot call or close it",
             "this LLM is busy with another call; call it from one thread at a time",
@@ -232,6 +233,24 @@ class LLM:
         encode([])  # raises an error that every conversation would have
         return self._run(conversations, params, encode, use_tqdm, raise_on_error)
 
+    def render(
+        self,
+        conversation: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of one conversation, for which `chat` computes an answer. See `chat` for the arguments.
+
+        Raises:
+            TypeError, ValueError: the chat template cannot render it.
+        """
+        given: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
+        if continue_final_message:
+            given["continue_final_message"] = True
+        return self._text.render(conversation, chat_template_kwargs, given)
+
     def loglikelihood(
         self,
         contexts: Prompt | Iterable[Prompt],
@@ -275,8 +294,11 @@ class LLM:
         """Replaces the tokenizer. Later calls use its texts, its chat template and its end-of-sequence id.
 
         Raises:
+            TypeError: this is not one of transformers' tokenizers.
             RuntimeError: the LLM is closed or busy with another call.
         """
+        if not hasattr(tokenizer, "convert_ids_to_tokens"):
+            raise TypeError(f"set_tokenizer takes one of transformers' tokenizers, not {tokenizer!r:.100}")
         self._alter(self._use, Text(tokenizer))
 
     def _use(self, text: Text) -> None:
@@ -293,8 +315,7 @@ class LLM:
     if not TYPE_CHECKING:  # a type checker would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
-            advice = [f"; {advice}" for advice, names in REFUSED_ATTRIBUTES.items() if name in names.split()]
-            raise AttributeError(f"nanovllm's LLM has no {name}{''.join(advice)}")
+            raise missing_attribute("nanovllm's LLM", name)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters that the model's generation_config recommends, which `sampling_params=None` uses.
@@ -343,7 +364,7 @@ class LLM:
         pairs = list(weights.items() if isinstance(weights, Mapping) else weights)
         self._alter(self.engine.update_weights, pairs)
 
-    @_takes_vllms_arguments
+    @takes_keywords("argument", {}, ACCEPTED_BY_RESET)
     def reset_prefix_cache(self) -> bool:
         """Empties the prefix cache, and returns True.
 
@@ -369,7 +390,7 @@ class LLM:
         """
         self._alter(self.engine.sleep, level)
 
-    @_takes_vllms_arguments
+    @takes_keywords("argument", {}, ACCEPTED_BY_WAKE_UP)
     def wake_up(self) -> None:
         """Ends `sleep`: brings the weights back, with an empty cache of as many blocks as before. If the LLM is awake,
         it does nothing.

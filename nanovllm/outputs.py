@@ -43,7 +43,7 @@ class CompletionOutput:
 
 
 class RequestMetrics(NamedTuple):
-    """When a request was added, had its first token (None without one) and finished: seconds since the epoch."""
+    """When a request was read, had its first token (None without one) and finished: seconds since the epoch."""
 
     arrival_time: float
     first_token_time: float | None

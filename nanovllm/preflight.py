@@ -97,6 +97,7 @@ class Preflight:
         revision: str | None = None,
         tokenizer: str | os.PathLike[str] | None = None,
         max_model_len: int | None = None,
+        generation_config: str = "auto",
     ):
         config = Config(**{name: value for name, value in locals().items() if name != "self"})
         self.directory = directory = find_model(config.model, config.revision, with_weights=False)
@@ -108,7 +109,7 @@ class Preflight:
         self._structured_outputs = StructuredOutputs(
             self._text.tokenizer, model_config.vocab_size, (*eos_token_ids, *self._text.eos_token_ids)
         )
-        self._default_sampling = DefaultSampling(model_config.generation)
+        self._default_sampling = DefaultSampling(model_config.generation, config.generation_config)
         self._prefixes = _Prefixes()
         self._num_prompts = self._num_errors = self._longest_prompt = 0
         self._num_prompt_tokens = self._max_num_new_tokens = self._num_shared_tokens = 0

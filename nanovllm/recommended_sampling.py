@@ -67,10 +67,11 @@ class DefaultSampling:
 
     Args:
         generation: the model's generation_config.json.
+        choice: the option `generation_config`.
     """
 
-    def __init__(self, generation: dict[str, Any]):
-        self._generation = generation
+    def __init__(self, generation: dict[str, Any], choice: str = "auto"):
+        self._generation = generation if choice == "auto" else {}
         self._has_warned = False
 
     def params(self) -> SamplingParams:

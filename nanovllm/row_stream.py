@@ -36,7 +36,7 @@ class _Request:
 
     number: int
     prompt: EncodedPrompt
-    params: SamplingParams
+    num_completions: int
     arrival_time: float
     completions: dict[int, CompletionOutput] = field(default_factory=dict)
     error: str | None = None
@@ -98,7 +98,7 @@ class RowStream:
     def abort(self) -> None:
         """Ends all requests, between two steps; the cache keeps the computed keys."""
         for request_id, request in self._running.items():
-            for index in range(request.params.n):
+            for index in range(request.num_completions):
                 self._engine.abort(request_id + index)
         while not self._engine.is_finished():  # a step may be in flight
             self._engine.step()
@@ -110,10 +110,10 @@ class RowStream:
         waiting = {
             request_id: request
             for request_id, request in self._running.items()
-            if all(self._engine.is_waiting(request_id + index) for index in range(request.params.n))
+            if all(self._engine.is_waiting(request_id + index) for index in range(request.num_completions))
         }
         for request_id, request in waiting.items():
-            for index in range(request.params.n):
+            for index in range(request.num_completions):
                 self._engine.abort(request_id + index)
             del self._running[request_id]
         return {request.number for request in waiting.values()}
@@ -183,7 +183,7 @@ class RowStream:
             # The engine gets an empty prompt instead of one that cannot run, so that it uses up its number too.
             token_ids = prompt.token_ids if error is None else []
             request_id = self._engine.add_request(token_ids, params, predicates, prompt.first_scored)
-            self._running[request_id] = _Request(self.num_read, prompt, params, time.time())
+            self._running[request_id] = _Request(self.num_read, prompt, params.n, time.time())
             return request_id
         except ValueError as problem:
             reason = str(error or problem)
@@ -196,11 +196,11 @@ class RowStream:
     def _outputs_of(self, sequences: list[Sequence]) -> dict[int, RequestOutput]:
         if not sequences:
             return {}
-        decoded = list(map(self._completion, sequences))
-        texts = self._text.complete(decoded)
+        tokens = list(map(self._completion, sequences))
+        texts = self._text.complete(tokens)
         outputs: dict[int, RequestOutput] = {}
         now = time.time()
-        for seq, (_, params, follows_text), (text, stop) in zip(sequences, decoded, texts, strict=True):
+        for seq, (_, params, follows_text), (text, stop) in zip(sequences, tokens, texts, strict=True):
             reason, error = cast(FinishReason, seq.finish_reason), seq.error
             problem = getattr(seq.stop_predicate, "error", None) or (text if isinstance(text, ValueError) else None)
             if problem is not None:
@@ -215,11 +215,11 @@ class RowStream:
                 index, text, seq.completion_token_ids, reason, stop_reason, total, logprobs
             )
             request.error = request.error or error
-            if len(request.completions) == request.params.n:
+            if len(request.completions) == request.num_completions:
                 del self._running[first.seq_id]
-                completions = [request.completions[index] for index in range(request.params.n)]
+                completions = [request.completions[index] for index in range(request.num_completions)]
                 number, prompt = request.number, request.prompt
-                wanted, start = request.params.prompt_logprobs, prompt.first_scored
+                wanted, start = first.sampling_params.prompt_logprobs, prompt.first_scored
                 scores = self._logprobs(first.prompt_logprobs, wanted, params, True, start)
                 metrics = RequestMetrics(request.arrival_time, first.first_token_time, now)
                 cached, error = first.num_cached_tokens, request.error

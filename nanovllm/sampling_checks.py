@@ -43,17 +43,7 @@ def logprobs_mode(value: Any) -> str:
 
 
 def max_tokens(value: Any) -> int | None:
-    number = None if value is None else integer("max_tokens", value)
-    if number is not None and number < 0:
-        raise ValueError(f"max_tokens must be at least 1, not {number}")
-    return number
-
-
-def min_tokens(value: Any) -> int:
-    number = integer("min_tokens", value)
-    if number < 0:
-        raise ValueError(f"min_tokens must be between 0 and max_tokens, not {number}")
-    return number
+    return None if value is None else integer("max_tokens", value, minimum=0)
 
 
 def seed(value: Any) -> int | None:
@@ -100,6 +90,10 @@ def token_ids(name: str, value: Any, minimum: int | None = None) -> tuple[int, .
     if not isinstance(found, (list, tuple, set, frozenset, range)):
         raise TypeError(f"{name} must be a list of token ids, not {value!r}")
     return tuple(integer(name, token_id, minimum) for token_id in found)
+
+
+def stop_token_ids(value: Any) -> tuple[int, ...]:
+    return () if value is None else token_ids("stop_token_ids", value)
 
 
 def allowed_token_ids(value: Any) -> tuple[int, ...] | None:

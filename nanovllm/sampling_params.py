@@ -5,12 +5,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from operator import attrgetter
 from typing import Any, Literal
 
 import nanovllm.sampling_checks as checked
 from nanovllm.accepted import ACCEPTED_PARAMETERS, RENAMED_PARAMETERS
-from nanovllm.checks import boolean, suggests_names
+from nanovllm.checks import boolean, integer, suggests_names
 from nanovllm.prompts import NOT_YET
 from nanovllm.structured_outputs import StructuredOutputsParams
 
@@ -63,7 +62,7 @@ _MEANT = {
 
 
 @suggests_names("parameter", _MEANT, ACCEPTED_PARAMETERS, RENAMED_PARAMETERS)
-@dataclass(slots=True, init=False)
+@dataclass(init=False)
 class SamplingParams:
     """The sampling of one request. Its parameters may be assigned to; a request keeps those that it was added with.
 
@@ -174,21 +173,24 @@ class SamplingParams:
         logits_processors: Sequence[Callable[..., Any]] | None = None,
     ):
         given = locals()
-        for name, put, default, kept in _FIELDS:
+        put = object.__setattr__
+        for name, default, kept in _FIELDS:
             value = given[name]
-            put(self, kept if value is default else _CHECKS[name](value))
-        object.__setattr__(self, "logit_bias", checked.logit_bias(logit_bias))  # a dict of its own
+            put(self, name, kept if value is default else _CHECKS[name](value))
+        put(self, "logit_bias", checked.logit_bias(logit_bias))  # a dict of its own
         self.check()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Checks the value as the constructor does; None is the default. `check` says whether the values agree."""
+        """Checks the value as the constructor does. None is the default, but for `max_tokens` it has a meaning."""
         name = RENAMED_PARAMETERS.get(name, name)
         if name in _CHECKS:
-            value = _DEFAULTS[name] if value is None else value
+            value = _DEFAULTS[name] if value is None and name != "max_tokens" else value
             object.__setattr__(self, name, _CHECKS[name](value))
-        elif name not in ACCEPTED_PARAMETERS or not ACCEPTED_PARAMETERS[name].takes(value):
-            SamplingParams(**{name: value})  # raises an error that says what to do
-            raise AttributeError(f"SamplingParams has no {name}")
+        else:
+            try:
+                SamplingParams(**{name: value})  # accepts a keyword that changes nothing, or says what to do
+            except TypeError as error:
+                raise AttributeError(str(error)) from None
 
     def check(self) -> None:
         """Raises a ValueError if two parameters contradict each other. Each call does this too, because parameters may
@@ -209,12 +211,12 @@ class SamplingParams:
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "temperature": partial(checked.in_range, "temperature", minimum=0, meaning=" (greedy)"),
     "max_tokens": checked.max_tokens,
-    "min_tokens": checked.min_tokens,
+    "min_tokens": partial(integer, "min_tokens", minimum=0),
     "top_k": checked.top_k,
     "top_p": checked.top_p,
     "min_p": partial(checked.in_range, "min_p", minimum=0, meaning=" (off)", maximum=1),
     "stop": partial(checked.strings, "stop"),
-    "stop_token_ids": lambda value: () if value is None else checked.token_ids("stop_token_ids", value),
+    "stop_token_ids": checked.stop_token_ids,
     "ignore_eos": partial(boolean, "ignore_eos"),
     "seed": checked.seed,
     "skip_special_tokens": partial(boolean, "skip_special_tokens"),
@@ -234,14 +236,8 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "logits_processors": checked.logits_processors,
 }
 _DEFAULTS = {name: each.default for name, each in inspect.signature(SamplingParams).parameters.items()}
-# Each parameter's name, the setter of its slot, its default, and that default as it is kept.
-_FIELDS = [
-    (name, getattr(SamplingParams, name).__set__, default, _CHECKS[name](default))
-    for name, default in _DEFAULTS.items()
-]
-_DEFAULTS["max_tokens"] = None  # for which None has a meaning of its own
-_PUTS = [getattr(SamplingParams, name).__set__ for name in SamplingParams.__slots__]
-_values = attrgetter(*SamplingParams.__slots__)
+# Each parameter's name and default, and that default as it is kept.
+_FIELDS = [(name, default, _CHECKS[name](default)) for name, default in _DEFAULTS.items()]
 
 
 def completion_seed(seed: int, index: int) -> int:
@@ -264,9 +260,7 @@ def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
 
 def _copy(params: SamplingParams) -> SamplingParams:
     copy = object.__new__(SamplingParams)
-    for put, value in zip(_PUTS, _values(params), strict=True):
-        put(copy, value)
-    object.__setattr__(copy, "logit_bias", {**params.logit_bias})
+    vars(copy).update(vars(params), logit_bias={**params.logit_bias})
     return copy
 
 

@@ -3,24 +3,31 @@
 from types import SimpleNamespace
 from typing import Any
 
-_INSTEAD = {
-    **dict.fromkeys(("add_request", "step", "abort_request"), "llm.generate_iter(…) reads requests as they come"),
-    **dict.fromkeys(("add_lora", "list_loras", "remove_lora"), "merge the adapter into the model's weights"),
-    **dict.fromkeys(("collective_rpc", "named_parameters", "state_dict"), "llm.update_weights(…) changes weights"),
+from nanovllm.accepted import MERGE, UPDATE_WEIGHTS, missing_attribute
+
+# Attributes of vLLM's engine that are missing here, by what to do instead.
+_REFUSED = {
+    "llm.generate_iter() reads requests as they come": "add_request step abort_request",
+    MERGE: "add_lora list_loras remove_lora",
+    UPDATE_WEIGHTS: "collective_rpc named_parameters state_dict",
 }
 
 
 class _Attributes(SimpleNamespace):
     def __getattr__(self, name: str) -> Any:
-        instead = _INSTEAD.get(name, "docs/vllm.md lists those that it has")
-        raise AttributeError(f"nanovllm does not have vLLM's attribute {name} here; {instead}")
+        raise missing_attribute("nanovllm's stand-in for vLLM's engine", name, _REFUSED)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"{name} of llm.llm_engine cannot be set; give LLM its options, or use llm.set_tokenizer()"
+        )
 
 
 class _TokenizerGroup:
-    """A tokenizer whose attribute `tokenizer` is the tokenizer itself, as in earlier versions of vLLM."""
+    """A tokenizer whose attribute `tokenizer` is the tokenizer itself, as vLLM's once was."""
 
     def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
+        vars(self)["tokenizer"] = tokenizer
 
     def get_lora_tokenizer(self, lora_request: None = None) -> Any:
         return self.tokenizer
@@ -32,7 +39,14 @@ class _TokenizerGroup:
         return len(self.tokenizer)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         return getattr(self.tokenizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "tokenizer":
+            raise AttributeError("llm.llm_engine's tokenizer cannot be set; use llm.set_tokenizer()")
+        setattr(self.tokenizer, name, value)
 
 
 class _ModelConfig(_Attributes):

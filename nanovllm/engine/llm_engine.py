@@ -52,15 +52,14 @@ class LLMEngine:
     Args:
         config: the options.
         runner: computes the steps, as `nanovllm.llm.make_runner` makes it for `config`.
-        eos_token_ids: ids that end a completion besides the model's own (the tokenizer's, say).
     """
 
-    def __init__(self, config: Config, runner: Runner, eos_token_ids: Iterable[int] = ()):
+    def __init__(self, config: Config, runner: Runner):
         self.config = config
         self.runner = runner
         self.info = runner.info
         self.depth = 1 if config.overlap else 0
-        self.set_eos_token_ids(eos_token_ids)
+        self.set_eos_token_ids(())
         self.step_stats = StepStats()
         self.scheduler_stats = SchedulerStats()
         self.weight_version = 0
@@ -99,10 +98,11 @@ class LLMEngine:
 
         Args:
             prompt_token_ids: the prompt.
-            sampling_params: how to sample it.
+            sampling_params: how to sample it; the engine keeps a copy.
             stop_predicates: one for each of its `n` completions, or one for the only completion. It is called with
                 each new token in order; True ends the completion. An exception from it fails the step and empties the
-                engine. It cannot call the engine itself. With `structured_outputs` each must be a TokenGuide.
+                engine. It cannot call the engine itself, and heeds `min_tokens` itself. With `structured_outputs` each
+                must be a TokenGuide.
             first_scored: with `prompt_logprobs`, the first token of the prompt to score, at least 1.
 
         Raises:
@@ -116,6 +116,8 @@ class LLMEngine:
         self.num_requests += 1
         self._num_sequences += n
         try:
+            sampling_params.check()
+            sampling_params = sampling_params.clone()
             prompt = check_request(prompt_token_ids, sampling_params, self.info, first_scored)
             predicates = self._predicates(stop_predicates, sampling_params, prompt)
         except (TypeError, ValueError):

@@ -100,7 +100,7 @@ class NanovllmModel(LightevalModel):
     def _prompt(self, doc: Doc) -> str:
         if not self.uses_chat_template:
             return self.prompt_manager.prepare_prompt(doc)
-        return self.llm._text.render(self.prompt_manager.prepare_prompt_api(doc), None, {})
+        return self.llm.render(self.prompt_manager.prepare_prompt_api(doc))
 
     def _sampling_params(self, doc: Doc) -> SamplingParams:
         options = self.config.generation_parameters.to_vllm_dict()  # vLLM's names are ours

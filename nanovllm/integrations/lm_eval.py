@@ -101,8 +101,12 @@ class NanovllmLM(TemplateLM):
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        turn = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
-        return self.llm._text.render(chat_history, self._template_options, turn)
+        return self.llm.render(
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+            chat_template_kwargs=self._template_options,
+        )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Token ids of a text; `add_special_tokens=None` adds special tokens unless the text begins with one."""

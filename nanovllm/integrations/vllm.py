@@ -27,33 +27,38 @@ from typing import Any, TypedDict
 
 import nanovllm
 from nanovllm import LLM, CompletionOutput, Logprob, RequestOutput, SamplingParams, StructuredOutputsParams
-from nanovllm.accepted import ACCEPTED_OPTIONS, RENAMED_OPTIONS
+from nanovllm.accepted import (
+    ACCEPTED_OPTIONS,
+    CHOOSE,
+    GENERATES_TEXT,
+    MERGE,
+    NO_TRANSFERS,
+    RENAMED_OPTIONS,
+    REPLICAS,
+    TEXT_ONLY,
+    UPDATE_WEIGHTS,
+)
 
-_UPDATE_WEIGHTS = "llm.update_weights() changes the weights of all ranks"
-_TEXT = "nanovllm only generates and scores text"
-_MERGE = "merge the adapter into the model's weights and load the merged model"
 _OFFLINE = "llm.generate() takes all prompts at once, and llm.generate_iter() gives results as they finish"
-_NO_BEAMS = "ask for n completions, and choose among them by their log-probabilities"
-_REPLICAS = "a job's --data-parallel-size runs several LLMs; see docs/jobs.md"
 
 # Names that fail when a script uses them, by what to do instead: classes, and imports.
 REFUSED_CLASSES = {
     _OFFLINE: "AsyncLLM AsyncLLMEngine LLMEngine",
-    _NO_BEAMS: "BeamSearchParams",
-    _TEXT: "PoolingParams PoolerConfig PoolingRequestOutput EmbeddingRequestOutput ClassificationRequestOutput "
-    "ScoringRequestOutput",
-    _MERGE: "LoRARequest",
-    _UPDATE_WEIGHTS: "Worker",
-    "nanovllm moves no KV cache between processes; leave it out": "KVTransferConfig",
+    CHOOSE: "BeamSearchParams",
+    GENERATES_TEXT: "PoolingParams PoolerConfig PoolingRequestOutput EmbeddingRequestOutput "
+    "ClassificationRequestOutput ScoringRequestOutput",
+    MERGE: "LoRARequest",
+    UPDATE_WEIGHTS: "Worker",
+    NO_TRANSFERS: "KVTransferConfig",
     "docs/models.md lists the architectures, and says how to add one": "ModelRegistry",
 }
 REFUSED_IMPORTS = {
-    "nanovllm reads text only": "vllm.assets vllm.multimodal",
+    TEXT_ONLY: "vllm.assets vllm.multimodal",
     "nanovllm serves no API; `nanovllm run-batch` answers the requests of a file": "vllm.entrypoints",
     "nanovllm reads no environment variable of vLLM's; leave it out": "vllm.envs",
-    _MERGE: "vllm.lora",
-    _UPDATE_WEIGHTS: "vllm.model_executor",
-    _REPLICAS: "vllm.utils.get_ip vllm.utils.get_open_port vllm.utils.network_utils",
+    MERGE: "vllm.lora",
+    UPDATE_WEIGHTS: "vllm.model_executor",
+    REPLICAS: "vllm.utils.get_ip vllm.utils.get_open_port vllm.utils.network_utils",
 }
 
 

@@ -114,7 +114,7 @@ class Job:
             raise JobError(f'the output {self._output} is not a regular file; "-" is standard output')
 
     def _preflight_of_model(self) -> Preflight:
-        names = ("revision", "tokenizer", "max_model_len")
+        names = ("revision", "tokenizer", "max_model_len", "generation_config")
         given = {name: value for name, value in self._options.engine.items() if name in names and value is not None}
         return Preflight(self._options.model, **given)
 

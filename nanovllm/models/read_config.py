@@ -265,6 +265,7 @@ def _rope_of_fields(
     if kind == "default":
         return RopeConfig(theta, rotary_dim)
     name = "original_max_position_embeddings"
+    # transformers reads it from the config of a family whose class has it (Phi-3), else from the rotary embedding.
     both = {**fields, **raw} if name in family.defaults else {**raw, **fields}
     original = read_count(both, name, default=max_position, minimum=2, maximum=_MAX_POSITION)
     is_implied = kind == "longrope" or (kind == "yarn" and name in fields)

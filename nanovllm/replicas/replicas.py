@@ -49,7 +49,7 @@ class Replicas:
         *,
         ordered: bool = False,
     ) -> ReplicaIterator:
-        """Like LLM.generate_iter, but in no order: `prompt_index` is the prompt's number.
+        """Like LLM.generate_iter, but in no order: `prompt_index` and `request_id` are the prompt's number.
 
         Requests of a replica that dies run again in another process. See ReplicaIterator.
 

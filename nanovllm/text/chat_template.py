@@ -53,22 +53,22 @@ class ChatTemplate:
             raise ValueError("the model's tokenizer has no chat template; pass chat_template=…, or use generate")
         if options.get("continue_final_message") and options["add_generation_prompt"]:
             raise ValueError("continue_final_message=True needs add_generation_prompt=False: there is no new turn")
-        if unread := set(template_kwargs or ()) - self._known_names:
-            self._warn_of_unread(unread, f"{template} {self._tokenizer.chat_template}")
+        if new_names := set(template_kwargs or ()) - self._known_names:
+            self._warn_of_unread(new_names, f"{template} {self._tokenizer.chat_template}")
         return options
 
     def _warn_of_unread(self, names: Iterable[str], template: str) -> None:
         """Warns, once per name, of arguments that the template never mentions: scripts pass those of other models."""
         if unread := sorted(name for name in map(str, names) if name not in template):
             logger.warning("the chat template does not read chat_template_kwargs: %s", ", ".join(unread))
-            self._known_names.update(unread)
+        self._known_names.update(names)
 
     def render(self, messages: Any, options: Mapping[str, Any], marks: "Marks | None") -> str | ValueError:
         """A conversation's text, or the reason why it has none."""
         try:
             messages = plain_messages(messages)
             if marks is not None:
-                for_template = {name: marks.hide(options[name]) for name in ("tools", "documents") if name in options}
+                for_template = {name: marks.hide(options[name]) for name in _LISTS if name in options}
                 messages, options = marks.hide(messages), {**options, **for_template}
             form = self._form_read(messages, options)
             return self._tokenizer.apply_chat_template(form.of(messages), **options)

@@ -21,7 +21,7 @@ class StopStrings:
 
     def __init__(self, text: Tokenizer, params: SamplingParams, follows_text: bool = False):
         self._text = text
-        self._params = params
+        self._stop, self._min_tokens, self._skips = params.stop, params.min_tokens, params.skip_special_tokens
         self._follows_text = follows_text
         self._window_size = max(len(stop.encode()) for stop in params.stop) + 4
         # A special token may be left out of the text.
@@ -41,19 +41,18 @@ class StopStrings:
 
     def _ends(self, token_id: int) -> bool:
         self._num_tokens += 1
-        skips = self._params.skip_special_tokens
-        counts = self._num_tokens > self._params.min_tokens
+        counts = self._num_tokens > self._min_tokens
         if counts and token_id in self._stop_ids:
             return True
-        if not self._text.has_text(token_id, skips):
+        if not self._text.has_text(token_id, self._skips):
             return False
         if not counts or len(self._window) == self._window_size:
             self._follows_text = True  # a text of which the window holds no token
         if not counts:
             return False
         self._window = [*self._window[1 - self._window_size :], token_id]
-        text = self._text.decode([self._window], skips, [self._follows_text])[0]
-        return any(stop in text for stop in self._params.stop)
+        text = self._text.decode([self._window], self._skips, [self._follows_text])[0]
+        return any(stop in text for stop in self._stop)
 
 
 def cut(text: str, start: int, params: SamplingParams) -> tuple[str, str | None]:

@@ -34,7 +34,7 @@ class Tokenizer:
         self._max_model_len = max_model_len
         # Many requests ask about the same tokens.
         self._has_text = lru_cache(maxsize=None)(self._find_whether_it_has_text)
-        self.piece = lru_cache(maxsize=None)(self._find_piece)
+        self._piece = lru_cache(maxsize=None)(self._find_piece)
         self._bad_word_ids = lru_cache(maxsize=1024)(self._find_bad_word_ids)
 
     @property
@@ -166,18 +166,21 @@ class Tokenizer:
         """Whether it matters to `decode` that tokens follow a text."""
         return self.tokenizer is not None and bool(self._lead[0])
 
-    def _find_piece(self, token_id: int, skip_special_tokens: bool, follows_text: bool) -> TokenPiece | None:
+    def piece(self, token_id: int, skip_special_tokens: bool, follows_text: bool) -> TokenPiece | None:
         """What a token adds to a text; None without a tokenizer or if it fails."""
-        if self.tokenizer is None:
-            return None
-        try:
-            text, first = self.decode([[token_id]] * 2, False, [True, follows_text])
-            has_text = self.has_text(token_id, skip_special_tokens)
+        return self._piece(token_id, skip_special_tokens, follows_text)
+
+    def _find_piece(self, token_id: int, skip_special_tokens: bool, follows_text: bool) -> TokenPiece | None:
+
+        def read(ids: list[int]) -> list[tuple[str, str, str, bool]]:
+            text, first = self.decode([ids] * 2, False, [True, follows_text])
             name = str(self.tokenizer.convert_ids_to_tokens(token_id))
-        except EXITS:
-            raise
-        except BaseException:
+            return [(text, first, name, self.has_text(token_id, skip_special_tokens))]
+
+        (found,) = all_or_each(read, [token_id])
+        if isinstance(found, BaseException):  # without a tokenizer too
             return None
+        text, first, name, has_text = found
         if not has_text:
             return TokenPiece(text, None, is_part=True)
         in_bytes = whole = text.encode(errors="replace")

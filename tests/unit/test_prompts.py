@@ -113,5 +113,5 @@ def test_a_whole_table_is_refused(take, module, name):
         columns = ("prompt",)
 
     make = Table if module is None else getattr(pytest.importorskip(module), name)
-    with pytest.raises(TypeError, match=r"must not be a table \(.*Table|DataFrame\); give one of its columns"):
+    with pytest.raises(TypeError, match=r"must not be a table \((.*Table|DataFrame)\); give one of its columns"):
         take(make({"prompt": ["one", "two"]}))

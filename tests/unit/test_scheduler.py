@@ -792,7 +792,8 @@ def test_each_of_several_eos_ids_ends_a_completion(overlap):
 def test_the_tokenizers_eos_ends_a_completion_as_well(overlap):
     stop = expect(make_engine(), [1, 2], max_tokens=3)[-1]
     plain = make_engine(overlap=overlap)
-    engine = LLMEngine(plain.config, plain.runner, eos_token_ids=[stop])
+    engine = LLMEngine(plain.config, plain.runner)
+    engine.set_eos_token_ids([stop])
     add(engine, [1, 2], max_tokens=9)
     (seq,) = run_to_end(engine).values()
     assert len(seq.completion_token_ids) == 3 and seq.finish_reason == "stop"

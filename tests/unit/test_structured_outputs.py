@@ -1053,7 +1053,7 @@ def test_a_pydantic_class_its_schema_and_its_string_are_the_same(llguidance):
 # Messages
 
 OPTIONS = {
-    *Config.__dataclass_fields__, *SamplingParams.__slots__, *StructuredOutputsParams.__slots__,
+    *Config.__dataclass_fields__, *SamplingParams.__dataclass_fields__, *StructuredOutputsParams.__slots__,
     *inspect.signature(nanovllm.LLM.chat).parameters,
 }  # fmt: skip
 MODULES = [

@@ -11,6 +11,8 @@ import pytest
 from nanovllm import LLM, Config, SamplingParams, StructuredOutputsParams
 from nanovllm.accepted import (
     ACCEPTED_ARGUMENTS,
+    ACCEPTED_BY_RESET,
+    ACCEPTED_BY_WAKE_UP,
     ACCEPTED_OPTIONS,
     ACCEPTED_PARAMETERS,
     ACCEPTED_STRUCTURED_OUTPUTS,
@@ -219,7 +221,7 @@ def test_a_model_without_a_template_takes_one(tmp_path):
 def test_no_accepted_name_is_ours():
     ours = {*Config.__dataclass_fields__}
     assert not ours & {*ACCEPTED_OPTIONS, *RENAMED_OPTIONS} and ours >= {*RENAMED_OPTIONS.values()}
-    assert not ACCEPTED_PARAMETERS.keys() & {*SamplingParams.__slots__}
+    assert not ACCEPTED_PARAMETERS.keys() & {*SamplingParams.__dataclass_fields__}
 
 
 def rows_of_page(table: dict[str, Accepted], any_value: bool) -> list[str]:
@@ -241,7 +243,8 @@ def test_the_page_has_each_keyword_with_its_values_and_reason():
     expected += rows_of_page(ACCEPTED_PARAMETERS, True) + rows_of_page(ACCEPTED_PARAMETERS, False)
     expected += rows_of_page(ACCEPTED_STRUCTURED_OUTPUTS, True) + rows_of_page(ACCEPTED_STRUCTURED_OUTPUTS, False)
     expected += [f"| `{theirs}` | `{ours}` |" for theirs, ours in RENAMED_ARGUMENTS.items()]
-    expected += rows_of_page(ACCEPTED_ARGUMENTS, True) + rows_of_page(ACCEPTED_ARGUMENTS, False)
+    expected += rows_of_page(ACCEPTED_ARGUMENTS, False)
+    expected += rows_of_page(ACCEPTED_BY_WAKE_UP, True) + rows_of_page(ACCEPTED_BY_RESET, False)
     assert [line for line in page.splitlines() if line.startswith("| `")] == expected
 
 
