@@ -199,8 +199,7 @@ ACCEPTED_ARGUMENTS: Mapping[str, Accepted] = {
     "mm_processor_kwargs": _only({}, instead=TEXT_ONLY),
 }
 
-# The same of wake_up and of reset_prefix_cache.
-ACCEPTED_BY_WAKE_UP = {"tags": Accepted("wake_up always brings back both weights and KV cache")}
+# The same of reset_prefix_cache.
 ACCEPTED_BY_RESET = {
     "reset_running_requests": _only(False, instead="nanovllm empties the prefix cache between calls; leave it out"),
     "reset_connector": _only(False, instead=NO_TRANSFERS),

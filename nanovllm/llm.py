@@ -14,7 +14,6 @@ from tqdm.auto import tqdm
 from nanovllm.accepted import (
     ACCEPTED_ARGUMENTS,
     ACCEPTED_BY_RESET,
-    ACCEPTED_BY_WAKE_UP,
     ACCEPTED_OPTIONS,
     RENAMED_ARGUMENTS,
     RENAMED_OPTIONS,
@@ -284,6 +283,8 @@ class LLM:
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> "LLM":
         """Makes an LLM whose options are the attributes of `engine_args`, as in vLLM."""
+        if not hasattr(engine_args, "__dict__"):
+            raise TypeError(f"engine_args must be vLLM's EngineArgs, not {engine_args!r:.100}; LLM takes keywords")
         return cls(**vars(engine_args))
 
     def get_tokenizer(self) -> Any:
@@ -390,15 +391,20 @@ class LLM:
         """
         self._alter(self.engine.sleep, level)
 
-    @takes_keywords("argument", {}, ACCEPTED_BY_WAKE_UP)
-    def wake_up(self) -> None:
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Ends `sleep`: brings the weights back, with an empty cache of as many blocks as before. If the LLM is awake,
         it does nothing.
 
+        Args:
+            tags: "weights", "kv_cache" or both, as in vLLM. Either brings both back.
+
         Raises:
+            ValueError: another tag.
             RuntimeError: there is too little memory, and the LLM still sleeps: free some, and call this again. Or the
                 LLM is closed or busy with another call.
         """
+        if any(tag not in ("weights", "kv_cache") for tag in tags or ()):
+            raise ValueError(f'tags must be a list of "weights" and "kv_cache", or None, not {tags!r}')
         self._alter(self.engine.wake_up)
 
     def metrics(self) -> dict[str, Any]:

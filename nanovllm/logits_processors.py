@@ -35,21 +35,29 @@ class LogitsProcessors:
         return is_stopped or self._error is not None
 
     def change_logits(self, logits: Any) -> Any:
-        """The changed logits of the next token: float32 [vocab_size]. If a function fails, the logits stay as they
-        are, and the completion ends after that token with the error."""
+        """The changed logits of the next token: float32 [vocab_size]. If a function fails, they stay as they are, and
+        the completion ends with that token and the reason."""
         changed = logits.clone()
         for processor in self._processors:
             try:
                 given = ([*self._prompt_token_ids],) if _takes_prompt(processor) else ()
-                changed = processor(*given, [*self._token_ids], changed)
-                if getattr(changed, "shape", None) != logits.shape:
-                    given_back = getattr(changed, "shape", type(changed).__name__)
-                    raise TypeError(f"it must return logits of shape {list(logits.shape)}, not {given_back}")
+                changed = _checked(processor(*given, [*self._token_ids], changed), logits)
             except Exception as error:
                 name = getattr(processor, "__name__", type(processor).__name__)
                 self._error = ValueError(f"the logits processor {name} failed: {type(error).__name__}: {error}")
                 return logits
         return changed
+
+
+def _checked(changed: Any, logits: Any) -> Any:
+    """A function's result, as logits like those that it was given."""
+    if type(changed) is not type(logits) or changed.shape != logits.shape or changed.is_complex():
+        found = getattr(changed, "shape", type(changed).__name__)
+        raise TypeError(f"it must return a tensor of real numbers of shape {list(logits.shape)}, not {found}")
+    changed = changed.to(logits)
+    if not bool((changed < float("inf")).all()):  # NaN is not below it either
+        raise ValueError("it returned NaN or infinity; use -inf to ban a token, and a large number to force one")
+    return changed
 
 
 def _takes_prompt(processor: Callable[..., Any]) -> bool:

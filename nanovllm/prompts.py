@@ -77,7 +77,12 @@ def _without_array(noun: str, value: Any) -> Any:
     """An array, a tensor or a table's column as a list; a TypeError for a whole table."""
     if hasattr(value, "columns"):
         raise TypeError(f"{noun} must not be a table ({type(value).__name__}); give one of its columns")
-    convert = getattr(value, "tolist", None) or getattr(value, "to_pylist", None)  # NumPy's and pandas', or pyarrow's
+    return listed(value)
+
+
+def listed(value: Any) -> Any:
+    """An array or a column of NumPy, pandas, pyarrow or polars as a list; any other value as it is."""
+    convert = next((getattr(value, name) for name in ("tolist", "to_pylist", "to_list") if hasattr(value, name)), None)
     return value if convert is None else convert()
 
 
@@ -108,8 +113,7 @@ def as_token_ids(prompt: Any) -> list[int] | ValueError:
     """The token ids of a prompt that is not a text, or the reason why it cannot run."""
     if isinstance(prompt, ValueError):
         return prompt
-    if hasattr(prompt, "tolist"):
-        prompt = prompt.tolist()
+    prompt = listed(prompt)
     if not isinstance(prompt, (list, tuple, range)):
         return ValueError(f"a prompt must be a string or a list of token ids, not {prompt!r}"[:200])
     if set(map(type, prompt)) == {int}:  # nearly always, and prompts can be long

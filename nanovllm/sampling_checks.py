@@ -105,6 +105,18 @@ def allowed_token_ids(value: Any) -> tuple[int, ...] | None:
     return tuple(sorted(set(found)))
 
 
+class LogitBias(dict[int, float]):
+    """A checked `logit_bias`, which cannot be changed in place: a request might be running with it."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("logit_bias cannot be changed in place; assign a new dict")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> Any:
+        return type(self), (dict(self),)
+
+
 def logit_bias(value: Any) -> dict[int, float]:
     if value is not None and not isinstance(value, Mapping):
         raise TypeError(f"logit_bias must be a dict from token ids to numbers, not {value!r}")
@@ -126,7 +138,7 @@ def logit_bias(value: Any) -> dict[int, float]:
                 "bad_words and allowed_token_ids ban tokens"
             )
         biases[token_id] = real(f"logit_bias[{token_id}]", bias)
-    return biases
+    return LogitBias(biases)
 
 
 def bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:

@@ -177,7 +177,6 @@ class SamplingParams:
         for name, default, kept in _FIELDS:
             value = given[name]
             put(self, name, kept if value is default else _CHECKS[name](value))
-        put(self, "logit_bias", checked.logit_bias(logit_bias))  # a dict of its own
         self.check()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -260,7 +259,7 @@ def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
 
 def _copy(params: SamplingParams) -> SamplingParams:
     copy = object.__new__(SamplingParams)
-    vars(copy).update(vars(params), logit_bias={**params.logit_bias})
+    vars(copy).update(vars(params))
     return copy
 
 
@@ -276,10 +275,10 @@ def one_per_prompt(given: SamplingParams | Sequence[SamplingParams], num_prompts
     """A list with one per prompt, from such a list or from one for all; otherwise a TypeError or ValueError."""
     if isinstance(given, SamplingParams):
         given.check()
-        return [given] * num_prompts
+        return [given.clone()] * num_prompts
     if not isinstance(given, (list, tuple)):
         raise TypeError(f"sampling_params must be a SamplingParams or a list of them, not a {type(given).__name__}")
-    params = [_checked(params, index) for index, params in enumerate(given)]
+    params = [_checked(params, index).clone() for index, params in enumerate(given)]
     if len(given) != num_prompts:
         raise ValueError(f"{len(given)} sampling_params for {num_prompts} prompts; give one for all, or one per prompt")
     return params

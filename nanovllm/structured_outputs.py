@@ -20,6 +20,7 @@ _NUMBER_KEYWORDS = (
     "const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
 )  # fmt: skip
 _MAX_EXACT = 2**53 - 1
+_WHITESPACE = re.compile(r"(\\[nrts]|[ \n\r\t]|[\[\]()|*+?{},0-9])*")  # with the operators of regular expressions
 # Complaints of Python's `re` that are errors for llguidance too. Others are ignored, because its syntax has more.
 _SURELY_WRONG = ("unterminated", "unbalanced", "nothing to repeat", "min repeat greater", "(end of pattern)")
 
@@ -110,6 +111,11 @@ class StructuredOutputsParams:
         given = [name for name in names if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise ValueError(f"give exactly one of {', '.join(names)}, not {' and '.join(given) or 'none of them'}")
+        if self.whitespace_pattern is not None:
+            if given[0] not in ("json", "json_object"):
+                raise ValueError(f"whitespace_pattern is for json and json_object; leave it out with {given[0]}")
+            if not _WHITESPACE.fullmatch(self.whitespace_pattern):
+                raise ValueError(f"whitespace_pattern must match only whitespace, not {self.whitespace_pattern!r}")
 
 
 def _text(name: str, value: Any) -> str:
@@ -208,7 +214,7 @@ def _schemas_in(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
             for keyword, each in part.items():
                 if keyword in _DICTS_OF_SCHEMAS and isinstance(each, dict):
                     parts += each.values()
-                elif keyword not in _DATA_KEYWORDS:
+                elif keyword not in _DATA_KEYWORDS and not keyword.startswith("x-"):
                     parts.append(each)
         elif isinstance(part, list):
             parts += part

@@ -220,7 +220,7 @@ class LLMEngine:
                 finished = self.scheduler.commit(committed, token_ids, frozenset(stopped), frozenset(broken))
                 self.runner.step_committed(stopped, broken)
                 for seq in committed.first_tokens:
-                    seq.first_token_time = time.time()
+                    seq.first_token_time = time.time() if len(seq.token_ids) > seq.num_prompt_tokens else None
                 if self._in_flight:
                     self._constrain(*self._in_flight[0])
                 for seq in finished:

@@ -202,6 +202,7 @@ def _choice(kind: OpenAIKind, completion: CompletionOutput) -> dict[str, Any]:
         "index": completion.index,
         **({"message": {"role": "assistant", "content": text}} if kind == "chat" else {"text": text}),
         "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
         "logprobs": None if found is None else _content_logprobs(found) if kind == "chat" else _legacy_logprobs(found),
     }
 

@@ -185,9 +185,10 @@ class Sampler:
         return Sampled(token_ids, of_tokens)
 
     def _processed(self, logits, rows: SampledRows, needs: SamplingNeeds, tokens, rules, first_id: int = 0):
-        for index, (row, change) in enumerate(needs.changes):
-            logits = logits if index else logits.clone()  # the raw ones stay as they are
-            logits[row] = change(logits[row].float())
+        if needs.changes:
+            logits = logits.to(torch.float32, copy=True)  # the raw ones stay as they are
+            for row, change in needs.changes:
+                logits[row] = change(logits[row])
         if not needs.rules_version:
             return logits
         return process_logits(logits, rows.entries, rows.lengths, tokens, rules, first_id, self._use_kernels)

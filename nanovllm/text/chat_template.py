@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
+from nanovllm.checks import boolean
 from nanovllm.prompts import EncodedPrompt
 from nanovllm.text.messages import Form, form_read, plain, plain_messages, shape_of
 from nanovllm.text.tokenizer import NO_TOKENIZER, Tokenizer
@@ -29,7 +30,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self._forms: dict[tuple[Any, ...], Form | str] = {}
+        self._forms: dict[tuple[Any, ...], Form | None] = {}
         # Arguments that need no warning, or no second one.
         self._known_names = {"chat_template", "add_generation_prompt", "continue_final_message", *_LISTS}
 
@@ -48,6 +49,10 @@ class ChatTemplate:
         if taken:
             raise TypeError(f"chat_template_kwargs must not hold {', '.join(sorted(taken))}; nanovllm sets that itself")
         options = plain({"add_generation_prompt": True, **(template_kwargs or {}), **given, "tokenize": False})
+        for name in ("add_generation_prompt", "continue_final_message"):
+            boolean(name, options.get(name, False))
+        if not isinstance(options.get("chat_template"), (str, type(None))):
+            raise TypeError(f"chat_template must be a string, not {options['chat_template']!r:.100}")
         template = options.get("chat_template") or getattr(self._tokenizer, "chat_template", None)
         if template is None:
             raise ValueError("the model's tokenizer has no chat template; pass chat_template=…, or use generate")
@@ -70,8 +75,12 @@ class ChatTemplate:
             if marks is not None:
                 for_template = {name: marks.hide(options[name]) for name in _LISTS if name in options}
                 messages, options = marks.hide(messages), {**options, **for_template}
-            form = self._form_read(messages, options)
-            return self._tokenizer.apply_chat_template(form.of(messages), **options)
+            written = self._form_read(messages, options).of(messages)
+            text = self._tokenizer.apply_chat_template(written, **options)
+            for name in _LISTS:
+                if options.get(name):
+                    self._check_written(name, written, options, text)
+            return text
         except Exception as error:  # templates raise all kinds of errors
             return ValueError(f"the chat template cannot render the conversation: {error}")
 
@@ -84,24 +93,21 @@ class ChatTemplate:
         if key not in self._forms:
             if len(self._forms) == _MAX_SHAPES:
                 self._forms.clear()
-            self._forms[key] = self._find_form(messages, options)
+            self._forms[key] = form_read(messages, partial(self._tokenizer.apply_chat_template, **options))
         form = self._forms[key]
-        if isinstance(form, str):
-            raise ValueError(form)
+        if form is None:
+            raise ValueError("it does not write the tool calls; leave them out, or pass another chat_template=…")
         return form
 
-    def _find_form(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> Form | str:
-        """The form, or a message that names the part that the template leaves out."""
-        render = self._tokenizer.apply_chat_template
-        form = form_read(messages, partial(render, **options))
-        if form is None:
-            return "it does not write the tool calls; leave them out, or pass another chat_template=…"
-        for name in _LISTS:
-            with suppress(Exception):  # templates raise all kinds of errors
-                given = form.of(messages)
-                if options.get(name) and render(given, **options) == render(given, **{**options, name: None}):
-                    return f"it does not write the {name}; leave them out, or pass another chat_template=…"
-        return form
+    def _check_written(self, name: str, messages: list[dict[str, Any]], options: Mapping[str, Any], text: str) -> None:
+        """Raises a ValueError if the text is the same, but for spaces, without one of the tools or documents."""
+        given = list(options[name])
+        for index in range(len(given)):
+            without, others = "", given[:index] + given[index + 1 :]
+            with suppress(Exception):  # the template may need it
+                without = self._tokenizer.apply_chat_template(messages, **{**options, name: others or None})
+            if "".join(without.split()) == "".join(text.split()):
+                raise ValueError(f"it does not write {name}[{index}]; leave it out, or pass another chat_template=…")
 
     @cached_property
     def marks(self) -> "Marks":

@@ -51,7 +51,8 @@ class StopStrings:
         if not counts:
             return False
         self._window = [*self._window[1 - self._window_size :], token_id]
-        text = self._text.decode([self._window], self._skips, [self._follows_text])[0]
+        whole = self._text.whole_characters(self._window)
+        text = self._text.decode([whole], self._skips, [self._follows_text])[0]
         return any(stop in text for stop in self._stop)
 
 

@@ -209,9 +209,12 @@ class Text(Tokenizer):
 
     def _cut(self, text: str, completion: Completion) -> tuple[str, str | None]:
         token_ids, params, follows_text = completion
-        before = token_ids[: params.min_tokens] if params.stop else []
+        before = self.whole_characters(token_ids[: params.min_tokens]) if params.stop else []
         start = len(self.decode([before], params.skip_special_tokens, [follows_text])[0]) if before else 0
         text, stop = cut(text, start, params)
+        choices = params.structured_outputs.choice if params.structured_outputs is not None else None
+        if choices is not None and text not in choices:  # SentencePiece adds and strips leading spaces
+            text = next((choice for choice in choices if choice.lstrip(" ") == text.lstrip(" ")), text)
         if stop is None and token_ids and len(token_ids) > params.min_tokens:
             stop = next((stop for stop in params.stop if self.special_ids.get(stop) == token_ids[-1]), None)
         return text, stop

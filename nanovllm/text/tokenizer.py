@@ -2,6 +2,7 @@
 
 import re
 import unicodedata
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
@@ -191,6 +192,19 @@ class Tokenizer:
             in_bytes = bytes(_BYTES[character] for character in name)
         is_part = byte is not None or in_bytes != whole
         return TokenPiece(text, in_bytes, len(text) - len(first), is_part, byte is not None)
+
+    def whole_characters(self, token_ids: list[int]) -> list[int]:
+        """A part of a completion without the bytes of characters that its ends cut. Byte fallback decodes all bytes
+        beside a cut character as U+FFFD."""
+        pieces = [self.piece(token_id, True, True) for token_id in token_ids]
+        if not any(piece is not None and piece.is_byte for piece in (*pieces[:1], *pieces[-1:])):
+            return token_ids
+        parts = [(piece.in_bytes or b"") if piece is not None and piece.is_byte else b"" for piece in pieces]
+        start = next((index for index, part in enumerate(parts) if not part or part[0] & 0xC0 != 0x80), len(parts))
+        decoder = getincrementaldecoder("utf-8")("ignore")
+        decoder.decode(b"".join(part or b" " for part in parts[start:]))
+        num_pending = len(decoder.getstate()[0])
+        return token_ids[start : len(token_ids) - num_pending]
 
     @cached_property
     def special_ids(self) -> dict[str, int]:

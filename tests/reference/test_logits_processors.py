@@ -104,13 +104,19 @@ def fails_later(token_ids, logits):
     ("function", "reason", "num_tokens"),
     [
         (fails_later, "the logits processor fails_later failed: KeyError: 'no such word'", 3),
-        (lambda token_ids, logits: logits[:3], r"must return logits of shape \[259\], not torch.Size\(\[3\]\)", 1),
-        (lambda token_ids, logits: None, "must return logits of shape .*, not NoneType", 1),
+        (
+            lambda token_ids, logits: logits[:3],
+            r"must return a tensor of real numbers of shape \[259\], not torch.Size\(\[3\]\)",
+            1,
+        ),
+        (lambda token_ids, logits: None, "must return a tensor of real .*, not NoneType", 1),
         (lambda: None, "takes 0 positional arguments", 1),
         (lambda token_ids, logits: logits.fill_(-torch.inf), "no token is left to sample: .* logits_processors", 0),
-        (lambda token_ids, logits: logits.fill_(torch.nan), "not finite", 0),
+        (lambda token_ids, logits: logits.fill_(torch.nan), "returned NaN or infinity; use -inf", 1),
+        (lambda token_ids, logits: logits.numpy(), "must return a tensor of real .*, not", 1),
+        (lambda token_ids, logits: logits.to_sparse(), "failed", 1),
     ],
-    ids=["raises later", "other shape", "nothing", "other arguments", "no token", "NaN"],
+    ids=["raises later", "other shape", "nothing", "other arguments", "no token", "NaN", "NumPy", "sparse"],
 )
 def test_a_function_that_fails_is_the_error_of_its_row(llm, function, reason, num_tokens):
     params = replace(PLAIN, logits_processors=[function])

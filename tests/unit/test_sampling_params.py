@@ -1,5 +1,6 @@
 """SamplingParams: accepted values and their results. test_bad_input.py has the refused ones."""
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -293,5 +294,7 @@ def test_a_clone_has_values_of_its_own():
     params = SamplingParams(logit_bias={3: 1.0})
     clone = params.clone()
     clone.top_k = 5
-    clone.logit_bias[4] = 2.0
-    assert params == SamplingParams(logit_bias={3: 1.0})
+    with pytest.raises(TypeError, match="logit_bias cannot be changed in place; assign a new dict"):
+        clone.logit_bias[4] = 2.0
+    clone.logit_bias = {4: 2.0}
+    assert params == copy.deepcopy(params) == SamplingParams(logit_bias={3: 1.0})

@@ -287,7 +287,7 @@ def test_the_search_for_stop_strings_costs_the_same_however_long_the_completion_
     says_stop = StopStrings(text, SamplingParams(stop="never"))
     assert stop_at(says_stop, [*b"abcdefghijkl", *[257, 300] * 500, *b"mnopqrst"] * 3) is None
     assert max(decoded) == len(b"never") + 4
-    assert len(decoded) < 3 * 20 + 30, "one per token with text, and one per token id that was new"
+    assert len(decoded) < 3 * 20 + 50, "one per token with text, and two per token id that was new"
 
 
 # Prompts and completions

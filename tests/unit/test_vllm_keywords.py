@@ -12,7 +12,6 @@ from nanovllm import LLM, Config, SamplingParams, StructuredOutputsParams
 from nanovllm.accepted import (
     ACCEPTED_ARGUMENTS,
     ACCEPTED_BY_RESET,
-    ACCEPTED_BY_WAKE_UP,
     ACCEPTED_OPTIONS,
     ACCEPTED_PARAMETERS,
     ACCEPTED_STRUCTURED_OUTPUTS,
@@ -244,7 +243,7 @@ def test_the_page_has_each_keyword_with_its_values_and_reason():
     expected += rows_of_page(ACCEPTED_STRUCTURED_OUTPUTS, True) + rows_of_page(ACCEPTED_STRUCTURED_OUTPUTS, False)
     expected += [f"| `{theirs}` | `{ours}` |" for theirs, ours in RENAMED_ARGUMENTS.items()]
     expected += rows_of_page(ACCEPTED_ARGUMENTS, False)
-    expected += rows_of_page(ACCEPTED_BY_WAKE_UP, True) + rows_of_page(ACCEPTED_BY_RESET, False)
+    expected += rows_of_page(ACCEPTED_BY_RESET, False)
     assert [line for line in page.splitlines() if line.startswith("| `")] == expected
 
 
