@@ -5,6 +5,7 @@ lists them all.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 
@@ -14,22 +15,25 @@ class Accepted(NamedTuple):
     reason: why it changes nothing here. For a keyword of which only some values are accepted, what to do instead of the
         others.
     values: the values that are accepted, which all ask for what nanovllm does anyway; None accepts every value.
+    same_as: another keyword, whose value is accepted too.
     """
 
     reason: str
     values: tuple[Any, ...] | None = None
+    same_as: str | None = None
 
-    def takes(self, value: Any) -> bool:
+    def takes(self, value: Any, others: Mapping[str, Any] = MappingProxyType({})) -> bool:
         if isinstance(value, (list, tuple)) and value and all(each is None for each in value):
             value = None  # one per prompt
         elif hasattr(value, "item") and getattr(value, "size", 0) == 1:  # NumPy's numbers
             value = value.item()
         is_plain = value is None or isinstance(value, (bool, int, float, str, list, tuple, dict))
-        return self.values is None or (is_plain and value in self.values)
+        is_same = is_plain and self.same_as is not None and value == others.get(self.same_as)
+        return self.values is None or is_same or (is_plain and value in self.values)
 
 
-def _only(*values: Any, instead: str) -> Accepted:
-    return Accepted(instead, (None, *values))
+def _only(*values: Any, instead: str, same_as: str | None = None) -> Accepted:
+    return Accepted(instead, (None, *values), same_as)
 
 
 # vLLM's names of options that nanovllm has under a name of its own.
@@ -102,6 +106,11 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     "pt_load_map_location": Accepted("nanovllm reads only safetensors"),
     "tokenizer_pool_size": Accepted("nanovllm tokenizes in its own process"),
     "tokenizer_pool_type": Accepted("nanovllm tokenizes in its own process"),
+    "max_logprobs": Accepted("a request may ask for 128 log-probabilities per token, whatever the limit"),
+    "tokenizer_mode": Accepted("nanovllm loads the tokenizer that the directory holds"),
+    "code_revision": Accepted("nanovllm never runs code from a model's directory"),
+    "reasoning_parser": Accepted("nanovllm returns the whole text, the reasoning included"),
+    "enable_reasoning": Accepted("nanovllm returns the whole text, the reasoning included"),
     # nanovllm accepts only the values of these that ask for what it does anyway.
     "pipeline_parallel_size": _only(1, instead="tensor_parallel_size divides a model over GPUs"),
     "data_parallel_size": _only(1, instead=REPLICAS),
@@ -136,7 +145,7 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     "hf_config_path": _only(instead=_EDIT_CONFIG),
     "rope_scaling": _only({}, instead=_EDIT_CONFIG),
     "rope_theta": _only(instead=_EDIT_CONFIG),
-    "hf_token": _only(instead="set HF_TOKEN in the environment"),
+    "hf_token": _only(True, instead="set HF_TOKEN in the environment"),
     "download_dir": _only(instead="set HF_HUB_CACHE to it in the environment"),
     "ignore_patterns": _only([], (), instead="nanovllm downloads only config, tokenizer and safetensors"),
     "model_loader_extra_config": _only({}, instead=_FILE_BY_FILE),
@@ -146,10 +155,8 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     "ray_workers_use_nsight": _only(False, instead=PROFILE),
     "otlp_traces_endpoint": _only(instead="llm.metrics() returns counters and times"),
     "collect_detailed_traces": _only(instead="llm.metrics() returns counters and times"),
-    "tokenizer_revision": _only(instead="download the tokenizer's revision and pass its directory as tokenizer=…"),
-    "code_revision": _only(instead="nanovllm never runs code from a model's directory"),
+    "tokenizer_revision": _only("main", instead="pass the directory of that revision's tokenizer as tokenizer=…"),
     "skip_tokenizer_init": _only(False, instead="pass token ids as prompts, and SamplingParams(detokenize=False)"),
-    "tokenizer_mode": _only("auto", "hf", instead="nanovllm loads the tokenizer that transformers chooses"),
     "model_impl": _only("auto", "vllm", instead="nanovllm has one implementation of each model"),
     "task": _only("auto", "generate", instead=GENERATES_TEXT),
     "runner": _only("auto", "generate", instead=GENERATES_TEXT),
@@ -158,7 +165,6 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     "override_pooler_config": _only(instead=GENERATES_TEXT),
     "scheduling_policy": _only("fcfs", instead="nanovllm orders requests itself; results keep the prompts' order"),
     "logprobs_mode": _only("raw_logprobs", instead='SamplingParams(logprobs_mode="processed") chooses per request'),
-    "max_logprobs": _only(*range(129), instead="nanovllm returns at most 128 log-probabilities per token"),
     "override_generation_config": _only({}, instead="pass SamplingParams"),
     "calculate_kv_scales": _only(False, instead="nanovllm's FP8 cache scales each token, without calibration"),
     "quantization_param_path": _only(instead="nanovllm's FP8 cache scales each token, without calibration"),
@@ -168,8 +174,6 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     "mm_processor_kwargs": _only({}, instead=TEXT_ONLY),
     "long_prefill_token_threshold": _only(0, instead="nanovllm itself decides how long a chunk is"),
     "disable_sliding_window": _only(False, instead="nanovllm always uses the model's sliding windows; leave it out"),
-    "reasoning_parser": _only("", instead="split the reasoning from the text in the script"),
-    "enable_reasoning": _only(False, instead="split the reasoning from the text in the script"),
     "guided_decoding_disable_any_whitespace": _only(
         False, instead="StructuredOutputsParams(disable_any_whitespace=True) is the default"
     ),
@@ -188,20 +192,18 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
 RENAMED_ARGUMENTS = {"prompt_token_ids": "prompts", "messages": "conversations"}
 
 ACCEPTED_ARGUMENTS: Mapping[str, Accepted] = {
-    "chat_template_content_format": _only(
-        "auto", instead="nanovllm finds out which form of content a template reads; leave it out"
-    ),
+    "chat_template_content_format": Accepted("nanovllm finds out which form of content a template reads"),
     "lora_request": _only(instead=MERGE),
     "prompt_adapter_request": _only(instead="nanovllm has no prompt adapters; leave it out"),
     "guided_options_request": _only(instead="use SamplingParams(structured_outputs=StructuredOutputsParams(…))"),
-    "priority": _only(0, instead="nanovllm orders requests itself; results keep the prompts' order"),
+    "priority": Accepted("nanovllm orders requests itself; results keep the prompts' order"),
     "tokenization_kwargs": _only({}, instead="pass token ids as prompts"),
     "mm_processor_kwargs": _only({}, instead=TEXT_ONLY),
 }
 
 # The same of reset_prefix_cache.
 ACCEPTED_BY_RESET = {
-    "reset_running_requests": _only(False, instead="nanovllm empties the prefix cache between calls; leave it out"),
+    "reset_running_requests": Accepted("nanovllm empties the prefix cache between calls, when nothing runs"),
     "reset_connector": _only(False, instead=NO_TRANSFERS),
 }
 
@@ -216,7 +218,7 @@ REFUSED_ATTRIBUTES: Mapping[str, str] = {
     "llm.close() frees the memory": "shutdown",
     "llm.llm_engine.model_config has its values": "model_config",
     "each RequestOutput has its request_id": "request_counter",
-    "llm.generate_iter() reads prompts as it needs them": "enqueue wait_for_completion",
+    "llm.generate_iter() reads prompts as it needs them": "enqueue wait_for_completion _add_request _run_engine",
 }
 
 
@@ -230,14 +232,12 @@ def missing_attribute(what: str, name: str, refused: Mapping[str, str] = REFUSED
 RENAMED_PARAMETERS = {"guided_decoding": "structured_outputs"}
 
 ACCEPTED_PARAMETERS: Mapping[str, Accepted] = {
-    "best_of": _only(1, instead=CHOOSE),
+    "best_of": _only(1, same_as="n", instead=CHOOSE),
     "use_beam_search": _only(False, instead=_NO_BEAMS),
     "length_penalty": _only(1, instead=_NO_BEAMS),
     "early_stopping": _only(False, instead=_NO_BEAMS),
     "truncate_prompt_tokens": _only(instead="cut the prompt's token ids before the call"),
-    "spaces_between_special_tokens": _only(
-        True, instead="nanovllm's texts are as the tokenizer decodes them; leave it out"
-    ),
+    "spaces_between_special_tokens": Accepted("nanovllm's texts are as the tokenizer decodes them"),
     "extra_args": _only({}, instead="nanovllm has no plug-ins that would read them; leave them out"),
     "skip_clone": Accepted("nanovllm copies parameters when it reads them, which is quick"),
     "flat_logprobs": Accepted("nanovllm's log-probabilities are arrays that also read like vLLM's dicts"),

@@ -121,12 +121,12 @@ def takes_keywords(
                 our_name = renamed.get(name, name)
                 if our_name in takes_none:
                     if value is not None and ours.get(our_name) is not None:
-                        raise TypeError(f"{our_name} is given twice; give it once")
+                        raise TypeError(f"{our_name} is given twice, by another name too; give it once")
                     if value is not None or (takes_none[our_name] and our_name not in ours):
                         ours[our_name] = value
                 elif name not in accepted:
                     raise TypeError(f"unknown {noun} {name!r}; {_hint(name, list(takes_none), noun, meant)}")
-                elif not accepted[name].takes(value):
+                elif not accepted[name].takes(value, kwargs):
                     raise ValueError(f"{name} cannot be {value!r:.100}; {accepted[name].reason}")
                 elif value is not None and accepted[name].values is None:
                     unneeded.append(f"{name} ({accepted[name].reason})")

@@ -11,7 +11,7 @@ _DTYPE_NAMES = {
     "float": "float32", "fp32": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16",
 }  # fmt: skip
 ATTENTION_BACKENDS = ("auto", "triton", "flash", "sdpa", "torch")
-LOAD_FORMATS = ("auto", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
 QUANTIZATIONS = ("fp8",)
 KV_CACHE_DTYPES = ("auto", "fp8")
 _MAX_SIZE = 65535  # larger values gain nothing, and they set the sizes of memory and grids
@@ -34,6 +34,7 @@ MEANT_OPTIONS = {
     "mem_fraction_static": "gpu_memory_utilization",
     "random_seed": "seed",
     "disable_cuda_graph": "enforce_eager",
+    **dict.fromkeys(("max_tokens", "temperature", "top_p", "top_k", "stop"), "it is a parameter of SamplingParams"),
     "deterministic": "batch-invariant results are not available yet; leave it out",
 }
 
@@ -54,7 +55,7 @@ class Config:
         attention_backend: "triton" (our own kernels, GPUs), "flash" (FlashAttention 2, GPUs, needs flash-attn),
             "sdpa" (PyTorch's own operators over gathered blocks, the fast one on a CPU), "torch" (the plain
             reference) or "auto" (the fastest that can run).
-        load_format: "auto" reads safetensors; "dummy" needs only config.json and makes random weights.
+        load_format: "auto" and "safetensors" read safetensors; "dummy" needs only config.json and makes random weights.
         quantization: "fp8" rounds the weights of linear layers to FP8 (e4m3) while they load, with a scale per output
             channel; their inputs are rounded too, with a scale per token. None takes the weights as they are stored,
             which may be FP8.
@@ -118,7 +119,7 @@ class Config:
         self._check_choice("attention_backend", ATTENTION_BACKENDS)
         self._check_choice("load_format", LOAD_FORMATS)
         if self.quantization not in (None, *QUANTIZATIONS):
-            raise ValueError(f'quantization must be None or "fp8", not {self.quantization!r}')
+            raise ValueError(f'quantization must be None or "fp8", not {self.quantization!r}; load another checkpoint')
         self._check_choice("kv_cache_dtype", KV_CACHE_DTYPES)
         self._check_choice("generation_config", ("auto", "vllm"))
         device = self.device if isinstance(self.device, str) else str(self.device)

@@ -539,6 +539,12 @@ def make_runner(config: Config) -> Runner:
     return ModelRunner(config)
 
 
+def _is_shown(use_tqdm: Any) -> bool:
+    if isinstance(use_tqdm, (list, tuple)):
+        raise TypeError("the third argument is use_tqdm, not token ids; give those as the prompts")
+    return boolean("use_tqdm", use_tqdm)
+
+
 class _Progress:
     """The progress bar, with the tokens of each phase per second so far, and the number of error rows.
 
@@ -548,7 +554,7 @@ class _Progress:
     def __init__(self, engine: LLMEngine, num_requests: int, use_tqdm: bool | Callable[..., Any]):
         self._stats, self._at_start, self._began = engine.step_stats, replace(engine.step_stats), time.perf_counter()
         self._num_errors = 0
-        make = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not boolean("use_tqdm", use_tqdm))
+        make = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not _is_shown(use_tqdm))
         self._bar = make(total=num_requests, desc="Completions", unit="prompt")
 
     def __enter__(self) -> "_Progress":

@@ -91,7 +91,8 @@ def without_dict(prompt: Any) -> Any:
     ValueError. Any other prompt is returned as it is."""
     if not isinstance(prompt, Mapping):
         return prompt
-    given = {key: value for key, value in prompt.items() if value is not None}
+    # Empty data of images, and vLLM's salt of the prefix cache, change nothing.
+    given = {key: value for key, value in prompt.items() if value is not None and not _is_neutral(key, value)}
     is_conversation = "messages" in given
     others = [key for key in given if key not in (_CONVERSATION_KEYS if is_conversation else _PROMPT_KEYS)]
     if others or not given:
@@ -99,7 +100,7 @@ def without_dict(prompt: Any) -> Any:
         found += ' beside "messages"' if is_conversation else ""
         return ValueError(
             'a prompt that is a dict has "prompt" or "prompt_token_ids", or else "messages" and perhaps '
-            f'"chat_template_kwargs"; this one holds {found}'[:300]
+            f'"chat_template_kwargs"; this one holds {found}; leave that out'[:300]
         )
     if is_conversation:
         return Conversation(*map(given.get, _CONVERSATION_KEYS))
@@ -107,6 +108,10 @@ def without_dict(prompt: Any) -> Any:
     if text is not None and not isinstance(text, str):
         return ValueError(f'"prompt" must be a string, not {text!r}'[:200])
     return text if token_ids is None else EncodedPrompt.of(text, as_token_ids(token_ids))
+
+
+def _is_neutral(key: Any, value: Any) -> bool:
+    return key == "cache_salt" or (isinstance(value, Mapping) and not value and key not in _CONVERSATION_KEYS)
 
 
 def as_token_ids(prompt: Any) -> list[int] | ValueError:

@@ -117,6 +117,11 @@ class StructuredOutputsParams:
             if not _WHITESPACE.fullmatch(self.whitespace_pattern):
                 raise ValueError(f"whitespace_pattern must match only whitespace, not {self.whitespace_pattern!r}")
 
+    @classmethod
+    def from_optional(cls, **parameters: Any) -> "StructuredOutputsParams":
+        """vLLM's name for the constructor. None is a parameter's default."""
+        return cls(**parameters)
+
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):

@@ -480,7 +480,7 @@ def test_a_wrong_sampling_parameter_is_refused_when_it_is_made(values, error, me
             "attention_backend must be one of auto, triton, flash, sdpa, torch",
         ),
         ({"attention_backend": ["torch"]}, ValueError, "attention_backend must be one of"),
-        ({"load_format": "gguf"}, ValueError, "load_format must be one of auto, dummy, not 'gguf'"),
+        ({"load_format": "gguf"}, ValueError, "load_format must be one of auto, safetensors, dummy, not 'gguf'"),
         ({"enforce_eager": 1}, TypeError, "enforce_eager must be True or False, not 1"),
         ({"overlap": "yes"}, TypeError, "overlap must be True or False"),
         ({"prefix_grouping": 0}, TypeError, "prefix_grouping must be True or False"),

@@ -94,6 +94,19 @@ def test_raw_log_probabilities_are_those_of_the_model(llm):
     assert plain.token_ids[0] not in processed.outputs[0].logprobs[0]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_logits_are_changed_in_float32_whatever_the_models_dtype(dtype):
+    """10.01 and 10.02 are one number in bfloat16, and float16 has none above 65,504."""
+
+    def prefers_b(token_ids, logits):
+        logits[65], logits[66], logits[67] = 1e5, 1e5 + 0.1, -1e6
+        return logits
+
+    with LLM(MODEL_DIRECTORY, device="cpu", dtype=dtype) as llm:
+        params = replace(PLAIN, max_tokens=2, logits_processors=[prefers_b])
+        assert llm.generate("Hi", params, use_tqdm=False)[0].text == "BB"
+
+
 def fails_later(token_ids, logits):
     if len(token_ids) == 2:
         raise KeyError("no such word")

@@ -12,6 +12,7 @@ import pytest
 from support.fake_runner import make_engine
 from support.long import some
 from support.model_factory import save_demo_model
+from tqdm.auto import tqdm
 
 from nanovllm import LLM, NOT_YET, SamplingParams
 from nanovllm.engine.sequence import Sequence
@@ -287,6 +288,32 @@ def test_a_request_keeps_the_parameters_that_it_was_read_with(llm):
     assert [len(output.token_ids) for output in outputs] == [4, 4, 4]
 
 
+def test_generate_keeps_the_parameters_of_the_call(llm):
+    """Rows are read while others run, and the progress bar is the user's."""
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+
+    def changes(**named):
+        params.max_tokens = 9
+        return tqdm(disable=True, **named)
+
+    prompts = [f"Row {index}" for index in range(600)]
+    outputs = llm.generate(prompts, params, changes)
+    assert {len(output.token_ids) for output in outputs} == {2} and params.max_tokens == 9
+
+
+def test_the_engine_keeps_a_copy_of_the_parameters_and_checks_them(llm):
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    llm.engine.add_request([1, 2], params)
+    params.max_tokens = 9
+    finished = []
+    while not llm.engine.is_finished():
+        finished += llm.engine.step()
+    assert [len(seq.completion_token_ids) for seq in finished] == [3]
+    params.max_tokens = 0
+    with pytest.raises(ValueError, match="max_tokens must be at least 1, not 0"):
+        llm.engine.add_request([1, 2, 3], params)
+
+
 def test_request_ids_count_on_and_times_are_in_order(llm):
     (before,) = llm.generate("Hi", SHORT, use_tqdm=False)
     began = time.time()
@@ -303,6 +330,9 @@ def test_request_ids_count_on_and_times_are_in_order(llm):
         assert output.lora_request is None and output.finished and output.outputs[0].finished()
     (scored,) = llm.generate("Hi", SamplingParams(max_tokens=0, prompt_logprobs=0), use_tqdm=False)
     assert scored.metrics.first_token_time is None
+    nothing = SamplingParams(allowed_token_ids=[5], bad_words=[[5]], max_tokens=2)
+    (banned,) = llm.generate("Hi", nothing, use_tqdm=False)
+    assert banned.token_ids == [] and banned.metrics.first_token_time is None
 
 
 def test_dropping_it_aborts_what_runs(llm):

@@ -59,7 +59,7 @@ BUDGETS = {
     ("replicas",): 500,
     # text/messages.py takes conversations as OpenAI's clients write them, in the form that each template reads.
     # text/chat_template.py says what a template leaves out, and text/tokenizer.py knows each token's bytes.
-    ("llm", "row_stream", "text"): 1310,
+    ("llm", "row_stream", "text"): 1320,
     # constraints.py says which construct of a regular expression llguidance cannot take, and what to do instead.
     ("guides", "constraints"): 290,
     ("ops", "attention"): 5000,

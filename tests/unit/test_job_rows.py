@@ -557,7 +557,7 @@ def test_an_output_row_of_openai(kind):
                 "object": "chat.completion" if is_chat else "text_completion",
                 "created": 5,
                 "model": "m",
-                "choices": [{"index": 0, **answer, "finish_reason": "stop", "logprobs": None}],
+                "choices": [{"index": 0, **answer, "finish_reason": "stop", "stop_reason": None, "logprobs": None}],
                 "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
             },
         },

@@ -264,12 +264,12 @@ def test_what_the_template_does_not_read_is_refused(name, value, splits_special)
     message = [{"role": "user", "content": "Rain?"}]
     options = {"options": {name: value}, "splits_special": splits_special}
     error = encoded(TEMPLATES["llama3"], message, **options)
-    assert f"it does not write the {name}; leave them out, or pass another chat_template=" in str(error)
+    assert f"it does not write {name}[0]; leave it out, or pass another chat_template=" in str(error)
     assert encoded(TEMPLATES["llama3"], message, options={name: []}) == "<user>Rain?"
     written = encoded(READS[name] + TEMPLATES["llama3"], message, **options)
     assert ("weather" if name == "tools" else "The minster.") in written and written.endswith("<user>Rain?")
     (prompt,) = text_with(TEMPLATES["llama3"]).encode([{"messages": message, "chat_template_kwargs": {name: value}}])
-    assert f"it does not write the {name}" in str(prompt.error)
+    assert f"it does not write {name}[0]" in str(prompt.error)
 
 
 def text_with(template: str) -> Text:
@@ -287,10 +287,10 @@ def test_a_template_may_read_tools_in_some_conversations_alone():
             for first, tools in ((user, TOOLS), (system, TOOLS), (system, []))
         )
         assert "weather" in written.text and plain.text == "<system>Hi<user>Hi"
-        assert "does not write the tools" in str(dropped.error)
+        assert "does not write tools[0]" in str(dropped.error)
 
 
-def test_documents_of_their_own_cost_a_conversation_nothing(monkeypatch):
+def test_documents_of_their_own_cost_a_conversation_one_rendering_each(monkeypatch):
     """What a template reads was found again for each conversation with other documents."""
     text, calls = text_with(READS["documents"] + TEMPLATES["llama3"]), []
     render = text.tokenizer.apply_chat_template
@@ -304,7 +304,18 @@ def test_documents_of_their_own_cost_a_conversation_nothing(monkeypatch):
         calls.clear()
         options = {"documents": [{"text": f"{number}"}]}
         (prompt,) = text.encode_conversations([[{"role": "user", "content": "Hi"}]], False, None, options=options)
-        assert prompt.text == f"{number}<user>Hi" and (len(calls) == 1 or number == 0)
+        assert prompt.text == f"{number}<user>Hi" and (len(calls) == 2 or number == 0)
+
+
+def test_each_tool_and_document_is_checked_in_each_conversation():
+    """A template may leave out some of them, and another conversation of the call says nothing about this one's."""
+    reads = "{% for each in documents or [] %}{% if each.title %}{{ each.text }}{% endif %}\n{% endfor %}"
+    text, message = text_with(reads + TEMPLATES["llama3"]), [{"role": "user", "content": "Hi"}]
+    good, bad = {"title": "A", "text": "The minster."}, {"text": "Rain."}
+    for documents, dropped in [([bad], 0), ([good], None), ([good, bad], 1), ([good, good], None)]:
+        (prompt,) = text.encode_conversations([message], False, None, options={"documents": documents})
+        error = f"it does not write documents[{dropped}]; leave it out"
+        assert (prompt.error is None) if dropped is None else (error in str(prompt.error))
 
 
 def test_a_function_may_be_a_tool():
@@ -317,7 +328,7 @@ def test_a_function_may_be_a_tool():
 
     message = [{"role": "user", "content": "Rain?"}]
     assert '"name": "weather"' in encoded(READS["tools"] + TEMPLATES["llama3"], message, options={"tools": [weather]})
-    assert "does not write the tools" in str(encoded(TEMPLATES["llama3"], message, options={"tools": [weather]}))
+    assert "does not write tools[0]" in str(encoded(TEMPLATES["llama3"], message, options={"tools": [weather]}))
 
 
 def test_arguments_that_the_template_never_mentions_are_named_once(caplog):

@@ -252,6 +252,32 @@ def test_stop_strings_are_found_where_the_whole_text_has_them(tokenizers, name, 
     assert num_found > 100
 
 
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize(("whole", "stop"), [("한글€😀", "😀"), ("ありがとう。はい", "。"), ("日本語\n\n", "\n\n")])
+def test_a_stop_string_is_found_among_characters_in_several_tokens(tokenizers, whole, stop, skips):
+    """A window may cut a character; byte fallback then decodes every byte of it as U+FFFD."""
+    tokenizer = tokenizers["byte fallback"]
+    text, ids = Text(tokenizer), tokenizer(whole, add_special_tokens=False)["input_ids"]
+    params = SamplingParams(stop=stop, skip_special_tokens=skips)
+    at = stop_at(text.stop_strings(params, True), ids)
+    assert at is not None and stop in tokenizer.decode(ids[:at]) and stop not in tokenizer.decode(ids[: at - 1])
+    cut = whole[: whole.index(stop)]
+    assert text.complete([Completion(ids[:at], params, True)])[0][0].lstrip(" ") == cut
+    # The first character is spread over tokens before and after `min_tokens`.
+    ids = tokenizer("😀b", add_special_tokens=False)["input_ids"]
+    params = SamplingParams(stop="b", min_tokens=len(ids) - 3, skip_special_tokens=skips)
+    assert stop_at(text.stop_strings(params, True), ids) == len(ids)
+    assert text.complete([Completion(ids, params, True)])[0][1] == "b"
+
+
+def test_a_choice_comes_back_as_it_was_given(tokenizers):
+    """SentencePiece strips a space from it."""
+    text = Text(tokenizers["stripping"])
+    params = SamplingParams(structured_outputs={"choice": [" the", "a"]})
+    ids = tokenizers["stripping"](" the", add_special_tokens=False)["input_ids"]
+    assert text.complete([Completion(ids, params, text.follows_text([5], params))]) == [(" the", None)]
+
+
 def test_a_token_has_text_unless_it_adds_nothing(tokenizers):
     """A space alone, half a character, and a space that is dropped at the beginning of a text do add text."""
     for name, tokenizer in tokenizers.items():

@@ -1,5 +1,6 @@
 """vLLM's keywords: accepted, renamed, or refused with the reason."""
 
+import copy
 import json
 import logging
 import re
@@ -149,7 +150,52 @@ def test_calls_take_vllms_arguments(llm, caplog):
     (expected,) = llm.chat(messages, GREEDY, False)
     assert not caplog.records
     (output,) = llm.chat(messages=messages, sampling_params=GREEDY, chat_template_content_format="auto")
-    assert output.token_ids == expected.token_ids and not caplog.records
+    assert output.token_ids == expected.token_ids
+    with pytest.raises(TypeError, match="the third argument is use_tqdm, not token ids; give those as the prompts"):
+        llm.generate(question, GREEDY, [[1, 2]])
+
+
+def test_as_many_completions_to_choose_from_as_to_return_are_a_neutral_value():
+    assert SamplingParams(n=3, best_of=3) == SamplingParams(n=3)
+    with pytest.raises(ValueError, match="best_of cannot be 3; ask for n completions"):
+        SamplingParams(n=2, best_of=3)
+
+
+def test_attributes_of_the_engine_are_read_only_and_lead_to_what_to_do(llm):
+    engine = llm.llm_engine
+    assert engine.model_config.max_model_len == llm.engine.info.max_model_len
+    assert engine.model_config.hf_config.vocab_size == engine.model_config.get_vocab_size() == 259
+    assert engine.vllm_config.cache_config.block_size == llm.engine.info.kvcache_block_size
+    assert engine.tokenizer.tokenizer is engine.get_tokenizer() is llm.get_tokenizer()
+    assert engine.tokenizer.encode("ab") == [97, 98] and copy.copy(engine.tokenizer).encode("a") == [97]
+    for place, name in ((engine, "tokenizer"), (engine.model_config, "max_model_len"), (engine.tokenizer, "tokenizer")):
+        with pytest.raises(AttributeError, match=r"cannot be set; .*set_tokenizer\(\)"):
+            setattr(place, name, None)
+    with pytest.raises(AttributeError, match=r"no add_request; llm.generate_iter\(\) reads requests as they come"):
+        engine.add_request("0", "Hi", GREEDY)
+    del llm.llm_engine.model_executor
+    assert hasattr(llm.llm_engine, "model_executor") and not hasattr(engine, "add_lora")
+
+
+def test_another_tokenizer_takes_effect_from_the_next_call_on(tmp_path):
+    with LLM(MODEL_DIRECTORY, **SMALL) as llm:
+        tokenizer = copy.deepcopy(llm.get_tokenizer())
+        tokenizer.chat_template = "{{ messages[0].content }}!"
+        llm.set_tokenizer(tokenizer)
+        assert llm.render([{"role": "user", "content": "Hi"}]) == "Hi!" and llm.get_tokenizer() is tokenizer
+        with pytest.raises(TypeError, match="set_tokenizer takes one of transformers' tokenizers, not 'gpt2'"):
+            llm.set_tokenizer("gpt2")
+        assert llm.render([{"role": "user", "content": "Hi"}]) == "Hi!"
+
+
+def test_tags_of_wake_up_are_checked(llm):
+    llm.sleep()
+    with pytest.raises(ValueError, match='tags must be a list of "weights" and "kv_cache"'):
+        llm.wake_up(["zzz"])
+    llm.wake_up(["weights"])
+    assert not llm.is_sleeping and llm.reset_prefix_cache(reset_running_requests=True) is True
+    with pytest.raises(TypeError, match="unknown argument 'tags'"):
+        llm.generate("Hi", tags=["weights"])
 
 
 def test_arguments_that_ask_for_more_are_refused(llm):
@@ -225,7 +271,7 @@ def test_no_accepted_name_is_ours():
 
 def rows_of_page(table: dict[str, Accepted], any_value: bool) -> list[str]:
     rows = []
-    for name, (reason, values) in table.items():
+    for name, (reason, values, _) in table.items():
         if (values is None) == any_value:
             given = [value for value in values or () if value is not None]
             text = ", ".join(f"`{value!r}`".replace("'", '"') for value in given) or "`None`"
@@ -242,8 +288,8 @@ def test_the_page_has_each_keyword_with_its_values_and_reason():
     expected += rows_of_page(ACCEPTED_PARAMETERS, True) + rows_of_page(ACCEPTED_PARAMETERS, False)
     expected += rows_of_page(ACCEPTED_STRUCTURED_OUTPUTS, True) + rows_of_page(ACCEPTED_STRUCTURED_OUTPUTS, False)
     expected += [f"| `{theirs}` | `{ours}` |" for theirs, ours in RENAMED_ARGUMENTS.items()]
-    expected += rows_of_page(ACCEPTED_ARGUMENTS, False)
-    expected += rows_of_page(ACCEPTED_BY_RESET, False)
+    for table in (ACCEPTED_ARGUMENTS, ACCEPTED_BY_RESET):
+        expected += rows_of_page(table, True) + rows_of_page(table, False)
     assert [line for line in page.splitlines() if line.startswith("| `")] == expected
 
 
