@@ -304,11 +304,11 @@ def test_generate_keeps_the_parameters_of_the_call(llm):
 def test_the_engine_keeps_a_copy_of_the_parameters_and_checks_them(llm):
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     llm.engine.add_request([1, 2], params)
-    params.max_tokens = 9
+    params.allowed_token_ids = [65]
     finished = []
     while not llm.engine.is_finished():
         finished += llm.engine.step()
-    assert [len(seq.completion_token_ids) for seq in finished] == [3]
+    assert [seq.completion_token_ids == [65] * 3 for seq in finished] == [False]
     params.max_tokens = 0
     with pytest.raises(ValueError, match="max_tokens must be at least 1, not 0"):
         llm.engine.add_request([1, 2, 3], params)

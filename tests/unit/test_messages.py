@@ -309,7 +309,7 @@ def test_documents_of_their_own_cost_a_conversation_one_rendering_each(monkeypat
 
 def test_each_tool_and_document_is_checked_in_each_conversation():
     """A template may leave out some of them, and another conversation of the call says nothing about this one's."""
-    reads = "{% for each in documents or [] %}{% if each.title %}{{ each.text }}{% endif %}\n{% endfor %}"
+    reads = "{% for each in documents or [] %}{% if each.title %}{{ each.text }}{% endif %}{{ ' ' }}{% endfor %}"
     text, message = text_with(reads + TEMPLATES["llama3"]), [{"role": "user", "content": "Hi"}]
     good, bad = {"title": "A", "text": "The minster."}, {"text": "Rain."}
     for documents, dropped in [([bad], 0), ([good], None), ([good, bad], 1), ([good, good], None)]:

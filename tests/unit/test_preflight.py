@@ -17,6 +17,8 @@ from support.model_factory import edit_config
 import nanovllm.preflight
 from nanovllm import LLM, Preflight, PreflightSummary, PromptCheck, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
+from nanovllm.jobs.job import Job
+from nanovllm.jobs.options import JobOptions
 
 WEIGHTS = "model.safetensors"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -284,3 +286,14 @@ def test_it_starts_no_engine_and_wrong_options_import_no_torch():
     )
     command = [sys.executable, "-c", program, str(MODEL_DIRECTORY)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == ["[]", "False"]
+
+
+def test_the_models_recommendation_may_be_left_out(tmp_path):
+    """A job, whose defaults come from here, took it all the same."""
+    shutil.copytree(MODEL_DIRECTORY, tmp_path / "model")
+    (tmp_path / "model/generation_config.json").write_text('{"max_new_tokens": 3}')
+    for choice, max_tokens in (("auto", 3), ("vllm", 64)):
+        preflight = Preflight(tmp_path / "model", generation_config=choice)
+        assert preflight.get_default_sampling_params().max_tokens == max_tokens
+        options = JobOptions("in", "out", str(tmp_path / "model"), engine={"generation_config": choice})
+        assert Job(options)._preflight_of_model().get_default_sampling_params().max_tokens == max_tokens
