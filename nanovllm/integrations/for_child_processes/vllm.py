@@ -3,8 +3,10 @@
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[3]))  # if the parent process found nanovllm in its working directory
+# The parent process may have found nanovllm in its working directory.
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from nanovllm.integrations.vllm import install
 
+del sys.path[0]
 install(replace=True)
