@@ -406,8 +406,9 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(f"there is no script {script}")
     install(replace=True)
     sys.argv = words
-    # multiprocessing's spawn passes on the path, and other child processes read the environment.
-    sys.path[:1] = [str(Path.cwd() if is_module else Path(script).resolve().parent), str(_FOR_CHILDREN)]
+    # First the script's directory, or for a module the working directory. multiprocessing's spawn passes on the path;
+    # other child processes read the environment.
+    sys.path[:1] = [str(Path(script).resolve().parent), str(_FOR_CHILDREN)]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_FOR_CHILDREN), os.environ.get("PYTHONPATH")]))
     if is_module:
         runpy.run_module(script, run_name="__main__", alter_sys=True)
@@ -416,6 +417,6 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    import_module("nanovllm.integrations.vllm").main(sys.argv[1:])  # pickle finds its classes again
+    import_module("nanovllm.integrations.vllm").main(sys.argv[1:])  # so that a script's import of it finds the same
 elif not is_installed() and "vllm" not in sys.modules and find_spec("vllm") is None:
     install()

@@ -395,7 +395,13 @@ print(LLM is nanovllm.LLM, names.is_installed())
 def test_a_child_process_finds_nanovllm_where_its_parent_did(tmp_path):
     """The command finds it in the working directory, which is on no other process's path."""
     code = "import vllm.inputs, sys; print(sys.modules[vllm.LLM.__module__].__file__)"
-    (tmp_path / "script.py").write_text(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])")
+    lines = [
+        "import subprocess, sys",
+        "from nanovllm.integrations.vllm import install",
+        "install()",  # as it is already
+        f"subprocess.run([sys.executable, '-c', {code!r}], cwd=sys.path[0])",
+    ]
+    (tmp_path / "script.py").write_text("\n".join(lines))
     done = run("-m", "nanovllm.integrations.vllm", tmp_path / "script.py", cwd=ROOT, path="")
     assert done.stdout == f"{ROOT / 'nanovllm/llm.py'}\n", done.stderr
 
