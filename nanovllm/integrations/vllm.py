@@ -1,31 +1,35 @@
 """vLLM's module names, so that a script written for vLLM runs as it is.
 
     python -m nanovllm.integrations.vllm script.py arguments…
+    python -m nanovllm.integrations.vllm -m package.module arguments…
 
-runs a script with nanovllm in place of `vllm`. `import nanovllm.integrations.vllm` does the same for the imports after
-it if vLLM is not installed; `install(replace=True)` does it even if vLLM is. docs/vllm.md says which names and keywords
-work.
+runs a script with nanovllm in place of `vllm`, also in the Python processes that it starts.
+`import nanovllm.integrations.vllm` does the same for the imports after it if vLLM is not installed;
+`install(replace=True)` does it even if vLLM is. docs/vllm.md says which names and keywords work.
 """
 
 import argparse
+import functools
 import inspect
 import itertools
 import json
 import logging
+import os
 import random
 import runpy
 import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import field, make_dataclass
-from enum import Enum
+from enum import IntEnum
+from importlib import import_module
 from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, TypedDict
 
-import nanovllm
 from nanovllm import LLM, CompletionOutput, Logprob, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanovllm.accepted import (
     ACCEPTED_OPTIONS,
@@ -38,6 +42,12 @@ from nanovllm.accepted import (
     TEXT_ONLY,
     UPDATE_WEIGHTS,
 )
+from nanovllm.outputs import RequestMetrics
+
+# Scripts compare the version of vLLM before they choose names and keywords.
+VERSION = "0.11.0"
+# On the path of child processes, where `import vllm` then finds a file that calls `install`.
+_FOR_CHILDREN = Path(__file__).parent / "for_child_processes"
 
 _OFFLINE = "llm.generate() takes all prompts at once, and llm.generate_iter() gives results as they finish"
 
@@ -50,13 +60,15 @@ REFUSED_CLASSES = {
     MERGE: "LoRARequest",
     UPDATE_WEIGHTS: "Worker",
     NO_TRANSFERS: "KVTransferConfig",
+    "LLM takes each option as a keyword": "ModelConfig VllmConfig",
     "docs/models.md lists the architectures, and says how to add one": "ModelRegistry",
 }
 REFUSED_IMPORTS = {
     TEXT_ONLY: "vllm.assets vllm.multimodal",
     "nanovllm serves no API; `nanovllm run-batch` answers the requests of a file": "vllm.entrypoints",
-    "nanovllm reads no environment variable of vLLM's; leave it out": "vllm.envs",
     MERGE: "vllm.lora",
+    "SamplingParams(logits_processors=[…]) takes functions": "vllm.v1.sample",
+    "use SamplingParams(structured_outputs=StructuredOutputsParams(…))": "vllm.model_executor.guided_decoding",
     UPDATE_WEIGHTS: "vllm.model_executor",
     REPLICAS: "vllm.utils.get_ip vllm.utils.get_open_port vllm.utils.network_utils",
 }
@@ -80,23 +92,58 @@ class _Refused(type):
         raise AttributeError(f"nanovllm has no {cls.__name__}.{name}; {cls.__doc__}")
 
 
-class _Option(argparse.Action):
-    """`--name value`, `--name` for True, or `--no-name` for False."""
+def text(value: str) -> str | None:
+    return None if value == "None" else value
 
-    def __call__(self, parser: Any, namespace: Any, value: Any, option_string: str | None = None) -> None:
-        setattr(namespace, self.dest, value if not str(option_string).startswith("--no-") else False)
+
+def number(value: str) -> int | float | None:
+    """`value` as a number. "8k" is 8,000 and "8K" is 8,192, as in vLLM."""
+    if value == "None":
+        return None
+    if scale := {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}.get(value[-1:]):
+        return int(float(value[:-1]) * scale)
+    return int(value) if value.strip("+-").isdigit() else float(value)
+
+
+def json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return text(value)
+
+
+_PARAMETERS = inspect.signature(LLM).parameters
+# The options' defaults. Scripts read these; None means the default of any other option that LLM accepts.
+_OPTIONS: dict[str, Any] = {
+    **{name: parameter.default for name, parameter in _PARAMETERS.items()},
+    **dict.fromkeys([*RENAMED_OPTIONS, *ACCEPTED_OPTIONS]),
+    "model": "Qwen/Qwen3-0.6B",
+    **dict(pipeline_parallel_size=1, data_parallel_size=1, swap_space=4, trust_remote_code=False, enable_lora=False),
+}
+_SHORT = dict(tensor_parallel_size="-tp", pipeline_parallel_size="-pp", quantization="-q", compilation_config="-O")
+# How the names of switches begin, among the options that accept any value.
+_SWITCHES = "async_ disable_ enable_ guided_decoding_disable_ language_ multi_ skip_ trust_ use_ worker_use_"
+
+
+def _reading(name: str) -> dict[str, Any]:
+    """How argparse reads an option: `--name` and `--no-name`, or `--name value`."""
+    switch, parameter = {"action": argparse.BooleanOptionalAction}, _PARAMETERS.get(RENAMED_OPTIONS.get(name, name))
+    if parameter is not None:
+        kind = str(parameter.annotation)
+        return switch if "bool" in kind else {"type": number if "int" in kind or "float" in kind else text}
+    values = ACCEPTED_OPTIONS[name].values
+    is_switch = name.startswith(tuple(_SWITCHES.split())) if values is None else any(each is False for each in values)
+    return switch if is_switch else {"type": json_or_text}
 
 
 class _EngineArgs:
-    """The options of LLM, from keywords or from a command line. None is an option's default."""
+    """The options of LLM, from keywords or from a command line."""
 
     @staticmethod
     def add_cli_args(parser: Any, async_args_only: bool = False) -> Any:
-        for name in _OPTIONS:
-            dashed = name.replace("_", "-")
-            names = [*_SHORT_OPTIONS.get(name, ()), f"--{dashed}", f"--no-{dashed}"]
-            parser.add_argument(*names, action=_Option, dest=name, nargs="?", const=True, type=_read)
-        parser.set_defaults(model=_MODEL)
+        for name, default in _OPTIONS.items():
+            names = [*_SHORT.get(name, "").split(), f"--{name.replace('_', '-')}"]
+            parser.add_argument(*names, dest=name, default=default, **_reading(name))
         return parser
 
     @classmethod
@@ -104,19 +151,12 @@ class _EngineArgs:
         return cls(**{name: value for name, value in vars(args).items() if name in _OPTIONS})
 
 
-def _read(text: str) -> Any:
-    """The value of an option: JSON, "None", or else a string."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None if text == "None" else text
+_FIELDS = [(name, Any, field(default=default)) for name, default in _OPTIONS.items()]
+EngineArgs = make_dataclass("EngineArgs", _FIELDS, bases=(_EngineArgs,), namespace={"__module__": __name__})
 
 
-_MODEL = "Qwen/Qwen3-0.6B"
-_SHORT_OPTIONS = {"tensor_parallel_size": ["-tp"], "pipeline_parallel_size": ["-pp"], "quantization": ["-q"]}
-_OPTIONS = [*dict.fromkeys([*inspect.signature(LLM).parameters, *RENAMED_OPTIONS, *ACCEPTED_OPTIONS])]
-_FIELDS = [(name, Any, field(default=_MODEL if name == "model" else None)) for name in _OPTIONS]
-EngineArgs = make_dataclass("EngineArgs", _FIELDS, bases=(_EngineArgs,))
+def _refuse_file(value: str) -> None:
+    raise argparse.ArgumentTypeError("configuration files are not read; write the file's options on the command line")
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
@@ -124,7 +164,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any):
         # A script's own option takes the place of one of LLM's that not every version of vLLM has.
-        super().__init__(*args, **{"conflict_handler": "resolve", **kwargs})
+        super().__init__(*args, **{"conflict_handler": "resolve", "allow_abbrev": False, **kwargs})
+        self.add_argument("--config", type=_refuse_file, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         return super().parse_known_args(list(map(self._spelled, sys.argv[1:] if args is None else args)), namespace)
@@ -157,31 +198,81 @@ def set_random_seed(seed: int | None) -> None:
         torch.manual_seed(seed)
 
 
-_ENDS = "cleanup_dist_env_and_memory destroy_distributed_environment destroy_model_parallel"
+class Counter:
+    """Counts up from `start`."""
+
+    def __init__(self, start: int = 0):
+        self.counter = start
+
+    def __next__(self) -> int:
+        self.counter += 1
+        return self.counter - 1
+
+    def reset(self) -> None:
+        self.counter = 0
+
+
+class CompilationConfig(SimpleNamespace):
+    """Only holds its arguments."""
+
+    def __init__(self, level: int | None = None, **options: Any):
+        super().__init__(level=level, **options)
+
+
+class _Platform:
+    """The device that `LLM(device="auto")` chooses."""
+
+    seed_everything = staticmethod(set_random_seed)
+    device_type = property(lambda self: "cuda" if import_module("torch").cuda.is_available() else "cpu")
+
+    def is_cuda(self) -> bool:
+        return self.device_type == "cuda"
+
+    def is_cpu(self) -> bool:
+        return self.device_type == "cpu"
+
+    def is_rocm(self) -> bool:
+        return False
+
+
+def init_logger(name: str) -> logging.Logger:
+    """Python's logger of this name. Its `info_once` and the like log each message once."""
+    logger = logging.getLogger(name)
+    for level in ("debug", "info", "warning"):
+        vars(logger).setdefault(f"{level}_once", functools.cache(getattr(logger, level)))
+    return logger
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """vLLM's functions that end its processes; `LLM.close` and the LLM's end do that here."""
 
 
+_ENDS = "cleanup_dist_env_and_memory destroy_distributed_environment destroy_model_parallel"
+_TYPES = "PromptType PromptInputs AnyTokenizer PromptLogprobs SampleLogprobs ChatCompletionMessageParam"
+_ENUMS = {
+    "CompilationLevel": "NO_COMPILATION DYNAMO_AS_IS DYNAMO_ONCE PIECEWISE",
+    "CompilationMode": "NONE STOCK_TORCH_COMPILE DYNAMO_TRACE_ONCE VLLM_COMPILE",
+    "RequestOutputKind": "CUMULATIVE DELTA FINAL_ONLY",
+    "SamplingType": "GREEDY RANDOM RANDOM_SEED",
+    "UsageContext": "UNKNOWN_CONTEXT LLM_CLASS API_SERVER OPENAI_API_SERVER OPENAI_BATCH_RUNNER ENGINE_CONTEXT",
+}
 _VALUES: dict[str, Any] = {
     **{name: _Refused(name, (), {"__doc__": advice}) for advice in REFUSED_CLASSES
        for name in REFUSED_CLASSES[advice].split()},
+    **{name: IntEnum(name, members, start=0, module=__name__) for name, members in _ENUMS.items()},
     **{each.__name__: each for each in (
-        LLM, SamplingParams, StructuredOutputsParams, RequestOutput, CompletionOutput, Logprob, TextPrompt,
-        TokensPrompt, EngineArgs, FlexibleArgumentParser, get_tokenizer, set_random_seed,
+        LLM, SamplingParams, StructuredOutputsParams, RequestOutput, CompletionOutput, RequestMetrics, Logprob,
+        TextPrompt, TokensPrompt, EngineArgs, FlexibleArgumentParser, CompilationConfig, Counter, get_tokenizer,
+        init_logger, set_random_seed,
     )},
-    "AsyncEngineArgs": EngineArgs,
-    "CompilationConfig": SimpleNamespace,
-    "Counter": itertools.count,
-    "GuidedDecodingParams": StructuredOutputsParams,
-    "PromptType": Any,
-    "RequestOutputKind": Enum("RequestOutputKind", {"CUMULATIVE": 0, "DELTA": 1, "FINAL_ONLY": 2}),
-    "StructuredOutputsConfig": SimpleNamespace,
-    # Scripts compare the version of vLLM before they choose names and keywords.
-    "__version__": f"0.11.0+nanovllm.{nanovllm.__version__}",
+    **dict.fromkeys(_TYPES.split(), Any),
     **dict.fromkeys(_ENDS.split(), _nothing),
-    "init_logger": logging.getLogger,
+    "AsyncEngineArgs": EngineArgs,
+    "GuidedDecodingParams": StructuredOutputsParams,
+    "StructuredOutputsConfig": SimpleNamespace,
+    "__version__": VERSION,
+    "__version_tuple__": tuple(map(int, VERSION.split("."))),
+    "current_platform": _Platform(),
     "random_uuid": lambda: uuid.uuid4().hex,
 }  # fmt: skip
 # Scripts that train beside vLLM replace this check with a mock before they make the LLM.
@@ -189,38 +280,47 @@ _VALUES["Worker"]._assert_memory_footprint_increased_during_profiling = _nothing
 
 MODULES = {
     "vllm": "LLM SamplingParams RequestOutput CompletionOutput TextPrompt TokensPrompt EngineArgs AsyncEngineArgs "
-    "__version__ LLMEngine AsyncLLMEngine PoolingParams PoolingRequestOutput ModelRegistry",
-    "vllm.config": "CompilationConfig StructuredOutputsConfig KVTransferConfig PoolerConfig",
+    "__version__ __version_tuple__ LLMEngine AsyncLLMEngine PoolingParams PoolingRequestOutput ModelRegistry",
+    "vllm.config": "CompilationConfig CompilationLevel CompilationMode StructuredOutputsConfig KVTransferConfig "
+    "ModelConfig PoolerConfig VllmConfig",
     "vllm.distributed": _ENDS,
     "vllm.distributed.parallel_state": _ENDS,
     "vllm.engine.arg_utils": "EngineArgs AsyncEngineArgs",
     "vllm.engine.async_llm_engine": "AsyncLLMEngine",
     "vllm.engine.llm_engine": "LLMEngine",
+    "vllm.entrypoints.chat_utils": "ChatCompletionMessageParam",
     "vllm.entrypoints.llm": "LLM",
     "vllm.envs": "",
-    "vllm.inputs": "TextPrompt TokensPrompt PromptType",
-    "vllm.inputs.data": "TextPrompt TokensPrompt PromptType",
+    "vllm.inputs": "TextPrompt TokensPrompt PromptType PromptInputs",
+    "vllm.inputs.data": "TextPrompt TokensPrompt PromptType PromptInputs",
     "vllm.logger": "init_logger",
-    "vllm.logprobs": "Logprob",
+    "vllm.logprobs": "Logprob PromptLogprobs SampleLogprobs",
     "vllm.lora.request": "LoRARequest",
     "vllm.model_executor": "set_random_seed",
     "vllm.model_executor.parallel_utils.parallel_state": "destroy_model_parallel",
     "vllm.model_executor.utils": "set_random_seed",
     "vllm.outputs": "RequestOutput CompletionOutput PoolingRequestOutput EmbeddingRequestOutput "
     "ClassificationRequestOutput ScoringRequestOutput",
+    "vllm.platforms": "current_platform",
     "vllm.pooling_params": "PoolingParams",
     "vllm.sampling_params": "SamplingParams StructuredOutputsParams GuidedDecodingParams RequestOutputKind "
-    "BeamSearchParams",
-    "vllm.sequence": "Logprob",
+    "SamplingType BeamSearchParams",
+    "vllm.sequence": "Logprob PromptLogprobs SampleLogprobs RequestMetrics",
     "vllm.tokenizers": "get_tokenizer",
-    "vllm.transformers_utils.tokenizer": "get_tokenizer",
-    "vllm.utils": "FlexibleArgumentParser Counter random_uuid",
+    "vllm.transformers_utils.tokenizer": "get_tokenizer AnyTokenizer",
+    "vllm.usage.usage_lib": "UsageContext",
+    "vllm.utils": "FlexibleArgumentParser Counter random_uuid set_random_seed",
     "vllm.utils.argparse_utils": "FlexibleArgumentParser",
     "vllm.utils.torch_utils": "set_random_seed",
     "vllm.v1.engine.async_llm": "AsyncLLM",
-    "vllm.version": "__version__",
+    "vllm.v1.engine.llm_engine": "LLMEngine",
+    "vllm.version": "__version__ __version_tuple__",
     "vllm.worker.worker": "Worker",
 }
+# A class is of the first module that has its name, where a child process finds it again.
+for _module, _name in [(module, name) for module in reversed(MODULES) for name in MODULES[module].split()]:
+    if getattr(_VALUES[_name], "__module__", None) in (__name__, *MODULES):
+        _VALUES[_name].__module__ = _module
 
 
 def _missing(name: str) -> str:
@@ -232,21 +332,36 @@ def _missing(name: str) -> str:
 
 
 class _Module(ModuleType):
-    """A module of `MODULES`. Importing any other name of vLLM's from it fails, and says so."""
+    """A module of `MODULES`. It has no other name of vLLM's, except that vllm.envs has the environment's variables."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise ImportError(_missing(f"{self.__name__}.{name}"))
+        if self.__name__ == "vllm.envs" and name.isupper():
+            return os.environ.get(name)
+        raise AttributeError(name if name.startswith("__") else _missing(f"{self.__name__}.{name}"))
+
+
+class _Metadata(Distribution):
+    """The installed package `vllm`, for `importlib.metadata.version`."""
+
+    def read_text(self, filename: str) -> str | None:
+        return f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}\n" if filename == "METADATA" else None
+
+    def locate_file(self, path: Any) -> Any:
+        return _FOR_CHILDREN / path
 
 
 class _Finder:
-    """Says why a module of vLLM's is missing. It is the last finder, and finds nothing."""
+    """Says why a module or a name of vLLM's is missing, and finds no module."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> None:
         if name.startswith("vllm.") and is_installed():
-            raise ModuleNotFoundError(_missing(name), name=name)
+            # Without the error's `name`: `from vllm import name` would drop the message of an error that has it.
+            raise ModuleNotFoundError(_missing(name))
+
+    @staticmethod
+    def find_distributions(context: Any) -> list[Distribution]:
+        return [_Metadata()] if context.name == "vllm" and is_installed() else []
 
 
 def is_installed() -> bool:
@@ -277,22 +392,31 @@ def install(replace: bool = False) -> None:
         parent, _, child = name.rpartition(".")
         if parent:
             vars(sys.modules[parent])[child] = module
-    sys.meta_path.append(_Finder)
+    sys.meta_path.insert(0, _Finder)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs a script with its arguments, as `python script.py arguments…` would."""
-    if not arguments or arguments[0].startswith("-"):
-        sys.exit("usage: python -m nanovllm.integrations.vllm script.py [arguments …]")
-    if not Path(arguments[0]).is_file():
-        sys.exit(f"there is no script {arguments[0]}")
+    """Runs a script with its arguments as `python script.py arguments…` would, or a module as `python -m` would."""
+    is_module = arguments[:1] == ["-m"]
+    words = [*arguments[is_module:]]
+    if not words or words[0].startswith("-"):
+        sys.exit("usage: python -m nanovllm.integrations.vllm (script.py | -m module) [arguments …]")
+    script = words[0]
+    if not is_module and not Path(script).is_file():
+        sys.exit(f"there is no script {script}")
     install(replace=True)
-    sys.argv = [*arguments]
-    sys.path[0] = str(Path(arguments[0]).resolve().parent)
-    runpy.run_path(arguments[0], run_name="__main__")
+    sys.argv = words
+    # First the script's directory, or for a module the working directory. multiprocessing's spawn passes on the path;
+    # other child processes read the environment.
+    sys.path[:1] = [str(Path(script).resolve().parent), str(_FOR_CHILDREN)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_FOR_CHILDREN), os.environ.get("PYTHONPATH")]))
+    if is_module:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    import_module("nanovllm.integrations.vllm").main(sys.argv[1:])  # so that a script's import of it finds the same
 elif not is_installed() and "vllm" not in sys.modules and find_spec("vllm") is None:
     install()

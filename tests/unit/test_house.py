@@ -76,6 +76,7 @@ LONG_FILES = {
     "engine/llm_engine.py": "the loop, and all that may happen to an engine between two steps",
     "engine/scheduler.py": "one rule with its state: admission, growth, preemption, commit",
     "runner/model_runner.py": "one device's life cycle, in the order of its life",
+    "integrations/vllm.py": "tables of vLLM's names, and the few that need code",
     "runner/sequence_table.py": "the only maker of a Batch: what is sent, and what is made of it",
 }
 LONG_FUNCTIONS = {

@@ -2,13 +2,17 @@
 
 import dataclasses
 import importlib
+import inspect
 import os
+import pickle
 import random
 import re
 import subprocess
 import sys
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -18,7 +22,7 @@ from support.vllm_scripts import vllm_names
 from transformers import AutoTokenizer
 
 import nanovllm
-from nanovllm.accepted import REFUSED_ATTRIBUTES
+from nanovllm.accepted import ACCEPTED_OPTIONS, REFUSED_ATTRIBUTES
 from nanovllm.demo import MODEL_DIRECTORY
 
 with vllm_names() as vllm_page:
@@ -70,8 +74,8 @@ if __name__ == "__main__":
 """
 
 
-def run(*arguments: object, cwd: Path) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+def run(*arguments: object, cwd: Path, path: str = os.pathsep.join(sys.path)) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": path}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
 
@@ -90,7 +94,10 @@ def test_a_script_written_for_vllm_runs_as_it_is(tmp_path):
     ("code", "message"),
     [
         ("from vllm import Nonsense", "nanovllm has no vllm.Nonsense; docs/vllm.md lists"),
-        ("from vllm.sampling_params import SamplingType", "nanovllm has no vllm.sampling_params.SamplingType; docs/"),
+        (
+            "from vllm.sampling_params import MISSING",
+            "nanovllm has no vllm.sampling_params.MISSING; docs/vllm.md lists",
+        ),
         ("import vllm.core.scheduler", "nanovllm has no vllm.core; docs/vllm.md lists"),
         ("from vllm.v1.core import Scheduler", r"nanovllm has no vllm.v1.core; docs/vllm.md lists"),
         ("from vllm.entrypoints.openai.api_server import run_server", "no vllm.entrypoints.openai; nanovllm serves"),
@@ -98,7 +105,11 @@ def test_a_script_written_for_vllm_runs_as_it_is(tmp_path):
         ("from vllm.multimodal.utils import fetch_image", "no vllm.multimodal; nanovllm reads text only"),
         ("from vllm.model_executor.layers.sampler import Sampler", "no vllm.model_executor.layers; llm.update_weights"),
         ("from vllm.utils import get_open_port", "no vllm.utils.get_open_port; a job's --data-parallel-size"),
-        ("import vllm.envs; vllm.envs.VLLM_USE_V1", "no vllm.envs.VLLM_USE_V1; nanovllm reads no environment variable"),
+        (
+            "from vllm.v1.sample.logits_processor import BatchUpdate",
+            r"nanovllm has no vllm.v1.sample; SamplingParams\(",
+        ),
+        ("import vllm.model_executor.guided_decoding", "no vllm.model_executor.guided_decoding; use SamplingParams"),
     ],
     ids=lambda value: value if value.startswith(("from", "import")) else "",
 )
@@ -114,7 +125,8 @@ def test_a_class_that_is_refused_can_be_imported_and_named_but_not_used(name):
         refused = getattr(importlib.import_module(module), name)
         advice = next(advice for advice, names in page.REFUSED_CLASSES.items() if name in names.split())
         assert (refused | None) and list[refused] and not isinstance(None, refused)
-        assert not hasattr(refused, "from_engine_args")
+        assert not hasattr(refused, "from_engine_args") and pickle.loads(pickle.dumps(refused)) is refused
+        assert repr(refused) == f"<class '{module}.{name}'>"
         with pytest.raises(ValueError, match=f"^nanovllm has no {name}; {re.escape(advice)}$"):
             refused("adapter", 1, path="x")
         with pytest.raises(AttributeError, match=f"^nanovllm has no {name}.register_model; "):
@@ -131,8 +143,52 @@ def test_every_name_can_be_imported():
         from vllm.lora.request import LoRARequest  # noqa: F401 - as scripts do
 
         assert EngineArgs is vllm.EngineArgs and issubclass(vllm.LLM, nanovllm.LLM)
-        assert vllm.__version__.startswith("0.11.0+nanovllm.") and find_spec("vllm.lora") is not None
-    assert "vllm" not in sys.modules
+        assert find_spec("vllm.lora") is not None
+    assert "vllm" not in sys.modules and find_spec("vllm") is None
+
+
+def test_a_missing_attribute_is_as_of_any_module():
+    """pickle looks for an object without a module in every module, and only takes an AttributeError for a no."""
+    with vllm_names():
+        import vllm.sampling_params
+
+        assert not hasattr(vllm, "Nonsense") and getattr(vllm.sampling_params, "Nonsense", 7) == 7
+        assert pickle.whichmodule(SimpleNamespace(__module__=None), "nonsense") == "__main__"
+        with pytest.raises(AttributeError, match=r"nanovllm has no vllm.multimodal; nanovllm reads text only"):
+            vllm.multimodal.utils  # noqa: B018
+
+
+def test_the_version_is_one_of_vllms():
+    with vllm_names():
+        import vllm.version
+
+        assert tuple(map(int, vllm.__version__.split(".")[:3])) == vllm.version.__version_tuple__ == (0, 11, 0)
+        assert metadata.version("vllm") == vllm.__version__ and metadata.metadata("vllm")["Name"] == "vllm"
+        assert metadata.version("numpy") == np.__version__
+    with pytest.raises(metadata.PackageNotFoundError):
+        metadata.version("vllm")
+
+
+def test_environment_variables_can_be_read_and_set(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V1", "1")
+    with vllm_names():
+        import vllm.envs as envs
+        from vllm.envs import VLLM_USE_V1
+
+        assert VLLM_USE_V1 == "1" and envs.VLLM_LOGGING_LEVEL is None and not hasattr(envs, "nonsense")
+        envs.VLLM_USE_V1 = False
+        assert envs.VLLM_USE_V1 is False
+
+
+def test_a_module_runs_as_python_would_run_it(tmp_path, monkeypatch, capsys):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/helper.py").write_text("from vllm import LLM")
+    lines = ["import sys", "from .helper import LLM", "print(sys.argv[1:], __package__, LLM.__name__)"]
+    (tmp_path / "package/module.py").write_text("\n".join([*lines, "assert sys.modules[__name__].LLM is LLM"]))
+    monkeypatch.chdir(tmp_path)
+    with vllm_names() as page:
+        page.main(["-m", "package.module", "--flag", "7"])
+    assert capsys.readouterr().out == "['--flag', '7'] package LLM\n"
 
 
 def test_a_check_of_vllms_worker_can_be_replaced():
@@ -162,30 +218,89 @@ def test_options_come_from_a_command_line():
         parser.add_argument("--task", choices=["gsm8k"])  # one of LLM's too
         parser.add_argument("--top-k", type=int)
         line = "--max_model_len 128 --trust-remote-code --top_k=7 --no-enable-prefix-caching -tp 2 --dtype half"
-        line += " --revision None --gpu-memory-utilization=0.5 --task gsm8k --seed 3 --model m_m --enforce_eager"
-        args = parser.parse_args([*line.split(), "--limit-mm-per-prompt", '{"image_a": 0}'])
+        line += " --revision None --gpu-memory-utilization=.5 --task gsm8k --seed -3 --model m_m --enforce_eager"
+        args = parser.parse_args([*line.split(), "--limit-mm-per-prompt", '{"image_a": 0}', "-O3"])
         assert (args.task, args.top_k) == ("gsm8k", 7)
         args.task = None
         given = {
             "max_model_len": 128, "trust_remote_code": True, "enable_prefix_caching": False, "dtype": "half",
-            "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "seed": 3, "model": "m_m", "enforce_eager": True,
-            "limit_mm_per_prompt": {"image_a": 0},
+            "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "seed": -3, "model": "m_m", "enforce_eager": True,
+            "limit_mm_per_prompt": {"image_a": 0}, "compilation_config": 3,
         }  # fmt: skip
         engine_args = EngineArgs.from_cli_args(args)
         found = dataclasses.asdict(engine_args)
-        assert {name: value for name, value in found.items() if value is not None} == given
-        assert found == vars(engine_args) == vars(EngineArgs(**given)) and "swap_space" in found
+        assert found == vars(engine_args) == vars(EngineArgs(**given)) == {**vars(EngineArgs()), **given}
         assert EngineArgs().model and EngineArgs("m").model == "m"
         with pytest.raises(TypeError, match="unexpected keyword argument 'max_len'"):
             EngineArgs(max_len=1)
 
 
+def test_the_defaults_of_engine_args_are_those_of_llm():
+    with vllm_names():
+        from vllm import EngineArgs
+
+        args = vars(EngineArgs())
+    ours = {name: each.default for name, each in inspect.signature(nanovllm.LLM).parameters.items() if name != "model"}
+    assert {name: args[name] for name in ours} == ours
+    others = {name: value for name, value in args.items() if name not in {*ours, "model"} and value is not None}
+    assert others == {
+        "pipeline_parallel_size": 1, "data_parallel_size": 1, "trust_remote_code": False, "enable_lora": False,
+        "swap_space": 4,
+    }  # fmt: skip
+    assert all(ACCEPTED_OPTIONS[name].takes(value) for name, value in others.items())
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--enforce-eager in.txt", {"enforce_eager": True, "file": "in.txt"}),
+        ("--trust-remote-code in.txt", {"trust_remote_code": True, "file": "in.txt"}),
+        ("--enable-sleep-mode in.txt", {"enable_sleep_mode": True, "file": "in.txt"}),
+        ("--enable-lora in.txt", {"enable_lora": True, "file": "in.txt"}),
+        ("--no-enable-expert-parallel in.txt", {"enable_expert_parallel": False, "file": "in.txt"}),
+        ("--max-model-len 8k", {"max_model_len": 8000}),
+        ("--max-model-len 8K", {"max_model_len": 8192}),
+        ("--max-num-batched-tokens 1m", {"max_num_batched_tokens": 10**6}),
+        ("--max-num-batched-tokens 1.5k", {"max_num_batched_tokens": 1500}),
+        ("--max-num-seqs None", {"max_num_seqs": None}),
+        ("--block-size 32", {"block_size": 32}),
+        ("--gpu-memory-utilization .8", {"gpu_memory_utilization": 0.8}),
+        ("--revision 1234567", {"revision": "1234567"}),
+        ("--model true", {"model": "true"}),
+        ("--cpu-offload-gb 0 --max-logprobs 1", {"cpu_offload_gb": 0, "max_logprobs": 1}),
+        ("--hf-overrides {}", {"hf_overrides": {}}),
+        ("--task generate", {"task": "generate"}),
+        ("--tokenizer", "argument --tokenizer: expected one argument"),
+        ("--seed many", "argument --seed: invalid number value: 'many'"),
+        ("--max-num-seq 3", "unrecognized arguments: --max-num-seq"),
+        ("--config x.yaml", "--config: configuration files are not read; write the file's options on the command line"),
+    ],
+)
+def test_an_option_takes_a_value_of_its_type_or_none(line, expected, capsys):
+    with vllm_names():
+        from vllm import EngineArgs
+        from vllm.utils import FlexibleArgumentParser
+
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        parser.add_argument("file", nargs="?")
+        if isinstance(expected, str):
+            with pytest.raises(SystemExit):
+                parser.parse_args(line.split())
+            assert expected in capsys.readouterr().err
+        else:
+            found = vars(parser.parse_args(line.split()))
+            assert found == {**vars(EngineArgs()), "file": None, **expected}
+            assert all(type(found[name]) is type(value) for name, value in expected.items())
+
+
 def test_an_llm_takes_what_vllms_methods_take():
     with vllm_names():
         from vllm import LLM, EngineArgs, SamplingParams
-        from vllm.config import CompilationConfig
+        from vllm.config import CompilationConfig, CompilationLevel
 
-        options = {"max_model_len": 128, "compilation_config": CompilationConfig(level=3), "swap_space": 4}
+        config = CompilationConfig(3, use_inductor=False)
+        assert config.level == CompilationLevel.PIECEWISE and config == CompilationConfig(level=3, use_inductor=False)
+        options = {"max_model_len": 128, "compilation_config": config, "swap_space": 4}
         llm = LLM.from_engine_args(EngineArgs(model=MODEL_DIRECTORY, **options))
         llm.sleep(level=1)
         llm.wake_up(tags=["weights"])
@@ -201,10 +316,12 @@ def test_an_llm_takes_what_vllms_methods_take():
         assert not hasattr(llm, "apply_model")
 
 
-def test_the_other_names_do_what_scripts_expect():
+def test_the_other_names_do_what_scripts_expect(caplog):
     with vllm_names():
+        from vllm.config import CompilationMode
         from vllm.logger import init_logger
         from vllm.model_executor import set_random_seed
+        from vllm.platforms import current_platform
         from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind, SamplingParams
         from vllm.transformers_utils.tokenizer import get_tokenizer
         from vllm.utils import Counter, random_uuid
@@ -219,7 +336,19 @@ def test_the_other_names_do_what_scripts_expect():
             drawn.append((random.random(), np.random.random(), torch.rand(1).item()))
         assert drawn[0] == drawn[1] and not {*drawn[1]} & {*drawn[2]}
         counter = Counter()
-        assert [next(counter), next(counter)] == [0, 1]
+        assert [next(counter), next(counter), counter.counter] == [0, 1, 2]
+        counter.reset()
+        assert next(counter) == 0 and next(Counter(5)) == 5
+        logger = init_logger("script")
+        for message in ("%s files", "%s files", "%s rows"):
+            logger.warning_once(message, 2)
+            init_logger("script").info_once(message, 3)
+        assert [record.message for record in caplog.records] == ["2 files", "2 rows"]
+        assert {caplog.records[0].funcName} == {"test_the_other_names_do_what_scripts_expect"}
+        has_cuda = torch.cuda.is_available()
+        assert current_platform.device_type == ("cuda" if has_cuda else "cpu") and not current_platform.is_rocm()
+        assert (current_platform.is_cuda(), current_platform.is_cpu()) == (has_cuda, not has_cuda)
+        assert current_platform.seed_everything is set_random_seed and CompilationMode(3).name == "VLLM_COMPILE"
         assert len({random_uuid() for _ in range(9)}) == 9 and init_logger("script").name == "script"
         guided = GuidedDecodingParams(choice=["a", "b"], backend="outlines:no-fallback", whitespace_pattern=None)
         params = SamplingParams(guided_decoding=guided, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -261,6 +390,20 @@ print(LLM is nanovllm.LLM, names.is_installed())
     assert done.stdout.splitlines() == [
         "theirs", "vLLM is installed; nanovllm.integrations.vllm.install(replace=True) takes its place", "True True",
     ], done.stderr  # fmt: skip
+
+
+def test_a_child_process_finds_nanovllm_where_its_parent_did(tmp_path):
+    """The command finds it in the working directory, which is on no other process's path."""
+    code = "import vllm.inputs, sys; print(sys.modules[vllm.LLM.__module__].__file__)"
+    lines = [
+        "import subprocess, sys",
+        "from nanovllm.integrations.vllm import install",
+        "install()",  # as it is already
+        f"subprocess.run([sys.executable, '-c', {code!r}], cwd=sys.path[0])",
+    ]
+    (tmp_path / "script.py").write_text("\n".join(lines))
+    done = run("-m", "nanovllm.integrations.vllm", tmp_path / "script.py", cwd=ROOT, path="")
+    assert done.stdout == f"{ROOT / 'nanovllm/llm.py'}\n", done.stderr
 
 
 @pytest.mark.parametrize(("arguments", "said"), [((), "usage: "), (("none.py",), "there is no script none.py")])

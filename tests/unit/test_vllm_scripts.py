@@ -84,6 +84,8 @@ PRINTING = [
     ),
     # Callables change logits.
     ("logits_processors", MODEL, "plain:  PAGED\ncapitals: False\nforced:  PAGED\n"),
+    # A process of a pool and a Python process import vllm.
+    ("graded_in_a_pool", MODEL, "grades: True False\nversion: 0.11.0\n"),
     # RequestOutput has metrics.
     ("latency", MODEL, "tokens: 32\nin order: True\nhas percentiles: True\n"),
 ]
