@@ -128,7 +128,7 @@ def takes_keywords(
                     raise TypeError(f"unknown {noun} {name!r}; {_hint(name, list(takes_none), noun, meant)}")
                 elif not accepted[name].takes(value, kwargs):
                     raise ValueError(f"{name} cannot be {value!r:.100}; {accepted[name].reason}")
-                elif value is not None and accepted[name].values is None:
+                elif value is not None and value is not False and accepted[name].values is None:
                     unneeded.append(f"{name} ({accepted[name].reason})")
             if unneeded:
                 _warn_once(f"{of or function.__name__}: some {noun}s change nothing: {'; '.join(unneeded)}")

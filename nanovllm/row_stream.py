@@ -182,7 +182,7 @@ class RowStream:
         try:
             # The engine gets an empty prompt instead of one that cannot run, so that it uses up its number too.
             token_ids = prompt.token_ids if error is None else []
-            request_id = self._engine.add_request(token_ids, params, predicates, prompt.first_scored)
+            request_id = self._engine.add_request(token_ids, params, predicates, prompt.first_scored, may_change=False)
             self._running[request_id] = _Request(self.num_read, prompt, params.n, time.time())
             return request_id
         except ValueError as problem:

@@ -91,6 +91,7 @@ class LLMEngine:
         sampling_params: SamplingParams,
         stop_predicates: StopPredicate | list[StopPredicate] | None = None,
         first_scored: int = 1,
+        may_change: bool = True,
     ) -> int:
         """Queues a request and returns its id, which is the id of its first completion; the others' ids follow it.
 
@@ -98,12 +99,13 @@ class LLMEngine:
 
         Args:
             prompt_token_ids: the prompt.
-            sampling_params: how to sample it; the engine keeps a copy.
+            sampling_params: how to sample it.
             stop_predicates: one for each of its `n` completions, or one for the only completion. It is called with
                 each new token in order; True ends the completion. An exception from it fails the step and empties the
                 engine. It cannot call the engine itself, and heeds `min_tokens` itself. With `structured_outputs` each
                 must be a TokenGuide.
             first_scored: with `prompt_logprobs`, the first token of the prompt to score, at least 1.
+            may_change: the caller may change `sampling_params` later, so check them and keep a copy.
 
         Raises:
             TypeError: the prompt holds something other than integers.
@@ -116,8 +118,9 @@ class LLMEngine:
         self.num_requests += 1
         self._num_sequences += n
         try:
-            sampling_params.check()
-            sampling_params = sampling_params.clone()
+            if may_change:
+                sampling_params.check()
+                sampling_params = sampling_params.clone()
             prompt = check_request(prompt_token_ids, sampling_params, self.info, first_scored)
             predicates = self._predicates(stop_predicates, sampling_params, prompt)
         except (TypeError, ValueError):
