@@ -240,7 +240,8 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of one conversation, for which `chat` computes an answer. See `chat` for the arguments.
+        """The text of one conversation, for which `chat` computes an answer. `chat_template_kwargs` may hold `tools`,
+        `documents` and `chat_template` too.
 
         Raises:
             TypeError, ValueError: the chat template cannot render it.
@@ -298,7 +299,7 @@ class LLM:
             TypeError: this is not one of transformers' tokenizers.
             RuntimeError: the LLM is closed or busy with another call.
         """
-        if not hasattr(tokenizer, "convert_ids_to_tokens"):
+        if isinstance(tokenizer, type) or not hasattr(tokenizer, "convert_ids_to_tokens"):
             raise TypeError(f"set_tokenizer takes one of transformers' tokenizers, not {tokenizer!r:.100}")
         self._alter(self._use, Text(tokenizer))
 
@@ -542,7 +543,7 @@ def make_runner(config: Config) -> Runner:
 def _is_shown(use_tqdm: Any) -> bool:
     if isinstance(use_tqdm, (list, tuple)):
         raise TypeError("the third argument is use_tqdm, not token ids; give those as the prompts")
-    return boolean("use_tqdm", use_tqdm)
+    return boolean("use_tqdm", bool(use_tqdm) if use_tqdm in (True, False) else use_tqdm)
 
 
 class _Progress:

@@ -51,10 +51,12 @@ class LogitsProcessors:
 
 def _checked(changed: Any, logits: Any) -> Any:
     """A function's result, as logits like those that it was given."""
-    if type(changed) is not type(logits) or changed.shape != logits.shape or changed.is_complex():
-        found = getattr(changed, "shape", type(changed).__name__)
-        raise TypeError(f"it must return a tensor of real numbers of shape {list(logits.shape)}, not {found}")
-    changed = changed.to(logits)
+    like = (logits.layout, logits.shape)
+    if not hasattr(changed, "layout") or (changed.layout, changed.shape) != like or not changed.is_floating_point():
+        names = [name for name in ("layout", "dtype", "shape") if hasattr(changed, name)]
+        found = ", ".join(f"{name} {getattr(changed, name)}" for name in names) or type(changed).__name__
+        raise TypeError(f"it must return a floating-point tensor of shape {list(logits.shape)}, not {found}")
+    changed = changed.detach().to(logits)
     if not bool((changed < float("inf")).all()):  # NaN is not below it either
         raise ValueError("it returned NaN or infinity; use -inf to ban a token, and a large number to force one")
     return changed
@@ -62,4 +64,5 @@ def _checked(changed: Any, logits: Any) -> Any:
 
 def _takes_prompt(processor: Callable[..., Any]) -> bool:
     parameters = inspect.signature(processor).parameters.values()
-    return sum(each.default is each.empty for each in parameters) == 3
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(each.kind in kinds and each.default is each.empty for each in parameters) == 3

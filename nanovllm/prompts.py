@@ -111,7 +111,7 @@ def without_dict(prompt: Any) -> Any:
 
 
 def _is_neutral(key: Any, value: Any) -> bool:
-    return key == "cache_salt" or (isinstance(value, Mapping) and not value and key not in _CONVERSATION_KEYS)
+    return key == "cache_salt" or (key in ("multi_modal_data", "mm_processor_kwargs") and not value)
 
 
 def as_token_ids(prompt: Any) -> list[int] | ValueError:

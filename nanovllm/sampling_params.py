@@ -185,9 +185,9 @@ class SamplingParams:
         if name in _CHECKS:
             value = _DEFAULTS[name] if value is None and name != "max_tokens" else value
             object.__setattr__(self, name, _CHECKS[name](value))
-        else:
+        elif name not in ACCEPTED_PARAMETERS or not ACCEPTED_PARAMETERS[name].takes(value, vars(self)):
             try:
-                SamplingParams(**{name: value})  # accepts a keyword that changes nothing, or says what to do
+                SamplingParams(**{name: value})  # says what to do
             except TypeError as error:
                 raise AttributeError(str(error)) from None
 
@@ -258,7 +258,7 @@ def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
 
 
 def _copy(params: SamplingParams) -> SamplingParams:
-    copy = object.__new__(SamplingParams)
+    copy = object.__new__(type(params))
     vars(copy).update(vars(params))
     return copy
 

@@ -20,7 +20,8 @@ _NUMBER_KEYWORDS = (
     "const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
 )  # fmt: skip
 _MAX_EXACT = 2**53 - 1
-_WHITESPACE = re.compile(r"(\\[nrts]|[ \n\r\t]|[\[\]()|*+?{},0-9])*")  # with the operators of regular expressions
+# With the operators of regular expressions. Rust's \\s has more than JSON's four.
+_WHITESPACE = re.compile(r"(\\[nrts]|[ \n\r\t]|\(\?:|[\[\]()|*+?]|\{[0-9]+(,[0-9]*)?\})*")
 # Complaints of Python's `re` that are errors for llguidance too. Others are ignored, because its syntax has more.
 _SURELY_WRONG = ("unterminated", "unbalanced", "nothing to repeat", "min repeat greater", "(end of pattern)")
 
@@ -115,7 +116,12 @@ class StructuredOutputsParams:
             if given[0] not in ("json", "json_object"):
                 raise ValueError(f"whitespace_pattern is for json and json_object; leave it out with {given[0]}")
             if not _WHITESPACE.fullmatch(self.whitespace_pattern):
-                raise ValueError(f"whitespace_pattern must match only whitespace, not {self.whitespace_pattern!r}")
+                raise ValueError(
+                    "whitespace_pattern must be made of spaces, \\n, \\r, \\t, \\s and operators, "
+                    f"not {self.whitespace_pattern!r}"
+                )
+            classes = re.sub(r"\[[^\]]*\]", lambda found: found[0].replace(r"\s", r" \t\n\r"), self.whitespace_pattern)
+            put("whitespace_pattern", classes.replace(r"\s", r"[ \t\n\r]"))
 
     @classmethod
     def from_optional(cls, **parameters: Any) -> "StructuredOutputsParams":
@@ -219,7 +225,7 @@ def _schemas_in(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
             for keyword, each in part.items():
                 if keyword in _DICTS_OF_SCHEMAS and isinstance(each, dict):
                     parts += each.values()
-                elif keyword not in _DATA_KEYWORDS and not keyword.startswith("x-"):
+                elif keyword not in _DATA_KEYWORDS:
                     parts.append(each)
         elif isinstance(part, list):
             parts += part

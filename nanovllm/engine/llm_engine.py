@@ -105,7 +105,7 @@ class LLMEngine:
                 engine. It cannot call the engine itself, and heeds `min_tokens` itself. With `structured_outputs` each
                 must be a TokenGuide.
             first_scored: with `prompt_logprobs`, the first token of the prompt to score, at least 1.
-            may_change: the caller may change `sampling_params` later, so check them and keep a copy.
+            may_change: the caller may change `sampling_params` later, so they are checked and copied.
 
         Raises:
             TypeError: the prompt holds something other than integers.
@@ -138,6 +138,10 @@ class LLMEngine:
         sequences = completions_of(first)
         for seq, predicate in zip(sequences, predicates, strict=True):
             seq.stop_predicate = predicate
+        self._queue(sequences)
+        return seq_id
+
+    def _queue(self, sequences: list[Sequence]) -> None:
         try:
             self.runner.request_added(sequences)
             for seq in sequences:
@@ -146,7 +150,6 @@ class LLMEngine:
         except BaseException:  # Ctrl-C: the runner may know of a request that the scheduler lacks
             self._empty()
             raise
-        return seq_id
 
     def _predicates(self, given: Any, params: SamplingParams, prompt: Iterable[int]) -> list[Any]:
         """A stop predicate, or None, for each completion of a request; see `add_request`."""

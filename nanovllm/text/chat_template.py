@@ -1,12 +1,14 @@
 """The chat template: renders conversations as text, in which special tokens of messages may stay ordinary text."""
 
 import copy
+import inspect
 import logging
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
+from json import dumps
 from types import MappingProxyType
 from typing import Any
 
@@ -31,6 +33,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self._forms: dict[tuple[Any, ...], Form | None] = {}
+        self._unwritten: dict[tuple[Any, ...], int | None] = {}
         # Arguments that need no warning, or no second one.
         self._known_names = {"chat_template", "add_generation_prompt", "continue_final_message", *_LISTS}
 
@@ -48,9 +51,15 @@ class ChatTemplate:
         taken = {"conversation", "tokenize", *given} & set(template_kwargs or ())
         if taken:
             raise TypeError(f"chat_template_kwargs must not hold {', '.join(sorted(taken))}; nanovllm sets that itself")
-        options = plain({"add_generation_prompt": True, **(template_kwargs or {}), **given, "tokenize": False})
-        for name in ("add_generation_prompt", "continue_final_message"):
-            boolean(name, options.get(name, False))
+        options = {"add_generation_prompt": True, **(template_kwargs or {}), **given, "tokenize": False}
+        for name, default in (("add_generation_prompt", True), ("continue_final_message", False)):
+            if options.get(name, default) is None:  # Parquet gives every row the fields of all
+                options[name] = default
+            boolean(name, options.get(name, default))
+        for name in _LISTS:
+            if options.get(name) is not None:
+                options[name] = _as_list(name, options[name])
+        options = plain(options)
         if not isinstance(options.get("chat_template"), (str, type(None))):
             raise TypeError(f"chat_template must be a string, not {options['chat_template']!r:.100}")
         template = options.get("chat_template") or getattr(self._tokenizer, "chat_template", None)
@@ -76,20 +85,16 @@ class ChatTemplate:
                 for_template = {name: marks.hide(options[name]) for name in _LISTS if name in options}
                 messages, options = marks.hide(messages), {**options, **for_template}
             written = self._form_read(messages, options).of(messages)
-            text = self._tokenizer.apply_chat_template(written, **options)
             for name in _LISTS:
                 if options.get(name):
-                    self._check_written(name, written, options, text)
-            return text
+                    self._check_written(name, written, options)
+            return self._tokenizer.apply_chat_template(written, **options)
         except Exception as error:  # templates raise all kinds of errors
             return ValueError(f"the chat template cannot render the conversation: {error}")
 
     def _form_read(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> Form:
         """The form of the conversation that the template reads; a ValueError if it leaves a part of that out."""
-        # A script may replace the tokenizer's template, and an argument may choose another part of it.
-        template = options.get("chat_template") or self._tokenizer.chat_template
-        others = {name: bool(value) if name in _LISTS else value for name, value in options.items()}
-        key = str(template), shape_of(messages), str(others)
+        key = self._key(messages, options)
         if key not in self._forms:
             if len(self._forms) == _MAX_SHAPES:
                 self._forms.clear()
@@ -99,15 +104,30 @@ class ChatTemplate:
             raise ValueError("it does not write the tool calls; leave them out, or pass another chat_template=…")
         return form
 
-    def _check_written(self, name: str, messages: list[dict[str, Any]], options: Mapping[str, Any], text: str) -> None:
-        """Raises a ValueError if the text is the same, but for spaces, without one of the tools or documents."""
-        given = list(options[name])
-        for index in range(len(given)):
-            without, others = "", given[:index] + given[index + 1 :]
-            with suppress(Exception):  # the template may need it
-                without = self._tokenizer.apply_chat_template(messages, **{**options, name: others or None})
-            if "".join(without.split()) == "".join(text.split()):
-                raise ValueError(f"it does not write {name}[{index}]; leave it out, or pass another chat_template=…")
+    def _key(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Equal for conversations that a template reads in the same way."""
+        # A script may replace the tokenizer's template, and an argument may choose another part of it.
+        template = options.get("chat_template") or self._tokenizer.chat_template
+        others = {name: bool(value) if name in _LISTS else value for name, value in options.items()}
+        return str(template), shape_of(messages), str(others)
+
+    def _check_written(self, name: str, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> None:
+        """Raises a ValueError if the template leaves out one of the tools or documents: of copies with a mark in each
+        text, it writes no mark of it. The answer is remembered for lists of the same structure."""
+        given = options[name]
+        key = *self._key(messages, options), name, dumps(_structure(given), default=str)
+        if key not in self._unwritten:
+            if len(self._unwritten) == _MAX_SHAPES:
+                self._unwritten.clear()
+            marks = [f"zq{index}qz" for index in range(len(given))]
+            marked = [_marked(item, mark) for item, mark in zip(given, marks, strict=True)]
+            text = "".join(marks)
+            with suppress(Exception):  # a template may refuse what it does not expect
+                text = self._tokenizer.apply_chat_template(messages, **{**options, name: marked})
+            missing = (at for at, mark in enumerate(marks) if mark not in text and marked[at] != given[at])
+            self._unwritten[key] = next(missing, None)
+        if (index := self._unwritten[key]) is not None:
+            raise ValueError(f"it does not write {name}[{index}]; leave it out, or pass another chat_template=…")
 
     @cached_property
     def marks(self) -> "Marks":
@@ -165,6 +185,37 @@ class Marks:
             shown = None if isinstance(text, ValueError) else _replaced(text, contents)
             prompts.append(EncodedPrompt.of(shown, found))
         return prompts
+
+
+def _as_list(name: str, value: Any) -> list[Any]:
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be a list, not {value!r:.100}")
+    from transformers.utils import get_json_schema  # slow to import
+
+    # transformers takes functions as tools, too.
+    return [get_json_schema(item) if inspect.isfunction(item) else item for item in value]
+
+
+def _structure(value: Any) -> Any:
+    """A value with whether each text is empty, in place of the text."""
+    if isinstance(value, Mapping):
+        return {str(key): _structure(part) for key, part in value.items()}
+    return (
+        [_structure(part) for part in value]
+        if isinstance(value, list)
+        else bool(value)
+        if isinstance(value, str)
+        else value
+    )
+
+
+def _marked(value: Any, mark: str) -> Any:
+    """A value with a mark at the end of each text, but for those that name a type."""
+    if isinstance(value, Mapping):
+        return {key: part if key == "type" else _marked(part, mark) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_marked(part, mark) for part in value]
+    return value + mark if isinstance(value, str) and value else value
 
 
 def _replaced(value: Any, texts: Mapping[str, str]) -> Any:

@@ -22,7 +22,7 @@ class StopStrings:
     def __init__(self, text: Tokenizer, params: SamplingParams, follows_text: bool = False):
         self._text = text
         self._stop, self._min_tokens, self._skips = params.stop, params.min_tokens, params.skip_special_tokens
-        self._follows_text = follows_text
+        self._follows_text, self._is_cut = follows_text, False
         self._window_size = max(len(stop.encode()) for stop in params.stop) + 4
         # A special token may be left out of the text.
         self._stop_ids = {text.special_ids[stop] for stop in params.stop if stop in text.special_ids}
@@ -47,11 +47,11 @@ class StopStrings:
         if not self._text.has_text(token_id, self._skips):
             return False
         if not counts or len(self._window) == self._window_size:
-            self._follows_text = True  # a text of which the window holds no token
+            self._follows_text = self._is_cut = True  # a text of which the window holds no token
         if not counts:
             return False
         self._window = [*self._window[1 - self._window_size :], token_id]
-        whole = self._text.whole_characters(self._window)
+        whole = self._text.whole_characters(self._window, self._is_cut)
         text = self._text.decode([whole], self._skips, [self._follows_text])[0]
         return any(stop in text for stop in self._stop)
 

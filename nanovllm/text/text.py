@@ -207,14 +207,20 @@ class Text(Tokenizer):
         decoded = self.decode([each.token_ids for each in completions], skips, follows)
         return list(map(self._cut, decoded, completions))
 
+    def _choice_of(self, completion: Completion) -> str | None:
+        """The choice that a completion spells in full; SentencePiece strips and adds leading spaces of texts."""
+        form, token_ids = completion.params.structured_outputs, completion.token_ids
+        if form is None or form.choice is None or not completion.params.skip_special_tokens or not token_ids:
+            return None
+        spelled = token_ids[:-1] if token_ids[-1] in self.special_ids.values() else token_ids
+        found = self.tokenizer(list(form.choice), add_special_tokens=False)["input_ids"]
+        return next((choice for choice, ids in zip(form.choice, found, strict=True) if ids == spelled), None)
+
     def _cut(self, text: str, completion: Completion) -> tuple[str, str | None]:
         token_ids, params, follows_text = completion
-        before = self.whole_characters(token_ids[: params.min_tokens]) if params.stop else []
+        before = self.whole_characters(token_ids[: params.min_tokens], is_cut=False) if params.stop else []
         start = len(self.decode([before], params.skip_special_tokens, [follows_text])[0]) if before else 0
-        text, stop = cut(text, start, params)
-        choices = params.structured_outputs.choice if params.structured_outputs is not None else None
-        if choices is not None and text not in choices:  # SentencePiece adds and strips leading spaces
-            text = next((choice for choice in choices if choice.lstrip(" ") == text.lstrip(" ")), text)
+        text, stop = cut(self._choice_of(completion) or text, start, params)
         if stop is None and token_ids and len(token_ids) > params.min_tokens:
             stop = next((stop for stop in params.stop if self.special_ids.get(stop) == token_ids[-1]), None)
         return text, stop

@@ -193,14 +193,15 @@ class Tokenizer:
         is_part = byte is not None or in_bytes != whole
         return TokenPiece(text, in_bytes, len(text) - len(first), is_part, byte is not None)
 
-    def whole_characters(self, token_ids: list[int]) -> list[int]:
-        """A part of a completion without the bytes of characters that its ends cut. Byte fallback decodes all bytes
-        beside a cut character as U+FFFD."""
+    def whole_characters(self, token_ids: list[int], is_cut: bool) -> list[int]:
+        """A part of a completion without the bytes of characters that its end cuts, and its beginning if `is_cut`. Byte
+        fallback decodes all bytes beside a cut character as U+FFFD."""
         pieces = [self.piece(token_id, True, True) for token_id in token_ids]
         if not any(piece is not None and piece.is_byte for piece in (*pieces[:1], *pieces[-1:])):
             return token_ids
         parts = [(piece.in_bytes or b"") if piece is not None and piece.is_byte else b"" for piece in pieces]
-        start = next((index for index, part in enumerate(parts) if not part or part[0] & 0xC0 != 0x80), len(parts))
+        ends = (index for index, part in enumerate(parts) if not part or part[0] & 0xC0 != 0x80)
+        start = next(ends, len(parts)) if is_cut else 0
         decoder = getincrementaldecoder("utf-8")("ignore")
         decoder.decode(b"".join(part or b" " for part in parts[start:]))
         num_pending = len(decoder.getstate()[0])

@@ -594,7 +594,7 @@ _MUTANTS_OF_FILE = {
     "text/chat_template.py": [
         planted(
             "a document that the template leaves out is dropped without a word",
-            'if "".join(without.split()) == "".join(text.split()):', "if without == text:",
+            "if mark not in text and marked[at] != given[at])", "if mark not in text and at and False)",
             "test_messages.py::test_each_tool_and_document_is_checked_in_each_conversation"),
         planted(
             "text that looks like a special token becomes one again",

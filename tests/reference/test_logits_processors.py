@@ -119,17 +119,18 @@ def fails_later(token_ids, logits):
         (fails_later, "the logits processor fails_later failed: KeyError: 'no such word'", 3),
         (
             lambda token_ids, logits: logits[:3],
-            r"must return a tensor of real numbers of shape \[259\], not torch.Size\(\[3\]\)",
+            r"must return a floating-point tensor of shape \[259\], .* shape torch.Size\(\[3\]\)",
             1,
         ),
-        (lambda token_ids, logits: None, "must return a tensor of real .*, not NoneType", 1),
+        (lambda token_ids, logits: None, "must return a floating-point .*, not NoneType", 1),
         (lambda: None, "takes 0 positional arguments", 1),
         (lambda token_ids, logits: logits.fill_(-torch.inf), "no token is left to sample: .* logits_processors", 0),
         (lambda token_ids, logits: logits.fill_(torch.nan), "returned NaN or infinity; use -inf", 1),
-        (lambda token_ids, logits: logits.numpy(), "must return a tensor of real .*, not", 1),
-        (lambda token_ids, logits: logits.to_sparse(), "failed", 1),
+        (lambda token_ids, logits: logits.numpy(), "must return a floating-point .*, not dtype float32", 1),
+        (lambda token_ids, logits: logits > 0, "not layout torch.strided, dtype torch.bool", 1),
+        (lambda token_ids, logits: logits.to_sparse(), "not layout torch.sparse_coo", 1),
     ],
-    ids=["raises later", "other shape", "nothing", "other arguments", "no token", "NaN", "NumPy", "sparse"],
+    ids=["raises later", "other shape", "nothing", "other arguments", "no token", "NaN", "NumPy", "bool", "sparse"],
 )
 def test_a_function_that_fails_is_the_error_of_its_row(llm, function, reason, num_tokens):
     params = replace(PLAIN, logits_processors=[function])

@@ -290,7 +290,7 @@ def test_a_template_may_read_tools_in_some_conversations_alone():
         assert "does not write tools[0]" in str(dropped.error)
 
 
-def test_documents_of_their_own_cost_a_conversation_one_rendering_each(monkeypatch):
+def test_documents_of_their_own_cost_a_conversation_nothing(monkeypatch):
     """What a template reads was found again for each conversation with other documents."""
     text, calls = text_with(READS["documents"] + TEMPLATES["llama3"]), []
     render = text.tokenizer.apply_chat_template
@@ -304,7 +304,7 @@ def test_documents_of_their_own_cost_a_conversation_one_rendering_each(monkeypat
         calls.clear()
         options = {"documents": [{"text": f"{number}"}]}
         (prompt,) = text.encode_conversations([[{"role": "user", "content": "Hi"}]], False, None, options=options)
-        assert prompt.text == f"{number}<user>Hi" and (len(calls) == 2 or number == 0)
+        assert prompt.text == f"{number}<user>Hi" and (len(calls) == 1 or number == 0)
 
 
 def test_each_tool_and_document_is_checked_in_each_conversation():
@@ -316,6 +316,24 @@ def test_each_tool_and_document_is_checked_in_each_conversation():
         (prompt,) = text.encode_conversations([message], False, None, options={"documents": documents})
         error = f"it does not write documents[{dropped}]; leave it out"
         assert (prompt.error is None) if dropped is None else (error in str(prompt.error))
+
+
+def test_tools_may_be_an_iterator_and_are_written_one_by_one():
+    message, template = [{"role": "user", "content": "Rain?"}], READS["tools"] + TEMPLATES["llama3"]
+    for _ in range(2):
+        assert "weather" in encoded(template, message, options={"tools": iter(TOOLS)})
+    counting = "{{ (tools or []) | length }} tools. " + TEMPLATES["llama3"]
+    assert "it does not write tools[0]" in str(encoded(counting, message, options={"tools": TOOLS}))
+    twice = (
+        "{% for each in tools | unique(attribute='function.name') %}{{ each | tojson }}{% endfor %}"
+        + TEMPLATES["llama3"]
+    )
+    assert "weather" in encoded(twice, message, options={"tools": TOOLS * 2})
+    with pytest.raises(TypeError, match="documents must be a list, not 'text'"):
+        encoded(template, message, options={"documents": "text"})
+    none = {"add_generation_prompt": None, "continue_final_message": None}
+    (prompt,) = text_with(template).encode([{"messages": message, "chat_template_kwargs": none}])
+    assert prompt.error is None
 
 
 def test_a_function_may_be_a_tool():

@@ -204,7 +204,7 @@ def texts_of(kind):
             ValueError,
             "whitespace_pattern is for json and json_object; leave",
         ),
-        ({"json": {}, "whitespace_pattern": "x"}, ValueError, "whitespace_pattern must match only whitespace, not 'x'"),
+        ({"json": {}, "whitespace_pattern": "x"}, ValueError, "whitespace_pattern must be made of spaces, .*, not 'x'"),
         ({"json": {}, "whitespace_pattern": 5}, TypeError, "whitespace_pattern must be a string"),
         ({"json": {}, "whitespace_pattern": "[ "}, ValueError, "whitespace_pattern '\\[ ' is not valid: unterminated"),
         ({"json": {}, "disable_additional_properties": 1}, TypeError, "disable_additional_properties must be True or"),

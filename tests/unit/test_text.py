@@ -271,11 +271,22 @@ def test_a_stop_string_is_found_among_characters_in_several_tokens(tokenizers, w
 
 
 def test_a_choice_comes_back_as_it_was_given(tokenizers):
-    """SentencePiece strips a space from it."""
-    text = Text(tokenizers["stripping"])
-    params = SamplingParams(structured_outputs={"choice": [" the", "a"]})
-    ids = tokenizers["stripping"](" the", add_special_tokens=False)["input_ids"]
-    assert text.complete([Completion(ids, params, text.follows_text([5], params))]) == [(" the", None)]
+    """SentencePiece strips a space from it. A part of a choice is not another choice."""
+    text, choices = Text(tokenizers["stripping"]), [" the", "a", "  a"]
+    for choice in choices:
+        params = SamplingParams(structured_outputs={"choice": choices})
+        ids = text.tokenizer(choice, add_special_tokens=False)["input_ids"]
+        for end in ([], [text.tokenizer.eos_token_id]):
+            assert text.complete([Completion([*ids, *end], params)]) == [(choice, None)]
+    text = Text(tokenizers["bytes"])
+    for choices, tokens, stop, expected in [
+        (["yes no", " yes"], b"yes no", " no", "yes"),
+        ([" a", "ab"], b"a", None, "a"),
+        (["yes", "  "], b"y", "y", ""),
+        (["a", "ab"], b"ab", None, "ab"),
+    ]:
+        params = SamplingParams(structured_outputs={"choice": choices}, stop=stop)
+        assert text.complete([Completion([*tokens], params)])[0][0] == expected
 
 
 def test_a_token_has_text_unless_it_adds_nothing(tokenizers):
