@@ -123,7 +123,8 @@ class TokenRulesTable:
 def _edits(seq: Sequence) -> Edits:
     params = seq.sampling_params
     bad_words = [word for word in params.bad_words or () if not isinstance(word, str)]  # the engine takes no strings
-    min_tokens = params.min_tokens if params.structured_outputs is None else 0  # a guide's masks heed it
+    # A guide's masks heed it. A rank of several knows only that there is a guide.
+    min_tokens = 0 if seq.is_constrained and not params.logits_processors else params.min_tokens
     return edits_of(params.logit_bias or {}, bad_words, sorted(seq.stop_token_ids), min_tokens)
 
 

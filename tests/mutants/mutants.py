@@ -312,7 +312,7 @@ _MUTANTS_OF_FILE = {
     "runner/token_rules.py": [
         planted(
             "min_tokens bans nothing beside functions that change logits",
-            "params.min_tokens if params.structured_outputs is None else 0",
+            "0 if seq.is_constrained and not params.logits_processors else params.min_tokens",
             "0 if seq.is_constrained else params.min_tokens",
             "test_logits_processors.py::test_a_function_that_adds_a_bias_gives_the_tokens_of_logit_bias[{}]"),
         planted(
