@@ -120,8 +120,7 @@ class StructuredOutputsParams:
                     "whitespace_pattern must be made of spaces, \\n, \\r, \\t, \\s and operators, "
                     f"not {self.whitespace_pattern!r}"
                 )
-            classes = re.sub(r"\[[^\]]*\]", lambda found: found[0].replace(r"\s", r" \t\n\r"), self.whitespace_pattern)
-            put("whitespace_pattern", classes.replace(r"\s", r"[ \t\n\r]"))
+            put("whitespace_pattern", self.whitespace_pattern.replace(r"\s", r"[ \t\n\r]"))
 
     @classmethod
     def from_optional(cls, **parameters: Any) -> "StructuredOutputsParams":

@@ -94,6 +94,15 @@ def test_raw_log_probabilities_are_those_of_the_model(llm):
     assert plain.token_ids[0] not in processed.outputs[0].logprobs[0]
 
 
+def test_arguments_that_need_no_value_are_not_the_prompt(llm):
+    def open_ended(token_ids, logits, *more):
+        assert token_ids == [] and not more
+        return logits
+
+    (output,) = llm.generate("Hi", replace(PLAIN, max_tokens=1, logits_processors=open_ended), use_tqdm=False)
+    assert output.error is None
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_logits_are_changed_in_float32_whatever_the_models_dtype(dtype):
     """10.01 and 10.02 are one number in bfloat16, and float16 has none above 65,504."""

@@ -604,6 +604,14 @@ def test_whitespace_follows_its_pattern(llguidance, pattern):
         assert follows(outputs_of("bundled").constraint(params), text) is is_allowed, repr(space)
 
 
+@pytest.mark.parametrize("pattern", [r"\s", r"[\s]{1,2}", r"(?:\n|\s)"])
+def test_whitespace_is_only_that_of_json(llguidance, pattern):
+    r"""Rust's \s has vertical tabs and non-breaking spaces too, with which no parser reads JSON."""
+    params = StructuredOutputsParams(json={"const": [2]}, whitespace_pattern=pattern)
+    for space, is_allowed in ((" ", True), ("\r", True), ("\x0b", False), ("\u00a0", False)):
+        assert follows(outputs_of("bundled").constraint(params), f"[{space}2{space}]") is is_allowed, repr(space)
+
+
 def test_objects_are_closed_on_demand(llguidance):
     """A property may be called as a keyword of schemas."""
     schema = {

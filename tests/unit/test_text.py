@@ -263,6 +263,10 @@ def test_a_stop_string_is_found_among_characters_in_several_tokens(tokenizers, w
     assert at is not None and stop in tokenizer.decode(ids[:at]) and stop not in tokenizer.decode(ids[: at - 1])
     cut = whole[: whole.index(stop)]
     assert text.complete([Completion(ids[:at], params, True)])[0][0].lstrip(" ") == cut
+    # A stray byte at the beginning is in the text.
+    stray = tokenizer.convert_tokens_to_ids(["<0xAA>", "▁"])
+    params = SamplingParams(stop=" ", skip_special_tokens=skips)
+    assert stop_at(text.stop_strings(params, False), stray) == 2
     # The first character is spread over tokens before and after `min_tokens`.
     ids = tokenizer("😀b", add_special_tokens=False)["input_ids"]
     params = SamplingParams(stop="b", min_tokens=len(ids) - 3, skip_special_tokens=skips)

@@ -183,9 +183,19 @@ def test_another_tokenizer_takes_effect_from_the_next_call_on(tmp_path):
         tokenizer.chat_template = "{{ messages[0].content }}!"
         llm.set_tokenizer(tokenizer)
         assert llm.render([{"role": "user", "content": "Hi"}]) == "Hi!" and llm.get_tokenizer() is tokenizer
+        tokenizer.eos_token = "5"
+        llm.set_tokenizer(tokenizer)  # its end-of-sequence id ends completions, and is no stop reason
+        (output,) = llm.generate("Q: What is 2 + 3?\nA:", GREEDY, False)
+        assert output.token_ids[-1] == tokenizer.eos_token_id == ord("5") and output.outputs[0].stop_reason is None
         with pytest.raises(TypeError, match="set_tokenizer takes one of transformers' tokenizers, not 'gpt2'"):
             llm.set_tokenizer("gpt2")
         assert llm.render([{"role": "user", "content": "Hi"}]) == "Hi!"
+
+
+@pytest.mark.parametrize("neutral", [{"cache_salt": "x"}, {"multi_modal_data": {}}, {"mm_processor_kwargs": None}])
+def test_a_prompt_may_have_neutral_keys_and_no_others(llm, neutral):
+    found, typo = llm.generate([{"prompt": "Hi", **neutral}, {"prompt": "Hi", "multi_modal_dta": {}}], GREEDY, 0)
+    assert found.error is None and "this one holds 'multi_modal_dta'; leave that out" in typo.error
 
 
 def test_tags_of_wake_up_are_checked(llm):
