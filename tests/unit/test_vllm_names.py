@@ -402,8 +402,11 @@ def test_a_child_process_finds_nanovllm_where_its_parent_did(tmp_path):
         f"subprocess.run([sys.executable, '-c', {code!r}], cwd=sys.path[0])",
     ]
     (tmp_path / "script.py").write_text("\n".join(lines))
-    done = run("-m", "nanovllm.integrations.vllm", tmp_path / "script.py", cwd=ROOT, path="")
-    assert done.stdout == f"{ROOT / 'nanovllm/llm.py'}\n", done.stderr
+    directory = tmp_path / "checkout"
+    directory.mkdir()
+    (directory / "nanovllm").symlink_to(Path(nanovllm.__file__).parent)
+    done = run("-m", "nanovllm.integrations.vllm", tmp_path / "script.py", cwd=directory, path="")
+    assert done.stdout == f"{directory / 'nanovllm/llm.py'}\n", done.stderr
 
 
 @pytest.mark.parametrize(("arguments", "said"), [((), "usage: "), (("none.py",), "there is no script none.py")])
