@@ -31,7 +31,7 @@ from nanovllm.loglikelihood import Loglikelihood
 from nanovllm.models.directory import find_model
 from nanovllm.models.read_config import load_model_config
 from nanovllm.outputs import RequestOutput, keep_outputs
-from nanovllm.prompts import EncodedPrompt, NotYet, as_conversation_list, as_prompt_list
+from nanovllm.prompts import EncodedPrompt, NotYet, as_conversation_list, as_pairs, as_prompt_list
 from nanovllm.recommended_sampling import DefaultSampling
 from nanovllm.row_stream import OutputIterator, RowStream
 from nanovllm.sampling_params import SamplingParams, one_per_prompt, with_params
@@ -261,25 +261,26 @@ class LLM:
     ) -> list[Loglikelihood]:
         """Computes the log-probability of each continuation after its context, in order. Nothing is generated.
 
-        Contexts that begin alike are computed once, as far as the KV cache holds them. Only the continuations are
-        projected onto the vocabulary.
+        Equal contexts are computed once, as long as the KV cache has room. Contexts that begin alike share the blocks
+        before the one in which they part. Only the continuations are projected onto the vocabulary.
 
         Args:
             contexts: one or many, each a string or a list of token ids. With an empty string, the continuation begins
                 the text. A conversation is an error row.
-            continuations: one per context, each at least one token. A context and a continuation that are both strings
-                are tokenized as one text, by lm-evaluation-harness's rules; see Text.encode_pairs.
+            continuations: one per context, each at least one token; or several for one context that is given alone, or
+                one that is given alone for all contexts. A context and a continuation that are both strings are
+                tokenized as one text, by lm-evaluation-harness's rules; see Text.encode_pairs.
             use_tqdm, raise_on_error: as in `generate`, which also lists the errors.
         """
-        before, after = as_prompt_list(contexts), as_prompt_list(continuations)
-        if len(before) != len(after):
-            raise ValueError(f"{len(before)} contexts for {len(after)} continuations; give one per continuation")
-        params = self._params_for(SamplingParams(max_tokens=0, prompt_logprobs=1), len(before))
-        pairs = list(zip(before, after, strict=True))
-        return [
-            Loglikelihood.of(output)
-            for output in self._run(pairs, params, self._text.encode_pairs, use_tqdm, raise_on_error)
-        ]
+        pairs = as_pairs(contexts, continuations)
+        params = self._params_for(SamplingParams(max_tokens=0, prompt_logprobs=1), len(pairs))
+        # The scheduler shares a context with the pairs that come right after it.
+        first: dict[str, int] = {}
+        places = [first.setdefault(repr(context), place) for place, (context, _) in enumerate(pairs)]
+        order = sorted(range(len(pairs)), key=places.__getitem__)
+        pairs = [pairs[place] for place in order]
+        outputs = self._run(pairs, params, self._text.encode_pairs, use_tqdm, raise_on_error, order)
+        return list(map(Loglikelihood.of, outputs))
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> "LLM":
@@ -441,10 +442,14 @@ class LLM:
         return one_per_prompt(sampling_params, num_prompts)
 
     def _stream(
-        self, source: Iterator, encode: Callable[[list[Any]], list[EncodedPrompt]], raises: bool = False
+        self,
+        source: Iterator,
+        encode: Callable[[list[Any]], list[EncodedPrompt]],
+        raises: bool = False,
+        order: Sequence[int] | None = None,
     ) -> RowStream:
         before_step = self._cpu_threads.adapt
-        return RowStream(self.engine, self._text, source, encode, self._structured_outputs, before_step, raises)
+        return RowStream(self.engine, self._text, source, encode, self._structured_outputs, before_step, raises, order)
 
     def _run(
         self,
@@ -453,8 +458,9 @@ class LLM:
         encode: Callable[[list[Any]], list[EncodedPrompt]],
         use_tqdm: bool | Callable[..., Any],
         raise_on_error: bool,
+        order: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        stream = self._stream(zip(prompts, params, strict=True), encode, raises=raise_on_error)
+        stream = self._stream(zip(prompts, params, strict=True), encode, raise_on_error, order)
         return self._guard.run(self._complete, stream, len(prompts), use_tqdm)
 
     def _complete(

@@ -45,16 +45,37 @@ class Conversation(NamedTuple):
     template_kwargs: Any
 
 
+class OnePrompt(list[Any]):
+    """The list of a prompt that was given alone, not in a list."""
+
+
+def as_pairs(contexts: Any, continuations: Any) -> list[tuple[Any, Any]]:
+    """Each context with its continuation. A context that is given alone goes with all continuations, and vice versa.
+
+    Raises:
+        TypeError: as in `as_prompt_list`.
+        ValueError: the numbers of contexts and continuations differ.
+    """
+    before, after = as_prompt_list(contexts), as_prompt_list(continuations)
+    if isinstance(before, OnePrompt):
+        before = before * len(after)
+    elif isinstance(after, OnePrompt):
+        after = after * len(before)
+    if len(before) != len(after):
+        raise ValueError(f"{len(before)} contexts for {len(after)} continuations; give one per continuation")
+    return list(zip(before, after, strict=True))
+
+
 def as_prompt_list(prompts: Any) -> list[Any]:
     """One or many prompts as a list of prompts; a TypeError if `prompts` can be neither."""
     prompts = _without_array("prompts", prompts)
     if isinstance(prompts, (str, Mapping)):
-        return [prompts]
+        return OnePrompt([prompts])
     if not isinstance(prompts, Iterable) or isinstance(prompts, (Set, bytes, bytearray)):
         raise TypeError(f"prompts must be a string, a list of token ids, a dict of one, or a list, not {prompts!r}")
     prompts = list(prompts)
     if prompts and all(_is_token_id(prompt) for prompt in prompts):
-        return [prompts]
+        return OnePrompt([prompts])
     if prompts and all(isinstance(prompt, Number) for prompt in prompts):
         raise TypeError(f"a prompt of token ids must hold integers only, not {prompts[:8]!r}")
     return prompts

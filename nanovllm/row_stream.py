@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, repeat
@@ -32,9 +33,10 @@ _PROMPTS_AHEAD = 16
 
 @dataclass(slots=True)
 class _Request:
-    """A request that runs: the prompt's number, when it was read, and the completions that have finished, by index."""
+    """A request that runs: the prompt's place in reading order, when it was read, and the completions that have
+    finished, by index."""
 
-    number: int
+    place: int
     prompt: EncodedPrompt
     num_completions: int
     arrival_time: float
@@ -45,9 +47,9 @@ class _Request:
 class RowStream:
     """The requests of one call.
 
-    A prompt's number is its place in the call. Reading stops when it is a fixed number of prompts (the window) ahead of
-    the oldest unfinished one. So memory stays flat for any number of prompts, and no prompt waits for ever behind
-    longer ones.
+    A prompt's number is its place in the call; outputs and errors have it. Reading stops when it is a fixed number of
+    prompts (the window) ahead of the oldest unfinished one. So memory stays flat for any number of prompts, and no
+    prompt waits for ever behind longer ones.
 
     Args:
         engine: computes the requests.
@@ -58,6 +60,7 @@ class RowStream:
         structured: makes the constraints of structured outputs.
         before_step: is called before each step.
         raises: read all prompts first, and raise a ValueError if one of them cannot run.
+        order: the prompts' numbers in the order of `source`; None if they are read in order.
     """
 
     def __init__(
@@ -69,8 +72,9 @@ class RowStream:
         structured: StructuredOutputs,
         before_step: Callable[[], None] = lambda: None,
         raises: bool = False,
+        order: SequenceOf[int] | None = None,
     ):
-        self.num_read = 0
+        self.num_read, self._order = 0, order
         self._first_id = engine.num_requests
         self.errors = ErrorSummary()
         self._engine, self._text, self._source, self._encode, self._raises = engine, text, source, encode, raises
@@ -116,7 +120,7 @@ class RowStream:
             for index in range(request.num_completions):
                 self._engine.abort(request_id + index)
             del self._running[request_id]
-        return {request.number for request in waiting.values()}
+        return {self._number(request.place) for request in waiting.values()}
 
     # Reading
 
@@ -147,7 +151,7 @@ class RowStream:
             for prompt, (_, params) in zip(prompts, piece, strict=True):
                 added = self._add(prompt, params)
                 if isinstance(added, RequestOutput):
-                    refused[self.num_read] = added
+                    refused[self._number(self.num_read)] = added
                 else:
                     num_places -= params.n
                     num_tokens -= self._engine.num_uncached_tokens(added)
@@ -165,7 +169,7 @@ class RowStream:
         """
         if self._window is None:
             return PROMPTS_OF_PIECE
-        oldest = next(iter(self._running.values())).number if self._running else self.num_read
+        oldest = next(iter(self._running.values())).place if self._running else self.num_read
         window = max(1, self._window // self._max_num_completions)
         later = _PROMPTS_OF_LATER_PIECE if num_places > 0 else _PROMPTS_OF_LAST_PIECE
         return min(later if self._running else PROMPTS_OF_PIECE, oldest + window - self.num_read)
@@ -188,8 +192,11 @@ class RowStream:
         except ValueError as problem:
             reason = str(error or problem)
             if self._raises:
-                raise ValueError(f"prompt {self.num_read}: {reason}") from None
+                raise ValueError(f"prompt {self._number(self.num_read)}: {reason}") from None
             return self._output(self.num_read, prompt, [CompletionOutput(0, "", [], "error")], error=reason)
+
+    def _number(self, place: int) -> int:
+        return place if self._order is None else self._order[place]
 
     # Outputs
 
@@ -218,12 +225,13 @@ class RowStream:
             if len(request.completions) == request.num_completions:
                 del self._running[first.seq_id]
                 completions = [request.completions[index] for index in range(request.num_completions)]
-                number, prompt = request.number, request.prompt
+                place, prompt = request.place, request.prompt
                 wanted, start = first.sampling_params.prompt_logprobs, prompt.first_scored
                 scores = self._logprobs(first.prompt_logprobs, wanted, params, True, start)
                 metrics = RequestMetrics(request.arrival_time, first.first_token_time, now)
                 cached, error = first.num_cached_tokens, request.error
-                outputs[number] = self._output(number, prompt, completions, cached, error, scores, metrics)
+                output = self._output(place, prompt, completions, cached, error, scores, metrics)
+                outputs[output.prompt_index] = output
         return outputs
 
     def _completion(self, seq: Sequence) -> Completion:
@@ -249,7 +257,7 @@ class RowStream:
 
     def _output(
         self,
-        number: int,
+        place: int,
         prompt: EncodedPrompt,
         completions: list[CompletionOutput],
         num_cached_tokens: int = 0,
@@ -257,9 +265,10 @@ class RowStream:
         scores: TokenLogprobs | None = None,
         metrics: RequestMetrics | None = None,
     ) -> RequestOutput:
+        number = self._number(place)
         if error is not None:
             self.errors.add(number, error)
-        version, request_id = self._engine.weight_version, str(self._first_id + number)
+        version, request_id = self._engine.weight_version, str(self._first_id + place)
         return RequestOutput(
             request_id, prompt.text, prompt.token_ids, completions, num_cached_tokens, error, scores, version, number,
             metrics,

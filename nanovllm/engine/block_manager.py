@@ -97,28 +97,30 @@ class BlockManager:
         while len(seq.block_table) < self._num_blocks_for(_num_to_compute(seq)):
             seq.block_table.append(self._take_free_block())
 
-    def can_fork(self, source: Sequence, num_reserved_blocks: int = 0) -> bool:
+    def can_fork(self, num_tokens: int, num_reserved_blocks: int = 0) -> bool:
         """Whether `fork` would leave at least `num_reserved_blocks` free."""
-        has_partial_block = source.num_computed_tokens % self.block_size > 0
+        has_partial_block = num_tokens % self.block_size > 0
         return len(self._free) - has_partial_block >= num_reserved_blocks
 
-    def fork(self, source: Sequence, seq: Sequence) -> list[tuple[int, int]]:
-        """Gives `seq`, which has the same tokens, the computed tokens of `source`: its full blocks, shared, and a new
-        block for the tokens after them.
+    def fork(self, source: Sequence, seq: Sequence, num_tokens: int) -> list[tuple[int, int]]:
+        """Gives `seq` the first `num_tokens` tokens, which are the same in both, of those that `source` has computed:
+        its full blocks, shared, and a new block for the tokens after them.
 
         Returns:
             A list of the (source, copy) pair that fills the new block; empty if there is no new block.
         """
         if seq.block_table:
             raise RuntimeError(f"{seq} already has blocks")
-        num_full = source.num_computed_tokens // self.block_size
+        num_full = num_tokens // self.block_size
         seq.block_table = source.block_table[:num_full]
         for block_id in seq.block_table:
             self.blocks[block_id].ref_count += 1
         seq.block_hashes = source.block_hashes[:num_full]
-        seq.num_computed_tokens = source.num_computed_tokens
-        seq.num_registered_blocks, seq.last_registration = source.num_registered_blocks, source.last_registration
-        if source.num_computed_tokens % self.block_size == 0:
+        seq.num_computed_tokens = num_tokens
+        if source.num_registered_blocks <= num_full:
+            seq.num_registered_blocks, seq.last_registration = source.num_registered_blocks, source.last_registration
+        self.register_full_blocks(seq)
+        if num_tokens % self.block_size == 0:
             return []
         seq.block_table.append(self._take_free_block())
         return [(source.block_table[num_full], seq.block_table[num_full])]

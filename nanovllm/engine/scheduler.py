@@ -66,6 +66,8 @@ class Scheduler:
         self._is_admitting = False  # an admission has begun and was only cut short by the step's budget
         self._num_free_blocks_wanted = 0  # before the next admission, after one that ran out of blocks
         self._free_entries = list(range(max_num_seqs - 1, -1, -1))
+        # The last admitted sequence whose prompt is scored and that computes its context itself.
+        self._context_source: Sequence | None = None
 
     def add(self, seq: Sequence) -> None:
         self.waiting.push(seq, self.block_manager.prefix_key(seq))
@@ -219,16 +221,35 @@ class Scheduler:
                 self._num_free_blocks_wanted = min(block_manager.num_free_blocks + num_blocks // 16 + 1, num_blocks)
                 return
             self.waiting.pop()
-            block_manager.allocate(seq)
+            source = self._source_of(seq, step)
+            if source is None:
+                block_manager.allocate(seq)
+            else:
+                step.copies += block_manager.fork(source, seq, seq.next_scored - 1)
             self._run(seq)
             if seq.num_preemptions == 0:
                 seq.num_cached_tokens = seq.num_computed_tokens
                 self.stats.num_prompt_tokens += seq.num_prompt_tokens
                 self.stats.num_cached_prompt_tokens += seq.num_cached_tokens
+            if source is not None:  # its last block is filled at this step's end, so its own tokens follow in the next
+                continue
             num_new_tokens = min(min(seq.num_tokens, seq.max_length - 1) - seq.num_computed_tokens, budget)
             budget -= num_new_tokens
             self._launch(step, seq, num_new_tokens)
             self._fork(step)
+
+    def _source_of(self, seq: Sequence, step: StepBuilder) -> Sequence | None:
+        """A running sequence that has computed the context of `seq`, whose continuation is scored; None if there is
+        none. Full blocks would be shared anyway, but a context is seldom a number of whole blocks."""
+        if seq.next_scored == seq.num_prompt_tokens or not self.block_manager.enable_prefix_caching:
+            return None
+        source, end = self._context_source, seq.next_scored - 1  # the context's last token must be computed
+        is_computed = source is not None and source.num_computed_tokens >= end > 0
+        # The copies of a step without chunks are never made.
+        if source and is_computed and step.chunks and source.token_ids[:end] == seq.token_ids[:end]:
+            return source
+        self._context_source = seq
+        return None
 
     def _fork(self, step: StepBuilder) -> None:
         """Lets the waiting siblings of sequences whose prompts this step completes sample from the same logits.
@@ -239,11 +260,12 @@ class Scheduler:
         for index in reversed(step.leaders):
             leader, forked = step.chunks[index].seq, index + 1
             for seq in leader.siblings:
-                if len(self.running) == self.max_num_seqs or not self.block_manager.can_fork(leader, len(self.running)):
+                num_running, num_tokens = len(self.running), leader.num_computed_tokens
+                if num_running == self.max_num_seqs or not self.block_manager.can_fork(num_tokens, num_running):
                     break
                 if seq.waits_for_prompt:
                     self.waiting.remove(seq)
-                    step.copies += self.block_manager.fork(leader, seq)
+                    step.copies += self.block_manager.fork(leader, seq, num_tokens)
                     self._run(seq)
                     seq.num_cached_tokens = seq.num_computed_tokens
                     seq.num_tokens += 1

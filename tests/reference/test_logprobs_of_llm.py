@@ -119,6 +119,8 @@ def test_loglikelihood_is_that_of_transformers_and_of_teacher_forced_decodes(che
     for prompt in make_prompts(rng, 157) * 3:
         cut = rng.randrange(1, len(prompt))
         rows.append((prompt[:cut], prompt[cut:]))
+        rows += [(prompt[:cut], [rng.randrange(157) for _ in range(length)]) for length in (1, 4)]
+    rng.shuffle(rows)
     with LLM(directory, device="cpu", max_model_len=64, **{**DEFAULTS, **options}) as llm:
         found = llm.loglikelihood(*map(list, zip(*rows, strict=True)), use_tqdm=False)
         for (context, continuation), row in zip(rows, found, strict=True):
@@ -265,6 +267,37 @@ def test_only_prompts_that_are_scored_are_computed_once_more(checkpoint):
         rows = llm.loglikelihood(contexts, [[7, 8]] * 30, use_tqdm=False)
         assert llm.metrics()["num_prefill_tokens"] == 40 + 30 * 2  # the last token need not be computed
     assert sum(row.num_cached_tokens for row in rows) == 29 * 40
+
+
+@pytest.mark.parametrize("options", [{}, {"kvcache_block_size": 64}, {"overlap": False, "max_num_batched_tokens": 40}])
+def test_a_context_of_several_continuations_is_computed_once(checkpoint, options):
+    """Contexts end within a block: with blocks of 64, equal contexts of 57 tokens were computed for each label."""
+    directory, _ = checkpoint
+    rng = random.Random(3)
+    contexts = [[first, *(rng.randrange(157) for _ in range(rng.choice([1, 7, 8, 30])))] for first in range(20)]
+    pairs = [(context, ids) for ids in ([5], [6, 7, 8], [5, 9], [1] * 20) for context in contexts]
+    with LLM(directory, device="cpu", max_num_seqs=128, **{**DEFAULTS, "num_kvcache_blocks": 700, **options}) as llm:
+        rows = llm.loglikelihood(*map(list, zip(*pairs, strict=True)), use_tqdm=False)
+        num_tokens = llm.metrics()["num_prefill_tokens"]
+    assert num_tokens == sum(len(each) - 1 for each in contexts) + sum(len(ids) for _, ids in pairs)
+    assert [(row.context_token_ids, row.token_ids) for row in rows] == pairs
+    served = sum(row.num_cached_tokens for row in rows)
+    assert served == 3 * sum(len(each) - 1 for each in contexts)
+
+
+def test_one_context_goes_with_many_continuations_and_vice_versa(checkpoint):
+    with LLM(MODEL_DIRECTORY, device="cpu", num_kvcache_blocks=64) as llm:
+        for one, many in (("A: ", ["b", "c"]), ([7, 8], [[1], [2], [3]]), ({"prompt": "A: "}, ["b"])):
+            among = llm.loglikelihood([one] * len(many), many, use_tqdm=False)
+            assert llm.loglikelihood(one, many, use_tqdm=False) == among
+            before = llm.loglikelihood(many, [one] * len(many), use_tqdm=False)
+            assert llm.loglikelihood(many, one, use_tqdm=False) == before and len(before) == len(many)
+        with pytest.raises(ValueError, match="1 contexts for 2 continuations"):
+            llm.loglikelihood(["A"], ["b", "c"])
+        with pytest.raises(ValueError, match="prompt 3: "):  # its number in the call; equal contexts are read first
+            llm.loglikelihood(["A", "B", "A", "C"], ["b", "b", "b", ""], raise_on_error=True)
+        with pytest.raises(ValueError, match="prompt 2: "):
+            llm.loglikelihood(["A", "B", "A", "C"], ["b", "b", "", "b"], raise_on_error=True)
 
 
 def test_texts_are_tokenized_as_lm_evaluation_harness_does():
