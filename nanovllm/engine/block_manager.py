@@ -117,9 +117,8 @@ class BlockManager:
             self.blocks[block_id].ref_count += 1
         seq.block_hashes = source.block_hashes[:num_full]
         seq.num_computed_tokens = num_tokens
-        if source.num_registered_blocks <= num_full:
+        if source.num_registered_blocks <= num_full:  # else `append` finds these blocks in the prefix cache
             seq.num_registered_blocks, seq.last_registration = source.num_registered_blocks, source.last_registration
-        self.register_full_blocks(seq)
         if num_tokens % self.block_size == 0:
             return []
         seq.block_table.append(self._take_free_block())

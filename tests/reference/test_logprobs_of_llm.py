@@ -285,6 +285,22 @@ def test_a_context_of_several_continuations_is_computed_once(checkpoint, options
     assert served == 3 * sum(len(each) - 1 for each in contexts)
 
 
+def test_prefix_caching_that_is_off_shares_no_context(checkpoint):
+    with LLM(checkpoint[0], device="cpu", enable_prefix_caching=False, **DEFAULTS) as llm:
+        llm.loglikelihood([1, 2, 3, 4], [[5], [6]], use_tqdm=False)
+        assert llm.metrics()["num_prefill_tokens"] == 8
+
+
+def test_a_continuation_behind_a_shared_context_is_cached(checkpoint):
+    """Its blocks were registered behind those of the other continuation, where no prefix leads."""
+    context, first, second = list(range(10)), list(range(30, 60)), list(range(60, 90))
+    with LLM(checkpoint[0], device="cpu", **DEFAULTS) as llm:
+        rows = llm.loglikelihood(context, [first, second], use_tqdm=False)
+        again = llm.generate([context + first, context + second], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert [row.num_cached_tokens for row in rows] == [0, 9]
+    assert [output.num_cached_tokens for output in again] == [32, 32]
+
+
 def test_one_context_goes_with_many_continuations_and_vice_versa(checkpoint):
     with LLM(MODEL_DIRECTORY, device="cpu", num_kvcache_blocks=64) as llm:
         for one, many in (("A: ", ["b", "c"]), ([7, 8], [[1], [2], [3]]), ({"prompt": "A: "}, ["b"])):

@@ -18,14 +18,18 @@ AT_LEAST = {
     "hits": 14_000, "cached tokens": 300_000, "preemptions": 700, "chunks": 50_000, "evictions": 30_000,
     "same-step hits": 400, "refused": 4_000, "aborted": 600, "stop": 10_000, "length": 16_000,
     "error": 200, "stopped by a predicate": 1_500, "ended by max_model_len": 5_000,
-    "forks": 4_000, "copies": 2_000, "scored": 20_000,
+    "forks": 4_000, "copies": 2_000, "scored": 20_000, "contexts": 500,
 }  # fmt: skip
 
 
 class CountingBlockManager(BlockManager):
-    """Counts the registered blocks that were reused for something else."""
+    """Counts the registered blocks that were reused for something else, and the contexts that were shared."""
 
-    num_evictions = 0
+    num_evictions = num_contexts = 0
+
+    def fork(self, source: Sequence, seq: Sequence, num_tokens: int) -> list[tuple[int, int]]:
+        self.num_contexts += source not in seq.siblings
+        return super().fork(source, seq, num_tokens)
 
     def _take_free_block(self) -> int:
         self.num_evictions += self.blocks[next(iter(self._free))].hash is not None
@@ -87,6 +91,7 @@ class Workload:
         self.grows = rng.random() < 0.5
         longest_prefix = max_model_len // 8 if self.grows else max_model_len - 2
         self.prefixes = [self.random_tokens(rng.randint(0, longest_prefix)) for _ in range(rng.randint(1, 4))]
+        self.context: list[int] = []  # of the request before, if its continuation is scored
         self.break_rate = rng.choice([0, 0, 0, 0, 100])
         self.runner.is_broken = lambda seq: self.is_broken(seq.seq_id, seq.num_computed_tokens)
         self.unfinished: dict[int, Request] = {}
@@ -110,8 +115,14 @@ class Workload:
         if rng.random() < 0.9:  # the rest may not fit
             prompt = prompt[: max(1, info.max_model_len - rng.randint(1, 16))]
         max_tokens = rng.randint(1, 80) if self.grows else rng.choice([1, 2, rng.randint(1, 12)])
-        is_scored = rng.random() < 0.1
-        if is_scored and len(prompt) > 1 and rng.random() < 0.7:
+        is_scored = rng.random() < (0.5 if self.context else 0.1)
+        if is_scored and self.context:  # another continuation
+            prompt = (self.context + self.random_tokens(rng.randint(1, 20)))[: info.max_model_len]
+        first_scored = rng.randint(1, max(1, len(prompt) - 1))
+        if is_scored and self.context and rng.random() < 0.9:
+            first_scored = min(len(self.context), len(prompt) - 1)
+        self.context = prompt[:first_scored] if is_scored and len(prompt) > 1 else []
+        if self.context and rng.random() < 0.7:
             max_tokens = 0
         return Request(
             prompt,
@@ -123,7 +134,7 @@ class Workload:
                 n=rng.choice([2, 3, 9]) if rng.random() < 0.1 and max_tokens else 1,
                 prompt_logprobs=0 if is_scored else None,
             ),
-            first_scored=rng.randint(1, max(1, len(prompt) - 1)),
+            first_scored=first_scored,
             modulus=rng.randint(2, 30) if rng.random() < 0.3 else 0,
         )
 
@@ -209,6 +220,7 @@ class Workload:
                 "forks": self.runner.num_forks,
                 "copies": self.runner.num_copies,
                 "scored": self.runner.num_scored,
+                "contexts": self.engine.scheduler.block_manager.num_contexts,
                 "preemptions": self.engine.scheduler_stats.num_preemptions,
                 "evictions": self.engine.scheduler.block_manager.num_evictions,
             }
