@@ -7,7 +7,7 @@ import numpy as np
 
 from nanovllm import Preflight, PreflightSummary
 from nanovllm.jobs.errors import Errors
-from nanovllm.jobs.index import Index, name_of
+from nanovllm.jobs.index import Index
 from nanovllm.jobs.plan import in_pieces
 from nanovllm.jobs.report import num_rows_in_words
 
@@ -53,5 +53,5 @@ def check_rows(index: Index, preflight: Preflight, num_rows: int) -> Checked:
         checks = preflight.check([row.prompt for row in rows], [index.params.of(row) for row in rows])
         for row, check in zip(rows, checks, strict=True):
             if check.error is not None:
-                refused.add(name_of(row), check.error)
+                refused.add(row.number, row.id, check.error)
     return Checked(num_rows, preflight.summary(), refused)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -10,8 +10,11 @@ from nanovllm import LLM, PreflightSummary
 from nanovllm.jobs.index import Index
 from nanovllm.jobs.plan import ROWS_OF_WINDOW, beginning
 from nanovllm.jobs.report import Progress
-from nanovllm.jobs.run import Results, RowsRun
-from nanovllm.replicas.replicas import Replicas
+from nanovllm.jobs.results import Results
+from nanovllm.jobs.run import RowsRun
+
+if TYPE_CHECKING:
+    from nanovllm.replicas.replicas import Replicas  # imports torch
 
 # A sample fills this many batches, and has at most this many prompt tokens. After this many generated tokens, no more
 # of its rows start.
@@ -36,6 +39,7 @@ class Sample(Results):
     """
 
     def __init__(self, index: Index, summary: PreflightSummary, max_num_seqs: int):
+        super().__init__()
         candidates, self.mean_n = _candidates(index)
         self._chosen = frozenset(_stretches(candidates, num_rows_of_sample(max_num_seqs / self.mean_n, summary)))
         self.num_chosen = len(self._chosen)
@@ -160,7 +164,7 @@ def _prices(amounts: np.ndarray, seconds: np.ndarray) -> np.ndarray | None:
 
 
 def estimate(
-    make_llm: Callable[[], LLM | Replicas], index: Index, summary: PreflightSummary, price_per_hour: float | None
+    make_llm: "Callable[[], LLM | Replicas]", index: Index, summary: PreflightSummary, price_per_hour: float | None
 ) -> dict[str, Any] | None:
     """Completes a sample of a job's rows, and estimates the whole job; None if no row can run.
 

@@ -15,6 +15,8 @@ from nanovllm.jobs.errors import JobError, what_to_do
 _DECIDING = (
     "model", "revision", "tokenizer", "dtype", "load_format", "quantization", "kv_cache_dtype", "max_model_len",
 )  # fmt: skip
+# The format of a job's description and journal.
+VERSION = 2
 _SUFFIXES = (".json", ".safetensors", ".model", ".jinja", ".txt")
 _NUM_SAMPLES, _BYTES_OF_SAMPLE = 64, 2**14
 _NAMES = {"model": "the model", "engine": "an engine option", "params": "a parameter", "seed": "the seed"}
@@ -81,11 +83,16 @@ def load_state(path: Path) -> dict[str, Any] | None:
     """The job's description, or None if there is none.
 
     Raises:
-        JobError: the file is not a description.
+        JobError: the file is not a description, or one that this version of nanovllm cannot continue.
     """
     try:
         state = json.loads(path.read_text())
-        if state["version"] == 1 and isinstance(state["identity"]["input"]["rows"], int):
+        if state["version"] == 1:  # its journal does not say which rows are error rows
+            raise JobError(
+                f"an older version of nanovllm wrote {path}; finish the job with that version, or start over with "
+                "--restart"
+            )
+        if state["version"] == VERSION and isinstance(state["identity"]["input"]["rows"], int):
             is_whole = isinstance(state["created"], int) and isinstance(state["finished"], bool)
             if is_whole and (not state["finished"] or isinstance(state["report"], dict)):
                 return state

@@ -69,7 +69,7 @@ class Index:
 
     def _note(self, row: JobRow) -> None:
         if row.error is not None:
-            self.errors.add(name_of(row), row.error)
+            self.errors.add(row.number, row.id, row.error)
 
     def _first_uses(self, ids: np.ndarray) -> np.ndarray:
         """`first_use`, from hashes of the ids; 0 for a row without an id."""
@@ -82,8 +82,3 @@ class Index:
             first = firsts.setdefault(self.params.parse(number, self.lines.read(number)).id, number)
             first_use[number] = first if first < number else -1
         return first_use
-
-
-def name_of(row: JobRow) -> str:
-    """The row's number and id, for messages."""
-    return f"row {row.number + 1}" if row.id is None else f"row {row.number + 1}, id {row.id!r}"

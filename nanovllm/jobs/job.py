@@ -14,32 +14,37 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm import LLM, Preflight
 from nanovllm.jobs.check import Checked, check_rows
 from nanovllm.jobs.errors import Errors, JobError
 from nanovllm.jobs.estimate import estimate
-from nanovllm.jobs.identity import check_same, identity_of, load_state, save_state, whole_file
+from nanovllm.jobs.identity import VERSION, check_same, identity_of, load_state, save_state, whole_file
 from nanovllm.jobs.index import Index
 from nanovllm.jobs.journal import Journal
 from nanovllm.jobs.options import JobOptions
 from nanovllm.jobs.parquet import import_pyarrow, is_parquet, write_parquet
 from nanovllm.jobs.report import Progress, Report, in_words, num_rows_in_words
 from nanovllm.jobs.row_params import RowParams
-from nanovllm.jobs.run import Results, RowsRun, Stdout
+from nanovllm.jobs.results import Results, Stdout
+from nanovllm.jobs.run import RowsRun
 from nanovllm.jobs.source import open_source
-from nanovllm.replicas.replicas import Replicas
+
+if TYPE_CHECKING:
+    from nanovllm.replicas.replicas import Replicas  # imports torch
 
 logger = logging.getLogger("nanovllm.jobs")
 
 _ROWS_OF_SAMPLE = 5000
 
 
-def make_llm(model: str, *, data_parallel_size: int | None = None, **engine: Any) -> LLM | Replicas:
+def make_llm(model: str, *, data_parallel_size: int | None = None, **engine: Any) -> "LLM | Replicas":
     """The LLM of a job, or several of them."""
     if data_parallel_size in (None, 1):
         return LLM(model, **engine)
+    from nanovllm.replicas.replicas import Replicas
+
     return Replicas(model, data_parallel_size=data_parallel_size, **engine)
 
 
@@ -51,7 +56,7 @@ class Job:
         make_llm: called with the model and the options of the engine.
     """
 
-    def __init__(self, options: JobOptions, make_llm: Callable[..., LLM | Replicas] = make_llm):
+    def __init__(self, options: JobOptions, make_llm: "Callable[..., LLM | Replicas]" = make_llm):
         self._options, self._make_llm = options, make_llm
         self._is_stream = options.output == "-"
         self._output = Path(options.output).resolve()  # if it is a link, the other files are beside its target
@@ -140,7 +145,7 @@ class Job:
         report = self._report.as_dict(len(index), 0, 0, index.errors + checked.refused)
         return {**report, "preflight": {"checked_rows": checked.num_rows, **asdict(checked.summary)}, **found}
 
-    def _started_llm(self) -> LLM | Replicas:
+    def _started_llm(self) -> "LLM | Replicas":
         return self._make_llm(self._options.model, **{**self._options.engine, "seed": self._options.seed})
 
     # With a journal
@@ -197,7 +202,7 @@ class Job:
         if state is not None:
             self._created = state["created"]
             logger.info("%s of %s rows are finished", f"{journal.num_rows:,}", f"{num_rows:,}")
-        state = {"version": 1, "identity": identity, "created": self._created, "finished": False}
+        state = {"version": VERSION, "identity": identity, "created": self._created, "finished": False}
         save_state(self._state_path, state)
         return state
 
@@ -214,7 +219,7 @@ class Job:
         """Runs the rows that `results` lacks."""
         num_before = results.num_rows
         if num_before == len(index):
-            return self._report.as_dict(num_before, num_before, num_before, Errors())
+            return self._report.as_dict(num_before, num_before, num_before, results.errors)
         with self._report.phase("start"):
             llm = self._started_llm()
         rows_run = RowsRun(index, results, self._created, self._options.model)
@@ -225,7 +230,7 @@ class Job:
             finally:
                 progress.close()
                 self._report.metrics = llm.metrics()
-        return self._report.as_dict(len(index), num_before, results.num_rows, rows_run.errors, rows_run.tail_seconds)
+        return self._report.as_dict(len(index), num_before, results.num_rows, results.errors, rows_run.tail_seconds)
 
 
 def run_batch(options: JobOptions) -> dict[str, Any]:
