@@ -3,6 +3,8 @@
 import errno
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _MAX_KINDS, _MAX_FIRST = 1000, 10
@@ -13,9 +15,23 @@ class JobError(Exception):
 
 
 def what_to_do(error: OSError) -> str:
-    """The advice after a job's file could not be written."""
+    """The advice after a job's file could not be read or written."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return f"{'Make room and run' if is_full else 'Run'} the same command again; the rows that are on the disk are kept"
+
+
+def name_of_row(number: int, row_id: str | None) -> str:
+    """A row's number, counted from 1, and id, for messages."""
+    return f"row {number + 1}" if row_id is None else f"row {number + 1}, id {row_id!r}"
+
+
+@contextmanager
+def worded(problem: str) -> Iterator[None]:
+    """Context manager that makes a JobError of an OSError, which may name no file: the problem, its reason, advice."""
+    try:
+        yield
+    except OSError as error:
+        raise JobError(f"{problem}: {error.strerror or error}. {what_to_do(error)}") from error
 
 
 class Errors:
@@ -31,9 +47,8 @@ class Errors:
         # By kind: number, name and error of the row with the lowest number, in whatever order the rows finish.
         self._example: dict[str, tuple[int, str, str]] = {}
 
-    def add(self, number: int, row_id: str | None, error: str) -> None:
+    def add(self, number: int, name: str, error: str) -> None:
         kind = re.sub(r"'[^']*'|\"[^\"]*\"|-?[0-9][0-9,.]*", "…", error)[:200]
-        name = f"row {number + 1}" if row_id is None else f"row {number + 1}, id {row_id!r}"
         self._add(kind, (number, name, error[:500]), 1)
         if len(self._first) < _MAX_FIRST:
             self._first.append(f"{name}: {error[:500]}")

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,9 +12,7 @@ from nanovllm.jobs.plan import ROWS_OF_WINDOW, beginning
 from nanovllm.jobs.report import Progress
 from nanovllm.jobs.results import Results
 from nanovllm.jobs.run import RowsRun
-
-if TYPE_CHECKING:
-    from nanovllm.replicas.replicas import Replicas  # imports torch
+from nanovllm.replicas.replicas import Replicas
 
 # A sample fills this many batches, and has at most this many prompt tokens. After this many generated tokens, no more
 # of its rows start.
@@ -164,7 +162,7 @@ def _prices(amounts: np.ndarray, seconds: np.ndarray) -> np.ndarray | None:
 
 
 def estimate(
-    make_llm: "Callable[[], LLM | Replicas]", index: Index, summary: PreflightSummary, price_per_hour: float | None
+    make_llm: Callable[[], LLM | Replicas], index: Index, summary: PreflightSummary, price_per_hour: float | None
 ) -> dict[str, Any] | None:
     """Completes a sample of a job's rows, and estimates the whole job; None if no row can run.
 

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from nanovllm.jobs.errors import JobError, what_to_do
+from nanovllm.jobs.errors import JobError, what_to_do, worded
 
 # Engine options that can change a completion. The others may differ when a job is resumed on another machine.
 _DECIDING = (
@@ -31,7 +31,7 @@ def fingerprint_of_model(directory: Path) -> str:
             continue
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
-        with path.open("rb") as file:
+        with worded(f"{path} cannot be read"), path.open("rb") as file:
             if size <= _NUM_SAMPLES * _BYTES_OF_SAMPLE:
                 digest.update(file.read())
                 continue

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.jobs.errors import Errors, JobError, what_to_do
+from nanovllm.jobs.errors import Errors, JobError, what_to_do, worded
 from nanovllm.jobs.results import Results
 from nanovllm.jobs.rows import error_of
 
@@ -80,7 +80,7 @@ class Journal(Results):
             num_rows: rows of the input.
 
         Raises:
-            JobError: the file cannot be cut or synced.
+            JobError: the file cannot be read, cut or synced.
         """
         self._places, self._sizes = np.full(num_rows, -1, np.int64), np.zeros(num_rows, np.int64)
         self._size, self.num_rows, self.errors = 0, 0, Errors()
@@ -94,11 +94,9 @@ class Journal(Results):
             error = error_of(json.loads(row)) if is_error else None
             self._note(int(number), len(line) - len(row), len(row), error)
             self._size += len(line) + 1
-        try:
+        with worded(f"{self._path} cannot be repaired"):
             os.ftruncate(self._fd, self._size)
             os.fsync(self._fd)
-        except OSError as error:
-            raise self._error("cannot be repaired", error) from error
 
     def clear(self) -> None:
         """Drops all rows. Call it before `recover`.
@@ -106,10 +104,8 @@ class Journal(Results):
         Raises:
             JobError: the file cannot be cut.
         """
-        try:
+        with worded(f"{self._path} cannot be emptied"):
             os.ftruncate(self._fd, 0)
-        except OSError as error:
-            raise self._error("cannot be emptied", error) from error
 
     def __contains__(self, number: int) -> bool:
         return self._places[number] >= 0
@@ -188,7 +184,7 @@ class Journal(Results):
         self.write()
         there = self._places >= 0
         for place, size in zip(self._places[there].tolist(), self._sizes[there].tolist(), strict=True):
-            yield os.pread(self._fd, size, place)
+            yield self._read(size, place)
 
     def close(self) -> None:
         """Syncs and closes the file, unless it was removed. Removes it if it is empty.
@@ -227,10 +223,14 @@ class Journal(Results):
             self.count(number, error)
         self._places[number], self._sizes[number] = self._size + self._num_waiting + head_size, row_size
 
+    def _read(self, size: int, place: int) -> bytes:
+        with worded(f"{self._path} cannot be read"):
+            return os.pread(self._fd, size, place)
+
     def _lines(self) -> Iterator[bytes]:
         """Yields the file's whole lines, without their newlines."""
         rest, offset = b"", 0
-        while data := os.pread(self._fd, _BYTES_OF_READ, offset):
+        while data := self._read(_BYTES_OF_READ, offset):
             offset += len(data)
             *lines, rest = (rest + data).split(b"\n")
             yield from lines
@@ -245,9 +245,11 @@ def _open_locked(path: Path) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
             os.close(fd)
-            raise JobError(f"another process is writing {path}; wait for it or stop it") from None
+            if isinstance(error, BlockingIOError):
+                raise JobError(f"another process is writing {path}; wait for it or stop it") from None
+            raise JobError(f"{path} cannot be locked: {error.strerror}; choose an output on another disk") from error
         if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
             return fd
         os.close(fd)  # the process that had the file open has just removed it

@@ -2,7 +2,7 @@
 
 import sys
 
-from nanovllm.jobs.errors import Errors, JobError
+from nanovllm.jobs.errors import Errors, JobError, name_of_row
 
 
 class Results:
@@ -30,7 +30,8 @@ class Results:
         """Counts an output row."""
         self.num_rows += 1
         if error is not None:
-            self.errors.add(number, *error)
+            row_id, message = error
+            self.errors.add(number, name_of_row(number, row_id), message)
 
     def write(self) -> None:
         """Writes the rows that wait."""

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.jobs.index import Index
@@ -17,9 +17,7 @@ from nanovllm.jobs.plan import early_rows, in_windows
 from nanovllm.jobs.report import Progress
 from nanovllm.jobs.results import Results
 from nanovllm.jobs.rows import JobRow, error_of, output_of
-
-if TYPE_CHECKING:
-    from nanovllm.replicas.replicas import Replicas  # imports torch
+from nanovllm.replicas.replicas import Replicas
 
 # The rows that the LLM has, by the prompt's number in the call.
 _Running = dict[int, tuple[JobRow, SamplingParams]]
@@ -42,7 +40,7 @@ class RowsRun:
         self.num_stops = 0
         self.tail_seconds: float | None = None
 
-    def run(self, llm: "LLM | Replicas", progress: Progress) -> None:
+    def run(self, llm: LLM | Replicas, progress: Progress) -> None:
         """Runs the rows. In the main thread, the first SIGINT or SIGTERM lets running rows finish, and the second
         raises KeyboardInterrupt."""
         running: _Running = {}
