@@ -73,11 +73,11 @@ class Job:
                 index = Index(lines, params, preflight.max_model_len)
                 self._refuse(index.errors)
                 checked = check_rows(index, preflight, self._num_to_check(len(index)))
+                if self._is_new and not options.dry_run:
+                    checked.refuse_if_none_can_run(index)
                 if self._is_new and options.preflight != "off":
                     checked.log(index)
                     self._refuse(checked.refused)
-                if self._is_new and not options.dry_run:
-                    checked.refuse_if_none_can_run(index)
             if options.dry_run:
                 report = self._dry_run(index, checked)
             elif self._is_stream:
