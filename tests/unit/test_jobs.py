@@ -1,15 +1,18 @@
 """Jobs with a fake LLM: each row once, in the input's order; resumed only as the same job; errors are rows."""
 
+import io
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +25,7 @@ from nanovllm.jobs import cli
 from nanovllm.jobs import job as job_module
 from nanovllm.jobs.cli import main
 from nanovllm.jobs.errors import Errors, JobError
-from nanovllm.jobs.identity import identity_of, whole_file
+from nanovllm.jobs.identity import fingerprint_of_model, identity_of, whole_file
 from nanovllm.jobs.job import Job, JobOptions
 from nanovllm.jobs.journal import Journal
 from nanovllm.jobs.plan import beginning, early_rows, in_windows
@@ -876,3 +879,55 @@ def test_the_command_runs_a_file_and_says_how_it_went(tmp_path, capsys, caplog):
     assert "error rows: 1 of 8\n" in capsys.readouterr().err
     assert main([*command, "--top-p", "0.5"]) == 1
     assert "top_p was None and is 0.5" in capsys.readouterr().err
+
+
+def full(*arguments: object) -> int:
+    raise OSError(28, "No space left on device")
+
+
+def unreadable(*arguments: object) -> bytes:
+    raise OSError(5, "Input/output error")
+
+
+def test_a_full_disk_while_standard_input_is_copied_is_named(job, tmp_path, monkeypatch):
+    """It was "[Errno 28] No space left on device", without a file."""
+
+    class Full(io.BytesIO):
+        write = full
+
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"id": 1, "prompt": "x"}\n')))
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **options: Full())
+    message = rf"standard input cannot be copied .*{tmp_path}.*: No space left on device\. Make room and run"
+    with pytest.raises(JobError, match=message):
+        job(input="-")
+    assert FakeLLM.made == []
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("scan", r"the input cannot be read: Input/output error\. Run the same command again"),
+        ("read", r"row 1 of the input cannot be read: Input/output error\. Run the same command again"),
+    ],
+)
+def test_an_input_that_cannot_be_read_is_named(job, monkeypatch, name, message):
+    monkeypatch.setattr(Lines, name, unreadable)
+    with pytest.raises(JobError, match=message):
+        job(plain(1))
+
+
+def test_a_model_that_cannot_be_read_is_named(job, tmp_path, monkeypatch):
+    class Unreadable(io.BytesIO):
+        read = unreadable
+
+    monkeypatch.setattr(Path, "open", lambda *arguments: Unreadable())
+    with pytest.raises(JobError, match=r"x\.json cannot be read: Input/output error"):
+        (tmp_path / "x.json").touch()
+        fingerprint_of_model(tmp_path)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_a_report_that_cannot_be_written_is_named(job):
+    with pytest.raises(JobError, match=r"the report /dev/full cannot be written: No space left on device\. Make room"):
+        job(plain(1), report="/dev/full")
+    assert len(job()[1]) == 1
