@@ -1,4 +1,4 @@
-"""The command `nanovllm`, also `python -m nanovllm`: what a process needs before and after `nanovllm.jobs.cli.main`.
+"""The command `nanovllm`, also `python -m nanovllm`: what a process needs before it runs `nanovllm.jobs.cli.main`.
 
 Nothing else is imported before the `try`, so that Ctrl-C during the imports, which take seconds, ends as it does later.
 """
@@ -21,12 +21,6 @@ def main() -> int:
     except KeyboardInterrupt:
         print("nanovllm: stopped", file=sys.stderr)
         return 128 + signal.SIGINT
-    finally:
-        try:
-            if sys.stdout is not None:
-                sys.stdout.flush()
-        except OSError:  # the same failure in Python's own flush, at the end, would change the exit status
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _interrupted(number: int, frame: Any) -> None:

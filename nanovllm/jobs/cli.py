@@ -72,11 +72,6 @@ _KINDS: dict[str, dict[str, Any]] = {
     "str": {"metavar": "TEXT"},
     "bool": {"action": argparse.BooleanOptionalAction},
 }
-_HOW: dict[str, Any] = {
-    "allow_abbrev": False,
-    "argument_default": argparse.SUPPRESS,  # JobOptions has the defaults
-    "formatter_class": argparse.RawDescriptionHelpFormatter,
-}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -132,8 +127,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
     """The parser of the whole command, the names of LLM's options, and those of SamplingParams."""
-    epilog = "nanovllm COMMAND --help lists its options."
-    top = _Parser("nanovllm", description="Offline LLM inference.", epilog=epilog, **_HOW)
+    description = "Offline LLM inference. nanovllm COMMAND --help lists the options of a command."
+    top = _Parser("nanovllm", description=description, allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     parser = top.add_subparsers(title="commands", required=True, metavar="COMMAND").add_parser(
         "run-batch",
@@ -141,7 +136,9 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
         usage="nanovllm run-batch -i INPUT -o OUTPUT --model MODEL [options]",
         description=_DESCRIPTION,
         epilog=inspect.getdoc(Exit),
-        **_HOW,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,  # JobOptions has the defaults
+        allow_abbrev=False,
     )
     meanings, defaults = _meanings(JobOptions), {field.name: field.default for field in fields(JobOptions)}
 
@@ -162,17 +159,13 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
     add("--sync-seconds", dest="seconds_between_syncs", **_KINDS["float"])
     add("--price-per-hour", **_KINDS["float"])
     add("--report", type=Path)
-    sampling = parser.add_argument_group(
-        "sampling of all rows",
-        "A row's own parameters take precedence. The model's generation_config.json takes precedence over the defaults "
-        "below.",
-    )
+    precedence = "A row's own parameters take precedence. The defaults count where generation_config.json has no value."
+    sampling = parser.add_argument_group("sampling of all rows", precedence)
     params_help = """parameters as a JSON object, such as '{"stop": ["\\n"], "max_tokens": null}'; null is None"""
     add("--params", group=sampling, type=partial(_read, _json_object), metavar="JSON", help=params_help)
     names = _add_options(sampling, SamplingParams.__init__, _meanings(SamplingParams))
     engine = parser.add_argument_group("engine")
-    replicas_help = "how many LLMs, each on GPUs of its own. Default: 1"
-    add("--data-parallel-size", group=engine, help=replicas_help, **_KINDS["int"])
+    add("--data-parallel-size", group=engine, help="LLMs, each on GPUs of its own. Default: 1", **_KINDS["int"])
     return top, ["data_parallel_size", *_add_options(engine, LLM.__init__, _meanings(Config))], names
 
 

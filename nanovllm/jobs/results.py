@@ -35,7 +35,6 @@ class Results:
 
     def write(self) -> None:
         """Writes the rows that wait."""
-        return
 
 
 class Stdout(Results):
@@ -47,8 +46,5 @@ class Stdout(Results):
             sys.stdout.buffer.write(row + b"\n")
             sys.stdout.buffer.flush()
         except OSError as problem:
-            raise JobError(
-                f"standard output cannot be written: {problem.strerror}. Run the job again as a whole; a job whose "
-                "output is a file can be resumed"
-            ) from problem
+            raise JobError(f"standard output cannot be written: {problem.strerror}. Run the job again") from problem
         self.count(number, error)

@@ -490,7 +490,7 @@ def test_a_job_of_an_older_version_is_refused_with_what_to_do(job, tmp_path):
     state = json.loads((tmp_path / "out.job").read_text())
     (tmp_path / "out.job").write_text(json.dumps({**state, "version": 1}))
     before = (tmp_path / "out.part").read_bytes()
-    with pytest.raises(JobError, match=r"an older version of nanovllm wrote .*out.job; finish .* --restart"):
+    with pytest.raises(JobError, match=r"an older nanovllm wrote .*out.job; finish .* --restart"):
         job()
     assert (tmp_path / "out.part").read_bytes() == before
     assert len(job(restart=True)[1]) == 50
