@@ -114,7 +114,8 @@ def main(arguments: list[str] | None = None) -> int:
         report = run_batch(JobOptions(**options))
         rows = report["rows"]
         if is_dry_run or rows["finished"] == rows["total"]:
-            is_all = rows["errors"] == rows["total"]
+            checked = report.get("preflight", {"num_prompts": 0})
+            is_all = rows["errors"] == rows["total"] or 0 < checked["num_prompts"] == checked["num_errors"]
             return (Exit.ALL_ERRORS if is_all else Exit.SOME_ERRORS) if rows["errors"] else Exit.GOOD
         problem, status = _STOPPED, Exit.INTERRUPTED
     except (JobError, ImportError, OSError, TypeError, ValueError, RuntimeError) as error:

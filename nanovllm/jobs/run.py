@@ -108,7 +108,9 @@ class RowsRun:
 
         may_set = threading.current_thread() is threading.main_thread()
         kinds = (signal.SIGINT, signal.SIGTERM) if may_set else ()
-        before = [(kind, signal.signal(kind, stop)) for kind in kinds]
+        # A shell starts background jobs so that they ignore Ctrl-C.
+        wanted = [kind for kind in kinds if signal.getsignal(kind) is not signal.SIG_IGN]
+        before = [(kind, signal.signal(kind, stop)) for kind in wanted]
         try:
             yield
         finally:

@@ -245,3 +245,11 @@ def test_the_exit_status_follows_from_the_report(monkeypatch, rows, is_dry, stat
     report = {"rows": dict(zip(("total", "finished", "errors"), rows, strict=True))}
     monkeypatch.setattr(cli, "run_batch", lambda options: report)
     assert main([*COMMAND, *["--dry-run"] * is_dry]) == status
+
+
+@pytest.mark.parametrize(("num_prompts", "num_errors", "status"), [(10, 10, 4), (10, 9, 3), (0, 0, 3)])
+def test_a_dry_run_of_a_sample_counts_the_rows_that_it_checked(monkeypatch, num_prompts, num_errors, status):
+    preflight = {"num_prompts": num_prompts, "num_errors": num_errors}
+    report = {"rows": {"total": 100, "finished": 0, "errors": 10}, "preflight": preflight}
+    monkeypatch.setattr(cli, "run_batch", lambda options: report)
+    assert main([*COMMAND, "--dry-run", "--preflight", "sample"]) == status

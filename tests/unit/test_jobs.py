@@ -606,6 +606,21 @@ def test_ctrl_c_finishes_what_runs_and_the_same_command_goes_on(job, tmp_path):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_signal_that_the_process_ignores_stops_nothing(job):
+    """Ctrl-C in a shell once stopped the jobs that the shell had started in the background."""
+
+    class Interrupted(FakeLLM):
+        def complete(self, number, prompt, params):
+            os.kill(os.getpid(), signal.SIGINT)
+            return super().complete(number, prompt, params)
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert len(job(plain(5), Interrupted)[1]) == 5
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_resumed_job_tokenizes_nothing_in_advance(job, monkeypatch):
     class Interrupted(FakeLLM):
         def complete(self, number, prompt, params):
