@@ -145,7 +145,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
 
     def add(*flags: str, group: Any = parser, **how: Any) -> None:
         name = how.get("dest") or flags[-1].strip("-").replace("-", "_")
-        how["help"] = _help(how.get("help") or meanings[name], defaults.get(name))
+        how["help"] = _help(how.get("help") or meanings.get(name, ""), defaults.get(name))
         group.add_argument(*flags, **how)
 
     add("-i", "--input")
@@ -177,14 +177,14 @@ def _add_options(group: Any, function: Callable[..., None], meanings: dict[str, 
         annotation = parameter.annotation
         kind = annotation.__name__ if isinstance(annotation, type) else str(annotation).split(" | ")[0]
         if name not in _NOT_OPTIONS and kind in _KINDS:
-            meaning = _help(meanings[name], parameter.default)
+            meaning = _help(meanings.get(name, ""), parameter.default)
             group.add_argument(f"--{name.replace('_', '-')}", help=meaning, **_KINDS[kind])
             names.append(name)
     return names
 
 
 def _meanings(documented: type) -> dict[str, str]:
-    """The meaning of each argument, from the docstring of a class."""
+    """The meaning of each argument, from the docstring of a class; empty if Python runs without docstrings."""
     arguments = (inspect.getdoc(documented) or "").partition("\nArgs:\n")[2]
     found = re.findall(r"^    ([\w, ]+): (.*(?:\n {8}.*)*)", arguments, re.MULTILINE)
     return {name: " ".join(text.split()) for names, text in found for name in names.split(", ")}

@@ -10,7 +10,7 @@ from inspect import signature
 
 import pytest
 
-from nanovllm import LLM, SamplingParams, __version__
+from nanovllm import LLM, Config, SamplingParams, __version__
 from nanovllm.jobs import JobError, cli
 from nanovllm.jobs.cli import main
 from nanovllm.jobs.options import JobOptions
@@ -202,6 +202,13 @@ def test_help_has_meaning_and_default_of_each_option(capsys):
         "3 some rows are error rows 4 all rows are error rows 130 a signal stopped it",
     ):
         assert said in text
+
+
+@pytest.mark.parametrize("documented", [JobOptions, Config, SamplingParams])
+def test_each_argument_has_a_meaning(documented):
+    names = {*signature(documented.__init__).parameters} - {"self"}
+    assert all(len(cli._meanings(documented).get(name, "")) > 10 for name in names)
+    assert not any(":" in name or "Raises" in text for name, text in cli._meanings(documented).items())
 
 
 def test_the_exit_statuses_of_the_help_are_those_of_the_code():
