@@ -136,7 +136,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
         help="complete every row of a file",
         usage="nanovllm run-batch -i INPUT -o OUTPUT --model MODEL [options]",
         description=_DESCRIPTION,
-        epilog=inspect.getdoc(Exit),
+        epilog=inspect.cleandoc(Exit.__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,  # JobOptions has the defaults
         allow_abbrev=False,
