@@ -1,7 +1,44 @@
-"""`python -m nanovllm run-batch …`, as the command `nanovllm`."""
+"""The command `nanovllm`, also `python -m nanovllm`: what a process needs before it runs `nanovllm.jobs.cli.main`.
 
+Nothing else is imported before the `try`, so that Ctrl-C during the imports, which take seconds, ends as it does later.
+"""
+
+import os
+import signal
 import sys
+from typing import Any
 
-from nanovllm.jobs.cli import main
 
-sys.exit(main())
+def main() -> int:
+    """Runs the command, and returns its exit status; `nanovllm.jobs.cli.Exit` describes it."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background job ignores it
+        signal.signal(signal.SIGINT, _interrupted)
+    try:
+        _open_closed_streams()
+        from nanovllm.jobs.cli import main
+
+        return main()
+    except KeyboardInterrupt:
+        print("nanovllm: stopped", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _interrupted(number: int, frame: Any) -> None:
+    """A second Ctrl-C ends the process at once, because an exception during the exit would show a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    raise KeyboardInterrupt
+
+
+def _open_closed_streams() -> None:
+    """Otherwise the next file that is opened would take the place of standard input, output or error."""
+    for stream in range(3):
+        try:
+            os.fstat(stream)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,8 +7,10 @@ groups below it.
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _MEMBERSHIP, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
@@ -43,9 +45,11 @@ def cpu_quotas() -> list[int]:
     return quotas
 
 
-def free_bytes(device: torch.device) -> int:
+def free_bytes(device: "torch.device") -> int:
     """Free memory of the device, in bytes; on a CPU, within the limits of the system and of the control groups."""
     if device.type == "cuda":
+        import torch  # here, because the command answers `--help` without it
+
         torch.cuda.empty_cache()  # memory that PyTorch holds and does not use is free as well
         return torch.cuda.mem_get_info(device)[0]
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

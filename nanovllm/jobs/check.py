@@ -6,14 +6,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from nanovllm import Preflight, PreflightSummary
-from nanovllm.jobs.errors import Errors
-from nanovllm.jobs.index import Index, name_of
+from nanovllm.jobs.errors import Errors, JobError, name_of_row
+from nanovllm.jobs.index import Index
 from nanovllm.jobs.plan import in_pieces
 from nanovllm.jobs.report import num_rows_in_words
 
 logger = logging.getLogger("nanovllm.jobs")
 
 _ROWS_OF_PIECE, _BYTES_OF_PIECE = 256, 2**24
+_MAX_KINDS = 3  # in a message
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,9 @@ class Checked:
     """The results of the check.
 
     Args:
-        num_rows: rows that were checked, including those without a prompt.
-        summary: summary of the rows with a prompt.
-        refused: rows whose prompts cannot run.
+        num_rows: rows that were tokenized; all rows, if those that were not have errors of their own.
+        summary: summary of the rows that were tokenized.
+        refused: rows among them that cannot run.
     """
 
     num_rows: int
@@ -43,15 +44,26 @@ class Checked:
             if errors.num_rows:
                 logger.warning("%s cannot run: %s", num_rows_in_words(errors.num_rows), errors.in_words())
 
+    def refuse_if_none_can_run(self, index: Index) -> None:
+        """Raises a JobError if there are rows, and none that was checked can run."""
+        errors = index.errors + self.refused
+        if not errors.num_rows or self.summary.num_prompts > self.summary.num_errors:
+            return
+        seen = f"none of the {num_rows_in_words(self.num_rows)} that were checked can run (--preflight full checks all)"
+        kinds = [f"{each['rows']:,} × {each['error']} (first: {each['first']})" for each in errors.by_kind()]
+        raise JobError(f"{'no row can run' if self.num_rows == len(index) else seen}: {'; '.join(kinds[:_MAX_KINDS])}")
+
 
 def check_rows(index: Index, preflight: Preflight, num_rows: int) -> Checked:
-    """Tokenizes `num_rows` rows, spread evenly over the input."""
-    numbers = np.linspace(0, len(index) - 1, num_rows).astype(np.int64).tolist()
-    read = (each for each in map(index.read, numbers) if each[0].error is None)
+    """Tokenizes at most `num_rows` of the rows that can run as far as the index knows, spread evenly over the input."""
+    candidates = np.flatnonzero(index.can_run)
+    has_all = num_rows >= len(candidates)
+    places = np.linspace(0, len(candidates) - 1, min(num_rows, len(candidates))).astype(np.int64)
+    numbers = candidates[places].tolist()
     refused = Errors()
-    for rows in in_pieces(read, _ROWS_OF_PIECE, _BYTES_OF_PIECE):
+    for rows in in_pieces(map(index.read, numbers), _ROWS_OF_PIECE, _BYTES_OF_PIECE):
         checks = preflight.check([row.prompt for row in rows], [index.params.of(row) for row in rows])
         for row, check in zip(rows, checks, strict=True):
             if check.error is not None:
-                refused.add(name_of(row), check.error)
-    return Checked(num_rows, preflight.summary(), refused)
+                refused.add(row.number, name_of_row(row.number, row.id), check.error)
+    return Checked(len(index) if has_all else num_rows, preflight.summary(), refused)

@@ -1,20 +1,43 @@
 """The command `nanovllm`, also `python -m nanovllm`. Its only subcommand so far is `run-batch`."""
 
 import argparse
+import difflib
 import inspect
 import json
 import logging
-import os
+import re
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import MISSING, fields
+from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, Config, SamplingParams, __version__
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.jobs import JobError, JobOptions, run_batch
 from nanovllm.jobs.options import OnError, PreflightKind
+
+
+class Exit(IntEnum):
+    """The exit statuses of the command.
+
+    0    no row is an error row; in a dry run, none of the rows that were checked
+    1    the job was refused or failed
+    2    the command is wrong
+    3    some rows are error rows
+    4    all rows are error rows
+    130  a signal stopped it; the same command resumes the job
+    """
+
+    GOOD = 0
+    FAILED = 1
+    WRONG_COMMAND = 2
+    SOME_ERRORS = 3
+    ALL_ERRORS = 4
+    INTERRUPTED = 130
+
 
 _DESCRIPTION = """\
 Completes every row of a file. If it is killed, run the same command again: it continues where it stopped.
@@ -25,22 +48,60 @@ A row is {"id": "a", "prompt": "Hello"} or a line of an OpenAI batch file; docs/
 _STOPPED = "stopped; run the same command again to resume"
 # The job sets these itself.
 _NOT_OPTIONS = ("self", "model", "seed")
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    if not isinstance(value := json.loads(text), dict):
+        raise ValueError
+    return value
+
+
+_NOUNS: dict[Any, str] = {int: "an integer", float: "a number", _json_object: 'an object such as {"temperature": 0.7}'}
+
+
+def _read(kind: Callable[[str], Any], text: str) -> Any:
+    try:
+        return kind(text)
+    except (ValueError, RecursionError):
+        raise argparse.ArgumentTypeError(f"must be {_NOUNS[kind]}, not {text!r:.100}") from None
+
+
 # How argparse takes a parameter of a type.
 _KINDS: dict[str, dict[str, Any]] = {
-    **{kind.__name__: {"type": kind, "metavar": kind.__name__.upper()} for kind in (int, float, str)},
+    **{kind.__name__: {"type": partial(_read, kind), "metavar": "NUMBER"} for kind in (int, float)},
+    "str": {"metavar": "TEXT"},
     "bool": {"action": argparse.BooleanOptionalAction},
 }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command.
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, with the option that was probably meant."""
 
-    Returns:
-        0 if the job is finished or was only checked, 1 if it was refused or failed, 130 if a signal stopped it. A wrong
-        command exits with 2.
-    """
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].split("=")[0]
+            close = difflib.get_close_matches(name, self._option_string_actions, n=1)
+            hint = f"did you mean {close[0]}?" if close else "--help lists all options"
+            kind = "unknown option" if name.startswith("-") else "unexpected argument"
+            self.error(f"{kind} {name}; {hint}")
+        return found, unknown
+
+    def error(self, message: str) -> Any:
+        message = message.removeprefix("argument ").replace(": must", " must", 1)
+        self.exit(Exit.WRONG_COMMAND, f"{self.prog}: {message}\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command, and returns its exit status, which Exit describes. A wrong command raises SystemExit."""
     parser, engine, sampling = _make_parser()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return Exit.WRONG_COMMAND
     given = vars(parser.parse_args(arguments))
+    if not given.keys() >= {"input", "output", "model"}:
+        parser.error("run-batch needs --input, --output and --model; run-batch --help lists all options")
     is_dry_run = given.get("dry_run", False)
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("nanovllm").setLevel(logging.INFO)
@@ -51,83 +112,87 @@ def main(arguments: list[str] | None = None) -> int:
         options["model"] = str(MODEL_DIRECTORY)
     try:
         report = run_batch(JobOptions(**options))
-        if is_dry_run or report["rows"]["finished"] == report["rows"]["total"]:
-            return 0
-        problem, status = _STOPPED, 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's own flush at the end would fail too
-        problem, status = "the program that read standard output has ended", 1
-    except (JobError, OSError, TypeError, ValueError, RuntimeError) as error:
-        problem, status = str(error), 1
+        rows = report["rows"]
+        if is_dry_run or rows["finished"] == rows["total"]:
+            checked = report.get("preflight", {"num_prompts": 0})
+            is_all = rows["errors"] == rows["total"] or 0 < checked["num_prompts"] == checked["num_errors"]
+            return (Exit.ALL_ERRORS if is_all else Exit.SOME_ERRORS) if rows["errors"] else Exit.GOOD
+        problem, status = _STOPPED, Exit.INTERRUPTED
+    except (JobError, ImportError, OSError, TypeError, ValueError, RuntimeError) as error:
+        problem, status = str(error), Exit.FAILED
     except KeyboardInterrupt:
-        problem, status = "stopped" if is_dry_run else _STOPPED, 130
+        problem, status = "stopped" if is_dry_run else _STOPPED, Exit.INTERRUPTED
     print(f"nanovllm run-batch: {problem}", file=sys.stderr)
     return status
 
 
 def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
     """The parser of the whole command, the names of LLM's options, and those of SamplingParams."""
-    top = argparse.ArgumentParser("nanovllm")
-    parser = top.add_subparsers(required=True, metavar="COMMAND").add_parser(
+    description = "Offline LLM inference. nanovllm COMMAND --help lists the options of a command."
+    top = _Parser("nanovllm", description=description, allow_abbrev=False)
+    top.add_argument("--version", action="version", version=f"nanovllm {__version__}")
+    parser = top.add_subparsers(title="commands", required=True, metavar="COMMAND").add_parser(
         "run-batch",
         help="complete every row of a file",
+        usage="nanovllm run-batch -i INPUT -o OUTPUT --model MODEL [options]",
         description=_DESCRIPTION,
+        epilog=inspect.cleandoc(Exit.__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,  # JobOptions has the defaults
+        allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("-i", "--input", required=True, help='JSON Lines or a .parquet file; "-" is standard input')
-    add("-o", "--output", required=True, help='the output file; "-" is standard output, which cannot be resumed')
-    add("--model", required=True, help='a directory, a hub name, or "bundled"')
-    add("--seed", type=int, help="the job's seed; a row's seed is derived from it and the row's id")
-    # fmt: off
-    add("--on-error", choices=get_args(OnError),
-        help="rows that cannot run: row writes error rows (default), stop refuses the job")
-    add("--restart", action="store_true", help="delete the output and journal of an earlier run, and start over")
-    add("--dry-run", action="store_true", help="check the rows and stop; no weights are loaded")
-    add("--estimate", action="store_true",
-        help="with --dry-run: also complete a sample of the rows and estimate how long the whole job takes")
-    add("--preflight", choices=get_args(PreflightKind),
-        help="how many rows to tokenize first: full is all, sample at most 5,000, off none (default: sample, or full "
-             "with --dry-run or --on-error stop)")
-    add("--sync-seconds", type=float, dest="seconds_between_syncs", metavar="SYNC_SECONDS",
-        help="seconds between syncs to the disk (default 10)")
-    # fmt: on
-    add("--price-per-hour", type=float, help="the machine's price per hour; adds the cost to the report")
-    add("--report", type=Path, help="also write the report to this file, as JSON")
-    sampling = parser.add_argument_group(
-        "sampling of all rows",
-        "A row's own parameters take precedence. Parameters that are not set come from the model's "
-        "generation_config.json.",
-    )
-    sampling.add_argument("--params", type=_json_object, help="SamplingParams as a JSON object")
-    names = _add_options(sampling, SamplingParams.__init__)
-    engine = parser.add_argument_group("engine", "Options of LLM; docs/api.md describes them.")
-    engine.add_argument("--data-parallel-size", type=int, metavar="INT", help="how many LLMs, each on GPUs of its own")
-    return top, ["data_parallel_size", *_add_options(engine, LLM.__init__)], names
+    meanings, defaults = _meanings(JobOptions), {field.name: field.default for field in fields(JobOptions)}
+
+    def add(*flags: str, group: Any = parser, **how: Any) -> None:
+        name = how.get("dest") or flags[-1].strip("-").replace("-", "_")
+        how["help"] = _help(how.get("help") or meanings.get(name, ""), defaults.get(name))
+        group.add_argument(*flags, **how)
+
+    add("-i", "--input")
+    add("-o", "--output")
+    add("--model", help='a directory, a hub name, or "bundled" for the small model that comes with nanovllm')
+    add("--seed", **_KINDS["int"])
+    add("--on-error", choices=get_args(OnError))
+    add("--restart", action="store_true")
+    add("--dry-run", action="store_true")
+    add("--estimate", action="store_true")
+    add("--preflight", choices=get_args(PreflightKind))
+    add("--sync-seconds", dest="seconds_between_syncs", **_KINDS["float"])
+    add("--price-per-hour", **_KINDS["float"])
+    add("--report", type=Path)
+    precedence = "A row's own parameters take precedence. The defaults count where generation_config.json has no value."
+    sampling = parser.add_argument_group("sampling of all rows", precedence)
+    params_help = """parameters as a JSON object, such as '{"stop": ["\\n"], "max_tokens": null}'; null is None"""
+    add("--params", group=sampling, type=partial(_read, _json_object), metavar="JSON", help=params_help)
+    names = _add_options(sampling, SamplingParams.__init__, _meanings(SamplingParams))
+    engine = parser.add_argument_group("engine")
+    add("--data-parallel-size", group=engine, help="LLMs, each on GPUs of its own. Default: 1", **_KINDS["int"])
+    return top, ["data_parallel_size", *_add_options(engine, LLM.__init__, _meanings(Config))], names
 
 
-def _add_options(group: Any, function: Callable[..., None]) -> list[str]:
+def _add_options(group: Any, function: Callable[..., None], meanings: dict[str, str]) -> list[str]:
     """Adds an option for each parameter of `function` that is a number, a string or a switch; returns their names."""
     names = []
     for name, parameter in inspect.signature(function).parameters.items():
         annotation = parameter.annotation
         kind = annotation.__name__ if isinstance(annotation, type) else str(annotation).split(" | ")[0]
         if name not in _NOT_OPTIONS and kind in _KINDS:
-            group.add_argument(f"--{name.replace('_', '-')}", **_KINDS[kind])
+            meaning = _help(meanings.get(name, ""), parameter.default)
+            group.add_argument(f"--{name.replace('_', '-')}", help=meaning, **_KINDS[kind])
             names.append(name)
     return names
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError('not a JSON object, such as {"temperature": 0.7}')
-    return value
+def _meanings(documented: type) -> dict[str, str]:
+    """The meaning of each argument, from the docstring of a class; empty if Python runs without docstrings."""
+    arguments = (inspect.getdoc(documented) or "").partition("\nArgs:\n")[2]
+    found = re.findall(r"^    ([\w, ]+): (.*(?:\n {8}.*)*)", arguments, re.MULTILINE)
+    return {name: " ".join(text.split()) for names, text in found for name in names.split(", ")}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _help(meaning: str, default: Any) -> str:
+    """argparse's help for an option. The meaning itself says what a default of None is."""
+    if isinstance(default, bool):
+        default = "on" if default else "off"
+    said = "" if default in (None, MISSING) else f" Default: {default}."
+    return f"{meaning.removesuffix('.')}.{said}".replace("%", "%%")

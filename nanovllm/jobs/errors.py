@@ -3,6 +3,8 @@
 import errno
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _MAX_KINDS, _MAX_FIRST = 1000, 10
@@ -13,9 +15,23 @@ class JobError(Exception):
 
 
 def what_to_do(error: OSError) -> str:
-    """The advice after a job's file could not be written."""
+    """The advice after a job's file could not be read or written."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return f"{'Make room and run' if is_full else 'Run'} the same command again; the rows that are on the disk are kept"
+
+
+def name_of_row(number: int, row_id: str | None) -> str:
+    """A row's number, counted from 1, and id, for messages."""
+    return f"row {number + 1}" if row_id is None else f"row {number + 1}, id {row_id!r}"
+
+
+@contextmanager
+def worded(problem: str) -> Iterator[None]:
+    """Context manager that makes a JobError of an OSError, which may name no file: the problem, its reason, advice."""
+    try:
+        yield
+    except OSError as error:
+        raise JobError(f"{problem}: {error.strerror or error}. {what_to_do(error)}") from error
 
 
 class Errors:
@@ -28,13 +44,14 @@ class Errors:
         self.num_rows = 0
         self._first: list[str] = []
         self._count: Counter[str] = Counter()
-        self._example: dict[str, tuple[str, str]] = {}  # by kind: the first row's name and error
+        # By kind: number, name and error of the row with the lowest number, in whatever order the rows finish.
+        self._example: dict[str, tuple[int, str, str]] = {}
 
-    def add(self, row: str, error: str) -> None:
+    def add(self, number: int, name: str, error: str) -> None:
         kind = re.sub(r"'[^']*'|\"[^\"]*\"|-?[0-9][0-9,.]*", "…", error)[:200]
-        self._add(kind, (row, error[:500]), 1)
+        self._add(kind, (number, name, error[:500]), 1)
         if len(self._first) < _MAX_FIRST:
-            self._first.append(f"{row}: {error[:500]}")
+            self._first.append(f"{name}: {error[:500]}")
 
     def __add__(self, others: "Errors") -> "Errors":
         """The rows of both."""
@@ -45,12 +62,12 @@ class Errors:
             both._first += errors._first[: _MAX_FIRST - len(both._first)]
         return both
 
-    def _add(self, kind: str, example: tuple[str, str], count: int) -> None:
+    def _add(self, kind: str, example: tuple[int, str, str], count: int) -> None:
         self.num_rows += count
         if kind not in self._count and len(self._count) >= _MAX_KINDS:
             kind = "other errors"
         self._count[kind] += count
-        self._example.setdefault(kind, example)
+        self._example[kind] = min(example, self._example.get(kind, example))
 
     def in_words(self) -> str:
         """The first ten rows by name, each with its error, and how many more there are."""
@@ -59,7 +76,5 @@ class Errors:
 
     def by_kind(self) -> list[dict[str, Any]]:
         """The kinds as the report lists them, the most frequent first."""
-        return [
-            {"rows": count, "first": self._example[kind][0], "error": self._example[kind][1]}
-            for kind, count in self._count.most_common()
-        ]
+        kinds = sorted((-count, *self._example[kind]) for kind, count in self._count.items())
+        return [{"rows": -count, "first": name, "error": error} for count, _, name, error in kinds]

@@ -10,7 +10,8 @@ from nanovllm import LLM, PreflightSummary
 from nanovllm.jobs.index import Index
 from nanovllm.jobs.plan import ROWS_OF_WINDOW, beginning
 from nanovllm.jobs.report import Progress
-from nanovllm.jobs.run import Results, RowsRun
+from nanovllm.jobs.results import Results
+from nanovllm.jobs.run import RowsRun
 from nanovllm.replicas.replicas import Replicas
 
 # A sample fills this many batches, and has at most this many prompt tokens. After this many generated tokens, no more
@@ -36,6 +37,7 @@ class Sample(Results):
     """
 
     def __init__(self, index: Index, summary: PreflightSummary, max_num_seqs: int):
+        super().__init__()
         candidates, self.mean_n = _candidates(index)
         self._chosen = frozenset(_stretches(candidates, num_rows_of_sample(max_num_seqs / self.mean_n, summary)))
         self.num_chosen = len(self._chosen)

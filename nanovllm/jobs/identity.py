@@ -9,12 +9,14 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from nanovllm.jobs.errors import JobError, what_to_do
+from nanovllm.jobs.errors import JobError, what_to_do, worded
 
 # Engine options that can change a completion. The others may differ when a job is resumed on another machine.
 _DECIDING = (
     "model", "revision", "tokenizer", "dtype", "load_format", "quantization", "kv_cache_dtype", "max_model_len",
 )  # fmt: skip
+# The format of a job's description and journal.
+VERSION = 2
 _SUFFIXES = (".json", ".safetensors", ".model", ".jinja", ".txt")
 _NUM_SAMPLES, _BYTES_OF_SAMPLE = 64, 2**14
 _NAMES = {"model": "the model", "engine": "an engine option", "params": "a parameter", "seed": "the seed"}
@@ -29,7 +31,7 @@ def fingerprint_of_model(directory: Path) -> str:
             continue
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
-        with path.open("rb") as file:
+        with worded(f"{path} cannot be read"), path.open("rb") as file:
             if size <= _NUM_SAMPLES * _BYTES_OF_SAMPLE:
                 digest.update(file.read())
                 continue
@@ -81,11 +83,13 @@ def load_state(path: Path) -> dict[str, Any] | None:
     """The job's description, or None if there is none.
 
     Raises:
-        JobError: the file is not a description.
+        JobError: the file is not a description, or one that this version of nanovllm cannot continue.
     """
     try:
         state = json.loads(path.read_text())
-        if state["version"] == 1 and isinstance(state["identity"]["input"]["rows"], int):
+        if state["version"] == 1:  # its journal does not say which rows are error rows
+            raise JobError(f"an older nanovllm wrote {path}; finish the job with that, or start over with --restart")
+        if state["version"] == VERSION and isinstance(state["identity"]["input"]["rows"], int):
             is_whole = isinstance(state["created"], int) and isinstance(state["finished"], bool)
             if is_whole and (not state["finished"] or isinstance(state["report"], dict)):
                 return state

@@ -2,12 +2,13 @@
 
 import zlib
 from array import array
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import xxhash
 
-from nanovllm.jobs.errors import Errors, JobError
+from nanovllm.jobs.errors import Errors, JobError, name_of_row, worded
 from nanovllm.jobs.row_params import RowParams
 from nanovllm.jobs.rows import JobRow
 from nanovllm.jobs.source import Source
@@ -31,7 +32,7 @@ class Index:
     def __init__(self, lines: Source, params: RowParams, max_model_len: int):
         self.lines, self.params, self.errors, self.kinds = lines, params, Errors(), set[str]()
         ids, max_num_new_tokens, self._checksums, is_row = array("Q"), array("q"), array("I"), bytearray()
-        for number, line in enumerate(lines.scan()):
+        for number, line in enumerate(self._scanned()):
             row = params.parse(number, line)
             # 0 for a row without an id, which is not equal to any other.
             ids.append(xxhash.xxh3_64_intdigest(row.id.encode()) if row.id is not None else 0)
@@ -56,7 +57,8 @@ class Index:
         Raises:
             JobError: the line has changed since it was scanned.
         """
-        line = self.lines.read(number)
+        with worded(f"row {number + 1} of the input cannot be read"):
+            line = self.lines.read(number)
         if zlib.crc32(line) != self._checksums[number]:
             raise JobError(
                 f"row {number + 1} of the input has changed while the job ran. Restore the input, and run the same "
@@ -67,9 +69,13 @@ class Index:
             row = replace(row, error=f"row {first + 1} has the same id {row.id!r}; ids must be unique")
         return row, len(line)
 
+    def _scanned(self) -> Iterator[bytes]:
+        with worded("the input cannot be read"):
+            yield from self.lines.scan()
+
     def _note(self, row: JobRow) -> None:
         if row.error is not None:
-            self.errors.add(name_of(row), row.error)
+            self.errors.add(row.number, name_of_row(row.number, row.id), row.error)
 
     def _first_uses(self, ids: np.ndarray) -> np.ndarray:
         """`first_use`, from hashes of the ids; 0 for a row without an id."""
@@ -82,8 +88,3 @@ class Index:
             first = firsts.setdefault(self.params.parse(number, self.lines.read(number)).id, number)
             first_use[number] = first if first < number else -1
         return first_use
-
-
-def name_of(row: JobRow) -> str:
-    """The row's number and id, for messages."""
-    return f"row {row.number + 1}" if row.id is None else f"row {row.number + 1}, id {row.id!r}"

@@ -18,22 +18,23 @@ from typing import Any
 
 from nanovllm import LLM, Preflight
 from nanovllm.jobs.check import Checked, check_rows
-from nanovllm.jobs.errors import Errors, JobError
+from nanovllm.jobs.errors import Errors, JobError, worded
 from nanovllm.jobs.estimate import estimate
-from nanovllm.jobs.identity import check_same, identity_of, load_state, save_state, whole_file
+from nanovllm.jobs.identity import VERSION, check_same, identity_of, load_state, save_state, whole_file
 from nanovllm.jobs.index import Index
 from nanovllm.jobs.journal import Journal
 from nanovllm.jobs.options import JobOptions
 from nanovllm.jobs.parquet import import_pyarrow, is_parquet, write_parquet
 from nanovllm.jobs.report import Progress, Report, in_words, num_rows_in_words
+from nanovllm.jobs.results import Results, Stdout
 from nanovllm.jobs.row_params import RowParams
-from nanovllm.jobs.run import Results, RowsRun, Stdout
+from nanovllm.jobs.run import RowsRun
 from nanovllm.jobs.source import open_source
 from nanovllm.replicas.replicas import Replicas
 
 logger = logging.getLogger("nanovllm.jobs")
 
-_ROWS_OF_SAMPLE = 5000
+_ROWS_OF_SAMPLE, _ROWS_OF_LOOK = 5000, 16
 
 
 def make_llm(model: str, *, data_parallel_size: int | None = None, **engine: Any) -> LLM | Replicas:
@@ -72,7 +73,9 @@ class Job:
                 index = Index(lines, params, preflight.max_model_len)
                 self._refuse(index.errors)
                 checked = check_rows(index, preflight, self._num_to_check(len(index)))
-                if checked.num_rows:
+                if self._is_new and not options.dry_run:
+                    checked.refuse_if_none_can_run(index)
+                if self._is_new and options.preflight != "off":
                     checked.log(index)
                     self._refuse(checked.refused)
             if options.dry_run:
@@ -84,19 +87,26 @@ class Job:
         finally:
             lines.close()
         if options.report is not None:
-            text = json.dumps(report, indent=1) + "\n"
-            path = Path(options.report)
-            if path.exists() and not path.is_file():  # a terminal or a pipe
-                path.write_text(text)
-            else:
-                with whole_file(path.resolve()) as file:
-                    file.write(text.encode())
+            self._write_report(json.dumps(report, indent=1) + "\n", Path(options.report))
         return report
+
+    def _write_report(self, text: str, path: Path) -> None:
+        if path.exists() and not path.is_file():  # a terminal or a pipe
+            with worded(f"the report {path} cannot be written"):
+                path.write_text(text)
+        else:
+            with whole_file(path.resolve()) as file:
+                file.write(text.encode())
 
     # Before the rows run
 
     def _check_paths(self) -> None:
-        """Refuses paths that would overwrite each other's files, or that cannot be written at the end."""
+        """Refuses streams that are closed, and paths that would overwrite each other's files or that cannot be written
+        at the end."""
+        streams = {"input": (self._options.input, sys.stdin), "output": (self._options.output, sys.stdout)}
+        for name, (given, stream) in streams.items():
+            if given == "-" and stream is None:
+                raise JobError(f'"-" is standard {name}, which is closed; open it, or name a file')
         ours = [] if self._is_stream else [self._output, self._state_path, self._part_path]
         ours += [path.with_name(path.name + ".new") for path in ours]
         others = [Path(path).resolve() for path in (self._options.input, self._options.report) if path is not None]
@@ -123,14 +133,21 @@ class Job:
             num_rows, first = num_rows_in_words(errors.num_rows), errors.in_words()
             raise JobError(f"{num_rows} cannot run; --on-error stop refuses the job: {first}")
 
+    @property
+    def _is_new(self) -> bool:
+        """Whether the job has no finished rows. One that has them was checked when it began."""
+        if self._options.restart or self._options.dry_run or self._is_stream:
+            return True
+        return not any(path.exists() and path.stat().st_size for path in (self._part_path, self._output))
+
     def _num_to_check(self, num_rows: int) -> int:
         """How many rows are tokenized before the weights are loaded."""
         options = self._options
-        # A job that is resumed was checked when it began.
-        is_new = options.restart or options.dry_run or self._is_stream or not self._state_path.exists()
         needs_all = options.dry_run or options.on_error == "stop"
         kind = options.preflight or ("full" if needs_all else "sample")
-        return {"off": 0, "sample": min(num_rows, _ROWS_OF_SAMPLE), "full": num_rows}[kind] if is_new else 0
+        # Without a preflight, a job still looks whether its rows can run at all.
+        num_off = 0 if options.dry_run else _ROWS_OF_LOOK
+        return {"off": num_off, "sample": _ROWS_OF_SAMPLE, "full": num_rows}[kind] if self._is_new else 0
 
     def _dry_run(self, index: Index, checked: Checked) -> dict[str, Any]:
         options, found = self._options, {}
@@ -197,7 +214,7 @@ class Job:
         if state is not None:
             self._created = state["created"]
             logger.info("%s of %s rows are finished", f"{journal.num_rows:,}", f"{num_rows:,}")
-        state = {"version": 1, "identity": identity, "created": self._created, "finished": False}
+        state = {"version": VERSION, "identity": identity, "created": self._created, "finished": False}
         save_state(self._state_path, state)
         return state
 
@@ -214,7 +231,7 @@ class Job:
         """Runs the rows that `results` lacks."""
         num_before = results.num_rows
         if num_before == len(index):
-            return self._report.as_dict(num_before, num_before, num_before, Errors())
+            return self._report.as_dict(num_before, num_before, num_before, results.errors)
         with self._report.phase("start"):
             llm = self._started_llm()
         rows_run = RowsRun(index, results, self._created, self._options.model)
@@ -225,7 +242,7 @@ class Job:
             finally:
                 progress.close()
                 self._report.metrics = llm.metrics()
-        return self._report.as_dict(len(index), num_before, results.num_rows, rows_run.errors, rows_run.tail_seconds)
+        return self._report.as_dict(len(index), num_before, results.num_rows, results.errors, rows_run.tail_seconds)
 
 
 def run_batch(options: JobOptions) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """The journal: the finished rows of a job, safe from a kill at any instant.
 
 Each line is `number checksum row`: the input row's number, the CRC-32 of number and row in hexadecimal, and the output
-row, which has no newline. Lines are only appended. After a kill or a power failure the end may be torn or garbage; the
-file is then cut before the first line with a wrong checksum.
+row, which has no newline. An error row has a `!` before it, so that error rows are counted without parsing the others.
+Lines are only appended. After a kill or a power failure the end may be torn or garbage; the file is then cut before the
+first line with a wrong checksum.
 """
 
 import fcntl
+import json
 import logging
 import os
 import threading
@@ -18,7 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.jobs.errors import JobError, what_to_do
+from nanovllm.jobs.errors import Errors, JobError, what_to_do, worded
+from nanovllm.jobs.results import Results
+from nanovllm.jobs.rows import error_of
 
 logger = logging.getLogger("nanovllm.jobs")
 
@@ -26,7 +30,7 @@ _BYTES_OF_READ = 2**22
 _BYTES_OF_WRITE, _SECONDS_BETWEEN_WRITES = 2**17, 0.2
 
 
-class Journal:
+class Journal(Results):
     """The journal at `path`, which no other process can open as long as this one is alive.
 
     As a context manager it closes the file at the end. A failure that was not raised yet is then raised, or logged if
@@ -41,6 +45,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, seconds_between_syncs: float = 10.0):
+        super().__init__()
         self._path, self._seconds_between_syncs = path, seconds_between_syncs
         self._fd = _open_locked(path)
         self._waiting: list[bytes] = []
@@ -49,7 +54,6 @@ class Journal:
         self._places = np.empty(0, np.int64)  # by number: the row's first byte, −1 for a row that is not in the file
         self._sizes = np.empty(0, np.int64)
         self._written_at = self._synced_at = time.monotonic()
-        self.num_rows = 0
         # The thread syncs the file. During a long step it also writes the waiting rows.
         self._lock, self._closing = threading.RLock(), threading.Event()
         self._failure: JobError | None = None
@@ -76,22 +80,23 @@ class Journal:
             num_rows: rows of the input.
 
         Raises:
-            JobError: the file cannot be cut or synced.
+            JobError: the file cannot be read, cut or synced.
         """
         self._places, self._sizes = np.full(num_rows, -1, np.int64), np.zeros(num_rows, np.int64)
-        self._size = self.num_rows = 0
+        self._size, self.num_rows, self.errors = 0, 0, Errors()
         for line in self._lines():
             number, _, rest = line.partition(b" ")
-            checksum, _, row = rest.partition(b" ")
-            if not _is_good(number, checksum, row) or int(number) >= num_rows:
+            checksum, _, marked = rest.partition(b" ")
+            if not _is_good(number, checksum, marked) or int(number) >= num_rows:
                 break
-            self._note(int(number), len(line) - len(row), len(row))
+            is_error = marked.startswith(b"!")
+            row = marked[is_error:]
+            error = error_of(json.loads(row)) if is_error else None
+            self._note(int(number), len(line) - len(row), len(row), error)
             self._size += len(line) + 1
-        try:
+        with worded(f"{self._path} cannot be repaired"):
             os.ftruncate(self._fd, self._size)
             os.fsync(self._fd)
-        except OSError as error:
-            raise self._error("cannot be repaired", error) from error
 
     def clear(self) -> None:
         """Drops all rows. Call it before `recover`.
@@ -99,10 +104,8 @@ class Journal:
         Raises:
             JobError: the file cannot be cut.
         """
-        try:
+        with worded(f"{self._path} cannot be emptied"):
             os.ftruncate(self._fd, 0)
-        except OSError as error:
-            raise self._error("cannot be emptied", error) from error
 
     def __contains__(self, number: int) -> bool:
         return self._places[number] >= 0
@@ -111,7 +114,7 @@ class Journal:
         """Whether each input row has its output row."""
         return self.num_rows == len(self._places)
 
-    def append(self, number: int, row: bytes) -> None:
+    def append(self, number: int, row: bytes, error: tuple[str | None, str] | None = None) -> None:
         """Adds the output row of an input row, which is written soon and synced at the stated interval.
 
         The call waits for the disk only if the interval is 0. A sync may take seconds, during which the engine would do
@@ -120,10 +123,10 @@ class Journal:
         Raises:
             JobError: the file cannot be written, for example because the disk is full. Earlier lines are kept.
         """
-        start = b"%d " % number
-        head = b"%d %08x " % (number, zlib.crc32(row, zlib.crc32(start)))
+        mark = b"" if error is None else b"!"
+        head = b"%d %08x %s" % (number, zlib.crc32(row, zlib.crc32(b"%d %s" % (number, mark))), mark)
         with self._lock:
-            self._note(number, len(head), len(row))
+            self._note(number, len(head), len(row), error)
             self._waiting.append(head + row + b"\n")
             self._num_waiting += len(head) + len(row) + 1
         now = time.monotonic()
@@ -181,7 +184,7 @@ class Journal:
         self.write()
         there = self._places >= 0
         for place, size in zip(self._places[there].tolist(), self._sizes[there].tolist(), strict=True):
-            yield os.pread(self._fd, size, place)
+            yield self._read(size, place)
 
     def close(self) -> None:
         """Syncs and closes the file, unless it was removed. Removes it if it is empty.
@@ -214,16 +217,20 @@ class Journal:
             if os.path.samestat(os.fstat(self._fd), self._path.stat()):
                 self._path.unlink()
 
-    def _note(self, number: int, head_size: int, row_size: int) -> None:
+    def _note(self, number: int, head_size: int, row_size: int, error: tuple[str | None, str] | None) -> None:
         """Notes the row's place: its line comes after those in the file and those that wait."""
         if self._places[number] < 0:
-            self.num_rows += 1
+            self.count(number, error)
         self._places[number], self._sizes[number] = self._size + self._num_waiting + head_size, row_size
+
+    def _read(self, size: int, place: int) -> bytes:
+        with worded(f"{self._path} cannot be read"):
+            return os.pread(self._fd, size, place)
 
     def _lines(self) -> Iterator[bytes]:
         """Yields the file's whole lines, without their newlines."""
         rest, offset = b"", 0
-        while data := os.pread(self._fd, _BYTES_OF_READ, offset):
+        while data := self._read(_BYTES_OF_READ, offset):
             offset += len(data)
             *lines, rest = (rest + data).split(b"\n")
             yield from lines
@@ -238,9 +245,11 @@ def _open_locked(path: Path) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
             os.close(fd)
-            raise JobError(f"another process is writing {path}; wait for it or stop it") from None
+            if isinstance(error, BlockingIOError):
+                raise JobError(f"another process is writing {path}; wait for it or stop it") from None
+            raise JobError(f"{path} cannot be locked: {error.strerror}; choose an output on another disk") from error
         if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
             return fd
         os.close(fd)  # the process that had the file open has just removed it

@@ -29,7 +29,8 @@ class JobOptions:
         estimate: in a dry run, also load the model, complete a sample of the rows, and estimate how long the whole job
             takes.
         preflight: how many rows to tokenize before the weights are loaded: "full" is all, "sample" is at most 5,000,
-            spread evenly, "off" is none. None is "full" in a dry run and with on_error="stop", else "sample".
+            spread evenly, "off" is 16, to see whether any row can run (none in a dry run). None is "full" in a dry run
+            and with on_error="stop", else "sample".
         seconds_between_syncs: seconds between syncs to the disk; after a power failure, rows that finished after the
             last sync run again.
         price_per_hour: the machine's price, in any currency, for the report.

@@ -36,9 +36,12 @@ class Progress:
         self.is_enough = False
         self._began = self._shown_at = time.monotonic()
         self._bar = tqdm(total=num_rows, initial=num_finished, unit="row", desc=name, disable=not sys.stderr.isatty())
+        if self._bar.disable:
+            logger.info("%s: %s of %s rows", name, f"{num_finished:,}", f"{num_rows:,}")
 
     def update(self, num_finished: int, num_errors: int) -> None:
-        """Shows the number of rows that have finished, and of this run's error rows."""
+        """Shows the number of rows that have finished, and of the error rows among them, those of earlier runs
+        included."""
         num_new, self._num_finished, now = num_finished - self._num_finished, num_finished, time.monotonic()
         if now - self._shown_at >= (_SECONDS_BETWEEN_LINES if self._bar.disable else _SECONDS_BETWEEN_RATES):
             self._shown_at = now
@@ -163,7 +166,7 @@ def in_words(report: dict[str, Any]) -> str:
         lines.append(f"cost of this run: {cost['total']:,.4f}{price}")
     if report["errors"]:
         if "preflight" not in report:
-            lines.append(f"errors in this run: {num_rows_in_words(rows['errors'])}")
+            lines.append(f"error rows: {rows['errors']:,} of {rows['finished']:,}")
         named, others = report["errors"][:_MAX_KINDS_SHOWN], report["errors"][_MAX_KINDS_SHOWN:]
         lines += [f"  {kind['rows']:,} × {kind['error']} (first: {kind['first']})" for kind in named]
         if others:

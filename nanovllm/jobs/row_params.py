@@ -2,9 +2,11 @@
 
 import json
 from dataclasses import fields, replace
+from importlib.util import find_spec
 from typing import Any
 
 from nanovllm import SamplingParams
+from nanovllm.jobs.errors import JobError
 from nanovllm.jobs.fields import kept_if_short
 from nanovllm.jobs.openai_rows import OPENAI_DEFAULTS
 from nanovllm.jobs.rows import JobRow, parse_row
@@ -22,6 +24,7 @@ class RowParams:
 
     Raises:
         TypeError, ValueError: the job's parameters are wrong.
+        JobError: later, a row needs a library that is not installed: no row is at fault.
     """
 
     def __init__(self, recommended: SamplingParams, params: dict[str, Any], seed: int):
@@ -29,7 +32,8 @@ class RowParams:
         self._base = {kind: values | OPENAI_DEFAULTS.get(kind, {}) | params for kind in ("plain", *OPENAI_DEFAULTS)}
         self._seed = seed
         SamplingParams(**self._base["plain"])  # raises if the job's parameters are wrong: no row is at fault
-        self._made = kept_if_short(4096, lambda kind, own: SamplingParams(**self._base[kind] | json.loads(own)))
+        self._made = kept_if_short(4096, self._make)
+        self._has_llguidance = find_spec("llguidance") is not None
 
     def parse(self, number: int, line: bytes) -> JobRow:
         """Parses a line as a row, which is also an error row if its parameters do not fit the job's."""
@@ -53,6 +57,13 @@ class RowParams:
         """How many tokens a row without an error may generate, if each completion gets at most `maximum`."""
         params = self._of(row)
         return params.n * (maximum if params.max_tokens is None else min(params.max_tokens, maximum))
+
+    def _make(self, kind: str, own: str) -> SamplingParams:
+        params = SamplingParams(**self._base[kind] | json.loads(own))
+        structured = params.structured_outputs
+        if structured is not None and structured.choice is None and not self._has_llguidance:
+            raise JobError("structured_outputs need llguidance, which is not installed: pip install llguidance")
+        return params
 
     def _of(self, row: JobRow) -> SamplingParams:
         return self._made(row.kind, json.dumps(row.params) if row.params else "{}")

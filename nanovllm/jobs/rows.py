@@ -248,6 +248,13 @@ def output_of(
     return found
 
 
+def error_of(made: dict[str, Any]) -> tuple[str | None, str] | None:
+    """The input row's id and the error of an error row, as `output_of` makes it; None for other rows."""
+    if (error := made["error"]) is None:
+        return None
+    return (made["id"], error) if isinstance(error, str) else (made["custom_id"], error["message"])
+
+
 def _plain_completion(completion: CompletionOutput, with_ids: bool) -> dict[str, Any]:
     found: dict[str, Any] = {
         "index": completion.index,

@@ -9,45 +9,18 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.jobs.errors import Errors
-from nanovllm.jobs.index import Index, name_of
+from nanovllm.jobs.index import Index
 from nanovllm.jobs.plan import early_rows, in_windows
 from nanovllm.jobs.report import Progress
-from nanovllm.jobs.rows import JobRow, output_of
+from nanovllm.jobs.results import Results
+from nanovllm.jobs.rows import JobRow, error_of, output_of
 from nanovllm.replicas.replicas import Replicas
 
 # The rows that the LLM has, by the prompt's number in the call.
 _Running = dict[int, tuple[JobRow, SamplingParams]]
-
-
-class Results(Protocol):
-    """Takes output rows: a Journal, or standard output."""
-
-    num_rows: int = 0
-
-    def __contains__(self, number: int) -> bool:
-        """Whether the output row of an input row is there already."""
-        return False
-
-    def append(self, number: int, row: bytes) -> None:
-        """Adds the output row of an input row."""
-        self.num_rows += 1
-
-    def write(self) -> None:
-        """Writes the rows that wait."""
-        return
-
-
-class Stdout(Results):
-    """Writes rows to standard output as they finish; there is nothing to resume."""
-
-    def append(self, number: int, row: bytes) -> None:
-        super().append(number, row)
-        sys.stdout.buffer.write(row + b"\n")
-        sys.stdout.buffer.flush()
 
 
 class RowsRun:
@@ -58,7 +31,6 @@ class RowsRun:
         results: takes the output rows.
         created, model: for output rows of OpenAI's format.
 
-    errors: the error rows of this run.
     num_stops: signals that came.
     tail_seconds: how long the last 1% of this run's rows took; None if the run did not reach them.
     """
@@ -66,7 +38,6 @@ class RowsRun:
     def __init__(self, index: Index, results: Results, created: int, model: str):
         self._index, self._results, self._created, self._model = index, results, created, model
         self.num_stops = 0
-        self.errors = Errors()
         self.tail_seconds: float | None = None
 
     def run(self, llm: LLM | Replicas, progress: Progress) -> None:
@@ -83,7 +54,7 @@ class RowsRun:
             for output in outputs:
                 row, params = running.pop(output.prompt_index)
                 self._take(row, params, output)
-                progress.update(self._results.num_rows, self.errors.num_rows)
+                progress.update(self._results.num_rows, self._results.errors.num_rows)
                 if tail_began is None and self._results.num_rows >= before_tail:
                     tail_began = time.monotonic()
                 if (self.num_stops or progress.is_enough) and not is_drained:
@@ -121,14 +92,11 @@ class RowsRun:
 
     def _take(self, row: JobRow, params: SamplingParams | None, output: RequestOutput | None) -> None:
         """Adds the output row of a row that has finished."""
-        error = row.error if output is None else output.error
-        if error is not None:
-            self.errors.add(name_of(row), error)
         with_token_ids = params is not None and not params.detokenize
         made = output_of(row, output, with_token_ids=with_token_ids, created=self._created, model=self._model)
         text = json.dumps(made, ensure_ascii=False, separators=(",", ":"))
         # A tokenizer may decode half of a surrogate pair, which UTF-8 does not have.
-        self._results.append(row.number, text.encode(errors="replace"))
+        self._results.append(row.number, text.encode(errors="replace"), error_of(made))
 
     @contextmanager
     def _stopping_at_signals(self) -> Iterator[None]:
@@ -140,7 +108,9 @@ class RowsRun:
 
         may_set = threading.current_thread() is threading.main_thread()
         kinds = (signal.SIGINT, signal.SIGTERM) if may_set else ()
-        before = [(kind, signal.signal(kind, stop)) for kind in kinds]
+        # A shell starts background jobs so that they ignore Ctrl-C.
+        wanted = [kind for kind in kinds if signal.getsignal(kind) is not signal.SIG_IGN]
+        before = [(kind, signal.signal(kind, stop)) for kind in wanted]
         try:
             yield
         finally:

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 import xxhash
 
-from nanovllm.jobs.errors import JobError
+from nanovllm.jobs.errors import JobError, worded
 from nanovllm.jobs.fields import MAX_BYTES_OF_LINE
 from nanovllm.jobs.parquet import ParquetLines, is_parquet
 
@@ -44,9 +44,12 @@ class Lines:
         if path != "-" and Path(path).is_file():
             self._file: BinaryIO = open(path, "rb")  # noqa: SIM115 - close() closes it
         else:
-            self._file = tempfile.TemporaryFile(dir=spool_directory)  # noqa: SIM115
-            with nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as stream:
+            name, directory = "standard input" if path == "-" else path, spool_directory or tempfile.gettempdir()
+            opened = nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb")  # noqa: SIM115
+            with opened as stream, worded(f"{name} cannot be copied to a file in {directory}"):
+                self._file = tempfile.TemporaryFile(dir=spool_directory)  # noqa: SIM115
                 shutil.copyfileobj(stream, self._file, 2**20)
+                self._file.flush()
         self._file.seek(0)
         begins = self._file.read(4)
         for beginning, kind in _OTHER_FILES.items():

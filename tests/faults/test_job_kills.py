@@ -14,6 +14,10 @@ def run(*arguments: object) -> str:
     return done.stdout
 
 
+def test_the_error_rows_of_killed_runs_count_at_every_point():
+    assert run("counts").startswith("right: ")
+
+
 def test_a_kill_at_any_call_that_changes_a_file_loses_and_repeats_nothing(count):
     assert run("calls", "--rows", count(6, 12)).startswith("right: ")
 

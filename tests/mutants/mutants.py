@@ -730,7 +730,17 @@ _MUTANTS_OF_FILE = {
             "test_replicas.py::test_a_row_that_kills_its_replica_becomes_one_error_row[is killed]",
             "test_replicas.py::test_a_row_that_kills_its_replica_becomes_one_error_row[raises]"),
     ],
+    "jobs/cli.py": [
+        historic(
+            "a job of error rows alone ends as one of good rows",
+            "Exit.ALL_ERRORS if is_all else", "Exit.GOOD if is_all else",
+            "test_job_command.py::test_the_exit_status_follows_from_the_report[rows3-False-4]"),
+    ],
     "jobs/journal.py": [
+        historic(
+            "a resumed job counts the error rows of its own run alone",
+            "error = error_of(json.loads(row)) if is_error else None", "error = None",
+            "test_job_journal.py::test_error_rows_are_counted_when_the_file_is_read_again"),
         historic(
             "a torn line of the journal counts",
             'return number.isdigit() and checksum == b"%08x" % zlib.crc32(row, zlib.crc32(number + b" "))',

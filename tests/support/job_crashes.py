@@ -1,5 +1,7 @@
-"""Kills jobs, and compares what they finish with in the end with an uninterrupted run.
+"""Kills jobs, and compares what they finish with in the end with an uninterrupted run: the output and the error rows of
+the report.
 
+    python tests/support/job_crashes.py counts             # twice, with a fake LLM; the counts of each run between
     python tests/support/job_crashes.py calls              # at each system call that changes a file, with a fake LLM
     python tests/support/job_crashes.py moments --kills 500 --rows 2000    # at random moments, with the bundled model
 
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -59,6 +62,12 @@ def write_input(path: Path, count: int) -> None:
 
 def run(options: job.JobOptions, llm_class: type) -> None:
     job.Job(options, llm_class).run()
+
+
+def errors_of(path: Path) -> tuple[int, list[dict]]:
+    """The error rows in the report of a finished job, and their kinds."""
+    report = json.loads(path.with_name(path.name + ".job").read_text())["report"]
+    return report["rows"]["errors"], report["errors"]
 
 
 def in_fork(work) -> int:
@@ -119,7 +128,7 @@ def kill_at_each_call(count: int) -> None:
             )  # fmt: skip
 
         run(options("whole"), FakeLLM)
-        expected = (directory / "whole").read_bytes()
+        expected, errors = (directory / "whole").read_bytes(), errors_of(directory / "whole")
         assert len(expected.splitlines()) == count
         num_kills, call, rng = 0, 0, random.Random(0)
         while True:
@@ -131,6 +140,7 @@ def kill_at_each_call(count: int) -> None:
                     num_kills += in_fork(work) < 0
                 assert in_fork(lambda: run(options("out"), FakeLLM)) == 0
                 assert (directory / "out").read_bytes() == expected, f"killed at call {call}"
+                assert errors_of(directory / "out") == errors, f"killed at call {call}"
                 left = sorted(path.name for path in directory.iterdir() if path.name.startswith("out"))
                 assert left == ["out", "out.job"], left
                 (directory / "out").unlink()
@@ -139,6 +149,53 @@ def kill_at_each_call(count: int) -> None:
                 break
     assert num_kills > 3 * count and call < 500, "the calls that change files are others than those that are patched"
     print(f"right: {num_kills} kills at {call - 1} calls")
+
+
+class Erring(FakeLLM):
+    """Refuses rows with a 7. Sends this process a signal when it has completed some rows."""
+
+    after, signal = -1, signal.SIGKILL
+    made: list[str] = []
+
+    def complete(self, number, prompt, params):
+        if len(self.made) == self.after:
+            os.kill(os.getpid(), self.signal)
+        output = super().complete(number, prompt, params)
+        return replace(output, error=f"{prompt!r:.20} has a 7") if "7" in output.prompt else output
+
+
+def count_error_rows_at_each_point(count: int) -> None:
+    """SIGKILL ends the first run and the third; Ctrl-C ends the second and the fourth, which report what there is."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        write_input(directory / "in", count)
+
+        def options(output: str) -> job.JobOptions:
+            paths = [str(directory / each) for each in ("in", output, "report")]
+            return job.JobOptions(*paths[:2], str(MODEL_DIRECTORY), seconds_between_syncs=0.0, report=Path(paths[2]))
+
+        run(options("whole"), Erring)
+        Erring.made.clear()
+        whole = errors_of(directory / "whole")
+        assert whole[0] == sum(json.loads(row)["error"] is not None for row in (directory / "whole").open()) > 3
+        found = [0]
+        for kind in (signal.SIGKILL, signal.SIGINT, signal.SIGKILL, signal.SIGINT):
+            Erring.after, Erring.signal = count // 8, kind
+            status = in_fork(lambda: run(options("out"), Erring))
+            assert status == (-kind if kind == signal.SIGKILL else 0)
+            rows = [line.split(b" ", 2)[2] for line in (directory / "out.part").read_bytes().splitlines()]
+            errors = sum(json.loads(row.removeprefix(b"!"))["error"] is not None for row in rows)
+            if kind == signal.SIGINT:
+                report = json.loads((directory / "report").read_text())
+                assert report["rows"]["errors"] == errors == sum(each["rows"] for each in report["errors"])
+                assert report["rows"]["finished"] == len(rows) < count
+            found.append(errors)
+        assert found == sorted(found) and 0 < found[1] < found[-1] < whole[0], f"errors at each end: {found}, {whole}"
+        Erring.after = -1
+        run(options("out"), Erring)
+        assert errors_of(directory / "out") == whole
+        assert (directory / "out").read_bytes() == (directory / "whole").read_bytes()
+    print(f"right: {found} error rows at each end, {whole[0]} in all")
 
 
 def wait_for_growth(path: Path, process: int) -> None:
@@ -177,7 +234,7 @@ def kill_at_random_moments(num_kills: int, count: int, model: str, seconds: floa
         began = time.monotonic()
         assert in_fork(lambda: run(options("whole"), LLM)) == 0
         whole_seconds = time.monotonic() - began
-        expected = (directory / "whole").read_bytes()
+        expected, errors = (directory / "whole").read_bytes(), errors_of(directory / "whole")
         assert len(expected.splitlines()) == count
         done = torn = full = finished = cut = 0
         while done < num_kills:
@@ -218,7 +275,7 @@ def kill_at_random_moments(num_kills: int, count: int, model: str, seconds: floa
                     file.write(rng.randbytes(rng.randrange(100)))
             if status == 0:
                 finished += 1
-                assert (directory / "out").read_bytes() == expected
+                assert (directory / "out").read_bytes() == expected and errors_of(directory / "out") == errors
                 for suffix in ("", ".job"):
                     (directory / f"out{suffix}").unlink()
         assert in_fork(lambda: run(options("out"), LLM)) == 0
@@ -233,14 +290,16 @@ def kill_at_random_moments(num_kills: int, count: int, model: str, seconds: floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=("calls", "moments"))
+    parser.add_argument("kind", choices=("counts", "calls", "moments"))
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--model", default=str(MODEL_DIRECTORY))
     parser.add_argument("--seconds", type=float, default=3.0, help="most seconds until a run is killed")
     given = parser.parse_args()
     gc.freeze()  # else each fork copies the libraries' pages, which its collector writes to
-    if given.kind == "calls":
+    if given.kind == "counts":
+        count_error_rows_at_each_point(min(given.rows, 200))
+    elif given.kind == "calls":
         kill_at_each_call(min(given.rows, 20))
     else:
         kill_at_random_moments(given.kills, given.rows, given.model, given.seconds)

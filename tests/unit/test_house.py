@@ -67,7 +67,8 @@ BUDGETS = {
     # Half of it is the parameters and their checks; accepted.py has a line for each keyword of vLLM's.
     (*sorted(VALUES), "vllm_engine"): 1475,
     # A chat's row may have tools, documents and a template of its own, and its response_format is heeded or refused.
-    ("jobs",): 1870,
+    # The command explains each option and each mistake, and counts the error rows of the whole job.
+    ("jobs",): 1985,
 }
 MAX_FILE, MAX_FUNCTION = 300, 60
 LONG_FILES = {

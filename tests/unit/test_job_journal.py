@@ -1,5 +1,7 @@
 """The journal of a job: appended rows are read again after any kill, torn write or full disk."""
 
+import fcntl
+import json
 import os
 import random
 import subprocess
@@ -332,3 +334,58 @@ def test_two_processes_never_write_one_journal(tmp_path):
         assert other.stdout.readline() == "JobError\n"
         journal.close()
         assert other.communicate("again\n")[0] == "" and other.returncode == 0
+
+
+def test_error_rows_are_counted_when_the_file_is_read_again(tmp_path):
+    """A resumed job once counted the error rows of its own run alone."""
+    plain, openai = {"id": None, "error": "x 1"}, {"id": "batch_req_3", "custom_id": "c", "error": {"message": "y"}}
+    rows = [b"{}", *(json.dumps(row).encode() for row in (plain, {**plain, "id": "b"}, openai)), b'{"!": 1}']
+    errors = [None, (None, "x 1"), ("b", "x 1"), ("c", "y"), None]
+    with Journal(tmp_path / "part") as journal:
+        journal.recover(9)
+        for number in (3, 0, 2, 1, 4):
+            journal.append(number, rows[number], errors[number])
+        assert journal.num_rows == 5 and list(journal.rows()) == rows
+        before = journal.errors.by_kind()
+    kinds = [{"rows": 2, "first": "row 2", "error": "x 1"}, {"rows": 1, "first": "row 4, id 'c'", "error": "y"}]
+    with Journal(tmp_path / "part") as journal:
+        journal.recover(9)
+        assert journal.errors.by_kind() == before == kinds and journal.errors.num_rows == 3
+        journal.recover(9)
+        assert journal.errors.num_rows == 3, "counted once"
+    assert b" !" in (tmp_path / "part").read_bytes()
+
+
+def test_a_changed_mark_of_an_error_row_drops_its_line(tmp_path):
+    with Journal(tmp_path / "part") as journal:
+        journal.recover(1)
+        journal.append(0, b'{"id": null, "error": "x"}', (None, "x"))
+    whole = (tmp_path / "part").read_bytes()
+    (tmp_path / "part").write_bytes(whole.replace(b"!", b""))
+    assert recovered(tmp_path / "part", 1) == {}
+
+
+@pytest.mark.parametrize("call", ["recover", "rows"])
+def test_a_journal_that_cannot_be_read_is_named(tmp_path, monkeypatch, call):
+    """The output was named in its place, as one that cannot be written."""
+    appended(tmp_path / "part")
+
+    def fails(*arguments: object) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    with Journal(tmp_path / "part") as journal:
+        journal.recover(5)
+        monkeypatch.setattr(os, "pread", fails)
+        with pytest.raises(JobError, match=r"part cannot be read: Input/output error\. Run the same command again"):
+            list(journal.rows()) if call == "rows" else journal.recover(5)
+        monkeypatch.undo()
+    assert len(recovered(tmp_path / "part")) == 5
+
+
+def test_a_file_system_without_locks_is_not_taken_for_another_process(tmp_path, monkeypatch):
+    def fails(*arguments: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fails)
+    with pytest.raises(JobError, match="part cannot be locked: No locks available; choose an output on another disk"):
+        Journal(tmp_path / "part")

@@ -1,15 +1,18 @@
 """Jobs with a fake LLM: each row once, in the input's order; resumed only as the same job; errors are rows."""
 
+import io
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,11 +25,12 @@ from nanovllm.jobs import cli
 from nanovllm.jobs import job as job_module
 from nanovllm.jobs.cli import main
 from nanovllm.jobs.errors import Errors, JobError
-from nanovllm.jobs.identity import identity_of, whole_file
+from nanovllm.jobs.identity import fingerprint_of_model, identity_of, whole_file
 from nanovllm.jobs.job import Job, JobOptions
 from nanovllm.jobs.journal import Journal
 from nanovllm.jobs.plan import beginning, early_rows, in_windows
 from nanovllm.jobs.report import in_words
+from nanovllm.jobs.rows import error_of
 from nanovllm.jobs.source import Lines
 
 MODEL = str(MODEL_DIRECTORY)
@@ -110,8 +114,8 @@ def test_on_error_stop_names_the_rows_before_anything_is_made(job, tmp_path):
             on_error="stop",
         )
     assert FakeLLM.made == [] and os.listdir(tmp_path) == ["in"]
-    with pytest.raises(JobError, match=r"1 row cannot run; .*row 1, id 'r0': .*max_model_len"):
-        job([{"id": "r0", "prompt": "x " * 5000}], on_error="stop", preflight="full")
+    with pytest.raises(JobError, match=r"1 row cannot run; .*row 1, id 'long': .*max_model_len"):
+        job([{"id": "long", "prompt": "x " * 5000}, *plain(1)], on_error="stop", preflight="full")
     assert FakeLLM.made == []
 
 
@@ -132,7 +136,8 @@ def unfinished(job, tmp_path, rows, num_finished):
     journal = Journal(tmp_path / "out.part")
     journal.recover(len(rows))
     for number in range(num_finished):
-        journal.append(number, json.dumps(whole[number], separators=(",", ":")).encode())
+        row = json.dumps(whole[number], separators=(",", ":")).encode()
+        journal.append(number, row, error_of(whole[number]))
     journal.close()
     FakeLLM.made = []
     return whole
@@ -143,6 +148,155 @@ def test_only_the_missing_rows_run_again(job, tmp_path):
     report, found = job()
     assert found == whole and len(FakeLLM.made) == 20
     assert report["rows"] == {"total": 50, "finished": 50, "finished_before": 30, "errors": 0}
+
+
+def mixed(count):
+    """Rows of both formats, and error rows of several kinds: some without an id, some that only the LLM refuses."""
+    rows = plain(count)
+    for place in range(0, count, 5):
+        rows[place] = {"id": f"r{place}", "promt": "x"} if place % 2 else {"prompt": place}
+        rows[place + 1] = {"custom_id": f"o{place}", "url": "/v1/completions", "body": {"prompt": f"refused {place}"}}
+        rows[place + 2] = {"custom_id": f"o{place}", "url": "/v1/nothing", "body": {}}
+    return rows
+
+
+class Refusing(FakeLLM):
+    def complete(self, number, prompt, params):
+        output = super().complete(number, prompt, params)
+        return replace(output, error=f"no room for {prompt!r}") if str(prompt).startswith("refused") else output
+
+
+@pytest.mark.parametrize("num_finished", [1, 30, 60])
+def test_a_resumed_job_counts_the_error_rows_of_earlier_runs(job, tmp_path, num_finished, capsys, caplog, monkeypatch):
+    """A report once said `"errors": 0` beside five error rows: it counted this run alone."""
+    rows = mixed(60)
+    whole, found = job(rows, Refusing, output=str(tmp_path / "whole"))[0], read(tmp_path / "whole")
+    assert whole["rows"]["errors"] == sum(row["error"] is not None for row in found) == 36
+    assert len(whole["errors"]) == 4 and whole["errors"][0]["first"] == "row 2, id 'o0'"
+    job(rows, Refusing)
+    state = json.loads((tmp_path / "out.job").read_text())
+    (tmp_path / "out").unlink()
+    (tmp_path / "out.job").write_text(json.dumps({**state, "finished": False}))
+    with Journal(tmp_path / "out.part") as journal:
+        journal.recover(60)
+        for number in random.Random(0).sample(range(60), num_finished):
+            journal.append(number, json.dumps(found[number], separators=(",", ":")).encode(), error_of(found[number]))
+    monkeypatch.setattr("nanovllm.jobs.report._SECONDS_BETWEEN_LINES", 0.0)
+    caplog.set_level("INFO", "nanovllm.jobs")
+    report, _ = job(llm=Refusing)
+    assert (report["rows"]["errors"], report["errors"]) == (36, whole["errors"])
+    assert report["rows"]["finished_before"] == num_finished
+    assert "error rows: 36 of 60" in in_words(report)
+    if num_finished < 60:
+        assert f"run-batch: {num_finished} of 60 rows" in caplog.messages
+        assert [line for line in caplog.messages if "rows, prefill" in line][-1].count("errors: 36 rows") == 1
+    assert job(llm=Refusing)[0] == report, "a job that is finished gives the report of the whole job again"
+
+
+def test_a_job_of_both_formats_is_counted_as_it_is_read_again(job, tmp_path):
+    """Names and errors come from the output rows, which differ between the formats."""
+    assert error_of({"id": "a", "error": None}) is None
+    assert error_of({"id": None, "error": "x"}) == (None, "x")
+    assert error_of({"id": "batch_req_1", "custom_id": "c", "error": {"code": "…", "message": "x"}}) == ("c", "x")
+    assert error_of({"id": "batch_req_1", "custom_id": "c", "error": None, "response": {}}) is None
+
+
+def test_a_report_names_the_first_row_of_the_input_whatever_finished_first():
+    errors = Errors()
+    for number in (5, 3, 9, 2):
+        errors.add(number, f"row {number}", f"{'token' if number % 2 else 'id'} {number} is wrong")
+    assert [(kind["rows"], kind["first"]) for kind in errors.by_kind()] == [(3, "row 3"), (1, "row 2")]
+    errors.add(4, "row 4", "id 4 is wrong")
+    errors.add(6, "row 6", "id 6 is wrong")
+    assert [kind["first"] for kind in errors.by_kind()] == ["row 2", "row 3"], "equal counts: the first row decides"
+
+
+LONG = "x " * 5000
+ALL_BAD = {
+    "unknown key": [{"id": str(number), "text": "x"} for number in range(40)],
+    "no chat template": [{"id": str(number), "messages": [{"role": "user", "content": "x"}]} for number in range(40)],
+    "max_model_len": [{"id": str(number), "prompt": LONG} for number in range(40)],
+    "mixed": [{"id": str(number), **({"prompt": LONG} if number % 2 else {"text": "x"})} for number in range(40)],
+}
+
+
+@pytest.mark.parametrize("preflight", ["off", None])
+@pytest.mark.parametrize("kind", ALL_BAD)
+def test_a_job_of_which_no_row_can_run_is_refused_with_the_error(job, tmp_path, kind, preflight):
+    """5,000 error rows once took a night, printed "finished" and ended with 0."""
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in MODEL_DIRECTORY.iterdir():
+        text = path.read_bytes()
+        if path.name == "tokenizer_config.json":
+            text = json.dumps({**json.loads(text), "chat_template": None}).encode()
+        if path.suffix != ".jinja":
+            (model / path.name).write_bytes(text)
+    told = {
+        "mixed": "20 × unknown key .*first: row 1, id '0'.; .*max_model_len.*",
+        "unknown key": '40 × unknown key .*did you mean "prompt"',
+    }
+    with pytest.raises(JobError, match=rf"can run.*: {told.get(kind, f'.* × .*{kind}.*first: row 1, id .0')}"):
+        job(ALL_BAD[kind], preflight=preflight, model=str(model))
+    assert FakeLLM.made == [] and not list(tmp_path.glob("out*"))
+    with pytest.raises(JobError, match="can run"):
+        job(preflight=preflight, model=str(model), output="-")
+    assert job(model=str(model), preflight=None, dry_run=True)[0]["rows"]["errors"] == 40, "a dry run reports"
+    report, _ = job([*ALL_BAD[kind], *plain(1)], preflight="full", model=str(model))
+    assert report["rows"]["errors"] == sum("text" in row for row in ALL_BAD[kind]), "the fake LLM runs all others"
+
+
+def test_a_sample_that_cannot_run_says_how_to_check_all(job):
+    rows = [{"id": str(number), "prompt": LONG} for number in range(100)]
+    with pytest.raises(
+        JobError, match=r"none of the 16 rows that were checked can run \(--preflight full checks all\)"
+    ):
+        job([*rows[:1], *plain(1), *rows[1:]], preflight="off")
+    assert len(job(preflight="full")[1]) == 101
+
+
+def test_rows_that_cannot_be_read_do_not_hide_those_that_can(job):
+    """A look at 16 of these rows, whether they can be read or not, would see no good one."""
+    rows = [{"id": str(number), "promt": "x"} for number in range(400)]
+    rows[7:7] = plain(1)
+    assert job(rows)[0]["rows"]["errors"] == 400 and len(FakeLLM.made) == 1
+
+
+def test_a_job_that_has_finished_rows_is_never_refused_for_its_rows(job, tmp_path):
+    class OnlyFirst(FakeLLM):
+        def complete(self, number, prompt, params):
+            return replace(super().complete(number, prompt, params), error="it failed")
+
+    report, _ = job(plain(20), OnlyFirst)
+    assert report["rows"]["errors"] == 20
+    assert job(plain(20))[0]["rows"]["errors"] == 20
+    assert job([], output=str(tmp_path / "none"))[0]["rows"]["errors"] == 0, "an empty input is a finished job"
+
+
+@pytest.mark.parametrize("preflight", ["off", "sample"])
+def test_a_missing_library_is_said_once_before_the_model_is_loaded(job, monkeypatch, preflight):
+    """Each row that needed llguidance once was an error row, although no row was at fault."""
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    rows = plain(3000)
+    rows[1234]["params"] = {"structured_outputs": {"regex": "a+"}}
+    with pytest.raises(JobError, match=r"structured_outputs need llguidance, .*: pip install llguidance"):
+        job(rows, preflight=preflight)
+    assert FakeLLM.made == []
+    rows[1234]["params"] = {"structured_outputs": {"choice": ["a", "b"]}}  # needs no library
+    assert job(rows, preflight=preflight)[0]["rows"]["errors"] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"params": {"structured_outputs": {"json": {"type": "object"}}}}, "need llguidance"),
+    ],
+)
+def test_a_library_that_all_rows_need_is_missed_at_once(job, monkeypatch, change, message):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(JobError, match=message):
+        job(plain(3), **change)
+    assert FakeLLM.made == []
 
 
 @pytest.mark.parametrize(
@@ -322,12 +476,24 @@ def test_a_file_that_is_no_text_is_refused_whole(job, tmp_path, begins):
 
 
 @pytest.mark.parametrize(
-    "state", ["", "{}", "[]", '{"version": 1, "identity": {"input": {"rows": 1}}}', '{"version": 2}', "[" * 10_000]
+    "state", ["", "{}", "[]", '{"version": 2, "identity": {"input": {"rows": 1}}}', '{"version": 3}', "[" * 10_000]
 )
 def test_a_broken_description_is_refused_with_its_name(job, tmp_path, state):
     (tmp_path / "out.job").write_text(state)
     with pytest.raises(JobError, match=r"out.job is not a job's description"):
         job(plain(3))
+
+
+def test_a_job_of_an_older_version_is_refused_with_what_to_do(job, tmp_path):
+    """Its journal does not say which rows are error rows."""
+    unfinished(job, tmp_path, plain(50), 30)
+    state = json.loads((tmp_path / "out.job").read_text())
+    (tmp_path / "out.job").write_text(json.dumps({**state, "version": 1}))
+    before = (tmp_path / "out.part").read_bytes()
+    with pytest.raises(JobError, match=r"an older nanovllm wrote .*out.job; finish .* --restart"):
+        job()
+    assert (tmp_path / "out.part").read_bytes() == before
+    assert len(job(restart=True)[1]) == 50
 
 
 @pytest.mark.parametrize(
@@ -440,6 +606,21 @@ def test_ctrl_c_finishes_what_runs_and_the_same_command_goes_on(job, tmp_path):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_signal_that_the_process_ignores_stops_nothing(job):
+    """Ctrl-C in a shell once stopped the jobs that the shell had started in the background."""
+
+    class Interrupted(FakeLLM):
+        def complete(self, number, prompt, params):
+            os.kill(os.getpid(), signal.SIGINT)
+            return super().complete(number, prompt, params)
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert len(job(plain(5), Interrupted)[1]) == 5
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_resumed_job_tokenizes_nothing_in_advance(job, monkeypatch):
     class Interrupted(FakeLLM):
         def complete(self, number, prompt, params):
@@ -527,9 +708,9 @@ def test_room_is_asked_for_only_where_it_lacks(tmp_path):
 def test_errors_beyond_the_first_ten_are_counted(job):
     """They were once left out without a message."""
     errors = Errors()
-    for name in "abcdefghijklm":
+    for number, name in enumerate("abcdefghijklm"):
         for row in (1, 2):
-            errors.add(f"row {row} {name}", f"error {name}")
+            errors.add(2 * number + row, f"row {row} {name}", f"error {name}")
     text = errors.in_words()
     assert text.startswith("row 1 a: error a; row 2 a") and text.endswith("row 2 e: error e; and 16 more")
     report, _ = job(plain(20))
@@ -702,13 +883,66 @@ def test_the_command_runs_a_file_and_says_how_it_went(tmp_path, capsys, caplog):
     (tmp_path / "in").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"id": "bad"}]))
     command = ["run-batch", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--model", MODEL]
     command += ["--max-tokens", "20", "--temperature", "0", "--max-num-seqs", "4", "--price-per-hour", "2"]
-    assert main([*command, "--report", str(tmp_path / "report")]) == 0
+    assert main([*command, "--report", str(tmp_path / "report")]) == 3
     found = read(tmp_path / "out")
     assert [row["outputs"][0]["text"].strip() for row in found[:6]] == [str(number + 3) for number in range(6)]
     assert found[6]["outputs"][0]["text"].strip() == "lenrek" and "exactly one of" in found[7]["error"]
     report = json.loads((tmp_path / "report").read_text())
     assert report["rows"]["finished"] == 8 and report["cost"]["total"] > 0
-    assert "errors in this run: 1 row\n" in capsys.readouterr().err
-    assert main(command) == 0  # it is finished already
+    assert "error rows: 1 of 8\n" in capsys.readouterr().err
+    assert main(command) == 3  # it is finished already
+    assert "error rows: 1 of 8\n" in capsys.readouterr().err
     assert main([*command, "--top-p", "0.5"]) == 1
     assert "top_p was None and is 0.5" in capsys.readouterr().err
+
+
+def full(*arguments: object) -> int:
+    raise OSError(28, "No space left on device")
+
+
+def unreadable(*arguments: object) -> bytes:
+    raise OSError(5, "Input/output error")
+
+
+def test_a_full_disk_while_standard_input_is_copied_is_named(job, tmp_path, monkeypatch):
+    """It was "[Errno 28] No space left on device", without a file."""
+
+    class Full(io.BytesIO):
+        write = full
+
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"id": 1, "prompt": "x"}\n')))
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **options: Full())
+    message = rf"standard input cannot be copied .*{tmp_path}.*: No space left on device\. Make room and run"
+    with pytest.raises(JobError, match=message):
+        job(input="-")
+    assert FakeLLM.made == []
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("scan", r"the input cannot be read: Input/output error\. Run the same command again"),
+        ("read", r"row 1 of the input cannot be read: Input/output error\. Run the same command again"),
+    ],
+)
+def test_an_input_that_cannot_be_read_is_named(job, monkeypatch, name, message):
+    monkeypatch.setattr(Lines, name, unreadable)
+    with pytest.raises(JobError, match=message):
+        job(plain(1))
+
+
+def test_a_model_that_cannot_be_read_is_named(job, tmp_path, monkeypatch):
+    class Unreadable(io.BytesIO):
+        read = unreadable
+
+    monkeypatch.setattr(Path, "open", lambda *arguments: Unreadable())
+    with pytest.raises(JobError, match=r"x\.json cannot be read: Input/output error"):
+        (tmp_path / "x.json").touch()
+        fingerprint_of_model(tmp_path)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_a_report_that_cannot_be_written_is_named(job):
+    with pytest.raises(JobError, match=r"the report /dev/full cannot be written: No space left on device\. Make room"):
+        job(plain(1), report="/dev/full")
+    assert len(job()[1]) == 1
