@@ -167,5 +167,5 @@ def options_as_text() -> str:
     text = (inspect.getdoc(Config) or "").partition("Args:\n")[2].partition("\n\nRaises:")[0]
     for each in fields(Config):
         if each.default is not MISSING:
-            text = re.sub(f"^    {each.name}:", f"    {each.name} (default {each.default!r}):", text, flags=re.MULTILINE)
+            text = re.sub(f"(?m)^    {each.name}:", f"    {each.name} (default {each.default!r}):", text)
     return text

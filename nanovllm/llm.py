@@ -3,14 +3,11 @@
 import inspect
 import logging
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-from tqdm.auto import tqdm
 
 from nanovllm.accepted import (
     ACCEPTED_ARGUMENTS,
@@ -32,6 +29,7 @@ from nanovllm.loglikelihood import Loglikelihood
 from nanovllm.models.directory import find_model
 from nanovllm.models.read_config import load_model_config
 from nanovllm.outputs import RequestOutput, keep_outputs
+from nanovllm.progress import Progress
 from nanovllm.prompts import EncodedPrompt, NotYet, as_conversation_list, as_prompt_list
 from nanovllm.recommended_sampling import DefaultSampling
 from nanovllm.row_stream import OutputIterator, RowStream
@@ -187,8 +185,8 @@ class LLM:
 
         Raises:
             TypeError, ValueError, ImportError, RuntimeError: as in `generate`. An error that shows up during the
-                iteration, such as too few sampling_params, is raised there. The exception's `finished_outputs` holds the results that had
-                finished and were not yet returned, by the prompt's number.
+                iteration, such as too few sampling_params, is raised there. The exception's `finished_outputs` holds
+                the results that had finished and were not yet returned, by the prompt's number.
         """
         self.engine.check_alive()
         if sampling_params is None:
@@ -446,10 +444,10 @@ class LLM:
         self.close()
 
     def __repr__(self) -> str:
-        info, is_closed = self.engine.info, self.engine.is_closed
+        info, state = self.engine.info, "closed " if self.engine.is_closed else ""
         return (
-            f"LLM({self.engine.config.model!r}, dtype={info.dtype!r}, device={info.device!r}, "
-            f"max_model_len={info.max_model_len}, num_kvcache_blocks={info.num_kvcache_blocks}){' (closed)' * is_closed}"
+            f"<{state}LLM {self.engine.config.model!r}, dtype={info.dtype}, device={info.device}, "
+            f"max_model_len={info.max_model_len}, num_kvcache_blocks={info.num_kvcache_blocks}>"
         )
 
     def __reduce__(self) -> Any:
@@ -489,10 +487,10 @@ class LLM:
         self.engine.check_awake()
         outputs: dict[int, RequestOutput] = {}
         try:
-            with COLLECTOR.eased(self), _Progress(self.engine, num_prompts, use_tqdm) as progress, self._cpu_threads:
+            with COLLECTOR.eased(self), Progress(self.engine, num_prompts, use_tqdm) as progress, self._cpu_threads:
                 for finished in stream.run():
                     outputs.update(finished)
-                    progress.add_finished(len(finished), sum(output.error is not None for output in finished.values()))
+                    progress.add_finished(finished.values())
         except BaseException as error:
             self.engine.reset()
             keep_outputs(error, outputs)
@@ -548,7 +546,7 @@ LLM.__doc__ = (inspect.getdoc(LLM) or "").replace("    {options}", options_as_te
 
 
 def _log_summary(stream: RowStream, num_prompts: int) -> None:
-    """Logs the error rows of a call, and the rows that a limit cut that nobody asked for."""
+    """Logs the error rows of a call, and how many rows the default max_tokens cut."""
     if errors := stream.errors.describe(num_prompts):
         logger.warning(errors)
     if stream.num_cut:
@@ -572,41 +570,3 @@ def make_runner(config: Config) -> Runner:
     from nanovllm.runner.model_runner import ModelRunner
 
     return ModelRunner(config)
-
-
-def _is_shown(use_tqdm: Any) -> bool:
-    if isinstance(use_tqdm, (list, tuple)):
-        raise TypeError("the third argument is use_tqdm, not token ids; give those as the prompts")
-    return boolean("use_tqdm", bool(use_tqdm) if use_tqdm in (True, False) else use_tqdm)
-
-
-class _Progress:
-    """The progress bar, with the tokens of each phase per second so far, and the number of error rows.
-
-    use_tqdm: whether to show tqdm's, or what makes the bar, with tqdm's arguments.
-    """
-
-    def __init__(self, engine: LLMEngine, num_requests: int, use_tqdm: bool | Callable[..., Any]):
-        self._stats, self._at_start, self._began = engine.step_stats, replace(engine.step_stats), time.perf_counter()
-        self._num_errors = 0
-        make = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not _is_shown(use_tqdm))
-        self._bar = make(total=num_requests, desc="Completions", unit="prompt")
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.close()
-
-    def add_finished(self, num_finished: int, num_errors: int = 0) -> None:
-        if getattr(self._bar, "disable", False):
-            return
-        seconds = time.perf_counter() - self._began
-        self._num_errors += num_errors
-        speeds = [
-            f"{phase} {(getattr(self._stats, name) - getattr(self._at_start, name)) / seconds:,.0f} tok/s"
-            for phase, name in (("prefill", "num_prefill_tokens"), ("decode", "num_decode_tokens"))
-        ]
-        errors = [f"errors: {self._num_errors}"] if self._num_errors else []
-        self._bar.set_postfix_str(", ".join(speeds + errors), refresh=False)
-        self._bar.update(num_finished)

@@ -301,7 +301,9 @@ def one_per_prompt(given: OneOrMany, num_prompts: int) -> list[SamplingParams]:
     if not isinstance(params, list):
         raise TypeError(f"sampling_params must be a SamplingParams or a list of them, not a {type(given).__name__}")
     if len(params) != num_prompts:
-        raise ValueError(f"{len(params)} sampling_params for {num_prompts} prompts; give one for all, or one per prompt")
+        raise ValueError(
+            f"{len(params)} sampling_params for {num_prompts} prompts; give one for all, or one per prompt"
+        )
     return params
 
 

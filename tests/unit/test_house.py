@@ -29,7 +29,8 @@ MAY_IMPORT = {
     "replicas": {"llm", "models", "child_processes", "machine", *VALUES},
     "public face": {"llm", "preflight", *VALUES},
     "preflight": {"row_stream", "text", "guides", "models", "engine", *VALUES},
-    "llm": {"row_stream", "vllm_engine", "text", "guides", "engine", "runner", "parallel", "models", *PROCESS, *VALUES},
+    "llm": {"row_stream", "progress", "vllm_engine", "text", "guides", "engine", "runner", "parallel", "models", *PROCESS, *VALUES},
+    "progress": {"engine", *VALUES},
     "vllm_engine": VALUES,
     "row_stream": {"text", "guides", "engine", *VALUES},
     "text": {"models", *VALUES},
@@ -59,7 +60,7 @@ BUDGETS = {
     ("replicas",): 500,
     # text/messages.py takes conversations as OpenAI's clients write them, in the form that each template reads.
     # text/chat_template.py finds what a template leaves out, and text/tokenizer.py knows each token's bytes.
-    ("llm", "row_stream", "text"): 1360,
+    ("llm", "progress", "row_stream", "text"): 1360,
     # constraints.py says which construct of a regular expression llguidance cannot take, and what to do instead.
     ("guides", "constraints"): 290,
     ("ops", "attention"): 5000,
