@@ -33,15 +33,7 @@ from nanovllm.progress import Progress
 from nanovllm.prompts import EncodedPrompt, NotYet, as_conversation_list, as_prompt_list
 from nanovllm.recommended_sampling import DefaultSampling
 from nanovllm.row_stream import OutputIterator, RowStream
-from nanovllm.sampling_params import (
-    AS_ARGUMENTS,
-    DEFAULT_MAX_TOKENS,
-    OneOrMany,
-    SamplingParams,
-    checked_params,
-    one_per_prompt,
-    with_params,
-)
+from nanovllm.sampling_params import AS_ARGUMENT, OneOrMany, SamplingParams, checked_params, one_per_prompt, with_params
 from nanovllm.text import Text
 from nanovllm.vllm_engine import engine_attributes
 
@@ -50,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_takes_vllms_arguments = takes_keywords("argument", AS_ARGUMENTS, ACCEPTED_ARGUMENTS, RENAMED_ARGUMENTS)
+_takes_vllms_arguments = takes_keywords("argument", AS_ARGUMENT, ACCEPTED_ARGUMENTS, RENAMED_ARGUMENTS)
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
@@ -157,7 +149,7 @@ class LLM:
         encode = partial(self._text.encode, splits_special=boolean("split_special_tokens", split_special_tokens))
         return self._run(prompts, params, encode, use_tqdm, raise_on_error)
 
-    @takes_keywords("argument", AS_ARGUMENTS)
+    @takes_keywords("argument", AS_ARGUMENT)
     def generate_iter(
         self,
         prompts: Prompt | Iterable[Prompt | NotYet],
@@ -550,10 +542,11 @@ def _log_summary(stream: RowStream, num_prompts: int) -> None:
     if errors := stream.errors.describe(num_prompts):
         logger.warning(errors)
     if stream.num_cut:
+        default = SamplingParams().max_tokens
         logger.warning(
-            "%d of %d prompts have completions that the default max_tokens=%d cut; give max_tokens, or max_tokens=None "
-            "for as many tokens as fit", stream.num_cut, num_prompts, DEFAULT_MAX_TOKENS,
-        )  # fmt: skip
+            f"the default of max_tokens, {default}, cut completions of {stream.num_cut} of {num_prompts} prompts; give "
+            "SamplingParams(max_tokens=…), or max_tokens=None for as many tokens as fit"
+        )
 
 
 def make_runner(config: Config) -> Runner:

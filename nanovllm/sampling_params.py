@@ -238,7 +238,7 @@ _DEFAULTS = {name: each.default for name, each in inspect.signature(SamplingPara
 # Each parameter's name and default, and that default as it is kept.
 _FIELDS = [(name, default, _CHECKS[name](default)) for name, default in _DEFAULTS.items()]
 # Advice for a method that is given a parameter as an argument of its own.
-AS_ARGUMENTS = {
+AS_ARGUMENT = {
     given: f"give it as sampling_params=SamplingParams({name}=…)"
     for given, name in {**_MEANT, **{name: name for name in _DEFAULTS}}.items()
     if name in _DEFAULTS

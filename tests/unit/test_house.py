@@ -60,12 +60,15 @@ BUDGETS = {
     ("replicas",): 500,
     # text/messages.py takes conversations as OpenAI's clients write them, in the form that each template reads.
     # text/chat_template.py finds what a template leaves out, and text/tokenizer.py knows each token's bytes.
-    ("llm", "progress", "row_stream", "text"): 1360,
-    # constraints.py says which construct of a regular expression llguidance cannot take, and what to do instead.
-    ("guides", "constraints"): 290,
+    # progress.py estimates how much of the running prompts is done.
+    ("llm", "progress", "row_stream", "text"): 1427,
+    # constraints.py says which construct of a regular expression llguidance cannot take, and what to do instead. A
+    # call refuses structured outputs without llguidance.
+    ("guides", "constraints"): 297,
     ("ops", "attention"): 5000,
-    # Half of it is the parameters and their checks; accepted.py has a line for each keyword of vLLM's.
-    (*sorted(VALUES), "vllm_engine"): 1470,
+    # Half of it is the parameters and their checks; accepted.py has a line for each keyword of vLLM's. Parameters may
+    # also be dicts, and the options describe themselves in LLM's help.
+    (*sorted(VALUES), "vllm_engine"): 1486,
     # A chat's row may have tools, documents and a template of its own, and its response_format is heeded or refused.
     ("jobs",): 1870,
 }
