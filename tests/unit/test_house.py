@@ -21,6 +21,7 @@ VALUES = {
     "recommended_sampling", "sampling_checks", "sampling_params", "structured_outputs", "token_texts",
 }  # fmt: skip
 PROCESS = {"child_processes", "cpu_threads", "forks", "garbage_collector", "guard", "machine"}
+RUNS_STEPS = {"engine", "runner", "parallel"}
 # The rooms that each room may import, besides itself. A room is a package of nanovllm/ or a file beside them.
 MAY_IMPORT = {
     "__main__": {"jobs"},
@@ -29,7 +30,7 @@ MAY_IMPORT = {
     "replicas": {"llm", "models", "child_processes", "machine", *VALUES},
     "public face": {"llm", "preflight", *VALUES},
     "preflight": {"row_stream", "text", "guides", "models", "engine", *VALUES},
-    "llm": {"row_stream", "progress", "vllm_engine", "text", "guides", "engine", "runner", "parallel", "models", *PROCESS, *VALUES},
+    "llm": {"row_stream", "progress", "vllm_engine", "text", "guides", "models", *RUNS_STEPS, *PROCESS, *VALUES},
     "progress": {"engine", *VALUES},
     "vllm_engine": VALUES,
     "row_stream": {"text", "guides", "engine", *VALUES},
