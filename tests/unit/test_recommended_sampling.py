@@ -132,7 +132,7 @@ def test_settings_that_we_lack_are_named_in_one_warning_per_llm(recommending, ca
     for _ in range(3):
         llm.generate("Hi", use_tqdm=False)
         assert llm.get_default_sampling_params() == SamplingParams(temperature=0.7)
-    (record,) = caplog.records
+    (record,) = (each for each in caplog.records if each.name == "nanovllm.recommended_sampling")
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
         "generation_config.json asks for sampling that is not available: typical_p=0.9, no_repeat_ngram_size=3"
