@@ -21,7 +21,6 @@ from nanovllm.jobs.identity import identity_of
 from nanovllm.models.directory import find_model
 from nanovllm.progress import Progress
 from nanovllm.recommended_sampling import DefaultSampling
-from nanovllm.replicas.pool import ReplicaPool
 
 OPTIONS = {"device": "cpu", "kvcache_block_size": 16, "num_kvcache_blocks": 64}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -57,11 +56,6 @@ def test_a_job_knows_the_bundled_model_by_its_weights():
         identity_of("", 0, MODEL_DIRECTORY, {"model": name}, {}, 0)["model"] for name in ("bundled", MODEL_DIRECTORY)
     )
     assert by_name == by_path
-
-
-def test_replicas_know_the_bundled_model(monkeypatch):
-    with pytest.raises(ValueError, match="data_parallel_size must be at least 1"):
-        ReplicaPool(Config("bundled", device="cpu"), 0, "")
 
 
 @pytest.mark.parametrize("make", [LLM, Preflight])
