@@ -37,8 +37,9 @@ class Progress:
 
     def __init__(self, engine: LLMEngine, num_requests: int, use_tqdm: bool | Callable[..., Any]):
         self._engine, self._at_start = engine, replace(engine.step_stats)
-        self._num_finished, self._num_errors, self._shown = 0, 0, 0.0
-        self._num_new_tokens = self._num_completions = 0  # of the finished requests
+        self._num_finished = self._num_errors = 0
+        self._shown: float = 0  # what the bar has got
+        self._num_new_tokens = self._num_completions = 0  # of the finished prompts
         self._is_ours = not callable(use_tqdm)
         self._bar = _make_bar(use_tqdm, total=num_requests, desc="Completions", unit="prompt")
         self._began = self._updated = time.perf_counter()

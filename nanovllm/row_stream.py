@@ -219,8 +219,8 @@ class RowStream:
             request.error = request.error or error
             if len(request.completions) == request.num_completions:
                 del self._running[first.seq_id]
+                self.num_cut += any(_is_cut_by_default(each, params) for each in request.completions.values())
                 completions = [request.completions[index] for index in range(request.num_completions)]
-                self.num_cut += any(_is_cut_by_default(each, params) for each in completions)
                 number, prompt = request.number, request.prompt
                 wanted, start = first.sampling_params.prompt_logprobs, prompt.first_scored
                 scores = self._logprobs(first.prompt_logprobs, wanted, params, True, start)

@@ -205,6 +205,14 @@ def test_a_bar_of_many_prompts_ends_at_their_number(llm, bars):
     assert min(bar.updates) >= 0 and sum(bar.updates) == 20 and bar.postfix.endswith("errors: 1")
 
 
+def test_a_bar_of_the_callers_making_counts_whole_prompts(llm, bars):
+    """vLLM's does; a caller may have made it for that."""
+    made = []
+    llm.generate([SUM] * 4, GREEDY, lambda **options: made.append(Bar(**options)) or made[-1])
+    [bar] = made
+    assert bars == [] and sum(bar.updates) == 4 and {type(each) for each in bar.updates} == {int}
+
+
 def running(num_prompt_tokens, num_new, max_new, num_computed=None) -> SimpleNamespace:
     num_tokens = num_prompt_tokens + num_new
     return SimpleNamespace(

@@ -62,7 +62,7 @@ BUDGETS = {
     # text/messages.py takes conversations as OpenAI's clients write them, in the form that each template reads.
     # text/chat_template.py finds what a template leaves out, and text/tokenizer.py knows each token's bytes.
     # progress.py estimates how much of the running prompts is done.
-    ("llm", "progress", "row_stream", "text"): 1427,
+    ("llm", "progress", "row_stream", "text"): 1428,
     # constraints.py says which construct of a regular expression llguidance cannot take, and what to do instead. A
     # call refuses structured outputs without llguidance.
     ("guides", "constraints"): 297,
