@@ -36,7 +36,6 @@ The last line on stdout is JSON.
 import argparse
 import json
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -48,7 +47,7 @@ from benchmarks.ours import check_lengths, make_llm, run_nanovllm
 from benchmarks.peers import PEERS, Task, check_peer, measure_peer
 from benchmarks.roofline import gpu_report
 from benchmarks.step_profile import write_profile
-from benchmarks.timing import Timing, errors_as_text, timed
+from benchmarks.timing import Timing, errors_as_text, say, timed
 from benchmarks.workloads import (
     SAMPLING_OPTIONS,
     SIZES,
@@ -104,6 +103,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def measure(arguments: argparse.Namespace, directory: str, has_weights: bool) -> tuple[dict[str, Any], Task, Timing]:
     """nanovllm's part of the report, the same task for a peer, and nanovllm's times. Closes the LLM."""
+    say("nanovllm: loading the model")
     began = time.perf_counter()
     with errors_as_text():
         llm = make_llm(arguments, directory, has_weights)
@@ -123,7 +123,7 @@ def measure(arguments: argparse.Namespace, directory: str, has_weights: bool) ->
         def run() -> list[list[int]]:
             return run_nanovllm(llm, requests, params)
 
-        ours = timed(run, forget, arguments.repeats, start_seconds)
+        ours = timed("nanovllm", run, forget, arguments.repeats, start_seconds)
         # The counts of the last call only.
         last = {name: value - before[name] for name, value in llm.metrics().items() if isinstance(value, int)}
         assert [len(completion) for completion in ours.tokens] == requests.max_tokens
@@ -180,7 +180,7 @@ def main() -> None:
             write = write_random_checkpoint if has_weights else write_config
             write(arguments.size, Path(temporary))
         elif not arguments.model:
-            print("no --model and no --size: using the bundled model", file=sys.stderr)
+            say("no --model and no --size: using the bundled model")
         report, task, ours = measure(arguments, directory, has_weights)
         if arguments.vs:
             report |= measure_peer(arguments.vs, task, ours, arguments.repeats)

@@ -8,7 +8,6 @@ import argparse
 from dataclasses import replace
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.demo import MODEL_DIRECTORY
 
 PROMPTS = ["Q: What is 12 + 30?\nA:", "Q: Reverse the word planet.\nA:", "Q: Count from 7 to 12.\nA:"]
 QUESTIONS = [
@@ -33,7 +32,7 @@ def main() -> None:
         print("No --model: using the small bundled model, which does sums and plays with words.\n")
     prompts, questions = (PROMPTS, QUESTIONS) if arguments.model is None else (REAL_PROMPTS, REAL_QUESTIONS)
 
-    with LLM(arguments.model or str(MODEL_DIRECTORY)) as llm:
+    with LLM(arguments.model or "bundled") as llm:
         # As the model recommends: greedy for the bundled one, whose answers are right or wrong. A model without a
         # recommendation would sample at temperature 1, which is wild for a small one.
         recommended = llm.get_default_sampling_params()

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from benchmarks.timing import Timing, errors_as_text, timed
+from benchmarks.timing import Timing, errors_as_text, say, timed
 from benchmarks.workloads import Requests
 
 
@@ -145,10 +145,11 @@ def measure_peer(name: str, task: Task, ours: Timing, repeats: int) -> dict[str,
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     requests = task.requests
+    say(f"{name}: loading the model")
     began = time.perf_counter()
     with errors_as_text():
         peer = PEERS[name](task)
-    timing = timed(lambda: peer.run(requests), peer.forget, repeats, time.perf_counter() - began)
+    timing = timed(name, lambda: peer.run(requests), peer.forget, repeats, time.perf_counter() - began)
     if [len(completion) for completion in timing.tokens] != requests.max_tokens:
         raise SystemExit(f"{name} returned other numbers of tokens than it was asked for, so the times say nothing")
     report = {"settings": peer.settings, **timing.report(requests)}

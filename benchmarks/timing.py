@@ -1,6 +1,7 @@
 """Times an engine's calls."""
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,16 +44,24 @@ class Timing:
         }
 
 
+def say(text: str, end: str = "\n") -> None:
+    """Tells the user what is going on, on stderr: stdout is for the report."""
+    print(text, end=end, file=sys.stderr, flush=True)
+
+
 def timed(
-    run: Callable[[], list[list[int]]], forget: Callable[[], object], repeats: int, start_seconds: float
+    name: str, run: Callable[[], list[list[int]]], forget: Callable[[], object], repeats: int, start_seconds: float
 ) -> Timing:
-    """Times the first call of `run` and then `repeats` later ones. `forget` runs before each call, untimed."""
+    """Times the first call of `run` and then `repeats` later ones, and says so. `forget` runs before each call,
+    untimed. `name` is that of the engine."""
     seconds = []
-    for _ in range(1 + repeats):
+    for index in range(1 + repeats):
         forget()
+        say(f"{name}: call {index + 1} of {1 + repeats} … ", end="")
         began = time.perf_counter()
         tokens = run()
         seconds.append(time.perf_counter() - began)
+        say(f"{seconds[-1]:.1f} s")
     return Timing(start_seconds, seconds[0], seconds[1:], tokens)
 
 

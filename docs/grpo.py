@@ -46,7 +46,7 @@ def loss_of(model, outputs: list[RequestOutput], advantage: torch.Tensor) -> tor
 
 
 def run(num_steps: int, seed: int = 0) -> list[float]:
-    """The mean reward of each step."""
+    """The mean reward of each step; prints the mean of each five steps as they are done."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(MODEL_DIRECTORY, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
@@ -54,9 +54,10 @@ def run(num_steps: int, seed: int = 0) -> list[float]:
     params = SamplingParams(
         n=GROUP, temperature=1.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0, logprobs_mode="processed"
     )
-    means = []
+    means: list[float] = []
+    print(f"{num_steps} steps, each with {GROUP} completions of {len(PROMPTS)} prompts; loading the model", flush=True)
     with LLM(MODEL_DIRECTORY, device="cpu", num_kvcache_blocks=256, seed=seed) as llm:
-        for _ in range(num_steps):
+        for step in range(num_steps):
             outputs = llm.generate(PROMPTS, params, use_tqdm=False)
             rewards = torch.tensor([[reward(each.text) for each in output.outputs] for output in outputs])
             means.append(float(rewards.mean()))
@@ -65,16 +66,16 @@ def run(num_steps: int, seed: int = 0) -> list[float]:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             llm.update_weights(model.named_parameters())
+            if (step + 1) % 5 == 0 or step + 1 == num_steps:
+                last = means[step // 5 * 5 :]
+                print(f"step {step + 1:3} of {num_steps}: mean reward {sum(last) / len(last):.3f}", flush=True)
     return means
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=50)
-    means = run(parser.parse_args().steps)
-    for first in range(0, len(means), 10):
-        part = means[first : first + 10]
-        print(f"steps {first:3} to {first + len(part) - 1:3}: mean reward {sum(part) / len(part):.3f}")
+    run(parser.parse_args().steps)
 
 
 if __name__ == "__main__":

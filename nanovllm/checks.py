@@ -146,7 +146,8 @@ def _warn_once(message: str) -> None:
 
 
 def _hint(name: str, known: list[str], noun: str, meant: Mapping[str, str]) -> str:
-    ours = meant.get(name) or next(iter(difflib.get_close_matches(name.lower(), known, n=1)), None)
+    close = difflib.get_close_matches(name.lower(), [*known, *meant], n=1)
+    ours = meant.get(name) or next((meant.get(each, each) for each in close), None)
     if ours is None:
         return f"the {noun}s are {', '.join(known)}"
     return f"did you mean {ours}?" if ours in known else ours

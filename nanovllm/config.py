@@ -1,8 +1,9 @@
 """The engine's options: one frozen value, checked once. Start-up does not write its findings back here."""
 
+import inspect
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 
 from nanovllm.checks import boolean, integer, real, seed_number, suggests_names
 
@@ -45,7 +46,8 @@ class Config:
     """Options of an engine.
 
     Args:
-        model: a directory in the Hugging Face layout, or a hub name such as "Qwen/Qwen3-0.6B".
+        model: a directory in the Hugging Face layout, a hub name such as "Qwen/Qwen3-0.6B", or "bundled" for the small
+            model that comes with nanovllm.
         tokenizer: directory or hub name of the tokenizer; None is the model's own.
         revision: branch, tag or commit of the model's hub name; it does not apply to a directory or to `tokenizer`.
         dtype: dtype of weights, activations and, by default, KV cache: "float32" ("float", "fp32"), "bfloat16"
@@ -76,6 +78,7 @@ class Config:
         prefix_grouping: attend a shared prefix once for all decodes that share it, if the backend can (triton).
         generation_config: what `sampling_params=None` means: "auto" is the recommendation of the model's
             generation_config.json, "vllm" the defaults of SamplingParams.
+        queue_calls: let a call wait while another thread's call runs, instead of refusing it.
         seed: the seed from which requests without a seed derive theirs; −1 is 0.
 
     Raises:
@@ -103,6 +106,7 @@ class Config:
     enable_prefix_caching: bool = True
     prefix_grouping: bool = True
     generation_config: str = "auto"
+    queue_calls: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -136,7 +140,7 @@ class Config:
         for name in ("max_num_seqs", "kvcache_block_size"):
             if (getattr(self, name) or 0) > _MAX_SIZE:
                 raise ValueError(f"{name} must be at most {_MAX_SIZE}, not {getattr(self, name)}")
-        for name in ("enforce_eager", "overlap", "enable_prefix_caching", "prefix_grouping"):
+        for name in ("enforce_eager", "overlap", "enable_prefix_caching", "prefix_grouping", "queue_calls"):
             boolean(name, getattr(self, name))
         self._set("gpu_memory_utilization", real("gpu_memory_utilization", self.gpu_memory_utilization))
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -156,3 +160,12 @@ class Config:
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         if getattr(self, name) not in choices:
             raise ValueError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
+
+
+def options_as_text() -> str:
+    """The options with their meanings and defaults, as an indented part of a docstring."""
+    text = (inspect.getdoc(Config) or "").partition("Args:\n")[2].partition("\n\nRaises:")[0]
+    for each in fields(Config):
+        if each.default is not MISSING:
+            text = re.sub(f"(?m)^    {each.name}:", f"    {each.name} (default {each.default!r}):", text)
+    return text

@@ -42,20 +42,25 @@ class Guard:
 
 
 class ExclusiveGuard(Guard):
-    """A guard that also refuses other threads while a function runs.
+    """A guard that also refuses other threads while a function runs, or lets them wait.
 
     For this it has a lock. Ctrl-C may prevent the lock's release, so the lock is reentrant: the same thread can take it
-    again. The lock therefore does not refuse an inner call; the check of the stack does.
+    again. The lock therefore does not refuse an inner call, and does not let it wait for ever; the check of the stack
+    refuses it.
 
     Args:
         refusal, busy: the messages of the RuntimeError in the same thread and in another one.
+        waits: another thread's call waits until the function has returned.
     """
 
-    def __init__(self, refusal: str, busy: str):
+    def __init__(self, refusal: str, busy: str, waits: bool = False):
         super().__init__(refusal)
-        self._busy, self._lock = busy, threading.RLock()
+        self._busy, self._waits, self._lock = busy, waits, threading.RLock()
 
     def run(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+        if self._waits:
+            with self._lock:  # Ctrl-C cannot prevent this release, which other threads wait for
+                return super().run(function, *args, **kwargs)
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(self._busy)
         try:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property, lru_cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from nanovllm.structured_outputs import StructuredOutputsParams
 _MAX_COMPILED = 256
 # Characters of one to four UTF-8 bytes, some after a space.
 _SAMPLE = '{"a": [1, "é к 字 🙂"]}'
-_INSTALL = 'needs llguidance: pip install llguidance, or nanovllm with its extra "structured"'
+_MISSING = (
+    'any structured output but choice needs llguidance: pip install llguidance, or nanovllm with its extra "structured"'
+)
 
 
 class Guide:
@@ -87,6 +90,13 @@ def _grammar_of(params: StructuredOutputsParams) -> tuple[str, Callable[[], str]
     defaults: Any = {"lenient": True, "whitespace_flexible": not params.disable_any_whitespace}
     defaults["whitespace_pattern"] = params.whitespace_pattern
     return name, partial(LLMatcher.grammar_from_json_schema, schema, defaults=defaults)
+
+
+def check_installed(params: Iterable[Any]) -> None:
+    """Raises an ImportError if one of these SamplingParams needs llguidance, and it is not installed."""
+    wanted = [each.structured_outputs for each in params if getattr(each, "structured_outputs", None) is not None]
+    if any(each.choice is None for each in wanted) and find_spec("llguidance") is None:
+        raise ImportError(_MISSING)
 
 
 class StructuredOutputs:
@@ -181,7 +191,7 @@ class StructuredOutputs:
         try:
             from llguidance import LLTokenizer
         except ImportError as error:
-            raise ValueError(f"any structured output but choice {_INSTALL}") from error
+            raise ValueError(_MISSING) from error
         if not self._eos_token_ids:
             raise ValueError(
                 "the model has no end-of-sequence token, with which structured outputs end; choice works without one"

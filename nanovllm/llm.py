@@ -1,15 +1,13 @@
 """`LLM`: prompts in, completions out, in order."""
 
+import inspect
 import logging
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-from tqdm.auto import tqdm
 
 from nanovllm.accepted import (
     ACCEPTED_ARGUMENTS,
@@ -20,21 +18,22 @@ from nanovllm.accepted import (
     missing_attribute,
 )
 from nanovllm.checks import boolean, suggests_names, takes_keywords
-from nanovllm.config import MEANT_OPTIONS, Config
+from nanovllm.config import MEANT_OPTIONS, Config, options_as_text
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.runner import Runner
 from nanovllm.forks import FORKS
 from nanovllm.garbage_collector import COLLECTOR
 from nanovllm.guard import ExclusiveGuard
-from nanovllm.guides import StructuredOutputs
+from nanovllm.guides import StructuredOutputs, check_installed
 from nanovllm.loglikelihood import Loglikelihood
 from nanovllm.models.directory import find_model
 from nanovllm.models.read_config import load_model_config
 from nanovllm.outputs import RequestOutput, keep_outputs
+from nanovllm.progress import Progress
 from nanovllm.prompts import EncodedPrompt, NotYet, as_conversation_list, as_pairs, as_prompt_list
 from nanovllm.recommended_sampling import DefaultSampling
 from nanovllm.row_stream import OutputIterator, RowStream
-from nanovllm.sampling_params import SamplingParams, one_per_prompt, with_params
+from nanovllm.sampling_params import AS_ARGUMENT, OneOrMany, SamplingParams, checked_params, one_per_prompt, with_params
 from nanovllm.text import Text
 from nanovllm.vllm_engine import engine_attributes
 
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_takes_vllms_arguments = takes_keywords("argument", {}, ACCEPTED_ARGUMENTS, RENAMED_ARGUMENTS)
+_takes_vllms_arguments = takes_keywords("argument", AS_ARGUMENT, ACCEPTED_ARGUMENTS, RENAMED_ARGUMENTS)
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
@@ -53,8 +52,7 @@ class LLM:
     """A model, ready to complete prompts.
 
     Args:
-        model: a directory in the Hugging Face layout, or a hub name such as "Qwen/Qwen3-0.6B".
-        revision, dtype, …: the options; `nanovllm.Config` describes each.
+        {options}
 
     Raises:
         TypeError, ValueError: an option or a model that cannot work; the message names the fix.
@@ -85,6 +83,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         prefix_grouping: bool = True,
         generation_config: str = "auto",
+        queue_calls: bool = False,
         seed: int = 0,
     ):
         # All options by name; a test checks that they are Config's.
@@ -108,7 +107,8 @@ class LLM:
         self._default_sampling = DefaultSampling(self.engine.info.generation_config, config.generation_config)
         self._guard = ExclusiveGuard(
             "this LLM is in the middle of a call, so a signal handler cannot call or close it",
-            "this LLM is busy with another call; call it from one thread at a time",
+            "this LLM is busy with another call; call it from one thread at a time, or make it with queue_calls=True",
+            waits=config.queue_calls,
         )
         # The unfinished iterator and its stream. The reference is weak, because the user may drop the iterator.
         self._iterated: tuple[weakref.ref[OutputIterator], RowStream] | None = None
@@ -117,7 +117,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: OneOrMany | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
         split_special_tokens: bool = False,
@@ -129,14 +129,18 @@ class LLM:
             prompts: one or many, each a string, a list of token ids, or a dict: {"prompt": string},
                 {"prompt_token_ids": list}, or {"messages": conversation} with or without "chat_template_kwargs", which
                 is answered as by `chat`. Without a chat template such a dict is an error row.
-            sampling_params: one for all, one per prompt, or None for the model's recommendation.
-            use_tqdm: show a progress bar. A callable makes it, with tqdm's arguments.
+            sampling_params: one for all, one per prompt, or None for the model's recommendation. A dict of parameters
+                is a SamplingParams. Without a `max_tokens` a completion has at most 64 tokens; a warning says how many
+                prompts this cut.
+            use_tqdm: show a progress bar; if stderr is no terminal, a line per minute. A callable makes the bar, with
+                tqdm's arguments.
             split_special_tokens: treat special tokens in the prompts' text, such as "<|im_end|>", as ordinary text,
                 except those that the chat template writes.
             raise_on_error: raise for a prompt that cannot run, instead of returning it as an error row.
 
         Raises:
             TypeError, ValueError: arguments of the wrong type, or not as many sampling_params as prompts.
+            ImportError: structured outputs need llguidance, and it is not installed.
             RuntimeError: the engine is closed, or busy with another call; or this process is a fork of the LLM's
                 process.
         """
@@ -145,10 +149,11 @@ class LLM:
         encode = partial(self._text.encode, splits_special=boolean("split_special_tokens", split_special_tokens))
         return self._run(prompts, params, encode, use_tqdm, raise_on_error)
 
+    @takes_keywords("argument", AS_ARGUMENT)
     def generate_iter(
         self,
         prompts: Prompt | Iterable[Prompt | NotYet],
-        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        sampling_params: OneOrMany | Iterable[SamplingParams] | None = None,
         *,
         ordered: bool = True,
         split_special_tokens: bool = False,
@@ -164,24 +169,27 @@ class LLM:
             prompts: as in `generate`, or an iterator of such prompts. Running requests wait while it makes a prompt. An
                 iterator that would have to wait for a prompt gives `nanovllm.NOT_YET` instead, and is asked again after
                 the next step. If all of its prompts have finished, no step runs; then it should wait, or end.
-            sampling_params: one for all, an iterable with one per prompt, or None for the model's recommendation.
+            sampling_params: one for all, an iterable with one per prompt, or None for the model's recommendation. If an
+                iterator gives them, a missing llguidance is the error of each row that needs it.
             ordered: give the results in the prompts' order; False gives them as they finish, and `prompt_index` is
                 the prompt's number.
             split_special_tokens: as in `generate`.
 
         Raises:
-            TypeError, ValueError, RuntimeError: as in `generate`. An error that shows up during the iteration, such as
-                too few sampling_params, is raised there. The exception's `finished_outputs` holds the results that had
-                finished and were not yet returned, by the prompt's number.
+            TypeError, ValueError, ImportError, RuntimeError: as in `generate`. An error that shows up during the
+                iteration, such as too few sampling_params, is raised there. The exception's `finished_outputs` holds
+                the results that had finished and were not yet returned, by the prompt's number.
         """
         self.engine.check_alive()
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
+        sampling_params = checked_params(sampling_params)
+        check_installed(sampling_params if isinstance(sampling_params, list) else [sampling_params])
         is_ordered = boolean("ordered", ordered)
         encode = partial(self._text.encode, splits_special=boolean("split_special_tokens", split_special_tokens))
         if not isinstance(prompts, Iterator):
             prompts = as_prompt_list(prompts)
-            if isinstance(sampling_params, (list, tuple)):
+            if isinstance(sampling_params, list):
                 sampling_params = one_per_prompt(sampling_params, len(prompts))
         stream = self._stream(with_params(iter(prompts), sampling_params), encode)
         return self._guard.run(self._begin_iteration, stream, is_ordered)
@@ -190,7 +198,7 @@ class LLM:
     def chat(
         self,
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: OneOrMany | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
         chat_template: str | None = None,
@@ -428,18 +436,25 @@ class LLM:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        info, state = self.engine.info, "closed " if self.engine.is_closed else ""
+        return (
+            f"<{state}LLM {self.engine.config.model!r}, dtype={info.dtype}, device={info.device}, "
+            f"max_model_len={info.max_model_len}, num_kvcache_blocks={info.num_kvcache_blocks}>"
+        )
+
     def __reduce__(self) -> Any:
         raise TypeError("an LLM cannot be pickled or copied; make one in each process from the same options")
 
     # Calls
 
-    def _params_for(
-        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-    ) -> list[SamplingParams]:
+    def _params_for(self, sampling_params: OneOrMany | None, num_prompts: int) -> list[SamplingParams]:
         self.engine.check_alive()  # before any work
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        return one_per_prompt(sampling_params, num_prompts)
+        params = one_per_prompt(sampling_params, num_prompts)
+        check_installed(params)
+        return params
 
     def _stream(
         self,
@@ -470,16 +485,16 @@ class LLM:
         self.engine.check_awake()
         outputs: dict[int, RequestOutput] = {}
         try:
-            with COLLECTOR.eased(self), _Progress(self.engine, num_prompts, use_tqdm) as progress, self._cpu_threads:
+            with COLLECTOR.eased(self), Progress(self.engine, num_prompts, use_tqdm) as progress, self._cpu_threads:
                 for finished in stream.run():
                     outputs.update(finished)
-                    progress.add_finished(len(finished), sum(output.error is not None for output in finished.values()))
+                    progress.add_finished(finished.values())
         except BaseException as error:
             self.engine.reset()
             keep_outputs(error, outputs)
             raise
         finally:
-            _log_errors(stream, num_prompts)
+            _log_summary(stream, num_prompts)
         return [outputs[index] for index in range(num_prompts)]
 
     def _begin_iteration(self, stream: RowStream, is_ordered: bool) -> OutputIterator:
@@ -501,7 +516,7 @@ class LLM:
         if was_cut:
             self.engine.reset()
         if iterated is not None:
-            _log_errors(iterated[1], iterated[1].num_read)
+            _log_summary(iterated[1], iterated[1].num_read)
 
     def _alter(self, alteration: Callable[..., None], *arguments: Any) -> None:
         """Calls a method of the engine that changes weights or memory."""
@@ -525,9 +540,19 @@ class LLM:
             self._end_iteration(was_cut=True)  # it was dropped while another thread had the lock
 
 
-def _log_errors(stream: RowStream, num_prompts: int) -> None:
+LLM.__doc__ = (inspect.getdoc(LLM) or "").replace("    {options}", options_as_text())
+
+
+def _log_summary(stream: RowStream, num_prompts: int) -> None:
+    """Logs the error rows of a call, and how many rows the default max_tokens cut."""
     if errors := stream.errors.describe(num_prompts):
         logger.warning(errors)
+    if stream.num_cut:
+        default = SamplingParams().max_tokens
+        logger.warning(
+            f"the default of max_tokens, {default}, cut completions of {stream.num_cut} of {num_prompts} prompts; give "
+            "SamplingParams(max_tokens=…), or max_tokens=None for as many tokens as fit"
+        )
 
 
 def make_runner(config: Config) -> Runner:
@@ -544,41 +569,3 @@ def make_runner(config: Config) -> Runner:
     from nanovllm.runner.model_runner import ModelRunner
 
     return ModelRunner(config)
-
-
-def _is_shown(use_tqdm: Any) -> bool:
-    if isinstance(use_tqdm, (list, tuple)):
-        raise TypeError("the third argument is use_tqdm, not token ids; give those as the prompts")
-    return boolean("use_tqdm", bool(use_tqdm) if use_tqdm in (True, False) else use_tqdm)
-
-
-class _Progress:
-    """The progress bar, with the tokens of each phase per second so far, and the number of error rows.
-
-    use_tqdm: whether to show tqdm's, or what makes the bar, with tqdm's arguments.
-    """
-
-    def __init__(self, engine: LLMEngine, num_requests: int, use_tqdm: bool | Callable[..., Any]):
-        self._stats, self._at_start, self._began = engine.step_stats, replace(engine.step_stats), time.perf_counter()
-        self._num_errors = 0
-        make = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not _is_shown(use_tqdm))
-        self._bar = make(total=num_requests, desc="Completions", unit="prompt")
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.close()
-
-    def add_finished(self, num_finished: int, num_errors: int = 0) -> None:
-        if getattr(self._bar, "disable", False):
-            return
-        seconds = time.perf_counter() - self._began
-        self._num_errors += num_errors
-        speeds = [
-            f"{phase} {(getattr(self._stats, name) - getattr(self._at_start, name)) / seconds:,.0f} tok/s"
-            for phase, name in (("prefill", "num_prefill_tokens"), ("decode", "num_decode_tokens"))
-        ]
-        errors = [f"errors: {self._num_errors}"] if self._num_errors else []
-        self._bar.set_postfix_str(", ".join(speeds + errors), refresh=False)
-        self._bar.update(num_finished)

@@ -18,7 +18,7 @@ from nanovllm.models.read_config import load_model_config
 from nanovllm.prompts import EncodedPrompt, as_prompt_list
 from nanovllm.recommended_sampling import DefaultSampling
 from nanovllm.row_stream import PROMPTS_OF_PIECE, without_text
-from nanovllm.sampling_params import SamplingParams, one_per_prompt
+from nanovllm.sampling_params import OneOrMany, SamplingParams, one_per_prompt
 from nanovllm.text import Text
 
 # The default block size of all backends but `flash`.
@@ -81,8 +81,8 @@ class Preflight:
     number of prefixes and the hit rate are lower bounds.
 
     Args:
-        model: a directory in the Hugging Face layout, with or without weights, or a hub name, whose weights are not
-            fetched.
+        model: a directory in the Hugging Face layout, with or without weights, a hub name, whose weights are not
+            fetched, or "bundled".
         revision, tokenizer, max_model_len: as in `nanovllm.Config`. The attribute `max_model_len` is that of an LLM
             with these options, and `directory` is the directory of the model's files.
 
@@ -125,7 +125,7 @@ class Preflight:
     def check(
         self,
         prompts: str | Sequence[int] | Mapping[str, Any] | Iterable[Any],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: OneOrMany | None = None,
     ) -> list[PromptCheck]:
         """Predicts the outcome of `LLM.generate` for each prompt, in order. Call it with one part of a large file at a
         time.

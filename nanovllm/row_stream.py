@@ -16,6 +16,7 @@ from nanovllm.guides import StructuredOutputs
 from nanovllm.logprobs import TokenLogprobs
 from nanovllm.outputs import CompletionOutput, ErrorSummary, FinishReason, RequestMetrics, RequestOutput, keep_outputs
 from nanovllm.prompts import EncodedPrompt
+from nanovllm.sampling_checks import DefaultMaxTokens
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text import Completion, Text
 
@@ -77,6 +78,7 @@ class RowStream:
         self.num_read, self._order = 0, order
         self._first_id = engine.num_requests
         self.errors = ErrorSummary()
+        self.num_cut = 0  # prompts with a completion that was cut by a max_tokens that the caller did not give
         self._engine, self._text, self._source, self._encode, self._raises = engine, text, source, encode, raises
         self._window = None if raises else _PROMPTS_AHEAD * engine.info.max_num_seqs
         self._structured, self._before_step = structured, before_step
@@ -224,6 +226,7 @@ class RowStream:
             request.error = request.error or error
             if len(request.completions) == request.num_completions:
                 del self._running[first.seq_id]
+                self.num_cut += any(_is_cut_by_default(each, params) for each in request.completions.values())
                 completions = [request.completions[index] for index in range(request.num_completions)]
                 place, prompt = request.place, request.prompt
                 wanted, start = first.sampling_params.prompt_logprobs, prompt.first_scored
@@ -273,6 +276,12 @@ class RowStream:
             request_id, prompt.text, prompt.token_ids, completions, num_cached_tokens, error, scores, version, number,
             metrics,
         )  # fmt: skip
+
+
+def _is_cut_by_default(completion: CompletionOutput, params: SamplingParams) -> bool:
+    """Whether the completion ended at a `max_tokens` that the caller did not give."""
+    is_default = isinstance(params.max_tokens, DefaultMaxTokens)
+    return is_default and completion.finish_reason == "length" and len(completion.token_ids) == params.max_tokens
 
 
 def without_text(

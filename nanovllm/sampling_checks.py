@@ -42,8 +42,13 @@ def logprobs_mode(value: Any) -> str:
     return value
 
 
+class DefaultMaxTokens(int):
+    """A `max_tokens` that the caller did not give. It is a type of its own, because the caller may give the same
+    number."""
+
+
 def max_tokens(value: Any) -> int | None:
-    return None if value is None else integer("max_tokens", value, minimum=0)
+    return value if value is None or isinstance(value, DefaultMaxTokens) else integer("max_tokens", value, minimum=0)
 
 
 def seed(value: Any) -> int | None:

@@ -16,7 +16,7 @@ from nanovllm.structured_outputs import StructuredOutputsParams
 MAX_LOGPROBS = checked.MAX_LOGPROBS
 _MASK = 2**64 - 1
 _OF_COMPLETIONS = 0x5BF03635  # makes the seeds of completions differ from those of requests
-DEFAULT_MAX_TOKENS = 64
+DEFAULT_MAX_TOKENS = checked.DefaultMaxTokens(64)
 _BEAMS = "nanovllm has no beam search; leave it out"
 
 # Other libraries' names for our parameters, or the advice where we have none.
@@ -237,6 +237,16 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
 _DEFAULTS = {name: each.default for name, each in inspect.signature(SamplingParams).parameters.items()}
 # Each parameter's name and default, and that default as it is kept.
 _FIELDS = [(name, default, _CHECKS[name](default)) for name, default in _DEFAULTS.items()]
+# Advice for a method that is given a parameter as an argument of its own.
+AS_ARGUMENT = {
+    given: f"give it as sampling_params=SamplingParams({name}=…)"
+    for given, name in {**_MEANT, **{name: name for name in _DEFAULTS}}.items()
+    if name in _DEFAULTS
+}
+
+
+# What `sampling_params` may be, besides None: one for all prompts, or one per prompt.
+OneOrMany = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]]
 
 
 def completion_seed(seed: int, index: int) -> int:
@@ -271,16 +281,29 @@ def mixed_seed(seed: int, number: int) -> int:
     return z ^ (z >> 31)
 
 
-def one_per_prompt(given: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> list[SamplingParams]:
+def checked_params(given: Any) -> Any:
+    """A checked copy of one SamplingParams or of a list of them. A dict of parameters becomes a SamplingParams. All
+    else, such as an iterator, is returned as it is.
+
+    Raises:
+        TypeError, ValueError: a parameter is unknown or wrong, or an item of a list is something else.
+    """
+    if isinstance(given, (list, tuple)):
+        return [_checked(params, f"[{index}]") for index, params in enumerate(given)]
+    return _checked(given) if isinstance(given, (SamplingParams, Mapping)) else given
+
+
+def one_per_prompt(given: OneOrMany, num_prompts: int) -> list[SamplingParams]:
     """A list with one per prompt, from such a list or from one for all; otherwise a TypeError or ValueError."""
-    if isinstance(given, SamplingParams):
-        given.check()
-        return [given.clone()] * num_prompts
-    if not isinstance(given, (list, tuple)):
+    params = checked_params(given)
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if not isinstance(params, list):
         raise TypeError(f"sampling_params must be a SamplingParams or a list of them, not a {type(given).__name__}")
-    params = [_checked(params, index).clone() for index, params in enumerate(given)]
-    if len(given) != num_prompts:
-        raise ValueError(f"{len(given)} sampling_params for {num_prompts} prompts; give one for all, or one per prompt")
+    if len(params) != num_prompts:
+        raise ValueError(
+            f"{len(params)} sampling_params for {num_prompts} prompts; give one for all, or one per prompt"
+        )
     return params
 
 
@@ -293,9 +316,8 @@ def with_params(prompts: Iterator[Any], given: Any) -> Iterator[tuple[Any, Sampl
         ValueError, TypeError: raised while the pairs are read: `given` ends before the prompts, or holds something
             else.
     """
+    given = checked_params(given)
     if isinstance(given, SamplingParams):
-        given.check()
-        given = given.clone()
         return (None if prompt is NOT_YET else (prompt, given) for prompt in prompts)
     if not isinstance(given, Iterable):
         raise TypeError(
@@ -314,14 +336,18 @@ def _zip_params(prompts: Iterator[Any], given: Iterator[Any]) -> Iterator[tuple[
         params = next(given, None)
         if params is None:
             raise ValueError(f"sampling_params end before prompt {index}; give one for all, or one per prompt")
-        yield prompt, _checked(params, index).clone()
+        yield prompt, _checked(params, f"[{index}]")
 
 
-def _checked(params: Any, index: int) -> SamplingParams:
-    if not isinstance(params, SamplingParams):
-        raise TypeError(f"sampling_params[{index}] must be a SamplingParams, not {repr(params)[:200]}")
+def _checked(params: Any, place: str = "") -> SamplingParams:
+    """A copy of the parameters, which may be a dict. `place` is their index, for errors."""
+    if not isinstance(params, (SamplingParams, Mapping)):
+        raise TypeError(f"sampling_params{place} must be a SamplingParams, not {repr(params)[:200]}")
     try:
+        if isinstance(params, Mapping):
+            return SamplingParams(**params)
         params.check()
-    except ValueError as error:
-        raise ValueError(f"sampling_params[{index}]: {error}") from None
-    return params
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"sampling_params{place}: {error}") from None
+    return params.clone()

@@ -69,7 +69,7 @@ class LLMEngine:
         self._in_flight: deque[tuple[Step, LaunchedStep]] = deque()
         self._unfinished: dict[int, Sequence] = {}
         self._process_id = os.getpid()
-        self._is_closed = False
+        self.is_closed = False
         self._guard = Guard(
             "the engine is in the middle of a step or request, so a stop predicate or a signal handler cannot "
             "change it; do that between two steps"
@@ -319,16 +319,16 @@ class LLMEngine:
 
     def exit(self) -> None:
         """Frees the device's memory; the engine cannot be used afterwards. Calling it again does nothing."""
-        if self._is_closed:
+        if self.is_closed:
             return
         if os.getpid() == self._process_id:  # a fork's runner belongs to its parent
             self.reset()
             self.runner.close()
-        self._is_closed = True
+        self.is_closed = True
 
     def check_alive(self) -> None:
         """Raises a RuntimeError if the engine is closed, or belongs to another process."""
-        if self._is_closed:
+        if self.is_closed:
             raise RuntimeError("the engine is closed; make a new one")
         if os.getpid() != self._process_id:
             raise RuntimeError(
@@ -358,7 +358,7 @@ class LLMEngine:
             "num_kvcache_blocks": self.info.num_kvcache_blocks,
             "num_free_kvcache_blocks": self.scheduler.block_manager.num_free_blocks,
             "kvcache_block_size": self.info.kvcache_block_size,
-            "memory_bytes": {} if self._is_closed else self.runner.memory(),
+            "memory_bytes": {} if self.is_closed else self.runner.memory(),
         }
 
     def _renew_scheduler(self) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 from nanovllm import LLM, Config, SamplingParams, __version__
-from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.jobs import JobError, JobOptions, run_batch
 from nanovllm.jobs.options import OnError, PreflightKind
 
@@ -46,8 +45,8 @@ Completes every row of a file. If it is killed, run the same command again: it c
 
 A row is {"id": "a", "prompt": "Hello"} or a line of an OpenAI batch file; docs/jobs.md describes both."""
 _STOPPED = "stopped; run the same command again to resume"
-# The job sets these itself.
-_NOT_OPTIONS = ("self", "model", "seed")
+# The job sets these itself, or has no use for them.
+_NOT_OPTIONS = ("self", "model", "seed", "queue_calls")
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -108,8 +107,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = {field.name: given[field.name] for field in fields(JobOptions) if field.name in given}
     options["engine"] = {name: given[name] for name in engine if name in given}
     options["params"] = given.get("params", {}) | {name: given[name] for name in sampling if name in given}
-    if options["model"] == "bundled":
-        options["model"] = str(MODEL_DIRECTORY)
     try:
         report = run_batch(JobOptions(**options))
         rows = report["rows"]

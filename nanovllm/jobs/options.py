@@ -18,7 +18,7 @@ class JobOptions:
         input: JSON Lines, or a Parquet file, whose name ends in ".parquet"; "-" is standard input.
         output: the output file, in the input's order, written when all rows have finished; a Parquet file if its name
             ends in ".parquet". "-" is standard output, which gets lines as rows finish and cannot be resumed.
-        model: a directory or a hub name.
+        model: a directory, a hub name, or "bundled".
         engine: other options of LLM, and `data_parallel_size`: how many LLMs, each in a process with GPUs of its own.
         params: SamplingParams for all rows. A row's own parameters take precedence. Parameters that neither sets come
             from the model's generation_config.json, or else from SamplingParams' defaults.

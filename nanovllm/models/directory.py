@@ -4,16 +4,19 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.models.json_fields import read_json
 
 logger = logging.getLogger(__name__)
 
+BUNDLED = "bundled"  # the name of the model in nanovllm/demo
 INDEX_FILE = "model.safetensors.index.json"
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]  # config, tokenizer, chat template
 
 
 def find_model(model: str, revision: str | None, with_weights: bool = True, option: str = "model") -> Path:
-    """The directory of a model: `model` itself, or that of a hub name's files, which are fetched if they are missing.
+    """The directory of a model: `model` itself, that of the bundled model, or that of a hub name's files, which are
+    fetched if they are missing. A local directory named "bundled" precedes the bundled model.
 
     Args:
         with_weights: also fetch the weights.
@@ -25,6 +28,8 @@ def find_model(model: str, revision: str | None, with_weights: bool = True, opti
     path = Path(model).expanduser()
     if path.is_dir():
         return path
+    if model == BUNDLED:
+        return MODEL_DIRECTORY
     if path.is_absolute() or path.exists() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ValueError(f"{option} {model!r} is not a directory")
     from huggingface_hub import snapshot_download  # slow to import, and needed only for hub names
@@ -33,9 +38,11 @@ def find_model(model: str, revision: str | None, with_weights: bool = True, opti
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub client raises dozens of types; all mean that there is no model
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ValueError(
-            f"{option} {model!r} is not a directory, and the hub does not give it: {type(error).__name__}: {error}"
-        ) from error
+            f"{option} {model!r} is not a directory, and the hub does not give it ({reason:.150}); check the name and "
+            f'the network, or give the directory of a downloaded model, or "{BUNDLED}", nanovllm\'s own small model'
+        ) from None
 
 
 def checkpoint_files(directory: Path) -> Iterator[Path]:

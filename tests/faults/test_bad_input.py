@@ -254,10 +254,9 @@ def test_what_can_be_no_prompts_is_a_type_error(idle_llm, prompts, message):
     [
         "greedy",
         0.7,
-        {"temperature": 0},
         [None],
         [GREEDY, None],
-        [{"temperature": 0}],
+        [["temperature", 0]],
         (params for params in [GREEDY]),
         SamplingParams,
         {1: GREEDY}.values(),

@@ -9,7 +9,7 @@ from support.interrupts import Fault, assert_empty, interrupt_at_random_moments,
 from support.long import some
 from transformers import PreTrainedTokenizerBase
 
-import nanovllm.llm
+import nanovllm.progress
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.demo import MODEL_DIRECTORY
@@ -50,7 +50,7 @@ POINTS = {
     "commit": (Scheduler, "commit"),
     "stop string": (StopStrings, "__call__"),
     "step": (LLMEngine, "step"),
-    "progress": (nanovllm.llm._Progress, "add_finished"),
+    "progress": (nanovllm.progress.Progress, "add_finished"),
     "decode": (PreTrainedTokenizerBase, "batch_decode"),
 }
 

@@ -43,7 +43,7 @@ def expected() -> list[str]:
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[Replicas]:
-    with Replicas(MODEL, data_parallel_size=3, **OPTIONS) as replicas:
+    with Replicas("bundled", data_parallel_size=3, **OPTIONS) as replicas:
         yield replicas
 
 

@@ -16,10 +16,14 @@ def grpo():
     return module
 
 
-def test_the_reward_rises(grpo, count):
-    """50 steps take it from 0.2 to 0.9; these few must show that it rises at all."""
+def test_the_reward_rises(grpo, count, capsys):
+    """50 steps take it from 0.2 to 0.9; these few must show that it rises at all. It is printed during the run: the
+    script said nothing for a minute."""
     means = grpo.run(count(8, 12))
     assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.05, means
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert "loading the model" in first and f"mean reward {sum(means[:5]) / 5:.3f}" in lines[0]
+    assert [line.split(":")[0].split() for line in lines][-1] == ["step", str(len(means)), "of", str(len(means))]
 
 
 def test_what_the_engine_says_of_its_tokens_is_what_the_trainer_finds(grpo, monkeypatch):

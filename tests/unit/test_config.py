@@ -39,6 +39,7 @@ def test_the_defaults_are_the_documented_ones():
         "enable_prefix_caching": True,
         "prefix_grouping": True,
         "generation_config": "auto",
+        "queue_calls": False,
         "seed": 0,
     }
 

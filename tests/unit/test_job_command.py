@@ -188,7 +188,7 @@ def test_help_has_meaning_and_default_of_each_option(capsys):
         main(["run-batch", "--help"])
     assert stopped.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    options = [name for name in signature(LLM.__init__).parameters if name not in ("self", "model")]
+    options = [name for name in signature(LLM.__init__).parameters if name not in ("self", "model", "queue_calls")]
     options += [field.name for field in fields(JobOptions) if field.name not in ("engine", "seconds_between_syncs")]
     lists = {"stop_token_ids", "logit_bias", "allowed_token_ids", "structured_outputs", "logits_processors"}
     options += {*signature(SamplingParams.__init__).parameters} - lists - {"self", "logprobs_mode"}

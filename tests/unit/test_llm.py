@@ -18,7 +18,7 @@ import torch
 from support.long import long
 from support.model_factory import stable_id
 
-import nanovllm.llm
+import nanovllm.progress
 from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 from nanovllm.config import Config
 from nanovllm.demo import MODEL_DIRECTORY
@@ -826,13 +826,14 @@ def test_the_progress_bar_shows_both_speeds_and_the_time_left(llm, capsys, monke
     assert capsys.readouterr().err == ""
     before = llm.metrics()
     clock = chain([100.0], repeat(108.0))
-    monkeypatch.setattr(nanovllm.llm, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(nanovllm.progress, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     llm.chat([[], *(conversation(f"What is {n} + 30?") for n in range(4))], GREEDY)  # a refused row counts as done
     after = llm.metrics()
     shown = capsys.readouterr()
     assert shown.out == ""
     last = shown.err.split("\r")[-1]
-    assert "5/5" in last and last.rstrip().endswith(", errors: 1]")
+    assert "5.0/5" in last and last.rstrip().endswith(", errors: 1]")
     assert re.search(r"\[\d\d:\d\d<\d\d:\d\d", last)
     for phase in ("prefill", "decode"):
         num_tokens = after[f"num_{phase}_tokens"] - before[f"num_{phase}_tokens"]

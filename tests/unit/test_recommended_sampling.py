@@ -126,18 +126,19 @@ def test_an_llm_samples_as_recommended(recommending):
 
 def test_settings_that_we_lack_are_named_in_one_warning_per_llm(recommending, caplog):
     """A script that calls generate a thousand times gets one warning; a script with its own parameters gets none."""
-    llm = recommending(do_sample=True, typical_p=0.9, no_repeat_ngram_size=3, num_beams=1, temperature=0.7)
+    settings = {"no_repeat_ngram_size": 3, "num_beams": 1, "temperature": 0.7, "max_new_tokens": 1}
+    llm = recommending(do_sample=True, typical_p=0.9, **settings)
     llm.generate("Hi", SamplingParams(max_tokens=1), use_tqdm=False)
     assert caplog.records == []
     for _ in range(3):
         llm.generate("Hi", use_tqdm=False)
-        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.7)
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.7, max_tokens=1)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
         "generation_config.json asks for sampling that is not available: typical_p=0.9, no_repeat_ngram_size=3"
     )
-    recommending(num_beams=4).generate("Hi", use_tqdm=False)
+    recommending(num_beams=4, max_new_tokens=1).generate("Hi", use_tqdm=False)
     assert "num_beams=4" in caplog.records[-1].getMessage() and len(caplog.records) == 2
 
 

@@ -279,8 +279,9 @@ def test_sampling_options_apply_to_every_request():
     assert make_requests("nano", 1000, greedy.sampling).sampling_params()[0].temperature == 0
 
 
-def test_the_first_call_is_timed_on_its_own(monkeypatch):
-    """It was once thrown away, although an offline job has no other call."""
+def test_the_first_call_is_timed_on_its_own(monkeypatch, capsys):
+    """It was once thrown away, although an offline job has no other call. Each call is announced: a benchmark against
+    transformers said nothing for minutes."""
     clock = iter([0.0, 5.0, 10.0, 11.0, 20.0, 23.0, 30.0, 32.0])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
     calls = []
@@ -289,8 +290,10 @@ def test_the_first_call_is_timed_on_its_own(monkeypatch):
         calls.append("run")
         return [[1, 2, 3]]
 
-    found = timing.timed(run, lambda: calls.append("forget"), repeats=3, start_seconds=7.0)
+    found = timing.timed("ours", run, lambda: calls.append("forget"), repeats=3, start_seconds=7.0)
     assert calls == ["forget", "run"] * 4
+    announced = [f"ours: call {index + 1} of 4 … {seconds} s\n" for index, seconds in enumerate((5.0, 1.0, 3.0, 2.0))]
+    assert capsys.readouterr() == ("", "".join(announced))
     assert (found.first_seconds, found.seconds, found.median) == (5.0, [1.0, 3.0, 2.0], 2.0)
     report = found.report(workloads.Requests([[0] * 10], [3], {}))
     assert report["first_output_tokens_per_second"] == 3 / 5 and report["output_tokens_per_second"] == 3 / 2
@@ -343,13 +346,14 @@ def task(tmp_path, **options):
     return peers.Task(**values)
 
 
-def test_vllm_gets_the_same_requests_and_all_else_by_default(monkeypatch, tmp_path):
+def test_vllm_gets_the_same_requests_and_all_else_by_default(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "vllm", FakeVllm("vllm"))
     ours = Timing(1.0, 4.0, [2.0], [[5] * 512])
     made = []
     monkeypatch.setitem(peers.PEERS, "vllm", lambda task: made.append(peers.VllmPeer(task)) or made[0])
     report = peers.measure_peer("vllm", task(tmp_path), ours, repeats=2)
     [peer] = made
+    assert capsys.readouterr().err.startswith("vllm: loading the model\nvllm: call 1 of 3 … ")
     assert peer.llm.options == {
         "dtype": "bfloat16", "max_model_len": 4096, "seed": 0, "enable_prefix_caching": True, "tensor_parallel_size": 1,
         "load_format": "dummy", "skip_tokenizer_init": True,
