@@ -76,7 +76,14 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
         argument_default=argparse.SUPPRESS,  # JobOptions has the defaults
     )
     add = parser.add_argument
-    add("-i", "--input", required=True, help='JSON Lines or a .parquet file; "-" is standard input')
+    add(
+        "-i",
+        "--input",
+        required=True,
+        nargs="+",
+        metavar="FILE",
+        help='JSON Lines or .parquet files, and patterns of them; "-" is standard input',
+    )
     add("-o", "--output", required=True, help='the output file; "-" is standard output, which cannot be resumed')
     add("--model", required=True, help='a directory, a hub name, or "bundled"')
     add("--seed", type=int, help="the job's seed; a row's seed is derived from it and the row's id")
@@ -95,6 +102,14 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
     # fmt: on
     add("--price-per-hour", type=float, help="the machine's price per hour; adds the cost to the report")
     add("--report", type=Path, help="also write the report to this file, as JSON")
+    columns = parser.add_argument_group(
+        "data of any shape", "Name the columns that make the rows. The output repeats all other columns."
+    )
+    columns.add_argument("--prompt-column", metavar="NAME", help="the column with the prompts")
+    columns.add_argument("--messages-column", metavar="NAME", help="the column with the conversations")
+    columns.add_argument("--prompt", metavar="TEMPLATE", help='a prompt with names of columns: "Translate: {text}"')
+    columns.add_argument("--id-column", metavar="NAME", help='the column with the ids (default: "id", or row numbers)')
+    columns.add_argument("--chat", action="store_true", help="make each prompt the user's message of a conversation")
     sampling = parser.add_argument_group(
         "sampling of all rows",
         "A row's own parameters take precedence. Parameters that are not set come from the model's "

@@ -12,6 +12,7 @@ from operator import itemgetter
 from typing import Any, Protocol
 
 from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.jobs.data import with_data
 from nanovllm.jobs.errors import Errors
 from nanovllm.jobs.index import Index, name_of
 from nanovllm.jobs.plan import early_rows, in_windows
@@ -128,7 +129,7 @@ class RowsRun:
         made = output_of(row, output, with_token_ids=with_token_ids, created=self._created, model=self._model)
         text = json.dumps(made, ensure_ascii=False, separators=(",", ":"))
         # A tokenizer may decode half of a surrogate pair, which UTF-8 does not have.
-        self._results.append(row.number, text.encode(errors="replace"))
+        self._results.append(row.number, with_data(text.encode(errors="replace"), row.data))
 
     @contextmanager
     def _stopping_at_signals(self) -> Iterator[None]:

@@ -74,7 +74,7 @@ BAD_ROWS = {
     "not JSON": b'{"id": "b0", "prompt": ',
     "not UTF-8": b'{"id": "b1", "prompt": "\xff"}',
     "must be a JSON object": b"[1, 2]",
-    'no "id"': {"prompt": "x"},
+    '"id" must be': {"id": 1.5, "prompt": "x"},
     "row 1 has the same id": {"id": "r0", "prompt": "again"},
     "exactly one of": {"id": "b5"},
     "unknown key": {"id": "b6", "prompt": "x", "promt": "x"},
@@ -313,7 +313,7 @@ def test_a_file_that_appears_while_a_job_is_stopped_is_not_overwritten(job, tmp_
     assert (tmp_path / "out").read_text() == "precious"
 
 
-@pytest.mark.parametrize("begins", [b"\x1f\x8b\x08", b"\xff\xfei\x00", b"PAR1"])
+@pytest.mark.parametrize("begins", [b"\xff\xfei\x00", b"PAR1"])
 def test_a_file_that_is_no_text_is_refused_whole(job, tmp_path, begins):
     (tmp_path / "in").write_bytes(begins + b"more")
     with pytest.raises(JobError, match="give JSON Lines in UTF-8"):
