@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nanovllm import Preflight, PreflightSummary
-from nanovllm.jobs.errors import Errors, JobError, name_of_row
+from nanovllm.jobs.errors import Errors, JobError
 from nanovllm.jobs.index import Index
 from nanovllm.jobs.plan import in_pieces
 from nanovllm.jobs.report import num_rows_in_words
@@ -60,10 +60,10 @@ def check_rows(index: Index, preflight: Preflight, num_rows: int) -> Checked:
     has_all = num_rows >= len(candidates)
     places = np.linspace(0, len(candidates) - 1, min(num_rows, len(candidates))).astype(np.int64)
     numbers = candidates[places].tolist()
-    refused = Errors()
+    refused = Errors(index.lines.place)
     for rows in in_pieces(map(index.read, numbers), _ROWS_OF_PIECE, _BYTES_OF_PIECE):
         checks = preflight.check([row.prompt for row in rows], [index.params.of(row) for row in rows])
         for row, check in zip(rows, checks, strict=True):
             if check.error is not None:
-                refused.add(row.number, name_of_row(row.number, row.id), check.error)
+                refused.add(row.number, row.id, check.error)
     return Checked(len(index) if has_all else num_rows, preflight.summary(), refused)

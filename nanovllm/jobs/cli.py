@@ -145,7 +145,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
         how["help"] = _help(how.get("help") or meanings.get(name, ""), defaults.get(name))
         group.add_argument(*flags, **how)
 
-    add("-i", "--input")
+    add("-i", "--input", nargs="+", metavar="FILE")
     add("-o", "--output")
     add("--model", help='a directory, a hub name, or "bundled" for the small model that comes with nanovllm')
     add("--seed", **_KINDS["int"])
@@ -157,6 +157,11 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
     add("--sync-seconds", dest="seconds_between_syncs", **_KINDS["float"])
     add("--price-per-hour", **_KINDS["float"])
     add("--report", type=Path)
+    columns = "Name the columns that make the rows. The output repeats all other columns."
+    data = parser.add_argument_group("data of any shape", columns)
+    for name in ("prompt", "prompt-column", "messages-column", "id-column"):
+        add(f"--{name}", group=data, metavar="TEMPLATE" if name == "prompt" else "NAME")
+    add("--chat", group=data, action="store_true")
     precedence = "A row's own parameters take precedence. The defaults count where generation_config.json has no value."
     sampling = parser.add_argument_group("sampling of all rows", precedence)
     params_help = """parameters as a JSON object, such as '{"stop": ["\\n"], "max_tokens": null}'; null is None"""

@@ -3,7 +3,7 @@
 import errno
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,11 +20,6 @@ def what_to_do(error: OSError) -> str:
     return f"{'Make room and run' if is_full else 'Run'} the same command again; the rows that are on the disk are kept"
 
 
-def name_of_row(number: int, row_id: str | None) -> str:
-    """A row's number, counted from 1, and id, for messages."""
-    return f"row {number + 1}" if row_id is None else f"row {number + 1}, id {row_id!r}"
-
-
 @contextmanager
 def worded(problem: str) -> Iterator[None]:
     """Context manager that makes a JobError of an OSError, which may name no file: the problem, its reason, advice."""
@@ -37,17 +32,26 @@ def worded(problem: str) -> Iterator[None]:
 class Errors:
     """Error rows by kind: errors that differ only in numbers and quoted values are of one kind. Memory stays flat.
 
+    Args:
+        place: a row's place in its file, if there are several files.
+
     num_rows: error rows of all kinds.
     """
 
-    def __init__(self):
-        self.num_rows = 0
+    def __init__(self, place: Callable[[int], str] = lambda number: ""):
+        self.num_rows, self._place = 0, place
         self._first: list[str] = []
         self._count: Counter[str] = Counter()
         # By kind: number, name and error of the row with the lowest number, in whatever order the rows finish.
         self._example: dict[str, tuple[int, str, str]] = {}
 
-    def add(self, number: int, name: str, error: str) -> None:
+    def add(self, number: int, row_id: str | None, error: str) -> None:
+        """Adds the row with this number, counted from 0."""
+        name = f"row {number + 1}"
+        if place := self._place(number):
+            name += f" ({place})"
+        if row_id not in (None, str(number + 1)):  # a row without an id may have its number as its id
+            name += f", id {row_id!r}"
         kind = re.sub(r"'[^']*'|\"[^\"]*\"|-?[0-9][0-9,.]*", "…", error)[:200]
         self._add(kind, (number, name, error[:500]), 1)
         if len(self._first) < _MAX_FIRST:

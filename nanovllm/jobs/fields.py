@@ -2,6 +2,8 @@
 token by token."""
 
 import difflib
+import json
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
 from types import MappingProxyType
@@ -13,6 +15,8 @@ T = TypeVar("T")
 
 # A longer line is an error row: it would take as much memory several times over.
 MAX_BYTES_OF_LINE = 2**26
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_DECODER = json.JSONDecoder(parse_float=lambda text: finite_or_none(float(text)), parse_constant=lambda name: None)
 _MAX_KEPT_CHARACTERS = 1024
 
 
@@ -39,17 +43,48 @@ def kept_if_short(maxsize: int, function: Callable[..., T]) -> Callable[..., T]:
     return lambda *arguments: (kept if len(arguments[-1]) < _MAX_KEPT_CHARACTERS else function)(*arguments)
 
 
+def fields_of(line: bytes) -> dict[str, Any]:
+    """The fields of a line, without the checks of a row; none if it is not a JSON object.
+
+    What JSON does not have becomes null (NaN and infinities) or "?" (half of a surrogate pair).
+    """
+    try:
+        text = line.decode().removeprefix("\ufeff")
+        found = _DECODER.decode(text)
+        if "\\ud" in text or "\\uD" in text:
+            found = json.loads(json_text(found).encode(errors="replace"))
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def json_text(value: Any) -> str:
+    """JSON for a value of `fields_of`; "null" for one that is nested too deeply."""
+    try:
+        return _ENCODER.encode(value)
+    except RecursionError:
+        return "null"
+
+
+def finite_or_none(number: float) -> float | None:
+    """The number, or None for NaN and infinities, which JSON does not have."""
+    return number if math.isfinite(number) else None
+
+
 def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields that are given: programs that write tables write null for a missing value."""
     return fields if None not in fields.values() else {name: each for name, each in fields.items() if each is not None}
 
 
-def check_names(noun: str, fields: Mapping[str, Any], known: Collection[str], meant: Mapping[str, str]) -> None:
+def check_names(
+    noun: str, fields: Mapping[str, Any], known: Collection[str], meant: Mapping[str, str], advice: str = ""
+) -> None:
     """Raises a ValueError that names the first unknown field and the one that was probably meant.
 
     Args:
         noun: the error's word for such a field.
         meant: other names -> a known name, or a sentence with the advice.
+        advice: what else to do.
     """
     name = next((name for name in fields if name not in known), None)
     if name is None:
@@ -60,7 +95,7 @@ def check_names(noun: str, fields: Mapping[str, Any], known: Collection[str], me
         hint = f"known are {', '.join(known)}"
     elif hint in known:
         hint = f'did you mean "{hint}"?'
-    raise ValueError(f"unknown {noun} {name!r}; {hint}")
+    raise ValueError(f"unknown {noun} {name!r}; {hint}{advice}")
 
 
 @lru_cache(maxsize=256)

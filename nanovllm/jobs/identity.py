@@ -19,7 +19,7 @@ _DECIDING = (
 VERSION = 2
 _SUFFIXES = (".json", ".safetensors", ".model", ".jinja", ".txt")
 _NUM_SAMPLES, _BYTES_OF_SAMPLE = 64, 2**14
-_NAMES = {"model": "the model", "engine": "an engine option", "params": "a parameter", "seed": "the seed"}
+_NAMES = {"model": "the model", "engine": "an engine option", "params": "a parameter"}
 
 
 def fingerprint_of_model(directory: Path) -> str:
@@ -42,8 +42,9 @@ def fingerprint_of_model(directory: Path) -> str:
 
 
 def identity_of(
-    lines_digest: str, num_rows: int, directory: Path, engine: dict[str, Any], params: dict[str, Any], seed: int
-) -> dict[str, Any]:
+    lines_digest: str, num_rows: int, directory: Path, engine: dict[str, Any], params: dict[str, Any], seed: int,
+    columns: dict[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """The facts that must be equal for a job to be resumed, as JSON reads them back."""
     deciding = {name: engine[name] for name in _DECIDING if engine.get(name) is not None}
     # A hub model's directory is named by its commit, and gets its weights only when an LLM needs them.
@@ -54,6 +55,7 @@ def identity_of(
         "engine": deciding,
         "params": params,
         "seed": seed,
+        "columns": columns or {},
     }
     return json.loads(json.dumps(identity, default=repr))
 
@@ -75,8 +77,8 @@ def _change(name: str, before: Any, now: Any) -> str:
     if isinstance(before, dict) and isinstance(now, dict):
         keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         values = ", ".join(f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in keys)
-        return f"{_NAMES[name]} has changed ({values})"
-    return f"{_NAMES[name]} has changed (it was {before!r} and is {now!r})"
+        return f"{_NAMES.get(name, 'an option')} has changed ({values})"
+    return f"{_NAMES.get(name, f'the {name}')} has changed (it was {before!r} and is {now!r})"
 
 
 def load_state(path: Path) -> dict[str, Any] | None:

@@ -1,17 +1,15 @@
 """The rows of a job, with a few bytes about each row that are known before it runs."""
 
-import zlib
 from array import array
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import xxhash
 
-from nanovllm.jobs.errors import Errors, JobError, name_of_row, worded
+from nanovllm.jobs.errors import Errors
 from nanovllm.jobs.row_params import RowParams
 from nanovllm.jobs.rows import JobRow
-from nanovllm.jobs.source import Source
+from nanovllm.jobs.source import Files
 
 
 class Index:
@@ -21,6 +19,7 @@ class Index:
         lines: the input; it is scanned here.
         params: parses the rows and makes their parameters.
         max_model_len: bounds the tokens of a completion.
+        with_data: give each row the JSON of its data columns.
 
     errors: rows that cannot run, as far as the rows alone can tell.
     max_num_new_tokens: int64 [num_rows].
@@ -29,15 +28,16 @@ class Index:
     first_use: int64 [num_rows], the number of the first row with the same id, or −1 if the row itself is the first.
     """
 
-    def __init__(self, lines: Source, params: RowParams, max_model_len: int):
-        self.lines, self.params, self.errors, self.kinds = lines, params, Errors(), set[str]()
-        ids, max_num_new_tokens, self._checksums, is_row = array("Q"), array("q"), array("I"), bytearray()
-        for number, line in enumerate(self._scanned()):
+    def __init__(self, lines: Files, params: RowParams, max_model_len: int, with_data: bool = False):
+        self.lines, self.params, self.kinds = lines, params, set[str]()
+        self.errors = Errors(lines.place)
+        self._data = lines.data if with_data else None
+        ids, max_num_new_tokens, is_row = array("Q"), array("q"), bytearray()
+        for number, line in enumerate(lines.scan()):
             row = params.parse(number, line)
             # 0 for a row without an id, which is not equal to any other.
             ids.append(xxhash.xxh3_64_intdigest(row.id.encode()) if row.id is not None else 0)
             max_num_new_tokens.append(0 if row.error is not None else params.max_num_new_tokens(row, max_model_len))
-            self._checksums.append(zlib.crc32(line))
             is_row.append(row.error is None)
             self.kinds.add(row.kind)
             self._note(row)
@@ -57,25 +57,16 @@ class Index:
         Raises:
             JobError: the line has changed since it was scanned.
         """
-        with worded(f"row {number + 1} of the input cannot be read"):
-            line = self.lines.read(number)
-        if zlib.crc32(line) != self._checksums[number]:
-            raise JobError(
-                f"row {number + 1} of the input has changed while the job ran. Restore the input, and run the same "
-                "command again"
-            )
-        row = self.params.parse(number, line)
+        line = self.lines.read(number)
+        data = b"" if self._data is None else self._data.text(number)
+        row = replace(self.params.parse(number, line), data=data)
         if (first := self.first_use[number]) >= 0 and row.error is None:
             row = replace(row, error=f"row {first + 1} has the same id {row.id!r}; ids must be unique")
-        return row, len(line)
-
-    def _scanned(self) -> Iterator[bytes]:
-        with worded("the input cannot be read"):
-            yield from self.lines.scan()
+        return row, len(line) + len(row.data)
 
     def _note(self, row: JobRow) -> None:
         if row.error is not None:
-            self.errors.add(row.number, name_of_row(row.number, row.id), row.error)
+            self.errors.add(row.number, row.id, row.error)
 
     def _first_uses(self, ids: np.ndarray) -> np.ndarray:
         """`first_use`, from hashes of the ids; 0 for a row without an id."""

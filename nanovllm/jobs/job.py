@@ -24,12 +24,13 @@ from nanovllm.jobs.identity import VERSION, check_same, identity_of, load_state,
 from nanovllm.jobs.index import Index
 from nanovllm.jobs.journal import Journal
 from nanovllm.jobs.options import JobOptions
-from nanovllm.jobs.parquet import import_pyarrow, is_parquet, write_parquet
+from nanovllm.jobs.output import write_lines, write_parquet
+from nanovllm.jobs.parquet import import_pyarrow, is_parquet
 from nanovllm.jobs.report import Progress, Report, in_words, num_rows_in_words
 from nanovllm.jobs.results import Results, Stdout
 from nanovllm.jobs.row_params import RowParams
 from nanovllm.jobs.run import RowsRun
-from nanovllm.jobs.source import open_source
+from nanovllm.jobs.source import Files, input_paths
 from nanovllm.replicas.replicas import Replicas
 
 logger = logging.getLogger("nanovllm.jobs")
@@ -62,15 +63,17 @@ class Job:
     def run(self) -> dict[str, Any]:
         """Runs the rest of the job, and returns the report; see run_batch."""
         options = self._options
-        self._check_paths()
+        paths = self._checked_paths()
         if is_parquet(options.output):
             import_pyarrow(options.output)  # now, not when all rows have run
-        lines = open_source(options.input, None if self._is_stream else self._output.parent)
+        directory = None if self._is_stream else self._output.parent
+        lines = Files(paths, options.columns, directory, is_parquet(options.output))
         try:
             with self._report.phase("preflight"):
                 preflight = self._preflight_of_model()
-                params = RowParams(preflight.get_default_sampling_params(), options.params, options.seed)
-                index = Index(lines, params, preflight.max_model_len)
+                recommended = preflight.get_default_sampling_params()
+                params = RowParams(recommended, options.params, options.seed, options.columns)
+                index = Index(lines, params, preflight.max_model_len, with_data=self._is_stream)
                 self._refuse(index.errors)
                 checked = check_rows(index, preflight, self._num_to_check(len(index)))
                 if self._is_new and not options.dry_run:
@@ -81,7 +84,7 @@ class Job:
             if options.dry_run:
                 report = self._dry_run(index, checked)
             elif self._is_stream:
-                report = self._run_rows(index, Stdout())
+                report = self._run_rows(index, Stdout(index.lines.place))
             else:
                 report = self._with_journal(index, preflight.directory)
         finally:
@@ -100,28 +103,30 @@ class Job:
 
     # Before the rows run
 
-    def _check_paths(self) -> None:
-        """Refuses streams that are closed, and paths that would overwrite each other's files or that cannot be written
-        at the end."""
-        streams = {"input": (self._options.input, sys.stdin), "output": (self._options.output, sys.stdout)}
-        for name, (given, stream) in streams.items():
-            if given == "-" and stream is None:
-                raise JobError(f'"-" is standard {name}, which is closed; open it, or name a file')
+    def _checked_paths(self) -> list[str]:
+        """The input's files. Refuses streams that are closed, and paths that would overwrite each other's files or that
+        cannot be written at the end."""
         ours = [] if self._is_stream else [self._output, self._state_path, self._part_path]
         ours += [path.with_name(path.name + ".new") for path in ours]
-        others = [Path(path).resolve() for path in (self._options.input, self._options.report) if path is not None]
-        for path in others:
+        paths = input_paths(self._options.input, ours)
+        for name, is_used, stream in (("input", "-" in paths, sys.stdin), ("output", self._is_stream, sys.stdout)):
+            if is_used and stream is None:
+                raise JobError(f'"-" is standard {name}, which is closed; open it, or name a file')
+        inputs = [Path(path).resolve() for path in paths]
+        reports = [] if self._options.report is None else [Path(self._options.report).resolve()]
+        for path in [*inputs, *reports]:
             if path in ours:
                 raise JobError(f"the job itself writes {path}; choose another output")
-        if len(others) == 2 and others[0] == others[1]:
-            raise JobError(f"the report would replace the input {others[0]}; choose another file")
-        for path in [*ours[:1], *others[1:]]:
+        if reports and reports[0] in inputs:
+            raise JobError(f"the report would replace the input {reports[0]}; choose another file")
+        for path in [*ours[:1], *reports]:
             if not path.parent.is_dir():
                 raise JobError(f"the directory {path.parent} does not exist; make it first")
             if path.is_dir():
                 raise JobError(f"{path} is a directory; name a file")
         if ours and self._output.exists() and not self._output.is_file():
             raise JobError(f'the output {self._output} is not a regular file; "-" is standard output')
+        return paths
 
     def _preflight_of_model(self) -> Preflight:
         names = ("revision", "tokenizer", "max_model_len", "generation_config")
@@ -165,14 +170,15 @@ class Job:
     def _with_journal(self, index: Index, directory: Path) -> dict[str, Any]:
         """Resumes the job beside the output, or begins one."""
         options = self._options
-        with Journal(self._part_path, options.seconds_between_syncs) as journal:
+        with Journal(self._part_path, options.seconds_between_syncs, index.lines.place) as journal:
             with self._report.phase("recovery"):
                 if options.restart:
                     for path in (self._state_path, self._output):
                         path.unlink(missing_ok=True)
                     journal.clear()
                 engine = {**options.engine, "model": options.model}
-                identity = identity_of(index.lines.digest, len(index), directory, engine, options.params, options.seed)
+                digest, columns = index.lines.digest, options.columns.given
+                identity = identity_of(digest, len(index), directory, engine, options.params, options.seed, columns)
                 state = self._state(identity, journal, len(index))
             if state["finished"] and self._output.exists():
                 journal.remove()
@@ -221,9 +227,9 @@ class Job:
     def _write_output(self, journal: Journal, index: Index) -> None:
         with whole_file(self._output) as file:
             if is_parquet(self._options.output):
-                write_parquet(file, self._output, journal.rows(), index.kinds)
+                write_parquet(file, self._output, journal.rows(), index.kinds, index.lines.data)
             else:
-                file.writelines(row + b"\n" for row in journal.rows())
+                write_lines(file, journal.rows(), index.lines.data)
 
     # The rows
 

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from nanovllm.jobs.errors import Errors, JobError, what_to_do, worded
+from nanovllm.jobs.output_rows import error_of
 from nanovllm.jobs.results import Results
-from nanovllm.jobs.rows import error_of
 
 logger = logging.getLogger("nanovllm.jobs")
 
@@ -39,13 +39,16 @@ class Journal(Results):
     Args:
         path: the file, which is made if it does not exist.
         seconds_between_syncs: the file is synced when the last sync is this many seconds old.
+        place: a row's place in its file; see Errors.
 
     Raises:
         JobError: another process has the file open.
     """
 
-    def __init__(self, path: Path, seconds_between_syncs: float = 10.0):
-        super().__init__()
+    def __init__(
+        self, path: Path, seconds_between_syncs: float = 10.0, place: Callable[[int], str] = lambda number: ""
+    ):
+        super().__init__(place)
         self._path, self._seconds_between_syncs = path, seconds_between_syncs
         self._fd = _open_locked(path)
         self._waiting: list[bytes] = []
@@ -83,7 +86,7 @@ class Journal(Results):
             JobError: the file cannot be read, cut or synced.
         """
         self._places, self._sizes = np.full(num_rows, -1, np.int64), np.zeros(num_rows, np.int64)
-        self._size, self.num_rows, self.errors = 0, 0, Errors()
+        self._size, self.num_rows, self.errors = 0, 0, Errors(self._place)
         for line in self._lines():
             number, _, rest = line.partition(b" ")
             checksum, _, marked = rest.partition(b" ")

@@ -1,10 +1,12 @@
 """The options of a job, as a frozen value."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from nanovllm import Config
+from nanovllm.jobs.columns import Columns
 
 OnError = Literal["row", "stop"]
 PreflightKind = Literal["full", "sample", "off"]
@@ -15,7 +17,8 @@ class JobOptions:
     """The options of a job.
 
     Args:
-        input: JSON Lines, or a Parquet file, whose name ends in ".parquet"; "-" is standard input.
+        input: JSON Lines, or a Parquet file, whose name ends in ".parquet"; "-" is standard input. Several files and
+            patterns such as "data/*.jsonl" are one input.
         output: the output file, in the input's order, written when all rows have finished; a Parquet file if its name
             ends in ".parquet". "-" is standard output, which gets lines as rows finish and cannot be resumed.
         model: a directory, a hub name, or "bundled".
@@ -35,12 +38,13 @@ class JobOptions:
             last sync run again.
         price_per_hour: the machine's price, in any currency, for the report.
         report: the file that the report is written to as JSON.
+        prompt_column, messages_column, id_column, prompt, chat: the columns of which rows are made; see Columns.
 
     Raises:
         ValueError: an option has no such value, or two contradict each other.
     """
 
-    input: str
+    input: str | Sequence[str]
     output: str
     model: str
     engine: dict[str, Any] = field(default_factory=dict)
@@ -54,6 +58,16 @@ class JobOptions:
     seconds_between_syncs: float = 10.0
     price_per_hour: float | None = None
     report: Path | None = None
+    prompt_column: str | None = None
+    messages_column: str | None = None
+    id_column: str | None = None
+    prompt: str | None = None
+    chat: bool = False
+
+    @property
+    def columns(self) -> Columns:
+        """The columns of which rows are made."""
+        return Columns(**{each.name: getattr(self, each.name) for each in fields(Columns)})
 
     def __post_init__(self) -> None:
         for name, values in (("on_error", get_args(OnError)), ("preflight", (None, *get_args(PreflightKind)))):
@@ -65,6 +79,9 @@ class JobOptions:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (int, float)) and 0 <= value < float("inf")):
                 raise ValueError(f"{name} must be a number of at least 0, not {value!r}")
+        if not self.input:
+            raise ValueError("input must name at least one file")
+        self.columns  # noqa: B018 - refuses options that contradict each other
         # Refuses a wrong option of the engine before the rows are read.
         Config(self.model, **{name: value for name, value in self.engine.items() if name != "data_parallel_size"})
         if self.restart and self.dry_run:

@@ -1,19 +1,23 @@
 """Where the output rows of a job go."""
 
 import sys
+from collections.abc import Callable
 
-from nanovllm.jobs.errors import Errors, JobError, name_of_row
+from nanovllm.jobs.errors import Errors, JobError
 
 
 class Results:
     """Takes output rows, and counts them: a journal, standard output, or the sample of an estimate.
 
+    Args:
+        place: a row's place in its file; see Errors.
+
     num_rows: output rows that are there, those of earlier runs included.
     errors: the error rows among them.
     """
 
-    def __init__(self) -> None:
-        self.num_rows, self.errors = 0, Errors()
+    def __init__(self, place: Callable[[int], str] = lambda number: "") -> None:
+        self.num_rows, self.errors, self._place = 0, Errors(place), place
 
     def __contains__(self, number: int) -> bool:
         """Whether the output row of an input row is there already."""
@@ -30,8 +34,7 @@ class Results:
         """Counts an output row."""
         self.num_rows += 1
         if error is not None:
-            row_id, message = error
-            self.errors.add(number, name_of_row(number, row_id), message)
+            self.errors.add(number, *error)
 
     def write(self) -> None:
         """Writes the rows that wait."""

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from nanovllm import SamplingParams
+from nanovllm.jobs.columns import Columns
 from nanovllm.jobs.errors import JobError
 from nanovllm.jobs.fields import kept_if_short
 from nanovllm.jobs.openai_rows import OPENAI_DEFAULTS
@@ -21,23 +22,24 @@ class RowParams:
         recommended: the model's recommended parameters.
         params: the job's parameters.
         seed: the job's seed.
+        columns: the columns that make the rows.
 
     Raises:
         TypeError, ValueError: the job's parameters are wrong.
         JobError: later, a row needs a library that is not installed: no row is at fault.
     """
 
-    def __init__(self, recommended: SamplingParams, params: dict[str, Any], seed: int):
+    def __init__(self, recommended: SamplingParams, params: dict[str, Any], seed: int, columns: Columns):
         values = {each.name: getattr(recommended, each.name) for each in fields(recommended)}
         self._base = {kind: values | OPENAI_DEFAULTS.get(kind, {}) | params for kind in ("plain", *OPENAI_DEFAULTS)}
-        self._seed = seed
+        self._seed, self._columns = seed, columns
         SamplingParams(**self._base["plain"])  # raises if the job's parameters are wrong: no row is at fault
         self._made = kept_if_short(4096, self._make)
         self._has_llguidance = find_spec("llguidance") is not None
 
     def parse(self, number: int, line: bytes) -> JobRow:
         """Parses a line as a row, which is also an error row if its parameters do not fit the job's."""
-        row = parse_row(number, line)
+        row = parse_row(number, line, self._columns)
         if row.error is None and row.params:
             try:
                 self._of(row)

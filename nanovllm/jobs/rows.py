@@ -1,32 +1,30 @@
-"""Makes a row of each line of a job's input, and an output row of each result. docs/jobs.md has the formats."""
+"""Makes a row of each line of a job's input. docs/jobs.md has the formats."""
 
 import json
-import math
 import re
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
 
-from nanovllm import CompletionOutput, Logprob, RequestOutput, SamplingParams, TokenLogprobs
+from nanovllm import SamplingParams
+from nanovllm.jobs.columns import OPENAI_KEYS, PLAIN_KEYS, PROMPTS, Columns
 from nanovllm.jobs.fields import (
+    MAX_BYTES_OF_LINE,
     UnreadableLine,
     check_names,
     conversation_of,
     kept_if_short,
     prompt_of,
-    scored_tokens,
     without_nulls,
 )
-from nanovllm.jobs.openai_rows import kind_of, request_of, response_body
+from nanovllm.jobs.openai_rows import kind_of, request_of
 
 Kind = Literal["plain", "completions", "chat"]
 
 _MAX_ID_CHARACTERS = 512
 _MAX_ERROR_CHARACTERS = 500
-_KEYS = ("id", "prompt", "messages", "token_ids", "params", "chat_template_kwargs")
-_PROMPTS = ("prompt", "messages", "token_ids")
-_KEY_SET = frozenset(_KEYS)
-_OPENAI_KEYS = frozenset(("custom_id", "url", "body"))
+_KEY_SET = frozenset(PLAIN_KEYS)
+_NO_COLUMNS = Columns()
 _PARAMETERS = ("max_new_tokens", "max_completion_tokens", *(field.name for field in fields(SamplingParams)))
 # Other names for a plain row's keys, or the advice instead of one.
 _MEANT = {
@@ -40,7 +38,8 @@ _MEANT = {
     "model": "a job has one model; leave it out",
 }
 # The id of a line that is not JSON is known only if it comes first: elsewhere it may belong to something else.
-_FIRST_ID = re.compile(r'\s*\{\s*"(id|custom_id)"\s*:\s*("(?:[^"\\]|\\.){0,3072}"|-?\d{1,512})\s*[,}]')
+_FIRST_ID = re.compile(r'\s*\{\s*("(?:[^"\\]|\\.){0,512}")\s*:\s*("(?:[^"\\]|\\.){0,3072}"|-?\d{1,512})\s*[,}]')
+_BYTES_OF_FIRST_ID = 8192
 _DEEP = "the line is nested too deeply; a row needs only a few levels"
 _HALF = "the line holds half of a surrogate pair, which is not a character; write the whole one"
 
@@ -51,12 +50,13 @@ class JobRow:
 
     Args:
         number: the row's place in the input, from 0.
-        id: None if the row has none, which is an error.
+        id: a plain row without one has its number from 1. None is an error.
         prompt: as `LLM.generate_iter` takes it; None if there is an error.
         params: keyword arguments for SamplingParams that the row itself gives.
         kind: the format of the row and of its output.
         error: why the row cannot run, or None.
         model: the model's name in the body of a row of OpenAI's format.
+        data: JSON for the data columns, without braces, if the output gets rows as they finish.
     """
 
     number: int
@@ -66,30 +66,41 @@ class JobRow:
     kind: Kind
     error: str | None = None
     model: str | None = None
+    data: bytes = b""
 
 
 class _Refused(ValueError):
     """Python reads this as JSON, but a row must not hold it."""
 
 
-def parse_row(number: int, line: bytes | str) -> JobRow:
+def parse_row(number: int, line: bytes | str, columns: Columns = _NO_COLUMNS) -> JobRow:
     """The row of a line. Every fault of the line becomes the row's error; nothing is raised.
 
     Args:
         number: the row's place in the input, from 0.
         line: with or without its end.
+        columns: the columns that make the row, if options name them.
     """
     kind: Kind = "plain"
-    given = row_id = model = None
+    params: dict[str, Any] = {}
+    given = row_id = model = id_problem = None
     try:
+        if len(line) > MAX_BYTES_OF_LINE:
+            raise ValueError(f"the row has more than {MAX_BYTES_OF_LINE:,} bytes of JSON, which is the limit of a row")
         if isinstance(line, UnreadableLine):
             raise ValueError(line.problem)
-        given = _object_of(line)
-        if is_openai := not _OPENAI_KEYS.isdisjoint(given):
+        given = _object_of(line, _DATA_DECODER if columns.given else _DECODER)
+        if is_openai := not (columns.given or OPENAI_KEYS.isdisjoint(given)):
             kind = kind_of(given)
         given = without_nulls(given)
-        row_id, id_problem = _id_of(given.get("custom_id", given.get("id")), "custom_id" if is_openai else "id")
-        if kind == "plain":
+        value = given.get("custom_id", given.get("id")) if is_openai else given.get(columns.id_name)
+        if value is None and not is_openai and columns.id_column is None:
+            row_id = str(number + 1)
+        else:
+            row_id, id_problem = _id_of(value, "custom_id" if is_openai else columns.id_name)
+        if columns.given:
+            prompt = columns.prompt_of(given)
+        elif kind == "plain":
             prompt, params = _plain(given)
         else:
             prompt, params, model = request_of(given, kind)
@@ -99,7 +110,7 @@ def parse_row(number: int, line: bytes | str) -> JobRow:
             raise ValueError(complaint)
     except (ValueError, RecursionError) as problem:
         if given is None:
-            row_id, kind = _recovered(line)
+            row_id, kind = _recovered(line, columns)
         error = _DEEP if isinstance(problem, RecursionError) else str(problem)
         if len(error) > _MAX_ERROR_CHARACTERS:  # errors show values, which may be as long as the line
             error = error[: _MAX_ERROR_CHARACTERS - 1] + "…"
@@ -121,12 +132,13 @@ def _no_constant(name: str) -> None:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
+_DATA_DECODER = json.JSONDecoder(object_pairs_hook=_unique)  # NaN in a data column is no fault of the row
 
 
-def _object_of(line: bytes | str) -> dict[str, Any]:
+def _object_of(line: bytes | str, decoder: json.JSONDecoder) -> dict[str, Any]:
     try:
         text = line if isinstance(line, str) else line.decode()
-        found = _DECODER.decode(text.removeprefix("\ufeff"))  # some editors mark the start of a file with it
+        found = decoder.decode(text.removeprefix("\ufeff"))  # some editors mark the start of a file with it
         # Only an escape can write half a pair. A search for one character is a hundred times as fast as for three.
         if "\\" in text and ("\\ud" in text or "\\uD" in text):
             json.dumps(found, ensure_ascii=False).encode()
@@ -147,22 +159,27 @@ def _object_of(line: bytes | str) -> dict[str, Any]:
     return found
 
 
-def _recovered(line: bytes | str) -> tuple[str | None, Kind]:
+def _recovered(line: bytes | str, columns: Columns) -> tuple[str | None, Kind]:
     """The id of a line that is not a row, if it can be found, and the kind of error row that the line gets."""
+    if len(line) > MAX_BYTES_OF_LINE:
+        line = line[:_BYTES_OF_FIRST_ID]
     text = line if isinstance(line, str) else line.decode(errors="surrogateescape")
     pairs: Any = ()
+    names = (columns.id_name,) if columns.given else ("id", "custom_id")
     try:
         pairs = json.loads(text.removeprefix("\ufeff"), object_pairs_hook=tuple)
     except (ValueError, RecursionError):
         if (match := _FIRST_ID.match(text.removeprefix("\ufeff"))) is not None:
             try:
-                pairs = ((match[1], json.loads(match[2])),)
+                pairs = ((json.loads(match[1]), json.loads(match[2])),)
             except ValueError:  # a string with a wrong escape
-                pairs = ((match[1], None),)
+                pairs = ((match[1].strip('"'), None),)
+            pairs = pairs if pairs[0][0] in names else ()
     if not isinstance(pairs, tuple):
         return None, "plain"
-    kind: Kind = "completions" if any(name in _OPENAI_KEYS for name, _ in pairs) else "plain"
-    ids = [value for name, value in pairs if name in ("id", "custom_id")]
+    is_openai = not columns.given and any(name in OPENAI_KEYS for name, _ in pairs)
+    kind: Kind = "completions" if is_openai else "plain"
+    ids = [value for name, value in pairs if name in names]
     row_id = _id_of(ids[0], "id")[0] if len(ids) == 1 else None
     try:
         (row_id or "").encode()
@@ -186,13 +203,13 @@ def _id_of(value: Any, name: str) -> tuple[str | None, str | None]:
 def _plain(given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The prompt and the parameters of a plain row; a ValueError names a wrong key."""
     if not given.keys() <= _KEY_SET:
-        check_names("key", given, _KEYS, _MEANT)
+        check_names("key", given, PLAIN_KEYS, _MEANT, " (--prompt-column takes prompts from rows of any keys)")
     params = given.get("params", {})
     if not isinstance(params, dict):
         raise ValueError(f'"params" must be an object with parameters of SamplingParams, not {params!r}')
-    names = [name for name in _PROMPTS if name in given]
+    names = [name for name in PROMPTS if name in given]
     if len(names) != 1:
-        raise ValueError(f"a row has exactly one of {', '.join(_PROMPTS)}, not {' and '.join(names) or 'none of them'}")
+        raise ValueError(f"a row has exactly one of {', '.join(PROMPTS)}, not {' and '.join(names) or 'none of them'}")
     name = names[0]
     if name == "messages":
         return conversation_of(given), params
@@ -212,80 +229,3 @@ def _complaint(params: str) -> str | None:
     except (TypeError, ValueError, OverflowError) as error:
         return str(error)
     return None
-
-
-def output_of(
-    row: JobRow, output: RequestOutput | None, *, with_token_ids: bool = False, created: int = 0, model: str = ""
-) -> dict[str, Any]:
-    """The output row of an input row, ready for JSON. It depends only on the values of the arguments.
-
-    Args:
-        row: the input row.
-        output: its result; None for a row with an error.
-        with_token_ids: give plain rows the token ids of their completions.
-        created: seconds since 1970, for rows of OpenAI's format.
-        model: the model's name, for rows of OpenAI's format without one.
-    """
-    reason = row.error if output is None or row.error is not None else output.error
-    assert output is not None or reason is not None, "a row without an error has an output"
-    found: dict[str, Any]
-    if row.kind == "plain":
-        num_prompt_tokens = 0 if output is None else output.num_prompt_tokens
-        found = {"id": row.id, "outputs": [], "num_prompt_tokens": num_prompt_tokens, "error": reason}
-        if output is not None and reason is None:
-            found["outputs"] = [_plain_completion(each, with_token_ids) for each in output.outputs]
-            if output.prompt_logprobs is not None:
-                found["prompt_logprobs"] = _plain_logprobs(output.prompt_logprobs)
-    else:
-        found = {"id": f"batch_req_{row.number}", "custom_id": row.id, "response": None, "error": None}
-        if reason is not None:
-            found["error"] = {"code": "invalid_request_error", "message": reason}
-        elif output is not None:
-            body = response_body(row.kind, row.number, output, created, row.model or model)
-            found["response"] = {"status_code": 200, "request_id": f"req_{row.number}", "body": body}
-    if row.id is None:
-        found["row"] = row.number + 1
-    return found
-
-
-def error_of(made: dict[str, Any]) -> tuple[str | None, str] | None:
-    """The input row's id and the error of an error row, as `output_of` makes it; None for other rows."""
-    if (error := made["error"]) is None:
-        return None
-    return (made["id"], error) if isinstance(error, str) else (made["custom_id"], error["message"])
-
-
-def _plain_completion(completion: CompletionOutput, with_ids: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "index": completion.index,
-        "text": completion.text,
-        "finish_reason": completion.finish_reason,
-        "num_tokens": len(completion.token_ids),
-    }
-    if completion.stop_reason is not None:
-        found["stop_reason"] = completion.stop_reason
-    if with_ids:
-        found["token_ids"] = completion.token_ids
-    if completion.cumulative_logprob is not None:
-        found["cumulative_logprob"] = _or_null(completion.cumulative_logprob)
-    if completion.logprobs is not None:
-        found["logprobs"] = _plain_logprobs(completion.logprobs)
-    return found
-
-
-def _plain_logprobs(found: TokenLogprobs) -> list[dict[str, Any] | None]:
-    return [None if each is None else _scored_token(*each) for each in scored_tokens(found)]
-
-
-def _scored_token(token_id: int, scored: dict[int, Logprob], best: list[int]) -> dict[str, Any]:
-    top = [_entry(other, scored[other], rank) for rank, other in enumerate(best, 1)]
-    return {**_entry(token_id, scored[token_id], scored[token_id].rank), "top": top}
-
-
-def _entry(token_id: int, scored: Logprob, rank: int | None) -> dict[str, Any]:
-    return {"id": token_id, "token": scored.decoded_token, "logprob": _or_null(scored.logprob), "rank": rank}
-
-
-def _or_null(number: float) -> float | None:
-    """JSON has no −∞, which is the log-probability of a token that could not occur."""
-    return number if math.isfinite(number) else None

@@ -12,11 +12,13 @@ from operator import itemgetter
 from typing import Any
 
 from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.jobs.data import with_data
 from nanovllm.jobs.index import Index
+from nanovllm.jobs.output_rows import error_of, output_of
 from nanovllm.jobs.plan import early_rows, in_windows
 from nanovllm.jobs.report import Progress
 from nanovllm.jobs.results import Results
-from nanovllm.jobs.rows import JobRow, error_of, output_of
+from nanovllm.jobs.rows import JobRow
 from nanovllm.replicas.replicas import Replicas
 
 # The rows that the LLM has, by the prompt's number in the call.
@@ -96,7 +98,8 @@ class RowsRun:
         made = output_of(row, output, with_token_ids=with_token_ids, created=self._created, model=self._model)
         text = json.dumps(made, ensure_ascii=False, separators=(",", ":"))
         # A tokenizer may decode half of a surrogate pair, which UTF-8 does not have.
-        self._results.append(row.number, text.encode(errors="replace"), error_of(made))
+        line = with_data(text.encode(errors="replace"), row.data)
+        self._results.append(row.number, line, error_of(made))
 
     @contextmanager
     def _stopping_at_signals(self) -> Iterator[None]:

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[1] / "support" / "job_crashes.py"
 
 
@@ -18,8 +20,9 @@ def test_the_error_rows_of_killed_runs_count_at_every_point():
     assert run("counts").startswith("right: ")
 
 
-def test_a_kill_at_any_call_that_changes_a_file_loses_and_repeats_nothing(count):
-    assert run("calls", "--rows", count(6, 12)).startswith("right: ")
+@pytest.mark.parametrize("columns", [[], ["--columns"]], ids=["plain", "columns"])
+def test_a_kill_at_any_call_that_changes_a_file_loses_and_repeats_nothing(count, columns):
+    assert run("calls", "--rows", count(6, 12), *columns).startswith("right: ")
 
 
 def test_a_kill_at_any_moment_loses_and_repeats_nothing(count):

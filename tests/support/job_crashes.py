@@ -5,6 +5,7 @@ the report.
     python tests/support/job_crashes.py calls              # at each system call that changes a file, with a fake LLM
     python tests/support/job_crashes.py moments --kills 500 --rows 2000    # at random moments, with the bundled model
 
+With --columns, the rows are data of which a column is the prompt, and the output repeats the others.
 A killed run is a fork of this process, so that imports take time only once. Besides kills there are torn writes (the
 file ends in the middle of a line, or in garbage) and full disks (a limit of the files' size).
 """
@@ -56,8 +57,12 @@ def rows_of(count: int) -> list[dict]:
     return rows
 
 
-def write_input(path: Path, count: int) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(count)))
+def write_input(path: Path, count: int, columns: dict[str, str]) -> None:
+    rows = rows_of(count)
+    if columns:
+        prompts = [row["prompt"] if "prompt" in row else row["messages"][0]["content"] for row in rows]
+        rows = [{"question": prompt, "label": number} for number, prompt in enumerate(prompts)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def run(options: job.JobOptions, llm_class: type) -> None:
@@ -110,7 +115,7 @@ def dying_at(call: int, halves: bool, work) -> None:
     work()
 
 
-def kill_at_each_call(count: int) -> None:
+def kill_at_each_call(count: int, columns: dict[str, str]) -> None:
     """Each call in turn is the last one of a run; the next run is killed at another; then one finishes."""
     preflight = job.Preflight(str(MODEL_DIRECTORY))
     job.Preflight = lambda *arguments, **options: preflight  # its tokenizer takes most of a run's time
@@ -119,12 +124,12 @@ def kill_at_each_call(count: int) -> None:
     os.fsync = os.fdatasync = lambda file: None
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        write_input(directory / "in", count)
+        write_input(directory / "in", count, columns)
 
         def options(output: str) -> job.JobOptions:
             return job.JobOptions(
                 str(directory / "in"), str(directory / output), str(MODEL_DIRECTORY), preflight="off",
-                seconds_between_syncs=0.0,
+                seconds_between_syncs=0.0, **columns,
             )  # fmt: skip
 
         run(options("whole"), FakeLLM)
@@ -168,7 +173,7 @@ def count_error_rows_at_each_point(count: int) -> None:
     """SIGKILL ends the first run and the third; Ctrl-C ends the second and the fourth, which report what there is."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        write_input(directory / "in", count)
+        write_input(directory / "in", count, {})
 
         def options(output: str) -> job.JobOptions:
             paths = [str(directory / each) for each in ("in", output, "report")]
@@ -207,7 +212,7 @@ def wait_for_growth(path: Path, process: int) -> None:
         time.sleep(0.01)
 
 
-def kill_at_random_moments(num_kills: int, count: int, model: str, seconds: float) -> None:
+def kill_at_random_moments(num_kills: int, count: int, model: str, seconds: float, columns: dict[str, str]) -> None:
     import torch  # noqa: F401 - before the forks
     import transformers  # noqa: F401
 
@@ -217,7 +222,7 @@ def kill_at_random_moments(num_kills: int, count: int, model: str, seconds: floa
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        write_input(directory / "in", count)
+        write_input(directory / "in", count, columns)
 
         def options(output: str) -> job.JobOptions:
             # A small batch, so that a run is long enough to be killed often.
@@ -229,6 +234,7 @@ def kill_at_random_moments(num_kills: int, count: int, model: str, seconds: floa
                 engine,
                 preflight="off",
                 seconds_between_syncs=0.5,
+                **columns,
             )
 
         began = time.monotonic()
@@ -295,14 +301,16 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--model", default=str(MODEL_DIRECTORY))
     parser.add_argument("--seconds", type=float, default=3.0, help="most seconds until a run is killed")
+    parser.add_argument("--columns", action="store_true")
     given = parser.parse_args()
+    columns = {"prompt_column": "question"} if given.columns else {}
     gc.freeze()  # else each fork copies the libraries' pages, which its collector writes to
     if given.kind == "counts":
         count_error_rows_at_each_point(min(given.rows, 200))
     elif given.kind == "calls":
-        kill_at_each_call(min(given.rows, 20))
+        kill_at_each_call(min(given.rows, 20), columns)
     else:
-        kill_at_random_moments(given.kills, given.rows, given.model, given.seconds)
+        kill_at_random_moments(given.kills, given.rows, given.model, given.seconds, columns)
 
 
 if __name__ == "__main__":

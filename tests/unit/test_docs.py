@@ -172,6 +172,7 @@ def commands_of(block: Block) -> list[list[str]]:
 def check_job(words: list[str]) -> None:
     """Runs a command of jobs as a dry run."""
     Path("in.jsonl").write_text('{"id": 1, "prompt": "Hello"}\n')
+    Path("reviews.jsonl").write_text('{"text": "Good", "stars": 5}\n')
     assert cli.main([*words, "--dry-run"]) == 0, words
 
 

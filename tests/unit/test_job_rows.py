@@ -9,7 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import CompletionOutput, RequestOutput, SamplingParams, TokenLogprobs
-from nanovllm.jobs.rows import JobRow, output_of, parse_row
+from nanovllm.jobs.output_rows import output_of
+from nanovllm.jobs.rows import JobRow, parse_row
 from nanovllm.token_texts import TokenPiece
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -87,8 +88,6 @@ def test_a_mark_at_the_start_of_a_file_is_not_part_of_the_row():
 # Errors of a plain row
 
 BAD_PLAIN = [
-    ({"prompt": "Hi"}, r'has no "id", which must be a string or an integer', None),
-    ({**PLAIN, "id": None}, 'has no "id"', None),
     ({**PLAIN, "id": ""}, '"id" must have 1 to 512 characters, not 0', None),
     ({**PLAIN, "id": "x" * 513}, '"id" must have 1 to 512 characters, not 513', None),
     ({**PLAIN, "id": True}, '"id" must be a string or an integer, not True', None),
@@ -118,7 +117,8 @@ BAD_PLAIN = [
     ({**PLAIN, "temperatur": 5}, "unknown key 'temperatur'; put it into \"params\"", "a"),
     ({**PLAIN, "sampling_params": {}}, "unknown key 'sampling_params'; did you mean \"params\"", "a"),
     ({**PLAIN, "§": 1}, "unknown key '§'; known are id, prompt, messages, token_ids, params", "a"),
-    ({"uid": 1, "prompt": "Hi"}, "unknown key 'uid'; did you mean \"id\"", None),
+    ({"uid": 1, "prompt": "Hi"}, "unknown key 'uid'; did you mean \"id\"", "5"),
+    ({"id": "a", "text": "Hi"}, "--prompt-column takes prompts from rows of any keys", "a"),
 ]
 
 

@@ -1,0 +1,150 @@
+"""Columns of a job's input: those that make its rows, and the data columns, which the output repeats.
+
+A column is also a key of JSON Lines.
+"""
+
+import difflib
+import json
+import logging
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+from string import Formatter
+from typing import Any
+
+from nanovllm.jobs.errors import JobError
+from nanovllm.jobs.fields import conversation_of, prompt_of
+
+logger = logging.getLogger("nanovllm.jobs")
+
+PROMPTS = ("prompt", "messages", "token_ids")
+PLAIN_KEYS = ("id", *PROMPTS, "params", "chat_template_kwargs")
+OPENAI_KEYS = frozenset(("custom_id", "url", "body"))
+# Names that outputs have. A name that only begins with "input_" is changed too, so that no two names become one.
+_TAKEN = re.compile("(input_)*(id|text|outputs|num_prompt_tokens|prompt_logprobs|error|row|custom_id|response)")
+
+
+@lru_cache(maxsize=4096)
+def _output_name(name: str) -> str:
+    return f"input_{name}" if _TAKEN.fullmatch(name) else name
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of which rows are made, as the options of a job name them. Without any option, the rows are plain
+    rows and OpenAI Batch rows.
+
+    Args:
+        prompt_column: the column with the prompts.
+        messages_column: the column with the conversations.
+        id_column: the column with the ids.
+        prompt: a template of prompts, such as "Translate: {text}", whose fields are names of columns.
+        chat: whether a prompt becomes the user's message of a conversation.
+
+    Raises:
+        ValueError: two options contradict each other, or the template is wrong.
+    """
+
+    prompt_column: str | None = None
+    messages_column: str | None = None
+    id_column: str | None = None
+    prompt: str | None = None
+    chat: bool = False
+
+    def __post_init__(self) -> None:
+        if sum(each is not None for each in (self.prompt_column, self.messages_column, self.prompt)) > 1:
+            raise ValueError("give only one of prompt_column, messages_column and prompt")
+        if self.chat and self.messages_column is not None:
+            raise ValueError("chat makes a conversation of a prompt; leave it out with messages_column")
+        if not self._names:
+            raise ValueError(f"the prompt {self.prompt!r} names no column; write it like 'Translate: {{text}}'")
+
+    @cached_property
+    def given(self) -> dict[str, Any]:
+        """The options that differ from their defaults."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value not in (None, False)}
+
+    @property
+    def id_name(self) -> str:
+        return "id" if self.id_column is None else self.id_column
+
+    @property
+    def json_names(self) -> tuple[str | None, ...]:
+        """Columns of a table whose strings may be JSON text. A prompt never is."""
+        return (self.messages_column,) if self.given else ("params", "chat_template_kwargs", "body", "messages")
+
+    @cached_property
+    def _parts(self) -> list[tuple[str, str | None]]:
+        """The template's texts, each with the column that follows it."""
+        if self.prompt is None:
+            return [("", self.messages_column or self.prompt_column or "prompt")]
+        try:
+            found = list(Formatter().parse(self.prompt))
+        except ValueError as error:
+            raise ValueError(f"the prompt {self.prompt!r}: {error}; write a brace of the text twice") from None
+        if any(name == "" or form or conversion for _, name, form, conversion in found):
+            raise ValueError(f"the prompt {self.prompt!r} needs the name of a column, and nothing else, in its braces")
+        return [(text, name) for text, name, _, _ in found]
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return [name for _, name in self._parts if name is not None]
+
+    def check(self, names: Collection[str], path: str, is_table: bool) -> None:
+        """Raises a JobError if a named column is missing, or if a table has no column of prompts.
+
+        Args:
+            names: a table's columns, or the keys of the first rows.
+            path: the input, for the error.
+        """
+        there = f"it has {', '.join(map(repr, names))}"
+        needed = [*self._names, *([] if self.id_column is None else [self.id_column])] if self.given else []
+        for name in needed:
+            if names and name not in names:
+                raise JobError(f"{path} has no column {name!r}; {there}")
+        if self.given or not is_table:
+            return
+        if set(names).isdisjoint((*PROMPTS, "custom_id", "body")):
+            raise JobError(f"{path} has no column with prompts; name one with --prompt-column: {there}")
+        for name in self.carried(names):
+            close = difflib.get_close_matches(name, PLAIN_KEYS, n=1)
+            if close and close[0] not in names:
+                logger.warning("the column %r is carried through; did you mean %r?", name, close[0])
+
+    def of_rows(self, names: Collection[str]) -> dict[str, str]:
+        """The columns of a table that rows need, each with its name in the row. The id is first, where it is found even
+        in a row that is too long."""
+        keys = {*self._names, self.id_name} if self.given else {*PLAIN_KEYS}
+        if not (self.given or {"custom_id", "body"}.isdisjoint(names)):
+            keys |= {"method", *OPENAI_KEYS}
+        found = [name for name in names if name in keys]
+        return {name: name for name in sorted(found, key=lambda name: name not in (self.id_name, "custom_id"))}
+
+    def carried(self, names: Collection[str]) -> dict[str, str]:
+        """The data columns of a table, or of a line if columns are named, each with its name in the output."""
+        others = self.of_rows(names) if not self.given else ("id",) if self.id_name == "id" else ()
+        return {name: _output_name(name) for name in names if name not in others}
+
+    def prompt_of(self, row: dict[str, Any]) -> Any:
+        """A row's prompt, as `LLM.generate_iter` takes it; a ValueError names the column that has none."""
+        for name in self._names:
+            if (value := row.get(name)) is None or value != value:  # NaN is pandas' null
+                raise ValueError(f"the column {name!r} is null or missing")
+        name = self._names[0]
+        if self.messages_column is not None:
+            return conversation_of({"messages": row[name]})
+        found = prompt_of(name, row[name]) if self.prompt is None else self._filled(row)
+        if not self.chat:
+            return found
+        if not isinstance(found, str):
+            raise ValueError(f"the column {name!r} holds token ids, and a message needs text")
+        return {"messages": [{"role": "user", "content": found}]}
+
+    def _filled(self, row: dict[str, Any]) -> str:
+        found = []
+        for text, name in self._parts:
+            value = "" if name is None else row[name]
+            found += [text, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)]
+        return "".join(found)
