@@ -107,7 +107,7 @@ class LLM:
         self._cpu_threads = threads if computes_here else CpuThreads(is_used=False)
         self._default_sampling = DefaultSampling(self.engine.info.generation_config, config.generation_config)
         self._guard = ExclusiveGuard(
-            "this LLM is in the middle of a call, so a signal handler cannot call or close it",
+            "this LLM is in the middle of a call, so a signal handler or a source of prompts cannot call or close it",
             "this LLM is busy with another call; call it from one thread at a time",
         )
         # The unfinished iterator and its stream. The reference is weak, because the user may drop the iterator.
@@ -464,10 +464,12 @@ class LLM:
         self.engine.check_awake()
         outputs: dict[int, RequestOutput] = {}
         try:
-            with COLLECTOR.eased(self), _Progress(self.engine, num_prompts, use_tqdm) as progress, self._cpu_threads:
+            new_progress = self.engine.without_changes(_Progress, self.engine, num_prompts, use_tqdm)
+            with COLLECTOR.eased(self), new_progress as progress, self._cpu_threads:
                 for finished in stream.run():
                     outputs.update(finished)
-                    progress.add_finished(len(finished), sum(output.error is not None for output in finished.values()))
+                    num_errors = sum(output.error is not None for output in finished.values())
+                    self.engine.without_changes(progress.add_finished, len(finished), num_errors)
         except BaseException as error:
             self.engine.reset()
             keep_outputs(error, outputs)

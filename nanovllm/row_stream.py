@@ -93,7 +93,7 @@ class RowStream:
                     return
                 continue
             self._before_step()
-            yield self._outputs_of(self._engine.step())
+            yield self._engine.without_changes(self._outputs_of, self._engine.step())
 
     def abort(self) -> None:
         """Ends all requests, between two steps; the cache keeps the computed keys."""
@@ -132,14 +132,7 @@ class RowStream:
         num_places, num_tokens = self._engine.room_for_prompts()
         prompts_ahead, tokens_ahead = _PROMPTS_AHEAD_OF_STEP, _TOKENS_AHEAD_OF_STEP
         while not self._is_exhausted and len(refused) < PROMPTS_OF_PIECE and (room := self._room(num_places)) > 0:
-            piece: list[tuple[Any, SamplingParams]] = []
-            for pair in islice(self._source, room):
-                if pair is None:  # the source is not asked again before the next step
-                    break
-                piece.append(pair)
-            else:
-                self._is_exhausted = len(piece) < room
-            prompts = self._encode([prompt for prompt, _ in piece])
+            piece, prompts = self._engine.without_changes(self._read_piece, room)
             is_ahead = num_places <= 0
             if is_ahead:
                 prompts_ahead -= len(prompts)
@@ -156,6 +149,17 @@ class RowStream:
             if len(piece) < room or (is_full and not self._raises):
                 break
         return refused
+
+    def _read_piece(self, room: int) -> tuple[list[tuple[Any, SamplingParams]], list[EncodedPrompt]]:
+        """At most `room` prompts with their parameters, and the prompts encoded."""
+        piece: list[tuple[Any, SamplingParams]] = []
+        for pair in islice(self._source, room):
+            if pair is None:  # the source is not asked again before the next step
+                break
+            piece.append(pair)
+        else:
+            self._is_exhausted = len(piece) < room
+        return piece, self._encode([prompt for prompt, _ in piece])
 
     def _room(self, num_places: int) -> int:
         """How many prompts the next piece may have.
@@ -176,7 +180,8 @@ class RowStream:
         predicates: list[Callable[[int], bool]] | None = None
         self._max_num_completions = max(self._max_num_completions, params.n)
         try:
-            params, predicates = without_text(prompt, params, self._text, self._structured, params.n)
+            given = prompt, params, self._text, self._structured, params.n
+            params, predicates = self._engine.without_changes(without_text, *given)
         except ValueError as problem:
             error = problem
         try:

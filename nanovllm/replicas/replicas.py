@@ -57,6 +57,11 @@ class Replicas:
             ValueError: `ordered` is True.
             RuntimeError: the replicas are closed or have failed, or their last iterator has not finished.
         """
+        return self._pool.guard.run(self._begin, prompts, sampling_params, ordered)
+
+    def _begin(
+        self, prompts: Iterable[Any], sampling_params: SamplingParams | Iterable[SamplingParams], ordered: bool
+    ) -> ReplicaIterator:
         if ordered:
             raise ValueError("replicas give results as they finish; leave ordered=False and sort by prompt_index")
         self._pool.check()
@@ -77,8 +82,8 @@ class Replicas:
         return merged_metrics([process.metrics for process in self._pool.processes], self._pool.of_dead)
 
     def close(self) -> None:
-        """Ends the replicas. Calling it again does nothing."""
-        self._pool.close()
+        """Ends the replicas. Calling it again does nothing. RuntimeError: a source of prompts calls it."""
+        self._pool.guard.run(self._pool.close)
 
     def __enter__(self) -> "Replicas":
         return self

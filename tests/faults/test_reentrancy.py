@@ -173,7 +173,9 @@ def test_a_signal_handler_that_would_call_or_close_an_llm_during_a_call_is_refus
     before = signal.signal(signal.SIGUSR1, lambda number, frame: CALLS[call](llm))
     try:
         monkeypatch.setattr(owner, name, interrupted)
-        with pytest.raises(RuntimeError, match="in the middle of a call, so a signal handler cannot call or close it"):
+        with pytest.raises(
+            RuntimeError, match="in the middle of a call, so a signal handler or a source of prompts cannot"
+        ):
             llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     finally:
         monkeypatch.undo()

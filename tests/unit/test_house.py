@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "__main__": {"jobs"},
     "jobs": {"public face", "demo", "replicas", *VALUES},
     "integrations": {"public face", *VALUES},
-    "replicas": {"llm", "models", "child_processes", "machine", *VALUES},
+    "replicas": {"llm", "models", "child_processes", "guard", "machine", *VALUES},
     "public face": {"llm", "preflight", *VALUES},
     "preflight": {"row_stream", "text", "guides", "models", "engine", *VALUES},
     "llm": {"row_stream", "vllm_engine", "text", "guides", "engine", "runner", "parallel", "models", *PROCESS, *VALUES},
