@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,28 +18,38 @@ _MARGIN = 2**28
 _FILE_BYTES = 2**29  # approximate size of a file; the tensors of one file are copied at a time
 
 
+def weights_directories(meeting_place: str) -> list[str]:
+    """The directories that `written_weights` may make for the ranks that met there."""
+    name = _name_for(meeting_place)
+    return [str(_MEMORY / name), str(Path(meeting_place).parent / name)]
+
+
 @contextmanager
-def written_weights(tensors: Mapping[str, Given]) -> Iterator[str]:
+def written_weights(tensors: Mapping[str, Given], meeting_place: str) -> Iterator[str]:
     """Context manager that writes the tensors to files and yields their directory.
 
-    The directory is in memory if they fit there, else in the directory of temporary files (TMPDIR). Only this user can
-    open it.
+    The directory is in memory if they fit there, else beside the meeting place of the ranks. Only this user can open
+    it.
 
     Raises:
         RuntimeError: they cannot be written.
     """
     wholes = {name: tensor.whole() for name, tensor in tensors.items()}
     num_bytes = sum(tensor.nbytes for tensor in wholes.values())
-    with tempfile.TemporaryDirectory(prefix="nanovllm-weights-", dir=_place_for(num_bytes)) as directory:
+    directory = (_place_for(num_bytes) or Path(meeting_place).parent) / _name_for(meeting_place)
+    try:
         try:
+            directory.mkdir(mode=0o700)
             for number, names in enumerate(_batches(wholes)):
-                save_file({name: _on_host(wholes[name]) for name in names}, f"{directory}/{number}.safetensors")
+                save_file({name: _on_host(wholes[name]) for name in names}, directory / f"{number}.safetensors")
         except (OSError, SafetensorError) as error:
             raise RuntimeError(
                 f"{num_bytes / 2**30:.2f} GiB of weights cannot be written to {directory}, where the ranks would read "
                 f"them: {error}; make room there, or let TMPDIR name another directory"
             ) from None
-        yield directory
+        yield str(directory)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def stored_weights(directory: str) -> dict[str, Stored]:
@@ -53,6 +62,10 @@ def stored_weights(directory: str) -> dict[str, Stored]:
             raise RuntimeError(f"{path} cannot be read: {error}") from None
         found.update({name: Stored(f"tensor {name}", name, file) for name in file.keys()})  # noqa: SIM118
     return found
+
+
+def _name_for(meeting_place: str) -> str:
+    return f"{Path(meeting_place).name}-weights"
 
 
 def _place_for(num_bytes: int) -> Path | None:
