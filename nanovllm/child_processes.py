@@ -79,11 +79,7 @@ class Child:
 
 
 def start_child(
-    name: str,
-    module: str,
-    defaults: Mapping[str, str],
-    settings: Mapping[str, str] | None = None,
-    paths: Iterable[str] = (),
+    name: str, module: str, defaults: Mapping[str, str], settings: Mapping[str, str] | None = None, *paths: str
 ) -> Child:
     """Starts a process that runs a module, whose main function is `serve`.
 
@@ -91,7 +87,7 @@ def start_child(
         name: for error messages.
         defaults: environment variables to set if this process does not have them.
         settings: environment variables to set in any case.
-        paths: directories that it removes when this process is gone. A signal such as SIGTERM may have ended it.
+        paths: directories that the child removes if this process is gone; a signal such as SIGTERM may end it at once.
     """
     ours, theirs = socket.socketpair()
     # The child imports from the same places, and not from the working directory. PYTHONPATH is not used for this,
@@ -162,8 +158,8 @@ def end_children(children: list[Child], outboxes: "list[SimpleQueue[bytes | None
     remove(paths)
 
 
-def remove(directories: Iterable[str]) -> None:
-    for path in directories:
+def remove(paths: Iterable[str]) -> None:
+    for path in paths:
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -33,7 +33,7 @@ from nanovllm.parallel.worker import HAS_MET, fingerprint, pack_masks, unpack_ou
 from nanovllm.sampling_params import SamplingParams
 
 # The ranks import torch first, which takes minutes if the disk is slow.
-_SECONDS_TO_MEET = 300.0
+_SECONDS_TO_MEET = 300
 _SECONDS_TO_END = 5.0
 _SECONDS_TO_FIND_THE_CULPRIT = 0.5
 # The driver's stop predicates do the work of the other fields.
@@ -78,8 +78,8 @@ class TensorParallelRunner(Runner):
         self._num_launched = self._num_committed = 0
         self._undefined: list[str] = []
         # Runs when this object or the interpreter ends, after any error.
-        self._meeting_place = tempfile.mkdtemp(prefix="nanovllm-ranks-")  # which no other user may enter
-        paths = [self._meeting_place, *weights_directories(self._meeting_place)]
+        self._meeting_place = place = tempfile.mkdtemp(prefix="nanovllm-ranks-")  # which no other user may enter
+        paths = [place, *map(str, weights_directories(place))]
         self._end = weakref.finalize(self, end_children, self._ranks, [self._outbox], self._driver, *paths)
         try:
             for rank in range(self._size):
@@ -87,9 +87,7 @@ class TensorParallelRunner(Runner):
                 level = logging.getLogger("nanovllm").getEffectiveLevel()
                 start_reader(self._ranks[rank], partial(_hear, rank, self._inbox, self._troubles))
                 with contextlib.suppress(OSError):  # its reader notices that the rank is gone
-                    self._ranks[rank].socket.sendall(
-                        frame([vars(config), rank, self._size, level, self._meeting_place])
-                    )
+                    self._ranks[rank].socket.sendall(frame([vars(config), rank, self._size, level, place]))
             start_writer(self._ranks, self._outbox)
             self._replies(HAS_MET, _SECONDS_TO_MEET)
             found = self._replies(0)
@@ -201,21 +199,17 @@ class TensorParallelRunner(Runner):
         return self._replies(tag)
 
     def _replies(self, tag: int, seconds: float | None = None) -> list:
-        """Every rank's answer. If one is missing after that many seconds, all ranks end."""
+        """Every rank's answer. All ranks end if no answer comes for that many seconds."""
         replies: dict[int, Any] = {}
-        deadline = None if seconds is None else time.monotonic() + seconds
         while len(replies) < self._size:
             if self._failure is not None:  # closed during the wait, by another thread or a signal's handler
                 raise RuntimeError(self._failure)
             if self._troubles:
                 self._explain(*self._troubles[0])
             try:
-                rank, message = self._inbox.get(timeout=deadline and max(0.0, deadline - time.monotonic()))
+                rank, message = self._inbox.get(timeout=seconds)
             except Empty:
-                self._fail(
-                    f"the {self._size} ranks did not meet within {seconds:.0f} s; give them more memory and address "
-                    "space (ulimit -v), or lower tensor_parallel_size"
-                )
+                self._fail(f"the ranks did not meet within {seconds} s; give them more memory (see also ulimit -v)")
             if message[0] == tag:  # not the answer to an interrupted call
                 replies[rank] = message[1]
         return [replies[rank] for rank in range(self._size)]
@@ -255,7 +249,7 @@ def _start_rank(module: str, rank: int, size: int, paths: list[str]) -> Child:
         "NCCL_NVLS_ENABLE": "0",
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     }
-    return start_child(f"rank {rank} of {size}", module, defaults, paths=paths)
+    return start_child(f"rank {rank} of {size}", module, defaults, None, *paths)
 
 
 def _hear(rank: int, inbox: SimpleQueue, troubles: list[tuple[int, Any]], message: Any) -> None:

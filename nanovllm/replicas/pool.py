@@ -114,10 +114,7 @@ class ReplicaPool:
         directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")
         load_model_config(directory).check_parallel_size(config.tensor_parallel_size)
         self._config, self._module = replace(config, model=str(directory)), module
-        self.guard = Guard(
-            "the replicas are in the middle of a call, so a signal handler or a source of prompts cannot call or close "
-            "them; do that after the call"
-        )
+        self.guard = Guard("the replicas are in the middle of a call, so a source of prompts cannot call or close them")
         self.inbox: Inbox = SimpleQueue()
         self.processes: list[ReplicaProcess] = []
         self.of_dead: list[dict[str, Any]] = []  # metrics of the processes that died

@@ -57,11 +57,6 @@ class Replicas:
             ValueError: `ordered` is True.
             RuntimeError: the replicas are closed or have failed, or their last iterator has not finished.
         """
-        return self._pool.guard.run(self._begin, prompts, sampling_params, ordered)
-
-    def _begin(
-        self, prompts: Iterable[Any], sampling_params: SamplingParams | Iterable[SamplingParams], ordered: bool
-    ) -> ReplicaIterator:
         if ordered:
             raise ValueError("replicas give results as they finish; leave ordered=False and sort by prompt_index")
         self._pool.check()

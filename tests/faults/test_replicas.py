@@ -206,7 +206,6 @@ CHANGES: dict[str, Callable[[Replicas, Iterator], object]] = {
     "next": lambda replicas, iterator: next(iterator),
     "close the iterator": lambda replicas, iterator: iterator.close(),
     "drain": lambda replicas, iterator: iterator.drain(),
-    "another call": lambda replicas, iterator: replicas.generate_iter(["Q"], PARAMS[0]),
     "close": lambda replicas, iterator: replicas.close(),
 }
 
@@ -220,6 +219,8 @@ def test_a_source_of_prompts_cannot_call_the_replicas(three, expected):
             with pytest.raises(RuntimeError, match=r"replicas are in the middle of a call, so .* source") as error:
                 call(three, iterator)
             errors.append(str(error.value))
+        with pytest.raises(RuntimeError, match="an iterator of generate_iter has not finished"):
+            three.generate_iter(["Q"], PARAMS[0])
 
     iterator = three.generate_iter(Source(change), iter(PARAMS))
     outputs = sorted(iterator, key=lambda output: output.prompt_index)
