@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import pytest
 from support.interrupts import assert_empty
@@ -248,12 +249,13 @@ def making_bar(llm: LLM, change: Callable[[], object]) -> list[RequestOutput]:
     return llm.generate(PROMPTS, PARAMS, use_tqdm=lambda **_: change() or Calling(None, "", change))
 
 
-def from_tokenizer(method: str) -> Callable[[LLM, Callable[[], object]], list[RequestOutput]]:
+def from_tokenizer(method: str, *bad_words: str) -> Callable[[LLM, Callable[[], object]], list[RequestOutput]]:
     def call(llm: LLM, change: Callable[[], object]) -> list[RequestOutput]:
         real = llm.get_tokenizer()
         llm.set_tokenizer(Calling(real, method, change))
         try:
-            return llm.generate([bytes(prompt).decode() for prompt in PROMPTS], PARAMS, use_tqdm=False)
+            prompts = PROMPTS if bad_words else [bytes(prompt).decode() for prompt in PROMPTS]
+            return llm.generate(prompts, replace(PARAMS, bad_words=bad_words), use_tqdm=False)
         finally:
             llm.set_tokenizer(real)
 
@@ -266,6 +268,7 @@ PLACES: dict[str, Callable[[LLM, Callable[[], object]], list[RequestOutput]]] = 
     "the maker of a bar": making_bar,
     "a bar": from_bar("update"),
     "a tokenizer that encodes": from_tokenizer("__call__"),
+    "a tokenizer of bad words": from_tokenizer("__call__", "never"),
     "a tokenizer that decodes": from_tokenizer("batch_decode"),
 }
 
