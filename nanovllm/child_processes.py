@@ -10,11 +10,12 @@ import logging
 import os
 import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -78,7 +79,7 @@ class Child:
 
 
 def start_child(
-    name: str, module: str, defaults: Mapping[str, str], settings: Mapping[str, str] | None = None
+    name: str, module: str, defaults: Mapping[str, str], settings: Mapping[str, str] | None = None, *paths: str
 ) -> Child:
     """Starts a process that runs a module, whose main function is `serve`.
 
@@ -86,6 +87,7 @@ def start_child(
         name: for error messages.
         defaults: environment variables to set if this process does not have them.
         settings: environment variables to set in any case.
+        paths: directories that the child removes if this process is gone; a signal such as SIGTERM may end it at once.
     """
     ours, theirs = socket.socketpair()
     # The child imports from the same places, and not from the working directory. PYTHONPATH is not used for this,
@@ -103,7 +105,7 @@ spec.loader.exec_module(sys.modules["nanovllm"])
 runpy.run_module({module!r}, run_name="__main__")"""
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-c", program, str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, "-c", program, str(theirs.fileno()), str(os.getpid()), *paths],
             pass_fds=[theirs.fileno()],
             env={**defaults, **os.environ, **(settings or {})},
             stdin=subprocess.DEVNULL,
@@ -153,6 +155,10 @@ def end_children(children: list[Child], outboxes: "list[SimpleQueue[bytes | None
         # uses it.
         with contextlib.suppress(OSError):
             child.socket.shutdown(socket.SHUT_RDWR)
+    remove(paths)
+
+
+def remove(paths: Iterable[str]) -> None:
     for path in paths:
         shutil.rmtree(path, ignore_errors=True)
 
@@ -165,13 +171,15 @@ def serve(
     loads: Loads = json.loads,
     dumps: Callable[[Any], bytes] = _to_json,
 ) -> None:
-    """Serves the parent at the other end of the socket whose number is the first argument.
+    """Serves the parent at the other end of the socket whose number is the first argument; see `start_child`.
 
     Args:
         run: is called with the queue of the parent's messages and a function that sends an answer. If it raises an
             exception, the parent is told.
     """
-    sock, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    sock, parent, paths = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3:]
+    # A batch system sends it to all processes of a job. The parent's end is this one's, too.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     inbox: SimpleQueue[Any] = SimpleQueue()
 
     def read() -> None:
@@ -179,6 +187,7 @@ def serve(
             for message in messages(sock, parent, loads):
                 inbox.put(message)
         finally:
+            remove(paths)
             os._exit(1)  # the parent is gone, and the main thread may be stuck
 
     def reply(message: Any) -> None:

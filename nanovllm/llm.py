@@ -106,7 +106,7 @@ class LLM:
         self._cpu_threads = threads if computes_here else CpuThreads(is_used=False)
         self._default_sampling = DefaultSampling(self.engine.info.generation_config, config.generation_config)
         self._guard = ExclusiveGuard(
-            "this LLM is in the middle of a call, so a signal handler cannot call or close it",
+            "this LLM is in the middle of a call, so a signal handler or a source of prompts cannot call or close it",
             "this LLM is busy with another call; call it from one thread at a time, or make it with queue_calls=True",
             waits=config.queue_calls,
         )

@@ -41,7 +41,8 @@ class Progress:
         self._shown: float = 0  # what the bar has got
         self._num_new_tokens = self._num_completions = 0  # of the finished prompts
         self._is_ours = not callable(use_tqdm)
-        self._bar = _make_bar(use_tqdm, total=num_requests, desc="Completions", unit="prompt")
+        # The bar may be the caller's, whose code cannot change the engine.
+        self._bar = engine.without_changes(_make_bar, use_tqdm, num_requests)
         self._began = self._updated = time.perf_counter()
 
     def __enter__(self) -> "Progress":
@@ -49,8 +50,8 @@ class Progress:
 
     def __exit__(self, error: object, *more: object) -> None:
         if error is None:
-            self._update()
-        self._bar.close()
+            self._engine.without_changes(self._update)
+        self._engine.without_changes(self._bar.close)
 
     def add_finished(self, outputs: Collection[RequestOutput]) -> None:
         """Is called after each step, with the outputs that it finished."""
@@ -62,7 +63,7 @@ class Progress:
                 self._num_completions += len(output.outputs)
                 self._num_new_tokens += sum(len(each.token_ids) for each in output.outputs)
         if time.perf_counter() - self._updated >= _SECONDS_BETWEEN_UPDATES:
-            self._update()
+            self._engine.without_changes(self._update)
 
     def _update(self) -> None:
         if getattr(self._bar, "disable", False):
@@ -95,7 +96,8 @@ def _part_done(seq: Sequence, mean: float) -> float:
     return done / (done + left) / seq.sampling_params.n
 
 
-def _make_bar(use_tqdm: Any, **options: Any) -> Any:
+def _make_bar(use_tqdm: Any, num_requests: int) -> Any:
+    options = {"total": num_requests, "desc": "Completions", "unit": "prompt"}
     if callable(use_tqdm):
         return use_tqdm(**options)
     if isinstance(use_tqdm, (list, tuple)):

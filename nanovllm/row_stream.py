@@ -30,6 +30,7 @@ _PROMPTS_OF_LATER_PIECE, _PROMPTS_OF_LAST_PIECE = 32, 8
 _PROMPTS_AHEAD_OF_STEP, _TOKENS_AHEAD_OF_STEP = 32, 8192
 # Size of the window, in prompts per sequence that can run at a time.
 _PROMPTS_AHEAD = 16
+StopPredicates = list[Callable[[int], bool]] | None  # one for each completion of a request
 
 
 @dataclass(slots=True)
@@ -99,7 +100,7 @@ class RowStream:
                     return
                 continue
             self._before_step()
-            yield self._outputs_of(self._engine.step())
+            yield self._engine.without_changes(self._outputs_of, self._engine.step())
 
     def abort(self) -> None:
         """Ends all requests, between two steps; the cache keeps the computed keys."""
@@ -138,20 +139,13 @@ class RowStream:
         num_places, num_tokens = self._engine.room_for_prompts()
         prompts_ahead, tokens_ahead = _PROMPTS_AHEAD_OF_STEP, _TOKENS_AHEAD_OF_STEP
         while not self._is_exhausted and len(refused) < PROMPTS_OF_PIECE and (room := self._room(num_places)) > 0:
-            piece: list[tuple[Any, SamplingParams]] = []
-            for pair in islice(self._source, room):
-                if pair is None:  # the source is not asked again before the next step
-                    break
-                piece.append(pair)
-            else:
-                self._is_exhausted = len(piece) < room
-            prompts = self._encode([prompt for prompt, _ in piece])
+            piece = self._engine.without_changes(self._read_piece, room)
             is_ahead = num_places <= 0
             if is_ahead:
-                prompts_ahead -= len(prompts)
-                tokens_ahead -= sum(len(prompt.token_ids) for prompt in prompts)
-            for prompt, (_, params) in zip(prompts, piece, strict=True):
-                added = self._add(prompt, params)
+                prompts_ahead -= len(piece)
+                tokens_ahead -= sum(len(prompt.token_ids) for prompt, *_ in piece)
+            for prompt, params, predicates in piece:
+                added = self._add(prompt, params, predicates)
                 if isinstance(added, RequestOutput):
                     refused[self._number(self.num_read)] = added
                 else:
@@ -162,6 +156,26 @@ class RowStream:
             if len(piece) < room or (is_full and not self._raises):
                 break
         return refused
+
+    def _read_piece(self, room: int) -> list[tuple[EncodedPrompt, SamplingParams, StopPredicates]]:
+        """At most `room` prompts, each with its parameters and stop predicates as the engine takes them."""
+        piece: list[tuple[Any, SamplingParams]] = []
+        for pair in islice(self._source, room):
+            if pair is None:  # the source is not asked again before the next step
+                break
+            piece.append(pair)
+        else:
+            self._is_exhausted = len(piece) < room
+        prompts = self._encode([prompt for prompt, _ in piece])
+        return [self._prepared(prompt, params) for prompt, (_, params) in zip(prompts, piece, strict=True)]
+
+    def _prepared(
+        self, prompt: EncodedPrompt, params: SamplingParams
+    ) -> tuple[EncodedPrompt, SamplingParams, StopPredicates]:
+        try:
+            return prompt, *without_text(prompt, params, self._text, self._structured, params.n)
+        except ValueError as error:
+            return prompt._replace(error=error), params, None
 
     def _room(self, num_places: int) -> int:
         """How many prompts the next piece may have.
@@ -176,23 +190,17 @@ class RowStream:
         later = _PROMPTS_OF_LATER_PIECE if num_places > 0 else _PROMPTS_OF_LAST_PIECE
         return min(later if self._running else PROMPTS_OF_PIECE, oldest + window - self.num_read)
 
-    def _add(self, prompt: EncodedPrompt, params: SamplingParams) -> int | RequestOutput:
+    def _add(self, prompt: EncodedPrompt, params: SamplingParams, predicates: StopPredicates) -> int | RequestOutput:
         """Adds a prompt's request and returns its id, or returns the error row of a prompt that cannot run."""
-        error: ValueError | None = None
-        predicates: list[Callable[[int], bool]] | None = None
         self._max_num_completions = max(self._max_num_completions, params.n)
         try:
-            params, predicates = without_text(prompt, params, self._text, self._structured, params.n)
-        except ValueError as problem:
-            error = problem
-        try:
             # The engine gets an empty prompt instead of one that cannot run, so that it uses up its number too.
-            token_ids = prompt.token_ids if error is None else []
+            token_ids = prompt.token_ids if prompt.error is None else []
             request_id = self._engine.add_request(token_ids, params, predicates, prompt.first_scored, may_change=False)
             self._running[request_id] = _Request(self.num_read, prompt, params.n, time.time())
             return request_id
         except ValueError as problem:
-            reason = str(error or problem)
+            reason = str(prompt.error or problem)
             if self._raises:
                 raise ValueError(f"prompt {self._number(self.num_read)}: {reason}") from None
             return self._output(self.num_read, prompt, [CompletionOutput(0, "", [], "error")], error=reason)
@@ -286,7 +294,7 @@ def _is_cut_by_default(completion: CompletionOutput, params: SamplingParams) -> 
 
 def without_text(
     prompt: EncodedPrompt, params: SamplingParams, text: Text, structured: StructuredOutputs, num_completions: int
-) -> tuple[SamplingParams, list[Callable[[int], bool]] | None]:
+) -> tuple[SamplingParams, StopPredicates]:
     """The parameters of a request for an engine, which handles only token ids.
 
     Returns:
@@ -298,7 +306,7 @@ def without_text(
     """
     if prompt.error is not None:
         raise prompt.error
-    predicates: list[Callable[[int], bool]] | None = None
+    predicates: StopPredicates = None
     if params.stop:
         follows_text = text.follows_text(prompt.token_ids, params)
         predicates = [text.stop_strings(params, follows_text) for _ in range(num_completions)]

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 StopPredicate = Callable[[int], bool]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
 
 
 def _guarded(method: _Method) -> _Method:
@@ -71,8 +72,8 @@ class LLMEngine:
         self._process_id = os.getpid()
         self.is_closed = False
         self._guard = Guard(
-            "the engine is in the middle of a step or request, so a stop predicate or a signal handler cannot "
-            "change it; do that between two steps"
+            "the engine is in the middle of a step or request, so a stop predicate, a source of prompts or a "
+            "signal handler cannot change it; do that between two steps"
         )
         self._renew_scheduler()
 
@@ -178,6 +179,11 @@ class LLMEngine:
                 raise
             self.step_stats.num_output_tokens += len(seq.token_ids) - seq.num_prompt_tokens
         return seq
+
+    def without_changes(self, function: Callable[..., _Result], *args: Any) -> _Result:
+        """Calls a function that may call code of the user, such as a source of prompts, and returns its result. That
+        code cannot change the engine, as if a step called it."""
+        return self._guard.run(function, *args)
 
     def is_finished(self) -> bool:
         """Whether nothing is queued, running or in flight."""

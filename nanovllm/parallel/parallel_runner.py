@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
 import numpy as np
@@ -28,9 +28,12 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step, StepOutput
 from nanovllm.models.directory import find_model
 from nanovllm.models.read_config import load_model_config
-from nanovllm.parallel.worker import fingerprint, pack_masks, unpack_output
+from nanovllm.parallel.weight_files import weights_directories, written_weights
+from nanovllm.parallel.worker import HAS_MET, fingerprint, pack_masks, unpack_output
 from nanovllm.sampling_params import SamplingParams
 
+# The ranks import torch first, which takes minutes if the disk is slow.
+_SECONDS_TO_MEET = 300
 _SECONDS_TO_END = 5.0
 _SECONDS_TO_FIND_THE_CULPRIT = 0.5
 # The driver's stop predicates do the work of the other fields.
@@ -75,16 +78,18 @@ class TensorParallelRunner(Runner):
         self._num_launched = self._num_committed = 0
         self._undefined: list[str] = []
         # Runs when this object or the interpreter ends, after any error.
-        meeting_place = tempfile.mkdtemp(prefix="nanovllm-ranks-")  # which no other user may enter
-        self._end = weakref.finalize(self, end_children, self._ranks, [self._outbox], self._driver, meeting_place)
+        self._meeting_place = place = tempfile.mkdtemp(prefix="nanovllm-ranks-")  # which no other user may enter
+        paths = [place, *map(str, weights_directories(place))]
+        self._end = weakref.finalize(self, end_children, self._ranks, [self._outbox], self._driver, *paths)
         try:
             for rank in range(self._size):
-                self._ranks.append(_start_rank(worker_module, rank, self._size))
+                self._ranks.append(_start_rank(worker_module, rank, self._size, paths))
                 level = logging.getLogger("nanovllm").getEffectiveLevel()
                 start_reader(self._ranks[rank], partial(_hear, rank, self._inbox, self._troubles))
                 with contextlib.suppress(OSError):  # its reader notices that the rank is gone
-                    self._ranks[rank].socket.sendall(frame([vars(config), rank, self._size, level, meeting_place]))
+                    self._ranks[rank].socket.sendall(frame([vars(config), rank, self._size, level, place]))
             start_writer(self._ranks, self._outbox)
+            self._replies(HAS_MET, _SECONDS_TO_MEET)
             found = self._replies(0)
         except BaseException:
             self._failure = self._failure or "the ranks did not start"
@@ -115,10 +120,9 @@ class TensorParallelRunner(Runner):
 
     def update_weights(self, weights: list[Any]) -> None:
         from nanovllm.models.tensors import given_tensors
-        from nanovllm.parallel.weight_files import written_weights
 
         tensors = given_tensors(weights)
-        with written_weights(tensors) as directory:
+        with written_weights(tensors, self._meeting_place) as directory:
             self._raise_refusal(self._ask("check_update", directory))
             # All ranks copy now. If Ctrl-C ends the wait for them, it is not known whether they have.
             self._undefined = sorted({*self._undefined, *tensors})
@@ -194,15 +198,18 @@ class TensorParallelRunner(Runner):
         self._write(kind, *arguments, tag=tag)
         return self._replies(tag)
 
-    def _replies(self, tag: int) -> list:
-        """Every rank's answer."""
+    def _replies(self, tag: int, seconds: float | None = None) -> list:
+        """Every rank's answer. All ranks end if no answer comes for that many seconds."""
         replies: dict[int, Any] = {}
         while len(replies) < self._size:
             if self._failure is not None:  # closed during the wait, by another thread or a signal's handler
                 raise RuntimeError(self._failure)
             if self._troubles:
                 self._explain(*self._troubles[0])
-            rank, message = self._inbox.get()
+            try:
+                rank, message = self._inbox.get(timeout=seconds)
+            except Empty:
+                self._fail(f"the ranks did not meet within {seconds} s; give them more memory (see also ulimit -v)")
             if message[0] == tag:  # not the answer to an interrupted call
                 replies[rank] = message[1]
         return [replies[rank] for rank in range(self._size)]
@@ -233,7 +240,7 @@ def _sums(of_ranks: list[dict[str, int]]) -> dict[str, int]:
     return {use: sum(of_rank[use] for of_rank in of_ranks) for use in of_ranks[0]}
 
 
-def _start_rank(module: str, rank: int, size: int) -> Child:
+def _start_rank(module: str, rank: int, size: int, paths: list[str]) -> Child:
     defaults = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size)),
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
@@ -242,7 +249,7 @@ def _start_rank(module: str, rank: int, size: int) -> Child:
         "NCCL_NVLS_ENABLE": "0",
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     }
-    return start_child(f"rank {rank} of {size}", module, defaults)
+    return start_child(f"rank {rank} of {size}", module, defaults, None, *paths)
 
 
 def _hear(rank: int, inbox: SimpleQueue, troubles: list[tuple[int, Any]], message: Any) -> None:

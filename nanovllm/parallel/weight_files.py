@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,28 +18,38 @@ _MARGIN = 2**28
 _FILE_BYTES = 2**29  # approximate size of a file; the tensors of one file are copied at a time
 
 
+def weights_directories(meeting_place: str) -> list[Path]:
+    """The directories of `written_weights` for the ranks that met there: in memory, and beside that place."""
+    name = f"{Path(meeting_place).name}-weights"
+    return [place / name for place in (_MEMORY, Path(meeting_place).parent)]
+
+
 @contextmanager
-def written_weights(tensors: Mapping[str, Given]) -> Iterator[str]:
+def written_weights(tensors: Mapping[str, Given], meeting_place: str) -> Iterator[str]:
     """Context manager that writes the tensors to files and yields their directory.
 
-    The directory is in memory if they fit there, else in the directory of temporary files (TMPDIR). Only this user can
-    open it.
+    The directory is in memory if they fit there; see `weights_directories`. Only this user can open it.
 
     Raises:
         RuntimeError: they cannot be written.
     """
     wholes = {name: tensor.whole() for name, tensor in tensors.items()}
     num_bytes = sum(tensor.nbytes for tensor in wholes.values())
-    with tempfile.TemporaryDirectory(prefix="nanovllm-weights-", dir=_place_for(num_bytes)) as directory:
+    in_memory, beside = weights_directories(meeting_place)
+    directory = in_memory if _fit_in_memory(num_bytes) else beside
+    try:
         try:
+            directory.mkdir(mode=0o700)
             for number, names in enumerate(_batches(wholes)):
-                save_file({name: _on_host(wholes[name]) for name in names}, f"{directory}/{number}.safetensors")
+                save_file({name: _on_host(wholes[name]) for name in names}, directory / f"{number}.safetensors")
         except (OSError, SafetensorError) as error:
             raise RuntimeError(
                 f"{num_bytes / 2**30:.2f} GiB of weights cannot be written to {directory}, where the ranks would read "
                 f"them: {error}; make room there, or let TMPDIR name another directory"
             ) from None
-        yield directory
+        yield str(directory)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def stored_weights(directory: str) -> dict[str, Stored]:
@@ -55,12 +64,11 @@ def stored_weights(directory: str) -> dict[str, Stored]:
     return found
 
 
-def _place_for(num_bytes: int) -> Path | None:
-    """Shared memory if it has room, else None, which means the directory of temporary files."""
+def _fit_in_memory(num_bytes: int) -> bool:
     if not (_MEMORY.is_dir() and os.access(_MEMORY, os.W_OK)):
-        return None
+        return False
     free = min(shutil.disk_usage(_MEMORY).free, free_bytes(torch.device("cpu")))
-    return _MEMORY if num_bytes + _FILE_BYTES + _MARGIN <= free else None
+    return num_bytes + _FILE_BYTES + _MARGIN <= free
 
 
 def _batches(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
 
 
+HAS_MET = -1  # the tag of a rank's message that it is connected with the others
+
+
 def fingerprint(step: Step) -> int:
     """A number that is the same in every process that has scheduled the same step (Python hashes numbers alike).
 
@@ -201,6 +204,7 @@ def _run(inbox: Iterator, reply: Any) -> None:
     store = dist.FileStore(f"{meeting_place}/store")
     kind, own_gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     dist.init_process_group(kind, store=store, rank=rank, world_size=size, device_id=own_gpu)
+    reply([HAS_MET, None])
     runner = ModelRunner(config, Parallel(rank, size, dist.group.WORLD))
     info = runner.info
     reply([0, [{**vars(info), "eos_token_ids": sorted(info.eos_token_ids)}, runner.memory()]])

@@ -75,12 +75,15 @@ class ReplicaIterator(Iterator[RequestOutput]):
         self.is_open = True
 
     def __next__(self) -> RequestOutput:
+        return self._pool.guard.run(self._take_output)
+
+    def _take_output(self) -> RequestOutput:
         try:
             while self.is_open and not self._held:
                 self._advance()
         except BaseException as error:
             keep_outputs(error, {output.prompt_index: output for output in self._held})
-            self.close()
+            self._abort()
             raise
         if not self._held:
             raise StopIteration
@@ -88,13 +91,20 @@ class ReplicaIterator(Iterator[RequestOutput]):
 
     def drain(self) -> None:
         """Reads no more prompts, and drops the requests that have not started. The others are finished and returned,
-        unless their replica dies. Calling it again does nothing."""
+        unless their replica dies. Calling it again does nothing. RuntimeError: the source of prompts calls it."""
+        self._pool.guard.run(self._drain)
+
+    def _drain(self) -> None:
         if self.is_open and not self._is_ending:
             self._again.clear()
             self._tell_end("drain")
 
     def close(self) -> None:
-        """Aborts all unfinished requests, and ends the iteration. Calling it again does nothing."""
+        """Aborts all unfinished requests, and ends the iteration. Calling it again does nothing. RuntimeError: the
+        source of prompts calls it."""
+        self._pool.guard.run(self._abort)
+
+    def _abort(self) -> None:
         if self.is_open:
             self._held.clear()
             self._tell("abort")

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from nanovllm.checks import integer
 from nanovllm.child_processes import ERRORS, Child, end_children, frame, start_child, start_reader, start_writer
 from nanovllm.config import Config
+from nanovllm.guard import Guard
 from nanovllm.machine import cpus
 from nanovllm.models.directory import find_model
 from nanovllm.models.read_config import load_model_config
@@ -99,6 +100,7 @@ class ReplicaPool:
         size: how many replicas.
         module: the module that a replica runs.
 
+    guard: refuses a call inside another one.
     processes: one per replica.
     inbox: messages of the processes, as (process, message).
 
@@ -112,6 +114,7 @@ class ReplicaPool:
         directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")
         load_model_config(directory).check_parallel_size(config.tensor_parallel_size)
         self._config, self._module = replace(config, model=str(directory)), module
+        self.guard = Guard("the replicas are in the middle of a call, so a source of prompts cannot call or close them")
         self.inbox: Inbox = SimpleQueue()
         self.processes: list[ReplicaProcess] = []
         self.of_dead: list[dict[str, Any]] = []  # metrics of the processes that died

@@ -77,8 +77,8 @@ class Replicas:
         return merged_metrics([process.metrics for process in self._pool.processes], self._pool.of_dead)
 
     def close(self) -> None:
-        """Ends the replicas. Calling it again does nothing."""
-        self._pool.close()
+        """Ends the replicas. Calling it again does nothing. RuntimeError: a source of prompts calls it."""
+        self._pool.guard.run(self._pool.close)
 
     def __enter__(self) -> "Replicas":
         return self

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -12,11 +11,10 @@ from nanovllm.models.directory import find_model
 from nanovllm.prompts import Conversation, EncodedPrompt, as_token_ids, without_dict
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import ChatTemplate, Marks
+from nanovllm.text.load_tokenizer import load_tokenizer
 from nanovllm.text.pairs import encode_pairs
 from nanovllm.text.stop_strings import StopStrings, cut, undecodable
 from nanovllm.text.tokenizer import NO_TOKENIZER, Tokenizer, all_or_each
-
-_TOKENIZER_FILES = {"tokenizer.json", "tokenizer.model", "vocab.json"}
 
 
 class Completion(NamedTuple):
@@ -33,22 +31,7 @@ class Text(Tokenizer):
     @classmethod
     def of_model(cls, directory: Path) -> "Text":
         """Loads the tokenizer in `directory`, if there is one; a ValueError if it cannot be loaded."""
-        files = {path.name for path in directory.iterdir()}
-        is_tekken = "tekken.json" in files and files.isdisjoint(_TOKENIZER_FILES)
-        if not is_tekken and files.isdisjoint({*_TOKENIZER_FILES, "tokenizer_config.json"}):
-            return cls(None)
-        if is_tekken and find_spec("mistral_common") is None:
-            hint = 'pip install mistral-common, or nanovllm with its extra "mistral"'
-            raise ValueError(f"the tokenizer in {directory} is a tekken.json, which needs mistral-common: {hint}")
-        from transformers import AutoTokenizer  # slow to import
-
-        try:
-            if is_tekken:
-                return cls(_of_tekken(directory / "tekken.json"))
-            # With mistral-common, transformers would prefer a tekken.json to a tokenizer.json beside it.
-            return cls(AutoTokenizer.from_pretrained(directory, trust_remote_code=False, mistral_format=False))
-        except Exception as error:  # a broken file makes transformers raise all kinds of errors
-            raise ValueError(f"the tokenizer in {directory} cannot be loaded: {error}") from error
+        return cls(load_tokenizer(directory))
 
     @classmethod
     def of_options(cls, directory: Path, tokenizer: str | None) -> "Text":
@@ -224,15 +207,3 @@ class Text(Tokenizer):
         if stop is None and token_ids and len(token_ids) > params.min_tokens:
             stop = next((stop for stop in params.stop if self.special_ids.get(stop) == token_ids[-1]), None)
         return text, stop
-
-
-def _of_tekken(path: Path) -> Any:
-    """A tokenizer of the tokenizers library from a tekken.json, with mistral-common's ids and chat template."""
-    from tokenizers.processors import TemplateProcessing
-    from transformers.integrations.mistral import convert_tekken_tokenizer
-
-    tokenizer = convert_tekken_tokenizer(str(path))
-    # mistral-common begins every text with this token; the conversion leaves that out.
-    bos, bos_id = tokenizer.bos_token, tokenizer.bos_token_id
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, bos_id)])
-    return tokenizer

@@ -6,13 +6,14 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import pytest
 from support.interrupts import assert_empty
 from support.long import some
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
 
 OPTIONS = {"device": "cpu", "kvcache_block_size": 8, "num_kvcache_blocks": 32}
@@ -173,7 +174,9 @@ def test_a_signal_handler_that_would_call_or_close_an_llm_during_a_call_is_refus
     before = signal.signal(signal.SIGUSR1, lambda number, frame: CALLS[call](llm))
     try:
         monkeypatch.setattr(owner, name, interrupted)
-        with pytest.raises(RuntimeError, match="in the middle of a call, so a signal handler cannot call or close it"):
+        with pytest.raises(
+            RuntimeError, match="in the middle of a call, so a signal handler or a source of prompts cannot"
+        ):
             llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     finally:
         monkeypatch.undo()
@@ -201,6 +204,115 @@ def test_after_a_call_was_interrupted_anywhere_an_llm_can_still_be_called_and_cl
     assert caught.value is not None
 
 
+# Inside code of the user that a call of an LLM runs
+
+
+class Calling:
+    """A tokenizer or a progress bar that runs `change` in one of its methods."""
+
+    disable = False
+
+    def __init__(self, real, method: str, change: Callable[[], object]):
+        self._real, self._method, self._change = real, method, change
+
+    def __getattr__(self, name: str):
+        if name == self._method:
+            self._change()
+        return getattr(self._real, name, lambda *args, **kwargs: None)
+
+    def __call__(self, *args, **kwargs):
+        if self._method == "__call__":
+            self._change()
+        return self._real(*args, **kwargs)
+
+
+def from_source(llm: LLM, change: Callable[[], object]) -> list[RequestOutput]:
+    return list(llm.generate_iter(calling_source(PROMPTS, change), PARAMS))
+
+
+def calling_source(given: Iterable, change: Callable[[], object]) -> Iterator:
+    for index, each in enumerate(given):
+        if index == 1:
+            change()
+        yield each
+
+
+def from_params(llm: LLM, change: Callable[[], object]) -> list[RequestOutput]:
+    return list(llm.generate_iter(iter(PROMPTS), calling_source([PARAMS] * 3, change)))
+
+
+def from_bar(method: str) -> Callable[[LLM, Callable[[], object]], list[RequestOutput]]:
+    return lambda llm, change: llm.generate(PROMPTS, PARAMS, use_tqdm=lambda **_: Calling(None, method, change))
+
+
+def making_bar(llm: LLM, change: Callable[[], object]) -> list[RequestOutput]:
+    return llm.generate(PROMPTS, PARAMS, use_tqdm=lambda **_: change() or Calling(None, "", change))
+
+
+def from_tokenizer(method: str, *bad_words: str) -> Callable[[LLM, Callable[[], object]], list[RequestOutput]]:
+    def call(llm: LLM, change: Callable[[], object]) -> list[RequestOutput]:
+        real = llm.get_tokenizer()
+        llm.set_tokenizer(Calling(real, method, change))
+        try:
+            prompts = PROMPTS if bad_words else [bytes(prompt).decode() for prompt in PROMPTS]
+            return llm.generate(prompts, replace(PARAMS, bad_words=bad_words), use_tqdm=False)
+        finally:
+            llm.set_tokenizer(real)
+
+    return call
+
+
+PLACES: dict[str, Callable[[LLM, Callable[[], object]], list[RequestOutput]]] = {
+    "a source of prompts": from_source,
+    "a source of parameters": from_params,
+    "the maker of a bar": making_bar,
+    "a bar": from_bar("update"),
+    "a tokenizer that encodes": from_tokenizer("__call__"),
+    "a tokenizer of bad words": from_tokenizer("__call__", "never"),
+    "a tokenizer that decodes": from_tokenizer("batch_decode"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_code_of_the_user_inside_a_call_cannot_change_the_engine(llm, expected, place):
+    """A source of prompts that added a request to the engine once ended the call with a KeyError, and one that closed
+    the engine closed it."""
+    errors: list[str] = []
+
+    def change() -> None:
+        for call in (*CHANGES.values(), *CALLS.values()):
+            with pytest.raises(RuntimeError, match=r"in the middle of a (call|step or request), so") as error:
+                call(llm)
+            errors.append(str(error.value))
+
+    outputs = PLACES[place](llm, change)
+    assert [output.token_ids for output in outputs] == expected and len(errors) >= len(CHANGES) + len(CALLS)
+    assert all("a source of prompts" in error for error in errors)
+    assert_empty(llm.engine)
+    assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)] == expected
+
+
+@pytest.mark.parametrize("place", ["a source of prompts", "a bar"])
+def test_a_call_from_inside_a_call_ends_it_with_one_clear_error(llm, expected, place):
+    with pytest.raises(RuntimeError, match="this LLM is in the middle of a call"):
+        PLACES[place](llm, lambda: llm.sleep())
+    assert_empty(llm.engine)
+    assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)] == expected
+
+
+@pytest.mark.parametrize("method", ["close", "drain", "__next__"])
+def test_a_source_cannot_use_the_iterator_that_reads_it(llm, expected, method):
+    errors: list[str] = []
+
+    def change() -> None:
+        with pytest.raises(RuntimeError, match="this LLM is in the middle of a call") as error:
+            getattr(iterator, method)()
+        errors.append(str(error.value))
+
+    iterator = llm.generate_iter(calling_source(PROMPTS, change), PARAMS)
+    assert [output.token_ids for output in iterator] == expected and len(errors) == 1
+
+
 # Copies and forks
 
 
@@ -217,7 +329,7 @@ def test_an_llm_and_its_engine_cannot_be_copied(llm, expected, copy_it):
 FORK = """
 import os, sys
 import torch
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, RequestOutput, SamplingParams
 
 torch.set_num_threads(2)
 llm = LLM(sys.argv[1], device="cpu", num_kvcache_blocks=64)

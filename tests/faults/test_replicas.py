@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -187,6 +187,47 @@ def test_drain_finishes_what_has_started_and_reads_no_more(three, expected):
     assert 2 <= len(found) < num_read and len({output.prompt_index for output in found}) == len(found)
     assert all(output.text == expected[output.prompt_index] and output.error is None for output in found)
     assert texts(run(three)) == expected
+
+
+class Source(Iterator):
+    """The prompts. Before the sixth one it runs `change`. A generator could not, because it cannot be entered twice."""
+
+    def __init__(self, change: Callable[[], object]):
+        self._change, self._prompts, self._num_read = change, iter(PROMPTS), 0
+
+    def __next__(self) -> str:
+        self._num_read += 1
+        if self._num_read == 6:
+            self._change()
+        return next(self._prompts)
+
+
+CHANGES: dict[str, Callable[[Replicas, Iterator], object]] = {
+    "next": lambda replicas, iterator: next(iterator),
+    "close the iterator": lambda replicas, iterator: iterator.close(),
+    "drain": lambda replicas, iterator: iterator.drain(),
+    "close": lambda replicas, iterator: replicas.close(),
+}
+
+
+def test_a_source_of_prompts_cannot_call_the_replicas(three, expected):
+    """A source that asked its own iterator for a row once made the call wait for ever."""
+    errors: list[str] = []
+
+    def change() -> None:
+        for call in CHANGES.values():
+            with pytest.raises(RuntimeError, match=r"replicas are in the middle of a call, so .* source") as error:
+                call(three, iterator)
+            errors.append(str(error.value))
+        with pytest.raises(RuntimeError, match="an iterator of generate_iter has not finished"):
+            three.generate_iter(["Q"], PARAMS[0])
+
+    iterator = three.generate_iter(Source(change), iter(PARAMS))
+    outputs = sorted(iterator, key=lambda output: output.prompt_index)
+    assert [output.text for output in outputs] == expected and len(errors) == len(CHANGES)
+    with pytest.raises(RuntimeError, match="the replicas are in the middle of a call"):
+        list(three.generate_iter(Source(three.close), iter(PARAMS)))
+    assert [output.text for output in run(three)] == expected
 
 
 def test_metrics_are_sums_and_rates_are_of_the_sums():

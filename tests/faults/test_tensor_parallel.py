@@ -413,6 +413,15 @@ def test_a_rank_that_fails_at_its_start_says_why(tiny, fault, rank, kind, messag
         del caught
 
 
+def test_ranks_that_do_not_meet_in_time_end_with_an_error(tiny, tmp_path, monkeypatch):
+    """A rank without address space once left the others and the driver waiting for it."""
+    monkeypatch.setattr(nanovllm.parallel.parallel_runner, "_SECONDS_TO_MEET", 0.3)  # Python alone takes that long
+    message = r"^the ranks did not meet within 0\.3 s; give them more memory \(see also ulimit -v\)$"
+    with nothing_left_behind(tmp_path, monkeypatch), pytest.raises(RuntimeError, match=message) as caught:
+        LLM(tiny, tensor_parallel_size=2, **OPTIONS)
+    del caught
+
+
 def test_a_module_that_is_not_there_is_an_error(tiny, tmp_path, monkeypatch, capfd):
     config = Config(tiny, tensor_parallel_size=2, **OPTIONS)
     with (
@@ -859,6 +868,40 @@ def test_a_driver_that_is_killed_leaves_no_rank_behind(tiny, moment, tmp_path):
     finally:
         for pid in filter(is_running, pids):
             os.kill(pid, signal.SIGKILL)
+
+
+WAITS_WITH_WEIGHTS = """
+import time
+from pathlib import Path
+from safetensors.torch import load_file
+
+def ask(kind, directory):
+    print(directory, len(list(Path(directory).iterdir())), flush=True)
+    time.sleep(60)
+
+llm.engine.runner._ask = ask
+llm.update_weights(load_file(Path(sys.argv[1], "model.safetensors")))
+"""
+
+
+def test_sigterm_of_a_whole_job_leaves_no_directory_behind(tiny, tmp_path):
+    """The signal ends Python at once. The directory where the ranks met, and the weights of an update, once stayed."""
+    script, temporary = tmp_path / "script.py", tmp_path / "temporary"
+    script.write_text(SCRIPT + WAITS_WITH_WEIGHTS)
+    temporary.mkdir()
+    command, environment = [sys.executable, script, tiny], {**SCRIPT_ENVIRONMENT, "TMPDIR": str(temporary)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            lines = [process.stdout.readline().split() for _ in range(4)]
+            pids, (weights, num_files) = [int(pid) for pid in lines[2][1:]], lines[3]
+            assert int(num_files) > 0 and len(list(temporary.iterdir())) > 0
+            for pid in (*pids, process.pid):
+                os.kill(pid, signal.SIGTERM)
+            assert process.wait(10) == -signal.SIGTERM
+        finally:
+            process.kill()
+    assert wait_until(lambda: not any(map(is_running, pids)), 10)
+    assert not os.path.exists(weights) and not list(temporary.iterdir())
 
 
 def test_ctrl_c_in_a_terminal_reaches_the_driver_alone(interrupted_script):

@@ -84,7 +84,7 @@ def test_nothing_is_left_of_the_files(checkpoints, tmp_path, monkeypatch):
         assert all(mode == 0o700 and not directory.exists() for directory, mode in seen) and len(seen) == 4
         assert [directory.parent for directory, _ in seen[2:]] == [tmp_path] * 2
         assert list(tmp_path.iterdir()) == before
-        monkeypatch.setattr(nanovllm.parallel.weight_files, "_place_for", lambda num_bytes: tmp_path)
+        monkeypatch.setattr(nanovllm.parallel.weight_files, "_fit_in_memory", lambda num_bytes: False)
         monkeypatch.setattr(
             nanovllm.parallel.weight_files, "save_file", lambda *_: (_ for _ in ()).throw(OSError("no space left"))
         )
@@ -97,10 +97,10 @@ def test_nothing_is_left_of_the_files(checkpoints, tmp_path, monkeypatch):
 
 def test_shared_memory_is_used_only_if_there_is_room(tmp_path, monkeypatch):
     monkeypatch.setattr(nanovllm.parallel.weight_files, "_MEMORY", tmp_path)
-    place_for = nanovllm.parallel.weight_files._place_for
-    assert place_for(1) == tmp_path and place_for(2**60) is None
+    fit_in_memory = nanovllm.parallel.weight_files._fit_in_memory
+    assert fit_in_memory(1) and not fit_in_memory(2**60)
     monkeypatch.setattr(nanovllm.parallel.weight_files, "free_bytes", lambda device: 2**20)
-    assert place_for(1) is None
+    assert not fit_in_memory(1)
 
 
 @pytest.mark.parametrize("kind", some(["check_update", "load_update"], "load_update"))

@@ -213,6 +213,13 @@ def test_a_bar_of_the_callers_making_counts_whole_prompts(llm, bars):
     assert bars == [] and sum(bar.updates) == 4 and {type(each) for each in bar.updates} == {int}
 
 
+def engine_with(sequences: list) -> SimpleNamespace:
+    scheduler = SimpleNamespace(running=sequences)
+    return SimpleNamespace(
+        step_stats=StepStats(), scheduler=scheduler, without_changes=lambda function, *given: function(*given)
+    )
+
+
 def running(num_prompt_tokens, num_new, max_new, num_computed=None) -> SimpleNamespace:
     num_tokens = num_prompt_tokens + num_new
     return SimpleNamespace(
@@ -223,7 +230,7 @@ def running(num_prompt_tokens, num_new, max_new, num_computed=None) -> SimpleNam
 
 def test_the_estimate_knows_how_long_completions_usually_are(bars):
     """By max_tokens alone, answers of 100 tokens of 10,000 allowed would leave the bar at 1%."""
-    engine = SimpleNamespace(step_stats=StepStats(), scheduler=SimpleNamespace(running=[running(16, 50, 10_000)] * 4))
+    engine = engine_with([running(16, 50, 10_000)] * 4)
     progress = Progress(engine, 10, True)
     finished = SimpleNamespace(error=None, outputs=[SimpleNamespace(token_ids=[1] * 100)])
     progress.add_finished([])
@@ -238,7 +245,7 @@ def test_the_estimate_knows_how_long_completions_usually_are(bars):
 
 def test_without_a_terminal_the_bar_comes_once_per_minute(monkeypatch, capsys):
     """A log had ten lines per second."""
-    engine = SimpleNamespace(step_stats=StepStats(), scheduler=SimpleNamespace(running=[]))
+    engine = engine_with([])
     with Progress(engine, 3, True) as progress:
         progress.add_finished([])
         assert (progress._bar.mininterval, progress._bar.delay, progress._bar.disable) == (60, 60, False)
@@ -254,7 +261,7 @@ def test_without_a_terminal_the_bar_comes_once_per_minute(monkeypatch, capsys):
 
 def test_a_notebook_has_the_usual_bar(bars):
     """Its stderr is no terminal."""
-    Progress(SimpleNamespace(step_stats=StepStats()), 3, True)
+    Progress(engine_with([]), 3, True)
     [bar] = bars
     assert "mininterval" not in bar.options and bar.options["total"] == 3 and "{bar}" in bar.options["bar_format"]
 
@@ -306,7 +313,7 @@ def test_a_queue_does_not_let_a_signal_handler_wait_for_its_own_call(llm, monkey
     before = signal.signal(signal.SIGUSR1, lambda number, frame: llm.generate(SUM, GREEDY))
     try:
         monkeypatch.setattr(llm.engine, "step", interrupted)
-        with pytest.raises(RuntimeError, match="in the middle of a call, so a signal handler cannot call"):
+        with pytest.raises(RuntimeError, match="in the middle of a call, so a signal handler or a source"):
             llm.generate(SUM, GREEDY)
     finally:
         signal.signal(signal.SIGUSR1, before)

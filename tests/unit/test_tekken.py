@@ -10,7 +10,7 @@ from support.model_factory import save_model
 from support.tekken import save_tekken
 from transformers import AutoTokenizer
 
-import nanovllm.text.text
+import nanovllm.text.load_tokenizer
 from nanovllm import LLM, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.text import Text
@@ -23,7 +23,7 @@ PLAIN = "Hello the cat é"
 def present(monkeypatch) -> None:
     """Makes mistral-common look installed: current versions of transformers can do without it."""
     pytest.importorskip("transformers.integrations.mistral.tokenizer")
-    monkeypatch.setattr(nanovllm.text.text, "find_spec", lambda _: True)
+    monkeypatch.setattr(nanovllm.text.load_tokenizer, "find_spec", lambda _: True)
 
 
 def save_config(directory: Path) -> None:
@@ -32,7 +32,7 @@ def save_config(directory: Path) -> None:
 
 def test_without_mistral_common_the_error_names_the_extra(tmp_path, monkeypatch):
     """The model once had no tokenizer, without a word."""
-    monkeypatch.setattr(nanovllm.text.text, "find_spec", lambda _: None)
+    monkeypatch.setattr(nanovllm.text.load_tokenizer, "find_spec", lambda _: None)
     save_tekken(tmp_path)
     with pytest.raises(ValueError, match=r'tekken\.json, which needs mistral-common: pip install .* extra "mistral"'):
         Text.of_model(tmp_path)

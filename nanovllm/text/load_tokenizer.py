@@ -1,0 +1,73 @@
+"""Loads the tokenizer in a model's directory, without transformers' auto class where that can be.
+
+Importing the auto class and the config of a model takes as long as importing torch.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from nanovllm.models.json_fields import read_json
+
+_FILES = {"tokenizer.json", "tokenizer.model", "vocab.json"}
+# The auto class takes the class that tokenizer_config.json names, for these types of models. The name is without
+# "Fast", and "" means no type. For other types it may take another class, and versions of transformers differ.
+_TYPES = {
+    "PreTrainedTokenizer": ("", "gemma3_text", "llama", "mistral", "mixtral", "phi3", "qwen3", "qwen3_moe"),
+    "Qwen2Tokenizer": ("qwen2", "qwen3", "qwen3_moe"),
+    "GemmaTokenizer": ("gemma3_text",),
+}
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """transformers' tokenizer of the files in `directory`; None if there are none.
+
+    It is the one that `AutoTokenizer` loads. For a tekken.json alone it has mistral-common's ids and chat template.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    files = {path.name for path in directory.iterdir()}
+    is_tekken = "tekken.json" in files and files.isdisjoint(_FILES)
+    if not is_tekken and files.isdisjoint({*_FILES, "tokenizer_config.json"}):
+        return None
+    if is_tekken and find_spec("mistral_common") is None:
+        hint = 'pip install mistral-common, or nanovllm with its extra "mistral"'
+        raise ValueError(f"the tokenizer in {directory} is a tekken.json, which needs mistral-common: {hint}")
+    try:
+        if is_tekken:
+            return _of_tekken(directory / "tekken.json")
+        if (name := _class_name(directory)) is not None:
+            import transformers  # slow to import
+
+            return getattr(transformers, name).from_pretrained(directory)
+        from transformers import AutoTokenizer
+
+        # With mistral-common, transformers would prefer a tekken.json to a tokenizer.json beside it.
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, mistral_format=False)
+    except Exception as error:  # a broken file makes transformers raise all kinds of errors
+        raise ValueError(f"the tokenizer in {directory} cannot be loaded: {error}") from error
+
+
+def _class_name(directory: Path) -> str | None:
+    """The name of the class that the auto class would take, or None if only the auto class knows."""
+    model, fields = (_read(directory / name) for name in ("config.json", "tokenizer_config.json"))
+    name = str(fields.get("tokenizer_class")).removesuffix("Fast").replace("TokenizersBackend", "PreTrainedTokenizer")
+    is_known = model.get("model_type", "") in _TYPES.get(name, ())
+    return f"{name}Fast" if is_known and "auto_map" not in fields and (directory / "tokenizer.json").exists() else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def _of_tekken(path: Path) -> Any:
+    """A tokenizer of the tokenizers library from a tekken.json, with mistral-common's ids and chat template."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers.integrations.mistral import convert_tekken_tokenizer
+
+    tokenizer = convert_tekken_tokenizer(str(path))
+    # mistral-common begins every text with this token; the conversion leaves that out.
+    bos, bos_id = tokenizer.bos_token, tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, bos_id)])
+    return tokenizer
