@@ -45,15 +45,15 @@ class Timing:
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Tells the user what is going on, on stderr: stdout is for the report."""
+    """Prints to stderr, because stdout is for the report."""
     print(text, end=end, file=sys.stderr, flush=True)
 
 
 def timed(
     name: str, run: Callable[[], list[list[int]]], forget: Callable[[], object], repeats: int, start_seconds: float
 ) -> Timing:
-    """Times the first call of `run` and then `repeats` later ones, and says so. `forget` runs before each call,
-    untimed. `name` is that of the engine."""
+    """Times the first call of `run` and then `repeats` later ones, and prints each time. `forget` runs before each
+    call, untimed. `name` is the engine's, for what is printed."""
     seconds = []
     for index in range(1 + repeats):
         forget()

@@ -46,7 +46,7 @@ def loss_of(model, outputs: list[RequestOutput], advantage: torch.Tensor) -> tor
 
 
 def run(num_steps: int, seed: int = 0) -> list[float]:
-    """The mean reward of each step; prints the mean of each five steps as they are done."""
+    """Returns the mean reward of each step. After every five steps it prints their mean."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(MODEL_DIRECTORY, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)

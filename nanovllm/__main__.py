@@ -24,13 +24,15 @@ def main() -> int:
 
 
 def _interrupted(number: int, frame: Any) -> None:
-    """A second Ctrl-C ends the process at once, because an exception during the exit would show a traceback."""
+    """Interrupts the command. A second Ctrl-C ends the process at once, because an exception during the exit would show
+    a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     raise KeyboardInterrupt
 
 
 def _open_closed_streams() -> None:
-    """Otherwise the next file that is opened would take the place of standard input, output or error."""
+    """Opens the null device for each standard stream that is closed. Otherwise the next file that is opened would take
+    its place."""
     for stream in range(3):
         try:
             os.fstat(stream)

@@ -87,7 +87,8 @@ def start_child(
         name: for error messages.
         defaults: environment variables to set if this process does not have them.
         settings: environment variables to set in any case.
-        paths: directories that the child removes if this process is gone; a signal such as SIGTERM may end it at once.
+        paths: directories that the child removes if this process is gone, which a signal such as SIGTERM may end at
+            once.
     """
     ours, theirs = socket.socketpair()
     # The child imports from the same places, and not from the working directory. PYTHONPATH is not used for this,
@@ -178,7 +179,7 @@ def serve(
             exception, the parent is told.
     """
     sock, parent, paths = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3:]
-    # A batch system sends it to all processes of a job. The parent's end is this one's, too.
+    # A batch system sends SIGTERM to all processes of a job. This process ends when its parent does.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     inbox: SimpleQueue[Any] = SimpleQueue()
 

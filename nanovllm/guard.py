@@ -45,8 +45,8 @@ class ExclusiveGuard(Guard):
     """A guard that also refuses other threads while a function runs, or lets them wait.
 
     For this it has a lock. Ctrl-C may prevent the lock's release, so the lock is reentrant: the same thread can take it
-    again. The lock therefore does not refuse an inner call, and does not let it wait for ever; the check of the stack
-    refuses it.
+    again. The lock therefore neither refuses an inner call nor lets it wait for ever; the check of the stack refuses
+    it.
 
     Args:
         refusal, busy: the messages of the RuntimeError in the same thread and in another one.

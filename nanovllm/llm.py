@@ -130,10 +130,10 @@ class LLM:
                 {"prompt_token_ids": list}, or {"messages": conversation} with or without "chat_template_kwargs", which
                 is answered as by `chat`. Without a chat template such a dict is an error row.
             sampling_params: one for all, one per prompt, or None for the model's recommendation. A dict of parameters
-                is a SamplingParams. Without a `max_tokens` a completion has at most 64 tokens; a warning says how many
-                prompts this cut.
-            use_tqdm: show a progress bar; if stderr is no terminal, a line per minute. A callable makes the bar, with
-                tqdm's arguments.
+                may take the place of a SamplingParams. Without a `max_tokens` a completion has at most 64 tokens, and a
+                warning says how many prompts this cut.
+            use_tqdm: show a progress bar, which is a line per minute if stderr is no terminal. A callable with tqdm's
+                arguments makes another bar.
             split_special_tokens: treat special tokens in the prompts' text, such as "<|im_end|>", as ordinary text,
                 except those that the chat template writes.
             raise_on_error: raise for a prompt that cannot run, instead of returning it as an error row.
@@ -269,14 +269,14 @@ class LLM:
     ) -> list[Loglikelihood]:
         """Computes the log-probability of each continuation after its context, in order. Nothing is generated.
 
-        Equal contexts are computed once, as long as the KV cache has room. Contexts that begin alike share the blocks
-        before the one in which they part. Only the continuations are projected onto the vocabulary.
+        Equal contexts are computed once if the KV cache has room. Contexts that begin alike share all blocks before
+        the one in which they differ. Only the continuations are projected onto the vocabulary.
 
         Args:
             contexts: one or many, each a string or a list of token ids. With an empty string, the continuation begins
                 the text. A conversation is an error row.
-            continuations: one per context, each at least one token; or several for one context that is given alone, or
-                one that is given alone for all contexts. A context and a continuation that are both strings are
+            continuations: one per context, each at least one token. A context that is given alone goes with all
+                continuations, and vice versa. A context and a continuation that are both strings are
                 tokenized as one text, by lm-evaluation-harness's rules; see Text.encode_pairs.
             use_tqdm, raise_on_error: as in `generate`, which also lists the errors.
         """
@@ -550,8 +550,8 @@ def _log_summary(stream: RowStream, num_prompts: int) -> None:
     if stream.num_cut:
         default = SamplingParams().max_tokens
         logger.warning(
-            f"the default of max_tokens, {default}, cut completions of {stream.num_cut} of {num_prompts} prompts; give "
-            "SamplingParams(max_tokens=…), or max_tokens=None for as many tokens as fit"
+            f"the default of max_tokens, {default}, cut completions of {stream.num_cut} of {num_prompts} prompts; set "
+            "max_tokens to another number, or to None for as many tokens as fit"
         )
 
 

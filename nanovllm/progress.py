@@ -25,13 +25,13 @@ _PROMPT_TOKEN = 1 / 16
 class Progress:
     """The prompts done, with the tokens of each phase per second so far, and the number of error rows.
 
-    A running request counts by the part of its tokens that is computed. Lengths are not known before the end. If
-    lengths were geometric, the mean length would be the tokens generated so far divided by the completions finished so
-    far, and a running completion could expect as many more; but no completion exceeds its maximum.
+    A running request counts by the part of its tokens that is computed. Its length is an estimate until it ends. If
+    lengths were geometric, their mean would be the number of tokens generated so far per finished completion, and a
+    running completion would have that many tokens to come. It never has more to come than its maximum allows.
 
     Args:
         num_requests: the call's prompts.
-        use_tqdm: whether to show tqdm's bar, or what makes a bar, with tqdm's arguments; such a bar counts whole
+        use_tqdm: whether to show tqdm's bar; or a function with tqdm's arguments that makes a bar, which counts whole
             prompts.
     """
 

@@ -240,7 +240,7 @@ class Scheduler:
 
     def _source_of(self, seq: Sequence, step: StepBuilder) -> Sequence | None:
         """A running sequence that has computed the context of `seq`, whose continuation is scored; None if there is
-        none. Full blocks would be shared anyway, but a context is seldom a number of whole blocks."""
+        none. Full blocks would be shared anyway, but few contexts end where a block ends."""
         if seq.next_scored == seq.num_prompt_tokens or not self.block_manager.enable_prefix_caching:
             return None
         source, end = self._context_source, seq.next_scored - 1  # the context's last token must be computed

@@ -22,7 +22,7 @@ class Checked:
     """The results of the check.
 
     Args:
-        num_rows: rows that were tokenized; all rows, if those that were not have errors of their own.
+        num_rows: rows that were tokenized; all rows of the job, if each of the others has an error of its own.
         summary: summary of the rows that were tokenized.
         refused: rows among them that cannot run.
     """

@@ -20,9 +20,9 @@ from nanovllm.jobs.options import OnError, PreflightKind
 
 
 class Exit(IntEnum):
-    """The exit statuses of the command.
+    """Exit statuses of the command:
 
-    0    no row is an error row; in a dry run, none of the rows that were checked
+    0    no row is an error row (in a dry run, none of the rows that were checked)
     1    the job was refused or failed
     2    the command is wrong
     3    some rows are error rows
@@ -43,7 +43,8 @@ Completes every row of a file. If it is killed, run the same command again: it c
 
     nanovllm run-batch -i in.jsonl -o out.jsonl --model Qwen/Qwen3-0.6B --max-tokens 256
 
-A row is {"id": "a", "prompt": "Hello"} or a line of an OpenAI batch file; docs/jobs.md describes both."""
+A row is {"id": "a", "prompt": "Hello"} or a line of an OpenAI batch file. Rows of any other shape need an option such
+as --prompt "Translate: {text}" for a column "text". docs/jobs.md describes all of them."""
 _STOPPED = "stopped; run the same command again to resume"
 # The job sets these itself, or has no use for them.
 _NOT_OPTIONS = ("self", "model", "seed", "queue_calls")
@@ -157,7 +158,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
     add("--sync-seconds", dest="seconds_between_syncs", **_KINDS["float"])
     add("--price-per-hour", **_KINDS["float"])
     add("--report", type=Path)
-    columns = "Name the columns that make the rows. The output repeats all other columns."
+    columns = "Name the columns that make the rows. The output repeats all columns."
     data = parser.add_argument_group("data of any shape", columns)
     for name in ("prompt", "prompt-column", "messages-column", "id-column"):
         add(f"--{name}", group=data, metavar="TEMPLATE" if name == "prompt" else "NAME")

@@ -1,6 +1,6 @@
 """Columns of a job's input: those that make its rows, and the data columns, which the output repeats.
 
-A column is also a key of JSON Lines.
+In JSON Lines, a column is a key.
 """
 
 import difflib
@@ -21,7 +21,7 @@ logger = logging.getLogger("nanovllm.jobs")
 PROMPTS = ("prompt", "messages", "token_ids")
 PLAIN_KEYS = ("id", *PROMPTS, "params", "chat_template_kwargs")
 OPENAI_KEYS = frozenset(("custom_id", "url", "body"))
-# Names that outputs have. A name that only begins with "input_" is changed too, so that no two names become one.
+# Names that outputs have. A name such as "input_text" is changed too, so that no two names become one.
 _TAKEN = re.compile("(input_)*(id|text|outputs|num_prompt_tokens|prompt_logprobs|error|row|custom_id|response)")
 
 
@@ -32,8 +32,8 @@ def _output_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of which rows are made, as the options of a job name them. Without any option, the rows are plain
-    rows and OpenAI Batch rows.
+    """The columns that make the rows, as the options of a job name them. Without any option, the rows are plain rows
+    and OpenAI Batch rows.
 
     Args:
         prompt_column: the column with the prompts.
@@ -56,7 +56,7 @@ class Columns:
         if sum(each is not None for each in (self.prompt_column, self.messages_column, self.prompt)) > 1:
             raise ValueError("give only one of prompt_column, messages_column and prompt")
         if self.chat and self.messages_column is not None:
-            raise ValueError("chat makes a conversation of a prompt; leave it out with messages_column")
+            raise ValueError("messages_column has whole conversations, and chat makes them of prompts; give only one")
         if not self._names:
             raise ValueError(f"the prompt {self.prompt!r} names no column; write it like 'Translate: {{text}}'")
 
@@ -107,11 +107,11 @@ class Columns:
         if self.given or not is_table:
             return
         if set(names).isdisjoint((*PROMPTS, "custom_id", "body")):
-            raise JobError(f"{path} has no column with prompts; name one with --prompt-column: {there}")
+            raise JobError(f"{path} has no column with prompts; name one with --prompt or --prompt-column: {there}")
         for name in self.carried(names):
             close = difflib.get_close_matches(name, PLAIN_KEYS, n=1)
             if close and close[0] not in names:
-                logger.warning("the column %r is carried through; did you mean %r?", name, close[0])
+                logger.warning("the output only repeats the column %r; did you mean %r?", name, close[0])
 
     def of_rows(self, names: Collection[str]) -> dict[str, str]:
         """The columns of a table that rows need, each with its name in the row. The id is first, where it is found even

@@ -52,8 +52,8 @@ class TableData:
                 self._add(part)
             elif bad := [each for each in part.schema if _NO_JSON.search(str(each.type))]:
                 raise JobError(
-                    f"{part.path}: JSON cannot express the column {bad[0].name!r} ({bad[0].type}); name the output "
-                    ".parquet, or leave the column out"
+                    f"{part.path}: JSON cannot express the column {bad[0].name!r} ({bad[0].type}); write a Parquet "
+                    "output, or drop the column"
                 )
 
     def _add(self, part: ParquetLines) -> None:
@@ -68,7 +68,7 @@ class TableData:
         line = self._parts[part].read(number - self._starts[part])
         if isinstance(line, UnreadableLine) and not self._is_warned:
             self._is_warned = True
-            logger.warning("%s; null replaces it in row %d, and in others without a warning", line.problem, number + 1)
+            logger.warning("%s; it becomes null in row %d, and in others without a warning", line.problem, number + 1)
         return line[1:-1]
 
     def sizes(self) -> Iterator[int]:

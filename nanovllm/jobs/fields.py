@@ -46,7 +46,7 @@ def kept_if_short(maxsize: int, function: Callable[..., T]) -> Callable[..., T]:
 def fields_of(line: bytes) -> dict[str, Any]:
     """The fields of a line, without the checks of a row; none if it is not a JSON object.
 
-    What JSON does not have becomes null (NaN and infinities) or "?" (half of a surrogate pair).
+    NaN and infinities become null, and half of a surrogate pair becomes "?", because JSON does not have them.
     """
     try:
         text = line.decode().removeprefix("\ufeff")

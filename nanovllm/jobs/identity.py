@@ -90,7 +90,7 @@ def load_state(path: Path) -> dict[str, Any] | None:
     try:
         state = json.loads(path.read_text())
         if state["version"] == 1:  # its journal does not say which rows are error rows
-            raise JobError(f"an older nanovllm wrote {path}; finish the job with that, or start over with --restart")
+            raise JobError(f"an older nanovllm wrote {path}; finish the job with it, or start over with --restart")
         if state["version"] == VERSION and isinstance(state["identity"]["input"]["rows"], int):
             is_whole = isinstance(state["created"], int) and isinstance(state["finished"], bool)
             if is_whole and (not state["finished"] or isinstance(state["report"], dict)):

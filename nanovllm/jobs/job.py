@@ -150,7 +150,7 @@ class Job:
         options = self._options
         needs_all = options.dry_run or options.on_error == "stop"
         kind = options.preflight or ("full" if needs_all else "sample")
-        # Without a preflight, a job still looks whether its rows can run at all.
+        # Without a preflight, a job still checks whether any of its rows can run.
         num_off = 0 if options.dry_run else _ROWS_OF_LOOK
         return {"off": num_off, "sample": _ROWS_OF_SAMPLE, "full": num_rows}[kind] if self._is_new else 0
 

@@ -17,28 +17,32 @@ class JobOptions:
     """The options of a job.
 
     Args:
-        input: JSON Lines, or a Parquet file, whose name ends in ".parquet"; "-" is standard input. Several files and
-            patterns such as "data/*.jsonl" are one input.
-        output: the output file, in the input's order, written when all rows have finished; a Parquet file if its name
-            ends in ".parquet". "-" is standard output, which gets lines as rows finish and cannot be resumed.
+        input: a file of JSON Lines, or of Parquet if its name ends in ".parquet"; "-" is standard input. Several files
+            and patterns such as "data/*.jsonl" are one input.
+        output: the output file, in the input's order, written when all rows have finished; Parquet if its name ends in
+            ".parquet". "-" is standard output, which gets rows as they finish; such a job cannot be resumed.
         model: a directory, a hub name, or "bundled".
         engine: other options of LLM, and `data_parallel_size`: how many LLMs, each in a process with GPUs of its own.
         params: SamplingParams for all rows. A row's own parameters take precedence. Parameters that neither sets come
             from the model's generation_config.json, or else from SamplingParams' defaults.
         seed: the job's seed. A row that samples and has no seed of its own gets one derived from this and its id.
         on_error: "row" makes an error row of each row that cannot run; "stop" refuses the job before it starts.
-        restart: delete the output and the journal of an earlier run.
+        restart: delete the output and the journal of an earlier run, and start over.
         dry_run: check the rows and stop; no weights are loaded.
         estimate: in a dry run, also load the model, complete a sample of the rows, and estimate how long the whole job
             takes.
-        preflight: how many rows to tokenize before the weights are loaded: "full" is all, "sample" is at most 5,000,
-            spread evenly, "off" is 16, to see whether any row can run (none in a dry run). None is "full" in a dry run
-            and with on_error="stop", else "sample".
+        preflight: how many rows to tokenize before the weights are loaded. "full" is all; "sample" is at most 5,000,
+            spread evenly; "off" is 16, to see whether any row can run, or none in a dry run. By default (None) it is
+            "full" in a dry run and with on_error "stop", else "sample".
         seconds_between_syncs: seconds between syncs to the disk; after a power failure, rows that finished after the
             last sync run again.
         price_per_hour: the machine's price, in any currency, for the report.
         report: the file that the report is written to as JSON.
-        prompt_column, messages_column, id_column, prompt, chat: the columns of which rows are made; see Columns.
+        prompt_column: the column with the prompts: strings, or lists of token ids. By default (None) it is "prompt".
+        messages_column: the column with conversations, each a list of messages.
+        id_column: the column with the ids. By default (None) it is "id", and a row without one gets its number.
+        prompt: a template of prompts, such as "Translate: {text}", where {text} is the value of the column "text".
+        chat: make each prompt the user's message of a conversation, so that the model's chat template applies.
 
     Raises:
         ValueError: an option has no such value, or two contradict each other.
@@ -66,7 +70,7 @@ class JobOptions:
 
     @property
     def columns(self) -> Columns:
-        """The columns of which rows are made."""
+        """The columns that make the rows."""
         return Columns(**{each.name: getattr(self, each.name) for each in fields(Columns)})
 
     def __post_init__(self) -> None:

@@ -50,7 +50,7 @@ class JobRow:
 
     Args:
         number: the row's place in the input, from 0.
-        id: a plain row without one has its number from 1. None is an error.
+        id: of a plain row without one, its number from 1. With None there is an error.
         prompt: as `LLM.generate_iter` takes it; None if there is an error.
         params: keyword arguments for SamplingParams that the row itself gives.
         kind: the format of the row and of its output.
@@ -203,7 +203,7 @@ def _id_of(value: Any, name: str) -> tuple[str | None, str | None]:
 def _plain(given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The prompt and the parameters of a plain row; a ValueError names a wrong key."""
     if not given.keys() <= _KEY_SET:
-        check_names("key", given, PLAIN_KEYS, _MEANT, " (--prompt-column takes prompts from rows of any keys)")
+        check_names("key", given, PLAIN_KEYS, _MEANT, " (--prompt-column takes the prompt from any key)")
     params = given.get("params", {})
     if not isinstance(params, dict):
         raise ValueError(f'"params" must be an object with parameters of SamplingParams, not {params!r}')

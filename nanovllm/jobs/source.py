@@ -126,7 +126,7 @@ class Files:
 
     Raises:
         OSError: a file cannot be read.
-        JobError: a file cannot be read, lacks a column, or does not go with the files before it.
+        JobError: a file cannot be read, lacks a column, or does not match the files before it.
     """
 
     def __init__(self, paths: Sequence[str], columns: Columns, directory: Path | None = None, to_table: bool = False):

@@ -91,7 +91,8 @@ class ReplicaIterator(Iterator[RequestOutput]):
 
     def drain(self) -> None:
         """Reads no more prompts, and drops the requests that have not started. The others are finished and returned,
-        unless their replica dies. Calling it again does nothing. RuntimeError: the source of prompts calls it."""
+        unless their replica dies. Calling it again does nothing. A source of prompts that calls it gets a
+        RuntimeError."""
         self._pool.guard.run(self._drain)
 
     def _drain(self) -> None:
@@ -100,8 +101,8 @@ class ReplicaIterator(Iterator[RequestOutput]):
             self._tell_end("drain")
 
     def close(self) -> None:
-        """Aborts all unfinished requests, and ends the iteration. Calling it again does nothing. RuntimeError: the
-        source of prompts calls it."""
+        """Aborts all unfinished requests, and ends the iteration. Calling it again does nothing. A source of prompts
+        that calls it gets a RuntimeError."""
         self._pool.guard.run(self._abort)
 
     def _abort(self) -> None:

@@ -77,7 +77,7 @@ class Replicas:
         return merged_metrics([process.metrics for process in self._pool.processes], self._pool.of_dead)
 
     def close(self) -> None:
-        """Ends the replicas. Calling it again does nothing. RuntimeError: a source of prompts calls it."""
+        """Ends the replicas. Calling it again does nothing. A source of prompts that calls it gets a RuntimeError."""
         self._pool.guard.run(self._pool.close)
 
     def __enter__(self) -> "Replicas":

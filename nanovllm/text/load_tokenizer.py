@@ -1,4 +1,4 @@
-"""Loads the tokenizer in a model's directory, without transformers' auto class where that can be.
+"""Loads the tokenizer in a model's directory, without transformers' auto class where possible.
 
 Importing the auto class and the config of a model takes as long as importing torch.
 """
@@ -10,8 +10,8 @@ from typing import Any
 from nanovllm.models.json_fields import read_json
 
 _FILES = {"tokenizer.json", "tokenizer.model", "vocab.json"}
-# The auto class takes the class that tokenizer_config.json names, for these types of models. The name is without
-# "Fast", and "" means no type. For other types it may take another class, and versions of transformers differ.
+# For these types of models, the auto class takes the class that tokenizer_config.json names. The name is without
+# "Fast", and "" means no type. For other types it may take another class, which depends on transformers' version.
 _TYPES = {
     "PreTrainedTokenizer": ("", "gemma3_text", "llama", "mistral", "mixtral", "phi3", "qwen3", "qwen3_moe"),
     "Qwen2Tokenizer": ("qwen2", "qwen3", "qwen3_moe"),

@@ -13,12 +13,12 @@ from nanovllm.row_stream import RowStream
 _add = RowStream._add
 
 
-def _die_of(self: RowStream, prompt: EncodedPrompt, params):
+def _die_of(self: RowStream, prompt: EncodedPrompt, params, predicates):
     if os.environ["FATAL_TEXT"] in (prompt.text or ""):
         if os.environ.get("HOW") == "raises":
             raise MemoryError("the row is too large")
         os.kill(os.getpid(), signal.SIGKILL)
-    return _add(self, prompt, params)
+    return _add(self, prompt, params, predicates)
 
 
 if __name__ == "__main__":

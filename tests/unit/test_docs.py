@@ -17,6 +17,7 @@ import nanovllm
 from nanovllm import LLM, Config, Preflight, SamplingParams, StructuredOutputsParams
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.jobs import JobOptions, cli, run_batch
+from nanovllm.jobs.parquet import import_pyarrow
 
 PACKAGE = Path(nanovllm.__file__).parent
 
@@ -172,7 +173,8 @@ def commands_of(block: Block) -> list[list[str]]:
 def check_job(words: list[str]) -> None:
     """Runs a command of jobs as a dry run."""
     Path("in.jsonl").write_text('{"id": 1, "prompt": "Hello"}\n')
-    Path("reviews.jsonl").write_text('{"text": "Good", "stars": 5}\n')
+    pyarrow, _ = import_pyarrow("reviews.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["Good"], "stars": [5]}), "reviews.parquet")
     assert cli.main([*words, "--dry-run"]) == 0, words
 
 

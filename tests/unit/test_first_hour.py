@@ -131,7 +131,7 @@ def test_a_parameter_given_as_an_argument_is_told_where_it_belongs(llm, call):
         getattr(llm, call)(SUM, temprature=0)
 
 
-CUT = "the default of max_tokens, 64, cut completions of {} of {} prompts; give SamplingParams(max_tokens=…)"
+CUT = "the default of max_tokens, 64, cut completions of {} of {} prompts; set max_tokens to another number"
 
 
 def test_rows_that_the_default_of_max_tokens_cuts_are_counted(llm, caplog):

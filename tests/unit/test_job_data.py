@@ -104,7 +104,7 @@ def test_a_row_without_its_prompt_or_its_id_is_an_error_row(fields, columns, err
     [
         ({"prompt_column": "a", "prompt": "{a}"}, "only one of"),
         ({"messages_column": "a", "prompt_column": "a"}, "only one of"),
-        ({"messages_column": "a", "chat": True}, "chat makes a conversation of a prompt"),
+        ({"messages_column": "a", "chat": True}, "messages_column has whole conversations"),
         ({"prompt": "Hello"}, "names no column"),
         ({"prompt": "{"}, "write a brace of the text twice"),
         ({"prompt": "{}"}, "needs the name of a column, and nothing else"),
@@ -463,7 +463,7 @@ def test_a_public_data_set_killed_twice_is_as_if_never_killed(pa, tables, tmp_pa
 def test_a_table_becomes_lines_with_dates_in_iso_form(pa, tables, job):
     write, _ = tables
     table = public_table(pa, 9)
-    with pytest.raises(JobError, match=r"JSON cannot express the column 'thumbnail' \(binary\); name the output .parq"):
+    with pytest.raises(JobError, match=r"JSON cannot express the column 'thumbnail' \(binary\); write a Parquet"):
         job(input=write(table), prompt_column="text")
     assert FakeLLM.made == []
     for kind in (pa.struct([("binary", pa.large_binary())]), pa.map_(pa.string(), pa.int8()), pa.duration("s")):
@@ -506,14 +506,14 @@ def test_unknown_columns_of_a_table_come_through_with_a_warning_of_a_slip(pa, ta
     assert [(row["id"], row["parms"], row["label"], row["url"], row["error"]) for row in found] == [
         ("1", "x", 0, "u", None), ("2", "y", 1, "v", None)
     ]  # fmt: skip
-    assert caplog.text.count("the column 'parms' is carried through; did you mean 'params'?") == 1
+    assert caplog.text.count("the output only repeats the column 'parms'; did you mean 'params'?") == 1
     assert "label" not in caplog.text and "prompt" not in found[0]
 
 
 def test_a_table_without_prompts_is_refused_with_its_columns(pa, tables, job):
     write, _ = tables
     path = write(pa.table({"text": ["a"], "url": ["b"]}))
-    with pytest.raises(JobError, match=r"no column with prompts; name one with --prompt-column: it has 'text', 'url'"):
+    with pytest.raises(JobError, match=r"no column with prompts; name one .* --prompt-column: it has 'text', 'url'"):
         job(input=path)
     with pytest.raises(JobError, match=r"in.parquet has no column 'txt'; it has 'text', 'url'"):
         job(input=path, prompt_column="txt")

@@ -118,7 +118,7 @@ BAD_PLAIN = [
     ({**PLAIN, "sampling_params": {}}, "unknown key 'sampling_params'; did you mean \"params\"", "a"),
     ({**PLAIN, "§": 1}, "unknown key '§'; known are id, prompt, messages, token_ids, params", "a"),
     ({"uid": 1, "prompt": "Hi"}, "unknown key 'uid'; did you mean \"id\"", "5"),
-    ({"id": "a", "text": "Hi"}, "--prompt-column takes prompts from rows of any keys", "a"),
+    ({"id": "a", "text": "Hi"}, "--prompt-column takes the prompt from any key", "a"),
 ]
 
 
