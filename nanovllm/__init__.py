@@ -46,9 +46,17 @@ _NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name when it is used. `import nanovllm` is quick then, and the command can take Ctrl-C before
-    the imports that take time."""
-    for module, names in _NAMES.items():
-        if name in names:
-            return getattr(import_module(f"nanovllm.{module}"), name)
-    raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+    """Imports a public name, or a module of one, when it is used. `import nanovllm` is quick then, and the command can
+    take Ctrl-C before the imports that take time."""
+    module = name if name in _NAMES else next((each for each in _NAMES if name in _NAMES[each]), None)
+    if module is None:
+        raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+    try:
+        found = import_module(f"nanovllm.{module}")
+    except AttributeError as error:  # `from nanovllm import LLM` would hide it
+        raise ImportError(f"nanovllm.{module} cannot be imported: {error}") from error
+    return globals().setdefault(name, found if name == module else getattr(found, name))
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

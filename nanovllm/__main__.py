@@ -11,8 +11,9 @@ from typing import Any
 
 def main() -> int:
     """Runs the command, and returns its exit status; `nanovllm.jobs.cli.Exit` describes it."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background job ignores it
-        signal.signal(signal.SIGINT, _interrupted)
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(kind) is not signal.SIG_IGN:  # a shell's background job ignores SIGINT
+            signal.signal(kind, _interrupted)
     try:
         _open_closed_streams()
         from nanovllm.jobs.cli import main
@@ -24,9 +25,9 @@ def main() -> int:
 
 
 def _interrupted(number: int, frame: Any) -> None:
-    """Interrupts the command. A second Ctrl-C ends the process at once, because an exception during the exit would show
+    """Interrupts the command. A second signal ends the process at once, because an exception during the exit would show
     a traceback."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(number, signal.SIG_DFL)
     raise KeyboardInterrupt
 
 

@@ -51,7 +51,7 @@ class PreflightSummary:
         num_prompts: all prompts, including those that cannot run.
         num_errors: prompts that cannot run.
         num_prompt_tokens: tokens of the prompts.
-        longest_prompt: tokens of the longest prompt, even if it is too long to run.
+        longest_prompt: tokens of the longest prompt.
         max_num_new_tokens: maximum number of tokens of all completions together.
         num_distinct_prefixes: different first blocks of 64 tokens; shorter prompts have none.
         num_shared_tokens: tokens that the prefix cache can serve.
@@ -163,7 +163,6 @@ class Preflight:
         """Checks and counts one prompt."""
         num_tokens = len(prompt.token_ids)
         self._num_prompts += 1
-        self._longest_prompt = max(self._longest_prompt, num_tokens)
         try:
             engine_params, _ = without_text(prompt, params, self._text, self._structured_outputs, num_completions=1)
             check_request(prompt.token_ids, engine_params, self._info)
@@ -172,6 +171,7 @@ class Preflight:
             return PromptCheck(num_tokens, 0, str(error))
         max_num_new_tokens = params.n * (max_length(num_tokens, params, self._info) - num_tokens)
         self._num_prompt_tokens += num_tokens
+        self._longest_prompt = max(self._longest_prompt, num_tokens)
         self._max_num_new_tokens += max_num_new_tokens
         # The last token is always computed, and so is the token before the first one that is scored.
         max_shared = (num_tokens if params.prompt_logprobs is None else prompt.first_scored) - 1

@@ -43,13 +43,14 @@ class Progress:
         self._is_ours = not callable(use_tqdm)
         # The bar may be the caller's, whose code cannot change the engine.
         self._bar = engine.without_changes(_make_bar, use_tqdm, num_requests)
+        self._is_shown = not getattr(self._bar, "disable", False)
         self._began = self._updated = time.perf_counter()
 
     def __enter__(self) -> "Progress":
         return self
 
     def __exit__(self, error: object, *more: object) -> None:
-        if error is None:
+        if error is None and self._is_shown:
             self._engine.without_changes(self._update)
         self._engine.without_changes(self._bar.close)
 
@@ -62,12 +63,10 @@ class Progress:
             else:
                 self._num_completions += len(output.outputs)
                 self._num_new_tokens += sum(len(each.token_ids) for each in output.outputs)
-        if time.perf_counter() - self._updated >= _SECONDS_BETWEEN_UPDATES:
+        if self._is_shown and time.perf_counter() - self._updated >= _SECONDS_BETWEEN_UPDATES:
             self._engine.without_changes(self._update)
 
     def _update(self) -> None:
-        if getattr(self._bar, "disable", False):
-            return
         self._updated = time.perf_counter()
         seconds = max(self._updated - self._began, 1e-9)
         speeds = [

@@ -14,7 +14,6 @@ from nanovllm.jobs.report import num_rows_in_words
 logger = logging.getLogger("nanovllm.jobs")
 
 _ROWS_OF_PIECE, _BYTES_OF_PIECE = 256, 2**24
-_MAX_KINDS = 3  # in a message
 
 
 @dataclass(frozen=True)
@@ -44,14 +43,18 @@ class Checked:
             if errors.num_rows:
                 logger.warning("%s cannot run: %s", num_rows_in_words(errors.num_rows), errors.in_words())
 
-    def refuse_if_none_can_run(self, index: Index) -> None:
-        """Raises a JobError if there are rows, and none that was checked can run."""
+    def refuse_if_none_can_run(self, index: Index, is_look: bool) -> None:
+        """Raises a JobError if there are rows, and none that was checked can run. If a look at a few rows finds that,
+        it is a warning, because others may run."""
         errors = index.errors + self.refused
         if not errors.num_rows or self.summary.num_prompts > self.summary.num_errors:
             return
+        if self.num_rows == len(index):
+            raise JobError(f"no row can run: {errors.in_words()}")
         seen = f"none of the {num_rows_in_words(self.num_rows)} that were checked can run (--preflight full checks all)"
-        kinds = [f"{each['rows']:,} × {each['error']} (first: {each['first']})" for each in errors.by_kind()]
-        raise JobError(f"{'no row can run' if self.num_rows == len(index) else seen}: {'; '.join(kinds[:_MAX_KINDS])}")
+        if not is_look:
+            raise JobError(f"{seen}: {errors.in_words()}")
+        logger.warning("%s: %s", seen, errors.in_words())
 
 
 def check_rows(index: Index, preflight: Preflight, num_rows: int) -> Checked:

@@ -100,9 +100,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return Exit.WRONG_COMMAND
     given = vars(parser.parse_args(arguments))
-    if not given.keys() >= {"input", "output", "model"}:
-        parser.error("run-batch needs --input, --output and --model; run-batch --help lists all options")
+    if missing := [f"--{name}" for name in ("input", "output", "model") if name not in given]:
+        parser.error(f"run-batch needs {', '.join(missing)}; run-batch --help lists all options")
     is_dry_run = given.get("dry_run", False)
+    stopped = "stopped" if is_dry_run or given["output"] == "-" else _STOPPED
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("nanovllm").setLevel(logging.INFO)
     options = {field.name: given[field.name] for field in fields(JobOptions) if field.name in given}
@@ -115,11 +116,11 @@ def main(arguments: list[str] | None = None) -> int:
             checked = report.get("preflight", {"num_prompts": 0})
             is_all = rows["errors"] == rows["total"] or 0 < checked["num_prompts"] == checked["num_errors"]
             return (Exit.ALL_ERRORS if is_all else Exit.SOME_ERRORS) if rows["errors"] else Exit.GOOD
-        problem, status = _STOPPED, Exit.INTERRUPTED
+        problem, status = stopped, Exit.INTERRUPTED
     except (JobError, ImportError, OSError, TypeError, ValueError, RuntimeError) as error:
         problem, status = str(error), Exit.FAILED
     except KeyboardInterrupt:
-        problem, status = "stopped" if is_dry_run else _STOPPED, Exit.INTERRUPTED
+        problem, status = stopped, Exit.INTERRUPTED
     print(f"nanovllm run-batch: {problem}", file=sys.stderr)
     return status
 
@@ -146,7 +147,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
         how["help"] = _help(how.get("help") or meanings.get(name, ""), defaults.get(name))
         group.add_argument(*flags, **how)
 
-    add("-i", "--input", nargs="+", metavar="FILE")
+    add("-i", "--input", nargs="+", action="extend", metavar="FILE")
     add("-o", "--output")
     add("--model", help='a directory, a hub name, or "bundled" for the small model that comes with nanovllm')
     add("--seed", **_KINDS["int"])
@@ -163,6 +164,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
     for name in ("prompt", "prompt-column", "messages-column", "id-column"):
         add(f"--{name}", group=data, metavar="TEMPLATE" if name == "prompt" else "NAME")
     add("--chat", group=data, action="store_true")
+    add("--chat-template-kwargs", group=data, type=partial(_read, _json_object), metavar="JSON")
     precedence = "A row's own parameters take precedence. The defaults count where generation_config.json has no value."
     sampling = parser.add_argument_group("sampling of all rows", precedence)
     params_help = """parameters as a JSON object, such as '{"stop": ["\\n"], "max_tokens": null}'; null is None"""

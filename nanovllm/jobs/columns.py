@@ -41,6 +41,7 @@ class Columns:
         id_column: the column with the ids.
         prompt: a template of prompts, such as "Translate: {text}", whose fields are names of columns.
         chat: whether a prompt becomes the user's message of a conversation.
+        chat_template_kwargs: arguments of the chat template for all conversations.
 
     Raises:
         ValueError: two options contradict each other, or the template is wrong.
@@ -51,12 +52,15 @@ class Columns:
     id_column: str | None = None
     prompt: str | None = None
     chat: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if sum(each is not None for each in (self.prompt_column, self.messages_column, self.prompt)) > 1:
             raise ValueError("give only one of prompt_column, messages_column and prompt")
         if self.chat and self.messages_column is not None:
             raise ValueError("messages_column has whole conversations, and chat makes them of prompts; give only one")
+        if self.chat_template_kwargs is not None and not self.chat and self.messages_column is None:
+            raise ValueError("chat_template_kwargs need chat or messages_column: a prompt has no chat template")
         if not self._names:
             raise ValueError(f"the prompt {self.prompt!r} names no column; write it like 'Translate: {{text}}'")
 
@@ -85,7 +89,8 @@ class Columns:
         except ValueError as error:
             raise ValueError(f"the prompt {self.prompt!r}: {error}; write a brace of the text twice") from None
         if any(name == "" or form or conversion for _, name, form, conversion in found):
-            raise ValueError(f"the prompt {self.prompt!r} needs the name of a column, and nothing else, in its braces")
+            advice = "write a brace of the text twice"
+            raise ValueError(f"the prompt {self.prompt!r} needs only the name of a column in its braces; {advice}")
         return [(text, name) for text, name, _, _ in found]
 
     @cached_property
@@ -117,7 +122,9 @@ class Columns:
         """The columns of a table that rows need, each with its name in the row. The id is first, where it is found even
         in a row that is too long."""
         keys = {*self._names, self.id_name} if self.given else {*PLAIN_KEYS}
-        if not (self.given or {"custom_id", "body"}.isdisjoint(names)):
+        # A table of prompts without a "url" may have a "body" of its own, such as that of a mail.
+        is_openai = not {"custom_id", "body"}.isdisjoint(names) and ("url" in names or set(names).isdisjoint(PROMPTS))
+        if is_openai and not self.given:
             keys |= {"method", *OPENAI_KEYS}
         found = [name for name in names if name in keys]
         return {name: name for name in sorted(found, key=lambda name: name not in (self.id_name, "custom_id"))}
@@ -134,17 +141,26 @@ class Columns:
                 raise ValueError(f"the column {name!r} is null or missing")
         name = self._names[0]
         if self.messages_column is not None:
-            return conversation_of({"messages": row[name]})
+            return self._conversation(row[name])
         found = prompt_of(name, row[name]) if self.prompt is None else self._filled(row)
         if not self.chat:
             return found
         if not isinstance(found, str):
             raise ValueError(f"the column {name!r} holds token ids, and a message needs text")
-        return {"messages": [{"role": "user", "content": found}]}
+        return self._conversation([{"role": "user", "content": found}])
+
+    def _conversation(self, messages: Any) -> dict[str, Any]:
+        return conversation_of({"messages": messages, "chat_template_kwargs": self.chat_template_kwargs or {}})
 
     def _filled(self, row: dict[str, Any]) -> str:
         found = []
         for text, name in self._parts:
             value = "" if name is None else row[name]
-            found += [text, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)]
+            try:
+                found += [
+                    text,
+                    value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False),
+                ]
+            except ValueError:
+                raise ValueError(f"the column {name!r} holds NaN or an infinity, which JSON does not have") from None
         return "".join(found)

@@ -4,10 +4,9 @@ They are never in the journal. Output rows are in the input's order, so both are
 """
 
 import logging
-import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from itertools import accumulate, count, repeat
+from itertools import accumulate, count
 from typing import Any
 
 from nanovllm.jobs.columns import Columns
@@ -17,9 +16,11 @@ from nanovllm.jobs.parquet import ParquetLines, import_pyarrow
 
 logger = logging.getLogger("nanovllm.jobs")
 
-# In the name of a type that JSON cannot express, also inside another type. A colon follows the name of a field.
-_NO_JSON = re.compile(r"\b(\w*binary\w*|map|duration|\w*interval|\w*union|extension)\b(?!:)")
+# Types that JSON cannot express.
+_NO_JSON = ("binary", "large_binary", "fixed_size_binary", "binary_view", "map", "duration", "interval", "union")
 _TYPE_NAMES = {bool: "bool", int: "int64", float: "double", str: "string", json_text: "string"}
+# A double holds every integer up to this one.
+_MAX_EXACT = 2**53
 _MAX_KEYS = 10_000
 
 
@@ -44,13 +45,12 @@ class TableData:
     def __init__(self, parts: list[ParquetLines], to_table: bool):
         self._parts, self._starts = parts, [*accumulate(map(len, parts), initial=0)]
         self._pyarrow, _ = import_pyarrow(parts[0].path)
-        self._tables: list[Any] = []
-        self._is_warned = False
+        self._is_warned, self._to_table = False, to_table
         self.schema = parts[0].schema
         for part in parts:
             if to_table:
                 self._add(part)
-            elif bad := [each for each in part.schema if _NO_JSON.search(str(each.type))]:
+            elif bad := [each for each in part.schema if self._lacks_json(each.type)]:
                 raise JobError(
                     f"{part.path}: JSON cannot express the column {bad[0].name!r} ({bad[0].type}); write a Parquet "
                     "output, or drop the column"
@@ -62,6 +62,39 @@ class TableData:
         except self._pyarrow.ArrowException as error:
             raise JobError(f"{part.path} has other types than the files before it: {error}") from None
 
+    def _lacks_json(self, kind: Any) -> bool:
+        types = self._pyarrow.types
+        if types.is_struct(kind):
+            return any(self._lacks_json(kind.field(index).type) for index in range(kind.num_fields))
+        if hasattr(kind, "value_type") and not types.is_map(kind):  # a list or a dictionary
+            return self._lacks_json(kind.value_type)
+        is_named = any(getattr(types, f"is_{name}", lambda kind: False)(kind) for name in _NO_JSON)
+        return is_named or isinstance(kind, self._pyarrow.BaseExtensionType)
+
+    def check(self) -> None:
+        """Reads all data once, so that no value can stop the job when its rows have run.
+
+        Raises:
+            JobError: a file is damaged, or a value does not fit the type of its column in all files.
+        """
+        for part in self._parts:
+            for table in part.tables():
+                self._cast(part.path, table)
+
+    def _cast(self, path: str, table: Any) -> Any:
+        if not self._to_table:
+            return table
+        columns = []
+        for field in self.schema:
+            try:
+                columns.append(table[field.name].cast(field.type))
+            except self._pyarrow.ArrowException as error:
+                raise JobError(
+                    f"{path}: a value of the column {field.name!r} does not fit {field.type}, its type in all files "
+                    f"together ({error}); give the column one type"
+                ) from None
+        return self._pyarrow.Table.from_arrays(columns, schema=self.schema)
+
     def text(self, number: int) -> bytes:
         """JSON for a row's data, without braces."""
         part = bisect_right(self._starts, number) - 1
@@ -71,18 +104,16 @@ class TableData:
             logger.warning("%s; it becomes null in row %d, and in others without a warning", line.problem, number + 1)
         return line[1:-1]
 
-    def sizes(self) -> Iterator[int]:
-        """Reads the rows in order, and yields about how many bytes each has."""
-        for table in (table for part in self._parts for table in part.tables()):
-            # Not safe: an integer that a double rounds must not stop a job whose rows have run.
-            self._tables.append(table.select(self.schema.names).cast(self.schema, safe=False))
-            yield from repeat(table.nbytes // table.num_rows, table.num_rows)
+    def rows(self) -> Iterator[tuple[Any, int]]:
+        """Each row, in order, with about how many bytes it has."""
+        for part in self._parts:
+            for table in part.tables():
+                whole = self._cast(part.path, table)
+                yield from ((whole.slice(row, 1), table.nbytes // table.num_rows) for row in range(table.num_rows))
 
-    def take(self, num_rows: int) -> Any:
-        """A table of the next rows, which `sizes` has read."""
-        table = self._pyarrow.concat_tables(self._tables)
-        self._tables = [table.slice(num_rows)]
-        return table.slice(0, num_rows)
+    def table(self, rows: list[Any]) -> Any:
+        """A table of some of these rows."""
+        return self._pyarrow.concat_tables(rows)
 
     def close(self) -> None:
         for part in self._parts:
@@ -101,7 +132,6 @@ class LinesData:
     def __init__(self, read: Callable[[int], bytes], columns: Columns):
         self._read, self._columns = read, columns
         self._types: dict[str, set[type]] = {}
-        self._rows: list[dict[str, Any]] = []
 
     def note(self, line: bytes) -> None:
         """Notes the types of a line's values, for a table.
@@ -112,9 +142,18 @@ class LinesData:
         for name, value in self._fields(line).items():
             types = self._types.setdefault(name, set())
             if value is not None:
-                types.add(dict if type(value) is int and not -(2**63) <= value < 2**63 else type(value))
+                kind = type(value)
+                if kind is int and abs(value) > _MAX_EXACT:  # `complex` beside floats, which would round it
+                    kind = complex if -(2**63) <= value < 2**63 else dict
+                types.add(kind)
         if len(self._types) > _MAX_KEYS:
             raise JobError(f"the input has more than {_MAX_KEYS:,} different keys; write the output as JSON Lines")
+
+    def warn_of_mixed_types(self) -> None:
+        """Warns of columns whose values have several types, after `note` of all lines."""
+        for name, types in self._types.items():
+            if len(types) > 1 and self._type_of(name) is json_text:
+                logger.warning("the values of the column %r have several types: it becomes JSON text", name)
 
     def text(self, number: int) -> bytes:
         """JSON for a row's data, without braces."""
@@ -127,17 +166,14 @@ class LinesData:
         pyarrow, _ = import_pyarrow("the output")
         return pyarrow.schema([(name, _TYPE_NAMES[self._type_of(name)]) for name in self._types])
 
-    def sizes(self) -> Iterator[int]:
-        """Reads the rows in order, and yields about how many bytes each has."""
-        for number in count():
-            line = self._read(number)
-            self._rows.append(self._fields(line))
-            yield len(line)
+    def rows(self) -> Iterator[tuple[dict[str, Any], int]]:
+        """Each row, in order, with about how many bytes it has."""
+        num_bytes = 8 * len(self._types)  # a table has a cell for each column
+        return ((self._fields(line), len(line) + num_bytes) for line in map(self._read, count()))
 
-    def take(self, num_rows: int) -> Any:
-        """A table of the next rows, which `sizes` has read."""
+    def table(self, rows: list[Any]) -> Any:
+        """A table of some of these rows."""
         types = {name: self._type_of(name) for name in self._types}
-        rows, self._rows = self._rows, []  # `sizes` reads no row in advance
         made = [{name: each if each is None else types[name](each) for name, each in row.items()} for row in rows]
         return import_pyarrow("the output")[0].Table.from_pylist(made, self.schema)
 
@@ -148,6 +184,8 @@ class LinesData:
         types = self._types[name]
         if types == {int, float}:
             return float
+        if complex in types and types <= {int, complex}:
+            return int
         return next(iter(types)) if len(types) == 1 and types < _TYPE_NAMES.keys() else json_text
 
     def _fields(self, line: bytes) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_MAX_KINDS, _MAX_FIRST = 1000, 10
+_MAX_KINDS, _MAX_KINDS_SHOWN = 1000, 5
 
 
 class JobError(Exception):
@@ -29,6 +29,11 @@ def worded(problem: str) -> Iterator[None]:
         raise JobError(f"{problem}: {error.strerror or error}. {what_to_do(error)}") from error
 
 
+def kind_in_words(kind: dict[str, Any]) -> str:
+    """An item of Errors.by_kind."""
+    return f"{kind['rows']:,} × {kind['error']} (first: {kind['first']})"
+
+
 class Errors:
     """Error rows by kind: errors that differ only in numbers and quoted values are of one kind. Memory stays flat.
 
@@ -40,7 +45,6 @@ class Errors:
 
     def __init__(self, place: Callable[[int], str] = lambda number: ""):
         self.num_rows, self._place = 0, place
-        self._first: list[str] = []
         self._count: Counter[str] = Counter()
         # By kind: number, name and error of the row with the lowest number, in whatever order the rows finish.
         self._example: dict[str, tuple[int, str, str]] = {}
@@ -54,8 +58,6 @@ class Errors:
             name += f", id {row_id!r}"
         kind = re.sub(r"'[^']*'|\"[^\"]*\"|-?[0-9][0-9,.]*", "…", error)[:200]
         self._add(kind, (number, name, error[:500]), 1)
-        if len(self._first) < _MAX_FIRST:
-            self._first.append(f"{name}: {error[:500]}")
 
     def __add__(self, others: "Errors") -> "Errors":
         """The rows of both."""
@@ -63,7 +65,6 @@ class Errors:
         for errors in (self, others):
             for kind, count in errors._count.items():
                 both._add(kind, errors._example[kind], count)
-            both._first += errors._first[: _MAX_FIRST - len(both._first)]
         return both
 
     def _add(self, kind: str, example: tuple[int, str, str], count: int) -> None:
@@ -74,9 +75,11 @@ class Errors:
         self._example[kind] = min(example, self._example.get(kind, example))
 
     def in_words(self) -> str:
-        """The first ten rows by name, each with its error, and how many more there are."""
-        num_more = self.num_rows - len(self._first)
-        return "; ".join([*self._first, *[f"and {num_more:,} more"] * (num_more > 0)])
+        """The most frequent kinds, and how many more rows there are."""
+        kinds = self.by_kind()
+        num_others = sum(kind["rows"] for kind in kinds[_MAX_KINDS_SHOWN:])
+        more = [f"and {num_others:,} more"] if num_others else []
+        return "; ".join([*map(kind_in_words, kinds[:_MAX_KINDS_SHOWN]), *more])
 
     def by_kind(self) -> list[dict[str, Any]]:
         """The kinds as the report lists them, the most frequent first."""

@@ -48,7 +48,7 @@ def identity_of(
     """The facts that must be equal for a job to be resumed, as JSON reads them back."""
     deciding = {name: engine[name] for name in _DECIDING if engine.get(name) is not None}
     # A hub model's directory is named by its commit, and gets its weights only when an LLM needs them.
-    is_local = engine["model"] == "bundled" or Path(engine["model"]).is_dir()
+    is_local = engine["model"] == "bundled" or Path(engine["model"]).expanduser().is_dir()
     identity = {
         "input": {"digest": lines_digest, "rows": num_rows},
         "model": fingerprint_of_model(directory) if is_local else directory.name,

@@ -35,8 +35,8 @@ class Index:
         ids, max_num_new_tokens, is_row = array("Q"), array("q"), bytearray()
         for number, line in enumerate(lines.scan()):
             row = params.parse(number, line)
-            # 0 for a row without an id, which is not equal to any other.
-            ids.append(xxhash.xxh3_64_intdigest(row.id.encode()) if row.id is not None else 0)
+            # 0 for a row without an id of its own, which is not equal to any other.
+            ids.append(0 if row.id is None or row.is_numbered else xxhash.xxh3_64_intdigest(row.id.encode()))
             max_num_new_tokens.append(0 if row.error is not None else params.max_num_new_tokens(row, max_model_len))
             is_row.append(row.error is None)
             self.kinds.add(row.kind)

@@ -12,6 +12,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from nanovllm.jobs.report import Progress, Report, in_words, num_rows_in_words
 from nanovllm.jobs.results import Results, Stdout
 from nanovllm.jobs.row_params import RowParams
 from nanovllm.jobs.run import RowsRun
-from nanovllm.jobs.source import Files, input_paths
+from nanovllm.jobs.source import Files, check_name, input_paths
 from nanovllm.replicas.replicas import Replicas
 
 logger = logging.getLogger("nanovllm.jobs")
@@ -75,10 +76,11 @@ class Job:
                 params = RowParams(recommended, options.params, options.seed, options.columns)
                 index = Index(lines, params, preflight.max_model_len, with_data=self._is_stream)
                 self._refuse(index.errors)
-                checked = check_rows(index, preflight, self._num_to_check(len(index)))
-                if self._is_new and not options.dry_run:
-                    checked.refuse_if_none_can_run(index)
-                if self._is_new and options.preflight != "off":
+                is_new = self._is_new()
+                checked = check_rows(index, preflight, self._num_to_check(len(index)) if is_new else 0)
+                if is_new and not options.dry_run:
+                    checked.refuse_if_none_can_run(index, is_look=options.preflight == "off")
+                if is_new and options.preflight != "off":
                     checked.log(index)
                     self._refuse(checked.refused)
             if options.dry_run:
@@ -108,12 +110,12 @@ class Job:
         cannot be written at the end."""
         ours = [] if self._is_stream else [self._output, self._state_path, self._part_path]
         ours += [path.with_name(path.name + ".new") for path in ours]
-        paths = input_paths(self._options.input, ours)
+        reports = [] if self._options.report is None else [Path(self._options.report).resolve()]
+        paths = input_paths(self._options.input, [*ours, *reports])
         for name, is_used, stream in (("input", "-" in paths, sys.stdin), ("output", self._is_stream, sys.stdout)):
             if is_used and stream is None:
                 raise JobError(f'"-" is standard {name}, which is closed; open it, or name a file')
         inputs = [Path(path).resolve() for path in paths]
-        reports = [] if self._options.report is None else [Path(self._options.report).resolve()]
         for path in [*inputs, *reports]:
             if path in ours:
                 raise JobError(f"the job itself writes {path}; choose another output")
@@ -124,6 +126,7 @@ class Job:
                 raise JobError(f"the directory {path.parent} does not exist; make it first")
             if path.is_dir():
                 raise JobError(f"{path} is a directory; name a file")
+        check_name(self._options.output, is_output=True)
         if ours and self._output.exists() and not self._output.is_file():
             raise JobError(f'the output {self._output} is not a regular file; "-" is standard output')
         return paths
@@ -138,7 +141,6 @@ class Job:
             num_rows, first = num_rows_in_words(errors.num_rows), errors.in_words()
             raise JobError(f"{num_rows} cannot run; --on-error stop refuses the job: {first}")
 
-    @property
     def _is_new(self) -> bool:
         """Whether the job has no finished rows. One that has them was checked when it began."""
         if self._options.restart or self._options.dry_run or self._is_stream:
@@ -152,7 +154,7 @@ class Job:
         kind = options.preflight or ("full" if needs_all else "sample")
         # Without a preflight, a job still checks whether any of its rows can run.
         num_off = 0 if options.dry_run else _ROWS_OF_LOOK
-        return {"off": num_off, "sample": _ROWS_OF_SAMPLE, "full": num_rows}[kind] if self._is_new else 0
+        return {"off": num_off, "sample": _ROWS_OF_SAMPLE, "full": num_rows}[kind]
 
     def _dry_run(self, index: Index, checked: Checked) -> dict[str, Any]:
         options, found = self._options, {}
@@ -170,7 +172,14 @@ class Job:
     def _with_journal(self, index: Index, directory: Path) -> dict[str, Any]:
         """Resumes the job beside the output, or begins one."""
         options = self._options
-        with Journal(self._part_path, options.seconds_between_syncs, index.lines.place) as journal:
+        with ExitStack() as stack:
+            journal = stack.enter_context(Journal(self._part_path, options.seconds_between_syncs, index.lines.place))
+            # Nothing is deleted before the model has loaded.
+            llm = None
+            if options.restart:
+                with self._report.phase("start"):
+                    llm = self._started_llm()
+                stack.enter_context(llm)
             with self._report.phase("recovery"):
                 if options.restart:
                     for path in (self._state_path, self._output):
@@ -184,7 +193,7 @@ class Job:
                 journal.remove()
                 logger.info("%s is finished already; the report of the run that finished it follows", self._output)
                 return state["report"]
-            report = self._run_rows(index, journal)
+            report = self._run_rows(index, journal, llm)
             if journal.is_complete():
                 with self._report.phase("output"):
                     # Otherwise a power failure could tear the journal of a job whose output exists already.
@@ -230,16 +239,18 @@ class Job:
                 write_parquet(file, self._output, journal.rows(), index.kinds, index.lines.data)
             else:
                 write_lines(file, journal.rows(), index.lines.data)
+            index.lines.check_unchanged()
 
     # The rows
 
-    def _run_rows(self, index: Index, results: Results) -> dict[str, Any]:
-        """Runs the rows that `results` lacks."""
+    def _run_rows(self, index: Index, results: Results, llm: LLM | Replicas | None = None) -> dict[str, Any]:
+        """Runs the rows that `results` lacks. Starts the LLM if there is none."""
         num_before = results.num_rows
         if num_before == len(index):
             return self._report.as_dict(num_before, num_before, num_before, results.errors)
-        with self._report.phase("start"):
-            llm = self._started_llm()
+        if llm is None:
+            with self._report.phase("start"):
+                llm = self._started_llm()
         rows_run = RowsRun(index, results, self._created, self._options.model)
         with llm, self._report.phase("rows"):
             progress = Progress(len(index), num_before, llm.metrics)

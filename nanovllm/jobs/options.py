@@ -43,6 +43,8 @@ class JobOptions:
         id_column: the column with the ids. By default (None) it is "id", and a row without one gets its number.
         prompt: a template of prompts, such as "Translate: {text}", where {text} is the value of the column "text".
         chat: make each prompt the user's message of a conversation, so that the model's chat template applies.
+        chat_template_kwargs: arguments of the chat template for all conversations, such as {"enable_thinking": false};
+            with chat or messages_column.
 
     Raises:
         ValueError: an option has no such value, or two contradict each other.
@@ -67,6 +69,7 @@ class JobOptions:
     id_column: str | None = None
     prompt: str | None = None
     chat: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def columns(self) -> Columns:
@@ -91,4 +94,4 @@ class JobOptions:
         if self.restart and self.dry_run:
             raise ValueError("restart deletes the output, and dry_run changes nothing; leave one of them out")
         if self.estimate and (not self.dry_run or self.preflight == "off"):
-            raise ValueError('estimate needs dry_run (--estimate needs --dry-run), and a preflight other than "off"')
+            raise ValueError('estimate needs dry_run (--dry-run), and a preflight other than "off"')

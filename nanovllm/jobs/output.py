@@ -41,12 +41,13 @@ def write_parquet(
     schema = _schema_of(pyarrow, kinds)
     codec = "zstd" if pyarrow.Codec.is_available("zstd") else "snappy"
     whole = schema if data is None else pyarrow.schema([*schema, *data.schema])
-    sizes = repeat(0) if data is None else data.sizes()
-    sized = ((_table_row(json.loads(row)), len(row) + size) for row, size in zip(rows, sizes, strict=False))
+    extras = repeat((None, 0)) if data is None else data.rows()
+    pairs = zip(rows, extras, strict=False)
+    sized = (((_table_row(json.loads(row)), extra), len(row) + size) for row, (extra, size) in pairs)
     with parquet.ParquetWriter(file, whole, compression=codec) as writer:
         for group in in_pieces(sized, _ROWS_OF_GROUP, _BYTES_OF_GROUP):
-            columns = pyarrow.Table.from_pylist(group, schema).columns
-            columns += [] if data is None else data.take(len(group)).columns
+            columns = pyarrow.Table.from_pylist([row for row, _ in group], schema).columns
+            columns += [] if data is None else data.table([extra for _, extra in group]).columns
             writer.write_table(pyarrow.Table.from_arrays(columns, schema=whole))
 
 

@@ -116,7 +116,7 @@ class ParquetLines:
 
     def tables(self) -> Iterator[Any]:
         """The rows as tables of a few rows, with `schema`."""
-        number = 0
+        self._group, number = -1, 0  # from the start, even if the first batch is in memory
         while number < self._num_rows:
             self._move_to(number)
             number = self._start + self._rows_in_batch
@@ -182,7 +182,12 @@ def _num_bytes(group: Any, names: Collection[str]) -> int:
 def _python_value(scalar: Any) -> Any:
     try:
         return scalar.as_py()
-    except (ImportError, ValueError):  # nanoseconds, which Python's datetime does not have
+    except (ImportError, OverflowError, ValueError):  # nanoseconds and far years, which Python's datetime does not have
+        if hasattr(scalar, "keys"):  # a struct
+            fields = [scalar.type.field(index) for index in range(scalar.type.num_fields)]
+            return {field.name: _python_value(scalar[index]) for index, field in enumerate(fields)}
+        if hasattr(scalar, "values"):  # a list
+            return [_python_value(each) for each in scalar.values]
         return scalar.cast("string").as_py().replace(" ", "T", 1)
 
 

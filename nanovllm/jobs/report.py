@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanovllm.jobs.errors import Errors
+from nanovllm.jobs.errors import Errors, kind_in_words
 from nanovllm.jobs.options import JobOptions
 
 logger = logging.getLogger("nanovllm.jobs")
@@ -168,7 +168,7 @@ def in_words(report: dict[str, Any]) -> str:
         if "preflight" not in report:
             lines.append(f"error rows: {rows['errors']:,} of {rows['finished']:,}")
         named, others = report["errors"][:_MAX_KINDS_SHOWN], report["errors"][_MAX_KINDS_SHOWN:]
-        lines += [f"  {kind['rows']:,} × {kind['error']} (first: {kind['first']})" for kind in named]
+        lines += [f"  {kind_in_words(kind)}" for kind in named]
         if others:
             num_rows = num_rows_in_words(sum(kind["rows"] for kind in others))
             lines.append(f"  and {num_rows} with {len(others):,} other errors, which --report writes")

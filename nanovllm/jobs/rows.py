@@ -56,6 +56,7 @@ class JobRow:
         kind: the format of the row and of its output.
         error: why the row cannot run, or None.
         model: the model's name in the body of a row of OpenAI's format.
+        is_numbered: its id is its number, because it has none.
         data: JSON for the data columns, without braces, if the output gets rows as they finish.
     """
 
@@ -66,6 +67,7 @@ class JobRow:
     kind: Kind
     error: str | None = None
     model: str | None = None
+    is_numbered: bool = False
     data: bytes = b""
 
 
@@ -84,6 +86,7 @@ def parse_row(number: int, line: bytes | str, columns: Columns = _NO_COLUMNS) ->
     kind: Kind = "plain"
     params: dict[str, Any] = {}
     given = row_id = model = id_problem = None
+    is_numbered = False
     try:
         if len(line) > MAX_BYTES_OF_LINE:
             raise ValueError(f"the row has more than {MAX_BYTES_OF_LINE:,} bytes of JSON, which is the limit of a row")
@@ -95,7 +98,7 @@ def parse_row(number: int, line: bytes | str, columns: Columns = _NO_COLUMNS) ->
         given = without_nulls(given)
         value = given.get("custom_id", given.get("id")) if is_openai else given.get(columns.id_name)
         if value is None and not is_openai and columns.id_column is None:
-            row_id = str(number + 1)
+            row_id, is_numbered = str(number + 1), True
         else:
             row_id, id_problem = _id_of(value, "custom_id" if is_openai else columns.id_name)
         if columns.given:
@@ -114,8 +117,8 @@ def parse_row(number: int, line: bytes | str, columns: Columns = _NO_COLUMNS) ->
         error = _DEEP if isinstance(problem, RecursionError) else str(problem)
         if len(error) > _MAX_ERROR_CHARACTERS:  # errors show values, which may be as long as the line
             error = error[: _MAX_ERROR_CHARACTERS - 1] + "…"
-        return JobRow(number, row_id, None, {}, kind, error)
-    return JobRow(number, row_id, prompt, params, kind, None, model)
+        return JobRow(number, row_id, None, {}, kind, error, is_numbered=is_numbered)
+    return JobRow(number, row_id, prompt, params, kind, None, model, is_numbered)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -192,6 +195,8 @@ def _id_of(value: Any, name: str) -> tuple[str | None, str | None]:
     """(the id as a string, None), or (None, the error)."""
     if value is None:
         return None, f'the row has no "{name}", which must be a string or an integer'
+    if isinstance(value, float) and value.is_integer():  # pandas makes floats of integers beside a null
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         return None, f'"{name}" must be a string or an integer, not {value!r}'
     text = str(value)

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from glob import glob
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -79,7 +79,7 @@ class Lines:
                 offset += len(piece)
                 digest.update(piece)
                 piece = b"" if piece.endswith(b"\n") else self._next_line()
-            if row.strip() or len(row) > MAX_BYTES_OF_LINE:
+            if _cut(row, start).strip() or len(row) > MAX_BYTES_OF_LINE:
                 self._offsets.append(start)
                 yield _cut(row, start)
         self.digest = digest.hexdigest()
@@ -135,16 +135,20 @@ class Files:
         self.digest = ""
         self._starts: list[int] = []
         self._checksums = array("I")
+        self._states: list[tuple[int, int]] = []
         self._note: Callable[[bytes], None] | None = None
         try:
             for path in paths:
+                if path != "-" and not Path(path).exists():
+                    raise JobError(f"there is no file {path!r}")
                 self.parts.append(ParquetLines(path, columns) if is_parquet(path) else Lines(path, directory))
             self._check_alike()
-            columns.check(self._names(), self.parts[0].path, is_parquet(paths[0]))
+            for part in self.parts:
+                columns.check(_names_in(part), part.path, is_parquet(paths[0]))
             if not is_parquet(paths[0]):
                 self.data = LinesData(self.read, columns) if columns.given else None
                 self._note = self.data.note if self.data is not None and to_table else None
-            elif columns.carried(self._names()):
+            elif columns.carried(_names_in(self.parts[0])):
                 self.data = TableData([ParquetLines(path, columns, is_data=True) for path in paths], to_table)
         except BaseException:
             self.close()
@@ -164,6 +168,11 @@ class Files:
                     if self._note is not None:
                         self._note(line)
                     yield line
+        if isinstance(self.data, TableData):
+            self._states = self._find_states()
+            self.data.check()
+        elif self._note is not None and self.data is not None:
+            self.data.warn_of_mixed_types()
         digests = [part.digest for part in self.parts]
         self.digest = digests[0] if len(digests) == 1 else xxhash.xxh3_128_hexdigest(" ".join(digests).encode())
 
@@ -182,6 +191,16 @@ class Files:
                 "command again"
             )
         return line
+
+    def check_unchanged(self) -> None:
+        """Raises a JobError if a table has changed since `scan`: its data columns are read once more at the end. (A
+        line is checked when it is read.)"""
+        if isinstance(self.data, TableData) and self._find_states() != self._states:
+            raise JobError("the input has changed while the job ran. Restore the input, and run the same command again")
+
+    def _find_states(self) -> list[tuple[int, int]]:
+        states = [Path(part.path).stat() for part in self.parts]
+        return [(each.st_size, each.st_mtime_ns) for each in states]
 
     def place(self, number: int) -> str:
         """A row's number in its file and the file's name; empty if there is one file."""
@@ -207,14 +226,20 @@ class Files:
             if different := {*part.names} ^ {*tables[0].names}:
                 raise JobError(f"the columns {sorted(different)} are in only one of {tables[0].path} and {part.path}")
 
-    def _names(self) -> list[str]:
-        """The columns of a table, or the keys of the first lines."""
-        first = self.parts[0]
-        if isinstance(first, ParquetLines):
-            return first.names
-        with worded(f"{first.path} cannot be read"):
-            lines = islice(chain.from_iterable(part.scan() for part in self.parts), _ROWS_WITH_NAMES)
-            return list(dict.fromkeys(name for line in lines for name in fields_of(line)))
+
+def _names_in(part: Lines | ParquetLines) -> list[str]:
+    """The columns of a table, or the keys of the first lines."""
+    if isinstance(part, ParquetLines):
+        return part.names
+    with worded(f"{part.path} cannot be read"):
+        return list(dict.fromkeys(name for line in islice(part.scan(), _ROWS_WITH_NAMES) for name in fields_of(line)))
+
+
+def check_name(path: str, is_output: bool = False) -> None:
+    """Raises a JobError for a file whose name says that it has another format. An output is never compressed."""
+    others = (".csv", ".tsv", ".xls", ".xlsx", *((".gz", ".zst") if is_output else ()))
+    if Path(path).suffix.lower() in others:
+        raise JobError(f"{path}: a job reads and writes JSON Lines and Parquet, no other formats")
 
 
 def input_paths(given: str | Sequence[str], ours: Collection[Path]) -> list[str]:
@@ -229,6 +254,8 @@ def input_paths(given: str | Sequence[str], ours: Collection[Path]) -> list[str]
     """
     paths: list[str] = []
     for each in [given] if isinstance(given, str) else given:
+        if Path(each).is_dir() and each:
+            raise JobError(f"{each} is a directory; name its files, for example '{each}/*.jsonl'")
         if Path(each).exists() or not any(sign in each for sign in "*?["):
             paths.append(each)
             continue
@@ -238,6 +265,7 @@ def input_paths(given: str | Sequence[str], ours: Collection[Path]) -> list[str]
         paths += found
     seen: set[Path] = set()
     for path in paths:
+        check_name(path)
         if (resolved := Path(path).resolve()) in seen:
             raise JobError(f"the input has {path} twice; leave one out")
         seen.add(resolved)

@@ -67,7 +67,7 @@ def test_the_exit_status_says_how_the_rows_went(tmp_path):
         running[status] = shell(words + " 2>&-" * (status == 0), tmp_path)
     said = {status: process.communicate()[1] for status, process in running.items()}
     assert {status: process.returncode for status, process in running.items()} == {each: each for each in rows}, said
-    assert "No such file" in said[1] and len(said[1].splitlines()) == 1
+    assert "there is no file 'in1'" in said[1] and len(said[1].splitlines()) == 1
     assert "error rows: 1 of 2" in said[3] and "error rows: 2 of 2" in said[4] and said[0] == ""
     begun = next(line for line in said[3].splitlines() if "run-batch: 0 of 2 rows" in line)
     assert re.match(r"\d\d:\d\d:\d\d ", begun)
@@ -166,7 +166,7 @@ def test_json_that_is_nested_too_deeply_is_one_short_line(capsys):
     [
         (["run"], "nanovllm: COMMAND: invalid choice: 'run'"),
         (["--versoin"], "nanovllm: the following arguments are required: COMMAND"),
-        (["run-batch"], "nanovllm: run-batch needs --input, --output and --model; run-batch --help lists all options"),
+        (["run-batch"], "nanovllm: run-batch needs --input, --output, --model; run-batch --help lists all options"),
         (["run-batch", "--outptu", "x"], "nanovllm run-batch: unknown option --outptu; did you mean --output?"),
     ],
 )

@@ -254,7 +254,7 @@ def test_decimals_are_numbers(tmp_path):
         ("params", pa.array(['{"top_p": 1, "top_p": 1}']), "the key 'top_p' twice"),
         ("body", pa.array(["x"]), '"body" must be an object'),
         ("messages", pa.array(["Hello"]), '"messages" must be a list'),
-        ("id", pa.array([1.0]), '"id" must be a string or an integer, not 1.0'),
+        ("id", pa.array([1.5]), '"id" must be a string or an integer, not 1.5'),
         ("id", pa.array([b"raw"]), "the column 'id' (binary)"),
     ],
 )

@@ -125,7 +125,7 @@ BAD_PLAIN = [
 @pytest.mark.parametrize("fields, error, found_id", BAD_PLAIN)
 def test_what_is_wrong_with_a_plain_row_is_named(fields, error, found_id):
     found = row_of(fields, 4)
-    assert found == JobRow(4, found_id, None, {}, "plain", found.error)
+    assert found == JobRow(4, found_id, None, {}, "plain", found.error, is_numbered="id" not in fields)
     assert found.error is not None
     with pytest.raises(ValueError, match=error):
         raise ValueError(found.error)
