@@ -10,7 +10,6 @@ import logging
 import os
 import select
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -96,7 +95,8 @@ def start_child(
     # name.
     path = [entry for entry in sys.path if isinstance(entry, str) and entry]
     package = Path(__file__).parent
-    program = f"""import sys; sys.path[:] = {path!r}
+    # A batch system sends SIGTERM to all processes of a job. The child ends when its parent does, and cleans up then.
+    program = f"""import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); sys.path[:] = {path!r}
 import importlib.util, runpy
 spec = importlib.util.spec_from_file_location(
     "nanovllm", {str(package / "__init__.py")!r}, submodule_search_locations=[{str(package)!r}]
@@ -179,8 +179,6 @@ def serve(
             exception, the parent is told.
     """
     sock, parent, paths = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3:]
-    # A batch system sends SIGTERM to all processes of a job. This process ends when its parent does.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     inbox: SimpleQueue[Any] = SimpleQueue()
 
     def read() -> None:

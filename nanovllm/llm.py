@@ -30,7 +30,7 @@ from nanovllm.models.directory import find_model
 from nanovllm.models.read_config import load_model_config
 from nanovllm.outputs import RequestOutput, keep_outputs
 from nanovllm.progress import Progress
-from nanovllm.prompts import EncodedPrompt, NotYet, as_conversation_list, as_pairs, as_prompt_list
+from nanovllm.prompts import EncodedPrompt, NotYet, as_conversation_list, as_pairs, as_prompt_list, key_of
 from nanovllm.recommended_sampling import DefaultSampling
 from nanovllm.row_stream import OutputIterator, RowStream
 from nanovllm.sampling_params import AS_ARGUMENT, OneOrMany, SamplingParams, checked_params, one_per_prompt, with_params
@@ -269,8 +269,9 @@ class LLM:
     ) -> list[Loglikelihood]:
         """Computes the log-probability of each continuation after its context, in order. Nothing is generated.
 
-        Equal contexts are computed once if the KV cache has room. Contexts that begin alike share all blocks before
-        the one in which they differ. Only the continuations are projected onto the vocabulary.
+        Equal contexts are computed about once per `max_num_seqs` continuations if the KV cache has room, and each time
+        without prefix caching. Contexts that begin alike share all blocks before the one in which they differ. Only the
+        continuations are projected onto the vocabulary.
 
         Args:
             contexts: one or many, each a string or a list of token ids. With an empty string, the continuation begins
@@ -283,8 +284,8 @@ class LLM:
         pairs = as_pairs(contexts, continuations)
         params = self._params_for(SamplingParams(max_tokens=0, prompt_logprobs=1), len(pairs))
         # The scheduler shares a context with the pairs that come right after it.
-        first: dict[str, int] = {}
-        places = [first.setdefault(repr(context), place) for place, (context, _) in enumerate(pairs)]
+        first: dict[Any, int] = {}
+        places = [first.setdefault(key_of(context), place) for place, (context, _) in enumerate(pairs)]
         order = sorted(range(len(pairs)), key=places.__getitem__)
         pairs = [pairs[place] for place in order]
         outputs = self._run(pairs, params, self._text.encode_pairs, use_tqdm, raise_on_error, order)

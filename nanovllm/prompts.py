@@ -66,6 +66,13 @@ def as_pairs(contexts: Any, continuations: Any) -> list[tuple[Any, Any]]:
     return list(zip(before, after, strict=True))
 
 
+def key_of(context: Any) -> Any:
+    """Equal for equal texts and equal lists of token ids; None for all else."""
+    context = context if isinstance(context, str) else listed(context)
+    is_ids = isinstance(context, (list, tuple, range)) and set(map(type, context)) == {int}
+    return context if isinstance(context, str) else tuple(context) if is_ids else None
+
+
 def as_prompt_list(prompts: Any) -> list[Any]:
     """One or many prompts as a list of prompts; a TypeError if `prompts` can be neither."""
     prompts = _without_array("prompts", prompts)

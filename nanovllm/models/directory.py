@@ -1,8 +1,10 @@
 """A model's directory: where it is, and which of its files hold the weights. No torch."""
 
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import shorten
 
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.models.json_fields import read_json
@@ -26,8 +28,11 @@ def find_model(model: str, revision: str | None, with_weights: bool = True, opti
         ValueError: it is neither a directory nor a name that the hub knows.
     """
     path = Path(model).expanduser()
-    if path.is_dir():
-        return path
+    try:
+        if path.is_dir():
+            return path
+    except OSError as error:  # such as a name that is too long
+        raise ValueError(f"{option} {model[:100]!r}… cannot be a directory: {error.strerror}") from None
     if model == BUNDLED:
         return MODEL_DIRECTORY
     if path.is_absolute() or path.exists() or model.startswith((".", "~")) or model.count("/") > 1:
@@ -38,10 +43,12 @@ def find_model(model: str, revision: str | None, with_weights: bool = True, opti
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub client raises dozens of types; all mean that there is no model
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        said = re.sub(r" ?\(Request ID: .*?\)", "", " ".join(str(error).split()))
+        reason = f"{type(error).__name__}: {shorten(said, 200)}"
         raise ValueError(
-            f"{option} {model!r} is not a directory, and the hub does not give it ({reason:.150}); check the name and "
-            f'the network, or give the directory of a downloaded model, or "{BUNDLED}", nanovllm\'s own small model'
+            f"{option} {model!r} is not a directory, and the hub does not give it ({reason}); check the name, the "
+            "network, the disk and, for a gated model, your login, or give the directory of a downloaded model, or "
+            f'"{BUNDLED}", nanovllm\'s own small model'
         ) from None
 
 

@@ -39,6 +39,7 @@ def written_weights(tensors: Mapping[str, Given], meeting_place: str) -> Iterato
     directory = in_memory if _fit_in_memory(num_bytes) else beside
     try:
         try:
+            shutil.rmtree(directory, ignore_errors=True)  # Ctrl-C may have left it
             directory.mkdir(mode=0o700)
             for number, names in enumerate(_batches(wholes)):
                 save_file({name: _on_host(wholes[name]) for name in names}, directory / f"{number}.safetensors")

@@ -54,7 +54,8 @@ def _class_name(directory: Path) -> str | None:
     model, fields = (_read(directory / name) for name in ("config.json", "tokenizer_config.json"))
     name = str(fields.get("tokenizer_class")).removesuffix("Fast").replace("TokenizersBackend", "PreTrainedTokenizer")
     is_known = model.get("model_type", "") in _TYPES.get(name, ())
-    return f"{name}Fast" if is_known and "auto_map" not in fields and (directory / "tokenizer.json").exists() else None
+    is_plain = "auto_map" not in fields and "model_name" not in model and (directory / "tokenizer.json").exists()
+    return f"{name}Fast" if is_known and is_plain else None
 
 
 def _read(path: Path) -> dict[str, Any]:
