@@ -44,7 +44,7 @@ def find_model(model: str, revision: str | None, with_weights: bool = True, opti
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub client raises dozens of types; all mean that there is no model
         said = re.sub(r" ?\(Request ID: .*?\)", "", " ".join(str(error).split()))
-        reason = f"{type(error).__name__}: {shorten(said, 200)}"
+        reason = f"{type(error).__name__}: {shorten(said, 150)}"
         raise ValueError(
             f"{option} {model!r} is not a directory, and the hub does not give it ({reason}); check the name, the "
             "network, the disk and, for a gated model, your login, or give the directory of a downloaded model, or "

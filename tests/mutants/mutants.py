@@ -730,12 +730,6 @@ _MUTANTS_OF_FILE = {
             "test_replicas.py::test_a_row_that_kills_its_replica_becomes_one_error_row[is killed]",
             "test_replicas.py::test_a_row_that_kills_its_replica_becomes_one_error_row[raises]"),
     ],
-    "jobs/cli.py": [
-        historic(
-            "a job of error rows alone ends as one of good rows",
-            "Exit.ALL_ERRORS if is_all else", "Exit.GOOD if is_all else",
-            "test_job_command.py::test_the_exit_status_follows_from_the_report[rows3-False-4]"),
-    ],
     "jobs/journal.py": [
         historic(
             "a resumed job counts the error rows of its own run alone",
@@ -749,11 +743,6 @@ _MUTANTS_OF_FILE = {
             "two processes write one journal",
             "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB",
             "test_job_journal.py::test_two_processes_never_write_one_journal"),
-        planted(
-            "a full disk leaves half a line",
-            "                    os.ftruncate(self._fd, self._size)\n                raise self._failure",
-            "                    pass\n                raise self._failure",
-            "test_job_journal.py::test_a_full_disk_leaves_whole_lines_and_says_what_to_do"),
     ],
     "jobs/identity.py": [
         planted(

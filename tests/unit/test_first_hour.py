@@ -1,8 +1,10 @@
 """What a new user meets first: the model's name, the parameters, the progress bar, help, and calls from threads."""
 
+import os
 import pydoc
 import re
 import signal
+import subprocess
 import sys
 import threading
 import traceback
@@ -10,6 +12,7 @@ from dataclasses import fields, replace
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import nanovllm.progress
@@ -20,6 +23,7 @@ from nanovllm.guard import ExclusiveGuard
 from nanovllm.jobs.identity import identity_of
 from nanovllm.models.directory import find_model
 from nanovllm.progress import Progress
+from nanovllm.prompts import key_of
 from nanovllm.recommended_sampling import DefaultSampling
 
 OPTIONS = {"device": "cpu", "kvcache_block_size": 16, "num_kvcache_blocks": 64}
@@ -381,3 +385,44 @@ def test_the_refusal_names_the_option():
         llm.engine.step = step
         llm.generate(SUM, replace(GREEDY, max_tokens=1))
     assert "make it with queue_calls=True" in errors[0]
+
+
+# The package
+
+
+def test_the_package_shows_its_names_before_they_are_imported():
+    """They were not in dir(), and `nanovllm.outputs` was an AttributeError until something imported it."""
+    code = (
+        "import nanovllm; print({*nanovllm.__all__} <= {*dir(nanovllm)}, nanovllm.outputs.RequestOutput.__name__, "
+        "nanovllm.LLM is nanovllm.llm.LLM, hasattr(nanovllm, 'no_name'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "True RequestOutput True False\n", done.stderr
+
+
+def test_an_import_that_fails_says_why(tmp_path):
+    """`from nanovllm import LLM` said "cannot import name 'LLM'" if a library was broken."""
+    (tmp_path / "numpy.py").write_text("")
+    done = subprocess.run(
+        [sys.executable, "-c", "from nanovllm import LLM"], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+    )  # fmt: skip
+    assert re.search(r"ImportError: nanovllm\.llm cannot be imported: .*numpy.* has no attribute", done.stderr)
+
+
+def test_a_name_too_long_for_a_directory_is_refused():
+    with pytest.raises(ValueError, match="cannot be a directory: File name too long"):
+        Preflight("a" * 5000)
+
+
+def test_a_context_is_compared_by_its_tokens_alone(llm):
+    """Its repr was asked for."""
+
+    class Odd:
+        def __repr__(self) -> str:
+            raise ZeroDivisionError
+
+    rows = llm.loglikelihood(["a", np.array([97]), None, [97]], ["b"] * 4, use_tqdm=False)
+    assert [row.error is None for row in rows] == [True, True, False, True]
+    assert rows[0].total == pytest.approx(rows[1].total) == pytest.approx(rows[3].total)
+    assert key_of([97, 98]) == key_of(np.array([97, 98])) != key_of([97]) and key_of(Odd()) is None

@@ -128,11 +128,14 @@ def test_the_auto_class_is_asked_for_a_tokenizer_that_only_it_knows(
     assert Text.of_model(tmp_path).tokenizer is tokenizers["byte fallback"]
 
 
-@pytest.mark.parametrize("change", ["code of its own", "no tokenizer.json"])
+@pytest.mark.parametrize("change", ["code of its own", "no tokenizer.json", "another model's name"])
 def test_the_auto_class_is_asked_if_the_files_need_it(tokenizers, tmp_path, monkeypatch, change):
     save(tokenizers["bytes"], tmp_path, "Qwen2Tokenizer", "qwen3")
     if change == "no tokenizer.json":
         (tmp_path / "tokenizer.json").rename(tmp_path / "vocab.json")
+    elif change == "another model's name":  # which the auto class reads
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "model_name": "llava"}))
     else:
         path = tmp_path / "tokenizer_config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": {"AutoTokenizer": ["a.B", None]}}))
