@@ -196,7 +196,7 @@ def test_the_summary_does_not_depend_on_the_pieces():
     assert whole.summary() == pieces.summary()
 
 
-def test_prompts_that_cannot_run_count_only_as_such_and_for_the_longest():
+def test_prompts_that_cannot_run_count_only_as_such():
     preflight = Preflight(MODEL_DIRECTORY, **OPTIONS)
     assert astuple(preflight.summary()) == (0, 0, 0, 0, 0, 0, 0, 0.0)
     preflight.check([[1] * 500, [2] * 100, [1] * 90, [2] * 100, ""], GREEDY)
@@ -204,7 +204,7 @@ def test_prompts_that_cannot_run_count_only_as_such_and_for_the_longest():
         num_prompts=5,
         num_errors=2,
         num_prompt_tokens=290,
-        longest_prompt=500,
+        longest_prompt=100,
         max_num_new_tokens=6,
         num_distinct_prefixes=2,
         num_shared_tokens=64,
