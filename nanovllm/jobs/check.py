@@ -39,6 +39,9 @@ class Checked:
             num_rows_in_words(len(index)), tokenized, f"{summary.num_prompt_tokens:,}", f"{summary.longest_prompt:,}",
             f"{summary.max_num_new_tokens:,}", f"{summary.num_distinct_prefixes:,}", 100 * summary.expected_hit_rate,
         )  # fmt: skip
+        if len(runnable := np.flatnonzero(index.can_run)):
+            row, _ = index.read(int(runnable[0]))
+            logger.info("the first prompt: %.400r", row.prompt)
         for errors in (index.errors, self.refused):
             if errors.num_rows:
                 logger.warning("%s cannot run: %s", num_rows_in_words(errors.num_rows), errors.in_words())

@@ -109,6 +109,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = {field.name: given[field.name] for field in fields(JobOptions) if field.name in given}
     options["engine"] = {name: given[name] for name in engine if name in given}
     options["params"] = given.get("params", {}) | {name: given[name] for name in sampling if name in given}
+    if "\\n" in options.get("prompt", ""):
+        logging.getLogger("nanovllm.jobs").warning(
+            "--prompt has a backslash and an n; a shell writes a line break as $'\\n'"
+        )
     try:
         report = run_batch(JobOptions(**options))
         rows = report["rows"]

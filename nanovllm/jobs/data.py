@@ -149,11 +149,12 @@ class LinesData:
         if len(self._types) > _MAX_KEYS:
             raise JobError(f"the input has more than {_MAX_KEYS:,} different keys; write the output as JSON Lines")
 
-    def warn_of_mixed_types(self) -> None:
-        """Warns of columns whose values have several types, after `note` of all lines."""
+    def warn_of_text(self) -> None:
+        """Warns of columns that become JSON text, after `note` of all lines."""
         for name, types in self._types.items():
-            if len(types) > 1 and self._type_of(name) is json_text:
-                logger.warning("the values of the column %r have several types: it becomes JSON text", name)
+            if types and self._type_of(name) is json_text:
+                kinds = "values of several types" if len(types) > 1 else "objects, lists or very large integers"
+                logger.warning("the column %r holds %s: it becomes JSON text", name, kinds)
 
     def text(self, number: int) -> bytes:
         """JSON for a row's data, without braces."""

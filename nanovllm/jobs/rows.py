@@ -152,7 +152,8 @@ def _object_of(line: bytes | str, decoder: json.JSONDecoder) -> dict[str, Any]:
     except UnicodeEncodeError:
         raise ValueError(_HALF) from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"the line is not JSON: {error.msg} at character {error.pos}") from None
+        problem = error.msg.removesuffix(" at")
+        raise ValueError(f"the line is not JSON: {problem} at character {error.pos}") from None
     except _Refused:
         raise
     except ValueError:  # Python's own limit on the digits of an integer

@@ -172,7 +172,7 @@ class Files:
             self._states = self._find_states()
             self.data.check()
         elif self._note is not None and self.data is not None:
-            self.data.warn_of_mixed_types()
+            self.data.warn_of_text()
         digests = [part.digest for part in self.parts]
         self.digest = digests[0] if len(digests) == 1 else xxhash.xxh3_128_hexdigest(" ".join(digests).encode())
 
@@ -239,7 +239,8 @@ def check_name(path: str, is_output: bool = False) -> None:
     """Raises a JobError for a file whose name says that it has another format. An output is never compressed."""
     others = (".csv", ".tsv", ".xls", ".xlsx", *((".gz", ".zst") if is_output else ()))
     if Path(path).suffix.lower() in others:
-        raise JobError(f"{path}: a job reads and writes JSON Lines and Parquet, no other formats")
+        kinds = "JSON Lines or Parquet, and never compressed" if is_output else "JSON Lines or Parquet"
+        raise JobError(f"{path}: {'an output' if is_output else 'an input'} is {kinds}; name another file")
 
 
 def input_paths(given: str | Sequence[str], ours: Collection[Path]) -> list[str]:

@@ -76,7 +76,7 @@ BUDGETS = {
     # A chat's row may have tools, documents and a template of its own, and its response_format is heeded or refused.
     # The command explains each option and each mistake, and counts the error rows of the whole job.
     # Data of any shape: named columns make rows, all others come through in two formats, and inputs are many files.
-    ("jobs",): 2475,
+    ("jobs",): 2485,
 }
 MAX_FILE, MAX_FUNCTION = 300, 60
 LONG_FILES = {

@@ -144,7 +144,11 @@ def test_a_body_beside_prompts_is_data(run, write):
 def test_a_column_of_several_types_is_announced(run, pa, tmp_path, caplog):
     given = lines(tmp_path / "in", {"text": "a", "v": 1}, {"text": "b", "v": "x"}, {"text": "c", "v": None})
     run(given, output="out.parquet", prompt_column="text")
-    assert "the values of the column 'v' have several types: it becomes JSON text" in caplog.text
+    assert "the column 'v' holds values of several types: it becomes JSON text" in caplog.text
+    objects = lines(tmp_path / "objects", {"text": "a", "v": {"w": 1}, "n": None})
+    run(objects, output="out2.parquet", prompt_column="text")
+    assert "the column 'v' holds objects, lists or very large integers: it becomes JSON text" in caplog.text
+    assert "'n'" not in caplog.text and "'text'" not in caplog.text
 
 
 # Ids
@@ -185,7 +189,7 @@ def test_each_file_must_have_the_named_column(run, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("in.csv", "reads and writes JSON Lines and Parquet"), ("", "is a directory; name its files"), ("no", "no file")],
+    [("in.csv", "an input is JSON Lines or Parquet"), ("", "is a directory; name its files"), ("no", "no file")],
 )
 def test_what_is_no_input_is_said(run, tmp_path, name, message):
     (tmp_path / "in.csv").write_text("text\n")
@@ -195,7 +199,7 @@ def test_what_is_no_input_is_said(run, tmp_path, name, message):
 
 @pytest.mark.parametrize("name", ["out.csv", "out.jsonl.gz"])
 def test_an_output_of_another_format_is_refused(run, tmp_path, name):
-    with pytest.raises(JobError, match="reads and writes JSON Lines and Parquet"):
+    with pytest.raises(JobError, match="an output is JSON Lines or Parquet, and never compressed"):
         run(lines(tmp_path / "in", ROW), output=name)
 
 
@@ -223,6 +227,17 @@ def test_arguments_of_the_chat_template_apply_to_all_rows(run, tmp_path):
     assert seen == [{"messages": [message], "chat_template_kwargs": {"enable_thinking": False}}]
     with pytest.raises(ValueError, match="chat_template_kwargs need chat or messages_column"):
         JobOptions(given, "out", MODEL, prompt_column="text", chat_template_kwargs={})
+
+
+def test_the_first_prompt_is_shown_as_the_model_gets_it(tmp_path, caplog):
+    r"""A \n in a shell's double quotes is a backslash and an n, and no output shows a prompt."""
+    given = lines(tmp_path / "in", {"text": 1}, {"text": "two"})
+    command = ["run-batch", "-i", given, "-o", str(tmp_path / "out"), "--model", "bundled", "--dry-run"]
+    assert main([*command, "--prompt", r"Q:\n{text}"]) == 0
+    assert r"the first prompt: 'Q:\\n1'" in caplog.text and "a shell writes a line break as $'" in caplog.text
+    caplog.clear()
+    assert main([*command, "--prompt", "Q:\n{text}"]) == 0
+    assert r"the first prompt: 'Q:\n1'" in caplog.text and "a shell writes" not in caplog.text
 
 
 # Signals
