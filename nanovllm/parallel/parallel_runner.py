@@ -201,6 +201,7 @@ class TensorParallelRunner(Runner):
     def _replies(self, tag: int, seconds: float | None = None) -> list:
         """Every rank's answer. All ranks end if no answer comes for that many seconds."""
         replies: dict[int, Any] = {}
+        early = []
         while len(replies) < self._size:
             if self._failure is not None:  # closed during the wait, by another thread or a signal's handler
                 raise RuntimeError(self._failure)
@@ -212,6 +213,10 @@ class TensorParallelRunner(Runner):
                 self._fail(f"the ranks did not meet within {seconds} s; give them more memory (see also ulimit -v)")
             if message[0] == tag:  # not the answer to an interrupted call
                 replies[rank] = message[1]
+            elif message[0] > tag:  # a rank may be ready before the message that another one has met it
+                early.append((rank, message))
+        for each in early:
+            self._inbox.put(each)
         return [replies[rank] for rank in range(self._size)]
 
     def _explain(self, rank: int, message: dict[str, str] | None) -> NoReturn:

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ from nanovllm.demo.problems import problems
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.parallel.parallel_runner import TensorParallelRunner
+from nanovllm.parallel.worker import HAS_MET
 
 # An exception in a thread of the driver would otherwise be only a line on the screen.
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -338,6 +340,18 @@ def test_a_rank_killed_at_a_random_moment_ends_the_run_with_its_name(tiny, rank,
             monkeypatch.undo()
     print(f"{slowest:.2f} s until the slowest error")
     assert slowest < 10
+
+
+# The start
+
+
+def test_a_rank_that_is_ready_before_another_has_met_it_is_not_forgotten():
+    """Its answer was dropped, and the start waited for ever; the messages of two ranks have no order."""
+    runner = object.__new__(TensorParallelRunner)
+    runner._size, runner._failure, runner._troubles, runner._inbox = 2, None, [], SimpleQueue()
+    for message in ((0, [HAS_MET, None]), (0, [0, "ready"]), (1, [HAS_MET, None]), (1, [0, "too"])):
+        runner._inbox.put(message)
+    assert runner._replies(HAS_MET, 60) == [None, None] and runner._replies(0, 60) == ["ready", "too"]
 
 
 # Planted faults
@@ -873,6 +887,7 @@ def test_a_driver_that_is_killed_leaves_no_rank_behind(tiny, moment, tmp_path):
 WAITS_WITH_WEIGHTS = """
 import time
 from pathlib import Path
+from queue import SimpleQueue
 from safetensors.torch import load_file
 
 def ask(kind, directory):
