@@ -6,7 +6,7 @@ They are never in the journal. Output rows are in the input's order, so both are
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from itertools import accumulate, count
+from itertools import accumulate, count, groupby
 from typing import Any
 
 from nanovllm.jobs.columns import Columns
@@ -109,11 +109,12 @@ class TableData:
         for part in self._parts:
             for table in part.tables():
                 whole = self._cast(part.path, table)
-                yield from ((whole.slice(row, 1), table.nbytes // table.num_rows) for row in range(table.num_rows))
+                yield from (((whole, row), table.nbytes // table.num_rows) for row in range(table.num_rows))
 
     def table(self, rows: list[Any]) -> Any:
-        """A table of some of these rows."""
-        return self._pyarrow.concat_tables(rows)
+        """A table of some of these rows, which are neighbours."""
+        groups = [list(group) for _, group in groupby(rows, key=lambda row: id(row[0]))]
+        return self._pyarrow.concat_tables([group[0][0].slice(group[0][1], len(group)) for group in groups])
 
     def close(self) -> None:
         for part in self._parts:
