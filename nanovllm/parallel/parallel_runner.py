@@ -213,7 +213,7 @@ class TensorParallelRunner(Runner):
                 self._fail(f"the ranks did not meet within {seconds} s; give them more memory (see also ulimit -v)")
             if message[0] == tag:  # not the answer to an interrupted call
                 replies[rank] = message[1]
-            elif message[0] > tag:  # a rank may be ready before the message that another one has met it
+            elif message[0] == 0:  # a rank may be ready before the message that another one has met it
                 early.append((rank, message))
         for each in early:
             self._inbox.put(each)

@@ -59,7 +59,7 @@ BUDGETS = {
     ("runner",): 1400,
     ("models", "layers"): 2000,
     # Ranks meet by a deadline, and remove what a driver left that a signal ended.
-    ("parallel",): 408,
+    ("parallel",): 410,
     ("replicas",): 500,
     # text/messages.py takes conversations as OpenAI's clients write them, in the form that each template reads.
     # text/chat_template.py finds what a template leaves out, and text/tokenizer.py knows each token's bytes.
