@@ -13,7 +13,7 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.forms import Form
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.norm import QKNorm, RMSNorm
+from nanovllm.layers.norm import ProjectionNorm, QKNorm, RMSNorm
 from nanovllm.layers.quantization import Formats
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.config import ModelConfig
@@ -37,20 +37,27 @@ class DecoderAttention(nn.Module):
         self.attn = Attention(layer_index, backend, config.layers[layer_index].window, context.use_kernels)
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size, head_dim, heads, kv_heads, config.qkv_bias, context, stored_as=stored_as,
-            format=formats.of(name, *stored), gives=self.attn.accepts,
+            format=formats.of(name, *stored),
+            gives=Form.PLAIN if family.qk_norm == "projection" else self.attn.accepts,
         )  # fmt: skip
         self.o_proj = RowParallelLinear(
             heads * head_dim, config.hidden_size, config.o_bias, context, format=formats.of(name, "o_proj"),
             gives=gives,
         )  # fmt: skip
         self.accepts = self.qkv_proj.accepts
-        self.qk_norm = None
-        if family.qk_norm:
+        self.qk_norm = self.projection_norm = None
+        if family.qk_norm == "head":
             num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads  # of this rank
             self.qk_norm = QKNorm(num_heads, num_kv_heads, head_dim, config.rms_norm_eps, context, family.norm_offset)
+        elif family.qk_norm == "projection":
+            sizes, parts = self.qkv_proj.output_sizes, self.qkv_proj.parts
+            self.projection_norm = ProjectionNorm(sizes, parts, config.rms_norm_eps, context)
 
     def forward(self, hidden_states, rotary, kv_cache, metadata, needed=None):
-        attended = self.attn(self.qkv_proj(hidden_states), self.qk_norm, rotary, kv_cache, metadata).flatten(1)
+        qkv = self.qkv_proj(hidden_states)
+        if self.projection_norm is not None:
+            qkv = self.projection_norm(qkv)
+        attended = self.attn(qkv, self.qk_norm, rotary, kv_cache, metadata).flatten(1)
         return self.o_proj(attended if needed is None else attended.index_select(0, needed))
 
 

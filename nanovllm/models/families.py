@@ -21,7 +21,8 @@ class Family:
         longrope_names: rope types that mean LongRoPE, besides "longrope" and "su".
         qkv_bias: True: queries, keys and values have a bias, and the attention's output has none. None: attention_bias
             decides for all four.
-        qk_norm: each query head and each key head is normalized on its own.
+        qk_norm: "head": each query head and each key head is normalized on its own. "projection": all query heads are
+            normalized together, and all key heads. "": none is.
         stores_merged: the checkpoint merges queries, keys and values into one tensor, and gate and up into another.
         norm_offset: a number that is added to the stored weights of norms.
         has_post_norms: the outputs of attention and MLP are also normalized, before they are added to the residual.
@@ -40,7 +41,7 @@ class Family:
     names_stretched_length: bool = False
     longrope_names: tuple[str, ...] = ()
     qkv_bias: bool | None = None
-    qk_norm: bool = False
+    qk_norm: str = ""
     stores_merged: bool = False
     norm_offset: float = 0.0
     has_post_norms: bool = False
@@ -56,7 +57,7 @@ FAMILIES = {
             "head_dim": 256, "max_position_embeddings": 131072, "tie_word_embeddings": True, "sliding_window": 4096,
             "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rope_theta": 1e6,
         },
-        windows="pattern", has_local_rope=True, names_stretched_length=True, qk_norm=True, norm_offset=1.0,
+        windows="pattern", has_local_rope=True, names_stretched_length=True, qk_norm="head", norm_offset=1.0,
         has_post_norms=True, scales_embedding=True,
         reads=("attention_bias", "query_pre_attn_scalar", "hidden_activation"),
     ),
@@ -74,6 +75,13 @@ FAMILIES = {
             (".mlp.", ".block_sparse_moe."), (".gate_proj.", ".w1."), (".up_proj.", ".w3."), (".down_proj.", ".w2."),
         ),
     ),
+    "OlmoeForCausalLM": Family(
+        "olmoe", {
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8,
+        },
+        qk_norm="projection", num_experts_names=("num_local_experts", "num_experts"),
+        reads=("attention_bias", "norm_topk_prob"),
+    ),
     "Phi3ForCausalLM": Family(
         "phi3", {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
         windows="all", longrope_names=("yarn",), stores_merged=True, reads=("partial_rotary_factor",),
@@ -84,11 +92,11 @@ FAMILIES = {
     ),
     "Qwen3ForCausalLM": Family(
         "qwen3", {"head_dim": 128, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
-        windows="upper", qk_norm=True, reads=("attention_bias",),
+        windows="upper", qk_norm="head", reads=("attention_bias",),
     ),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe", {"max_position_embeddings": 32768, "sliding_window": 4096, "moe_intermediate_size": 768},
-        windows="switched", qk_norm=True, num_experts_names=("num_local_experts", "num_experts"),
+        windows="switched", qk_norm="head", num_experts_names=("num_local_experts", "num_experts"),
         reads=(
             "attention_bias", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob",
         ),

@@ -25,7 +25,7 @@ _REFUSED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectio
 OPTIONAL: dict[str, Any] = {
     "attention_bias": False, "mlp_bias": False, "query_pre_attn_scalar": None, "hidden_activation": None,
     "partial_rotary_factor": 1, "moe_intermediate_size": None, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    "norm_topk_prob": True,
+    "norm_topk_prob": True, "clip_qkv": None,
 }  # fmt: skip
 # Larger counts are mistakes; see json_fields.
 _MAX_LAYERS = _MAX_EXPERTS = _MAX_HEADS = 1024

@@ -149,6 +149,16 @@ def mixtral(rng: random.Random) -> dict[str, Any]:
     return options | {"sliding_window": rng.choice((None, *WINDOWS))}
 
 
+def olmoe(rng: random.Random) -> dict[str, Any]:
+    options = _experts(rng, _common(rng), "num_experts")
+    del options["head_dim"]
+    return options | {
+        "attention_bias": rng.random() < 0.3,
+        "norm_topk_prob": rng.random() < 0.5,
+        "pad_token_id": 0,
+    }
+
+
 # Family -> (transformers' config and model, random options).
 FAMILIES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", llama),
@@ -159,6 +169,7 @@ FAMILIES = {
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", qwen3_moe),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", mixtral),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", gemma3),
+    "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", olmoe),
 }
 
 
