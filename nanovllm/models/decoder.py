@@ -64,10 +64,9 @@ class DecoderAttention(nn.Module):
 class DecoderMLP(nn.Module):
     """accepts: the forms of inputs that it takes; gives: the forms of sums that the norm after it accepts."""
 
-    def __init__(self, config: ModelConfig, layer_index: int, formats: Formats, gives: Form, context: LayerContext):
+    def __init__(self, config: ModelConfig, name: str, size: int, formats: Formats, gives: Form, context: LayerContext):
         super().__init__()
-        name = f"model.layers.{layer_index}.mlp"
-        hidden_size, size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        hidden_size, bias = config.hidden_size, config.mlp_bias
         stored_as = "gate_up_proj" if config.family.stores_merged else None
         stored = [stored_as] if stored_as else ["gate_proj", "up_proj"]
         self.down_proj = RowParallelLinear(
@@ -112,13 +111,15 @@ class DecoderLayer(nn.Module):
     def _make_mlp(
         config: ModelConfig, layer_index: int, formats: Formats, gives: Form, context: LayerContext
     ) -> DecoderMLP | Experts:
-        experts = config.experts
+        name, experts, shared = f"model.layers.{layer_index}.mlp", config.experts, None
         if experts is None or not config.layers[layer_index].has_experts:
-            return DecoderMLP(config, layer_index, formats, gives, context)
-        name = f"model.layers.{layer_index}.mlp.experts.0"  # all experts have the same format
+            return DecoderMLP(config, name, config.intermediate_size, formats, gives, context)
+        if experts.shared_size:  # its output is added to that of the others before the ranks' sum
+            shared = DecoderMLP(config, f"{name}.shared_expert", experts.shared_size, formats, Form.PLAIN, context)
+        format = formats.of(f"{name}.experts.0", "gate_proj", "up_proj", "down_proj")  # all experts have the same
         return Experts(
             config.hidden_size, experts.size, experts.num_experts, experts.top_k, experts.renormalizes,
-            config.hidden_act, context, formats.of(name, "gate_proj", "up_proj", "down_proj"),
+            config.hidden_act, context, format, shared,
         )  # fmt: skip
 
     def forward(self, output, residual, rotary, kv_cache, metadata, needed=None):

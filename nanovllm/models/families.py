@@ -15,12 +15,13 @@ class Family:
             `load_model_config`. They must include max_position_embeddings.
         windows: which layers have a sliding window if layer_types does not say so: "none", "all" (if there is a
             sliding_window), "switched" (all, if use_sliding_window), "upper" (from max_window_layers on, if
+            use_sliding_window), "alternate" (every second layer, the first included, below max_window_layers, if
             use_sliding_window), or "pattern" (all layers but every sixth).
         has_local_rope: layers with a window have another rotary embedding than layers without one.
         names_stretched_length: max_position_embeddings is the length after linear stretching.
         longrope_names: rope types that mean LongRoPE, besides "longrope" and "su".
-        qkv_bias: True: queries, keys and values have a bias, and the attention's output has none. None: attention_bias
-            decides for all four.
+        qkv_bias: True: queries, keys and values have a bias, unless the config has qkv_bias=false, and the attention's
+            output has none. None: attention_bias decides for all four.
         qk_norm: "head": each query head and each key head is normalized on its own. "projection": all query heads are
             normalized together, and all key heads. "": none is.
         stores_merged: the checkpoint merges queries, keys and values into one tensor, and gate and up into another.
@@ -89,6 +90,18 @@ FAMILIES = {
     "Qwen2ForCausalLM": Family(
         "qwen2", {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
         windows="upper", qkv_bias=True, reads=("attention_bias",),
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2_moe", {
+            "num_key_value_heads": 16, "max_position_embeddings": 32768, "sliding_window": 4096,
+            "max_window_layers": 28, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+        windows="alternate", qkv_bias=True, num_experts_names=("num_experts",),
+        reads=(
+            "qkv_bias", "moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step",
+            "mlp_only_layers", "norm_topk_prob",
+        ),
     ),
     "Qwen3ForCausalLM": Family(
         "qwen3", {"head_dim": 128, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},

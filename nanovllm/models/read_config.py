@@ -25,7 +25,7 @@ _REFUSED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectio
 OPTIONAL: dict[str, Any] = {
     "attention_bias": False, "mlp_bias": False, "query_pre_attn_scalar": None, "hidden_activation": None,
     "partial_rotary_factor": 1, "moe_intermediate_size": None, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    "norm_topk_prob": True, "clip_qkv": None,
+    "norm_topk_prob": True, "shared_expert_intermediate_size": None, "clip_qkv": None, "qkv_bias": None,
 }  # fmt: skip
 # Larger counts are mistakes; see json_fields.
 _MAX_LAYERS = _MAX_EXPERTS = _MAX_HEADS = 1024
@@ -72,7 +72,7 @@ def load_model_config(directory: Path) -> ModelConfig:
         layers=tuple(LayerConfig(window, ropes[window > 0], i in sparse) for i, window in enumerate(windows)),
         experts=experts,
         rms_norm_eps=read_number(raw, "rms_norm_eps", default=1e-6),
-        qkv_bias=has_bias if family.qkv_bias is None else family.qkv_bias,
+        qkv_bias=has_bias if family.qkv_bias is None else read_flag(raw, "qkv_bias", default=family.qkv_bias),
         o_bias=has_bias if family.qkv_bias is None else False,
         mlp_bias=read_flag(raw, "mlp_bias", default=False),
         hidden_act=hidden_act,
@@ -158,13 +158,16 @@ def _max_positions(max_position: int, ropes: set[RopeConfig], family: Family) ->
 def _windows(raw: dict[str, Any], family: Family, num_layers: int) -> list[int]:
     """Each layer's sliding window, 0 for none."""
     has_window = raw.get("sliding_window") is not None
-    if family.windows in ("upper", "switched"):
+    if family.windows in ("upper", "switched", "alternate"):
         has_window = has_window and read_flag(raw, "use_sliding_window", default=False)
     if family.windows == "pattern":
         if not has_window:
             raise ValueError("sliding_window in config.json must be an integer: some layers need it")
         period = read_count(raw, "sliding_window_pattern", default=6)
         is_local = [(index + 1) % period > 0 for index in range(num_layers)]
+    elif family.windows == "alternate":
+        end = read_count(raw, "max_window_layers", minimum=0)
+        is_local = [has_window and index < end and index % 2 == 0 for index in range(num_layers)]
     else:
         first = {"none": num_layers, "all": 0, "switched": 0}.get(family.windows)
         if first is None:
@@ -179,7 +182,7 @@ def _windows(raw: dict[str, Any], family: Family, num_layers: int) -> list[int]:
             )
         given = [kind == "sliding_attention" for kind in kinds]
         # transformers follows layer_types only in these families.
-        is_followed = family.windows in ("upper", "pattern") and (has_window or not any(given))
+        is_followed = family.windows in ("upper", "alternate", "pattern") and (has_window or not any(given))
         if not is_followed and given != is_local:
             raise ValueError(
                 f"layer_types={shown(kinds)} in config.json does not fit "
@@ -200,7 +203,9 @@ def _experts(raw: dict[str, Any], family: Family) -> ExpertsConfig | None:
     top_k = read_count(raw, "num_experts_per_tok", maximum=num_experts)
     # In families without this field, the weights of a token's experts always add up to 1.
     renormalizes = "norm_topk_prob" not in family.reads or read_flag(raw, "norm_topk_prob", default=False)
-    return ExpertsConfig(num_experts, top_k, size, renormalizes)
+    has_shared = "shared_expert_intermediate_size" in family.reads
+    shared_size = read_count(raw, "shared_expert_intermediate_size") if has_shared else 0
+    return ExpertsConfig(num_experts, top_k, size, renormalizes, shared_size)
 
 
 def _sparse_layers(raw: dict[str, Any], num_layers: int) -> set[int]:
