@@ -69,6 +69,10 @@ FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
     "gemma3": {"sliding_window": 8, "pad_token_id": 0},
     "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 3, "num_experts_per_tok": 2, "pad_token_id": 0},
+    "qwen2_moe": {
+        "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+    },
 }
 
 
