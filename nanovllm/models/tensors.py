@@ -70,6 +70,8 @@ class PackedExpert:
         first_row, shape: the rows that belong to the matrix, and the matrix's shape.
     """
 
+    what: str
+
     def __init__(self, packed: "AnyTensor", expert: int, first_row: int, shape: tuple[int, ...], is_transposed: bool):
         self.what, self.shape = packed.what, shape
         self._packed, self._expert, self._first_row, self._is_transposed = packed, expert, first_row, is_transposed
