@@ -7,15 +7,7 @@ from typing import Any
 from nanovllm.layers.rope_config import ROPE_KINDS, RopeConfig
 from nanovllm.models.config import ExpertsConfig, LayerConfig, ModelConfig
 from nanovllm.models.families import FAMILIES, Family
-from nanovllm.models.json_fields import (
-    read_count,
-    read_flag,
-    read_json,
-    read_list,
-    read_number,
-    read_numbers,
-    shown,
-)
+from nanovllm.models.json_fields import read_count, read_flag, read_json, read_list, read_number, read_numbers, shown
 from nanovllm.models.read_fp8 import read_fp8
 from nanovllm.models.wrappers import TEXT_PREFIXES, WRAPPERS, Wrapper, unwrap
 
@@ -263,8 +255,7 @@ def _rope_of_fields(
     if kind == "su" or kind in family.longrope_names:
         kind = "longrope"
     if kind in ("dynamic", "mrope"):
-        # "dynamic" changes nothing up to max_position_embeddings, our limit; "mrope" changes nothing for text.
-        kind = "default"
+        kind = "default"  # "dynamic" changes nothing up to max_position_embeddings, our limit; "mrope" nothing in text
     if kind not in ROPE_KINDS:
         raise ValueError(f"rope type {shown(kind)} is not supported; {', '.join(ROPE_KINDS)} and dynamic are")
     if kind == "default":

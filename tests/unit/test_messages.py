@@ -236,6 +236,21 @@ def test_a_part_that_is_not_text_is_refused(rendered, part):
     assert isinstance(error, ValueError) and "nanovllm reads text only" in str(error) and repr(part)[:20] in str(error)
 
 
+def test_a_chat_template_in_a_file_of_its_own_is_found(tmp_path):
+    """Processors of multimodal models once wrote it to chat_template.json, which their tokenizers do not read."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIRECTORY)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "Hi"}]
+    assert Text.of_model(tmp_path).tokenizer.chat_template is None
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATES["gemma3 with images"]}))
+    (found,) = Text.of_model(tmp_path).encode_conversations([messages], False, None)
+    assert found.text == "<user>Hi"
+    tokenizer.chat_template = TEMPLATES["strict"]
+    tokenizer.save_pretrained(tmp_path)
+    assert Text.of_model(tmp_path).tokenizer.chat_template == TEMPLATES["strict"]
+
+
 @pytest.mark.parametrize("content", [None, 5, {"type": "text", "text": "Hi"}, True], ids=str)
 def test_a_content_that_is_neither_text_nor_parts_is_refused(rendered, content):
     error = rendered([{"role": "user", "content": content}])

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from support.family_factory import WRAPPED, save_family_model
+from support.fp8_factory import compressed, quantized_copy
 from support.model_factory import edit_config, read_tensors, write_tensors
 from support.thread_ranks import Exchange, ThreadRank, logits_of
 from support.weight_updates import OPTIONS, generate, make_llm, of_fresh_llm
@@ -381,6 +382,22 @@ def test_packed_experts_of_another_shape_are_named(experts, tmp_path):
         assert f"tensor {name} in " in message and f"{list(wrong.shape)}, the model needs [3, 24, 32]" in message
     both = {name.replace("gate_up_proj", "2.up_proj.weight"): tensors[name][2, 12:]}
     assert "are the same tensor; keep one of them" in load_error(tmp_path, tensors | both)
+
+
+def test_fp8_weights_of_a_wrapper_are_those_of_its_text_part_alone(tmp_path):
+    """Scales have the wrapper's prefix, and so has the name of a layer that is not in FP8."""
+    whole, alone, plain = tmp_path / "wrapped", tmp_path / "alone", ".layers.0.mlp.down_proj"
+    save_family_model(tmp_path / "plain", "qwen3_vl", small("qwen3_vl"))
+    quantized_copy(tmp_path / "plain", whole, ignore=[f"model.language_model{plain}", "re:.*visual.*"])
+    of_plain = {name: tensor for name, tensor in read_tensors(tmp_path / "plain").items() if f"{plain}." in name}
+    tensors = {name: tensor for name, tensor in read_tensors(whole).items() if f"{plain}." not in name} | of_plain
+    write_tensors(whole, tensors)
+    alone.mkdir()
+    write_tensors(alone, {text_name(name): tensor for name, tensor in tensors.items() if text_name(name)})
+    config = json.loads((whole / "config.json").read_text())
+    text = config["text_config"] | {"model_type": "qwen3", "tie_word_embeddings": False}
+    write_config(alone, text | {"quantization_config": compressed(ignore=[f"model{plain}"])})
+    assert torch.equal(logits(whole), logits(alone))
 
 
 @pytest.mark.parametrize(("family", "size"), [("gemma3_wrapped", 1), ("qwen3_vl_moe", 1), ("qwen3_vl_moe", 2)])
