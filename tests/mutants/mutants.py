@@ -669,12 +669,6 @@ _MUTANTS_OF_FILE = {
             "if shard.target.dtype == E4M3 and shard.scales is None and tensor.dtype == E4M3:",
             "test_fp8_engines.py::test_a_checkpoint_in_fp8_is_updated_in_its_own_layout[channel]"),
     ],
-    "models/tensors.py": [
-        planted(
-            "ranks read the rows of transposed experts from the first one on",
-            "rows = (self._first_row + start, length)", "rows = (self._first_row, length)",
-            "test_wrappers.py::test_experts_of_all_layouts_load[2-transposed]"),
-    ],
     "parallel/parallel_runner.py": [
         planted(
             "one rank copies what another refuses",
