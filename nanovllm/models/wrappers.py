@@ -73,7 +73,7 @@ _TEXT_FAMILIES = [
 def unwrap(wrapper: Wrapper, raw: dict[str, Any], directory: Path) -> tuple[Family, dict[str, Any], dict[str, int]]:
     """The text part's family, its fields, and the ids of placeholder tokens by their fields' names.
 
-    Configs of Qwen2-VL and Qwen2.5-VL from before 2025 have the text part's fields beside vision_config.
+    Published configs of Qwen2-VL and Qwen2.5-VL have no text_config, but the text part's fields beside vision_config.
 
     Args:
         raw: config.json.
@@ -88,7 +88,7 @@ def unwrap(wrapper: Wrapper, raw: dict[str, Any], directory: Path) -> tuple[Fami
         raise ValueError(f"text_config in config.json must be an object with the text part's fields, not {shown(text)}")
     families = {family.model_type: family for family in (*FAMILIES.values(), *_TEXT_FAMILIES)}
     text_type = text.get("model_type")
-    family = families.get(wrapper.text_type if text_type in (None, wrapper.model_type) else text_type)
+    family = families.get(wrapper.text_type if text_type in (None, wrapper.model_type) else str(text_type))
     if family is None:
         raise ValueError(
             f"text_config in config.json has the model_type {shown(text_type)}, which is not supported; supported: "

@@ -175,6 +175,7 @@ def test_a_text_part_that_is_not_supported_is_named(tmp_path):
     message = error_of(tmp_path, {**MISTRAL3, "text_config": {**MISTRAL3["text_config"], "model_type": "mistral4"}})
     assert "text_config in config.json has the model_type 'mistral4', which is not supported; supported: " in message
     assert "gemma3_text" in message
+    assert "[1]" in error_of(tmp_path, {**MISTRAL3, "text_config": {**MISTRAL3["text_config"], "model_type": [1]}})
     for text in (None, "gemma3_text", [1]):
         assert f"not {text!r}" in error_of(tmp_path, {**GEMMA3, "text_config": text})
     assert "norm_topk_prob=False" in error_of(
