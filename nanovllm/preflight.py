@@ -105,7 +105,10 @@ class Preflight:
         self.max_model_len = model_config.max_model_len(config.max_model_len)
         self._text = Text.of_options(directory, config.tokenizer).limited_to(self.max_model_len)
         eos_token_ids = model_config.eos_token_ids
-        self._info = RunnerInfo(sys.maxsize, BLOCK_SIZE, self.max_model_len, model_config.vocab_size, eos_token_ids)
+        self._info = RunnerInfo(
+            sys.maxsize, BLOCK_SIZE, self.max_model_len, model_config.vocab_size, eos_token_ids,
+            placeholders=model_config.placeholders,
+        )  # fmt: skip
         self._structured_outputs = StructuredOutputs(
             self._text.tokenizer, model_config.vocab_size, (*eos_token_ids, *self._text.eos_token_ids)
         )

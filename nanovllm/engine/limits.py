@@ -27,6 +27,16 @@ def _check_scoring(num_tokens: int, info: RunnerInfo) -> None:
         )
 
 
+def _check_placeholders(numbers: np.ndarray, info: RunnerInfo) -> None:
+    """Refuses a prompt that asks for an image, a video or a sound."""
+    for name, token_id in info.placeholders.items():
+        if (numbers == token_id).any():
+            raise ValueError(
+                f"the prompt holds token id {token_id}, the model's {name}: an image, a video or a sound goes in its "
+                "place, and nanovllm reads text alone; leave the token out"
+            )
+
+
 def check_request(
     token_ids: Collection[int], params: SamplingParams, info: RunnerInfo, first_scored: int = 1
 ) -> "array[int]":
@@ -34,8 +44,9 @@ def check_request(
 
     Raises:
         TypeError: the prompt holds something other than integers.
-        ValueError: the prompt is empty or too long, a token id of prompt or parameters is outside the vocabulary,
-            `first_scored` is outside the prompt, or the request might never fit in the KV cache.
+        ValueError: the prompt is empty or too long, a token id of prompt or parameters is outside the vocabulary, a
+            token's place is that of an image, `first_scored` is outside the prompt, or the request might never fit in
+            the KV cache.
     """
     num_tokens = len(token_ids)
     if num_tokens == 0:
@@ -60,6 +71,7 @@ def check_request(
     if not is_inside:
         bad = next(token_id for token_id in token_ids if not 0 <= token_id < info.vocab_size)
         raise ValueError(f"token id {bad} is outside the vocabulary (0 to {info.vocab_size - 1})")
+    _check_placeholders(numbers, info)
     if params.prompt_logprobs is not None and not 1 <= first_scored <= num_tokens:
         raise ValueError(f"first_scored must be from 1 to the prompt's length, not {first_scored}")
     if any(isinstance(word, str) for word in params.bad_words):

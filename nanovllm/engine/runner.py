@@ -26,6 +26,8 @@ class RunnerInfo:
         max_num_seqs: maximum number of sequences that run at a time.
         max_useful_batched_tokens: a larger step computes no more tokens per second.
         max_tokens_beside_decodes: see Scheduler.
+        placeholders: ids of tokens that a prompt may not hold, by the names of config.json's fields: an image, a video
+            or a sound goes in their place.
         device, dtype, attention_backend: where and how it computes; of several devices, the first is named.
     """
 
@@ -38,6 +40,7 @@ class RunnerInfo:
     max_num_seqs: int = 512
     max_useful_batched_tokens: int = 2**31
     max_tokens_beside_decodes: int = 2**31
+    placeholders: Mapping[str, int] = field(default_factory=dict)
     device: str = "cpu"
     dtype: str = "float32"
     attention_backend: str = ""

@@ -16,6 +16,7 @@ class Fp8Config:
         is_per_tensor: the checkpoint has one scale per weight, which is then the scale of every channel.
         ignored: regular expressions that match the checkpoint's names of layers that are not in FP8.
         renames: parts of our layers' names, and the checkpoint's names for them.
+        prefixes: what `ignored` may have in place of our "model.".
     """
 
     scale_name: str | None = None
@@ -23,13 +24,15 @@ class Fp8Config:
     is_per_tensor: bool = False
     ignored: tuple[str, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
+    prefixes: tuple[str, ...] = ("model.",)
 
     def applies_to(self, layer: str) -> bool:
         """layer: our name, such as model.layers.0.self_attn.q_proj."""
         name = f"{layer}."  # renames contain the dots around parts
         for ours, theirs in self.renames:
             name = name.replace(ours, theirs)
-        return not any(_compiled(pattern).search(name[:-1]) for pattern in self.ignored)
+        names = [prefix + name[:-1].removeprefix("model.") for prefix in self.prefixes]
+        return not any(_compiled(pattern).search(name) for pattern in self.ignored for name in names)
 
 
 # The lists of models with many experts are longer than the cache of `re`.

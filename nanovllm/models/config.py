@@ -1,11 +1,13 @@
 """The checked numbers of one model's architecture, which `read_config.py` makes. No torch."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.layers.rope_config import RopeConfig
 from nanovllm.models.families import Family
+from nanovllm.models.wrappers import WRAPPERS
 
 _MAX_DEFAULT_MODEL_LEN = 32768
 
@@ -66,6 +68,12 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     generation: dict[str, Any]  # generation_config.json, for the recommended sampling
     fp8: Fp8Config | None = None  # None if no weight is in FP8
+    placeholders: Mapping[str, int] = field(default_factory=dict)  # see Wrapper
+
+    @property
+    def is_wrapped(self) -> bool:
+        """The checkpoint also has other parts than this text model."""
+        return self.architecture in WRAPPERS
 
     @property
     def num_hidden_layers(self) -> int:

@@ -197,7 +197,7 @@ class CausalLM(nn.Module):
         tied = config.tie_word_embeddings
         weight = self.model.embed_tokens.weight if tied else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context, weight)
-        self.renames = config.family.renames
+        self.renames, self.is_wrapped = config.family.renames, config.is_wrapped
         # Checkpoint tensor -> the tensor that it must equal if a tied model's checkpoint has both.
         self.tied_weights = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
 

@@ -57,6 +57,7 @@ FAMILIES = {
         "gemma3_text", {
             "head_dim": 256, "max_position_embeddings": 131072, "tie_word_embeddings": True, "sliding_window": 4096,
             "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rope_theta": 1e6,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208,
         },
         windows="pattern", has_local_rope=True, names_stretched_length=True, qk_norm="head", norm_offset=1.0,
         has_post_norms=True, scales_embedding=True,

@@ -1,22 +1,17 @@
 """Reads a model's config.json and generation_config.json: the only place that knows Hugging Face's quirks."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 from nanovllm.layers.rope_config import ROPE_KINDS, RopeConfig
 from nanovllm.models.config import ExpertsConfig, LayerConfig, ModelConfig
 from nanovllm.models.families import FAMILIES, Family
-from nanovllm.models.json_fields import (
-    read_count,
-    read_flag,
-    read_json,
-    read_list,
-    read_number,
-    read_numbers,
-    shown,
-)
+from nanovllm.models.json_fields import read_count, read_flag, read_json, read_list, read_number, read_numbers, shown
 from nanovllm.models.read_fp8 import read_fp8
+from nanovllm.models.wrappers import TEXT_PREFIXES, WRAPPERS, Wrapper, unwrap
 
+_ROWS: dict[str, Family | Wrapper] = {**FAMILIES, **WRAPPERS}
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 # Fields of some configs that ask for computations that are not implemented.
 _REFUSED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
@@ -41,10 +36,9 @@ def load_model_config(directory: Path) -> ModelConfig:
         ValueError: the file is missing or not JSON, a field is missing or wrong, or the model needs something
             that is not implemented; the message names the field and the values that work.
     """
-    architecture, raw = _fields_of_architecture(read_json(directory / "config.json"), directory)
+    architecture, family, raw, placeholders = _fields_of_architecture(read_json(directory / "config.json"), directory)
     generation_file = directory / "generation_config.json"
     generation = read_json(generation_file) if generation_file.exists() else {}
-    family = FAMILIES[architecture]
     act_name = "hidden_activation" if "hidden_activation" in family.reads else "hidden_act"
     hidden_act = raw.get(act_name, "silu")
     if hidden_act not in ACTIVATIONS:
@@ -83,12 +77,13 @@ def load_model_config(directory: Path) -> ModelConfig:
         dtype=dtype,
         eos_token_ids=_eos_token_ids(generation) or _eos_token_ids(raw),
         generation=generation,
-        fp8=read_fp8(raw, family),
+        fp8=read_fp8(raw, family, TEXT_PREFIXES if architecture in WRAPPERS else ("model.",)),
+        placeholders=placeholders,
     )
 
 
-def _fields_of_architecture(raw: dict[str, Any], directory: Path) -> tuple[str, dict[str, Any]]:
-    """The architecture, and its fields with defaults.
+def _fields_of_architecture(raw: dict[str, Any], directory: Path) -> tuple[str, Family, dict[str, Any], dict[str, int]]:
+    """The architecture, its decoder's family and fields with defaults, and a wrapper's placeholder tokens.
 
     Raises:
         ValueError: the architecture is not supported, or a field that it does not read would change the model.
@@ -100,8 +95,9 @@ def _fields_of_architecture(raw: dict[str, Any], directory: Path) -> tuple[str, 
         kind = f"the architecture {shown(found)}"
         if not found:
             kind = f"no architectures, and model_type {shown(raw.get('model_type'))}"
-        raise ValueError(f"config.json in {directory} has {kind}{remote}; supported: {', '.join(FAMILIES)}")
-    family = FAMILIES[architecture]
+        raise ValueError(f"config.json in {directory} has {kind}{remote}; supported: {', '.join(_ROWS)}")
+    row = _ROWS[architecture]
+    family, raw, placeholders = unwrap(row, raw, directory) if isinstance(row, Wrapper) else (row, raw, {})
     # null counts as absent. Only for a window it means that there is none.
     given = {key: value for key, value in raw.items() if value is not None or key == "sliding_window"}
     raw = {**family.defaults, **given}
@@ -111,18 +107,18 @@ def _fields_of_architecture(raw: dict[str, Any], directory: Path) -> tuple[str, 
     for name, neutral in OPTIONAL.items():
         if name not in family.reads and raw.get(name, neutral) != neutral:
             raise ValueError(f"{name}={shown(raw[name])} in config.json is not supported for {architecture}")
-    return architecture, raw
+    return architecture, family, raw, placeholders
 
 
 def _architecture(found: list[Any], model_type: Any) -> str | None:
     """The first supported one of `found`. If `found` is empty, or names a decoder that was saved alone, such as
     LlamaModel, `model_type` decides, as in transformers."""
     for name in found:
-        if isinstance(name, str) and name in FAMILIES:
+        if isinstance(name, str) and name in _ROWS:
             return name
-    for name, family in FAMILIES.items():
-        decoders = {name.replace("ForCausalLM", suffix) for suffix in ("Model", "TextModel")}
-        if family.model_type == model_type and decoders.issuperset(map(str, found)):
+    for name, row in _ROWS.items():
+        decoders = {re.sub("For(CausalLM|ConditionalGeneration)", suffix, name) for suffix in ("Model", "TextModel")}
+        if row.model_type == model_type and decoders.issuperset(map(str, found)):
             return name
     return None
 
@@ -260,8 +256,8 @@ def _rope_of_fields(
     kind = fields.get("rope_type", "default")
     if kind == "su" or kind in family.longrope_names:
         kind = "longrope"
-    if kind == "dynamic":
-        kind = "default"  # "dynamic" changes nothing up to max_position_embeddings, our limit
+    if kind in ("dynamic", "mrope"):
+        kind = "default"  # "dynamic" changes nothing up to max_position_embeddings, our limit; "mrope" nothing in text
     if kind not in ROPE_KINDS:
         raise ValueError(f"rope type {shown(kind)} is not supported; {', '.join(ROPE_KINDS)} and dynamic are")
     if kind == "default":

@@ -9,11 +9,14 @@ from nanovllm.models.families import Family
 from nanovllm.models.json_fields import MAX_SIZE, read_list, shown
 
 
-def read_fp8(raw: dict[str, Any], family: Family) -> Fp8Config | None:
+def read_fp8(raw: dict[str, Any], family: Family, prefixes: tuple[str, ...] = ("model.",)) -> Fp8Config | None:
     """The FP8 layout that quantization_config describes; None if there is no quantization_config.
 
     Two layouts are read: quant_method "fp8" with a scale per block, as Qwen and DeepSeek publish it, and
     compressed-tensors with a scale per channel or per tensor and inputs that are quantized per row.
+
+    Args:
+        prefixes: see Fp8Config.
 
     Raises:
         ValueError: another layout; the message says which property is not supported.
@@ -31,7 +34,7 @@ def read_fp8(raw: dict[str, Any], family: Family) -> Fp8Config | None:
         else:
             config = f"quant_method {shown(method)} {problem}"
         if isinstance(config, Fp8Config):
-            return replace(config, renames=family.renames)
+            return replace(config, renames=family.renames, prefixes=prefixes)
         problem = config
     raise ValueError(
         f"quantization_config={shown(given)} in config.json is not supported: {problem}; take weights that are not "

@@ -61,11 +61,38 @@ class Given:
         return self._tensor
 
 
+class PackedExpert:
+    """The matrix of one expert, or some of its rows, in a tensor of all experts, with the interface of Stored.
+
+    Args:
+        packed: [num_experts, rows, columns], or with rows and columns exchanged if `is_transposed`.
+        expert: the expert's index.
+        first_row, shape: the rows that belong to the matrix, and the matrix's shape.
+    """
+
+    what: str
+
+    def __init__(self, packed: "AnyTensor", expert: int, first_row: int, shape: tuple[int, ...], is_transposed: bool):
+        self.what, self.shape = packed.what, shape
+        self._packed, self._expert, self._first_row, self._is_transposed = packed, expert, first_row, is_transposed
+
+    def part(self, source: tuple[tuple[int, int], ...]) -> torch.Tensor:
+        (start, length), columns = source
+        rows = (self._first_row + start, length)
+        if self._is_transposed:
+            return self._packed.part(((self._expert, 1), columns, rows))[0].T.contiguous()
+        return self._packed.part(((self._expert, 1), rows, columns))[0]
+
+    def whole(self) -> torch.Tensor:
+        return self.part(tuple((0, size) for size in self.shape))
+
+
 def _slices(source: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
     return tuple(slice(start, start + length) for start, length in source)
 
 
-Tensors = Mapping[str, Stored | Given]  # by the names of a checkpoint
+AnyTensor = Stored | Given | PackedExpert
+Tensors = Mapping[str, AnyTensor]  # by the names of a checkpoint
 
 
 def given_tensors(weights: Iterable[Any]) -> dict[str, Given]:

@@ -77,7 +77,8 @@ class ModelRunner(Runner):
             model_config.eos_token_ids, model_config.generation, settings.max_num_seqs,
             max_useful_batched_tokens=2**31 if settings.is_gpu else _USEFUL_CPU_TOKENS,
             max_tokens_beside_decodes=program.sizes.max_tokens_beside_decodes if settings.is_gpu else 2**31,
-            device=str(settings.device), dtype=str(settings.dtype).removeprefix("torch."),
+            placeholders=model_config.placeholders, device=str(settings.device),
+            dtype=str(settings.dtype).removeprefix("torch."),
             attention_backend=program.backend.name,
         )  # fmt: skip
         logger.info(

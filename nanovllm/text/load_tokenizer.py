@@ -13,9 +13,9 @@ _FILES = {"tokenizer.json", "tokenizer.model", "vocab.json"}
 # For these types of models, the auto class takes the class that tokenizer_config.json names. The name is without
 # "Fast", and "" means no type. For other types it may take another class, which depends on transformers' version.
 _TYPES = {
-    "PreTrainedTokenizer": ("", "gemma3_text", "llama", "mistral", "mixtral", "phi3", "qwen3", "qwen3_moe"),
-    "Qwen2Tokenizer": ("qwen2", "qwen3", "qwen3_moe"),
-    "GemmaTokenizer": ("gemma3_text",),
+    "PreTrainedTokenizer": ("", "gemma3_text", "llama", "mistral", "mistral3", "mixtral", "phi3", "qwen3", "qwen3_moe"),
+    "Qwen2Tokenizer": ("qwen2", "qwen2_5_vl", "qwen2_vl", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe"),
+    "GemmaTokenizer": ("gemma3", "gemma3_text"),
 }
 
 
@@ -23,6 +23,7 @@ def load_tokenizer(directory: Path) -> Any:
     """transformers' tokenizer of the files in `directory`; None if there are none.
 
     It is the one that `AutoTokenizer` loads. For a tekken.json alone it has mistral-common's ids and chat template.
+    A chat template that is in chat_template.json alone, where multimodal checkpoints may have it, is the tokenizer's.
 
     Raises:
         ValueError: it cannot be loaded.
@@ -35,18 +36,23 @@ def load_tokenizer(directory: Path) -> Any:
         hint = 'pip install mistral-common, or nanovllm with its extra "mistral"'
         raise ValueError(f"the tokenizer in {directory} is a tekken.json, which needs mistral-common: {hint}")
     try:
-        if is_tekken:
-            return _of_tekken(directory / "tekken.json")
-        if (name := _class_name(directory)) is not None:
-            import transformers  # slow to import
-
-            return getattr(transformers, name).from_pretrained(directory)
-        from transformers import AutoTokenizer
-
-        # With mistral-common, transformers would prefer a tekken.json to a tokenizer.json beside it.
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, mistral_format=False)
+        tokenizer = _of_tekken(directory / "tekken.json") if is_tekken else _of_transformers(directory)
     except Exception as error:  # a broken file makes transformers raise all kinds of errors
         raise ValueError(f"the tokenizer in {directory} cannot be loaded: {error}") from error
+    if getattr(tokenizer, "chat_template", None) is None:
+        tokenizer.chat_template = _read(directory / "chat_template.json").get("chat_template")
+    return tokenizer
+
+
+def _of_transformers(directory: Path) -> Any:
+    if (name := _class_name(directory)) is not None:
+        import transformers  # slow to import
+
+        return getattr(transformers, name).from_pretrained(directory)
+    from transformers import AutoTokenizer
+
+    # With mistral-common, transformers would prefer a tekken.json to a tokenizer.json beside it.
+    return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, mistral_format=False)
 
 
 def _class_name(directory: Path) -> str | None:

@@ -28,7 +28,7 @@ def reference_completions(model, prompts: list[list[int]], max_tokens: int) -> l
     token_ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     options = {"max_new_tokens": max_tokens, "do_sample": False, "pad_token_id": 0}
-    if getattr(model.config, "sliding_window", None) == 1:
+    if getattr(model.config.get_text_config(), "sliding_window", None) == 1:
         options["use_cache"] = False  # with its cache, transformers does not apply such a window
     return model.generate(token_ids, attention_mask=mask, **options)[:, longest:].tolist()
 

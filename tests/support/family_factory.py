@@ -172,6 +172,34 @@ def olmoe(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def _with_mrope(rng: random.Random, options: dict[str, Any], kinds: tuple[str, ...] = SCALED) -> dict[str, Any]:
+    """Sections of the rotated columns for the three axes of a position; for text the axes are equal."""
+    num_frequencies = options["head_dim"] // 2
+    first, second = sorted(rng.choices(range(num_frequencies + 1), k=2))
+    sections = [first, second - first, num_frequencies - second]
+    rope = random_rope(rng, options["head_dim"], kinds) | {"mrope_section": sections}
+    return options | {"rope_parameters": rope}
+
+
+def qwen2_vl(rng: random.Random) -> dict[str, Any]:
+    options = _with_mrope(rng, qwen2(rng))
+    del options["head_dim"]
+    return options
+
+
+def qwen3_vl(rng: random.Random) -> dict[str, Any]:
+    options = _common(rng) | {"attention_bias": rng.random() < 0.5}
+    _free_head_dim(rng, options)
+    return _with_mrope(rng, options)
+
+
+def qwen3_vl_moe(rng: random.Random) -> dict[str, Any]:
+    options = qwen3_moe(rng)
+    for name in ("norm_topk_prob", "use_sliding_window", "sliding_window"):
+        del options[name]
+    return _with_mrope(rng, options)
+
+
 # Family -> (transformers' config and model, random options).
 FAMILIES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", llama),
@@ -186,14 +214,57 @@ FAMILIES = {
     "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", olmoe),
 }
 
+_VIT = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 4,
+    "patch_size": 2,
+}  # fmt: skip
+_QWEN_VIT = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 2}
+_QWEN3_VIT = _QWEN_VIT | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+# Models that wrap a text part: the same, with random options of the text part, and the vision part's options.
+WRAPPED = {
+    "gemma3_wrapped": ("Gemma3Config", "Gemma3ForConditionalGeneration", gemma3, _VIT),
+    "mistral3": (
+        "Mistral3Config", "Mistral3ForConditionalGeneration", mistral, {**_VIT, "model_type": "pixtral", "head_dim": 8},
+    ),
+    "qwen2_vl": (
+        "Qwen2VLConfig", "Qwen2VLForConditionalGeneration", qwen2_vl, _QWEN_VIT | {"embed_dim": 16, "mlp_ratio": 2},
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration", qwen2_vl, _QWEN_VIT | {"fullatt_block_indexes": [0]},
+    ),
+    "qwen3_vl": ("Qwen3VLConfig", "Qwen3VLForConditionalGeneration", qwen3_vl, _QWEN3_VIT),
+    "qwen3_vl_moe": ("Qwen3VLMoeConfig", "Qwen3VLMoeForConditionalGeneration", qwen3_vl_moe, _QWEN3_VIT),
+}  # fmt: skip
+
+
+def _wrapped_config(family: str, options: dict[str, Any]) -> Any:
+    """The config of a wrapper whose placeholder tokens are the last ids. Its text part may not say whether it is tied,
+    as that of transformers 5."""
+    import transformers  # slow to import
+
+    name, _, _, vision = WRAPPED[family]
+    text = {"bos_token_id": None, "eos_token_id": None, **options}
+    tied, last = text.pop("tie_word_embeddings"), options["vocab_size"] - 1
+    if options["hidden_size"] % 16:
+        text["tie_word_embeddings"] = tied
+    if family == "mistral3":
+        text["model_type"] = "mistral"
+    ids = {"image_token_id": last, "video_token_id": last - 1}
+    if not family.startswith("qwen"):
+        ids = {"image_token_index": last}
+    return getattr(transformers, name)(text_config=text, vision_config=dict(vision), tie_word_embeddings=tied, **ids)
+
 
 def make_family_model(family: str, options: dict[str, Any], seed: int = 0) -> Any:
     """A float32 model with random parameters, norms and biases included, so that a lost one would show."""
     import transformers  # slow to import
 
     transformers.utils.logging.disable_progress_bar()
-    config_name, model_name, _ = FAMILIES[family]
-    config = getattr(transformers, config_name)(bos_token_id=None, eos_token_id=None, **options)
+    config_name, model_name, *_ = {**FAMILIES, **WRAPPED}[family]
+    if family in WRAPPED:
+        config = _wrapped_config(family, options)
+    else:
+        config = getattr(transformers, config_name)(bos_token_id=None, eos_token_id=None, **options)
     model = getattr(transformers, model_name)(config).float().eval()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the other implementations need sizes that are multiples of 16 bytes
@@ -202,7 +273,7 @@ def make_family_model(family: str, options: dict[str, Any], seed: int = 0) -> An
         for name, parameter in model.named_parameters():
             # Large enough that greedy completions wander instead of repeating one token.
             parameter.normal_(0, 0.3, generator=generator)
-            if "norm" in name and family != "gemma3":
+            if "norm" in name and not family.startswith("gemma3"):
                 parameter.add_(1)
     return model
 

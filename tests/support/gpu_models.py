@@ -66,6 +66,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 5, "moe_intermediate_size": 200, "norm_topk_prob": True,
         },
     ),
+    "gemma3, wrapped": (
+        "gemma3_wrapped",
+        {
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256, "num_hidden_layers": 7,
+            "sliding_window": 70,
+        },
+    ),
+    "qwen3_vl_moe": (
+        "qwen3_vl_moe",
+        {
+            "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128, "num_experts": 24,
+            "num_experts_per_tok": 5, "moe_intermediate_size": 200,
+        },
+    ),
     "mixtral": (
         "mixtral",
         {"num_attention_heads": 6, "num_key_value_heads": 3, "num_local_experts": 7, "num_experts_per_tok": 2},

@@ -52,9 +52,9 @@ MAY_IMPORT = {
 BENCHMARKS_MAY_IMPORT = {"public face", "config", "demo", "integrations", "models", "engine", "runner"}
 # Lines of code, without blanks, comments and docstrings.
 BUDGETS = {
-    # When a request had its first token, rows whose logits a user's functions change, and contexts that are scored with
-    # several continuations and computed once.
-    ("engine",): 1096,
+    # When a request had its first token, rows whose logits a user's functions change, contexts that are scored with
+    # several continuations and computed once, and prompts that ask for an image.
+    ("engine",): 1106,
     # Each of its files has imports and signatures of its own, in place of one class with 47 methods.
     ("runner",): 1400,
     ("models", "layers"): 2000,

@@ -24,10 +24,36 @@ TEMPLATES = {
         "{% for m in messages %}<{{ m.role }}>{% if m['content'] is string %}{{ m['content'] }}{% else %}"
         "{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endif %}{% endfor %}"
     ),
+    "gemma3 with images": (
+        "{% if messages[0]['role'] == 'system' %}{% set first = messages[0]['content'] %}"
+        "{% set prefix = '<system>' + (first if first is string else first[0]['text']) %}{% set turns = messages[1:] %}"
+        "{% else %}{% set prefix = '' %}{% set turns = messages %}{% endif %}"
+        "{% for m in turns %}{{ (prefix if loop.first else '') + '<' + m['role'] + '>' }}"
+        "{% if m['content'] is string %}{{ m['content'] | trim }}{% elif m['content'] is iterable %}"
+        "{% for item in m['content'] %}{% if item['type'] == 'image' %}<start_of_image>"
+        "{% elif item['type'] == 'text' %}{{ item['text'] | trim }}{% endif %}{% endfor %}"
+        "{% else %}{{ raise_exception('Invalid content type') }}{% endif %}{% endfor %}"
+    ),
+    "qwen2.5-vl": (
+        "{% set images = namespace(value=0) %}{% for m in messages %}<{{ m['role'] }}>"
+        "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for item in m['content'] %}"
+        "{% if item['type'] == 'image' or 'image' in item or 'image_url' in item %}"
+        "{% set images.value = images.value + 1 %}<|vision_start|><|image_pad|><|vision_end|>"
+        "{% elif item['type'] == 'video' or 'video' in item %}<|vision_start|><|video_pad|><|vision_end|>"
+        "{% elif 'text' in item %}{{ item['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    ),
+    "qwen3-vl": (
+        "{% macro written(content) %}{% if content is string %}{{ content }}{% else %}{% for item in content %}"
+        "{% if 'image' in item or item.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+        "{% elif 'text' in item %}{{ item.text }}{% endif %}{% endfor %}{% endif %}{% endmacro %}"
+        "{% for m in messages %}<{{ m.role }}>{{ written(m.content) }}{% for call in m.tool_calls %}"
+        "<call>{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    ),
     "parts alone": (
         "{% for m in messages %}<{{ m.role }}>{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endfor %}"
     ),
 }
+JOIN_PARTS = ("gemma3", "gemma3 with images", "qwen2.5-vl", "qwen3-vl", "parts alone")  # by themselves
 PARTS = [{"type": "text", "text": "See"}, {"type": "text", "text": "this"}]
 
 
@@ -53,7 +79,7 @@ def test_a_string_reaches_every_template(rendered):
 
 def test_text_parts_reach_every_template(rendered):
     """Qwen3's template wrote nothing for them, and Llama 3's wrote Python's form of the list, both without an error."""
-    separator = "" if rendered.name in ("gemma3", "parts alone") else "\n"  # the template's own, or vLLM's
+    separator = "" if rendered.name in JOIN_PARTS else "\n"  # the template's own, or vLLM's
     for parts in (
         PARTS,
         tuple(PARTS),
@@ -208,6 +234,21 @@ def test_the_callers_messages_stay_as_they_are(rendered):
 def test_a_part_that_is_not_text_is_refused(rendered, part):
     error = rendered([{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}])
     assert isinstance(error, ValueError) and "nanovllm reads text only" in str(error) and repr(part)[:20] in str(error)
+
+
+def test_a_chat_template_in_a_file_of_its_own_is_found(tmp_path):
+    """Processors of multimodal models once wrote it to chat_template.json, which their tokenizers do not read."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIRECTORY)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "Hi"}]
+    assert Text.of_model(tmp_path).tokenizer.chat_template is None
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATES["gemma3 with images"]}))
+    (found,) = Text.of_model(tmp_path).encode_conversations([messages], False, None)
+    assert found.text == "<user>Hi"
+    tokenizer.chat_template = TEMPLATES["strict"]
+    tokenizer.save_pretrained(tmp_path)
+    assert Text.of_model(tmp_path).tokenizer.chat_template == TEMPLATES["strict"]
 
 
 @pytest.mark.parametrize("content", [None, 5, {"type": "text", "text": "Hi"}, True], ids=str)

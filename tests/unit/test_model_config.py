@@ -16,6 +16,7 @@ from nanovllm.layers.rope_config import RopeConfig
 from nanovllm.models.config import LayerConfig, ModelConfig
 from nanovllm.models.families import FAMILIES
 from nanovllm.models.read_config import ACTIVATIONS, load_model_config
+from nanovllm.models.wrappers import WRAPPERS
 from nanovllm.ops import act_and_mul
 
 FIELDS = {**TINY, "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-6}
@@ -188,7 +189,7 @@ def test_of_keys_side_by_side_the_one_counts_that_counts_in_transformers(tmp_pat
 
 @pytest.mark.parametrize(
     "architectures",
-    [["GPT2LMHeadModel"], ["Gemma3ForConditionalGeneration"], [], None, "Qwen3ForCausalLM", 5, {"a": 1}, [5]],
+    [["GPT2LMHeadModel"], ["Llama4ForConditionalGeneration"], [], None, "Qwen3ForCausalLM", 5, {"a": 1}, [5]],
 )
 def test_an_unknown_architecture_is_named_beside_those_there_are(tmp_path, architectures):
     """Running it as Qwen3 would answer nonsense."""
@@ -197,7 +198,7 @@ def test_an_unknown_architecture_is_named_beside_those_there_are(tmp_path, archi
         assert "has no architectures, and model_type 'gpt2'; supported: " in message and "Qwen3ForCausalLM" in message
         assert "has no architectures, and model_type None; " in error_of(tmp_path, architectures=architectures)
     elif isinstance(architectures, list):
-        assert all(name in message for name in FAMILIES) and str(architectures or []) in message
+        assert all(name in message for name in (*FAMILIES, *WRAPPERS)) and str(architectures or []) in message
     else:
         assert "architectures" in message and repr(architectures) in message
 

@@ -57,10 +57,10 @@ def test_ranks_load_no_tokenizer():
 # Types of models with each class. For the second kind only the auto class knows.
 NAMED = {
     "PreTrainedTokenizerFast": ["", "llama", "qwen3"],
-    "TokenizersBackend": ["gemma3_text", "mistral"],
-    "Qwen2Tokenizer": ["qwen2", "qwen3", "qwen3_moe"],
-    "Qwen2TokenizerFast": ["qwen3"],
-    "GemmaTokenizerFast": ["gemma3_text"],
+    "TokenizersBackend": ["gemma3_text", "mistral", "mistral3"],
+    "Qwen2Tokenizer": ["qwen2", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_vl_moe"],
+    "Qwen2TokenizerFast": ["qwen2_vl", "qwen3", "qwen3_vl"],
+    "GemmaTokenizerFast": ["gemma3", "gemma3_text"],
 }
 NOT_NAMED = {
     "PreTrainedTokenizerFast": ["qwen2", "siglip2"],

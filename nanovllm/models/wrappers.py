@@ -1,0 +1,125 @@
+"""Multimodal checkpoints whose text part is one of our decoders: what config.json and the tensors' names look like.
+
+A wrapper's config.json has the text part's fields in text_config, and its checkpoint puts a prefix before the text
+part's names. The other parts, such as the vision tower, are not read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from nanovllm.models.directory import checkpoint_files
+from nanovllm.models.families import FAMILIES, Family
+from nanovllm.models.json_fields import read_count, read_flag, shown
+
+# The prefixes of the text part: transformers 5, those of 2025, and text parts without a prefix of their own. Some of
+# them are before the LM head alone.
+TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
+# Parts that turn images, videos and sounds into embeddings, with or without "model.".
+OTHER_PARTS = ("audio_tower.", "multi_modal_projector.", "vision_model.", "vision_tower.", "visual.")
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """One architecture that wraps a text part.
+
+    Args:
+        model_type: config.json's model_type, which names the architecture where `architectures` does not.
+        text_type: the model_type of the text part, if text_config does not say it.
+        placeholders: fields of config.json that hold the ids of tokens in whose place an image, a video or a sound
+            goes, and transformers' defaults. Tokens around them, such as vision_start_token_id, are ordinary tokens.
+    """
+
+    model_type: str
+    text_type: str
+    placeholders: Mapping[str, int] = field(
+        default_factory=lambda: {"image_token_id": 151655, "video_token_id": 151656}  # Qwen's
+    )
+
+
+WRAPPERS = {
+    "Gemma3ForConditionalGeneration": Wrapper("gemma3", "gemma3_text", {"image_token_index": 262144}),
+    "Mistral3ForConditionalGeneration": Wrapper("mistral3", "mistral", {"image_token_index": 10}),
+    "Qwen2VLForConditionalGeneration": Wrapper("qwen2_vl", "qwen2_vl_text"),
+    "Qwen2_5_VLForConditionalGeneration": Wrapper("qwen2_5_vl", "qwen2_5_vl_text"),
+    "Qwen3VLForConditionalGeneration": Wrapper("qwen3_vl", "qwen3_vl_text"),
+    "Qwen3VLMoeForConditionalGeneration": Wrapper("qwen3_vl_moe", "qwen3_vl_moe_text"),
+}
+
+_QWEN2_VL = {
+    "num_key_value_heads": 8, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+    "sliding_window": 4096, "max_window_layers": 80,
+}  # fmt: skip
+_QWEN3_VL = {"max_position_embeddings": 128000, "rope_theta": 5e5}
+# Text parts that differ from a decoder of FAMILIES, mostly in the defaults of their fields. A text token has the same
+# position on all three axes of mrope, so its rotary embedding is the ordinary one.
+_TEXT_FAMILIES = [
+    replace(FAMILIES["Qwen2ForCausalLM"], model_type="qwen2_vl_text", defaults=_QWEN2_VL),
+    replace(FAMILIES["Qwen2ForCausalLM"], model_type="qwen2_5_vl_text", defaults=_QWEN2_VL),
+    replace(
+        FAMILIES["Qwen3ForCausalLM"], model_type="qwen3_vl_text", windows="none",
+        defaults={**_QWEN3_VL, "head_dim": 128, "num_key_value_heads": 32},
+    ),
+    replace(
+        FAMILIES["Qwen3MoeForCausalLM"], model_type="qwen3_vl_moe_text", windows="none",
+        defaults={**_QWEN3_VL, "num_key_value_heads": 16, "moe_intermediate_size": 1408, "num_experts_per_tok": 4},
+        # The weights of a token's experts always add up to 1.
+        reads=tuple(set(FAMILIES["Qwen3MoeForCausalLM"].reads) - {"norm_topk_prob"}),
+    ),
+]  # fmt: skip
+
+
+def unwrap(wrapper: Wrapper, raw: dict[str, Any], directory: Path) -> tuple[Family, dict[str, Any], dict[str, int]]:
+    """The text part's family, its fields, and the ids of placeholder tokens by their fields' names.
+
+    Published configs of Qwen2-VL and Qwen2.5-VL have no text_config, but the text part's fields beside vision_config.
+
+    Args:
+        raw: config.json.
+
+    Raises:
+        ValueError: config.json has no text part, or one that is not supported.
+    """
+    text = raw.get("text_config")
+    if text is None and raw.get("hidden_size") is not None:
+        text = raw
+    if not isinstance(text, dict):
+        raise ValueError(f"text_config in config.json must be an object with the text part's fields, not {shown(text)}")
+    families = {family.model_type: family for family in (*FAMILIES.values(), *_TEXT_FAMILIES)}
+    text_type = text.get("model_type")
+    family = families.get(wrapper.text_type if text_type in (None, wrapper.model_type) else str(text_type))
+    if family is None:
+        raise ValueError(
+            f"text_config in config.json has the model_type {shown(text_type)}, which is not supported; supported: "
+            f"{', '.join(families)}"
+        )
+    fields = dict(text)
+    # As in transformers: the wrapper's own field counts before the text part's.
+    for names in (("dtype", "torch_dtype"), ("eos_token_id",), ("quantization_config",), ("tie_word_embeddings",)):
+        if given := {name: raw[name] for name in names if raw.get(name) is not None}:
+            fields |= dict.fromkeys(names) | given
+    # transformers 5 writes true for each Mistral 3. It ties only those that do not store an LM head of their own.
+    name = "tie_word_embeddings"
+    if read_flag(fields, name, default=False) and not read_flag(text, name, family.defaults.get(name, False)):
+        fields[name] = not _stores_head(directory)
+    ids = {name: read_count(raw, name, default, minimum=0) for name, default in wrapper.placeholders.items()}
+    return family, fields, ids
+
+
+def is_of_other_part(name: str) -> bool:
+    """Whether a tensor of a wrapped checkpoint belongs to another part than text."""
+    return name.removeprefix("model.").startswith(OTHER_PARTS)
+
+
+def _stores_head(directory: Path) -> bool:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        for path in filter(Path.is_file, checkpoint_files(directory)):
+            with safe_open(path, "np") as file:
+                if any(name.endswith("lm_head.weight") for name in file.keys()):  # noqa: SIM118 (not a mapping)
+                    return True
+    except (ValueError, OSError, SafetensorError):
+        pass  # a config alone, or files that the loader will refuse
+    return False
