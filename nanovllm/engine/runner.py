@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import NO_WINDOWS, BlockManager, WindowGroups
 from nanovllm.engine.scheduler import Scheduler, SchedulerStats
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step, StepOutput
@@ -18,7 +18,7 @@ class RunnerInfo:
     """The facts that a runner determines at start-up.
 
     Args:
-        num_kvcache_blocks, kvcache_block_size: the KV cache.
+        num_kvcache_blocks, kvcache_block_size: the KV cache. If `windows` has groups, a block is one of a group.
         max_model_len: maximum number of tokens of prompt + completion.
         vocab_size: token ids are below it.
         eos_token_ids: the model's own end-of-sequence ids.
@@ -27,6 +27,7 @@ class RunnerInfo:
         max_useful_batched_tokens: a larger step computes no more tokens per second.
         max_tokens_beside_decodes: see Scheduler.
         device, dtype, attention_backend: where and how it computes; of several devices, the first is named.
+        windows: the layers whose blocks are given back.
     """
 
     num_kvcache_blocks: int
@@ -41,6 +42,7 @@ class RunnerInfo:
     device: str = "cpu"
     dtype: str = "float32"
     attention_backend: str = ""
+    windows: WindowGroups = NO_WINDOWS
 
 
 class LaunchedStep(Protocol):
@@ -126,7 +128,9 @@ class Runner:
 def make_scheduler(config: Config, info: RunnerInfo, stats: SchedulerStats | None = None) -> Scheduler:
     """An empty scheduler for a runner. With equal arguments and requests, schedulers make the same decisions in every
     process."""
-    block_manager = BlockManager(info.num_kvcache_blocks, info.kvcache_block_size, config.enable_prefix_caching)
+    block_manager = BlockManager(
+        info.num_kvcache_blocks, info.kvcache_block_size, config.enable_prefix_caching, windows=info.windows
+    )
     return Scheduler(
         block_manager,
         min(config.max_num_batched_tokens, info.max_useful_batched_tokens),

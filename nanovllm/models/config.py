@@ -10,6 +10,22 @@ from nanovllm.models.families import Family
 _MAX_DEFAULT_MODEL_LEN = 32768
 
 
+class CachePlace(NamedTuple):
+    """Where a layer's keys are in the KV cache.
+
+    group: the group of layers whose block table it reads.
+    part: its part of the group's blocks.
+    """
+
+    group: int
+    part: int
+
+
+def one_group(num_layers: int) -> tuple[CachePlace, ...]:
+    """The places of layers that all have the same block table."""
+    return tuple(CachePlace(0, part) for part in range(num_layers))
+
+
 class LayerConfig(NamedTuple):
     """The properties in which the layers of one model may differ.
 
@@ -68,6 +84,19 @@ class ModelConfig:
     @property
     def num_hidden_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def cache_places(self) -> tuple[CachePlace, ...]:
+        """Each layer's place in the KV cache; see engine/block_manager.py for the groups.
+
+        Group 0 has all layers without a window, and the others have as many layers with one. A model with fewer layers
+        of the second kind, or with one kind alone, has a single group, which keeps all keys.
+        """
+        size = sum(layer.window == 0 for layer in self.layers)
+        if not 0 < size <= self.num_hidden_layers - size:
+            return one_group(self.num_hidden_layers)
+        numbers = {False: iter(range(size)), True: iter(range(size, self.num_hidden_layers))}
+        return tuple(CachePlace(*divmod(next(numbers[layer.window > 0]), size)) for layer in self.layers)
 
     def max_model_len(self, wanted: int | None) -> int:
         """Maximum number of tokens of prompt and completion together: `wanted`, or a default.

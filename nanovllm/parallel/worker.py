@@ -31,11 +31,20 @@ HAS_MET = -1  # the tag of a rank's message that it is connected with the others
 def fingerprint(step: Step) -> int:
     """A number that is the same in every process that has scheduled the same step (Python hashes numbers alike).
 
-    It covers the length and the last block of a block table.
+    It covers the length and the last block of a block table, and the last blocks of window groups.
     """
     return hash(
         tuple(
-            (seq.seq_id, num_new, samples, seq.num_computed_tokens, seq.entry, len(table := seq.block_table), table[-1])
+            (
+                seq.seq_id,
+                num_new,
+                samples,
+                seq.num_computed_tokens,
+                seq.entry,
+                len(table := seq.block_table),
+                table[-1],
+                *seq.window_table[-1:],
+            )
             for seq, num_new, samples in step.chunks
         )
         + step.copies
