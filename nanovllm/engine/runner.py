@@ -113,6 +113,9 @@ class Runner:
     def request_aborted(self, seq: Sequence) -> None:
         """The scheduler is about to drop a completion."""
 
+    def nothing_scheduled(self) -> None:
+        """The scheduler found no step to launch, but it may have preempted sequences."""
+
     def step_committed(self, stopped: list[int], broken: list[int]) -> None:
         """The oldest step in flight was committed.
 

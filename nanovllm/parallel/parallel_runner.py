@@ -161,6 +161,9 @@ class TensorParallelRunner(Runner):
     def request_aborted(self, seq: Sequence) -> None:
         self._write("abort", seq.seq_id)
 
+    def nothing_scheduled(self) -> None:
+        self._write("schedule nothing")
+
     def step_committed(self, stopped: list[int], broken: list[int]) -> None:
         self._num_committed += 1
         self._write("commit", self._num_committed, stopped, broken)

@@ -95,6 +95,7 @@ class Worker:
             "add": self._add,
             "abort": self._abort,
             "launch": self._launch,
+            "schedule nothing": self._schedule_nothing,
             "constrain": self._constrain,
             "wait": self._wait,
             "commit": self._commit,
@@ -165,6 +166,10 @@ class Worker:
                 "driver would compute others"
             )
         self._in_flight[number] = step, self._runner.launch(step)
+
+    def _schedule_nothing(self) -> None:
+        if self._scheduler.schedule().chunks:
+            raise RuntimeError(f"the ranks diverged, which is a bug: rank {self._rank} would launch a step")
 
     def _constrain(self, number: int, rows: list[int], *packed) -> None:
         self._in_flight[number][1].constrain(unpack_masks(*packed), rows, {})

@@ -18,8 +18,8 @@ AT_LEAST = {
     "hits": 14_000, "cached tokens": 300_000, "preemptions": 700, "chunks": 50_000, "evictions": 30_000,
     "same-step hits": 400, "refused": 4_000, "aborted": 600, "stop": 10_000, "length": 16_000,
     "error": 200, "stopped by a predicate": 1_500, "ended by max_model_len": 5_000,
-    "forks": 4_000, "copies": 2_000, "scored": 20_000, "contexts": 500,
-    "given back": 1, "shortened hits": 1,
+    "forks": 4_000, "copies": 2_000, "scored": 20_000, "contexts": 250,
+    "given back": 15_000, "shortened hits": 500,
 }  # fmt: skip
 
 
@@ -101,6 +101,7 @@ class Workload:
             overlap=overlap,
             enable_prefix_caching=rng.random() < 0.9,
             max_tokens_beside_decodes=rng.choice([1, 4, 32, 2**31]),
+            is_mirrored=rng.random() < 0.3,
         )
         self.runner: FakeRunner = self.engine.runner
         _replace_block_manager(

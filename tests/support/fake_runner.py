@@ -20,6 +20,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.runner import Runner, RunnerInfo
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Chunk, Step, StepOutput, TokenNumbers
+from nanovllm.parallel.worker import Worker, fingerprint
 from nanovllm.sampling_params import SamplingParams
 
 Predicate = Callable[[int], bool]
@@ -191,6 +192,42 @@ class FakeRunner(Runner):
         self.is_closed = True
 
 
+class MirroredRunner(FakeRunner):
+    """Tells a Worker, as the driver of several ranks does, of all changes of the schedule. The worker notices if it
+    would schedule other work."""
+
+    def __init__(self, info: RunnerInfo, config: Config, max_num_seqs: int):
+        super().__init__(info, max_num_seqs)
+        self.of_worker = FakeRunner(info, max_num_seqs)
+        self.worker = Worker(config, self.of_worker, rank=1)
+        self.num_launched = self.num_committed = self.num_nothing = 0
+
+    def launch(self, step: Step) -> FakeStep:
+        self.num_launched += 1
+        self.of_worker.is_broken = self.is_broken
+        self.worker._launch(self.num_launched, fingerprint(step))
+        return super().launch(step)
+
+    def request_added(self, sequences: list[Sequence]) -> None:
+        seq = sequences[0]
+        self.worker._add(
+            seq.seq_id, seq.token_ids, vars(seq.sampling_params), seq.max_length, seq.stop_token_ids, seq.seed,
+            seq.next_scored, seq.is_constrained,
+        )  # fmt: skip
+
+    def request_aborted(self, seq: Sequence) -> None:
+        self.worker._abort(seq.seq_id)
+
+    def nothing_scheduled(self) -> None:
+        self.num_nothing += 1
+        self.worker._schedule_nothing()
+
+    def step_committed(self, stopped: list[int], broken: list[int]) -> None:
+        self.num_committed += 1
+        self.worker._wait(self.num_committed)
+        self.worker._commit(self.num_committed, stopped, broken)
+
+
 def make_engine(
     *,
     num_blocks: int = 64,
@@ -201,13 +238,16 @@ def make_engine(
     max_tokens_beside_decodes: int = 2**31,
     windows: WindowGroups = NO_WINDOWS,
     keep_log: bool = True,
+    is_mirrored: bool = False,
     **options,
 ) -> LLMEngine:
     """An LLMEngine on a FakeRunner; `options` are Config's."""
     config = Config("fake", **options)
     info = RunnerInfo(num_blocks, block_size, max_model_len, vocab_size, eos_token_ids)
     info = replace(info, max_tokens_beside_decodes=max_tokens_beside_decodes, windows=windows)
-    return LLMEngine(config, runner=FakeRunner(info, config.max_num_seqs or info.max_num_seqs, keep_log))
+    max_num_seqs = config.max_num_seqs or info.max_num_seqs
+    runner = MirroredRunner(info, config, max_num_seqs) if is_mirrored else FakeRunner(info, max_num_seqs, keep_log)
+    return LLMEngine(config, runner=runner)
 
 
 def run_to_end(engine: LLMEngine) -> dict[int, Sequence]:
