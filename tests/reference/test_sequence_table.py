@@ -20,6 +20,7 @@ from support.steps import GREEDY, random_rows, scheduled, step_of
 
 from nanovllm.attention.metadata import QUERY_TILE, query_tiles
 from nanovllm.attention.prefix_groups import PrefixGroups
+from nanovllm.engine.block_manager import NO_WINDOWS, WindowGroups
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
@@ -1081,8 +1082,9 @@ OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overla
 def test_every_batch_of_a_random_run_is_what_plain_loops_make(overlap, is_padded, num_ranks):
     rng = random.Random(5)
     engine = table_engine(
-        random.Random(0) if is_padded else None, num_ranks=num_ranks, num_blocks=30, block_size=4, max_model_len=40,
-        max_num_batched_tokens=24, max_num_seqs=8, overlap=overlap, eos_token_ids=frozenset(range(0, 1000, 30)),
+        random.Random(0) if is_padded else None, num_ranks=num_ranks, num_blocks=60 if num_ranks == 2 else 30, block_size=4,
+        max_model_len=40,        max_num_batched_tokens=24, max_num_seqs=8, overlap=overlap, eos_token_ids=frozenset(range(0, 1000, 30)),
+        windows=WindowGroups(2, 9, 1, 24) if num_ranks == 2 else NO_WINDOWS,
     )  # fmt: skip
     for _ in range(100):
         prompt = [3] * rng.randint(0, 9) + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 12))]
@@ -1104,8 +1106,9 @@ def test_every_batch_of_the_kernel_is_what_plain_loops_make(overlap, is_padded):
     """This run is shorter, because the interpreter is slow."""
     rng = random.Random(6)
     engine = table_engine(
-        random.Random(0) if is_padded else None, use_kernels=True, num_ranks=2, num_blocks=24, block_size=4,
+        random.Random(0) if is_padded else None, use_kernels=True, num_ranks=2, num_blocks=28 if is_padded else 24, block_size=4,
         max_model_len=40, max_num_batched_tokens=150, max_num_seqs=6, overlap=overlap,
+        windows=WindowGroups(1, 6, 1, 150) if is_padded else NO_WINDOWS,
     )  # fmt: skip
     for _ in range(14):
         prompt = [3] * rng.randint(0, 9) + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 20))]

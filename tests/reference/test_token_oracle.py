@@ -101,7 +101,7 @@ class Workload:
             overlap=overlap,
             enable_prefix_caching=rng.random() < 0.9,
             max_tokens_beside_decodes=rng.choice([1, 4, 32, 2**31]),
-            is_mirrored=rng.random() < 0.3,
+            is_mirrored=rng.random() < 0.6,
         )
         self.runner: FakeRunner = self.engine.runner
         _replace_block_manager(
