@@ -21,6 +21,7 @@ from support.long import some
 
 from nanovllm.engine.block_manager import NO_WINDOWS, BlockManager, WindowGroups, hash_block
 from nanovllm.engine.sequence import Sequence
+from nanovllm.models.config import cache_places
 
 
 def make_sequence(tokens, seq_id: int = 0) -> Sequence:
@@ -658,3 +659,23 @@ def test_reviving_a_block_does_not_search_the_pool():
     manager.allocate(everything)
     assert everything.num_computed_tokens == num_blocks - 1
     assert time.process_time() - began < 2, "a search a block would take far longer"
+
+
+def test_windows_take_a_quarter_of_the_cache_at_gemmas_shape():
+    """Five of 34 layers have no window. The blocks have five layers; the seventh group lacks one layer."""
+    places = cache_places([1024, 1024, 1024, 1024, 1024, 0] * 5 + [1024] * 4)
+    num_groups = 1 + max(place.group for place in places)
+    assert sorted(places) == [(group, part) for group in range(7) for part in range(5)][:34]
+    windows = WindowGroups(num_groups - 1, 1024, tile=64, max_num_new_tokens=16384)
+    manager, seq = BlockManager(2000, 64, windows=windows), Sequence(0, [1] * 8192, None, 9000)
+    manager.allocate(seq)
+    for num_new_tokens in (2048, 2048, 4096, 1, 1):
+        seq.num_tokens = max(seq.num_tokens, seq.num_computed_tokens + num_new_tokens)
+        manager.free_behind_window(seq)
+        assert manager.can_append(seq, num_new_tokens)
+        manager.append(seq, num_new_tokens)
+        num_held = len(manager.blocks) - manager.num_free_blocks
+        num_in_window = num_held - len(seq.block_table)
+        assert num_in_window == 6 * len([blocks for blocks in seq.window_table if blocks])
+        assert num_held <= windows.max_num_blocks(len(seq.block_table) * 64, 64)
+    assert 5 * num_held <= 0.27 * 34 * len(seq.block_table)
