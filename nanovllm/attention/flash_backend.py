@@ -31,6 +31,7 @@ class PrefillPlan:
 class FlashAttention(AttentionBackend):
     name = "flash"
     default_block_size = 256
+    keys_of_tile = 256  # at most; its kernels choose
     can_be_captured = True
 
     def __init__(self, shape: AttentionShape):

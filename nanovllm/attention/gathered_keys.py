@@ -63,12 +63,18 @@ def kept_places(kept: Gathered | None, names: list[tuple[int, int]] | None, leng
 
 
 def lay_out(
-    lengths: np.ndarray, tables: np.ndarray, block_size: int, num_kv_heads: int, has_room: bool
+    lengths: np.ndarray,
+    first_seen: np.ndarray,
+    tables: np.ndarray,
+    block_size: int,
+    num_kv_heads: int,
+    has_room: bool,
 ) -> tuple[Gathered, np.ndarray]:
     """Buckets for decodes, and the rows of the cache to gather into them.
 
     Args:
         lengths: int64 [num_decodes], their context lengths, longest first.
+        first_seen: int64 [num_decodes], the first key that each sees.
         tables: int64 [num_decodes, max_blocks], their block tables.
         has_room: whether each gets room for the keys of later steps.
     """
@@ -80,7 +86,7 @@ def lay_out(
         capacity = longest + has_room * (longest // 4 + 16)
         buckets.append(Bucket(first, size, capacity, first_row, size * num_kv_heads * capacity))
         of_bucket = slice(first, first + size)
-        slots = slots_of_keys(tables[of_bucket], lengths[of_bucket], capacity, block_size)
+        slots = slots_of_keys(tables[of_bucket], lengths[of_bucket], capacity, block_size, first_seen[of_bucket])
         source_rows.append((slots[:, None] * num_kv_heads + np.arange(num_kv_heads)[:, None]).ravel())
         first_rows.append(first_row + num_kv_heads * capacity * np.arange(size))
         capacities.append(np.full(size, capacity))
@@ -89,12 +95,14 @@ def lay_out(
     return gathered, np.concatenate(source_rows)
 
 
-def slots_of_keys(tables: np.ndarray, lengths: np.ndarray, capacity: int, block_size: int) -> np.ndarray:
+def slots_of_keys(
+    tables: np.ndarray, lengths: np.ndarray, capacity: int, block_size: int, first_seen: np.ndarray
+) -> np.ndarray:
     """Slots of the sequences' keys: int64 [num_seqs, capacity].
 
-    Padding repeats the sequence's own first key. The slot of another sequence might hold a NaN, which a mask does not
-    stop.
+    Padding and keys before `first_seen` repeat the sequence's own last key. The slot of another sequence might hold a
+    NaN, which a mask does not stop.
     """
-    position = np.arange(capacity)
-    position = np.where(position < lengths[:, None], position, 0)
+    position, last = np.arange(capacity), lengths[:, None] - 1
+    position = np.where((position >= first_seen[:, None]) & (position <= last), position, last)
     return np.take_along_axis(tables, position // block_size, 1) * block_size + position % block_size

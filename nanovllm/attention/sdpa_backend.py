@@ -9,6 +9,7 @@ keys to it; see gathered_keys.py. The plain twin is TorchAttention.
 import itertools
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ class Prefill:
 class DecodePlan:
     """How the step's decodes are attended.
 
+    group: the group of layers that the plan is for.
     rows: int64 [num_decodes], their tokens in the flat batch.
     places: int64 [num_decodes], the place of each in `gathered`.
     place_rows: int64 [num_places], the token whose query is computed in each place; any token for a finished sequence.
@@ -53,6 +55,7 @@ class DecodePlan:
     may_keep: whether the next step may reuse the keys that this one gathers.
     """
 
+    group: int
     gathered: Gathered
     rows: torch.Tensor
     places: torch.Tensor
@@ -75,38 +78,47 @@ class SDPAAttention(AttentionBackend):
 
     def __init__(self, shape: AttentionShape):
         super().__init__(shape)
-        self._kept: Gathered | None = None
-        self._full_mapping: torch.Tensor | None = None  # the planned step's slot mapping, if it has no −1
-        # Memory for gathered keys and values, by layer if they are kept. Fresh memory for every layer of every step
-        # would cost more in page faults than the copy itself.
-        self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._kept: dict[int, Gathered] = {}  # by group of layers
+        self._full_mappings: list[torch.Tensor] = []  # the planned step's slot mappings, if they have no −1
+        # Memory for gathered keys and values, by group and layer if they are kept. Fresh memory for every layer of
+        # every step would cost more in page faults than the copy itself.
+        self._buffers: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def keep_buffers(self, is_kept: bool) -> None:
         if not is_kept:
-            self._kept, self._full_mapping, self._buffers = None, None, {}
+            self._kept, self._full_mappings, self._buffers = {}, [], {}
+
+    def plans(self, groups: list[AttentionMetadata]) -> list[SDPAPlan]:
+        self._full_mappings = [each.slot_mapping for each in groups if bool((each.slot_mapping >= 0).all())]
+        return [self.plan(each) for each in groups]
 
     def plan(self, metadata: AttentionMetadata) -> SDPAPlan:
         starts = metadata.cu_seqlens_q.cpu().numpy().astype(np.int64)
         lengths = metadata.context_lens.cpu().numpy().astype(np.int64)
         tables = metadata.block_tables.cpu().numpy().astype(np.int64)
         num_new = np.diff(starts)
+        window = min(self._shape.windows) if metadata.group == 0 else max(self._shape.windows)
+        # The first key that a query of each row sees. Slots before it may hold other sequences' keys.
+        first_seen = np.maximum(lengths - num_new + 1 - window, 0) if window else np.zeros_like(lengths)
         prefills = []
         for row in np.flatnonzero(num_new > 1).tolist():
             slots = None
             if lengths[row] > num_new[row]:
-                slots_of_row = slots_of_keys(tables[[row]], lengths[[row]], lengths[row], metadata.block_size)[0]
-                slots = self._on_device(slots_of_row)
+                rows = slice(row, row + 1)
+                slots_of_row = slots_of_keys(
+                    tables[rows], lengths[rows], lengths[row], metadata.block_size, first_seen[rows]
+                )
+                slots = self._on_device(slots_of_row[0])
             prefills.append(Prefill(int(starts[row]), int(starts[row + 1]), slots))
-        self._full_mapping = metadata.slot_mapping if bool((metadata.slot_mapping >= 0).all()) else None
         decodes = np.flatnonzero(num_new == 1)
-        kept, self._kept = self._kept, None
+        kept = self._kept.pop(metadata.group, None)
         if not len(decodes):
             return SDPAPlan(prefills, None)
         names = None if prefills or metadata.tenants is None else [metadata.tenants[row] for row in decodes]
-        plan = self._plan_decodes(kept, names, starts, lengths, tables, decodes, metadata.block_size)
+        plan = self._plan_decodes(kept, names, metadata, starts, lengths, first_seen, tables, decodes)
         return SDPAPlan(prefills, plan)
 
-    def _plan_decodes(self, kept, names, starts, lengths, tables, decodes, block_size) -> DecodePlan:
+    def _plan_decodes(self, kept, names, metadata, starts, lengths, first_seen, tables, decodes) -> DecodePlan:
         """The plan for the rows `decodes`. names: their tenants if the next step may reuse the gathered keys."""
         places = kept_places(kept, names, lengths[decodes])
         source_rows, num_kv_heads = None, self._shape.num_kv_heads
@@ -115,11 +127,13 @@ class SDPAAttention(AttentionBackend):
             places = np.empty(len(starts), np.int64)
             places[order] = np.arange(len(order))
             places = places[decodes]
-            gathered, source_rows = lay_out(lengths[order], tables[order], block_size, num_kv_heads, names is not None)
+            gathered, source_rows = lay_out(
+                lengths[order], first_seen[order], tables[order], metadata.block_size, num_kv_heads, names is not None
+            )
             if names is not None:
                 gathered.place_of = dict(zip(names, places.tolist(), strict=True))
         else:
-            gathered = self._kept = kept
+            gathered = self._kept[metadata.group] = kept
             gathered.lengths[places] = lengths[decodes]
         rows = starts[decodes]
         place_rows = np.full(len(gathered.lengths), rows[0])
@@ -134,6 +148,7 @@ class SDPAAttention(AttentionBackend):
         new_rows = (gathered.first_rows + gathered.lengths - 1)[places, None]
         new_rows = new_rows + np.arange(num_kv_heads) * gathered.capacities[places, None]
         return DecodePlan(
+            metadata.group,
             gathered,
             self._on_device(rows),
             self._on_device(places),
@@ -145,7 +160,8 @@ class SDPAAttention(AttentionBackend):
         )
 
     def store_kvcache(self, k, v, cache: LayerCache, slot_mapping: torch.Tensor) -> None:
-        if slot_mapping is not self._full_mapping or cache.is_fp8:
+        is_full = any(slot_mapping is mapping for mapping in self._full_mappings)
+        if not is_full or cache.is_fp8:
             cache.write(k, v, slot_mapping)
         else:
             cache.keys.flatten(0, 1).index_copy_(0, slot_mapping, k)
@@ -199,9 +215,9 @@ class SDPAAttention(AttentionBackend):
         num_bytes = plan.source_rows.numel() * head_dim * k.itemsize
         if not plan.may_keep or k.is_cuda or num_bytes > _MAX_KEPT * cache.keys.nbytes:
             return self._gather(cache, plan.source_rows, head_dim)
-        self._kept = plan.gathered
-        self._kept.layers[layer] = self._gather(cache, plan.source_rows, head_dim, buffer=layer)
-        return self._kept.layers[layer]
+        self._kept[plan.group] = plan.gathered
+        plan.gathered.layers[layer] = self._gather(cache, plan.source_rows, head_dim, buffer=(plan.group, layer))
+        return plan.gathered.layers[layer]
 
     def _attend_prefill(self, out, prefill: Prefill, q, k, v, cache: LayerCache, window: int) -> None:
         """Writes one sequence's rows of `out`: [num_tokens, num_heads, head_dim]."""
@@ -234,7 +250,7 @@ class SDPAAttention(AttentionBackend):
             out[start + first : start + last] = attended[0].transpose(0, 1)
 
     def _gather(
-        self, cache: LayerCache, rows: torch.Tensor, width: int, buffer: int = 0
+        self, cache: LayerCache, rows: torch.Tensor, width: int, buffer: tuple[int, int] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """These rows of the keys and values, [num_rows, width] each, with the cache seen as [-1, width]. They are valid
         until the next call with the same buffer.

@@ -61,6 +61,7 @@ class TritonAttention(AttentionBackend):
     name = "triton"
     can_be_captured = True
     can_capture_prompts = True
+    keys_of_tile = _KEYS
 
     def __init__(self, shape: AttentionShape):
         super().__init__(shape)

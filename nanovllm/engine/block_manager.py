@@ -4,11 +4,18 @@ The cache is a pool of blocks of `block_size` tokens. A sequence's block table m
 A full block whose tokens are known can be *registered* under a hash that names the whole prefix up to its end; later
 sequences that begin with the same tokens then share it. Only full blocks before the last token are ever shared, so no
 sequence writes to a block that another one reads.
+
+In a model that mixes layers with a sliding window and layers without one, a block holds the keys of one *group* of
+layers. Group 0 has all layers without a window; the others are *window groups* of as many layers each, so that all
+blocks have the same size and come from one pool. A sequence has a block per group for its tokens, and gives those of
+the window groups back once no later query sees them. They stay in the prefix cache, attached to the registered block of
+group 0 that holds the same tokens. A prefix can be shared if the window before its end is there too.
 """
 
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import xxhash
 
@@ -16,6 +23,7 @@ from nanovllm.engine.sequence import Sequence
 
 BlockHash = Callable[[int, "array[int]"], int]
 _NO_TOKENS = array("i")
+WindowBlocks = tuple[int, ...]  # the blocks of all window groups for the same tokens; () once they are given back
 
 
 def hash_block(parent_hash: int, token_ids: "array[int]") -> int:
@@ -23,10 +31,38 @@ def hash_block(parent_hash: int, token_ids: "array[int]") -> int:
     return xxhash.xxh3_64_intdigest(token_ids, seed=parent_hash)
 
 
+class WindowGroups(NamedTuple):
+    """The groups of layers with a sliding window whose blocks are given back.
+
+    num_groups: how many there are; 0 if all layers keep all keys.
+    window: how many keys a query of these layers sees, its own included.
+    tile: attention reads keys in tiles that begin at multiples of this number.
+    max_num_new_tokens: maximum number of tokens of a step.
+    """
+
+    num_groups: int = 0
+    window: int = 0
+    tile: int = 1
+    max_num_new_tokens: int = 0
+
+    def first_block(self, position: int, block_size: int) -> int:
+        """The first block that a query at `position` reads. Later queries read no earlier ones."""
+        return max(0, position + 1 - self.window) // self.tile * self.tile // block_size
+
+    def max_num_blocks(self, num_tokens: int, block_size: int) -> int:
+        """Maximum number of blocks, of all groups, that a sequence of `num_tokens` tokens holds at a time."""
+        num_blocks = -(-num_tokens // block_size)
+        num_in_window = -(-(self.window + self.tile + self.max_num_new_tokens) // block_size) + 1
+        return num_blocks + self.num_groups * min(num_blocks, num_in_window)
+
+
+NO_WINDOWS = WindowGroups()
+
+
 class Block:
     """A physical block. `ref_count` is 0 while free; `hash` is None unless registered."""
 
-    __slots__ = ("block_id", "hash", "parent", "ref_count", "serial", "token_ids")
+    __slots__ = ("block_id", "hash", "owner", "parent", "ref_count", "serial", "token_ids", "window")
 
     def __init__(self, block_id: int):
         self.block_id = block_id
@@ -35,6 +71,8 @@ class Block:
         self.token_ids = _NO_TOKENS
         self.parent = 0  # serial of the registration before this one in the prefix, 0 for the first block
         self.serial = 0  # serial of this registration; never used twice, unlike a block id
+        self.window: WindowBlocks = ()  # of a registered block: the window groups' blocks for its tokens, if known
+        self.owner: Block | None = None  # of a window group's block: the block whose `window` it is in
 
 
 class BlockManager:
@@ -45,6 +83,7 @@ class BlockManager:
         block_size: tokens in a block.
         enable_prefix_caching: whether equal prefixes share blocks.
         block_hash: (hash of the previous block, tokens) -> hash of the block; tests pass a weak one.
+        windows: the groups of layers whose blocks are given back.
     """
 
     def __init__(
@@ -53,8 +92,10 @@ class BlockManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         block_hash: BlockHash = hash_block,
+        windows: WindowGroups = NO_WINDOWS,
     ):
         self.block_size = block_size
+        self.windows = windows
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # least recently freed first
@@ -69,52 +110,61 @@ class BlockManager:
 
     # Admission
 
-    def can_allocate(self, seq: Sequence, num_reserved_blocks: int = 0) -> bool:
-        """Whether `allocate` would leave at least `num_reserved_blocks` free.
+    def can_allocate(self, seq: Sequence, num_reserved: int = 0, max_num_new_tokens: int = 2**31) -> bool:
+        """Whether `allocate`, and `append` of the first `max_num_new_tokens` tokens, would leave `num_reserved` blocks
+        per group free.
 
         A shared block that is in use costs nothing; a cached one that no sequence holds costs a free block.
         """
-        num_needed = self._num_blocks_for(_num_to_compute(seq))
-        num_available = len(self._free) - num_reserved_blocks
-        if num_needed <= num_available:
+        num_tokens = _num_to_compute(seq)
+        num_needed, num_groups = self._num_blocks_for(num_tokens), self.windows.num_groups
+        num_available = len(self._free) - num_reserved * (1 + num_groups)
+        if num_groups == 0 and num_needed <= num_available:
             return True
-        num_shared = sum(block.ref_count > 0 for block in self._cached_prefix(seq))
-        return num_needed - num_shared <= num_available
+        prefix, window = self._cached_prefix(seq)
+        num_needed -= sum(block.ref_count > 0 for block in prefix)
+        if num_groups:
+            first_end = min(num_tokens, len(prefix) * self.block_size + max_num_new_tokens)
+            num_needed += num_groups * (self._num_blocks_for(first_end) - len(prefix))
+            num_needed += sum(self.blocks[block_id].ref_count == 0 for blocks in window for block_id in blocks)
+        return num_needed <= num_available
 
     def allocate(self, seq: Sequence) -> None:
-        """Gives `seq` blocks for its tokens, shared ones first, and counts the tokens of shared blocks as computed."""
+        """Gives `seq` blocks for its tokens, shared ones first, and counts the tokens of shared blocks as computed. It
+        gets new blocks of window groups only when it computes their tokens."""
         if seq.block_table:
             raise RuntimeError(f"{seq} already has blocks")
-        prefix = self._cached_prefix(seq)
-        for block in prefix:
-            if block.ref_count == 0:
-                del self._free[block.block_id]
-            block.ref_count += 1
-            seq.block_table.append(block.block_id)
+        prefix, seq.window_table = self._cached_prefix(seq)
+        seq.block_table = [block.block_id for block in prefix]
         seq.num_computed_tokens = len(prefix) * self.block_size
         seq.num_registered_blocks = len(prefix)
         seq.last_registration = prefix[-1].serial if prefix else 0
+        self._hold(seq)
         while len(seq.block_table) < self._num_blocks_for(_num_to_compute(seq)):
             seq.block_table.append(self._take_free_block())
 
-    def can_fork(self, num_tokens: int, num_reserved_blocks: int = 0) -> bool:
-        """Whether `fork` would leave at least `num_reserved_blocks` free."""
+    def can_fork(self, num_tokens: int, num_reserved: int = 0) -> bool:
+        """Whether `fork` would leave at least `num_reserved` blocks per group free."""
         has_partial_block = num_tokens % self.block_size > 0
-        return len(self._free) - has_partial_block >= num_reserved_blocks
+        return len(self._free) >= (has_partial_block + num_reserved) * (1 + self.windows.num_groups)
+
+    def has_window(self, seq: Sequence, num_tokens: int) -> bool:
+        """Whether `seq` still holds the keys that a query after its first `num_tokens` tokens sees."""
+        return seq.num_behind_window <= self.windows.first_block(num_tokens, self.block_size)
 
     def fork(self, source: Sequence, seq: Sequence, num_tokens: int) -> list[tuple[int, int]]:
-        """Gives `seq` the first `num_tokens` tokens, which are the same in both, of those that `source` has computed:
-        its full blocks, shared, and a new block for the tokens after them.
+        """Gives `seq` the first `num_tokens` tokens, which are the same in both, of those that `source` has computed
+        and whose window it has: its full blocks, shared, and new blocks for the tokens after them.
 
         Returns:
-            A list of the (source, copy) pair that fills the new block; empty if there is no new block.
+            A list of the (source, copy) pairs that fill the new blocks; empty if there are none.
         """
         if seq.block_table:
             raise RuntimeError(f"{seq} already has blocks")
         num_full = num_tokens // self.block_size
         seq.block_table = source.block_table[:num_full]
-        for block_id in seq.block_table:
-            self.blocks[block_id].ref_count += 1
+        seq.window_table = self._window_of(source.window_table[:num_full], num_tokens)
+        self._hold(seq)
         seq.block_hashes = source.block_hashes[:num_full]
         seq.num_computed_tokens = num_tokens
         if source.num_registered_blocks <= num_full:  # else `append` finds these blocks in the prefix cache
@@ -122,14 +172,30 @@ class BlockManager:
         if num_tokens % self.block_size == 0:
             return []
         seq.block_table.append(self._take_free_block())
-        return [(source.block_table[num_full], seq.block_table[num_full])]
+        copies = [(source.block_table[num_full], seq.block_table[num_full])]
+        if self.windows.num_groups:
+            seq.window_table.append(self._take_window_blocks())
+            copies += zip(source.window_table[num_full], seq.window_table[num_full], strict=True)
+        return copies
+
+    def _hold(self, seq: Sequence) -> None:
+        """Counts a new reference to each block in the tables of `seq`."""
+        seq.num_behind_window = sum(not blocks for blocks in seq.window_table)
+        for block_id in (*seq.block_table, *(block_id for blocks in seq.window_table for block_id in blocks)):
+            block = self.blocks[block_id]
+            if block.ref_count == 0:
+                del self._free[block_id]
+            block.ref_count += 1
 
     # Growth
 
     def can_append(self, seq: Sequence, num_new_tokens: int) -> bool:
         """Whether there are blocks for `num_new_tokens` more computed tokens."""
-        num_needed = self._num_blocks_for(seq.num_computed_tokens + num_new_tokens)
-        return num_needed - len(seq.block_table) <= len(self._free)
+        num_blocks = self._num_blocks_for(seq.num_computed_tokens + num_new_tokens)
+        num_needed = num_blocks - len(seq.block_table)
+        if self.windows.num_groups:
+            num_needed = max(num_needed, 0) + self.windows.num_groups * (num_blocks - len(seq.window_table))
+        return num_needed <= len(self._free)
 
     def append(self, seq: Sequence, num_new_tokens: int) -> None:
         """Advances `num_computed_tokens`, with new blocks where needed; blocks that became full are registered.
@@ -140,7 +206,22 @@ class BlockManager:
         seq.num_computed_tokens += num_new_tokens
         while seq.num_computed_tokens > len(seq.block_table) * self.block_size:
             seq.block_table.append(self._take_free_block())
+        if self.windows.num_groups:
+            while seq.num_computed_tokens > len(seq.window_table) * self.block_size:
+                seq.window_table.append(self._take_window_blocks())
         self.register_full_blocks(seq)
+
+    def free_behind_window(self, seq: Sequence) -> None:
+        """Gives back the window groups' blocks that no query sees after the tokens that `seq` has computed.
+
+        The step that computes those tokens must have been launched, because the next one may write other keys to these
+        blocks.
+        """
+        end = self.windows.first_block(seq.num_computed_tokens, self.block_size)
+        for index in range(seq.num_behind_window, end):
+            self._release(seq, reversed(seq.window_table[index]))
+            seq.window_table[index] = ()
+        seq.num_behind_window = max(seq.num_behind_window, end)
 
     def register_full_blocks(self, seq: Sequence) -> None:
         """Puts the blocks whose tokens are all computed and known into the prefix cache."""
@@ -153,7 +234,7 @@ class BlockManager:
             token_ids = seq.token_ids[index * block_size : (index + 1) * block_size]
             found = self._registered.get(block_hash)
             if found is not None and found.parent == seq.last_registration and found.token_ids == token_ids:
-                seq.last_registration = found.serial  # an equal block is there already; this one stays private
+                block = found  # an equal block is there already; this one stays private
             else:
                 if found is not None:  # same hash, other content or an unreachable parent: the newer one wins
                     self._unregister(found)
@@ -162,9 +243,21 @@ class BlockManager:
                 block.hash, block.token_ids = block_hash, token_ids
                 block.parent, block.serial = seq.last_registration, self._last_serial
                 self._registered[block_hash] = block
-                seq.last_registration = block.serial
+            if self.windows.num_groups and not block.window:
+                self._attach(block, seq.window_table[index])
+            seq.last_registration = block.serial
             index += 1
         seq.num_registered_blocks = index
+
+    def _attach(self, block: Block, window: WindowBlocks) -> None:
+        block.window = window
+        for block_id in window:
+            self.blocks[block_id].owner = block
+
+    def _detach(self, block: Block) -> None:
+        for block_id in block.window:
+            self.blocks[block_id].owner = None
+        block.window = ()
 
     # Release
 
@@ -173,15 +266,20 @@ class BlockManager:
 
         Their content stays in the prefix cache until they are reused.
         """
-        for block_id in reversed(seq.block_table):
+        for blocks in reversed(seq.window_table):
+            self._release(seq, reversed(blocks))
+        self._release(seq, reversed(seq.block_table))
+        seq.block_table, seq.window_table = [], []
+        seq.num_computed_tokens = seq.num_registered_blocks = seq.last_registration = seq.num_behind_window = 0
+
+    def _release(self, seq: Sequence, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
             block = self.blocks[block_id]
             if block.ref_count < 1:
                 raise RuntimeError(f"block {block_id} of {seq} is freed twice")
             block.ref_count -= 1
             if block.ref_count == 0:
                 self._free[block_id] = None
-        seq.block_table = []
-        seq.num_computed_tokens = seq.num_registered_blocks = seq.last_registration = 0
 
     def forget(self, seq: Sequence) -> None:
         """Removes all prefixes that begin as `seq` does from the prefix cache, whether or not `seq` holds blocks."""
@@ -201,10 +299,11 @@ class BlockManager:
 
     def num_cached_tokens(self, seq: Sequence) -> int:
         """How many leading tokens of `seq`, which waits, `allocate` would find in the cache."""
-        return len(self._cached_prefix(seq)) * self.block_size
+        return len(self._cached_prefix(seq)[0]) * self.block_size
 
-    def _cached_prefix(self, seq: Sequence) -> list[Block]:
-        """The registered blocks that hold the beginning of `seq`, but never its last token."""
+    def _cached_prefix(self, seq: Sequence) -> tuple[list[Block], list[WindowBlocks]]:
+        """The cached blocks that hold the beginning of `seq`, but never its last token, and the blocks of window groups
+        for the same tokens, without those behind the window."""
         prefix: list[Block] = []
         if not self.enable_prefix_caching:
             return self._prompt_of_siblings(seq)
@@ -219,13 +318,30 @@ class BlockManager:
                 break
             prefix.append(block)
             parent = block.serial
-        return prefix
+        if self.windows.num_groups == 0:
+            return prefix, []
+        num_usable = num_with_window = 0  # the longest usable beginning; blocks with a window before and at this one
+        for num_blocks, block in enumerate(prefix, 1):
+            num_with_window = num_with_window + 1 if block.window else 0
+            first = self.windows.first_block(num_blocks * block_size, block_size)
+            num_usable = num_blocks if num_with_window >= num_blocks - first else num_usable
+        del prefix[num_usable:]
+        return prefix, self._window_of([block.window for block in prefix], num_usable * block_size)
 
-    def _prompt_of_siblings(self, seq: Sequence) -> list[Block]:
+    def _window_of(self, table: list[WindowBlocks], num_tokens: int) -> list[WindowBlocks]:
+        """The same table without the blocks that a query after `num_tokens` tokens does not see."""
+        first = min(self.windows.first_block(num_tokens, self.block_size), len(table))
+        return [()] * first + table[first:]
+
+    def _prompt_of_siblings(self, seq: Sequence) -> tuple[list[Block], list[WindowBlocks]]:
         """The full blocks of its prompt that a running sibling holds, without the prompt's last token."""
         num_tokens = min(_max_num_cached(seq), seq.num_prompt_tokens - 1) // self.block_size * self.block_size
-        source = next((other for other in seq.siblings if 0 < num_tokens <= other.num_computed_tokens), None)
-        return [] if source is None else [self.blocks[i] for i in source.block_table[: num_tokens // self.block_size]]
+        for source in seq.siblings:
+            if 0 < num_tokens <= source.num_computed_tokens and self.has_window(source, num_tokens):
+                num_blocks = num_tokens // self.block_size
+                window = self._window_of(source.window_table[:num_blocks], num_tokens)
+                return [self.blocks[block_id] for block_id in source.block_table[:num_blocks]], window
+        return [], []
 
     def _hash(self, seq: Sequence, index: int) -> int:
         """Hash of the full block `index`, computed once per request."""
@@ -240,12 +356,18 @@ class BlockManager:
         block = self.blocks[block_id]
         if block.hash is not None:
             self._unregister(block)
+        if block.owner is not None:
+            self._detach(block.owner)
         block.ref_count = 1
         return block_id
+
+    def _take_window_blocks(self) -> WindowBlocks:
+        return tuple(self._take_free_block() for _ in range(self.windows.num_groups))
 
     def _unregister(self, block: Block) -> None:
         assert block.hash is not None, "only registered blocks come here"
         del self._registered[block.hash]
+        self._detach(block)
         block.hash, block.token_ids, block.parent, block.serial = None, _NO_TOKENS, 0, 0
 
     def _num_blocks_for(self, num_tokens: int) -> int:
@@ -255,8 +377,11 @@ class BlockManager:
         """Raises AssertionError if the bookkeeping is inconsistent; `sequences` are all that may hold blocks."""
         held = [0] * len(self.blocks)
         for seq in sequences:
-            assert len(set(seq.block_table)) == len(seq.block_table), f"{seq} holds a block twice"
-            for block_id in seq.block_table:
+            blocks = [*seq.block_table, *(block_id for of_tokens in seq.window_table for block_id in of_tokens)]
+            assert len(set(blocks)) == len(blocks), f"{seq} holds a block twice"
+            is_kept = [len(of_tokens) == self.windows.num_groups for of_tokens in seq.window_table]
+            assert is_kept == [index >= seq.num_behind_window for index in range(len(is_kept))], f"{seq} lacks blocks"
+            for block_id in blocks:
                 held[block_id] += 1
         for block in self.blocks:
             assert block.ref_count == held[block.block_id], (
@@ -266,6 +391,9 @@ class BlockManager:
             if block.hash is not None:
                 assert self._registered.get(block.hash) is block, f"block {block.block_id} has a hash of another"
                 assert len(block.token_ids) == self.block_size
+            assert block.hash is not None or not block.window, f"block {block.block_id} is not registered"
+            assert all(self.blocks[block_id].owner is block for block_id in block.window), "a window has another owner"
+            assert block.owner is None or block.block_id in block.owner.window, f"block {block.block_id} is lost"
         assert len(self._free) + sum(count > 0 for count in held) == len(self.blocks), "a block is lost"
         for block_hash, block in self._registered.items():
             assert block.hash == block_hash, f"hash {block_hash} leads to a block that has another"

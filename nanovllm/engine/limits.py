@@ -87,7 +87,7 @@ def check_request(
             if not 0 <= token_id < info.vocab_size:
                 raise ValueError(f"{name} {token_id} is outside the vocabulary (0 to {info.vocab_size - 1})")
     # The last token's keys are never needed.
-    num_blocks = -(-(max_length(num_tokens, params, info) - 1) // info.kvcache_block_size)
+    num_blocks = info.windows.max_num_blocks(max_length(num_tokens, params, info) - 1, info.kvcache_block_size)
     if num_blocks > info.num_kvcache_blocks:
         raise ValueError(
             f"the request may need {num_blocks} KV cache blocks of {info.kvcache_block_size} tokens, but there "

@@ -221,7 +221,9 @@ class LLMEngine:
                     self._constrain(*self._in_flight[0])
                 self.step_stats.count(scheduled)
                 began = self.step_stats.count_seconds(scheduled, began)
-            elif not self._in_flight and self._unfinished:
+            elif self._in_flight:
+                self.runner.nothing_scheduled()
+            elif self._unfinished:
                 raise RuntimeError(f"nothing can be scheduled, which is a bug: {list(self._unfinished.values())[:3]}")
             if self._in_flight and (not scheduled.chunks or len(self._in_flight) > self.depth):
                 committed, launched = self._in_flight.popleft()

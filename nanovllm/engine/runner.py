@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import NO_WINDOWS, BlockManager, WindowGroups
 from nanovllm.engine.scheduler import Scheduler, SchedulerStats
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step, StepOutput
@@ -18,7 +18,7 @@ class RunnerInfo:
     """The facts that a runner determines at start-up.
 
     Args:
-        num_kvcache_blocks, kvcache_block_size: the KV cache.
+        num_kvcache_blocks, kvcache_block_size: the KV cache. If `windows` has groups, a block is one of a group.
         max_model_len: maximum number of tokens of prompt + completion.
         vocab_size: token ids are below it.
         eos_token_ids: the model's own end-of-sequence ids.
@@ -29,6 +29,7 @@ class RunnerInfo:
         placeholders: ids of tokens that a prompt may not hold, by the names of config.json's fields: an image, a video
             or a sound goes in their place.
         device, dtype, attention_backend: where and how it computes; of several devices, the first is named.
+        windows: the layers whose blocks are given back.
     """
 
     num_kvcache_blocks: int
@@ -44,6 +45,7 @@ class RunnerInfo:
     device: str = "cpu"
     dtype: str = "float32"
     attention_backend: str = ""
+    windows: WindowGroups = NO_WINDOWS
 
 
 class LaunchedStep(Protocol):
@@ -114,6 +116,9 @@ class Runner:
     def request_aborted(self, seq: Sequence) -> None:
         """The scheduler is about to drop a completion."""
 
+    def nothing_scheduled(self) -> None:
+        """The scheduler found no step to launch, but it may have preempted sequences."""
+
     def step_committed(self, stopped: list[int], broken: list[int]) -> None:
         """The oldest step in flight was committed.
 
@@ -129,7 +134,9 @@ class Runner:
 def make_scheduler(config: Config, info: RunnerInfo, stats: SchedulerStats | None = None) -> Scheduler:
     """An empty scheduler for a runner. With equal arguments and requests, schedulers make the same decisions in every
     process."""
-    block_manager = BlockManager(info.num_kvcache_blocks, info.kvcache_block_size, config.enable_prefix_caching)
+    block_manager = BlockManager(
+        info.num_kvcache_blocks, info.kvcache_block_size, config.enable_prefix_caching, windows=info.windows
+    )
     return Scheduler(
         block_manager,
         min(config.max_num_batched_tokens, info.max_useful_batched_tokens),

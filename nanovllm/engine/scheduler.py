@@ -155,6 +155,7 @@ class Scheduler:
         """Schedules the running sequences, oldest first, and preempts the newest if blocks run out. Returns the budget
         that is left."""
         running, block_manager = self.running, self.block_manager
+        has_windows = block_manager.windows.num_groups > 0
         index, is_past_decodes = 0, False
         while index < len(running) and budget > 0:
             seq = running[index]
@@ -167,6 +168,8 @@ class Scheduler:
                 budget, is_past_decodes = self._budget_of_prompts(len(step.chunks), budget, seq), True
             if num_new_tokens > budget:
                 num_new_tokens = budget
+            if has_windows:
+                block_manager.free_behind_window(seq)
             while not block_manager.can_append(seq, num_new_tokens):
                 newest = running.pop()
                 self._preempt(newest)
@@ -215,7 +218,7 @@ class Scheduler:
                 return
             # Each running sequence will want another block sooner or later; without that reserve an admission would be
             # preempted at once. A sequence that would be alone needs no reserve.
-            if not block_manager.can_allocate(seq, len(self.running)):
+            if not block_manager.can_allocate(seq, len(self.running), budget):
                 # Without this, each sequence that finishes would admit one other, in a prefill step of its own.
                 num_blocks = len(block_manager.blocks)
                 self._num_free_blocks_wanted = min(block_manager.num_free_blocks + num_blocks // 16 + 1, num_blocks)
@@ -246,7 +249,8 @@ class Scheduler:
         source, end = self._context_source, seq.next_scored - 1  # the context's last token must be computed
         is_computed = source is not None and source.num_computed_tokens >= end > 0
         # The copies of a step without chunks are never made.
-        if source and is_computed and step.chunks and source.token_ids[:end] == seq.token_ids[:end]:
+        is_held = source is not None and is_computed and self.block_manager.has_window(source, end)
+        if source and is_held and step.chunks and source.token_ids[:end] == seq.token_ids[:end]:
             return source
         self._context_source = seq
         return None
@@ -348,3 +352,4 @@ class Scheduler:
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.running)
         for seq in self.waiting:
             assert seq.status is SequenceStatus.WAITING and not seq.block_table and seq.entry == -1, seq
+            assert not seq.window_table, seq

@@ -72,6 +72,9 @@ class Sequence:
     entry: int = -1  # its place in the SequenceTable while it runs, else -1
     num_preemptions: int = 0  # with seq_id, names one admission
     block_table: list[int] = field(default_factory=list)  # logical block -> physical block
+    # The same for the window groups, a block of each per logical block; () where they were given back.
+    window_table: list[tuple[int, ...]] = field(default_factory=list)
+    num_behind_window: int = 0  # leading logical blocks whose window groups' blocks were given back
     block_hashes: list[int] = field(default_factory=list)  # chained hashes of the leading full blocks, as far as needed
     num_registered_blocks: int = 0  # leading blocks that are in the prefix cache, or equal a block there
     last_registration: int = 0  # serial number of the last of those, 0 for none

@@ -20,13 +20,17 @@ class Attention(nn.Module):
 
     Args:
         layer_index: this layer's index in the cache.
+        group: the group of layers whose block tables it reads.
         window: number of keys that a query sees, its own included; 0 is all.
         use_kernels: norm, rotate and store with one kernel of our own.
     """
 
-    def __init__(self, layer_index: int, backend: AttentionBackend, window: int = 0, use_kernels: bool = False):
+    def __init__(
+        self, layer_index: int, backend: AttentionBackend, window: int = 0, use_kernels: bool = False, group: int = 0
+    ):
         super().__init__()
         self.layer_index, self.backend, self.window, self.use_kernels = layer_index, backend, window, use_kernels
+        self.group = group
         # The kernel applies the scales, except to v: a backend that reads new values needs a plain tensor.
         self.accepts = Form.SCALED if use_kernels and not backend.reads_new_keys else Form.PLAIN
 
@@ -36,7 +40,7 @@ class Attention(nn.Module):
         qk_norm: QKNorm | None,
         rotary: Rotary,
         kv_cache: list[LayerCache],
-        metadata: AttentionMetadata,
+        groups: list[AttentionMetadata],
     ) -> torch.Tensor:
         """Causal attention of new tokens over everything before them.
 
@@ -44,11 +48,13 @@ class Attention(nn.Module):
             qkv: [num_tokens, (num_heads + 2 × num_kv_heads) × head_dim], in one of the forms of `accepts`.
             rotary: the rotations of the tokens, from RotaryEmbedding.lookup.
             kv_cache: the caches of all layers.
+            groups: the metadata of each group of layers.
 
         Returns:
             [num_tokens, num_heads, head_dim].
         """
-        cache, slots = kv_cache[self.layer_index], metadata.slot_mapping
+        cache, metadata = kv_cache[self.layer_index], groups[self.group]
+        slots = metadata.slot_mapping
         num_kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
         values = qkv.product if isinstance(qkv, ScaledProduct) else qkv
         qk, v = values.unflatten(1, (-1, head_dim)).tensor_split((-num_kv_heads,), 1)

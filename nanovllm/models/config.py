@@ -1,6 +1,6 @@
 """The checked numbers of one model's architecture, which `read_config.py` makes. No torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -10,6 +10,35 @@ from nanovllm.models.families import Family
 from nanovllm.models.wrappers import WRAPPERS
 
 _MAX_DEFAULT_MODEL_LEN = 32768
+
+
+class CachePlace(NamedTuple):
+    """Where a layer's keys are in the KV cache.
+
+    group: the group of layers whose block table it reads.
+    part: its part of the group's blocks.
+    """
+
+    group: int
+    part: int
+
+
+def one_group(num_layers: int) -> tuple[CachePlace, ...]:
+    """The places of layers that all have the same block table."""
+    return tuple(CachePlace(0, part) for part in range(num_layers))
+
+
+def cache_places(windows: Sequence[int]) -> tuple[CachePlace, ...]:
+    """The places of layers with these windows; engine/block_manager.py says what a group is.
+
+    Group 0 has all layers without a window, and the others have as many layers with one. A model of one kind of layers,
+    or with fewer layers of the second kind, has a single group, which keeps all keys.
+    """
+    size = sum(window == 0 for window in windows)
+    if not 0 < size <= len(windows) - size:
+        return one_group(len(windows))
+    numbers = {False: iter(range(size)), True: iter(range(size, len(windows)))}
+    return tuple(CachePlace(*divmod(next(numbers[window > 0]), size)) for window in windows)
 
 
 class LayerConfig(NamedTuple):
@@ -78,6 +107,11 @@ class ModelConfig:
     @property
     def num_hidden_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def cache_places(self) -> tuple[CachePlace, ...]:
+        """Each layer's place in the KV cache."""
+        return cache_places([layer.window for layer in self.layers])
 
     def max_model_len(self, wanted: int | None) -> int:
         """Maximum number of tokens of prompt and completion together: `wanted`, or a default.

@@ -34,7 +34,8 @@ class DecoderAttention(nn.Module):
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         stored_as = "qkv_proj" if family.stores_merged else None
         stored = [stored_as] if stored_as else ["q_proj", "k_proj", "v_proj"]
-        self.attn = Attention(layer_index, backend, config.layers[layer_index].window, context.use_kernels)
+        window, group = config.layers[layer_index].window, config.cache_places[layer_index].group
+        self.attn = Attention(layer_index, backend, window, context.use_kernels, group)
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size, head_dim, heads, kv_heads, config.qkv_bias, context, stored_as=stored_as,
             format=formats.of(name, *stored),
@@ -161,7 +162,7 @@ class Decoder(nn.Module):
         for layer in layers:
             output, residual = layer(output, residual, rotary, kv_cache, metadata)
         if needed is not None:
-            metadata = replace(metadata, query_tiles=metadata.sampled_tiles)
+            metadata = [replace(of_group, query_tiles=of_group.sampled_tiles) for of_group in metadata]
         output, residual = last(output, residual, rotary, kv_cache, metadata, needed)
         return self.norm.reduce_add(output, residual)[0]
 
@@ -206,11 +207,12 @@ class CausalLM(nn.Module):
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         kv_cache: list[LayerCache],
-        metadata: AttentionMetadata,
+        metadata: list[AttentionMetadata],
         needed: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """token_ids, positions: [num_tokens] -> hidden states [num_tokens, hidden_size]
 
+        metadata: of each group of layers.
         needed: int64 [num_needed], indices of tokens; those of prompts must be in `metadata.sampled_tiles`. The last
             layer computes results for them alone, and the hidden states are [num_needed, hidden_size]. None for all
             tokens. Must be None for ranks with an Exchange, whose residuals lack rows.

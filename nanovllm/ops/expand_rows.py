@@ -16,7 +16,7 @@ class Table(NamedTuple):
     """The device's data of each entry.
 
     tokens: int32 [num_entries, max_model_len], prompt and completion.
-    block_tables: int32 [num_entries, max_blocks].
+    block_tables: int32 [num_groups, num_entries, max_blocks], a table per group of layers.
     settings: int32 [num_settings, num_entries], the bits of sampling settings.
     seeds: int64 [num_entries], 64 bits each.
     """
@@ -30,8 +30,10 @@ class Table(NamedTuple):
 class Expanded(NamedTuple):
     """The expanded rows of a step.
 
-    token_ids, positions, slot_mapping: int64 [num_tokens]; padding tokens have id and position 0 and slot −1.
-    cu_seqlens_q: int32 [num_rows + 1]; context_lens: int32 [num_rows]; block_tables: int32 [num_rows, max_blocks].
+    token_ids, positions: int64 [num_tokens], and slot_mapping: int64 [num_groups, num_tokens]; padding tokens have id
+        and position 0 and slot −1.
+    cu_seqlens_q: int32 [num_rows + 1]; context_lens: int32 [num_rows]; block_tables: int32 [num_groups, num_rows,
+        max_blocks].
     """
 
     token_ids: torch.Tensor
@@ -83,7 +85,7 @@ def plain_expand_rows(
     is_real = token < first_token[-1]
     after = torch.cat((first_token[1:], first_token[-1:]))  # the end of the row's tokens
     positions = torch.where(is_real, context_lens[row] - after[row] + token, 0)
-    block = table.block_tables[entry[row], positions // block_size].long()
+    block = table.block_tables[:, entry[row], positions // block_size].long()
     sampled = rows[: len(samples.token_indices), 3].long()
     entries = entry[sampled]
     samples.token_indices.copy_(torch.where(context_lens > 0, after - 1, 0)[sampled])
@@ -97,21 +99,21 @@ def plain_expand_rows(
         slot_mapping=torch.where(is_real, block * block_size + positions % block_size, -1),
         cu_seqlens_q=first_token.int(),
         context_lens=context_lens[:-1].int(),
-        block_tables=table.block_tables[entry[:-1]],
+        block_tables=table.block_tables[:, entry[:-1]],
     )
 
 
 @jit(
     do_not_specialize=[
         "num_rows", "num_tokens", "num_sampled", "num_halvings", "max_model_len", "max_blocks", "num_entries",
-        "settings_stride",
+        "settings_stride", "slots_stride", "tables_stride", "table_stride",
     ]
 )  # fmt: skip
 def _expand_rows_kernel(
     rows, tokens, block_tables, settings, seeds, token_ids, positions, slot_mapping, cu_seqlens_q, context_lens,
     row_tables, sampled_tokens, entries, lengths, row_settings, row_seeds, num_rows, num_tokens, num_sampled,
-    num_halvings, max_model_len, max_blocks, num_entries, settings_stride, NUM_SETTINGS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    num_halvings, max_model_len, max_blocks, num_entries, settings_stride, slots_stride, tables_stride, table_stride,
+    NUM_SETTINGS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Each program expands one row, WIDTH tokens and WIDTH sampled rows."""
     begin()
@@ -122,10 +124,12 @@ def _expand_rows_kernel(
     if program < num_rows:
         tl.store(context_lens + program, tl.load(rows + program * 4 + 1))
         entry = tl.load(rows + program * 4).to(tl.int64)
-        for first in range(0, max_blocks, WIDTH):
-            is_block = first + lane < max_blocks
-            block = tl.load(block_tables + entry * max_blocks + first + lane, is_block, 0)
-            tl.store(row_tables + program.to(tl.int64) * max_blocks + first + lane, block, is_block)
+        for group in tl.static_range(NUM_GROUPS):
+            source = block_tables + (group * num_entries + entry) * max_blocks
+            target = row_tables + group * tables_stride.to(tl.int64) + program.to(tl.int64) * table_stride
+            for first in range(0, max_blocks, WIDTH):
+                is_block = first + lane < max_blocks
+                tl.store(target + first + lane, tl.load(source + first + lane, is_block, 0), is_block)
     if program * WIDTH < num_tokens:
         token = program * WIDTH + lane
         is_token = token < num_tokens
@@ -141,11 +145,13 @@ def _expand_rows_kernel(
         entry = tl.load(rows + row * 4, is_real, 0).to(tl.int64)
         length = tl.load(rows + row * 4 + 1, is_real, 0)
         position = tl.where(is_real, length - tl.load(rows + row * 4 + 6, is_real, 0) + token, 0)
-        block = tl.load(block_tables + entry * max_blocks + position // BLOCK_SIZE, is_real, 0).to(tl.int64)
-        slot = tl.where(is_real, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
         tl.store(token_ids + token, tl.load(tokens + entry * max_model_len + position, is_real, 0), is_token)
         tl.store(positions + token, position, is_token)
-        tl.store(slot_mapping + token, slot, is_token)
+        for group in tl.static_range(NUM_GROUPS):
+            place = (group * num_entries + entry) * max_blocks + position // BLOCK_SIZE
+            block = tl.load(block_tables + place, is_real, 0).to(tl.int64)
+            slot = tl.where(is_real, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+            tl.store(slot_mapping + group * slots_stride + token, slot, is_token)
     if program * WIDTH < num_sampled:
         index = program * WIDTH + lane
         is_sampled = index < num_sampled
@@ -165,17 +171,18 @@ def _expand_rows_kernel(
 def triton_expand_rows(
     rows: torch.Tensor, table: Table, num_rows: int, num_tokens: int, samples: ExpandedSamples, block_size: int
 ) -> Expanded:
-    max_blocks, (num_settings, num_entries) = table.block_tables.shape[1], table.settings.shape
+    (num_groups, num_entries, max_blocks), num_settings = table.block_tables.shape, len(table.settings)
     device, num_sampled = rows.device, len(samples.token_indices)
-    row_tables = torch.empty((num_rows, max_blocks), dtype=torch.int32, device=device)
+    row_tables = _aligned(torch.int32, device, num_groups, num_rows, max_blocks)
     cu_seqlens_q, context_lens = _aligned(torch.int32, device, num_rows + 1), _aligned(torch.int32, device, num_rows)
-    token_ids, positions, slots = _aligned(torch.int64, device, 3, num_tokens)
+    (token_ids, positions), slots = _aligned(torch.int64, device, 2 + num_groups, num_tokens).split((2, num_groups))
     out = Expanded(token_ids, positions, slots, cu_seqlens_q, context_lens, row_tables)
     num_programs = max(num_rows + 1, triton.cdiv(num_tokens, _WIDTH), triton.cdiv(num_sampled, _WIDTH))
     _expand_rows_kernel[(num_programs,)](
         rows, *table, *out, *samples, num_rows, num_tokens, num_sampled, num_rows.bit_length(), table.tokens.shape[1],
-        max_blocks, num_entries, samples.settings.stride(0), NUM_SETTINGS=num_settings, BLOCK_SIZE=block_size,
-        WIDTH=_WIDTH, num_warps=4, **LAUNCH_OPTIONS,
+        max_blocks, num_entries, samples.settings.stride(0), slots.stride(0), *row_tables.stride()[:2],
+        NUM_SETTINGS=num_settings, NUM_GROUPS=num_groups, BLOCK_SIZE=block_size, WIDTH=_WIDTH, num_warps=4,
+        **LAUNCH_OPTIONS,
     )  # fmt: skip
     return out
 

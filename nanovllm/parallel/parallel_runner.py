@@ -23,6 +23,7 @@ import numpy as np
 
 from nanovllm.child_processes import ERRORS, Child, end_children, frame, start_child, start_reader, start_writer
 from nanovllm.config import Config
+from nanovllm.engine.block_manager import WindowGroups
 from nanovllm.engine.runner import Runner, RunnerInfo
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step, StepOutput
@@ -96,7 +97,8 @@ class TensorParallelRunner(Runner):
             self._end()
             raise
         info, _ = found[0]
-        self.info = RunnerInfo(**{**info, "eos_token_ids": frozenset(info["eos_token_ids"])})
+        eos_token_ids, windows = frozenset(info["eos_token_ids"]), WindowGroups(*info["windows"])
+        self.info = RunnerInfo(**{**info, "eos_token_ids": eos_token_ids, "windows": windows})
         self._memory = _sums([of_rank for _, of_rank in found])
 
     def launch(self, step: Step) -> _ParallelStep:
@@ -158,6 +160,9 @@ class TensorParallelRunner(Runner):
 
     def request_aborted(self, seq: Sequence) -> None:
         self._write("abort", seq.seq_id)
+
+    def nothing_scheduled(self) -> None:
+        self._write("schedule nothing")
 
     def step_committed(self, stopped: list[int], broken: list[int]) -> None:
         self._num_committed += 1

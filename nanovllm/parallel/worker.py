@@ -31,11 +31,20 @@ HAS_MET = -1  # the tag of a rank's message that it is connected with the others
 def fingerprint(step: Step) -> int:
     """A number that is the same in every process that has scheduled the same step (Python hashes numbers alike).
 
-    It covers the length and the last block of a block table.
+    It covers the length and the last block of a block table, and the last blocks of window groups.
     """
     return hash(
         tuple(
-            (seq.seq_id, num_new, samples, seq.num_computed_tokens, seq.entry, len(table := seq.block_table), table[-1])
+            (
+                seq.seq_id,
+                num_new,
+                samples,
+                seq.num_computed_tokens,
+                seq.entry,
+                len(table := seq.block_table),
+                table[-1],
+                *seq.window_table[-1:],
+            )
             for seq, num_new, samples in step.chunks
         )
         + step.copies
@@ -86,6 +95,7 @@ class Worker:
             "add": self._add,
             "abort": self._abort,
             "launch": self._launch,
+            "schedule nothing": self._schedule_nothing,
             "constrain": self._constrain,
             "wait": self._wait,
             "commit": self._commit,
@@ -156,6 +166,10 @@ class Worker:
                 "driver would compute others"
             )
         self._in_flight[number] = step, self._runner.launch(step)
+
+    def _schedule_nothing(self) -> None:
+        if self._scheduler.schedule().chunks:
+            raise RuntimeError(f"the ranks diverged, which is a bug: rank {self._rank} would launch a step")
 
     def _constrain(self, number: int, rows: list[int], *packed) -> None:
         self._in_flight[number][1].constrain(unpack_masks(*packed), rows, {})

@@ -1,9 +1,11 @@
 """The KV cache: its tensors, their dtype and scales, and a layer's view of them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
+from nanovllm.models.config import CachePlace
 from nanovllm.models.cost import head_kv_bytes
 from nanovllm.ops.layer_cache import LayerCache
 from nanovllm.ops.quantize import E4M3
@@ -13,8 +15,9 @@ from nanovllm.ops.quantize import E4M3
 class KVCache:
     """The memory of all blocks, and each layer's part of it.
 
-    tensors: the whole memory, contiguous, each [num_parts, num_layers, num_blocks, …].
-    layers: views of them.
+    tensors: the whole memory, contiguous, each [num_tensors, num_parts, num_blocks, …]. Each layer has a part of its
+        group's blocks.
+    layers: each layer's view of them. Layers of different groups may have the same part.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -65,10 +68,11 @@ class KVCache:
 class KVCacheLayout:
     """The shape and dtype of a cache, except its number of blocks; `num_kv_heads` counts this rank's heads.
 
+    places: each layer's place in the cache.
     dtype: float8_e4m3fn for a cache in FP8, whose keys are int8.
     """
 
-    num_layers: int
+    places: tuple[CachePlace, ...]
     block_size: int
     num_kv_heads: int
     head_dim: int
@@ -79,9 +83,18 @@ class KVCacheLayout:
         return self.dtype == E4M3
 
     @property
+    def num_parts(self) -> int:
+        """Parts of a block: the layers of the largest group."""
+        return 1 + max(place.part for place in self.places)
+
+    @property
+    def num_groups(self) -> int:
+        return 1 + max(place.group for place in self.places)
+
+    @property
     def block_bytes(self) -> int:
         head_bytes = head_kv_bytes(self.head_dim, self.dtype.itemsize)
-        return self.num_layers * self.block_size * self.num_kv_heads * head_bytes
+        return self.num_parts * self.block_size * self.num_kv_heads * head_bytes
 
     def empty(self, num_blocks: int, device: torch.device) -> KVCache:
         """A cache of keys, values, and in FP8 scales; LayerCache has the shapes.
@@ -89,14 +102,17 @@ class KVCacheLayout:
         In FP8, keys and values begin as zeros, because an uninitialised byte may be NaN in e4m3. Other memory is
         uninitialised.
         """
-        blocks, heads = (self.num_layers, num_blocks), self.num_kv_heads
+        blocks, heads = (self.num_parts, num_blocks), self.num_kv_heads
         if not self.is_fp8:
             shape = 2, *blocks, self.block_size, heads, self.head_dim
             whole = torch.empty(shape, dtype=self.dtype, device=device)
-            return KVCache((whole,), [LayerCache(*of_layer) for of_layer in zip(*whole, strict=True)])
+            return self._with_layers((whole,), zip(*whole, strict=True))
         numbers = torch.zeros((2, *blocks, heads, self.block_size * self.head_dim), dtype=torch.int8, device=device)
         scales = torch.empty((1, *blocks, heads, self.block_size), dtype=torch.int32, device=device)
         keys = numbers[0].unflatten(-1, (self.block_size, self.head_dim))
         values = numbers[1].view(E4M3).unflatten(-1, (self.head_dim, self.block_size))
-        of_layers = zip(keys, values, scales[0], strict=True)
-        return KVCache((numbers, scales), [LayerCache(*of_layer) for of_layer in of_layers])
+        return self._with_layers((numbers, scales), zip(keys, values, scales[0], strict=True))
+
+    def _with_layers(self, tensors: tuple[torch.Tensor, ...], parts: Iterable[tuple[torch.Tensor, ...]]) -> KVCache:
+        caches = [LayerCache(*part) for part in parts]
+        return KVCache(tensors, [caches[place.part] for place in self.places])

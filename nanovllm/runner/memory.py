@@ -42,12 +42,19 @@ class MemoryUse:
 
 
 def num_kvcache_blocks(
-    config: Config, memory: MemoryUse, block_bytes: int, blocks_of_longest: int, max_num_seqs: int, is_gpu: bool
+    config: Config,
+    memory: MemoryUse,
+    block_bytes: int,
+    blocks_of_longest: int,
+    max_num_seqs: int,
+    is_gpu: bool,
+    num_groups: int = 1,
 ) -> int:
-    """Blocks of the KV cache: the number that was asked for, else as many as fit and can be used.
+    """Blocks of the KV cache: the number that was asked for, for each group of layers, else as many as fit and can be
+    used.
 
     Args:
-        block_bytes: bytes of a block in all layers.
+        block_bytes: bytes of a block in all layers of its group.
         blocks_of_longest: blocks of one sequence of max_model_len tokens.
         max_num_seqs: maximum number of sequences that run at a time.
 
@@ -61,12 +68,12 @@ def num_kvcache_blocks(
     else:
         allowed = memory.free
         budget = min(allowed / 2, max(_USUAL_CPU_CACHE_BYTES, blocks_of_longest * block_bytes))
-    wanted = config.num_kvcache_blocks
-    if wanted is not None:
-        limit = budget if is_gpu else allowed
-        if wanted * block_bytes > limit:
+    if config.num_kvcache_blocks is not None:
+        limit, wanted = budget if is_gpu else allowed, config.num_kvcache_blocks * num_groups
+        missing = wanted * block_bytes - limit
+        if missing > 0:
             raise RuntimeError(
-                f"num_kvcache_blocks={wanted} needs {(wanted * block_bytes - limit) / _GIB:.2f} GiB more than the "
+                f"num_kvcache_blocks={config.num_kvcache_blocks} needs {missing / _GIB:.2f} GiB more than the "
                 f"{max(limit, 0) / _GIB:.2f} GiB there are for it; lower it"
                 + (" or raise gpu_memory_utilization" if is_gpu else "")
             )

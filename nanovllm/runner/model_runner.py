@@ -9,9 +9,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from nanovllm.attention.backend import AttentionShape
+from nanovllm.attention.backend import AttentionBackend, AttentionShape
 from nanovllm.attention.choice import make_attention_backend
 from nanovllm.config import Config
+from nanovllm.engine.block_manager import NO_WINDOWS, WindowGroups
 from nanovllm.engine.runner import Runner, RunnerInfo
 from nanovllm.engine.step import Step
 from nanovllm.layers.embed_head import VocabSlice
@@ -78,8 +79,8 @@ class ModelRunner(Runner):
             max_useful_batched_tokens=2**31 if settings.is_gpu else _USEFUL_CPU_TOKENS,
             max_tokens_beside_decodes=program.sizes.max_tokens_beside_decodes if settings.is_gpu else 2**31,
             placeholders=model_config.placeholders, device=str(settings.device),
-            dtype=str(settings.dtype).removeprefix("torch."),
-            attention_backend=program.backend.name,
+            dtype=str(settings.dtype).removeprefix("torch."), attention_backend=program.backend.name,
+            windows=windows_of(settings, program.backend),
         )  # fmt: skip
         logger.info(
             "%s on %s in %s%s, attention %s%s, %d KV cache blocks of %d tokens (%.2f GiB of %s), max_model_len %d",
@@ -199,8 +200,8 @@ def start(settings: Settings) -> tuple[StepProgram, int]:
         vocab_size, itemsize, parallel = settings.model_config.vocab_size, settings.dtype.itemsize, program.parallel
         for_graphs = graph_bytes(use.activations, settings.max_step_tokens, sizes, vocab_size, itemsize, parallel)
         use = replace(use, graphs=for_graphs)
-    blocks_of_longest = -(-settings.max_model_len // layout.block_size)
-    num_blocks = num_kvcache_blocks(config, use, layout.block_bytes, blocks_of_longest, max_num_seqs, is_gpu)
+    longest = windows_of(settings, program.backend).max_num_blocks(settings.max_model_len, layout.block_size)
+    num_blocks = num_kvcache_blocks(config, use, layout.block_bytes, longest, max_num_seqs, is_gpu, layout.num_groups)
     num_blocks = program.parallel.minimum(num_blocks, device)
     program = replace(program, kv_cache=layout.empty(num_blocks, device))
     if sizes.are_captured:
@@ -209,6 +210,15 @@ def start(settings: Settings) -> tuple[StepProgram, int]:
     # After the captures, the memory for activations and for other programs must still be free.
     _capture(settings, program, settings.free_bytes() - use.graphs)
     return program, use.activations
+
+
+def windows_of(settings: Settings, backend: AttentionBackend) -> WindowGroups:
+    """The groups of layers whose blocks are given back."""
+    config, places = settings.model_config, settings.model_config.cache_places
+    if (num_groups := max(place.group for place in places)) == 0:
+        return NO_WINDOWS
+    window = max(layer.window for layer in config.layers)
+    return WindowGroups(num_groups, window, backend.keys_of_tile, settings.config.max_num_batched_tokens)
 
 
 def _load(settings: Settings) -> tuple[StepProgram, StepSizes, KVCacheLayout]:
@@ -242,6 +252,7 @@ def _load(settings: Settings) -> tuple[StepProgram, StepSizes, KVCacheLayout]:
         max_num_seqs, max_model_len, block_size, model_config.vocab_size,
         min(config.max_num_batched_tokens, max_num_seqs * max_model_len), device,
         backend if config.prefix_grouping and may_share else None, sizes.sampled_multiple, use_kernels,
+        windows_of(settings, backend).num_groups,
     )  # fmt: skip
     sampler = Sampler(VocabSlice.of(model_config.vocab_size, parallel), parallel, use_kernels)
     num_rows = sizes.padded_sampled(sizes.max_num_rows) if sizes.are_captured else 0
@@ -252,9 +263,8 @@ def _load(settings: Settings) -> tuple[StepProgram, StepSizes, KVCacheLayout]:
         with explained_out_of_memory("the model", device):
             model = CausalLM(model_config, max_model_len, backend, parallel, dtype, device, use_kernels)
         layout = KVCacheLayout(
-            model_config.num_hidden_layers, block_size, model.num_kv_heads, model_config.head_dim,
-            settings.kv_cache_dtype,
-        )  # fmt: skip
+            model_config.cache_places, block_size, model.num_kv_heads, model_config.head_dim, settings.kv_cache_dtype
+        )
         program = StepProgram(
             model, backend, table, sampler, layout.empty(1, device).zero_(), sizes.eager(), None, hidden_states,
             parallel, use_kernels,

@@ -8,7 +8,7 @@ the rows into a Batch on the device, with the same function for eager, padded an
 from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -57,12 +57,12 @@ class Batch:
     """The inputs of one step, on the device.
 
     token_ids, positions: int64 [num_tokens].
-    metadata: for attention, still without its plan.
+    groups: the metadata for the attention of each group of layers, still without a plan.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    metadata: AttentionMetadata
+    groups: list[AttentionMetadata]
 
 
 class SequenceTable:
@@ -77,6 +77,7 @@ class SequenceTable:
             each decode.
         sampled_multiple: the number of sampled rows is padded to a multiple of it.
         use_kernels: compute with our kernels.
+        num_window_groups: groups of layers whose blocks are given back; each has a block table of its own.
     """
 
     def __init__(
@@ -90,7 +91,9 @@ class SequenceTable:
         sharing: AttentionBackend | None = None,
         sampled_multiple: int = 1,
         use_kernels: bool = False,
+        num_window_groups: int = 0,
     ):
+        self.num_window_groups = num_window_groups
         self._block_size, self._vocab_size, self._device = block_size, vocab_size, device
         self._sharing, self._use_kernels = sharing, use_kernels
         self._padding_entry, num_entries = max_num_seqs, max_num_seqs + 1
@@ -100,7 +103,7 @@ class SequenceTable:
 
         self._table = Table(
             tokens=zeros(torch.int32, num_entries, max_model_len),
-            block_tables=zeros(torch.int32, num_entries, -(-max_model_len // block_size)),
+            block_tables=zeros(torch.int32, 1 + num_window_groups, num_entries, -(-max_model_len // block_size)),
             settings=zeros(torch.int32, 5, num_entries),
             seeds=zeros(torch.int64, num_entries),
         )
@@ -118,12 +121,12 @@ class SequenceTable:
             members=zeros(torch.int32, num_splits),
             num_shared=zeros(torch.int32, max_num_seqs),
         )
-        # For each entry, the tenant whose tokens and blocks the device has, and copies of the blocks. The sequences
-        # have the same blocks as lists, but converting lists in each step would take longer than finding shared
-        # prefixes.
+        # For each entry, the tenant whose tokens and blocks the device has, and copies of group 0's blocks. The
+        # sequences have the same blocks as lists, but converting lists in each step would take longer than finding
+        # shared prefixes.
         self._tenants = np.full((num_entries, 2), -1, np.int64)
-        self._block_tables = np.zeros(self._table.block_tables.shape, np.int32)
-        self._num_blocks = np.zeros(num_entries, np.int64)
+        self._block_tables = np.zeros(self._table.block_tables.shape[1:], np.int32)
+        self._num_blocks, self._num_window_blocks = np.zeros((2, num_entries), np.int64)
         self._has_filters = np.zeros(num_entries, bool)
         self._ruled_until = np.zeros(num_entries, np.int64)
         self._logprobs_widths = np.zeros(num_entries, np.int64)
@@ -162,6 +165,12 @@ class SequenceTable:
         if len(has_grown):
             self._send_blocks([step.chunks[row].seq for row in has_grown], rows.entries[has_grown])
             self._num_blocks[rows.entries] = rows.num_blocks
+        if self.num_window_groups:
+            num_blocks = -(-rows.context_lens // self._block_size)
+            has_grown = np.flatnonzero(self._num_window_blocks[rows.entries] != num_blocks)
+            if len(has_grown):
+                self._send_window_blocks([step.chunks[row].seq for row in has_grown], rows.entries[has_grown])
+                self._num_window_blocks[rows.entries] = num_blocks
 
     def _group_prefixes(self, rows: StepRows, num_decodes: int) -> bool:
         """Whether the step's decodes share keys that are read once for all of them. If so, their groups are on the
@@ -228,7 +237,7 @@ class SequenceTable:
         self._logprobs_widths[entries] = widths
         kinds = np.array([_KINDS[p.logprobs_mode] if p.logprobs is not None else NO_LOGPROBS for p in params], np.int32)
         self._ruled_until[entries] = self.rules.admit(sequences, entries)
-        self._num_blocks[entries] = 0
+        self._num_blocks[entries] = self._num_window_blocks[entries] = 0
         lengths = np.array([len(seq.token_ids) for seq in sequences])
         first = np.repeat(entries * self.tokens.shape[1] - (np.cumsum(lengths) - lengths), lengths)
         places, token_ids, on_device, settings, seeds = upload(
@@ -247,7 +256,7 @@ class SequenceTable:
 
     def _send_blocks(self, sequences: list[Sequence], entries: np.ndarray) -> None:
         """Sends the blocks that sequences got since the last step that had them."""
-        width = self._table.block_tables.shape[1]
+        width = self._table.block_tables.shape[2]
         places: list[int] = []
         blocks: list[int] = []
         for seq, entry, num_known in zip(sequences, entries.tolist(), self._num_blocks[entries].tolist(), strict=True):
@@ -258,6 +267,24 @@ class SequenceTable:
         on_device, new = upload(list(known), self._device)
         self._table.block_tables.view(-1).index_copy_(0, on_device, new)
 
+    def _send_window_blocks(self, sequences: list[Sequence], entries: np.ndarray) -> None:
+        """The same for the window groups. Blocks that were given back are never read, so the device keeps old numbers
+        of them."""
+        num_groups, num_entries, width = self._table.block_tables.shape
+        places: list[int] = []
+        blocks: list[tuple[int, ...]] = []
+        for seq, entry, num_known in zip(
+            sequences, entries.tolist(), self._num_window_blocks[entries].tolist(), strict=True
+        ):
+            first = max(num_known, seq.num_behind_window)
+            places += range(entry * width + first, entry * width + len(seq.window_table))
+            blocks += seq.window_table[first:]
+        if blocks:
+            groups = np.arange(1, num_groups)[:, None] * (num_entries * width)
+            known = (groups + np.array(places)).ravel(), np.array(blocks, np.int32).T.ravel()
+            on_device, new = upload([*known], self._device)
+            self._table.block_tables.view(-1).index_copy_(0, on_device, new)
+
     # On the device
 
     def batch(self, sent: SentStep) -> Batch:
@@ -267,22 +294,24 @@ class SequenceTable:
         made = expand_rows(
             self._lines[1:], self._table, size.num_rows, size.num_tokens, samples, self._block_size, self._use_kernels
         )
-        metadata = AttentionMetadata(
+        first = AttentionMetadata(
             cu_seqlens_q=made.cu_seqlens_q,
             context_lens=made.context_lens,
             num_decodes=self._lines[0, :1],
             max_num_decodes=size.max_num_decodes,
             max_seqlen_q=size.max_seqlen_q,
             max_seqlen_k=self.tokens.shape[1],
-            slot_mapping=made.slot_mapping,
-            block_tables=made.block_tables,
+            slot_mapping=made.slot_mapping[0],
+            block_tables=made.block_tables[0],
             block_size=self._block_size,
             query_tiles=self._tiles[: size.num_tiles] if size.num_tiles else None,
             sampled_tiles=self._tiles[size.num_tiles : 2 * size.num_tiles] if size.num_tiles else None,
             shared_prefixes=self._shared if size.is_grouped else None,
             tenants=sent.tenants,
         )
-        return Batch(made.token_ids, made.positions, metadata)
+        of_windows = enumerate(zip(made.slot_mapping[1:], made.block_tables[1:], strict=True), 1)
+        groups = [replace(first, group=i, slot_mapping=slots, block_tables=tables) for i, (slots, tables) in of_windows]
+        return Batch(made.token_ids, made.positions, [first, *groups])
 
     def sampled(self, num_sampled: int) -> tuple[torch.Tensor, SampledRows]:
         """The rows of the last Batch that may sample: the index of each one's last token, int64 [num_sampled], and how

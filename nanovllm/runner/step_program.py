@@ -133,7 +133,8 @@ class StepProgram:
         needed: see CausalLM.
         """
         batch = self.table.batch(sent)
-        metadata = replace(batch.metadata, plan=self.backend.plan(batch.metadata))
+        plans = self.backend.plans(batch.groups)
+        metadata = [replace(each, plan=plan) for each, plan in zip(batch.groups, plans, strict=True)]
         return self.model(batch.token_ids, batch.positions, self.kv_cache.layers, metadata, needed)
 
     def _forward_rows(self, sent: SentStep, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -27,6 +27,7 @@ from nanovllm.attention.choice import make_attention_backend
 from nanovllm.attention.flash_backend import find_fault
 from nanovllm.config import Config
 from nanovllm.demo import MODEL_DIRECTORY
+from nanovllm.models.config import one_group
 from nanovllm.runner import memory as memory_of
 from nanovllm.runner.kv_cache import KVCacheLayout
 from nanovllm.runner.memory import MemoryUse
@@ -623,7 +624,7 @@ class FakeGpu:
 
 
 def test_a_layouts_bytes_are_those_of_its_tensor():
-    layout = KVCacheLayout(3, 16, 2, 8, torch.bfloat16)
+    layout = KVCacheLayout(one_group(3), 16, 2, 8, torch.bfloat16)
     cache = layout.empty(5, torch.device("cpu"))
     assert cache.tensors[0].shape == (2, 3, 5, 16, 2, 8) and cache.nbytes == 5 * layout.block_bytes
 

@@ -48,6 +48,7 @@ from nanovllm.attention.metadata import SharedPrefixes
 from nanovllm.attention.triton_backend import TritonAttention
 from nanovllm.attention.triton_prompts import has_hopper_kernel
 from nanovllm.demo import MODEL_DIRECTORY
+from nanovllm.models.config import one_group
 from nanovllm.models.loader import load_weights
 from nanovllm.ops.act_and_mul import ACTIVATIONS, act_and_mul
 from nanovllm.ops.block_product import BlockWeight, block_product
@@ -257,7 +258,7 @@ def test_the_fused_kernels_store_the_bits_of_their_twin(
 
 
 def test_copied_blocks_take_their_scales_along():
-    cache = KVCacheLayout(3, 32, 2, 48, E4M3).empty(6, GPU)
+    cache = KVCacheLayout(one_group(3), 32, 2, 48, E4M3).empty(6, GPU)
     for tensor in cache.tensors:
         bits = tensor.view(torch.uint8)
         bits.copy_(torch.randint(256, bits.shape, generator=torch.Generator().manual_seed(0)))

@@ -35,8 +35,8 @@ _MUTANTS_OF_FILE = {
             "test_scheduler.py::test_a_fully_cached_prompt_still_computes_one_token"),
         historic(
             "a reused block keeps its old hash",
-            "        if block.hash is not None:\n            self._unregister(block)\n        block.ref_count = 1",
-            "        block.ref_count = 1", "test_block_manager.py::test_a_reused_block_loses_its_old_hash"),
+            "        if block.hash is not None:\n            self._unregister(block)\n        if block.owner",
+            "        if block.owner", "test_block_manager.py::test_a_reused_block_loses_its_old_hash"),
         planted(
             "a hash is believed although the tokens differ",
             "                or block.token_ids != seq.token_ids[index * block_size : (index + 1) * block_size]\n", "",
@@ -47,7 +47,7 @@ _MUTANTS_OF_FILE = {
             "test_block_manager.py::test_a_block_is_known_by_everything_before_it"),
         historic(
             "the front of a prefix is evicted first",
-            "for block_id in reversed(seq.block_table):", "for block_id in seq.block_table:",
+            "self._release(seq, reversed(seq.block_table))", "self._release(seq, seq.block_table)",
             "test_block_manager.py::"
             "test_blocks_are_reused_least_recently_freed_first_and_the_front_of_a_prefix_last"),
         planted(
@@ -62,12 +62,11 @@ _MUTANTS_OF_FILE = {
             "test_block_manager.py::test_a_block_is_closed_when_it_is_full_and_the_next_appended_when_it_is_needed"),
         planted(
             "a revived block stays in the free list",
-            "                del self._free[block.block_id]\n", "                pass\n",
+            "                del self._free[block_id]\n", "                pass\n",
             "test_block_manager.py::test_shared_blocks_in_use_cost_nothing_and_revived_ones_a_free_block"),
         historic(
             "the blocks of a step cannot be shared within it",
-            "            seq.block_table.append(self._take_free_block())\n        self.register_full_blocks(seq)",
-            "            seq.block_table.append(self._take_free_block())",
+            "        self.register_full_blocks(seq)\n\n    def free_behind", "\n    def free_behind",
             "test_scheduler.py::test_fifteen_prompts_with_one_prefix_admitted_in_one_step_compute_it_once"),
         planted(
             "a block is registered before its last token is computed",
@@ -76,8 +75,7 @@ _MUTANTS_OF_FILE = {
             "test_block_manager.py::test_every_state_of_a_small_pool_is_sound[2-2]"),
         planted(
             "a fork does not count who shares a block",
-            "            self.blocks[block_id].ref_count += 1\n        seq.block_hashes",
-            "            pass\n        seq.block_hashes",
+            "        self._hold(seq)\n        seq.block_hashes", "        seq.block_hashes",
             "test_several_completions.py::test_the_prompt_is_computed_once"),
         planted(
             "what is cached is not scored",
@@ -131,7 +129,7 @@ _MUTANTS_OF_FILE = {
             "test_scheduler.py::test_running_sequences_have_entries_of_their_own"),
         planted(
             "admissions leave no block for the growth of what runs",
-            "can_allocate(seq, len(self.running))", "can_allocate(seq, 0)",
+            "can_allocate(seq, len(self.running), budget)", "can_allocate(seq, 0, budget)",
             "test_scheduler.py::test_an_admission_leaves_a_block_for_the_growth_of_each_that_runs"),
         planted(
             "prompts beside decodes take the whole budget",
@@ -371,8 +369,8 @@ _MUTANTS_OF_FILE = {
     "ops/expand_rows.py": [
         historic(
             "slots wrap at 32 bits",
-            "block = table.block_tables[entry[row], positions // block_size].long()\n",
-            "block = table.block_tables[entry[row], positions // block_size]\n    positions = positions.int()\n",
+            "block = table.block_tables[:, entry[row], positions // block_size].long()\n",
+            "block = table.block_tables[:, entry[row], positions // block_size]\n    positions = positions.int()\n",
             "test_sequence_table.py::test_slots_beyond_32_bits_do_not_wrap[plain]"),
         historic(
             "a padding token writes to the first block",
@@ -394,10 +392,11 @@ _MUTANTS_OF_FILE = {
     "models/decoder.py": [
         planted(
             "the last layer keeps the keys of sampled tokens alone",
-            "            metadata = replace(metadata, query_tiles=metadata.sampled_tiles)\n",
-            "            kept = torch.full_like(metadata.slot_mapping, -1)\n"
-            "            kept[needed] = metadata.slot_mapping[needed]\n"
-            "            metadata = replace(metadata, query_tiles=metadata.sampled_tiles, slot_mapping=kept)\n",
+            "            metadata = [replace(of_group, query_tiles=of_group.sampled_tiles) for of_group in metadata]\n",
+            "            kept = torch.full_like(metadata[0].slot_mapping, -1)\n"
+            "            kept[needed] = metadata[0].slot_mapping[needed]\n"
+            "            tiles = metadata[0].sampled_tiles\n"
+            "            metadata = [replace(metadata[0], query_tiles=tiles, slot_mapping=kept)]\n",
             "test_last_layer.py::test_of_prompts_only_the_last_tokens_pass_the_last_layer[qwen3]"),
     ],
     "layers/sampler.py": [

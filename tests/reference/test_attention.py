@@ -539,7 +539,7 @@ def test_the_table_describes_the_step_that_the_formula_means():
         chunks.append(Chunk(seq, num_new, False))
     batch = make_batch(chunks, 4, 100)
     for name, expected in vars(case.metadata).items():
-        actual = getattr(batch.metadata, name)
+        actual = getattr(batch.groups[0], name)
         if name == "block_tables":
             actual = actual[:, : expected.shape[1]]
         if isinstance(expected, torch.Tensor):

@@ -19,8 +19,9 @@ from hypothesis.stateful import (
 )
 from support.long import some
 
-from nanovllm.engine.block_manager import BlockManager, hash_block
+from nanovllm.engine.block_manager import NO_WINDOWS, BlockManager, WindowGroups, hash_block
 from nanovllm.engine.sequence import Sequence
+from nanovllm.models.config import cache_places
 
 
 def make_sequence(tokens, seq_id: int = 0) -> Sequence:
@@ -29,11 +30,13 @@ def make_sequence(tokens, seq_id: int = 0) -> Sequence:
 
 @dataclass(eq=False)
 class Registration:
-    """An entry that the cache should have: `block` holds `prefix`'s last tokens, and was reached through `parent`."""
+    """An entry that the cache should have: `block` holds `prefix`'s last tokens, and was reached through `parent`.
+    `window` are the window groups' blocks for these tokens."""
 
     prefix: bytes
     block: int
     parent: "Registration | None"
+    window: tuple[int, ...] = ()
 
 
 class Books:
@@ -43,10 +46,12 @@ class Books:
     `memory` says for each slot which prefix's last token was written there. Tokens are below 256.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, has_weak_hash: bool = False):
-        self.block_size = block_size
+    def __init__(
+        self, num_blocks: int, block_size: int, has_weak_hash: bool = False, windows: WindowGroups = NO_WINDOWS
+    ):
+        self.block_size, self.windows = block_size, windows
         self.block_hash = weak_hash if has_weak_hash else hash_block
-        self.manager = BlockManager(num_blocks, block_size, block_hash=self.block_hash)
+        self.manager = BlockManager(num_blocks, block_size, block_hash=self.block_hash, windows=windows)
         self.free = list(range(num_blocks))
         self.cache: dict[object, Registration] = {}
         self.memory: dict[int, bytes] = {}
@@ -73,18 +78,26 @@ class Books:
                 break
             shared.append(found)
             parent = found
+        while not all(found.window for found in shared[self.first_seen(len(shared)) :]) and self.windows.num_groups:
+            shared.pop()
         blocks = [registration.block for registration in shared]
+        first = self.first_seen(len(shared))
+        window = [found.window if index >= first else () for index, found in enumerate(shared)]
+        held = {*blocks, *(block for of_tokens in window for block in of_tokens)}
         num_blocks = -(-len(tokens) // self.block_size)
-        num_taken = num_blocks - sum(block not in self.free for block in blocks)
+        num_groups = 1 + self.windows.num_groups
+        num_taken = num_groups * (num_blocks - len(blocks)) + sum(block in self.free for block in held)
         can_allocate = num_taken <= len(self.free)
         assert self.manager.can_allocate(seq) == can_allocate
         for num_reserved in (1, 2):
-            assert self.manager.can_allocate(seq, num_reserved) == (num_taken <= len(self.free) - num_reserved)
+            can_reserve = num_taken <= len(self.free) - num_reserved * num_groups
+            assert self.manager.can_allocate(seq, num_reserved) == can_reserve
         if not can_allocate:
             return False
         self.manager.allocate(seq)
-        self.free = [block for block in self.free if block not in blocks]
+        self.free = [block for block in self.free if block not in held]
         assert seq.block_table == blocks + [self.take() for _ in range(num_blocks - len(blocks))]
+        assert seq.window_table == (window if self.windows.num_groups else [])
         assert seq.num_computed_tokens == len(blocks) * self.block_size < seq.num_tokens, "nothing left to compute"
         self.registered[seq.seq_id] = shared
         return True
@@ -92,17 +105,23 @@ class Books:
     def advance(self, seq: Sequence, num_new_tokens: int) -> bool:
         start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_new_tokens
         num_taken = max(0, -(-end // self.block_size) - len(seq.block_table))
-        assert self.manager.can_append(seq, num_new_tokens) == (num_taken <= len(self.free))
-        if num_taken > len(self.free):
+        num_logical, num_groups = -(-end // self.block_size) - len(seq.window_table), self.windows.num_groups
+        can_append = num_taken + num_groups * num_logical <= len(self.free)
+        assert self.manager.can_append(seq, num_new_tokens) == can_append
+        if not can_append:
             return False
         table = seq.block_table + [self.take() for _ in range(num_taken)]
+        window_table = list(seq.window_table)
+        for _ in range(num_logical if num_groups else 0):
+            window_table.append(tuple(self.take() for _ in range(num_groups)))
         self.manager.append(seq, num_new_tokens)
-        assert seq.block_table == table and seq.num_computed_tokens == end
+        assert seq.block_table == table and seq.window_table == window_table and seq.num_computed_tokens == end
         for position in range(start, end):
-            block = table[position // self.block_size]
-            assert self.manager.blocks[block].ref_count == 1, "a shared block is written"
-            slot = block * self.block_size + position % self.block_size
-            self.memory[slot] = self.tokens[seq.seq_id][: position + 1]
+            index = position // self.block_size
+            for block in (table[index], *(window_table[index] if num_groups else ())):
+                assert self.manager.blocks[block].ref_count == 1, "a shared block is written"
+                slot = block * self.block_size + position % self.block_size
+                self.memory[slot] = self.tokens[seq.seq_id][: position + 1]
         self.register(seq)
         return True
 
@@ -115,11 +134,22 @@ class Books:
         self.manager.register_full_blocks(seq)
         self.register(seq)
 
+    def give_back(self, seq: Sequence) -> None:
+        """Frees what no later query sees."""
+        end = max(seq.num_behind_window, self.first_seen(0, seq.num_computed_tokens))
+        table = [() if index < end else blocks for index, blocks in enumerate(seq.window_table)]
+        others = self.held_by([other for other in self.sequences if other is not seq])
+        gone = [block for blocks in seq.window_table[:end] for block in reversed(blocks)]
+        self.free += [block for block in gone if block not in others]
+        self.manager.free_behind_window(seq)
+        assert seq.window_table == table
+
     def release(self, seq: Sequence) -> None:
-        others = [block for other in self.sequences if other is not seq for block in other.block_table]
-        self.free += [block for block in reversed(seq.block_table) if block not in others]
+        others = self.held_by([other for other in self.sequences if other is not seq])
+        blocks = [block for of_tokens in reversed(seq.window_table) for block in reversed(of_tokens)]
+        self.free += [block for block in [*blocks, *reversed(seq.block_table)] if block not in others]
         self.manager.deallocate(seq)
-        assert not seq.block_table and seq.num_computed_tokens == 0
+        assert not seq.block_table and not seq.window_table and seq.num_computed_tokens == 0
         self.registered[seq.seq_id] = []
 
     def forget(self, seq: Sequence) -> None:
@@ -132,6 +162,15 @@ class Books:
         del self.tokens[seq.seq_id], self.registered[seq.seq_id]
 
     # The model
+
+    def first_seen(self, num_blocks: int, num_tokens: int = 0) -> int:
+        """The first block that a query after some full blocks and tokens sees."""
+        position = num_blocks * self.block_size + num_tokens
+        return max(0, position - self.windows.window + 1) // self.windows.tile * self.windows.tile // self.block_size
+
+    def held_by(self, sequences: list[Sequence]) -> list[int]:
+        tables = [seq.block_table for seq in sequences] + [blocks for seq in sequences for blocks in seq.window_table]
+        return [block for table in tables for block in table]
 
     def key_of(self, prefix: bytes) -> object:
         return prefix if self.block_hash is hash_block else self.hash_of(prefix)
@@ -148,6 +187,8 @@ class Books:
     def take(self) -> int:
         block = self.free.pop(0)
         self.cache = {key: entry for key, entry in self.cache.items() if entry.block != block}
+        for entry in self.cache.values():
+            entry.window = () if block in entry.window else entry.window
         return block
 
     def register(self, seq: Sequence) -> None:
@@ -158,6 +199,8 @@ class Books:
             found = self.cache.get(self.key_of(prefix))
             if found is None or not self.is_equal(found, prefix, parent):
                 found = self.cache[self.key_of(prefix)] = Registration(prefix, seq.block_table[index], parent)
+            if self.windows.num_groups:
+                found.window = found.window or seq.window_table[index]
             done.append(found)
 
     # The laws
@@ -165,7 +208,7 @@ class Books:
     def check(self) -> None:
         manager, size = self.manager, self.block_size
         manager.check_integrity(self.sequences)
-        tables = [block for seq in self.sequences for block in seq.block_table]
+        tables = self.held_by(self.sequences)
         assert list(manager._free) == self.free, "the free list is not in the order of release"
         assert not set(self.free) & set(tables)
         assert manager.num_free_blocks + len(set(tables)) == len(manager.blocks), "free + used is not the total"
@@ -177,6 +220,12 @@ class Books:
             for position in range(seq.num_computed_tokens):
                 slot = seq.block_table[position // size] * size + position % size
                 assert self.memory[slot] == tokens[: position + 1], f"{seq} reads a wrong slot at {position}"
+                is_seen = position > seq.num_computed_tokens - self.windows.window
+                if is_seen and self.windows.num_groups:
+                    assert len(seq.window_table[position // size]) == self.windows.num_groups, "a window is gone"
+                for block in seq.window_table[position // size] if is_seen and self.windows.num_groups else ():
+                    found = self.memory[block * size + position % size]
+                    assert found == tokens[: position + 1], f"{seq} reads a wrong slot of a window at {position}"
 
     def check_cache(self) -> None:
         """Every registered hash leads to a block that holds exactly the chain of tokens it names."""
@@ -191,7 +240,9 @@ class Books:
             assert block.hash == self.hash_of(prefix)
             for offset in range(size):
                 end = len(prefix) - size + offset + 1
-                assert self.memory[block_id * size + offset] == prefix[:end], "a cached block was overwritten"
+                for cached in (block_id, *entry.window):
+                    assert self.memory[cached * size + offset] == prefix[:end], "a cached block was overwritten"
+            assert block.window == entry.window
             chain = block.token_ids
             while block.parent in by_serial:
                 block = by_serial[block.parent]
@@ -208,11 +259,11 @@ def weak_hash(parent_hash: int, token_ids: array) -> int:
 class BlockManagerMachine(RuleBasedStateMachine):
     """Sequences come, grow, share, are preempted and leave, in any order."""
 
-    has_weak_hash = False
+    has_weak_hash, windows = False, NO_WINDOWS
 
     @initialize(num_blocks=st.integers(1, 12), block_size=st.integers(1, 4))
     def start(self, num_blocks, block_size):
-        self.books = Books(num_blocks, block_size, self.has_weak_hash)
+        self.books = Books(num_blocks * (1 + self.windows.num_groups), block_size, self.has_weak_hash, self.windows)
 
     def pick(self, index: int, is_admitted: bool | None = None) -> Sequence | None:
         found = [seq for seq in self.books.sequences if is_admitted in (None, bool(seq.block_table))]
@@ -235,6 +286,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def advance(self, index, num_new_tokens):
         seq = self.pick(index, is_admitted=True)
         if seq is not None and seq.num_computed_tokens < seq.num_tokens:
+            if self.windows.num_groups and num_new_tokens % 2:  # a late return is allowed
+                self.books.give_back(seq)
             self.books.advance(seq, min(num_new_tokens, seq.num_tokens - seq.num_computed_tokens))
 
     @rule(index=st.integers(0, 5), token=st.integers(0, 1))
@@ -281,7 +334,15 @@ class WeakHashMachine(BlockManagerMachine):
     has_weak_hash = True
 
 
-@pytest.mark.parametrize("machine", [BlockManagerMachine, WeakHashMachine])
+class WindowMachine(BlockManagerMachine):
+    windows = WindowGroups(2, 3)
+
+
+class WeakHashWindowMachine(BlockManagerMachine):
+    has_weak_hash, windows = True, WindowGroups(1, 5, tile=2)
+
+
+@pytest.mark.parametrize("machine", [BlockManagerMachine, WeakHashMachine, WindowMachine, WeakHashWindowMachine])
 def test_the_books_balance_after_any_operations(machine, count, request):
     run_state_machine_as_test(
         machine,
@@ -484,12 +545,12 @@ def test_shared_blocks_in_use_cost_nothing_and_revived_ones_a_free_block():
     manager = BlockManager(4, 4)
     first = compute(manager, make_sequence(range(9)))
     second = make_sequence(range(9))
-    assert manager.can_allocate(second) and not manager.can_allocate(second, num_reserved_blocks=1)
+    assert manager.can_allocate(second) and not manager.can_allocate(second, num_reserved=1)
     other = compute(manager, make_sequence([50]))
     assert not manager.can_allocate(second)
     manager.deallocate(first)
     assert manager.num_free_blocks == 3 and manager.can_allocate(second)
-    assert not manager.can_allocate(second, num_reserved_blocks=1)
+    assert not manager.can_allocate(second, num_reserved=1)
     manager.allocate(second)
     assert second.num_computed_tokens == 8 and manager.num_free_blocks == 0
     manager.check_integrity([second, other])
@@ -598,3 +659,23 @@ def test_reviving_a_block_does_not_search_the_pool():
     manager.allocate(everything)
     assert everything.num_computed_tokens == num_blocks - 1
     assert time.process_time() - began < 2, "a search a block would take far longer"
+
+
+def test_windows_take_a_quarter_of_the_cache_at_gemmas_shape():
+    """Five of 34 layers have no window. The blocks have five layers; the seventh group lacks one layer."""
+    places = cache_places([1024, 1024, 1024, 1024, 1024, 0] * 5 + [1024] * 4)
+    num_groups = 1 + max(place.group for place in places)
+    assert sorted(places) == [(group, part) for group in range(7) for part in range(5)][:34]
+    windows = WindowGroups(num_groups - 1, 1024, tile=64, max_num_new_tokens=16384)
+    manager, seq = BlockManager(2000, 64, windows=windows), Sequence(0, [1] * 8192, None, 9000)
+    manager.allocate(seq)
+    for num_new_tokens in (2048, 2048, 4096, 1, 1):
+        seq.num_tokens = max(seq.num_tokens, seq.num_computed_tokens + num_new_tokens)
+        manager.free_behind_window(seq)
+        assert manager.can_append(seq, num_new_tokens)
+        manager.append(seq, num_new_tokens)
+        num_held = len(manager.blocks) - manager.num_free_blocks
+        num_in_window = num_held - len(seq.block_table)
+        assert num_in_window == 6 * len([blocks for blocks in seq.window_table if blocks])
+        assert num_held <= windows.max_num_blocks(len(seq.block_table) * 64, 64)
+    assert 5 * num_held <= 0.27 * 34 * len(seq.block_table)

@@ -51,7 +51,7 @@ def test_greedy_completions_are_those_of_transformers(tmp_path, family, backend,
     assert tally.num_cached_tokens > tally.num_rows
     assert tally.num_chunked_prompts + tally.num_preemptions > 0
     assert tally.num_chunked_prompts > count(-1, 5)
-    assert tally.num_preemptions > count(-1, 10)
+    assert tally.num_preemptions > count(-1, 5)
 
 
 @pytest.mark.grid(1)

@@ -22,6 +22,7 @@ from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.choice import make_attention_backend
 from nanovllm.attention.flash_backend import FlashAttention
 from nanovllm.jobs.identity import identity_of
+from nanovllm.models.config import one_group
 from nanovllm.ops.copy_blocks import copy_blocks
 from nanovllm.ops.layer_cache import (
     LARGEST_KEY,
@@ -227,7 +228,7 @@ def test_the_fused_kernel_stores_what_its_twin_stores(
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "kernel"])
 def test_copied_blocks_take_their_scales_along(fused):
-    layout = KVCacheLayout(3, 32, 2, 48, E4M3)
+    layout = KVCacheLayout(one_group(3), 32, 2, 48, E4M3)
     cache = layout.empty(6, CPU)
     for seed, layer in enumerate(cache.layers):
         k, v = random_tensor(64, 2, 48, seed=seed), random_tensor(64, 2, 48, seed=seed + 10)
@@ -532,7 +533,7 @@ def test_a_cache_in_fp8_wakes_up_empty_and_right(model, expected):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_nearly_twice_the_blocks_fit(head_dim):
     """Keys and values each have a scale of two bytes per head."""
-    of_fp8, usual = (KVCacheLayout(4, 64, 8, head_dim, dtype) for dtype in (E4M3, torch.bfloat16))
+    of_fp8, usual = (KVCacheLayout(one_group(4), 64, 8, head_dim, dtype) for dtype in (E4M3, torch.bfloat16))
     assert usual.block_bytes / of_fp8.block_bytes == 2 * head_dim / (head_dim + 2)
     for layout in (of_fp8, usual):
         cache = layout.empty(7, CPU)

@@ -28,7 +28,7 @@ def random_table(num_entries: int, max_model_len: int, block_size: int, seed: in
     max_blocks = -(-max_model_len // block_size)
     return Table(
         tokens=torch.randint(2**31 - 1, (num_entries, max_model_len), generator=generator).int(),
-        block_tables=torch.randint(2**31 - 1, (num_entries, max_blocks), generator=generator).int(),
+        block_tables=torch.randint(2**31 - 1, (1 + seed % 3, num_entries, max_blocks), generator=generator).int(),
         settings=numbers(torch.int32, 4, num_entries),
         seeds=numbers(torch.int64, num_entries),
     )
@@ -77,7 +77,8 @@ def test_the_kernel_expands_rows_as_its_twin_does(block_size, num_padding, count
         assert all(map(torch.equal, (rows, *table), before)), "what is read is not changed"
         # The meaning of padding, for all contents of the entries.
         num_tokens = int(expected.cu_seqlens_q[-1])
-        assert (expected.slot_mapping[num_tokens:] == -1).all() and (expected.slot_mapping[:num_tokens] >= 0).all()
+        slots = expected.slot_mapping
+        assert (slots[:, num_tokens:] == -1).all() and (slots[:, :num_tokens] >= 0).all()
         assert not expected.token_ids[num_tokens:].any() and not expected.positions[num_tokens:].any()
         more_rows, _, more_sampled = num_padding
         last = len(expected.context_lens) - more_rows
@@ -115,7 +116,7 @@ def test_slots_and_places_beyond_32_bits_do_not_wrap():
     rows = torch.tensor([[1, 6, 0, 0], [0, 3, 2, 1], [2, 0, 5, 0]], dtype=torch.int32)
     ours = expanded(rows, table, 2, 5, 2, 64, use_kernels=True)
     assert_same(ours, expanded(rows, table, 2, 5, 2, 64))
-    assert ours.slot_mapping.tolist() == [(2**31 - 1) * 64 + position for position in (4, 5, 0, 1, 2)]
+    assert ours.slot_mapping[0].tolist() == [(2**31 - 1) * 64 + position for position in (4, 5, 0, 1, 2)]
 
 
 def test_tokens_and_sampled_rows_fill_more_than_one_program():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from support.fake_runner import FakeRunner, Predicate, expected_completion, expected_scores, make_engine
 
-from nanovllm.engine.block_manager import BlockManager, hash_block
+from nanovllm.engine.block_manager import NO_WINDOWS, BlockManager, WindowGroups, hash_block
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -18,14 +18,28 @@ AT_LEAST = {
     "hits": 14_000, "cached tokens": 300_000, "preemptions": 700, "chunks": 50_000, "evictions": 30_000,
     "same-step hits": 400, "refused": 4_000, "aborted": 600, "stop": 10_000, "length": 16_000,
     "error": 200, "stopped by a predicate": 1_500, "ended by max_model_len": 5_000,
-    "forks": 4_000, "copies": 2_000, "scored": 20_000, "contexts": 500,
+    "forks": 4_000, "copies": 2_000, "scored": 20_000, "contexts": 250,
+    "given back": 15_000, "shortened hits": 500,
 }  # fmt: skip
 
 
 class CountingBlockManager(BlockManager):
-    """Counts the registered blocks that were reused for something else, and the contexts that were shared."""
+    """Counts the registered blocks that were reused for something else, the contexts that were shared, the logical
+    blocks of window groups that were given back, and the prefixes that could be shared only in part, because a window
+    was gone."""
 
-    num_evictions = num_contexts = 0
+    num_evictions = num_contexts = num_given_back = num_shortened = 0
+
+    def free_behind_window(self, seq: Sequence) -> None:
+        before = seq.num_behind_window
+        super().free_behind_window(seq)
+        self.num_given_back += seq.num_behind_window - before
+
+    def allocate(self, seq: Sequence) -> None:
+        super().allocate(seq)
+        windows, self.windows = self.windows, NO_WINDOWS
+        self.num_shortened += self.num_cached_tokens(seq) > seq.num_computed_tokens
+        self.windows = windows
 
     def fork(self, source: Sequence, seq: Sequence, num_tokens: int) -> list[tuple[int, int]]:
         self.num_contexts += source not in seq.siblings
@@ -67,7 +81,11 @@ class Workload:
         self.vocab_size = rng.choice([2, 5, 30, 1000])
         block_size = rng.randint(1, 16)
         max_model_len = rng.randint(2, 80)
-        longest = -(-(max_model_len - 1) // block_size)
+        max_num_batched_tokens = rng.choice([1, 2, 3, 7, 16, 64, 256])
+        windows = NO_WINDOWS
+        if rng.random() < 0.5:
+            windows = WindowGroups(rng.randint(1, 3), rng.randint(1, 24), rng.choice([1, 1, 4]), max_num_batched_tokens)
+        longest = windows.max_num_blocks(max_model_len - 1, block_size)
         num_blocks = rng.choice([max(1, longest // 2), longest, longest + rng.randint(0, 5), 2 * longest, 8 * longest])
         max_num_seqs = rng.choice([1, 2, 3, 5, 8, 16, 64])
         self.engine = make_engine(
@@ -77,15 +95,18 @@ class Workload:
             vocab_size=self.vocab_size,
             eos_token_ids=frozenset(rng.sample(range(self.vocab_size), min(rng.randint(0, 2), self.vocab_size - 1))),
             keep_log=False,
-            max_num_batched_tokens=rng.choice([1, 2, 3, 7, 16, 64, 256]),
+            max_num_batched_tokens=max_num_batched_tokens,
+            windows=windows,
             max_num_seqs=max_num_seqs,
             overlap=overlap,
             enable_prefix_caching=rng.random() < 0.9,
             max_tokens_beside_decodes=rng.choice([1, 4, 32, 2**31]),
+            is_mirrored=rng.random() < 0.6,
         )
         self.runner: FakeRunner = self.engine.runner
         _replace_block_manager(
-            self.engine, CountingBlockManager(num_blocks, block_size, self.engine.config.enable_prefix_caching)
+            self.engine,
+            CountingBlockManager(num_blocks, block_size, self.engine.config.enable_prefix_caching, windows=windows),
         )
         # Short prompts that grow long meet preemption, long ones that differ in their ends meet the cache.
         self.grows = rng.random() < 0.5
@@ -158,7 +179,8 @@ class Workload:
         info = self.engine.info
         max_num_tokens = min(len(request.prompt) + request.params.max_tokens, info.max_model_len) - 1
         longest = info.max_model_len - (request.params.max_tokens > 0)
-        if len(request.prompt) > longest or (max_num_tokens > info.num_kvcache_blocks * info.kvcache_block_size):
+        num_blocks = info.windows.max_num_blocks(max_num_tokens, info.kvcache_block_size)
+        if len(request.prompt) > longest or num_blocks > info.num_kvcache_blocks:
             with pytest.raises(ValueError):
                 self.engine.add_request(request.prompt, request.params)
             self.counts["refused"] += 1
@@ -192,7 +214,10 @@ class Workload:
         assert list(seq.token_ids[: seq.num_prompt_tokens]) == request.prompt
         assert (seq.completion_token_ids, seq.finish_reason) == request.expected, seq
         is_scored = request.params.prompt_logprobs is not None and seq.seq_id == (seq.siblings or [seq])[0].seq_id
-        assert seq.prompt_logprobs == (expected_scores(request.prompt, request.first_scored) if is_scored else b"")
+        info = self.engine.info
+        assert seq.prompt_logprobs == (
+            expected_scores(request.prompt, request.first_scored, info) if is_scored else b""
+        )
         assert (seq.error is None) == (seq.finish_reason != "error")
         assert seq.status is SequenceStatus.FINISHED and seq.num_tokens == len(seq.token_ids)
         assert seq.num_cached_tokens < seq.num_prompt_tokens or seq.siblings, "nothing was left to compute"
@@ -223,6 +248,8 @@ class Workload:
                 "contexts": self.engine.scheduler.block_manager.num_contexts,
                 "preemptions": self.engine.scheduler_stats.num_preemptions,
                 "evictions": self.engine.scheduler.block_manager.num_evictions,
+                "given back": self.engine.scheduler.block_manager.num_given_back,
+                "shortened hits": self.engine.scheduler.block_manager.num_shortened,
             }
         )
         return self.counts

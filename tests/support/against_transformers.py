@@ -92,18 +92,23 @@ def teacher_forced_logits(llm: LLM, token_ids: list[int], chunks: list[int]) -> 
     runner = llm.engine.runner
     seq = Sequence(0, token_ids, SamplingParams(temperature=0), len(token_ids) + 1)
     seq.block_table = list(range(-(-len(token_ids) // runner.info.kvcache_block_size)))[::-1]
-    seq.entry = 0
+    seq.entry, windows = 0, runner.info.windows
+    num_blocks = len(seq.block_table)
     logits = []
     for num_new in chunks:
         seq.num_computed_tokens += num_new
+        known = range(-(-seq.num_computed_tokens // runner.info.kvcache_block_size))
+        seq.window_table = [tuple(block + num_blocks * (1 + i) for i in range(windows.num_groups)) for block in known]
         batch = make_batch(
             [Chunk(seq, num_new, False)],
             runner.info.kvcache_block_size,
             runner.settings.max_model_len,
             str(runner.settings.device),
+            windows.num_groups,
         )
-        metadata = replace(batch.metadata, plan=runner.program.backend.plan(batch.metadata))
-        hidden_states = runner.program.model(batch.token_ids, batch.positions, runner.program.kv_cache.layers, metadata)
+        plans = runner.program.backend.plans(batch.groups)
+        groups = [replace(group, plan=plan) for group, plan in zip(batch.groups, plans, strict=True)]
+        hidden_states = runner.program.model(batch.token_ids, batch.positions, runner.program.kv_cache.layers, groups)
         logits.append(runner.program.model.compute_logits(hidden_states))
     return torch.cat(logits)
 

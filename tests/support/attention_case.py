@@ -10,6 +10,7 @@ import torch
 from nanovllm.attention.backend import AttentionBackend, AttentionShape
 from nanovllm.attention.choice import make_attention_backend
 from nanovllm.attention.metadata import AttentionMetadata, query_tiles
+from nanovllm.models.config import one_group
 from nanovllm.ops.layer_cache import LayerCache, rounded_keys, rounded_values
 from nanovllm.ops.quantize import E4M3
 from nanovllm.runner.kv_cache import KVCache, KVCacheLayout
@@ -80,7 +81,7 @@ def make_case(
     tables = np.zeros((len(sequences), max(table_sizes)), np.int64)
     for row, size in enumerate(table_sizes):
         tables[row, :size] = [blocks.pop() for _ in range(size)]
-    layout = KVCacheLayout(1, block_size, num_kv_heads, head_dim, E4M3 if is_fp8 else dtype)
+    layout = KVCacheLayout(one_group(1), block_size, num_kv_heads, head_dim, E4M3 if is_fp8 else dtype)
     cache = filled_with_nan(layout.empty(sum(table_sizes) + 3, torch.device("cpu"))).layers[0]
 
     slot_mapping: list[int] = []
@@ -129,12 +130,33 @@ def tiles(num_new: list[int], lengths: list[int], num_decodes: int) -> torch.Ten
 
 
 def run(backend_name: str, case: Case, backend: AttentionBackend | None = None) -> torch.Tensor:
-    """Does the work of a layer: stores the new keys and values, then attends."""
+    """Does the work of a layer: stores the new keys and values, then attends. Keys behind the window are gone."""
     backend, metadata = backend or case.backend(backend_name), case.metadata
+    cache = case.cache
+    if case.window:  # the layer is in a group of layers with a window
+        cache, metadata = without_keys_behind_windows(case, backend.keys_of_tile), replace(metadata, group=1)
     metadata = replace(metadata, plan=backend.plan(metadata))
     q, k, v = case.new(case.queries), case.new(case.keys), case.new(case.values)
-    backend.store_kvcache(k, v, case.cache, metadata.slot_mapping)
-    return backend.attend(q, k, v, case.cache, metadata, case.window)
+    backend.store_kvcache(k, v, cache, metadata.slot_mapping)
+    return backend.attend(q, k, v, cache, metadata, case.window)
+
+
+def without_keys_behind_windows(case: Case, keys_of_tile: int) -> LayerCache:
+    """A copy of the cache in which whole tiles of keys that no query sees are NaN."""
+    tensors = [None if tensor is None else tensor.clone() for tensor in case.cache]
+    cache, block_size = LayerCache(*tensors), case.cache.block_size
+    nothing = filled_with_nan(KVCache(tuple(tensor.clone() for tensor in case.cache if tensor is not None), []))
+    for row, table in enumerate(case.metadata.block_tables.tolist()):
+        first_query = len(case.keys[row]) - case.num_new[row]
+        num_gone = max(0, first_query + 1 - case.window) // keys_of_tile * keys_of_tile
+        for position in range(num_gone):
+            block, place = table[position // block_size], position % block_size
+            for tensor, poison in zip(cache, nothing.tensors, strict=False):
+                at = (block, place) if not cache.is_fp8 else (block, slice(None), place)
+                if cache.is_fp8 and tensor is cache.values:
+                    at = block, slice(None), slice(None), place
+                tensor[at] = poison[at]
+    return cache
 
 
 def formula(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, case: Case) -> np.ndarray:

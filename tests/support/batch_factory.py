@@ -12,13 +12,18 @@ from nanovllm.runner.sequence_table import Batch, SequenceTable
 from nanovllm.runner.step_sizes import StepRows, StepSize
 
 
-def make_batch(chunks: list[Chunk], block_size: int, max_model_len: int = 128, device: str = "cpu") -> Batch:
+def make_batch(
+    chunks: list[Chunk], block_size: int, max_model_len: int = 128, device: str = "cpu", num_window_groups: int = 0
+) -> Batch:
     """The Batch of a step of these chunks, whose sequences have entries."""
     step, num_new = Step.of(chunks), [chunk.num_new_tokens for chunk in chunks]
     num_sampled = sum(chunk.samples for chunk in chunks)
     num_tiles = sum(-(-n // QUERY_TILE) for n in num_new[step.num_decodes :])
     size = StepSize(len(chunks), sum(num_new), num_sampled, num_tiles, step.num_decodes, max(num_new), False)
-    table = SequenceTable(len(chunks), max_model_len, block_size, 1000, sum(num_new), torch.device(device))
+    table = SequenceTable(
+        len(chunks), max_model_len, block_size, 1000, sum(num_new), torch.device(device),
+        num_window_groups=num_window_groups,
+    )  # fmt: skip
     return table.batch(table.send(step, OneSize(size)))
 
 

@@ -3,6 +3,9 @@
 Its "KV cache" holds one number per slot, the key of the token written there. The key depends on every token before it,
 read through the block table. Its "logits" are a hash of all keys of the prefix, read in the same way. Any wrong slot,
 stale block, lost token or wrong hit changes the answer.
+
+In a model with window groups, each of them has a key per token too. The key of a token also depends on the first keys
+in its windows, and the logits on all keys in the last token's windows.
 """
 
 from collections import deque
@@ -12,10 +15,12 @@ from dataclasses import replace
 import numpy as np
 
 from nanovllm.config import Config
+from nanovllm.engine.block_manager import NO_WINDOWS, WindowGroups
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.runner import Runner, RunnerInfo
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Chunk, Step, StepOutput, TokenNumbers
+from nanovllm.parallel.worker import Worker, fingerprint
 from nanovllm.sampling_params import SamplingParams
 
 Predicate = Callable[[int], bool]
@@ -70,7 +75,11 @@ class FakeRunner(Runner):
         self._check_forks(work)
         self._store(work)
         self._copy(step)
-        sampled = [self._sample(seq) for seq, _, samples in work if samples]
+        sampled, leader = [], work[0].seq
+        for seq, num_new_tokens, samples in work:
+            leader = seq if num_new_tokens else leader
+            if samples:
+                sampled.append(self._sample(seq, leader))
         self.num_steps += 1
         self.num_sampled_tokens += len(sampled)
         self.num_chunks += len(work) - len(sampled)
@@ -97,6 +106,11 @@ class FakeRunner(Runner):
         """
         keys, block_size = self.keys, self.info.kvcache_block_size
         written_blocks: set[int] = set()
+        # A layer of the model writes all keys of the step before it reads any, in no order.
+        for seq, num_new_tokens, _ in work:
+            for position in range(seq.num_computed_tokens - num_new_tokens, seq.num_computed_tokens):
+                for group in range(1 + self.info.windows.num_groups):
+                    keys[self._slot(seq, group, position)] = None
         for seq, num_new_tokens, _ in work:
             table, token_ids, end = seq.block_table, seq.token_ids, seq.num_computed_tokens
             start = end - num_new_tokens
@@ -110,10 +124,23 @@ class FakeRunner(Runner):
                 self.num_same_step_hits += block in written_blocks
             for position in range(start, end):
                 token_id = token_ids[position] if position < len(token_ids) else self._in_flight_token(seq, position)
-                key = hash((key, token_id))
-                keys[table[position // block_size] * block_size + position % block_size] = key
+                key = hash((key, token_id, *self._first_in_windows(seq, position)))
+                for group in range(1 + self.info.windows.num_groups):
+                    keys[self._slot(seq, group, position)] = key_of_group(key, group)
             written_blocks.update(table[start // block_size : (end - 1) // block_size + 1])
             self.num_computed_tokens += num_new_tokens
+
+    def _slot(self, seq: Sequence, group: int, position: int) -> int:
+        block_size = self.info.kvcache_block_size
+        index = position // block_size
+        block = seq.window_table[index][group - 1] if group else seq.block_table[index]
+        return block * block_size + position % block_size
+
+    def _first_in_windows(self, seq: Sequence, position: int) -> list[int | None]:
+        """The first key that a query at `position` sees in each window group, before its own."""
+        first = max(0, position + 1 - self.info.windows.window)
+        groups = range(1, 1 + self.info.windows.num_groups) if first < position else ()
+        return [self.keys[self._slot(seq, group, first)] for group in groups]
 
     def _copy(self, step: Step) -> None:
         keys, block_size = self.keys, self.info.kvcache_block_size
@@ -143,12 +170,18 @@ class FakeRunner(Runner):
         assert position == seq.num_computed_tokens - 1 == len(seq.token_ids), f"{seq} skips a token at {position}"
         return self.last_token_ids[seq.entry]
 
-    def _sample(self, seq: Sequence) -> int:
+    def _sample(self, seq: Sequence, leader: Sequence) -> int:
+        """leader: the sequence whose logits are sampled. A forked sibling has only the windows of its next query."""
         keys, block_size, num_keys = self.keys, self.info.kvcache_block_size, seq.num_computed_tokens
         prefix: list[int] = []
         for block in seq.block_table:
             prefix += keys[block * block_size : (block + 1) * block_size]
-        token_id = -1 if self.is_broken(seq) else _answer(prefix[:num_keys], self.info.vocab_size)
+        windows = [
+            keys[self._slot(leader, group, position)]
+            for group in range(1, 1 + self.info.windows.num_groups)
+            for position in range(max(0, num_keys - self.info.windows.window), num_keys)
+        ]
+        token_id = -1 if self.is_broken(seq) else _answer(prefix[:num_keys], windows, self.info)
         self.last_token_ids[seq.entry] = max(token_id, 0)
         return token_id
 
@@ -159,6 +192,42 @@ class FakeRunner(Runner):
         self.is_closed = True
 
 
+class MirroredRunner(FakeRunner):
+    """Tells a Worker, as the driver of several ranks does, of all changes of the schedule. The worker notices if it
+    would schedule other work."""
+
+    def __init__(self, info: RunnerInfo, config: Config, max_num_seqs: int):
+        super().__init__(info, max_num_seqs)
+        self.of_worker = FakeRunner(info, max_num_seqs)
+        self.worker = Worker(config, self.of_worker, rank=1)
+        self.num_launched = self.num_committed = self.num_nothing = 0
+
+    def launch(self, step: Step) -> FakeStep:
+        self.num_launched += 1
+        self.of_worker.is_broken = self.is_broken
+        self.worker._launch(self.num_launched, fingerprint(step))
+        return super().launch(step)
+
+    def request_added(self, sequences: list[Sequence]) -> None:
+        seq = sequences[0]
+        self.worker._add(
+            seq.seq_id, seq.token_ids, vars(seq.sampling_params), seq.max_length, seq.stop_token_ids, seq.seed,
+            seq.next_scored, seq.is_constrained,
+        )  # fmt: skip
+
+    def request_aborted(self, seq: Sequence) -> None:
+        self.worker._abort(seq.seq_id)
+
+    def nothing_scheduled(self) -> None:
+        self.num_nothing += 1
+        self.worker._schedule_nothing()
+
+    def step_committed(self, stopped: list[int], broken: list[int]) -> None:
+        self.num_committed += 1
+        self.worker._wait(self.num_committed)
+        self.worker._commit(self.num_committed, stopped, broken)
+
+
 def make_engine(
     *,
     num_blocks: int = 64,
@@ -167,14 +236,18 @@ def make_engine(
     vocab_size: int = 1000,
     eos_token_ids: frozenset[int] = frozenset(),
     max_tokens_beside_decodes: int = 2**31,
+    windows: WindowGroups = NO_WINDOWS,
     keep_log: bool = True,
+    is_mirrored: bool = False,
     **options,
 ) -> LLMEngine:
     """An LLMEngine on a FakeRunner; `options` are Config's."""
     config = Config("fake", **options)
     info = RunnerInfo(num_blocks, block_size, max_model_len, vocab_size, eos_token_ids)
-    info = replace(info, max_tokens_beside_decodes=max_tokens_beside_decodes)
-    return LLMEngine(config, runner=FakeRunner(info, config.max_num_seqs or info.max_num_seqs, keep_log))
+    info = replace(info, max_tokens_beside_decodes=max_tokens_beside_decodes, windows=windows)
+    max_num_seqs = config.max_num_seqs or info.max_num_seqs
+    runner = MirroredRunner(info, config, max_num_seqs) if is_mirrored else FakeRunner(info, max_num_seqs, keep_log)
+    return LLMEngine(config, runner=runner)
 
 
 def run_to_end(engine: LLMEngine) -> dict[int, Sequence]:
@@ -196,16 +269,16 @@ def expected_completion(
 ) -> tuple[list[int], str]:
     """The right completion of a request, computed alone and without a cache: (token ids, finish reason)."""
     stop_token_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else info.eos_token_ids)
-    keys: list[int] = []
-    for token_id in prompt:
-        keys.append(hash((keys[-1] if keys else 0, token_id)))
+    keys = keys_of(prompt, info)
     completion: list[int] = []
     if params.max_tokens == 0:
         return completion, "length"
     while True:
-        token_id = _answer(keys, info.vocab_size)
+        groups = range(1, 1 + info.windows.num_groups)
+        in_windows = [key_of_group(key, group) for group in groups for key in keys[-info.windows.window :]]
+        token_id = _answer(keys, in_windows, info)
         completion.append(token_id)
-        keys.append(hash((keys[-1], token_id)))
+        _extend(keys, token_id, info)
         says_stop = stop_predicate is not None and stop_predicate(token_id)
         if token_id in stop_token_ids and len(completion) > params.min_tokens:
             return completion, "stop"
@@ -220,14 +293,30 @@ def score_numbers(key: int, token_id: int) -> bytes:
     return np.array([hash((key, token_id)) % 2**31, token_id, 0], np.int32).tobytes()
 
 
-def expected_scores(prompt: list[int], first: int) -> bytes:
+def expected_scores(prompt: list[int], first: int, info: RunnerInfo) -> bytes:
     """The numbers of a prompt's tokens from `first` on."""
-    key, data = 0, b""
-    for position, token_id in enumerate(prompt):
-        data += score_numbers(key, token_id) if position >= first else b""
-        key = hash((key, token_id))
-    return data
+    keys = [0, *keys_of(prompt, info)]
+    return b"".join(score_numbers(keys[position], prompt[position]) for position in range(first, len(prompt)))
 
 
-def _answer(keys: list[int], vocab_size: int) -> int:
-    return hash(tuple(keys)) % vocab_size
+def key_of_group(key: int, group: int) -> int:
+    return hash((key, group)) if group else key
+
+
+def keys_of(token_ids: list[int], info: RunnerInfo) -> list[int]:
+    """The keys of group 0."""
+    keys: list[int] = []
+    for token_id in token_ids:
+        _extend(keys, token_id, info)
+    return keys
+
+
+def _extend(keys: list[int], token_id: int, info: RunnerInfo) -> None:
+    first = max(0, len(keys) + 1 - info.windows.window)
+    groups = range(1, 1 + info.windows.num_groups) if first < len(keys) else ()
+    keys.append(hash((keys[-1] if keys else 0, token_id, *(key_of_group(keys[first], group) for group in groups))))
+
+
+def _answer(keys: list[int], in_windows: list[int], info: RunnerInfo) -> int:
+    """The token after a prefix with these keys."""
+    return hash((*keys, *in_windows)) % info.vocab_size

@@ -2,6 +2,7 @@
 
 import torch
 
+from nanovllm.models.config import one_group
 from nanovllm.ops.layer_cache import (
     LayerCache,
 )
@@ -16,7 +17,7 @@ DECODE_TOLERANCE = 1.5e-3
 
 
 def poisoned_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> LayerCache:
-    layout = KVCacheLayout(1, block_size, num_kv_heads, head_dim, E4M3)
+    layout = KVCacheLayout(one_group(1), block_size, num_kv_heads, head_dim, E4M3)
     return filled_with_nan(layout.empty(num_blocks, CPU)).layers[0]
 
 

@@ -41,11 +41,11 @@ def random_rows(
     num_entries, max_model_len, num_real = num_rows + 2, max_blocks * 16, max(1, num_rows - 2)
     table = Table(
         torch.from_numpy(rng.integers(0, 1000, (num_entries, max_model_len), np.int32)),
-        torch.from_numpy(rng.integers(0, 2**28, (num_entries, max_blocks), np.int32)),
+        torch.from_numpy(rng.integers(0, 2**28, (2, num_entries, max_blocks), np.int32)),
         torch.from_numpy(rng.integers(-(2**31), 2**31, (4, num_entries), np.int32)),
         torch.from_numpy(rng.integers(-(2**63), 2**63 - 1, num_entries)),
     )
-    table.block_tables[-1] = 0
+    table.block_tables[:, -1] = 0
     num_new = rng.integers(1, min(max(1, num_tokens // num_real), max_model_len), num_real, endpoint=True)
     rows = np.zeros((max(num_rows + 1, num_sampled), 4), np.int32)
     rows[:, 0], rows[:, 2], rows[:, 3] = num_entries - 1, num_new.sum(), num_rows

@@ -63,11 +63,13 @@ def logits_of(directory: Path, token_ids: list[int], parallel: Parallel) -> torc
     num_tokens = len(token_ids)
     seq = Sequence(0, token_ids, SamplingParams(), 64)
     seq.block_table, seq.num_computed_tokens, seq.entry = [3, 0, 2, 1], num_tokens, 0
-    batch = make_batch([Chunk(seq, num_tokens, False)], 16, 64)
-    layout = KVCacheLayout(config.num_hidden_layers, 16, model.num_kv_heads, config.head_dim, torch.float32)
-    kv_cache = layout.empty(4, CPU)
+    layout = KVCacheLayout(config.cache_places, 16, model.num_kv_heads, config.head_dim, torch.float32)
+    num_blocks = 4 * layout.num_groups
+    seq.window_table = [tuple(range(block, num_blocks, 4)) for block in range(4, 4 + -(-num_tokens // 16))]
+    batch = make_batch([Chunk(seq, num_tokens, False)], 16, 64, num_window_groups=layout.num_groups - 1)
+    kv_cache = layout.empty(num_blocks, CPU)
     kv_cache.tensors[0].fill_(float("nan"))
-    columns = model.compute_logits(model(batch.token_ids, batch.positions, kv_cache.layers, batch.metadata))
+    columns = model.compute_logits(model(batch.token_ids, batch.positions, kv_cache.layers, batch.groups))
     assert columns.shape == (num_tokens, model.lm_head.vocab.size)
     rows = (parallel.sampling_exchange or parallel).rows_of_columns(columns)
     assert len(rows) == num_tokens // parallel.size
