@@ -1,6 +1,7 @@
 """A mixture of experts in the place of a layer's MLP."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers.context import LayerContext
@@ -12,7 +13,10 @@ from nanovllm.ops.route import route
 
 
 class Router(nn.Module):
-    """weight: [num_experts, hidden_size], whole on every rank, so that all ranks choose the same experts."""
+    """weight: [num_experts, hidden_size], whole on every rank, so that all ranks choose the same experts.
+
+    The gate of a shared expert is a router of one expert.
+    """
 
     def __init__(self, hidden_size: int, num_experts: int, context: LayerContext):
         super().__init__()
@@ -77,6 +81,7 @@ class ExpertRows(ExpertLinear):
 
 class Experts(nn.Module):
     """Each token goes through `top_k` of the experts, which are gated MLPs, and gets the weighted sum of their outputs.
+    It may also go through a shared expert, whose output is added with a weight of its own.
 
     Each expert's columns are divided over the ranks.
 
@@ -85,6 +90,7 @@ class Experts(nn.Module):
         renormalizes: a token's weights add up to 1.
         activation: see ops/act_and_mul.py.
         format: format of the experts' weights; None is the context's dtype.
+        shared_expert: an MLP that gives plain tensors; None if there is no shared expert.
     """
 
     accepts = Form.PLAIN
@@ -99,6 +105,7 @@ class Experts(nn.Module):
         activation: str,
         context: LayerContext,
         format: WeightFormat | None = None,
+        shared_expert: nn.Module | None = None,
     ):
         super().__init__()
         self._top_k, self._renormalizes, self._activation = top_k, renormalizes, activation
@@ -107,6 +114,8 @@ class Experts(nn.Module):
         self.gate = Router(hidden_size, num_experts, context)
         self.gate_up_proj = ExpertColumns((num_experts, 2 * part[1], hidden_size), size, part, format, context)
         self.down_proj = ExpertRows((num_experts, hidden_size, part[1]), size, part, format, context)
+        self.shared_expert = shared_expert
+        self.shared_expert_gate = None if shared_expert is None else Router(hidden_size, 1, context)
 
     def variant_key(self, num_tokens: int) -> int:
         """See CausalLM.variant_key."""
@@ -117,4 +126,8 @@ class Experts(nn.Module):
         """hidden_states: [num_tokens, hidden_size] -> the same shape"""
         routes = route(hidden_states, self.gate.weight, self._top_k, self._renormalizes, self._use_kernels)
         weights = self.gate_up_proj.weights, self.down_proj.weights
-        return PartialSum(grouped_mlp(hidden_states, routes, *weights, self._activation, self._use_kernels))
+        output = grouped_mlp(hidden_states, routes, *weights, self._activation, self._use_kernels)
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            weight = F.linear(hidden_states, self.shared_expert_gate.weight).sigmoid()
+            output.addcmul_(weight, self.shared_expert(hidden_states).part)
+        return PartialSum(output)

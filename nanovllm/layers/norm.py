@@ -1,4 +1,4 @@
-"""RMSNorm layers: for hidden states, after the residual is added, and for every query and key head."""
+"""RMSNorm layers: for hidden states, after the residual is added, and for queries and keys."""
 
 import torch
 import torch.nn.functional as F
@@ -127,3 +127,37 @@ class QKNorm(nn.Module):
         """qk: [num_tokens, num_heads + num_kv_heads, head_dim] -> the same; qk itself is not changed."""
         normed = F.rms_norm(qk.float(), (qk.shape[-1],), None, self.eps)
         return normed.to(self.weight.dtype).mul_(self.weight).to(qk.dtype)
+
+
+class ProjectionNorm(nn.Module):
+    """RMSNorm of a token's queries in all heads of all ranks together, and of its keys in all heads, as in OLMo 2.
+
+    weight: [query columns + key columns] of this rank.
+
+    Args:
+        sizes: numbers of columns of q_proj and k_proj over all ranks.
+        parts: this rank's columns of q_proj and k_proj, as (start, length).
+    """
+
+    def __init__(self, sizes: dict[str, int], parts: dict[str, tuple[int, int]], eps: float, context: LayerContext):
+        super().__init__()
+        self.eps, self.parallel = eps, context.parallel
+        self._sizes, self._parts = sizes, parts
+        self._lengths = parts["q_proj"][1], parts["k_proj"][1]
+        self.weight = context.parameter(sum(self._lengths))
+
+    def shards(self, name: str) -> Shards:
+        targets = zip(("q_norm", "k_norm"), ("q_proj", "k_proj"), self.weight.split(self._lengths), strict=True)
+        return {key: [Shard((self._sizes[of],), (self._parts[of],), target)] for key, of, target in targets}
+
+    def forward(self, qkv: torch.Tensor) -> torch.Tensor:
+        """qkv: [num_tokens, query, key and value columns of this rank] -> the same tensor, normed in place"""
+        parts = qkv[:, : len(self.weight)].split(self._lengths, 1)
+        norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts]
+        means = torch.stack([norm.square() / length for norm, length in zip(norms, self._lengths, strict=True)], 1)
+        # The mean of the ranks' means counts every head alike: all ranks have as many heads, and if several ranks hold
+        # the same key head, as many hold each other key head.
+        scales = torch.rsqrt(self.parallel.all_reduce(means) / self.parallel.size + self.eps)
+        for part, scale, weight in zip(parts, scales.split(1, 1), self.weight.split(self._lengths), strict=True):
+            part.mul_(scale * weight)
+        return qkv

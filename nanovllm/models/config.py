@@ -29,12 +29,14 @@ class ExpertsConfig:
     top_k: how many experts each token chooses.
     size: intermediate size of one expert's MLP.
     renormalizes: the weights of a token's experts are divided by their sum.
+    shared_size: intermediate size of the expert that all tokens go through; 0 if there is none.
     """
 
     num_experts: int
     top_k: int
     size: int
     renormalizes: bool
+    shared_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,9 @@ class ModelConfig:
         Raises:
             ValueError: it cannot; the message names the sizes that work.
         """
+        of_experts = () if self.experts is None else (self.experts.size, self.experts.shared_size)
         mlp_sizes = {
-            self.experts.size if self.experts is not None and layer.has_experts else self.intermediate_size
-            for layer in self.layers
+            size for layer in self.layers for size in (of_experts if layer.has_experts else (self.intermediate_size,))
         }
 
         def divides(n: int) -> bool:

@@ -71,18 +71,30 @@ def _attention_matrices(config: ModelConfig) -> list[Matrix]:
 
 
 def _mlp_matrices(config: ModelConfig, experts: ExpertsConfig | None, num_tokens: int) -> list[Matrix]:
-    hidden_size, size = config.hidden_size, config.intermediate_size
+    hidden_size = config.hidden_size
     if experts is not None:
         num_chosen = experts.num_experts * (1 - (1 - experts.top_k / experts.num_experts) ** num_tokens)
         return [
             Matrix("mlp.gate", experts.num_experts, hidden_size),
             Matrix("mlp.experts.0.gate_proj", experts.size, hidden_size, 2 * num_chosen),
             Matrix("mlp.experts.0.down_proj", hidden_size, experts.size, num_chosen),
+            *_shared_matrices(hidden_size, experts.shared_size),
         ]
-    down = Matrix("mlp.down_proj", hidden_size, size)
     if "gate_up_proj" in config.family.stores_merged:
-        return [Matrix("mlp.gate_up_proj", 2 * size, hidden_size), down]
-    return [Matrix("mlp.gate_proj", size, hidden_size), Matrix("mlp.up_proj", size, hidden_size), down]
+        size = config.intermediate_size
+        return [Matrix("mlp.gate_up_proj", 2 * size, hidden_size), Matrix("mlp.down_proj", hidden_size, size)]
+    return _gated_mlp("mlp", hidden_size, config.intermediate_size)
+
+
+def _shared_matrices(hidden_size: int, size: int) -> list[Matrix]:
+    if not size:
+        return []
+    return [Matrix("mlp.shared_expert_gate", 1, hidden_size), *_gated_mlp("mlp.shared_expert", hidden_size, size)]
+
+
+def _gated_mlp(name: str, hidden_size: int, size: int) -> list[Matrix]:
+    inputs = [Matrix(f"{name}.{part}", size, hidden_size) for part in ("gate_proj", "up_proj")]
+    return [*inputs, Matrix(f"{name}.down_proj", hidden_size, size)]
 
 
 def num_layer_parameters(config: ModelConfig, num_tokens: int = _MANY_TOKENS) -> int:

@@ -13,7 +13,7 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.forms import Form
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.norm import QKNorm, ResidualAdd, RMSNorm
+from nanovllm.layers.norm import ProjectionNorm, QKNorm, ResidualAdd, RMSNorm
 from nanovllm.layers.quantization import Formats
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.config import ModelConfig
@@ -44,30 +44,36 @@ class DecoderAttention(nn.Module):
         self.attn = Attention(layer_index, backend, config.layers[layer_index].window, context.use_kernels)
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size, head_dim, heads, kv_heads, config.qkv_bias, context, stored_as=stored_as,
-            format=formats.of(name, *stored), gives=self.attn.accepts,
+            format=formats.of(name, *stored),
+            gives=Form.PLAIN if family.qk_norm == "projection" else self.attn.accepts,
         )  # fmt: skip
         self.o_proj = RowParallelLinear(
             heads * head_dim, config.hidden_size, config.o_bias, context, format=formats.of(name, "o_proj"),
             gives=gives,
         )  # fmt: skip
         self.accepts = self.qkv_proj.accepts
-        self.qk_norm = None
-        if family.qk_norm:
+        self.qk_norm = self.projection_norm = None
+        if family.qk_norm == "head":
             num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads  # of this rank
             self.qk_norm = QKNorm(num_heads, num_kv_heads, head_dim, config.rms_norm_eps, context, family.norm_offset)
+        elif family.qk_norm == "projection":
+            sizes, parts = self.qkv_proj.output_sizes, self.qkv_proj.parts
+            self.projection_norm = ProjectionNorm(sizes, parts, config.rms_norm_eps, context)
 
     def forward(self, hidden_states, rotary, kv_cache, metadata, needed=None):
-        attended = self.attn(self.qkv_proj(hidden_states), self.qk_norm, rotary, kv_cache, metadata).flatten(1)
+        qkv = self.qkv_proj(hidden_states)
+        if self.projection_norm is not None:
+            qkv = self.projection_norm(qkv)
+        attended = self.attn(qkv, self.qk_norm, rotary, kv_cache, metadata).flatten(1)
         return self.o_proj(attended if needed is None else attended.index_select(0, needed))
 
 
 class DecoderMLP(nn.Module):
     """accepts: the forms of inputs that it takes; gives: the forms of sums that the norm after it accepts."""
 
-    def __init__(self, config: ModelConfig, layer_index: int, formats: Formats, gives: Form, context: LayerContext):
+    def __init__(self, config: ModelConfig, name: str, size: int, formats: Formats, gives: Form, context: LayerContext):
         super().__init__()
-        name = f"model.layers.{layer_index}.mlp"
-        hidden_size, size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        hidden_size, bias = config.hidden_size, config.mlp_bias
         stored_as = "gate_up_proj" if "gate_up_proj" in config.family.stores_merged else None
         stored = [stored_as] if stored_as else ["gate_proj", "up_proj"]
         self.down_proj = RowParallelLinear(
@@ -115,13 +121,15 @@ class DecoderLayer(nn.Module):
     def _make_mlp(
         config: ModelConfig, layer_index: int, formats: Formats, gives: Form, context: LayerContext
     ) -> DecoderMLP | Experts:
-        experts = config.experts
+        name, experts, shared = f"model.layers.{layer_index}.mlp", config.experts, None
         if experts is None or not config.layers[layer_index].has_experts:
-            return DecoderMLP(config, layer_index, formats, gives, context)
-        name = f"model.layers.{layer_index}.mlp.experts.0"  # all experts have the same format
+            return DecoderMLP(config, name, config.intermediate_size, formats, gives, context)
+        if experts.shared_size:  # its output is added to that of the others before the ranks' sum
+            shared = DecoderMLP(config, f"{name}.shared_expert", experts.shared_size, formats, Form.PLAIN, context)
+        format = formats.of(f"{name}.experts.0", "gate_proj", "up_proj", "down_proj")  # all experts have the same
         return Experts(
             config.hidden_size, experts.size, experts.num_experts, experts.top_k, experts.renormalizes,
-            config.hidden_act, context, formats.of(name, "gate_proj", "up_proj", "down_proj"),
+            config.hidden_act, context, format, shared,
         )  # fmt: skip
 
     def forward(self, output, residual, rotary, kv_cache, metadata, needed=None):

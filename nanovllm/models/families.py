@@ -15,15 +15,17 @@ class Family:
             `load_model_config`. They must include max_position_embeddings.
         windows: which layers have a sliding window if layer_types does not say so: "none", "all" (if there is a
             sliding_window), "listed" (the same), "switched" (all, if use_sliding_window), "upper" (from
-            max_window_layers on, if use_sliding_window), "unrotated" (those without a rotary embedding, if
+            max_window_layers on, if use_sliding_window), "alternate" (every second layer, the first included, below
+            max_window_layers, if use_sliding_window), "unrotated" (those without a rotary embedding, if
             use_sliding_window), or "pattern" (all but every nth, where n is sliding_window_pattern).
         local_theta: if not empty, layers with a window have a rotary embedding of their own, which is not scaled, and
             this field has its theta.
         names_stretched_length: max_position_embeddings is the length after linear stretching.
         longrope_names: rope types that mean LongRoPE, besides "longrope" and "su".
-        qkv_bias: True: queries, keys and values have a bias, and the attention's output has none. None: attention_bias
-            decides for all four.
-        qk_norm: each query head and each key head is normalized on its own.
+        qkv_bias: True: queries, keys and values have a bias, unless the config has qkv_bias=false, and the attention's
+            output has none. None: attention_bias decides for all four.
+        qk_norm: "head": each query head and each key head is normalized on its own. "projection": all query heads are
+            normalized together, and all key heads. "": none is.
         stores_merged: which projections the checkpoint merges: "qkv_proj" (queries, keys and values), "gate_up_proj".
         norm_offset: a number that is added to the stored weights of norms.
         has_pre_norms: the inputs of attention and MLP are normalized.
@@ -43,7 +45,7 @@ class Family:
     names_stretched_length: bool = False
     longrope_names: tuple[str, ...] = ()
     qkv_bias: bool | None = None
-    qk_norm: bool = False
+    qk_norm: str = ""
     stores_merged: tuple[str, ...] = ()
     norm_offset: float = 0.0
     has_pre_norms: bool = True
@@ -64,7 +66,8 @@ FAMILIES = {
             "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rope_theta": 1e6,
             "sliding_window_pattern": 6,
         },
-        windows="pattern", local_theta="rope_local_base_freq", names_stretched_length=True, qk_norm=True, norm_offset=1.0,
+        windows="pattern", local_theta="rope_local_base_freq", names_stretched_length=True, qk_norm="head",
+        norm_offset=1.0,
         has_post_norms=True, scales_embedding=True,
         reads=("attention_bias", "query_pre_attn_scalar", "hidden_activation"),
     ),
@@ -110,15 +113,22 @@ FAMILIES = {
     ),
     "Olmo2ForCausalLM": Family(
         "olmo2", {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
-        has_pre_norms=False, has_post_norms=True, reads=("attention_bias",),
+        qk_norm="projection", has_pre_norms=False, has_post_norms=True, reads=("attention_bias",),
     ),
     "Olmo3ForCausalLM": Family(
         "olmo3", {
             "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 5e5,
             "sliding_window_pattern": 4,
         },
-        windows="pattern", local_theta="rope_theta", has_pre_norms=False, has_post_norms=True,
+        windows="pattern", local_theta="rope_theta", qk_norm="projection", has_pre_norms=False, has_post_norms=True,
         reads=("attention_bias",),
+    ),
+    "OlmoeForCausalLM": Family(
+        "olmoe", {
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8,
+        },
+        qk_norm="projection", num_experts_names=("num_local_experts", "num_experts"),
+        reads=("attention_bias", "norm_topk_prob"),
     ),
     "Phi3ForCausalLM": Family(
         "phi3", {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
@@ -129,13 +139,25 @@ FAMILIES = {
         "qwen2", {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
         windows="upper", qkv_bias=True, reads=("attention_bias",),
     ),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2_moe", {
+            "num_key_value_heads": 16, "max_position_embeddings": 32768, "sliding_window": 4096,
+            "max_window_layers": 28, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+        windows="alternate", qkv_bias=True, num_experts_names=("num_experts",),
+        reads=(
+            "qkv_bias", "moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step",
+            "mlp_only_layers", "norm_topk_prob",
+        ),
+    ),
     "Qwen3ForCausalLM": Family(
         "qwen3", {"head_dim": 128, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
-        windows="upper", qk_norm=True, reads=("attention_bias",),
+        windows="upper", qk_norm="head", reads=("attention_bias",),
     ),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe", {"max_position_embeddings": 32768, "sliding_window": 4096, "moe_intermediate_size": 768},
-        windows="switched", qk_norm=True, num_experts_names=("num_local_experts", "num_experts"),
+        windows="switched", qk_norm="head", num_experts_names=("num_local_experts", "num_experts"),
         reads=(
             "attention_bias", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob",
         ),

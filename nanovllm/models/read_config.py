@@ -25,8 +25,9 @@ _REFUSED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectio
 OPTIONAL: dict[str, Any] = {
     "attention_bias": False, "mlp_bias": False, "query_pre_attn_scalar": None, "hidden_activation": None,
     "partial_rotary_factor": 1, "moe_intermediate_size": None, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    "norm_topk_prob": True, "attention_multiplier": None, "embedding_multiplier": 1, "residual_multiplier": 1,
-    "logits_scaling": 1, "attention_out_bias": None, "shared_intermediate_size": None, "num_local_experts": 0,
+    "norm_topk_prob": True, "shared_expert_intermediate_size": None, "clip_qkv": None, "qkv_bias": None,
+    "attention_multiplier": None, "embedding_multiplier": 1, "residual_multiplier": 1, "logits_scaling": 1,
+    "attention_out_bias": None, "shared_intermediate_size": None, "num_local_experts": 0,
     "position_embedding_type": "rope", "no_rope_layers": None, "no_rope_layer_interval": None,
     "llama_4_scaling_beta": None,
 }  # fmt: skip
@@ -80,7 +81,7 @@ def load_model_config(directory: Path) -> ModelConfig:
         ),
         experts=experts,
         rms_norm_eps=read_number(raw, "rms_norm_eps", default=1e-6),
-        qkv_bias=has_bias if family.qkv_bias is None else family.qkv_bias,
+        qkv_bias=has_bias if family.qkv_bias is None else read_flag(raw, "qkv_bias", default=family.qkv_bias),
         o_bias=read_flag(raw, "attention_out_bias", default=has_bias and family.qkv_bias is None),
         mlp_bias=read_flag(raw, "mlp_bias", default=False),
         hidden_act=hidden_act,
@@ -195,13 +196,16 @@ def _windows(raw: dict[str, Any], family: Family, rotates: list[bool]) -> list[i
         rotates: whether each layer has a rotary embedding.
     """
     num_layers, has_window = len(rotates), raw.get("sliding_window") is not None
-    if family.windows in ("upper", "switched", "unrotated"):
+    if family.windows in ("upper", "switched", "alternate", "unrotated"):
         has_window = has_window and read_flag(raw, "use_sliding_window", default=False)
     if family.windows == "pattern":
         if not has_window:
             raise ValueError("sliding_window in config.json must be an integer: some layers need it")
         period = read_count(raw, "sliding_window_pattern")
         is_local = [(index + 1) % period > 0 for index in range(num_layers)]
+    elif family.windows == "alternate":
+        end = read_count(raw, "max_window_layers", minimum=0)
+        is_local = [has_window and index < end and index % 2 == 0 for index in range(num_layers)]
     elif family.windows == "unrotated":
         is_local = [has_window and not rotated for rotated in rotates]
     else:
@@ -218,7 +222,7 @@ def _windows(raw: dict[str, Any], family: Family, rotates: list[bool]) -> list[i
             )
         given = [kind == "sliding_attention" for kind in kinds]
         # transformers follows layer_types only in these families.
-        follows = family.windows in ("listed", "pattern", "unrotated", "upper")
+        follows = family.windows in ("listed", "upper", "alternate", "unrotated", "pattern")
         is_followed = follows and (has_window or not any(given))
         if not is_followed and given != is_local:
             raise ValueError(
@@ -240,7 +244,9 @@ def _experts(raw: dict[str, Any], family: Family) -> ExpertsConfig | None:
     top_k = read_count(raw, "num_experts_per_tok", maximum=num_experts)
     # In families without this field, the weights of a token's experts always add up to 1.
     renormalizes = "norm_topk_prob" not in family.reads or read_flag(raw, "norm_topk_prob", default=False)
-    return ExpertsConfig(num_experts, top_k, size, renormalizes)
+    has_shared = "shared_expert_intermediate_size" in family.reads
+    shared_size = read_count(raw, "shared_expert_intermediate_size") if has_shared else 0
+    return ExpertsConfig(num_experts, top_k, size, renormalizes, shared_size)
 
 
 def _sparse_layers(raw: dict[str, Any], num_layers: int) -> set[int]:

@@ -17,6 +17,7 @@ class Parallel:
         group: the torch.distributed process group; None at size 1.
         exchange, sampling_exchange: an ops.exchange.Exchange and an ops.sampling_exchange.SamplingExchange, if the
             ranks' GPUs can reach each other's memory; otherwise None.
+        reduces_in_layers: layers of the model call `all_reduce` themselves.
     """
 
     rank: int = 0
@@ -24,15 +25,12 @@ class Parallel:
     group: Any = None
     exchange: Any = None
     sampling_exchange: Any = None
+    reduces_in_layers: bool = False
 
     @property
     def calls_nccl(self) -> bool:
-        """Whether a step on GPUs calls NCCL, because not every collective has an exchange.
-
-        This does not count a layer that calls `all_reduce` or `all_gather` itself. Such a layer must not be made for
-        several GPUs.
-        """
-        return self.size > 1 and (self.exchange is None or self.sampling_exchange is None)
+        """Whether a step on GPUs calls NCCL, because not every collective has an exchange."""
+        return self.size > 1 and (self.exchange is None or self.sampling_exchange is None or self.reduces_in_layers)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums `tensor` over the ranks, in place, and returns it."""

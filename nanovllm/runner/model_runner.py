@@ -295,6 +295,7 @@ def _with_exchanges(settings: Settings) -> Parallel:
         sampling_exchange=make_sampling_exchange(
             parallel, max_num_rows, vocab.size, settings.dtype, settings.device, max_row_size=5 + 2 * MAX_LOGPROBS
         ),
+        reduces_in_layers=settings.model_config.family.qk_norm == "projection",
     )
 
 

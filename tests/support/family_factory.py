@@ -236,9 +236,30 @@ def qwen3_moe(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def qwen2_moe(rng: random.Random) -> dict[str, Any]:
+    return _experts(rng, qwen2(rng), "num_experts") | {
+        "qkv_bias": rng.random() < 0.7,
+        "moe_intermediate_size": rng.randrange(6, 50),
+        "shared_expert_intermediate_size": rng.randrange(6, 50),
+        "norm_topk_prob": rng.random() < 0.3,
+        "decoder_sparse_step": rng.choice((1, 1, 2)),
+        "mlp_only_layers": [] if rng.random() < 0.7 else [0],
+    }
+
+
 def mixtral(rng: random.Random) -> dict[str, Any]:
     options = _experts(rng, _common(rng), "num_local_experts")
     return options | {"sliding_window": rng.choice((None, *WINDOWS))}
+
+
+def olmoe(rng: random.Random) -> dict[str, Any]:
+    options = _experts(rng, _common(rng), "num_experts")
+    del options["head_dim"]
+    return options | {
+        "attention_bias": rng.random() < 0.3,
+        "norm_topk_prob": rng.random() < 0.5,
+        "pad_token_id": 0,
+    }
 
 
 # Family -> (transformers' config and model, random options).
@@ -248,6 +269,7 @@ FAMILIES = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", qwen2),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", qwen3),
     "phi3": ("Phi3Config", "Phi3ForCausalLM", phi3),
+    "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", qwen2_moe),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", qwen3_moe),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", mixtral),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", gemma3),
@@ -257,6 +279,9 @@ FAMILIES = {
     "ministral3": ("Ministral3Config", "Ministral3ForCausalLM", ministral3),
     "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM", seed_oss),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", smollm3),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", olmo2),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", olmo3),
+    "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", olmoe),
 }
 
 

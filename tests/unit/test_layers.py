@@ -23,7 +23,7 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding, V
 from nanovllm.layers.forms import Form, PartialSum, PendingProduct
 from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.norm import QKNorm, RMSNorm
+from nanovllm.layers.norm import ProjectionNorm, QKNorm, RMSNorm
 from nanovllm.layers.quantization import ChannelFp8
 from nanovllm.layers.rotary_embedding import RopeConfig, Rotary, RotaryEmbedding
 from nanovllm.layers.shard import WHOLE
@@ -153,6 +153,47 @@ def test_every_head_is_normed_by_itself_with_the_weight_of_its_kind(dtype):
     torch.testing.assert_close(normed[:, :6], q_norm(qk[:, :6]), rtol=tolerance, atol=1e-6)
     torch.testing.assert_close(normed[:, 6:], k_norm(qk[:, 6:]), rtol=tolerance, atol=1e-6)
     exactly(qk, copy)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_queries_of_all_ranks_are_normed_together_and_so_are_their_keys(num_kv_heads, size):
+    """With fewer key heads than ranks, several ranks hold the same head, which counts once."""
+    torch.manual_seed(size)
+    head_dim, num_heads, exchange, found = 6, 8, Exchange(size), [None] * size
+    widths = num_heads * head_dim, num_kv_heads * head_dim
+    whole = {"q": torch.randn(5, widths[0]), "k": torch.randn(5, widths[1]) * 3, "v": torch.randn(5, widths[1])}
+    weights = {"q_norm": torch.randn(widths[0]), "k_norm": torch.randn(widths[1])}
+
+    def run_rank(rank: int) -> None:
+        context = LayerContext(torch.float32, CPU, False, ThreadRank(rank, size, exchange))
+        of_qkv = QKVParallelLinear(8, head_dim, num_heads, num_kv_heads, False, context)
+        norm = ProjectionNorm(of_qkv.output_sizes, of_qkv.parts, 1e-5, context)
+        for key, (shard,) in norm.shards("weight").items():
+            assert shard.shape == weights[key].shape
+            ((start, length),) = shard.source
+            shard.target.copy_(weights[key][start : start + length])
+        parts = {name[0]: slice(start, start + length) for name, (start, length) in of_qkv.parts.items()}
+        found[rank] = parts, norm(torch.cat([whole[name][:, part] for name, part in parts.items()], 1))
+
+    threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    expected = {"v": whole["v"]}
+    for name, weight in zip("qk", weights.values(), strict=True):
+        expected[name] = F.rms_norm(whole[name], weight.shape, weight, 1e-5)
+    for parts, normed in found:
+        slices = [expected[name][:, part] for name, part in parts.items()]
+        torch.testing.assert_close(normed, torch.cat(slices, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_ranks_that_sum_inside_a_layer_try_every_step_before_its_capture():
+    """That sum is NCCL's, which initialises itself for each new size."""
+    exchanges = {"exchange": "an exchange", "sampling_exchange": "another"}
+    assert [Parallel(0, 2, **exchanges, reduces_in_layers=reduces).calls_nccl for reduces in (False, True)] == [0, 1]
+    assert not Parallel(reduces_in_layers=True).calls_nccl
 
 
 # Rotary embedding and activation
