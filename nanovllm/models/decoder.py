@@ -109,13 +109,12 @@ class DecoderLayer(nn.Module):
         sums = Form.PLAIN if self.has_post_norms else RMSNorm.accepted_sums(context)
         self.self_attn = DecoderAttention(config, layer_index, backend, formats, sums, context)
         self.mlp = self._make_mlp(config, layer_index, formats, sums, context)
-        before_mlp = pre_norm(gives=self.mlp.accepts)
         self.input_layernorm = pre_norm(gives=self.self_attn.accepts)
-        if self.has_post_norms:  # the checkpoint's names: post_attention_layernorm comes before the addition then
+        if not self.has_post_norms:
+            self.post_attention_layernorm = pre_norm(gives=self.mlp.accepts)
+        else:  # the checkpoint's names: post_attention_layernorm comes before the addition then
             self.post_attention_layernorm, self.post_feedforward_layernorm = post_norm(), post_norm()
-            self.pre_feedforward_layernorm = before_mlp
-        else:
-            self.post_attention_layernorm = before_mlp
+            self.pre_feedforward_layernorm = pre_norm(gives=self.mlp.accepts)
 
     @staticmethod
     def _make_mlp(

@@ -58,14 +58,10 @@ def load_model_config(directory: Path) -> ModelConfig:
         raise ValueError(f"dtype in config.json must be a name such as bfloat16, not {shown(dtype)}")
     num_heads, num_kv_heads, head_dim = _heads(raw)
     max_position = read_count(raw, "max_position_embeddings", maximum=_MAX_POSITION)
-    rotates = _rotated_layers(raw, read_count(raw, "num_hidden_layers", maximum=_MAX_LAYERS))
-    windows = _windows(raw, family, rotates)
-    ropes = {is_local: _rope(raw, family, is_local, head_dim, max_position) for is_local in set(map(bool, windows))}
-    max_position, usual_max_position = _max_positions(max_position, set(ropes.values()), family)
+    layers = _layers(raw, family, head_dim, max_position)
+    max_position, usual_max_position = _max_positions(max_position, {layer.rope for layer in layers}, family)
     size_name = "shared_intermediate_size" if "shared_intermediate_size" in family.reads else "intermediate_size"
     has_bias = read_flag(raw, "attention_bias", default=False)
-    experts = _experts(raw, family)
-    sparse = _sparse_layers(raw, len(windows)) if experts is not None else set()
     return ModelConfig(
         architecture=architecture,
         family=family,
@@ -75,11 +71,8 @@ def load_model_config(directory: Path) -> ModelConfig:
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
-        layers=tuple(
-            LayerConfig(window, ropes[window > 0] if rotated else RopeConfig(1.0, head_dim, "none"), i in sparse)
-            for i, (window, rotated) in enumerate(zip(windows, rotates, strict=True))
-        ),
-        experts=experts,
+        layers=layers,
+        experts=_experts(raw, family),
         rms_norm_eps=read_number(raw, "rms_norm_eps", default=1e-6),
         qkv_bias=has_bias if family.qkv_bias is None else read_flag(raw, "qkv_bias", default=family.qkv_bias),
         o_bias=read_flag(raw, "attention_out_bias", default=has_bias and family.qkv_bias is None),
@@ -155,6 +148,18 @@ def _heads(raw: dict[str, Any]) -> tuple[int, int, int]:
     if head_dim % 2:
         raise ValueError(f"head_dim={head_dim} must be even for rotary embedding")
     return num_heads, num_kv_heads, head_dim
+
+
+def _layers(raw: dict[str, Any], family: Family, head_dim: int, max_position: int) -> tuple[LayerConfig, ...]:
+    num_layers = read_count(raw, "num_hidden_layers", maximum=_MAX_LAYERS)
+    rotates = _rotated_layers(raw, num_layers)
+    windows = _windows(raw, family, rotates)
+    ropes = {is_local: _rope(raw, family, is_local, head_dim, max_position) for is_local in set(map(bool, windows))}
+    sparse = _sparse_layers(raw, num_layers) if family.num_experts_names else set()
+    return tuple(
+        LayerConfig(window, ropes[window > 0] if rotated else RopeConfig(1.0, head_dim, "none"), i in sparse)
+        for i, (window, rotated) in enumerate(zip(windows, rotates, strict=True))
+    )
 
 
 def _max_positions(max_position: int, ropes: set[RopeConfig], family: Family) -> tuple[int, int]:

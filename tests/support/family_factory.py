@@ -126,9 +126,10 @@ def gemma3(rng: random.Random) -> dict[str, Any]:
 
 def granite(rng: random.Random) -> dict[str, Any]:
     return _common(rng) | {
+        "tie_word_embeddings": rng.random() < 0.2,  # as in gemma3
         "attention_bias": rng.random() < 0.3,
         "mlp_bias": rng.random() < 0.3,
-        "embedding_multiplier": rng.choice((1, 3.0, 12)),
+        "embedding_multiplier": rng.choice((1, 3.0, 0.5)),
         "attention_multiplier": rng.choice((0.05, 0.2, 0.5)),
         "residual_multiplier": rng.choice((0.22, 0.5, 1.0, 1.7)),
         "logits_scaling": rng.choice((1, 3, 16.0)),
@@ -150,8 +151,8 @@ def granite4(rng: random.Random) -> dict[str, Any]:
 
 
 def ministral(rng: random.Random) -> dict[str, Any]:
-    options = mistral(rng)
-    if options["sliding_window"] and rng.random() < 0.7:
+    options = mistral(rng) | {"sliding_window": rng.choice(WINDOWS)}  # transformers needs one
+    if rng.random() < 0.7:
         kinds = ("full_attention", "sliding_attention")
         options["layer_types"] = [rng.choice(kinds) for _ in range(options["num_hidden_layers"])]
     return options
@@ -169,14 +170,15 @@ def ministral3(rng: random.Random) -> dict[str, Any]:
 
 
 def olmo2(rng: random.Random) -> dict[str, Any]:
-    options = _common(rng) | {"attention_bias": rng.random() < 0.3, "pad_token_id": 0}
-    del options["head_dim"]  # hidden_size / num_attention_heads
-    return options
+    options = _common(rng) | {"tie_word_embeddings": rng.random() < 0.2}  # as in gemma3
+    if rng.random() < 0.3:
+        _free_head_dim(rng, options)
+    return options | {"attention_bias": rng.random() < 0.3, "pad_token_id": 0}
 
 
 def olmo3(rng: random.Random) -> dict[str, Any]:
     options = olmo2(rng)
-    head_dim = options["hidden_size"] // options["num_attention_heads"]
+    head_dim = options["head_dim"]
     options["num_hidden_layers"] = num_layers = options["num_hidden_layers"] + rng.choice((0, 2))
     theta = rng.choice((1e4, 5e5))
     options |= {
@@ -200,11 +202,13 @@ def seed_oss(rng: random.Random) -> dict[str, Any]:
 
 def smollm3(rng: random.Random) -> dict[str, Any]:
     options = _common(rng)
-    options["num_hidden_layers"] = num_layers = options["num_hidden_layers"] + rng.choice((0, 2))
+    if rng.random() < 0.3:
+        _free_head_dim(rng, options)
+    options["num_hidden_layers"] = num_layers = options["num_hidden_layers"] + rng.randrange(3)
     options |= {
         "attention_bias": rng.random() < 0.3,
         "mlp_bias": rng.random() < 0.3,
-        "no_rope_layer_interval": rng.choice((1, 2, 4)),
+        "no_rope_layer_interval": rng.choice((1, 2, 3, 4)),
         "use_sliding_window": rng.random() < 0.5,
         "sliding_window": rng.choice(WINDOWS),
         "pad_token_id": 0,

@@ -57,7 +57,8 @@ BUDGETS = {
     ("engine",): 1096,
     # Each of its files has imports and signatures of its own, in place of one class with 47 methods.
     ("runner",): 1400,
-    ("models", "layers"): 2000,
+    # Each family is a row with the defaults of its config.json, which is read field by field.
+    ("models", "layers"): 2250,
     # Ranks meet by a deadline, and remove what a driver left that a signal ended.
     ("parallel",): 410,
     ("replicas",): 500,
@@ -85,6 +86,7 @@ LONG_FILES = {
     "row_stream.py": "prompts on their way in and outputs on their way out share one state",
     "engine/llm_engine.py": "the loop, and all that may happen to an engine between two steps",
     "engine/scheduler.py": "one rule with its state: admission, growth, preemption, commit",
+    "models/read_config.py": "the only reader of config.json: each check names its field",
     "runner/model_runner.py": "one device's life cycle, in the order of its life",
     "integrations/vllm.py": "tables of vLLM's names, and the few that need code",
     "runner/sequence_table.py": "the only maker of a Batch: what is sent, and what is made of it",

@@ -237,7 +237,7 @@ def test_rotation_keeps_lengths_and_relative_positions():
     q, k = torch.randn(2, 1, 1, 32).double().unbind()
 
     def rotated(x, position):
-        cos, sin, rotary_dim = rotary.lookup(torch.tensor([position]))
+        cos, sin, rotary_dim, _ = rotary.lookup(torch.tensor([position]))
         return Rotary(cos.double(), sin.double(), rotary_dim).rotate(x)
 
     assert rotated(q, 333).norm() == pytest.approx(float(q.norm()), rel=1e-6)
