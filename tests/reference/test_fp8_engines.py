@@ -69,6 +69,13 @@ FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
     "gemma3": {"sliding_window": 8, "pad_token_id": 0},
     "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 3, "num_experts_per_tok": 2, "pad_token_id": 0},
+    "qwen2_moe": {
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
 }
 
 
@@ -117,6 +124,20 @@ def test_so_do_those_of_other_families(tmp_path, monkeypatch, family, layout):
     directory = quantized_copy(plain, tmp_path / "fp8", LAYOUTS[layout])
     whole = changed_copy(plain, tmp_path / "whole", LAYOUTS[layout].whole)
     assert_stands_for(directory, whole, LAYOUTS[layout], monkeypatch)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.parametrize("family", ["olmoe", "qwen2_moe"])
+def test_kernels_compute_what_the_plain_layers_do(tmp_path, family):
+    """A norm over all heads needs queries and keys whose scales are applied. A shared expert quantizes its inputs
+    itself, because the other experts take plain ones."""
+    plain = save_family(tmp_path / "plain", family, num_hidden_layers=1)
+    found = []
+    for backend in ("torch", "triton"):
+        options = {"attention_backend": backend, "quantization": "fp8", "kvcache_block_size": 16}
+        with open_llm(plain, **options) as llm:
+            found.append(completed(llm, PROMPTS[1:3]))
+    assert_alike(*found, tolerance=0.02)
 
 
 @pytest.mark.parametrize(

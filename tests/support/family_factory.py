@@ -241,13 +241,15 @@ def qwen3_moe(rng: random.Random) -> dict[str, Any]:
 
 
 def qwen2_moe(rng: random.Random) -> dict[str, Any]:
-    return _experts(rng, qwen2(rng), "num_experts") | {
+    options = _experts(rng, qwen2(rng), "num_experts")
+    has_dense_layers = options["num_hidden_layers"] > 1 and rng.random() < 0.5
+    return options | {
         "qkv_bias": rng.random() < 0.7,
         "moe_intermediate_size": rng.randrange(6, 50),
         "shared_expert_intermediate_size": rng.randrange(6, 50),
         "norm_topk_prob": rng.random() < 0.3,
-        "decoder_sparse_step": rng.choice((1, 1, 2)),
-        "mlp_only_layers": [] if rng.random() < 0.7 else [0],
+        "decoder_sparse_step": 2 if has_dense_layers else 1,
+        "mlp_only_layers": [0] if has_dense_layers and rng.random() < 0.5 else [],
     }
 
 

@@ -45,6 +45,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 70, "query_pre_attn_scalar": 256,
         },
     ),
+    "olmoe": (
+        "olmoe",
+        {
+            "num_attention_heads": 6, "num_key_value_heads": 6, "num_experts": 24, "num_experts_per_tok": 5,
+            "pad_token_id": 0,
+        },
+    ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {
+            "num_attention_heads": 6, "num_key_value_heads": 2, "num_experts": 24, "num_experts_per_tok": 4,
+            "moe_intermediate_size": 200, "shared_expert_intermediate_size": 320,
+        },
+    ),
     "qwen3_moe": (
         "qwen3_moe",
         {

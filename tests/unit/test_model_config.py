@@ -136,6 +136,8 @@ SIDE_BY_SIDE: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"torch_dtype": "bfloat16", "dtype": None}),
     ("qwen3_moe", {"num_experts": 4, "num_local_experts": 6}),
     ("qwen3_moe", {"num_local_experts": 6}),
+    ("qwen2_moe", {"num_experts": 4, "num_local_experts": 6}),
+    ("olmoe", {"num_experts": 4, "num_local_experts": 6}),
     ("mixtral", {"num_experts": 4, "num_local_experts": 6}),
     ("mixtral", {"num_experts": 4}),
     ("mixtral", {"num_local_experts": 6}),
@@ -377,6 +379,9 @@ def test_llama3_and_longrope_do_not_stretch_what_the_config_says(tmp_path):
         ("MixtralForCausalLM", {"num_local_experts": 4, "moe_intermediate_size": 9}),
         ("MixtralForCausalLM", {"decoder_sparse_step": 2}),
         ("MixtralForCausalLM", {"norm_topk_prob": False}),
+        ("OlmoeForCausalLM", {"clip_qkv": 8.0}),
+        ("Qwen2ForCausalLM", {"qkv_bias": False}),
+        ("Qwen3MoeForCausalLM", {"num_experts": 9, "shared_expert_intermediate_size": 9}),
     ],
     ids=str,
 )
@@ -385,6 +390,27 @@ def test_a_field_that_transformers_ignores_is_refused(tmp_path, architecture, fi
     assert list(fields)[-1].replace("rope_parameters", "partial_rotary_factor") in error_of(
         tmp_path, architectures=[architecture], **fields
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("shared_expert_intermediate_size", value) for value in (0, -4, 1.5, "16", True)),
+        *(("max_window_layers", value) for value in (-1, "4")),
+        *((name, value) for name in ("qkv_bias", "norm_topk_prob") for value in ("false", 0)),
+    ],
+    ids=str,
+)
+def test_a_wrong_field_of_qwen2_moe_is_named(tmp_path, name, value):
+    fields = {"architectures": ["Qwen2MoeForCausalLM"], "use_sliding_window": True, "num_experts": 4}
+    assert read(tmp_path, **fields).experts is not None
+    assert name in error_of(tmp_path, **fields, **{name: value})
+
+
+def test_qwen2_moe_may_have_no_biases(tmp_path):
+    fields = {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 4}
+    configs = [read(tmp_path, **fields, **given) for given in ({}, {"qkv_bias": False})]
+    assert [(config.qkv_bias, config.o_bias) for config in configs] == [(True, False), (False, False)]
 
 
 def test_rope_scaling_beside_other_rope_parameters_is_refused(tmp_path):
@@ -416,6 +442,14 @@ def test_the_sizes_that_divide_are_found_at_once(tmp_path):
         config.check_parallel_size(3)
 
 
+def test_a_shared_expert_must_divide_too(tmp_path):
+    """It has a size of its own."""
+    fields = {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 9}
+    config = read(tmp_path, architectures=["Qwen2MoeForCausalLM"], **fields)
+    with pytest.raises(ValueError, match=r"MLPs of size 8 and 9; sizes that work: 1$"):
+        config.check_parallel_size(2)
+
+
 WINDOWED = {"num_hidden_layers": 7, "sliding_window": 5}
 
 
@@ -444,6 +478,8 @@ def test_gemmas_local_layers_have_a_theta_of_their_own(tmp_path):
         ("Qwen2ForCausalLM", {"max_window_layers": 4}, [0] * 7),
         ("Qwen2ForCausalLM", {"use_sliding_window": True, "max_window_layers": 4}, [0] * 4 + [5] * 3),
         ("Qwen3ForCausalLM", {"use_sliding_window": True, "max_window_layers": 9}, [0] * 7),
+        ("Qwen2MoeForCausalLM", {"max_window_layers": 4}, [0] * 7),
+        ("Qwen2MoeForCausalLM", {"use_sliding_window": True, "max_window_layers": 4}, [5, 0, 5, 0, 0, 0, 0]),
         ("Gemma3ForCausalLM", {}, [5] * 5 + [0, 5]),
         ("Gemma3ForCausalLM", {"sliding_window_pattern": 2}, [5, 0, 5, 0, 5, 0, 5]),
         ("Gemma3ForCausalLM", {"layer_types": ["full_attention"] * 6 + ["sliding_attention"]}, [0] * 6 + [5]),

@@ -131,6 +131,22 @@ def test_the_roofline_counts_the_experts_that_are_read(tmp_path):
     assert num_weights(config, 2) - num_weights(config) == pytest.approx(of_experts / 16 * 15 / 16)
 
 
+def test_the_roofline_counts_a_shared_expert_for_every_token(tmp_path):
+    """Its weights and its gate are read by any step. Layers without experts have an MLP of another size."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    options = {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 4, "decoder_sparse_step": 2}
+    with torch.device("meta"):
+        model = Qwen2MoeForCausalLM(Qwen2MoeConfig(architectures=["Qwen2MoeForCausalLM"], **options))
+    model.config.save_pretrained(tmp_path)
+    numbers = {name: weight.numel() for name, weight in model.named_parameters() if weight.ndim > 1}
+    config = load_model_config(tmp_path)
+    assert num_parameters(config) == sum(numbers.values())
+    of_experts = sum(number for name, number in numbers.items() if ".experts." in name)
+    embedding = config.vocab_size * config.hidden_size
+    assert num_weights(config) == sum(numbers.values()) - embedding - of_experts * 3 // 4
+
+
 def test_a_shared_block_is_read_once():
     """Two decodes behind a prefix of two blocks read those once, and each their own third block."""
     work = work_of(Chunk(sequence(40, [7, 8, 1], 32), 1, True), Chunk(sequence(35, [7, 8, 2], 32), 1, True))
