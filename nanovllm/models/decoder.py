@@ -23,8 +23,8 @@ from nanovllm.ops.layer_cache import LayerCache
 
 
 def residual_norm(config: ModelConfig, context: LayerContext, gives: Form = Form.PLAIN) -> RMSNorm:
-    """A norm of the residual, which is kept divided by the residual multiplier: then blocks' outputs are added as they
-    are, and x / m has the norm of x if eps is divided by m²."""
+    """A norm of the residual. The model keeps the residual divided by m, the residual multiplier. Then the outputs of
+    blocks are added as they are. x / m has the same norm as x if eps is divided by m²."""
     eps = config.rms_norm_eps / config.residual_multiplier**2
     return RMSNorm(config.hidden_size, eps, context, config.family.norm_offset, gives)
 
@@ -98,10 +98,10 @@ class DecoderLayer(nn.Module):
     ):
         super().__init__()
 
-        def pre_norm(gives: Form) -> RMSNorm | ResidualAdd:
-            return residual_norm(config, context, gives) if config.family.has_pre_norms else ResidualAdd()
+        def norm_before(block: DecoderAttention | DecoderMLP | Experts) -> RMSNorm:
+            return residual_norm(config, context, block.accepts)
 
-        def post_norm() -> RMSNorm:
+        def norm_after() -> RMSNorm:
             return RMSNorm(config.hidden_size, config.rms_norm_eps, context, config.family.norm_offset)
 
         self.rope = config.layers[layer_index].rope
@@ -109,12 +109,13 @@ class DecoderLayer(nn.Module):
         sums = Form.PLAIN if self.has_post_norms else RMSNorm.accepted_sums(context)
         self.self_attn = DecoderAttention(config, layer_index, backend, formats, sums, context)
         self.mlp = self._make_mlp(config, layer_index, formats, sums, context)
-        self.input_layernorm = pre_norm(gives=self.self_attn.accepts)
-        if not self.has_post_norms:
-            self.post_attention_layernorm = pre_norm(gives=self.mlp.accepts)
-        else:  # the checkpoint's names: post_attention_layernorm comes before the addition then
-            self.post_attention_layernorm, self.post_feedforward_layernorm = post_norm(), post_norm()
-            self.pre_feedforward_layernorm = pre_norm(gives=self.mlp.accepts)
+        has_pre_norms = config.family.has_pre_norms
+        self.input_layernorm = norm_before(self.self_attn) if has_pre_norms else ResidualAdd()
+        if self.has_post_norms:  # the checkpoint's names: post_attention_layernorm comes before the addition then
+            self.post_attention_layernorm, self.post_feedforward_layernorm = norm_after(), norm_after()
+            self.pre_feedforward_layernorm = norm_before(self.mlp) if has_pre_norms else ResidualAdd()
+        else:
+            self.post_attention_layernorm = norm_before(self.mlp)
 
     @staticmethod
     def _make_mlp(
@@ -155,7 +156,7 @@ class Decoder(nn.Module):
         family, hidden_size = config.family, config.hidden_size
         scale = config.embedding_multiplier / config.residual_multiplier  # see residual_norm
         if family.scales_embedding:
-            scale = torch.tensor(hidden_size**0.5, dtype=context.dtype, device="cpu").item()
+            scale *= torch.tensor(hidden_size**0.5, dtype=context.dtype, device="cpu").item()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, hidden_size, context, scale)
         formats = Formats(config.fp8, context)
         layers = [DecoderLayer(config, index, backend, formats, context) for index in range(config.num_hidden_layers)]

@@ -27,7 +27,7 @@ OPTIONAL: dict[str, Any] = {
     "partial_rotary_factor": 1, "moe_intermediate_size": None, "decoder_sparse_step": 1, "mlp_only_layers": [],
     "norm_topk_prob": True, "shared_expert_intermediate_size": None, "clip_qkv": None, "qkv_bias": None,
     "attention_multiplier": None, "embedding_multiplier": 1, "residual_multiplier": 1, "logits_scaling": 1,
-    "attention_out_bias": None, "shared_intermediate_size": None, "num_local_experts": 0,
+    "attention_out_bias": None, "shared_intermediate_size": None,
     "position_embedding_type": "rope", "no_rope_layers": None, "no_rope_layer_interval": None,
     "llama_4_scaling_beta": None,
 }  # fmt: skip
@@ -116,7 +116,7 @@ def _fields_of_architecture(raw: dict[str, Any], directory: Path) -> tuple[str, 
         if raw.get(name):
             raise ValueError(f"{name}={shown(raw[name])} in config.json is not supported")
     for name, neutral in OPTIONAL.items():
-        if name not in (*family.reads, *family.num_experts_names) and raw.get(name, neutral) != neutral:
+        if name not in family.reads and raw.get(name, neutral) != neutral:
             hint = "leave it out" if neutral is None else f"{name}={neutral} is"
             raise ValueError(f"{name}={shown(raw[name])} in config.json is not supported for {architecture}; {hint}")
     return architecture, raw
@@ -242,6 +242,9 @@ def _windows(raw: dict[str, Any], family: Family, rotates: list[bool]) -> list[i
 def _experts(raw: dict[str, Any], family: Family) -> ExpertsConfig | None:
     names = family.num_experts_names
     if not names:
+        if raw.get("num_local_experts"):
+            given = shown(raw["num_local_experts"])
+            raise ValueError(f"num_local_experts={given} in config.json is not supported for this architecture; 0 is")
         return None
     num_experts = read_count(raw, next((name for name in names if name in raw), names[-1]), maximum=_MAX_EXPERTS)
     has_own_size = "moe_intermediate_size" in family.reads

@@ -308,6 +308,8 @@ def make_family_model(family: str, options: dict[str, Any], seed: int = 0) -> An
             parameter.normal_(0, 0.3, generator=generator)
             if "norm" in name and family != "gemma3":
                 parameter.add_(1)
+            if "embed_tokens" in name and family in ("olmo2", "olmo3"):
+                parameter.mul_(5)  # the norms after blocks make their outputs larger than an embedding
     return model
 
 

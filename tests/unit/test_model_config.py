@@ -120,6 +120,8 @@ def test_without_architectures_the_type_decides(tmp_path, architecture):
     model_type = FAMILIES[architecture].model_type
     assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] == architecture
     fields = {"model_type": model_type, "sliding_window": 5, "num_experts_per_tok": 1, "num_experts": 4}
+    if model_type == "granitemoehybrid":
+        fields |= {"num_local_experts": 0, "layer_types": ["attention", "attention"]}
     decoder = MODEL_MAPPING_NAMES[model_type]
     for given in (None, [], [decoder]):
         assert read(tmp_path, **fields, architectures=given).architecture == architecture
