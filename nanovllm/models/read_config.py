@@ -208,16 +208,15 @@ def _windows(raw: dict[str, Any], family: Family, rotates: list[bool]) -> list[i
             raise ValueError("sliding_window in config.json must be an integer: some layers need it")
         period = read_count(raw, "sliding_window_pattern")
         is_local = [(index + 1) % period > 0 for index in range(num_layers)]
-    elif family.windows == "alternate":
-        end = read_count(raw, "max_window_layers", minimum=0)
-        is_local = [has_window and index < end and index % 2 == 0 for index in range(num_layers)]
-    elif family.windows == "unrotated":
-        is_local = [has_window and not rotated for rotated in rotates]
     else:
-        first = {"none": num_layers, "all": 0, "listed": 0, "switched": 0}.get(family.windows)
-        if first is None:
-            first = read_count(raw, "max_window_layers", minimum=0)
-        is_local = [has_window and index >= first for index in range(num_layers)]
+        bound = read_count(raw, "max_window_layers", default=0, minimum=0)
+        with_window = {
+            "none": [],
+            "upper": range(bound, num_layers),
+            "alternate": range(0, bound, 2),
+            "unrotated": [index for index in range(num_layers) if not rotates[index]],
+        }.get(family.windows, range(num_layers))
+        is_local = [has_window and index in with_window for index in range(num_layers)]
     kinds = ["full_attention" if kind == "attention" else kind for kind in read_list(raw, "layer_types")]
     if kinds:
         if len(kinds) != num_layers or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
@@ -252,8 +251,8 @@ def _experts(raw: dict[str, Any], family: Family) -> ExpertsConfig | None:
     top_k = read_count(raw, "num_experts_per_tok", maximum=num_experts)
     # In families without this field, the weights of a token's experts always add up to 1.
     renormalizes = "norm_topk_prob" not in family.reads or read_flag(raw, "norm_topk_prob", default=False)
-    has_shared = "shared_expert_intermediate_size" in family.reads
-    shared_size = read_count(raw, "shared_expert_intermediate_size") if has_shared else 0
+    shared_name = "shared_expert_intermediate_size"
+    shared_size = read_count(raw, shared_name) if shared_name in family.reads else 0
     return ExpertsConfig(num_experts, top_k, size, renormalizes, shared_size)
 
 
