@@ -129,6 +129,7 @@ def granite(rng: random.Random) -> dict[str, Any]:
         "tie_word_embeddings": rng.random() < 0.2,  # as in gemma3
         "attention_bias": rng.random() < 0.3,
         "mlp_bias": rng.random() < 0.3,
+        "rms_norm_eps": rng.choice((1e-5, 0.01)),  # the residual multiplier changes the layers' eps
         "embedding_multiplier": rng.choice((1, 3.0, 0.5)),
         "attention_multiplier": rng.choice((0.05, 0.2, 0.5)),
         "residual_multiplier": rng.choice((0.22, 0.5, 1.0, 1.7)),
