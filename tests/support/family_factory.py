@@ -129,8 +129,8 @@ def granite(rng: random.Random) -> dict[str, Any]:
         "tie_word_embeddings": rng.random() < 0.2,  # as in gemma3
         "attention_bias": rng.random() < 0.3,
         "mlp_bias": rng.random() < 0.3,
-        "rms_norm_eps": rng.choice((1e-5, 0.01)),  # the residual multiplier changes the layers' eps
-        "embedding_multiplier": rng.choice((1, 3.0, 0.5)),
+        "rms_norm_eps": rng.choice((1e-5, 0.003)),  # the residual multiplier changes the layers' eps
+        "embedding_multiplier": rng.choice((1, 2, 5.0)),
         "attention_multiplier": rng.choice((0.05, 0.2, 0.5)),
         "residual_multiplier": rng.choice((0.22, 0.5, 1.0, 1.7)),
         "logits_scaling": rng.choice((1, 3, 16.0)),
@@ -309,8 +309,8 @@ def make_family_model(family: str, options: dict[str, Any], seed: int = 0) -> An
             parameter.normal_(0, 0.3, generator=generator)
             if "norm" in name and family != "gemma3":
                 parameter.add_(1)
-            if "embed_tokens" in name and family in ("olmo2", "olmo3"):
-                parameter.mul_(5)  # the norms after blocks make their outputs larger than an embedding
+            if "embed_tokens" in name and family in ("olmo2", "olmo3") and not config.tie_word_embeddings:
+                parameter.mul_(5)  # norms make the outputs of blocks larger than embeddings, whatever the token
     return model
 
 
