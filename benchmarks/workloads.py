@@ -14,6 +14,32 @@ _LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5,
     "max_position_embeddings": 131072, "original_max_position_embeddings": 8192,
 }  # fmt: skip
+_GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "max_position_embeddings": 131072,
+    "sliding_window": 1024, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}  # fmt: skip
+_GRANITE = {
+    "architectures": ["GraniteForCausalLM"], "model_type": "granite", "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072, "rope_parameters": {"rope_type": "default", "rope_theta": 1e7},
+    "embedding_multiplier": 12.0, "attention_multiplier": 0.0078125, "residual_multiplier": 0.22,
+    "logits_scaling": 16.0,
+}  # fmt: skip
+_OLMO3 = {
+    "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "max_position_embeddings": 65536,
+    "sliding_window": 4096,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8192,
+            "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+    },
+}  # fmt: skip
 _QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False}
 _QWEN3_MOE = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8,
@@ -32,6 +58,9 @@ SIZES: dict[str, tuple[Any, ...]] = {
     "30B-A3B": (2048, 48, 32, 4, 128, 6144, 151936, False, _QWEN3_MOE),
     "llama-1B": (2048, 16, 32, 8, 64, 8192, 128256, True, {**_LLAMA, "rope_parameters": {**_LLAMA3, "factor": 32.0}}),
     "llama-8B": (4096, 32, 32, 8, 128, 14336, 128256, False, {**_LLAMA, "rope_parameters": {**_LLAMA3, "factor": 8.0}}),
+    "gemma3-4B": (2560, 34, 8, 4, 256, 10240, 262208, True, _GEMMA3),
+    "granite-8B": (4096, 40, 32, 8, 128, 12800, 49159, True, _GRANITE),
+    "olmo3-7B": (4096, 32, 32, 32, 128, 11008, 100278, False, _OLMO3),
     "qwen2.5-7B": (3584, 28, 28, 4, 128, 18944, 152064, False, _QWEN2),
 }
 # Options of bench.py that apply to the sampling of every request, by the names of SamplingParams.

@@ -61,10 +61,12 @@ class Attention(nn.Module):
         if self.use_kernels:
             weight, eps = (None, 0.0) if qk_norm is None else (qk_norm.weight, qk_norm.eps)
             has_prompts = metadata.query_tiles is not None
-            qk = qk_norm_rotate_store(qkv, weight, eps, *rotary, cache, slots, has_prompts)
+            qk = qk_norm_rotate_store(qkv, weight, eps, *rotary[:3], cache, slots, has_prompts)
         else:
             qk = rotary.rotate(qk if qk_norm is None else qk_norm(qk))
         q, k = qk.tensor_split((-num_kv_heads,), 1)
+        if rotary.query_scales is not None:
+            q.mul_(rotary.query_scales)
         if not self.use_kernels:
             self.backend.store_kvcache(k, v, cache, slots)
         return self.backend.attend(q, k, v, cache, metadata, self.window)

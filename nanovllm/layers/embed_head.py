@@ -69,14 +69,14 @@ class VocabParallelEmbedding(VocabParallel):
     """Looks up tokens.
 
     Args:
-        scale: multiplies the embeddings. Gemma's code rounds it to their dtype.
+        scale: multiplies the embeddings.
     """
 
     weight: nn.Parameter
 
     def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext, scale: float = 1.0):
         super().__init__(vocab_size, hidden_size, context)
-        self._scale = torch.tensor(scale, dtype=self.weight.dtype, device="cpu").item()
+        self._scale = scale
 
     def reduce(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids: [num_tokens] -> [num_tokens, hidden_size], whole on every rank."""

@@ -87,6 +87,15 @@ class RMSNorm(nn.Module):
         return add_rms_norm(x, residual, self.weight, self.eps, self.use_kernels, self._quantizes)
 
 
+class ResidualAdd(nn.Module):
+    """Replaces the norms before the blocks of a model that has none there."""
+
+    def reduce_add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x + residual, x + residual), as RMSNorm.reduce_add without the norm; x must be whole on every rank."""
+        total = x if residual is None else x + residual
+        return total, total
+
+
 class QKNorm(nn.Module):
     """RMSNorm of every query and key head, with one weight for the queries and one for the keys.
 

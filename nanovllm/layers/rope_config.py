@@ -12,11 +12,11 @@ class RopeConfig:
     Args:
         theta: base of the frequencies.
         rotary_dim: leading columns of a head that are rotated, an even number.
-        kind: one of ROPE_KINDS.
+        kind: one of ROPE_KINDS, or "none", which rotates nothing.
         factor: how far the context is stretched.
         original_max_position: context length before stretching (yarn, llama3, longrope).
         beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim, truncate, low_freq_factor, high_freq_factor,
-            short_factor, long_factor: numbers of some kinds, named as in transformers.
+            short_factor, long_factor, llama_4_scaling_beta: numbers of some kinds, named as in transformers.
     """
 
     theta: float
@@ -34,3 +34,4 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    llama_4_scaling_beta: float = 0.0

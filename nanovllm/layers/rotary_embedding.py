@@ -13,9 +13,14 @@ class RotaryEmbedding(nn.Module):
     """Rotates queries and keys by their positions, from a table of cosines and sines.
 
     Columns beyond `rope.rotary_dim` stay as they are: their cosine is 1 and their sine 0.
+
+    table: [2, max_position, head_dim].
+    query_scales: [max_position], factors of rotated queries; None if all are 1. Llama 4's: 1 + β × log(1 + ⌊position /
+        original_max_position⌋).
     """
 
-    table: torch.Tensor  # [2, max_position, head_dim]
+    table: torch.Tensor
+    query_scales: torch.Tensor | None
 
     def __init__(self, head_dim: int, max_position: int, rope: RopeConfig, dtype: torch.dtype, device: torch.device):
         super().__init__()
@@ -27,11 +32,18 @@ class RotaryEmbedding(nn.Module):
         # Each [max_position, head_dim]: x rotated is x × cos + (x with its halves swapped) × (−sin, sin).
         table = torch.stack((torch.cat((cos, cos, rest + 1), -1), torch.cat((-sin, sin, rest), -1)))
         self.register_buffer("table", table.to(device=device, dtype=dtype), persistent=False)
+        scales = None
+        if rope.llama_4_scaling_beta and max_position > rope.original_max_position:
+            num_contexts = torch.arange(max_position, device="cpu") // rope.original_max_position
+            scales = 1 + rope.llama_4_scaling_beta * num_contexts.float().log1p()
+            scales = scales.to(device=device, dtype=dtype)
+        self.register_buffer("query_scales", scales, persistent=False)
 
     def lookup(self, positions: torch.Tensor) -> "Rotary":
         """The rotations of tokens at `positions`: [num_tokens]; called once per step."""
         cos, sin = self.table[:, positions].unsqueeze(2)
-        return Rotary(cos, sin, self.rotary_dim)
+        scales = None if self.query_scales is None else self.query_scales[positions, None, None]
+        return Rotary(cos, sin, self.rotary_dim, scales)
 
 
 class Rotary(NamedTuple):
@@ -39,11 +51,13 @@ class Rotary(NamedTuple):
 
     cos, sin: [num_tokens, 1, head_dim]; `sin` is signed, see RotaryEmbedding.
     rotary_dim: leading columns of a head that are rotated.
+    query_scales: [num_tokens, 1, 1], factors of rotated queries; None for 1.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
     rotary_dim: int
+    query_scales: torch.Tensor | None = None
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """x: [num_tokens, num_heads, head_dim] -> the same, rotated"""
@@ -58,6 +72,8 @@ def inverse_frequencies(rope: RopeConfig, max_position: int) -> tuple[torch.Tens
     base = 1.0 / rope.theta**exponents
     if rope.kind == "default":
         return base, 1.0
+    if rope.kind == "none":
+        return torch.zeros_like(base), 1.0
     if rope.kind == "linear":
         return base / rope.factor, 1.0
     if rope.kind == "yarn":

@@ -90,6 +90,9 @@ class ModelConfig:
     mlp_bias: bool
     hidden_act: str
     attention_scale: float  # factor of the attention scores
+    embedding_multiplier: float
+    residual_multiplier: float  # factor of each block's output
+    logits_scaling: float  # divisor of the logits
     tie_word_embeddings: bool
     max_position: int  # maximum number of tokens that the model was made for, scaling included
     usual_max_position: int  # the maximum that is used by default: beyond it, LongRoPE has other factors

@@ -64,7 +64,7 @@ def layer_matrices(config: ModelConfig, num_tokens: int = _MANY_TOKENS) -> Itera
 def _attention_matrices(config: ModelConfig) -> list[Matrix]:
     num_q, num_kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     sizes = {"q_proj": num_q, "k_proj": num_kv, "v_proj": num_kv}
-    if config.family.stores_merged:
+    if "qkv_proj" in config.family.stores_merged:
         sizes = {"qkv_proj": num_q + 2 * num_kv}
     inputs = [Matrix(f"self_attn.{name}", size, config.hidden_size) for name, size in sizes.items()]
     return [*inputs, Matrix("self_attn.o_proj", config.hidden_size, num_q)]
@@ -80,7 +80,7 @@ def _mlp_matrices(config: ModelConfig, experts: ExpertsConfig | None, num_tokens
             Matrix("mlp.experts.0.down_proj", hidden_size, experts.size, num_chosen),
             *_shared_matrices(hidden_size, experts.shared_size),
         ]
-    if config.family.stores_merged:
+    if "gate_up_proj" in config.family.stores_merged:
         size = config.intermediate_size
         return [Matrix("mlp.gate_up_proj", 2 * size, hidden_size), Matrix("mlp.down_proj", hidden_size, size)]
     return _gated_mlp("mlp", hidden_size, config.intermediate_size)

@@ -13,13 +13,20 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.forms import Form
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.norm import ProjectionNorm, QKNorm, RMSNorm
+from nanovllm.layers.norm import ProjectionNorm, QKNorm, ResidualAdd, RMSNorm
 from nanovllm.layers.quantization import Formats
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.config import ModelConfig
 from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.layer_cache import LayerCache
+
+
+def residual_norm(config: ModelConfig, context: LayerContext, gives: Form = Form.PLAIN) -> RMSNorm:
+    """A norm of the residual. The model keeps the residual divided by m, the residual multiplier. Then the outputs of
+    blocks are added as they are. x / m has the same norm as x if eps is divided by m²."""
+    eps = config.rms_norm_eps / config.residual_multiplier**2
+    return RMSNorm(config.hidden_size, eps, context, config.family.norm_offset, gives)
 
 
 class DecoderAttention(nn.Module):
@@ -32,7 +39,7 @@ class DecoderAttention(nn.Module):
         super().__init__()
         name, family = f"model.layers.{layer_index}.self_attn", config.family
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        stored_as = "qkv_proj" if family.stores_merged else None
+        stored_as = "qkv_proj" if "qkv_proj" in family.stores_merged else None
         stored = [stored_as] if stored_as else ["q_proj", "k_proj", "v_proj"]
         window, group = config.layers[layer_index].window, config.cache_places[layer_index].group
         self.attn = Attention(layer_index, backend, window, context.use_kernels, group)
@@ -68,7 +75,7 @@ class DecoderMLP(nn.Module):
     def __init__(self, config: ModelConfig, name: str, size: int, formats: Formats, gives: Form, context: LayerContext):
         super().__init__()
         hidden_size, bias = config.hidden_size, config.mlp_bias
-        stored_as = "gate_up_proj" if config.family.stores_merged else None
+        stored_as = "gate_up_proj" if "gate_up_proj" in config.family.stores_merged else None
         stored = [stored_as] if stored_as else ["gate_proj", "up_proj"]
         self.down_proj = RowParallelLinear(
             size, hidden_size, bias, context, format=formats.of(name, "down_proj"), gives=gives
@@ -92,21 +99,24 @@ class DecoderLayer(nn.Module):
     ):
         super().__init__()
 
-        def norm(gives: Form = Form.PLAIN) -> RMSNorm:
-            return RMSNorm(config.hidden_size, config.rms_norm_eps, context, config.family.norm_offset, gives)
+        def norm_before(block: DecoderAttention | DecoderMLP | Experts) -> RMSNorm:
+            return residual_norm(config, context, block.accepts)
+
+        def norm_after() -> RMSNorm:
+            return RMSNorm(config.hidden_size, config.rms_norm_eps, context, config.family.norm_offset)
 
         self.rope = config.layers[layer_index].rope
         self.has_post_norms = config.family.has_post_norms
         sums = Form.PLAIN if self.has_post_norms else RMSNorm.accepted_sums(context)
         self.self_attn = DecoderAttention(config, layer_index, backend, formats, sums, context)
         self.mlp = self._make_mlp(config, layer_index, formats, sums, context)
-        before_mlp = norm(gives=self.mlp.accepts)
-        self.input_layernorm = norm(gives=self.self_attn.accepts)
+        has_pre_norms = config.family.has_pre_norms
+        self.input_layernorm = norm_before(self.self_attn) if has_pre_norms else ResidualAdd()
         if self.has_post_norms:  # the checkpoint's names: post_attention_layernorm comes before the addition then
-            self.post_attention_layernorm, self.post_feedforward_layernorm = norm(), norm()
-            self.pre_feedforward_layernorm = before_mlp
+            self.post_attention_layernorm, self.post_feedforward_layernorm = norm_after(), norm_after()
+            self.pre_feedforward_layernorm = norm_before(self.mlp) if has_pre_norms else ResidualAdd()
         else:
-            self.post_attention_layernorm = before_mlp
+            self.post_attention_layernorm = norm_before(self.mlp)
 
     @staticmethod
     def _make_mlp(
@@ -145,13 +155,15 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, backend: AttentionBackend, context: LayerContext):
         super().__init__()
         family, hidden_size = config.family, config.hidden_size
-        scale = hidden_size**0.5 if family.scales_embedding else 1.0
+        scale = config.embedding_multiplier / config.residual_multiplier  # see residual_norm
+        if family.scales_embedding:
+            scale *= torch.tensor(hidden_size**0.5, dtype=context.dtype, device="cpu").item()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, hidden_size, context, scale)
         formats = Formats(config.fp8, context)
         layers = [DecoderLayer(config, index, backend, formats, context) for index in range(config.num_hidden_layers)]
         self.num_kv_heads = layers[0].self_attn.qkv_proj.num_kv_heads  # of this rank
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(hidden_size, config.rms_norm_eps, context, family.norm_offset)
+        self.norm = residual_norm(config, context)
         self.has_post_norms = family.has_post_norms
 
     def forward(self, token_ids, rotary, kv_cache, metadata, needed=None):
@@ -198,6 +210,7 @@ class CausalLM(nn.Module):
         tied = config.tie_word_embeddings
         weight = self.model.embed_tokens.weight if tied else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context, weight)
+        self.logits_scaling = config.logits_scaling
         self.renames, self.is_wrapped = config.family.renames, config.is_wrapped
         # Checkpoint tensor -> the tensor that it must equal if a tied model's checkpoint has both.
         self.tied_weights = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
@@ -227,4 +240,4 @@ class CausalLM(nn.Module):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [num_rows, hidden_size] -> this rank's columns of the logits; see ParallelLMHead."""
-        return self.lm_head(hidden_states)
+        return self.lm_head(hidden_states if self.logits_scaling == 1 else hidden_states / self.logits_scaling)

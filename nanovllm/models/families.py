@@ -14,20 +14,23 @@ class Family:
         defaults: transformers' defaults for fields that config.json may leave out, where they differ from those of
             `load_model_config`. They must include max_position_embeddings.
         windows: which layers have a sliding window if layer_types does not say so: "none", "all" (if there is a
-            sliding_window), "switched" (all, if use_sliding_window), "upper" (from max_window_layers on, if
-            use_sliding_window), "alternate" (every second layer, the first included, below max_window_layers, if
-            use_sliding_window), or "pattern" (all layers but every sixth).
-        has_local_rope: layers with a window have another rotary embedding than layers without one.
+            sliding_window), "listed" (the same), "switched" (all, if use_sliding_window), "upper" (from
+            max_window_layers on, if use_sliding_window), "alternate" (every second layer, the first included, below
+            max_window_layers, if use_sliding_window), "unrotated" (those without a rotary embedding, if
+            use_sliding_window), or "pattern" (all but every nth, where n is sliding_window_pattern).
+        local_theta: if not empty, layers with a window have a rotary embedding of their own, which is not scaled, and
+            this field has its theta.
         names_stretched_length: max_position_embeddings is the length after linear stretching.
         longrope_names: rope types that mean LongRoPE, besides "longrope" and "su".
         qkv_bias: True: queries, keys and values have a bias, unless the config has qkv_bias=false, and the attention's
             output has none. None: attention_bias decides for all four.
         qk_norm: "head": each query head and each key head is normalized on its own. "projection": all query heads are
             normalized together, and all key heads. "": none is.
-        stores_merged: the checkpoint merges queries, keys and values into one tensor, and gate and up into another.
+        stores_merged: which projections the checkpoint merges: "qkv_proj" (queries, keys and values), "gate_up_proj".
         norm_offset: a number that is added to the stored weights of norms.
-        has_post_norms: the outputs of attention and MLP are also normalized, before they are added to the residual.
-        scales_embedding: embeddings are multiplied by sqrt(hidden_size).
+        has_pre_norms: the inputs of attention and MLP are normalized.
+        has_post_norms: the outputs of attention and MLP are normalized, before they are added to the residual.
+        scales_embedding: embeddings are multiplied by sqrt(hidden_size), rounded to their dtype.
         num_experts_names: layers have a mixture of experts instead of an MLP, and the first of these fields of
             config.json that is there gives the number of experts. Qwen's models may mix layers of both kinds.
         renames: parts of our tensors' names, and the checkpoint's names for them.
@@ -38,13 +41,14 @@ class Family:
     model_type: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     windows: str = "none"
-    has_local_rope: bool = False
+    local_theta: str = ""
     names_stretched_length: bool = False
     longrope_names: tuple[str, ...] = ()
     qkv_bias: bool | None = None
     qk_norm: str = ""
-    stores_merged: bool = False
+    stores_merged: tuple[str, ...] = ()
     norm_offset: float = 0.0
+    has_pre_norms: bool = True
     has_post_norms: bool = False
     scales_embedding: bool = False
     num_experts_names: tuple[str, ...] = ()
@@ -52,18 +56,49 @@ class Family:
     reads: tuple[str, ...] = ()
 
 
+_MULTIPLIERS = (
+    "attention_bias", "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling",
+)  # fmt: skip
 FAMILIES = {
     "Gemma3ForCausalLM": Family(
         "gemma3_text", {
             "head_dim": 256, "max_position_embeddings": 131072, "tie_word_embeddings": True, "sliding_window": 4096,
             "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rope_theta": 1e6,
             "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208,
+            "sliding_window_pattern": 6,
         },
-        windows="pattern", has_local_rope=True, names_stretched_length=True, qk_norm="head", norm_offset=1.0,
+        windows="pattern", local_theta="rope_local_base_freq", names_stretched_length=True, qk_norm="head",
+        norm_offset=1.0,
         has_post_norms=True, scales_embedding=True,
         reads=("attention_bias", "query_pre_attn_scalar", "hidden_activation"),
     ),
+    "GraniteForCausalLM": Family(
+        "granite", {"max_position_embeddings": 2048, "attention_multiplier": 1}, reads=(*_MULTIPLIERS, "mlp_bias")
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        "granitemoehybrid", {
+            "max_position_embeddings": 2048, "attention_multiplier": 1, "shared_intermediate_size": 1024,
+            "num_local_experts": 8, "layer_types": ["mamba"], "position_embedding_type": "nope",
+        },
+        stores_merged=("gate_up_proj",),
+        renames=((".mlp.", ".shared_mlp."), (".gate_up_proj.", ".input_linear."), (".down_proj.", ".output_linear.")),
+        reads=(*_MULTIPLIERS, "shared_intermediate_size", "position_embedding_type"),
+    ),
     "LlamaForCausalLM": Family("llama", {"max_position_embeddings": 2048}, reads=("attention_bias", "mlp_bias")),
+    "Ministral3ForCausalLM": Family(
+        "ministral3", {
+            "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+                "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+            },
+        },
+        windows="all", reads=("llama_4_scaling_beta",),
+    ),
+    "MinistralForCausalLM": Family(
+        "ministral", {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+        windows="listed",
+    ),
     "MistralForCausalLM": Family(
         "mistral", {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}, windows="all"
     ),
@@ -77,6 +112,18 @@ FAMILIES = {
             (".mlp.", ".block_sparse_moe."), (".gate_proj.", ".w1."), (".up_proj.", ".w3."), (".down_proj.", ".w2."),
         ),
     ),
+    "Olmo2ForCausalLM": Family(
+        "olmo2", {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+        qk_norm="projection", has_pre_norms=False, has_post_norms=True, reads=("attention_bias",),
+    ),
+    "Olmo3ForCausalLM": Family(
+        "olmo3", {
+            "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 5e5,
+            "sliding_window_pattern": 4,
+        },
+        windows="pattern", local_theta="rope_theta", qk_norm="projection", has_pre_norms=False, has_post_norms=True,
+        reads=("attention_bias",),
+    ),
     "OlmoeForCausalLM": Family(
         "olmoe", {
             "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8,
@@ -86,7 +133,8 @@ FAMILIES = {
     ),
     "Phi3ForCausalLM": Family(
         "phi3", {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
-        windows="all", longrope_names=("yarn",), stores_merged=True, reads=("partial_rotary_factor",),
+        windows="all", longrope_names=("yarn",), stores_merged=("qkv_proj", "gate_up_proj"),
+        reads=("partial_rotary_factor",),
     ),
     "Qwen2ForCausalLM": Family(
         "qwen2", {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
@@ -114,5 +162,19 @@ FAMILIES = {
         reads=(
             "attention_bias", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob",
         ),
+    ),
+    "SeedOssForCausalLM": Family(
+        "seed_oss", {
+            "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524288, "attention_bias": True,
+            "attention_out_bias": False,
+        },
+        reads=("attention_bias", "attention_out_bias", "mlp_bias"),
+    ),
+    "SmolLM3ForCausalLM": Family(
+        "smollm3", {
+            "num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True,
+            "rope_theta": 2e6, "no_rope_layer_interval": 4,
+        },
+        windows="unrotated", reads=("attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval"),
     ),
 }  # fmt: skip

@@ -21,11 +21,15 @@ OPTIONAL: dict[str, Any] = {
     "attention_bias": False, "mlp_bias": False, "query_pre_attn_scalar": None, "hidden_activation": None,
     "partial_rotary_factor": 1, "moe_intermediate_size": None, "decoder_sparse_step": 1, "mlp_only_layers": [],
     "norm_topk_prob": True, "shared_expert_intermediate_size": None, "clip_qkv": None, "qkv_bias": None,
+    "attention_multiplier": None, "embedding_multiplier": 1, "residual_multiplier": 1, "logits_scaling": 1,
+    "attention_out_bias": None, "shared_intermediate_size": None,
+    "position_embedding_type": "rope", "no_rope_layers": None, "no_rope_layer_interval": None,
+    "llama_4_scaling_beta": None,
 }  # fmt: skip
 # Larger counts are mistakes; see json_fields.
 _MAX_LAYERS = _MAX_EXPERTS = _MAX_HEADS = 1024
 _MAX_POSITION = 2**31 - 1
-_YARN_NUMBERS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+_YARN_NUMBERS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "llama_4_scaling_beta")
 _LLAMA3_NUMBERS = ("low_freq_factor", "high_freq_factor")
 
 
@@ -48,29 +52,32 @@ def load_model_config(directory: Path) -> ModelConfig:
         raise ValueError(f"dtype in config.json must be a name such as bfloat16, not {shown(dtype)}")
     num_heads, num_kv_heads, head_dim = _heads(raw)
     max_position = read_count(raw, "max_position_embeddings", maximum=_MAX_POSITION)
-    windows = _windows(raw, family, read_count(raw, "num_hidden_layers", maximum=_MAX_LAYERS))
-    ropes = {is_local: _rope(raw, family, is_local, head_dim, max_position) for is_local in set(map(bool, windows))}
-    max_position, usual_max_position = _max_positions(max_position, set(ropes.values()), family)
+    layers = _layers(raw, family, head_dim, max_position)
+    max_position, usual_max_position = _max_positions(max_position, {layer.rope for layer in layers}, family)
+    size_name = "shared_intermediate_size" if "shared_intermediate_size" in family.reads else "intermediate_size"
     has_bias = read_flag(raw, "attention_bias", default=False)
-    experts = _experts(raw, family)
-    sparse = _sparse_layers(raw, len(windows)) if experts is not None else set()
     return ModelConfig(
         architecture=architecture,
         family=family,
         vocab_size=read_count(raw, "vocab_size"),
         hidden_size=read_count(raw, "hidden_size"),
-        intermediate_size=read_count(raw, "intermediate_size"),
+        intermediate_size=read_count(raw, size_name),
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
-        layers=tuple(LayerConfig(window, ropes[window > 0], i in sparse) for i, window in enumerate(windows)),
-        experts=experts,
+        layers=layers,
+        experts=_experts(raw, family),
         rms_norm_eps=read_number(raw, "rms_norm_eps", default=1e-6),
         qkv_bias=has_bias if family.qkv_bias is None else read_flag(raw, "qkv_bias", default=family.qkv_bias),
-        o_bias=has_bias if family.qkv_bias is None else False,
+        o_bias=read_flag(raw, "attention_out_bias", default=has_bias and family.qkv_bias is None),
         mlp_bias=read_flag(raw, "mlp_bias", default=False),
         hidden_act=hidden_act,
-        attention_scale=read_number(raw, "query_pre_attn_scalar", default=head_dim) ** -0.5,
+        attention_scale=read_number(
+            raw, "attention_multiplier", default=read_number(raw, "query_pre_attn_scalar", default=head_dim) ** -0.5
+        ),
+        embedding_multiplier=read_number(raw, "embedding_multiplier", default=1.0),
+        residual_multiplier=read_number(raw, "residual_multiplier", default=1.0),
+        logits_scaling=read_number(raw, "logits_scaling", default=1.0),
         tie_word_embeddings=read_flag(raw, "tie_word_embeddings", default=False),
         max_position=max_position,
         usual_max_position=usual_max_position,
@@ -106,7 +113,8 @@ def _fields_of_architecture(raw: dict[str, Any], directory: Path) -> tuple[str, 
             raise ValueError(f"{name}={shown(raw[name])} in config.json is not supported")
     for name, neutral in OPTIONAL.items():
         if name not in family.reads and raw.get(name, neutral) != neutral:
-            raise ValueError(f"{name}={shown(raw[name])} in config.json is not supported for {architecture}")
+            hint = "leave it out" if neutral is None else f"{name}={neutral} is"
+            raise ValueError(f"{name}={shown(raw[name])} in config.json is not supported for {architecture}; {hint}")
     return architecture, family, raw, placeholders
 
 
@@ -138,6 +146,18 @@ def _heads(raw: dict[str, Any]) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, head_dim
 
 
+def _layers(raw: dict[str, Any], family: Family, head_dim: int, max_position: int) -> tuple[LayerConfig, ...]:
+    num_layers = read_count(raw, "num_hidden_layers", maximum=_MAX_LAYERS)
+    rotates = _rotated_layers(raw, num_layers)
+    windows = _windows(raw, family, rotates)
+    ropes = {is_local: _rope(raw, family, is_local, head_dim, max_position) for is_local in set(map(bool, windows))}
+    sparse = _sparse_layers(raw, num_layers) if family.num_experts_names else set()
+    return tuple(
+        LayerConfig(window, ropes[window > 0] if rotated else RopeConfig(1.0, head_dim, "none"), i in sparse)
+        for i, (window, rotated) in enumerate(zip(windows, rotates, strict=True))
+    )
+
+
 def _max_positions(max_position: int, ropes: set[RopeConfig], family: Family) -> tuple[int, int]:
     """(maximum number of tokens that the model was made for, the maximum by default).
 
@@ -151,31 +171,59 @@ def _max_positions(max_position: int, ropes: set[RopeConfig], family: Family) ->
     return max_position, min([max_position, *(rope.original_max_position for rope in ropes if rope.kind == "longrope")])
 
 
-def _windows(raw: dict[str, Any], family: Family, num_layers: int) -> list[int]:
-    """Each layer's sliding window, 0 for none."""
-    has_window = raw.get("sliding_window") is not None
-    if family.windows in ("upper", "switched", "alternate"):
+def _rotated_layers(raw: dict[str, Any], num_layers: int) -> list[bool]:
+    """Whether each layer has a rotary embedding."""
+    kind = raw.get("position_embedding_type", "rope")
+    if kind not in ("rope", "nope"):
+        raise ValueError(f"position_embedding_type={shown(kind)} in config.json is not supported; rope and nope are")
+    if "no_rope_layers" in raw:
+        given = read_list(raw, "no_rope_layers")[:num_layers]
+        if len(given) < num_layers or any(rotates not in (0, 1) for rotates in given):
+            raise ValueError(
+                f"no_rope_layers in config.json must hold 1 (rotary embedding) or 0 (none) for each of the "
+                f"{num_layers} layers, not {shown(raw['no_rope_layers'])}"
+            )
+        return list(map(bool, given))
+    if "no_rope_layer_interval" in raw:
+        interval = read_count(raw, "no_rope_layer_interval")
+        return [(index + 1) % interval > 0 for index in range(num_layers)]
+    return [kind == "rope"] * num_layers
+
+
+def _windows(raw: dict[str, Any], family: Family, rotates: list[bool]) -> list[int]:
+    """Each layer's sliding window, 0 for none.
+
+    Args:
+        rotates: whether each layer has a rotary embedding.
+    """
+    num_layers, has_window = len(rotates), raw.get("sliding_window") is not None
+    if family.windows in ("upper", "switched", "alternate", "unrotated"):
         has_window = has_window and read_flag(raw, "use_sliding_window", default=False)
     if family.windows == "pattern":
         if not has_window:
             raise ValueError("sliding_window in config.json must be an integer: some layers need it")
-        period = read_count(raw, "sliding_window_pattern", default=6)
+        period = read_count(raw, "sliding_window_pattern")
         is_local = [(index + 1) % period > 0 for index in range(num_layers)]
     else:
         bound = read_count(raw, "max_window_layers", default=0, minimum=0)
-        ranges = {"none": range(0), "upper": range(bound, num_layers), "alternate": range(0, bound, 2)}
-        with_window = ranges.get(family.windows, range(num_layers))
+        with_window = {
+            "none": [],
+            "upper": range(bound, num_layers),
+            "alternate": range(0, bound, 2),
+            "unrotated": [index for index in range(num_layers) if not rotates[index]],
+        }.get(family.windows, range(num_layers))
         is_local = [has_window and index in with_window for index in range(num_layers)]
-    kinds = read_list(raw, "layer_types")
+    kinds = ["full_attention" if kind == "attention" else kind for kind in read_list(raw, "layer_types")]
     if kinds:
         if len(kinds) != num_layers or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
             raise ValueError(
                 f"layer_types in config.json must say full_attention or sliding_attention for each of the "
-                f"{num_layers} layers, not {shown(kinds)}"
+                f"{num_layers} layers, not {shown(kinds)}; layers of other kinds are not supported"
             )
         given = [kind == "sliding_attention" for kind in kinds]
         # transformers follows layer_types only in these families.
-        is_followed = family.windows in ("upper", "alternate", "pattern") and (has_window or not any(given))
+        follows = family.windows in ("listed", "upper", "alternate", "unrotated", "pattern")
+        is_followed = follows and (has_window or not any(given))
         if not is_followed and given != is_local:
             raise ValueError(
                 f"layer_types={shown(kinds)} in config.json does not fit "
@@ -189,6 +237,9 @@ def _windows(raw: dict[str, Any], family: Family, num_layers: int) -> list[int]:
 def _experts(raw: dict[str, Any], family: Family) -> ExpertsConfig | None:
     names = family.num_experts_names
     if not names:
+        if raw.get("num_local_experts"):
+            given = shown(raw["num_local_experts"])
+            raise ValueError(f"num_local_experts={given} in config.json is not supported for this architecture; 0 is")
         return None
     num_experts = read_count(raw, next((name for name in names if name in raw), names[-1]), maximum=_MAX_EXPERTS)
     has_own_size = "moe_intermediate_size" in family.reads
@@ -228,9 +279,9 @@ def _rope_fields(raw: dict[str, Any], name: str, family: Family, is_local: bool)
     """The fields of `name`, which is rope_scaling or rope_parameters."""
     given = raw.get(name) or {}
     is_nested = isinstance(given, dict) and not given.keys().isdisjoint(("full_attention", "sliding_attention"))
-    if is_nested and family.has_local_rope:
+    if is_nested and family.local_theta:
         given = given.get("sliding_attention" if is_local else "full_attention") or {}
-    elif is_local and family.has_local_rope and isinstance(given, dict):
+    elif is_local and family.local_theta and isinstance(given, dict):
         given = {}  # the fields apply only to layers without a window
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
         raise ValueError(f"{name} in config.json must be one object for all layers, not {shown(given)}")
@@ -244,7 +295,7 @@ def _rope_of_fields(
     fields: dict[str, Any], raw: dict[str, Any], family: Family, is_local: bool, head_dim: int, max_position: int
 ) -> RopeConfig:
     """The rotary embedding that `fields` describe, with the other fields of config.json."""
-    theta_name = "rope_local_base_freq" if is_local and family.has_local_rope else "rope_theta"
+    theta_name = (is_local and family.local_theta) or "rope_theta"
     theta = read_number(fields, "rope_theta") if "rope_theta" in fields else read_number(raw, theta_name, 1e4)
     partial = read_number({**raw, **fields}, "partial_rotary_factor", default=1.0)
     rotary_dim = int(head_dim * partial)
@@ -260,6 +311,8 @@ def _rope_of_fields(
         kind = "default"  # "dynamic" changes nothing up to max_position_embeddings, our limit; "mrope" nothing in text
     if kind not in ROPE_KINDS:
         raise ValueError(f"rope type {shown(kind)} is not supported; {', '.join(ROPE_KINDS)} and dynamic are")
+    if fields.get("llama_4_scaling_beta") and (kind != "yarn" or "llama_4_scaling_beta" not in family.reads):
+        raise ValueError("llama_4_scaling_beta in config.json is supported only for yarn in Ministral3ForCausalLM")
     if kind == "default":
         return RopeConfig(theta, rotary_dim)
     name = "original_max_position_embeddings"

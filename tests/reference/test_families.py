@@ -29,6 +29,8 @@ from nanovllm.models.read_config import load_model_config
 from nanovllm.ops.collectives import Parallel
 
 CPU = torch.device("cpu")
+# Families in which ranks sum, norm or read their parts in ways of their own.
+RANKS_DIFFER = ["gemma3", "granite", "granite4", "olmo3", "olmoe", "phi3", "qwen2_moe", "qwen3_moe"]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 
@@ -74,6 +76,22 @@ def test_teacher_forced_logits_are_those_of_transformers(tmp_path, family, backe
         assert error < 1e-4, (error, options)
 
 
+def test_embeddings_are_scaled_as_by_transformers(tmp_path):
+    """Gemma was trained with sqrt(hidden_size) rounded to bfloat16. Granite's factor is not rounded, and the residual
+    is divided by its multiplier."""
+    token_ids = torch.arange(31)
+    for family, more in (("gemma3", {}), ("granite", {"embedding_multiplier": 12, "residual_multiplier": 0.22})):
+        options = FAMILIES[family][2](random.Random(3)) | {"hidden_size": 120, "vocab_size": 31} | more
+        theirs = save_family_model(tmp_path, family, options).bfloat16().model.embed_tokens
+        config, backend = load_model_config(tmp_path), TorchAttention(AttentionShape(1, 1, 2, torch.bfloat16, CPU))
+        embed = CausalLM(config, 64, backend, Parallel(), torch.bfloat16, CPU).model.embed_tokens
+        embed.weight.data.copy_(theirs.weight)
+        expected = theirs(token_ids)
+        if family == "granite":
+            expected = (theirs.weight.float() * (12 / 0.22)).bfloat16()
+        assert torch.equal(embed(token_ids).part, expected)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_of_a_fused_model_is_fused(tmp_path, family):
     """A layer that is not fused gives the same tokens, only later: attention's projections once missed the kernel for
@@ -90,7 +108,8 @@ def test_every_layer_of_a_fused_model_is_fused(tmp_path, family):
         }
         assert {name for name, is_fused in found.items() if is_fused is not None and is_fused is not fused} == set()
         kinds = {name.rsplit(".", 1)[-1] for name, is_fused in found.items() if is_fused is not None}
-        assert {"embed_tokens", "qkv_proj", "o_proj", "attn", "input_layernorm", "norm", "lm_head"} <= kinds
+        assert {"embed_tokens", "qkv_proj", "o_proj", "attn", "norm", "lm_head"} <= kinds
+        assert ("input_layernorm" in kinds) is config.family.has_pre_norms
         # A norm after a block takes no products in parts, and neither does the sum of a shared expert and the others.
         may_split = fused and not config.family.has_post_norms
         products = [
@@ -157,7 +176,7 @@ def test_a_window_that_no_sequence_outgrows_costs_nothing(tmp_path):
         assert not llm.engine.runner.program.table.groups_prefixes
 
 
-@pytest.mark.parametrize("family", some(["gemma3", "olmoe", "phi3", "qwen2_moe", "qwen3_moe"], "qwen3_moe"))
+@pytest.mark.parametrize("family", some(RANKS_DIFFER, "qwen3_moe"))
 def test_two_ranks_give_the_tokens_of_transformers(tmp_path, family):
     """These are whole engines over gloo, with chunks, prefix hits and preemption."""
     rng, tally = random.Random(family), Tally()

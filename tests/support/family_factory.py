@@ -124,6 +124,103 @@ def gemma3(rng: random.Random) -> dict[str, Any]:
     return options
 
 
+def granite(rng: random.Random) -> dict[str, Any]:
+    return _common(rng) | {
+        "tie_word_embeddings": rng.random() < 0.2,  # as in gemma3
+        "attention_bias": rng.random() < 0.3,
+        "mlp_bias": rng.random() < 0.3,
+        "rms_norm_eps": rng.choice((1e-5, 0.003)),  # the residual multiplier changes the layers' eps
+        "embedding_multiplier": rng.choice((1, 2, 5.0)),
+        "attention_multiplier": rng.choice((0.05, 0.2, 0.5)),
+        "residual_multiplier": rng.choice((0.22, 0.5, 1.0, 1.7)),
+        "logits_scaling": rng.choice((1, 3, 16.0)),
+    }
+
+
+def granite4(rng: random.Random) -> dict[str, Any]:
+    options = granite(rng)
+    for name in ("mlp_bias", "intermediate_size"):
+        del options[name]
+    return options | {
+        "shared_intermediate_size": rng.randrange(16, 80),
+        "num_local_experts": 0,
+        "layer_types": ["full_attention"] * options["num_hidden_layers"],
+        "position_embedding_type": rng.choice(("rope", "rope", "nope")),
+        "pad_token_id": 0,
+        "mamba_n_heads": 2,  # the config checks it though no layer is Mamba's
+    }
+
+
+def ministral(rng: random.Random) -> dict[str, Any]:
+    options = mistral(rng) | {"sliding_window": rng.choice(WINDOWS)}  # transformers needs one
+    if rng.random() < 0.7:
+        kinds = ("full_attention", "sliding_attention")
+        options["layer_types"] = [rng.choice(kinds) for _ in range(options["num_hidden_layers"])]
+    return options
+
+
+def ministral3(rng: random.Random) -> dict[str, Any]:
+    options = mistral(rng)
+    options["rope_parameters"] = random_rope(rng, options["head_dim"], ("yarn",)) | {
+        "original_max_position_embeddings": rng.choice((8, 16, 64)),
+        "llama_4_scaling_beta": rng.choice((0.1, 0.5, 2.0)),
+        "mscale": 1.0,
+        "mscale_all_dim": rng.choice((0.5, 1.0)),
+    }
+    return options | {"pad_token_id": 0}
+
+
+def olmo2(rng: random.Random) -> dict[str, Any]:
+    options = _common(rng) | {"tie_word_embeddings": rng.random() < 0.2}  # as in gemma3
+    if rng.random() < 0.3:
+        _free_head_dim(rng, options)
+    return options | {"attention_bias": rng.random() < 0.3, "pad_token_id": 0}
+
+
+def olmo3(rng: random.Random) -> dict[str, Any]:
+    options = olmo2(rng)
+    head_dim = options["head_dim"]
+    options["num_hidden_layers"] = num_layers = options["num_hidden_layers"] + rng.choice((0, 2))
+    theta = rng.choice((1e4, 5e5))
+    options |= {
+        "rope_parameters": {
+            "full_attention": random_rope(rng, head_dim, ("default", "yarn")) | {"rope_theta": theta},
+            "sliding_attention": {"rope_type": "default", "rope_theta": theta},
+        },
+        "sliding_window": rng.choice(WINDOWS),
+    }
+    if rng.random() < 0.5:
+        options["layer_types"] = [rng.choice(("full_attention", "sliding_attention")) for _ in range(num_layers)]
+    return options
+
+
+def seed_oss(rng: random.Random) -> dict[str, Any]:
+    options = _common(rng)
+    _free_head_dim(rng, options)
+    biases = ("attention_bias", "attention_out_bias", "mlp_bias")
+    return options | {name: rng.random() < 0.5 for name in biases} | {"pad_token_id": 0}
+
+
+def smollm3(rng: random.Random) -> dict[str, Any]:
+    options = _common(rng)
+    if rng.random() < 0.3:
+        _free_head_dim(rng, options)
+    options["num_hidden_layers"] = num_layers = options["num_hidden_layers"] + rng.randrange(3)
+    options |= {
+        "attention_bias": rng.random() < 0.3,
+        "mlp_bias": rng.random() < 0.3,
+        "no_rope_layer_interval": rng.choice((1, 2, 3, 4)),
+        "use_sliding_window": rng.random() < 0.5,
+        "sliding_window": rng.choice(WINDOWS),
+        "pad_token_id": 0,
+    }
+    if rng.random() < 0.5:
+        options["no_rope_layers"] = [rng.randrange(2) for _ in range(num_layers)]
+    if options["use_sliding_window"] and rng.random() < 0.5:
+        options["layer_types"] = [rng.choice(("full_attention", "sliding_attention")) for _ in range(num_layers)]
+    return options
+
+
 def _experts(rng: random.Random, options: dict[str, Any], name: str) -> dict[str, Any]:
     num_experts = rng.choice((1, 2, 3, 5, 7, 8, 11, 16))
     options |= {name: num_experts, "num_experts_per_tok": min(num_experts, rng.randrange(1, 9))}
@@ -211,6 +308,14 @@ FAMILIES = {
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", qwen3_moe),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", mixtral),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", gemma3),
+    "granite": ("GraniteConfig", "GraniteForCausalLM", granite),
+    "granite4": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", granite4),
+    "ministral": ("MinistralConfig", "MinistralForCausalLM", ministral),
+    "ministral3": ("Ministral3Config", "Ministral3ForCausalLM", ministral3),
+    "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM", seed_oss),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", smollm3),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", olmo2),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", olmo3),
     "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", olmoe),
 }
 
@@ -275,6 +380,8 @@ def make_family_model(family: str, options: dict[str, Any], seed: int = 0) -> An
             parameter.normal_(0, 0.3, generator=generator)
             if "norm" in name and not family.startswith("gemma3"):
                 parameter.add_(1)
+            if "embed_tokens" in name and family in ("olmo2", "olmo3") and not config.tie_word_embeddings:
+                parameter.mul_(5)  # norms make the outputs of blocks larger than embeddings, whatever the token
     return model
 
 

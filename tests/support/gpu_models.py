@@ -16,6 +16,7 @@ LLAMA3 = {
 
 
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 128}
 FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(36)], "long_factor": [2.0] * 36}
 # Each with the head sizes and windows that its models have, or shorter windows.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -79,6 +80,54 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128, "num_experts": 24,
             "num_experts_per_tok": 5, "moe_intermediate_size": 200,
         },
+    ),
+    "granite": (
+        "granite",
+        {
+            "num_attention_heads": 6, "num_key_value_heads": 2, "attention_multiplier": 1 / 64,
+            "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 16.0,
+        },
+    ),
+    "granite4": (
+        "granite4",
+        {
+            "num_attention_heads": 6, "num_key_value_heads": 2, "attention_multiplier": 1 / 64,
+            "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 10.0,
+            "shared_intermediate_size": 512, "num_local_experts": 0, "layer_types": ["full_attention"] * 3,
+            "position_embedding_type": "nope", "mamba_n_heads": 2, "pad_token_id": 0,
+        },
+    ),
+    "ministral": (
+        "ministral",
+        {
+            "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128, "sliding_window": 100,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
+    "ministral3": (
+        "ministral3",
+        {
+            "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128, "pad_token_id": 0,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+        },
+    ),
+    "olmo2": ("olmo2", {"num_attention_heads": 3, "num_key_value_heads": 3, "pad_token_id": 0}),
+    "olmo3": (
+        "olmo3",
+        {
+            "num_attention_heads": 3, "num_key_value_heads": 3, "num_hidden_layers": 4, "sliding_window": 100,
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}, "pad_token_id": 0,
+        },
+    ),
+    "seed_oss": (
+        "seed_oss",
+        {
+            "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128, "attention_bias": True,
+            "pad_token_id": 0,
+        },
+    ),
+    "smollm3": (
+        "smollm3", {"num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 4, "pad_token_id": 0},
     ),
     "mixtral": (
         "mixtral",

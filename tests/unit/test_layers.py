@@ -1,5 +1,6 @@
 """Layers against their formulas and transformers, and their shards against the whole, also over real collectives."""
 
+import math
 import os
 import subprocess
 import sys
@@ -231,13 +232,29 @@ def test_rotation_leaves_its_input_alone():
     exactly(rotations.rotate(x), first)
 
 
+def test_queries_have_factors_only_beyond_the_original_context():
+    """Llama 4's formula. Nothing is computed if no position reaches the end of the original context."""
+    rope = RopeConfig(1e4, 8, "yarn", 4.0, original_max_position=10, llama_4_scaling_beta=0.1)
+    short, long = (RotaryEmbedding(8, length, rope, torch.float32, CPU) for length in (10, 35))
+    assert short.lookup(torch.arange(10)).query_scales is None
+    factors = long.lookup(torch.tensor([0, 9, 10, 19, 20, 34])).query_scales
+    expected = [1 + 0.1 * math.log(1 + num_contexts) for num_contexts in (0, 0, 1, 1, 2, 3)]
+    assert factors.flatten().tolist() == pytest.approx(expected) and factors.shape == (6, 1, 1)
+
+
+def test_a_rope_of_no_kind_changes_nothing():
+    rotations = RotaryEmbedding(16, 50, RopeConfig(1.0, 16, "none"), torch.bfloat16, CPU).lookup(torch.arange(40))
+    x = torch.randn(40, 3, 16, dtype=torch.bfloat16)
+    exactly(rotations.rotate(x), x)
+
+
 def test_rotation_keeps_lengths_and_relative_positions():
     """The score of q at m and k at n depends only on m − n."""
     rotary = RotaryEmbedding(32, 500, RopeConfig(10000.0, 32), torch.float32, CPU)
     q, k = torch.randn(2, 1, 1, 32).double().unbind()
 
     def rotated(x, position):
-        cos, sin, rotary_dim = rotary.lookup(torch.tensor([position]))
+        cos, sin, rotary_dim, _ = rotary.lookup(torch.tensor([position]))
         return Rotary(cos.double(), sin.double(), rotary_dim).rotate(x)
 
     assert rotated(q, 333).norm() == pytest.approx(float(q.norm()), rel=1e-6)
@@ -707,12 +724,3 @@ def test_collectives_and_the_lm_head_over_real_processes(tmp_path, size):
         for process in processes:
             process.kill()
             process.wait()
-
-
-def test_the_scale_of_embeddings_is_rounded_as_by_transformers():
-    """sqrt(1152) is 33.94, and 34 in bfloat16; Gemma was trained with the latter."""
-    embed = VocabParallelEmbedding(1, 128, LayerContext(torch.bfloat16, CPU), scale=1152**0.5)
-    embed.weight.data.copy_(torch.arange(1, 2, 1 / 128))
-    expected = embed.weight * torch.tensor(1152**0.5).bfloat16()
-    assert torch.equal(embed(torch.tensor([0])).part, expected)
-    assert not torch.equal(embed.weight * 1152**0.5, expected), "the rounding shows"

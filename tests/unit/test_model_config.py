@@ -115,12 +115,17 @@ def test_a_model_without_generation_config_recommends_nothing(tmp_path):
     assert read(tmp_path).generation == {}
 
 
+GRANITE4 = {"num_local_experts": 0, "layer_types": ["attention", "attention"]}
+
+
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_without_architectures_the_type_decides(tmp_path, architecture):
     """As in transformers. A decoder that was saved alone has its own architecture."""
     model_type = FAMILIES[architecture].model_type
     assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] == architecture
     fields = {"model_type": model_type, "sliding_window": 5, "num_experts_per_tok": 1, "num_experts": 4}
+    if model_type == "granitemoehybrid":
+        fields |= GRANITE4
     decoder = MODEL_MAPPING_NAMES[model_type]
     for given in (None, [], [decoder]):
         assert read(tmp_path, **fields, architectures=given).architecture == architecture
@@ -157,6 +162,21 @@ SIDE_BY_SIDE: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_text", {"rope_parameters": BY_KIND, "rope_theta": 7.0, "rope_local_base_freq": 9.0}),
     ("gemma3_text", {"rope_parameters": {"full_attention": {}}, "rope_theta": 7.0, "rope_local_base_freq": 9.0}),
     ("gemma3_text", {"sliding_window_pattern": 2, "layer_types": ["full_attention", "full_attention"]}),
+    ("olmo3", {"rope_scaling": YARN_OF_128, "rope_theta": 5e5}),
+    ("olmo3", {"rope_parameters": BY_KIND, "rope_theta": 7.0}),
+    ("olmo3", {"num_hidden_layers": 8}),
+    ("olmo3", {"layer_types": ["full_attention", "sliding_attention"]}),
+    ("ministral", {"layer_types": ["full_attention", "sliding_attention"], "rope_theta": 7.0}),
+    ("ministral", {}),
+    ("ministral3", {}),
+    ("ministral3", {"rope_parameters": {**YARN_OF_128, "rope_theta": 5.0, "llama_4_scaling_beta": 0.5}}),
+    ("smollm3", {"use_sliding_window": True, "num_hidden_layers": 4, "no_rope_layers": [1, 0, 0, 1, 0]}),
+    ("smollm3", {"num_hidden_layers": 9}),
+    ("smollm3", {"num_hidden_layers": 9, "no_rope_layer_interval": 2, "rope_theta": 7.0}),
+    ("smollm3", {"no_rope_layers": [0, 1], "no_rope_layer_interval": 1}),
+    ("seed_oss", {"rope_theta": 7.0}),
+    ("granite", {"rope_theta": 7.0}),
+    ("granitemoehybrid", {**GRANITE4, "position_embedding_type": "rope", "rope_theta": 7.0, "mamba_n_heads": 2}),
     ("gemma3_text", {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}),
 ]  # fmt: skip
 
@@ -172,16 +192,22 @@ def test_of_keys_side_by_side_the_one_counts_that_counts_in_transformers(tmp_pat
         assert ours.experts.num_experts == theirs.num_experts
     for index, layer in enumerate(ours.layers):
         rope = theirs.rope_parameters
-        if model_type == "gemma3_text":
-            kind = theirs.layer_types[index]
+        kind = getattr(theirs, "layer_types", {index: None})[index]
+        if model_type in ("gemma3_text", "olmo3", "ministral", "smollm3"):
             assert (layer.window > 0) == (kind == "sliding_attention")
+        if model_type in ("gemma3_text", "olmo3"):
             rope = rope[kind]
+        rotates = model_type != "smollm3" or theirs.no_rope_layers[index] == 1
+        assert (layer.rope.kind != "none") == rotates
+        if not rotates:
+            continue
         assert (layer.rope.kind, layer.rope.theta) == (rope["rope_type"], rope["rope_theta"])
         assert layer.rope.rotary_dim == int(8 * rope.get("partial_rotary_factor", 1))
         if layer.rope.kind != "default":
             original = rope.get("original_max_position_embeddings", 512)
             factor = rope.get("factor", 512 / original)
             assert (layer.rope.original_max_position, layer.rope.factor) == (original, factor)
+            assert layer.rope.llama_4_scaling_beta == rope.get("llama_4_scaling_beta", 0)
 
 
 # Configs that are refused
@@ -414,6 +440,75 @@ def test_qwen2_moe_may_have_no_biases(tmp_path):
     assert [(config.qkv_bias, config.o_bias) for config in configs] == [(True, False), (False, False)]
 
 
+WRONG_OF_FAMILIES: list[tuple[str, str, Any]] = [
+    *(
+        ("GraniteForCausalLM", name, value)
+        for name in ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+        for value in ("0.22", 0, -1.0, True, [1])
+    ),
+    *(("GraniteMoeHybridForCausalLM", "shared_intermediate_size", value) for value in (0, 1.5, "16")),
+    *(("GraniteMoeHybridForCausalLM", "num_local_experts", value) for value in (None, 8, "8", True)),
+    *(("GraniteMoeHybridForCausalLM", "layer_types", value) for value in (None, ["attention", "mamba"], ["attention"])),
+    *(("GraniteMoeHybridForCausalLM", "position_embedding_type", value) for value in ("alibi", 5, [])),
+    ("GraniteMoeHybridForCausalLM", "mlp_bias", True),
+    *(("SeedOssForCausalLM", "attention_out_bias", value) for value in ("false", 0)),
+    *(("SmolLM3ForCausalLM", "no_rope_layers", value) for value in ([1], [1, 2], [1, "0"], [1, None], 5, [])),
+    *(("SmolLM3ForCausalLM", "no_rope_layer_interval", value) for value in (0, "4", 2.0)),
+    *(("Olmo3ForCausalLM", "sliding_window", value) for value in (None, 0, "4096")),
+    ("MinistralForCausalLM", "layer_types", ["sliding_attention", "chunked_attention"]),
+    # transformers ignores these fields in Qwen3.
+    *(
+        ("Qwen3ForCausalLM", name, value)
+        for name, value in (
+            ("attention_multiplier", 0.5), ("embedding_multiplier", 12), ("residual_multiplier", 0.22),
+            ("logits_scaling", 16), ("attention_out_bias", True), ("shared_intermediate_size", 9),
+            ("num_local_experts", 8), ("position_embedding_type", "nope"), ("no_rope_layers", [1, 0]),
+            ("no_rope_layer_interval", 4),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "name", "value"), WRONG_OF_FAMILIES, ids=str)
+def test_a_wrong_field_of_a_family_is_named(tmp_path, architecture, name, value):
+    fields = {"architectures": [architecture], "sliding_window": 5}
+    if architecture == "GraniteMoeHybridForCausalLM":
+        fields |= GRANITE4
+    assert read(tmp_path, **fields).architecture == architecture
+    assert name in error_of(tmp_path, **{**fields, name: value})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "rope"),
+    [
+        ("MistralForCausalLM", {**YARN, "llama_4_scaling_beta": 0.1}),
+        ("Ministral3ForCausalLM", {"rope_type": "linear", "factor": 2.0, "llama_4_scaling_beta": 0.1}),
+        ("Ministral3ForCausalLM", {**YARN, "llama_4_scaling_beta": "0.1"}),
+    ],
+    ids=str,
+)
+def test_a_scale_of_queries_that_is_not_implemented_is_refused(tmp_path, architecture, rope):
+    assert "llama_4_scaling_beta" in error_of(tmp_path, architectures=[architecture], rope_parameters=rope)
+
+
+def test_granites_with_other_layers_hear_what_works(tmp_path):
+    """Most models of Granite 4 have Mamba layers, which have no keys, or experts."""
+    fields = {"architectures": ["GraniteMoeHybridForCausalLM"], **GRANITE4}
+    message = error_of(tmp_path, **{**fields, "layer_types": ["mamba", "attention"]})
+    assert "must say full_attention or sliding_attention" in message and "'mamba'" in message
+    assert error_of(tmp_path, **{**fields, "num_local_experts": 62}).endswith("this architecture; 0 is")
+    config = read(tmp_path, **fields, shared_intermediate_size=24, intermediate_size=8)
+    assert config.intermediate_size == 24
+    assert [layer.rope.kind for layer in config.layers] == ["none", "none"]
+
+
+def test_olmos_layers_with_a_window_have_an_unscaled_rope_of_the_same_theta(tmp_path):
+    """transformers 5 gives them its default theta if config.json has the old layout; OLMo's own code does not."""
+    fields = {**WINDOWED, "architectures": ["Olmo3ForCausalLM"], "rope_scaling": YARN, "rope_theta": 7.0}
+    ropes = [layer.rope for layer in read(tmp_path, **fields).layers]
+    assert ropes[0] == RopeConfig(7.0, 16) and (ropes[3].kind, ropes[3].theta) == ("yarn", 7.0)
+
+
 def test_rope_scaling_beside_other_rope_parameters_is_refused(tmp_path):
     """Qwen's model cards ask for rope_scaling. Beside rope_parameters, it was once silently ignored."""
     default, yarn = {"rope_type": "default", "rope_theta": 1e6}, {"type": "yarn", "factor": 4.0}
@@ -481,6 +576,13 @@ def test_gemmas_local_layers_have_a_theta_of_their_own(tmp_path):
         ("Qwen3ForCausalLM", {"use_sliding_window": True, "max_window_layers": 9}, [0] * 7),
         ("Qwen2MoeForCausalLM", {"max_window_layers": 4}, [0] * 7),
         ("Qwen2MoeForCausalLM", {"use_sliding_window": True, "max_window_layers": 4}, [5, 0, 5, 0, 0, 0, 0]),
+        ("MinistralForCausalLM", {}, [5] * 7),
+        ("MinistralForCausalLM", {"layer_types": (["full_attention"] + ["sliding_attention"] * 6)}, [0] + [5] * 6),
+        ("Ministral3ForCausalLM", {}, [5] * 7),
+        ("Olmo2ForCausalLM", {}, [0] * 7),
+        ("Olmo3ForCausalLM", {}, [5, 5, 5, 0, 5, 5, 5]),
+        ("SmolLM3ForCausalLM", {}, [0] * 7),
+        ("SmolLM3ForCausalLM", {"use_sliding_window": True}, [0, 0, 0, 5, 0, 0, 0]),
         ("Gemma3ForCausalLM", {}, [5] * 5 + [0, 5]),
         ("Gemma3ForCausalLM", {"sliding_window_pattern": 2}, [5, 0, 5, 0, 5, 0, 5]),
         ("Gemma3ForCausalLM", {"layer_types": ["full_attention"] * 6 + ["sliding_attention"]}, [0] * 6 + [5]),

@@ -99,7 +99,9 @@ def num_weights(config, num_tokens: int = 1) -> int:
     return step_weight_bytes(config, 1, num_tokens)
 
 
-@pytest.mark.parametrize("size", ["40M", "8B", "llama-1B", "llama-8B", "qwen2.5-7B"])
+@pytest.mark.parametrize(
+    "size", ["40M", "8B", "gemma3-4B", "granite-8B", "llama-1B", "llama-8B", "olmo3-7B", "qwen2.5-7B"]
+)
 def test_the_roofline_counts_every_matrix_once(tmp_path, size):
     """A tied embedding counts once, as the LM head. An untied embedding is only looked up, so it does not count."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -112,6 +114,26 @@ def test_the_roofline_counts_every_matrix_once(tmp_path, size):
     assert len(matrices) == 7 * config.num_hidden_layers
     expected = sum(weight.numel() for weight in matrices.values()) + model.lm_head.weight.numel()
     assert num_weights(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "num_billions", "num_windows", "window", "token_kib"),
+    [
+        ("gemma3-4B", 3.88, 29, 1024, 136),
+        ("granite-8B", 8.17, 0, 0, 160),
+        ("olmo3-7B", 7.30, 24, 4096, 512),
+    ],
+)
+def test_sizes_have_the_numbers_of_the_models_that_they_are_named_after(
+    tmp_path, size, num_billions, num_windows, window, token_kib
+):
+    """Parameters, layers with windows, the length of these, and KiB of a token's keys and values in bfloat16."""
+    write_config(size, tmp_path)
+    config = load_model_config(tmp_path)
+    assert num_parameters(config) / 1e9 == pytest.approx(num_billions, abs=0.005)
+    windows = [layer.window for layer in config.layers if layer.window]
+    assert windows == [window] * num_windows
+    assert token_kv_bytes(config, 2) == token_kib * 1024
 
 
 def test_the_roofline_counts_the_experts_that_are_read(tmp_path):
