@@ -14,10 +14,10 @@ class Family:
         defaults: transformers' defaults for fields that config.json may leave out, where they differ from those of
             `load_model_config`. They must include max_position_embeddings.
         windows: which layers have a sliding window if layer_types does not say so: "none", "all" (if there is a
-            sliding_window), "listed" (the same), "switched" (all, if use_sliding_window), "upper" (from
-            max_window_layers on, if use_sliding_window), "alternate" (every second layer, the first included, below
-            max_window_layers, if use_sliding_window), "unrotated" (those without a rotary embedding, if
-            use_sliding_window), or "pattern" (all but every nth, where n is sliding_window_pattern).
+            sliding_window), "listed" (as "all", but here layer_types may differ), "switched" (all, if
+            use_sliding_window), "upper" (from max_window_layers on, if use_sliding_window), "alternate" (every second
+            layer, the first included, below max_window_layers, if use_sliding_window), "unrotated" (those without a
+            rotary embedding, if use_sliding_window), or "pattern" (all but every nth; n is sliding_window_pattern).
         local_theta: if not empty, layers with a window have a rotary embedding of their own, which is not scaled, and
             this field has its theta.
         names_stretched_length: max_position_embeddings is the length after linear stretching.
@@ -26,7 +26,7 @@ class Family:
             output has none. None: attention_bias decides for all four.
         qk_norm: "head": each query head and each key head is normalized on its own. "projection": all query heads are
             normalized together, and all key heads. "": none is.
-        stores_merged: which projections the checkpoint merges: "qkv_proj" (queries, keys and values), "gate_up_proj".
+        stores_merged: the projections that the checkpoint merges: "qkv_proj" (queries, keys, values), "gate_up_proj".
         norm_offset: a number that is added to the stored weights of norms.
         has_pre_norms: the inputs of attention and MLP are normalized.
         has_post_norms: the outputs of attention and MLP are normalized, before they are added to the residual.

@@ -22,9 +22,8 @@ OPTIONAL: dict[str, Any] = {
     "partial_rotary_factor": 1, "moe_intermediate_size": None, "decoder_sparse_step": 1, "mlp_only_layers": [],
     "norm_topk_prob": True, "shared_expert_intermediate_size": None, "clip_qkv": None, "qkv_bias": None,
     "attention_multiplier": None, "embedding_multiplier": 1, "residual_multiplier": 1, "logits_scaling": 1,
-    "attention_out_bias": None, "shared_intermediate_size": None,
-    "position_embedding_type": "rope", "no_rope_layers": None, "no_rope_layer_interval": None,
-    "llama_4_scaling_beta": None,
+    "attention_out_bias": None, "shared_intermediate_size": None, "position_embedding_type": "rope",
+    "no_rope_layers": None, "no_rope_layer_interval": None, "llama_4_scaling_beta": None,
 }  # fmt: skip
 # Larger counts are mistakes; see json_fields.
 _MAX_LAYERS = _MAX_EXPERTS = _MAX_HEADS = 1024

@@ -410,7 +410,7 @@ def test_fused_norm_rotation_and_store_is_no_worse_than_its_twins(dtype, num_hea
     caches = [torch.full((6, 16, num_kv_heads, head_dim), 7.0, dtype=dtype, device=GPU) for _ in range(2)]
     slots = torch.randperm(96, generator=generator)[:num_tokens].to(GPU)
     slots[::7] = -1
-    fused = qk_norm_rotate_store(qkv, norm.weight, 1e-6, *rotations, LayerCache(*caches), slots)
+    fused = qk_norm_rotate_store(qkv, norm.weight, 1e-6, *rotations[:3], LayerCache(*caches), slots)
     qk = qkv[:, :num_normed]
     twin = rotations.rotate(norm(qk))
     exact = qk.double() / (qk.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()

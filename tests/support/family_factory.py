@@ -196,9 +196,9 @@ def olmo3(rng: random.Random) -> dict[str, Any]:
 
 def seed_oss(rng: random.Random) -> dict[str, Any]:
     options = _common(rng)
+    options |= {name: rng.random() < 0.5 for name in ("attention_bias", "attention_out_bias", "mlp_bias")}
     _free_head_dim(rng, options)
-    biases = ("attention_bias", "attention_out_bias", "mlp_bias")
-    return options | {name: rng.random() < 0.5 for name in biases} | {"pad_token_id": 0}
+    return options | {"pad_token_id": 0}
 
 
 def smollm3(rng: random.Random) -> dict[str, Any]:

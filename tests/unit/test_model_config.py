@@ -434,6 +434,18 @@ def test_a_wrong_field_of_qwen2_moe_is_named(tmp_path, name, value):
     assert name in error_of(tmp_path, **fields, **{name: value})
 
 
+def test_biases_of_outputs_are_those_of_each_family(tmp_path):
+    """transformers ignores attention_bias in Qwen2. Seed-OSS has a field of its own for the outputs."""
+    for architecture, fields, expected in (
+        ("Qwen2ForCausalLM", {"attention_bias": True}, (True, False)),
+        ("LlamaForCausalLM", {"attention_bias": True}, (True, True)),
+        ("SeedOssForCausalLM", {"attention_bias": None}, (True, False)),
+        ("SeedOssForCausalLM", {"attention_out_bias": True}, (False, True)),
+    ):
+        config = read(tmp_path, architectures=[architecture], **fields)
+        assert (config.qkv_bias, config.o_bias) == expected
+
+
 def test_qwen2_moe_may_have_no_biases(tmp_path):
     fields = {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 4}
     configs = [read(tmp_path, **fields, **given) for given in ({}, {"qkv_bias": False})]
