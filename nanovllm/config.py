@@ -70,7 +70,7 @@ class Config:
             if the KV cache is too small to hold 256 tokens of each.
         gpu_memory_utilization: fraction of a GPU's memory that weights, activations and KV cache may take.
         kvcache_block_size: tokens per block of the KV cache; None is the backend's own choice.
-        num_kvcache_blocks: blocks in the KV cache, for each group of layers; None is as many as fit.
+        num_kvcache_blocks: blocks in the KV cache per group of layers; None is as many as fit.
         tensor_parallel_size: GPUs of this host that one model is split over (on a CPU: processes).
         enforce_eager: never capture steps in CUDA graphs; starts sooner, runs slower.
         overlap: let the device run one step ahead of the host.

@@ -51,7 +51,8 @@ class AttentionBackend(ABC):
     can_be_captured: whether `plan` and `attend` of decodes only launch kernels, so that a CUDA graph can hold them.
     can_capture_prompts: the same for any queries, given as query_tiles.
     reads_new_keys: whether `attend` reads k and v too, and not only the cache.
-    keys_of_tile: in a layer with a window, `attend` reads from the last multiple of this number up to the window on.
+    num_keys_per_tile: in a layer with a window, `attend` reads from the tile on in which the window begins. A tile has
+        this many keys.
     max_num_shared_splits: capacity of the results of `shared_prefixes`; 0 if the backend reads every row's keys for
         that row alone.
     """
@@ -61,7 +62,7 @@ class AttentionBackend(ABC):
     can_be_captured: ClassVar[bool] = False
     can_capture_prompts: ClassVar[bool] = False
     reads_new_keys: ClassVar[bool] = False
-    keys_of_tile: ClassVar[int] = 1
+    num_keys_per_tile: ClassVar[int] = 1
     max_num_shared_splits: int = 0
 
     def __init__(self, shape: AttentionShape):
@@ -108,9 +109,9 @@ class AttentionBackend(ABC):
         """The plan of each group of layers."""
         return [self.plan(groups[0])] * len(groups)
 
-    def store_kvcache(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slot_mapping: torch.Tensor) -> None:
-        """See `LayerCache.write`."""
-        cache.write(k, v, slot_mapping)
+    def store_kvcache(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata) -> None:
+        """Writes the new keys and values; see `LayerCache.write`."""
+        cache.write(k, v, metadata.slot_mapping)
 
     @abstractmethod
     def attend(
@@ -126,7 +127,7 @@ class AttentionBackend(ABC):
 
         A sequence's queries are its last ones: query i of n sees keys 0 … context_len − n + i, and with a sliding
         window only the last `window` of those; 0 is no window. Scores are scaled by `shape.score_scale`. A backend
-        reads no keys but the sequence's own: other slots may hold NaN. Keys that are before the windows of all queries
-        may be gone; see `keys_of_tile`. With a cache in FP8, all keys and values are attended as the cache holds them,
-        new ones too. So the chunks of a prompt do not change its attention.
+        reads no keys but the sequence's own: other slots may hold NaN. Whole tiles of `num_keys_per_tile` keys may be
+        gone if they are behind the windows of all queries. With a cache in FP8, all keys and values are attended as the
+        cache holds them, new ones too. So the chunks of a prompt do not change its attention.
         """

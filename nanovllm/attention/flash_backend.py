@@ -31,7 +31,7 @@ class PrefillPlan:
 class FlashAttention(AttentionBackend):
     name = "flash"
     default_block_size = 256
-    keys_of_tile = 256  # at most; its kernels choose
+    num_keys_per_tile = 256  # its kernels choose a number that divides it
     can_be_captured = True
 
     def __init__(self, shape: AttentionShape):
@@ -77,8 +77,8 @@ class FlashAttention(AttentionBackend):
         keys = F.pad(metadata.context_lens[first:].cumsum(0, dtype=torch.int32), (1, 0))
         return PrefillPlan(starts, keys)
 
-    def store_kvcache(self, k, v, cache: LayerCache, slot_mapping) -> None:
-        store_kvcache(k, v, cache, slot_mapping, self._stores_by_kernel)
+    def store_kvcache(self, k, v, cache: LayerCache, metadata: AttentionMetadata) -> None:
+        store_kvcache(k, v, cache, metadata.slot_mapping, self._stores_by_kernel)
 
     def attend(self, q, k, v, cache: LayerCache, metadata: AttentionMetadata, window: int = 0) -> torch.Tensor:
         num_decodes = metadata.max_num_decodes

@@ -42,15 +42,15 @@ class AttentionMetadata:
             in a captured one.
         max_seqlen_q, max_seqlen_k: no row has more queries or keys.
         slot_mapping: int64 [num_tokens], slot of each token's keys, block × block_size + offset; −1 for padding.
-        block_tables: int32 [num_rows, max_blocks]; entries after a row's own blocks are not read, nor entries before a
-            window that all its queries have left behind.
+        block_tables: int32 [num_rows, max_blocks]; entries after a row's own blocks are not read, nor those of blocks
+            that are behind the windows of all its queries.
         block_size: tokens per block.
         query_tiles: int32 [num_tiles, 4], the queries of the rows that are not decodes; see `query_tiles`. A tile of
             padding has no queries. None if the step holds decodes alone.
         sampled_tiles: int32 [num_tiles, 4], those of `query_tiles` that hold the last token of a row that samples, then
             tiles of padding. None if no layer asks for them, or if the step holds decodes alone.
         shared_prefixes: the keys that several decodes share; None if there are none.
-        group: the group of layers whose slots and block tables these are. All else is the same for all groups.
+        group: the group of layers that these slots, block tables and plan are for. All else is the same in all groups.
         tenants: each row's admission as (request id, number of preemptions), which is unique: for a backend that keeps
             keys from step to step. None where it is not known, as in a captured step.
         plan: the result of the attention backend's `plan`; None before that call.

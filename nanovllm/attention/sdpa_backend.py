@@ -68,8 +68,11 @@ class DecodePlan:
 
 @dataclass
 class SDPAPlan:
+    """is_full: no token is padding."""
+
     prefills: list[Prefill]
     decodes: DecodePlan | None
+    is_full: bool
 
 
 class SDPAAttention(AttentionBackend):
@@ -79,24 +82,22 @@ class SDPAAttention(AttentionBackend):
     def __init__(self, shape: AttentionShape):
         super().__init__(shape)
         self._kept: dict[int, Gathered] = {}  # by group of layers
-        self._full_mappings: list[torch.Tensor] = []  # the planned step's slot mappings, if they have no −1
         # Memory for gathered keys and values, by group and layer if they are kept. Fresh memory for every layer of
         # every step would cost more in page faults than the copy itself.
         self._buffers: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def keep_buffers(self, is_kept: bool) -> None:
         if not is_kept:
-            self._kept, self._full_mappings, self._buffers = {}, [], {}
+            self._kept, self._buffers = {}, {}
 
     def plans(self, groups: list[AttentionMetadata]) -> list[SDPAPlan]:
-        self._full_mappings = [each.slot_mapping for each in groups if bool((each.slot_mapping >= 0).all())]
         return [self.plan(each) for each in groups]
 
     def plan(self, metadata: AttentionMetadata) -> SDPAPlan:
         starts = metadata.cu_seqlens_q.cpu().numpy().astype(np.int64)
         lengths = metadata.context_lens.cpu().numpy().astype(np.int64)
         tables = metadata.block_tables.cpu().numpy().astype(np.int64)
-        num_new = np.diff(starts)
+        num_new, is_full = np.diff(starts), int(starts[-1]) == len(metadata.slot_mapping)
         window = min(self._shape.windows) if metadata.group == 0 else max(self._shape.windows)
         # The first key that a query of each row sees. Slots before it may hold other sequences' keys.
         first_seen = np.maximum(lengths - num_new + 1 - window, 0) if window else np.zeros_like(lengths)
@@ -113,10 +114,10 @@ class SDPAAttention(AttentionBackend):
         decodes = np.flatnonzero(num_new == 1)
         kept = self._kept.pop(metadata.group, None)
         if not len(decodes):
-            return SDPAPlan(prefills, None)
+            return SDPAPlan(prefills, None, is_full)
         names = None if prefills or metadata.tenants is None else [metadata.tenants[row] for row in decodes]
         plan = self._plan_decodes(kept, names, metadata, starts, lengths, first_seen, tables, decodes)
-        return SDPAPlan(prefills, plan)
+        return SDPAPlan(prefills, plan, is_full)
 
     def _plan_decodes(self, kept, names, metadata, starts, lengths, first_seen, tables, decodes) -> DecodePlan:
         """The plan for the rows `decodes`. names: their tenants if the next step may reuse the gathered keys."""
@@ -159,9 +160,9 @@ class SDPAAttention(AttentionBackend):
             names is not None,
         )
 
-    def store_kvcache(self, k, v, cache: LayerCache, slot_mapping: torch.Tensor) -> None:
-        is_full = any(slot_mapping is mapping for mapping in self._full_mappings)
-        if not is_full or cache.is_fp8:
+    def store_kvcache(self, k, v, cache: LayerCache, metadata: AttentionMetadata) -> None:
+        slot_mapping = metadata.slot_mapping
+        if cache.is_fp8 or not metadata.plan.is_full:
             cache.write(k, v, slot_mapping)
         else:
             cache.keys.flatten(0, 1).index_copy_(0, slot_mapping, k)

@@ -61,7 +61,7 @@ class TritonAttention(AttentionBackend):
     name = "triton"
     can_be_captured = True
     can_capture_prompts = True
-    keys_of_tile = _KEYS
+    num_keys_per_tile = _KEYS
 
     def __init__(self, shape: AttentionShape):
         super().__init__(shape)
@@ -144,8 +144,8 @@ class TritonAttention(AttentionBackend):
         )  # fmt: skip
         return plan
 
-    def store_kvcache(self, k, v, cache: LayerCache, slot_mapping) -> None:
-        store_kvcache(k, v, cache, slot_mapping, use_kernels=True)
+    def store_kvcache(self, k, v, cache: LayerCache, metadata: AttentionMetadata) -> None:
+        store_kvcache(k, v, cache, metadata.slot_mapping, use_kernels=True)
 
     def attend(self, q, k, v, cache: LayerCache, metadata: AttentionMetadata, window: int = 0) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -6,10 +6,10 @@ sequences that begin with the same tokens then share it. Only full blocks before
 sequence writes to a block that another one reads.
 
 In a model that mixes layers with a sliding window and layers without one, a block holds the keys of one *group* of
-layers. Group 0 has all layers without a window; the others are *window groups* of as many layers each, so that all
-blocks have the same size and come from one pool. A sequence has a block per group for its tokens, and gives those of
-the window groups back once no later query sees them. They stay in the prefix cache, attached to the registered block of
-group 0 that holds the same tokens. A prefix can be shared if the window before its end is there too.
+layers. Group 0 has all layers without a window. The others are *window groups* of at most as many layers, so all blocks
+have the same size and come from one pool. A sequence has a block per group for its tokens, and gives those of the
+window groups back once no later query sees them. They stay in the prefix cache, attached to the registered block of
+group 0 that holds the same tokens. A prefix can be shared only if the window before its end is there too.
 """
 
 from array import array
@@ -36,24 +36,28 @@ class WindowGroups(NamedTuple):
 
     num_groups: how many there are; 0 if all layers keep all keys.
     window: how many keys a query of these layers sees, its own included.
-    tile: attention reads keys in tiles that begin at multiples of this number.
+    num_keys_per_tile: attention reads keys in tiles that begin at multiples of this number.
     max_num_new_tokens: maximum number of tokens of a step.
     """
 
     num_groups: int = 0
     window: int = 0
-    tile: int = 1
+    num_keys_per_tile: int = 1
     max_num_new_tokens: int = 0
 
     def first_block(self, position: int, block_size: int) -> int:
         """The first block that a query at `position` reads. Later queries read no earlier ones."""
-        return max(0, position + 1 - self.window) // self.tile * self.tile // block_size
+        first = max(0, position + 1 - self.window)
+        return first // self.num_keys_per_tile * self.num_keys_per_tile // block_size
 
     def max_num_blocks(self, num_tokens: int, block_size: int) -> int:
         """Maximum number of blocks, of all groups, that a sequence of `num_tokens` tokens holds at a time."""
         num_blocks = -(-num_tokens // block_size)
-        num_in_window = -(-(self.window + self.tile + self.max_num_new_tokens) // block_size) + 1
-        return num_blocks + self.num_groups * min(num_blocks, num_in_window)
+        return num_blocks + self.num_groups * min(num_blocks, self.num_kept(self.max_num_new_tokens, block_size))
+
+    def num_kept(self, num_new_tokens: int, block_size: int) -> int:
+        """Maximum number of a group's blocks that a step of `num_new_tokens` tokens of a sequence reads and writes."""
+        return -(-(self.window + self.num_keys_per_tile + num_new_tokens) // block_size) + 1
 
 
 NO_WINDOWS = WindowGroups()
@@ -71,8 +75,8 @@ class Block:
         self.token_ids = _NO_TOKENS
         self.parent = 0  # serial of the registration before this one in the prefix, 0 for the first block
         self.serial = 0  # serial of this registration; never used twice, unlike a block id
-        self.window: WindowBlocks = ()  # of a registered block: the window groups' blocks for its tokens, if known
-        self.owner: Block | None = None  # of a window group's block: the block whose `window` it is in
+        self.window: WindowBlocks = ()  # if registered: the window groups' blocks for its tokens, () if they are gone
+        self.owner: Block | None = None  # if in a window group: the registered block whose `window` it is in
 
 
 class BlockManager:
@@ -95,7 +99,7 @@ class BlockManager:
         windows: WindowGroups = NO_WINDOWS,
     ):
         self.block_size = block_size
-        self.windows = windows
+        self.windows, self.num_window_groups = windows, windows.num_groups
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # least recently freed first
@@ -111,27 +115,26 @@ class BlockManager:
     # Admission
 
     def can_allocate(self, seq: Sequence, num_reserved: int = 0, max_num_new_tokens: int = 2**31) -> bool:
-        """Whether `allocate`, and `append` of the first `max_num_new_tokens` tokens, would leave `num_reserved` blocks
-        per group free.
+        """Whether `allocate`, and then `append` in chunks of up to `max_num_new_tokens` tokens, would leave
+        `num_reserved` blocks per group free.
 
         A shared block that is in use costs nothing; a cached one that no sequence holds costs a free block.
         """
         num_tokens = _num_to_compute(seq)
-        num_needed, num_groups = self._num_blocks_for(num_tokens), self.windows.num_groups
+        num_needed, num_groups = self._num_blocks_for(num_tokens), self.num_window_groups
         num_available = len(self._free) - num_reserved * (1 + num_groups)
         if num_groups == 0 and num_needed <= num_available:
             return True
         prefix, window = self._cached_prefix(seq)
         num_needed -= sum(block.ref_count > 0 for block in prefix)
-        if num_groups:
-            first_end = min(num_tokens, len(prefix) * self.block_size + max_num_new_tokens)
-            num_needed += num_groups * (self._num_blocks_for(first_end) - len(prefix))
-            num_needed += sum(self.blocks[block_id].ref_count == 0 for blocks in window for block_id in blocks)
+        num_seen = self._num_blocks_for(num_tokens) - sum(not blocks for blocks in window)
+        num_needed += num_groups * min(num_seen, self.windows.num_kept(max_num_new_tokens, self.block_size))
+        num_needed -= sum(self.blocks[block_id].ref_count > 0 for blocks in window for block_id in blocks)
         return num_needed <= num_available
 
     def allocate(self, seq: Sequence) -> None:
-        """Gives `seq` blocks for its tokens, shared ones first, and counts the tokens of shared blocks as computed. It
-        gets new blocks of window groups only when it computes their tokens."""
+        """Gives `seq` blocks for its tokens, shared ones first, and counts the tokens of shared blocks as computed. New
+        blocks of window groups come with `append`."""
         if seq.block_table:
             raise RuntimeError(f"{seq} already has blocks")
         prefix, seq.window_table = self._cached_prefix(seq)
@@ -146,15 +149,17 @@ class BlockManager:
     def can_fork(self, num_tokens: int, num_reserved: int = 0) -> bool:
         """Whether `fork` would leave at least `num_reserved` blocks per group free."""
         has_partial_block = num_tokens % self.block_size > 0
-        return len(self._free) >= (has_partial_block + num_reserved) * (1 + self.windows.num_groups)
+        return len(self._free) >= (has_partial_block + num_reserved) * (1 + self.num_window_groups)
 
     def has_window(self, seq: Sequence, num_tokens: int) -> bool:
         """Whether `seq` still holds the keys that a query after its first `num_tokens` tokens sees."""
         return seq.num_behind_window <= self.windows.first_block(num_tokens, self.block_size)
 
     def fork(self, source: Sequence, seq: Sequence, num_tokens: int) -> list[tuple[int, int]]:
-        """Gives `seq` the first `num_tokens` tokens, which are the same in both, of those that `source` has computed
-        and whose window it has: its full blocks, shared, and new blocks for the tokens after them.
+        """Gives `seq` the first `num_tokens` tokens of `source`: its full blocks, shared, and new blocks for the tokens
+        after them.
+
+        Both begin with these tokens. `source` has computed them, and has the window after them (see `has_window`).
 
         Returns:
             A list of the (source, copy) pairs that fill the new blocks; empty if there are none.
@@ -173,7 +178,7 @@ class BlockManager:
             return []
         seq.block_table.append(self._take_free_block())
         copies = [(source.block_table[num_full], seq.block_table[num_full])]
-        if self.windows.num_groups:
+        if self.num_window_groups:
             seq.window_table.append(self._take_window_blocks())
             copies += zip(source.window_table[num_full], seq.window_table[num_full], strict=True)
         return copies
@@ -193,8 +198,8 @@ class BlockManager:
         """Whether there are blocks for `num_new_tokens` more computed tokens."""
         num_blocks = self._num_blocks_for(seq.num_computed_tokens + num_new_tokens)
         num_needed = num_blocks - len(seq.block_table)
-        if self.windows.num_groups:
-            num_needed = max(num_needed, 0) + self.windows.num_groups * (num_blocks - len(seq.window_table))
+        if self.num_window_groups:
+            num_needed = max(num_needed, 0) + self.num_window_groups * (num_blocks - len(seq.window_table))
         return num_needed <= len(self._free)
 
     def append(self, seq: Sequence, num_new_tokens: int) -> None:
@@ -206,7 +211,7 @@ class BlockManager:
         seq.num_computed_tokens += num_new_tokens
         while seq.num_computed_tokens > len(seq.block_table) * self.block_size:
             seq.block_table.append(self._take_free_block())
-        if self.windows.num_groups:
+        if self.num_window_groups:
             while seq.num_computed_tokens > len(seq.window_table) * self.block_size:
                 seq.window_table.append(self._take_window_blocks())
         self.register_full_blocks(seq)
@@ -243,7 +248,7 @@ class BlockManager:
                 block.hash, block.token_ids = block_hash, token_ids
                 block.parent, block.serial = seq.last_registration, self._last_serial
                 self._registered[block_hash] = block
-            if self.windows.num_groups and not block.window:
+            if self.num_window_groups and not block.window:
                 self._attach(block, seq.window_table[index])
             seq.last_registration = block.serial
             index += 1
@@ -318,9 +323,9 @@ class BlockManager:
                 break
             prefix.append(block)
             parent = block.serial
-        if self.windows.num_groups == 0:
+        if self.num_window_groups == 0:
             return prefix, []
-        num_usable = num_with_window = 0  # the longest usable beginning; blocks with a window before and at this one
+        num_usable = num_with_window = 0  # blocks that can be shared; blocks in a row, up to this one, with a window
         for num_blocks, block in enumerate(prefix, 1):
             num_with_window = num_with_window + 1 if block.window else 0
             first = self.windows.first_block(num_blocks * block_size, block_size)
@@ -329,7 +334,7 @@ class BlockManager:
         return prefix, self._window_of([block.window for block in prefix], num_usable * block_size)
 
     def _window_of(self, table: list[WindowBlocks], num_tokens: int) -> list[WindowBlocks]:
-        """The same table without the blocks that a query after `num_tokens` tokens does not see."""
+        """`table` with () in place of the blocks that no query after `num_tokens` tokens sees."""
         first = min(self.windows.first_block(num_tokens, self.block_size), len(table))
         return [()] * first + table[first:]
 
@@ -362,7 +367,7 @@ class BlockManager:
         return block_id
 
     def _take_window_blocks(self) -> WindowBlocks:
-        return tuple(self._take_free_block() for _ in range(self.windows.num_groups))
+        return tuple(self._take_free_block() for _ in range(self.num_window_groups))
 
     def _unregister(self, block: Block) -> None:
         assert block.hash is not None, "only registered blocks come here"
@@ -379,7 +384,7 @@ class BlockManager:
         for seq in sequences:
             blocks = [*seq.block_table, *(block_id for of_tokens in seq.window_table for block_id in of_tokens)]
             assert len(set(blocks)) == len(blocks), f"{seq} holds a block twice"
-            is_kept = [len(of_tokens) == self.windows.num_groups for of_tokens in seq.window_table]
+            is_kept = [len(of_tokens) == self.num_window_groups for of_tokens in seq.window_table]
             assert is_kept == [index >= seq.num_behind_window for index in range(len(is_kept))], f"{seq} lacks blocks"
             for block_id in blocks:
                 held[block_id] += 1

@@ -28,12 +28,12 @@ def _check_scoring(num_tokens: int, info: RunnerInfo) -> None:
 
 
 def _check_placeholders(numbers: np.ndarray, info: RunnerInfo) -> None:
-    """Refuses a prompt that asks for an image, a video or a sound."""
+    """Refuses a prompt that holds the token of an image or a video."""
     for name, token_id in info.placeholders.items():
         if (numbers == token_id).any():
             raise ValueError(
-                f"the prompt holds token id {token_id}, the model's {name}: an image, a video or a sound goes in its "
-                "place, and nanovllm reads text alone; leave the token out"
+                f"the prompt holds token id {token_id}, the model's {name}, where an image or a video would go; "
+                "nanovllm reads text only, so leave the token out"
             )
 
 
@@ -44,9 +44,9 @@ def check_request(
 
     Raises:
         TypeError: the prompt holds something other than integers.
-        ValueError: the prompt is empty or too long, a token id of prompt or parameters is outside the vocabulary, a
-            token's place is that of an image, `first_scored` is outside the prompt, or the request might never fit in
-            the KV cache.
+        ValueError: the prompt is empty or too long, or holds the token of an image or a video, a token id of prompt or
+            parameters is outside the vocabulary, `first_scored` is outside the prompt, or the request might never fit
+            in the KV cache.
     """
     num_tokens = len(token_ids)
     if num_tokens == 0:
@@ -86,11 +86,13 @@ def check_request(
         for token_id in ids:
             if not 0 <= token_id < info.vocab_size:
                 raise ValueError(f"{name} {token_id} is outside the vocabulary (0 to {info.vocab_size - 1})")
+    num_groups = 1 + info.windows.num_groups
     # The last token's keys are never needed.
     num_blocks = info.windows.max_num_blocks(max_length(num_tokens, params, info) - 1, info.kvcache_block_size)
     if num_blocks > info.num_kvcache_blocks:
         raise ValueError(
-            f"the request may need {num_blocks} KV cache blocks of {info.kvcache_block_size} tokens, but there "
-            f"are {info.num_kvcache_blocks}; lower max_tokens, shorten the prompt or raise num_kvcache_blocks"
+            f"the request may need {num_blocks} KV cache blocks of {info.kvcache_block_size} tokens, but there are "
+            f"{info.num_kvcache_blocks}; lower max_tokens{' or max_num_batched_tokens' * (num_groups > 1)}, shorten "
+            f"the prompt or raise num_kvcache_blocks to {-(-num_blocks // num_groups)}"
         )
     return prompt

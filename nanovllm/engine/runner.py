@@ -18,7 +18,7 @@ class RunnerInfo:
     """The facts that a runner determines at start-up.
 
     Args:
-        num_kvcache_blocks, kvcache_block_size: the KV cache. If `windows` has groups, a block is one of a group.
+        num_kvcache_blocks, kvcache_block_size: the KV cache; blocks of all groups of layers together.
         max_model_len: maximum number of tokens of prompt + completion.
         vocab_size: token ids are below it.
         eos_token_ids: the model's own end-of-sequence ids.
@@ -26,8 +26,7 @@ class RunnerInfo:
         max_num_seqs: maximum number of sequences that run at a time.
         max_useful_batched_tokens: a larger step computes no more tokens per second.
         max_tokens_beside_decodes: see Scheduler.
-        placeholders: ids of tokens that a prompt may not hold, by the names of config.json's fields: an image, a video
-            or a sound goes in their place.
+        placeholders: ids of the tokens of images and videos, by their fields in config.json; no prompt may hold them.
         device, dtype, attention_backend: where and how it computes; of several devices, the first is named.
         windows: the layers whose blocks are given back.
     """

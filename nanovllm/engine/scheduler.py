@@ -155,7 +155,7 @@ class Scheduler:
         """Schedules the running sequences, oldest first, and preempts the newest if blocks run out. Returns the budget
         that is left."""
         running, block_manager = self.running, self.block_manager
-        has_windows = block_manager.windows.num_groups > 0
+        has_windows = block_manager.num_window_groups > 0
         index, is_past_decodes = 0, False
         while index < len(running) and budget > 0:
             seq = running[index]
@@ -247,11 +247,11 @@ class Scheduler:
         if seq.next_scored == seq.num_prompt_tokens or not self.block_manager.enable_prefix_caching:
             return None
         source, end = self._context_source, seq.next_scored - 1  # the context's last token must be computed
-        is_computed = source is not None and source.num_computed_tokens >= end > 0
         # The copies of a step without chunks are never made.
-        is_held = source is not None and is_computed and self.block_manager.has_window(source, end)
-        if source and is_held and step.chunks and source.token_ids[:end] == seq.token_ids[:end]:
-            return source
+        if source is not None and source.num_computed_tokens >= end > 0 and step.chunks:
+            has_window = self.block_manager.has_window(source, end)
+            if has_window and source.token_ids[:end] == seq.token_ids[:end]:
+                return source
         self._context_source = seq
         return None
 

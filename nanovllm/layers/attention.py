@@ -68,5 +68,5 @@ class Attention(nn.Module):
         if rotary.query_scales is not None:
             q.mul_(rotary.query_scales)
         if not self.use_kernels:
-            self.backend.store_kvcache(k, v, cache, slots)
+            self.backend.store_kvcache(k, v, cache, metadata)
         return self.backend.attend(q, k, v, cache, metadata, self.window)

@@ -16,7 +16,7 @@ class Fp8Config:
         is_per_tensor: the checkpoint has one scale per weight, which is then the scale of every channel.
         ignored: regular expressions that match the checkpoint's names of layers that are not in FP8.
         renames: parts of our layers' names, and the checkpoint's names for them.
-        prefixes: what `ignored` may have in place of our "model.".
+        prefixes: names that `ignored` matches begin with one of these in place of our "model.".
     """
 
     scale_name: str | None = None

@@ -88,7 +88,7 @@ class RMSNorm(nn.Module):
 
 
 class ResidualAdd(nn.Module):
-    """Replaces the norms before the blocks of a model that has none there."""
+    """Takes the place of the norm before a block if the model has no such norm."""
 
     def reduce_add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(x + residual, x + residual), as RMSNorm.reduce_add without the norm; x must be whole on every rank."""
@@ -155,8 +155,8 @@ class ProjectionNorm(nn.Module):
         parts = qkv[:, : len(self.weight)].split(self._lengths, 1)
         norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts]
         means = torch.stack([norm.square() / length for norm, length in zip(norms, self._lengths, strict=True)], 1)
-        # The mean of the ranks' means counts every head alike: all ranks have as many heads, and if several ranks hold
-        # the same key head, as many hold each other key head.
+        # The mean of the ranks' means counts every head alike: each rank has the same number of heads, and each key
+        # head is on the same number of ranks.
         scales = torch.rsqrt(self.parallel.all_reduce(means) / self.parallel.size + self.eps)
         for part, scale, weight in zip(parts, scales.split(1, 1), self.weight.split(self._lengths), strict=True):
             part.mul_(scale * weight)

@@ -15,8 +15,8 @@ class RotaryEmbedding(nn.Module):
     Columns beyond `rope.rotary_dim` stay as they are: their cosine is 1 and their sine 0.
 
     table: [2, max_position, head_dim].
-    query_scales: [max_position], factors of rotated queries; None if all are 1. Llama 4's: 1 + β × log(1 + ⌊position /
-        original_max_position⌋).
+    query_scales: [max_position], factors of rotated queries, as in Llama 4: 1 + β × log(1 + ⌊position /
+        original_max_position⌋); None if all are 1.
     """
 
     table: torch.Tensor

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, NamedTuple
 
 from nanovllm.layers.fp8_config import Fp8Config
@@ -31,13 +32,17 @@ def one_group(num_layers: int) -> tuple[CachePlace, ...]:
 def cache_places(windows: Sequence[int]) -> tuple[CachePlace, ...]:
     """The places of layers with these windows; engine/block_manager.py says what a group is.
 
-    Group 0 has all layers without a window, and the others have as many layers with one. A model of one kind of layers,
-    or with fewer layers of the second kind, has a single group, which keeps all keys.
+    Group 0 has all layers without a window, and each other group has at most as many layers with one. If all layers
+    have a window, or more than half have none, there is one group, which keeps all keys.
     """
-    size = sum(window == 0 for window in windows)
-    if not 0 < size <= len(windows) - size:
+    num_full = sum(window == 0 for window in windows)
+    num_windows = len(windows) - num_full
+    if not 0 < num_full <= num_windows:
         return one_group(len(windows))
-    numbers = {False: iter(range(size)), True: iter(range(size, len(windows)))}
+    # The fewest parts of blocks at a context of four windows. A larger group 0 has parts that no layer uses.
+    sizes = [max(num_full, -(-num_windows // num_groups)) for num_groups in range(1, num_windows + 1)]
+    size = min(sizes, key=lambda size: (4 + -(-num_windows // size)) * size)
+    numbers = {False: count(), True: count(size)}
     return tuple(CachePlace(*divmod(next(numbers[window > 0]), size)) for window in windows)
 
 
@@ -143,7 +148,9 @@ class ModelConfig:
         """
         of_experts = () if self.experts is None else (self.experts.size, self.experts.shared_size)
         mlp_sizes = {
-            size for layer in self.layers for size in (of_experts if layer.has_experts else (self.intermediate_size,))
+            size
+            for layer in self.layers
+            for size in (filter(None, of_experts) if layer.has_experts else (self.intermediate_size,))
         }
 
         def divides(n: int) -> bool:

@@ -24,7 +24,7 @@ from nanovllm.ops.layer_cache import LayerCache
 
 def residual_norm(config: ModelConfig, context: LayerContext, gives: Form = Form.PLAIN) -> RMSNorm:
     """A norm of the residual. The model keeps the residual divided by m, the residual multiplier. Then the outputs of
-    blocks are added as they are. x / m has the same norm as x if eps is divided by m²."""
+    blocks are added as they are. Norming x / m gives the same as norming x if eps is divided by m²."""
     eps = config.rms_norm_eps / config.residual_multiplier**2
     return RMSNorm(config.hidden_size, eps, context, config.family.norm_offset, gives)
 
@@ -225,8 +225,8 @@ class CausalLM(nn.Module):
     ) -> torch.Tensor:
         """token_ids, positions: [num_tokens] -> hidden states [num_tokens, hidden_size]
 
-        metadata: of each group of layers.
-        needed: int64 [num_needed], indices of tokens; those of prompts must be in `metadata.sampled_tiles`. The last
+        metadata: one per group of layers.
+        needed: int64 [num_needed], indices of tokens; those of prompts must be in the `sampled_tiles`. The last
             layer computes results for them alone, and the hidden states are [num_needed, hidden_size]. None for all
             tokens. Must be None for ranks with an Exchange, whose residuals lack rows.
         """

@@ -18,12 +18,12 @@ class Family:
             use_sliding_window), "upper" (from max_window_layers on, if use_sliding_window), "alternate" (every second
             layer, the first included, below max_window_layers, if use_sliding_window), "unrotated" (those without a
             rotary embedding, if use_sliding_window), or "pattern" (all but every nth; n is sliding_window_pattern).
-        local_theta: if not empty, layers with a window have a rotary embedding of their own, which is not scaled, and
-            this field has its theta.
+        local_theta: the field of config.json with the theta of layers with a window, whose rotary embedding is not
+            scaled; "" if all layers have the same rotary embedding.
         names_stretched_length: max_position_embeddings is the length after linear stretching.
         longrope_names: rope types that mean LongRoPE, besides "longrope" and "su".
         qkv_bias: True: queries, keys and values have a bias, unless the config has qkv_bias=false, and the attention's
-            output has none. None: attention_bias decides for all four.
+            output has none. None: attention_bias decides for all four, but attention_out_bias for the output, if read.
         qk_norm: "head": each query head and each key head is normalized on its own. "projection": all query heads are
             normalized together, and all key heads. "": none is.
         stores_merged: the projections that the checkpoint merges: "qkv_proj" (queries, keys, values), "gate_up_proj".
@@ -93,7 +93,7 @@ FAMILIES = {
                 "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
             },
         },
-        windows="all", reads=("llama_4_scaling_beta",),
+        windows="all",
     ),
     "MinistralForCausalLM": Family(
         "ministral", {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},

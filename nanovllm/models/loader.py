@@ -154,7 +154,7 @@ def _named_as_expected(
     heads do. A tied model may store the LM head in place of the embedding. One tensor may hold a projection of all
     experts.
 
-    Of a wrapped model, tensors of other parts are left out, and only the prefixes of TEXT_PREFIXES are known.
+    In a wrapped model, tensors of other parts are left out, and only the prefixes of TEXT_PREFIXES are known.
 
     Raises:
         ValueError: the model has no such tensor, or two tensors have the same name.
@@ -171,7 +171,8 @@ def _named_as_expected(
         is_known = bare in bare_names and usual.startswith(prefix) and (not model.is_wrapped or prefix in TEXT_PREFIXES)
         # Old Llama checkpoints also store frequencies, which follow from the config.
         if not is_known and not bare.endswith(".rotary_emb.inv_freq"):
-            hint = f"; names of the text part begin with {', '.join(TEXT_PREFIXES[:-1])}" * model.is_wrapped
+            known = f"{', '.join(TEXT_PREFIXES[:-2])} or {TEXT_PREFIXES[-2]}"
+            hint = f"; the names of the text part must begin with {known}" * model.is_wrapped
             raise ValueError(f"unexpected {tensor.what}; the model has no such parameter{hint}")
         name = bare_names.get(bare, bare)
         parts = _unpacked(tensor, packed_names[name], expected) if name in packed_names else [(name, tensor)]
@@ -199,8 +200,10 @@ def _packed_names(expected: Iterable[str]) -> dict[str, list[str]]:
 def _unpacked(
     tensor: AnyTensor, names: list[str], expected: Mapping[str, list[Shard]]
 ) -> Iterator[tuple[str, PackedExpert]]:
-    """The tensors of these names in one of all experts: [num_experts, rows, columns] as in transformers' modules, or
-    with rows and columns exchanged as Qwen3-VL's checkpoints have it. As in transformers, the shape decides.
+    """Splits a tensor of all experts into the tensors of these names.
+
+    It is [num_experts, rows, columns] as in transformers' modules, or has rows and columns exchanged as in Qwen3-VL's
+    checkpoints. As in transformers, the shape decides.
 
     Raises:
         ValueError: it has another shape.

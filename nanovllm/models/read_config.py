@@ -11,7 +11,7 @@ from nanovllm.models.json_fields import read_count, read_flag, read_json, read_l
 from nanovllm.models.read_fp8 import read_fp8
 from nanovllm.models.wrappers import TEXT_PREFIXES, WRAPPERS, Wrapper, unwrap
 
-_ROWS: dict[str, Family | Wrapper] = {**FAMILIES, **WRAPPERS}
+_SUPPORTED: dict[str, Family | Wrapper] = {**FAMILIES, **WRAPPERS}
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 # Fields of some configs that ask for computations that are not implemented.
 _REFUSED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
@@ -101,18 +101,22 @@ def _fields_of_architecture(raw: dict[str, Any], directory: Path) -> tuple[str, 
         kind = f"the architecture {shown(found)}"
         if not found:
             kind = f"no architectures, and model_type {shown(raw.get('model_type'))}"
-        raise ValueError(f"config.json in {directory} has {kind}{remote}; supported: {', '.join(_ROWS)}")
-    row = _ROWS[architecture]
-    family, raw, placeholders = unwrap(row, raw, directory) if isinstance(row, Wrapper) else (row, raw, {})
+        raise ValueError(f"config.json in {directory} has {kind}{remote}; supported: {', '.join(_SUPPORTED)}")
+    supported = _SUPPORTED[architecture]
+    family, raw, placeholders = (
+        unwrap(supported, raw, directory) if isinstance(supported, Wrapper) else (supported, raw, {})
+    )
     # null counts as absent. Only for a window it means that there is none.
     given = {key: value for key, value in raw.items() if value is not None or key == "sliding_window"}
-    raw = {**family.defaults, **given}
+    # The two names of one field: a given one takes the place of the other's default.
+    defaults = {k: v for k, v in family.defaults.items() if (k, "rope_scaling" in given) != ("rope_parameters", True)}
+    raw = {**defaults, **given}
     for name in _REFUSED:
         if raw.get(name):
             raise ValueError(f"{name}={shown(raw[name])} in config.json is not supported")
     for name, neutral in OPTIONAL.items():
         if name not in family.reads and raw.get(name, neutral) != neutral:
-            hint = "leave it out" if neutral is None else f"{name}={neutral} is"
+            hint = f"models without {name} are" if neutral is None else f"models with {name}={neutral} are"
             raise ValueError(f"{name}={shown(raw[name])} in config.json is not supported for {architecture}; {hint}")
     return architecture, family, raw, placeholders
 
@@ -121,11 +125,11 @@ def _architecture(found: list[Any], model_type: Any) -> str | None:
     """The first supported one of `found`. If `found` is empty, or names a decoder that was saved alone, such as
     LlamaModel, `model_type` decides, as in transformers."""
     for name in found:
-        if isinstance(name, str) and name in _ROWS:
+        if isinstance(name, str) and name in _SUPPORTED:
             return name
-    for name, row in _ROWS.items():
+    for name, supported in _SUPPORTED.items():
         decoders = {re.sub("For(CausalLM|ConditionalGeneration)", suffix, name) for suffix in ("Model", "TextModel")}
-        if row.model_type == model_type and decoders.issuperset(map(str, found)):
+        if supported.model_type == model_type and decoders.issuperset(map(str, found)):
             return name
     return None
 
@@ -204,13 +208,18 @@ def _windows(raw: dict[str, Any], family: Family, rotates: list[bool]) -> list[i
         period = read_count(raw, "sliding_window_pattern")
         is_local = [(index + 1) % period > 0 for index in range(num_layers)]
     else:
-        bound = read_count(raw, "max_window_layers", default=0, minimum=0)
+        has_bound = family.windows in ("upper", "alternate")
+        bound = read_count(raw, "max_window_layers", minimum=0) if has_bound else 0
+        everything = range(num_layers)
         with_window = {
             "none": [],
+            "all": everything,
+            "listed": everything,
+            "switched": everything,
             "upper": range(bound, num_layers),
             "alternate": range(0, bound, 2),
-            "unrotated": [index for index in range(num_layers) if not rotates[index]],
-        }.get(family.windows, range(num_layers))
+            "unrotated": [index for index in everything if not rotates[index]],
+        }[family.windows]
         is_local = [has_window and index in with_window for index in range(num_layers)]
     kinds = ["full_attention" if kind == "attention" else kind for kind in read_list(raw, "layer_types")]
     if kinds:
@@ -238,7 +247,8 @@ def _experts(raw: dict[str, Any], family: Family) -> ExpertsConfig | None:
     if not names:
         if raw.get("num_local_experts"):
             given = shown(raw["num_local_experts"])
-            raise ValueError(f"num_local_experts={given} in config.json is not supported for this architecture; 0 is")
+            problem = f"num_local_experts={given} in config.json is not supported for this architecture"
+            raise ValueError(f"{problem}; models with num_local_experts=0 are")
         return None
     num_experts = read_count(raw, next((name for name in names if name in raw), names[-1]), maximum=_MAX_EXPERTS)
     has_own_size = "moe_intermediate_size" in family.reads
@@ -306,12 +316,15 @@ def _rope_of_fields(
     kind = fields.get("rope_type", "default")
     if kind == "su" or kind in family.longrope_names:
         kind = "longrope"
-    if kind in ("dynamic", "mrope"):
+    if kind == "dynamic" or (kind == "mrope" and family.model_type.endswith("vl_text")):
         kind = "default"  # "dynamic" changes nothing up to max_position_embeddings, our limit; "mrope" nothing in text
     if kind not in ROPE_KINDS:
         raise ValueError(f"rope type {shown(kind)} is not supported; {', '.join(ROPE_KINDS)} and dynamic are")
-    if fields.get("llama_4_scaling_beta") and (kind != "yarn" or "llama_4_scaling_beta" not in family.reads):
-        raise ValueError("llama_4_scaling_beta in config.json is supported only for yarn in Ministral3ForCausalLM")
+    if fields.get("llama_4_scaling_beta") and (kind, family.model_type) != ("yarn", "ministral3"):
+        raise ValueError(
+            f"llama_4_scaling_beta={shown(fields['llama_4_scaling_beta'])} in config.json is supported only in "
+            f"Ministral3ForCausalLM with rope type yarn, not {shown(kind)}"
+        )
     if kind == "default":
         return RopeConfig(theta, rotary_dim)
     name = "original_max_position_embeddings"

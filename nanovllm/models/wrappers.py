@@ -5,7 +5,7 @@ part's names. The other parts, such as the vision tower, are not read.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,15 @@ from nanovllm.models.directory import checkpoint_files
 from nanovllm.models.families import FAMILIES, Family
 from nanovllm.models.json_fields import read_count, read_flag, shown
 
-# The prefixes of the text part: transformers 5, those of 2025, and text parts without a prefix of their own. Some of
-# them are before the LM head alone.
+# The prefixes of the text part's names: that of transformers' modules, two of older checkpoints, that of a text model,
+# and none. Some are only before the LM head.
 TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
 # Parts that turn images, videos and sounds into embeddings, with or without "model.".
 OTHER_PARTS = ("audio_tower.", "multi_modal_projector.", "vision_model.", "vision_tower.", "visual.")
+
+
+# Fields with the ids of Qwen's placeholder tokens, and transformers' defaults.
+_QWEN_PLACEHOLDERS = {"image_token_id": 151655, "video_token_id": 151656}
 
 
 @dataclass(frozen=True)
@@ -33,18 +37,16 @@ class Wrapper:
 
     model_type: str
     text_type: str
-    placeholders: Mapping[str, int] = field(
-        default_factory=lambda: {"image_token_id": 151655, "video_token_id": 151656}  # Qwen's
-    )
+    placeholders: Mapping[str, int]
 
 
 WRAPPERS = {
     "Gemma3ForConditionalGeneration": Wrapper("gemma3", "gemma3_text", {"image_token_index": 262144}),
     "Mistral3ForConditionalGeneration": Wrapper("mistral3", "mistral", {"image_token_index": 10}),
-    "Qwen2VLForConditionalGeneration": Wrapper("qwen2_vl", "qwen2_vl_text"),
-    "Qwen2_5_VLForConditionalGeneration": Wrapper("qwen2_5_vl", "qwen2_5_vl_text"),
-    "Qwen3VLForConditionalGeneration": Wrapper("qwen3_vl", "qwen3_vl_text"),
-    "Qwen3VLMoeForConditionalGeneration": Wrapper("qwen3_vl_moe", "qwen3_vl_moe_text"),
+    "Qwen2VLForConditionalGeneration": Wrapper("qwen2_vl", "qwen2_vl_text", _QWEN_PLACEHOLDERS),
+    "Qwen2_5_VLForConditionalGeneration": Wrapper("qwen2_5_vl", "qwen2_5_vl_text", _QWEN_PLACEHOLDERS),
+    "Qwen3VLForConditionalGeneration": Wrapper("qwen3_vl", "qwen3_vl_text", _QWEN_PLACEHOLDERS),
+    "Qwen3VLMoeForConditionalGeneration": Wrapper("qwen3_vl_moe", "qwen3_vl_moe_text", _QWEN_PLACEHOLDERS),
 }
 
 _QWEN2_VL = {
@@ -85,7 +87,8 @@ def unwrap(wrapper: Wrapper, raw: dict[str, Any], directory: Path) -> tuple[Fami
     if text is None and raw.get("hidden_size") is not None:
         text = raw
     if not isinstance(text, dict):
-        raise ValueError(f"text_config in config.json must be an object with the text part's fields, not {shown(text)}")
+        problem = "; it is missing" if text is None else f", not {shown(text)}"
+        raise ValueError(f"text_config in config.json must be an object with the text part's fields{problem}")
     families = {family.model_type: family for family in (*FAMILIES.values(), *_TEXT_FAMILIES)}
     text_type = text.get("model_type")
     family = families.get(wrapper.text_type if text_type in (None, wrapper.model_type) else str(text_type))

@@ -50,13 +50,14 @@ def num_kvcache_blocks(
     is_gpu: bool,
     num_groups: int = 1,
 ) -> int:
-    """Blocks of the KV cache: the number that was asked for, for each group of layers, else as many as fit and can be
-    used.
+    """Blocks of the KV cache in all groups of layers: as many per group as the option says, else as many as fit and can
+    be used.
 
     Args:
         block_bytes: bytes of a block in all layers of its group.
-        blocks_of_longest: blocks of one sequence of max_model_len tokens.
+        blocks_of_longest: blocks, in all groups, of one sequence of max_model_len tokens.
         max_num_seqs: maximum number of sequences that run at a time.
+        num_groups: groups of layers.
 
     Raises:
         RuntimeError: too little memory; the message says how much is missing and which option to lower.

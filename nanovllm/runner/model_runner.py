@@ -12,7 +12,7 @@ import torch
 from nanovllm.attention.backend import AttentionBackend, AttentionShape
 from nanovllm.attention.choice import make_attention_backend
 from nanovllm.config import Config
-from nanovllm.engine.block_manager import NO_WINDOWS, WindowGroups
+from nanovllm.engine.block_manager import WindowGroups
 from nanovllm.engine.runner import Runner, RunnerInfo
 from nanovllm.engine.step import Step
 from nanovllm.layers.embed_head import VocabSlice
@@ -76,11 +76,11 @@ class ModelRunner(Runner):
         self.info = RunnerInfo(
             cache.num_blocks, cache.block_size, settings.max_model_len, model_config.vocab_size,
             model_config.eos_token_ids, model_config.generation, settings.max_num_seqs,
-            max_useful_batched_tokens=2**31 if settings.is_gpu else _USEFUL_CPU_TOKENS,
+            max_useful_batched_tokens=max_useful_batched_tokens(settings),
             max_tokens_beside_decodes=program.sizes.max_tokens_beside_decodes if settings.is_gpu else 2**31,
             placeholders=model_config.placeholders, device=str(settings.device),
             dtype=str(settings.dtype).removeprefix("torch."), attention_backend=program.backend.name,
-            windows=windows_of(settings, program.backend),
+            windows=program.table.windows,
         )  # fmt: skip
         logger.info(
             "%s on %s in %s%s, attention %s%s, %d KV cache blocks of %d tokens (%.2f GiB of %s), max_model_len %d",
@@ -200,7 +200,7 @@ def start(settings: Settings) -> tuple[StepProgram, int]:
         vocab_size, itemsize, parallel = settings.model_config.vocab_size, settings.dtype.itemsize, program.parallel
         for_graphs = graph_bytes(use.activations, settings.max_step_tokens, sizes, vocab_size, itemsize, parallel)
         use = replace(use, graphs=for_graphs)
-    longest = windows_of(settings, program.backend).max_num_blocks(settings.max_model_len, layout.block_size)
+    longest = program.table.windows.max_num_blocks(settings.max_model_len, layout.block_size)
     num_blocks = num_kvcache_blocks(config, use, layout.block_bytes, longest, max_num_seqs, is_gpu, layout.num_groups)
     num_blocks = program.parallel.minimum(num_blocks, device)
     program = replace(program, kv_cache=layout.empty(num_blocks, device))
@@ -214,11 +214,14 @@ def start(settings: Settings) -> tuple[StepProgram, int]:
 
 def windows_of(settings: Settings, backend: AttentionBackend) -> WindowGroups:
     """The groups of layers whose blocks are given back."""
-    config, places = settings.model_config, settings.model_config.cache_places
-    if (num_groups := max(place.group for place in places)) == 0:
-        return NO_WINDOWS
-    window = max(layer.window for layer in config.layers)
-    return WindowGroups(num_groups, window, backend.keys_of_tile, settings.config.max_num_batched_tokens)
+    config = settings.model_config
+    num_groups, window = max(place.group for place in config.cache_places), max(layer.window for layer in config.layers)
+    max_num_new_tokens = min(settings.config.max_num_batched_tokens, max_useful_batched_tokens(settings))
+    return WindowGroups(num_groups, window, backend.num_keys_per_tile, max_num_new_tokens)
+
+
+def max_useful_batched_tokens(settings: Settings) -> int:
+    return 2**31 if settings.is_gpu else _USEFUL_CPU_TOKENS
 
 
 def _load(settings: Settings) -> tuple[StepProgram, StepSizes, KVCacheLayout]:
@@ -252,7 +255,7 @@ def _load(settings: Settings) -> tuple[StepProgram, StepSizes, KVCacheLayout]:
         max_num_seqs, max_model_len, block_size, model_config.vocab_size,
         min(config.max_num_batched_tokens, max_num_seqs * max_model_len), device,
         backend if config.prefix_grouping and may_share else None, sizes.sampled_multiple, use_kernels,
-        windows_of(settings, backend).num_groups,
+        windows_of(settings, backend),
     )  # fmt: skip
     sampler = Sampler(VocabSlice.of(model_config.vocab_size, parallel), parallel, use_kernels)
     num_rows = sizes.padded_sampled(sizes.max_num_rows) if sizes.are_captured else 0

@@ -17,6 +17,7 @@ import torch
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.metadata import QUERY_TILE, AttentionMetadata, SharedPrefixes, query_tiles
 from nanovllm.attention.prefix_groups import PrefixGroups
+from nanovllm.engine.block_manager import NO_WINDOWS, WindowGroups
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.layers.sampler import SampledRows, SamplingNeeds
@@ -77,7 +78,7 @@ class SequenceTable:
             each decode.
         sampled_multiple: the number of sampled rows is padded to a multiple of it.
         use_kernels: compute with our kernels.
-        num_window_groups: groups of layers whose blocks are given back; each has a block table of its own.
+        windows: the groups of layers whose blocks are given back; each has a block table of its own.
     """
 
     def __init__(
@@ -91,9 +92,9 @@ class SequenceTable:
         sharing: AttentionBackend | None = None,
         sampled_multiple: int = 1,
         use_kernels: bool = False,
-        num_window_groups: int = 0,
+        windows: WindowGroups = NO_WINDOWS,
     ):
-        self.num_window_groups = num_window_groups
+        self.windows = windows
         self._block_size, self._vocab_size, self._device = block_size, vocab_size, device
         self._sharing, self._use_kernels = sharing, use_kernels
         self._padding_entry, num_entries = max_num_seqs, max_num_seqs + 1
@@ -103,7 +104,7 @@ class SequenceTable:
 
         self._table = Table(
             tokens=zeros(torch.int32, num_entries, max_model_len),
-            block_tables=zeros(torch.int32, 1 + num_window_groups, num_entries, -(-max_model_len // block_size)),
+            block_tables=zeros(torch.int32, 1 + windows.num_groups, num_entries, -(-max_model_len // block_size)),
             settings=zeros(torch.int32, 5, num_entries),
             seeds=zeros(torch.int64, num_entries),
         )
@@ -165,7 +166,7 @@ class SequenceTable:
         if len(has_grown):
             self._send_blocks([step.chunks[row].seq for row in has_grown], rows.entries[has_grown])
             self._num_blocks[rows.entries] = rows.num_blocks
-        if self.num_window_groups:
+        if self.windows.num_groups:
             num_blocks = -(-rows.context_lens // self._block_size)
             has_grown = np.flatnonzero(self._num_window_blocks[rows.entries] != num_blocks)
             if len(has_grown):
@@ -268,8 +269,8 @@ class SequenceTable:
         self._table.block_tables.view(-1).index_copy_(0, on_device, new)
 
     def _send_window_blocks(self, sequences: list[Sequence], entries: np.ndarray) -> None:
-        """The same for the window groups. Blocks that were given back are never read, so the device keeps old numbers
-        of them."""
+        """The same for the window groups. Entries of blocks that were given back stay on the device; they are never
+        read."""
         num_groups, num_entries, width = self._table.block_tables.shape
         places: list[int] = []
         blocks: list[tuple[int, ...]] = []
@@ -294,6 +295,7 @@ class SequenceTable:
         made = expand_rows(
             self._lines[1:], self._table, size.num_rows, size.num_tokens, samples, self._block_size, self._use_kernels
         )
+        (slots, tables), *of_windows = zip(made.slot_mapping.unbind(), made.block_tables.unbind(), strict=True)
         first = AttentionMetadata(
             cu_seqlens_q=made.cu_seqlens_q,
             context_lens=made.context_lens,
@@ -301,17 +303,19 @@ class SequenceTable:
             max_num_decodes=size.max_num_decodes,
             max_seqlen_q=size.max_seqlen_q,
             max_seqlen_k=self.tokens.shape[1],
-            slot_mapping=made.slot_mapping[0],
-            block_tables=made.block_tables[0],
+            slot_mapping=slots,
+            block_tables=tables,
             block_size=self._block_size,
             query_tiles=self._tiles[: size.num_tiles] if size.num_tiles else None,
             sampled_tiles=self._tiles[size.num_tiles : 2 * size.num_tiles] if size.num_tiles else None,
             shared_prefixes=self._shared if size.is_grouped else None,
             tenants=sent.tenants,
         )
-        of_windows = enumerate(zip(made.slot_mapping[1:], made.block_tables[1:], strict=True), 1)
-        groups = [replace(first, group=i, slot_mapping=slots, block_tables=tables) for i, (slots, tables) in of_windows]
-        return Batch(made.token_ids, made.positions, [first, *groups])
+        windows = [
+            replace(first, group=group, slot_mapping=slots, block_tables=tables)
+            for group, (slots, tables) in enumerate(of_windows, 1)
+        ]
+        return Batch(made.token_ids, made.positions, [first, *windows])
 
     def sampled(self, num_sampled: int) -> tuple[torch.Tensor, SampledRows]:
         """The rows of the last Batch that may sample: the index of each one's last token, int64 [num_sampled], and how

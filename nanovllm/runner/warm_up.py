@@ -161,7 +161,7 @@ def try_step(program: StepProgram, lengths: list[int]) -> None:
         # Requests have no ids below 0, so the table cannot confuse them with these sequences.
         seq = Sequence(-1 - entry, [0] * num_new_tokens, params, max_model_len)
         seq.block_table = [0] * -(-num_new_tokens // block_size)
-        seq.window_table = [(0,) * program.table.num_window_groups] * len(seq.block_table)
+        seq.window_table = [(0,) * program.table.windows.num_groups] * len(seq.block_table)
         seq.num_computed_tokens, seq.num_tokens, seq.entry = num_new_tokens, num_new_tokens + 1, entry
         chunks.append(Chunk(seq, num_new_tokens, True))
     longest = max((chunk.seq for chunk in chunks), key=lambda seq: seq.num_prompt_tokens)

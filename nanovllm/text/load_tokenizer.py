@@ -23,7 +23,7 @@ def load_tokenizer(directory: Path) -> Any:
     """transformers' tokenizer of the files in `directory`; None if there are none.
 
     It is the one that `AutoTokenizer` loads. For a tekken.json alone it has mistral-common's ids and chat template.
-    A chat template that is in chat_template.json alone, where multimodal checkpoints may have it, is the tokenizer's.
+    If it has no chat template, it gets that of chat_template.json, where multimodal checkpoints may have it.
 
     Raises:
         ValueError: it cannot be loaded.

@@ -528,7 +528,7 @@ def test_a_captured_step_serves_other_lengths_and_padding():
 
     def step() -> torch.Tensor:
         planned = replace(metadata, plan=backend.plan(metadata))
-        backend.store_kvcache(k, v, case.cache, metadata.slot_mapping)
+        backend.store_kvcache(k, v, case.cache, metadata)
         return backend.attend(q, k, v, case.cache, planned)
 
     metadata.context_lens.zero_()

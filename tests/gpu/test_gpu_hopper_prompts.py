@@ -78,7 +78,7 @@ def test_queries_of_a_projection_are_attended_like_copies(num_programs):
     qkv = torch.cat([case.new(whole) for whole in (case.queries, case.keys, case.values)], 1)
     q, k, v = qkv.split((4, 2, 2), 1)
     metadata = replace(metadata, plan=backend.plan(metadata))
-    backend.store_kvcache(k, v, case.cache, metadata.slot_mapping)
+    backend.store_kvcache(k, v, case.cache, metadata)
     assert_close_to_formula(case, backend.attend(q, k, v, case.cache, metadata))
 
 

@@ -171,7 +171,7 @@ def test_views_of_one_projection_are_attended_like_copies(backend, dtype):
     q, k, v = torch.cat([case.new(x) for x in (case.queries, case.keys, case.values)], 1).split((4, 2, 2), 1)
     attention, metadata = make_backend(backend, case), case.metadata
     metadata = replace(metadata, plan=attention.plan(metadata))
-    attention.store_kvcache(k, v, case.cache, metadata.slot_mapping)
+    attention.store_kvcache(k, v, case.cache, metadata)
     assert_close_to_formula(case, attention.attend(q, k, v, case.cache, metadata))
 
 
@@ -216,7 +216,7 @@ def test_padding_rows_change_nothing(backend, num_padding):
     )
     metadata = replace(metadata, plan=attention.plan(metadata))
     q, k, v = (padded(case.new(x), 3.0) for x in (case.queries, case.keys, case.values))
-    attention.store_kvcache(k, v, case.cache, metadata.slot_mapping)
+    attention.store_kvcache(k, v, case.cache, metadata)
     out = attention.attend(q, k, v, case.cache, metadata)
     assert_close_to_formula(case, out[: len(lengths)])
     if backend == "triton":
@@ -263,7 +263,7 @@ def test_a_captured_decode_serves_lengths_other_than_those_it_was_captured_with(
         planned = replace(metadata, plan=attention.plan(metadata))
         return attention.attend(q, k, v, case.cache, planned)
 
-    attention.store_kvcache(k, v, case.cache, metadata.slot_mapping)
+    attention.store_kvcache(k, v, case.cache, metadata)
     final_lengths = metadata.context_lens.clone()
     metadata.context_lens.zero_()  # as all rows are padding when the engine captures
     metadata.num_decodes.zero_()

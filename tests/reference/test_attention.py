@@ -154,7 +154,7 @@ def test_one_plan_serves_layers_with_and_without_a_window(backend):
     shared = case.backend(backend)
     metadata = replace(case.metadata, plan=shared.plan(case.metadata))
     q, k, v = case.new(case.queries), case.new(case.keys), case.new(case.values)
-    shared.store_kvcache(k, v, case.cache, metadata.slot_mapping)
+    shared.store_kvcache(k, v, case.cache, metadata)
     for window in (0, 100, 0):
         out = shared.attend(q, k, v, case.cache, metadata, window)
         assert relative_error(replace(case, window=window), out) < 1e-5
@@ -203,7 +203,12 @@ def test_a_slot_of_minus_one_is_not_written(backend):
     k_cache, v_cache = torch.full((2, 3, 4, 2, 8), 7.0).unbind()
     slots = torch.tensor([3, -1, 0, -1, 10])
     shape = AttentionShape(2, 2, 8, torch.float32, torch.device("cpu"))
-    make_attention_backend(backend, shape).store_kvcache(k, v, LayerCache(k_cache, v_cache), slots)
+    backend = make_attention_backend(backend, shape)
+    metadata = make_metadata([5], [5], slots.tolist(), torch.zeros(1, 3, dtype=torch.int32), 4)
+    is_padded = dict(cu_seqlens_q=torch.tensor([0, 3], dtype=torch.int32), context_lens=metadata.context_lens - 2)
+    metadata = replace(metadata, **is_padded)
+    metadata.plan = backend.plan(metadata)
+    backend.store_kvcache(k, v, LayerCache(k_cache, v_cache), metadata)
     for cache, new in ((k_cache.flatten(0, 1), k), (v_cache.flatten(0, 1), v)):
         assert torch.equal(cache[[3, 0, 10]], new[[0, 2, 4]])
         untouched = [slot for slot in range(12) if slot not in (3, 0, 10)]
@@ -278,7 +283,7 @@ def test_inputs_are_not_changed(backend):
     copies = [tensor.clone() for tensor in (q, k, v)]
     attention, metadata = case.backend(backend), case.metadata
     metadata = replace(metadata, plan=attention.plan(metadata))
-    attention.store_kvcache(k, v, case.cache, metadata.slot_mapping)
+    attention.store_kvcache(k, v, case.cache, metadata)
     attention.attend(q, k, v, case.cache, metadata)
     assert all(torch.equal(tensor, copy) for tensor, copy in zip((q, k, v), copies, strict=True))
 
@@ -292,7 +297,7 @@ def test_views_of_one_projection_are_attended_like_copies(backend):
     q, k, v = torch.cat((q, k, v), 1).split((4, 2, 2), 1)
     attention = case.backend(backend)
     metadata = replace(case.metadata, plan=attention.plan(case.metadata))
-    attention.store_kvcache(k, v, case.cache, metadata.slot_mapping)
+    attention.store_kvcache(k, v, case.cache, metadata)
     out = attention.attend(q, k, v, case.cache, metadata)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
 
@@ -383,11 +388,11 @@ class Steps:
                 for name in ("queries", "keys", "values")
             )
             cache, exact_cache = LayerCache(*self.cache[:, layer]), LayerCache(*self.exact_cache[:, layer])
-            self.ours.store_kvcache(k, v, cache, metadata.slot_mapping)
+            self.ours.store_kvcache(k, v, cache, metadata)
             window = (0, 9)[layer % 2]
             out = self.ours.attend(q, k, v, cache, metadata, window)
             q, k, v = (x.double() for x in (q, k, v))
-            self.exact.store_kvcache(k, v, exact_cache, metadata.slot_mapping)
+            self.exact.store_kvcache(k, v, exact_cache, metadata)
             expected = self.exact.attend(q, k, v, exact_cache, metadata, window)
             assert out.dtype == self.dtype
             assert (out - expected).norm() <= TOLERANCE[self.dtype] * expected.norm(), (layer, lengths)
@@ -580,7 +585,7 @@ def test_padding_behind_the_rows_and_tokens_changes_nothing(backend, sequences):
     metadata = replace(metadata, plan=attention.plan(metadata))
     new = (case.new(case.queries), case.new(case.keys), case.new(case.values))
     q, k, v = (torch.cat((x, x.new_full((2 * more, *x.shape[1:]), math.nan))) for x in new)
-    attention.store_kvcache(k, v, case.cache, metadata.slot_mapping)
+    attention.store_kvcache(k, v, case.cache, metadata)
     out = attention.attend(q, k, v, case.cache, metadata)
     assert out.shape == q.shape and torch.equal(out[:num_tokens], expected)
     for cache, old in zip((case.cache.keys, case.cache.values), before, strict=True):

@@ -166,7 +166,8 @@ class Books:
     def first_seen(self, num_blocks: int, num_tokens: int = 0) -> int:
         """The first block that a query after some full blocks and tokens sees."""
         position = num_blocks * self.block_size + num_tokens
-        return max(0, position - self.windows.window + 1) // self.windows.tile * self.windows.tile // self.block_size
+        tile = self.windows.num_keys_per_tile
+        return max(0, position - self.windows.window + 1) // tile * tile // self.block_size
 
     def held_by(self, sequences: list[Sequence]) -> list[int]:
         tables = [seq.block_table for seq in sequences] + [blocks for seq in sequences for blocks in seq.window_table]
@@ -339,7 +340,7 @@ class WindowMachine(BlockManagerMachine):
 
 
 class WeakHashWindowMachine(BlockManagerMachine):
-    has_weak_hash, windows = True, WindowGroups(1, 5, tile=2)
+    has_weak_hash, windows = True, WindowGroups(1, 5, 2)
 
 
 @pytest.mark.parametrize("machine", [BlockManagerMachine, WeakHashMachine, WindowMachine, WeakHashWindowMachine])
@@ -666,7 +667,7 @@ def test_windows_take_a_quarter_of_the_cache_at_gemmas_shape():
     places = cache_places([1024, 1024, 1024, 1024, 1024, 0] * 5 + [1024] * 4)
     num_groups = 1 + max(place.group for place in places)
     assert sorted(places) == [(group, part) for group in range(7) for part in range(5)][:34]
-    windows = WindowGroups(num_groups - 1, 1024, tile=64, max_num_new_tokens=16384)
+    windows = WindowGroups(num_groups - 1, 1024, 64, max_num_new_tokens=16384)
     manager, seq = BlockManager(2000, 64, windows=windows), Sequence(0, [1] * 8192, None, 9000)
     manager.allocate(seq)
     for num_new_tokens in (2048, 2048, 4096, 1, 1):

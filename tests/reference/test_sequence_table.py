@@ -905,7 +905,7 @@ class TableRunner(FakeRunner):
         self.table = make_table(
             config.max_num_seqs, info.max_model_len, info.kvcache_block_size, use_kernels=use_kernels,
             sampled_multiple=num_ranks,
-            max_num_tokens=self.max_num_tokens, num_window_groups=info.windows.num_groups,
+            max_num_tokens=self.max_num_tokens, windows=info.windows,
         )  # fmt: skip
         self.rng, self.use_kernels = rng, use_kernels  # sizes are exact without rng
         self.fail_at_upload, self.fail_when_sent = 0, False

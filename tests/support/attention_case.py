@@ -134,21 +134,21 @@ def run(backend_name: str, case: Case, backend: AttentionBackend | None = None) 
     backend, metadata = backend or case.backend(backend_name), case.metadata
     cache = case.cache
     if case.window:  # the layer is in a group of layers with a window
-        cache, metadata = without_keys_behind_windows(case, backend.keys_of_tile), replace(metadata, group=1)
+        cache, metadata = without_keys_behind_windows(case, backend.num_keys_per_tile), replace(metadata, group=1)
     metadata = replace(metadata, plan=backend.plan(metadata))
     q, k, v = case.new(case.queries), case.new(case.keys), case.new(case.values)
-    backend.store_kvcache(k, v, cache, metadata.slot_mapping)
+    backend.store_kvcache(k, v, cache, metadata)
     return backend.attend(q, k, v, cache, metadata, case.window)
 
 
-def without_keys_behind_windows(case: Case, keys_of_tile: int) -> LayerCache:
+def without_keys_behind_windows(case: Case, num_keys_per_tile: int) -> LayerCache:
     """A copy of the cache in which whole tiles of keys that no query sees are NaN."""
     tensors = [None if tensor is None else tensor.clone() for tensor in case.cache]
     cache, block_size = LayerCache(*tensors), case.cache.block_size
     nothing = filled_with_nan(KVCache(tuple(tensor.clone() for tensor in case.cache if tensor is not None), []))
     for row, table in enumerate(case.metadata.block_tables.tolist()):
         first_query = len(case.keys[row]) - case.num_new[row]
-        num_gone = max(0, first_query + 1 - case.window) // keys_of_tile * keys_of_tile
+        num_gone = max(0, first_query + 1 - case.window) // num_keys_per_tile * num_keys_per_tile
         for position in range(num_gone):
             block, place = table[position // block_size], position % block_size
             for tensor, poison in zip(cache, nothing.tensors, strict=False):

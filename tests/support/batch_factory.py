@@ -5,6 +5,7 @@ from collections import namedtuple
 import torch
 
 from nanovllm.attention.metadata import QUERY_TILE
+from nanovllm.engine.block_manager import WindowGroups
 from nanovllm.engine.step import Chunk, Step
 from nanovllm.layers.sampler import SamplingNeeds
 from nanovllm.ops.expand_rows import Expanded, ExpandedSamples, Table, expand_rows
@@ -22,7 +23,7 @@ def make_batch(
     size = StepSize(len(chunks), sum(num_new), num_sampled, num_tiles, step.num_decodes, max(num_new), False)
     table = SequenceTable(
         len(chunks), max_model_len, block_size, 1000, sum(num_new), torch.device(device),
-        num_window_groups=num_window_groups,
+        windows=WindowGroups(num_window_groups),
     )  # fmt: skip
     return table.batch(table.send(step, OneSize(size)))
 

@@ -106,7 +106,7 @@ class FakeRunner(Runner):
         """
         keys, block_size = self.keys, self.info.kvcache_block_size
         written_blocks: set[int] = set()
-        # A layer of the model writes all keys of the step before it reads any, in no order.
+        # A layer of the model writes all keys of the step before it reads any, in any order.
         for seq, num_new_tokens, _ in work:
             for position in range(seq.num_computed_tokens - num_new_tokens, seq.num_computed_tokens):
                 for group in range(1 + self.info.windows.num_groups):

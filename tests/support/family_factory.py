@@ -325,7 +325,7 @@ _VIT = {
 }  # fmt: skip
 _QWEN_VIT = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 2}
 _QWEN3_VIT = _QWEN_VIT | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-# Models that wrap a text part: the same, with random options of the text part, and the vision part's options.
+# Multimodal family -> (transformers' config and model, random options of the text part, options of the vision part).
 WRAPPED = {
     "gemma3_wrapped": ("Gemma3Config", "Gemma3ForConditionalGeneration", gemma3, _VIT),
     "mistral3": (
@@ -343,8 +343,8 @@ WRAPPED = {
 
 
 def _wrapped_config(family: str, options: dict[str, Any]) -> Any:
-    """The config of a wrapper whose placeholder tokens are the last ids. Its text part may not say whether it is tied,
-    as that of transformers 5."""
+    """The config of a wrapper whose placeholder tokens are the last ids. Sometimes only the wrapper says whether
+    embedding and LM head are tied, as in transformers 5."""
     import transformers  # slow to import
 
     name, _, _, vision = WRAPPED[family]

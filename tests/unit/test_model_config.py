@@ -504,11 +504,11 @@ def test_a_scale_of_queries_that_is_not_implemented_is_refused(tmp_path, archite
 
 
 def test_granites_with_other_layers_hear_what_works(tmp_path):
-    """Most models of Granite 4 have Mamba layers, which have no keys, or experts."""
+    """Most models of Granite 4 have experts, or Mamba layers, which have no keys."""
     fields = {"architectures": ["GraniteMoeHybridForCausalLM"], **GRANITE4}
     message = error_of(tmp_path, **{**fields, "layer_types": ["mamba", "attention"]})
     assert "must say full_attention or sliding_attention" in message and "'mamba'" in message
-    assert error_of(tmp_path, **{**fields, "num_local_experts": 62}).endswith("this architecture; 0 is")
+    assert error_of(tmp_path, **{**fields, "num_local_experts": 62}).endswith("; models with num_local_experts=0 are")
     config = read(tmp_path, **fields, shared_intermediate_size=24, intermediate_size=8)
     assert config.intermediate_size == 24
     assert [layer.rope.kind for layer in config.layers] == ["none", "none"]
