@@ -441,7 +441,7 @@ class LLM:
         info, state = self.engine.info, "closed " if self.engine.is_closed else ""
         return (
             f"<{state}LLM {self.engine.config.model!r}, dtype={info.dtype}, device={info.device}, "
-            f"max_model_len={info.max_model_len}, num_kvcache_blocks={info.num_kvcache_blocks}>"
+            f"max_model_len={info.max_model_len}, num_kvcache_blocks={info.num_blocks_per_group}>"
         )
 
     def __reduce__(self) -> Any:

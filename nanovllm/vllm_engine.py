@@ -77,7 +77,7 @@ def engine_attributes(llm: Any) -> Any:
         ),
         "cache_config": _Attributes(
             block_size=info.kvcache_block_size,
-            num_gpu_blocks=info.num_kvcache_blocks,
+            num_gpu_blocks=info.num_blocks_per_group,
             gpu_memory_utilization=config.gpu_memory_utilization,
             enable_prefix_caching=config.enable_prefix_caching,
         ),

@@ -53,6 +53,7 @@ class DecodePlan:
         they were kept from the last step.
     new_rows: int64 [num_decodes × num_kv_heads], the gathered rows that the decodes' new keys become.
     may_keep: whether the next step may reuse the keys that this one gathers.
+    num_groups: how many groups of layers share each part of the cache.
     """
 
     group: int
@@ -64,6 +65,7 @@ class DecodePlan:
     source_rows: torch.Tensor | None
     new_rows: torch.Tensor
     may_keep: bool
+    num_groups: int
 
 
 @dataclass
@@ -91,9 +93,9 @@ class SDPAAttention(AttentionBackend):
             self._kept, self._buffers = {}, {}
 
     def plans(self, groups: list[AttentionMetadata]) -> list[SDPAPlan]:
-        return [self.plan(each) for each in groups]
+        return [self.plan(each, len(groups)) for each in groups]
 
-    def plan(self, metadata: AttentionMetadata) -> SDPAPlan:
+    def plan(self, metadata: AttentionMetadata, num_groups: int = 1) -> SDPAPlan:
         starts = metadata.cu_seqlens_q.cpu().numpy().astype(np.int64)
         lengths = metadata.context_lens.cpu().numpy().astype(np.int64)
         tables = metadata.block_tables.cpu().numpy().astype(np.int64)
@@ -116,10 +118,12 @@ class SDPAAttention(AttentionBackend):
         if not len(decodes):
             return SDPAPlan(prefills, None, is_full)
         names = None if prefills or metadata.tenants is None else [metadata.tenants[row] for row in decodes]
-        plan = self._plan_decodes(kept, names, metadata, starts, lengths, first_seen, tables, decodes)
+        plan = self._plan_decodes(kept, names, metadata, starts, lengths, first_seen, tables, decodes, num_groups)
         return SDPAPlan(prefills, plan, is_full)
 
-    def _plan_decodes(self, kept, names, metadata, starts, lengths, first_seen, tables, decodes) -> DecodePlan:
+    def _plan_decodes(
+        self, kept, names, metadata, starts, lengths, first_seen, tables, decodes, num_groups
+    ) -> DecodePlan:
         """The plan for the rows `decodes`. names: their tenants if the next step may reuse the gathered keys."""
         places = kept_places(kept, names, lengths[decodes])
         source_rows, num_kv_heads = None, self._shape.num_kv_heads
@@ -158,6 +162,7 @@ class SDPAAttention(AttentionBackend):
             None if source_rows is None else self._on_device(source_rows),
             self._on_device(new_rows.ravel()),
             names is not None,
+            num_groups,
         )
 
     def store_kvcache(self, k, v, cache: LayerCache, metadata: AttentionMetadata) -> None:
@@ -214,7 +219,7 @@ class SDPAAttention(AttentionBackend):
                 gathered.index_copy_(0, plan.new_rows, new.reshape(-1, head_dim))
             return plan.gathered.layers[layer]
         num_bytes = plan.source_rows.numel() * head_dim * k.itemsize
-        if not plan.may_keep or k.is_cuda or num_bytes > _MAX_KEPT * cache.keys.nbytes:
+        if not plan.may_keep or k.is_cuda or num_bytes > _MAX_KEPT * cache.keys.nbytes / plan.num_groups:
             return self._gather(cache, plan.source_rows, head_dim)
         self._kept[plan.group] = plan.gathered
         plan.gathered.layers[layer] = self._gather(cache, plan.source_rows, head_dim, buffer=(plan.group, layer))

@@ -224,8 +224,13 @@ class BlockManager:
         """
         end = self.windows.first_block(seq.num_computed_tokens, self.block_size)
         for index in range(seq.num_behind_window, end):
-            self._release(seq, reversed(seq.window_table[index]))
-            seq.window_table[index] = ()
+            blocks, seq.window_table[index] = seq.window_table[index], ()
+            self._release(seq, reversed(blocks))
+            if index * self.block_size >= seq.num_prompt_tokens:
+                # No prompt is likely to end there, so these blocks must not push others out of the cache.
+                for block_id in blocks:
+                    if block_id in self._free:
+                        self._free.move_to_end(block_id, last=False)
         seq.num_behind_window = max(seq.num_behind_window, end)
 
     def register_full_blocks(self, seq: Sequence) -> None:

@@ -86,13 +86,13 @@ def check_request(
         for token_id in ids:
             if not 0 <= token_id < info.vocab_size:
                 raise ValueError(f"{name} {token_id} is outside the vocabulary (0 to {info.vocab_size - 1})")
-    num_groups = 1 + info.windows.num_groups
     # The last token's keys are never needed.
     num_blocks = info.windows.max_num_blocks(max_length(num_tokens, params, info) - 1, info.kvcache_block_size)
     if num_blocks > info.num_kvcache_blocks:
+        smaller = "max_tokens or max_num_batched_tokens" if info.num_groups > 1 else "max_tokens"
         raise ValueError(
-            f"the request may need {num_blocks} KV cache blocks of {info.kvcache_block_size} tokens, but there are "
-            f"{info.num_kvcache_blocks}; lower max_tokens{' or max_num_batched_tokens' * (num_groups > 1)}, shorten "
-            f"the prompt or raise num_kvcache_blocks to {-(-num_blocks // num_groups)}"
+            f"the request may need {-(-num_blocks // info.num_groups)} KV cache blocks of {info.kvcache_block_size} "
+            f"tokens, but there are {info.num_blocks_per_group}; lower {smaller}, shorten the prompt or raise "
+            "num_kvcache_blocks"
         )
     return prompt

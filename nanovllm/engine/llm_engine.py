@@ -363,8 +363,8 @@ class LLMEngine:
             "mean_decode_batch_size": steps.num_decode_tokens / max(steps.num_steps_with_decodes, 1),
             "num_steps": steps.num_prefill_steps + steps.num_decode_steps,
             "max_num_seqs": self.info.max_num_seqs,
-            "num_kvcache_blocks": self.info.num_kvcache_blocks,
-            "num_free_kvcache_blocks": self.scheduler.block_manager.num_free_blocks,
+            "num_kvcache_blocks": self.info.num_blocks_per_group,
+            "num_free_kvcache_blocks": self.scheduler.block_manager.num_free_blocks // self.info.num_groups,
             "kvcache_block_size": self.info.kvcache_block_size,
             "memory_bytes": {} if self.is_closed else self.runner.memory(),
         }

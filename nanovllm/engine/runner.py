@@ -46,6 +46,15 @@ class RunnerInfo:
     attention_backend: str = ""
     windows: WindowGroups = NO_WINDOWS
 
+    @property
+    def num_groups(self) -> int:
+        return 1 + self.windows.num_groups
+
+    @property
+    def num_blocks_per_group(self) -> int:
+        """Blocks of the cache as the option num_kvcache_blocks counts them."""
+        return self.num_kvcache_blocks // self.num_groups
+
 
 class LaunchedStep(Protocol):
     """A step that the device may still be working on."""

@@ -39,9 +39,9 @@ def cache_places(windows: Sequence[int]) -> tuple[CachePlace, ...]:
     num_windows = len(windows) - num_full
     if not 0 < num_full <= num_windows:
         return one_group(len(windows))
-    # The fewest parts of blocks at a context of four windows. A larger group 0 has parts that no layer uses.
+    # The fewest parts of blocks at a context of two windows. Some parts have no layer.
     sizes = [max(num_full, -(-num_windows // num_groups)) for num_groups in range(1, num_windows + 1)]
-    size = min(sizes, key=lambda size: (4 + -(-num_windows // size)) * size)
+    size = min(sizes, key=lambda size: (2 + -(-num_windows // size)) * size)
     numbers = {False: count(), True: count(size)}
     return tuple(CachePlace(*divmod(next(numbers[window > 0]), size)) for window in windows)
 

@@ -85,6 +85,7 @@ def num_kvcache_blocks(
         raise RuntimeError(
             f"the KV cache of one sequence of {blocks_of_longest} blocks (max_model_len) needs "
             f"{missing / _GIB:.2f} GiB more than the {max(budget, 0) / _GIB:.2f} GiB there are; lower max_model_len"
+            + " or max_num_batched_tokens" * (num_groups > 1 and not is_gpu)
             + (
                 f", max_num_batched_tokens or max_num_seqs, raise gpu_memory_utilization, or free the "
                 f"{(memory.total - memory.free_at_start) / _GIB:.2f} GiB that other programs hold on the GPU"

@@ -86,7 +86,8 @@ class ModelRunner(Runner):
             "%s on %s in %s%s, attention %s%s, %d KV cache blocks of %d tokens (%.2f GiB of %s), max_model_len %d",
             model_config.architecture, settings.device, settings.dtype,
             "" if model_config.fp8 is None else " with FP8 weights", program.backend.name,
-            " with CUDA graphs" if program.graphs else "", cache.num_blocks, cache.block_size, cache.nbytes / _GIB,
+            " with CUDA graphs" if program.graphs else "", self.info.num_blocks_per_group, cache.block_size,
+            cache.nbytes / _GIB,
             "int8 keys and e4m3 values" if cache.is_fp8 else settings.kv_cache_dtype, settings.max_model_len,
         )  # fmt: skip
 

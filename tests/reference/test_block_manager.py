@@ -139,8 +139,12 @@ class Books:
         end = max(seq.num_behind_window, self.first_seen(0, seq.num_computed_tokens))
         table = [() if index < end else blocks for index, blocks in enumerate(seq.window_table)]
         others = self.held_by([other for other in self.sequences if other is not seq])
-        gone = [block for blocks in seq.window_table[:end] for block in reversed(blocks)]
-        self.free += [block for block in gone if block not in others]
+        for index in range(seq.num_behind_window, end):
+            blocks = [block for block in seq.window_table[index] if block not in others]
+            if index * self.block_size < seq.num_prompt_tokens:
+                self.free += reversed(blocks)
+            else:  # reused first
+                self.free[:0] = reversed(blocks)
         self.manager.free_behind_window(seq)
         assert seq.window_table == table
 

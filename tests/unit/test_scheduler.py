@@ -10,6 +10,7 @@ from support.fake_runner import expected_completion, make_engine, run_to_end
 from support.host_cost import microseconds_per_sequence
 from support.long import some
 
+from nanovllm.engine.block_manager import WindowGroups
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import Chunk, Step
@@ -1149,3 +1150,36 @@ def test_steps_that_only_score_are_not_cut_to_the_size_that_decodes_want(overlap
     run_to_end(engine)
     sizes = [sum(num_new_tokens for _, num_new_tokens, _ in step) for step in engine.runner.log]
     assert sum(sizes) == 20 * 15 and all(size == 64 for size in sizes[:-1])
+
+
+def test_a_long_prompt_is_admitted_with_room_for_the_window_of_its_later_chunks():
+    """It was admitted with room for its first chunk alone, and preempted itself at the second one, again and again."""
+    windows = WindowGroups(5, 64, max_num_new_tokens=64)
+    for num_blocks in (83, 100, 110, 150):
+        engine = make_engine(
+            num_blocks=num_blocks, block_size=16, max_model_len=600, max_num_batched_tokens=64, max_num_seqs=8,
+            enable_prefix_caching=False, windows=windows,
+        )  # fmt: skip
+        engine.add_request([1] * 8, SamplingParams(max_tokens=400, ignore_eos=True))
+        engine.add_request([2] * 512, SamplingParams(max_tokens=8, ignore_eos=True))
+        run_to_end(engine)
+        assert engine.metrics()["num_preemptions"] == 0
+        assert engine.runner.num_computed_tokens == 8 + 399 + 512 + 7
+
+
+def test_blocks_behind_the_window_of_generated_tokens_are_reused_first():
+    """They pushed a system prompt that all requests share out of the cache."""
+    windows = WindowGroups(5, 16, max_num_new_tokens=64)
+    engine = make_engine(num_blocks=400, block_size=4, max_model_len=400, max_num_seqs=2, windows=windows)
+    for number in range(12):
+        engine.add_request([*range(100), 500 + number], SamplingParams(max_tokens=150, ignore_eos=True))
+    run_to_end(engine)
+    assert engine.metrics()["num_cached_prompt_tokens"] == 11 * 100
+
+
+def test_users_see_blocks_per_group_of_layers():
+    """The option counts them so. The message once named the blocks of all groups."""
+    engine = make_engine(num_blocks=60, block_size=4, max_model_len=400, windows=WindowGroups(5, 8, 1, 4))
+    assert engine.metrics()["num_kvcache_blocks"] == engine.metrics()["num_free_kvcache_blocks"] == 10
+    with pytest.raises(ValueError, match=r"may need 13 KV cache blocks of 4 tokens, but there are 10.*max_num_batched"):
+        engine.add_request([1] * 200, SamplingParams(max_tokens=8))
