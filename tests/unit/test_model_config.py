@@ -181,6 +181,34 @@ SIDE_BY_SIDE: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_config_of_sizes_alone_means_what_it_means_in_transformers(tmp_path, architecture):
+    """`save_pretrained` writes every field, so tests of whole models never read a family's defaults."""
+    fields: dict[str, Any] = {
+        "model_type": FAMILIES[architecture].model_type, "hidden_size": 256, "intermediate_size": 96,
+        "num_hidden_layers": 6, "num_attention_heads": 32, "vocab_size": 100,
+    }  # fmt: skip
+    if FAMILIES[architecture].num_experts_names:
+        fields |= {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+    if architecture == "GraniteMoeHybridForCausalLM":
+        fields |= {"layer_types": ["attention"] * 6, "num_local_experts": 0}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **fields}), encoding="utf-8")
+    ours, theirs = load_model_config(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    names = ("num_key_value_heads", "rms_norm_eps", "tie_word_embeddings")
+    assert [getattr(ours, name) for name in names] == [getattr(theirs, name) for name in names]
+    assert ours.max_position == theirs.max_position_embeddings
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 8)
+    assert ours.hidden_act == (getattr(theirs, "hidden_activation", None) or theirs.hidden_act)
+    window, ropes = getattr(theirs, "sliding_window", None) or 0, theirs.rope_parameters
+    kinds = getattr(theirs, "layer_types", None) or (["sliding_attention"] * 6 if window else ["full_attention"] * 6)
+    for layer, kind in zip(ours.layers, kinds, strict=True):
+        assert layer.window == (window if kind == "sliding_attention" else 0)
+        rope = ropes.get(kind, ropes)
+        if layer.rope.kind != "none":
+            assert (layer.rope.theta, layer.rope.kind) == (rope["rope_theta"], rope["rope_type"])
+
+
 @pytest.mark.parametrize(("model_type", "changes"), SIDE_BY_SIDE, ids=str)
 def test_of_keys_side_by_side_the_one_counts_that_counts_in_transformers(tmp_path, model_type, changes):
     """Old and new spellings, in either order. The number of experts once came from the other key."""
