@@ -157,7 +157,10 @@ FAMILIES = {
         windows="upper", qk_norm="head", reads=("attention_bias",),
     ),
     "Qwen3MoeForCausalLM": Family(
-        "qwen3_moe", {"num_key_value_heads": 4, "max_position_embeddings": 32768, "sliding_window": 4096, "moe_intermediate_size": 768},
+        "qwen3_moe", {
+            "num_key_value_heads": 4, "max_position_embeddings": 32768, "sliding_window": 4096,
+            "moe_intermediate_size": 768,
+        },
         windows="switched", qk_norm="head", num_experts_names=("num_local_experts", "num_experts"),
         reads=(
             "attention_bias", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob",

@@ -173,6 +173,7 @@ def commands_of(block: Block) -> list[list[str]]:
 def check_job(words: list[str]) -> None:
     """Runs a command of jobs as a dry run."""
     Path("in.jsonl").write_text('{"id": 1, "prompt": "Hello"}\n')
+    pytest.importorskip("pyarrow")
     pyarrow, _ = import_pyarrow("reviews.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"text": ["Good"], "stars": [5]}), "reviews.parquet")
     assert cli.main([*words, "--dry-run"]) == 0, words
