@@ -280,11 +280,10 @@ class SequenceTable:
             first = max(num_known, seq.num_behind_window)
             places += range(entry * width + first, entry * width + len(seq.window_table))
             blocks += seq.window_table[first:]
-        if blocks:
-            groups = np.arange(1, num_groups)[:, None] * (num_entries * width)
-            known = (groups + np.array(places)).ravel(), np.array(blocks, np.int32).T.ravel()
-            on_device, new = upload([*known], self._device)
-            self._table.block_tables.view(-1).index_copy_(0, on_device, new)
+        groups = np.arange(1, num_groups)[:, None] * (num_entries * width)
+        known = (groups + np.array(places)).ravel(), np.array(blocks, np.int32).T.ravel()
+        on_device, new = upload([*known], self._device)
+        self._table.block_tables.view(-1).index_copy_(0, on_device, new)
 
     # On the device
 
