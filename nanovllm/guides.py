@@ -137,9 +137,7 @@ class StructuredOutputs:
 
     def _compile(self, params: StructuredOutputsParams) -> Callable[[], Constraint]:
         if self._tokenizer is None:
-            raise ValueError(
-                "the model has no tokenizer, which structured outputs need; give one (tokenizer=…, --tokenizer)"
-            )
+            raise ValueError("the model has no tokenizer, which structured outputs need; give tokenizer= (--tokenizer)")
         if params.choice is not None:
             spelled = [(self._spelled(choice), choice) for choice in params.choice]
             root = Choice.trie(spelled, can_end=bool(self._eos_token_ids))

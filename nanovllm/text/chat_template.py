@@ -45,9 +45,7 @@ class ChatTemplate:
             TypeError: `template_kwargs` is not a dict, or holds an argument that is set here.
         """
         if self._tokenizer is None:
-            raise ValueError(
-                f"{NO_TOKENIZER}; give another tokenizer (tokenizer=…, --tokenizer) that has a chat template"
-            )
+            raise ValueError(f"{NO_TOKENIZER}; give one with a chat template by tokenizer= (--tokenizer)")
         if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
             raise TypeError(f"chat_template_kwargs must be a dict, not {template_kwargs!r:.100}")
         taken = {"conversation", "tokenize", *given} & set(template_kwargs or ())

@@ -59,9 +59,7 @@ class Tokenizer:
         splits_special: a special token in a text is ordinary text.
         """
         if self.tokenizer is None:
-            error = ValueError(
-                f"{NO_TOKENIZER}; give the prompt as token ids, or another tokenizer (tokenizer=…, --tokenizer)"
-            )
+            error = ValueError(f"{NO_TOKENIZER}; give the prompt as token ids, or tokenizer= (--tokenizer)")
             return [error] * len(texts)
         options = {"add_special_tokens": add_special_tokens, "return_attention_mask": False, "verbose": False}
         if splits_special:
