@@ -796,7 +796,7 @@ def test_a_model_without_tokenizer_works_with_token_ids(model_copy):
         assert "no tokenizer; give the prompt as token ids" in outputs[1].error
         bad, good = generate(llm, [{"messages": conversation("What is 12 + 30?")}, prompt])
         assert "no tokenizer; give" in bad.error and good.token_ids == expected
-        with pytest.raises(ValueError, match="no tokenizer; give LLM"):
+        with pytest.raises(ValueError, match="no tokenizer; give one with a chat template"):
             ask(llm, "What is 12 + 30?")
 
 
