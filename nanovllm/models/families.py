@@ -68,8 +68,8 @@ FAMILIES = {
             "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rope_theta": 1e6,
             "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208,
         },
-        windows="pattern", window_period=6, local_theta="rope_local_base_freq", names_stretched_length=True, qk_norm="head",
-        norm_offset=1.0, has_post_norms=True, scales_embedding=True,
+        windows="pattern", window_period=6, local_theta="rope_local_base_freq", names_stretched_length=True,
+        qk_norm="head", norm_offset=1.0, has_post_norms=True, scales_embedding=True,
         reads=("attention_bias", "query_pre_attn_scalar", "hidden_activation", "sliding_window_pattern"),
     ),
     "GraniteForCausalLM": Family(

@@ -54,7 +54,7 @@ def load_model_config(directory: Path) -> ModelConfig:
     num_heads, num_kv_heads, head_dim = _heads(raw)
     max_position = read_count(raw, "max_position_embeddings", maximum=_MAX_POSITION)
     layers = _layers(raw, family, head_dim, max_position)
-    if placeholders and (beside := fields_beside(whole)):
+    if architecture in WRAPPERS and (beside := fields_beside(whole)):
         _check_beside(beside, raw, family, head_dim, layers)
     max_position, usual_max_position = _max_positions(max_position, {layer.rope for layer in layers}, family)
     size_name = "shared_intermediate_size" if "shared_intermediate_size" in family.reads else "intermediate_size"
@@ -169,11 +169,11 @@ def _check_beside(
     beside: dict[str, Any], raw: dict[str, Any], family: Family, head_dim: int, layers: tuple[LayerConfig, ...]
 ) -> None:
     """Refuses fields beside text_config that would change the text part in it."""
-    max_position = raw["max_position_embeddings"]
-    changed = {**raw, **beside}
+    max_position, thetas = raw["max_position_embeddings"], [layer.rope.theta for layer in layers]
+    is_same = beside.get("max_position_embeddings", max_position) == max_position
+    is_same = is_same and beside.get("rope_theta", thetas[0]) in thetas  # rope_parameters hide this field
     try:
-        is_same = changed["max_position_embeddings"] == max_position
-        is_same = is_same and _layers(changed, family, head_dim, max_position) == layers
+        is_same = is_same and _layers({**raw, **beside}, family, head_dim, max_position) == layers
     except ValueError:
         is_same = False
     if not is_same:
@@ -245,7 +245,10 @@ def _windows(raw: dict[str, Any], family: Family, rotates: list[bool]) -> list[i
             "unrotated": [index for index in everything if not rotates[index]],
         }[family.windows]
         is_local = [has_window and index in with_window for index in range(num_layers)]
-    kinds = read_list(raw, "layer_types") or read_list(raw, "layers_block_type")
+    kinds, block_types = read_list(raw, "layer_types"), read_list(raw, "layers_block_type")
+    if kinds and block_types and kinds != block_types:
+        raise ValueError("layer_types and layers_block_type in config.json differ; keep only layer_types")
+    kinds = kinds or block_types
     if not kinds and "layers_block_type" in family.reads:
         raise ValueError(
             "config.json has no layer_types; without it all layers are Mamba layers, which are not supported"
