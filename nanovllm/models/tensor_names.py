@@ -51,7 +51,9 @@ def named_as_expected(
     packed = {name: tensor for name, tensor in known if name in packed_names}
     found: dict[str, AnyTensor] = {}
     for name, tensor in known:
-        parts = _unpacked(name, packed, packed_names, expected) if name in packed else [(name, tensor)]
+        parts: Iterable[tuple[str, AnyTensor]] = [(name, tensor)]
+        if name in packed:
+            parts = _unpacked(name, packed, packed_names, expected, model.is_wrapped)
         for each, part in parts:
             if each in found:
                 raise ValueError(f"{found[each].what} and {part.what} are the same tensor; keep one of them")
@@ -103,19 +105,24 @@ def _packed_names(expected: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _unpacked(
-    name: str, packed: Tensors, packed_names: Mapping[str, list[str]], expected: Mapping[str, list[Shard]]
+    name: str,
+    packed: Tensors,
+    packed_names: Mapping[str, list[str]],
+    expected: Mapping[str, list[Shard]],
+    is_wrapped: bool,
 ) -> Iterator[tuple[str, PackedExpert]]:
     """Splits a tensor of all experts into the experts' own tensors.
 
     It is [num_experts, rows, columns] as in transformers' modules, or has rows and columns exchanged as in Qwen3-VL's
-    checkpoints. The shape decides, or that of the layer's other tensor of all experts, which is not square too.
+    checkpoints. The shape decides. If it is square, that of the layer's other tensor of all experts decides. Without
+    that tensor, the layout is that of the modules, except in a wrapped model.
 
     Args:
         packed: all such tensors that are given.
         packed_names: see `_packed_names`.
 
     Raises:
-        ValueError: it has another shape, or it is square and the other tensor is not given.
+        ValueError: it has another shape, or it is square and the other tensor is needed, but not given.
     """
     tensor, names = packed[name], packed_names[name]
     is_gate_up = name.endswith("gate_up_proj")
@@ -127,10 +134,11 @@ def _unpacked(
     is_exchanged = found != shape
     if shape == exchanged:
         other = f"{name.rpartition('.')[0]}.{'down_proj' if is_gate_up else 'gate_up_proj'}"
-        if other not in packed:
+        if other in packed:
+            other_rows = expected[packed_names[other][0]][0].shape[0] * (2 - is_gate_up)
+            is_exchanged = packed[other].shape[1:2] != (other_rows,)
+        elif is_wrapped:
             raise ValueError(f"the shape of {tensor.what} does not tell rows from columns; give {other} with it")
-        other_rows = expected[packed_names[other][0]][0].shape[0] * (2 - is_gate_up)
-        is_exchanged = packed[other].shape[1:2] != (other_rows,)
     for index, each in enumerate(names):
         expert, part = divmod(index, 1 + is_gate_up)
         yield each, PackedExpert(tensor, expert, part * rows, (rows, columns), is_exchanged)

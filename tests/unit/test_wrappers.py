@@ -489,6 +489,20 @@ def test_square_experts_have_the_layout_of_the_layers_other_tensor(tmp_path, siz
     assert "does not tell rows from columns; give model.layers.0.mlp.experts." in load_error(tmp_path, alone)
 
 
+def test_a_square_tensor_of_experts_may_come_alone_without_a_wrapper(tmp_path):
+    """OLMoE's are square, and trainers may send tensor by tensor, in the layout of transformers' modules."""
+    for number in (0, 1):
+        (tmp_path / str(number)).mkdir()
+        options = small("qwen3_moe", moe_intermediate_size=16)
+        model = save_family_model(tmp_path / str(number), "qwen3_moe", options, seed=number)
+    expected = of_fresh_llm(tmp_path / "1")[0]
+    with make_llm(tmp_path / "0") as llm:
+        for name, tensor in model.named_parameters():
+            assert "gate_up_proj" not in name or tensor.shape == (3, 32, 32)
+            llm.update_weights({name: tensor.detach()})
+        assert generate(llm) == expected
+
+
 def test_scales_of_packed_experts_are_refused_with_advice(experts, tmp_path):
     (tmp_path / "config.json").write_bytes((experts / "config.json").read_bytes())
     tensors = read_tensors(experts)
