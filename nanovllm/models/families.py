@@ -17,7 +17,8 @@ class Family:
             sliding_window), "listed" (as "all", but here layer_types may differ), "switched" (all, if
             use_sliding_window), "upper" (from max_window_layers on, if use_sliding_window), "alternate" (every second
             layer, the first included, below max_window_layers, if use_sliding_window), "unrotated" (those without a
-            rotary embedding, if use_sliding_window), or "pattern" (all but every nth; n is sliding_window_pattern).
+            rotary embedding, if use_sliding_window), or "pattern" (all but every nth; see window_period).
+        window_period: n of the windows "pattern". Where `reads` has sliding_window_pattern, config.json may say it.
         local_theta: the field of config.json with the theta of layers with a window, whose rotary embedding is not
             scaled; "" if all layers have the same rotary embedding.
         names_stretched_length: max_position_embeddings is the length after linear stretching.
@@ -41,6 +42,7 @@ class Family:
     model_type: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     windows: str = "none"
+    window_period: int = 0
     local_theta: str = ""
     names_stretched_length: bool = False
     longrope_names: tuple[str, ...] = ()
@@ -65,12 +67,10 @@ FAMILIES = {
             "head_dim": 256, "max_position_embeddings": 131072, "tie_word_embeddings": True, "sliding_window": 4096,
             "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rope_theta": 1e6,
             "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208,
-            "sliding_window_pattern": 6,
         },
-        windows="pattern", local_theta="rope_local_base_freq", names_stretched_length=True, qk_norm="head",
-        norm_offset=1.0,
-        has_post_norms=True, scales_embedding=True,
-        reads=("attention_bias", "query_pre_attn_scalar", "hidden_activation"),
+        windows="pattern", window_period=6, local_theta="rope_local_base_freq", names_stretched_length=True,
+        qk_norm="head", norm_offset=1.0, has_post_norms=True, scales_embedding=True,
+        reads=("attention_bias", "query_pre_attn_scalar", "hidden_activation", "sliding_window_pattern"),
     ),
     "GraniteForCausalLM": Family(
         "granite", {"max_position_embeddings": 2048, "attention_multiplier": 1}, reads=(*_MULTIPLIERS, "mlp_bias")
@@ -78,11 +78,11 @@ FAMILIES = {
     "GraniteMoeHybridForCausalLM": Family(
         "granitemoehybrid", {
             "max_position_embeddings": 2048, "attention_multiplier": 1, "shared_intermediate_size": 1024,
-            "num_local_experts": 8, "layer_types": ["mamba"], "position_embedding_type": "nope",
+            "num_local_experts": 8, "position_embedding_type": "nope",
         },
         stores_merged=("gate_up_proj",),
         renames=((".mlp.", ".shared_mlp."), (".gate_up_proj.", ".input_linear."), (".down_proj.", ".output_linear.")),
-        reads=(*_MULTIPLIERS, "shared_intermediate_size", "position_embedding_type"),
+        reads=(*_MULTIPLIERS, "shared_intermediate_size", "position_embedding_type", "layers_block_type"),
     ),
     "LlamaForCausalLM": Family("llama", {"max_position_embeddings": 2048}, reads=("attention_bias", "mlp_bias")),
     "Ministral3ForCausalLM": Family(
@@ -119,10 +119,9 @@ FAMILIES = {
     "Olmo3ForCausalLM": Family(
         "olmo3", {
             "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 5e5,
-            "sliding_window_pattern": 4,
         },
-        windows="pattern", local_theta="rope_theta", qk_norm="projection", has_pre_norms=False, has_post_norms=True,
-        reads=("attention_bias",),
+        windows="pattern", window_period=4, local_theta="rope_theta", qk_norm="projection", has_pre_norms=False,
+        has_post_norms=True, reads=("attention_bias",),
     ),
     "OlmoeForCausalLM": Family(
         "olmoe", {

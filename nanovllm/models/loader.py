@@ -1,8 +1,5 @@
 """Weights: streams a checkpoint's tensors one by one into the model, each exactly once."""
 
-import logging
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -12,14 +9,9 @@ from nanovllm.layers.linear import Packable
 from nanovllm.layers.shard import Shard
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.directory import checkpoint_files
-from nanovllm.models.tensors import AnyTensor, PackedExpert, Tensors, stored_tensors
-from nanovllm.models.wrappers import TEXT_PREFIXES, is_of_other_part
+from nanovllm.models.tensor_names import named_as_expected
+from nanovllm.models.tensors import AnyTensor, Tensors, stored_tensors
 from nanovllm.ops.quantize import E4M3, LARGEST, quantize_rows
-
-logger = logging.getLogger(__name__)
-
-# An expert's tensors, and the tensor of all experts that may hold them.
-_PACKED = {"gate_proj.weight": "gate_up_proj", "up_proj.weight": "gate_up_proj", "down_proj.weight": "down_proj"}
 
 
 def load_weights(model: CausalLM, directory: Path) -> None:
@@ -31,9 +23,7 @@ def load_weights(model: CausalLM, directory: Path) -> None:
     """
     expected = expected_tensors(model)
     pairs = [pair for path in checkpoint_files(directory) for pair in stored_tensors(path).items()]
-    stored = _named_as_expected(model, expected, pairs)
-    if others := [name for name, _ in pairs if model.is_wrapped and is_of_other_part(name)]:
-        logger.info("skipped %d tensors that are not of the text part, such as %s", len(others), others[0])
+    stored = named_as_expected(model, expected, pairs)
     with torch.no_grad():
         for name, tensor in stored.items():
             for shard in expected.get(name, ()):
@@ -42,7 +32,8 @@ def load_weights(model: CausalLM, directory: Path) -> None:
     if missing:
         names = ", ".join(missing[:5])
         number = "a tensor is" if len(missing) == 1 else f"{len(missing)} tensors are"
-        hint = f"; the checkpoint has no text part, only tensors such as {others[0]}" if others and not stored else ""
+        is_tied = "lm_head.weight" in missing and "model.embed_tokens.weight" in stored
+        hint = "; if the embedding is the LM head too, set tie_word_embeddings to true in config.json" * is_tied
         raise ValueError(f"{number} missing from {directory}: {names}{' …' * (len(missing) > 5)}{hint}")
     _check_tied(model, stored)
 
@@ -55,11 +46,11 @@ def check_update(model: CausalLM, tensors: Tensors) -> Tensors:
 
     Raises:
         ValueError: the model has no such tensor, or it has another shape or another kind of numbers; or a tensor is
-            given twice; or a tied model's LM head differs from the embedding given with it. The message names the
-            tensor.
+            given twice; or a tied model's LM head differs from the embedding given with it; or none of the tensors is
+            of the text part. The message names the tensor.
     """
     expected = expected_tensors(model)
-    tensors = _named_as_expected(model, expected, tensors.items())
+    tensors = named_as_expected(model, expected, tensors.items())
     for name, tensor in tensors.items():
         for shard in expected.get(name, ()):
             _check_shape(tensor, shard)
@@ -142,93 +133,6 @@ def fill_dummy_weights(model: nn.Module, seed: int) -> None:
                     part.copy_(numbers.clamp_(-LARGEST, LARGEST))
             else:
                 parameter.normal_(0, 0.02, generator=generator)
-
-
-def _named_as_expected(
-    model: CausalLM, expected: Mapping[str, list[Shard]], tensors: Iterable[tuple[str, AnyTensor]]
-) -> dict[str, AnyTensor]:
-    """The tensors by the model's names: those of `expected_tensors`, and that of a tied head beside its embedding.
-
-    Checkpoints of the decoder alone leave out "model.". A model that wraps ours puts other prefixes before its names,
-    such as "language_model.model.". Each name must have the prefix that most names have, or the beginning of it, as LM
-    heads do. A tied model may store the LM head in place of the embedding. One tensor may hold a projection of all
-    experts.
-
-    In a wrapped model, tensors of other parts are left out, and only the prefixes of TEXT_PREFIXES are known.
-
-    Raises:
-        ValueError: the model has no such tensor, or two tensors have the same name.
-    """
-    packed_names = _packed_names(expected)
-    bare_names = {name.removeprefix("model."): name for name in (*expected, *model.tied_weights, *packed_names)}
-    if model.is_wrapped:
-        tensors = [(name, tensor) for name, tensor in tensors if not is_of_other_part(name)]
-    splits = [(*_split(name, bare_names), tensor) for name, tensor in tensors]
-    counts = Counter(prefix for prefix, bare, _ in splits if bare in bare_names)
-    usual = max(counts, key=lambda prefix: (counts[prefix], len(prefix)), default="")
-    found: dict[str, AnyTensor] = {}
-    for prefix, bare, tensor in splits:
-        is_known = bare in bare_names and usual.startswith(prefix) and (not model.is_wrapped or prefix in TEXT_PREFIXES)
-        # Old Llama checkpoints also store frequencies, which follow from the config.
-        if not is_known and not bare.endswith(".rotary_emb.inv_freq"):
-            known = f"{', '.join(TEXT_PREFIXES[:-2])} or {TEXT_PREFIXES[-2]}"
-            hint = f"; the names of the text part must begin with {known}" * model.is_wrapped
-            raise ValueError(f"unexpected {tensor.what}; the model has no such parameter{hint}")
-        name = bare_names.get(bare, bare)
-        parts = _unpacked(tensor, packed_names[name], expected) if name in packed_names else [(name, tensor)]
-        for each, part in parts:
-            if each in found:
-                raise ValueError(f"{found[each].what} and {part.what} are the same tensor; keep one of them")
-            found[each] = part
-    for head, embedding in model.tied_weights.items():
-        if head in found and embedding not in found:
-            found[embedding] = found.pop(head)
-    return found
-
-
-def _packed_names(expected: Iterable[str]) -> dict[str, list[str]]:
-    """Name of a tensor that may hold a projection of all experts -> the names of the experts' own tensors, expert by
-    expert, gate before up."""
-    packed: dict[str, list[str]] = {}
-    for name in expected:
-        module, _, of_expert = name.partition(".experts.")
-        if projection := _PACKED.get(of_expert.partition(".")[2]):
-            packed.setdefault(f"{module}.experts.{projection}", []).append(name)
-    return packed
-
-
-def _unpacked(
-    tensor: AnyTensor, names: list[str], expected: Mapping[str, list[Shard]]
-) -> Iterator[tuple[str, PackedExpert]]:
-    """Splits a tensor of all experts into the tensors of these names.
-
-    It is [num_experts, rows, columns] as in transformers' modules, or has rows and columns exchanged as in Qwen3-VL's
-    checkpoints. As in transformers, the shape decides.
-
-    Raises:
-        ValueError: it has another shape.
-    """
-    rows, columns = expected[names[0]][0].shape
-    num_parts = 2 if names[0].endswith("gate_proj.weight") else 1
-    shape = len(names) // num_parts, num_parts * rows, columns
-    found = tensor.shape
-    if found not in (shape, (shape[0], columns, shape[1])):
-        raise ValueError(f"{tensor.what} has shape {list(found)}, the model needs {list(shape)}")
-    for index, name in enumerate(names):
-        expert, part = divmod(index, num_parts)
-        yield name, PackedExpert(tensor, expert, part * rows, (rows, columns), found != shape)
-
-
-def _split(name: str, bare_names: Collection[str]) -> tuple[str, str]:
-    """(prefix, bare name); ("", name) if no end of the name is a bare name. A prefix contains no number of a layer."""
-    parts = name.split(".")
-    for index, part in enumerate(parts):
-        bare = ".".join(parts[index:])
-        if bare in bare_names:
-            return name.removesuffix(bare), bare
-        if part.isdecimal():
-            break
-    return "", name
 
 
 def _check_shape(tensor: AnyTensor, shard: Shard) -> None:

@@ -9,7 +9,7 @@ from nanovllm.models.config import ExpertsConfig, LayerConfig, ModelConfig
 from nanovllm.models.families import FAMILIES, Family
 from nanovllm.models.json_fields import read_count, read_flag, read_json, read_list, read_number, read_numbers, shown
 from nanovllm.models.read_fp8 import read_fp8
-from nanovllm.models.wrappers import TEXT_PREFIXES, WRAPPERS, Wrapper, unwrap
+from nanovllm.models.wrappers import TEXT_PREFIXES, WRAPPERS, Wrapper, fields_beside, unwrap
 
 _SUPPORTED: dict[str, Family | Wrapper] = {**FAMILIES, **WRAPPERS}
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -24,6 +24,7 @@ OPTIONAL: dict[str, Any] = {
     "attention_multiplier": None, "embedding_multiplier": 1, "residual_multiplier": 1, "logits_scaling": 1,
     "attention_out_bias": None, "shared_intermediate_size": None, "position_embedding_type": "rope",
     "no_rope_layers": None, "no_rope_layer_interval": None, "llama_4_scaling_beta": None,
+    "sliding_window_pattern": None, "layers_block_type": None,
 }  # fmt: skip
 # Larger counts are mistakes; see json_fields.
 _MAX_LAYERS = _MAX_EXPERTS = _MAX_HEADS = 1024
@@ -39,7 +40,8 @@ def load_model_config(directory: Path) -> ModelConfig:
         ValueError: the file is missing or not JSON, a field is missing or wrong, or the model needs something
             that is not implemented; the message names the field and the values that work.
     """
-    architecture, family, raw, placeholders = _fields_of_architecture(read_json(directory / "config.json"), directory)
+    whole = read_json(directory / "config.json")
+    architecture, family, raw, placeholders = _fields_of_architecture(whole, directory)
     generation_file = directory / "generation_config.json"
     generation = read_json(generation_file) if generation_file.exists() else {}
     act_name = "hidden_activation" if "hidden_activation" in family.reads else "hidden_act"
@@ -52,6 +54,8 @@ def load_model_config(directory: Path) -> ModelConfig:
     num_heads, num_kv_heads, head_dim = _heads(raw)
     max_position = read_count(raw, "max_position_embeddings", maximum=_MAX_POSITION)
     layers = _layers(raw, family, head_dim, max_position)
+    if architecture in WRAPPERS and (beside := fields_beside(whole)):
+        _check_beside(beside, raw, family, head_dim, layers)
     max_position, usual_max_position = _max_positions(max_position, {layer.rope for layer in layers}, family)
     size_name = "shared_intermediate_size" if "shared_intermediate_size" in family.reads else "intermediate_size"
     has_bias = read_flag(raw, "attention_bias", default=False)
@@ -161,6 +165,24 @@ def _layers(raw: dict[str, Any], family: Family, head_dim: int, max_position: in
     )
 
 
+def _check_beside(
+    beside: dict[str, Any], raw: dict[str, Any], family: Family, head_dim: int, layers: tuple[LayerConfig, ...]
+) -> None:
+    """Refuses fields beside text_config that would change the text part in it."""
+    max_position, thetas = raw["max_position_embeddings"], [layer.rope.theta for layer in layers]
+    is_same = beside.get("max_position_embeddings", max_position) == max_position
+    is_same = is_same and beside.get("rope_theta", thetas[0]) in thetas  # rope_parameters hide this field
+    try:
+        is_same = is_same and _layers({**raw, **beside}, family, head_dim, max_position) == layers
+    except ValueError:
+        is_same = False
+    if not is_same:
+        raise ValueError(
+            f"{', '.join(beside)} beside text_config in config.json would change the text part, but transformers does "
+            "not read them there; move what you want into text_config"
+        )
+
+
 def _max_positions(max_position: int, ropes: set[RopeConfig], family: Family) -> tuple[int, int]:
     """(maximum number of tokens that the model was made for, the maximum by default).
 
@@ -202,10 +224,12 @@ def _windows(raw: dict[str, Any], family: Family, rotates: list[bool]) -> list[i
     num_layers, has_window = len(rotates), raw.get("sliding_window") is not None
     if family.windows in ("upper", "switched", "alternate", "unrotated"):
         has_window = has_window and read_flag(raw, "use_sliding_window", default=False)
+    if family.windows == "none" and has_window and read_flag(raw, "use_sliding_window", default=False):
+        raise ValueError("use_sliding_window=True in config.json is not supported for this architecture; false is")
     if family.windows == "pattern":
         if not has_window:
             raise ValueError("sliding_window in config.json must be an integer: some layers need it")
-        period = read_count(raw, "sliding_window_pattern")
+        period = read_count(raw, "sliding_window_pattern", default=family.window_period)
         is_local = [(index + 1) % period > 0 for index in range(num_layers)]
     else:
         has_bound = family.windows in ("upper", "alternate")
@@ -221,7 +245,15 @@ def _windows(raw: dict[str, Any], family: Family, rotates: list[bool]) -> list[i
             "unrotated": [index for index in everything if not rotates[index]],
         }[family.windows]
         is_local = [has_window and index in with_window for index in range(num_layers)]
-    kinds = ["full_attention" if kind == "attention" else kind for kind in read_list(raw, "layer_types")]
+    kinds, block_types = read_list(raw, "layer_types"), read_list(raw, "layers_block_type")
+    if kinds and block_types and kinds != block_types:
+        raise ValueError("layer_types and layers_block_type in config.json differ; keep only layer_types")
+    kinds = kinds or block_types
+    if not kinds and "layers_block_type" in family.reads:
+        raise ValueError(
+            "config.json has no layer_types; without it all layers are Mamba layers, which are not supported"
+        )
+    kinds = ["full_attention" if kind == "attention" else kind for kind in kinds]
     if kinds:
         if len(kinds) != num_layers or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
             raise ValueError(

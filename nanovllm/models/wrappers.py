@@ -20,6 +20,11 @@ TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "language_mod
 OTHER_PARTS = ("audio_tower.", "multi_modal_projector.", "vision_model.", "vision_tower.", "visual.")
 
 
+# Fields of the text part that decide its layers. Some checkpoints have them beside text_config too.
+_OF_LAYERS = (
+    "layer_types", "max_position_embeddings", "max_window_layers", "num_hidden_layers", "rope_local_base_freq",
+    "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "sliding_window_pattern", "use_sliding_window",
+)  # fmt: skip
 # Fields with the ids of Qwen's placeholder tokens, and transformers' defaults.
 _QWEN_PLACEHOLDERS = {"image_token_id": 151655, "video_token_id": 151656}
 
@@ -33,21 +38,32 @@ class Wrapper:
         text_type: the model_type of the text part, if text_config does not say it.
         placeholders: fields of config.json that hold the ids of tokens in whose place an image, a video or a sound
             goes, and transformers' defaults. Tokens around them, such as vision_start_token_id, are ordinary tokens.
+        synonyms: model_types of text_config that mean text_type, as the wrapper's own does.
+        takes_any_text: the text part may be of any family that its model_type names.
     """
 
     model_type: str
     text_type: str
     placeholders: Mapping[str, int]
+    synonyms: tuple[str, ...] = ()
+    takes_any_text: bool = False
 
 
 WRAPPERS = {
-    "Gemma3ForConditionalGeneration": Wrapper("gemma3", "gemma3_text", {"image_token_index": 262144}),
-    "Mistral3ForConditionalGeneration": Wrapper("mistral3", "mistral", {"image_token_index": 10}),
-    "Qwen2VLForConditionalGeneration": Wrapper("qwen2_vl", "qwen2_vl_text", _QWEN_PLACEHOLDERS),
-    "Qwen2_5_VLForConditionalGeneration": Wrapper("qwen2_5_vl", "qwen2_5_vl_text", _QWEN_PLACEHOLDERS),
-    "Qwen3VLForConditionalGeneration": Wrapper("qwen3_vl", "qwen3_vl_text", _QWEN_PLACEHOLDERS),
-    "Qwen3VLMoeForConditionalGeneration": Wrapper("qwen3_vl_moe", "qwen3_vl_moe_text", _QWEN_PLACEHOLDERS),
-}
+    "Gemma3ForConditionalGeneration": Wrapper(
+        # Chat templates write boi_token_index for an image. Its processor puts the other token behind it.
+        "gemma3", "gemma3_text", {"image_token_index": 262144, "boi_token_index": 255999},
+    ),
+    "Mistral3ForConditionalGeneration": Wrapper(
+        "mistral3", "mistral", {"image_token_index": 10}, takes_any_text=True
+    ),
+    "Qwen2VLForConditionalGeneration": Wrapper("qwen2_vl", "qwen2_vl_text", _QWEN_PLACEHOLDERS, ("qwen2",)),
+    "Qwen2_5_VLForConditionalGeneration": Wrapper("qwen2_5_vl", "qwen2_5_vl_text", _QWEN_PLACEHOLDERS, ("qwen2",)),
+    "Qwen3VLForConditionalGeneration": Wrapper("qwen3_vl", "qwen3_vl_text", _QWEN_PLACEHOLDERS, ("qwen3",)),
+    "Qwen3VLMoeForConditionalGeneration": Wrapper(
+        "qwen3_vl_moe", "qwen3_vl_moe_text", _QWEN_PLACEHOLDERS, ("qwen3_moe",)
+    ),
+}  # fmt: skip
 
 _QWEN2_VL = {
     "num_key_value_heads": 8, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
@@ -90,12 +106,15 @@ def unwrap(wrapper: Wrapper, raw: dict[str, Any], directory: Path) -> tuple[Fami
         problem = "; it is missing" if text is None else f", not {shown(text)}"
         raise ValueError(f"text_config in config.json must be an object with the text part's fields{problem}")
     families = {family.model_type: family for family in (*FAMILIES.values(), *_TEXT_FAMILIES)}
-    text_type = text.get("model_type")
-    family = families.get(wrapper.text_type if text_type in (None, wrapper.model_type) else str(text_type))
-    if family is None:
+    text_type, names = text.get("model_type"), (wrapper.text_type, *wrapper.synonyms)
+    if text_type is None or text_type in (wrapper.model_type, *names):
+        family = families[wrapper.text_type]
+    elif wrapper.takes_any_text and str(text_type) in families:
+        family = families[text_type]
+    else:
         raise ValueError(
-            f"text_config in config.json has the model_type {shown(text_type)}, which is not supported; supported: "
-            f"{', '.join(families)}"
+            f"text_config in config.json has the model_type {shown(text_type)}, which is not supported in "
+            f"{wrapper.model_type}; supported: {', '.join(families if wrapper.takes_any_text else names)}"
         )
     fields = dict(text)
     # As in transformers: the wrapper's own field counts before the text part's.
@@ -106,8 +125,22 @@ def unwrap(wrapper: Wrapper, raw: dict[str, Any], directory: Path) -> tuple[Fami
     name = "tie_word_embeddings"
     if read_flag(fields, name, default=False) and not read_flag(text, name, family.defaults.get(name, False)):
         fields[name] = not _stores_head(directory)
-    ids = {name: read_count(raw, name, default, minimum=0) for name, default in wrapper.placeholders.items()}
+    ids = {name: _placeholder(raw, name, default) for name, default in wrapper.placeholders.items()}
     return family, fields, ids
+
+
+def fields_beside(raw: dict[str, Any]) -> dict[str, Any]:
+    """The text part's fields that config.json has beside text_config, where transformers does not read them."""
+    return {name: raw[name] for name in _OF_LAYERS if raw.get(name) is not None and raw.get("text_config") is not None}
+
+
+def _placeholder(raw: dict[str, Any], name: str, default: int) -> int:
+    """transformers reads image_token_id as another name of image_token_index."""
+    names = [each for each in dict.fromkeys((name, name.replace("_index", "_id"))) if raw.get(each) is not None]
+    ids = {read_count(raw, each, minimum=0) for each in names}
+    if len(ids) > 1:
+        raise ValueError(f"{' and '.join(names)} in config.json differ; keep only {name}")
+    return ids.pop() if ids else default
 
 
 def is_of_other_part(name: str) -> bool:

@@ -40,8 +40,19 @@ def load_tokenizer(directory: Path) -> Any:
     except Exception as error:  # a broken file makes transformers raise all kinds of errors
         raise ValueError(f"the tokenizer in {directory} cannot be loaded: {error}") from error
     if getattr(tokenizer, "chat_template", None) is None:
-        tokenizer.chat_template = _read(directory / "chat_template.json").get("chat_template")
+        tokenizer.chat_template = _template_of_processor(directory / "chat_template.json")
     return tokenizer
+
+
+def _template_of_processor(path: Path) -> str | dict[str, str] | None:
+    """The template, or templates by name, which may be a list of objects with a name and a template."""
+    found: Any = _read(path).get("chat_template")
+    if isinstance(found, list) and all(isinstance(row, dict) for row in found):
+        found = {str(row.get("name")): row.get("template") for row in found}
+    texts = found.values() if isinstance(found, dict) else [found]
+    if found is not None and not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"chat_template in {path} must be a string, or a list of objects with a name and a template")
+    return found
 
 
 def _of_transformers(directory: Path) -> Any:

@@ -14,6 +14,10 @@ from typing import Any, NamedTuple
 
 Message = dict[str, Any]
 
+# Keys that attach what is not text to a message or a part.
+_MEDIA = (
+    "image", "images", "image_url", "video", "videos", "video_url", "audio", "audios", "audio_url", "input_audio",
+)  # fmt: skip
 # The types of parts that are text, and the key of the text in each.
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _LISTS_IN_TEXT = ("'type': 'text'", '"type": "text"')  # in Python and in JSON
@@ -53,7 +57,7 @@ def plain_messages(messages: Any) -> list[Message]:
     the fields of all.
 
     Raises:
-        ValueError: this is not a conversation, or a part is not text.
+        ValueError: this is not a conversation, or a part is not text, or an image, a video or a sound is attached.
     """
     if type(messages) is list and messages and all(map(_is_plain, messages)):  # nearly always
         return messages
@@ -89,6 +93,7 @@ def _message(message: Any) -> Message:
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str) or (message.get("content") is None and role != "assistant"):
         raise ValueError(f'a message must be a dict with "role" and "content", not {message!r}'[:300])
+    _check_text_only(message)
     given = {key: value for key, value in message.items() if value is not None}
     if not given.get("tool_calls", True):
         del given["tool_calls"]
@@ -103,7 +108,10 @@ def _message(message: Any) -> Message:
 
 
 def _content(content: Any, role: str) -> Any:
-    if isinstance(content, str) or (role == "tool" and isinstance(content, dict)):
+    if role == "tool" and isinstance(content, dict):
+        _check_text_only(content)
+        return content
+    if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise ValueError(f"a message's content must be a string or a list of text parts, not {content!r}"[:300])
@@ -117,7 +125,15 @@ def _text_of(part: Any) -> str:
     if not isinstance(text, str):
         wanted = 'a part of a message must be {"type": "text", "text": …}'
         raise ValueError(f"nanovllm reads text only, so {wanted}, not {part!r}"[:300])
+    _check_text_only(part)
     return text
+
+
+def _check_text_only(fields: dict[str, Any]) -> None:
+    """Templates would leave these out, or write a placeholder for them."""
+    for name in _MEDIA:
+        if fields.get(name):
+            raise ValueError(f"nanovllm reads text only, so leave {name}={fields[name]!r} out of the messages"[:300])
 
 
 # Forms

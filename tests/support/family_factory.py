@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from nanovllm.models.wrappers import WRAPPERS
+
 # Prompts of the comparisons have up to 40 tokens and chunks 7 to 39, so windows are shorter and longer than both.
 WINDOWS = (1, 2, 3, 5, 8, 16, 33, 60, 200)
 
@@ -323,14 +325,16 @@ _VIT = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 4,
     "patch_size": 2,
 }  # fmt: skip
+_PIXTRAL = {**_VIT, "model_type": "pixtral", "head_dim": 8}
 _QWEN_VIT = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 2}
 _QWEN3_VIT = _QWEN_VIT | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 # Multimodal family -> (transformers' config and model, random options of the text part, options of the vision part).
 WRAPPED = {
     "gemma3_wrapped": ("Gemma3Config", "Gemma3ForConditionalGeneration", gemma3, _VIT),
     "mistral3": (
-        "Mistral3Config", "Mistral3ForConditionalGeneration", mistral, {**_VIT, "model_type": "pixtral", "head_dim": 8},
+        "Mistral3Config", "Mistral3ForConditionalGeneration", mistral, _PIXTRAL,
     ),
+    "ministral3_wrapped": ("Mistral3Config", "Mistral3ForConditionalGeneration", ministral3, _PIXTRAL),
     "qwen2_vl": (
         "Qwen2VLConfig", "Qwen2VLForConditionalGeneration", qwen2_vl, _QWEN_VIT | {"embed_dim": 16, "mlp_ratio": 2},
     ),
@@ -347,16 +351,14 @@ def _wrapped_config(family: str, options: dict[str, Any]) -> Any:
     embedding and LM head are tied, as in transformers 5."""
     import transformers  # slow to import
 
-    name, _, _, vision = WRAPPED[family]
+    name, architecture, options_of, vision = WRAPPED[family]
     text = {"bos_token_id": None, "eos_token_id": None, **options}
     tied, last = text.pop("tie_word_embeddings"), options["vocab_size"] - 1
     if options["hidden_size"] % 16:
         text["tie_word_embeddings"] = tied
-    if family == "mistral3":
-        text["model_type"] = "mistral"
-    ids = {"image_token_id": last, "video_token_id": last - 1}
-    if not family.startswith("qwen"):
-        ids = {"image_token_index": last}
+    if WRAPPERS[architecture].takes_any_text:
+        text["model_type"] = options_of.__name__
+    ids = {field: last - index for index, field in enumerate(WRAPPERS[architecture].placeholders)}
     return getattr(transformers, name)(text_config=text, vision_config=dict(vision), tie_word_embeddings=tied, **ids)
 
 

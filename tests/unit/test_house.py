@@ -64,11 +64,11 @@ BUDGETS = {
     # Ranks meet by a deadline, and remove what a driver left that a signal ended.
     ("parallel",): 427,
     ("replicas",): 500,
-    # text/messages.py takes conversations as OpenAI's clients write them, in the form that each template reads.
-    # text/chat_template.py finds what a template leaves out, and text/tokenizer.py knows each token's bytes.
-    # text/load_tokenizer.py knows when transformers' auto class, which is slow to import, is not needed.
-    # progress.py estimates how much of the running prompts is done.
-    ("llm", "progress", "row_stream", "text"): 1470,
+    # text/messages.py takes conversations as OpenAI's clients write them, in the form that each template reads. It
+    # refuses images, videos and sounds that are attached to a message. text/chat_template.py finds what a template
+    # leaves out, and text/tokenizer.py knows each token's bytes. text/load_tokenizer.py knows when transformers' auto
+    # class, which is slow to import, is not needed. progress.py estimates how much of the running prompts is done.
+    ("llm", "progress", "row_stream", "text"): 1490,
     # constraints.py says which construct of a regular expression llguidance cannot take, and what to do instead. A
     # call refuses structured outputs without llguidance.
     ("guides", "constraints"): 297,

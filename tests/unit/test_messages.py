@@ -236,6 +236,26 @@ def test_a_part_that_is_not_text_is_refused(rendered, part):
     assert isinstance(error, ValueError) and "nanovllm reads text only" in str(error) and repr(part)[:20] in str(error)
 
 
+@pytest.mark.parametrize("key", ["image", "images", "image_url", "video", "videos", "audio", "audios"])
+def test_what_is_attached_beside_a_text_is_refused(rendered, key):
+    """Templates leave it out, or write a placeholder for it. Empty fields, as tables have them, attach nothing."""
+    text = {"type": "text", "text": "What is this?"}
+
+    def conversations(value):
+        user = {"role": "user", "content": "What is this?"}
+        yield [{**user, key: value}]
+        yield [{"role": "user", "content": [text, {**text, key: value}]}]
+        yield [user, {"role": "tool", "content": {"degrees": 20, key: value}}]
+
+    for messages in conversations(["cat.png"]):
+        error = rendered(messages)
+        assert isinstance(error, ValueError) and f"nanovllm reads text only, so leave {key}=['cat.png'] out" in str(
+            error
+        )
+    for value in (None, [], ""):
+        assert not any("nanovllm reads text only" in str(rendered(messages)) for messages in conversations(value))
+
+
 def test_a_chat_template_in_a_file_of_its_own_is_found(tmp_path):
     """Processors of multimodal models once wrote it to chat_template.json, which their tokenizers do not read."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIRECTORY)
@@ -246,6 +266,14 @@ def test_a_chat_template_in_a_file_of_its_own_is_found(tmp_path):
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATES["gemma3 with images"]}))
     (found,) = Text.of_model(tmp_path).encode_conversations([messages], False, None)
     assert found.text == "<user>Hi"
+    rows = [{"name": "default", "template": TEMPLATES["strict"]}, {"name": "rag", "template": "x"}]
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": rows}))
+    (found,) = Text.of_model(tmp_path).encode_conversations([messages], False, None)
+    assert found.text == "<user>Hi"
+    for wrong in (5, ["x"], [{"name": "default"}]):
+        (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": wrong}))
+        with pytest.raises(ValueError, match=r"chat_template in .*chat_template\.json must be a string"):
+            Text.of_model(tmp_path)
     tokenizer.chat_template = TEMPLATES["strict"]
     tokenizer.save_pretrained(tmp_path)
     assert Text.of_model(tmp_path).tokenizer.chat_template == TEMPLATES["strict"]

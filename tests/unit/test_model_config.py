@@ -489,12 +489,15 @@ WRONG_OF_FAMILIES: list[tuple[str, str, Any]] = [
     *(("GraniteMoeHybridForCausalLM", "shared_intermediate_size", value) for value in (0, 1.5, "16")),
     *(("GraniteMoeHybridForCausalLM", "num_local_experts", value) for value in (None, 8, "8", True)),
     *(("GraniteMoeHybridForCausalLM", "layer_types", value) for value in (None, ["attention", "mamba"], ["attention"])),
+    ("GraniteMoeHybridForCausalLM", "layers_block_type", ["attention", "mamba"]),
     *(("GraniteMoeHybridForCausalLM", "position_embedding_type", value) for value in ("alibi", 5, [])),
     ("GraniteMoeHybridForCausalLM", "mlp_bias", True),
     *(("SeedOssForCausalLM", "attention_out_bias", value) for value in ("false", 0)),
     *(("SmolLM3ForCausalLM", "no_rope_layers", value) for value in ([1], [1, 2], [1, "0"], [1, None], 5, [])),
     *(("SmolLM3ForCausalLM", "no_rope_layer_interval", value) for value in (0, "4", 2.0)),
     *(("Olmo3ForCausalLM", "sliding_window", value) for value in (None, 0, "4096")),
+    ("Olmo3ForCausalLM", "sliding_window_pattern", 2),
+    *((f"{name}ForCausalLM", "use_sliding_window", True) for name in ("Llama", "Granite", "Olmo2", "SeedOss")),
     ("MinistralForCausalLM", "layer_types", ["sliding_attention", "chunked_attention"]),
     # transformers ignores these fields in Qwen3.
     *(
@@ -536,6 +539,10 @@ def test_granites_with_other_layers_hear_what_works(tmp_path):
     fields = {"architectures": ["GraniteMoeHybridForCausalLM"], **GRANITE4}
     message = error_of(tmp_path, **{**fields, "layer_types": ["mamba", "attention"]})
     assert "must say full_attention or sliding_attention" in message and "'mamba'" in message
+    message = error_of(tmp_path, **{**fields, "layer_types": None})
+    assert message.startswith("config.json has no layer_types")
+    other_name = {**fields, "layer_types": None, "layers_block_type": ["attention", "attention"]}
+    assert read(tmp_path, **other_name).layers == read(tmp_path, **fields).layers
     assert error_of(tmp_path, **{**fields, "num_local_experts": 62}).endswith("; models with num_local_experts=0 are")
     config = read(tmp_path, **fields, shared_intermediate_size=24, intermediate_size=8)
     assert config.intermediate_size == 24

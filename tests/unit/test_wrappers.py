@@ -145,7 +145,7 @@ def test_the_text_parts_numbers_are_those_of_transformers(tmp_path, name):
     if ours.experts is not None:
         assert ours.experts.renormalizes and ours.experts.num_experts == text.num_experts
         assert (ours.experts.top_k, ours.experts.size) == (text.num_experts_per_tok, text.moe_intermediate_size)
-    fields = {"image_token_id": None, "image_token_index": None, "video_token_id": None}
+    fields = ("image_token_id", "image_token_index", "video_token_id", "boi_token_index")
     assert ours.placeholders == {field: getattr(theirs, field) for field in fields if field in theirs.to_dict()}
 
 
@@ -173,7 +173,10 @@ def test_layers_that_are_not_in_fp8_may_have_the_wrappers_names(tmp_path, place)
 
 def test_a_text_part_that_is_not_supported_is_named(tmp_path):
     message = error_of(tmp_path, {**MISTRAL3, "text_config": {**MISTRAL3["text_config"], "model_type": "mistral4"}})
-    assert "text_config in config.json has the model_type 'mistral4', which is not supported; supported: " in message
+    assert (
+        "text_config in config.json has the model_type 'mistral4', which is not supported in mistral3; supported: "
+        in message
+    )
     assert "gemma3_text" in message
     assert "[1]" in error_of(tmp_path, {**MISTRAL3, "text_config": {**MISTRAL3["text_config"], "model_type": [1]}})
     for text in (None, "gemma3_text", [1]):
@@ -183,6 +186,72 @@ def test_a_text_part_that_is_not_supported_is_named(tmp_path):
         tmp_path, {**QWEN3_VL_MOE, "text_config": {**QWEN3_VL_MOE["text_config"], "norm_topk_prob": False}}
     )
     assert "image_token_index" in error_of(tmp_path, {**GEMMA3, "image_token_index": "<image>"})
+
+
+@pytest.mark.parametrize(
+    ("config", "synonym"),
+    [(GEMMA3, None), (QWEN2_VL | {"text_config": QWEN2_VL | {"model_type": "qwen2_vl_text"}}, "qwen2"),
+     (TWICE, "qwen2"), (QWEN3_VL, "qwen3"), (QWEN3_VL_MOE, "qwen3_moe")],
+    ids=lambda config: config["model_type"] if isinstance(config, dict) else "",
+)  # fmt: skip
+def test_only_mistral3_chooses_the_family_of_its_text_part(tmp_path, config, synonym):
+    """transformers always takes the wrapper's own text part. Another family's defaults once counted."""
+    own = WRAPPERS[config["architectures"][0]].text_type
+    # What a family's defaults decide is missing.
+    left_out = ("rope_theta", "rope_scaling", "max_position_embeddings")
+    text = {name: value for name, value in config["text_config"].items() if name not in left_out}
+    config = {name: value for name, value in config.items() if name not in left_out}
+    for model_type in ("mistral", "llama", "qwen2_moe"):
+        message = error_of(tmp_path, {**config, "text_config": {**text, "model_type": model_type}})
+        assert f"the model_type {model_type!r}, which is not supported in {config['model_type']}" in message
+        assert f"supported: {', '.join([own, *filter(None, [synonym])])}" in message
+    expected = load_model_config(write_config(tmp_path, {**config, "text_config": {**text, "model_type": own}}))
+    for model_type in filter(None, (config["model_type"], synonym)):
+        read = load_model_config(write_config(tmp_path, {**config, "text_config": {**text, "model_type": model_type}}))
+        assert read == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "beside"),
+    [
+        (GEMMA3, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+        (GEMMA3, {"num_hidden_layers": 33}),
+        (GEMMA3, {"sliding_window_pattern": 5}),
+        (MISTRAL3, {"sliding_window": 4096}),
+        (MISTRAL3, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+        (QWEN3_VL, {"rope_theta": 1e6}),
+        (QWEN3_VL, {"max_position_embeddings": 1000000}),
+        (QWEN3_VL, {"use_sliding_window": True, "sliding_window": 4096}),
+        (TWICE, {"rope_scaling": STRETCHED["rope_scaling"]}),
+    ],
+    ids=lambda fields: fields.get("model_type") or str(fields),
+)
+def test_fields_beside_the_text_part_that_would_change_it_are_refused(tmp_path, config, beside):
+    """transformers does not read them there. Repeated ones, and those of other parts, change nothing."""
+    message = error_of(tmp_path, {**config, **beside})
+    assert "beside text_config in config.json would change the text part" in message
+    assert all(name in message for name in beside)
+    text = config["text_config"]
+    repeated = {name: text[name] for name in beside if name in text}
+    expected = load_model_config(write_config(tmp_path, config))
+    others = {} if config is TWICE else {"hidden_size": 1152, "vocab_size": 7}
+    assert load_model_config(write_config(tmp_path, {**config, **repeated, **others})) == expected
+
+
+def test_a_theta_that_rope_parameters_hide_is_refused_beside_them(tmp_path):
+    text = {**MISTRAL3["text_config"], "rope_parameters": {"rope_type": "default", "rope_theta": 1e9}}
+    config = {**MISTRAL3, "text_config": text, "rope_theta": 1e9}
+    assert load_model_config(write_config(tmp_path, config)).layers[0].rope.theta == 1e9
+    assert "rope_theta beside text_config" in error_of(tmp_path, {**config, "rope_theta": 1e4})
+
+
+def test_placeholders_have_two_names_in_transformers(tmp_path):
+    for config in (GEMMA3, MISTRAL3):
+        other_name = {**config, "image_token_id": 77, "image_token_index": None}
+        ours = load_model_config(write_config(tmp_path, other_name))
+        assert ours.placeholders["image_token_index"] == 77
+        message = error_of(tmp_path, {**config, "image_token_id": 77})
+        assert message == "image_token_index and image_token_id in config.json differ; keep only image_token_index"
 
 
 # Weights
@@ -196,6 +265,8 @@ def small(family: str, **changes) -> dict[str, Any]:
     }  # fmt: skip
     options |= {"head_dim": 8} if "head_dim" in options else {}
     rope = {"rope_type": "default", "rope_theta": 1e4}
+    if family == "ministral3_wrapped":
+        rope |= {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.5}
     if family == "gemma3_wrapped":
         options |= {"layer_types": None, "rope_parameters": {"full_attention": rope, "sliding_attention": rope}}
     else:
@@ -288,11 +359,20 @@ def test_a_text_part_that_is_missing_or_elsewhere_is_named(copied):
     message = load_error(directory, others | moved)
     assert f"unexpected tensor {sorted(moved)[0]} in {directory}" in message
     assert all(prefix in message for prefix in TEXT_PREFIXES[:-1])
-    assert f"no text part, only tensors such as {sorted(others)[0]}" in load_error(directory, others)
+    message = load_error(directory, others)
+    assert (
+        f"none of the tensors is of the text part; there are only others such as tensor {sorted(others)[0]}" in message
+    )
     message = load_error(directory, others | {k: v for k, v in texts.items() if k != "model.norm.weight"})
     assert message.startswith("a tensor is missing") and message.endswith("model.norm.weight")
+    # With a known prefix, the error does not say that prefixes are wrong.
     extra = {"model.visual_extra.weight": torch.zeros(2)}
-    assert "unexpected tensor model.visual_extra.weight" in load_error(directory, tensors | extra)
+    message = load_error(directory, renamed(tensors, "model.language_model.") | extra)
+    assert "unexpected tensor model.visual_extra.weight" in message and "must begin with" not in message
+    assert message.endswith("; most names begin with model.language_model.")
+    extra = {"model.language_model.extra.weight": torch.zeros(2)}
+    message = load_error(directory, renamed(tensors, "model.language_model.") | extra)
+    assert message.endswith("the model has no such parameter")
 
 
 def test_an_lm_head_of_its_own_is_used_though_the_wrapper_says_tied(copied):
@@ -306,6 +386,16 @@ def test_an_lm_head_of_its_own_is_used_though_the_wrapper_says_tied(copied):
     torch.testing.assert_close(logits(directory), expected, rtol=1e-4, atol=1e-4)
     write_tensors(directory, {name: tensor for name, tensor in tensors.items() if not name.endswith("lm_head.weight")})
     assert load_model_config(directory).tie_word_embeddings
+
+
+def test_a_missing_lm_head_may_be_the_embedding(tmp_path):
+    save_family_model(tmp_path, "qwen3_vl", small("qwen3_vl"))
+    tensors = read_tensors(tmp_path)
+    del tensors["lm_head.weight"]
+    hint = "set tie_word_embeddings to true in config.json"
+    assert load_error(tmp_path, tensors).endswith(hint)
+    del tensors["model.language_model.embed_tokens.weight"]
+    assert hint not in load_error(tmp_path, tensors)
 
 
 def test_vision_tensors_of_a_text_model_are_unexpected(tmp_path):
@@ -386,6 +476,43 @@ def test_packed_experts_of_another_shape_are_named(experts, tmp_path):
     assert "are the same tensor; keep one of them" in load_error(tmp_path, tensors | both)
 
 
+@pytest.mark.parametrize(("size", "square"), [(16, "gate_up_proj"), (32, "down_proj")])
+def test_square_experts_have_the_layout_of_the_layers_other_tensor(tmp_path, size, square):
+    """Published checkpoints exchange rows and columns. The shape does not show it here."""
+    save_family_model(tmp_path, "qwen3_vl_moe", small("qwen3_vl_moe", moe_intermediate_size=size), seed=5)
+    expected, tensors = logits(tmp_path), read_tensors(tmp_path)
+    name = f"model.language_model.layers.0.mlp.experts.{square}"
+    assert tensors[name].shape == (3, 32, 32)
+    write_tensors(tmp_path, transposed(tensors))
+    torch.testing.assert_close(logits(tmp_path), expected, rtol=1e-4, atol=1e-4)
+    alone = {name: tensor for name, tensor in tensors.items() if "experts" not in name} | {name: tensors[name]}
+    assert "does not tell rows from columns; give model.layers.0.mlp.experts." in load_error(tmp_path, alone)
+
+
+def test_a_square_tensor_of_experts_may_come_alone_without_a_wrapper(tmp_path):
+    """OLMoE's are square, and trainers may send tensor by tensor, in the layout of transformers' modules."""
+    for number in (0, 1):
+        (tmp_path / str(number)).mkdir()
+        options = small("qwen3_moe", moe_intermediate_size=16)
+        model = save_family_model(tmp_path / str(number), "qwen3_moe", options, seed=number)
+    expected = of_fresh_llm(tmp_path / "1")[0]
+    with make_llm(tmp_path / "0") as llm:
+        for name, tensor in model.named_parameters():
+            assert "gate_up_proj" not in name or tensor.shape == (3, 32, 32)
+            llm.update_weights({name: tensor.detach()})
+        assert generate(llm) == expected
+
+
+def test_scales_of_packed_experts_are_refused_with_advice(experts, tmp_path):
+    (tmp_path / "config.json").write_bytes((experts / "config.json").read_bytes())
+    tensors = read_tensors(experts)
+    for name in ("down_proj_scale_inv", "gate_up_proj.weight_scale"):
+        scales = {f"model.language_model.layers.0.mlp.experts.{name}": torch.ones(3, 1, 1)}
+        assert load_error(tmp_path, tensors | scales).endswith(
+            "FP8 weights of experts and their scales must be in tensors of their own, expert by expert"
+        )
+
+
 def test_fp8_weights_of_a_wrapper_are_those_of_its_text_part_alone(tmp_path):
     """Scales have the wrapper's prefix, and so has the name of a layer that is not in FP8."""
     whole, alone, plain = tmp_path / "wrapped", tmp_path / "alone", ".layers.0.mlp.down_proj"
@@ -419,6 +546,10 @@ def test_update_weights_takes_the_names_of_transformers_modules(tmp_path, family
         assert generate(llm) == expected
         with pytest.raises(ValueError, match=r"unexpected tensor vision\.weight"):
             llm.update_weights({"vision.weight": torch.zeros(2)})
+        llm.update_weights({})
+        if others := {name: tensor for name, tensor in given.items() if not text_name(name)}:
+            with pytest.raises(ValueError, match="none of the tensors is of the text part"):
+                llm.update_weights(others)
 
 
 # Prompts
@@ -439,6 +570,13 @@ def test_prompts_with_placeholders_of_images_are_refused(tmp_path):
     for error, name in zip((errors[0], *errors[2:]), ("video", "image", "image"), strict=True):
         assert f"the model's {name}_token_id" in error and "nanovllm reads text only" in error
     assert [check.error for check in Preflight(tmp_path).check(prompts)] == errors
+
+
+def test_gemmas_token_for_an_image_is_a_placeholder_too(tmp_path):
+    """Its chat template writes boi_token, <start_of_image>; the processor writes the other token behind it."""
+    write_config(tmp_path, GEMMA3)
+    error = Preflight(tmp_path).check([[5, 255999]])[0].error
+    assert "token id 255999, the model's boi_token_index" in error and "nanovllm reads text only" in error
 
 
 def test_texts_with_placeholders_of_images_are_refused(tmp_path):
