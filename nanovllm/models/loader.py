@@ -24,6 +24,8 @@ def load_weights(model: CausalLM, directory: Path) -> None:
     expected = expected_tensors(model)
     pairs = [pair for path in checkpoint_files(directory) for pair in stored_tensors(path).items()]
     stored = named_as_expected(model, expected, pairs)
+    if not stored and model.is_wrapped:
+        raise ValueError(f"{directory} has no tensor of the text part")
     with torch.no_grad():
         for name, tensor in stored.items():
             for shard in expected.get(name, ()):
@@ -46,8 +48,8 @@ def check_update(model: CausalLM, tensors: Tensors) -> Tensors:
 
     Raises:
         ValueError: the model has no such tensor, or it has another shape or another kind of numbers; or a tensor is
-            given twice; or a tied model's LM head differs from the embedding given with it; or none of the tensors is
-            of the text part. The message names the tensor.
+            given twice; or a tied model's LM head differs from the embedding given with it. The message names the
+            tensor.
     """
     expected = expected_tensors(model)
     tensors = named_as_expected(model, expected, tensors.items())

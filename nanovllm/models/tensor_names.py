@@ -31,7 +31,7 @@ def named_as_expected(
         expected: from `loader.expected_tensors`.
 
     Raises:
-        ValueError: the model has no such tensor, or two tensors have the same name, or all are of other parts.
+        ValueError: the model has no such tensor, or two tensors have the same name.
     """
     packed_names = _packed_names(expected)
     bare_names = {name.removeprefix("model."): name for name in (*expected, *model.tied_weights, *packed_names)}
@@ -65,16 +65,10 @@ def named_as_expected(
 
 
 def _of_text_part(tensors: list[tuple[str, AnyTensor]]) -> list[tuple[str, AnyTensor]]:
-    """The tensors that are not of another part.
-
-    Raises:
-        ValueError: all are of other parts.
-    """
+    """The tensors that are not of another part. A trainer may send the tensors of each part in calls of their own."""
     others = [name for name, _ in tensors if is_of_other_part(name)]
     if not others:
         return tensors
-    if len(others) == len(tensors):
-        raise ValueError(f"none of the tensors is of the text part; there are only others such as {tensors[0][1].what}")
     logger.info("skipped %d tensors that are not of the text part, such as %s", len(others), others[0])
     return [(name, tensor) for name, tensor in tensors if not is_of_other_part(name)]
 
