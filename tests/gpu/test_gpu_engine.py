@@ -338,7 +338,7 @@ def test_graphs_reach_max_model_len_exactly(long_requests, long_completions, jud
         outputs = generate(llm, *map(list, zip(*long_requests, strict=True)))
         runner = llm.engine.runner
         size = SentStep(runner.program.sizes.decode_size(1))
-        tables = runner.program.table.batch(size).metadata.block_tables
+        tables = runner.program.table.batch(size).groups[0].block_tables
         assert runner.program.graphs is not None and tables.shape[1] == -(-max_model_len // block_size)
     for length, output in zip(LONGEST_PROMPTS, outputs, strict=True):
         assert output.error is None and output.finish_reason == "length"
