@@ -61,7 +61,7 @@ def test_greedy_completions_are_those_of_transformers(tmp_path, family, backend,
 @pytest.mark.parametrize("backend", ["sdpa", "torch"])
 def test_teacher_forced_logits_are_those_of_transformers(tmp_path, family, backend, count):
     """Tokens hide errors that are smaller than the gap between candidates; logits do not."""
-    for seed in range(count(2, 4)):
+    for seed in range(count(1, 4)):
         rng = random.Random(seed)
         options = FAMILIES[family][2](rng)
         directory = tmp_path / str(seed)
@@ -186,7 +186,7 @@ def test_two_ranks_give_the_tokens_of_transformers(tmp_path, family):
     assert tally.num_ties == 0
 
 
-@pytest.mark.parametrize("family", some(FAMILIES, "mistral", "phi3", "qwen3_moe"))
+@pytest.mark.parametrize("family", some(FAMILIES, "phi3", "qwen3_moe"))
 def test_an_engine_of_our_kernels_gives_the_tokens_of_the_plain_one(tmp_path, family):
     """They have windows, wide and partly rotated heads, experts and norms after blocks, in Triton's interpreter."""
     rng = random.Random(family)

@@ -12,8 +12,10 @@ from support.long import some
 from support.model_factory import save_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention import triton_backend
+from nanovllm.attention import metadata as attention_metadata
+from nanovllm.attention import triton_backend, triton_prompts
 from nanovllm.models.decoder import CausalLM
+from nanovllm.runner import sequence_table, step_sizes
 
 PROMPTS = [list(range(1, length + 1)) for length in (1, 2, 29, 5, 23, 1, 14)]
 
@@ -62,8 +64,10 @@ def test_of_prompts_only_the_last_tokens_pass_the_last_layer(tmp_path, family, s
 
 
 def test_our_kernel_attends_only_tiles_with_tokens_that_are_read(tmp_path, steps, monkeypatch):
-    """The first step takes whole prompts of 20 and 70 tokens and 10 tokens of the third: four tiles of queries. Only
-    the last tiles of the two whole prompts hold a token that is read."""
+    """The first step takes whole prompts of 5 and 18 tokens and 2 tokens of the third: four tiles of queries. Only the
+    last tiles of the two whole prompts hold a token that is read."""
+    for module in (attention_metadata, sequence_table, step_sizes, triton_prompts):
+        monkeypatch.setattr(module, "QUERY_TILE", 16)  # few tokens: Triton's interpreter is slow
     attend, numbers = triton_backend.attend_prompts, []
 
     def counted(shape, q, cache, out, metadata, window):
@@ -72,12 +76,12 @@ def test_our_kernel_attends_only_tiles_with_tokens_that_are_read(tmp_path, steps
 
     monkeypatch.setattr(triton_backend, "attend_prompts", counted)
     save_model(tmp_path, seed=4, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
-    options = {"attention_backend": "triton", "kvcache_block_size": 16, "max_num_batched_tokens": 100}
-    prompts = [list(range(50)) * 3, [7] * 20, [5] * 70]
+    options = {"attention_backend": "triton", "kvcache_block_size": 16, "max_num_batched_tokens": 25}
+    prompts = [list(range(38)), [7] * 5, [5] * 18]
     params = [SamplingParams(temperature=0, max_tokens=number, ignore_eos=True) for number in (1, 4, 2)]
     with LLM(str(tmp_path), device="cpu", max_model_len=256, **options) as llm:
         llm.generate(prompts, params, use_tqdm=False, raise_on_error=True)
-    assert steps == [(100, 2), (100, 2), (43, 2), (1, None)]
+    assert steps == [(25, 2), (25, 2), (14, 2), (1, None)]
     # Each step calls the model twice, with two layers each. The first call computes everything, for comparison. In the
     # second, the last layer attends only the tiles that are read.
     (first, _), (last, _) = numbers[:2]
