@@ -60,7 +60,7 @@ BUDGETS = {
     # and block tables per group of layers.
     ("runner",): 1430,
     # Each family is a row with the defaults of its config.json, which is read field by field.
-    ("models", "layers"): 2400,
+    ("models", "layers"): 2310,
     # Ranks meet by a deadline, and remove what a driver left that a signal ended.
     ("parallel",): 427,
     ("replicas",): 500,
