@@ -61,7 +61,7 @@ def test_greedy_completions_are_those_of_transformers(tmp_path, family, backend,
 @pytest.mark.parametrize("backend", ["sdpa", "torch"])
 def test_teacher_forced_logits_are_those_of_transformers(tmp_path, family, backend, count):
     """Tokens hide errors that are smaller than the gap between candidates; logits do not."""
-    for seed in range(count(1, 4)):
+    for seed in (1, 0, 2, 3)[: count(1, 4)]:
         rng = random.Random(seed)
         options = FAMILIES[family][2](rng)
         directory = tmp_path / str(seed)
