@@ -196,7 +196,7 @@ class BlockManager:
 
     def can_append(self, seq: Sequence, num_new_tokens: int) -> bool:
         """Whether there are blocks for `num_new_tokens` more computed tokens."""
-        num_blocks = self._num_blocks_for(seq.num_computed_tokens + num_new_tokens)
+        num_blocks = -(-(seq.num_computed_tokens + num_new_tokens) // self.block_size)
         num_needed = num_blocks - len(seq.block_table)
         if self.num_window_groups:
             num_needed = max(num_needed, 0) + self.num_window_groups * (num_blocks - len(seq.window_table))
