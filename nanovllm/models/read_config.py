@@ -112,9 +112,9 @@ def _fields_of_architecture(raw: dict[str, Any], directory: Path) -> tuple[str, 
     )
     # null counts as absent. Only for a window it means that there is none.
     given = {key: value for key, value in raw.items() if value is not None or key == "sliding_window"}
-    # The two names of one field: a given one takes the place of the other's default.
-    defaults = {k: v for k, v in family.defaults.items() if (k, "rope_scaling" in given) != ("rope_parameters", True)}
-    raw = {**defaults, **given}
+    raw = {**family.defaults, **given}
+    if "rope_scaling" in given and "rope_parameters" not in given:  # the older name of the same field
+        raw.pop("rope_parameters", None)
     for name in _REFUSED:
         if raw.get(name):
             raise ValueError(f"{name}={shown(raw[name])} in config.json is not supported")

@@ -74,7 +74,7 @@ def _of_text_part(tensors: list[tuple[str, AnyTensor]]) -> list[tuple[str, AnyTe
 
 
 def _hint(name: str, usual: str, is_wrapped: bool) -> str:
-    """What is wrong with the name of an unexpected tensor, if it shows.
+    """The end of the error about an unexpected tensor; empty if its name shows no reason.
 
     Args:
         usual: the prefix that most names have.

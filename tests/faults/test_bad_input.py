@@ -786,6 +786,7 @@ def test_a_broken_config_names_its_file(directory, name, content):
             "config.json in .* has no architectures, and model_type 'gpt2'; supported: Gemma3ForCausalLM",
         ),
         ({"rope_parameters": {"rope_type": "axial", "factor": 8.0}}, "rope type 'axial' is not supported; default"),
+        ({"rope_parameters": {"rope_type": "mrope", "mrope_section": [2, 1, 1]}}, "rope type 'mrope' is not supported"),
         ({"rope_parameters": None, "rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
         ({"rope_parameters": None, "rope_scaling": {"type": "longrope", "factor": 2.0}}, "short_factor"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "factor"),

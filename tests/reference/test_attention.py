@@ -325,7 +325,7 @@ class Steps:
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32, seed: int = 0, num_blocks: int = 1500, block_size: int = 4):
-        self.dtype, self.block_size, self.num_kv_heads = dtype, block_size, 2
+        self.dtype, self.block_size, self.num_kv_heads, self.num_groups = dtype, block_size, 2, 1
         self.generator, self.rng, self.num_admitted = torch.Generator().manual_seed(seed), random.Random(seed), 0
         self.free_blocks = self.rng.sample(range(num_blocks), num_blocks)
         shape = AttentionShape(4, self.num_kv_heads, 16, dtype, torch.device("cpu"), windows=(0, 9))
@@ -381,7 +381,7 @@ class Steps:
             tables[row, : len(seq.blocks)] = torch.tensor(seq.blocks)
         tenants = [(seq.seq_id, seq.num_preemptions) for seq, _ in work] if has_tenants else None
         metadata = make_metadata(num_new, lengths, slots, tables, self.block_size, tenants=tenants)
-        metadata = replace(metadata, plan=self.ours.plan(metadata))
+        metadata = replace(metadata, plan=self.ours.plan(metadata, self.num_groups))
         for layer in range(NUM_LAYERS):
             q, k, v = (
                 torch.cat([getattr(seq, name)[layer, seq.num_cached : seq.num_cached + n] for seq, n in work])
@@ -514,13 +514,15 @@ def test_kept_keys_know_their_sequence(change):
     assert steps.decode(seqs)
 
 
-@pytest.mark.parametrize("num_blocks", [80, 1500])
-def test_a_copy_that_would_take_much_of_the_memory_is_not_kept(num_blocks):
-    """Kept keys are memory beyond the cache; a batch that fills the cache would take it twice."""
+@pytest.mark.parametrize(("num_blocks", "num_groups"), [(80, 1), (1500, 1), (1500, 20)])
+def test_a_copy_that_would_take_much_of_the_memory_is_not_kept(num_blocks, num_groups):
+    """Kept keys are memory beyond the cache; a batch that fills the cache would take it twice. The layers of several
+    groups share a part of the cache, and each may keep a copy."""
     steps = Steps(num_blocks=num_blocks)
+    steps.num_groups = num_groups
     seqs = prefilled(steps, 60, 50, 40, 30)
     kept = [steps.decode(seqs) for _ in range(6)]
-    assert kept == [False, *([num_blocks == 1500] * 5)]
+    assert kept == [False, *([(num_blocks, num_groups) == (1500, 1)] * 5)]
 
 
 def test_nothing_is_kept_of_a_step_without_tenants():

@@ -163,6 +163,19 @@ def test_logits_over_two_ranks_are_those_of_transformers(tmp_path, family, count
             assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-4, options
 
 
+def test_the_option_counts_blocks_per_group_of_layers(tmp_path):
+    """A CPU's steps have at most 2,048 tokens. The bound of a request once assumed more, and refused what fits."""
+    options = FAMILIES["gemma3"][2](random.Random(0)) | {
+        "num_hidden_layers": 4, "sliding_window": 9, "layer_types": ["full_attention"] + ["sliding_attention"] * 3,
+    }  # fmt: skip
+    save_family_model(tmp_path, "gemma3", options)
+    with LLM(str(tmp_path), device="cpu", num_kvcache_blocks=30, kvcache_block_size=4, max_model_len=100) as llm:
+        info, cache = llm.engine.info, llm.engine.runner.program.kv_cache
+        assert info.windows.num_groups == 3 and info.windows.max_num_new_tokens == 2048
+        assert cache.num_blocks == info.num_kvcache_blocks == 4 * 30
+        assert llm.metrics()["num_kvcache_blocks"] == llm.metrics()["num_free_kvcache_blocks"] == 30
+
+
 def test_a_window_that_no_sequence_outgrows_costs_nothing(tmp_path):
     """Phi-3's windows are longer than its contexts. Layers with windows share no prefixes."""
     options = {**FAMILIES["mistral"][2](random.Random(0)), "sliding_window": 50}

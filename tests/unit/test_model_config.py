@@ -591,6 +591,9 @@ def test_a_shared_expert_must_divide_too(tmp_path):
     config = read(tmp_path, architectures=["Qwen2MoeForCausalLM"], **fields)
     with pytest.raises(ValueError, match=r"MLPs of size 8 and 9; sizes that work: 1$"):
         config.check_parallel_size(2)
+    config = read(tmp_path, architectures=["MixtralForCausalLM"], num_local_experts=4, intermediate_size=9)
+    with pytest.raises(ValueError, match=r"MLPs of size 9; sizes that work: 1$"):
+        config.check_parallel_size(2)
 
 
 WINDOWED = {"num_hidden_layers": 7, "sliding_window": 5}
