@@ -39,9 +39,9 @@ def _store_columns(numbers, column, is_column, keys, values, BLOCK_SIZE: tl.cons
 @jit
 def _qk_norm_rotate_store_kernel(
     qkv, row_scales, column_scales, weight, cos, sin, out, k_cache, v_cache, cache_scales, slot_mapping, eps,
-    NUM_NORMED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, NORMS: tl.constexpr,
-    IS_SCALED: tl.constexpr, STORES_VALUES: tl.constexpr,
+    STRIDE: tl.constexpr, NUM_NORMED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    NORMS: tl.constexpr, IS_SCALED: tl.constexpr, STORES_VALUES: tl.constexpr,
 ):  # fmt: skip
     """One program per token and some of its heads; the heads of values are the last. They are neither normed nor
     rotated, and are stored only if STORES_VALUES.
@@ -69,7 +69,7 @@ def _qk_norm_rotate_store_kernel(
         if REST:
             scales_rest = tl.load(column_scales + head * HEAD_DIM + rest, is_head & is_rest, 0.0)
     begin()
-    of_head = qkv + token * (NUM_NORMED + NUM_KV_HEADS) * HEAD_DIM + head * HEAD_DIM
+    of_head = qkv + token * STRIDE + head * HEAD_DIM
     given_low = tl.load(of_head + low, is_head & is_rotated, 0.0)
     given_high = tl.load(of_head + high, is_head & is_rotated, 0.0)
     if IS_SCALED:
@@ -150,7 +150,8 @@ def qk_norm_rotate_store(
     """Norms and rotates every query and key head, and writes keys and values to their slots.
 
     Args:
-        qkv: [num_tokens, (num_heads + 2 × num_kv_heads) × head_dim], or with a dimension for the heads.
+        qkv: [num_tokens, (num_heads + 2 × num_kv_heads) × head_dim], or with a dimension for the heads. Rows may have
+            a stride.
         weight: [num_heads + num_kv_heads, head_dim], the norm's weights; None does not norm.
         cos, sin: [num_tokens, 1, head_dim], as RotaryEmbedding.lookup gives them.
         rotary_dim: number of leading columns of a head that are rotated.
@@ -171,8 +172,8 @@ def qk_norm_rotate_store(
     heads = min(_HEADS_OF_PROGRAM, triton.next_power_of_2(num_heads))
     _qk_norm_rotate_store_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
         given, *scales, weight, cos, sin, out, cache.keys, cache.values, halves(cache), slot_mapping, eps,
-        NUM_NORMED=num_normed, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim,
-        BLOCK_SIZE=cache.block_size, HEADS=heads,
+        STRIDE=given.stride(0), NUM_NORMED=num_normed, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+        ROTARY_DIM=rotary_dim, BLOCK_SIZE=cache.block_size, HEADS=heads,
         HALF=triton.next_power_of_2(rotary_dim // 2), REST=triton.next_power_of_2(rest) if rest else 0,
         NORMS=weight is not None, IS_SCALED=isinstance(qkv, ScaledProduct), STORES_VALUES=stores_values,
         num_warps=_NUM_WARPS, **(STORE_OPTIONS if cache.is_fp8 else LAUNCH_OPTIONS),

@@ -463,7 +463,7 @@ def test_queries_and_keys_are_normed_rotated_and_stored_as_by_the_layers(
     """One kernel does four steps of the layer. Numbers and sizes of heads are not powers of 2, and some heads are only
     partly rotated.
     """
-    num_tokens, block_size = 7, 4
+    num_tokens, block_size, num_all_heads = 7, 4, num_heads + 2 * num_kv_heads
     weight, eps, norm = None, 0.0, lambda qk: qk
     if offset is not None:
         norm = QKNorm(num_heads, num_kv_heads, head_dim, 1e-6, LayerContext(dtype, CPU), offset)
@@ -472,7 +472,8 @@ def test_queries_and_keys_are_normed_rotated_and_stored_as_by_the_layers(
         weight, eps = norm.weight, norm.eps
     rope = RotaryEmbedding(head_dim, 5000, RopeConfig(10000.0, rotary_dim), dtype, CPU)
     rotary = rope.lookup(torch.tensor([0, 1, 2, 17, 4999, 300, 0]))
-    qkv = random_tensor(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, seed=2) * 3
+    # A wider projection may hold more than queries, keys and values.
+    qkv = (random_tensor(num_tokens, num_all_heads + 1, head_dim, dtype=dtype, seed=2) * 3)[:, :num_all_heads]
     slots = torch.tensor([5, 11, -1, 0, 1, 4, -1])
     shape = (3, block_size, num_kv_heads, head_dim)
     k_cache, v_cache, exact_k_cache, exact_v_cache = (torch.full(shape, 7.0, dtype=dtype) for _ in range(4))

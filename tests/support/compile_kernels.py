@@ -27,9 +27,11 @@ from nanovllm.attention.triton_backend import TritonAttention  # noqa: E402
 from nanovllm.ops.act_and_mul import act_and_mul  # noqa: E402
 from nanovllm.ops.block_product import BlockWeight, block_product  # noqa: E402
 from nanovllm.ops.collectives import Parallel  # noqa: E402
+from nanovllm.ops.delta_net import delta_net  # noqa: E402
 from nanovllm.ops.exchange import Exchange, mail_shape  # noqa: E402
 from nanovllm.ops.grouped_mlp import ExpertWeights, grouped_mlp  # noqa: E402
 from nanovllm.ops.layer_cache import LayerCache  # noqa: E402
+from nanovllm.ops.layer_state import DeltaWeights, LayerState, StateRows  # noqa: E402
 from nanovllm.ops.norm import add_rms_norm, rms_norm  # noqa: E402
 from nanovllm.ops.qk_norm_rotate_store import qk_norm_rotate_store  # noqa: E402
 from nanovllm.ops.quantize import E4M3, ScaledProduct, quantize_row_blocks, quantize_rows  # noqa: E402
@@ -141,6 +143,17 @@ def launch_all() -> None:
             grouped_mlp(inputs, routes, *weights, use_kernels=True)
 
 
+def launch_delta_net(dtype: torch.dtype, dim: int) -> None:
+    """Launches the kernels of one decode and one prompt."""
+    num_channels, ints = 4 * dim, torch.zeros((2, 4), dtype=torch.int32)
+    weights = DeltaWeights(
+        torch.zeros((num_channels, 4), dtype=dtype), torch.zeros(2), torch.zeros(2), torch.ones(dim, dtype=dtype), 1e-6
+    )
+    state = LayerState(torch.zeros((2, 2, dim, dim)), torch.zeros((2, 4, num_channels), dtype=dtype))
+    rows = StateRows(ints[:, 0], ints[0], ints[0], ints[0, :1], 1, ints)
+    delta_net(torch.zeros((8, 6 * dim), dtype=dtype), torch.zeros((8, 4), dtype=dtype), weights, state, rows, True)
+
+
 def launch_over_fp8_cache(head_dim: int, group_size: int, block_size: int, window: int, num_kv_heads: int = 2) -> None:
     """Launches the kernels of two decodes, and those that store keys and values with and without prompts."""
     num_heads, dtype = num_kv_heads * group_size, torch.bfloat16
@@ -173,6 +186,8 @@ if __name__ == "__main__":
     triton.runtime.driver.set_active(Driver())
     triton.JITFunction.run = compile_only
     launch_all()
+    for dtype, dim in ((torch.bfloat16, 128), (torch.bfloat16, 256), (torch.float32, 64)):
+        launch_delta_net(dtype, dim)
     for head_dim, group_size, block_size, window in (
         (128, 2, 64, 0), (128, 8, 128, 0), (64, 3, 64, 0), (256, 4, 64, 100), (80, 12, 96, 0), (128, 4, 32, 0),
         (16, 2, 32, 0), (48, 1, 64, 0), (112, 7, 64, 0),
