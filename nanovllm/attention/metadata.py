@@ -51,6 +51,8 @@ class AttentionMetadata:
             tiles of padding. None if no layer asks for them, or if the step holds decodes alone.
         shared_prefixes: the keys that several decodes share; None if there are none.
         group: the group of layers that these slots, block tables and plan are for. All else is the same in all groups.
+        entries: int32 [num_rows], each row's entry in the SequenceTable; may be a view with a stride. None in
+            batches that no layer with states reads.
         tenants: each row's admission as (request id, number of preemptions), which is unique: for a backend that keeps
             keys from step to step. None where it is not known, as in a captured step.
         plan: the result of the attention backend's `plan`; None before that call.
@@ -69,6 +71,7 @@ class AttentionMetadata:
     sampled_tiles: torch.Tensor | None = None
     shared_prefixes: SharedPrefixes | None = None
     group: int = 0
+    entries: torch.Tensor | None = None
     tenants: list[tuple[int, int]] | None = None
     plan: Any = None
 

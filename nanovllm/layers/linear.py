@@ -5,13 +5,24 @@ nothing else. Column-parallel layers divide the outputs, row-parallel ones the i
 all-reduce (Megatron-LM, Shoeybi et al., 2019).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.forms import Form, PartialSum, PendingProduct
 from nanovllm.layers.quantization import FormattedWeight, WeightFormat
-from nanovllm.layers.shard import WHOLE, Shard, Shards, replicated_shards
+from nanovllm.layers.shard import (
+    WHOLE,
+    Rows,
+    Shard,
+    Shards,
+    in_one_tensor,
+    replicated_shards,
+    rows_of_heads,
+    shards_of_rows,
+)
 from nanovllm.ops.linear import MAX_ROWS_IN_PARTS, linear, linear_in_parts, num_input_parts, pack_weight
 from nanovllm.ops.quantize import Quantized, ScaledProduct
 
@@ -95,40 +106,16 @@ class MergedColumnParallelLinear(LinearBase):
 
     Args:
         input_size: width of the input.
-        output_sizes: width of each output over all ranks, by the name of its checkpoint tensor.
-        parts: this rank's part of each output, as (start, length); None divides each equally.
-        stored_as: the checkpoint holds them as one tensor of this name, one after the other.
+        rows: the rows of checkpoint tensors that are this rank's rows of the weight, in their order.
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        output_sizes: dict[str, int],
-        bias: bool,
-        context: LayerContext,
-        parts: dict[str, tuple[int, int]] | None = None,
-        stored_as: str | None = None,
-        **kw,
-    ):
-        parts = parts or {name: context.parallel.shard(size, name) for name, size in output_sizes.items()}
-        super().__init__(input_size, sum(length for _, length in parts.values()), bias, context, **kw)
-        self.output_sizes, self.parts, self.stored_as = output_sizes, parts, stored_as
+    def __init__(self, input_size: int, rows: Sequence[Rows], bias: bool, context: LayerContext, **kw):
+        super().__init__(input_size, sum(each.length for each in rows), bias, context, **kw)
+        self.rows = rows
 
     def shards(self, name: str) -> Shards:
-        parameter, first, first_stored = self.parameter("bias" if name == "bias" else "weight"), 0, 0
-        rest, shards = tuple(parameter.shape[1:]), Shards()
-        for part, (start, length) in self.parts.items():
-            key, num_rows = part, self.output_sizes[part]
-            if self.stored_as is not None:
-                start += first_stored
-                first_stored += num_rows
-                key, num_rows = self.stored_as, sum(self.output_sizes.values())
-            source = ((start, length), *((0, width) for width in rest))
-            whole = Shard((num_rows, *rest), source, parameter[first : first + length])
-            if (shard := self._shard(name, whole, first)) is not None:
-                shards.setdefault(key, []).append(shard)
-            first += length
-        return shards
+        parameter = self.parameter("bias" if name == "bias" else "weight")
+        return shards_of_rows(parameter, self.rows, lambda shard, first: self._shard(name, shard, first))
 
     def forward(self, x: torch.Tensor | Quantized) -> torch.Tensor | ScaledProduct:
         """x: [..., input_size] -> [..., output_size / ranks]"""
@@ -141,6 +128,10 @@ class QKVParallelLinear(MergedColumnParallelLinear):
     With more ranks than key/value heads, `size / num_kv_heads` neighbouring ranks hold the same head.
 
     num_heads, num_kv_heads: heads of this rank.
+
+    Args:
+        has_gates: q_proj holds a gate behind each query head. The gates of all heads come after the values.
+        stored_as: the checkpoint holds the projections as one tensor of this name, one after the other.
     """
 
     def __init__(
@@ -151,21 +142,24 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         num_kv_heads: int,
         bias: bool,
         context: LayerContext,
+        has_gates: bool = False,
+        stored_as: str | None = None,
         **kw,
     ):
         parallel = context.parallel
-        q_start, q_heads = parallel.shard(num_heads, "num_attention_heads")
+        q_part = parallel.shard(num_heads, "num_attention_heads")
         if num_kv_heads >= parallel.size:
-            kv_start, kv_heads = parallel.shard(num_kv_heads, "num_key_value_heads")
+            kv_part = parallel.shard(num_kv_heads, "num_key_value_heads")
         elif parallel.size % num_kv_heads == 0:
-            kv_start, kv_heads = parallel.rank * num_kv_heads // parallel.size, 1
+            kv_part = parallel.rank * num_kv_heads // parallel.size, 1
         else:
             raise ValueError(f"num_key_value_heads ({num_kv_heads}) cannot be replicated over {parallel.size} ranks")
-        kv_part = (kv_start * head_dim, kv_heads * head_dim)
-        parts = {"q_proj": (q_start * head_dim, q_heads * head_dim), "k_proj": kv_part, "v_proj": kv_part}
-        sizes = {"q_proj": num_heads * head_dim, "k_proj": num_kv_heads * head_dim, "v_proj": num_kv_heads * head_dim}
-        super().__init__(hidden_size, sizes, bias, context, parts, **kw)
-        self.num_heads, self.num_kv_heads = q_heads, kv_heads
+        queries = rows_of_heads("q_proj", num_heads, q_part, *[head_dim] * (1 + has_gates))
+        keys, values = (rows_of_heads(key, num_kv_heads, kv_part, head_dim) for key in ("k_proj", "v_proj"))
+        first_gate = len(queries) // (1 + has_gates)
+        rows = [*queries[:first_gate], *keys, *values, *queries[first_gate:]]
+        super().__init__(hidden_size, in_one_tensor(stored_as, rows) if stored_as else rows, bias, context, **kw)
+        self.num_heads, self.num_kv_heads = q_part[1], kv_part[1]
 
 
 class RowParallelLinear(LinearBase):

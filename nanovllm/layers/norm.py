@@ -1,12 +1,14 @@
 """RMSNorm layers: for hidden states, after the residual is added, and for queries and keys."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.forms import Form, PartialSum, PendingProduct
-from nanovllm.layers.shard import Shard, Shards, replicated_shards
+from nanovllm.layers.shard import Rows, Shard, Shards, replicated_shards, shards_of_rows
 from nanovllm.ops.norm import add_rms_norm, rms_norm
 from nanovllm.ops.quantize import Quantized, ScaledProduct
 
@@ -135,20 +137,18 @@ class ProjectionNorm(nn.Module):
     weight: [query columns + key columns] of this rank.
 
     Args:
-        sizes: numbers of columns of q_proj and k_proj over all ranks.
-        parts: this rank's columns of q_proj and k_proj, as (start, length).
+        rows: this rank's rows of q_proj and of k_proj.
     """
 
-    def __init__(self, sizes: dict[str, int], parts: dict[str, tuple[int, int]], eps: float, context: LayerContext):
+    def __init__(self, rows: Sequence[Rows], eps: float, context: LayerContext):
         super().__init__()
         self.eps, self.parallel = eps, context.parallel
-        self._sizes, self._parts = sizes, parts
-        self._lengths = parts["q_proj"][1], parts["k_proj"][1]
+        self._rows = [each._replace(key=key) for key, each in zip(("q_norm", "k_norm"), rows, strict=True)]
+        self._lengths = [each.length for each in rows]
         self.weight = context.parameter(sum(self._lengths))
 
     def shards(self, name: str) -> Shards:
-        targets = zip(("q_norm", "k_norm"), ("q_proj", "k_proj"), self.weight.split(self._lengths), strict=True)
-        return {key: [Shard((self._sizes[of],), (self._parts[of],), target)] for key, of, target in targets}
+        return shards_of_rows(self.weight, self._rows)
 
     def forward(self, qkv: torch.Tensor) -> torch.Tensor:
         """qkv: [num_tokens, query, key and value columns of this rank] -> the same tensor, normed in place"""

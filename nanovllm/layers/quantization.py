@@ -208,6 +208,15 @@ class Formats:
         if config is not None:
             self._fp8 = (ChannelFp8 if config.block is None else BlockFp8)(config, context)
 
+    def check_plain(self, module: str, *names: str) -> None:
+        """Raises a ValueError if the checkpoint has one of these layers in FP8; for the arguments see `of`."""
+        layers = [f"{module}.{name}" for name in names]
+        if self._config is not None and self._config.scale_name and any(map(self._config.applies_to, layers)):
+            raise ValueError(
+                f"config.json says that {' or '.join(layers)} is in FP8; nanovllm reads them only in 16 or 32 bits; "
+                'take a checkpoint that is not quantized; quantization="fp8" rounds its large projections as they load'
+            )
+
     def of(self, module: str, *names: str) -> WeightFormat | None:
         """The format of the layer that computes these layers of a module as one product; None for plain weights.
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, NamedTuple
 
+from nanovllm.layers.delta_net_config import DeltaNetConfig
 from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.layers.rope_config import RopeConfig
 from nanovllm.models.families import Family
@@ -51,11 +52,13 @@ class LayerConfig(NamedTuple):
 
     window: how many keys a query sees, its own included; 0 means all.
     has_experts: the layer has a mixture of experts instead of an MLP.
+    is_recurrent: the layer is a gated DeltaNet instead of attention; see DeltaNetConfig.
     """
 
     window: int
     rope: RopeConfig
     has_experts: bool = False
+    is_recurrent: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,20 +109,30 @@ class ModelConfig:
     generation: dict[str, Any]  # generation_config.json, for the recommended sampling
     fp8: Fp8Config | None = None  # None if no weight is in FP8
     placeholders: Mapping[str, int] = field(default_factory=dict)  # see Wrapper
+    delta_net: DeltaNetConfig | None = None  # None if no layer is recurrent
 
     @property
     def is_wrapped(self) -> bool:
-        """The checkpoint also has other parts than this text model."""
-        return self.architecture in WRAPPERS
+        """The checkpoint may also have other parts than this text model."""
+        return self.architecture in WRAPPERS or self.family.has_other_parts
 
     @property
     def num_hidden_layers(self) -> int:
         return len(self.layers)
 
     @property
-    def cache_places(self) -> tuple[CachePlace, ...]:
-        """Each layer's place in the KV cache."""
-        return cache_places([layer.window for layer in self.layers])
+    def num_recurrent_layers(self) -> int:
+        return sum(layer.is_recurrent for layer in self.layers)
+
+    @property
+    def num_attention_layers(self) -> int:
+        return self.num_hidden_layers - self.num_recurrent_layers
+
+    @property
+    def cache_places(self) -> tuple[CachePlace | None, ...]:
+        """Each layer's place in the KV cache; None for a recurrent layer, which keeps no keys."""
+        places = iter(cache_places([layer.window for layer in self.layers if not layer.is_recurrent]))
+        return tuple(None if layer.is_recurrent else next(places) for layer in self.layers)
 
     def max_model_len(self, wanted: int | None) -> int:
         """Maximum number of tokens of prompt and completion together: `wanted`, or a default.
@@ -152,16 +165,20 @@ class ModelConfig:
             for layer in self.layers
             for size in (filter(None, of_experts) if layer.has_experts else (self.intermediate_size,))
         }
+        heads = {"attention heads": self.num_attention_heads}
+        if self.delta_net is not None:
+            heads["key heads of DeltaNets"] = self.delta_net.num_key_heads
 
         def divides(n: int) -> bool:
             num_kv_heads = self.num_key_value_heads  # several ranks may hold the same key/value head
-            is_even = all(size % n == 0 for size in (self.num_attention_heads, *mlp_sizes))
+            is_even = all(size % n == 0 for size in (*heads.values(), *mlp_sizes))
             return is_even and (num_kv_heads % n == 0 or n % num_kv_heads == 0)
 
         if not divides(size):
             sizes = ", ".join(str(n) for n in range(1, min(self.num_attention_heads, 64) + 1) if divides(n))
+            numbers = ", ".join(f"{number} {name}" for name, number in heads.items())
             raise ValueError(
-                f"the model cannot be divided over tensor_parallel_size={size}: it has {self.num_attention_heads} "
-                f"attention heads, {self.num_key_value_heads} key/value heads and MLPs of size "
+                f"the model cannot be divided over tensor_parallel_size={size}: it has {numbers}, "
+                f"{self.num_key_value_heads} key/value heads and MLPs of size "
                 f"{' and '.join(map(str, sorted(mlp_sizes)))}; sizes that work: {sizes}"
             )

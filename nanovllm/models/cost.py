@@ -13,6 +13,8 @@ from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.models.config import ExpertsConfig, ModelConfig
 
 _SCALE_BYTES = 4
+# The ends of the names of layers whose weights may be in FP8.
+_FP8_NAMES = ("_proj", ".in_proj_qkv", ".in_proj_z", ".in_proj_qkvz")
 _MANY_TOKENS = 2**31  # a step of this many tokens reads every expert
 
 
@@ -55,19 +57,35 @@ def layer_matrices(config: ModelConfig, num_tokens: int = _MANY_TOKENS) -> Itera
     """
     for index, layer in enumerate(config.layers):
         experts = config.experts if layer.has_experts else None
-        for matrix in (*_attention_matrices(config), *_mlp_matrices(config, experts, num_tokens)):
+        mixer = _delta_net_matrices(config) if layer.is_recurrent else _attention_matrices(config)
+        for matrix in (*mixer, *_mlp_matrices(config, experts, num_tokens)):
             name = f"model.layers.{index}.{matrix.name}"
-            is_fp8 = config.fp8 is not None and name.endswith("_proj") and config.fp8.applies_to(name)
+            is_fp8 = config.fp8 is not None and name.endswith(_FP8_NAMES) and config.fp8.applies_to(name)
             yield matrix._replace(name=name, fp8=config.fp8 if is_fp8 else None)
 
 
 def _attention_matrices(config: ModelConfig) -> list[Matrix]:
     num_q, num_kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    sizes = {"q_proj": num_q, "k_proj": num_kv, "v_proj": num_kv}
+    sizes = {"q_proj": num_q * (1 + config.family.has_gates), "k_proj": num_kv, "v_proj": num_kv}
     if "qkv_proj" in config.family.stores_merged:
         sizes = {"qkv_proj": num_q + 2 * num_kv}
     inputs = [Matrix(f"self_attn.{name}", size, config.hidden_size) for name, size in sizes.items()]
     return [*inputs, Matrix("self_attn.o_proj", config.hidden_size, num_q)]
+
+
+def _delta_net_matrices(config: ModelConfig) -> list[Matrix]:
+    net, hidden_size = config.delta_net, config.hidden_size
+    assert net is not None, "only a model with a DeltaNet has recurrent layers"
+    num_values = net.num_value_heads * net.value_dim
+    sizes = {"in_proj_qkv": net.num_channels, "in_proj_z": num_values}
+    sizes |= {"in_proj_b": net.num_value_heads, "in_proj_a": net.num_value_heads}
+    if "in_proj_qkvz" in config.family.stores_merged:
+        sizes = {"in_proj_qkvz": net.num_channels + num_values, "in_proj_ba": 2 * net.num_value_heads}
+    return [
+        *(Matrix(f"linear_attn.{name}", size, hidden_size) for name, size in sizes.items()),
+        Matrix("linear_attn.conv1d", net.num_channels, net.kernel_size),
+        Matrix("linear_attn.out_proj", hidden_size, num_values),
+    ]
 
 
 def _mlp_matrices(config: ModelConfig, experts: ExpertsConfig | None, num_tokens: int) -> list[Matrix]:
@@ -133,7 +151,15 @@ def head_kv_bytes(head_dim: int, kv_itemsize: int) -> int:
 
 def token_kv_bytes(config: ModelConfig, kv_itemsize: int) -> int:
     """Bytes of one token's keys and values in all layers."""
-    return config.num_hidden_layers * config.num_key_value_heads * head_kv_bytes(config.head_dim, kv_itemsize)
+    return config.num_attention_layers * config.num_key_value_heads * head_kv_bytes(config.head_dim, kv_itemsize)
+
+
+def state_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Bytes of one sequence's recurrent states and inputs of convolutions in all layers; see ops/delta_net.py."""
+    if (net := config.delta_net) is None:
+        return 0
+    of_layer = 4 * net.num_value_heads * net.key_dim * net.value_dim + itemsize * net.kernel_size * net.num_channels
+    return config.num_recurrent_layers * of_layer
 
 
 def num_query_key_pairs(num_tokens: int, window: int = 0) -> int:
@@ -155,14 +181,16 @@ class StepWork(NamedTuple):
 
     num_tokens: new tokens of all rows.
     num_sampled: rows that sample a token.
-    num_keys: different keys that the rows with one new token attend to; the mean of the layers.
-    num_pairs: query-key pairs of the other rows; the mean of the layers.
+    num_keys: different keys that the rows with one new token attend to; the mean of the layers with attention.
+    num_pairs: query-key pairs of the other rows; the mean of the layers with attention.
+    num_states: sequences whose recurrent states are read, plus those whose states are written.
     """
 
     num_tokens: int
     num_sampled: int
     num_keys: float
     num_pairs: float
+    num_states: int
 
 
 class Rates(NamedTuple):
@@ -187,6 +215,7 @@ class StepCost(NamedTuple):
     kv_bytes: keys and values that the rows with one new token read.
     product_flop, fp8_product_flop: matrix products in 16 bits and more, and in FP8.
     attention_flop: attention of the other rows.
+    state_bytes: recurrent states that the rows read and write, without the inputs of convolutions.
     """
 
     weight_bytes: float
@@ -194,6 +223,7 @@ class StepCost(NamedTuple):
     product_flop: float
     fp8_product_flop: float
     attention_flop: float
+    state_bytes: float
 
     def product_seconds(self, rates: Rates) -> float:
         return self.product_flop / rates.products + self.fp8_product_flop / rates.fp8_products
@@ -201,30 +231,34 @@ class StepCost(NamedTuple):
     def seconds(self, rates: Rates) -> float:
         """The roofline: the time that the step takes at least on a chip of these rates.
 
-        The step reads the keys and values. It also reads the weights or computes, whichever takes longer.
+        The step reads the keys and values, and reads and writes the states. It also reads the weights or computes,
+        whichever takes longer.
         """
         arithmetic = self.product_seconds(rates) + self.attention_flop / rates.products
-        return self.kv_bytes / rates.bandwidth + max(self.weight_bytes / rates.bandwidth, arithmetic)
+        return (self.kv_bytes + self.state_bytes) / rates.bandwidth + max(
+            self.weight_bytes / rates.bandwidth, arithmetic
+        )
 
 
 def step_costs(config: ModelConfig, itemsize: int, kv_itemsize: int, steps: Sequence[StepWork]) -> list[StepCost]:
     """The cost of each step on all ranks together.
 
     Attention counts all queries in the last layer too, although the engine skips tiles of queries whose results are
-    not needed.
+    not needed. DeltaNets count their projections and convolutions.
     """
     last_layer = f"model.layers.{config.num_hidden_layers - 1}."
-    key_value_names = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+    inputs = ("q_proj", "k_proj", "v_proj", "qkv_proj", "conv1d")
     # Weights that each token is multiplied with, and further weights that each token that samples is multiplied with:
-    # after the attention of the last layer, a step computes only tokens that sample. The keys say whether the weights
-    # are in FP8.
+    # after the attention or DeltaNet of the last layer, a step computes only tokens that sample. The keys say whether
+    # the weights are in FP8.
     by_token, by_sampled = Counter[bool](), Counter({False: config.vocab_size * config.hidden_size})
     for matrix in layer_matrices(config, 1):
-        is_of_sampled = matrix.name.startswith(last_layer) and not matrix.name.endswith(key_value_names)
+        is_input = matrix.name.endswith(inputs) or ".in_proj_" in matrix.name
+        is_of_sampled = matrix.name.startswith(last_layer) and not is_input
         (by_sampled if is_of_sampled else by_token)[matrix.fp8 is not None] += matrix.num_parameters
     num_bytes = {n: step_weight_bytes(config, itemsize, n) for n in {step.num_tokens for step in steps}}
     kv_bytes = token_kv_bytes(config, kv_itemsize)
-    flop_per_pair = config.num_hidden_layers * attention_flop(config.num_attention_heads, config.head_dim, 1)
+    flop_per_pair = config.num_attention_layers * attention_flop(config.num_attention_heads, config.head_dim, 1)
 
     def product_flop(step: StepWork, is_fp8: bool) -> int:
         return 2 * (step.num_tokens * by_token[is_fp8] + step.num_sampled * by_sampled[is_fp8])
@@ -236,6 +270,7 @@ def step_costs(config: ModelConfig, itemsize: int, kv_itemsize: int, steps: Sequ
             product_flop(step, False),
             product_flop(step, True),
             step.num_pairs * flop_per_pair,
+            step.num_states * state_bytes(config, 0),
         )
         for step in steps
     ]

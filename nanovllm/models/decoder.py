@@ -9,6 +9,7 @@ from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.context import LayerContext
+from nanovllm.layers.delta_net import GatedDeltaNet
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.forms import Form
@@ -16,6 +17,7 @@ from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from nanovllm.layers.norm import ProjectionNorm, QKNorm, ResidualAdd, RMSNorm
 from nanovllm.layers.quantization import Formats
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.shard import Rows, in_one_tensor
 from nanovllm.models.config import ModelConfig
 from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.ops.collectives import Parallel
@@ -41,12 +43,13 @@ class DecoderAttention(nn.Module):
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         stored_as = "qkv_proj" if "qkv_proj" in family.stores_merged else None
         stored = [stored_as] if stored_as else ["q_proj", "k_proj", "v_proj"]
-        window, group = config.layers[layer_index].window, config.cache_places[layer_index].group
-        self.attn = Attention(layer_index, backend, window, context.use_kernels, group)
+        window, place = config.layers[layer_index].window, config.cache_places[layer_index]
+        assert place is not None, "a layer with attention keeps keys"
+        self.attn = Attention(layer_index, backend, window, context.use_kernels, place.group)
+        needs_plain = family.has_gates or family.qk_norm == "projection"
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, head_dim, heads, kv_heads, config.qkv_bias, context, stored_as=stored_as,
-            format=formats.of(name, *stored),
-            gives=Form.PLAIN if family.qk_norm == "projection" else self.attn.accepts,
+            config.hidden_size, head_dim, heads, kv_heads, config.qkv_bias, context, family.has_gates, stored_as,
+            format=formats.of(name, *stored), gives=Form.PLAIN if needs_plain else self.attn.accepts,
         )  # fmt: skip
         self.o_proj = RowParallelLinear(
             heads * head_dim, config.hidden_size, config.o_bias, context, format=formats.of(name, "o_proj"),
@@ -54,18 +57,22 @@ class DecoderAttention(nn.Module):
         )  # fmt: skip
         self.accepts = self.qkv_proj.accepts
         self.qk_norm = self.projection_norm = None
+        num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads  # of this rank
+        self.has_gates, self.num_columns = family.has_gates, (num_heads + 2 * num_kv_heads) * head_dim
         if family.qk_norm == "head":
-            num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads  # of this rank
             self.qk_norm = QKNorm(num_heads, num_kv_heads, head_dim, config.rms_norm_eps, context, family.norm_offset)
         elif family.qk_norm == "projection":
-            sizes, parts = self.qkv_proj.output_sizes, self.qkv_proj.parts
-            self.projection_norm = ProjectionNorm(sizes, parts, config.rms_norm_eps, context)
+            self.projection_norm = ProjectionNorm(self.qkv_proj.rows[:2], config.rms_norm_eps, context)
 
     def forward(self, hidden_states, rotary, kv_cache, metadata, needed=None):
         qkv = self.qkv_proj(hidden_states)
         if self.projection_norm is not None:
             qkv = self.projection_norm(qkv)
+        if self.has_gates:
+            qkv, gates = qkv[:, : self.num_columns], qkv[:, self.num_columns :]
         attended = self.attn(qkv, self.qk_norm, rotary, kv_cache, metadata).flatten(1)
+        if self.has_gates:
+            attended = attended * gates.sigmoid()
         return self.o_proj(attended if needed is None else attended.index_select(0, needed))
 
 
@@ -75,16 +82,18 @@ class DecoderMLP(nn.Module):
     def __init__(self, config: ModelConfig, name: str, size: int, formats: Formats, gives: Form, context: LayerContext):
         super().__init__()
         hidden_size, bias = config.hidden_size, config.mlp_bias
-        stored_as = "gate_up_proj" if "gate_up_proj" in config.family.stores_merged else None
-        stored = [stored_as] if stored_as else ["gate_proj", "up_proj"]
+        part = context.parallel.shard(size, "intermediate_size")
+        rows = [Rows(key, size, *part) for key in ("gate_proj", "up_proj")]
+        if "gate_up_proj" in config.family.stores_merged:
+            rows = in_one_tensor("gate_up_proj", rows)
         self.down_proj = RowParallelLinear(
             size, hidden_size, bias, context, format=formats.of(name, "down_proj"), gives=gives
         )
         # act_and_mul turns a ScaledProduct into rows in FP8.
         of_gate_up = Form.SCALED if Form.QUANTIZED in self.down_proj.accepts else Form.PLAIN
         self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size, {"gate_proj": size, "up_proj": size}, bias, context, stored_as=stored_as,
-            format=formats.of(name, *stored), gives=of_gate_up,
+            hidden_size, rows, bias, context, format=formats.of(name, *dict.fromkeys(each.key for each in rows)),
+            gives=of_gate_up,
         )  # fmt: skip
         self.accepts = self.gate_up_proj.accepts
         self.hidden_act, self.use_kernels = config.hidden_act, context.use_kernels
@@ -99,19 +108,27 @@ class DecoderLayer(nn.Module):
     ):
         super().__init__()
 
-        def norm_before(block: DecoderAttention | DecoderMLP | Experts) -> RMSNorm:
+        def norm_before(block: DecoderAttention | GatedDeltaNet | DecoderMLP | Experts) -> RMSNorm:
             return residual_norm(config, context, block.accepts)
 
         def norm_after() -> RMSNorm:
             return RMSNorm(config.hidden_size, config.rms_norm_eps, context, config.family.norm_offset)
 
-        self.rope = config.layers[layer_index].rope
+        self.rope, self.is_recurrent = config.layers[layer_index].rope, config.layers[layer_index].is_recurrent
         self.has_post_norms = config.family.has_post_norms
         sums = Form.PLAIN if self.has_post_norms else RMSNorm.accepted_sums(context)
-        self.self_attn = DecoderAttention(config, layer_index, backend, formats, sums, context)
+        mixer: DecoderAttention | GatedDeltaNet
+        if self.is_recurrent:
+            assert config.delta_net is not None
+            mixer = self.linear_attn = GatedDeltaNet(
+                layer_index, f"model.layers.{layer_index}.linear_attn", config.delta_net, config.hidden_size,
+                config.rms_norm_eps, formats, sums, context, "in_proj_qkvz" in config.family.stores_merged,
+            )  # fmt: skip
+        else:
+            mixer = self.self_attn = DecoderAttention(config, layer_index, backend, formats, sums, context)
         self.mlp = self._make_mlp(config, layer_index, formats, sums, context)
         has_pre_norms = config.family.has_pre_norms
-        self.input_layernorm = norm_before(self.self_attn) if has_pre_norms else ResidualAdd()
+        self.input_layernorm = norm_before(mixer) if has_pre_norms else ResidualAdd()
         if self.has_post_norms:  # the checkpoint's names: post_attention_layernorm comes before the addition then
             self.post_attention_layernorm, self.post_feedforward_layernorm = norm_after(), norm_after()
             self.pre_feedforward_layernorm = norm_before(self.mlp) if has_pre_norms else ResidualAdd()
@@ -137,10 +154,11 @@ class DecoderLayer(nn.Module):
         """(output of the layer before, residual) -> the same of this layer; see RMSNorm.reduce_add.
 
         needed: int64 [num_needed], the tokens whose results are read; the results then have one row per needed token.
-            None for all tokens. The cache always gets the keys and values of all tokens.
+            None for all tokens. The cache always gets the keys and values, or the states, of all tokens.
         """
         hidden_states, residual = self.input_layernorm.reduce_add(output, residual)
-        output = self.self_attn(hidden_states, rotary[self.rope], kv_cache, metadata, needed)
+        mixer = self.linear_attn if self.is_recurrent else self.self_attn
+        output = mixer(hidden_states, rotary[self.rope], kv_cache, metadata, needed)
         if needed is not None:
             residual = residual.index_select(0, needed)
         if not self.has_post_norms:
@@ -161,7 +179,8 @@ class Decoder(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, hidden_size, context, scale)
         formats = Formats(config.fp8, context)
         layers = [DecoderLayer(config, index, backend, formats, context) for index in range(config.num_hidden_layers)]
-        self.num_kv_heads = layers[0].self_attn.qkv_proj.num_kv_heads  # of this rank
+        with_attention = next(layer for layer in layers if not layer.is_recurrent)
+        self.num_kv_heads = with_attention.self_attn.qkv_proj.num_kv_heads  # of this rank
         self.layers = nn.ModuleList(layers)
         self.norm = residual_norm(config, context)
         self.has_post_norms = family.has_post_norms
@@ -173,7 +192,7 @@ class Decoder(nn.Module):
         *layers, last = self.layers
         for layer in layers:
             output, residual = layer(output, residual, rotary, kv_cache, metadata)
-        if needed is not None:
+        if needed is not None and not last.is_recurrent:
             metadata = [replace(of_group, query_tiles=of_group.sampled_tiles) for of_group in metadata]
         output, residual = last(output, residual, rotary, kv_cache, metadata, needed)
         return self.norm.reduce_add(output, residual)[0]

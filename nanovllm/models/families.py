@@ -1,7 +1,7 @@
 """The supported architectures, and how each of them differs from Llama: one row of flags per architecture."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -27,13 +27,20 @@ class Family:
             output has none. None: attention_bias decides for all four, but attention_out_bias for the output, if read.
         qk_norm: "head": each query head and each key head is normalized on its own. "projection": all query heads are
             normalized together, and all key heads. "": none is.
-        stores_merged: the projections that the checkpoint merges: "qkv_proj" (queries, keys, values), "gate_up_proj".
+        stores_merged: the projections that the checkpoint merges: "qkv_proj" (queries, keys, values), "gate_up_proj",
+            "in_proj_qkvz" (those of a gated DeltaNet, grouped by key head; in_proj_ba is then merged too).
         norm_offset: a number that is added to the stored weights of norms.
         has_pre_norms: the inputs of attention and MLP are normalized.
         has_post_norms: the outputs of attention and MLP are normalized, before they are added to the residual.
         scales_embedding: embeddings are multiplied by sqrt(hidden_size), rounded to their dtype.
         num_experts_names: layers have a mixture of experts instead of an MLP, and the first of these fields of
             config.json that is there gives the number of experts. Qwen's models may mix layers of both kinds.
+        full_attention_interval: if n, every nth layer has attention and the others are gated DeltaNets, unless
+            config.json has layer_types or a field of this name. 0: all layers have attention.
+        has_gates: q_proj also holds gates, whose sigmoid multiplies the outputs of attention.
+        has_other_parts: checkpoints may hold other parts than the model, such as multi-token prediction; nanovllm
+            skips them.
+        needs: values that fields of config.json must have if they are there.
         renames: parts of our tensors' names, and the checkpoint's names for them.
         reads: fields of `read_config.OPTIONAL` that the architecture reads, or that it has and ignores, such as
             attention_bias in Qwen2.
@@ -54,6 +61,10 @@ class Family:
     has_post_norms: bool = False
     scales_embedding: bool = False
     num_experts_names: tuple[str, ...] = ()
+    full_attention_interval: int = 0
+    has_gates: bool = False
+    has_other_parts: bool = False
+    needs: Mapping[str, Any] = field(default_factory=dict)
     renames: tuple[tuple[str, str], ...] = ()
     reads: tuple[str, ...] = ()
 
@@ -61,6 +72,20 @@ class Family:
 _MULTIPLIERS = (
     "attention_bias", "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling",
 )  # fmt: skip
+_QWEN3_5: dict[str, Any] = {
+    "head_dim": 256, "max_position_embeddings": 32768, "partial_rotary_factor": 0.25, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+_QWEN3_5_MOE: dict[str, Any] = {
+    **_QWEN3_5, "num_key_value_heads": 2, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+}  # fmt: skip
+_OF_QWEN3_5 = Family(
+    "qwen3_5_text", {**_QWEN3_5, "num_key_value_heads": 4}, qk_norm="head", norm_offset=1.0,
+    full_attention_interval=4, has_gates=True, has_other_parts=True,
+    needs={"attn_output_gate": True, "mamba_ssm_dtype": "float32", "hidden_act": "silu"},
+    reads=("attention_bias", "partial_rotary_factor", "full_attention_interval"),
+)  # fmt: skip
+_MOE_FIELDS = ("moe_intermediate_size", "shared_expert_intermediate_size")
 FAMILIES = {
     "Gemma3ForCausalLM": Family(
         "gemma3_text", {
@@ -164,6 +189,23 @@ FAMILIES = {
         reads=(
             "attention_bias", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob",
         ),
+    ),
+    "Qwen3NextForCausalLM": replace(
+        _OF_QWEN3_5, model_type="qwen3_next", stores_merged=("in_proj_qkvz",), num_experts_names=("num_experts",),
+        defaults={
+            **_QWEN3_5_MOE, "intermediate_size": 5632, "num_experts": 512, "num_experts_per_tok": 10,
+            "norm_topk_prob": True,
+        },
+        reads=(*_OF_QWEN3_5.reads, *_MOE_FIELDS, "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob"),
+    ),
+    "Qwen3_5ForCausalLM": _OF_QWEN3_5,
+    "Qwen3_5MoeForCausalLM": replace(
+        _OF_QWEN3_5, model_type="qwen3_5_moe_text", num_experts_names=("num_experts",),
+        defaults={
+            # intermediate_size is not used: all layers have experts.
+            **_QWEN3_5_MOE, "intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8,
+        },
+        reads=(*_OF_QWEN3_5.reads, *_MOE_FIELDS),
     ),
     "SeedOssForCausalLM": Family(
         "seed_oss", {

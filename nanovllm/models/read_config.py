@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from nanovllm.layers.delta_net_config import DeltaNetConfig
 from nanovllm.layers.rope_config import ROPE_KINDS, RopeConfig
 from nanovllm.models.config import ExpertsConfig, LayerConfig, ModelConfig
 from nanovllm.models.families import FAMILIES, Family
@@ -24,7 +25,8 @@ OPTIONAL: dict[str, Any] = {
     "attention_multiplier": None, "embedding_multiplier": 1, "residual_multiplier": 1, "logits_scaling": 1,
     "attention_out_bias": None, "shared_intermediate_size": None, "position_embedding_type": "rope",
     "no_rope_layers": None, "no_rope_layer_interval": None, "llama_4_scaling_beta": None,
-    "sliding_window_pattern": None, "layers_block_type": None,
+    "sliding_window_pattern": None, "layers_block_type": None, "full_attention_interval": None,
+    "attn_output_gate": False,
 }  # fmt: skip
 # Larger counts are mistakes; see json_fields.
 _MAX_LAYERS = _MAX_EXPERTS = _MAX_HEADS = 1024
@@ -89,6 +91,7 @@ def load_model_config(directory: Path) -> ModelConfig:
         generation=generation,
         fp8=read_fp8(raw, family, TEXT_PREFIXES if architecture in WRAPPERS else ("model.",)),
         placeholders=placeholders,
+        delta_net=_delta_net(raw) if any(layer.is_recurrent for layer in layers) else None,
     )
 
 
@@ -118,7 +121,7 @@ def _fields_of_architecture(raw: dict[str, Any], directory: Path) -> tuple[str, 
     for name in _REFUSED:
         if raw.get(name):
             raise ValueError(f"{name}={shown(raw[name])} in config.json is not supported")
-    for name, neutral in OPTIONAL.items():
+    for name, neutral in {**OPTIONAL, **family.needs}.items():
         if name not in family.reads and raw.get(name, neutral) != neutral:
             hint = f"models without {name} are" if neutral is None else f"models with {name}={neutral} are"
             raise ValueError(f"{name}={shown(raw[name])} in config.json is not supported for {architecture}; {hint}")
@@ -156,11 +159,15 @@ def _heads(raw: dict[str, Any]) -> tuple[int, int, int]:
 def _layers(raw: dict[str, Any], family: Family, head_dim: int, max_position: int) -> tuple[LayerConfig, ...]:
     num_layers = read_count(raw, "num_hidden_layers", maximum=_MAX_LAYERS)
     rotates = _rotated_layers(raw, num_layers)
-    windows = _windows(raw, family, rotates)
+    kinds = _kinds(raw, family, num_layers)
+    windows = _windows(raw, family, rotates, kinds)
     ropes = {is_local: _rope(raw, family, is_local, head_dim, max_position) for is_local in set(map(bool, windows))}
     sparse = _sparse_layers(raw, num_layers) if family.num_experts_names else set()
+    recurrent = {index for index, kind in enumerate(kinds) if kind == "linear_attention"}
     return tuple(
-        LayerConfig(window, ropes[window > 0] if rotated else RopeConfig(1.0, head_dim, "none"), i in sparse)
+        LayerConfig(
+            window, ropes[window > 0] if rotated else RopeConfig(1.0, head_dim, "none"), i in sparse, i in recurrent
+        )
         for i, (window, rotated) in enumerate(zip(windows, rotates, strict=True))
     )
 
@@ -215,11 +222,41 @@ def _rotated_layers(raw: dict[str, Any], num_layers: int) -> list[bool]:
     return [kind == "rope"] * num_layers
 
 
-def _windows(raw: dict[str, Any], family: Family, rotates: list[bool]) -> list[int]:
+def _kinds(raw: dict[str, Any], family: Family, num_layers: int) -> list[str]:
+    """Each layer's kind, from layer_types or by the family's default; empty if there is neither."""
+    kinds, block_types = read_list(raw, "layer_types"), read_list(raw, "layers_block_type")
+    if kinds and block_types and kinds != block_types:
+        raise ValueError("layer_types and layers_block_type in config.json differ; keep only layer_types")
+    kinds = kinds or block_types
+    if not kinds and "layers_block_type" in family.reads:
+        raise ValueError(
+            "config.json has no layer_types; without it all layers are Mamba layers, which are not supported"
+        )
+    kinds = ["full_attention" if kind == "attention" else kind for kind in kinds]
+    other = "sliding_attention"
+    if family.full_attention_interval:
+        other = "linear_attention"
+        interval = read_count(raw, "full_attention_interval", default=family.full_attention_interval)
+        kinds = kinds or ["full_attention" if index % interval == 0 else other for index in range(1, num_layers + 1)]
+    if kinds and (len(kinds) != num_layers or any(kind not in ("full_attention", other) for kind in kinds)):
+        raise ValueError(
+            f"layer_types in config.json must say full_attention or {other} for each of the "
+            f"{num_layers} layers, not {shown(kinds)}; layers of other kinds are not supported"
+        )
+    if kinds and other == "linear_attention" and "full_attention" not in kinds:
+        raise ValueError(
+            "no layer of config.json has full attention; only models with such a layer are supported, so check "
+            "layer_types and full_attention_interval"
+        )
+    return kinds
+
+
+def _windows(raw: dict[str, Any], family: Family, rotates: list[bool], kinds: list[str]) -> list[int]:
     """Each layer's sliding window, 0 for none.
 
     Args:
         rotates: whether each layer has a rotary embedding.
+        kinds: from `_kinds`.
     """
     num_layers, has_window = len(rotates), raw.get("sliding_window") is not None
     if family.windows in ("upper", "switched", "alternate", "unrotated"):
@@ -245,21 +282,7 @@ def _windows(raw: dict[str, Any], family: Family, rotates: list[bool]) -> list[i
             "unrotated": [index for index in everything if not rotates[index]],
         }[family.windows]
         is_local = [has_window and index in with_window for index in range(num_layers)]
-    kinds, block_types = read_list(raw, "layer_types"), read_list(raw, "layers_block_type")
-    if kinds and block_types and kinds != block_types:
-        raise ValueError("layer_types and layers_block_type in config.json differ; keep only layer_types")
-    kinds = kinds or block_types
-    if not kinds and "layers_block_type" in family.reads:
-        raise ValueError(
-            "config.json has no layer_types; without it all layers are Mamba layers, which are not supported"
-        )
-    kinds = ["full_attention" if kind == "attention" else kind for kind in kinds]
     if kinds:
-        if len(kinds) != num_layers or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
-            raise ValueError(
-                f"layer_types in config.json must say full_attention or sliding_attention for each of the "
-                f"{num_layers} layers, not {shown(kinds)}; layers of other kinds are not supported"
-            )
         given = [kind == "sliding_attention" for kind in kinds]
         # transformers follows layer_types only in these families.
         follows = family.windows in ("listed", "upper", "alternate", "unrotated", "pattern")
@@ -291,6 +314,18 @@ def _experts(raw: dict[str, Any], family: Family) -> ExpertsConfig | None:
     shared_name = "shared_expert_intermediate_size"
     shared_size = read_count(raw, shared_name) if shared_name in family.reads else 0
     return ExpertsConfig(num_experts, top_k, size, renormalizes, shared_size)
+
+
+def _delta_net(raw: dict[str, Any]) -> DeltaNetConfig:
+    num_key_heads, num_value_heads = (
+        read_count(raw, f"linear_num_{kind}_heads", maximum=_MAX_HEADS) for kind in ("key", "value")
+    )
+    if num_value_heads % num_key_heads:
+        raise ValueError(
+            f"linear_num_value_heads={num_value_heads} is not a multiple of linear_num_key_heads={num_key_heads}"
+        )
+    sizes = (read_count(raw, f"linear_{name}_dim") for name in ("key_head", "value_head", "conv_kernel"))
+    return DeltaNetConfig(num_key_heads, num_value_heads, *sizes)
 
 
 def _sparse_layers(raw: dict[str, Any], num_layers: int) -> set[int]:

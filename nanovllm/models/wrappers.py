@@ -16,17 +16,19 @@ from nanovllm.models.json_fields import read_count, read_flag, shown
 # The prefixes of the text part's names: that of transformers' modules, two of older checkpoints, that of a text model,
 # and none. Some are only before the LM head.
 TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
-# Parts that turn images, videos and sounds into embeddings, with or without "model.".
-OTHER_PARTS = ("audio_tower.", "multi_modal_projector.", "vision_model.", "vision_tower.", "visual.")
+# Parts for images, videos and sounds, and for multi-token prediction, with or without "model.".
+OTHER_PARTS = ("audio_tower.", "mtp.", "multi_modal_projector.", "vision_model.", "vision_tower.", "visual.")
 
 
 # Fields of the text part that decide its layers. Some checkpoints have them beside text_config too.
 _OF_LAYERS = (
-    "layer_types", "max_position_embeddings", "max_window_layers", "num_hidden_layers", "rope_local_base_freq",
-    "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "sliding_window_pattern", "use_sliding_window",
+    "full_attention_interval", "layer_types", "max_position_embeddings", "max_window_layers", "num_hidden_layers",
+    "rope_local_base_freq", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "sliding_window_pattern",
+    "use_sliding_window",
 )  # fmt: skip
 # Fields with the ids of Qwen's placeholder tokens, and transformers' defaults.
 _QWEN_PLACEHOLDERS = {"image_token_id": 151655, "video_token_id": 151656}
+_QWEN3_5_PLACEHOLDERS = {"image_token_id": 248056, "video_token_id": 248057}
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ WRAPPERS = {
     ),
     "Qwen2VLForConditionalGeneration": Wrapper("qwen2_vl", "qwen2_vl_text", _QWEN_PLACEHOLDERS, ("qwen2",)),
     "Qwen2_5_VLForConditionalGeneration": Wrapper("qwen2_5_vl", "qwen2_5_vl_text", _QWEN_PLACEHOLDERS, ("qwen2",)),
+    "Qwen3_5ForConditionalGeneration": Wrapper("qwen3_5", "qwen3_5_text", _QWEN3_5_PLACEHOLDERS),
+    "Qwen3_5MoeForConditionalGeneration": Wrapper("qwen3_5_moe", "qwen3_5_moe_text", _QWEN3_5_PLACEHOLDERS),
     "Qwen3VLForConditionalGeneration": Wrapper("qwen3_vl", "qwen3_vl_text", _QWEN_PLACEHOLDERS, ("qwen3",)),
     "Qwen3VLMoeForConditionalGeneration": Wrapper(
         "qwen3_vl_moe", "qwen3_vl_moe_text", _QWEN_PLACEHOLDERS, ("qwen3_moe",)

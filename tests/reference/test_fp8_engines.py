@@ -62,6 +62,10 @@ def test_weights_that_come_in_fp8_are_those_that_we_make(plain_model, tmp_path):
     assert completions(directory, quantization="fp8") == completions(directory)
 
 
+OF_DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 16, "pad_token_id": 0,
+}  # fmt: skip
 FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "llama": {"attention_bias": True, "mlp_bias": True},
@@ -71,6 +75,14 @@ FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 3, "num_experts_per_tok": 2, "pad_token_id": 0},
     "qwen2_moe": {
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
+    "qwen3_5": OF_DELTA_NET,
+    "qwen3_next": {
+        **OF_DELTA_NET,
         "num_experts": 3,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
@@ -421,6 +433,24 @@ def test_other_quantizations_are_named(plain_model, tmp_path, config, message):
     directory = changed_copy(plain_model, tmp_path / "other", CHANNEL.stored, quantization_config=config)
     with pytest.raises(ValueError, match=message):
         completions(directory)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_small_projections_of_a_delta_net_in_fp8_are_named(tmp_path, family):
+    """quantization="fp8" leaves them as they are."""
+    plain = save_family(tmp_path / "plain", family)
+    with pytest.raises(ValueError, match=r"in_proj_b?a is in FP8; nanovllm reads them only in 16 or 32 bits"):
+        completions(quantized_copy(plain, tmp_path / "fp8", ignore=["lm_head"]))
+    if family == "qwen3_5":
+        for name in ("in_proj_a", "in_proj_b"):
+            with pytest.raises(ValueError, match="is in FP8; nanovllm reads them only"):
+                completions(quantized_copy(plain, tmp_path / name, ignore=["lm_head", f"re:.*{name}$"]))
+    with open_llm(plain, quantization="fp8") as llm:
+        found = dict(llm.engine.runner.program.model.named_parameters())
+    in_fp8 = {
+        name.rsplit(".", 2)[1] for name, weight in found.items() if "linear_attn" in name and weight.dtype == E4M3
+    }
+    assert in_fp8 == {"in_proj_qkvz", "out_proj"}
 
 
 @pytest.mark.parametrize(

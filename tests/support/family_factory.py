@@ -271,6 +271,52 @@ def olmoe(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def qwen3_5(rng: random.Random) -> dict[str, Any]:
+    options = _common(rng)
+    options["head_dim"] = head_dim = rng.choice((16, 24, 32))
+    partial = rng.choice((0.25, 0.25, 0.5, 0.75, 1.0))
+    rope = random_rope(rng, int(head_dim * partial), SCALED)
+    options["num_hidden_layers"] = num_layers = options["num_hidden_layers"] + rng.choice((1, 3))
+    num_key_heads = rng.choice((1, 2, 3, 4))
+    options |= {
+        "rope_parameters": rope | {"partial_rotary_factor": partial},
+        "attention_bias": rng.random() < 0.3,
+        "linear_num_key_heads": num_key_heads,
+        "linear_num_value_heads": num_key_heads * rng.choice((1, 2, 4)),
+        "linear_key_head_dim": rng.choice((3, 4, 8, 12)),
+        "linear_value_head_dim": rng.choice((2, 5, 8, 16)),
+        "linear_conv_kernel_dim": rng.choice((2, 3, 4, 5)),
+        "pad_token_id": 0,
+    }
+    if num_layers < 4 or rng.random() < 0.7:
+        kinds = [
+            "full_attention",
+            *(rng.choice(("linear_attention",) * 2 + ("full_attention",)) for _ in range(num_layers - 1)),
+        ]
+        rng.shuffle(kinds)
+        options["layer_types"] = kinds
+    return options
+
+
+def qwen3_5_moe(rng: random.Random) -> dict[str, Any]:
+    options = _experts(rng, qwen3_5(rng), "num_experts")
+    del options["intermediate_size"]
+    return options | {
+        "moe_intermediate_size": rng.randrange(6, 50),
+        "shared_expert_intermediate_size": rng.randrange(6, 50),
+    }
+
+
+def qwen3_next(rng: random.Random) -> dict[str, Any]:
+    options = qwen3_5_moe(rng)
+    return options | {
+        "intermediate_size": rng.randrange(16, 80),
+        "norm_topk_prob": rng.random() < 0.5,
+        "decoder_sparse_step": rng.choice((1, 1, 2)),
+        "mlp_only_layers": [] if rng.random() < 0.7 else [0],
+    }
+
+
 def _with_mrope(rng: random.Random, options: dict[str, Any], kinds: tuple[str, ...] = SCALED) -> dict[str, Any]:
     """Sections of the rotated columns for the three axes of a position; for text the axes are equal."""
     num_frequencies = options["head_dim"] // 2
@@ -319,7 +365,12 @@ FAMILIES = {
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", olmo2),
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", olmo3),
     "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", olmoe),
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", qwen3_5),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", qwen3_5_moe),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", qwen3_next),
 }
+
+RECURRENT = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 
 _VIT = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 4,
@@ -328,6 +379,7 @@ _VIT = {
 _PIXTRAL = {**_VIT, "model_type": "pixtral", "head_dim": 8}
 _QWEN_VIT = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 2}
 _QWEN3_VIT = _QWEN_VIT | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+_QWEN3_5_VIT = _QWEN_VIT | {"num_position_embeddings": 16, "out_hidden_size": 16}
 # Multimodal family -> (transformers' config and model, random options of the text part, options of the vision part).
 WRAPPED = {
     "gemma3_wrapped": ("Gemma3Config", "Gemma3ForConditionalGeneration", gemma3, _VIT),
@@ -343,6 +395,8 @@ WRAPPED = {
     ),
     "qwen3_vl": ("Qwen3VLConfig", "Qwen3VLForConditionalGeneration", qwen3_vl, _QWEN3_VIT),
     "qwen3_vl_moe": ("Qwen3VLMoeConfig", "Qwen3VLMoeForConditionalGeneration", qwen3_vl_moe, _QWEN3_VIT),
+    "qwen3_5_wrapped": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration", qwen3_5, _QWEN3_5_VIT),
+    "qwen3_5_moe_wrapped": ("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration", qwen3_5_moe, _QWEN3_5_VIT),
 }  # fmt: skip
 
 
@@ -380,8 +434,15 @@ def make_family_model(family: str, options: dict[str, Any], seed: int = 0) -> An
         for name, parameter in model.named_parameters():
             # Large enough that greedy completions wander instead of repeating one token.
             parameter.normal_(0, 0.3, generator=generator)
-            if "norm" in name and not family.startswith("gemma3"):
+            has_offset = family.startswith(("gemma3", *RECURRENT)) and "linear_attn.norm" not in name
+            if "norm" in name and not has_offset:
                 parameter.add_(1)
+            if name.endswith("A_log"):  # as transformers initialises it
+                parameter.uniform_(0.01, 16, generator=generator).log_()
+            if name.endswith("dt_bias"):  # some heads remember long, others forget soon
+                parameter.mul_(5).sub_(4)
+            if name.endswith(("in_proj_a.weight", "in_proj_b.weight", "in_proj_ba.weight")):
+                parameter.mul_(0.1)
             if "embed_tokens" in name and family in ("olmo2", "olmo3") and not config.tie_word_embeddings:
                 parameter.mul_(5)  # norms make the outputs of blocks larger than embeddings, whatever the token
     return model

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.layers.linear import LinearBase, RowParallelLinear
+from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.ops.quantize import (
     E4M3,
     LARGEST,
@@ -92,7 +92,7 @@ def compressed(strategy: str = "channel", **changes: Any) -> dict[str, Any]:
     }
     return {
         "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group},
-        "ignore": ["lm_head"], "kv_cache_scheme": None,
+        "ignore": ["lm_head", "re:.*in_proj_(a|b|ba)$"], "kv_cache_scheme": None,
     } | changes  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def blockwise(rows: int = 128, columns: int = 128, **changes: Any) -> dict[str, 
     """The layout that Qwen and DeepSeek publish."""
     return {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [rows, columns],
-        "modules_to_not_convert": ["lm_head"],
+        "modules_to_not_convert": ["lm_head", "in_proj_a", "in_proj_b", "in_proj_ba"],
     } | changes  # fmt: skip
 
 
@@ -136,7 +136,8 @@ LAYOUTS = {"channel": CHANNEL, "tensor": TENSOR, "block": block_layout(128, 128)
 
 def is_linear(name: str) -> bool:
     """Whether FP8 changes this tensor: it changes all weights that layers multiply with, except routers."""
-    return ".layers." in name and name.endswith(("proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
+    ends = ("proj", ".w1", ".w2", ".w3", "in_proj_qkv", "in_proj_z", "in_proj_qkvz")
+    return ".layers." in name and name.endswith(tuple(f"{end}.weight" for end in ends))
 
 
 def changed_copy(directory: Path, target: Path, change: Callable[[str, torch.Tensor], Tensors], **fields: Any) -> Path:
@@ -157,13 +158,15 @@ def quantized_copy(directory: Path, target: Path, layout: Layout = CHANNEL, **ch
 
 
 def round_inputs(monkeypatch: pytest.MonkeyPatch, layout: Layout, num_ranks: int = 1) -> None:
-    """Makes plain linear layers, but not experts, round each row of their inputs as the layout's do on this many ranks.
-    Their sums are in float64, because a last bit sometimes decides what a later layer's input is rounded to.
+    """Makes plain linear layers, but not experts and a DeltaNet's small projections, round each row of their inputs as
+    the layout's do on this many ranks. Their sums are in float64, because a last bit sometimes decides what a later
+    layer's input is rounded to.
     """
 
     def rounded(self: LinearBase, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         columns = layout.block[1] or x.shape[1] // (num_ranks if isinstance(self, RowParallelLinear) else 1)
-        whole = torch.cat([quantize_rows(part).whole() for part in x.split(columns, 1)], 1)
+        is_small = isinstance(self, MergedColumnParallelLinear) and self.rows[0].key in ("in_proj_b", "in_proj_ba")
+        whole = x if is_small else torch.cat([quantize_rows(part).whole() for part in x.split(columns, 1)], 1)
         weight = self.packed.to_dense() if self.weight is None else self.weight
         product = F.linear(whole.double(), weight.double()).float()
         return product if bias is None else product + bias

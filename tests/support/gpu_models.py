@@ -18,6 +18,11 @@ LLAMA3 = {
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 128}
 FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(36)], "long_factor": [2.0] * 36}
+DELTA_NET = {
+    "head_dim": 256, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.25},
+    "pad_token_id": 0,
+}  # fmt: skip
 # Each with the head sizes and windows that its models have, or shorter windows.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64, "rope_parameters": LLAMA3}),
@@ -79,6 +84,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128, "num_experts": 24,
             "num_experts_per_tok": 5, "moe_intermediate_size": 200,
+        },
+    ),
+    "qwen3_5": ("qwen3_5", {"num_attention_heads": 4, "num_key_value_heads": 2, **DELTA_NET}),
+    "qwen3_5_moe": (
+        "qwen3_5_moe",
+        {
+            "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 24, "num_experts_per_tok": 5,
+            "moe_intermediate_size": 200, "shared_expert_intermediate_size": 320, **DELTA_NET,
+        },
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 24, "num_experts_per_tok": 5,
+            "moe_intermediate_size": 200, "shared_expert_intermediate_size": 320, **DELTA_NET,
         },
     ),
     "granite": (

@@ -27,7 +27,7 @@ from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from nanovllm.layers.norm import ProjectionNorm, QKNorm, RMSNorm
 from nanovllm.layers.quantization import ChannelFp8
 from nanovllm.layers.rotary_embedding import RopeConfig, Rotary, RotaryEmbedding
-from nanovllm.layers.shard import WHOLE
+from nanovllm.layers.shard import WHOLE, Rows
 from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.exchange import made_by_all
@@ -169,12 +169,12 @@ def test_queries_of_all_ranks_are_normed_together_and_so_are_their_keys(num_kv_h
     def run_rank(rank: int) -> None:
         context = LayerContext(torch.float32, CPU, False, ThreadRank(rank, size, exchange))
         of_qkv = QKVParallelLinear(8, head_dim, num_heads, num_kv_heads, False, context)
-        norm = ProjectionNorm(of_qkv.output_sizes, of_qkv.parts, 1e-5, context)
+        norm = ProjectionNorm(of_qkv.rows[:2], 1e-5, context)
         for key, (shard,) in norm.shards("weight").items():
             assert shard.shape == weights[key].shape
             ((start, length),) = shard.source
             shard.target.copy_(weights[key][start : start + length])
-        parts = {name[0]: slice(start, start + length) for name, (start, length) in of_qkv.parts.items()}
+        parts = {key[0]: slice(start, start + length) for key, _, start, length in of_qkv.rows}
         found[rank] = parts, norm(torch.cat([whole[name][:, part] for name, part in parts.items()], 1))
 
     threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(size)]
@@ -301,6 +301,11 @@ def ranks(size: int) -> list[LonelyRank]:
     return [LonelyRank(rank, size) for rank in range(size)]
 
 
+def columns(sizes: dict[str, int], bias: bool, rank: Parallel, input_size: int) -> MergedColumnParallelLinear:
+    rows = [Rows(key, size, *rank.shard(size, key)) for key, size in sizes.items()]
+    return MergedColumnParallelLinear(input_size, rows, bias, on(rank))
+
+
 SIZES = pytest.mark.parametrize("size", [1, 2, 4])
 BIAS = pytest.mark.parametrize("bias", [False, True])
 
@@ -310,7 +315,7 @@ BIAS = pytest.mark.parametrize("bias", [False, True])
 def test_column_parallel_outputs_side_by_side_are_the_whole(size, bias):
     whole = {"weight": torch.randn(12, 10), "bias": torch.randn(12)}
     x = torch.randn(3, 10)
-    parts = [load(MergedColumnParallelLinear(10, {WHOLE: 12}, bias, on(rank)), whole)(x) for rank in ranks(size)]
+    parts = [load(columns({WHOLE: 12}, bias, rank, 10), whole)(x) for rank in ranks(size)]
     closely(torch.cat(parts, -1), F.linear(x, whole["weight"], whole["bias"] if bias else None))
 
 
@@ -322,7 +327,7 @@ def test_merged_outputs_are_divided_one_by_one(size, bias):
     whole = {f"{key}.weight": torch.randn(rows, 10) for key, rows in sizes.items()}
     whole |= {f"{key}.bias": torch.randn(rows) for key, rows in sizes.items()}
     x = torch.randn(3, 10)
-    parts = [load(MergedColumnParallelLinear(10, sizes, bias, on(rank)), whole)(x) for rank in ranks(size)]
+    parts = [load(columns(sizes, bias, rank, 10), whole)(x) for rank in ranks(size)]
     gates, ups = zip(*(part.split((8 // size, 12 // size), -1) for part in parts), strict=True)
     for key, shards in (("gate_proj", gates), ("up_proj", ups)):
         expected = F.linear(x, whole[f"{key}.weight"], whole[f"{key}.bias"] if bias else None)
@@ -505,8 +510,6 @@ def test_padding_rows_of_the_vocabulary_start_as_zeros():
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda rank: MergedColumnParallelLinear(8, {"one": 6}, False, on(rank)), "6"),
-        (lambda rank: MergedColumnParallelLinear(8, {"gate_proj": 8, "up_proj": 10}, False, on(rank)), "up_proj"),
         (lambda rank: QKVParallelLinear(8, 4, 6, 2, False, on(rank)), "num_attention_heads"),
         (lambda rank: QKVParallelLinear(8, 4, 12, 6, False, on(rank)), "num_key_value_heads"),
         (lambda rank: QKVParallelLinear(8, 4, 12, 3, False, on(rank)), "num_key_value_heads"),

@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import re
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +128,8 @@ def test_without_architectures_the_type_decides(tmp_path, architecture):
     fields = {"model_type": model_type, "sliding_window": 5, "num_experts_per_tok": 1, "num_experts": 4}
     if model_type == "granitemoehybrid":
         fields |= GRANITE4
+    if FAMILIES[architecture].full_attention_interval:
+        fields["layer_types"] = ["linear_attention", "full_attention"]
     decoder = MODEL_MAPPING_NAMES[model_type]
     for given in (None, [], [decoder]):
         assert read(tmp_path, **fields, architectures=given).architecture == architecture
@@ -136,6 +140,7 @@ def test_without_architectures_the_type_decides(tmp_path, architecture):
 YARN_OF_128 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 BY_KIND = {"full_attention": {"rope_theta": 5.0}, "sliding_attention": {"rope_theta": 3.0}}
+OF_FOUR_LAYERS = {"num_hidden_layers": 4, "layer_types": None}
 SIDE_BY_SIDE: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"dtype": "float16", "torch_dtype": "bfloat16"}),
     ("llama", {"torch_dtype": "bfloat16", "dtype": "float16"}),
@@ -174,6 +179,14 @@ SIDE_BY_SIDE: list[tuple[str, dict[str, Any]]] = [
     ("smollm3", {"num_hidden_layers": 9}),
     ("smollm3", {"num_hidden_layers": 9, "no_rope_layer_interval": 2, "rope_theta": 7.0}),
     ("smollm3", {"no_rope_layers": [0, 1], "no_rope_layer_interval": 1}),
+    ("qwen3_5_text", {**OF_FOUR_LAYERS, "rope_theta": 7.0}),
+    ("qwen3_5_text", {**OF_FOUR_LAYERS, "rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}),
+    ("qwen3_5_text", {**OF_FOUR_LAYERS, "rope_parameters": {"partial_rotary_factor": 0.5},
+                      "partial_rotary_factor": 0.75}),
+    ("qwen3_5_text", {**OF_FOUR_LAYERS, "rope_parameters": {**YARN_OF_128, "rope_theta": 5.0}}),
+    ("qwen3_5_moe_text", {"full_attention_interval": 2, "layer_types": None, "num_experts": 4}),
+    ("qwen3_5_moe_text", {"full_attention_interval": 2, "layer_types": ["full_attention", "linear_attention"]}),
+    ("qwen3_next", {**OF_FOUR_LAYERS, "partial_rotary_factor": 0.5, "num_experts": 4, "num_local_experts": 6}),
     ("seed_oss", {"rope_theta": 7.0}),
     ("granite", {"rope_theta": 7.0}),
     ("granitemoehybrid", {**GRANITE4, "position_embedding_type": "rope", "rope_theta": 7.0, "mamba_n_heads": 2}),
@@ -204,9 +217,14 @@ def test_a_config_of_sizes_alone_means_what_it_means_in_transformers(tmp_path, a
     kinds = getattr(theirs, "layer_types", None) or (["sliding_attention"] * 6 if window else ["full_attention"] * 6)
     for layer, kind in zip(ours.layers, kinds, strict=True):
         assert layer.window == (window if kind == "sliding_attention" else 0)
+        assert layer.is_recurrent == (kind == "linear_attention")
         rope = ropes.get(kind, ropes)
         if layer.rope.kind != "none":
             assert (layer.rope.theta, layer.rope.kind) == (rope["rope_theta"], rope["rope_type"])
+            assert layer.rope.rotary_dim == int(ours.head_dim * rope.get("partial_rotary_factor", 1))
+    if ours.delta_net is not None:
+        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        assert astuple(ours.delta_net) == tuple(getattr(theirs, f"linear_{name}") for name in names)
 
 
 @pytest.mark.parametrize(("model_type", "changes"), SIDE_BY_SIDE, ids=str)
@@ -221,6 +239,7 @@ def test_of_keys_side_by_side_the_one_counts_that_counts_in_transformers(tmp_pat
     for index, layer in enumerate(ours.layers):
         rope = theirs.rope_parameters
         kind = getattr(theirs, "layer_types", {index: None})[index]
+        assert layer.is_recurrent == (kind == "linear_attention")
         if model_type in ("gemma3_text", "olmo3", "ministral", "smollm3"):
             assert (layer.window > 0) == (kind == "sliding_attention")
         if model_type in ("gemma3_text", "olmo3"):
@@ -365,6 +384,58 @@ def test_a_rope_that_is_not_understood_is_named(tmp_path, layout, rope, named):
 def test_heads_that_do_not_divide_are_named(tmp_path, num_heads, num_kv_heads, head_dim, named):
     message = error_of(tmp_path, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads, head_dim=head_dim)
     assert all(part in message for part in named)
+
+
+QWEN3_5 = {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2, "num_experts": 3, "num_experts_per_tok": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_output_gate": False}, "attn_output_gate=False .* models with attn_output_gate=True are"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype='bfloat16' .* models with mamba_ssm_dtype=float32 are"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act='gelu_pytorch_tanh' .* models with hidden_act=silu are"),
+        ({"linear_num_value_heads": 24}, "linear_num_value_heads=24 is not a multiple of linear_num_key_heads=16"),
+        ({"linear_key_head_dim": 0}, "linear_key_head_dim in config.json must be an integer from 1"),
+        ({"linear_conv_kernel_dim": "4"}, "linear_conv_kernel_dim in config.json must be an integer"),
+        ({"layer_types": ["linear_attention"] * 4}, "no layer .* full attention; only models with such a layer"),
+        ({"layer_types": None, "num_hidden_layers": 3}, "no layer .* full attention; .* full_attention_interval"),
+        ({"layer_types": None, "full_attention_interval": 0}, "full_attention_interval in config.json must be"),
+        ({"layer_types": ["sliding_attention", *["full_attention"] * 3]}, "must say full_attention or linear_"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "for each of the 4 layers"),
+        ({"use_sliding_window": True, "sliding_window": 5}, "use_sliding_window=True .* is not supported"),
+        ({"rope_parameters": {"rope_type": "mrope", "rope_theta": 5.0}}, "rope type 'mrope' is not supported"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False"),
+        ({"mlp_only_layers": [1]}, "mlp_only_layers="),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_qwen3_5_does_not_have_is_named(tmp_path, changes, message):
+    """A missing gate, a state in 16 bits or another activation would be another model. A model without attention has
+    no keys, and the engine counts blocks of keys."""
+    for architecture in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"):
+        fields = {**QWEN3_5, "architectures": [architecture], **changes}
+        assert re.search(message, error_of(tmp_path, **fields))
+
+
+def test_fields_of_qwen3_5_are_refused_elsewhere(tmp_path):
+    for changes in ({"attn_output_gate": True}, {"full_attention_interval": 4}):
+        assert f"{next(iter(changes))}=" in error_of(tmp_path, **changes)
+    assert "layer_types" in error_of(tmp_path, layer_types=["linear_attention", "full_attention"])
+
+
+def test_sizes_that_divide_a_delta_net_are_named(tmp_path):
+    """Its key heads are divided, each with the value heads that share it."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 96}
+    config = read(tmp_path, **{**QWEN3_5, **heads, "linear_num_key_heads": 6, "linear_num_value_heads": 24})
+    config.check_parallel_size(2)
+    with pytest.raises(ValueError) as error:
+        config.check_parallel_size(4)
+    assert "8 attention heads, 6 key heads of DeltaNets, 2 key/value heads" in str(error.value)
+    assert str(error.value).endswith("sizes that work: 1, 2")
 
 
 NESTED = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
@@ -682,3 +753,18 @@ def test_a_model_len_beyond_the_models_own_is_an_error(tmp_path):
         LLM(str(tmp_path), device="cpu", max_model_len=513)
     with LLM(str(tmp_path), device="cpu", max_model_len=512) as llm:
         assert llm.engine.info.max_model_len == 512
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"])
+def test_experts_that_a_config_leaves_out_are_those_of_transformers(tmp_path, architecture):
+    fields = {
+        "architectures": [architecture], "model_type": FAMILIES[architecture].model_type, "hidden_size": 256,
+        "num_hidden_layers": 4, "num_attention_heads": 32, "vocab_size": 100,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    ours, theirs = load_model_config(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+    found = ours.experts.num_experts, ours.experts.top_k, ours.experts.size, ours.experts.shared_size
+    assert found == tuple(getattr(theirs, name) for name in names)
+    assert ours.experts.renormalizes is getattr(theirs, "norm_topk_prob", True)
+    assert not hasattr(theirs, "intermediate_size") or ours.intermediate_size == theirs.intermediate_size

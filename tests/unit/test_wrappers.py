@@ -3,13 +3,14 @@
 import json
 import random
 import threading
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from support.family_factory import FAMILIES, WRAPPED, save_family_model
+from support.family_factory import FAMILIES, RECURRENT, WRAPPED, save_family_model
 from support.fp8_factory import compressed, quantized_copy
 from support.model_factory import edit_config, read_tensors, write_tensors
 from support.thread_ranks import Exchange, ThreadRank, logits_of
@@ -82,6 +83,36 @@ QWEN3_VL_MOE = QWEN3_VL | {
     "architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe", "tie_word_embeddings": False,
     "text_config": QWEN3_VL["text_config"] | EXPERTS | {"model_type": "qwen3_vl_moe_text"},
 }  # fmt: skip
+QWEN3_5 = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"], "image_token_id": 248056, "model_type": "qwen3_5",
+    "tie_word_embeddings": False, "video_token_id": 248057, "vision_config": {"depth": 1, "model_type": "qwen3_5"},
+    "text_config": {
+        "attention_bias": False, "attn_output_gate": True, "dtype": "bfloat16", "eos_token_id": 248044,
+        "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 5120,
+        "intermediate_size": 17408, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 16,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48, "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "num_attention_heads": 24,
+        "num_hidden_layers": 64, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "vocab_size": 248320,
+        "rope_parameters": {
+            "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+            "rope_theta": 1e7, "rope_type": "default",
+        },
+    },
+}  # fmt: skip
+EXPERTS_OF_35B = {
+    "hidden_size": 2048, "linear_num_value_heads": 32, "moe_intermediate_size": 512, "num_attention_heads": 16,
+    "num_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 40, "num_key_value_heads": 2,
+    "output_router_logits": False, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512,
+    "layer_types": None, "model_type": "qwen3_5_moe_text",
+}  # fmt: skip
+QWEN3_5_MOE = QWEN3_5 | {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe",
+    "text_config": {
+        name: value for name, value in (QWEN3_5["text_config"] | EXPERTS_OF_35B).items() if name != "intermediate_size"
+    },
+}  # fmt: skip
 # All that a config may leave out is missing.
 SPARSE_TEXT = {name: QWEN2_VL[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")}
 SPARSE_TEXT["num_attention_heads"] = 32
@@ -95,6 +126,8 @@ CONFIGS = {
     "qwen2.5-vl, stretched": STRETCHED,
     "qwen3-vl": QWEN3_VL,
     "qwen3-vl-moe": QWEN3_VL_MOE,
+    "qwen3.5-27b": QWEN3_5,
+    "qwen3.5-35b-a3b": QWEN3_5_MOE,
     **{
         f"{row.model_type}, sparse": {
             "model_type": row.model_type, "tie_word_embeddings": False,
@@ -126,7 +159,7 @@ def test_the_text_parts_numbers_are_those_of_transformers(tmp_path, name):
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads", "rms_norm_eps",
     ):  # fmt: skip
-        assert getattr(ours, field) == getattr(text, field), field
+        assert not hasattr(text, field) or getattr(ours, field) == getattr(text, field), field
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.head_dim == getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     assert ours.attention_scale == getattr(text, "query_pre_attn_scalar", ours.head_dim) ** -0.5
@@ -142,6 +175,11 @@ def test_the_text_parts_numbers_are_those_of_transformers(tmp_path, name):
         rope = rope.get(kind, rope)
         assert (layer.rope.kind, layer.rope.theta) == (rope["rope_type"], rope["rope_theta"])
         assert layer.rope.factor == rope.get("factor", 1.0)
+        assert layer.rope.rotary_dim == int(ours.head_dim * rope.get("partial_rotary_factor", 1))
+        assert layer.is_recurrent == (kind == "linear_attention")
+    if ours.delta_net is not None:
+        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        assert astuple(ours.delta_net) == tuple(getattr(text, f"linear_{name}") for name in names)
     if ours.experts is not None:
         assert ours.experts.renormalizes and ours.experts.num_experts == text.num_experts
         assert (ours.experts.top_k, ours.experts.size) == (text.num_experts_per_tok, text.moe_intermediate_size)
@@ -223,6 +261,7 @@ def test_only_mistral3_chooses_the_family_of_its_text_part(tmp_path, config, syn
         (QWEN3_VL, {"max_position_embeddings": 1000000}),
         (QWEN3_VL, {"use_sliding_window": True, "sliding_window": 4096}),
         (TWICE, {"rope_scaling": STRETCHED["rope_scaling"]}),
+        (QWEN3_5_MOE, {"full_attention_interval": 2}),
     ],
     ids=lambda fields: fields.get("model_type") or str(fields),
 )
@@ -271,10 +310,17 @@ def small(family: str, **changes) -> dict[str, Any]:
         options |= {"layer_types": None, "rope_parameters": {"full_attention": rope, "sliding_attention": rope}}
     else:
         options["rope_parameters"] = rope | ({"mrope_section": [2, 1, 1]} if "_vl" in family else {})
-    if family in ("qwen3_moe", "qwen3_vl_moe"):
-        options |= {"moe_intermediate_size": 12, "num_experts": 3, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+    is_recurrent = family.startswith(RECURRENT)
+    if "moe" in family or family == "qwen3_next":
+        options |= {"moe_intermediate_size": 12, "num_experts": 3, "num_experts_per_tok": 2}
+        options |= {"shared_expert_intermediate_size": 12} if is_recurrent else {"decoder_sparse_step": 1}
     if "layer_types" in options:
         options["layer_types"] = None
+    if is_recurrent:
+        options |= {
+            "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        }  # fmt: skip
     return options | changes
 
 
@@ -405,6 +451,23 @@ def test_vision_tensors_of_a_text_model_are_unexpected(tmp_path):
         logits(tmp_path)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_wrapped", "qwen3_next"])
+def test_parts_beside_a_text_model_are_skipped(tmp_path, family):
+    """Published checkpoints hold layers that predict several tokens. transformers loads the text model from a wrapped
+    checkpoint too, and skips the vision part then."""
+    save_family_model(tmp_path, family, small(family))
+    expected, tensors = logits(tmp_path), read_tensors(tmp_path)
+    extra = {f"mtp.layers.0.{name}": torch.zeros(2) for name in ("self_attn.q_proj.weight", "input_layernorm.weight")}
+    write_tensors(tmp_path, tensors | extra | {"mtp.norm.weight": torch.zeros(2)})
+    assert torch.equal(logits(tmp_path), expected)
+    config = json.loads((tmp_path / "config.json").read_text())
+    if "text_config" in config:
+        fields = {"architectures": ["Qwen3_5ForCausalLM"], "tie_word_embeddings": False}
+        write_config(tmp_path, config["text_config"] | fields)
+        assert any("visual" in name for name in tensors)
+        assert torch.equal(logits(tmp_path), expected)
+
+
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("experts")
@@ -527,7 +590,12 @@ def test_fp8_weights_of_a_wrapper_are_those_of_its_text_part_alone(tmp_path):
     assert torch.equal(logits(whole), logits(alone))
 
 
-@pytest.mark.parametrize(("family", "size"), [("gemma3_wrapped", 1), ("qwen3_moe", 1), ("qwen3_vl_moe", 2)])
+WITH_TRAINERS_NAMES = [
+    ("gemma3_wrapped", 1), ("qwen3_moe", 1), ("qwen3_vl_moe", 2), ("qwen3_next", 1), ("qwen3_5_moe_wrapped", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "size"), WITH_TRAINERS_NAMES)
 def test_update_weights_takes_the_names_of_transformers_modules(tmp_path, family, size):
     """As trainers send them: with the wrapper's prefixes, vision tensors and packed experts, which transformers 5 has
     in models without a wrapper too."""
@@ -537,9 +605,10 @@ def test_update_weights_takes_the_names_of_transformers_modules(tmp_path, family
         model = save_family_model(tmp_path / str(number), family, options, seed=number)
     expected = of_fresh_llm(tmp_path / "1")[0]
     given = {name: tensor.detach() for name, tensor in model.named_parameters()}
-    assert family == "qwen3_moe" or not all(map(text_name, given))
+    assert family in FAMILIES or not all(map(text_name, given))
     assert "moe" not in family or any(name.endswith("mlp.experts.gate_up_proj") for name in given)
     with make_llm(tmp_path / "0", tensor_parallel_size=size) as llm:
+        assert llm.engine.info.snapshots.has_states == family.startswith(RECURRENT)  # also through several processes
         llm.update_weights(given)
         assert generate(llm) == expected
         with pytest.raises(ValueError, match=r"unexpected tensor vision\.weight"):
