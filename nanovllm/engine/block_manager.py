@@ -10,6 +10,10 @@ layers. Group 0 has all layers without a window. The others are *window groups* 
 have the same size and come from one pool. A sequence has a block per group for its tokens, and gives those of the
 window groups back once no later query sees them. They stay in the prefix cache, attached to the registered block of
 group 0 that holds the same tokens. A prefix can be shared only if the window before its end is there too.
+
+In a model with recurrent layers, a sequence that shares a prefix also needs the state after it. Copies of such states,
+the *snapshots*, have a pool of their own. A snapshot belongs to the registered block at whose end it was taken. A
+prefix can be shared only up to a block that has a snapshot.
 """
 
 from array import array
@@ -63,10 +67,26 @@ class WindowGroups(NamedTuple):
 NO_WINDOWS = WindowGroups()
 
 
+class Snapshots(NamedTuple):
+    """The snapshots of recurrent states in the prefix cache. They have the numbers −1, −2, …, −num_snapshots.
+
+    has_states: whether the model has layers with a recurrent state.
+    num_snapshots: how many there are; 0 if no prefix can be shared.
+    min_saved_tokens: a snapshot is taken only if it saves the computation of at least that many tokens.
+    """
+
+    has_states: bool = False
+    num_snapshots: int = 0
+    min_saved_tokens: int = 0
+
+
+NO_STATES = Snapshots()
+
+
 class Block:
     """A physical block. `ref_count` is 0 while free; `hash` is None unless registered."""
 
-    __slots__ = ("block_id", "hash", "owner", "parent", "ref_count", "serial", "token_ids", "window")
+    __slots__ = ("block_id", "hash", "owner", "parent", "ref_count", "serial", "snapshot", "token_ids", "window")
 
     def __init__(self, block_id: int):
         self.block_id = block_id
@@ -75,6 +95,7 @@ class Block:
         self.token_ids = _NO_TOKENS
         self.parent = 0  # serial of the registration before this one in the prefix, 0 for the first block
         self.serial = 0  # serial of this registration; never used twice, unlike a block id
+        self.snapshot = 0  # if registered: the number of its snapshot, the state at its end; 0 for none
         self.window: WindowBlocks = ()  # if registered: the window groups' blocks for its tokens, () if they are gone
         self.owner: Block | None = None  # if in a window group: the registered block whose `window` it is in
 
@@ -88,6 +109,7 @@ class BlockManager:
         enable_prefix_caching: whether equal prefixes share blocks.
         block_hash: (hash of the previous block, tokens) -> hash of the block; tests pass a weak one.
         windows: the groups of layers whose blocks are given back.
+        snapshots: whether layers have recurrent states, and the pool of their snapshots.
     """
 
     def __init__(
@@ -97,13 +119,18 @@ class BlockManager:
         enable_prefix_caching: bool = True,
         block_hash: BlockHash = hash_block,
         windows: WindowGroups = NO_WINDOWS,
+        snapshots: Snapshots = NO_STATES,
     ):
         self.block_size = block_size
         self.windows, self.num_window_groups = windows, windows.num_groups
-        self.enable_prefix_caching = enable_prefix_caching
+        self.snapshots = snapshots
+        # A model with states can share a prefix only through a snapshot.
+        self.enable_prefix_caching = enable_prefix_caching and (not snapshots.has_states or snapshots.num_snapshots > 0)
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # least recently freed first
         self._registered: dict[int, Block] = {}
+        # The block of each snapshot, least recently used first.
+        self._snapshot_owners: OrderedDict[int, Block | None] = OrderedDict.fromkeys(range(-snapshots.num_snapshots, 0))
         self._last_serial = 0
         self._block_hash = block_hash
 
@@ -132,9 +159,13 @@ class BlockManager:
         num_needed -= sum(self.blocks[block_id].ref_count > 0 for blocks in window for block_id in blocks)
         return num_needed <= num_available
 
-    def allocate(self, seq: Sequence) -> None:
+    def allocate(self, seq: Sequence) -> list[tuple[int, int]]:
         """Gives `seq` blocks for its tokens, shared ones first, and counts the tokens of shared blocks as computed. New
-        blocks of window groups come with `append`."""
+        blocks of window groups come with `append`.
+
+        Returns:
+            [(snapshot, entry)], the copy that its state begins from; [] if it begins from zero.
+        """
         if seq.block_table:
             raise RuntimeError(f"{seq} already has blocks")
         prefix, seq.window_table = self._cached_prefix(seq)
@@ -145,6 +176,10 @@ class BlockManager:
         self._hold(seq)
         while len(seq.block_table) < self._num_blocks_for(_num_to_compute(seq)):
             seq.block_table.append(self._take_free_block())
+        if not prefix or not prefix[-1].snapshot:
+            return []
+        self._snapshot_owners.move_to_end(prefix[-1].snapshot)
+        return [(prefix[-1].snapshot, seq.entry)]
 
     def can_fork(self, num_tokens: int, num_reserved: int = 0) -> bool:
         """Whether `fork` would leave at least `num_reserved` blocks per group free."""
@@ -269,6 +304,34 @@ class BlockManager:
             self.blocks[block_id].owner = None
         block.window = ()
 
+    # Snapshots
+
+    def begins_too_early(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
+        """Whether `seq` would begin from a snapshot that only this step takes. `copies` are its copies of
+        states; its loads come before them."""
+        prefix = self._cached_prefix(seq)[0] if copies else []
+        return bool(prefix) and any(target == prefix[-1].snapshot for _, target in copies)
+
+    def take_snapshot(self, seq: Sequence, copies: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Gives the least recently used snapshot to the last block of `seq`, if it was just filled.
+
+        Returns:
+            [(entry, snapshot)], a copy to add to `copies`, the step's other copies of states. [] if the block already
+            has a snapshot, or if `copies` already write the least recently used one.
+        """
+        if seq.num_computed_tokens % self.block_size:
+            return []
+        block = self._registered[self._hash(seq, seq.num_registered_blocks - 1)]
+        snapshot, owner = next(iter(self._snapshot_owners.items()))
+        if block.snapshot or any(target == snapshot for _, target in copies):
+            return []
+        if owner is not None:
+            owner.snapshot = 0
+        block.snapshot = snapshot
+        self._snapshot_owners[snapshot] = block
+        self._snapshot_owners.move_to_end(snapshot)
+        return [(seq.entry, snapshot)]
+
     # Release
 
     def deallocate(self, seq: Sequence) -> None:
@@ -311,12 +374,17 @@ class BlockManager:
         """How many leading tokens of `seq`, which waits, `allocate` would find in the cache."""
         return len(self._cached_prefix(seq)[0]) * self.block_size
 
-    def _cached_prefix(self, seq: Sequence) -> tuple[list[Block], list[WindowBlocks]]:
-        """The cached blocks that hold the beginning of `seq`, but never its last token, and the blocks of window groups
-        for the same tokens, without those behind the window."""
+    def num_common_tokens(self, seq: Sequence, other: Sequence) -> int:
+        """How many leading tokens `other` could share once `seq` has computed its prompt."""
+        end = min(seq.num_prompt_tokens, seq.max_length - 1, _max_num_cached(other)) // self.block_size
+        num_blocks = 0
+        while num_blocks < end and self._hash(seq, num_blocks) == self._hash(other, num_blocks):
+            num_blocks += 1
+        return num_blocks * self.block_size
+
+    def registered_prefix(self, seq: Sequence) -> list[Block]:
+        """The registered blocks that hold the beginning of `seq`, but never its last token."""
         prefix: list[Block] = []
-        if not self.enable_prefix_caching:
-            return self._prompt_of_siblings(seq)
         parent, block_size = 0, self.block_size
         for index in range(_max_num_cached(seq) // block_size):
             block = self._registered.get(self._hash(seq, index))
@@ -328,6 +396,17 @@ class BlockManager:
                 break
             prefix.append(block)
             parent = block.serial
+        return prefix
+
+    def _cached_prefix(self, seq: Sequence) -> tuple[list[Block], list[WindowBlocks]]:
+        """The cached blocks with the beginning of `seq` that it can share, and the blocks of window groups for the same
+        tokens, without those behind the window."""
+        if not self.enable_prefix_caching:  # the siblings' states have moved past these blocks
+            return ([], []) if self.snapshots.has_states else self._prompt_of_siblings(seq)
+        prefix, block_size = self.registered_prefix(seq), self.block_size
+        if self.snapshots.has_states:
+            while prefix and not prefix[-1].snapshot:
+                prefix.pop()
         if self.num_window_groups == 0:
             return prefix, []
         num_usable = num_with_window = 0  # blocks that can be shared; blocks in a row, up to this one, with a window
@@ -378,6 +457,10 @@ class BlockManager:
         assert block.hash is not None, "only registered blocks come here"
         del self._registered[block.hash]
         self._detach(block)
+        if block.snapshot:
+            self._snapshot_owners[block.snapshot] = None
+            self._snapshot_owners.move_to_end(block.snapshot, last=False)
+            block.snapshot = 0
         block.hash, block.token_ids, block.parent, block.serial = None, _NO_TOKENS, 0, 0
 
     def _num_blocks_for(self, num_tokens: int) -> int:
@@ -407,6 +490,9 @@ class BlockManager:
         assert len(self._free) + sum(count > 0 for count in held) == len(self.blocks), "a block is lost"
         for block_hash, block in self._registered.items():
             assert block.hash == block_hash, f"hash {block_hash} leads to a block that has another"
+        claimed = {(block.snapshot, block.block_id) for block in self._registered.values() if block.snapshot}
+        owned = {(number, owner.block_id) for number, owner in self._snapshot_owners.items() if owner is not None}
+        assert claimed == owned, f"blocks claim snapshots {claimed}, but own {owned}"
 
 
 def _num_to_compute(seq: Sequence) -> int:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.engine.block_manager import NO_WINDOWS, BlockManager, WindowGroups
+from nanovllm.engine.block_manager import NO_STATES, NO_WINDOWS, BlockManager, Snapshots, WindowGroups
 from nanovllm.engine.scheduler import Scheduler, SchedulerStats
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step, StepOutput
@@ -29,6 +29,7 @@ class RunnerInfo:
         placeholders: ids of the tokens of images and videos, by their fields in config.json; no prompt may hold them.
         device, dtype, attention_backend: where and how it computes; of several devices, the first is named.
         windows: the layers whose blocks are given back.
+        snapshots: whether layers have recurrent states, and the pool of their snapshots.
     """
 
     num_kvcache_blocks: int
@@ -45,6 +46,7 @@ class RunnerInfo:
     dtype: str = "float32"
     attention_backend: str = ""
     windows: WindowGroups = NO_WINDOWS
+    snapshots: Snapshots = NO_STATES
 
     @property
     def num_groups(self) -> int:
@@ -143,8 +145,9 @@ def make_scheduler(config: Config, info: RunnerInfo, stats: SchedulerStats | Non
     """An empty scheduler for a runner. With equal arguments and requests, schedulers make the same decisions in every
     process."""
     block_manager = BlockManager(
-        info.num_kvcache_blocks, info.kvcache_block_size, config.enable_prefix_caching, windows=info.windows
-    )
+        info.num_kvcache_blocks, info.kvcache_block_size, config.enable_prefix_caching,
+        windows=info.windows, snapshots=info.snapshots,
+    )  # fmt: skip
     return Scheduler(
         block_manager,
         min(config.max_num_batched_tokens, info.max_useful_batched_tokens),

@@ -7,9 +7,10 @@ long prompt, decode, and coming back after preemption are that rule with other n
 
 from collections.abc import Container
 from dataclasses import dataclass, field
+from itertools import islice
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import NO_STOP, Sequence, SequenceStatus
 from nanovllm.engine.step import NO_TOKEN_LEFT, Chunk, Scored, Step, StepBuilder
 from nanovllm.engine.waiting_queue import WaitingQueue
 
@@ -161,7 +162,7 @@ class Scheduler:
             seq = running[index]
             index += 1
             # The last token of a sequence is never computed: nothing is sampled from it.
-            num_new_tokens = min(seq.num_tokens, seq.max_length - 1) - seq.num_computed_tokens
+            num_new_tokens = min(seq.num_tokens, seq.max_length - 1, seq.next_stop) - seq.num_computed_tokens
             if num_new_tokens <= 0:
                 continue
             if num_new_tokens > 1 and not is_past_decodes:  # the last token of a prompt is computed like a decode
@@ -203,7 +204,7 @@ class Scheduler:
         num_running = len(self.running)
         num_free_places = self.max_num_seqs - num_running
         num_to_gather = min(max(min(16, self.max_num_seqs // 4), num_running // 8), len(self.waiting))
-        block_manager = self.block_manager
+        block_manager, has_states = self.block_manager, self.block_manager.snapshots.has_states
         is_too_early = num_free_places < num_to_gather or block_manager.num_free_blocks < self._num_free_blocks_wanted
         if step.chunks and is_too_early and not self._is_admitting:
             return
@@ -214,7 +215,8 @@ class Scheduler:
                 self._is_admitting = True
                 return
             seq = self.waiting.peek()
-            if seq.is_all_launched:
+            self._is_admitting = has_states and self._begins_too_early(seq, step)
+            if self._is_admitting or seq.is_all_launched:
                 return
             # Each running sequence will want another block sooner or later; without that reserve an admission would be
             # preempted at once. A sequence that would be alone needs no reserve.
@@ -225,18 +227,22 @@ class Scheduler:
                 return
             self.waiting.pop()
             source = self._source_of(seq, step)
-            if source is None:
-                block_manager.allocate(seq)
-            else:
-                step.copies += block_manager.fork(source, seq, seq.next_scored - 1)
             self._run(seq)
+            if source is None:
+                step.state_loads += block_manager.allocate(seq)
+            else:
+                self._copy_state(step, source, seq)
+                step.copies += block_manager.fork(source, seq, seq.next_scored - 1)
             if seq.num_preemptions == 0:
                 seq.num_cached_tokens = seq.num_computed_tokens
                 self.stats.num_prompt_tokens += seq.num_prompt_tokens
                 self.stats.num_cached_prompt_tokens += seq.num_cached_tokens
             if source is not None:  # its last block is filled at this step's end, so its own tokens follow in the next
                 continue
-            num_new_tokens = min(min(seq.num_tokens, seq.max_length - 1) - seq.num_computed_tokens, budget)
+            if has_states:
+                seq.next_stop = self._next_stop(seq)
+            num_left = min(seq.num_tokens, seq.max_length - 1, seq.next_stop) - seq.num_computed_tokens
+            num_new_tokens = min(num_left, budget)
             budget -= num_new_tokens
             self._launch(step, seq, num_new_tokens)
             self._fork(step)
@@ -248,12 +254,47 @@ class Scheduler:
             return None
         source, end = self._context_source, seq.next_scored - 1  # the context's last token must be computed
         # The copies of a step without chunks are never made.
-        if source is not None and source.num_computed_tokens >= end > 0 and step.chunks:
+        num_computed = 0 if source is None else source.num_computed_tokens
+        has_context = num_computed == end if self.block_manager.snapshots.has_states else num_computed >= end
+        if source is not None and has_context and end > 0 and step.chunks:
             has_window = self.block_manager.has_window(source, end)
             if has_window and source.token_ids[:end] == seq.token_ids[:end]:
                 return source
         self._context_source = seq
         return None
+
+    def _begins_too_early(self, seq: Sequence, step: StepBuilder) -> bool:
+        """Whether `seq` should begin from a state that this step, or a later one, copies after its layers."""
+        if seq.waits_for_prompt and any(0 < each.num_computed_tokens < each.num_prompt_tokens for each in seq.siblings):
+            return True  # it is forked once the prompt is complete
+        return self.block_manager.begins_too_early(seq, step.state_copies)
+
+    def _next_stop(self, seq: Sequence) -> int:
+        """After how many tokens of `seq`, whose prompt is being computed, its state is copied for other requests.
+
+        A snapshot is due after the last block that the next waiting request shares, and after the last block that an
+        earlier request computed: a third request may begin as these two do. If the next one scores another continuation
+        of the same context, it is forked at the end of this context.
+        """
+        block_manager, start = self.block_manager, seq.num_computed_tokens
+        least, due = max(block_manager.snapshots.min_saved_tokens, 1), NO_STOP
+        num_registered = len(block_manager.registered_prefix(seq)) * block_manager.block_size
+        if num_registered - start >= least and seq.num_preemptions == 0:  # after a preemption it finds its own blocks
+            due = num_registered
+        end = seq.next_scored - 1
+        if start < end and any(seq.scores_context_of(other) for other in islice(self.waiting.rest_of_group(), 1)):
+            return min(due, end)
+        num_forks = min(sum(each.waits_for_prompt for each in seq.siblings), self.max_num_seqs - len(self.running))
+        num_shared = num_saved = 0
+        for other in islice(self.waiting.rest_of_group(), num_forks, None):  # its siblings come first
+            num_common = block_manager.num_common_tokens(seq, other)
+            num_shared = num_shared or num_common
+            if num_common < num_shared or num_shared <= start:
+                break
+            num_saved += num_shared - start
+            if num_saved >= least:
+                return min(due, num_shared)
+        return due
 
     def _fork(self, step: StepBuilder) -> None:
         """Lets the waiting siblings of sequences whose prompts this step completes sample from the same logits.
@@ -271,6 +312,7 @@ class Scheduler:
                     self.waiting.remove(seq)
                     step.copies += self.block_manager.fork(leader, seq, num_tokens)
                     self._run(seq)
+                    self._copy_state(step, leader, seq)
                     seq.num_cached_tokens = seq.num_computed_tokens
                     seq.num_tokens += 1
                     step.chunks.insert(forked, Chunk(seq, 0, True))
@@ -279,8 +321,12 @@ class Scheduler:
                         step.constrained.append(seq)
         step.leaders.clear()
 
+    def _copy_state(self, step: StepBuilder, source: Sequence, seq: Sequence) -> None:
+        if self.block_manager.snapshots.has_states:
+            step.state_copies.append((source.entry, seq.entry))
+
     def _run(self, seq: Sequence) -> None:
-        """Adds a sequence that has blocks to the running ones."""
+        """Gives a sequence an entry and adds it to the running ones."""
         seq.status = SequenceStatus.RUNNING
         seq.entry = self._free_entries.pop()
         self.running.append(seq)
@@ -296,6 +342,9 @@ class Scheduler:
         if seq.num_computed_tokens - num_new_tokens < seq.num_prompt_tokens:  # it reaches into the prompt
             if seq.next_scored < seq.num_prompt_tokens:
                 self._score(step, seq)
+            if seq.num_computed_tokens == seq.next_stop:
+                step.state_copies += self.block_manager.take_snapshot(seq, step.state_copies)
+                seq.next_stop = self._next_stop(seq)
             if samples and seq.num_computed_tokens == seq.num_prompt_tokens:
                 step.first_tokens.append(seq)
                 if seq.siblings:
@@ -312,7 +361,7 @@ class Scheduler:
         """Frees the blocks of a sequence that left `running`. The sequence is admitted next, with all of its tokens."""
         self.block_manager.deallocate(seq)
         self._release_entry(seq)
-        seq.status = SequenceStatus.WAITING
+        seq.status, seq.next_stop = SequenceStatus.WAITING, NO_STOP
         seq.num_preemptions += 1
         self.stats.num_preemptions += 1
         self._num_free_blocks_wanted = 0  # they were for another sequence

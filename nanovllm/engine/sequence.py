@@ -10,6 +10,8 @@ import numpy as np
 
 from nanovllm.sampling_params import SamplingParams, completion_seed
 
+NO_STOP = 2**31  # more tokens than any sequence has
+
 
 class TokenGuide(Protocol):
     """A stop predicate that also says which tokens may come next. The engine itself knows no text."""
@@ -78,6 +80,7 @@ class Sequence:
     block_hashes: list[int] = field(default_factory=list)  # chained hashes of the leading full blocks, as far as needed
     num_registered_blocks: int = 0  # leading blocks that are in the prefix cache, or equal a block there
     last_registration: int = 0  # serial number of the last of those, 0 for none
+    next_stop: int = NO_STOP  # leading tokens after which a chunk ends, because its state there is copied
 
     def __post_init__(self, prompt_token_ids: Iterable[int]) -> None:
         self.token_ids = array("i", prompt_token_ids)
@@ -95,6 +98,12 @@ class Sequence:
     def only_scores(self) -> bool:
         """Whether it ends with the log-probabilities of its prompt, without a generated token."""
         return self.max_length == self.num_prompt_tokens
+
+    def scores_context_of(self, other: "Sequence") -> bool:
+        """Whether both score a continuation of the same context."""
+        end = self.next_scored - 1
+        both_score = other.next_scored == self.next_scored < min(self.num_prompt_tokens, other.num_prompt_tokens)
+        return both_score and self.token_ids[:end] == other.token_ids[:end]
 
     @property
     def is_all_launched(self) -> bool:

@@ -51,6 +51,9 @@ class Step(NamedTuple):
         num_decodes: how many *decodes* it has: the chunks of a single new token that come before all others. The device
             treats them alike, so the last token of a prompt can be a decode.
         copies: blocks to copy once the step's keys are stored, as (source, copy).
+        state_loads: recurrent states to copy before the layers run, as (snapshot, entry).
+        state_copies: recurrent states to copy after the layers, as (entry, entry of a sibling) and (entry, snapshot).
+            Snapshots have negative numbers. No target occurs twice in a list, or is also a source there.
         scored: the prompt tokens whose log-probabilities it computes.
         constrained: the sequences that sample among the tokens of a mask, or from logits that a function changes.
         num_tokens: new tokens of all chunks.
@@ -62,6 +65,8 @@ class Step(NamedTuple):
     chunks: list[Chunk]
     num_decodes: int
     copies: tuple[tuple[int, int], ...] = ()
+    state_loads: tuple[tuple[int, int], ...] = ()
+    state_copies: tuple[tuple[int, int], ...] = ()
     scored: tuple[Scored, ...] = ()
     constrained: tuple[Sequence, ...] = ()
     num_tokens: int = 0
@@ -73,6 +78,8 @@ class Step(NamedTuple):
         cls,
         chunks: list[Chunk],
         copies: Iterable[tuple[int, int]] = (),
+        state_loads: Iterable[tuple[int, int]] = (),
+        state_copies: Iterable[tuple[int, int]] = (),
         scored: Iterable[Scored] = (),
         constrained: Iterable[Sequence] = (),
         first_tokens: Iterable[Sequence] = (),
@@ -84,7 +91,7 @@ class Step(NamedTuple):
             if num_new_tokens == 1:
                 num_decodes += num_decodes == index
                 num_generated += seq.num_computed_tokens > seq.num_prompt_tokens
-        lists = tuple(copies), tuple(scored), tuple(constrained)
+        lists = tuple(copies), tuple(state_loads), tuple(state_copies), tuple(scored), tuple(constrained)
         return cls(chunks, num_decodes, *lists, num_tokens, num_generated, tuple(first_tokens))
 
 
@@ -97,13 +104,16 @@ class StepBuilder:
 
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    state_loads: list[tuple[int, int]] = field(default_factory=list)
+    state_copies: list[tuple[int, int]] = field(default_factory=list)
     scored: list[Scored] = field(default_factory=list)
     constrained: list[Sequence] = field(default_factory=list)
     leaders: list[int] = field(default_factory=list)
     first_tokens: list[Sequence] = field(default_factory=list)
 
     def build(self) -> Step:
-        return Step.of(self.chunks, self.copies, self.scored, self.constrained, self.first_tokens)
+        lists = self.copies, self.state_loads, self.state_copies, self.scored, self.constrained
+        return Step.of(self.chunks, *lists, self.first_tokens)
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,18 @@ class WaitingQueue:
         self.remove(seq)
         return seq
 
+    def rest_of_group(self) -> Iterator[Sequence]:
+        """The waiting members of the group that is served, in the order of `pop`."""
+        if self._served_group in self._groups:
+            heap = self._groups[self._served_group]
+            found = [(heap[0], 0)]
+            while found:  # in a heap, no element comes before its parent
+                (_, seq_id, seq), index = heappop(found)
+                if seq_id in self._group_of:
+                    yield seq
+                for child in range(2 * index + 1, min(2 * index + 3, len(heap))):
+                    heappush(found, (heap[child], child))
+
     def remove(self, seq: Sequence) -> None:
         group_id = self._group_of.pop(seq.seq_id, None)
         if group_id is None:

@@ -23,7 +23,7 @@ import numpy as np
 
 from nanovllm.child_processes import ERRORS, Child, end_children, frame, start_child, start_reader, start_writer
 from nanovllm.config import Config
-from nanovllm.engine.block_manager import WindowGroups
+from nanovllm.engine.block_manager import Snapshots, WindowGroups
 from nanovllm.engine.runner import Runner, RunnerInfo
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step, StepOutput
@@ -98,7 +98,8 @@ class TensorParallelRunner(Runner):
             raise
         info, _ = found[0]
         eos_token_ids, windows = frozenset(info["eos_token_ids"]), WindowGroups(*info["windows"])
-        self.info = RunnerInfo(**{**info, "eos_token_ids": eos_token_ids, "windows": windows})
+        snapshots = Snapshots(*info["snapshots"])
+        self.info = RunnerInfo(**{**info, "eos_token_ids": eos_token_ids, "windows": windows, "snapshots": snapshots})
         self._memory = _sums([of_rank for _, of_rank in found])
 
     def launch(self, step: Step) -> _ParallelStep:

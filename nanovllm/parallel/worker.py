@@ -33,23 +33,24 @@ def fingerprint(step: Step) -> int:
 
     It covers the length and the last block of a block table, and the last blocks of window groups.
     """
-    return hash(
-        tuple(
-            (
-                seq.seq_id,
-                num_new,
-                samples,
-                seq.num_computed_tokens,
-                seq.entry,
-                len(table := seq.block_table),
-                table[-1],
-                *seq.window_table[-1:],
-            )
-            for seq, num_new, samples in step.chunks
+    chunks = tuple(
+        (
+            seq.seq_id,
+            num_new,
+            samples,
+            seq.num_computed_tokens,
+            seq.entry,
+            len(table := seq.block_table),
+            table[-1],
+            *seq.window_table[-1:],
         )
-        + step.copies
-        + tuple((scored.seq.seq_id, *scored[1:]) for scored in step.scored)
+        for seq, num_new, samples in step.chunks
     )
+    # Doubled, because Python hashes -1 and -2 alike, and numbers of snapshots are negative.
+    states = tuple(
+        tuple((2 * source, 2 * target) for source, target in pairs) for pairs in (step.state_loads, step.state_copies)
+    )
+    return hash((chunks, step.copies, states, tuple((scored.seq.seq_id, *scored[1:]) for scored in step.scored)))
 
 
 def pack_output(output: StepOutput) -> list:

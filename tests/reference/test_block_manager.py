@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 from support.long import some
 
-from nanovllm.engine.block_manager import NO_WINDOWS, BlockManager, WindowGroups, hash_block
+from nanovllm.engine.block_manager import NO_STATES, NO_WINDOWS, BlockManager, Snapshots, WindowGroups, hash_block
 from nanovllm.engine.sequence import Sequence
 from nanovllm.models.config import cache_places
 
@@ -31,30 +31,41 @@ def make_sequence(tokens, seq_id: int = 0) -> Sequence:
 @dataclass(eq=False)
 class Registration:
     """An entry that the cache should have: `block` holds `prefix`'s last tokens, and was reached through `parent`.
-    `window` are the window groups' blocks for these tokens."""
+    `window` are the window groups' blocks for these tokens, `snapshot` is the number of the state after them."""
 
     prefix: bytes
     block: int
     parent: "Registration | None"
     window: tuple[int, ...] = ()
+    snapshot: int = 0
 
 
 class Books:
     """A BlockManager, and beside it the state that it should have, kept in the plainest way.
 
     `cache` knows prefixes by themselves (by `key_of`, which a weak hash makes ambiguous), `free` is a list, and
-    `memory` says for each slot which prefix's last token was written there. Tokens are below 256.
+    `memory` says for each slot which prefix's last token was written there. `pool` has the snapshots and the entries
+    that own them, least recently used first. `states` says which prefix a snapshot covers. `copies` are the copies of
+    states in the step under construction. Tokens are below 256.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, has_weak_hash: bool = False, windows: WindowGroups = NO_WINDOWS
+        self,
+        num_blocks: int,
+        block_size: int,
+        has_weak_hash: bool = False,
+        windows: WindowGroups = NO_WINDOWS,
+        snapshots: Snapshots = NO_STATES,
     ):
-        self.block_size, self.windows = block_size, windows
+        self.block_size, self.windows, self.snapshots = block_size, windows, snapshots
         self.block_hash = weak_hash if has_weak_hash else hash_block
-        self.manager = BlockManager(num_blocks, block_size, block_hash=self.block_hash, windows=windows)
+        self.manager = BlockManager(num_blocks, block_size, True, self.block_hash, windows, snapshots)
         self.free = list(range(num_blocks))
         self.cache: dict[object, Registration] = {}
         self.memory: dict[int, bytes] = {}
+        self.pool: list[tuple[int, Registration | None]] = [(n, None) for n in range(-snapshots.num_snapshots, 0)]
+        self.states: dict[int, bytes] = {}
+        self.copies: list[tuple[int, int]] = []
         self.sequences: list[Sequence] = []
         self.tokens: dict[int, bytes] = {}  # includes tokens in flight, which the manager does not know
         self.registered: dict[int, list[Registration]] = {}  # of each sequence's leading full blocks
@@ -65,6 +76,7 @@ class Books:
         seq_id = next(number for number in range(len(self.tokens) + 1) if number not in self.tokens)
         seq = make_sequence(tokens, seq_id)
         self.sequences.append(seq)
+        seq.entry = seq_id
         self.tokens[seq_id] = bytes(tokens)
         self.registered[seq_id] = []
         return seq
@@ -80,6 +92,13 @@ class Books:
             parent = found
         while not all(found.window for found in shared[self.first_seen(len(shared)) :]) and self.windows.num_groups:
             shared.pop()
+        while self.snapshots.has_states and shared and not shared[-1].snapshot:
+            shared.pop()
+        snapshot = shared[-1].snapshot if shared else 0
+        is_too_early = snapshot in [target for _, target in self.copies if target < 0]
+        assert self.manager.begins_too_early(seq, self.copies) == is_too_early
+        if is_too_early:
+            return False
         blocks = [registration.block for registration in shared]
         first = self.first_seen(len(shared))
         window = [found.window if index >= first else () for index, found in enumerate(shared)]
@@ -94,12 +113,15 @@ class Books:
             assert self.manager.can_allocate(seq, num_reserved) == can_reserve
         if not can_allocate:
             return False
-        self.manager.allocate(seq)
+        assert self.manager.allocate(seq) == ([(snapshot, seq.entry)] if snapshot else [])
         self.free = [block for block in self.free if block not in held]
         assert seq.block_table == blocks + [self.take() for _ in range(num_blocks - len(blocks))]
         assert seq.window_table == (window if self.windows.num_groups else [])
         assert seq.num_computed_tokens == len(blocks) * self.block_size < seq.num_tokens, "nothing left to compute"
         self.registered[seq.seq_id] = shared
+        if snapshot:
+            assert self.states[snapshot] == tokens[: seq.num_computed_tokens], "a wrong state is loaded"
+            self.use(snapshot, shared[-1])
         return True
 
     def advance(self, seq: Sequence, num_new_tokens: int) -> bool:
@@ -124,6 +146,21 @@ class Books:
                 self.memory[slot] = self.tokens[seq.seq_id][: position + 1]
         self.register(seq)
         return True
+
+    def take_snapshot(self, seq: Sequence) -> None:
+        """Takes one of the state after the computed tokens. They must end a block, as directly after `advance`."""
+        done = self.registered[seq.seq_id]
+        if not self.snapshots.num_snapshots or len(done) * self.block_size != seq.num_computed_tokens:
+            return
+        entry, (snapshot, owner), pairs = done[-1], self.pool[0], []
+        if not entry.snapshot and snapshot not in [target for _, target in self.copies]:
+            if owner is not None:
+                owner.snapshot = 0
+            entry.snapshot, pairs = snapshot, [(seq.entry, snapshot)]
+            self.states[snapshot] = self.tokens[seq.seq_id][: seq.num_computed_tokens]
+            self.use(snapshot, entry)
+        assert self.manager.take_snapshot(seq, self.copies) == pairs
+        self.copies += pairs
 
     def launch_sampling(self, seq: Sequence, token: int) -> None:
         seq.num_tokens += 1
@@ -159,7 +196,7 @@ class Books:
     def forget(self, seq: Sequence) -> None:
         self.manager.forget(seq)
         if len(seq.token_ids) >= self.block_size:
-            self.cache.pop(self.key_of(self.tokens[seq.seq_id][: self.block_size]), None)
+            self.drop(self.cache.pop(self.key_of(self.tokens[seq.seq_id][: self.block_size]), None))
 
     def remove(self, seq: Sequence) -> None:
         self.sequences.remove(seq)
@@ -191,10 +228,21 @@ class Books:
 
     def take(self) -> int:
         block = self.free.pop(0)
-        self.cache = {key: entry for key, entry in self.cache.items() if entry.block != block}
+        for key, entry in list(self.cache.items()):
+            if entry.block == block:
+                self.drop(self.cache.pop(key))
         for entry in self.cache.values():
             entry.window = () if block in entry.window else entry.window
         return block
+
+    def use(self, snapshot: int, entry: Registration) -> None:
+        self.pool = [each for each in self.pool if each[0] != snapshot] + [(snapshot, entry)]
+
+    def drop(self, entry: Registration | None) -> None:
+        """The cache no longer has this entry."""
+        if entry is not None and entry.snapshot:
+            self.pool = [(entry.snapshot, None)] + [each for each in self.pool if each[0] != entry.snapshot]
+            entry.snapshot = 0
 
     def register(self, seq: Sequence) -> None:
         done, tokens = self.registered[seq.seq_id], self.tokens[seq.seq_id]
@@ -203,6 +251,7 @@ class Books:
             prefix, parent = tokens[: (index + 1) * self.block_size], done[-1] if done else None
             found = self.cache.get(self.key_of(prefix))
             if found is None or not self.is_equal(found, prefix, parent):
+                self.drop(found)
                 found = self.cache[self.key_of(prefix)] = Registration(prefix, seq.block_table[index], parent)
             if self.windows.num_groups:
                 found.window = found.window or seq.window_table[index]
@@ -236,6 +285,8 @@ class Books:
         """Every registered hash leads to a block that holds exactly the chain of tokens it names."""
         blocks, size = self.manager.blocks, self.block_size
         entries = {entry.block: entry for entry in self.cache.values()}
+        owners = [(number, entry.block if entry else None) for number, entry in self.pool]
+        assert [(n, block.block_id if block else None) for n, block in self.manager._snapshot_owners.items()] == owners
         assert {block.block_id for block in blocks if block.hash is not None} == set(entries)
         assert len(self.manager._registered) == len(entries) == len(self.cache)
         by_serial = {block.serial: block for block in blocks if block.hash is not None}
@@ -247,7 +298,8 @@ class Books:
                 end = len(prefix) - size + offset + 1
                 for cached in (block_id, *entry.window):
                     assert self.memory[cached * size + offset] == prefix[:end], "a cached block was overwritten"
-            assert block.window == entry.window
+            assert block.window == entry.window and block.snapshot == entry.snapshot
+            assert not block.snapshot or self.states[block.snapshot] == prefix, "a snapshot of another prefix"
             chain = block.token_ids
             while block.parent in by_serial:
                 block = by_serial[block.parent]
@@ -264,11 +316,13 @@ def weak_hash(parent_hash: int, token_ids: array) -> int:
 class BlockManagerMachine(RuleBasedStateMachine):
     """Sequences come, grow, share, are preempted and leave, in any order."""
 
-    has_weak_hash, windows = False, NO_WINDOWS
+    has_weak_hash, windows, has_states = False, NO_WINDOWS, False
 
-    @initialize(num_blocks=st.integers(1, 12), block_size=st.integers(1, 4))
-    def start(self, num_blocks, block_size):
-        self.books = Books(num_blocks * (1 + self.windows.num_groups), block_size, self.has_weak_hash, self.windows)
+    @initialize(num_blocks=st.integers(1, 12), block_size=st.integers(1, 4), num_snapshots=st.integers(1, 3))
+    def start(self, num_blocks, block_size, num_snapshots):
+        num_blocks *= 1 + self.windows.num_groups
+        snapshots = Snapshots(True, num_snapshots) if self.has_states else NO_STATES
+        self.books = Books(num_blocks, block_size, self.has_weak_hash, self.windows, snapshots)
 
     def pick(self, index: int, is_admitted: bool | None = None) -> Sequence | None:
         found = [seq for seq in self.books.sequences if is_admitted in (None, bool(seq.block_table))]
@@ -287,13 +341,16 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if seq is not None and not seq.has_token_in_flight:
             self.books.admit(seq)
 
-    @rule(index=st.integers(0, 5), num_new_tokens=st.integers(1, 12))
-    def advance(self, index, num_new_tokens):
+    @rule(index=st.integers(0, 5), num_new_tokens=st.integers(1, 12), begins_step=st.booleans())
+    def advance(self, index, num_new_tokens, begins_step):
+        if begins_step:
+            self.books.copies.clear()
         seq = self.pick(index, is_admitted=True)
         if seq is not None and seq.num_computed_tokens < seq.num_tokens:
             if self.windows.num_groups and num_new_tokens % 2:  # a late return is allowed
                 self.books.give_back(seq)
-            self.books.advance(seq, min(num_new_tokens, seq.num_tokens - seq.num_computed_tokens))
+            if self.books.advance(seq, min(num_new_tokens, seq.num_tokens - seq.num_computed_tokens)):
+                self.books.take_snapshot(seq)
 
     @rule(index=st.integers(0, 5), token=st.integers(0, 1))
     def sample(self, index, token):
@@ -347,7 +404,20 @@ class WeakHashWindowMachine(BlockManagerMachine):
     has_weak_hash, windows = True, WindowGroups(1, 5, 2)
 
 
-@pytest.mark.parametrize("machine", [BlockManagerMachine, WeakHashMachine, WindowMachine, WeakHashWindowMachine])
+class StateMachine(BlockManagerMachine):
+    has_states = True
+
+
+class WeakHashStateMachine(StateMachine):
+    has_weak_hash = True
+
+
+MACHINES = [
+    BlockManagerMachine, WeakHashMachine, WindowMachine, WeakHashWindowMachine, StateMachine, WeakHashStateMachine,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("machine", MACHINES)
 def test_the_books_balance_after_any_operations(machine, count, request):
     run_state_machine_as_test(
         machine,

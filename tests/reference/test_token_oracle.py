@@ -7,7 +7,15 @@ from dataclasses import dataclass, field, replace
 import pytest
 from support.fake_runner import FakeRunner, Predicate, expected_completion, expected_scores, make_engine
 
-from nanovllm.engine.block_manager import NO_WINDOWS, BlockManager, WindowGroups, hash_block
+from nanovllm.engine.block_manager import (
+    NO_STATES,
+    NO_WINDOWS,
+    Block,
+    BlockManager,
+    Snapshots,
+    WindowGroups,
+    hash_block,
+)
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -16,30 +24,49 @@ from nanovllm.sampling_params import SamplingParams
 # The least that a run of a million tokens must meet, which is about half of what it does meet.
 AT_LEAST = {
     "hits": 14_000, "cached tokens": 300_000, "preemptions": 700, "chunks": 50_000, "evictions": 30_000,
-    "same-step hits": 400, "refused": 4_000, "aborted": 600, "stop": 10_000, "length": 16_000,
+    "same-step hits": 250, "refused": 4_000, "aborted": 600, "stop": 10_000, "length": 16_000,
     "error": 200, "stopped by a predicate": 1_500, "ended by max_model_len": 5_000,
-    "forks": 4_000, "copies": 2_000, "scored": 20_000, "contexts": 250,
-    "given back": 15_000, "shortened hits": 500,
+    "forks": 4_000, "copies": 2_000, "scored": 20_000, "contexts": 150,
+    "given back": 9_000, "shortened hits": 400,
+    "snapshots": 1_000, "loads": 3_000, "reused snapshots": 450, "skipped snapshots": 50, "lost snapshots": 500,
+    "waits for a snapshot": 400,
 }  # fmt: skip
 
 
 class CountingBlockManager(BlockManager):
     """Counts the registered blocks that were reused for something else, the contexts that were shared, the logical
-    blocks of window groups that were given back, and the prefixes that could be shared only in part, because a window
-    was gone."""
+    blocks of window groups that were given back, the prefixes that could be shared only in part, because a window was
+    gone, and what became of snapshots."""
 
     num_evictions = num_contexts = num_given_back = num_shortened = 0
+    num_reused = num_skipped = num_waits = num_lost = 0
+
+    def take_snapshot(self, seq: Sequence, copies: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        self.num_reused += all(block is not None for block in self._snapshot_owners.values())
+        pairs = super().take_snapshot(seq, copies)
+        self.num_skipped += not pairs
+        return pairs
+
+    def begins_too_early(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
+        waits = super().begins_too_early(seq, copies)
+        self.num_waits += waits
+        return waits
+
+    def _unregister(self, block: Block) -> None:
+        self.num_lost += block.snapshot < 0
+        super()._unregister(block)
 
     def free_behind_window(self, seq: Sequence) -> None:
         before = seq.num_behind_window
         super().free_behind_window(seq)
         self.num_given_back += seq.num_behind_window - before
 
-    def allocate(self, seq: Sequence) -> None:
-        super().allocate(seq)
+    def allocate(self, seq: Sequence) -> list[tuple[int, int]]:
+        loads = super().allocate(seq)
         windows, self.windows = self.windows, NO_WINDOWS
         self.num_shortened += self.num_cached_tokens(seq) > seq.num_computed_tokens
         self.windows = windows
+        return loads
 
     def fork(self, source: Sequence, seq: Sequence, num_tokens: int) -> list[tuple[int, int]]:
         self.num_contexts += source not in seq.siblings
@@ -82,8 +109,10 @@ class Workload:
         block_size = rng.randint(1, 16)
         max_model_len = rng.randint(2, 80)
         max_num_batched_tokens = rng.choice([1, 2, 3, 7, 16, 64, 256])
-        windows = NO_WINDOWS
-        if rng.random() < 0.5:
+        windows, snapshots = NO_WINDOWS, NO_STATES
+        if rng.random() < 1 / 3:
+            snapshots = Snapshots(True, rng.randint(0, 4), rng.choice([0, 1, 2, 8]))
+        elif rng.random() < 0.5:
             windows = WindowGroups(rng.randint(1, 3), rng.randint(1, 24), rng.choice([1, 1, 4]), max_num_batched_tokens)
         longest = windows.max_num_blocks(max_model_len - 1, block_size)
         num_blocks = rng.choice([max(1, longest // 2), longest, longest + rng.randint(0, 5), 2 * longest, 8 * longest])
@@ -97,6 +126,7 @@ class Workload:
             keep_log=False,
             max_num_batched_tokens=max_num_batched_tokens,
             windows=windows,
+            snapshots=snapshots,
             max_num_seqs=max_num_seqs,
             overlap=overlap,
             enable_prefix_caching=rng.random() < 0.9,
@@ -106,7 +136,9 @@ class Workload:
         self.runner: FakeRunner = self.engine.runner
         _replace_block_manager(
             self.engine,
-            CountingBlockManager(num_blocks, block_size, self.engine.config.enable_prefix_caching, windows=windows),
+            CountingBlockManager(
+                num_blocks, block_size, self.engine.config.enable_prefix_caching, windows=windows, snapshots=snapshots
+            ),
         )
         # Short prompts that grow long meet preemption, long ones that differ in their ends meet the cache.
         self.grows = rng.random() < 0.5
@@ -250,6 +282,12 @@ class Workload:
                 "evictions": self.engine.scheduler.block_manager.num_evictions,
                 "given back": self.engine.scheduler.block_manager.num_given_back,
                 "shortened hits": self.engine.scheduler.block_manager.num_shortened,
+                "snapshots": self.runner.num_snapshots,
+                "loads": self.runner.num_loads,
+                "reused snapshots": self.engine.scheduler.block_manager.num_reused,
+                "skipped snapshots": self.engine.scheduler.block_manager.num_skipped,
+                "waits for a snapshot": self.engine.scheduler.block_manager.num_waits,
+                "lost snapshots": self.engine.scheduler.block_manager.num_lost,
             }
         )
         return self.counts

@@ -6,16 +6,21 @@ stale block, lost token or wrong hit changes the answer.
 
 In a model with window groups, each of them has a key per token too. The key of a token also depends on the first keys
 in its windows, and the logits on all keys in the last token's windows.
+
+In a model with recurrent states, each entry and each snapshot has a state, a number that each token extends. The key of
+a token also depends on the state after it. So a stale, wrong or lost state, or one that was extended twice, changes the
+answer too.
 """
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.engine.block_manager import NO_WINDOWS, WindowGroups
+from nanovllm.engine.block_manager import NO_STATES, NO_WINDOWS, Snapshots, WindowGroups
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.runner import Runner, RunnerInfo
 from nanovllm.engine.sequence import Sequence
@@ -50,6 +55,8 @@ class FakeRunner(Runner):
         self.info = info
         self.keys: list[int | None] = [None] * (info.num_kvcache_blocks * info.kvcache_block_size)
         self.last_token_ids: list[int | None] = [None] * max_num_seqs
+        self.states: list[int] = [-1] * (max_num_seqs + 1 + info.snapshots.num_snapshots)
+        self.saved_snapshots: set[int] = set()
         self.in_flight: deque[FakeStep] = deque()
         self.log: list[list[tuple[int, int, bool]]] | None = [] if keep_log else None
         self.launch_error: BaseException | None = None
@@ -58,7 +65,10 @@ class FakeRunner(Runner):
         self.is_closed = False
         self.num_steps = self.num_computed_tokens = self.num_sampled_tokens = 0
         self.num_chunks = self.num_same_step_hits = self.num_copies = self.num_forks = 0
-        self.num_scored = 0
+        self.num_scored = self.num_loads = self.num_snapshots = 0
+
+    def scheduler_renewed(self) -> None:
+        self.saved_snapshots.clear()
 
     def launch(self, step: Step) -> FakeStep:
         work = step.chunks
@@ -73,8 +83,10 @@ class FakeRunner(Runner):
         if self.log is not None:
             self.log.append([(seq.seq_id, num_new_tokens, samples) for seq, num_new_tokens, samples in work])
         self._check_forks(work)
+        self._load_states(step)
         self._store(work)
         self._copy(step)
+        self._copy_states(step)
         sampled, leader = [], work[0].seq
         for seq, num_new_tokens, samples in work:
             leader = seq if num_new_tokens else leader
@@ -117,16 +129,19 @@ class FakeRunner(Runner):
             assert num_new_tokens >= 0 and start >= 0, f"{num_new_tokens} new tokens for {seq}"
             if num_new_tokens == 0:
                 continue
-            key = 0
+            key = state = 0
             if start > 0:
+                state = self.states[seq.entry]
                 block = table[(start - 1) // block_size]
                 key = keys[block * block_size + (start - 1) % block_size]
                 self.num_same_step_hits += block in written_blocks
             for position in range(start, end):
                 token_id = token_ids[position] if position < len(token_ids) else self._in_flight_token(seq, position)
-                key = hash((key, token_id, *self._first_in_windows(seq, position)))
+                state = next_state(state, token_id, self.info)
+                key = hash((key, token_id, state, *self._first_in_windows(seq, position)))
                 for group in range(1 + self.info.windows.num_groups):
                     keys[self._slot(seq, group, position)] = key_of_group(key, group)
+            self.states[seq.entry] = state
             written_blocks.update(table[start // block_size : (end - 1) // block_size + 1])
             self.num_computed_tokens += num_new_tokens
 
@@ -149,6 +164,33 @@ class FakeRunner(Runner):
             start = target * block_size
             keys[start : start + block_size] = keys[source * block_size : (source + 1) * block_size]
         self.num_copies += len(step.copies)
+
+    def _load_states(self, step: Step) -> None:
+        starts = {seq.entry: seq.num_computed_tokens - num_new_tokens for seq, num_new_tokens, _ in step.chunks}
+        for snapshot, entry in step.state_loads:
+            assert snapshot < 0 < starts[entry], f"{snapshot} is no snapshot, or {entry} begins from zero"
+            assert snapshot in self.saved_snapshots, f"no earlier step saved snapshot {snapshot}"
+        self._copy_states_of(step.state_loads)
+        self.num_loads += len(step.state_loads)
+
+    def _copy_states(self, step: Step) -> None:
+        self._copy_states_of(step.state_copies)
+        snapshots = [target for _, target in step.state_copies if target < 0]
+        self.saved_snapshots.update(snapshots)
+        self.num_snapshots += len(snapshots)
+
+    def _copy_states_of(self, pairs: tuple[tuple[int, int], ...]) -> None:
+        """The device copies all pairs at once."""
+        assert self.info.snapshots.has_states or not pairs, "the model has no states"
+        sources, targets = {source for source, _ in pairs}, {target for _, target in pairs}
+        assert len(targets) == len(pairs) and not targets & sources, (
+            f"two copies to one place, or from a target: {pairs}"
+        )
+        assert all(
+            -self.info.snapshots.num_snapshots <= place < len(self.last_token_ids) for place in targets | sources
+        )
+        for source, target in pairs:
+            self.states[target] = self.states[source]
 
     def _score(self, step: Step) -> TokenNumbers:
         """A prompt token's numbers are made of the token and the key before it, which this step must compute."""
@@ -237,6 +279,7 @@ def make_engine(
     eos_token_ids: frozenset[int] = frozenset(),
     max_tokens_beside_decodes: int = 2**31,
     windows: WindowGroups = NO_WINDOWS,
+    snapshots: Snapshots = NO_STATES,
     keep_log: bool = True,
     is_mirrored: bool = False,
     **options,
@@ -244,7 +287,7 @@ def make_engine(
     """An LLMEngine on a FakeRunner; `options` are Config's."""
     config = Config("fake", **options)
     info = RunnerInfo(num_blocks, block_size, max_model_len, vocab_size, eos_token_ids)
-    info = replace(info, max_tokens_beside_decodes=max_tokens_beside_decodes, windows=windows)
+    info = replace(info, max_tokens_beside_decodes=max_tokens_beside_decodes, windows=windows, snapshots=snapshots)
     max_num_seqs = config.max_num_seqs or info.max_num_seqs
     runner = MirroredRunner(info, config, max_num_seqs) if is_mirrored else FakeRunner(info, max_num_seqs, keep_log)
     return LLMEngine(config, runner=runner)
@@ -269,7 +312,7 @@ def expected_completion(
 ) -> tuple[list[int], str]:
     """The right completion of a request, computed alone and without a cache: (token ids, finish reason)."""
     stop_token_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else info.eos_token_ids)
-    keys = keys_of(prompt, info)
+    keys, state = keys_of(prompt, info), states_of(prompt, info)[-1]
     completion: list[int] = []
     if params.max_tokens == 0:
         return completion, "length"
@@ -278,7 +321,8 @@ def expected_completion(
         in_windows = [key_of_group(key, group) for group in groups for key in keys[-info.windows.window :]]
         token_id = _answer(keys, in_windows, info)
         completion.append(token_id)
-        _extend(keys, token_id, info)
+        state = next_state(state, token_id, info)
+        _extend(keys, token_id, state, info)
         says_stop = stop_predicate is not None and stop_predicate(token_id)
         if token_id in stop_token_ids and len(completion) > params.min_tokens:
             return completion, "stop"
@@ -306,15 +350,26 @@ def key_of_group(key: int, group: int) -> int:
 def keys_of(token_ids: list[int], info: RunnerInfo) -> list[int]:
     """The keys of group 0."""
     keys: list[int] = []
-    for token_id in token_ids:
-        _extend(keys, token_id, info)
+    for token_id, state in zip(token_ids, states_of(token_ids, info), strict=True):
+        _extend(keys, token_id, state, info)
     return keys
 
 
-def _extend(keys: list[int], token_id: int, info: RunnerInfo) -> None:
+def states_of(token_ids: list[int], info: RunnerInfo) -> list[int]:
+    """The recurrent state after each token."""
+    return list(accumulate(token_ids, lambda state, token_id: next_state(state, token_id, info), initial=0))[1:]
+
+
+def next_state(state: int, token_id: int, info: RunnerInfo) -> int:
+    return hash((state, token_id)) if info.snapshots.has_states else 0
+
+
+def _extend(keys: list[int], token_id: int, state: int, info: RunnerInfo) -> None:
     first = max(0, len(keys) + 1 - info.windows.window)
     groups = range(1, 1 + info.windows.num_groups) if first < len(keys) else ()
-    keys.append(hash((keys[-1] if keys else 0, token_id, *(key_of_group(keys[first], group) for group in groups))))
+    keys.append(
+        hash((keys[-1] if keys else 0, token_id, state, *(key_of_group(keys[first], group) for group in groups)))
+    )
 
 
 def _answer(keys: list[int], in_windows: list[int], info: RunnerInfo) -> int:

@@ -563,6 +563,8 @@ def check_same(queue: WaitingQueue, plain: PlainQueue) -> None:
     assert Counter(seq.seq_id for seq in queue) == Counter(seq.seq_id for seq in expected)
     if expected:
         assert queue.peek() is expected[0]
+    served = plain.served.members if plain.served else []
+    assert list(queue.rest_of_group()) == sorted(served, key=plain.rank)
 
 
 def waiting_sequence(seq_id: int, num_prompt_tokens: int, num_to_generate: int) -> Sequence:
