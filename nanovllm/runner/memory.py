@@ -11,16 +11,20 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.config import Config
+from nanovllm.engine.block_manager import Snapshots
 from nanovllm.ops.collectives import Parallel
 from nanovllm.runner.step_sizes import StepSizes
 
 _GIB = 2**30
-# A KV cache on a CPU takes at most half of the free memory, and no more than this unless one sequence needs it.
+# A KV cache on a CPU takes at most half of the free memory, and with recurrent states no more than this, unless one
+# sequence needs it.
 _USUAL_CPU_CACHE_BYTES = 4 * _GIB
 # Always left free on a GPU, because kernels are loaded late and other programs grow.
 _GPU_MARGIN = _GIB // 2
 # More sequences gain little (docs/record.md), and fewer are better than sequences that wait for blocks.
 _MAX_SEQS_ON_GPU, _MAX_SEQS_ON_CPU, _MIN_SEQS, _TOKENS_OF_A_SEQUENCE = 1024, 512, 16, 256
+# Few prefixes are shared at a time, and a snapshot is as large as the state of a sequence that runs.
+_SEQS_PER_SNAPSHOT = 8
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class MemoryUse:
     free: free with weights and libraries loaded.
     activations: taken by the largest step while it runs.
     graphs: kept for captured steps.
+    states: recurrent states. On a CPU they are part of `free`, because memory is taken when it is first written.
     """
 
     total: int
@@ -39,6 +44,7 @@ class MemoryUse:
     free: int
     activations: int = 0
     graphs: int = 0
+    states: int = 0
 
 
 def num_kvcache_blocks(
@@ -67,8 +73,8 @@ def num_kvcache_blocks(
         used = memory.free_at_start - memory.free + memory.activations + memory.graphs
         budget = allowed - used
     else:
-        allowed = memory.free
-        budget = min(allowed / 2, max(_USUAL_CPU_CACHE_BYTES, blocks_of_longest * block_bytes))
+        allowed = memory.free - memory.states
+        budget = min(allowed / 2, max(_USUAL_CPU_CACHE_BYTES - memory.states, blocks_of_longest * block_bytes))
     if config.num_kvcache_blocks is not None:
         limit, wanted = budget if is_gpu else allowed, config.num_kvcache_blocks * num_groups
         missing = wanted * block_bytes - limit
@@ -86,6 +92,7 @@ def num_kvcache_blocks(
             f"the KV cache of one sequence of {blocks_of_longest} blocks (max_model_len) needs "
             f"{missing / _GIB:.2f} GiB more than the {max(budget, 0) / _GIB:.2f} GiB there are; lower max_model_len"
             + " or max_num_batched_tokens" * (num_groups > 1 and not is_gpu)
+            + " or max_num_seqs" * (memory.states > 0 and not is_gpu)
             + (
                 f", max_num_batched_tokens or max_num_seqs, raise gpu_memory_utilization, or free the "
                 f"{(memory.total - memory.free_at_start) / _GIB:.2f} GiB that other programs hold on the GPU"
@@ -147,19 +154,49 @@ def check_weights_fit(weight_bytes: int, free: int, dtype: torch.dtype, device: 
         )
 
 
-def default_max_num_seqs(config: Config, weight_bytes: int, token_bytes: int, free: int, is_gpu: bool) -> int:
+def check_states_fit(
+    state_bytes: int, max_num_seqs: int, snapshots: Snapshots, free: int, device: torch.device
+) -> None:
+    """Raises a RuntimeError, before anything is allocated, if the recurrent states need more bytes than are free."""
+    needed = num_states(max_num_seqs, snapshots) * state_bytes
+    if needed > free:
+        raise RuntimeError(
+            f"max_num_seqs={max_num_seqs} needs {needed / _GIB:.2f} GiB of {device} for recurrent states, of which "
+            f"{snapshots.num_snapshots} are for cached prefixes, but {max(free, 0) / _GIB:.2f} GiB are free beside the "
+            f"weights; lower max_num_seqs: each sequence needs {state_bytes / 2**20:.1f} MiB"
+        )
+
+
+def num_states(max_num_seqs: int, snapshots: Snapshots) -> int:
+    """The number of recurrent states: one per entry, one for padding rows, and the snapshots."""
+    return max_num_seqs + 1 + snapshots.num_snapshots
+
+
+def num_snapshots(config: Config, max_num_seqs: int) -> int:
+    """How many recurrent states the prefix cache keeps."""
+    return max(4, max_num_seqs // _SEQS_PER_SNAPSHOT) if config.enable_prefix_caching else 0
+
+
+def default_max_num_seqs(
+    config: Config, weight_bytes: int, token_bytes: int, state_bytes: int, free: int, is_gpu: bool
+) -> int:
     """How many sequences run at a time by default: as many as keep the device busy, if the cache holds them.
 
     Args:
         weight_bytes: approximate bytes of the model's weights.
         token_bytes: bytes of one token's keys and values.
+        state_bytes: bytes of one sequence's recurrent states.
         free: bytes on the device before anything is loaded.
     """
     budget = config.gpu_memory_utilization * free - weight_bytes if is_gpu else min(free / 2, _USUAL_CPU_CACHE_BYTES)
     fitting = int(budget / token_bytes / _TOKENS_OF_A_SEQUENCE)
     largest = _MAX_SEQS_ON_GPU if is_gpu else _MAX_SEQS_ON_CPU
     # A power of two, so that a little more or less memory seldom changes it.
-    return max(_MIN_SEQS, min(largest, 1 << max(fitting, 1).bit_length() - 1))
+    fitting = max(_MIN_SEQS, min(largest, 1 << max(fitting, 1).bit_length() - 1))
+    if state_bytes:  # they take at most half of the memory, and all of that half if they limit the number
+        with_snapshots = state_bytes * (1 + 1 / _SEQS_PER_SNAPSHOT)
+        fitting = max(_MIN_SEQS, min(fitting, int(budget / 2 / with_snapshots) // _MIN_SEQS * _MIN_SEQS))
+    return fitting
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from nanovllm.models.tensors import Tensors, given_tensors
 from nanovllm.ops.collectives import Parallel
 from nanovllm.runner import warm_up
 from nanovllm.runner.cuda_graph import CudaGraphs
-from nanovllm.runner.kv_cache import KVCacheLayout
+from nanovllm.runner.kv_cache import KVCacheLayout, empty_states, num_bytes_held
 from nanovllm.runner.memory import (
     MemoryUse,
     check_graphs_fit,
@@ -80,7 +80,7 @@ class ModelRunner(Runner):
             max_tokens_beside_decodes=program.sizes.max_tokens_beside_decodes if settings.is_gpu else 2**31,
             placeholders=model_config.placeholders, device=str(settings.device),
             dtype=str(settings.dtype).removeprefix("torch."), attention_backend=program.backend.name,
-            windows=program.table.windows,
+            windows=program.table.windows, snapshots=settings.snapshots,
         )  # fmt: skip
         logger.info(
             "%s on %s in %s%s, attention %s%s, %d KV cache blocks of %d tokens (%.2f GiB of %s), max_model_len %d",
@@ -90,6 +90,13 @@ class ModelRunner(Runner):
             cache.nbytes / _GIB,
             "int8 keys and e4m3 values" if cache.is_fp8 else settings.kv_cache_dtype, settings.max_model_len,
         )  # fmt: skip
+        if cache.states:
+            logger.info(
+                "recurrent states of %d sequences and %d cached prefixes (%.2f GiB); prompts share a prefix only where "
+                "that saves %d tokens",
+                settings.max_num_seqs, settings.snapshots.num_snapshots,
+                sum(tensor.nbytes for tensor in cache.states) / _GIB, settings.snapshots.min_saved_tokens,
+            )  # fmt: skip
 
     def launch(self, step: Step) -> StepInFlight:
         return self.program.launch(step)
@@ -99,8 +106,10 @@ class ModelRunner(Runner):
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device by use."""
-        weights = num_bytes_there(self.program.model, self.settings.device)
-        return {"weights": weights, "kv_cache": self.program.kv_cache.nbytes_held}
+        cache = self.program.kv_cache
+        uses = {"weights": num_bytes_there(self.program.model, self.settings.device)}
+        tensors = {"kv_cache": cache.tensors} | ({"states": cache.states} if cache.states else {})
+        return uses | {use: sum(map(num_bytes_held, of_use)) for use, of_use in tensors.items()}
 
     def close(self) -> None:
         """Gives the device's memory back; calling it again does nothing."""
@@ -164,7 +173,7 @@ class ModelRunner(Runner):
             with on_device(settings.device), torch.no_grad(), explained_out_of_memory("what slept", settings.device):
                 check_room_to_wake_up(
                     num_bytes_away(program.model, settings.device),
-                    program.kv_cache.nbytes - program.kv_cache.nbytes_held,
+                    program.kv_cache.nbytes_released,
                     self._bytes_of_step,
                     settings.free_bytes(),
                     settings.device,
@@ -193,7 +202,9 @@ def start(settings: Settings) -> tuple[StepProgram, int]:
     config, device, is_gpu, max_num_seqs = settings.config, settings.device, settings.is_gpu, settings.max_num_seqs
     free_at_start = settings.free_bytes()
     program, sizes, layout = _load(settings)
-    use = MemoryUse(total=0, free_at_start=0, free=settings.free_bytes())
+    states = program.kv_cache.states
+    of_states = sum(tensor.nbytes for tensor in states)
+    use = MemoryUse(total=0, free_at_start=0, free=settings.free_bytes(), states=of_states)
     if is_gpu:
         use = warm_up.measure_memory(
             partial(warm_up.try_step, program), settings.max_step_tokens, max_num_seqs, free_at_start, device
@@ -204,7 +215,7 @@ def start(settings: Settings) -> tuple[StepProgram, int]:
     longest = program.table.windows.max_num_blocks(settings.max_model_len, layout.block_size)
     num_blocks = num_kvcache_blocks(config, use, layout.block_bytes, longest, max_num_seqs, is_gpu, layout.num_groups)
     num_blocks = program.parallel.minimum(num_blocks, device)
-    program = replace(program, kv_cache=layout.empty(num_blocks, device))
+    program = replace(program, kv_cache=layout.empty(num_blocks, device, states))
     if sizes.are_captured:
         graphs = CudaGraphs(program.table.parked, device, program.parallel.size == 1, program.parallel.calls_nccl)
         program = replace(program, sizes=sizes, graphs=graphs)
@@ -216,7 +227,8 @@ def start(settings: Settings) -> tuple[StepProgram, int]:
 def windows_of(settings: Settings, backend: AttentionBackend) -> WindowGroups:
     """The groups of layers whose blocks are given back."""
     config = settings.model_config
-    num_groups, window = max(place.group for place in config.cache_places), max(layer.window for layer in config.layers)
+    num_groups = max(place.group for place in config.cache_places if place is not None)
+    window = max(layer.window for layer in config.layers)
     max_num_new_tokens = min(settings.config.max_num_batched_tokens, max_useful_batched_tokens(settings))
     return WindowGroups(num_groups, window, backend.num_keys_per_tile, max_num_new_tokens)
 
@@ -269,8 +281,10 @@ def _load(settings: Settings) -> tuple[StepProgram, StepSizes, KVCacheLayout]:
         layout = KVCacheLayout(
             model_config.cache_places, block_size, model.num_kv_heads, model_config.head_dim, settings.kv_cache_dtype
         )
+        with explained_out_of_memory("the recurrent states", device):
+            states = empty_states(model_config, settings.num_states, parallel.size, dtype, device)
         program = StepProgram(
-            model, backend, table, sampler, layout.empty(1, device).zero_(), sizes.eager(), None, hidden_states,
+            model, backend, table, sampler, layout.empty(1, device, states).zero_(), sizes.eager(), None, hidden_states,
             parallel, use_kernels,
         )  # fmt: skip
         # Not with several ranks: their kernels wait for each other, and the ranks compile at different speeds.

@@ -308,6 +308,7 @@ class SequenceTable:
             query_tiles=self._tiles[: size.num_tiles] if size.num_tiles else None,
             sampled_tiles=self._tiles[size.num_tiles : 2 * size.num_tiles] if size.num_tiles else None,
             shared_prefixes=self._shared if size.is_grouped else None,
+            entries=self._lines[1 : 1 + size.num_rows, 0],
             tenants=sent.tenants,
         )
         windows = [

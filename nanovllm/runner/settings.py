@@ -6,15 +6,26 @@ from pathlib import Path
 import torch
 
 from nanovllm.config import Config
+from nanovllm.engine.block_manager import NO_STATES, Snapshots
 from nanovllm.machine import free_bytes
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.cost import token_kv_bytes, weight_bytes
+from nanovllm.models.cost import state_bytes, token_kv_bytes, weight_bytes
 from nanovllm.models.directory import find_model
 from nanovllm.models.read_config import load_model_config
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.kernel import has_kernels
 from nanovllm.runner.device import dtype_of, fp8_of, kv_cache_dtype_of, rank_device
-from nanovllm.runner.memory import check_weights_fit, default_max_num_seqs
+from nanovllm.runner.memory import (
+    check_states_fit,
+    check_weights_fit,
+    default_max_num_seqs,
+    num_snapshots,
+    num_states,
+)
+
+# A chunk that ends at a snapshot may cost one more step. It takes as long as some hundred tokens of a prompt on a GPU,
+# and as some tens on a CPU.
+_MIN_SAVED_TOKENS = {"cuda": 512, "cpu": 64}
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,7 @@ class Settings:
     device, dtype: those of weights and activations.
     kv_cache_dtype: see KVCacheLayout.
     max_model_len, max_num_seqs: the limits that the engine keeps to.
+    snapshots: how the prefix cache keeps recurrent states.
     use_kernels: compute with our kernels.
     """
 
@@ -40,11 +52,17 @@ class Settings:
     kv_cache_dtype: torch.dtype
     max_model_len: int
     max_num_seqs: int
+    snapshots: Snapshots
     use_kernels: bool
 
     @property
     def is_gpu(self) -> bool:
         return self.device.type == "cuda"
+
+    @property
+    def num_states(self) -> int:
+        """The number of recurrent states: one per entry, one for padding rows, and the snapshots."""
+        return num_states(self.max_num_seqs, self.snapshots)
 
     @property
     def max_step_tokens(self) -> int:
@@ -74,17 +92,23 @@ def read_settings(config: Config, parallel: Parallel) -> Settings:
     model_config = replace(model_config.without_idle_windows(max_model_len), fp8=fp8)
     num_bytes = weight_bytes(model_config, dtype.itemsize, parallel.size)
     check_weights_fit(num_bytes, _free_share(device, parallel), dtype, device)
+    of_states = state_bytes(model_config, dtype.itemsize) // parallel.size
     max_num_seqs = config.max_num_seqs
     if max_num_seqs is None:
         token_bytes = -(-token_kv_bytes(model_config, kv_cache_dtype.itemsize) // parallel.size)
-        chosen = default_max_num_seqs(config, num_bytes, token_bytes, _free_share(device, parallel), is_gpu)
+        free = _free_share(device, parallel)
+        chosen = default_max_num_seqs(config, num_bytes, token_bytes, of_states, free, is_gpu)
         max_num_seqs = parallel.minimum(chosen, device)
+    snapshots = NO_STATES
+    if of_states:
+        snapshots = Snapshots(True, num_snapshots(config, max_num_seqs), _MIN_SAVED_TOKENS[device.type])
+        check_states_fit(of_states, max_num_seqs, snapshots, _free_share(device, parallel) - num_bytes, device)
     # On a CPU, Triton's interpreter runs the kernels, for tests. The plain backend is plain all the way through.
     wanted = config.attention_backend
     use_kernels = has_kernels() and (wanted == "triton" or (is_gpu and wanted != "torch"))
     return Settings(
         config, parallel, directory, model_config, device, dtype, kv_cache_dtype, max_model_len, max_num_seqs,
-        use_kernels,
+        snapshots, use_kernels,
     )  # fmt: skip
 
 

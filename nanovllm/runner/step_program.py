@@ -78,6 +78,7 @@ class StepProgram:
         """Starts a step and returns without waiting for the device; see Runner."""
         with on_device(self.device):
             sent = self.table.send(step, self.sizes)
+            self._copy_states(step.state_loads)
             num_sampled = sent.rows.num_sampled
             scores = self._nothing.logprobs
             sample: Callable[[SamplingNeeds], Sampled]
@@ -94,10 +95,16 @@ class StepProgram:
                 sample = partial(self._sample, of_rows)
             for tensor in self.kv_cache.tensors if step.copies else ():
                 copy_blocks(tensor, step.copies, self.use_kernels)
+            self._copy_states(step.state_copies)
             if not step.constrained:
                 return StepInFlight(sample(sent.needs).first(num_sampled) if num_sampled else self._nothing, scores)
         entries = np.array([seq.entry for seq in step.constrained], np.int64)
         return StepInFlight(partial(self._constrain_and_sample, step, entries, sample, sent.needs), scores)
+
+    def _copy_states(self, copies: tuple[tuple[int, int], ...]) -> None:
+        """Copies recurrent states, as (source, target)."""
+        for tensor in self.kv_cache.states if copies else ():
+            copy_blocks(tensor, copies, self.use_kernels)
 
     # The two halves, which are captured separately
 

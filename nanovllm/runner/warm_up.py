@@ -155,7 +155,7 @@ def try_step(program: StepProgram, lengths: list[int]) -> None:
     memory.
     """
     params = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS, prompt_logprobs=0)
-    block_size, max_model_len = program.kv_cache.layers[0].block_size, program.table.tokens.shape[1]
+    block_size, max_model_len = program.kv_cache.block_size, program.table.tokens.shape[1]
     chunks = []
     for entry, num_new_tokens in enumerate(lengths):
         # Requests have no ids below 0, so the table cannot confuse them with these sequences.
@@ -167,5 +167,5 @@ def try_step(program: StepProgram, lengths: list[int]) -> None:
     longest = max((chunk.seq for chunk in chunks), key=lambda seq: seq.num_prompt_tokens)
     num_scored = min(program.sizes.max_num_scored, longest.num_prompt_tokens - 1)
     scored = [Scored(longest, 1, 1 + num_scored, False)] if num_scored else []
-    # A block copied over itself stays as it is, and the kernel that copies is compiled.
-    program.launch(Step.of(chunks, copies=[(0, 0)], scored=scored)).wait()
+    # A block or state copied over itself stays as it is, and the kernel that copies is compiled.
+    program.launch(Step.of(chunks, copies=[(0, 0)], scored=scored, state_copies=[(0, 0)])).wait()

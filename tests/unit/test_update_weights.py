@@ -559,7 +559,7 @@ def test_without_room_it_sleeps_on_and_can_be_woken_later(checkpoints, expected,
             patch.setattr(runner, "capture", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 llm.wake_up()
-            assert llm.is_sleeping and runner.program.kv_cache.nbytes_held == 0
+            assert llm.is_sleeping and runner.program.kv_cache.nbytes_released > 0
             assert (llm.metrics()["memory_bytes"]["weights"] == 0) == (level == 2)
         llm.wake_up()
         if level == 2:
