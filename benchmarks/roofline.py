@@ -64,6 +64,10 @@ def step_work(step: Step, windows: Sequence[int], block_size: int) -> StepWork:
         num_sampled=sum(chunk.samples for chunk in chunks),
         num_keys=num_keys / len(windows),
         num_pairs=num_pairs / len(windows),
+        # A row that begins with its sequence reads no state.
+        num_states=sum(
+            1 + (chunk.seq.num_computed_tokens > chunk.num_new_tokens) for chunk in chunks if chunk.num_new_tokens
+        ),
     )
 
 

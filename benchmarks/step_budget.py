@@ -14,6 +14,7 @@ from nanovllm.models.cost import Rates, StepCost
 
 # Parts, and texts in the names of their kernels. The first part that matches counts.
 PARTS = {
+    "DeltaNet": ("_delta_",),  # before attention: _delta_decode_kernel contains decode_kernel
     "attention": ("decode_kernel", "grouped_kernel", "merge_kernel", "_prefill_kernel", "_attend_prompts_kernel",
                   "decode_fp8_kernel", "flash_fwd"),
     "matrix products": (
@@ -69,10 +70,12 @@ def rooflines(steps: dict[str, float]) -> dict[str, float]:
         product_flop=steps["matrix_operations"],
         fp8_product_flop=steps["fp8_matrix_operations"],
         attention_flop=steps["score_operations"],
+        state_bytes=steps["state_bytes"],
     )
     return {
         "attention": cost.kv_bytes / rates.bandwidth + cost.attention_flop / rates.products,
         "matrix products": max(cost.weight_bytes / rates.bandwidth, cost.product_seconds(rates)),
+        "DeltaNet": cost.state_bytes / rates.bandwidth,
         "sampling": steps["logit_bytes"] / rates.bandwidth,
     }
 

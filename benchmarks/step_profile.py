@@ -43,6 +43,7 @@ def write_profile(llm: LLM, requests: Requests, params: list[SamplingParams], di
             "num_steps": len(log.steps),
             "mean_rows": mean_rows,
             "key_value_bytes": statistics.mean(cost.kv_bytes for cost in costs),
+            "state_bytes": statistics.mean(cost.state_bytes for cost in costs),
             "score_operations": statistics.mean(cost.attention_flop for cost in costs),
             "weight_bytes": statistics.mean(cost.weight_bytes for cost in costs),
             "matrix_operations": statistics.mean(cost.product_flop for cost in costs),

@@ -41,6 +41,16 @@ _OLMO3 = {
     },
 }  # fmt: skip
 _QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False}
+_QWEN3_5 = {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "max_position_embeddings": 262144,
+    "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+_QWEN3_5_MOE = {
+    **_QWEN3_5, "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "num_experts": 256,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+}  # fmt: skip
 _QWEN3_MOE = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8,
     "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
@@ -62,6 +72,9 @@ SIZES: dict[str, tuple[Any, ...]] = {
     "granite-8B": (4096, 40, 32, 8, 128, 12800, 49159, True, _GRANITE),
     "olmo3-7B": (4096, 32, 32, 32, 128, 11008, 100278, False, _OLMO3),
     "qwen2.5-7B": (3584, 28, 28, 4, 128, 18944, 152064, False, _QWEN2),
+    "qwen3.5-4B": (2560, 32, 16, 4, 256, 9216, 248320, True, _QWEN3_5),
+    "qwen3.5-27B": (5120, 64, 24, 4, 256, 17408, 248320, False, {**_QWEN3_5, "linear_num_value_heads": 48}),
+    "qwen3.5-35B-A3B": (2048, 40, 16, 2, 256, 512, 248320, False, _QWEN3_5_MOE),
 }
 # Options of bench.py that apply to the sampling of every request, by the names of SamplingParams.
 SAMPLING_OPTIONS = {

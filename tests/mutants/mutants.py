@@ -81,8 +81,36 @@ _MUTANTS_OF_FILE = {
             "what is cached is not scored",
             "(seq.next_scored if seq.next_scored < seq.num_prompt_tokens else num_tokens) - 1", "num_tokens - 1",
             "test_logprobs_of_llm.py::test_a_prompt_whose_beginning_is_cached_is_scored_all_the_same"),
+        historic(
+            "a cached prefix comes without its state",
+            "return [(prefix[-1].snapshot, seq.entry)]", "return []",
+            "test_snapshots.py::test_what_waiting_requests_share_is_computed_once"),
+        planted(
+            "a prefix is shared beyond its last snapshot",
+            "            while prefix and not prefix[-1].snapshot:\n", "            while prefix and False:\n",
+            "test_snapshots.py::test_the_second_request_takes_no_snapshot_that_saves_too_little"),
+        planted(
+            "a snapshot stays with a block whose tokens are others now",
+            "            block.snapshot = 0\n        block.hash", "        block.hash",
+            "test_snapshots.py::test_a_snapshot_goes_with_its_block_and_is_the_next_to_be_reused"),
+        planted(
+            "a step fills a snapshot twice",
+            "if block.snapshot or any(target == snapshot for _, target in copies):", "if block.snapshot:",
+            "test_snapshots.py::test_a_step_fills_a_snapshot_once"),
     ],
     "engine/scheduler.py": [
+        planted(
+            "a fork does not copy the leader's state",
+            "self._copy_state(step, leader, seq)", "pass",
+            "test_snapshots.py::test_completions_of_one_prompt_copy_its_state_and_need_no_snapshot"),
+        planted(
+            "a snapshot is loaded in the step that takes it",
+            "return self.block_manager.begins_too_early(seq, step.state_copies)", "return False",
+            "test_snapshots.py::test_requests_that_begin_from_a_snapshot_wait_for_the_step_after_it"),
+        planted(
+            "a preempted sequence ends a chunk where its snapshot was due before",
+            "seq.status, seq.next_stop = SequenceStatus.WAITING, NO_STOP", "seq.status = SequenceStatus.WAITING",
+            "test_snapshots.py::test_a_completion_that_was_preempted_in_its_prompt_is_forked_without_a_stop"),
         planted(
             "what a broken sequence wrote is served to others",
             "            self.block_manager.forget(seq)\n", "            pass\n",
@@ -98,17 +126,17 @@ _MUTANTS_OF_FILE = {
             "test_scheduler.py::test_a_sequence_preempted_just_behind_a_block_boundary_keeps_its_sampled_token"),
         planted(
             "a preempted sequence is readmitted without its token in flight",
-            "            if seq.is_all_launched:\n                return\n", "",
+            "if self._is_admitting or seq.is_all_launched:", "if self._is_admitting:",
             "test_scheduler.py::test_a_preempted_sequence_with_a_token_in_flight_waits_for_its_commit"),
         historic(
             "the budget is counted before the cache is asked",
-            "- seq.num_computed_tokens, budget)\n            budget -= num_new_tokens",
-            "- seq.num_computed_tokens, budget)\n            budget -= seq.num_tokens",
+            "            budget -= num_new_tokens\n            self._launch",
+            "            budget -= seq.num_tokens\n            self._launch",
             "test_scheduler.py::test_the_budget_of_a_readmitted_sequence_counts_only_what_is_computed"),
         planted(
             "a sequence that ends by length runs a step over",
-            "            num_new_tokens = min(seq.num_tokens, seq.max_length - 1) - seq.num_computed_tokens\n",
-            "            num_new_tokens = seq.num_tokens - seq.num_computed_tokens\n",
+            "num_new_tokens = min(seq.num_tokens, seq.max_length - 1, seq.next_stop)",
+            "num_new_tokens = min(seq.num_tokens, seq.next_stop)",
             "test_scheduler.py::test_a_sequence_that_ends_by_length_never_runs_a_step_over"),
         historic(
             "a completion is one token too long",
@@ -606,9 +634,11 @@ _MUTANTS_OF_FILE = {
             "every rank adds the bias",
             "self.bias if self.parallel.rank == 0 else None", "self.bias",
             "test_layers.py::test_row_parallel_outputs_add_up_and_the_bias_counts_once"),
+    ],
+    "layers/shard.py": [
         planted(
             "a packed tensor's parts all begin at its first row",
-            "                start += first_stored\n", "                start += 0\n",
+            "firsts[each.key] + each.start", "each.start",
             "test_families.py::test_teacher_forced_logits_are_those_of_transformers[sdpa-phi3]"),
     ],
     "layers/norm.py": [
@@ -632,6 +662,43 @@ _MUTANTS_OF_FILE = {
             "Llama 3's slow dimensions are not interpolated",
             "    kept = kept.clamp(0, 1)\n", "    kept = kept.clamp(1, 1)\n",
             "test_families.py::test_teacher_forced_logits_are_those_of_transformers[sdpa-llama]"),
+    ],
+    "ops/delta_net.py": [
+        planted(
+            "a new sequence's convolution reads the inputs of another",
+            "masked_fill_((before < 0)[..., None], 0)", "masked_fill_((before < -9)[..., None], 0)",
+            "test_delta_net.py::test_padding_and_rows_without_tokens_touch_no_state[plain]"),
+    ],
+    "ops/delta_inputs.py": [
+        planted(
+            "slow decays are rounded away",
+            "tl.where(rounded == 1.0, y, tl.log(rounded) * (y / (rounded - 1.0)))", "tl.log(rounded)",
+            "test_delta_net.py::test_slow_decays_are_not_rounded_away[kernels]"),
+    ],
+    "ops/delta_decodes.py": [
+        planted(
+            "a new sequence begins with the last state of its entry",
+            "tl.where(position > 0, KEY_DIM, 0)", "KEY_DIM",
+            "test_delta_net.py::test_padding_and_rows_without_tokens_touch_no_state[kernels]"),
+        planted(
+            "padding rows decode",
+            "if row < tl.load(num_decodes):", "if row >= 0:",
+            "test_delta_net.py::test_padding_and_rows_without_tokens_touch_no_state[kernels]"),
+        planted(
+            "the inputs of queries and keys are not kept",
+            "if head % heads_per_key == 0:", "if head < 0:",
+            "test_delta_net.py::test_padding_and_rows_without_tokens_touch_no_state[kernels]"),
+    ],
+    "ops/delta_prompts.py": [
+        planted(
+            "the blocks of a tile's system are not all joined",
+            "for power in range(1, 6)", "for power in range(1, 5)",
+            "test_delta_net.py::test_equal_keys_are_solved_exactly[kernels]"),
+        planted(
+            "a tile takes the inputs before it from the ring",
+            "first_new = first_position - (first_token - tl.load(cu_seqlens + row)).to(tl.int32)",
+            "first_new = first_position",
+            "test_delta_net.py::test_equal_keys_are_solved_exactly[kernels]"),
     ],
     "ops/route.py": [
         planted(

@@ -14,6 +14,7 @@ from support.model_factory import save_model
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention import metadata as attention_metadata
 from nanovllm.attention import triton_backend, triton_prompts
+from nanovllm.layers import delta_net as delta_net_layer
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner import sequence_table, step_sizes
 
@@ -50,7 +51,7 @@ def steps(monkeypatch) -> list[tuple[int, int | None]]:
     return noted
 
 
-@pytest.mark.parametrize("family", some(FAMILIES, "qwen3", "gemma3", "qwen3_moe"))
+@pytest.mark.parametrize("family", some(FAMILIES, "qwen3", "gemma3", "qwen3_moe", "qwen3_5"))
 def test_of_prompts_only_the_last_tokens_pass_the_last_layer(tmp_path, family, steps):
     save_family_model(tmp_path, family, FAMILIES[family][2](random.Random(family)), seed=1)
     params = [SamplingParams(temperature=0, max_tokens=1 + index, ignore_eos=True) for index in range(len(PROMPTS))]
@@ -88,6 +89,26 @@ def test_our_kernel_attends_only_tiles_with_tokens_that_are_read(tmp_path, steps
     assert [cache for cache, _ in numbers] == [first, last] * 6
     of_steps = [[number for _, number in numbers[at : at + 4]] for at in (0, 4, 8)]
     assert of_steps == [[4, 4, 4, 2], [2, 2, 2, 0], [1, 1, 1, 1]]
+
+
+def test_a_last_layer_with_states_gets_all_tokens(tmp_path, steps, monkeypatch):
+    """Its states advance by tokens that nothing reads. The fixture computes each step twice."""
+    options = {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]}
+    save_family_model(tmp_path, "qwen3_5", FAMILIES["qwen3_5"][2](random.Random(1)) | options)
+    delta_net, numbers = delta_net_layer.delta_net, []
+
+    def counted(qkvz, ba, weights, state, rows, use_kernels=False):
+        num_tokens = int(rows.cu_seqlens[-1]) - int(rows.num_decodes)
+        numbers.append((num_tokens, 0 if rows.tiles is None else int(rows.tiles[:, 1].sum())))
+        return delta_net(qkvz, ba, weights, state, rows, use_kernels)
+
+    monkeypatch.setattr(delta_net_layer, "delta_net", counted)
+    with LLM(str(tmp_path), device="cpu", max_num_batched_tokens=100, max_model_len=256) as llm:
+        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        llm.generate([[1] * 70, [2] * 130], params, use_tqdm=False, raise_on_error=True)
+    assert numbers[:4] == [(100, 100)] * 2 + [(99, 99)] * 2  # the second step has a decode too
+    assert steps[:2] == [(100, 1)] * 2
+    assert all(in_tiles == num_tokens for num_tokens, in_tiles in numbers)
 
 
 def test_ranks_with_an_exchange_compute_all_of_the_last_layer(tmp_path, steps):

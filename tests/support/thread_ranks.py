@@ -16,7 +16,7 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import load_weights
 from nanovllm.models.read_config import load_model_config
 from nanovllm.ops.collectives import Parallel
-from nanovllm.runner.kv_cache import KVCacheLayout
+from nanovllm.runner.kv_cache import KVCacheLayout, empty_states
 from nanovllm.sampling_params import SamplingParams
 from support.batch_factory import make_batch
 
@@ -67,8 +67,9 @@ def logits_of(directory: Path, token_ids: list[int], parallel: Parallel) -> torc
     num_blocks = 4 * layout.num_groups
     seq.window_table = [tuple(range(block, num_blocks, 4)) for block in range(4, 4 + -(-num_tokens // 16))]
     batch = make_batch([Chunk(seq, num_tokens, False)], 16, 64, num_window_groups=layout.num_groups - 1)
-    kv_cache = layout.empty(num_blocks, CPU)
-    kv_cache.tensors[0].fill_(float("nan"))
+    kv_cache = layout.empty(num_blocks, CPU, empty_states(config, 1, parallel.size, torch.float32, CPU))
+    for tensor in (*kv_cache.tensors, *kv_cache.states):
+        tensor.fill_(float("nan"))
     columns = model.compute_logits(model(batch.token_ids, batch.positions, kv_cache.layers, batch.groups))
     assert columns.shape == (num_tokens, model.lm_head.vocab.size)
     rows = (parallel.sampling_exchange or parallel).rows_of_columns(columns)

@@ -1,5 +1,6 @@
 """Measuring: bench.py and benchmarks/."""
 
+import random
 import re
 import sys
 from dataclasses import replace
@@ -8,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from support.family_factory import FAMILIES, save_family_model
 
 import bench
 import nanovllm
@@ -15,15 +17,18 @@ from benchmarks import peers, plot, roofline, step_budget, timing, workloads
 from benchmarks.ours import make_llm
 from benchmarks.timing import Timing
 from benchmarks.workloads import make_requests, write_config
-from nanovllm import SamplingParams
+from nanovllm import LLM, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.engine.step import Chunk, Step
 from nanovllm.layers.fp8_config import Fp8Config
+from nanovllm.models.config import ModelConfig
 from nanovllm.models.cost import (
     Rates,
     StepWork,
+    layer_matrices,
     num_parameters,
     roofline_seconds,
+    state_bytes,
     step_costs,
     step_weight_bytes,
     token_kv_bytes,
@@ -77,17 +82,18 @@ def test_every_kernel_of_ours_has_its_part():
 
 def test_a_kernel_is_found_in_its_part():
     assert step_budget.part_of("decode_kernel") == "attention"
+    assert step_budget.part_of("_delta_decode_kernel") == "DeltaNet"
     assert step_budget.part_of("_qk_norm_rotate_store_kernel") == "norms, rotation, store, SiLU"
     assert step_budget.part_of("void cublasLt::splitKreduce_kernel<32>") == "matrix products"
 
 
 def test_a_parts_roofline_is_its_bytes_or_its_arithmetic():
     steps = {
-        "key_value_bytes": 300, "score_operations": 2000, "weight_bytes": 500, "matrix_operations": 3000,
-        "logit_bytes": 100, "bytes_per_second": 100, "matrix_operations_per_second": 1000,
+        "key_value_bytes": 300, "state_bytes": 400, "score_operations": 2000, "weight_bytes": 500,
+        "matrix_operations": 3000, "logit_bytes": 100, "bytes_per_second": 100, "matrix_operations_per_second": 1000,
         "fp8_matrix_operations": 0, "fp8_matrix_operations_per_second": 2000,
     }  # fmt: skip
-    assert step_budget.rooflines(steps) == {"attention": 3 + 2, "matrix products": 5, "sampling": 1}
+    assert step_budget.rooflines(steps) == {"attention": 3 + 2, "matrix products": 5, "DeltaNet": 4, "sampling": 1}
     steps["fp8_matrix_operations"] = 6000
     assert step_budget.rooflines(steps)["matrix products"] == 3 + 3
 
@@ -169,16 +175,57 @@ def test_the_roofline_counts_a_shared_expert_for_every_token(tmp_path):
     assert num_weights(config) == sum(numbers.values()) - embedding - of_experts * 3 // 4
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+def test_the_roofline_counts_the_weights_and_states_of_delta_nets(tmp_path, family):
+    """Queries have gates. A row reads its states, unless its sequence begins with it, and writes them."""
+    options = {
+        "num_hidden_layers": 4, "layer_types": ["full_attention", *["linear_attention"] * 3], "hidden_size": 64,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_key_value_heads": 2, "attention_bias": False,
+    }  # fmt: skip
+    options = FAMILIES[family][2](random.Random(0)) | {"num_attention_heads": 4} | options
+    model = save_family_model(tmp_path, family, options | {"decoder_sparse_step": 1, "mlp_only_layers": []})
+    config = load_model_config(tmp_path)
+    assert num_parameters(config) == sum(weight.numel() for weight in model.parameters() if weight.ndim > 1)
+    assert token_kv_bytes(config, 2) == 2 * 2 * config.head_dim * 2
+    net = config.delta_net
+    recurrent, num_channels = 4 * 4 * net.key_dim * net.value_dim, 4 * net.key_dim + 4 * net.value_dim
+    assert state_bytes(config, 2) == 3 * (recurrent + 2 * net.kernel_size * num_channels)
+    work = work_of(Chunk(sequence(9), 1, True), Chunk(sequence(5), 5, True), Chunk(sequence(7), 0, False))
+    for ignored in ((), (r"in_proj_qkv", r"in_proj_z", "experts")):
+        plain = () if family == "qwen3_next" else (r"in_proj_a$", r"in_proj_b$")
+        check_weight_bytes(replace(config, fp8=Fp8Config("weight_scale", ignored=("in_proj_ba", *plain, *ignored))))
+    (cost,) = step_costs(config, 2, 2, [work])
+    assert cost.state_bytes == (2 + 1) * 3 * recurrent
+    assert cost.kv_bytes == 9 * token_kv_bytes(config, 2)
+    of_pair = 4 * config.num_attention_heads * config.head_dim
+    assert cost.attention_flop == (1 + 2 + 3 + 4 + 5) * of_pair
+    in_seconds = (cost.kv_bytes + cost.state_bytes + cost.weight_bytes) / 1e9
+    assert cost.seconds(Rates(1e9, 1e15, 1)) == pytest.approx(in_seconds)
+    with LLM(tmp_path, device="cpu", max_model_len=64) as llm, roofline.logged_steps(llm) as log:
+        llm.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+    assert log.steps == [StepWork(5, 1, 0, 1 + 2 + 3 + 4 + 5, 1), StepWork(1, 1, 6, 0, 2)]
+    # The last layer's DeltaNet computes all tokens, and its output projection only those that sample.
+    of_head = config.vocab_size * 64
+    of_inputs = (
+        sum(weight.numel() for name, weight in model.named_parameters() if ".3.linear_attn" in name and weight.ndim > 1)
+        - 64 * 4 * net.value_dim
+    )
+    one, many = (step_costs(config, 2, 2, [StepWork(n, 1, 0, 0, 1)])[0].product_flop for n in (1, 2))
+    read = step_weight_bytes(config, 1, 1)
+    of_last = sum(each.num_parameters for each in layer_matrices(config, 1) if each.name.startswith("model.layers.3."))
+    assert one == 2 * read and many - one == 2 * (read - of_head - of_last + of_inputs)
+
+
 def test_a_shared_block_is_read_once():
     """Two decodes behind a prefix of two blocks read those once, and each their own third block."""
     work = work_of(Chunk(sequence(40, [7, 8, 1], 32), 1, True), Chunk(sequence(35, [7, 8, 2], 32), 1, True))
-    assert work == StepWork(num_tokens=2, num_sampled=2, num_keys=32 + 8 + 3, num_pairs=0)
+    assert work == StepWork(num_tokens=2, num_sampled=2, num_keys=32 + 8 + 3, num_pairs=0, num_states=4)
 
 
 def test_a_prompts_queries_count_the_keys_that_they_see():
     """5 queries at the end of 20 tokens see 16 to 20 keys. The roofline once left out half a key per query."""
     work = work_of(Chunk(sequence(20), 5, False), Chunk(sequence(9), 1, True))
-    assert work == StepWork(num_tokens=6, num_sampled=1, num_keys=9, num_pairs=16 + 17 + 18 + 19 + 20)
+    assert work == StepWork(num_tokens=6, num_sampled=1, num_keys=9, num_pairs=16 + 17 + 18 + 19 + 20, num_states=4)
 
 
 def test_layers_with_a_window_read_the_keys_in_it():
@@ -220,12 +267,15 @@ def test_a_steps_roofline_is_reading_keys_plus_the_longer_of_weights_and_arithme
 def test_weights_in_fp8_count_as_what_the_model_holds(tmp_path, size, fp8):
     """Every byte of the decoder's parameters except those of norms, and of the embedding, which is not read whole."""
     write_config(size, tmp_path)
-    config = replace(load_model_config(tmp_path), fp8=fp8)
+    check_weight_bytes(replace(load_model_config(tmp_path), fp8=fp8))
+
+
+def check_weight_bytes(config: ModelConfig) -> None:
     backend = SimpleNamespace(name="torch", reads_new_keys=False)
     model = CausalLM(config, 64, backend, Parallel(), torch.bfloat16, torch.device("meta"))
     matrices = {
         name: parameter for name, parameter in model.named_parameters()
-        if not name.endswith(("norm.weight", "embed_tokens.weight"))
+        if not name.endswith(("norm.weight", "embed_tokens.weight", "A_log", "dt_bias"))
     }  # fmt: skip
     assert any(parameter.dtype == torch.float8_e4m3fn for parameter in matrices.values())
     if "lm_head.weight" not in matrices:
