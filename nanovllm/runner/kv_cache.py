@@ -23,8 +23,8 @@ class KVCache:
     """
 
     tensors: tuple[torch.Tensor, ...]
-    states: tuple[torch.Tensor, ...]
     layers: list[LayerCache | LayerState]
+    states: tuple[torch.Tensor, ...] = ()
 
     @property
     def _first(self) -> LayerCache:
@@ -134,7 +134,7 @@ class KVCacheLayout:
         caches = [LayerCache(*part) for part in parts]
         of_states = iter([LayerState(*of_layer) for of_layer in zip(*(whole[0] for whole in states), strict=True)])
         layers = [next(of_states) if place is None else caches[place.part] for place in self.places]
-        return KVCache(tensors, states, layers)
+        return KVCache(tensors, layers, states)
 
 
 def empty_states(

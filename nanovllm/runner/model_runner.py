@@ -202,6 +202,9 @@ def start(settings: Settings) -> tuple[StepProgram, int]:
     config, device, is_gpu, max_num_seqs = settings.config, settings.device, settings.is_gpu, settings.max_num_seqs
     free_at_start = settings.free_bytes()
     program, sizes, layout = _load(settings)
+    if sizes.are_captured and program.parallel.size > 1:
+        # Before memory is measured: a loaded kernel keeps memory, some GiB if it has too few registers.
+        warm_up.try_forwards(program, sizes)
     states = program.kv_cache.states
     of_states = sum(tensor.nbytes for tensor in states)
     use = MemoryUse(total=0, free_at_start=0, free=settings.free_bytes(), states=of_states)
@@ -287,9 +290,9 @@ def _load(settings: Settings) -> tuple[StepProgram, StepSizes, KVCacheLayout]:
             model, backend, table, sampler, layout.empty(1, device, states).zero_(), sizes.eager(), None, hidden_states,
             parallel, use_kernels,
         )  # fmt: skip
-        # Not with several ranks: their kernels wait for each other, and the ranks compile at different speeds.
+        # Not with several ranks: their kernels wait for each other, and the ranks load at different speeds.
         if sizes.are_captured and parallel.size == 1:
-            warm_up.compile_forward(compiling, program, sizes)
+            compiling.start(partial(warm_up.try_forwards, program, sizes))
         if config.load_format == "dummy":
             loader.fill_dummy_weights(model, config.seed)
         else:

@@ -76,17 +76,13 @@ def compile_sampling(compiling: Compiling, sampler: Sampler, table: SequenceTabl
         compiling.start(partial(compile_both, rules_version))
 
 
-def compile_forward(compiling: Compiling, program: StepProgram, sizes: StepSizes) -> None:
-    """Compiles the layers' kernels: runs each kind of step once, on weights that may not be loaded yet."""
-
-    @torch.inference_mode()
-    def try_each_kind() -> None:
-        with on_device(program.device), program.table.parked():
-            halves = map(program.forward_half, forwards_to_capture(program, sizes))
-            for function in {half.kind: half.function for half in halves}.values():
-                function()
-
-    compiling.start(try_each_kind)
+@torch.inference_mode()
+def try_forwards(program: StepProgram, sizes: StepSizes) -> None:
+    """Compiles and loads the layers' kernels: runs each kind of step once, on weights that may not be loaded yet."""
+    with on_device(program.device), program.table.parked():
+        halves = map(program.forward_half, forwards_to_capture(program, sizes))
+        for function in {half.kind: half.function for half in halves}.values():
+            function()
 
 
 def forwards_to_capture(program: StepProgram, sizes: StepSizes) -> list[StepSize]:

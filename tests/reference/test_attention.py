@@ -551,6 +551,8 @@ def test_the_table_describes_the_step_that_the_formula_means():
             actual = actual[:, : expected.shape[1]]
         if isinstance(expected, torch.Tensor):
             assert actual.dtype == expected.dtype and torch.equal(actual, expected), name
+        elif name == "entries":
+            assert actual.tolist() == [chunk.seq.entry for chunk in chunks]
         elif name == "max_seqlen_k":
             assert actual == 100, "as captured steps have it, no more than an upper bound"
         elif name == "sampled_tiles":
