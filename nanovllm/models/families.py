@@ -82,7 +82,9 @@ _QWEN3_5_MOE: dict[str, Any] = {
 _OF_QWEN3_5 = Family(
     "qwen3_5_text", {**_QWEN3_5, "num_key_value_heads": 4}, qk_norm="head", norm_offset=1.0,
     full_attention_interval=4, has_gates=True, has_other_parts=True,
-    needs={"attn_output_gate": True, "mamba_ssm_dtype": "float32", "hidden_act": "silu"},
+    needs={
+        "attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32", "hidden_act": "silu",
+    },
     reads=("attention_bias", "partial_rotary_factor", "full_attention_interval"),
 )  # fmt: skip
 _MOE_FIELDS = ("moe_intermediate_size", "shared_expert_intermediate_size")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.against_transformers import reference_completions
-from support.family_factory import FAMILIES, save_family_model
+from support.against_transformers import Tally, compare, ragged_prompts, reference_completions
+from support.family_factory import FAMILIES, RECURRENT, save_family_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers import delta_net as delta_net_layer
@@ -38,6 +38,19 @@ def model(tmp_path_factory) -> tuple[Any, Path, list[list[int]]]:
 def token_ids(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
     outputs = llm.generate(prompts, params, use_tqdm=False, raise_on_error=True)
     return [completion.token_ids for output in outputs for completion in output.outputs]
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_forks_in_chunks_of_any_size_are_those_of_transformers(tmp_path, family, count):
+    """Three completions per prompt, sometimes more than find a place, in steps of 1 token and more."""
+    rng, tally = random.Random(family), Tally()
+    for index in range(count(1, 60)):
+        options = FAMILIES[family][2](rng)
+        model = save_family_model(tmp_path / str(index), family, options, seed=rng.randrange(10**6))
+        prompts, num_tokens = ragged_prompts(rng, options["vocab_size"]), rng.choice((1, 2, 3, 8, 30))
+        more = {"n": 3, "max_num_batched_tokens": num_tokens}
+        compare(model, tmp_path / str(index), prompts, rng, "sdpa", index % 2 == 0, tally, **more)
+    assert tally.num_ties <= 3 * tally.num_rows / 100 and tally.num_cached_tokens > 0
 
 
 def test_tokens_depend_on_the_states(model, monkeypatch):

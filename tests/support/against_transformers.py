@@ -51,8 +51,10 @@ class Tally:
     num_preemptions: int = 0
 
 
-def compare(model, directory, prompts, rng: random.Random, backend: str, overlap: bool, tally: Tally, **more) -> None:
-    """Runs the prompts twice on one engine with a random schedule and checks every completion."""
+def compare(
+    model, directory, prompts, rng: random.Random, backend: str, overlap: bool, tally: Tally, n: int = 1, **more
+) -> None:
+    """Runs the prompts twice on one engine with a random schedule and checks every completion, `n` per prompt."""
     block_size = rng.choice((1, 2, 3, 4, 5, 7, 16))
     budget = rng.randrange(7, 40)
     max_tokens = rng.randrange(8, 13)
@@ -68,7 +70,9 @@ def compare(model, directory, prompts, rng: random.Random, backend: str, overlap
         **more,
     }
     expected = reference_completions(model, prompts, max_tokens)
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    # Several greedy completions are refused, because they are equal. At this temperature, noise changes no token.
+    temperature = 0 if n == 1 else 1e-7
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, n=n)
     with LLM(str(directory), **options) as llm:
         outputs = llm.generate(prompts[:3], params, use_tqdm=False)
         outputs += llm.generate(prompts, params, use_tqdm=False)
@@ -80,10 +84,12 @@ def compare(model, directory, prompts, rng: random.Random, backend: str, overlap
         tally.num_cached_tokens += output.num_cached_tokens
         tally.num_chunked_prompts += len(prompt) - output.num_cached_tokens > budget
         tally.num_repeating += len(set(theirs)) <= 2
-        if output.token_ids != theirs:
-            gap = logit_gap(model, prompt, output.token_ids, theirs)
-            assert gap < TIE, f"{output.token_ids} instead of {theirs}, logits {gap} apart, {options}, {model.config}"
-            tally.num_ties += 1
+        assert len(output.outputs) == n
+        for ours in (completion.token_ids for completion in output.outputs):
+            if ours != theirs:
+                gap = logit_gap(model, prompt, ours, theirs)
+                assert gap < TIE, f"{ours} instead of {theirs}, logits {gap} apart, {options}, {model.config}"
+                tally.num_ties += 1
 
 
 @torch.inference_mode()

@@ -396,6 +396,7 @@ QWEN3_5 = {
     ("changes", "message"),
     [
         ({"attn_output_gate": False}, "attn_output_gate=False .* models with attn_output_gate=True are"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid' .* models with output_gate_type=swish are"),
         ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype='bfloat16' .* models with mamba_ssm_dtype=float32 are"),
         ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act='gelu_pytorch_tanh' .* models with hidden_act=silu are"),
         ({"linear_num_value_heads": 24}, "linear_num_value_heads=24 is not a multiple of linear_num_key_heads=16"),
