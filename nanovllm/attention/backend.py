@@ -67,6 +67,7 @@ class AttentionBackend(ABC):
 
     def __init__(self, shape: AttentionShape):
         self._shape = shape
+        self.has_fp8_cache = shape.has_fp8_cache
 
     @classmethod
     def problem(cls, shape: AttentionShape, block_size: int | None) -> Exception | None:

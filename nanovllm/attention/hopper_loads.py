@@ -3,12 +3,9 @@ with a cache in FP8 four others convert."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-# Triton 3.8 renamed async_copy_global_to_shared, and Triton 3.9 renamed _reinterpret.
-_fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_SharedMemory = gl.shared_memory_descriptor
-_reinterpret = _SharedMemory.reinterpret if hasattr(_SharedMemory, "reinterpret") else _SharedMemory._reinterpret
+from nanovllm.ops.hopper_memory import fetch, reinterpret
 
 
 @gluon.jit
@@ -36,7 +33,7 @@ def item_of_turn(turn, query_tiles, num_items, NUM_HEADS: gl.constexpr, NUM_KV_H
 def _boxes(tile, BOX: gl.constexpr):
     """A tile as [number of boxes, BOX, BOX]."""
     SHAPE: gl.constexpr = [tile.shape[0] * tile.shape[1] // (BOX * BOX), BOX, BOX]
-    return _reinterpret(tile, tile.dtype, SHAPE, tile.layout)
+    return reinterpret(tile, tile.dtype, SHAPE, tile.layout)
 
 
 @gluon.jit
@@ -61,7 +58,7 @@ def _fetch_tile(
         block = gl.load(block_table + gl.minimum(key // BLOCK_SIZE, (num_keys - 1) // BLOCK_SIZE))
         of_head, place = block * NUM_KV_HEADS + kv_head, key % BLOCK_SIZE
         if scales_by_row is not None:
-            _fetch(scales_by_row, [of_head, place], is_there, scales.index(stage * NUM_BOXES + box))
+            fetch(scales_by_row, [of_head, place], is_there, scales.index(stage * NUM_BOXES + box))
         for part in gl.static_range(boxes.shape[0] // NUM_BOXES):
             if scales_by_row is None:
                 at = [block * BLOCK_SIZE + place, kv_head * HEAD_DIM + part * BOX]
@@ -69,7 +66,7 @@ def _fetch_tile(
                 at = [of_head * BLOCK_SIZE + place, part * BOX]
             else:  # transposed
                 at = [of_head * HEAD_DIM + part * BOX, place]
-            _fetch(by_row, at, is_there, boxes.index(part * NUM_BOXES + box))
+            fetch(by_row, at, is_there, boxes.index(part * NUM_BOXES + box))
 
 
 @gluon.jit
@@ -102,9 +99,9 @@ def fetch_all(
                     is_there = queries_there.index(query_stage)
                     mbarrier.wait(queries_free.index(query_stage), num_taken // QUERY_STAGES & 1 ^ 1)
                     mbarrier.expect(is_there, 2 * q_by_token.block_type.nbytes)
-                    _fetch(q_by_token, [first_token, head * HEAD_DIM], is_there, queries.index(query_stage * 2))
+                    fetch(q_by_token, [first_token, head * HEAD_DIM], is_there, queries.index(query_stage * 2))
                     at = [first_token, second_head * HEAD_DIM]
-                    _fetch(q_by_token, at, is_there, queries.index(query_stage * 2 + 1))
+                    fetch(q_by_token, at, is_there, queries.index(query_stage * 2 + 1))
                 mbarrier.wait(values_free.index(stage), phase)
                 _fetch_tile(
                     values_by_row, scales_by_row, values, value_scales, values_there, stage, block_table, first_key,

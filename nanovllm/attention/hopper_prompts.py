@@ -14,15 +14,9 @@ and multiplies them by their scales. Then the schedule is the same.
 `_prefill_kernel` in triton_prompts.py.
 """
 
-from functools import cache
-from typing import Any
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -30,8 +24,9 @@ from nanovllm.attention.hopper_attend import attend_all
 from nanovllm.attention.hopper_loads import convert_all, fetch_all
 from nanovllm.attention.metadata import QUERY_TILE, AttentionMetadata
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS
+from nanovllm.ops.hopper_memory import DTYPES, IS_DEPENDENT, make_barriers
+from nanovllm.ops.kernel import num_processors
 from nanovllm.ops.layer_cache import LayerCache
-from nanovllm.ops.quantize import E4M3
 
 # A tile of keys or values is fetched in boxes of 64 rows × 64 columns. A box is part of one block. In shared memory,
 # the boxes with a tile's first 64 columns precede the others, because the tensor cores read a tile in this order.
@@ -39,16 +34,9 @@ _KEYS, _BOX = 128, 64
 # Shared memory holds _STAGES tiles of keys, as many tiles of values, and _QUERY_STAGES pairs of query tiles. With three
 # and one instead, long prompts were not faster, and short ones were slower.
 _STAGES, _QUERY_STAGES = 2, 2
-_DTYPES: dict[torch.dtype, Any] = {
-    torch.bfloat16: gl.bfloat16,
-    torch.float16: gl.float16,
-    torch.int8: gl.int8,
-    E4M3: gl.float8e4nv,
-}
 CONSTANTS = {"QUERIES": QUERY_TILE, "KEYS": _KEYS, "STAGES": _STAGES, "QUERY_STAGES": _QUERY_STAGES}
 # Tiles in FP8 take shared memory too.
 FP8_CONSTANTS = CONSTANTS | {"QUERY_STAGES": 1}
-_IS_DEPENDENT = gl.constexpr("launch_pdl" in LAUNCH_OPTIONS)
 
 
 def attend_prompts(
@@ -67,9 +55,9 @@ def attend_prompts(
     (num_tokens, num_heads, head_dim), num_kv_heads, tiles = q.shape, cache.num_kv_heads, metadata.query_tiles
     assert tiles is not None
     num_items = len(tiles) * num_kv_heads * -(-(num_heads // num_kv_heads) // 2)
-    layout = gl.NVMMASharedLayout.get_default_for([_BOX, _BOX], _DTYPES[q.dtype])
+    layout = gl.NVMMASharedLayout.get_default_for([_BOX, _BOX], DTYPES[q.dtype])
     by_token = TensorDescriptor(q, [num_tokens, num_heads * head_dim], [q.stride(0), 1], [QUERY_TILE, head_dim], layout)
-    _attend_prompts_kernel[(min(_num_processors(q.device), num_items),)](
+    _attend_prompts_kernel[(min(num_processors(q.device), num_items),)](
         by_token, *_descriptors(cache), out, metadata.block_tables, tiles, scale, num_items,
         metadata.block_tables.stride(0), NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         BLOCK_SIZE=metadata.block_size, num_warps=4, **(FP8_CONSTANTS if cache.is_fp8 else CONSTANTS), **LAUNCH_OPTIONS,
@@ -81,7 +69,7 @@ def _descriptors(cache: LayerCache) -> tuple[TensorDescriptor, TensorDescriptor,
     row = cache.num_kv_heads * cache.head_dim
     widths = (cache.head_dim, cache.block_size) if cache.is_fp8 else (row, row)
     box = [_BOX, _BOX]
-    layouts = (gl.NVMMASharedLayout.get_default_for(box, _DTYPES[numbers.dtype]) for numbers in cache[:2])
+    layouts = (gl.NVMMASharedLayout.get_default_for(box, DTYPES[numbers.dtype]) for numbers in cache[:2])
     keys, values = (
         TensorDescriptor(numbers, [numbers.numel() // width, width], [width, 1], box, layout)
         for numbers, width, layout in zip(cache[:2], widths, layouts, strict=True)
@@ -95,20 +83,6 @@ def _descriptors(cache: LayerCache) -> tuple[TensorDescriptor, TensorDescriptor,
         values,
         TensorDescriptor(cache.scales, [cache.scales.numel() // size, size], [size, 1], [1, _BOX], plain),
     )
-
-
-@cache
-def _num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@gluon.jit
-def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
-    """[NUM, 1] barriers, each of which completes after COUNT arrivals."""
-    barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(NUM):
-        mbarrier.init(barriers.index(stage), count=COUNT)
-    return barriers
 
 
 @gluon.jit(do_not_specialize=["num_items", "table_stride"])
@@ -126,10 +100,10 @@ def _attend_prompts_kernel(
     queries = gl.allocate_shared_memory(dtype, [2 * QUERY_STAGES, QUERIES, HEAD_DIM], layout)
     keys = gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_DIM], layout)
     values = gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_DIM], layout)
-    queries_there, queries_free = _barriers(QUERY_STAGES, 1), _barriers(QUERY_STAGES, 2)
-    keys_there, keys_free = _barriers(STAGES, 1), _barriers(STAGES, 2)
-    values_there, values_free = _barriers(STAGES, 1), _barriers(STAGES, 2)
-    if _IS_DEPENDENT:
+    queries_there, queries_free = make_barriers(QUERY_STAGES, 1), make_barriers(QUERY_STAGES, 2)
+    keys_there, keys_free = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    values_there, values_free = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    if IS_DEPENDENT:
         gdc_wait()  # comes first: the decodes' kernel may start right after the next line, and does not wait itself
         gdc_launch_dependents()
     barriers = (queries_there, queries_free, keys_there, keys_free, values_there, values_free)
@@ -158,8 +132,8 @@ def _attend_prompts_kernel(
         fetched_values = gl.allocate_shared_memory(values_by_row.dtype, [STAGES, HEAD_DIM, KEYS], values_by_row.layout)
         key_scales = gl.allocate_shared_memory(gl.int32, [STAGES * KEYS // 64, 1, 64], scales_by_row.layout)
         value_scales = gl.allocate_shared_memory(gl.int32, [STAGES * KEYS // 64, 1, 64], scales_by_row.layout)
-        new_keys, old_keys = _barriers(STAGES, 1), _barriers(STAGES, 1)
-        new_values, old_values = _barriers(STAGES, 1), _barriers(STAGES, 1)
+        new_keys, old_keys = make_barriers(STAGES, 1), make_barriers(STAGES, 1)
+        new_values, old_values = make_barriers(STAGES, 1), make_barriers(STAGES, 1)
         fetched = (queries_there, queries_free, new_keys, old_keys, new_values, old_values)
         gl.warp_specialize(
             [

@@ -3,7 +3,6 @@
 A program attends a tile of a sequence's queries, for one head or for two that have the same keys.
 """
 
-import logging
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -13,39 +12,21 @@ from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.metadata import QUERY_TILE, AttentionMetadata
 from nanovllm.attention.triton_keys import LOG2_E, attend_keys, online_softmax
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, let_next_come, wait
+from nanovllm.ops.gluon import has_gluon
 from nanovllm.ops.kernel import jit, tl, triton
 from nanovllm.ops.layer_cache import LayerCache
-
-logger = logging.getLogger(__name__)
-
-# Gluon changes between versions. With versions that are not in this list, _prefill_kernel attends prompts. On a GPU,
-# only 3.6 ran. With 3.7 to 3.9, the kernel was only compiled, and its barriers and layouts were compared with 3.6's.
-_GLUON_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 
 @cache
 def has_hopper_kernel(shape: AttentionShape, block_size: int) -> bool:
     """Whether hopper_prompts.py attends the prompts of layers without a window."""
     return (
-        shape.device.type == "cuda"
-        and torch.cuda.get_device_capability(shape.device)[0] == 9
-        and tuple(map(int, triton.__version__.split(".")[:2])) in _GLUON_VERSIONS
-        and shape.dtype in (torch.bfloat16, torch.float16)
+        shape.dtype in (torch.bfloat16, torch.float16)
         and shape.head_dim == 128
         and shape.num_heads // shape.num_kv_heads > 1  # a program takes two heads with the same keys
         and block_size % 64 == 0
-        and _has_gluon()
+        and has_gluon(shape.device)
     )
-
-
-@cache
-def _has_gluon() -> bool:
-    try:
-        from nanovllm.attention import hopper_prompts  # noqa: F401
-    except (ImportError, AttributeError) as error:
-        logger.warning("Gluon cannot be imported (%s): prompts use the slower kernel for other GPUs", error)
-        return False
-    return True
 
 
 class PromptLaunch(NamedTuple):

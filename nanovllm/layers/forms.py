@@ -39,7 +39,8 @@ class PartialSum(NamedTuple):
 
 
 class PendingProduct(NamedTuple):
-    """`x @ weight.T`, not calculated yet: `RMSNorm.reduce_add` adds it to the residual while it multiplies.
+    """`x @ weight.T`, not calculated yet. Its reader uses the results while it multiplies: `RMSNorm.reduce_add` adds
+    them to the residual, DecoderMLP applies the activation, and Attention norms, rotates and stores them.
 
     x: [num_tokens, input_size]; weight: [size, input_size].
     """

@@ -23,6 +23,7 @@ from nanovllm.layers.shard import (
     rows_of_heads,
     shards_of_rows,
 )
+from nanovllm.ops.fused_product import has_fused_product
 from nanovllm.ops.linear import MAX_ROWS_IN_PARTS, linear, linear_in_parts, num_input_parts, pack_weight
 from nanovllm.ops.quantize import Quantized, ScaledProduct
 
@@ -117,8 +118,16 @@ class MergedColumnParallelLinear(LinearBase):
         parameter = self.parameter("bias" if name == "bias" else "weight")
         return shards_of_rows(parameter, self.rows, lambda shard, first: self._shard(name, shard, first))
 
-    def forward(self, x: torch.Tensor | Quantized) -> torch.Tensor | ScaledProduct:
-        """x: [..., input_size] -> [..., output_size / ranks]"""
+    def variant_key(self, num_tokens: int) -> int:
+        """0 if an UNFINISHED product is left to its reader. See CausalLM.variant_key."""
+        if Form.UNFINISHED in self.gives and self.weight is not None and has_fused_product(num_tokens, self.weight):
+            return 0
+        return super().variant_key(num_tokens)
+
+    def forward(self, x: torch.Tensor | Quantized) -> torch.Tensor | ScaledProduct | PendingProduct:
+        """x: [..., input_size] -> [..., output_size / ranks], in one of the forms of `gives`"""
+        if isinstance(x, torch.Tensor) and self.variant_key(x.shape[0]) == 0:
+            return PendingProduct(x, self.get_parameter("weight"))
         return self._multiply(x, self.bias)
 
 

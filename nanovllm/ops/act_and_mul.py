@@ -17,13 +17,19 @@ def plain_act_and_mul(gate_up: torch.Tensor | ScaledProduct, activation: str) ->
 
 
 @jit
-def activated(gate, ACTIVATION: tl.constexpr):
-    """gate: float32 -> its activation."""
+def divisor(gate, ACTIVATION: tl.constexpr):
+    """gate: float32 -> its activation is the gate divided by this."""
     tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "gelu_pytorch_tanh", "an activation of ACTIVATIONS")
     if ACTIVATION == "gelu_pytorch_tanh":
         # (1 + tanh(x)) / 2 is sigmoid(2 x), and 2 sqrt(2 / π) is 1.5957…
-        return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
-    return gate / (1.0 + tl.exp(-gate))
+        return 1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    return 1.0 + tl.exp(-gate)
+
+
+@jit
+def activated(gate, ACTIVATION: tl.constexpr):
+    """gate: float32 -> its activation."""
+    return gate / divisor(gate, ACTIVATION)
 
 
 @jit

@@ -34,6 +34,12 @@ def shared_memory(device: torch.device) -> int:
     return properties.shared_memory_per_block_optin
 
 
+@cache
+def num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 if TYPE_CHECKING:
     tl: Any
     triton: Any

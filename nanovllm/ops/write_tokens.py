@@ -11,7 +11,9 @@ _WIDTH = 128  # rows per program
 def plain_write_tokens(
     tokens: torch.Tensor, entries: torch.Tensor, lengths: torch.Tensor, sampled: torch.Tensor
 ) -> None:
-    tokens[entries, lengths] = sampled.clamp(min=0).int()
+    is_inside = lengths < tokens.shape[1]
+    entries = entries.where(is_inside, len(tokens) - 1)  # the entry of padding, so that nothing is counted
+    tokens[entries, lengths.clamp(max=tokens.shape[1] - 1)] = sampled.clamp(min=0).int()
 
 
 @jit(do_not_specialize=["max_model_len", "num_rows"])
@@ -19,8 +21,10 @@ def _write_tokens_kernel(tokens, entries, lengths, sampled, max_model_len, num_r
     begin()
     row = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     is_row = row < num_rows
-    place = tl.load(entries + row, is_row, 0) * max_model_len + tl.load(lengths + row, is_row, 0)
-    tl.store(tokens + place, tl.maximum(tl.load(sampled + row, is_row, 0), 0).to(tl.int32), is_row)
+    length = tl.load(lengths + row, is_row, 0)
+    place = tl.load(entries + row, is_row, 0) * max_model_len + length
+    is_inside = is_row & (length < max_model_len)
+    tl.store(tokens + place, tl.maximum(tl.load(sampled + row, is_row, 0), 0).to(tl.int32), is_inside)
 
 
 def triton_write_tokens(
@@ -38,7 +42,8 @@ def write_tokens(
 ) -> None:
     """`tokens[entries, lengths] = sampled`, with 0 for a row without a token.
 
-    Such a row will end with an error, but the next step may be launched before the host knows.
+    Such a row will end with an error, but the next step may be launched before the host knows. A row whose length is
+    max_model_len pools a prompt of that length, and its token is dropped.
 
     Args:
         tokens: int32 [num_entries, max_model_len], changed.

@@ -68,8 +68,10 @@ def checkpoints(tmp_path_factory) -> tuple[Path, Path]:
 def num_programs(request, monkeypatch) -> Iterator[int]:
     """With one program, items come one after another. The test must have used the kernel."""
     from nanovllm.attention import hopper_prompts
+    from nanovllm.ops import hopper_product
 
     asked = []
-    monkeypatch.setattr(hopper_prompts, "_num_processors", lambda device: asked.append(device) or request.param)
+    for kernels in (hopper_prompts, hopper_product):
+        monkeypatch.setattr(kernels, "num_processors", lambda device: asked.append(device) or request.param)
     yield request.param
     assert asked

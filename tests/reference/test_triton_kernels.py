@@ -19,11 +19,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from support.attention_case import MIXED, Case, make_case, relative_error
 from support.attention_case import run as run_case
 from support.fp8_factory import assert_rounded
 from support.long import some
 from support.model_factory import save_model
+from support.thread_ranks import logits_of
 
 import nanovllm.attention
 import nanovllm.ops
@@ -33,10 +35,13 @@ from nanovllm.attention.backend import AttentionShape
 from nanovllm.attention.choice import make_attention_backend
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.attention.triton_backend import TritonAttention
+from nanovllm.layers import linear as of_layers
+from nanovllm.layers.attention import Attention
 from nanovllm.layers.context import LayerContext
-from nanovllm.layers.forms import PartialSum
+from nanovllm.layers.forms import Form, PartialSum
 from nanovllm.layers.norm import QKNorm, RMSNorm
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
+from nanovllm.ops import gluon
 from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.exchange import Exchange, _is_direct, mail_shape
@@ -203,8 +208,9 @@ def test_prompts_are_launched_as_was_measured_only_where_it_was(monkeypatch, cap
 @pytest.mark.parametrize("version", ["3.5.1", "3.6.0.post1", "3.7.1", "3.8.0+git12ab34", "3.9.0", "3.10.0", "4.0.0"])
 def test_the_kernel_of_hopper_gets_what_it_can_attend(monkeypatch, capability, version):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(triton_prompts, "_has_gluon", lambda: True)
+    monkeypatch.setattr(gluon, "_is_complete", lambda: True)
     monkeypatch.setattr(triton_prompts.triton, "__version__", version)
+    monkeypatch.setattr(triton_prompts, "has_gluon", gluon.has_gluon.__wrapped__)
     has_kernel = triton_prompts.has_hopper_kernel.__wrapped__
     for dtype, head_dim, (num_heads, num_kv_heads), block_size in itertools.product(
         (torch.float32, torch.float16, torch.bfloat16), (64, 96, 128, 256), ((8, 8), (8, 4), (12, 4), (8, 2)),
@@ -222,9 +228,9 @@ def test_the_kernel_of_hopper_gets_what_it_can_attend(monkeypatch, capability, v
 
 
 def test_a_triton_without_gluon_takes_the_other_kernel_and_says_so(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "nanovllm.attention.hopper_prompts", None)
-    monkeypatch.delattr(nanovllm.attention, "hopper_prompts", raising=False)
-    assert not triton_prompts._has_gluon.__wrapped__()
+    monkeypatch.setitem(sys.modules, "nanovllm.ops.hopper_memory", None)
+    monkeypatch.delattr(nanovllm.ops, "hopper_memory", raising=False)
+    assert not gluon._is_complete.__wrapped__()
     assert "Gluon cannot be imported" in caplog.text
 
 
@@ -244,6 +250,15 @@ def test_layers_without_a_window_get_the_kernel_of_hopper(monkeypatch, window):
         ((q, cache, _, metadata, scale),) = calls
         assert len(q) == sum(new for _, new in MIXED) and cache is case.cache
         assert metadata.query_tiles is case.metadata.query_tiles and scale == pytest.approx(0.3 / math.log(2))
+
+
+@pytest.mark.parametrize("may_fuse", [True, False])
+@pytest.mark.parametrize("has_fp8_cache", [True, False])
+def test_a_product_is_left_to_attention_only_for_a_cache_in_16_bits(may_fuse, has_fp8_cache):
+    backend = TritonAttention(AttentionShape(2, 1, 128, torch.bfloat16, CPU, has_fp8_cache=has_fp8_cache))
+    accepts = Attention(0, backend, use_kernels=True, may_fuse=may_fuse).accepts
+    assert (Form.UNFINISHED in accepts) == (may_fuse and not has_fp8_cache) and Form.SCALED in accepts
+    assert Attention(0, backend, use_kernels=False, may_fuse=may_fuse).accepts == Form.PLAIN
 
 
 COMPILING = """
@@ -288,13 +303,36 @@ for dtype, of_cache, (num_heads, num_kv_heads), block_size in (
     # The kernel after this one may start only when this one knows that all before it is done.
     waits, lets_next_come = (ptx.find(f"griddepcontrol.{each}") for each in ("wait", "launch_dependents"))
     print(compiled.metadata.shared, "wgmma" in ptx and "setmaxnreg" in ptx, 0 < waits < lets_next_come)
+
+from nanovllm.ops.hopper_product import _fused_product_kernel as kernel
+
+for dtype, activation, norm in (("bf16", "silu", 0), ("fp16", "gelu_pytorch_tanh", 0), ("bf16", None, "*fp32"),
+                                ("fp16", None, "constexpr")):
+    layout = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPES[dtype])
+    tile, result = (f"tensordesc<{dtype}[{rows},{columns}],{layout!r}>" for rows, columns in ((128, 64), (64, 128)))
+    types = {"x": tile, "weight": tile, "out": result}
+    constants = {"INPUT_SIZE": 1024, "NUM_COLUMNS": 16, "NUM_HEADS": 16, "NUM_KV_HEADS": 8, "ACTIVATION": activation}
+    if activation is None:
+        types["heads"] = norm, "fp32", *[f"*{dtype}"] * 4, "*i64"
+    else:
+        constants["heads"] = None
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    placed = {(names.index(name),): constant for name, constant in constants.items()}
+    if norm == "constexpr":
+        placed[names.index("heads"), 0] = None
+    source = GluonASTSource(kernel, signature, placed, {})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    ptx = compiled.asm["ptx"]
+    print(compiled.metadata.shared, "wgmma" in ptx and "setmaxnreg" in ptx, "griddepcontrol.wait" in ptx)
 """
 
 
 @pytest.mark.long
-def test_the_kernel_of_hopper_compiles_with_this_triton(tmp_path):
-    """It cannot be interpreted. tests/gpu/test_gpu_hopper_prompts.py checks its results."""
-    if tuple(map(int, triton_prompts.triton.__version__.split(".")[:2])) not in triton_prompts._GLUON_VERSIONS:
+def test_the_kernels_of_hopper_compile_with_this_triton(tmp_path):
+    """They cannot be interpreted. tests/gpu/test_gpu_hopper_prompts.py and test_gpu_hopper_product.py check their
+    results."""
+    if tuple(map(int, triton_prompts.triton.__version__.split(".")[:2])) not in gluon.VERSIONS:
         pytest.skip("this Triton's Gluon is not used")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)  # compiles everything again
@@ -303,9 +341,9 @@ def test_the_kernel_of_hopper_compiles_with_this_triton(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     for line in done.stdout.splitlines():
-        shared, is_hoppers, waits_first = line.split()
-        assert int(shared) <= 227 * 1024 and is_hoppers == waits_first == "True"
-    assert len(done.stdout.splitlines()) == 4
+        shared, is_hoppers, waits = line.split()
+        assert int(shared) <= 227 * 1024 and is_hoppers == waits == "True"
+    assert len(done.stdout.splitlines()) == 8
 
 
 @pytest.mark.parametrize(
@@ -750,12 +788,46 @@ class Counted:
 def launched(monkeypatch) -> set[str]:
     """The names of the kernels that were launched."""
     names: set[str] = set()
-    modules = [importlib.import_module(f"nanovllm.ops.{it.name}") for it in pkgutil.iter_modules(nanovllm.ops.__path__)]
+    names_of_modules = [each.name for each in pkgutil.iter_modules(nanovllm.ops.__path__)]
+    # Kernels in Gluon cannot be interpreted, nor imported with every Triton.
+    modules = [importlib.import_module(f"nanovllm.ops.{it}") for it in names_of_modules if "hopper" not in it]
     for module in (*modules, triton_backend, triton_prompts):
         for name, kernel in vars(module).copy().items():
             if name.endswith("_kernel") and not name.startswith("has_"):
                 monkeypatch.setattr(module, name, Counted(kernel, names))
     return names
+
+
+@pytest.mark.parametrize("head_dim", [128, 64])
+def test_large_products_are_left_to_the_layers_that_read_them(tmp_path, monkeypatch, head_dim):
+    """The kernel in hopper_product.py cannot be interpreted, so its plain twins take its place here. It stores heads of
+    128 columns alone."""
+    calls = []
+
+    def gated_product(x, weight, activation):
+        calls.append("gated")
+        return act_and_mul(F.linear(x, weight), activation)
+
+    def stored_product(x, weight, norm, eps, cos, sin, cache, slots):
+        calls.append("stored")
+        qk = qk_norm_rotate_store(F.linear(x, weight), norm, eps, cos, sin, cache.head_dim, cache, slots)
+        return qk[:, : -cache.num_kv_heads].contiguous()
+
+    stub = SimpleNamespace(gated_product=gated_product, stored_product=stored_product)
+    monkeypatch.setitem(sys.modules, "nanovllm.ops.hopper_product", stub)
+    monkeypatch.setattr(nanovllm.ops, "hopper_product", stub, raising=False)
+    monkeypatch.setattr(of_layers, "pack_weight", lambda weight: None)
+    save_model(tmp_path, head_dim=head_dim, attention_bias=False, num_hidden_layers=2)
+    token_ids = list(range(1, 31))
+    expected = logits_of(tmp_path, token_ids, Parallel(), use_kernels=True)
+    assert not calls
+    monkeypatch.setattr(of_layers, "has_fused_product", lambda num_rows, weight: num_rows >= 30)
+    found = logits_of(tmp_path, token_ids, Parallel(), use_kernels=True)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    assert calls == (["stored", "gated"] if head_dim == 128 else ["gated"]) * 2
+    logits_of(tmp_path, token_ids[1:], Parallel(), use_kernels=True)
+    logits_of(tmp_path, token_ids, Parallel())  # without kernels
+    assert len(calls) == (4 if head_dim == 128 else 2)
 
 
 @pytest.mark.parametrize("overlap", some([True, False], True))

@@ -31,6 +31,8 @@ def make_batch(
 class OneSize:
     """StepSizes that give every step the same size."""
 
+    generates = True
+
     def __init__(self, size: StepSize):
         self._size = size
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanovllm.ops import fused_product
 from nanovllm.ops.linear import linear, pack_weight
 
 
@@ -68,3 +69,29 @@ def test_any_number_of_rows_is_computed_in_few_sizes(monkeypatch):
         assert num_rows <= sum(sizes[sizes_before:]) <= max(2 * num_rows, 8)
         assert len(sizes) - sizes_before == -(-num_rows // 1024)
     assert len(set(sizes)) <= 24 and max(sizes) == 1024
+
+
+@pytest.mark.parametrize(
+    ("input_size", "output_size", "rows"),
+    [
+        (1024, 6144, {1152: True, 1408: True, 2048: True, 3072: True, 8192: True, 16384: True, 1: False, 512: False,
+                      768: False, 1024: False, 1536: False}),
+        (1024, 4096, {1024: True, 2048: True, 3072: True, 16384: True, 512: False, 768: False, 1280: False,
+                      1536: False}),
+        (4096, 24576, {512: True, 1024: True, 8192: True, 256: False, 384: False, 768: False}),
+        (4096, 6144, {8192: True, 256: False, 512: False, 1024: False, 3072: False}),
+        (3584, 37888, {768: True, 4096: True, 384: False}), (3584, 4608, {1024: False, 3072: False}),
+        (2560, 19456, {640: True, 1024: True, 4096: True}), (2048, 4096, {1024: True, 3072: True}),
+        (5120, 65536, {1: False, 16: False, 256: False, 2048: True}),  # not measured below 512
+    ],
+)  # fmt: skip
+def test_a_product_is_fused_where_that_was_faster_on_an_h100(monkeypatch, input_size, output_size, rows):
+    """docs/record.md has some of the times."""
+    monkeypatch.setattr(fused_product, "has_gluon", lambda device: True)
+    monkeypatch.setattr(fused_product, "num_processors", lambda device: 132)
+    weight = torch.empty(output_size, input_size, dtype=torch.bfloat16, device="meta")
+    assert {number: fused_product.has_fused_product(number, weight) for number in rows} == rows
+    assert not fused_product.has_fused_product(8192, weight.float())
+    assert not any(fused_product.has_fused_product(8192, part) for part in (weight[:-128], weight[:, :-32]))
+    monkeypatch.setattr(fused_product, "has_gluon", lambda device: False)
+    assert not fused_product.has_fused_product(8192, weight)
