@@ -1,4 +1,4 @@
-"""Token embedding and LM head, divided over the ranks by rows of the vocabulary."""
+"""Token embedding and LM head, divided over the ranks by rows of the vocabulary; and the classification head."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from torch import nn
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.forms import PartialSum
 from nanovllm.layers.linear import Packable
-from nanovllm.layers.shard import WHOLE, Shard, Shards
+from nanovllm.layers.shard import WHOLE, Shard, Shards, replicated_shards
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.linear import linear
 
@@ -122,3 +122,22 @@ class ParallelLMHead(VocabParallel, Packable):
         exchange = self.parallel.sampling_exchange
         out = None if exchange is None else exchange.columns[: len(hidden_states)]
         return linear(hidden_states, self.weight, self.packed, use_kernels=self.use_kernels, out=out)
+
+
+class ClassificationHead(nn.Module):
+    """The head of a …ForSequenceClassification checkpoint, in float32. Each rank holds it whole.
+
+    weight: float32 [num_labels, hidden_size].
+    """
+
+    def __init__(self, num_labels: int, hidden_size: int, context: LayerContext):
+        super().__init__()
+        self.weight = context.parameter(num_labels, hidden_size, dtype=torch.float32)
+
+    def shards(self, name: str) -> Shards:
+        return replicated_shards(self.get_parameter(name))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden_states: [num_rows, hidden_size] -> scores, float32 [num_rows, num_labels]"""
+        # The library may compute products of float32 in TF32, but not those of float64.
+        return F.linear(hidden_states.double(), self.weight.double()).float()

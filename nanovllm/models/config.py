@@ -3,15 +3,22 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from nanovllm.layers.delta_net_config import DeltaNetConfig
 from nanovllm.layers.fp8_config import Fp8Config
 from nanovllm.layers.rope_config import RopeConfig
 from nanovllm.models.families import Family
+from nanovllm.models.pooling_config import PoolingConfig
 from nanovllm.models.wrappers import WRAPPERS
 
 _MAX_DEFAULT_MODEL_LEN = 32768
+
+
+# "lm": an LM head. "score": the head of a …ForSequenceClassification checkpoint. "none": only hidden states.
+Head = Literal["lm", "score", "none"]
+# What turns the scores of a classification head into probabilities; "none" keeps them.
+ScoreActivation = Literal["softmax", "sigmoid", "none"]
 
 
 class CachePlace(NamedTuple):
@@ -110,6 +117,11 @@ class ModelConfig:
     fp8: Fp8Config | None = None  # None if no weight is in FP8
     placeholders: Mapping[str, int] = field(default_factory=dict)  # see Wrapper
     delta_net: DeltaNetConfig | None = None  # None if no layer is recurrent
+    head: Head = "lm"
+    labels: tuple[str, ...] = ()  # of the classification head's rows; empty without one
+    score_activation: ScoreActivation = "none"
+    pooling: PoolingConfig | None = None  # None if the checkpoint is not an embedder of sentence-transformers
+    pooling_refusal: str = ""  # why that part of the checkpoint cannot be followed
 
     @property
     def is_wrapped(self) -> bool:
@@ -147,6 +159,20 @@ class ModelConfig:
                 f"max_model_len={wanted} exceeds the {self.max_position} tokens that the model was made for"
             )
         return wanted
+
+    def for_runner(self, runner: str) -> "ModelConfig":
+        """The config as the option `runner` wants it: "pooling" has no LM head.
+
+        Raises:
+            ValueError: the model has no LM head, and the runner is "generate".
+        """
+        if runner == "generate" and self.head != "lm":
+            raise ValueError('runner="generate" needs a checkpoint with an LM head; leave it out to embed or classify')
+        return self.without_lm_head() if runner == "pooling" else self
+
+    def without_lm_head(self) -> "ModelConfig":
+        """The same config, but an LM head is neither made nor loaded. A classification head stays."""
+        return replace(self, head="none") if self.head == "lm" else self
 
     def without_idle_windows(self, max_model_len: int) -> "ModelConfig":
         """The same config, but windows that no sequence of `max_model_len` tokens can outgrow become 0."""

@@ -121,24 +121,35 @@ def num_layer_parameters(config: ModelConfig, num_tokens: int = _MANY_TOKENS) ->
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """How many numbers all weight matrices hold, embedding and LM head included."""
-    return num_layer_parameters(config) + _num_embedded(config)
+    """How many numbers all weight matrices hold, embedding and head included."""
+    return num_layer_parameters(config) + _num_embedded(config) + _num_scoring(config)
 
 
 def _num_embedded(config: ModelConfig) -> int:
-    return (2 - config.tie_word_embeddings) * config.vocab_size * config.hidden_size
+    has_own_head = config.head == "lm" and not config.tie_word_embeddings
+    return (1 + has_own_head) * config.vocab_size * config.hidden_size
+
+
+def _num_projecting(config: ModelConfig) -> int:
+    """How many numbers an LM head multiplies with."""
+    return (config.head == "lm") * config.vocab_size * config.hidden_size
+
+
+def _num_scoring(config: ModelConfig) -> int:
+    """How many numbers a classification head has. They are float32, and each rank has them all."""
+    return len(config.labels) * config.hidden_size
 
 
 def weight_bytes(config: ModelConfig, itemsize: int, num_ranks: int = 1) -> int:
     """Bytes of the weight matrices of one rank."""
     in_layers = sum(matrix.num_bytes(itemsize) for matrix in layer_matrices(config))
-    return (in_layers + _num_embedded(config) * itemsize) // num_ranks
+    return (in_layers + _num_embedded(config) * itemsize) // num_ranks + _num_scoring(config) * 4
 
 
 def step_weight_bytes(config: ModelConfig, itemsize: int, num_tokens: int) -> int:
-    """Bytes of the weight matrices that a step of `num_tokens` tokens reads: those of the layers and the LM head."""
+    """Bytes of the weight matrices that a step of `num_tokens` tokens reads: those of the layers and the head."""
     in_layers = sum(matrix.num_bytes(itemsize) for matrix in layer_matrices(config, num_tokens))
-    return in_layers + config.vocab_size * config.hidden_size * itemsize
+    return in_layers + _num_projecting(config) * itemsize + _num_scoring(config) * 4
 
 
 # Keys and values
@@ -180,7 +191,7 @@ class StepWork(NamedTuple):
     """The numbers of one step that its cost depends on.
 
     num_tokens: new tokens of all rows.
-    num_sampled: rows that sample a token.
+    num_sampled: tokens that the head reads: those of rows that sample or are classified.
     num_keys: different keys that the rows with one new token attend to; the mean of the layers with attention.
     num_pairs: query-key pairs of the other rows; the mean of the layers with attention.
     num_states: sequences whose recurrent states are read, plus those whose states are written.
@@ -251,7 +262,7 @@ def step_costs(config: ModelConfig, itemsize: int, kv_itemsize: int, steps: Sequ
     # Weights that each token is multiplied with, and further weights that each token that samples is multiplied with:
     # after the attention or DeltaNet of the last layer, a step computes only tokens that sample. The keys say whether
     # the weights are in FP8.
-    by_token, by_sampled = Counter[bool](), Counter({False: config.vocab_size * config.hidden_size})
+    by_token, by_sampled = Counter[bool](), Counter({False: _num_projecting(config) + _num_scoring(config)})
     for matrix in layer_matrices(config, 1):
         is_input = matrix.name.endswith(inputs) or ".in_proj_" in matrix.name
         is_of_sampled = matrix.name.startswith(last_layer) and not is_input

@@ -1,6 +1,9 @@
 """Every decoder, on one page: Llama's, with the differences that a Family's flags describe."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -10,17 +13,19 @@ from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.delta_net import GatedDeltaNet
-from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.embed_head import ClassificationHead, ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.experts import Experts
-from nanovllm.layers.forms import Form
+from nanovllm.layers.forms import Form, PendingProduct
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import ProjectionNorm, QKNorm, ResidualAdd, RMSNorm
 from nanovllm.layers.quantization import Formats
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.rope_config import RopeConfig
+from nanovllm.layers.rotary_embedding import Rotary, RotaryEmbedding
 from nanovllm.layers.shard import Rows, in_one_tensor
 from nanovllm.models.config import ModelConfig
 from nanovllm.ops.act_and_mul import act_and_mul
 from nanovllm.ops.collectives import Parallel
+from nanovllm.ops.fused_product import gated_product
 from nanovllm.ops.layer_cache import LayerCache
 
 
@@ -45,7 +50,8 @@ class DecoderAttention(nn.Module):
         stored = [stored_as] if stored_as else ["q_proj", "k_proj", "v_proj"]
         window, place = config.layers[layer_index].window, config.cache_places[layer_index]
         assert place is not None, "a layer with attention keeps keys"
-        self.attn = Attention(layer_index, backend, window, context.use_kernels, place.group)
+        may_fuse = head_dim == config.layers[layer_index].rope.rotary_dim == 128
+        self.attn = Attention(layer_index, backend, window, context.use_kernels, place.group, may_fuse)
         needs_plain = family.has_gates or family.qk_norm == "projection"
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size, head_dim, heads, kv_heads, config.qkv_bias, context, family.has_gates, stored_as,
@@ -89,8 +95,8 @@ class DecoderMLP(nn.Module):
         self.down_proj = RowParallelLinear(
             size, hidden_size, bias, context, format=formats.of(name, "down_proj"), gives=gives
         )
-        # act_and_mul turns a ScaledProduct into rows in FP8.
-        of_gate_up = Form.SCALED if Form.QUANTIZED in self.down_proj.accepts else Form.PLAIN
+        # act_and_mul turns a ScaledProduct into rows in FP8, and gated_product makes plain rows.
+        of_gate_up = Form.SCALED if Form.QUANTIZED in self.down_proj.accepts else Form.UNFINISHED
         self.gate_up_proj = MergedColumnParallelLinear(
             hidden_size, rows, bias, context, format=formats.of(name, *dict.fromkeys(each.key for each in rows)),
             gives=of_gate_up,
@@ -99,7 +105,10 @@ class DecoderMLP(nn.Module):
         self.hidden_act, self.use_kernels = config.hidden_act, context.use_kernels
 
     def forward(self, hidden_states):
-        return self.down_proj(act_and_mul(self.gate_up_proj(hidden_states), self.hidden_act, self.use_kernels))
+        gate_up = self.gate_up_proj(hidden_states)
+        if isinstance(gate_up, PendingProduct):
+            return self.down_proj(gated_product(*gate_up, self.hidden_act))
+        return self.down_proj(act_and_mul(gate_up, self.hidden_act, self.use_kernels))
 
 
 class DecoderLayer(nn.Module):
@@ -150,13 +159,16 @@ class DecoderLayer(nn.Module):
             config.hidden_act, context, format, shared,
         )  # fmt: skip
 
-    def forward(self, output, residual, rotary, kv_cache, metadata, needed=None):
+    def forward(self, output, residual, rotary, kv_cache, metadata, needed=None, keep=None):
         """(output of the layer before, residual) -> the same of this layer; see RMSNorm.reduce_add.
 
         needed: int64 [num_needed], the tokens whose results are read; the results then have one row per needed token.
             None for all tokens. The cache always gets the keys and values, or the states, of all tokens.
+        keep: a function that gets the layer's input, which may be overwritten later, or None.
         """
         hidden_states, residual = self.input_layernorm.reduce_add(output, residual)
+        if keep is not None:
+            keep(residual)
         mixer = self.linear_attn if self.is_recurrent else self.self_attn
         output = mixer(hidden_states, rotary[self.rope], kv_cache, metadata, needed)
         if needed is not None:
@@ -185,21 +197,22 @@ class Decoder(nn.Module):
         self.norm = residual_norm(config, context)
         self.has_post_norms = family.has_post_norms
 
-    def forward(self, token_ids, rotary, kv_cache, metadata, needed=None):
+    def forward(self, token_ids, rotary, kv_cache, metadata, needed=None, keeps=MappingProxyType({})):
         # The result of a norm after a block is whole, so the residual that it is added to must be whole too.
         embed = self.embed_tokens.reduce if self.has_post_norms else self.embed_tokens
         output, residual = embed(token_ids), None
-        *layers, last = self.layers
-        for layer in layers:
-            output, residual = layer(output, residual, rotary, kv_cache, metadata)
+        *others, last = self.layers
+        for index, layer in enumerate(others):
+            output, residual = layer(output, residual, rotary, kv_cache, metadata, keep=keeps.get(index))
         if needed is not None and not last.is_recurrent:
             metadata = [replace(of_group, query_tiles=of_group.sampled_tiles) for of_group in metadata]
-        output, residual = last(output, residual, rotary, kv_cache, metadata, needed)
+        output, residual = last(output, residual, rotary, kv_cache, metadata, needed, keeps.get(len(others)))
         return self.norm.reduce_add(output, residual)[0]
 
 
 class CausalLM(nn.Module):
-    """The model: a step calls `forward` on its tokens and `compute_logits` on the rows that sample.
+    """The model: a step calls `forward` on its tokens. On the hidden states of some, it calls `compute_logits` if the
+    model's head is an LM head, and `score` if it is a ClassificationHead.
 
     Args:
         config: the architecture's numbers.
@@ -207,6 +220,9 @@ class CausalLM(nn.Module):
         backend: the attention backend.
         parallel, dtype, device, use_kernels: see LayerContext. Parameters are left uninitialised.
     """
+
+    lm_head: ParallelLMHead | None
+    score: ClassificationHead | None
 
     def __init__(
         self,
@@ -226,13 +242,16 @@ class CausalLM(nn.Module):
             for rope in dict.fromkeys(layer.rope for layer in config.layers)
         }
         self.num_kv_heads = self.model.num_kv_heads
-        tied = config.tie_word_embeddings
-        weight = self.model.embed_tokens.weight if tied else None
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context, weight)
-        self.logits_scaling = config.logits_scaling
+        tied, self.head, self.lm_head, self.score = config.tie_word_embeddings, config.head, None, None
+        if self.head == "lm":
+            weight = self.model.embed_tokens.weight if tied else None
+            self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context, weight)
+        elif self.head == "score":
+            self.score = ClassificationHead(len(config.labels), config.hidden_size, context)
+        self.logits_scaling, self.residual_multiplier = config.logits_scaling, config.residual_multiplier
         self.renames, self.is_wrapped = config.family.renames, config.is_wrapped
         # Checkpoint tensor -> the tensor that it must equal if a tied model's checkpoint has both.
-        self.tied_weights = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
+        self.tied_weights = {"lm_head.weight": "model.embed_tokens.weight"} if tied and self.head != "score" else {}
 
     def forward(
         self,
@@ -249,8 +268,33 @@ class CausalLM(nn.Module):
             layer computes results for them alone, and the hidden states are [num_needed, hidden_size]. None for all
             tokens. Must be None for ranks with an Exchange, whose residuals lack rows.
         """
-        rotary = {rope: embedding.lookup(positions) for rope, embedding in self.rotary_embs.items()}
-        return self.model(token_ids, rotary, kv_cache, metadata, needed)
+        return self.model(token_ids, self._rotary(positions), kv_cache, metadata, needed)
+
+    def states_of_layers(
+        self,
+        layers: Iterable[int],
+        places: torch.Tensor,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: list[LayerCache],
+        metadata: list[AttentionMetadata],
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """The hidden states of all tokens, and the states [len(places), hidden_size] of layers before the final norm,
+        numbered as in Pooling. Not for ranks with an Exchange, whose residuals lack rows.
+
+        places: int64 [num_places], indices of tokens.
+        """
+        of_layers: dict[int, torch.Tensor] = {}
+
+        def keep(layer: int, residual: torch.Tensor) -> None:
+            states = residual.index_select(0, places)
+            of_layers[layer] = states if self.residual_multiplier == 1 else states * self.residual_multiplier
+
+        keeps = {layer: partial(keep, layer) for layer in layers}
+        return self.model(token_ids, self._rotary(positions), kv_cache, metadata, keeps=keeps), of_layers
+
+    def _rotary(self, positions: torch.Tensor) -> dict[RopeConfig, Rotary]:
+        return {rope: embedding.lookup(positions) for rope, embedding in self.rotary_embs.items()}
 
     def variant_key(self, num_tokens: int) -> tuple[int, ...]:
         """A hashable key: steps whose keys differ need different compiled kernels."""
@@ -259,4 +303,5 @@ class CausalLM(nn.Module):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [num_rows, hidden_size] -> this rank's columns of the logits; see ParallelLMHead."""
+        assert self.lm_head is not None, "only a model with an LM head computes logits"
         return self.lm_head(hidden_states if self.logits_scaling == 1 else hidden_states / self.logits_scaling)

@@ -88,6 +88,20 @@ def checkpoint_files(directory: Path) -> Iterator[Path]:
         yield directory / name
 
 
+def stores_lm_head(directory: Path) -> bool:
+    """Whether a checkpoint has an LM head of its own; False without readable weights."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        for path in filter(Path.is_file, checkpoint_files(directory)):
+            with safe_open(path, "np") as file:
+                if any(name.endswith("lm_head.weight") for name in file.keys()):  # noqa: SIM118 (not a mapping)
+                    return True
+    except (ValueError, OSError, SafetensorError):
+        pass  # a config alone, or files that the loader will refuse
+    return False
+
+
 def _hint_of_others(directory: Path) -> str:
     """Advice for a directory that holds other formats than safetensors."""
     pickled = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth") for path in directory.glob(kind))

@@ -10,13 +10,16 @@ _MIN_NUMBER, _MAX_NUMBER = 1e-12, 1e18
 MAX_SIZE = 2**24
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+def read_json(path: Path, kind: type = dict, default: Any = None) -> Any:
+    """The JSON object in a file, or the list if `kind` is list. If the file is missing, `default` is returned unless it
+    is None.
 
     Raises:
         ValueError: the file is missing, or it cannot be read, or it holds something else; the message names the file.
     """
     if not path.exists():
+        if default is not None:
+            return default
         raise ValueError(f"{path} is missing; model must be a directory in the Hugging Face layout")
     if not path.is_file():
         raise ValueError(f"{path} is not a regular file")  # reading a pipe would wait for its writer
@@ -24,8 +27,8 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # unreadable, not UTF-8, not JSON, or nested too deep
         raise ValueError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object")
+    if not isinstance(content, kind):
+        raise ValueError(f"{path} must hold a JSON {'object' if kind is dict else 'list'}")
     return content
 
 

@@ -80,7 +80,7 @@ def update_weights(model: CausalLM, tensors: Tensors) -> None:
                     _fill(tensors[name], shard)
             if isinstance(module, Packable):
                 module.pack()
-        if any(name in tensors for name in model.tied_weights.values()):
+        if model.lm_head is not None and any(name in tensors for name in model.tied_weights.values()):
             model.lm_head.unpack()
             model.lm_head.pack()
 

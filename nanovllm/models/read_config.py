@@ -6,9 +6,11 @@ from typing import Any
 
 from nanovllm.layers.delta_net_config import DeltaNetConfig
 from nanovllm.layers.rope_config import ROPE_KINDS, RopeConfig
-from nanovllm.models.config import ExpertsConfig, LayerConfig, ModelConfig
+from nanovllm.models.config import ExpertsConfig, Head, LayerConfig, ModelConfig, ScoreActivation
+from nanovllm.models.directory import stores_lm_head
 from nanovllm.models.families import FAMILIES, Family
 from nanovllm.models.json_fields import read_count, read_flag, read_json, read_list, read_number, read_numbers, shown
+from nanovllm.models.pooling_config import PoolingConfig, read_pooling_config
 from nanovllm.models.read_fp8 import read_fp8
 from nanovllm.models.wrappers import TEXT_PREFIXES, WRAPPERS, Wrapper, fields_beside, unwrap
 
@@ -26,11 +28,13 @@ OPTIONAL: dict[str, Any] = {
     "attention_out_bias": None, "shared_intermediate_size": None, "position_embedding_type": "rope",
     "no_rope_layers": None, "no_rope_layer_interval": None, "llama_4_scaling_beta": None,
     "sliding_window_pattern": None, "layers_block_type": None, "full_attention_interval": None,
-    "attn_output_gate": False,
+    "attn_output_gate": False, "is_causal": True,
 }  # fmt: skip
 # Larger counts are mistakes; see json_fields.
 _MAX_LAYERS = _MAX_EXPERTS = _MAX_HEADS = 1024
 _MAX_POSITION = 2**31 - 1
+_MAX_LABELS = 2**16
+_CLASSIFIER = "ForSequenceClassification"
 _YARN_NUMBERS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "llama_4_scaling_beta")
 _LLAMA3_NUMBERS = ("low_freq_factor", "high_freq_factor")
 
@@ -44,15 +48,12 @@ def load_model_config(directory: Path) -> ModelConfig:
     """
     whole = read_json(directory / "config.json")
     architecture, family, raw, placeholders = _fields_of_architecture(whole, directory)
-    generation_file = directory / "generation_config.json"
-    generation = read_json(generation_file) if generation_file.exists() else {}
-    act_name = "hidden_activation" if "hidden_activation" in family.reads else "hidden_act"
-    hidden_act = raw.get(act_name, "silu")
-    if hidden_act not in ACTIVATIONS:
-        raise ValueError(f"{act_name}={shown(hidden_act)} is not supported; {', '.join(ACTIVATIONS)} are")
-    dtype = raw.get("dtype") or raw.get("torch_dtype")
-    if dtype is not None and not isinstance(dtype, str):
-        raise ValueError(f"dtype in config.json must be a name such as bfloat16, not {shown(dtype)}")
+    generation, (pooling, refusal) = read_json(directory / "generation_config.json", default={}), _pooling(directory)
+    is_tied = read_flag(raw, "tie_word_embeddings", default=False)
+    head = _head(
+        read_list(whole, "architectures"), architecture, is_tied, pooling is not None or bool(refusal), directory
+    )
+    labels = _labels(whole) if head == "score" else ()
     num_heads, num_kv_heads, head_dim = _heads(raw)
     max_position = read_count(raw, "max_position_embeddings", maximum=_MAX_POSITION)
     layers = _layers(raw, family, head_dim, max_position)
@@ -76,23 +77,36 @@ def load_model_config(directory: Path) -> ModelConfig:
         qkv_bias=has_bias if family.qkv_bias is None else read_flag(raw, "qkv_bias", default=family.qkv_bias),
         o_bias=read_flag(raw, "attention_out_bias", default=has_bias and family.qkv_bias is None),
         mlp_bias=read_flag(raw, "mlp_bias", default=False),
-        hidden_act=hidden_act,
+        hidden_act=_hidden_act(raw, family),
         attention_scale=read_number(
             raw, "attention_multiplier", default=read_number(raw, "query_pre_attn_scalar", default=head_dim) ** -0.5
         ),
         embedding_multiplier=read_number(raw, "embedding_multiplier", default=1.0),
         residual_multiplier=read_number(raw, "residual_multiplier", default=1.0),
         logits_scaling=read_number(raw, "logits_scaling", default=1.0),
-        tie_word_embeddings=read_flag(raw, "tie_word_embeddings", default=False),
+        tie_word_embeddings=is_tied,
         max_position=max_position,
         usual_max_position=usual_max_position,
-        dtype=dtype,
+        dtype=_dtype(raw),
         eos_token_ids=_eos_token_ids(generation) or _eos_token_ids(raw),
         generation=generation,
         fp8=read_fp8(raw, family, TEXT_PREFIXES if architecture in WRAPPERS else ("model.",)),
         placeholders=placeholders,
         delta_net=_delta_net(raw) if any(layer.is_recurrent for layer in layers) else None,
+        head=head,
+        labels=labels,
+        score_activation=_score_activation(whole, len(labels), directory) if labels else "none",
+        pooling=pooling,
+        pooling_refusal=refusal,
     )
+
+
+def _pooling(directory: Path) -> tuple[PoolingConfig | None, str]:
+    """The checkpoint's pooling, and why it cannot be followed. Such a checkpoint may still serve other calls."""
+    try:
+        return read_pooling_config(directory), ""
+    except ValueError as error:
+        return None, str(error)
 
 
 def _fields_of_architecture(raw: dict[str, Any], directory: Path) -> tuple[str, Family, dict[str, Any], dict[str, int]]:
@@ -108,7 +122,8 @@ def _fields_of_architecture(raw: dict[str, Any], directory: Path) -> tuple[str, 
         kind = f"the architecture {shown(found)}"
         if not found:
             kind = f"no architectures, and model_type {shown(raw.get('model_type'))}"
-        raise ValueError(f"config.json in {directory} has {kind}{remote}; supported: {', '.join(_SUPPORTED)}")
+        known = f"{', '.join(_SUPPORTED)}, and …Model and …{_CLASSIFIER} of the same model_type"
+        raise ValueError(f"config.json in {directory} has {kind}{remote}; supported: {known}")
     supported = _SUPPORTED[architecture]
     family, raw, placeholders = (
         unwrap(supported, raw, directory) if isinstance(supported, Wrapper) else (supported, raw, {})
@@ -130,15 +145,73 @@ def _fields_of_architecture(raw: dict[str, Any], directory: Path) -> tuple[str, 
 
 def _architecture(found: list[Any], model_type: Any) -> str | None:
     """The first supported one of `found`. If `found` is empty, or names a decoder that was saved alone, such as
-    LlamaModel, `model_type` decides, as in transformers."""
+    LlamaModel, or one with a classification head, such as LlamaForSequenceClassification, `model_type` decides, as in
+    transformers."""
     for name in found:
         if isinstance(name, str) and name in _SUPPORTED:
             return name
     for name, supported in _SUPPORTED.items():
-        decoders = {re.sub("For(CausalLM|ConditionalGeneration)", suffix, name) for suffix in ("Model", "TextModel")}
-        if supported.model_type == model_type and decoders.issuperset(map(str, found)):
-            return name
+        for ending in ("Model", _CLASSIFIER):
+            names = {re.sub("For(CausalLM|ConditionalGeneration)", text + ending, name) for text in ("", "Text")}
+            if supported.model_type == model_type and names.issuperset(map(str, found)):
+                return name
     return None
+
+
+def _head(found: list[Any], architecture: str, is_tied: bool, is_embedder: bool, directory: Path) -> Head:
+    """The head of a checkpoint whose `architectures` are `found`. An embedder of sentence-transformers may have been
+    saved without an LM head, but with the architecture that has one."""
+    if architecture not in found and any(name.endswith(_CLASSIFIER) for name in found):
+        return "score"
+    is_alone = is_embedder or (architecture not in found and found)
+    return "none" if is_alone and not is_tied and not stores_lm_head(directory) else "lm"
+
+
+def _labels(raw: dict[str, Any]) -> tuple[str, ...]:
+    """The names of the classification head's rows, with transformers' defaults."""
+    given = raw.get("id2label")
+    if given is None:
+        return tuple(f"LABEL_{index}" for index in range(read_count(raw, "num_labels", 2, maximum=_MAX_LABELS)))
+    labels: tuple[Any, ...] = ()
+    if isinstance(given, dict):
+        labels = tuple(given.get(str(index)) for index in range(len(given)))
+    if not labels or not all(isinstance(label, str) for label in labels):
+        raise ValueError(f'id2label in config.json must name the labels "0", "1" and so on, not {shown(given)}')
+    return labels
+
+
+def _score_activation(raw: dict[str, Any], num_labels: int, directory: Path) -> ScoreActivation:
+    """sentence-transformers names it in one of three places; without them, problem_type and `num_labels` decide."""
+    newest, own = (
+        read_json(directory / "config_sentence_transformers.json", default={}),
+        raw.get("sentence_transformers"),
+    )
+    names = [fields.get("activation_fn") for fields in (newest, own) if isinstance(fields, dict)]
+    names += [raw.get("sbert_ce_default_activation_function"), raw.get("problem_type"), "single_label_classification"]
+    given = next(filter(None, names))
+    known: dict[str, ScoreActivation] = {
+        "torch.nn.modules.linear.Identity": "none", "torch.nn.modules.activation.Sigmoid": "sigmoid",
+        "single_label_classification": "softmax" if num_labels > 1 else "sigmoid",
+        "multi_label_classification": "sigmoid", "regression": "none",
+    }  # fmt: skip
+    if given not in list(known):
+        raise ValueError(f"the activation_fn or problem_type {shown(given)} is not supported; {', '.join(known)} are")
+    return known[given]
+
+
+def _dtype(raw: dict[str, Any]) -> str | None:
+    dtype = raw.get("dtype") or raw.get("torch_dtype")
+    if dtype is not None and not isinstance(dtype, str):
+        raise ValueError(f"dtype in config.json must be a name such as bfloat16, not {shown(dtype)}")
+    return dtype
+
+
+def _hidden_act(raw: dict[str, Any], family: Family) -> str:
+    name = "hidden_activation" if "hidden_activation" in family.reads else "hidden_act"
+    hidden_act = raw.get(name, "silu")
+    if hidden_act not in ACTIVATIONS:
+        raise ValueError(f"{name}={shown(hidden_act)} is not supported; {', '.join(ACTIVATIONS)} are")
+    return hidden_act
 
 
 def _heads(raw: dict[str, Any]) -> tuple[int, int, int]:

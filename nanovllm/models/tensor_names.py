@@ -25,7 +25,8 @@ def named_as_expected(
     heads do. A tied model may store the LM head in place of the embedding. One tensor may hold a projection of all
     experts.
 
-    In a wrapped model, tensors of other parts are left out, and only the prefixes of TEXT_PREFIXES are known.
+    In a wrapped model, tensors of other parts are left out, and only the prefixes of TEXT_PREFIXES are known. A model
+    without a head leaves out an LM head.
 
     Args:
         expected: from `loader.expected_tensors`.
@@ -35,8 +36,7 @@ def named_as_expected(
     """
     packed_names = _packed_names(expected)
     bare_names = {name.removeprefix("model."): name for name in (*expected, *model.tied_weights, *packed_names)}
-    if model.is_wrapped:
-        tensors = _of_text_part(list(tensors))
+    tensors = _of_model(model, list(tensors))
     splits = [(*_split(name, bare_names), tensor) for name, tensor in tensors]
     counts = Counter(prefix for prefix, bare, _ in splits if bare in bare_names)
     usual = max(counts, key=lambda prefix: (counts[prefix], len(prefix)), default="")
@@ -45,7 +45,7 @@ def named_as_expected(
         is_known = bare in bare_names and usual.startswith(prefix) and (not model.is_wrapped or prefix in TEXT_PREFIXES)
         # Old Llama checkpoints also store frequencies, which follow from the config.
         if not is_known and not bare.endswith(".rotary_emb.inv_freq"):
-            hint = _hint(prefix + bare, usual, model.is_wrapped)
+            hint = _hint(model, prefix + bare, usual)
             raise ValueError(f"unexpected {tensor.what}; the model has no such parameter{hint}")
         known.append((bare_names.get(bare, bare), tensor))
     packed = {name: tensor for name, tensor in known if name in packed_names}
@@ -64,16 +64,20 @@ def named_as_expected(
     return found
 
 
-def _of_text_part(tensors: list[tuple[str, AnyTensor]]) -> list[tuple[str, AnyTensor]]:
-    """The tensors that are not of another part. A trainer may send the tensors of each part in calls of their own."""
-    others = [name for name, _ in tensors if is_of_other_part(name)]
-    if not others:
-        return tensors
-    logger.info("skipped %d tensors that are not of the text part, such as %s", len(others), others[0])
-    return [(name, tensor) for name, tensor in tensors if not is_of_other_part(name)]
+def _of_model(model: CausalLM, tensors: list[tuple[str, AnyTensor]]) -> list[tuple[str, AnyTensor]]:
+    """The tensors without those of parts that the model lacks. A trainer may send those of each part in calls of their
+    own."""
+
+    def is_skipped(name: str) -> bool:
+        is_of_head = model.head == "none" and not model.tied_weights and "lm_head" in name.split(".")
+        return is_of_head or (model.is_wrapped and is_of_other_part(name))
+
+    if skipped := [name for name, _ in tensors if is_skipped(name)]:
+        logger.info("skipped %d tensors that the model does not need, such as %s", len(skipped), skipped[0])
+    return [(name, tensor) for name, tensor in tensors if not is_skipped(name)]
 
 
-def _hint(name: str, usual: str, is_wrapped: bool) -> str:
+def _hint(model: CausalLM, name: str, usual: str) -> str:
     """The end of the error about an unexpected tensor; empty if its name shows no reason.
 
     Args:
@@ -81,10 +85,12 @@ def _hint(name: str, usual: str, is_wrapped: bool) -> str:
     """
     if any(f".experts.{projection}" in name for projection in _PACKED.values()) and "_scale" in name:
         return "; FP8 weights of experts and their scales must be in tensors of their own, expert by expert"
-    if is_wrapped and not name.startswith(TEXT_PREFIXES[:-1]):
+    if model.head == "score" and not {"score", "lm_head"}.isdisjoint(name.split(".")):
+        return "; beside the decoder, a classification model has only score.weight: no bias, other layer or LM head"
+    if model.is_wrapped and not name.startswith(TEXT_PREFIXES[:-1]):
         known = f"{', '.join(TEXT_PREFIXES[:-2])} or {TEXT_PREFIXES[-2]}"
         return f"; the names of the text part must begin with {known}"
-    return f"; most names begin with {usual}" * (is_wrapped and not name.startswith(usual))
+    return f"; most names begin with {usual}" * (model.is_wrapped and not name.startswith(usual))
 
 
 def _packed_names(expected: Iterable[str]) -> dict[str, list[str]]:

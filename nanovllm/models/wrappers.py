@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nanovllm.models.directory import checkpoint_files
+from nanovllm.models.directory import stores_lm_head
 from nanovllm.models.families import FAMILIES, Family
 from nanovllm.models.json_fields import read_count, read_flag, shown
 
@@ -128,7 +128,7 @@ def unwrap(wrapper: Wrapper, raw: dict[str, Any], directory: Path) -> tuple[Fami
     # transformers 5 writes true for each Mistral 3. It ties only those that do not store an LM head of their own.
     name = "tie_word_embeddings"
     if read_flag(fields, name, default=False) and not read_flag(text, name, family.defaults.get(name, False)):
-        fields[name] = not _stores_head(directory)
+        fields[name] = not stores_lm_head(directory)
     ids = {name: _placeholder(raw, name, default) for name, default in wrapper.placeholders.items()}
     return family, fields, ids
 
@@ -150,16 +150,3 @@ def _placeholder(raw: dict[str, Any], name: str, default: int) -> int:
 def is_of_other_part(name: str) -> bool:
     """Whether a tensor of a wrapped checkpoint belongs to another part than text."""
     return name.removeprefix("model.").startswith(OTHER_PARTS)
-
-
-def _stores_head(directory: Path) -> bool:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        for path in filter(Path.is_file, checkpoint_files(directory)):
-            with safe_open(path, "np") as file:
-                if any(name.endswith("lm_head.weight") for name in file.keys()):  # noqa: SIM118 (not a mapping)
-                    return True
-    except (ValueError, OSError, SafetensorError):
-        pass  # a config alone, or files that the loader will refuse
-    return False

@@ -416,8 +416,12 @@ def _wrapped_config(family: str, options: dict[str, Any]) -> Any:
     return getattr(transformers, name)(text_config=text, vision_config=dict(vision), tie_word_embeddings=tied, **ids)
 
 
-def make_family_model(family: str, options: dict[str, Any], seed: int = 0) -> Any:
-    """A float32 model with random parameters, norms and biases included, so that a lost one would show."""
+def make_family_model(family: str, options: dict[str, Any], seed: int = 0, architecture: str = "") -> Any:
+    """A float32 model with random parameters, norms and biases included, so that a lost one would show.
+
+    Args:
+        architecture: transformers' class; by default the one with an LM head.
+    """
     import transformers  # slow to import
 
     transformers.utils.logging.disable_progress_bar()
@@ -426,7 +430,7 @@ def make_family_model(family: str, options: dict[str, Any], seed: int = 0) -> An
         config = _wrapped_config(family, options)
     else:
         config = getattr(transformers, config_name)(bos_token_id=None, eos_token_id=None, **options)
-    model = getattr(transformers, model_name)(config).float().eval()
+    model = getattr(transformers, architecture or model_name)(config).float().eval()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the other implementations need sizes that are multiples of 16 bytes
     generator = torch.Generator().manual_seed(seed)
@@ -448,8 +452,10 @@ def make_family_model(family: str, options: dict[str, Any], seed: int = 0) -> An
     return model
 
 
-def save_family_model(directory: Path, family: str, options: dict[str, Any], seed: int = 0) -> Any:
+def save_family_model(
+    directory: Path, family: str, options: dict[str, Any], seed: int = 0, architecture: str = ""
+) -> Any:
     """Writes `make_family_model`'s checkpoint into `directory` and returns the model."""
-    model = make_family_model(family, options, seed)
+    model = make_family_model(family, options, seed, architecture)
     model.save_pretrained(directory)
     return model

@@ -81,6 +81,40 @@ def save_demo_model(directory: Path, num_layers: int) -> Path:
     return directory
 
 
+def save_demo_classifier(directory: Path, num_labels: int) -> Path:
+    """Writes the bundled model with a random classification head into `directory`; returns the directory."""
+    shutil.copytree(MODEL_DIRECTORY, directory, dirs_exist_ok=True)
+    tensors = read_tensors(directory)
+    head = torch.randn(num_labels, 160, generator=torch.Generator().manual_seed(num_labels)) / 10
+    write_tensors(directory, {**tensors, "score.weight": head})
+    names = {str(number): f"label {number}" for number in range(num_labels)}
+    edit_config(directory, architectures=["Qwen3ForSequenceClassification"], id2label=names)
+    return directory
+
+
+def save_embedder_files(directory: Path, **changes) -> Path:
+    """Writes the files of sentence-transformers for the mean of all tokens, normalized; returns the directory.
+
+    Args:
+        changes: fields of config_sentence_transformers.json, such as `prompts`.
+    """
+    prefix = "sentence_transformers.models"
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+    files = {
+        "modules.json": [
+            {"idx": number, "name": str(number), "path": path, "type": f"{prefix}.{kind}"}
+            for number, (path, kind) in enumerate(modules)
+        ],
+        "1_Pooling/config.json": {"word_embedding_dimension": 160, "pooling_mode_mean_tokens": True},
+        "config_sentence_transformers.json": changes,
+        "sentence_bert_config.json": {"max_seq_length": 48, "do_lower_case": False},
+    }
+    for name, content in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(json.dumps(content))
+    return directory
+
+
 def random_model_options(rng: random.Random) -> dict[str, Any]:
     """`make_model` arguments over the whole family: grouping, tying, bias, free head_dim, odd vocabularies."""
     num_kv_heads = rng.choice((1, 2, 3))

@@ -133,7 +133,7 @@ def test_without_architectures_the_type_decides(tmp_path, architecture):
     decoder = MODEL_MAPPING_NAMES[model_type]
     for given in (None, [], [decoder]):
         assert read(tmp_path, **fields, architectures=given).architecture == architecture
-    for given in (["LlamaForSequenceClassification"], ["GPT2LMHeadModel"], ["T5ForConditionalGeneration", decoder]):
+    for given in (["Phi4ForSequenceClassification"], ["GPT2LMHeadModel"], ["T5ForConditionalGeneration", decoder]):
         assert str(given) in error_of(tmp_path, **fields, architectures=given)
 
 

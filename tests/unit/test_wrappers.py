@@ -386,7 +386,7 @@ def test_names_of_all_layouts_load(copied, layout, caplog):
     others = [name for name in written if not text_name(name)]
     assert len(others) > 5
     (line,) = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
-    assert line == f"skipped {len(others)} tensors that are not of the text part, such as {others[0]}"
+    assert line == f"skipped {len(others)} tensors that the model does not need, such as {others[0]}"
 
 
 def load_error(directory: Path, tensors: dict[str, torch.Tensor]) -> str:
