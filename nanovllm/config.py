@@ -3,9 +3,13 @@
 import inspect
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
+from typing import Any
 
+from nanovllm.accepted import EDIT_CONFIG
 from nanovllm.checks import boolean, integer, real, seed_number, suggests_names
+from nanovllm.pooling_params import pooler_config
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DTYPE_NAMES = {
@@ -15,6 +19,14 @@ ATTENTION_BACKENDS = ("auto", "triton", "flash", "sdpa", "torch")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 QUANTIZATIONS = ("fp8",)
 KV_CACHE_DTYPES = ("auto", "fp8")
+RUNNERS = ("auto", "generate", "pooling")
+# vLLM's earlier names, values of its option `task`.
+_POOLING_TASKS = ("embed", "embedding", "classify", "reward", "score", "encode", "token_embed", "token_classify")
+# The only hf_overrides that are taken.
+_YES_OR_NO = {
+    "architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"],
+    "is_original_qwen3_reranker": True,
+}  # fmt: skip
 _MAX_SIZE = 65535  # larger values gain nothing, and they set the sizes of memory and grids
 
 # Other libraries' names for our options, or advice on options that we lack.
@@ -76,6 +88,15 @@ class Config:
         overlap: let the device run one step ahead of the host.
         enable_prefix_caching: share the KV blocks of equal prompt beginnings.
         prefix_grouping: attend a shared prefix once for all decodes that share it, if the backend can (triton).
+        runner: "pooling" leaves out all that only generation needs: the LM head, captured decodes, and most of the KV
+            cache; such an LLM embeds, classifies and scores. "auto" and "generate" keep it, so an LLM can do both.
+            vLLM's names of tasks that pool, such as "embed", mean "pooling".
+        pooler_config: how embeddings are made where a call does not say it, as in vLLM: {"pooling_type": "MEAN",
+            "normalize": False}. None is what the checkpoint says.
+        hf_overrides: only vLLM's way to load Qwen3-Reranker, {"architectures": ["Qwen3ForSequenceClassification"],
+            "classifier_from_token": ["no", "yes"], "is_original_qwen3_reranker": True}: `score` then joins query and
+            document as they are, and asks for "yes" or "no" after them; the runner is "auto" then. Fields that only
+            permit other `dimensions` are accepted.
         generation_config: what `sampling_params=None` means: "auto" is the recommendation of the model's
             generation_config.json, "vllm" the defaults of SamplingParams.
         queue_calls: let a call wait while another thread's call runs, instead of refusing it.
@@ -105,6 +126,9 @@ class Config:
     overlap: bool = True
     enable_prefix_caching: bool = True
     prefix_grouping: bool = True
+    runner: str = "auto"
+    pooler_config: Any = None
+    hf_overrides: Mapping[str, Any] | None = None
     generation_config: str = "auto"
     queue_calls: bool = False
     seed: int = 0
@@ -126,6 +150,18 @@ class Config:
             raise ValueError(f'quantization must be None or "fp8", not {self.quantization!r}; load another checkpoint')
         self._check_choice("kv_cache_dtype", KV_CACHE_DTYPES)
         self._check_choice("generation_config", ("auto", "vllm"))
+        self._set("runner", "pooling" if self.runner in _POOLING_TASKS else self.runner)
+        self._check_choice("runner", RUNNERS)
+        if self.pooler_config is not None:
+            self._set("pooler_config", pooler_config(self.pooler_config))
+        if isinstance(self.hf_overrides, Mapping):
+            # These only permit `dimensions`, which nanovllm always does.
+            permits = ("is_matryoshka", "matryoshka_dimensions")
+            self._set("hf_overrides", {key: each for key, each in self.hf_overrides.items() if key not in permits})
+        if self.hf_overrides not in (None, {}, _YES_OR_NO):
+            raise ValueError(f"hf_overrides cannot be {self.hf_overrides!r:.200}; {EDIT_CONFIG}")
+        if self.hf_overrides:
+            self._set("runner", "auto")  # it reads the LM head
         device = self.device if isinstance(self.device, str) else str(self.device)
         if device not in ("auto", "cpu", "cuda") and not re.fullmatch("cuda:[0-9]{1,3}", device):
             raise ValueError(f'device must be "auto", "cpu", "cuda" or "cuda:N", not {self.device!r}')

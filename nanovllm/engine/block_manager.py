@@ -376,7 +376,7 @@ class BlockManager:
 
     def num_common_tokens(self, seq: Sequence, other: Sequence) -> int:
         """How many leading tokens `other` could share once `seq` has computed its prompt."""
-        end = min(seq.num_prompt_tokens, seq.max_length - 1, _max_num_cached(other)) // self.block_size
+        end = min(seq.num_prompt_tokens, seq.max_num_computed, _max_num_cached(other)) // self.block_size
         num_blocks = 0
         while num_blocks < end and self._hash(seq, num_blocks) == self._hash(other, num_blocks):
             num_blocks += 1
@@ -497,11 +497,11 @@ class BlockManager:
 
 def _num_to_compute(seq: Sequence) -> int:
     """How many leading tokens will get keys. The keys of the last possible token are never read."""
-    return min(seq.num_tokens, seq.max_length - 1)
+    return min(seq.num_tokens, seq.max_num_computed)
 
 
 def _max_num_cached(seq: Sequence) -> int:
     """How many leading tokens may come from the cache: the last one must be computed, and so must the one before the
     first whose log-probability is asked for."""
     num_tokens = len(seq.token_ids)
-    return (seq.next_scored if seq.next_scored < seq.num_prompt_tokens else num_tokens) - 1
+    return (seq.next_scored if seq.next_scored < seq.end_scored else num_tokens) - 1

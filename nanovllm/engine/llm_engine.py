@@ -13,12 +13,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar, cast
 
+import numpy as np
+
 from nanovllm.checks import integer
 from nanovllm.config import Config
-from nanovllm.engine.limits import check_request, max_length
+from nanovllm.engine.limits import check_pooled, check_request, max_length
 from nanovllm.engine.runner import LaunchedStep, Runner, make_scheduler
 from nanovllm.engine.scheduler import SchedulerStats
-from nanovllm.engine.sequence import Sequence, SequenceStatus, TokenGuide, completions_of
+from nanovllm.engine.sequence import POOLED, Pooling, Sequence, SequenceStatus, TokenGuide, completions_of
 from nanovllm.engine.step import Step, StepOutput
 from nanovllm.engine.step_stats import StepStats
 from nanovllm.guard import Guard
@@ -142,6 +144,22 @@ class LLMEngine:
         self._queue(sequences)
         return seq_id
 
+    @_guarded
+    def add_pooled(self, prompt_token_ids: list[int], pooling: Pooling) -> int:
+        """Queues a request that returns hidden states of its prompt and generates nothing; returns its id. Raises what
+        `add_request` raises."""
+        self.check_awake()
+        seq_id = self._num_sequences
+        self.num_requests += 1
+        self._num_sequences += 1
+        try:
+            prompt = check_pooled(prompt_token_ids, pooling, self.info)
+        except (TypeError, ValueError):
+            self.step_stats.num_rejected_requests += 1
+            raise
+        self._queue([Sequence(seq_id, prompt, POOLED, len(prompt), pooling=pooling)])
+        return seq_id
+
     def _queue(self, sequences: list[Sequence]) -> None:
         try:
             self.runner.request_added(sequences)
@@ -229,7 +247,7 @@ class LLMEngine:
                 committed, launched = self._in_flight.popleft()
                 output = launched.wait()
                 token_ids = output.token_ids
-                broken = _keep_logprobs(committed, output)
+                broken = _keep_logprobs(committed, output) + _keep_states(committed, output)
                 stopped = _ask_stop_predicates(committed, token_ids)
                 finished = self.scheduler.commit(committed, token_ids, frozenset(stopped), frozenset(broken))
                 self.runner.step_committed(stopped, broken)
@@ -392,12 +410,27 @@ def _keep_logprobs(step: Step, output: StepOutput) -> list[int]:
                 seq.logprobs += output.logprobs.row(index, num_logprobs)
     index, broken = 0, []
     for seq, start, end, _ in step.scored:
+        if seq.pooling is not None:
+            continue
         if output.prompt_logprobs.has_broken(index, end - start):
             broken.append(seq.seq_id)
         num_logprobs = seq.sampling_params.prompt_logprobs or 0
         for row in range(index, index + end - start):
             seq.prompt_logprobs += output.prompt_logprobs.row(row, num_logprobs)
         index += end - start
+    return broken
+
+
+def _keep_states(step: Step, output: StepOutput) -> list[int]:
+    """Gives the sequences what they pool. Returns the ids of those with numbers that are not finite."""
+    broken = []
+    for (kind, of_kind), states in zip(step.pooled.items(), output.states, strict=True):
+        is_finite, end = np.isfinite(states).all(1), 0
+        for seq, first, last, _ in of_kind:
+            start, end = end, end + (last - first if kind.tokens == "all" else 1)
+            seq.states.append(states[start:end])
+            if not is_finite[start:end].all():
+                broken.append(seq.seq_id)
     return broken
 
 

@@ -28,6 +28,8 @@ class RunnerInfo:
         max_tokens_beside_decodes: see Scheduler.
         placeholders: ids of the tokens of images and videos, by their fields in config.json; no prompt may hold them.
         device, dtype, attention_backend: where and how it computes; of several devices, the first is named.
+        head: what follows the final norm, see ModelConfig.
+        num_layers: the model's layers.
         windows: the layers whose blocks are given back.
         snapshots: whether layers have recurrent states, and the pool of their snapshots.
     """
@@ -45,6 +47,8 @@ class RunnerInfo:
     device: str = "cpu"
     dtype: str = "float32"
     attention_backend: str = ""
+    head: str = "lm"
+    num_layers: int = 0
     windows: WindowGroups = NO_WINDOWS
     snapshots: Snapshots = NO_STATES
 

@@ -123,7 +123,7 @@ class Scheduler:
             if not samples:
                 continue
             token = next(tokens)
-            if seq.status is SequenceStatus.FINISHED:
+            if seq.status is SequenceStatus.FINISHED or seq.pooling is not None:
                 continue
             known, reason = seq.token_ids, None
             if token < 0:
@@ -162,7 +162,7 @@ class Scheduler:
             seq = running[index]
             index += 1
             # The last token of a sequence is never computed: nothing is sampled from it.
-            num_new_tokens = min(seq.num_tokens, seq.max_length - 1, seq.next_stop) - seq.num_computed_tokens
+            num_new_tokens = min(seq.num_tokens, seq.max_num_computed, seq.next_stop) - seq.num_computed_tokens
             if num_new_tokens <= 0:
                 continue
             if num_new_tokens > 1 and not is_past_decodes:  # the last token of a prompt is computed like a decode
@@ -241,7 +241,7 @@ class Scheduler:
                 continue
             if has_states:
                 seq.next_stop = self._next_stop(seq)
-            num_left = min(seq.num_tokens, seq.max_length - 1, seq.next_stop) - seq.num_computed_tokens
+            num_left = min(seq.num_tokens, seq.max_num_computed, seq.next_stop) - seq.num_computed_tokens
             num_new_tokens = min(num_left, budget)
             budget -= num_new_tokens
             self._launch(step, seq, num_new_tokens)
@@ -333,14 +333,14 @@ class Scheduler:
 
     def _launch(self, step: StepBuilder, seq: Sequence, num_new_tokens: int) -> None:
         self.block_manager.append(seq, num_new_tokens)
-        samples = seq.num_computed_tokens == seq.num_tokens
+        samples = seq.num_computed_tokens == seq.num_tokens and (seq.pooling is None or seq.pooling.needs_row_only)
         step.chunks.append(Chunk(seq, num_new_tokens, samples))
-        if samples:
+        if samples and seq.pooling is None:
             seq.num_tokens += 1
             if seq.is_constrained:
                 step.constrained.append(seq)
         if seq.num_computed_tokens - num_new_tokens < seq.num_prompt_tokens:  # it reaches into the prompt
-            if seq.next_scored < seq.num_prompt_tokens:
+            if seq.next_scored < seq.end_scored:
                 self._score(step, seq)
             if seq.num_computed_tokens == seq.next_stop:
                 step.state_copies += self.block_manager.take_snapshot(seq, step.state_copies)
@@ -351,11 +351,11 @@ class Scheduler:
                     step.leaders.append(len(step.chunks) - 1)
 
     def _score(self, step: StepBuilder, seq: Sequence) -> None:
-        """Schedules scores of the prompt's tokens. The logits after one token score the next one."""
-        start, end = seq.next_scored, min(seq.num_computed_tokens + 1, seq.num_prompt_tokens)
+        """Schedules the numbers of the prompt's tokens. The state after one token scores the next one."""
+        start, end = seq.next_scored, min(seq.num_computed_tokens + 1, seq.end_scored)
         if start < end:
             seq.next_scored = end
-            step.scored.append(Scored(seq, start, end, seq.only_scores and end == seq.num_prompt_tokens))
+            step.scored.append(Scored(seq, start, end, seq.only_scores and end == seq.end_scored))
 
     def _preempt(self, seq: Sequence) -> None:
         """Frees the blocks of a sequence that left `running`. The sequence is admitted next, with all of its tokens."""

@@ -4,13 +4,35 @@ from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from nanovllm.sampling_params import SamplingParams, completion_seed
 
 NO_STOP = 2**31  # more tokens than any sequence has
+
+
+POOLED = SamplingParams(temperature=0, max_tokens=1)  # of sequences that pool; nothing is sampled with it
+
+
+class Pooling(NamedTuple):
+    """The numbers that a sequence returns instead of generating tokens.
+
+    tokens: whose hidden states: those of the "last" or the "first" token of the prompt, the "mean" of all, or "all".
+    layers: () for the states after the final norm. Else numbers as in transformers' output_hidden_states: 0 is the
+        embedding, i the output of the layer i, counted from 1, and the number of layers is the final norm's.
+    uses_head: the outputs of the classification head for these states, instead of the states.
+    """
+
+    tokens: str
+    layers: tuple[int, ...] = ()
+    uses_head: bool = False
+
+    @property
+    def needs_row_only(self) -> bool:
+        """Whether it pools only the last token's final state."""
+        return self.tokens == "last" and not self.layers
 
 
 class TokenGuide(Protocol):
@@ -52,6 +74,7 @@ class Sequence:
     stop_token_ids: frozenset[int] = frozenset()  # all ids that end this request
     seed: int = 0  # 64 bits, keys the sampling noise
     stop_predicate: Callable[[int], bool] | None = None  # called with each new token; True ends the completion
+    pooling: Pooling | None = None  # what it returns if it generates nothing
     # Its stop predicate decides what may come next: a TokenGuide by a mask, LogitsProcessors by changing the logits.
     is_constrained: bool = False
     # All completions of its request, itself among them; empty if it is the only one.
@@ -63,11 +86,16 @@ class Sequence:
     num_computed_tokens: int = 0  # leading tokens whose keys and values are in the cache, or will be: launched
     first_token_time: float | None = None  # when its first token was committed, in seconds since the epoch
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache served when the request was first admitted
-    # The first prompt token whose log-probability no step was launched for; the prompt's length if there is none.
+    max_num_computed: int = field(
+        init=False
+    )  # maximum number of tokens to compute; the last generated one needs no keys
+    # The next prompt token to score, and the end of those to score. A pooled state is named by the token after it.
     next_scored: int = field(init=False)
+    end_scored: int = field(init=False)
     # Its tokens' log-probabilities, one row of numbers each, as in TokenNumbers; empty if they are not asked for.
     logprobs: bytearray = field(default_factory=bytearray)
     prompt_logprobs: bytearray = field(default_factory=bytearray)  # the same for its prompt's tokens
+    states: list[np.ndarray] = field(default_factory=list)  # what it pools, float32 [num_rows, width] per step
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: str | None = None
     error: str | None = None
@@ -84,7 +112,13 @@ class Sequence:
 
     def __post_init__(self, prompt_token_ids: Iterable[int]) -> None:
         self.token_ids = array("i", prompt_token_ids)
-        self.num_prompt_tokens = self.num_tokens = self.next_scored = len(self.token_ids)
+        self.num_prompt_tokens = self.num_tokens = length = len(self.token_ids)
+        self.next_scored = self.end_scored = length
+        self.max_num_computed = self.max_length - 1
+        if self.pooling is not None:
+            self.max_length = self.max_num_computed = length
+            self.next_scored = length if self.pooling.tokens == "last" else 1
+            self.end_scored = 2 if self.pooling.tokens == "first" else length + 1
 
     @property
     def completion_token_ids(self) -> list[int]:
@@ -96,7 +130,7 @@ class Sequence:
 
     @property
     def only_scores(self) -> bool:
-        """Whether it ends with the log-probabilities of its prompt, without a generated token."""
+        """Whether it ends with the numbers of its prompt, without a generated token."""
         return self.max_length == self.num_prompt_tokens
 
     def scores_context_of(self, other: "Sequence") -> bool:
@@ -108,7 +142,7 @@ class Sequence:
     @property
     def is_all_launched(self) -> bool:
         """Whether no more steps need be launched for it."""
-        return self.has_token_in_flight or (self.only_scores and self.next_scored == self.num_prompt_tokens)
+        return self.has_token_in_flight or (self.only_scores and self.next_scored == self.end_scored)
 
     @property
     def waits_for_prompt(self) -> bool:

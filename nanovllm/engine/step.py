@@ -4,13 +4,14 @@ A step moves some sequences forward. `num_computed_tokens` of each sequence alre
 the Scheduler returns it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Pooling, Sequence
 
 # Sentinels for a row without a token; both are below every token id.
 BROKEN_LOGITS, NO_TOKEN_LEFT = -1, -2
@@ -23,7 +24,7 @@ class Chunk(NamedTuple):
         seq: the sequence.
         num_new_tokens: how many tokens are computed; they end at `seq.num_computed_tokens`. It is 0 for a sibling that
             was just forked, which samples from the same logits as the nearest chunk before it that has tokens.
-        samples: whether the step samples the token after them.
+        samples: whether the state after them is needed, to sample the next token or to pool it.
     """
 
     seq: Sequence
@@ -32,7 +33,8 @@ class Chunk(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """Tokens of a prompt, from `start` up to `end`, whose log-probabilities a step computes.
+    """Tokens of a prompt, from `start` up to `end`, whose log-probabilities a step computes. If the sequence pools, it
+    gets the hidden states before these tokens instead, and `end` may be one more than the prompt's length.
 
     ends: whether the sequence ends with them.
     """
@@ -54,12 +56,14 @@ class Step(NamedTuple):
         state_loads: recurrent states to copy before the layers run, as (snapshot, entry).
         state_copies: recurrent states to copy after the layers, as (entry, entry of a sibling) and (entry, snapshot).
             Snapshots have negative numbers. No target occurs twice in a list, or is also a source there.
-        scored: the prompt tokens whose log-probabilities it computes.
+        scored: the prompt tokens whose log-probabilities or states it computes.
         constrained: the sequences that sample among the tokens of a mask, or from logits that a function changes.
         num_tokens: new tokens of all chunks.
         num_generated_tokens: how many of them were generated and are alone in their chunk. Statistics count these as
             decoded, because to a user each token of a prompt is prefill.
         first_tokens: the sequences whose first token it samples.
+        pooled: those of `scored` that pool, by kind.
+        needs_all_states: whether it needs the states of other tokens than those after which a row samples.
     """
 
     chunks: list[Chunk]
@@ -72,6 +76,8 @@ class Step(NamedTuple):
     num_tokens: int = 0
     num_generated_tokens: int = 0
     first_tokens: tuple[Sequence, ...] = ()
+    pooled: Mapping[Pooling, list[Scored]] = MappingProxyType({})
+    needs_all_states: bool = False
 
     @classmethod
     def of(
@@ -92,7 +98,14 @@ class Step(NamedTuple):
                 num_decodes += num_decodes == index
                 num_generated += seq.num_computed_tokens > seq.num_prompt_tokens
         lists = tuple(copies), tuple(state_loads), tuple(state_copies), tuple(scored), tuple(constrained)
-        return cls(chunks, num_decodes, *lists, num_tokens, num_generated, tuple(first_tokens))
+        pooled: dict[Pooling, list[Scored]] = {}
+        for each in lists[3]:
+            if (kind := each.seq.pooling) is not None:
+                pooled.setdefault(kind, []).append(each)
+        has_scores = len(lists[3]) > sum(map(len, pooled.values()))
+        needs_all_states = has_scores or not all(kind.needs_row_only for kind in pooled)
+        numbers = num_tokens, num_generated
+        return cls(chunks, num_decodes, *lists, *numbers, tuple(first_tokens), pooled, needs_all_states)
 
 
 @dataclass(slots=True)
@@ -150,11 +163,13 @@ class StepOutput:
 
     Args:
         token_ids: one per chunk that samples, in the step's order; BROKEN_LOGITS where the model's logits were not
-            finite, NO_TOKEN_LEFT where the request's bans leave no token.
+            finite, NO_TOKEN_LEFT where the request's bans leave no token. Undefined for chunks that pool.
         logprobs: a row per chunk that samples; empty if none of them asks for log-probabilities.
         prompt_logprobs: a row per token of `Step.scored`, with rank BROKEN_LOGITS where the logits were not finite.
+        states: for each kind of `Step.pooled`, float32 [num_rows, width]: a row per token, or a sum of them for "mean".
     """
 
     token_ids: list[int]
     logprobs: TokenNumbers = TokenNumbers()
     prompt_logprobs: TokenNumbers = TokenNumbers()
+    states: tuple[np.ndarray, ...] = ()

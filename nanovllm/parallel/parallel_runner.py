@@ -156,7 +156,7 @@ class TensorParallelRunner(Runner):
     def request_added(self, sequences: list[Sequence]) -> None:
         seq = sequences[0]
         params = {name: getattr(seq.sampling_params, name) for name in _SAMPLING_FIELDS}
-        numbers = seq.max_length, list(seq.stop_token_ids), seq.seed, seq.next_scored, seq.is_constrained
+        numbers = seq.max_length, list(seq.stop_token_ids), seq.seed, seq.next_scored, seq.is_constrained, seq.pooling
         self._write("add", seq.seq_id, seq.token_ids.tolist(), params, *numbers)
 
     def request_aborted(self, seq: Sequence) -> None:

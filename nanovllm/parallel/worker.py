@@ -16,7 +16,7 @@ import numpy as np
 from nanovllm.child_processes import serve
 from nanovllm.config import Config
 from nanovllm.engine.runner import LaunchedStep, make_scheduler
-from nanovllm.engine.sequence import Sequence, completions_of
+from nanovllm.engine.sequence import Pooling, Sequence, completions_of
 from nanovllm.engine.step import Step, StepOutput, TokenNumbers
 from nanovllm.sampling_params import SamplingParams
 
@@ -55,8 +55,9 @@ def fingerprint(step: Step) -> int:
 
 def pack_output(output: StepOutput) -> list:
     """A step's output for JSON; see `unpack_output`."""
-    numbers = (output.logprobs, output.prompt_logprobs)
-    return [output.token_ids, *([b64encode(each.data).decode(), each.row_bytes] for each in numbers)]
+    numbers = [(each.data, each.row_bytes) for each in (output.logprobs, output.prompt_logprobs)]
+    states = [(each.tobytes(), each.nbytes // len(each)) for each in output.states]
+    return [output.token_ids, *([b64encode(data).decode(), row_bytes] for data, row_bytes in numbers + states)]
 
 
 def pack_masks(masks: np.ndarray) -> list:
@@ -72,7 +73,9 @@ def unpack_masks(places: list[int], num_words: int, data: str) -> np.ndarray:
 
 
 def unpack_output(token_ids: list[int], *numbers: list) -> StepOutput:
-    return StepOutput(token_ids, *(TokenNumbers(b64decode(data), row_bytes) for data, row_bytes in numbers))
+    logprobs, prompt_logprobs, *states = ((b64decode(data), row_bytes) for data, row_bytes in numbers)
+    arrays = (np.frombuffer(data, np.float32).reshape(-1, row_bytes // 4) for data, row_bytes in states)
+    return StepOutput(token_ids, TokenNumbers(*logprobs), TokenNumbers(*prompt_logprobs), tuple(arrays))
 
 
 class Worker:
@@ -148,8 +151,13 @@ class Worker:
         self._runner.capture()
         return self._runner.memory()
 
-    def _add(self, first_id, token_ids, params, max_length, stop_token_ids, seed, first_scored, is_constrained) -> None:
-        first = Sequence(first_id, token_ids, SamplingParams(**params), max_length, frozenset(stop_token_ids), seed)
+    def _add(
+        self, first_id, token_ids, params, max_length, stop_token_ids, seed, first_scored, is_constrained, pooling
+    ) -> None:
+        kind = None if pooling is None else Pooling(pooling[0], tuple(pooling[1]), pooling[2])
+        first = Sequence(
+            first_id, token_ids, SamplingParams(**params), max_length, frozenset(stop_token_ids), seed, pooling=kind
+        )
         first.next_scored, first.is_constrained = first_scored, is_constrained
         for seq in completions_of(first):
             self._unfinished[seq.seq_id] = seq

@@ -23,6 +23,7 @@ _USUAL_CPU_CACHE_BYTES = 4 * _GIB
 _GPU_MARGIN = _GIB // 2
 # More sequences gain little (docs/record.md), and fewer are better than sequences that wait for blocks.
 _MAX_SEQS_ON_GPU, _MAX_SEQS_ON_CPU, _MIN_SEQS, _TOKENS_OF_A_SEQUENCE = 1024, 512, 16, 256
+_STEPS_OF_KEYS = 4  # Without generation, the cache holds the keys of so many of the largest steps.
 # Few prefixes are shared at a time, and a snapshot is as large as the state of a sequence that runs.
 _SEQS_PER_SNAPSHOT = 8
 
@@ -52,7 +53,7 @@ def num_kvcache_blocks(
     memory: MemoryUse,
     block_bytes: int,
     blocks_of_longest: int,
-    max_num_seqs: int,
+    num_useful: int,
     is_gpu: bool,
     num_groups: int = 1,
 ) -> int:
@@ -62,7 +63,7 @@ def num_kvcache_blocks(
     Args:
         block_bytes: bytes of a block in all layers of its group.
         blocks_of_longest: blocks, in all groups, of one sequence of max_model_len tokens.
-        max_num_seqs: maximum number of sequences that run at a time.
+        num_useful: blocks, in all groups, that the sequences can use.
         num_groups: groups of layers.
 
     Raises:
@@ -85,7 +86,7 @@ def num_kvcache_blocks(
                 + (" or raise gpu_memory_utilization" if is_gpu else "")
             )
         return wanted
-    num_blocks = min(int(budget // block_bytes), max_num_seqs * blocks_of_longest)
+    num_blocks = min(int(budget // block_bytes), num_useful)
     if num_blocks < blocks_of_longest:
         missing = blocks_of_longest * block_bytes - budget
         raise RuntimeError(
@@ -101,6 +102,20 @@ def num_kvcache_blocks(
             )
         )
     return num_blocks
+
+
+def num_useful_blocks(
+    blocks_of_longest: int, block_size: int, num_groups: int, max_step_tokens: int, max_num_seqs: int, generates: bool
+) -> int:
+    """Blocks, in all groups, that the sequences can use.
+
+    Without generation these are the prompts of two steps in flight, each with a last block that is partly used, and as
+    much for prefixes that later prompts share.
+    """
+    if generates:
+        return max_num_seqs * blocks_of_longest
+    of_steps = _STEPS_OF_KEYS * -(-max_step_tokens // block_size)
+    return blocks_of_longest + (of_steps + max_num_seqs // 2) * num_groups
 
 
 def graph_bytes(
@@ -178,9 +193,16 @@ def num_snapshots(config: Config, max_num_seqs: int) -> int:
 
 
 def default_max_num_seqs(
-    config: Config, weight_bytes: int, token_bytes: int, state_bytes: int, free: int, is_gpu: bool
+    config: Config,
+    weight_bytes: int,
+    token_bytes: int,
+    state_bytes: int,
+    free: int,
+    is_gpu: bool,
+    generates: bool = True,
 ) -> int:
-    """How many sequences run at a time by default: as many as keep the device busy, if the cache holds them.
+    """How many sequences run at a time by default: as many as keep the device busy, if the cache holds them. Without
+    generation a sequence lasts for one step; two steps overlap, so the number doubles.
 
     Args:
         weight_bytes: approximate bytes of the model's weights.
@@ -192,6 +214,7 @@ def default_max_num_seqs(
     fitting = int(budget / token_bytes / _TOKENS_OF_A_SEQUENCE)
     largest = _MAX_SEQS_ON_GPU if is_gpu else _MAX_SEQS_ON_CPU
     # A power of two, so that a little more or less memory seldom changes it.
+    largest = largest if generates else 2 * largest
     fitting = max(_MIN_SEQS, min(largest, 1 << max(fitting, 1).bit_length() - 1))
     if state_bytes:  # they take at most half of the memory, and all of that half if they limit the number
         with_snapshots = state_bytes * (1 + 1 / _SEQS_PER_SNAPSHOT)

@@ -33,6 +33,7 @@ from nanovllm.runner.memory import (
     explained_out_of_memory,
     graph_bytes,
     num_kvcache_blocks,
+    num_useful_blocks,
 )
 from nanovllm.runner.sequence_table import SequenceTable
 from nanovllm.runner.settings import Settings, read_settings
@@ -80,7 +81,8 @@ class ModelRunner(Runner):
             max_tokens_beside_decodes=program.sizes.max_tokens_beside_decodes if settings.is_gpu else 2**31,
             placeholders=model_config.placeholders, device=str(settings.device),
             dtype=str(settings.dtype).removeprefix("torch."), attention_backend=program.backend.name,
-            windows=program.table.windows, snapshots=settings.snapshots,
+            head=model_config.head, num_layers=model_config.num_hidden_layers, windows=program.table.windows,
+            snapshots=settings.snapshots,
         )  # fmt: skip
         logger.info(
             "%s on %s in %s%s, attention %s%s, %d KV cache blocks of %d tokens (%.2f GiB of %s), max_model_len %d",
@@ -210,13 +212,21 @@ def start(settings: Settings) -> tuple[StepProgram, int]:
     use = MemoryUse(total=0, free_at_start=0, free=settings.free_bytes(), states=of_states)
     if is_gpu:
         use = warm_up.measure_memory(
-            partial(warm_up.try_step, program), settings.max_step_tokens, max_num_seqs, free_at_start, device
+            partial(warm_up.try_step, program, generates=settings.generates),
+            settings.max_step_tokens,
+            max_num_seqs,
+            free_at_start,
+            device,
         )
-        vocab_size, itemsize, parallel = settings.model_config.vocab_size, settings.dtype.itemsize, program.parallel
+        vocab_size = settings.model_config.vocab_size * settings.generates
+        itemsize, parallel = settings.dtype.itemsize, program.parallel
         for_graphs = graph_bytes(use.activations, settings.max_step_tokens, sizes, vocab_size, itemsize, parallel)
         use = replace(use, graphs=for_graphs)
     longest = program.table.windows.max_num_blocks(settings.max_model_len, layout.block_size)
-    num_blocks = num_kvcache_blocks(config, use, layout.block_bytes, longest, max_num_seqs, is_gpu, layout.num_groups)
+    num_useful = num_useful_blocks(
+        longest, layout.block_size, layout.num_groups, settings.max_step_tokens, max_num_seqs, settings.generates
+    )
+    num_blocks = num_kvcache_blocks(config, use, layout.block_bytes, longest, num_useful, is_gpu, layout.num_groups)
     num_blocks = program.parallel.minimum(num_blocks, device)
     program = replace(program, kv_cache=layout.empty(num_blocks, device, states))
     if sizes.are_captured:
@@ -263,7 +273,7 @@ def _load(settings: Settings) -> tuple[StepProgram, StepSizes, KVCacheLayout]:
     sizes = StepSizes.of(
         max_num_seqs, config.max_num_batched_tokens, max_model_len, model_config.hidden_size,
         num_layer_parameters(model_config, num_tokens=1) / parallel.size, may_capture,
-        may_capture and backend.can_capture_prompts, row_multiple(parallel),
+        may_capture and backend.can_capture_prompts, row_multiple(parallel), settings.generates,
     )  # fmt: skip
     # Layers with a window share no keys for long.
     may_share = backend.max_num_shared_splits > 0 and 0 in shape.windows
@@ -277,7 +287,7 @@ def _load(settings: Settings) -> tuple[StepProgram, StepSizes, KVCacheLayout]:
     num_rows = sizes.padded_sampled(sizes.max_num_rows) if sizes.are_captured else 0
     hidden_states = torch.zeros(num_rows, model_config.hidden_size, dtype=dtype, device=device)
     with warm_up.Compiling() as compiling:
-        if settings.is_gpu and use_kernels:
+        if settings.is_gpu and use_kernels and settings.generates:
             warm_up.compile_sampling(compiling, sampler, table, dtype)
         with explained_out_of_memory("the model", device):
             model = CausalLM(model_config, max_model_len, backend, parallel, dtype, device, use_kernels)

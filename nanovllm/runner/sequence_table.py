@@ -150,11 +150,12 @@ class SequenceTable:
     def send(self, step: Step, sizes: StepSizes) -> SentStep:
         """Brings the device up to date with the host's sequences, and puts the step's rows into place."""
         rows = StepRows.of(step)
-        size, is_captured = sizes.size_of(rows, step.num_decodes, bool(step.scored))
+        num_decodes = step.num_decodes if sizes.generates else 0
+        size, is_captured = sizes.size_of(rows, num_decodes, step.needs_all_states)
         self._send_sequences(step, rows)
-        size = size._replace(is_grouped=self._group_prefixes(rows, step.num_decodes))
+        size = size._replace(is_grouped=self._group_prefixes(rows, num_decodes))
         needs = self._needs(rows)
-        self._send_lines(rows, size, step.num_decodes)
+        self._send_lines(rows, size, num_decodes)
         return SentStep(size, rows, is_captured, needs)
 
     def _send_sequences(self, step: Step, rows: StepRows) -> None:

@@ -60,6 +60,11 @@ class Settings:
         return self.device.type == "cuda"
 
     @property
+    def generates(self) -> bool:
+        """Whether the model has an LM head. Without it, steps only pool."""
+        return self.model_config.head == "lm"
+
+    @property
     def num_states(self) -> int:
         """The number of recurrent states: one per entry, one for padding rows, and the snapshots."""
         return num_states(self.max_num_seqs, self.snapshots)
@@ -84,7 +89,7 @@ def read_settings(config: Config, parallel: Parallel) -> Settings:
     device = rank_device(config.device, parallel.rank, parallel.size)
     is_gpu = device.type == "cuda"
     directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")
-    model_config = load_model_config(directory)
+    model_config = load_model_config(directory).for_runner(config.runner)
     max_model_len = model_config.max_model_len(config.max_model_len)
     dtype = dtype_of(config.dtype, model_config.dtype, device)
     kv_cache_dtype = kv_cache_dtype_of(config.kv_cache_dtype, dtype, device)
@@ -97,7 +102,8 @@ def read_settings(config: Config, parallel: Parallel) -> Settings:
     if max_num_seqs is None:
         token_bytes = -(-token_kv_bytes(model_config, kv_cache_dtype.itemsize) // parallel.size)
         free = _free_share(device, parallel)
-        chosen = default_max_num_seqs(config, num_bytes, token_bytes, of_states, free, is_gpu)
+        generates = model_config.head == "lm"
+        chosen = default_max_num_seqs(config, num_bytes, token_bytes, of_states, free, is_gpu, generates)
         max_num_seqs = parallel.minimum(chosen, device)
     snapshots = NO_STATES
     if of_states:

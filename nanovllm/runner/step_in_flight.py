@@ -1,6 +1,6 @@
 """The results of a launched step, and their transfer from the device to the host."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -16,10 +16,13 @@ class StepInFlight:
         sampled: the sampled tokens; or, while the step waits for its constrained rows, a function that takes the
             arguments of LaunchedStep.constrain and samples.
         scores: the numbers of the prompts' tokens that are scored, as `Sampled.logprobs`.
+        states: what the step pools, see StepOutput; in any dtype.
     """
 
-    def __init__(self, sampled: Sampled | Callable[..., Sampled], scores: torch.Tensor):
-        self._sampled, self._scores = sampled, scores
+    def __init__(
+        self, sampled: Sampled | Callable[..., Sampled], scores: torch.Tensor, states: Sequence[torch.Tensor] = ()
+    ):
+        self._sampled, self._scores, self._states = sampled, scores, states
         self._results: list[torch.Tensor] = []
         self._event = torch.cuda.Event() if scores.is_cuda else None
         if isinstance(sampled, Sampled):
@@ -33,7 +36,7 @@ class StepInFlight:
         self._take(self._sampled)
 
     def _take(self, sampled: Sampled) -> None:
-        self._results = [*sampled, self._scores]
+        self._results = [*sampled, self._scores, *self._states]
         if self._event is not None:
             self._results = [_to_host(each) if each.numel() else each.cpu() for each in self._results]
         self._record()
@@ -47,8 +50,9 @@ class StepInFlight:
             self._event.synchronize()
         if not self._results:  # it never got its masks: it is thrown away
             return StepOutput([])
-        token_ids, logprobs, scores = self._results
-        return StepOutput(token_ids.tolist(), _numbers(logprobs), _numbers(scores))
+        token_ids, logprobs, scores, *states = self._results
+        pooled = tuple(each.float().numpy() for each in states)
+        return StepOutput(token_ids.tolist(), _numbers(logprobs), _numbers(scores), pooled)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from nanovllm.attention.backend import AttentionBackend
-from nanovllm.engine.step import Step
+from nanovllm.engine.sequence import Pooling
+from nanovllm.engine.step import Scored, Step
 from nanovllm.layers.sampler import LogitsChange, Sampled, Sampler, SamplingNeeds
 from nanovllm.models.decoder import CausalLM
 from nanovllm.ops.collectives import Parallel
@@ -68,10 +69,12 @@ class StepProgram:
         return self.hidden_states.device
 
     @cached_property
-    def _nothing(self) -> Sampled:
-        """The result of a step without rows that sample."""
-        no_numbers = torch.empty((0, 0), dtype=torch.int32, device=self.device)
-        return Sampled(torch.empty(0, dtype=torch.int64, device=self.device), no_numbers)
+    def _no_numbers(self) -> torch.Tensor:
+        return torch.empty((0, 0), dtype=torch.int32, device=self.device)
+
+    def _no_tokens(self, num_rows: int) -> Sampled:
+        """The result of a step whose rows pool instead of sampling."""
+        return Sampled(torch.zeros(num_rows, dtype=torch.int64), self._no_numbers)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> StepInFlight:
@@ -80,26 +83,30 @@ class StepProgram:
             sent = self.table.send(step, self.sizes)
             self._copy_states(step.state_loads)
             num_sampled = sent.rows.num_sampled
-            scores = self._nothing.logprobs
+            scores, states = self._no_numbers, list[torch.Tensor]()
             sample: Callable[[SamplingNeeds], Sampled]
             if sent.is_captured and self.graphs is not None:
                 self.graphs.run(*self.forward_half(sent.size))
-                sample = partial(self._sample_captured, num_sampled)
+                of_rows, sample = self.hidden_states, partial(self._sample_captured, num_sampled)
             else:
-                if step.scored:
-                    of_tokens = self._forward(sent)
+                if step.needs_all_states:
+                    of_tokens, states = self._forward_and_pool(step, sent)
                     scores = self._score(step, sent.rows, of_tokens)
                     of_rows = of_tokens.index_select(0, self.table.sampled(sent.size.num_sampled)[0])
                 else:
                     of_rows = self._forward_rows(sent)
                 sample = partial(self._sample, of_rows)
+            if step.scored and not step.needs_all_states:
+                states = self._pool_rows(step, of_rows)
             for tensor in self.kv_cache.tensors if step.copies else ():
                 copy_blocks(tensor, step.copies, self.use_kernels)
             self._copy_states(step.state_copies)
             if not step.constrained:
-                return StepInFlight(sample(sent.needs).first(num_sampled) if num_sampled else self._nothing, scores)
+                has_tokens = any(chunk.samples and chunk.seq.pooling is None for chunk in step.chunks)
+                sampled = sample(sent.needs).first(num_sampled) if has_tokens else self._no_tokens(num_sampled)
+                return StepInFlight(sampled, scores, states)
         entries = np.array([seq.entry for seq in step.constrained], np.int64)
-        return StepInFlight(partial(self._constrain_and_sample, step, entries, sample, sent.needs), scores)
+        return StepInFlight(partial(self._constrain_and_sample, step, entries, sample, sent.needs), scores, states)
 
     def _copy_states(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copies recurrent states, as (source, target)."""
@@ -134,15 +141,19 @@ class StepProgram:
 
     # Forward
 
+    def _inputs(self, sent: SentStep) -> tuple[Any, ...]:
+        """The model's arguments."""
+        batch = self.table.batch(sent)
+        plans = self.backend.plans(batch.groups)
+        metadata = [replace(each, plan=plan) for each, plan in zip(batch.groups, plans, strict=True)]
+        return batch.token_ids, batch.positions, self.kv_cache.layers, metadata
+
     def _forward(self, sent: SentStep, needed: torch.Tensor | None = None) -> torch.Tensor:
         """Embeds the tokens and runs the layers: [size.num_tokens or len(needed), hidden_size].
 
         needed: see CausalLM.
         """
-        batch = self.table.batch(sent)
-        plans = self.backend.plans(batch.groups)
-        metadata = [replace(each, plan=plan) for each, plan in zip(batch.groups, plans, strict=True)]
-        return self.model(batch.token_ids, batch.positions, self.kv_cache.layers, metadata, needed)
+        return self.model(*self._inputs(sent), needed)
 
     def _forward_rows(self, sent: SentStep, out: torch.Tensor | None = None) -> torch.Tensor:
         """The hidden states of the rows that may sample: [size.num_sampled, hidden_size].
@@ -156,21 +167,72 @@ class StepProgram:
             return hidden_states if out is None else out.copy_(hidden_states)
         return torch.index_select(self._forward(sent), 0, last_tokens, out=out)
 
-    # Score
+    # Score and pool
+
+    @staticmethod
+    def _places(step: Step, rows: StepRows, scored: list[Scored]) -> list[np.ndarray]:
+        """Per item: the indices, in the flat batch, of the tokens just before its tokens."""
+        # For each sequence of the step: the index of a token in the flat batch, less the token's position.
+        offsets = (np.cumsum(rows.num_new_tokens) - rows.context_lens).tolist()
+        offset_of = {chunk.seq.seq_id: offset for chunk, offset in zip(step.chunks, offsets, strict=True)}
+        return [np.arange(start, end) - 1 + offset_of[seq.seq_id] for seq, start, end, _ in scored]
+
+    def _forward_and_pool(self, step: Step, sent: SentStep) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The hidden states of all tokens, and what the step pools, see StepOutput.states."""
+        if not step.pooled:
+            return self._forward(sent), []
+        places = [self._places(step, sent.rows, of_kind) for of_kind in step.pooled.values()]
+        lengths = [sum(map(len, of_kind)) for of_kind in places]
+        (place,) = upload([np.concatenate([each for of_kind in places for each in of_kind])], self.device)
+        norm = len(self.model.model.layers)  # the number of the final norm's states
+        layers = {layer for kind in step.pooled for layer in kind.layers} - {norm}
+        if layers:
+            of_tokens, of_layers = self.model.states_of_layers(layers, place, *self._inputs(sent))
+        else:
+            of_tokens, of_layers = self._forward(sent), {}
+        of_layers[norm] = of_tokens.index_select(0, place)
+        parts, pooled = {layer: states.split(lengths) for layer, states in of_layers.items()}, []
+        for index, (kind, places_of_kind) in enumerate(zip(step.pooled, places, strict=True)):
+            wanted = [parts[layer][index] for layer in kind.layers or (norm,)]
+            states = self._with_head(wanted[0] if len(wanted) == 1 else torch.cat(wanted, 1), kind)
+            if kind.tokens == "mean":
+                of_rows = states.split([len(each) for each in places_of_kind])
+                states = torch.stack([of_row.sum(0, dtype=torch.float32) for of_row in of_rows])
+            pooled.append(states)
+        return of_tokens, pooled
+
+    def _pool_rows(self, step: Step, of_rows: torch.Tensor) -> list[torch.Tensor]:
+        """What the step pools if no row needs more than its last token's state.
+
+        of_rows: [num_rows, hidden_size], of the rows that may sample.
+        """
+        pooled, kinds = [], [chunk.seq.pooling for chunk in step.chunks if chunk.samples]
+        for kind in step.pooled:
+            states = of_rows[: len(kinds)]
+            if kinds.count(kind) < len(kinds):
+                (place,) = upload([np.flatnonzero([each == kind for each in kinds])], self.device)
+                states = states.index_select(0, place)
+            pooled.append(self._with_head(states, kind))
+        return pooled
+
+    def _with_head(self, states: torch.Tensor, kind: Pooling) -> torch.Tensor:
+        if not kind.uses_head:
+            return states
+        assert self.model.score is not None, "the engine refuses requests that need a head that is not there"
+        return self.model.score(states)
 
     def _score(self, step: Step, rows: StepRows, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The numbers of the tokens in `step.scored`, int32 [num_scored, 1 + 2 × width].
+        """The numbers of the scored tokens, int32 [num_scored, 1 + 2 × width].
 
         hidden_states: [num_tokens, hidden_size]. Few rows are projected at a time, because a row of logits is far
         larger than a row of hidden states.
         """
-        # For each sequence of the step: the index of a token in the flat batch, less the token's position.
-        offsets = (np.cumsum(rows.num_new_tokens) - rows.context_lens).tolist()
-        offset_of = {chunk.seq.seq_id: offset for chunk, offset in zip(step.chunks, offsets, strict=True)}
-        # The hidden state before a token scores it.
-        places = [np.arange(start, end) - 1 + offset_of[seq.seq_id] for seq, start, end, _ in step.scored]
-        targets = [seq.token_ids[start:end] for seq, start, end, _ in step.scored]
-        width = max(logprobs_width(seq.sampling_params.prompt_logprobs or 0) for seq, *_ in step.scored)
+        scored = [each for each in step.scored if each.seq.pooling is None]
+        if not scored:
+            return self._no_numbers
+        places = self._places(step, rows, scored)
+        targets = [seq.token_ids[start:end] for seq, start, end, _ in scored]
+        width = max(logprobs_width(seq.sampling_params.prompt_logprobs or 0) for seq, *_ in scored)
         num_scored, at_a_time = sum(map(len, targets)), self.sizes.max_num_scored
         padding = self.sizes.padded_sampled(num_scored) - num_scored
         place, target = upload(

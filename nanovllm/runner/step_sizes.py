@@ -1,6 +1,7 @@
 """A step's rows, how large it is, and the ladders of sizes that captured steps are padded to. No device."""
 
 from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,6 +16,9 @@ _MAX_SCORED = 256  # rows of logits that are made at a time to score prompts
 _FLOP_BESIDE_DECODES = 12e12
 # Tokens × hidden size of a captured step that decodes beside prompts: enough that its matrix products fill the GPU.
 _TOKEN_WIDTH_BESIDE_DECODES = 768 * 4096
+# Captured steps have tiles for prompts of this length. Without generation, steps of each number of tokens are captured
+# for several lengths, because large steps with long prompts would have many idle tiles.
+_USUAL_LENGTH, _LENGTHS_OF_POOLED = 32, (256, 64, 16)
 _MIN_TOKENS_BESIDE_DECODES = 512  # matrix products of fewer rows waste a GPU
 
 
@@ -87,6 +91,7 @@ class StepSizes:
     max_tokens_beside_decodes: see Scheduler.
     decode_sizes: numbers of rows of captured decodes, ascending; empty if nothing is captured.
     prompt_sizes: numbers of tokens of captured steps with prompts, ascending.
+    generates: the model has an LM head. Without it, no row of a step is treated as a decode.
     """
 
     max_num_rows: int
@@ -95,6 +100,7 @@ class StepSizes:
     max_tokens_beside_decodes: int
     decode_sizes: tuple[int, ...]
     prompt_sizes: tuple[int, ...]
+    generates: bool = True
 
     @classmethod
     def of(
@@ -107,10 +113,12 @@ class StepSizes:
         captures_decodes: bool,
         captures_prompts: bool,
         sampled_multiple: int = 1,
+        generates: bool = True,
     ) -> "StepSizes":
         """The sizes of one engine.
 
         num_layer_parameters: numbers in this rank's layers that one token is multiplied with.
+        generates: the model has an LM head. Otherwise steps have only prompts, and nearly all are as large as possible.
         sampled_multiple: more than 1 if there are several ranks.
         """
         max_num_rows = min(max_num_seqs, max_num_batched_tokens)
@@ -122,13 +130,16 @@ class StepSizes:
         if captures_prompts:
             limit = min(max_num_batched_tokens, max_num_seqs * max(1, max_model_len - 1))
             usual = min(beside_decodes, limit)
-            prompts = prompt_ladder(usual, min(max(usual, 2 * max_num_seqs), limit))
-        decodes = decode_ladder(max_num_rows) if captures_decodes else []
-        return cls(max_num_rows, sampled_multiple, max_scored, beside_decodes, tuple(decodes), tuple(prompts))
+            largest = min(max(usual, 2 * max_num_seqs), limit)
+            prompts = prompt_ladder(usual, largest) if generates else doubling_ladder(limit)
+        decodes = decode_ladder(max_num_rows) if captures_decodes and generates else []
+        return cls(
+            max_num_rows, sampled_multiple, max_scored, beside_decodes, tuple(decodes), tuple(prompts), generates
+        )
 
     @property
     def are_captured(self) -> bool:
-        return bool(self.decode_sizes)
+        return bool(self.decode_sizes or self.prompt_sizes)
 
     def eager(self) -> "StepSizes":
         """The same engine's sizes if it captures nothing."""
@@ -140,11 +151,11 @@ class StepSizes:
         is_scored: it needs the hidden states of tokens that do not sample, which captured steps do not keep.
         """
         num_rows, num_tokens = len(rows.entries), int(rows.num_new_tokens.sum())
-        if self.are_captured and not is_scored and num_decodes == num_rows:
+        if self.decode_sizes and not is_scored and num_decodes == num_rows:
             return self.decode_size(self.padded_rows(num_rows)), True
         num_tiles = int((-(-rows.num_new_tokens[num_decodes:] // QUERY_TILE)).sum())
         if not is_scored:
-            for size in map(self.prompt_size, self.prompt_sizes[bisect_left(self.prompt_sizes, num_tokens) :]):
+            for size in self._all_prompt_sizes(self.prompt_sizes[bisect_left(self.prompt_sizes, num_tokens) :]):
                 if num_tiles <= size.num_tiles and num_rows <= size.num_rows:
                     return size, True
         # At least one row, real or of padding, so that no kernel gets an empty tensor.
@@ -155,13 +166,22 @@ class StepSizes:
         """The size of a captured step of decodes alone."""
         return StepSize(num_rows, num_rows, self.padded_sampled(num_rows), 0, num_rows, 1, is_grouped)
 
-    def prompt_size(self, num_tokens: int) -> StepSize:
-        """The size of a captured step with prompts: all its rows may be decodes, or prompts of any length."""
+    def _all_prompt_sizes(self, numbers: Iterable[int]) -> Iterator[StepSize]:
+        lengths = (_USUAL_LENGTH,) if self.generates else _LENGTHS_OF_POOLED
+        return (self.prompt_size(num_tokens, length) for num_tokens in numbers for length in lengths)
+
+    def prompt_size(self, num_tokens: int, length: int = _USUAL_LENGTH) -> StepSize:
+        """The size of a captured step with prompts: all its rows may be decodes, or prompts of any length.
+
+        length: there are tiles enough if prompts have at least so many tokens on average.
+        """
         num_rows = min(self.max_num_rows, num_tokens)
-        # Enough for prompts of 32 tokens and more. Every tile costs each head a program, or a turn of a program in
-        # hopper_prompts.py, whether it is used or not.
-        num_tiles = num_tokens // QUERY_TILE + min(num_rows, num_tokens // 32 + 1)
-        return StepSize(num_rows, num_tokens, self.padded_sampled(num_rows), num_tiles, num_rows, num_tokens, False)
+        # Every tile costs each head a program, or a turn of a program in hopper_prompts.py, whether it is used or not.
+        num_tiles = num_tokens // QUERY_TILE + min(num_rows, num_tokens // length + 1)
+        max_num_decodes = num_rows if self.generates else 0
+        return StepSize(
+            num_rows, num_tokens, self.padded_sampled(num_rows), num_tiles, max_num_decodes, num_tokens, False
+        )
 
     def padded_sampled(self, num_sampled: int) -> int:
         """The number of rows, rounded up so that the ranks can share them evenly."""
@@ -173,7 +193,7 @@ class StepSizes:
 
     def sizes_to_capture(self) -> list[StepSize]:
         """The sizes of forward halves that the first requests will need, largest first."""
-        sizes = [*map(self.prompt_size, self.prompt_sizes), *map(self.decode_size, self.decode_sizes)]
+        sizes = [*self._all_prompt_sizes(self.prompt_sizes), *map(self.decode_size, self.decode_sizes)]
         return sorted(sizes, key=lambda size: size.num_tokens, reverse=True)
 
     def sampled_to_capture(self) -> list[int]:
@@ -195,6 +215,11 @@ def prompt_ladder(usual: int, largest: int) -> list[int]:
     part, quarter = -(-usual // 1024) * 64, -(-largest // 256) * 64
     beyond = [size for size in (*range(quarter, largest, quarter), largest) if size > usual]
     return [*range(part, usual, part), usual, *beyond]
+
+
+def doubling_ladder(largest: int) -> list[int]:
+    """Numbers of tokens to capture if a model only pools, ascending: `largest`, its half, and so on to about 1024."""
+    return [largest >> shift for shift in range(4, -1, -1) if shift == 0 or largest >> shift >= 1024]
 
 
 def max_tokens_beside_decodes(hidden_size: int, num_layer_parameters: float, captures_prompts: bool) -> int:

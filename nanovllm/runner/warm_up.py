@@ -8,7 +8,7 @@ from threading import Thread
 
 import torch
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Pooling, Sequence
 from nanovllm.engine.step import Chunk, Scored, Step
 from nanovllm.layers.sampler import Sampler, SamplingNeeds
 from nanovllm.runner.memory import MemoryUse, explained_out_of_memory
@@ -88,7 +88,9 @@ def try_forwards(program: StepProgram, sizes: StepSizes) -> None:
 def forwards_to_capture(program: StepProgram, sizes: StepSizes) -> list[StepSize]:
     """The sizes of the first requests' steps, largest first, and one size with prefix groups, which compiles their
     kernels."""
-    groups = [sizes.decode_size(sizes.decode_sizes[-1], is_grouped=True)] * program.table.groups_prefixes
+    groups = [
+        sizes.decode_size(size, is_grouped=True) for size in sizes.decode_sizes[-1:] if program.table.groups_prefixes
+    ]
     return sizes.sizes_to_capture() + groups
 
 
@@ -144,24 +146,29 @@ def measure_memory(
 
 
 @torch.inference_mode()
-def try_step(program: StepProgram, lengths: list[int]) -> None:
+def try_step(program: StepProgram, lengths: list[int], generates: bool = True) -> None:
     """Computes prompts of these lengths, all in the same block of the cache, and throws their results away.
 
     All of them sample with penalties, a top-p and log-probabilities, and a prompt is scored, which takes the most
     memory.
+
+    generates: the model has an LM head. Otherwise the states of all tokens are pooled.
     """
+    pooling = None if generates else Pooling("all", uses_head=program.model.score is not None)
     params = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS, prompt_logprobs=0)
     block_size, max_model_len = program.kv_cache.block_size, program.table.tokens.shape[1]
     chunks = []
     for entry, num_new_tokens in enumerate(lengths):
         # Requests have no ids below 0, so the table cannot confuse them with these sequences.
-        seq = Sequence(-1 - entry, [0] * num_new_tokens, params, max_model_len)
+        seq = Sequence(-1 - entry, [0] * num_new_tokens, params, max_model_len, pooling=pooling)
         seq.block_table = [0] * -(-num_new_tokens // block_size)
         seq.window_table = [(0,) * program.table.windows.num_groups] * len(seq.block_table)
         seq.num_computed_tokens, seq.num_tokens, seq.entry = num_new_tokens, num_new_tokens + 1, entry
-        chunks.append(Chunk(seq, num_new_tokens, True))
+        chunks.append(Chunk(seq, num_new_tokens, generates))
     longest = max((chunk.seq for chunk in chunks), key=lambda seq: seq.num_prompt_tokens)
     num_scored = min(program.sizes.max_num_scored, longest.num_prompt_tokens - 1)
     scored = [Scored(longest, 1, 1 + num_scored, False)] if num_scored else []
+    if not generates:
+        scored = [Scored(chunk.seq, 1, 1 + chunk.num_new_tokens, True) for chunk in chunks]
     # A block or state copied over itself stays as it is, and the kernel that copies is compiled.
     program.launch(Step.of(chunks, copies=[(0, 0)], scored=scored, state_copies=[(0, 0)])).wait()

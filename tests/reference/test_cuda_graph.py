@@ -245,9 +245,9 @@ class Recording:
             place.copy_(result)
 
 
-def copied(sampled: Sampled, scores: torch.Tensor) -> StepInFlight:
+def copied(sampled: Sampled, scores: torch.Tensor, states: list[torch.Tensor]) -> StepInFlight:
     """A GPU's results are copied to the host before the next step writes over them."""
-    return StepInFlight(Sampled(*(each.clone() for each in sampled)), scores)
+    return StepInFlight(Sampled(*(each.clone() for each in sampled)), scores, states)
 
 
 class Recorder(CudaGraphs):

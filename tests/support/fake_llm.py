@@ -7,7 +7,12 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from nanovllm import CompletionOutput, RequestOutput, SamplingParams
+import numpy as np
+
+from nanovllm import CompletionOutput, PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
+from nanovllm.pooling_outputs import PooledOutput
+
+DIMENSIONS = 64  # of a whole embedding
 
 
 class FakeLLM:
@@ -41,15 +46,29 @@ class FakeLLM:
         assert not ordered
         return FakeIterator(self, prompts, params)
 
-    def complete(self, number: int, prompt: Any, params: SamplingParams) -> RequestOutput:
+    def complete(self, number: int, prompt: Any, params: Any) -> RequestOutput | PoolingRequestOutput:
         name = json.dumps(prompt)
         self.made.append(name)
+        if isinstance(params, PoolingParams):
+            return pooled(number, name, params)
         outputs = []
         for index in range(params.n):
             text = hashlib.sha256(f"{name} {params.seed} {params.max_tokens} {index}".encode()).hexdigest()
             outputs.append(CompletionOutput(index, text, list(text.encode())[:4], "length"))
         self._metrics["num_output_tokens"] += 4 * params.n
         return RequestOutput(str(number), name, [1, 2, 3], outputs, prompt_index=number)
+
+
+def pooled(number: int, name: str, params: PoolingParams) -> PoolingRequestOutput:
+    """Numbers made of the prompt, with all bits that float32 has."""
+    labels = params.labels or ("no", "yes")
+    size = {"embed": params.dimensions or DIMENSIONS, "score": 1, "reward": 1}.get(params.task, len(labels))
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+    array = np.random.default_rng(seed).normal(0, 0.1, size).astype(np.float32)
+    return PoolingRequestOutput(
+        str(number), name, [1, 2, 3], PooledOutput(params.task, array), labels=labels, prompt_index=number,
+        logprobs=-abs(array) if params.task == "label" else None,
+    )  # fmt: skip
 
 
 class FakeIterator:

@@ -1,8 +1,8 @@
 """A Runner without a model, and the reference for the answers of an engine on top of it. It needs no torch.
 
 Its "KV cache" holds one number per slot, the key of the token written there. The key depends on every token before it,
-read through the block table. Its "logits" are a hash of all keys of the prefix, read in the same way. Any wrong slot,
-stale block, lost token or wrong hit changes the answer.
+read through the block table. Its "logits" are a hash of all keys of the prefix, read in the same way, and a "hidden
+state" is made of the token's key. Any wrong slot, stale block, lost token or wrong hit changes the answer.
 
 In a model with window groups, each of them has a key per token too. The key of a token also depends on the first keys
 in its windows, and the logits on all keys in the last token's windows.
@@ -23,7 +23,7 @@ from nanovllm.config import Config
 from nanovllm.engine.block_manager import NO_STATES, NO_WINDOWS, Snapshots, WindowGroups
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.runner import Runner, RunnerInfo
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Pooling, Sequence
 from nanovllm.engine.step import Chunk, Step, StepOutput, TokenNumbers
 from nanovllm.parallel.worker import Worker, fingerprint
 from nanovllm.sampling_params import SamplingParams
@@ -32,23 +32,25 @@ Predicate = Callable[[int], bool]
 
 
 class FakeStep:
-    def __init__(self, runner: "FakeRunner", token_ids: list[int], scores: TokenNumbers):
-        self._runner, self._token_ids, self._scores = runner, token_ids, scores
+    def __init__(
+        self, runner: "FakeRunner", token_ids: list[int], scores: TokenNumbers, states: tuple[np.ndarray, ...]
+    ):
+        self._runner, self._token_ids, self._scores, self._states = runner, token_ids, scores, states
 
     def wait(self) -> StepOutput:
         assert self._runner.in_flight.popleft() is self, "steps must be committed in the order of their launch"
         if self._runner.wait_error is not None:
             error, self._runner.wait_error = self._runner.wait_error, None
             raise error
-        return StepOutput(self._token_ids, prompt_logprobs=self._scores)
+        return StepOutput(self._token_ids, prompt_logprobs=self._scores, states=self._states)
 
 
 class FakeRunner(Runner):
     """Computes each step when it is launched, as a device would in stream order.
 
     Attributes for tests to set: `launch_error` and `wait_error`, raised once by the next launch or wait; `is_broken`,
-    which says whose logits are NaN. `log`, if asked for, holds one list per step, with (seq_id, number of new tokens,
-    samples) per row.
+    which says whose logits or hidden states are NaN. `log`, if asked for, holds one list per step, with (seq_id, number
+    of new tokens, samples) per row.
     """
 
     def __init__(self, info: RunnerInfo, max_num_seqs: int, keep_log: bool = False):
@@ -65,7 +67,7 @@ class FakeRunner(Runner):
         self.is_closed = False
         self.num_steps = self.num_computed_tokens = self.num_sampled_tokens = 0
         self.num_chunks = self.num_same_step_hits = self.num_copies = self.num_forks = 0
-        self.num_scored = self.num_loads = self.num_snapshots = 0
+        self.num_scored = self.num_pooled = self.num_loads = self.num_snapshots = 0
 
     def scheduler_renewed(self) -> None:
         self.saved_snapshots.clear()
@@ -91,11 +93,12 @@ class FakeRunner(Runner):
         for seq, num_new_tokens, samples in work:
             leader = seq if num_new_tokens else leader
             if samples:
-                sampled.append(self._sample(seq, leader))
+                # The engine does not read the number of a row that pools.
+                sampled.append(self._sample(seq, leader) if seq.pooling is None else -1)
         self.num_steps += 1
         self.num_sampled_tokens += len(sampled)
         self.num_chunks += len(work) - len(sampled)
-        launched = FakeStep(self, sampled, self._score(step))
+        launched = FakeStep(self, sampled, self._score(step), self._pool(step))
         self.in_flight.append(launched)
         return launched
 
@@ -198,6 +201,8 @@ class FakeRunner(Runner):
         num_new = {chunk.seq.seq_id: chunk.num_new_tokens for chunk in step.chunks}
         data = b""
         for seq, start, end, ends in step.scored:
+            if seq.pooling is not None:
+                continue
             computed = range(seq.num_computed_tokens - num_new[seq.seq_id], seq.num_computed_tokens)
             assert start < end <= seq.num_prompt_tokens and not (ends and seq.num_tokens > len(seq.token_ids))
             for position in range(start, end):
@@ -206,6 +211,25 @@ class FakeRunner(Runner):
                 data += score_numbers(keys[block * block_size + (position - 1) % block_size], seq.token_ids[position])
             self.num_scored += end - start
         return TokenNumbers(data, 12)
+
+    def _pool(self, step: Step) -> tuple[np.ndarray, ...]:
+        """See StepOutput.states. The step must compute the tokens; if it pools only rows' last tokens, these rows must
+        be among those that it samples from."""
+        chunks = {chunk.seq.seq_id: chunk for chunk in step.chunks}
+        every = []
+        for kind, of_kind in step.pooled.items():
+            rows = []
+            for seq, start, end, ends in of_kind:
+                chunk, positions = chunks[seq.seq_id], range(start - 1, end - 1)
+                computed = range(seq.num_computed_tokens - chunk.num_new_tokens, seq.num_computed_tokens)
+                assert positions and positions[0] in computed and positions[-1] in computed
+                assert chunk.samples == kind.needs_row_only and ends == (end == seq.end_scored)
+                states = np.stack([state_of(self.keys[self._slot(seq, 0, position)], kind) for position in positions])
+                states = states.sum(0, keepdims=True) if kind.tokens == "mean" else states
+                rows.append(np.full_like(states, np.nan) if self.is_broken(seq) else states)
+                self.num_pooled += end - start
+            every.append(np.concatenate(rows))
+        return tuple(every)
 
     def _in_flight_token(self, seq: Sequence, position: int) -> int:
         """The token that the host does not know yet, from where the step before left it."""
@@ -254,7 +278,7 @@ class MirroredRunner(FakeRunner):
         seq = sequences[0]
         self.worker._add(
             seq.seq_id, seq.token_ids, vars(seq.sampling_params), seq.max_length, seq.stop_token_ids, seq.seed,
-            seq.next_scored, seq.is_constrained,
+            seq.next_scored, seq.is_constrained, seq.pooling,
         )  # fmt: skip
 
     def request_aborted(self, seq: Sequence) -> None:
@@ -281,16 +305,29 @@ def make_engine(
     windows: WindowGroups = NO_WINDOWS,
     snapshots: Snapshots = NO_STATES,
     keep_log: bool = True,
+    head: str = "lm",
     is_mirrored: bool = False,
     **options,
 ) -> LLMEngine:
     """An LLMEngine on a FakeRunner; `options` are Config's."""
     config = Config("fake", **options)
     info = RunnerInfo(num_blocks, block_size, max_model_len, vocab_size, eos_token_ids)
-    info = replace(info, max_tokens_beside_decodes=max_tokens_beside_decodes, windows=windows, snapshots=snapshots)
+    info = replace(
+        info,
+        max_tokens_beside_decodes=max_tokens_beside_decodes,
+        windows=windows,
+        snapshots=snapshots,
+        head=head,
+        num_layers=2,
+    )
     max_num_seqs = config.max_num_seqs or info.max_num_seqs
     runner = MirroredRunner(info, config, max_num_seqs) if is_mirrored else FakeRunner(info, max_num_seqs, keep_log)
     return LLMEngine(config, runner=runner)
+
+
+def add_pooled(engine: LLMEngine, prompt: list[int], kind: Pooling) -> int:
+    """Queues a request that pools, and returns its id."""
+    return engine.add_pooled(prompt, kind)
 
 
 def run_to_end(engine: LLMEngine) -> dict[int, Sequence]:
@@ -341,6 +378,18 @@ def expected_scores(prompt: list[int], first: int, info: RunnerInfo) -> bytes:
     """The numbers of a prompt's tokens from `first` on."""
     keys = [0, *keys_of(prompt, info)]
     return b"".join(score_numbers(keys[position], prompt[position]) for position in range(first, len(prompt)))
+
+
+def state_of(key: int, kind: Pooling) -> np.ndarray:
+    """The numbers that take the place of the hidden state of a token with this key. Sums of them are exact."""
+    number = hash((key, kind.layers, kind.uses_head))
+    return np.array([number % 1000, number // 1000 % 1000], np.float32)
+
+
+def expected_states(prompt: list[int], kind: Pooling, info: RunnerInfo) -> np.ndarray:
+    """What a request that pools should return, with a sum for the mean."""
+    states = np.stack([state_of(key, kind) for key in keys_of(prompt, info)])
+    return {"last": states[-1:], "first": states[:1], "mean": states.sum(0, keepdims=True), "all": states}[kind.tokens]
 
 
 def key_of_group(key: int, group: int) -> int:

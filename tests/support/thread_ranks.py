@@ -54,11 +54,17 @@ class ThreadRank(Parallel):
 
 
 @torch.inference_mode()
-def logits_of(directory: Path, token_ids: list[int], parallel: Parallel) -> torch.Tensor:
-    """A prompt's logits, from this rank's shard of the checkpoint and of the cache, and from the others'."""
+def hidden_states_of(
+    directory: Path,
+    token_ids: list[int],
+    parallel: Parallel = Parallel(),  # noqa: B008 (frozen)
+    use_kernels: bool = False,
+) -> tuple[CausalLM, torch.Tensor]:
+    """The model, and a prompt's hidden states, from this rank's shard of the checkpoint and of the cache, and from the
+    others'."""
     config = load_model_config(directory)
     backend = TorchAttention(AttentionShape(1, 1, config.head_dim, torch.float32, CPU, scale=config.attention_scale))
-    model = CausalLM(config, 64, backend, parallel, torch.float32, CPU)
+    model = CausalLM(config, 64, backend, parallel, torch.float32, CPU, use_kernels)
     load_weights(model, directory)
     num_tokens = len(token_ids)
     seq = Sequence(0, token_ids, SamplingParams(), 64)
@@ -70,8 +76,15 @@ def logits_of(directory: Path, token_ids: list[int], parallel: Parallel) -> torc
     kv_cache = layout.empty(num_blocks, CPU, empty_states(config, 1, parallel.size, torch.float32, CPU))
     for tensor in (*kv_cache.tensors, *kv_cache.states):
         tensor.fill_(float("nan"))
-    columns = model.compute_logits(model(batch.token_ids, batch.positions, kv_cache.layers, batch.groups))
-    assert columns.shape == (num_tokens, model.lm_head.vocab.size)
+    return model, model(batch.token_ids, batch.positions, kv_cache.layers, batch.groups)
+
+
+@torch.inference_mode()
+def logits_of(directory: Path, token_ids: list[int], parallel: Parallel, use_kernels: bool = False) -> torch.Tensor:
+    """A prompt's logits, from all ranks."""
+    model, hidden_states = hidden_states_of(directory, token_ids, parallel, use_kernels)
+    columns = model.compute_logits(hidden_states)
+    assert columns.shape == (len(token_ids), model.lm_head.vocab.size)
     rows = (parallel.sampling_exchange or parallel).rows_of_columns(columns)
-    assert len(rows) == num_tokens // parallel.size
-    return parallel.all_gather(rows[:, : config.vocab_size])
+    assert len(rows) == len(token_ids) // parallel.size
+    return parallel.all_gather(rows[:, : model.lm_head.vocab.vocab_size])

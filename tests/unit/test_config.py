@@ -5,6 +5,7 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,6 +39,9 @@ def test_the_defaults_are_the_documented_ones():
         "overlap": True,
         "enable_prefix_caching": True,
         "prefix_grouping": True,
+        "runner": "auto",
+        "pooler_config": None,
+        "hf_overrides": None,
         "generation_config": "auto",
         "queue_calls": False,
         "seed": 0,
@@ -154,3 +158,40 @@ def test_wrong_options_are_refused_without_torch():
     )
     lines = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert lines.splitlines() == ["unknown option 'max_seq_len'; did you mean max_model_len?", "[]"]
+
+
+def test_pooler_config_sets_how_embeddings_are_made():
+    """It is vLLM's PoolerConfig, or a dict of its fields."""
+    expected = {"pooling": "mean", "normalize": False}
+    given = {"seq_pooling_type": "MEAN", "use_activation": False, "dimensions": None}
+    assert Config("m", pooler_config=given).pooler_config == expected
+    config = Config("m", pooler_config=SimpleNamespace(**given))
+    assert config.pooler_config == dataclasses.replace(config, seed=1).pooler_config == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ("MEAN", TypeError, "pooler_config must be a dict such as"),
+        ({"pooling_type": "ALL"}, ValueError, "pooling must be one of"),
+        ({"normalize": 1}, TypeError, "normalize must be True or False"),
+        ({"dimensions": 8}, ValueError, "takes pooling_type and normalize, as vLLM names them, not 'dimensions'"),
+    ],
+)
+def test_another_pooler_config_is_refused(given, error, message):
+    with pytest.raises(error, match=message):
+        Config("m", pooler_config=given)
+
+
+def test_hf_overrides_are_those_of_qwen3_reranker_alone():
+    """They keep the LM head, whatever the runner."""
+    given = {
+        "architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"],
+        "is_original_qwen3_reranker": True,
+    }  # fmt: skip
+    assert Config("m", hf_overrides=given, runner="pooling").runner == "auto"
+    assert Config("m", hf_overrides={}, runner="pooling").runner == "pooling"
+    assert Config("m", hf_overrides={"is_matryoshka": True}, runner="pooling").runner == "pooling"
+    for wrong in (given | {"classifier_from_token": ["false", "true"]}, {"rope_theta": 1}, str):
+        with pytest.raises(ValueError, match=r"hf_overrides cannot be .*; edit config.json in a copy"):
+            Config("m", hf_overrides=wrong)

@@ -113,7 +113,7 @@ def test_states_that_leave_no_room_for_keys_are_named():
     """Once the message named only max_model_len."""
     use = memory.MemoryUse(total=0, free_at_start=0, free=10 * GIB, states=9 * GIB)
     with pytest.raises(RuntimeError, match="lower max_model_len or max_num_seqs"):
-        memory.num_kvcache_blocks(Config("m"), use, GIB, 2, 16, False)
+        memory.num_kvcache_blocks(Config("m"), use, GIB, 2, 32, False)
     assert memory.num_kvcache_blocks(Config("m"), replace(use, states=2 * GIB), GIB, 1, 16, False) == 2
 
 
