@@ -26,12 +26,20 @@ class EncodedPrompt(NamedTuple):
     token_ids: empty if there is an error.
     error: why the prompt cannot run, or None.
     first_scored: with `prompt_logprobs`, the index of the first token that is scored.
+    others: further prompts of the same row, such as the document that a query is compared with.
     """
 
     text: str | None
     token_ids: list[int]
     error: ValueError | None = None
     first_scored: int = 1
+    others: "tuple[EncodedPrompt, ...]" = ()
+
+    def cut(self, max_tokens: int, side: str) -> "EncodedPrompt":
+        """The same with at most this many tokens; `side`, "left" or "right", is the end that is cut off."""
+        if len(self.token_ids) <= max_tokens:
+            return self
+        return self._replace(token_ids=self.token_ids[-max_tokens:] if side == "left" else self.token_ids[:max_tokens])
 
     @classmethod
     def of(cls, text: str | None, found: list[int] | ValueError) -> "EncodedPrompt":
@@ -49,8 +57,12 @@ class OnePrompt(list[Any]):
     """The list of a prompt that was given alone, not in a list."""
 
 
-def as_pairs(contexts: Any, continuations: Any) -> list[tuple[Any, Any]]:
+def as_pairs(
+    contexts: Any, continuations: Any, nouns: tuple[str, str] = ("contexts", "continuations")
+) -> list[tuple[Any, Any]]:
     """Each context with its continuation. A context that is given alone goes with all continuations, and vice versa.
+
+    nouns: their names, for errors.
 
     Raises:
         TypeError: as in `as_prompt_list`.
@@ -62,7 +74,8 @@ def as_pairs(contexts: Any, continuations: Any) -> list[tuple[Any, Any]]:
     elif isinstance(after, OnePrompt):
         after = after * len(before)
     if len(before) != len(after):
-        raise ValueError(f"{len(before)} contexts for {len(after)} continuations; give one per continuation")
+        first, second = nouns
+        raise ValueError(f"{len(before)} {first} for {len(after)} {second}; give one per {second.removesuffix('s')}")
     return list(zip(before, after, strict=True))
 
 
@@ -138,6 +151,16 @@ def without_dict(prompt: Any) -> Any:
     return text if token_ids is None else EncodedPrompt.of(text, as_token_ids(token_ids))
 
 
+def without_header(prompt: Any) -> Any:
+    """A prompt to which no answer follows: a conversation ends with its last message, unless it says otherwise."""
+    if not isinstance(prompt, Mapping) or prompt.get("messages") is None:
+        return prompt
+    given = prompt.get("chat_template_kwargs") or {}
+    if not isinstance(given, Mapping):
+        return prompt
+    return {**prompt, "chat_template_kwargs": {"add_generation_prompt": False, **given}}
+
+
 def _is_neutral(key: Any, value: Any) -> bool:
     return key == "cache_salt" or (key in ("multi_modal_data", "mm_processor_kwargs") and not value)
 
@@ -152,6 +175,8 @@ def as_token_ids(prompt: Any) -> list[int] | ValueError:
     if set(map(type, prompt)) == {int}:  # nearly always, and prompts can be long
         return list(prompt)
     bad = next((token_id for token_id in prompt if not _is_token_id(token_id)), None)
+    if isinstance(bad, Mapping) and "role" in bad:
+        return ValueError('a conversation is a dict here: {"messages": [{"role": …, "content": …}, …]}')
     if bad is not None or None in prompt:
         return ValueError(f"token ids must be integers, not {bad!r}"[:200])
     return [int(token_id) for token_id in prompt]

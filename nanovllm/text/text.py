@@ -12,7 +12,7 @@ from nanovllm.prompts import Conversation, EncodedPrompt, as_token_ids, without_
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import ChatTemplate, Marks
 from nanovllm.text.load_tokenizer import load_tokenizer
-from nanovllm.text.pairs import encode_pairs
+from nanovllm.text.pairs import encode_labels, encode_pairs
 from nanovllm.text.stop_strings import StopStrings, cut, undecodable
 from nanovllm.text.tokenizer import NO_TOKENIZER, Tokenizer, all_or_each
 
@@ -54,16 +54,21 @@ class Text(Tokenizer):
     # From prompts to token ids
 
     def encode(
-        self, prompts: Sequence[Any], add_special_tokens: bool = True, splits_special: bool = False
+        self,
+        prompts: Sequence[Any],
+        add_special_tokens: bool = True,
+        splits_special: bool = False,
+        max_tokens: int | None = None,
     ) -> list[EncodedPrompt]:
         """Encodes prompts: strings, token ids, dicts of either, or dicts of a conversation, whose special tokens are
         those of the chat template. A ValueError is a prompt that cannot run.
 
         splits_special: a special token in a string or a message is ordinary text.
+        max_tokens: cut longer prompts to this many tokens, on the tokenizer's truncation_side.
         """
         bare = [without_dict(prompt) for prompt in prompts]
         texts = [prompt for prompt in bare if isinstance(prompt, str)]
-        token_ids = iter(self.encode_texts(texts, add_special_tokens, splits_special))
+        token_ids = iter(self.encode_texts(texts, add_special_tokens, splits_special, max_tokens))
         conversations = [prompt for prompt in bare if isinstance(prompt, Conversation)]
         answers = iter(self._encode_each_conversation(conversations, splits_special) if conversations else ())
         encoded = []
@@ -76,7 +81,8 @@ class Text(Tokenizer):
                 encoded.append(prompt)
             else:
                 encoded.append(EncodedPrompt.of(None, as_token_ids(prompt)))
-        return encoded
+        side = getattr(self.tokenizer, "truncation_side", "right")
+        return encoded if max_tokens is None else [each.cut(max_tokens, side) for each in encoded]
 
     def encode_pairs(self, pairs: Sequence[tuple[Any, Any]]) -> list[EncodedPrompt]:
         """Encodes pairs of a context and a continuation, whose tokens are scored. Each is a string or token ids.
@@ -87,6 +93,43 @@ class Text(Tokenizer):
         whose tokenizer adds no special tokens; if it adds some, they begin the context. A conversation is refused.
         """
         return encode_pairs(pairs, self.encode, self.first_token_ids)
+
+    def encode_labels(
+        self, rows: Sequence[tuple[Any, Sequence[Any]]], add_special_tokens: bool = True
+    ) -> list[list[EncodedPrompt]]:
+        """Encodes each prompt with each of its labels, whose tokens are scored. A conversation is rendered by the chat
+        template first, so a label begins its answer. A text with a label that is a text is tokenized as one text.
+        Special tokens that the tokenizer puts at the end of a text are left out, because the text goes on."""
+        rendered = [self._rendered(prompt) for prompt, _ in rows]
+        kinds: tuple[list[Any], list[Any]] = ([], [])
+        is_chat = [context is not prompt for context, (prompt, _) in zip(rendered, rows, strict=True)]
+        for context, (_, labels), chat in zip(rendered, rows, is_chat, strict=True):
+            kinds[chat].append((context, labels))
+        encode = self._encode_open if add_special_tokens else partial(self.encode, add_special_tokens=False)
+        others = iter(encode_labels(kinds[False], encode, self.first_token_ids))
+        # The template writes its special tokens itself.
+        of_chats = iter(encode_labels(kinds[True], partial(self.encode, add_special_tokens=False), []))
+        return [next(of_chats if chat else others) for chat in is_chat]
+
+    def _encode_open(self, prompts: Sequence[Any], add_special_tokens: bool = True) -> list[EncodedPrompt]:
+        """Like `encode`, but a text has no special tokens at its end."""
+        num_closing = self.num_closing if add_special_tokens and self.tokenizer is not None else 0
+        return [
+            each._replace(token_ids=each.token_ids[: len(each.token_ids) - num_closing])
+            if isinstance(prompt, str)
+            else each
+            for prompt, each in zip(prompts, self.encode(prompts, add_special_tokens), strict=True)
+        ]
+
+    def _rendered(self, prompt: Any) -> Any:
+        """The text of a prompt that is a conversation, or the reason why it has none; any other prompt as it is."""
+        bare = without_dict(prompt) if isinstance(prompt, Mapping) else prompt
+        if not isinstance(bare, Conversation):
+            return prompt
+        try:
+            return self._template.render(bare.messages, self._template.options(bare.template_kwargs), None)
+        except (TypeError, ValueError) as error:
+            return ValueError(str(error))
 
     def encode_conversations(
         self,

@@ -52,25 +52,45 @@ class Tokenizer:
         return found[:1]
 
     def encode_texts(
-        self, texts: list[str], add_special_tokens: bool, splits_special: bool = False
+        self,
+        texts: Sequence[str | tuple[str, str]],
+        add_special_tokens: bool,
+        splits_special: bool = False,
+        max_tokens: int | None = None,
     ) -> list[list[int] | ValueError]:
-        """Token ids of every text, or the reason why it has none.
+        """Token ids of every text or pair of texts, or the reason why it has none.
 
         splits_special: a special token in a text is ordinary text.
+        max_tokens: longer texts are cut to this many tokens, those that the tokenizer adds included.
         """
         if self.tokenizer is None:
             error = ValueError(f"{NO_TOKENIZER}; give the prompt as token ids, or tokenizer= (--tokenizer)")
             return [error] * len(texts)
-        options = {"add_special_tokens": add_special_tokens, "return_attention_mask": False, "verbose": False}
+        options: dict[str, Any] = {
+            "add_special_tokens": add_special_tokens,
+            "return_attention_mask": False,
+            "verbose": False,
+        }
         if splits_special:
             options["split_special_tokens"] = True
-        refusals = [self._refusal(text) for text in texts]
+        if max_tokens is not None:
+            options |= {"truncation": True, "max_length": max_tokens}
+        refusals = [self._refusal("".join(text)) if max_tokens is None else None for text in texts]
         rest = [text for text, refusal in zip(texts, refusals, strict=True) if refusal is None]
         found = all_or_each(lambda some: self.tokenizer(some, **options)["input_ids"], rest)
-        encoded = map(_ids_or_error, rest, found)
+        encoded = map(_ids_or_error, map("".join, rest), found)
         if add_special_tokens and not splits_special:
             encoded = map(self._without_second_bos, encoded)
         return [next(encoded) if refusal is None else refusal for refusal in refusals]
+
+    @cached_property
+    def num_closing(self) -> int:
+        """How many special tokens the tokenizer puts after a text."""
+        whole, bare = (self.encode_texts(["a"], add_special_tokens)[0] for add_special_tokens in (True, False))
+        if isinstance(whole, ValueError) or isinstance(bare, ValueError) or not bare:
+            return 0
+        starts = [start for start in range(len(whole)) if whole[start : start + len(bare)] == bare]
+        return len(whole) - starts[0] - len(bare) if starts else 0
 
     def _without_second_bos(self, found: list[int] | ValueError) -> list[int] | ValueError:
         """A text that a chat template wrote begins with the token that the tokenizer adds, too."""
