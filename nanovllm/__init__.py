@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from nanovllm.loglikelihood import Loglikelihood
     from nanovllm.logprobs import Logprob, TokenLogprobs
     from nanovllm.outputs import CompletionOutput, RequestOutput
+    from nanovllm.pooling_outputs import PoolingRequestOutput
+    from nanovllm.pooling_params import PoolingParams
     from nanovllm.preflight import Preflight, PreflightSummary, PromptCheck
     from nanovllm.prompts import NOT_YET
     from nanovllm.sampling_params import SamplingParams
@@ -21,6 +23,8 @@ __all__ = [
     "Config",
     "Logprob",
     "Loglikelihood",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "Preflight",
     "PreflightSummary",
     "PromptCheck",
@@ -38,6 +42,8 @@ _NAMES = {
     "loglikelihood": ("Loglikelihood",),
     "logprobs": ("Logprob", "TokenLogprobs"),
     "outputs": ("CompletionOutput", "RequestOutput"),
+    "pooling_outputs": ("PoolingRequestOutput",),
+    "pooling_params": ("PoolingParams",),
     "preflight": ("Preflight", "PreflightSummary", "PromptCheck"),
     "prompts": ("NOT_YET",),
     "sampling_params": ("SamplingParams",),

@@ -37,15 +37,18 @@ def _only(*values: Any, instead: str, same_as: str | None = None) -> Accepted:
 
 
 # vLLM's names of options that nanovllm has under a name of its own.
-RENAMED_OPTIONS = {"block_size": "kvcache_block_size", "num_gpu_blocks_override": "num_kvcache_blocks"}
+RENAMED_OPTIONS = {
+    "block_size": "kvcache_block_size", "num_gpu_blocks_override": "num_kvcache_blocks", "task": "runner",
+    "override_pooler_config": "pooler_config",
+}  # fmt: skip
 
 _CAPTURES = "nanovllm itself chooses the steps that it captures; enforce_eager=True captures none"
 TEXT_ONLY = "nanovllm reads text only"
 _LLGUIDANCE = "llguidance is nanovllm's only backend of structured outputs"
-GENERATES_TEXT = "nanovllm only generates and scores text"
+_HEADS = "the checkpoint says which head a model has; load one of …ForSequenceClassification"
 _NO_DRAFTS = "nanovllm has no speculative decoding; leave it out"
 MERGE = "merge the adapter into the model's weights and load the merged model"
-_EDIT_CONFIG = "edit config.json in a copy of the model's directory"
+EDIT_CONFIG = "edit config.json in a copy of the model's directory"
 REPLICAS = "a job's --data-parallel-size runs several LLMs; see docs/jobs.md"
 UPDATE_WEIGHTS = "llm.update_weights() changes the weights of all ranks"
 CHOOSE = "ask for n completions, and choose among them by their log-probabilities"
@@ -141,10 +144,9 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     "kv_transfer_config": _only(instead=NO_TRANSFERS),
     "kv_events_config": _only(instead=NO_TRANSFERS),
     "kv_offloading_size": _only(instead="nanovllm moves no KV cache to the host; leave it out"),
-    "hf_overrides": _only({}, instead=_EDIT_CONFIG),
-    "hf_config_path": _only(instead=_EDIT_CONFIG),
-    "rope_scaling": _only({}, instead=_EDIT_CONFIG),
-    "rope_theta": _only(instead=_EDIT_CONFIG),
+    "hf_config_path": _only(instead=EDIT_CONFIG),
+    "rope_scaling": _only({}, instead=EDIT_CONFIG),
+    "rope_theta": _only(instead=EDIT_CONFIG),
     "hf_token": _only(True, instead="set HF_TOKEN in the environment"),
     "download_dir": _only(instead="set HF_HUB_CACHE to it in the environment"),
     "ignore_patterns": _only([], (), instead="nanovllm downloads only config, tokenizer and safetensors"),
@@ -158,11 +160,7 @@ ACCEPTED_OPTIONS: Mapping[str, Accepted] = {
     "tokenizer_revision": _only("main", instead="pass the directory of that revision's tokenizer as tokenizer=…"),
     "skip_tokenizer_init": _only(False, instead="pass token ids as prompts, and SamplingParams(detokenize=False)"),
     "model_impl": _only("auto", "vllm", instead="nanovllm has one implementation of each model"),
-    "task": _only("auto", "generate", instead=GENERATES_TEXT),
-    "runner": _only("auto", "generate", instead=GENERATES_TEXT),
-    "convert": _only("auto", "none", instead=GENERATES_TEXT),
-    "pooler_config": _only(instead=GENERATES_TEXT),
-    "override_pooler_config": _only(instead=GENERATES_TEXT),
+    "convert": _only("auto", "none", "embed", "reward", "classify", instead=_HEADS),
     "scheduling_policy": _only("fcfs", instead="nanovllm orders requests itself; results keep the prompts' order"),
     "logprobs_mode": _only("raw_logprobs", instead='SamplingParams(logprobs_mode="processed") chooses per request'),
     "override_generation_config": _only({}, instead="pass SamplingParams"),
@@ -197,8 +195,21 @@ ACCEPTED_ARGUMENTS: Mapping[str, Accepted] = {
     "prompt_adapter_request": _only(instead="nanovllm has no prompt adapters; leave it out"),
     "guided_options_request": _only(instead="use SamplingParams(structured_outputs=StructuredOutputsParams(…))"),
     "priority": Accepted("nanovllm orders requests itself; results keep the prompts' order"),
-    "tokenization_kwargs": _only({}, instead="pass token ids as prompts"),
+    "tokenization_kwargs": _only({}, instead="pass token ids as prompts; embed() takes truncate_prompt_tokens"),
     "mm_processor_kwargs": _only({}, instead=TEXT_ONLY),
+}
+
+# vLLM's names of parameters of PoolingParams, and those that change nothing.
+RENAMED_POOLING = {
+    "use_activation": "normalize", "activation": "normalize", "softmax": "normalize", "pooling_type": "pooling",
+}  # fmt: skip
+ACCEPTED_POOLING: Mapping[str, Accepted] = {
+    "requires_token_ids": Accepted("nanovllm returns the token ids of every prompt"),
+    "step_tag_id": _only(instead="classify needs a head of one vector per prompt; leave it out"),
+    "returned_token_ids": _only(instead="classify returns the numbers of all labels; leave it out"),
+    "late_interaction_params": _only(instead="encode() returns the states of all tokens; leave it out"),
+    "extra_kwargs": _only({}, instead="nanovllm has no plug-ins that would read it; leave it out"),
+    "output_kind": Accepted(_FINISHED),
 }
 
 # The same of reset_prefix_cache.
@@ -211,7 +222,6 @@ ACCEPTED_BY_RESET = {
 REFUSED_ATTRIBUTES: Mapping[str, str] = {
     UPDATE_WEIGHTS: "apply_model collective_rpc",
     CHOOSE: "beam_search",
-    GENERATES_TEXT: "classify embed encode reward score",
     "llm.metrics() returns counters and times": "get_metrics",
     "llm.chat() answers conversations, and llm.render() gives their text": "preprocess_chat",
     PROFILE: "start_profile stop_profile",

@@ -27,12 +27,16 @@ from nanovllm.guard import ExclusiveGuard
 from nanovllm.guides import StructuredOutputs, check_installed
 from nanovllm.loglikelihood import Loglikelihood
 from nanovllm.models.directory import find_model
+from nanovllm.models.pooling_config import PoolingConfig
 from nanovllm.models.read_config import load_model_config
+from nanovllm.one_pass import OnePass
 from nanovllm.outputs import RequestOutput, keep_outputs
+from nanovllm.pooled_rows import PooledRows, PoolingFacts
+from nanovllm.pooling_params import PoolingParams, RowParams
 from nanovllm.progress import Progress
 from nanovllm.prompts import EncodedPrompt, NotYet, as_conversation_list, as_pairs, as_prompt_list, key_of
 from nanovllm.recommended_sampling import DefaultSampling
-from nanovllm.row_stream import OutputIterator, RowStream
+from nanovllm.row_stream import FIRST_PROMPTS_OF_POOLED, PROMPTS_OF_PIECE, Output, OutputIterator, RowStream
 from nanovllm.sampling_params import AS_ARGUMENT, OneOrMany, SamplingParams, checked_params, one_per_prompt, with_params
 from nanovllm.text import Text
 from nanovllm.vllm_engine import engine_attributes
@@ -48,7 +52,7 @@ Message = Mapping[str, Any]
 
 
 @suggests_names("option", MEANT_OPTIONS, ACCEPTED_OPTIONS, RENAMED_OPTIONS)
-class LLM:
+class LLM(OnePass):
     """A model, ready to complete prompts.
 
     Args:
@@ -82,6 +86,9 @@ class LLM:
         overlap: bool = True,
         enable_prefix_caching: bool = True,
         prefix_grouping: bool = True,
+        runner: str = "auto",
+        pooler_config: Any = None,
+        hf_overrides: Mapping[str, Any] | None = None,
         generation_config: str = "auto",
         queue_calls: bool = False,
         seed: int = 0,
@@ -94,7 +101,7 @@ class LLM:
             FORKS.check()
         directory = find_model(config.model, config.revision, with_weights=config.load_format != "dummy")
         # transformers reads the same file for the tokenizer, but our error for a mistake in it is clearer.
-        load_model_config(directory)
+        self._model_config = load_model_config(directory)
         self._text = Text.of_options(directory, config.tokenizer)
         threads = CpuThreads()  # measures the machine's load while the model is loaded
         config = replace(config, model=str(directory))
@@ -153,7 +160,7 @@ class LLM:
     def generate_iter(
         self,
         prompts: Prompt | Iterable[Prompt | NotYet],
-        sampling_params: OneOrMany | Iterable[SamplingParams] | None = None,
+        sampling_params: OneOrMany | Iterable[RowParams] | None = None,
         *,
         ordered: bool = True,
         split_special_tokens: bool = False,
@@ -170,7 +177,8 @@ class LLM:
                 iterator that would have to wait for a prompt gives `nanovllm.NOT_YET` instead, and is asked again after
                 the next step. If all of its prompts have finished, no step runs; then it should wait, or end.
             sampling_params: one for all, an iterable with one per prompt, or None for the model's recommendation. If an
-                iterator gives them, a missing llguidance is the error of each row that needs it.
+                iterator gives them, a missing llguidance is the error of each row that needs it. A PoolingParams
+                computes its task for the prompt, and the output is a PoolingRequestOutput.
             ordered: give the results in the prompts' order; False gives them as they finish, and `prompt_index` is
                 the prompt's number.
             split_special_tokens: as in `generate`.
@@ -181,18 +189,21 @@ class LLM:
                 the results that had finished and were not yet returned, by the prompt's number.
         """
         self.engine.check_alive()
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            self._check_generates()
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        sampling_params = checked_params(sampling_params)
+        sampling_params = checked_params(sampling_params, (PoolingParams,))
         check_installed(sampling_params if isinstance(sampling_params, list) else [sampling_params])
         is_ordered = boolean("ordered", ordered)
         encode = partial(self._text.encode, splits_special=boolean("split_special_tokens", split_special_tokens))
         if not isinstance(prompts, Iterator):
             prompts = as_prompt_list(prompts)
             if isinstance(sampling_params, list):
-                sampling_params = one_per_prompt(sampling_params, len(prompts))
-        stream = self._stream(with_params(iter(prompts), sampling_params), encode)
-        return self._guard.run(self._begin_iteration, stream, is_ordered)
+                sampling_params = one_per_prompt(sampling_params, len(prompts), (PoolingParams,))
+        pooled = self._pooled.splitting_special() if split_special_tokens else None
+        source = with_params(iter(prompts), sampling_params, (PoolingParams,))
+        return self._iterate(source, is_ordered, encode, pooled=pooled)
 
     @_takes_vllms_arguments
     def chat(
@@ -302,6 +313,13 @@ class LLM:
         """transformers' tokenizer: that of the option `tokenizer`, else the model's own; None if it has none."""
         return self._text.tokenizer
 
+    @property
+    def pooling_config(self) -> PoolingConfig | None:
+        """How embeddings are made where a call does not say it, by `pooler_config` and the checkpoint's
+        sentence-transformers files: pooling, prompts by name, length, dimensions and similarity. None without either,
+        or if the files cannot be followed."""
+        return self._pooled.facts.embedder
+
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Replaces the tokenizer. Later calls use its texts, its chat template and its end-of-sequence id.
 
@@ -315,6 +333,7 @@ class LLM:
 
     def _use(self, text: Text) -> None:
         self._text, info = text.limited_to(self.engine.info.max_model_len), self.engine.info
+        self._pooled = PooledRows(self._text, PoolingFacts.of(self._model_config, info, self.engine.config))
         self.engine.set_eos_token_ids(text.eos_token_ids)
         self._structured_outputs = StructuredOutputs(text.tokenizer, info.vocab_size, self.engine.eos_token_ids)
 
@@ -451,11 +470,22 @@ class LLM:
 
     def _params_for(self, sampling_params: OneOrMany | None, num_prompts: int) -> list[SamplingParams]:
         self.engine.check_alive()  # before any work
+        self._check_generates()
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params = one_per_prompt(sampling_params, num_prompts)
         check_installed(params)
         return params
+
+    def _check_generates(self) -> None:
+        head = self.engine.info.head
+        if head != "lm":
+            is_left_out = self._model_config.head == "lm"
+            advice = 'leave out runner="pooling"' if is_left_out else "load one of …ForCausalLM"
+            served = "embed, encode, classify, reward and score" if head == "score" else "embed and encode"
+            raise ValueError(
+                f"this LLM has no LM head, so it can neither generate nor score text: {advice}. It serves {served}"
+            )
 
     def _stream(
         self,
@@ -463,28 +493,43 @@ class LLM:
         encode: Callable[[list[Any]], list[EncodedPrompt]],
         raises: bool = False,
         order: Sequence[int] | None = None,
+        num_first: int = PROMPTS_OF_PIECE,
+        pooled: PooledRows | None = None,
     ) -> RowStream:
-        before_step = self._cpu_threads.adapt
-        return RowStream(self.engine, self._text, source, encode, self._structured_outputs, before_step, raises, order)
+        return RowStream(
+            self.engine, self._text, source, encode, self._structured_outputs, self._cpu_threads.adapt, raises, order,
+            pooled or self._pooled, num_first,
+        )  # fmt: skip
+
+    def _iterate(
+        self,
+        source: Iterator,
+        is_ordered: bool,
+        encode: Callable[[list[Any]], list[EncodedPrompt]] | None = None,
+        num_first: int = PROMPTS_OF_PIECE,
+        pooled: PooledRows | None = None,
+    ) -> OutputIterator:
+        stream = self._stream(source, encode or self._text.encode, num_first=num_first, pooled=pooled)
+        return self._guard.run(self._begin_iteration, stream, is_ordered)
 
     def _run(
         self,
         prompts: list[Any],
-        params: list[SamplingParams],
+        params: Sequence[RowParams],
         encode: Callable[[list[Any]], list[EncodedPrompt]],
         use_tqdm: bool | Callable[..., Any],
         raise_on_error: bool,
         order: Sequence[int] | None = None,
-    ) -> list[RequestOutput]:
-        stream = self._stream(zip(prompts, params, strict=True), encode, raise_on_error, order)
+    ) -> list[Any]:
+        pools = len(params) > 0 and isinstance(params[0], PoolingParams)
+        num_first = FIRST_PROMPTS_OF_POOLED if pools else PROMPTS_OF_PIECE
+        stream = self._stream(zip(prompts, params, strict=True), encode, raise_on_error, order, num_first)
         return self._guard.run(self._complete, stream, len(prompts), use_tqdm)
 
-    def _complete(
-        self, stream: RowStream, num_prompts: int, use_tqdm: bool | Callable[..., Any]
-    ) -> list[RequestOutput]:
+    def _complete(self, stream: RowStream, num_prompts: int, use_tqdm: bool | Callable[..., Any]) -> list[Output]:
         self._check_idle()
         self.engine.check_awake()
-        outputs: dict[int, RequestOutput] = {}
+        outputs: dict[int, Output] = {}
         try:
             with COLLECTOR.eased(self), Progress(self.engine, num_prompts, use_tqdm) as progress, self._cpu_threads:
                 for finished in stream.run():

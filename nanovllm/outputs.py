@@ -2,6 +2,7 @@
 
 import re
 from bisect import insort
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple
 
@@ -167,6 +168,6 @@ class _Kind:
     num_prompts: int = 0
 
 
-def keep_outputs(error: BaseException, outputs: dict[int, RequestOutput]) -> None:
+def keep_outputs(error: BaseException, outputs: Mapping[int, object]) -> None:
     """Attaches the outputs that had finished, by number, to an exception as its attribute `finished_outputs`."""
     error.finished_outputs = outputs  # type: ignore[attr-defined]

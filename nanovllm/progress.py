@@ -13,6 +13,7 @@ from nanovllm.checks import boolean
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import RequestOutput
+from nanovllm.pooling_outputs import PoolingRequestOutput
 
 _FORMAT = "{l_bar}{bar}| {n:.1f}/{total} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 _SECONDS_BETWEEN_UPDATES = 0.1
@@ -54,13 +55,13 @@ class Progress:
             self._engine.without_changes(self._update)
         self._engine.without_changes(self._bar.close)
 
-    def add_finished(self, outputs: Collection[RequestOutput]) -> None:
+    def add_finished(self, outputs: Collection[RequestOutput | PoolingRequestOutput]) -> None:
         """Is called after each step, with the outputs that it finished."""
         self._num_finished += len(outputs)
         for output in outputs:
             if output.error is not None:
                 self._num_errors += 1
-            else:
+            elif not isinstance(output, PoolingRequestOutput):
                 self._num_completions += len(output.outputs)
                 self._num_new_tokens += sum(len(each.token_ids) for each in output.outputs)
         if self._is_shown and time.perf_counter() - self._updated >= _SECONDS_BETWEEN_UPDATES:

@@ -6,24 +6,26 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, repeat
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
-
+from nanovllm.completions import Completions, FinishedRow, is_cut_by_default
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Pooling, Sequence
 from nanovllm.guides import StructuredOutputs
-from nanovllm.logprobs import TokenLogprobs
-from nanovllm.outputs import CompletionOutput, ErrorSummary, FinishReason, RequestMetrics, RequestOutput, keep_outputs
+from nanovllm.outputs import ErrorSummary, RequestOutput, keep_outputs
+from nanovllm.pooled_rows import PooledRows
+from nanovllm.pooling_outputs import PoolingRequestOutput
+from nanovllm.pooling_params import PoolingParams, RowParams
 from nanovllm.prompts import EncodedPrompt
-from nanovllm.sampling_checks import DefaultMaxTokens
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text import Completion, Text
+from nanovllm.text import Text
 
 # Maximum number of prompts per piece: a tokenizer takes ten times a text's memory while it works. If no request runs,
 # the next piece is this large, so that the first step can choose: requests that may generate more tokens start first.
-PROMPTS_OF_PIECE = 256
-# Prompts per piece if requests run: while the batch has free places, and when it has none.
+# Rows that only pool need no choice.
+PROMPTS_OF_PIECE, FIRST_PROMPTS_OF_POOLED = 256, 32
+# Prompts per piece during a run: the minimum while the batch has free places, and the number when it is full. A piece
+# of short prompts may be larger, because the tokenizer divides a large piece over the cores.
 _PROMPTS_OF_LATER_PIECE, _PROMPTS_OF_LAST_PIECE = 32, 8
 # When the batch is full, no further piece is read before the next step once this many prompts or tokens are read,
 # because reading should take less time than the step.
@@ -31,23 +33,25 @@ _PROMPTS_AHEAD_OF_STEP, _TOKENS_AHEAD_OF_STEP = 32, 8192
 # Size of the window, in prompts per sequence that can run at a time.
 _PROMPTS_AHEAD = 16
 StopPredicates = list[Callable[[int], bool]] | None  # one for each completion of a request
+Output = RequestOutput | PoolingRequestOutput
+_NO_PROMPT = EncodedPrompt(None, [])
 
 
 @dataclass(slots=True)
 class _Request:
-    """A request that runs: the prompt's place in reading order, when it was read, and the completions that have
-    finished, by index."""
+    """A row that runs: its place in reading order, when it was read, and its sequences that have finished, by their
+    places among its sequences."""
 
     place: int
     prompt: EncodedPrompt
-    num_completions: int
+    params: RowParams
     arrival_time: float
-    completions: dict[int, CompletionOutput] = field(default_factory=dict)
-    error: str | None = None
+    num_sequences: int = 0
+    finished: dict[int, Sequence] = field(default_factory=dict)
 
 
 class RowStream:
-    """The requests of one call.
+    """The requests of one call. Most prompts are one request; a row that pools may be several.
 
     A prompt's number is its place in the call; outputs and errors have it. Reading stops when it is a fixed number of
     prompts (the window) ahead of the oldest unfinished one. So memory stays flat for any number of prompts, and no
@@ -58,36 +62,43 @@ class RowStream:
         text: tokenizes and decodes.
         source: prompts or conversations, each with its parameters; may be endless. None means that no prompt is ready
             yet.
-        encode: encodes a list of them.
+        encode: encodes a list of those that have SamplingParams.
         structured: makes the constraints of structured outputs.
         before_step: is called before each step.
         raises: read all prompts first, and raise a ValueError if one of them cannot run.
         order: the prompts' numbers in the order of `source`; None if they are read in order.
+        pooled: makes requests and outputs of those that have PoolingParams; None if there are none.
+        num_first: prompts of a piece that is read when no request runs.
     """
 
     def __init__(
         self,
         engine: LLMEngine,
         text: Text,
-        source: Iterator[tuple[Any, SamplingParams] | None],
+        source: Iterator[tuple[Any, RowParams] | None],
         encode: Callable[[list[Any]], list[EncodedPrompt]],
         structured: StructuredOutputs,
         before_step: Callable[[], None] = lambda: None,
         raises: bool = False,
         order: SequenceOf[int] | None = None,
+        pooled: PooledRows | None = None,
+        num_first: int = PROMPTS_OF_PIECE,
     ):
-        self.num_read, self._order = 0, order
+        self.num_read, self._num_tokens_read, self._order = 0, 0, order
         self._first_id = engine.num_requests
         self.errors = ErrorSummary()
         self.num_cut = 0  # prompts with a completion that was cut by a max_tokens that the caller did not give
         self._engine, self._text, self._source, self._encode, self._raises = engine, text, source, encode, raises
+        self._num_first = num_first
         self._window = None if raises else _PROMPTS_AHEAD * engine.info.max_num_seqs
         self._structured, self._before_step = structured, before_step
+        self._completions, self._pooled = Completions(text, engine.eos_token_ids), pooled
         self._is_exhausted = False
-        self._running: dict[int, _Request] = {}  # by request id, in the prompts' order
-        self._max_num_completions = 1  # of a request of this call
+        self._running: dict[int, _Request] = {}  # by the id of the first sequence, in the prompts' order
+        self._first_id_of: dict[int, int] = {}  # of each unfinished sequence of these
+        self._max_num_sequences = 1  # of a row of this call
 
-    def run(self) -> Iterator[dict[int, RequestOutput]]:
+    def run(self) -> Iterator[dict[int, Output]]:
         """Yields the outputs that finish with each step, by number, and before a step the error rows that were read."""
         while True:
             refused = self._read()
@@ -105,8 +116,7 @@ class RowStream:
     def abort(self) -> None:
         """Ends all requests, between two steps; the cache keeps the computed keys."""
         for request_id, request in self._running.items():
-            for index in range(request.num_completions):
-                self._engine.abort(request_id + index)
+            self._abort(request_id, request.num_sequences)
         while not self._engine.is_finished():  # a step may be in flight
             self._engine.step()
         self._running.clear()
@@ -117,28 +127,35 @@ class RowStream:
         waiting = {
             request_id: request
             for request_id, request in self._running.items()
-            if all(self._engine.is_waiting(request_id + index) for index in range(request.num_completions))
+            if all(self._engine.is_waiting(request_id + index) for index in range(request.num_sequences))
         }
         for request_id, request in waiting.items():
-            for index in range(request.num_completions):
-                self._engine.abort(request_id + index)
+            self._abort(request_id, request.num_sequences)
             del self._running[request_id]
         return {self._number(request.place) for request in waiting.values()}
 
+    def _abort(self, first_id: int, num_sequences: int) -> None:
+        for seq_id in range(first_id, first_id + num_sequences):
+            self._engine.abort(seq_id)
+
     # Reading
 
-    def _read(self) -> dict[int, RequestOutput]:
+    def _read(self) -> dict[int, Output]:
         """Reads prompts and adds their requests; returns the error rows of those that cannot run.
 
         Reading takes time. So each step waits for few prompts, and the device works during most of the reading. A piece
         is read as a whole, however long its prompts are.
         """
-        refused: dict[int, RequestOutput] = {}
+        refused: dict[int, Output] = {}
         if self._is_exhausted:
             return refused
         num_places, num_tokens = self._engine.room_for_prompts()
         prompts_ahead, tokens_ahead = _PROMPTS_AHEAD_OF_STEP, _TOKENS_AHEAD_OF_STEP
-        while not self._is_exhausted and len(refused) < PROMPTS_OF_PIECE and (room := self._room(num_places)) > 0:
+        while (
+            not self._is_exhausted
+            and len(refused) < PROMPTS_OF_PIECE
+            and (room := self._room(num_places, num_tokens)) > 0
+        ):
             piece = self._engine.without_changes(self._read_piece, room)
             is_ahead = num_places <= 0
             if is_ahead:
@@ -146,150 +163,128 @@ class RowStream:
                 tokens_ahead -= sum(len(prompt.token_ids) for prompt, *_ in piece)
             for prompt, params, predicates in piece:
                 added = self._add(prompt, params, predicates)
-                if isinstance(added, RequestOutput):
-                    refused[self._number(self.num_read)] = added
-                else:
+                if isinstance(added, int):
                     num_places -= params.n
                     num_tokens -= self._engine.num_uncached_tokens(added)
+                else:
+                    refused |= self._outputs([added])
                 self.num_read += 1
+                self._num_tokens_read += len(prompt.token_ids)
             is_full = (prompts_ahead <= 0 or tokens_ahead <= 0) if is_ahead else num_tokens <= 0
             if len(piece) < room or (is_full and not self._raises):
                 break
         return refused
 
-    def _read_piece(self, room: int) -> list[tuple[EncodedPrompt, SamplingParams, StopPredicates]]:
+    def _read_piece(self, room: int) -> list[tuple[EncodedPrompt, RowParams, StopPredicates]]:
         """At most `room` prompts, each with its parameters and stop predicates as the engine takes them."""
-        piece: list[tuple[Any, SamplingParams]] = []
+        piece: list[tuple[Any, RowParams]] = []
         for pair in islice(self._source, room):
             if pair is None:  # the source is not asked again before the next step
                 break
             piece.append(pair)
         else:
             self._is_exhausted = len(piece) < room
-        prompts = self._encode([prompt for prompt, _ in piece])
-        return [self._prepared(prompt, params) for prompt, (_, params) in zip(prompts, piece, strict=True)]
+        return [self._prepared(prompt, params) for prompt, (_, params) in zip(self._encoded(piece), piece, strict=True)]
 
-    def _prepared(
-        self, prompt: EncodedPrompt, params: SamplingParams
-    ) -> tuple[EncodedPrompt, SamplingParams, StopPredicates]:
+    def _encoded(self, piece: list[tuple[Any, RowParams]]) -> Iterator[EncodedPrompt]:
+        pooled = [(prompt, params) for prompt, params in piece if isinstance(params, PoolingParams)]
+        others = iter(self._encode([prompt for prompt, params in piece if not isinstance(params, PoolingParams)]))
+        of_pooled = iter(self._pooled.encode(pooled) if self._pooled is not None else ())
+        return (next(of_pooled if isinstance(params, PoolingParams) else others) for _, params in piece)
+
+    def _prepared(self, prompt: EncodedPrompt, params: RowParams) -> tuple[EncodedPrompt, RowParams, StopPredicates]:
+        if isinstance(params, PoolingParams):
+            return prompt, params, None
         try:
             return prompt, *without_text(prompt, params, self._text, self._structured, params.n)
         except ValueError as error:
             return prompt._replace(error=error), params, None
 
-    def _room(self, num_places: int) -> int:
+    def _room(self, num_places: int, num_tokens: int) -> int:
         """How many prompts the next piece may have.
 
         Args:
             num_places: free places of the batch.
+            num_tokens: tokens that the next step still can take.
         """
         if self._window is None:
             return PROMPTS_OF_PIECE
         oldest = next(iter(self._running.values())).place if self._running else self.num_read
-        window = max(1, self._window // self._max_num_completions)
-        later = _PROMPTS_OF_LATER_PIECE if num_places > 0 else _PROMPTS_OF_LAST_PIECE
-        return min(later if self._running else PROMPTS_OF_PIECE, oldest + window - self.num_read)
+        window = max(1, self._window // self._max_num_sequences)
+        later = _PROMPTS_OF_LAST_PIECE
+        if num_places > 0:
+            filling = num_tokens * self.num_read // max(self._num_tokens_read, 1)  # prompts that fill the next step
+            later = min(max(filling, _PROMPTS_OF_LATER_PIECE), PROMPTS_OF_PIECE)
+        if not self._running:
+            later = self._num_first
+        return min(later, oldest + window - self.num_read)
 
-    def _add(self, prompt: EncodedPrompt, params: SamplingParams, predicates: StopPredicates) -> int | RequestOutput:
-        """Adds a prompt's request and returns its id, or returns the error row of a prompt that cannot run."""
-        self._max_num_completions = max(self._max_num_completions, params.n)
+    def _add(self, prompt: EncodedPrompt, params: RowParams, predicates: StopPredicates) -> int | FinishedRow:
+        """Adds a prompt's requests and returns the first one's id, or returns the row of a prompt that cannot run."""
+        self._max_num_sequences = max(self._max_num_sequences, params.n)
+        request = _Request(self.num_read, prompt, params, time.time())
+        first_id = None
         try:
             # The engine gets an empty prompt instead of one that cannot run, so that it uses up its number too.
-            token_ids = prompt.token_ids if prompt.error is None else []
-            request_id = self._engine.add_request(token_ids, params, predicates, prompt.first_scored, may_change=False)
-            self._running[request_id] = _Request(self.num_read, prompt, params.n, time.time())
-            return request_id
+            wanted = self._pooled.request(params) if isinstance(params, PoolingParams) and self._pooled else params
+            for part in (prompt, *prompt.others) if prompt.error is None else (_NO_PROMPT,):
+                request_id = self._request(part, wanted, predicates)
+                first_id = request_id if first_id is None else first_id
+                request.num_sequences += params.n if isinstance(params, SamplingParams) else 1
         except ValueError as problem:
+            if first_id is not None:
+                self._abort(first_id, request.num_sequences)
             reason = str(prompt.error or problem)
             if self._raises:
                 raise ValueError(f"prompt {self._number(self.num_read)}: {reason}") from None
-            return self._output(self.num_read, prompt, [CompletionOutput(0, "", [], "error")], error=reason)
+            return self._row(request, reason)
+        assert first_id is not None, "a row has at least one request"
+        self._running[first_id] = request
+        self._first_id_of.update(dict.fromkeys(range(first_id, first_id + request.num_sequences), first_id))
+        return first_id
+
+    def _request(self, part: EncodedPrompt, wanted: Any, predicates: StopPredicates) -> int:
+        """Adds one request of a row, and returns its id. wanted: SamplingParams or a Pooling."""
+        if isinstance(wanted, Pooling):
+            return self._engine.add_pooled(part.token_ids, wanted)
+        return self._engine.add_request(part.token_ids, wanted, predicates, part.first_scored, may_change=False)
 
     def _number(self, place: int) -> int:
         return place if self._order is None else self._order[place]
 
     # Outputs
 
-    def _outputs_of(self, sequences: list[Sequence]) -> dict[int, RequestOutput]:
-        if not sequences:
-            return {}
-        tokens = list(map(self._completion, sequences))
-        texts = self._text.complete(tokens)
-        outputs: dict[int, RequestOutput] = {}
-        now = time.time()
-        for seq, (_, params, follows_text), (text, stop) in zip(sequences, tokens, texts, strict=True):
-            reason, error = cast(FinishReason, seq.finish_reason), seq.error
-            problem = getattr(seq.stop_predicate, "error", None) or (text if isinstance(text, ValueError) else None)
-            if problem is not None:
-                reason, error = "error", error or str(problem)
-            text = "" if isinstance(text, ValueError) else text
-            stop_reason = self._stop_reason(seq, stop) if error is None else None
-            first = seq.siblings[0] if seq.siblings else seq
-            index, request = seq.seq_id - first.seq_id, self._running[first.seq_id]
-            logprobs = self._logprobs(seq.logprobs, params.logprobs, params, follows_text)
-            total = None if logprobs is None else float(logprobs.of_tokens.sum(dtype=np.float64))
-            request.completions[index] = CompletionOutput(
-                index, text, seq.completion_token_ids, reason, stop_reason, total, logprobs
-            )
-            request.error = request.error or error
-            if len(request.completions) == request.num_completions:
-                del self._running[first.seq_id]
-                self.num_cut += any(_is_cut_by_default(each, params) for each in request.completions.values())
-                completions = [request.completions[index] for index in range(request.num_completions)]
-                place, prompt = request.place, request.prompt
-                wanted, start = first.sampling_params.prompt_logprobs, prompt.first_scored
-                scores = self._logprobs(first.prompt_logprobs, wanted, params, True, start)
-                metrics = RequestMetrics(request.arrival_time, first.first_token_time, now)
-                cached, error = first.num_cached_tokens, request.error
-                output = self._output(place, prompt, completions, cached, error, scores, metrics)
-                outputs[output.prompt_index] = output
-        return outputs
+    def _outputs_of(self, sequences: list[Sequence]) -> dict[int, Output]:
+        """The outputs of the rows that these sequences finish."""
+        rows: list[FinishedRow] = []
+        for seq in sequences:
+            first_id = self._first_id_of.pop(seq.seq_id)
+            request = self._running[first_id]
+            request.finished[seq.seq_id - first_id] = seq
+            if len(request.finished) == request.num_sequences:
+                del self._running[first_id]
+                rows.append(self._row(request))
+        return self._outputs(rows)
 
-    def _completion(self, seq: Sequence) -> Completion:
-        prompt, params = islice(seq.token_ids, seq.num_prompt_tokens), seq.sampling_params
-        return Completion(seq.completion_token_ids, params, self._text.follows_text(prompt, params))
+    def _row(self, request: _Request, error: str | None = None) -> FinishedRow:
+        finished = [request.finished[index] for index in sorted(request.finished)]
+        number, request_id = self._number(request.place), str(self._first_id + request.place)
+        version = self._engine.weight_version
+        return FinishedRow(
+            number, request_id, request.prompt, request.params, finished, request.arrival_time, version, error
+        )
 
-    def _logprobs(
-        self, numbers: bytearray, num_logprobs: int | None, params: SamplingParams, follows_text: bool, first: int = 0
-    ) -> TokenLogprobs | None:
-        if num_logprobs is None:
-            return None
-        return TokenLogprobs.of(bytes(numbers), num_logprobs, first, self._text.pieces(params, follows_text))
-
-    def _stop_reason(self, seq: Sequence, stop: str | None) -> int | str | None:
-        """See CompletionOutput; `stop` is the stop string in the text."""
-        if seq.finish_reason != "stop":
-            return None
-        last = seq.token_ids[-1]
-        if last not in seq.stop_token_ids:
-            return stop
-        usual = self._text.eos_token_ids or self._engine.eos_token_ids
-        return None if last in usual and not seq.sampling_params.ignore_eos else last
-
-    def _output(
-        self,
-        place: int,
-        prompt: EncodedPrompt,
-        completions: list[CompletionOutput],
-        num_cached_tokens: int = 0,
-        error: str | None = None,
-        scores: TokenLogprobs | None = None,
-        metrics: RequestMetrics | None = None,
-    ) -> RequestOutput:
-        number = self._number(place)
-        if error is not None:
-            self.errors.add(number, error)
-        version, request_id = self._engine.weight_version, str(self._first_id + place)
-        return RequestOutput(
-            request_id, prompt.text, prompt.token_ids, completions, num_cached_tokens, error, scores, version, number,
-            metrics,
-        )  # fmt: skip
-
-
-def _is_cut_by_default(completion: CompletionOutput, params: SamplingParams) -> bool:
-    """Whether the completion ended at a `max_tokens` that the caller did not give."""
-    is_default = isinstance(params.max_tokens, DefaultMaxTokens)
-    return is_default and completion.finish_reason == "length" and len(completion.token_ids) == params.max_tokens
+    def _outputs(self, rows: list[FinishedRow]) -> dict[int, Output]:
+        pooled = [row for row in rows if isinstance(row.params, PoolingParams)]
+        others = [row for row in rows if not isinstance(row.params, PoolingParams)] if pooled else rows
+        outputs: list[Output] = [*self._completions.outputs(others)] if others else []
+        if pooled and self._pooled is not None:
+            outputs += self._pooled.outputs(pooled)
+        for output in outputs:
+            if output.error is not None:
+                self.errors.add(output.prompt_index, output.error)
+        self.num_cut += sum(is_cut_by_default(row) for row in others)
+        return {output.prompt_index: output for output in outputs}
 
 
 def without_text(
@@ -318,7 +313,7 @@ def without_text(
     return params, predicates
 
 
-class OutputIterator(Iterator[RequestOutput]):
+class OutputIterator(Iterator[Any]):
     """The result of `LLM.generate_iter`: computes as far as the next output needs.
 
     Dropping it, or `close()`, aborts the running requests; `drain()` lets them finish. An exception ends it;
@@ -340,12 +335,12 @@ class OutputIterator(Iterator[RequestOutput]):
     ):
         self._stream, self._steps = stream, stream.run()
         self._run, self._finish, self._is_ordered = run, finish, is_ordered
-        self._held: dict[int, RequestOutput] = {}  # not yet returned, in the order in which they finished
+        self._held: dict[int, Output] = {}  # not yet returned, in the order in which they finished
         self._next = 0  # the number to return next, if they are ordered
         self._dropped: set[int] = set()  # numbers that will never finish
         self._is_open = True
 
-    def __next__(self) -> RequestOutput:
+    def __next__(self) -> Any:
         while True:
             while self._next in self._dropped:
                 self._next += 1

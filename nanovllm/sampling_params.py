@@ -58,6 +58,7 @@ _MEANT = {
     "num_beams": _BEAMS,
     "beam_width": _BEAMS,
     "num_return_sequences": "n",
+    "task": "it is a parameter of PoolingParams, which embed() and generate_iter() take",
 }
 
 
@@ -281,22 +282,28 @@ def mixed_seed(seed: int, number: int) -> int:
     return z ^ (z >> 31)
 
 
-def checked_params(given: Any) -> Any:
+def checked_params(given: Any, others: tuple[type, ...] = ()) -> Any:
     """A checked copy of one SamplingParams or of a list of them. A dict of parameters becomes a SamplingParams. All
-    else, such as an iterator, is returned as it is.
+    else, such as an iterator or one of `others`, is returned as it is.
 
     Raises:
         TypeError, ValueError: a parameter is unknown or wrong, or an item of a list is something else.
     """
     if isinstance(given, (list, tuple)):
-        return [_checked(params, f"[{index}]") for index, params in enumerate(given)]
+        return [
+            params if isinstance(params, others) else _checked(params, f"[{index}]")
+            for index, params in enumerate(given)
+        ]
     return _checked(given) if isinstance(given, (SamplingParams, Mapping)) else given
 
 
-def one_per_prompt(given: OneOrMany, num_prompts: int) -> list[SamplingParams]:
-    """A list with one per prompt, from such a list or from one for all; otherwise a TypeError or ValueError."""
-    params = checked_params(given)
-    if isinstance(params, SamplingParams):
+def one_per_prompt(given: Any, num_prompts: int, others: tuple[type, ...] = ()) -> list[Any]:
+    """A list with one per prompt, from such a list or from one for all; otherwise a TypeError or ValueError.
+
+    others: further types of parameters, which never change.
+    """
+    params = checked_params(given, others)
+    if isinstance(params, (SamplingParams, *others)):
         return [params] * num_prompts
     if not isinstance(params, list):
         raise TypeError(f"sampling_params must be a SamplingParams or a list of them, not a {type(given).__name__}")
@@ -307,26 +314,30 @@ def one_per_prompt(given: OneOrMany, num_prompts: int) -> list[SamplingParams]:
     return params
 
 
-def with_params(prompts: Iterator[Any], given: Any) -> Iterator[tuple[Any, SamplingParams] | None]:
+def with_params(prompts: Iterator[Any], given: Any, others: tuple[type, ...] = ()) -> Iterator[tuple[Any, Any] | None]:
     """Each prompt with its parameters, as they are now: `given` is one for all, or an iterable with one per prompt.
     NOT_YET gives None.
+
+    others: further types of parameters, which never change.
 
     Raises:
         TypeError: `given` is neither.
         ValueError, TypeError: raised while the pairs are read: `given` ends before the prompts, or holds something
             else.
     """
-    given = checked_params(given)
-    if isinstance(given, SamplingParams):
+    given = checked_params(given, others)
+    if isinstance(given, (SamplingParams, *others)):
         return (None if prompt is NOT_YET else (prompt, given) for prompt in prompts)
     if not isinstance(given, Iterable):
         raise TypeError(
             f"sampling_params must be a SamplingParams or an iterable of them, not a {type(given).__name__}"
         )
-    return _zip_params(prompts, iter(given))
+    return _zip_params(prompts, iter(given), others)
 
 
-def _zip_params(prompts: Iterator[Any], given: Iterator[Any]) -> Iterator[tuple[Any, SamplingParams] | None]:
+def _zip_params(
+    prompts: Iterator[Any], given: Iterator[Any], others: tuple[type, ...]
+) -> Iterator[tuple[Any, Any] | None]:
     index = -1
     for prompt in prompts:
         if prompt is NOT_YET:
@@ -336,13 +347,14 @@ def _zip_params(prompts: Iterator[Any], given: Iterator[Any]) -> Iterator[tuple[
         params = next(given, None)
         if params is None:
             raise ValueError(f"sampling_params end before prompt {index}; give one for all, or one per prompt")
-        yield prompt, _checked(params, f"[{index}]")
+        yield prompt, params if isinstance(params, others) else _checked(params, f"[{index}]")
 
 
 def _checked(params: Any, place: str = "") -> SamplingParams:
     """A copy of the parameters, which may be a dict. `place` is their index, for errors."""
     if not isinstance(params, (SamplingParams, Mapping)):
-        raise TypeError(f"sampling_params{place} must be a SamplingParams, not {repr(params)[:200]}")
+        advice = "; embed() and generate_iter() take PoolingParams" * (type(params).__name__ == "PoolingParams")
+        raise TypeError(f"sampling_params{place} must be a SamplingParams, not {repr(params)[:200]}{advice}")
     try:
         if isinstance(params, Mapping):
             return SamplingParams(**params)

@@ -9,8 +9,9 @@ from itertools import islice
 from typing import Any
 
 from nanovllm.outputs import CompletionOutput, ErrorSummary, RequestOutput, keep_outputs
+from nanovllm.pooling_outputs import PooledOutput, PoolingRequestOutput
+from nanovllm.pooling_params import PoolingParams, RowParams
 from nanovllm.replicas.pool import ReplicaPool, ReplicaProcess
-from nanovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ _MAX_DEATHS = 5  # of each replica, with no request finished in between
 class _Request:
     number: int
     prompt: Any
-    params: SamplingParams
+    params: RowParams
     num_deaths: int = 0  # of processes that had not finished it
 
 
@@ -49,7 +50,10 @@ class _Share:
     is_in_call: bool = False
 
 
-class ReplicaIterator(Iterator[RequestOutput]):
+_Output = RequestOutput | PoolingRequestOutput
+
+
+class ReplicaIterator(Iterator[_Output]):
     """The result of `Replicas.generate_iter`: outputs as they finish.
 
     If a replica dies, its unfinished requests run again: in small groups, because one of them may have killed it. If a
@@ -62,22 +66,22 @@ class ReplicaIterator(Iterator[RequestOutput]):
         source: prompts with their parameters; see RowStream.
     """
 
-    def __init__(self, pool: ReplicaPool, call: int, source: Iterator[tuple[Any, SamplingParams] | None]):
+    def __init__(self, pool: ReplicaPool, call: int, source: Iterator[tuple[Any, RowParams] | None]):
         self._pool, self._call, self._source = pool, call, source
         self._shares: dict[ReplicaProcess, _Share] = {process: _Share() for process in pool.processes}
         self._num_read = self._num_deaths = 0
         self._max_num_completions = 1  # that a request of this call has
         self._again: list[_Request] = []
-        self._held: deque[RequestOutput] = deque()
+        self._held: deque[_Output] = deque()
         self._errors = ErrorSummary()
         self._is_exhausted = False
         self._is_ending = False  # the replicas were told that no request follows
         self.is_open = True
 
-    def __next__(self) -> RequestOutput:
+    def __next__(self) -> _Output:
         return self._pool.guard.run(self._take_output)
 
-    def _take_output(self) -> RequestOutput:
+    def _take_output(self) -> _Output:
         try:
             while self.is_open and not self._held:
                 self._advance()
@@ -143,12 +147,12 @@ class ReplicaIterator(Iterator[RequestOutput]):
         elif call == self._call and kind == "done":
             share.is_in_call = False
         elif call == self._call and kind == "output":
-            output: RequestOutput = message[2]
+            output: _Output = message[2]
             if share.requests.pop(output.prompt_index, None) is not None:
                 self._num_deaths = 0
                 self._put(output)
 
-    def _put(self, output: RequestOutput) -> None:
+    def _put(self, output: _Output) -> None:
         if output.error is not None:
             self._errors.add(output.prompt_index, output.error)
         self._held.append(output)
@@ -223,12 +227,8 @@ class ReplicaIterator(Iterator[RequestOutput]):
             if request.num_deaths <= len(_REQUESTS_AFTER_DEATHS):
                 self._again.append(request)
                 continue
-            text = request.prompt if isinstance(request.prompt, str) else None
             error = f"the replica died {request.num_deaths} times while it ran this row, the last time alone: {how}"
-            completions = [CompletionOutput(0, "", [], "error")]
-            self._put(
-                RequestOutput(str(request.number), text, [], completions, error=error, prompt_index=request.number)
-            )
+            self._put(_error_row(request, error))
 
     # The end
 
@@ -245,3 +245,12 @@ class ReplicaIterator(Iterator[RequestOutput]):
         self.is_open = False
         if errors := self._errors.describe(self._num_read):
             logger.warning(errors)
+
+
+def _error_row(request: _Request, error: str) -> _Output:
+    text, params, number = request.prompt if isinstance(request.prompt, str) else None, request.params, request.number
+    if isinstance(params, PoolingParams):
+        nothing = PooledOutput(params.task or "embed")
+        return PoolingRequestOutput(str(number), text, [], nothing, error=error, prompt_index=number)
+    completions = [CompletionOutput(0, "", [], "error")]
+    return RequestOutput(str(number), text, [], completions, error=error, prompt_index=number)

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from nanovllm.config import Config
+from nanovllm.pooling_params import PoolingParams, RowParams
 from nanovllm.prompts import as_prompt_list
 from nanovllm.replicas.iterator import ReplicaIterator
 from nanovllm.replicas.pool import ReplicaPool, merged_metrics
-from nanovllm.sampling_params import SamplingParams, with_params
+from nanovllm.sampling_params import with_params
 
 
 class Replicas:
@@ -45,7 +46,7 @@ class Replicas:
     def generate_iter(
         self,
         prompts: Iterable[Any],
-        sampling_params: SamplingParams | Iterable[SamplingParams],
+        sampling_params: RowParams | Iterable[RowParams],
         *,
         ordered: bool = False,
     ) -> ReplicaIterator:
@@ -68,7 +69,7 @@ class Replicas:
                 self._pool.replace(process)
         self._num_calls += 1
         source = iter(prompts if isinstance(prompts, Iterator) else as_prompt_list(prompts))
-        iterator = ReplicaIterator(self._pool, self._num_calls, with_params(source, sampling_params))
+        iterator = ReplicaIterator(self._pool, self._num_calls, with_params(source, sampling_params, (PoolingParams,)))
         self._iterator = weakref.ref(iterator)
         return iterator
 

@@ -1,7 +1,7 @@
 """One replica of a model, as a process of its own: an LLM that completes the prompts from a socket.
 
 `ReplicaPool` starts it. The parent sends ("requests", call, [(number, prompt, parameters), …]), then ("end", call),
-("drain", call) or ("abort", call); and ("close", 0). The answers are ("output", call, RequestOutput, metrics), where
+("drain", call) or ("abort", call); and ("close", 0). The answers are ("output", call, a row's output, metrics), where
 metrics are usually None, and at last ("done", call, metrics).
 """
 
@@ -18,8 +18,8 @@ from typing import Any
 
 from nanovllm.child_processes import serve
 from nanovllm.llm import LLM
+from nanovllm.pooling_params import RowParams
 from nanovllm.prompts import NOT_YET
-from nanovllm.sampling_params import SamplingParams
 
 _SECONDS_BETWEEN_METRICS = 0.2
 
@@ -30,7 +30,7 @@ dumps, loads = pickle.dumps, pickle.loads
 
 
 # A request's number in the parent's call, its prompt and its parameters.
-_Request = tuple[int, Any, SamplingParams]
+_Request = tuple[int, Any, RowParams]
 
 
 class _Aborted(Exception):
@@ -44,7 +44,7 @@ class _Call:
         self._number, self._inbox, self._reply = number, inbox, reply
         self._waiting = deque(requests)
         self._running: dict[int, int] = {}  # the requests' numbers in the parent's call, by their numbers here
-        self._params: deque[SamplingParams] = deque()  # of the prompts that were given
+        self._params: deque[Any] = deque()  # of the prompts that were given
         self._has_ended = self._is_draining = False
         self._said_at = time.monotonic()
 

@@ -563,7 +563,9 @@ GPU = MemoryUse(total=100, free_at_start=90, free=80, activations=15, graphs=5)
 def blocks_on_gpu(monkeypatch, memory: MemoryUse, **options) -> int:
     """Blocks of a byte on a GPU of `memory`, without a margin; the longest sequence takes 12."""
     monkeypatch.setattr(memory_of, "_GPU_MARGIN", 0)
-    return memory_of.num_kvcache_blocks(Config("m", **options), memory, 1, 12, options.get("max_num_seqs", 512), True)
+    return memory_of.num_kvcache_blocks(
+        Config("m", **options), memory, 1, 12, 12 * options.get("max_num_seqs", 512), True
+    )
 
 
 def test_a_gpu_gives_what_weights_activations_and_graphs_leave_of_its_share(monkeypatch):

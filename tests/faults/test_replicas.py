@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from support.interrupts import interrupt_at_random_moments
 from support.long import long, some
 from support.processes import SCRIPT_ENVIRONMENT, children, is_running, nothing_left_behind, wait_until
 
-from nanovllm import LLM, NOT_YET, RequestOutput, SamplingParams
+from nanovllm import LLM, NOT_YET, PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
 from nanovllm.config import Config
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.jobs import JobOptions
@@ -80,6 +81,22 @@ def test_three_replicas_give_the_texts_of_one_engine_and_share_the_rows(three, e
     assert metrics["num_requests"] - before["num_requests"] == 60
     shares = [process.metrics["num_requests"] for process in three._pool.processes]
     assert sum(shares) == metrics["num_requests"] and min(shares) >= 8
+
+
+def test_rows_of_one_forward_pass_come_back_with_their_numbers(three):
+    """In one call with rows that generate text, and with an error row."""
+    label = PoolingParams("label", labels=(" 42", " 43"))
+    params = [PoolingParams(), label, SamplingParams(0, max_tokens=4), PoolingParams("classify")] * 10
+    with LLM(MODEL, **OPTIONS) as llm:
+        expected = list(llm.generate_iter(PROMPTS[:40], params))
+    for output, other in zip(run(three, PROMPTS[:40], params), expected, strict=True):
+        assert type(output) is type(other) and (output.error, output.prompt) == (other.error, other.prompt)
+        if isinstance(output, RequestOutput):
+            assert output.text == other.text
+        elif output.error is None:
+            np.testing.assert_allclose(output.data, other.data, atol=1e-5)
+            assert output.data.dtype == np.float32 and output.label == other.label
+    assert [output.error is None for output in expected] == [True, True, True, False] * 10
 
 
 def test_few_rows_spread_over_all_replicas(three):
@@ -299,24 +316,27 @@ def test_a_job_one_of_whose_replicas_is_killed_gives_the_same_file(job, tmp_path
 
 @pytest.mark.parametrize("how", some(["is killed", "raises"], "is killed"))
 def test_a_row_that_kills_its_replica_becomes_one_error_row(expected, how, monkeypatch, tmp_path):
-    """Its neighbours were once run again together with it, died with it, and became error rows as well."""
+    """Its neighbours were once run again together with it, died with it, and became error rows as well. The error row
+    is of the class of the row's other outputs."""
     monkeypatch.setenv("FATAL_TEXT", "POISON")
     monkeypatch.setenv("HOW", how)
-    prompts = [*PROMPTS]
+    prompts, params = [*PROMPTS], [*PARAMS]
     prompts[17] = "POISON"
+    kind = RequestOutput
+    if how == "is killed":
+        params[17], kind = PoolingParams("label", labels=("a", "b")), PoolingRequestOutput
     with (
         nothing_left_behind(tmp_path, monkeypatch),
         Replicas(MODEL, data_parallel_size=2, replica_module="support.faulty_replica", **OPTIONS) as replicas,
     ):
-        outputs = run(replicas, prompts)
+        outputs = run(replicas, prompts, params)
         assert len(replicas._pool.of_dead) == 3
         del replicas
     assert [output.error is not None for output in outputs] == [number == 17 for number in range(60)]
     reason = "was killed by signal 9" if how == "is killed" else "MemoryError: the row is too large"
     assert "died 3 times while it ran this row" in outputs[17].error and reason in outputs[17].error
-    assert [text for number, text in enumerate(texts(outputs)) if number != 17] == [
-        text for number, text in enumerate(expected) if number != 17
-    ]
+    assert type(outputs[17]) is kind and (outputs[17].request_id, outputs[17].prompt) == ("17", "POISON")
+    assert texts(outputs[:17] + outputs[18:]) == expected[:17] + expected[18:]
 
 
 @pytest.mark.long
