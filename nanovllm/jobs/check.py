@@ -41,7 +41,9 @@ class Checked:
         )  # fmt: skip
         if len(runnable := np.flatnonzero(index.can_run)):
             row, _ = index.read(int(runnable[0]))
-            logger.info("the first prompt: %.400r", row.prompt)
+            texts = row.prompt if isinstance(row.prompt, tuple) else (row.prompt,)
+            noun = "query and document" if len(texts) == 2 else "prompt"
+            logger.info("the first %s: %s", noun, ", ".join(f"{text!r:.400}" for text in texts))
         for errors in (index.errors, self.refused):
             if errors.num_rows:
                 logger.warning("%s cannot run: %s", num_rows_in_words(errors.num_rows), errors.in_words())

@@ -14,8 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from nanovllm import LLM, Config, SamplingParams, __version__
+from nanovllm import LLM, Config, PoolingParams, SamplingParams, __version__
 from nanovllm.jobs import JobError, JobOptions, run_batch
+from nanovllm.jobs.columns import LABELS_ADVICE
 from nanovllm.jobs.options import OnError, PreflightKind
 
 
@@ -47,7 +48,7 @@ A row is {"id": "a", "prompt": "Hello"} or a line of an OpenAI batch file. Rows 
 as --prompt "Translate: {text}" for a column "text". docs/jobs.md describes all of them."""
 _STOPPED = "stopped; run the same command again to resume"
 # The job sets these itself, or has no use for them.
-_NOT_OPTIONS = ("self", "model", "seed", "queue_calls")
+_NOT_OPTIONS = ("self", "model", "seed", "queue_calls", "task")
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -56,22 +57,25 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-_NOUNS: dict[Any, str] = {int: "an integer", float: "a number", _json_object: 'an object such as {"temperature": 0.7}'}
-
-
-def _read(kind: Callable[[str], Any], text: str) -> Any:
+def _read(kind: Callable[[str], Any], noun: str, text: str) -> Any:
     try:
         return kind(text)
     except (ValueError, RecursionError):
-        raise argparse.ArgumentTypeError(f"must be {_NOUNS[kind]}, not {text!r:.100}") from None
+        raise argparse.ArgumentTypeError(f"must be {noun}, not {text!r:.100}") from None
 
 
 # How argparse takes a parameter of a type.
 _KINDS: dict[str, dict[str, Any]] = {
-    **{kind.__name__: {"type": partial(_read, kind), "metavar": "NUMBER"} for kind in (int, float)},
+    "int": {"type": partial(_read, int, "an integer"), "metavar": "NUMBER"},
+    "float": {"type": partial(_read, float, "a number"), "metavar": "NUMBER"},
     "str": {"metavar": "TEXT"},
     "bool": {"action": argparse.BooleanOptionalAction},
 }
+
+
+def _json(example: str) -> dict[str, Any]:
+    """How argparse takes a JSON object."""
+    return {"type": partial(_read, _json_object, f"an object such as {example}"), "metavar": "JSON"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -83,6 +87,7 @@ class _Parser(argparse.ArgumentParser):
             name = unknown[0].split("=")[0]
             close = difflib.get_close_matches(name, self._option_string_actions, n=1)
             hint = f"did you mean {close[0]}?" if close else "--help lists all options"
+            hint = f"labels are parameters: {LABELS_ADVICE}" if name == "--labels" else hint
             kind = "unknown option" if name.startswith("-") else "unexpected argument"
             self.error(f"{kind} {name}; {hint}")
         return found, unknown
@@ -130,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
-    """The parser of the whole command, the names of LLM's options, and those of SamplingParams."""
+    """The parser of the whole command, the names of LLM's options, and those of parameters of rows."""
     description = "Offline LLM inference. nanovllm COMMAND --help lists the options of a command."
     top = _Parser("nanovllm", description=description, allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"nanovllm {__version__}")
@@ -148,7 +153,10 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
 
     def add(*flags: str, group: Any = parser, **how: Any) -> None:
         name = how.get("dest") or flags[-1].strip("-").replace("-", "_")
-        how["help"] = _help(how.get("help") or meanings.get(name, ""), defaults.get(name))
+        meaning = how.get("help") or meanings.get(name, "")
+        if how.get("metavar") == "JSON":
+            meaning = meaning.replace("False", "false").replace("True", "true")
+        how["help"] = _help(meaning, defaults.get(name))
         group.add_argument(*flags, **how)
 
     add("-i", "--input", nargs="+", action="extend", metavar="FILE")
@@ -165,18 +173,26 @@ def _make_parser() -> tuple[argparse.ArgumentParser, list[str], list[str]]:
     add("--report", type=Path)
     columns = "Name the columns that make the rows. The output repeats all columns."
     data = parser.add_argument_group("data of any shape", columns)
-    for name in ("prompt", "prompt-column", "messages-column", "id-column"):
+    for name in ("prompt", *(f"{each}-column" for each in ("prompt", "messages", "id", "query", "document"))):
         add(f"--{name}", group=data, metavar="TEMPLATE" if name == "prompt" else "NAME")
     add("--chat", group=data, action="store_true")
-    add("--chat-template-kwargs", group=data, type=partial(_read, _json_object), metavar="JSON")
+    add("--chat-template-kwargs", group=data, **_json('{"enable_thinking": false}'))
     precedence = "A row's own parameters take precedence. The defaults count where generation_config.json has no value."
     sampling = parser.add_argument_group("sampling of all rows", precedence)
     params_help = """parameters as a JSON object, such as '{"stop": ["\\n"], "max_tokens": null}'; null is None"""
-    add("--params", group=sampling, type=partial(_read, _json_object), metavar="JSON", help=params_help)
+    add("--params", group=sampling, help=params_help, **_json('{"temperature": 0.7}'))
     names = _add_options(sampling, SamplingParams.__init__, _meanings(SamplingParams))
+    pooling = parser.add_argument_group("rows of one forward pass", f"They need --task. Labels: {LABELS_ADVICE}")
+    task_help = "embed, classify, reward, score or label: what to compute of each row, in place of a completion"
+    add("--task", group=pooling, help=task_help, **_KINDS["str"])
+    names += ["task", *_add_options(pooling, PoolingParams.__init__, _meanings(PoolingParams))]
     engine = parser.add_argument_group("engine")
+    meanings |= _meanings(Config)
+    add("--pooler-config", group=engine, **_json('{"pooling_type": "MEAN"}'))
+    add("--hf-overrides", group=engine, **_json('{"is_original_qwen3_reranker": true, …}'))
     add("--data-parallel-size", group=engine, help="LLMs, each on GPUs of its own. Default: 1", **_KINDS["int"])
-    return top, ["data_parallel_size", *_add_options(engine, LLM.__init__, _meanings(Config))], names
+    others = ["data_parallel_size", "pooler_config", "hf_overrides"]
+    return top, [*others, *_add_options(engine, LLM.__init__, _meanings(Config))], names
 
 
 def _add_options(group: Any, function: Callable[..., None], meanings: dict[str, str]) -> list[str]:
@@ -204,4 +220,4 @@ def _help(meaning: str, default: Any) -> str:
     if isinstance(default, bool):
         default = "on" if default else "off"
     said = "" if default in (None, MISSING) else f" Default: {default}."
-    return f"{meaning.removesuffix('.')}.{said}".replace("%", "%%")
+    return f"{meaning.removesuffix('.')}.{said}".replace("%", "%%").replace("−", "-")  # a shell needs ASCII's minus

@@ -13,21 +13,47 @@ from functools import cached_property, lru_cache
 from string import Formatter
 from typing import Any
 
+from nanovllm import PoolingParams
 from nanovllm.jobs.errors import JobError
-from nanovllm.jobs.fields import conversation_of, prompt_of
+from nanovllm.jobs.fields import PAIR, conversation_of, pair_of, prompt_of
 
 logger = logging.getLogger("nanovllm.jobs")
 
 PROMPTS = ("prompt", "messages", "token_ids")
-PLAIN_KEYS = ("id", *PROMPTS, "params", "chat_template_kwargs")
+PLAIN_KEYS = ("id", *PROMPTS, "params", "chat_template_kwargs", "task")
+# Parameters that are keys of a plain row with a task. A job has no output for states of other layers.
+_NOT_KEYS = ("task", "hidden_states_layers")
+POOLING_KEYS = tuple(field.name for field in fields(PoolingParams) if field.name not in _NOT_KEYS)
+# The keys of each kind of plain row: of one that generates text, and of those with a task.
+KEYS: dict[Any, tuple[str, ...]] = {
+    "plain": PLAIN_KEYS,
+    **dict.fromkeys(("embed", "classify", "reward", "label"), (*PLAIN_KEYS, *POOLING_KEYS)),
+    "score": ("id", *PAIR, "params", "task", *POOLING_KEYS),
+}
+LABELS_ADVICE = """--params '{"labels": ["yes", "no"]}'"""
 OPENAI_KEYS = frozenset(("custom_id", "url", "body"))
 # Names that outputs have. A name such as "input_text" is changed too, so that no two names become one.
-_TAKEN = re.compile("(input_)*(id|text|outputs|num_prompt_tokens|prompt_logprobs|error|row|custom_id|response)")
+_OF_OUTPUTS = "id|text|outputs|num_prompt_tokens|prompt_logprobs|error|row|custom_id|response"
+_TAKEN = re.compile(f"(input_)*({_OF_OUTPUTS})")
+_TAKEN_WITH_TASKS = re.compile(f"(input_)*({_OF_OUTPUTS}|embedding|label|probs|logprobs|score|data)")
 
 
 @lru_cache(maxsize=4096)
-def _output_name(name: str) -> str:
-    return f"input_{name}" if _TAKEN.fullmatch(name) else name
+def _output_name(name: str, has_tasks: bool) -> str:
+    return f"input_{name}" if (_TAKEN_WITH_TASKS if has_tasks else _TAKEN).fullmatch(name) else name
+
+
+def _flag(name: str) -> str:
+    """The command's name of an option."""
+    return f"--{name.replace('_', '-')}"
+
+
+def kind_of_task(task: Any) -> Any:
+    """The kind of a plain row with this task; a ValueError if there is no such task."""
+    kind = "plain" if task == "generate" else task
+    if not isinstance(task, str) or task == "plain" or kind not in KEYS:
+        raise ValueError(f'"task" must be generate, {", ".join(list(KEYS)[1:-1])} or score, not {task!r}')
+    return kind
 
 
 @dataclass(frozen=True)
@@ -42,6 +68,9 @@ class Columns:
         prompt: a template of prompts, such as "Translate: {text}", whose fields are names of columns.
         chat: whether a prompt becomes the user's message of a conversation.
         chat_template_kwargs: arguments of the chat template for all conversations.
+        query_column, document_column: for the task "score", the columns with both texts; "query" and "document" by
+            default.
+        task: the task of plain rows and of rows of named columns.
 
     Raises:
         ValueError: two options contradict each other, or the template is wrong.
@@ -53,10 +82,20 @@ class Columns:
     prompt: str | None = None
     chat: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    query_column: str | None = None
+    document_column: str | None = None
+    task: str = "generate"
 
     def __post_init__(self) -> None:
         if sum(each is not None for each in (self.prompt_column, self.messages_column, self.prompt)) > 1:
             raise ValueError("give only one of prompt_column, messages_column and prompt")
+        kind_of_task(self.task)
+        pair = self.given.keys() & {"query_column", "document_column"}
+        if self.task != "score" and pair:
+            raise ValueError(f"{_flag(min(pair))} needs the task 'score' (--task score)")
+        if self.task == "score" and (others := self.given.keys() - pair - {"id_column"}):
+            advice = "name the columns of its texts with --query-column and --document-column"
+            raise ValueError(f"the task 'score' does not take {_flag(min(others))}; {advice}")
         if self.chat and self.messages_column is not None:
             raise ValueError("messages_column has whole conversations, and chat makes them of prompts; give only one")
         if self.chat_template_kwargs is not None and not self.chat and self.messages_column is None:
@@ -66,8 +105,8 @@ class Columns:
 
     @cached_property
     def given(self) -> dict[str, Any]:
-        """The options that differ from their defaults."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        """The options that name columns and differ from their defaults."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "task"}
         return {name: value for name, value in values.items() if value not in (None, False)}
 
     @property
@@ -77,11 +116,15 @@ class Columns:
     @property
     def json_names(self) -> tuple[str | None, ...]:
         """Columns of a table whose strings may be JSON text. A prompt never is."""
-        return (self.messages_column,) if self.given else ("params", "chat_template_kwargs", "body", "messages")
+        return (
+            (self.messages_column,) if self.given else ("params", "chat_template_kwargs", "body", "messages", "labels")
+        )
 
     @cached_property
     def _parts(self) -> list[tuple[str, str | None]]:
         """The template's texts, each with the column that follows it."""
+        if self.task == "score":
+            return [("", self.query_column or PAIR[0]), ("", self.document_column or PAIR[1])]
         if self.prompt is None:
             return [("", self.messages_column or self.prompt_column or "prompt")]
         try:
@@ -111,17 +154,25 @@ class Columns:
                 raise JobError(f"{path} has no column {name!r}; {there}")
         if self.given or not is_table:
             return
-        if set(names).isdisjoint((*PROMPTS, "custom_id", "body")):
-            raise JobError(f"{path} has no column with prompts; name one with --prompt or --prompt-column: {there}")
+        if set(names).isdisjoint((*PROMPTS, *(PAIR if self._has_tasks(names) else ()), "custom_id", "body")):
+            pair = "columns 'query' and 'document'; name them with --query-column and --document-column"
+            prompts = "column with prompts; name one with --prompt or --prompt-column"
+            raise JobError(f"{path} has no {pair if self.task == 'score' else prompts}: {there}")
         for name in self.carried(names):
             close = difflib.get_close_matches(name, PLAIN_KEYS, n=1)
             if close and close[0] not in names:
                 logger.warning("the output only repeats the column %r; did you mean %r?", name, close[0])
 
+    def _has_tasks(self, names: Collection[str]) -> bool:
+        """Whether rows with these columns may have a task."""
+        return self.task != "generate" or ("task" in names and not self.given)
+
     def of_rows(self, names: Collection[str]) -> dict[str, str]:
         """The columns of a table that rows need, each with its name in the row. The id is first, where it is found even
         in a row that is too long."""
         keys = {*self._names, self.id_name} if self.given else {*PLAIN_KEYS}
+        if not self.given and self._has_tasks(names):
+            keys |= {*POOLING_KEYS, *PAIR}
         # A table of prompts without a "url" may have a "body" of its own, such as that of a mail.
         is_openai = not {"custom_id", "body"}.isdisjoint(names) and ("url" in names or set(names).isdisjoint(PROMPTS))
         if is_openai and not self.given:
@@ -132,7 +183,8 @@ class Columns:
     def carried(self, names: Collection[str]) -> dict[str, str]:
         """The data columns of a table, or of a line if columns are named, each with its name in the output."""
         others = self.of_rows(names) if not self.given else ("id",) if self.id_name == "id" else ()
-        return {name: _output_name(name) for name in names if name not in others}
+        has_tasks = self._has_tasks(names)
+        return {name: _output_name(name, has_tasks) for name in names if name not in others}
 
     def prompt_of(self, row: dict[str, Any]) -> Any:
         """A row's prompt, as `LLM.generate_iter` takes it; a ValueError names the column that has none."""
@@ -140,6 +192,8 @@ class Columns:
             if (value := row.get(name)) is None or value != value:  # NaN is pandas' null
                 raise ValueError(f"the column {name!r} is null or missing")
         name = self._names[0]
+        if self.task == "score":
+            return pair_of(row, self._names)
         if self.messages_column is not None:
             return self._conversation(row[name])
         found = prompt_of(name, row[name]) if self.prompt is None else self._filled(row)

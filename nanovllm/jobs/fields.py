@@ -4,7 +4,7 @@ token by token."""
 import difflib
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -15,6 +15,9 @@ T = TypeVar("T")
 
 # A longer line is an error row: it would take as much memory several times over.
 MAX_BYTES_OF_LINE = 2**26
+# The texts of a row that is scored.
+PAIR = ("query", "document")
+NOTHING_IS_GENERATED = "leave it out: nothing is generated"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _DECODER = json.JSONDecoder(parse_float=lambda text: finite_or_none(float(text)), parse_constant=lambda name: None)
 _MAX_KEPT_CHARACTERS = 1024
@@ -83,18 +86,18 @@ def check_names(
 
     Args:
         noun: the error's word for such a field.
-        meant: other names -> a known name, or a sentence with the advice.
+        meant: other names -> a name, which counts only if it is known, or a sentence with the advice.
         advice: what else to do.
     """
     name = next((name for name in fields if name not in known), None)
     if name is None:
         return
     close = name if name in meant else _closest(name[:100].lower(), (*known, *meant))
-    hint = meant.get(close, close)
-    if not hint:
-        hint = f"known are {', '.join(known)}"
-    elif hint in known:
+    hint = close if close in known else meant.get(close, "")
+    if hint in known:
         hint = f'did you mean "{hint}"?'
+    elif " " not in hint:
+        hint = f"known are {', '.join(known)}"
     raise ValueError(f"unknown {noun} {name!r}; {hint}{advice}")
 
 
@@ -111,6 +114,17 @@ def prompt_of(name: str, value: Any) -> str | list[int]:
     if isinstance(value, list) and all(isinstance(each, (str, list)) for each in value):
         raise ValueError(f'"{name}" holds {len(value)} prompts; write one row per prompt')
     raise ValueError(f'"{name}" must be a string or a list of token ids, not {value!r}')
+
+
+def pair_of(fields: Mapping[str, Any], names: Sequence[str] = PAIR) -> tuple[str, str]:
+    """The prompt of a row that is scored, from the fields with these names; a ValueError says which text it lacks."""
+    query, document = names
+    for name in names:
+        if not isinstance(fields.get(name), str):
+            raise ValueError(
+                f'"{name}" must be a string, not {fields.get(name)!r}; a score needs "{query}" and "{document}"'
+            )
+    return fields[query], fields[document]
 
 
 def conversation_of(fields: Mapping[str, Any], arguments: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from nanovllm.jobs.errors import JobError, what_to_do, worded
 # Engine options that can change a completion. The others may differ when a job is resumed on another machine.
 _DECIDING = (
     "model", "revision", "tokenizer", "dtype", "load_format", "quantization", "kv_cache_dtype", "max_model_len",
+    "pooler_config", "hf_overrides",
 )  # fmt: skip
 # The format of a job's description and journal.
 VERSION = 2

@@ -24,12 +24,13 @@ class Index:
     errors: rows that cannot run, as far as the rows alone can tell.
     max_num_new_tokens: int64 [num_rows].
     kinds: the kinds of rows that occur; see JobRow.
+    dimensions: those that rows with embeddings ask for.
     can_run: bool [num_rows], the rows without an error.
     first_use: int64 [num_rows], the number of the first row with the same id, or −1 if the row itself is the first.
     """
 
     def __init__(self, lines: Files, params: RowParams, max_model_len: int, with_data: bool = False):
-        self.lines, self.params, self.kinds = lines, params, set[str]()
+        self.lines, self.params, self.kinds, self.dimensions = lines, params, set[str](), set[int | None]()
         self.errors = Errors(lines.place)
         self._data = lines.data if with_data else None
         ids, max_num_new_tokens, is_row = array("Q"), array("q"), bytearray()
@@ -40,6 +41,8 @@ class Index:
             max_num_new_tokens.append(0 if row.error is not None else params.max_num_new_tokens(row, max_model_len))
             is_row.append(row.error is None)
             self.kinds.add(row.kind)
+            if row.kind in ("embed", "embeddings") and row.error is None:
+                self.dimensions.add(params.dimensions(row))
             self._note(row)
         self.max_num_new_tokens = np.array(max_num_new_tokens, np.int64)
         self.first_use = self._first_uses(np.array(ids, np.uint64))

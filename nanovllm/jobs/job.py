@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from nanovllm.jobs.parquet import import_pyarrow, is_parquet
 from nanovllm.jobs.report import Progress, Report, in_words, num_rows_in_words
 from nanovllm.jobs.results import Results, Stdout
 from nanovllm.jobs.row_params import RowParams
+from nanovllm.jobs.rows import KINDS_WITHOUT_LM_HEAD
 from nanovllm.jobs.run import RowsRun
 from nanovllm.jobs.source import Files, check_name, input_paths
 from nanovllm.replicas.replicas import Replicas
@@ -132,7 +134,9 @@ class Job:
         return paths
 
     def _preflight_of_model(self) -> Preflight:
-        names = ("revision", "tokenizer", "max_model_len", "generation_config")
+        names = (
+            "revision", "tokenizer", "max_model_len", "generation_config", "runner", "pooler_config", "hf_overrides",
+        )  # fmt: skip
         given = {name: value for name, value in self._options.engine.items() if name in names and value is not None}
         return Preflight(self._options.model, **given)
 
@@ -160,12 +164,17 @@ class Job:
         options, found = self._options, {}
         if options.estimate:
             with self._report.phase("estimate"):
-                found["estimate"] = estimate(self._started_llm, index, checked.summary, options.price_per_hour)
+                make_llm = partial(self._started_llm, index)
+                found["estimate"] = estimate(make_llm, index, checked.summary, options.price_per_hour)
         report = self._report.as_dict(len(index), 0, 0, index.errors + checked.refused)
         return {**report, "preflight": {"checked_rows": checked.num_rows, **asdict(checked.summary)}, **found}
 
-    def _started_llm(self) -> LLM | Replicas:
-        return self._make_llm(self._options.model, **{**self._options.engine, "seed": self._options.seed})
+    def _started_llm(self, index: Index) -> LLM | Replicas:
+        engine = {**self._options.engine, "seed": self._options.seed}
+        # Without an LM head, the weights and the KV cache take less memory.
+        if index.kinds <= KINDS_WITHOUT_LM_HEAD and not (engine.get("runner") or engine.get("task")):
+            engine["runner"] = "pooling"
+        return self._make_llm(self._options.model, **engine)
 
     # With a journal
 
@@ -178,7 +187,7 @@ class Job:
             llm = None
             if options.restart:
                 with self._report.phase("start"):
-                    llm = self._started_llm()
+                    llm = self._started_llm(index)
                 stack.enter_context(llm)
             with self._report.phase("recovery"):
                 if options.restart:
@@ -236,7 +245,8 @@ class Job:
     def _write_output(self, journal: Journal, index: Index) -> None:
         with whole_file(self._output) as file:
             if is_parquet(self._options.output):
-                write_parquet(file, self._output, journal.rows(), index.kinds, index.lines.data)
+                has_one_size = len(index.dimensions) == 1
+                write_parquet(file, self._output, journal.rows, index.kinds, index.lines.data, has_one_size)
             else:
                 write_lines(file, journal.rows(), index.lines.data)
             index.lines.check_unchanged()
@@ -250,7 +260,7 @@ class Job:
             return self._report.as_dict(num_before, num_before, num_before, results.errors)
         if llm is None:
             with self._report.phase("start"):
-                llm = self._started_llm()
+                llm = self._started_llm(index)
         rows_run = RowsRun(index, results, self._created, self._options.model)
         with llm, self._report.phase("rows"):
             progress = Progress(len(index), num_before, llm.metrics)

@@ -1,9 +1,9 @@
 """The journal: the finished rows of a job, safe from a kill at any instant.
 
 Each line is `number checksum row`: the input row's number, the CRC-32 of number and row in hexadecimal, and the output
-row, which has no newline. An error row has a `!` before it, so that error rows are counted without parsing the others.
-Lines are only appended. After a kill or a power failure the end may be torn or garbage; the file is then cut before the
-first line with a wrong checksum.
+row (see vectors.py), which has no newline. An error row has a `!` before it, so that error rows are counted without
+parsing the others. Lines are only appended. After a kill or a power failure the end may be torn or garbage; the file is
+then cut before the first line with a wrong checksum.
 """
 
 import fcntl
@@ -185,9 +185,8 @@ class Journal(Results):
     def rows(self) -> Iterator[bytes]:
         """Yields the output rows that are in the file, in the input's order."""
         self.write()
-        there = self._places >= 0
-        for place, size in zip(self._places[there].tolist(), self._sizes[there].tolist(), strict=True):
-            yield self._read(size, place)
+        for number in np.flatnonzero(self._places >= 0):  # a list of integers would take five times the memory
+            yield self._read(int(self._sizes[number]), int(self._places[number]))
 
     def close(self) -> None:
         """Syncs and closes the file, unless it was removed. Removes it if it is empty.

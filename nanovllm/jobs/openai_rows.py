@@ -5,21 +5,24 @@ have vLLM's names and shapes.
 """
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, cast
 
 from nanovllm import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
-from nanovllm.jobs.fields import check_names, conversation_of, prompt_of, scored_tokens, without_nulls
+from nanovllm.jobs.fields import NOTHING_IS_GENERATED, check_names, conversation_of, scored_tokens, without_nulls
+from nanovllm.jobs.openai_pooling import POOLED_FIELDS, POOLED_URLS, TASKS, PooledKind, one_prompt, pooled_request_of
 
-OpenAIKind = Literal["completions", "chat"]
+CompletionKind = Literal["completions", "chat"]
+OpenAIKind = CompletionKind | PooledKind
 
 _TOP = ("custom_id", "method", "url", "body")
-_URLS: dict[Any, OpenAIKind] = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
+_URLS: dict[Any, OpenAIKind] = {"/v1/completions": "completions", "/v1/chat/completions": "chat", **POOLED_URLS}
 # OpenAI's defaults, where neither the body nor the job sets the parameter.
 OPENAI_DEFAULTS: dict[str, dict[str, Any]] = {"completions": {"max_tokens": 16}, "chat": {"max_tokens": None}}
-# Fields that do not affect the completion.
-_IGNORED = frozenset(
-    ("user", "metadata", "store", "service_tier", "stream_options", "safety_identifier", "prompt_cache_key")
-)
+OPENAI_KINDS = frozenset((*OPENAI_DEFAULTS, *TASKS))
+# Fields that do not affect the result.
+_IGNORED = frozenset((
+    "user", "metadata", "store", "service_tier", "stream_options", "safety_identifier", "prompt_cache_key", "priority",
+))  # fmt: skip
 _SAME = (  # names that SamplingParams has too
     "n", "temperature", "top_p", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias", "top_k",
     "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "ignore_eos", "skip_special_tokens",
@@ -36,10 +39,11 @@ _OF_CHAT = ("messages", "chat_template_kwargs", *_OF_TEMPLATE, "tool_choice", "p
 _OF_KIND: dict[OpenAIKind, tuple[str, ...]] = {
     "completions": ("prompt", *_BOTH),
     "chat": (*_OF_CHAT, *_BOTH),
+    **POOLED_FIELDS,
 }
 _ELSEWHERE = 'put it into "body"; a plain row has "id" in place of "custom_id"'
 _MEANT_AT_TOP = {
-    **dict.fromkeys((*_OF_KIND["completions"], *_OF_KIND["chat"], "params", "token_ids"), _ELSEWHERE),
+    **dict.fromkeys((*(name for names in _OF_KIND.values() for name in names), "params", "token_ids"), _ELSEWHERE),
     "id": "custom_id",
 }
 _MEANT_IN_BODY = {
@@ -51,8 +55,10 @@ _MEANT_IN_BODY = {
     "use_beam_search": "nanovllm has no beam search; leave it out",
     "max_new_tokens": "max_tokens",
     "prompt": "it belongs to /v1/completions",
+    "input": "it belongs to /v1/embeddings",
     **dict.fromkeys(_OF_CHAT, "it belongs to /v1/chat/completions"),
 }
+_MEANT_IN_POOLED_BODY = {**_MEANT_IN_BODY, **dict.fromkeys((*_BOTH, "max_new_tokens"), NOTHING_IS_GENERATED)}
 # The keys of each "response_format", and of the schema of one. Name, description and strict change nothing.
 _FORMATS = {"text": ("type",), "json_object": ("type",), "json_schema": ("type", "json_schema")}
 _JSON_SCHEMA = ("schema", "name", "description", "strict")
@@ -67,8 +73,18 @@ def kind_of(fields: dict[str, Any]) -> OpenAIKind:
     return _URLS.get(url, "completions") if isinstance(url, str) else "completions"
 
 
-def request_of(fields: dict[str, Any], kind: OpenAIKind) -> tuple[Any, dict[str, Any], str | None]:
-    """A row's prompt, its parameters as arguments of SamplingParams, and its "model".
+class Request(NamedTuple):
+    """A row's prompt, its parameters as arguments of SamplingParams or PoolingParams, its "model", and whether its
+    embedding is to be base64."""
+
+    prompt: Any
+    params: dict[str, Any]
+    model: str | None
+    is_base64: bool = False
+
+
+def request_of(fields: dict[str, Any], kind: OpenAIKind) -> Request:
+    """The request of a row.
 
     Raises:
         ValueError: names a field that is missing, unknown or of the wrong form.
@@ -82,10 +98,14 @@ def request_of(fields: dict[str, Any], kind: OpenAIKind) -> tuple[Any, dict[str,
     if not isinstance(body, dict):
         raise ValueError(f'"body" must be an object with the request, not {body!r}')
     body = {name: value for name, value in without_nulls(body).items() if name not in _IGNORED}
-    check_names("field of the body", body, _OF_KIND[kind], _MEANT_IN_BODY)
-    _check_fixed(body)
+    meant = _MEANT_IN_POOLED_BODY if kind in TASKS else _MEANT_IN_BODY
+    check_names("field of the body", body, _OF_KIND[kind], meant)
     if (model := body.get("model")) is not None and not isinstance(model, str):
         raise ValueError(f'"model" must be a string, not {model!r}')
+    if kind in TASKS:
+        prompt, params, is_base64 = pooled_request_of(cast(PooledKind, kind), body)
+        return Request(prompt, params, model, is_base64)
+    _check_fixed(body)
     params = _max_tokens(body) | {name: body[name] for name in _SAME if name in body}
     if (logprobs := _chat_logprobs(body) if kind == "chat" else body.get("logprobs")) is not None:
         params["logprobs"] = logprobs
@@ -94,7 +114,7 @@ def request_of(fields: dict[str, Any], kind: OpenAIKind) -> tuple[Any, dict[str,
     needed = "messages" if kind == "chat" else "prompt"
     if needed not in body:
         raise ValueError(f'the body has no "{needed}", which {url} needs')
-    return _conversation(body) if kind == "chat" else _one_prompt(body["prompt"]), params, model
+    return Request(_conversation(body) if kind == "chat" else one_prompt("prompt", body["prompt"]), params, model)
 
 
 def _check_fixed(body: dict[str, Any]) -> None:
@@ -116,12 +136,6 @@ def _conversation(body: dict[str, Any]) -> dict[str, Any]:
     if body.get("parallel_tool_calls", True) is not True:
         raise ValueError('"parallel_tool_calls" must be true or left out; nanovllm does not read calls in an answer')
     return conversation_of(body, given)
-
-
-def _one_prompt(value: Any) -> str | list[int]:
-    """Unwraps a list of one prompt, because some programs always write lists."""
-    is_one = isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list))
-    return prompt_of("prompt", value[0] if is_one else value)
 
 
 def _max_tokens(body: dict[str, Any]) -> dict[str, Any]:
@@ -172,7 +186,7 @@ def _response_format(value: Any) -> dict[str, Any] | None:
     return {"json": described["schema"]}
 
 
-def response_body(kind: OpenAIKind, number: int, output: RequestOutput, created: int, model: str) -> dict[str, Any]:
+def response_body(kind: CompletionKind, number: int, output: RequestOutput, created: int, model: str) -> dict[str, Any]:
     """The body of the response that OpenAI's server would give; usage counts the tokens of all choices."""
     num_generated = sum(len(each.token_ids) for each in output.outputs)
     choices = [_choice(kind, each) for each in output.outputs]
@@ -196,7 +210,7 @@ def response_body(kind: OpenAIKind, number: int, output: RequestOutput, created:
     return body
 
 
-def _choice(kind: OpenAIKind, completion: CompletionOutput) -> dict[str, Any]:
+def _choice(kind: CompletionKind, completion: CompletionOutput) -> dict[str, Any]:
     text, found = completion.text, completion.logprobs
     return {
         "index": completion.index,

@@ -23,8 +23,10 @@ class JobOptions:
             ".parquet". "-" is standard output, which gets rows as they finish; such a job cannot be resumed.
         model: a directory, a hub name, or "bundled".
         engine: other options of LLM, and `data_parallel_size`: how many LLMs, each in a process with GPUs of its own.
-        params: SamplingParams for all rows. A row's own parameters take precedence. Parameters that neither sets come
-            from the model's generation_config.json, or else from SamplingParams' defaults.
+        params: SamplingParams for all rows that generate text; or, with a "task" such as "embed", PoolingParams for all
+            rows of this task, which is then that of each row without a task of its own. A row's own parameters take
+            precedence. Parameters that neither sets come from the model's generation_config.json, or else from
+            SamplingParams' defaults.
         seed: the job's seed. A row that samples and has no seed of its own gets one derived from this and its id.
         on_error: "row" makes an error row of each row that cannot run; "stop" refuses the job before it starts.
         restart: delete the output and the journal of an earlier run, and start over.
@@ -45,6 +47,8 @@ class JobOptions:
         chat: make each prompt the user's message of a conversation, so that the model's chat template applies.
         chat_template_kwargs: arguments of the chat template for all conversations, such as {"enable_thinking": false};
             with chat or messages_column.
+        query_column, document_column: the columns with both texts of a score, for the task "score". By default (None)
+            they are "query" and "document".
 
     Raises:
         ValueError: an option has no such value, or two contradict each other.
@@ -70,11 +74,14 @@ class JobOptions:
     prompt: str | None = None
     chat: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    query_column: str | None = None
+    document_column: str | None = None
 
     @property
     def columns(self) -> Columns:
         """The columns that make the rows."""
-        return Columns(**{each.name: getattr(self, each.name) for each in fields(Columns)})
+        named = {each.name: getattr(self, each.name) for each in fields(Columns) if each.name != "task"}
+        return Columns(**named, task=self.params.get("task") or "generate")
 
     def __post_init__(self) -> None:
         for name, values in (("on_error", get_args(OnError)), ("preflight", (None, *get_args(PreflightKind)))):

@@ -106,6 +106,8 @@ def beginning(prompt: Any, maximum: int = 8192) -> tuple[int, Any]:
         return 0, prompt[:maximum]
     if isinstance(prompt, dict):
         return 1, repr(prompt.get("messages"))[:maximum]
+    if isinstance(prompt, tuple):  # a query and a document
+        return 3, repr(prompt)[:maximum]
     try:
         return 2, array("I", prompt[:maximum]).tobytes()  # compared faster than a list
     except (OverflowError, TypeError):  # not token ids; the row will be an error

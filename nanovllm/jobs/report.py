@@ -127,6 +127,7 @@ class Report:
             "prompt": metrics["num_prompt_tokens"],
             "prefix_cache_hit_rate": metrics["prefix_cache_hit_rate"],
             "output": output,
+            "prompt_per_second": metrics["num_prompt_tokens"] / max(self.seconds.get("rows", 0.0), 1e-9),
             "output_per_second": output / max(self.seconds.get("rows", 0.0), 1e-9),
         }
         engine = self._options.engine
@@ -149,9 +150,10 @@ def in_words(report: dict[str, Any]) -> str:
         head = f"{finished}, {rows['finished_before']:,} of them by earlier runs"
     lines = [head, "seconds: " + ", ".join(f"{name} {value:,.1f}" for name, value in seconds.items())]
     if tokens:
+        generated = f"{tokens['output']:,} generated, {tokens['output_per_second']:,.0f} per second; "
         lines.append(
             f"tokens of this run: {tokens['prompt']:,} of prompts ({tokens['prefix_cache_hit_rate']:.0%} from the "
-            f"prefix cache), {tokens['output']:,} generated, {tokens['output_per_second']:,.0f} per second; "
+            f"prefix cache), {tokens['prompt_per_second']:,.0f} per second; {generated * bool(tokens['output'])}"
             f"{report['preemptions']:,} preemptions"
         )
     tail, num_new = report.get("tail_seconds"), rows["finished"] - rows["finished_before"]

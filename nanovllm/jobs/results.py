@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 
 from nanovllm.jobs.errors import Errors, JobError
+from nanovllm.jobs.vectors import as_line
 
 
 class Results:
@@ -24,7 +25,7 @@ class Results:
         return False
 
     def append(self, number: int, row: bytes, error: tuple[str | None, str] | None = None) -> None:
-        """Adds the output row of an input row.
+        """Adds the output row of an input row, as `packed` makes it.
 
         error: an error row's id and error; None for other rows.
         """
@@ -46,7 +47,7 @@ class Stdout(Results):
     def append(self, number: int, row: bytes, error: tuple[str | None, str] | None = None) -> None:
         """Adds a row; raises a JobError if it cannot be written."""
         try:
-            sys.stdout.buffer.write(row + b"\n")
+            sys.stdout.buffer.write(as_line(row) + b"\n")
             sys.stdout.buffer.flush()
         except OSError as problem:
             raise JobError(f"standard output cannot be written: {problem.strerror}. Run the job again") from problem

@@ -4,31 +4,37 @@ import json
 import re
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from nanovllm import SamplingParams
-from nanovllm.jobs.columns import OPENAI_KEYS, PLAIN_KEYS, PROMPTS, Columns
+from nanovllm.jobs.columns import KEYS, OPENAI_KEYS, POOLING_KEYS, PROMPTS, Columns, kind_of_task
 from nanovllm.jobs.fields import (
     MAX_BYTES_OF_LINE,
+    NOTHING_IS_GENERATED,
+    PAIR,
     UnreadableLine,
     check_names,
     conversation_of,
     kept_if_short,
+    pair_of,
     prompt_of,
     without_nulls,
 )
-from nanovllm.jobs.openai_rows import kind_of, request_of
+from nanovllm.jobs.openai_rows import OPENAI_DEFAULTS, OPENAI_KINDS, OpenAIKind, Request, kind_of, request_of
 
-Kind = Literal["plain", "completions", "chat"]
+# "plain" generates text; the others of its line are plain rows with these tasks.
+Kind = Literal["plain", "embed", "classify", "reward", "score", "label"] | OpenAIKind
 
 _MAX_ID_CHARACTERS = 512
 _MAX_ERROR_CHARACTERS = 500
-_KEY_SET = frozenset(PLAIN_KEYS)
+# The kinds of rows that generate text.
+TEXT_KINDS = ("plain", *OPENAI_DEFAULTS)
+# A score may need the LM head: a recipe reads the logits of "yes" and "no".
+KINDS_WITHOUT_LM_HEAD = frozenset(("embed", "classify", "reward", "embeddings", "classify_url"))
 _NO_COLUMNS = Columns()
 _PARAMETERS = ("max_new_tokens", "max_completion_tokens", *(field.name for field in fields(SamplingParams)))
-# Other names for a plain row's keys, or the advice instead of one.
+# Other names for a plain row's keys, or the advice instead of one: of all rows, and of each kind.
 _MEANT = {
-    **dict.fromkeys(_PARAMETERS, 'put it into "params"'),
     **dict.fromkeys(("text", "input", "instruction", "question", "query"), "prompt"),
     **dict.fromkeys(("conversation", "conversations", "chat", "dialog"), "messages"),
     **dict.fromkeys(("prompt_token_ids", "input_ids", "tokens", "ids"), "token_ids"),
@@ -37,6 +43,15 @@ _MEANT = {
     **dict.fromkeys(("tools", "documents", "chat_template"), 'put it into "chat_template_kwargs"'),
     "model": "a job has one model; leave it out",
 }
+_MEANT_WITH_TASK = {**dict.fromkeys(_PARAMETERS, NOTHING_IS_GENERATED), **_MEANT, "document": "prompt"}
+_NO_PROMPTS = (*PROMPTS, "text", "input", "chat_template_kwargs", "chat_template", "tools")
+_MEANT_BY_KIND = {
+    **dict.fromkeys(KEYS, _MEANT_WITH_TASK),
+    "plain": {**dict.fromkeys(_PARAMETERS, 'put it into "params"'),
+              **dict.fromkeys((*PAIR, *POOLING_KEYS), 'it needs a "task"'), **_MEANT},
+    "score": {**_MEANT_WITH_TASK, **dict.fromkeys(_NO_PROMPTS, 'the texts of a score are "query" and "document"'),
+              "queries": "query", "documents": "document"},
+}  # fmt: skip
 # The id of a line that is not JSON is known only if it comes first: elsewhere it may belong to something else.
 _FIRST_ID = re.compile(r'\s*\{\s*("(?:[^"\\]|\\.){0,512}")\s*:\s*("(?:[^"\\]|\\.){0,3072}"|-?\d{1,512})\s*[,}]')
 _BYTES_OF_FIRST_ID = 8192
@@ -52,12 +67,13 @@ class JobRow:
         number: the row's place in the input, from 0.
         id: of a plain row without one, its number from 1. With None there is an error.
         prompt: as `LLM.generate_iter` takes it; None if there is an error.
-        params: keyword arguments for SamplingParams that the row itself gives.
+        params: keyword arguments for SamplingParams or PoolingParams that the row itself gives.
         kind: the format of the row and of its output.
         error: why the row cannot run, or None.
         model: the model's name in the body of a row of OpenAI's format.
         is_numbered: its id is its number, because it has none.
         data: JSON for the data columns, without braces, if the output gets rows as they finish.
+        is_base64: its embedding is to be base64.
     """
 
     number: int
@@ -69,6 +85,7 @@ class JobRow:
     model: str | None = None
     is_numbered: bool = False
     data: bytes = b""
+    is_base64: bool = False
 
 
 class _Refused(ValueError):
@@ -83,9 +100,8 @@ def parse_row(number: int, line: bytes | str, columns: Columns = _NO_COLUMNS) ->
         line: with or without its end.
         columns: the columns that make the row, if options name them.
     """
-    kind: Kind = "plain"
-    params: dict[str, Any] = {}
-    given = row_id = model = id_problem = None
+    kind: Kind = kind_of_task(columns.task)
+    given = row_id = id_problem = None
     is_numbered = False
     try:
         if len(line) > MAX_BYTES_OF_LINE:
@@ -102,23 +118,25 @@ def parse_row(number: int, line: bytes | str, columns: Columns = _NO_COLUMNS) ->
         else:
             row_id, id_problem = _id_of(value, "custom_id" if is_openai else columns.id_name)
         if columns.given:
-            prompt = columns.prompt_of(given)
-        elif kind == "plain":
-            prompt, params = _plain(given)
+            request = Request(columns.prompt_of(given), {}, None)
+        elif kind in OPENAI_KINDS:
+            request = request_of(given, cast(OpenAIKind, kind))
         else:
-            prompt, params, model = request_of(given, kind)
+            kind = kind_of_task(given.get("task", columns.task))
+            request = _plain(given, kind)
         if id_problem is not None:
             raise ValueError(id_problem)
-        if params and (complaint := _complaint(json.dumps(params))) is not None:
+        if request.params and kind in TEXT_KINDS and (complaint := _complaint(json.dumps(request.params))) is not None:
             raise ValueError(complaint)
     except (ValueError, RecursionError) as problem:
         if given is None:
-            row_id, kind = _recovered(line, columns)
+            row_id, kind = _recovered(line, columns, kind)
         error = _DEEP if isinstance(problem, RecursionError) else str(problem)
         if len(error) > _MAX_ERROR_CHARACTERS:  # errors show values, which may be as long as the line
             error = error[: _MAX_ERROR_CHARACTERS - 1] + "…"
         return JobRow(number, row_id, None, {}, kind, error, is_numbered=is_numbered)
-    return JobRow(number, row_id, prompt, params, kind, None, model, is_numbered)
+    prompt, params, model, is_base64 = request
+    return JobRow(number, row_id, prompt, params, kind, None, model, is_numbered, is_base64=is_base64)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -163,7 +181,7 @@ def _object_of(line: bytes | str, decoder: json.JSONDecoder) -> dict[str, Any]:
     return found
 
 
-def _recovered(line: bytes | str, columns: Columns) -> tuple[str | None, Kind]:
+def _recovered(line: bytes | str, columns: Columns, plain: Kind) -> tuple[str | None, Kind]:
     """The id of a line that is not a row, if it can be found, and the kind of error row that the line gets."""
     if len(line) > MAX_BYTES_OF_LINE:
         line = line[:_BYTES_OF_FIRST_ID]
@@ -180,9 +198,9 @@ def _recovered(line: bytes | str, columns: Columns) -> tuple[str | None, Kind]:
                 pairs = ((match[1].strip('"'), None),)
             pairs = pairs if pairs[0][0] in names else ()
     if not isinstance(pairs, tuple):
-        return None, "plain"
+        return None, plain
     is_openai = not columns.given and any(name in OPENAI_KEYS for name, _ in pairs)
-    kind: Kind = "completions" if is_openai else "plain"
+    kind: Kind = "completions" if is_openai else plain
     ids = [value for name, value in pairs if name in names]
     row_id = _id_of(ids[0], "id")[0] if len(ids) == 1 else None
     try:
@@ -206,24 +224,34 @@ def _id_of(value: Any, name: str) -> tuple[str | None, str | None]:
     return text, None
 
 
-def _plain(given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _plain(given: dict[str, Any], kind: Kind) -> Request:
     """The prompt and the parameters of a plain row; a ValueError names a wrong key."""
-    if not given.keys() <= _KEY_SET:
-        check_names("key", given, PLAIN_KEYS, _MEANT, " (--prompt-column takes the prompt from any key)")
+    advice = ""
+    if kind == "score" and not given.keys() >= set(PAIR):
+        advice = " (--task score with --query-column and --document-column takes the texts from any keys)"
+    elif kind != "score" and given.keys().isdisjoint(PROMPTS):
+        advice = " (--prompt-column takes the prompt from any key)"
+    check_names("key", given, KEYS[kind], _MEANT_BY_KIND[kind], advice)
     params = given.get("params", {})
     if not isinstance(params, dict):
         raise ValueError(f'"params" must be an object with parameters of SamplingParams, not {params!r}')
+    keys = {name: given[name] for name in POOLING_KEYS if name in given} if kind != "plain" else {}
+    if twice := params.keys() & keys.keys():
+        raise ValueError(f'"{min(twice)}" is a key of the row and also in "params"; leave one out')
+    params = {**params, **keys}
+    if kind == "score":
+        return Request(pair_of(given), params, None)
     names = [name for name in PROMPTS if name in given]
     if len(names) != 1:
         raise ValueError(f"a row has exactly one of {', '.join(PROMPTS)}, not {' and '.join(names) or 'none of them'}")
     name = names[0]
     if name == "messages":
-        return conversation_of(given), params
+        return Request(conversation_of(given), params, None)
     if "chat_template_kwargs" in given:
         raise ValueError(f'"chat_template_kwargs" needs "messages"; this row has "{name}"')
     if name == "token_ids" and not isinstance(given[name], list):
         raise ValueError(f'"token_ids" must be a list of token ids, not {given[name]!r}')
-    return prompt_of(name, given[name]), params
+    return Request(prompt_of(name, given[name]), params, None)
 
 
 @partial(kept_if_short, 256)

@@ -11,18 +11,20 @@ from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
 
-from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm import LLM, PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
 from nanovllm.jobs.data import with_data
 from nanovllm.jobs.index import Index
-from nanovllm.jobs.output_rows import error_of, output_of
+from nanovllm.jobs.output_rows import embedding_of, error_of, output_of
 from nanovllm.jobs.plan import early_rows, in_windows
 from nanovllm.jobs.report import Progress
 from nanovllm.jobs.results import Results
 from nanovllm.jobs.rows import JobRow
+from nanovllm.jobs.vectors import packed
 from nanovllm.replicas.replicas import Replicas
 
+_Params = SamplingParams | PoolingParams
 # The rows that the LLM has, by the prompt's number in the call.
-_Running = dict[int, tuple[JobRow, SamplingParams]]
+_Running = dict[int, tuple[JobRow, _Params]]
 
 
 class RowsRun:
@@ -46,7 +48,7 @@ class RowsRun:
         """Runs the rows. In the main thread, the first SIGINT or SIGTERM lets running rows finish, and the second
         raises KeyboardInterrupt."""
         running: _Running = {}
-        given: deque[SamplingParams] = deque()
+        given: deque[Any] = deque()
         is_drained = False
         num_rows, num_before = len(self._index), self._results.num_rows
         before_tail = num_rows - max(1, (num_rows - num_before) // 100)
@@ -66,7 +68,7 @@ class RowsRun:
         if tail_began is not None:
             self.tail_seconds = time.monotonic() - tail_began
 
-    def _prompts(self, running: _Running, given: deque[SamplingParams]) -> Iterator[Any]:
+    def _prompts(self, running: _Running, given: deque[Any]) -> Iterator[Any]:
         """Yields the prompts as the LLM asks for them; the LLM takes a prompt's parameters right after the prompt. Rows
         that cannot run become output rows at once."""
         number_in_call = 0
@@ -92,14 +94,14 @@ class RowsRun:
         for row, _ in in_windows(map(index.read, rest), itemgetter(1), lambda read: read[0].prompt):
             yield row
 
-    def _take(self, row: JobRow, params: SamplingParams | None, output: RequestOutput | None) -> None:
+    def _take(self, row: JobRow, params: _Params | None, output: RequestOutput | PoolingRequestOutput | None) -> None:
         """Adds the output row of a row that has finished."""
-        with_token_ids = params is not None and not params.detokenize
+        with_token_ids = isinstance(params, SamplingParams) and not params.detokenize
         made = output_of(row, output, with_token_ids=with_token_ids, created=self._created, model=self._model)
         text = json.dumps(made, ensure_ascii=False, separators=(",", ":"))
         # A tokenizer may decode half of a surrogate pair, which UTF-8 does not have.
         line = with_data(text.encode(errors="replace"), row.data)
-        self._results.append(row.number, line, error_of(made))
+        self._results.append(row.number, packed(line, embedding_of(row, output)), error_of(made))
 
     @contextmanager
     def _stopping_at_signals(self) -> Iterator[None]:

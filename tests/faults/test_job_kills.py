@@ -20,9 +20,9 @@ def test_the_error_rows_of_killed_runs_count_at_every_point():
     assert run("counts").startswith("right: ")
 
 
-@pytest.mark.parametrize("columns", [[], ["--columns"]], ids=["plain", "columns"])
-def test_a_kill_at_any_call_that_changes_a_file_loses_and_repeats_nothing(count, columns):
-    assert run("calls", "--rows", count(6, 12), *columns).startswith("right: ")
+@pytest.mark.parametrize("rows", [[], ["--columns"], ["--tasks"]], ids=["plain", "columns", "tasks"])
+def test_a_kill_at_any_call_that_changes_a_file_loses_and_repeats_nothing(count, rows):
+    assert run("calls", "--rows", count(6, 12), *rows).startswith("right: ")
 
 
 def test_a_kill_at_any_moment_loses_and_repeats_nothing(count):

@@ -5,7 +5,8 @@ the report.
     python tests/support/job_crashes.py calls              # at each system call that changes a file, with a fake LLM
     python tests/support/job_crashes.py moments --kills 500 --rows 2000    # at random moments, with the bundled model
 
-With --columns, the rows are data of which a column is the prompt, and the output repeats the others.
+With --columns, the rows are data of which a column is the prompt, and the output repeats the others. With --tasks, most
+rows of `calls` are computed in one forward pass.
 A killed run is a fork of this process, so that imports take time only once. Besides kills there are torn writes (the
 file ends in the middle of a line, or in garbage) and full disks (a limit of the files' size).
 """
@@ -57,8 +58,23 @@ def rows_of(count: int) -> list[dict]:
     return rows
 
 
-def write_input(path: Path, count: int, columns: dict[str, str]) -> None:
-    rows = rows_of(count)
+def rows_with_tasks(count: int) -> list[dict]:
+    """Rows with tasks, and some that generate text."""
+    texts = [f"text {number}" for number in range(count)]
+    return [
+        [
+            {"id": text, "task": "embed", "prompt": text},
+            {"custom_id": text, "url": "/v1/embeddings", "body": {"input": text, "dimensions": 16}},
+            {"id": text, "task": "label", "prompt": text, "labels": ["a", "b"]},
+            {"id": text, "task": "score", "query": text, "document": "a text"},
+            {"id": text, "task": "embed", "prompt": 5},
+            {"id": text, "prompt": text},
+        ][number % 6]
+        for number, text in enumerate(texts)
+    ]
+
+
+def write_input(path: Path, rows: list[dict], columns: dict[str, str]) -> None:
     if columns:
         prompts = [row["prompt"] if "prompt" in row else row["messages"][0]["content"] for row in rows]
         rows = [{"question": prompt, "label": number} for number, prompt in enumerate(prompts)]
@@ -115,7 +131,7 @@ def dying_at(call: int, halves: bool, work) -> None:
     work()
 
 
-def kill_at_each_call(count: int, columns: dict[str, str]) -> None:
+def kill_at_each_call(rows: list[dict], columns: dict[str, str]) -> None:
     """Each call in turn is the last one of a run; the next run is killed at another; then one finishes."""
     preflight = job.Preflight(str(MODEL_DIRECTORY))
     job.Preflight = lambda *arguments, **options: preflight  # its tokenizer takes most of a run's time
@@ -124,7 +140,7 @@ def kill_at_each_call(count: int, columns: dict[str, str]) -> None:
     os.fsync = os.fdatasync = lambda file: None
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        write_input(directory / "in", count, columns)
+        write_input(directory / "in", rows, columns)
 
         def options(output: str) -> job.JobOptions:
             return job.JobOptions(
@@ -134,7 +150,7 @@ def kill_at_each_call(count: int, columns: dict[str, str]) -> None:
 
         run(options("whole"), FakeLLM)
         expected, errors = (directory / "whole").read_bytes(), errors_of(directory / "whole")
-        assert len(expected.splitlines()) == count
+        assert len(expected.splitlines()) == len(rows)
         num_kills, call, rng = 0, 0, random.Random(0)
         while True:
             call += 1
@@ -152,7 +168,9 @@ def kill_at_each_call(count: int, columns: dict[str, str]) -> None:
                 (directory / "out.job").unlink()
             if num_kills == before or call > 500:
                 break
-    assert num_kills > 3 * count and call < 500, "the calls that change files are others than those that are patched"
+    assert num_kills > 3 * len(rows) and call < 500, (
+        "the calls that change files are others than those that are patched"
+    )
     print(f"right: {num_kills} kills at {call - 1} calls")
 
 
@@ -173,7 +191,7 @@ def count_error_rows_at_each_point(count: int) -> None:
     """SIGKILL ends the first run and the third; Ctrl-C ends the second and the fourth, which report what there is."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        write_input(directory / "in", count, {})
+        write_input(directory / "in", rows_of(count), {})
 
         def options(output: str) -> job.JobOptions:
             paths = [str(directory / each) for each in ("in", output, "report")]
@@ -222,7 +240,7 @@ def kill_at_random_moments(num_kills: int, count: int, model: str, seconds: floa
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        write_input(directory / "in", count, columns)
+        write_input(directory / "in", rows_of(count), columns)
 
         def options(output: str) -> job.JobOptions:
             # A small batch, so that a run is long enough to be killed often.
@@ -302,13 +320,15 @@ def main() -> None:
     parser.add_argument("--model", default=str(MODEL_DIRECTORY))
     parser.add_argument("--seconds", type=float, default=3.0, help="most seconds until a run is killed")
     parser.add_argument("--columns", action="store_true")
+    parser.add_argument("--tasks", action="store_true")
     given = parser.parse_args()
     columns = {"prompt_column": "question"} if given.columns else {}
     gc.freeze()  # else each fork copies the libraries' pages, which its collector writes to
     if given.kind == "counts":
         count_error_rows_at_each_point(min(given.rows, 200))
     elif given.kind == "calls":
-        kill_at_each_call(min(given.rows, 20), columns)
+        rows = rows_with_tasks if given.tasks else rows_of
+        kill_at_each_call(rows(min(given.rows, 20)), columns)
     else:
         kill_at_random_moments(given.kills, given.rows, given.model, given.seconds, columns)
 

@@ -151,6 +151,8 @@ def test_a_full_disk_behind_standard_output_is_one_line(tmp_path):
         ("--max-num-seqs 1.5", "--max-num-seqs must be an integer, not '1.5'"),
         ("--params {", "--params must be an object such as {\"temperature\": 0.7}, not '{'"),
         ("--params [1]", "--params must be an object such as {\"temperature\": 0.7}, not '[1]'"),
+        ("--pooler-config x", '--pooler-config must be an object such as {"pooling_type": "MEAN"}, not \'x\''),
+        ("--labels yes", """unknown option --labels; labels are parameters: --params '{"labels": ["yes", "no"]}'"""),
         ("--on-error skip", "--on-error: invalid choice: 'skip' (choose from"),
         ("--seed", "--seed: expected one argument"),
     ],
@@ -198,14 +200,19 @@ def test_help_has_meaning_and_default_of_each_option(capsys):
     options += {*signature(SamplingParams.__init__).parameters} - lists - {"self", "logprobs_mode"}
     assert [name for name in options if f"--{name.replace('_', '-')}" not in text] == []
     for said in (
-        "--top-k NUMBER sample among the k most probable tokens; 0 or −1 is off. Default: 0.",
+        "--top-k NUMBER sample among the k most probable tokens; 0 or -1 is off. Default: 0.",
         "--overlap, --no-overlap let the device run one step ahead of the host. Default: on.",
         "--sync-seconds NUMBER seconds between syncs to the disk; after a power failure, rows that finished after the "
         "last sync run again. Default: 10.0.",
+        '{"pooling_type": "MEAN", "normalize": false}',
+        "--truncate-prompt-tokens NUMBER keep at most this many tokens of a prompt: the first ones, unless the "
+        'tokenizer\'s truncation_side is "left". -1 is as many',
+        """Labels: --params '{"labels": ["yes", "no"]}'""",
         "--max-num-seqs NUMBER maximum number of sequences that run at a time; None is 1,024 on a GPU",
         "3 some rows are error rows 4 all rows are error rows 130 a signal stopped it",
     ):
         assert said in text
+    assert "−" not in text and ": False" not in text
 
 
 @pytest.mark.parametrize("documented", [JobOptions, Config, SamplingParams])

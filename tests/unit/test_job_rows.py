@@ -297,7 +297,11 @@ BAD_OPENAI = [
     ({**without(openai(), "custom_id"), "id": "b"}, "unknown key 'id'; did you mean \"custom_id\"", "b"),
     ({**openai(), "custom_id": ""}, '"custom_id" must have 1 to 512', None),
     ({**openai(), "method": "GET"}, '"method" must be "POST", not \'GET\'', "a"),
-    ({**openai(), "url": "/v1/embeddings"}, "\"url\" must be '/v1/completions' or '/v1/chat/completions', not", "a"),
+    (
+        {**openai(), "url": "/v1/rerank"},
+        "\"url\" must be '/v1/completions' or '/v1/chat/completions' or '/v1/embeddings'",
+        "a",
+    ),
     ({**openai(), "url": ["x"]}, '"url" must be', "a"),
     (without(openai(), "url"), '"url" must be .*, not None', "a"),
     (without(openai(), "body"), '"body" must be an object with the request, not None', "a"),
