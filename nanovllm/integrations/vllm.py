@@ -30,11 +30,19 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, TypedDict
 
-from nanovllm import LLM, CompletionOutput, Logprob, RequestOutput, SamplingParams, StructuredOutputsParams
+from nanovllm import (
+    LLM,
+    CompletionOutput,
+    Logprob,
+    PoolingParams,
+    PoolingRequestOutput,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from nanovllm.accepted import (
     ACCEPTED_OPTIONS,
     CHOOSE,
-    GENERATES_TEXT,
     MERGE,
     NO_TRANSFERS,
     RENAMED_OPTIONS,
@@ -43,6 +51,7 @@ from nanovllm.accepted import (
     UPDATE_WEIGHTS,
 )
 from nanovllm.outputs import RequestMetrics
+from nanovllm.pooling_outputs import PooledOutput
 
 # Scripts compare the version of vLLM before they choose names and keywords.
 VERSION = "0.11.0"
@@ -55,8 +64,6 @@ _OFFLINE = "llm.generate() takes all prompts at once, and llm.generate_iter() gi
 REFUSED_CLASSES = {
     _OFFLINE: "AsyncLLM AsyncLLMEngine LLMEngine",
     CHOOSE: "BeamSearchParams",
-    GENERATES_TEXT: "PoolingParams PoolerConfig PoolingRequestOutput EmbeddingRequestOutput "
-    "ClassificationRequestOutput ScoringRequestOutput",
     MERGE: "LoRARequest",
     UPDATE_WEIGHTS: "Worker",
     NO_TRANSFERS: "KVTransferConfig",
@@ -130,6 +137,8 @@ def _reading(name: str) -> dict[str, Any]:
     switch, parameter = {"action": argparse.BooleanOptionalAction}, _PARAMETERS.get(RENAMED_OPTIONS.get(name, name))
     if parameter is not None:
         kind = str(parameter.annotation)
+        if name in ("hf_overrides", "pooler_config", "override_pooler_config"):
+            return {"type": json_or_text}
         return switch if "bool" in kind else {"type": number if "int" in kind or "float" in kind else text}
     values = ACCEPTED_OPTIONS[name].values
     is_switch = name.startswith(tuple(_SWITCHES.split())) if values is None else any(each is False for each in values)
@@ -243,12 +252,20 @@ def init_logger(name: str) -> logging.Logger:
     return logger
 
 
+def print_embeddings(embeds: Sequence[float], prefix: str = "Embeddings") -> None:
+    """Prints the first numbers, and how many there are."""
+    numbers = ", ".join(f"{number:.4f}" for number in embeds[:16]) + ", ..." * (len(embeds) > 16)
+    print(f"{prefix}: [{numbers}] (size={len(embeds)})")
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """vLLM's functions that end its processes; `LLM.close` and the LLM's end do that here."""
 
 
 _ENDS = "cleanup_dist_env_and_memory destroy_distributed_environment destroy_model_parallel"
 _TYPES = "PromptType PromptInputs AnyTokenizer PromptLogprobs SampleLogprobs ChatCompletionMessageParam"
+_POOLED_REQUESTS = "EmbeddingRequestOutput ClassificationRequestOutput ScoringRequestOutput"
+_POOLED = "PoolingOutput EmbeddingOutput ClassificationOutput ScoringOutput"
 _ENUMS = {
     "CompilationLevel": "NO_COMPILATION DYNAMO_AS_IS DYNAMO_ONCE PIECEWISE",
     "CompilationMode": "NONE STOCK_TORCH_COMPILE DYNAMO_TRACE_ONCE VLLM_COMPILE",
@@ -262,14 +279,17 @@ _VALUES: dict[str, Any] = {
     **{name: IntEnum(name, members, start=0, module=__name__) for name, members in _ENUMS.items()},
     **{each.__name__: each for each in (
         LLM, SamplingParams, StructuredOutputsParams, RequestOutput, CompletionOutput, RequestMetrics, Logprob,
-        TextPrompt, TokensPrompt, EngineArgs, FlexibleArgumentParser, CompilationConfig, Counter, get_tokenizer,
-        init_logger, set_random_seed,
+        PoolingParams, PoolingRequestOutput, TextPrompt, TokensPrompt, EngineArgs, FlexibleArgumentParser,
+        CompilationConfig, Counter, get_tokenizer, init_logger, print_embeddings, set_random_seed,
     )},
+    **dict.fromkeys(_POOLED_REQUESTS.split(), PoolingRequestOutput),
+    **dict.fromkeys(_POOLED.split(), PooledOutput),
     **dict.fromkeys(_TYPES.split(), Any),
     **dict.fromkeys(_ENDS.split(), _nothing),
     "AsyncEngineArgs": EngineArgs,
     "GuidedDecodingParams": StructuredOutputsParams,
     "StructuredOutputsConfig": SimpleNamespace,
+    "PoolerConfig": SimpleNamespace,
     "__version__": VERSION,
     "__version_tuple__": tuple(map(int, VERSION.split("."))),
     "current_platform": _Platform(),
@@ -280,9 +300,12 @@ _VALUES["Worker"]._assert_memory_footprint_increased_during_profiling = _nothing
 
 MODULES = {
     "vllm": "LLM SamplingParams RequestOutput CompletionOutput TextPrompt TokensPrompt EngineArgs AsyncEngineArgs "
-    "__version__ __version_tuple__ LLMEngine AsyncLLMEngine PoolingParams PoolingRequestOutput ModelRegistry",
+    "__version__ __version_tuple__ LLMEngine AsyncLLMEngine PoolingParams PoolingRequestOutput "
+    "EmbeddingRequestOutput ClassificationRequestOutput ScoringRequestOutput EmbeddingOutput ClassificationOutput "
+    "ScoringOutput PoolingOutput ModelRegistry",
     "vllm.config": "CompilationConfig CompilationLevel CompilationMode StructuredOutputsConfig KVTransferConfig "
     "ModelConfig PoolerConfig VllmConfig",
+    "vllm.config.pooler": "PoolerConfig",
     "vllm.distributed": _ENDS,
     "vllm.distributed.parallel_state": _ENDS,
     "vllm.engine.arg_utils": "EngineArgs AsyncEngineArgs",
@@ -299,8 +322,7 @@ MODULES = {
     "vllm.model_executor": "set_random_seed",
     "vllm.model_executor.parallel_utils.parallel_state": "destroy_model_parallel",
     "vllm.model_executor.utils": "set_random_seed",
-    "vllm.outputs": "RequestOutput CompletionOutput PoolingRequestOutput EmbeddingRequestOutput "
-    "ClassificationRequestOutput ScoringRequestOutput",
+    "vllm.outputs": f"RequestOutput CompletionOutput PoolingRequestOutput {_POOLED_REQUESTS} {_POOLED}",
     "vllm.platforms": "current_platform",
     "vllm.pooling_params": "PoolingParams",
     "vllm.sampling_params": "SamplingParams StructuredOutputsParams GuidedDecodingParams RequestOutputKind "
@@ -311,6 +333,7 @@ MODULES = {
     "vllm.usage.usage_lib": "UsageContext",
     "vllm.utils": "FlexibleArgumentParser Counter random_uuid set_random_seed",
     "vllm.utils.argparse_utils": "FlexibleArgumentParser",
+    "vllm.utils.print_utils": "print_embeddings",
     "vllm.utils.torch_utils": "set_random_seed",
     "vllm.v1.engine.async_llm": "AsyncLLM",
     "vllm.v1.engine.llm_engine": "LLMEngine",

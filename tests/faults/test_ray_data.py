@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.harness_texts import OPTIONS
+from support.model_factory import save_demo_classifier
 
 from nanovllm import LLM, NOT_YET, CompletionOutput, RequestOutput, SamplingParams
 from nanovllm.demo import MODEL_DIRECTORY
@@ -292,6 +293,54 @@ def test_arrow_columns_of_dicts_of_token_ids_and_of_null_ids_are_read():
     assert [row["error"] for row in found] == [None, None, "id is null, and the row's seed comes from it"]
 
 
+def test_rows_of_one_forward_pass_are_as_the_llm_computes_them(cluster, llm):
+    """In Ray: embeddings have Ray's column name and the same type in all blocks, one of error rows alone included."""
+    texts = [None if row < 5 else f"text {row}" * (row % 3) for row in range(20)]
+    dataset = ray.data.from_items([{"id": str(row), "text": text} for row, text in enumerate(texts)])
+    rows = Rows(prompt="text", task_type="embed", pooling_params={"pooling": "mean", "dimensions": 8})
+    found = generate(dataset, MODEL, rows, batch_size=5, options=OPTIONS).take_all()
+    found.sort(key=lambda row: int(row["id"]))
+    expected = llm.embed([text or "" for text in texts], pooling="mean", dimensions=8, use_tqdm=False)
+    assert [row["error"] is None for row in found] == [bool(text) for text in texts]
+    for row, output in zip(found, expected, strict=True):
+        assert (row["embeddings"] is None) == (output.embedding is None)
+        if output.embedding is not None:
+            assert row["embeddings"] == pytest.approx(output.embedding, abs=1e-5)
+            assert row["num_prompt_tokens"] == output.num_prompt_tokens
+
+
+def test_each_task_has_its_results(llm, tmp_path):
+    classifier, scorer = (str(save_demo_classifier(tmp_path / str(labels), labels)) for labels in (3, 1))
+    table = pa.table({"text": ["one", "two", ""], "passage": ["more", None, "x"]})
+    [one, two, none] = LLMActor(classifier, Rows(prompt="text", task_type="classify"), OPTIONS)(table).to_pylist()
+    with LLM(classifier, **OPTIONS) as classes:
+        expected = classes.classify(["one", "two"], use_tqdm=False)
+    assert [one["label"], two["label"], none["label"]] == [expected[0].label, expected[1].label, None]
+    assert one["probs"] == pytest.approx(expected[0].probs) and none["probs"] is None and "empty" in none["error"]
+    [one, two, _] = LLMActor(scorer, Rows(prompt="text", task_type="reward"), OPTIONS)(table).to_pylist()
+    assert isinstance(one["score"], float) and one["score"] != two["score"]
+    rows = Rows(prompt="text", document="passage", task_type="score", columns={"score": "fit", "error": "why"})
+    [one, two, _] = LLMActor(scorer, rows, OPTIONS)(table).to_pylist()
+    with LLM(scorer, **OPTIONS) as cross:
+        assert one["fit"] == pytest.approx(cross.score("one", "more", use_tqdm=False)[0].score) and one["why"] is None
+    assert two["fit"] is None and "score takes pairs of two strings" in two["why"]
+
+
+def test_labels_may_differ_by_row(llm):
+    rows = Rows(prompt="text", task_type="label", pooling_params={"labels": [" 5", " 6"]}, sampling_column="more")
+    more = ['{"labels": [" 7", [32, 53]]}', None, '{"labels": ["a"]}', '{"task": "embed"}']
+    found = LLMActor(MODEL, rows, OPTIONS)(pa.table({"text": ["Q: What is 2 + 3?\nA:"] * 4, "more": more})).to_pylist()
+    assert [row["label"] for row in found] == ["(32, 53)", " 5", None, None]
+    assert "at least two different ones" in found[2]["error"] and "'task'" in found[3]["error"]
+    (exact,) = llm.label("Q: What is 2 + 3?\nA:", [" 5", " 6"], use_tqdm=False)
+    assert found[1]["probs"] == pytest.approx(exact.probs)
+
+
+def test_a_task_that_the_model_cannot_serve_is_refused_before_any_row():
+    with pytest.raises(ValueError, match="classify needs a model with a classification head"):
+        LLMActor(MODEL, Rows(prompt="prompt", task_type="classify"), OPTIONS)
+
+
 def test_the_seed_of_a_row_depends_on_both_numbers_and_on_nothing_else():
     seeds = {row_seed(seed, row_id) for seed in (0, 1) for row_id in (0, 1, "a")}
     assert len(seeds) == 6 and all(0 <= seed < 2**64 for seed in seeds)
@@ -314,6 +363,18 @@ def test_a_wrong_option_is_refused_before_an_actor_starts():
         ({"prompt": "a", "seed": 1}, "name the ids' column"),
         ({"prompt": "a", "columns": {"txt": "text"}}, "columns names the result 'txt'; the results are text"),
         ({"prompt": "a", "sampling_params": {"top_p": 2}}, "top_p must be above 0"),
+        ({"prompt": "a", "task_type": "encode"}, "task_type must be one of generate, embed, classify"),
+        ({"prompt": "a", "task_type": "score"}, "reads two columns"),
+        ({"prompt": "a", "task_type": "embed", "document": "b"}, "reads two columns"),
+        ({"messages": "a", "task_type": "score", "document": "b"}, "reads two columns"),
+        ({"prompt": "a", "task_type": "embed", "sampling_params": {}}, "'embed' does not read sampling_params"),
+        ({"prompt": "a", "pooling_params": {}}, "'generate' does not read pooling_params"),
+        ({"prompt": "a", "task_type": "embed", "seed": 1, "id": "i"}, "samples nothing"),
+        (
+            {"prompt": "a", "task_type": "embed", "columns": {"text": "t"}},
+            "the results are num_prompt_tokens, error, emb",
+        ),
+        ({"prompt": "a", "task_type": "embed", "pooling_params": {"pooling": "max"}}, "pooling must be one of"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_before_a_model_is_loaded(options, message):

@@ -9,16 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanovllm import LLM, Config, SamplingParams, StructuredOutputsParams
+from nanovllm import LLM, Config, PoolingParams, SamplingParams, StructuredOutputsParams
 from nanovllm.accepted import (
     ACCEPTED_ARGUMENTS,
     ACCEPTED_BY_RESET,
     ACCEPTED_OPTIONS,
     ACCEPTED_PARAMETERS,
+    ACCEPTED_POOLING,
     ACCEPTED_STRUCTURED_OUTPUTS,
     RENAMED_ARGUMENTS,
     RENAMED_OPTIONS,
     RENAMED_PARAMETERS,
+    RENAMED_POOLING,
     Accepted,
 )
 from nanovllm.checks import _warn_once, suggests_names
@@ -153,6 +155,24 @@ def test_calls_take_vllms_arguments(llm, caplog):
     assert output.token_ids == expected.token_ids
     with pytest.raises(TypeError, match="the third argument is use_tqdm, not token ids; give those as the prompts"):
         llm.generate(question, GREEDY, [[1, 2]])
+
+
+def test_calls_of_one_forward_pass_take_vllms_arguments(llm):
+    params = PoolingParams(dimensions=4)
+    (expected,) = llm.embed(["ab"], params, False)
+    (output,) = llm.encode(["ab"], params, use_tqdm=False, pooling_task="embed", lora_request=None)
+    assert output.outputs.embedding == expected.outputs.embedding and len(output.embedding) == 4
+    (cut,) = llm.embed(["abc"], pooling_params=params, use_tqdm=False, truncate_prompt_tokens=2)
+    assert cut.outputs.embedding == expected.outputs.embedding
+    scores = [
+        llm.score("ab", "ac", False, pooling_type="mean"),
+        llm.score(text_1="ab", text_2=["ac"], use_tqdm=False, pooling="mean"),
+        llm.score(data_1=["ab"], data_2=["ac"], use_tqdm=False, pooling_params=PoolingParams(pooling_type="mean")),
+    ]
+    assert len({output.outputs.score for [output] in scores}) == 1
+    assert llm.embed([], params, False) == [], "no prompts"
+    with pytest.raises(ValueError, match="classify needs a model with a classification head"):
+        llm.classify([])
 
 
 def test_as_many_completions_to_choose_from_as_to_return_are_a_neutral_value():
@@ -297,6 +317,8 @@ def test_the_page_has_each_keyword_with_its_values_and_reason():
     expected += [f"| `{theirs}` | `{ours}` |" for theirs, ours in RENAMED_PARAMETERS.items()]
     expected += rows_of_page(ACCEPTED_PARAMETERS, True) + rows_of_page(ACCEPTED_PARAMETERS, False)
     expected += rows_of_page(ACCEPTED_STRUCTURED_OUTPUTS, True) + rows_of_page(ACCEPTED_STRUCTURED_OUTPUTS, False)
+    expected += [f"| `{theirs}` | `{ours}` |" for theirs, ours in RENAMED_POOLING.items()]
+    expected += rows_of_page(ACCEPTED_POOLING, True) + rows_of_page(ACCEPTED_POOLING, False)
     expected += [f"| `{theirs}` | `{ours}` |" for theirs, ours in RENAMED_ARGUMENTS.items()]
     for table in (ACCEPTED_ARGUMENTS, ACCEPTED_BY_RESET):
         expected += rows_of_page(table, True) + rows_of_page(table, False)

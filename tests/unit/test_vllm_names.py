@@ -269,6 +269,7 @@ def test_the_defaults_of_engine_args_are_those_of_llm():
         ("--model true", {"model": "true"}),
         ("--cpu-offload-gb 0 --max-logprobs 1", {"cpu_offload_gb": 0, "max_logprobs": 1}),
         ("--hf-overrides {}", {"hf_overrides": {}}),
+        ('--pooler-config {"normalize":false}', {"pooler_config": {"normalize": False}}),
         ("--task generate", {"task": "generate"}),
         ("--tokenizer", "argument --tokenizer: expected one argument"),
         ("--seed many", "argument --seed: invalid number value: 'many'"),
@@ -353,6 +354,27 @@ def test_the_other_names_do_what_scripts_expect(caplog):
         guided = GuidedDecodingParams(choice=["a", "b"], backend="outlines:no-fallback", whitespace_pattern=None)
         params = SamplingParams(guided_decoding=guided, output_kind=RequestOutputKind.FINAL_ONLY)
         assert params.structured_outputs is guided
+
+
+def test_values_of_rows_that_pool_are_ours(capsys):
+    with vllm_names():
+        import vllm.outputs
+        from vllm import PoolingParams
+        from vllm.config import PoolerConfig
+        from vllm.utils.print_utils import print_embeddings
+
+        assert PoolingParams(softmax=False) == nanovllm.PoolingParams(normalize=False)
+        requests = ("Embedding", "Classification", "Scoring", "Pooling")
+        assert {getattr(vllm, f"{name}RequestOutput") for name in requests} == {nanovllm.PoolingRequestOutput}
+        with nanovllm.LLM(MODEL_DIRECTORY, pooler_config=PoolerConfig(pooling_type="CLS", normalize=False)) as llm:
+            (output,) = llm.embed("ab", use_tqdm=False)
+            (first,) = llm.embed("a", pooling="last", use_tqdm=False)
+            assert output.outputs.embedding == pytest.approx(first.outputs.embedding, abs=1e-6)
+            assert llm.score("a", "ab", use_tqdm=False)[0].outputs.score == pytest.approx(1)
+            for kind in ("Embedding", "Classification", "Scoring", "Pooling"):
+                assert isinstance(output.outputs, getattr(vllm.outputs, f"{kind}Output"))
+        print_embeddings([0.25] * 17, prefix="Vector")
+        assert capsys.readouterr().out == f"Vector: [{'0.2500, ' * 16}...] (size=17)\n"
 
 
 def test_the_page_lists_every_name_and_what_to_do_instead():

@@ -2,12 +2,18 @@
 
 import json
 import re
+import runpy
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from support.long import long
-from support.vllm_scripts import SCRIPTS, run_alone, run_here
+from support.model_factory import save_demo_classifier, save_demo_model, save_embedder_files
+from support.vllm_scripts import SCRIPTS, run_alone, run_here, vllm_names
 
+from nanovllm import LLM
 from nanovllm.demo import MODEL_DIRECTORY
 
 QUESTIONS = {
@@ -17,6 +23,7 @@ QUESTIONS = {
     "Which is larger, 17 or 52?": "52",
 }
 MODEL = ("--model", MODEL_DIRECTORY)
+POOLER_CONFIG = ("--override-pooler-config", '{"pooling_type": "MEAN"}')
 # Scripts that print their results, with their arguments and what they must print.
 PRINTING = [
     ("basic", MODEL, re.compile(r"(?s)Prompt: +'Q: What is 47 .*Output: +' 432'.*' tenalp'.*' aaabnn'.*' PAGED'")),
@@ -163,6 +170,87 @@ def test_wrong_samples_are_rejected_until_one_is_right(run, tmp_path):
 def test_results_of_several_calls_keep_their_order_by_request_id(run, tmp_path):
     assert run("request_ids", *MODEL, "--out", "answers.json") == "increasing: True\n"
     assert json.loads((tmp_path / "answers.json").read_text()) == ["2", "4", "6", "8", "10"]
+
+
+# One forward pass per row.
+def last_state(kind: Any, directory: Path, text: str, pooling: str = "last") -> np.ndarray:
+    """What transformers computes for a text: the pooled state of the final norm, or a head's numbers."""
+    model = kind.from_pretrained(directory, dtype=torch.float32)
+    with torch.inference_mode():
+        found = model(torch.tensor([[*text.encode()]]))[0][0]
+    return (found.mean(0) if pooling == "mean" else found[-1] if found.ndim == 2 else found).numpy()
+
+
+def numbers_of(line: str) -> list[float]:
+    return [float(number) for number in re.findall(r"-?\d+\.\d+", line)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "pooling"), [((), "last"), (("--mean",), "mean"), (POOLER_CONFIG, "mean")], ids=["last", "mean", "json"]
+)
+def test_embeddings_are_those_of_the_pooling_that_a_script_asks_for(run, flags, pooling):
+    from transformers import AutoModel
+
+    *_, similarity, same = run("embed", *MODEL, *flags).splitlines()
+    france, hello, italy = (
+        last_state(AutoModel, MODEL_DIRECTORY, text, pooling)
+        for text in ("The capital of France is", "Hello, my name is", "The capital of Italy is")
+    )
+    cosines = [france @ other / np.linalg.norm(france) / np.linalg.norm(other) for other in (hello, italy)]
+    assert numbers_of(similarity) == pytest.approx(cosines, abs=2e-4) and same == "Same: True"
+
+
+def test_classes_are_those_of_the_head(run, tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    directory = save_demo_classifier(tmp_path / "model", 3)
+    lines = run("classify", "--model", directory).splitlines()
+    logits = last_state(AutoModelForSequenceClassification, directory, "Hello, my name is")
+    assert numbers_of(lines[-1]) == pytest.approx(logits, abs=2e-4)
+    assert numbers_of(lines[0]) == pytest.approx(np.exp(logits) / np.exp(logits).sum(), abs=2e-4)
+    assert len(lines) == 4 and lines[0].endswith("(size=3)")
+
+
+def test_rewards_are_those_of_the_head(run, tmp_path):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    directory = save_demo_classifier(tmp_path / "model", 1)
+    found = {
+        line.split(maxsplit=1)[1]: numbers_of(line)[0] for line in run("reward", "--model", directory).splitlines()
+    }
+    assert len(found) == 3 and sorted(found.values(), reverse=True) == [*found.values()]
+    chat = [{"role": "user", "content": "What is 12 + 30?"}, {"role": "assistant", "content": "42"}]
+    ids = AutoTokenizer.from_pretrained(directory).apply_chat_template(chat, return_dict=False)
+    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
+    with torch.inference_mode():
+        assert found["42"] == pytest.approx(float(model(torch.tensor([ids])).logits), abs=2e-4)
+
+
+def test_scores_are_those_of_a_cross_encoder_or_of_an_embedder(run, tmp_path):
+    from transformers import AutoModel, AutoModelForSequenceClassification
+
+    query, document = "What is the capital of France?", "The capital of France is Paris."
+    directory = save_demo_classifier(tmp_path / "model", 1)
+    lines = run("score", "--model", directory).splitlines()
+    (logit,) = last_state(AutoModelForSequenceClassification, directory, query + document)
+    assert numbers_of(lines[1])[0] == pytest.approx(1 / (1 + np.exp(-logit)), abs=2e-4) and lines[-1] == "Same: True"
+    directory = save_embedder_files(save_demo_model(tmp_path / "embedder", 6))
+    lines = run("score", "--model", directory).splitlines()
+    one, two = (last_state(AutoModel, directory, text, "mean") for text in (query, document))
+    cosine = one @ two / np.linalg.norm(one) / np.linalg.norm(two)
+    assert numbers_of(lines[1])[0] == pytest.approx(cosine, abs=2e-4) and lines[-1] == "Same: True"
+
+
+def test_qwen3_reranker_answers_yes_or_no_after_the_texts_of_the_script(run):
+    with vllm_names():
+        source = runpy.run_path(str(SCRIPTS / "qwen3_reranker.py"))
+    text = f"{source['PREFIX']}<Instruct>: {source['INSTRUCTION']}\n<Query>: {source['QUERIES'][0]}\n"
+    text += f"<Document>: {source['DOCUMENTS'][0]}{source['SUFFIX']}"
+    found = list(map(float, run("qwen3_reranker", MODEL_DIRECTORY).split()))
+    with LLM(MODEL_DIRECTORY, device="cpu") as llm:
+        ids = llm.get_tokenizer()(text)["input_ids"]
+        no, yes = llm.label([ids], ["no", "yes"], use_tqdm=False)[0].probs
+    assert len(found) == 2 and found[0] == pytest.approx(yes, rel=1e-3) and 0 < yes < 1 and no == pytest.approx(1 - yes)
 
 
 @pytest.mark.parametrize(
