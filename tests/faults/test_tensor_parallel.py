@@ -17,6 +17,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import pytest
 import support.interrupts
 from support.interrupts import Fault, assert_empty, interrupt_at_random_moments, run_traced
@@ -37,7 +38,7 @@ from support.processes import (
 )
 
 import nanovllm.parallel.parallel_runner
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, PoolingParams, SamplingParams
 from nanovllm.config import Config
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.demo.problems import problems
@@ -152,6 +153,32 @@ def test_sampled_tokens_are_those_of_one_rank(engines, count):
     for size in (2, 4):
         for (prompt, params), ours, theirs in zip(requests, generate(engines[size], requests), expected, strict=True):
             assert ours == theirs, (size, prompt, params)
+
+
+def test_rows_of_one_forward_pass_are_those_of_one_rank(engines):
+    """States come from rank 0, and rows that generate run beside those that pool."""
+    kinds = [
+        PoolingParams(), PoolingParams(pooling="mean", normalize=False), PoolingParams(pooling="cls"),
+        PoolingParams("token_embed"), PoolingParams("label", labels=((1,), (2, 3), (2, 4))),
+    ]  # fmt: skip
+    requests = make_requests(engines[1].engine.info.vocab_size, num=7)
+    rows = [(prompt, params) for prompt, generates in requests for params in (*kinds, generates)]
+
+    def outputs_of(llm: LLM) -> list[Any]:
+        return list(llm.generate_iter(*map(iter, zip(*rows, strict=True))))
+
+    expected = outputs_of(engines[1])
+    for size in (2, 4):
+        for (_, params), ours, theirs in zip(rows, outputs_of(engines[size]), expected, strict=True):
+            assert ours.error is None and ours.num_cached_tokens == theirs.num_cached_tokens
+            if isinstance(params, SamplingParams):
+                assert ours.token_ids == theirs.token_ids
+            else:
+                np.testing.assert_allclose(ours.data, theirs.data, rtol=1e-5, atol=1e-5 * abs(theirs.data).max())
+        engines[size].engine.scheduler.check_integrity()
+        with pytest.raises(ValueError, match="hidden_states_layers needs tensor_parallel_size=1"):
+            engines[size].embed([[1, 2]], hidden_states_layers=[0], use_tqdm=False)
+    engines[1].embed([[1, 2]], use_tqdm=False)  # so that all have had as many requests
 
 
 def test_a_request_by_itself_and_one_beside_others_agree_at_every_size(engines):
@@ -794,7 +821,7 @@ def test_ranks_run_the_drivers_own_package(tiny, tmp_path):
 SCRIPT = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, PoolingParams, SamplingParams
 
 print("this file runs", flush=True)
 llm = LLM(sys.argv[1], tensor_parallel_size=2, device="cpu", num_kvcache_blocks=64, kvcache_block_size=8)

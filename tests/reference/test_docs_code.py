@@ -22,7 +22,9 @@ from nanovllm import LLM
 from nanovllm.demo import MODEL_DIRECTORY
 
 PYTHON = [block for block in BLOCKS if block.language == "python"]
-NOT_RUN = {"docs/integrations.md": ["lighteval is not installed", "trl is not installed", "ray is not installed"]}
+NOT_RUN = {
+    "docs/integrations.md": [f"{name} is not installed" for name in ("lighteval", "trl", "mteb", "ray", "ray")],
+}
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,14 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 from support.against_transformers import perturbed_scores
 from support.family_factory import FAMILIES, save_family_model
+from support.long import some
 from support.model_factory import TINY, save_model
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, PoolingParams, SamplingParams
 from nanovllm.runner import settings
 
 NUM_REQUESTS = 64
@@ -169,6 +171,37 @@ def test_the_schedule_changes_no_token(model, requests, alone, engine, request):
         assert num_preemptions > (50 if is_long else 5) and num_cached_tokens > (10000 if is_long else 3000)
     else:
         assert num_preemptions >= 5 * ("tiny pool" in WITH_STATES[engine]) and num_cached_tokens > 1000
+
+
+POOLED = (
+    PoolingParams(), PoolingParams(pooling="mean", hidden_states_layers=[0, 1]), PoolingParams("token_embed"),
+    PoolingParams("label", labels=((1, 2), (3,), (4, 5, 6))),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pooled(model, requests) -> list[tuple[list[int], PoolingParams, np.ndarray]]:
+    """Each request's prompt, what it pools, and the result by itself."""
+    rows = [(prompt, POOLED[row % len(POOLED)]) for row, (prompt, _) in enumerate(requests)]
+    with LLM(model.directory, device="cpu", attention_backend="torch", enable_prefix_caching=False) as llm:
+        return [(prompt, params, next(llm.generate_iter([prompt], params)).data) for prompt, params in rows]
+
+
+@pytest.mark.parametrize("engine", some(ENGINES, ("sdpa", True), ("torch", True)), ids=str)
+def test_nor_any_number_of_rows_that_pool(model, requests, pooled, engine, request):
+    """They are computed between the rows that generate, and one call takes all rows of a schedule."""
+    backend, overlap = engine
+    every, chosen = schedules(), (WITH_STATES if model.has_states else ENGINES)[engine]
+    for name in every if request.config.option.long else chosen[-1:]:
+        options = {"attention_backend": backend, "overlap": overlap, "device": "cpu", **every[name].options}
+        rows = [pair for row in every[name].rows for pair in (requests[row], pooled[row][:2])]
+        with LLM(model.directory, **options) as llm:
+            outputs = [*llm.generate_iter(*map(iter, zip(*rows, strict=True)))]
+            llm.engine.scheduler.check_integrity()
+        for row, output in zip(every[name].rows, outputs[1::2], strict=True):
+            alone = pooled[row][2]
+            limit = 1e-5 * max(1, abs(alone).max())
+            np.testing.assert_allclose(output.data, alone, rtol=0, atol=limit, err_msg=f"{name}, row {row}")
 
 
 def test_every_token_is_the_best_of_its_perturbed_scores(model, requests, alone):

@@ -4,8 +4,17 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
-from support.fake_runner import FakeRunner, Predicate, expected_completion, expected_scores, make_engine
+from support.fake_runner import (
+    FakeRunner,
+    Predicate,
+    add_pooled,
+    expected_completion,
+    expected_scores,
+    expected_states,
+    make_engine,
+)
 
 from nanovllm.engine.block_manager import (
     NO_STATES,
@@ -18,7 +27,7 @@ from nanovllm.engine.block_manager import (
 )
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import Pooling, Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 
 # The least that a run of a million tokens must meet, which is about half of what it does meet.
@@ -26,9 +35,10 @@ AT_LEAST = {
     "hits": 14_000, "cached tokens": 300_000, "preemptions": 700, "chunks": 50_000, "evictions": 30_000,
     "same-step hits": 250, "refused": 4_000, "aborted": 600, "stop": 10_000, "length": 16_000,
     "error": 200, "stopped by a predicate": 1_500, "ended by max_model_len": 5_000,
-    "forks": 4_000, "copies": 2_000, "scored": 20_000, "contexts": 150,
+    "forks": 3_500, "copies": 2_000, "scored": 20_000, "contexts": 150, "pooled": 20_000,
+    "pooled in chunks": 200, "preempted while it pooled": 8, "pooled nothing finite": 50,
     "given back": 9_000, "shortened hits": 400,
-    "snapshots": 1_000, "loads": 3_000, "reused snapshots": 450, "skipped snapshots": 50, "lost snapshots": 500,
+    "snapshots": 1_000, "loads": 3_000, "reused snapshots": 400, "skipped snapshots": 50, "lost snapshots": 500,
     "waits for a snapshot": 400,
 }  # fmt: skip
 
@@ -83,6 +93,7 @@ class Request:
     params: SamplingParams
     modulus: int  # the stop predicate's; 0 for none
     first_scored: int = 1
+    pooling: Pooling | None = None
     expected: tuple[list[int], str] = field(default_factory=lambda: ([], ""))
 
     def stop_predicate(self) -> Predicate | None:
@@ -146,7 +157,7 @@ class Workload:
         self.prefixes = [self.random_tokens(rng.randint(0, longest_prefix)) for _ in range(rng.randint(1, 4))]
         self.context: list[int] = []  # of the request before, if its continuation is scored
         self.break_rate = rng.choice([0, 0, 0, 0, 100])
-        self.runner.is_broken = lambda seq: self.is_broken(seq.seq_id, seq.num_computed_tokens)
+        self.runner.is_broken = lambda seq: self.is_broken(seq.seq_id, 0 if seq.pooling else seq.num_computed_tokens)
         self.unfinished: dict[int, Request] = {}
         self.counts: Counter[str] = Counter()
 
@@ -157,8 +168,9 @@ class Workload:
         return [self.rng.randrange(self.vocab_size) for _ in range(count)]
 
     def is_broken(self, seq_id: int, num_tokens: int) -> bool:
-        """Whether the logits after that many tokens of a request are NaN."""
-        return self.break_rate > 0 and hash((seq_id, num_tokens)) % self.break_rate == 0
+        """Whether the logits after that many tokens of a request are NaN; 0 asks about all states of one that pools."""
+        rate = self.break_rate if num_tokens else self.break_rate // 10
+        return rate > 0 and hash((seq_id, num_tokens)) % rate == 0
 
     def random_request(self) -> Request:
         rng, info = self.rng, self.engine.info
@@ -168,6 +180,10 @@ class Workload:
         if rng.random() < 0.9:  # the rest may not fit
             prompt = prompt[: max(1, info.max_model_len - rng.randint(1, 16))]
         max_tokens = rng.randint(1, 80) if self.grows else rng.choice([1, 2, rng.randint(1, 12)])
+        if rng.random() < 0.2:
+            tokens, layers = rng.choice(["last", "last", "first", "mean", "all"]), rng.choice([(), (), (1, 2)])
+            prompt = (prompt + self.random_tokens(rng.choice([0, 0, 40])))[: info.max_model_len]
+            return Request(prompt, SamplingParams(max_tokens=1), 0, pooling=Pooling(tokens, layers))
         is_scored = rng.random() < (0.5 if self.context else 0.1)
         if is_scored and self.context:  # another continuation
             prompt = (self.context + self.random_tokens(rng.randint(1, 20)))[: info.max_model_len]
@@ -209,20 +225,27 @@ class Workload:
 
     def add(self, request: Request) -> None:
         info = self.engine.info
-        max_num_tokens = min(len(request.prompt) + request.params.max_tokens, info.max_model_len) - 1
-        longest = info.max_model_len - (request.params.max_tokens > 0)
+        num_generated = 0 if request.pooling else request.params.max_tokens
+        max_num_tokens = min(len(request.prompt) + num_generated, info.max_model_len) - (request.pooling is None)
+        longest = info.max_model_len - (num_generated > 0)
         num_blocks = info.windows.max_num_blocks(max_num_tokens, info.kvcache_block_size)
         if len(request.prompt) > longest or num_blocks > info.num_kvcache_blocks:
             with pytest.raises(ValueError):
-                self.engine.add_request(request.prompt, request.params)
+                self.submit(request)
             self.counts["refused"] += 1
+            return
+        if request.pooling is not None:
+            seq_id = self.submit(request)
+            self.unfinished[seq_id] = replace(
+                request, expected=([], "error" if self.is_broken(seq_id, 0) else "length")
+            )
             return
         tokens, reason = expected_completion(request.prompt, request.params, info, request.stop_predicate())
         if self.rng.random() < 0.2:  # the next turn of a conversation begins with this one
             self.prefixes[self.rng.randrange(len(self.prefixes))] = request.prompt + tokens
         n = request.params.n
         predicates = [request.stop_predicate() for _ in range(n)] if request.modulus else None
-        first_id = self.engine.add_request(request.prompt, request.params, predicates, request.first_scored)
+        first_id = self.submit(request, predicates)
         for seq_id in range(first_id, first_id + n):
             expected = tokens, reason
             for index in range(len(tokens)):
@@ -230,6 +253,11 @@ class Workload:
                     expected = tokens[:index], "error"
                     break
             self.unfinished[seq_id] = replace(request, expected=expected)
+
+    def submit(self, request: Request, predicates: list[Predicate | None] | None = None) -> int:
+        if request.pooling is not None:
+            return add_pooled(self.engine, request.prompt, request.pooling)
+        return self.engine.add_request(request.prompt, request.params, predicates, request.first_scored)
 
     def abort(self, seq_id: int) -> None:
         seq = self.engine.abort(seq_id)
@@ -257,10 +285,22 @@ class Workload:
         self.counts["hits"] += seq.num_cached_tokens > 0
         self.counts["cached tokens"] += seq.num_cached_tokens
         self.counts["generated"] += len(seq.completion_token_ids)
-        if seq.finish_reason == "stop":
+        if seq.pooling is not None:
+            self.check_states(seq, request)
+        elif seq.finish_reason == "stop":
             self.counts["stopped by a predicate"] += seq.token_ids[-1] not in seq.stop_token_ids
         elif seq.finish_reason == "length":
             self.counts["ended by max_model_len"] += len(seq.completion_token_ids) < request.params.max_tokens
+
+    def check_states(self, seq: Sequence, request: Request) -> None:
+        self.counts["pooled in chunks"] += len(seq.states) > 1
+        self.counts["preempted while it pooled"] += seq.num_preemptions > 0
+        if seq.error is not None:
+            self.counts["pooled nothing finite"] += 1
+            return
+        states = np.concatenate(seq.states)
+        states = states.sum(0, keepdims=True) if request.pooling.tokens == "mean" else states
+        assert np.array_equal(states, expected_states(request.prompt, request.pooling, self.engine.info)), seq
 
     def check_idle(self) -> None:
         scheduler = self.engine.scheduler
@@ -277,6 +317,7 @@ class Workload:
                 "forks": self.runner.num_forks,
                 "copies": self.runner.num_copies,
                 "scored": self.runner.num_scored,
+                "pooled": self.runner.num_pooled,
                 "contexts": self.engine.scheduler.block_manager.num_contexts,
                 "preemptions": self.engine.scheduler_stats.num_preemptions,
                 "evictions": self.engine.scheduler.block_manager.num_evictions,
