@@ -79,7 +79,7 @@ _MUTANTS_OF_FILE = {
             "test_several_completions.py::test_the_prompt_is_computed_once"),
         planted(
             "what is cached is not scored",
-            "(seq.next_scored if seq.next_scored < seq.num_prompt_tokens else num_tokens) - 1", "num_tokens - 1",
+            "(seq.next_scored if seq.next_scored < seq.end_scored else num_tokens) - 1", "num_tokens - 1",
             "test_logprobs_of_llm.py::test_a_prompt_whose_beginning_is_cached_is_scored_all_the_same"),
         historic(
             "a cached prefix comes without its state",
@@ -135,7 +135,7 @@ _MUTANTS_OF_FILE = {
             "test_scheduler.py::test_the_budget_of_a_readmitted_sequence_counts_only_what_is_computed"),
         planted(
             "a sequence that ends by length runs a step over",
-            "num_new_tokens = min(seq.num_tokens, seq.max_length - 1, seq.next_stop)",
+            "num_new_tokens = min(seq.num_tokens, seq.max_num_computed, seq.next_stop)",
             "num_new_tokens = min(seq.num_tokens, seq.next_stop)",
             "test_scheduler.py::test_a_sequence_that_ends_by_length_never_runs_a_step_over"),
         historic(
@@ -144,7 +144,7 @@ _MUTANTS_OF_FILE = {
             "test_scheduler.py::test_generation_ends_exactly_at_max_model_len"),
         historic(
             "the token of the step that ran over is kept",
-            "            if seq.status is SequenceStatus.FINISHED:\n                continue\n", "",
+            "if seq.status is SequenceStatus.FINISHED or seq.pooling is not None:", "if seq.pooling is not None:",
             "test_scheduler.py::test_a_stop_token_drops_the_token_of_the_step_that_ran_over"),
         historic(
             "every chunk of a prompt samples",
@@ -180,6 +180,42 @@ _MUTANTS_OF_FILE = {
             "a prompt that cannot be scored ends like any other",
             "is_broken = scored.seq.seq_id in broken", "is_broken = False",
             "test_logprobs_of_llm.py::test_a_score_from_logits_that_are_not_finite_is_an_error_row"),
+        planted(
+            "every row that pools ends like one that samples",
+            "(seq.pooling is None or seq.pooling.needs_row_only)", "True",
+            "test_one_pass.py::test_a_row_that_was_preempted_returns_each_state_once[True]"),
+    ],
+    "engine/sequence.py": [
+        planted(
+            "what is cached is missing in a mean",
+            'length if self.pooling.tokens == "last" else 1', "length",
+            "test_one_pass.py::test_a_row_that_was_preempted_returns_each_state_once[True]"),
+        planted(
+            "states of layers are those of the last row alone",
+            'return self.tokens == "last" and not self.layers', 'return self.tokens == "last"',
+            "test_one_pass.py::test_an_output_has_vllms_shape_too"),
+    ],
+    "pooled_rows.py": [
+        planted(
+            "an embedding has more numbers than were asked for",
+            "states[:, : params.dimensions]", "states",
+            "test_one_pass.py::test_params_may_differ_per_prompt_and_keywords_precede_them"),
+        planted(
+            "a row keeps the hidden states of all rows beside it",
+            "list(map(np.copy, np.stack(layers, 1)))", "list(np.stack(layers, 1))",
+            "test_one_pass.py::test_an_output_keeps_no_array_of_a_whole_step[layer]"),
+    ],
+    "text/pairs.py": [
+        planted(
+            "labels of one prompt are scored from different tokens on",
+            "first = min(_num_common(context.token_ids, whole.token_ids) for context, whole in some)",
+            "first = max(_num_common(context.token_ids, whole.token_ids) for context, whole in some)",
+            "test_one_pass.py::test_a_prompts_labels_are_scored_from_the_same_token"),
+        planted(
+            "the newline before an answer counts for a label that is a text",
+            "iter(_encoded(pairs, encode, first_token_ids, str))",
+            "iter(_encoded(pairs, encode, first_token_ids, str.rstrip))",
+            "test_pooled_numbers.py::test_labels_are_as_probable_as_teacher_forcing_says"),
     ],
     "engine/waiting_queue.py": [
         historic(
@@ -221,8 +257,16 @@ _MUTANTS_OF_FILE = {
             "", "test_sampler.py::test_a_completion_is_what_its_tokens_are_one_by_one"),
         historic(
             "padding of a captured step is given to the caller",
-            "StepInFlight(sample(sent.needs).first(num_sampled) if", "StepInFlight(sample(sent.needs) if",
+            "sampled = sample(sent.needs).first(num_sampled) if", "sampled = sample(sent.needs) if",
             "test_cuda_graph.py::test_padded_steps_give_the_tokens_of_eager_ones[torch-True-9-True-None]"),
+        planted(
+            "a step whose rows all pool samples too",
+            "if has_tokens else self._no_tokens(num_sampled)", "",
+            "test_one_pass.py::test_a_row_that_pools_samples_nothing"),
+        planted(
+            "a row that pools gets the state of a row that samples",
+            "if kinds.count(kind) < len(kinds):", "if False:",
+            "test_one_pass.py::test_a_row_that_samples_and_one_that_pools_have_their_own_states"),
         planted(
             "copied blocks leave their scales behind",
             "for tensor in self.kv_cache.tensors if", "for tensor in self.kv_cache.tensors[:1] if",
@@ -360,6 +404,11 @@ _MUTANTS_OF_FILE = {
             "test_sequence_table.py::test_rules_that_were_being_sent_when_an_error_came_are_not_the_next_tenants"),
     ],
     "engine/llm_engine.py": [
+        planted(
+            "states that are not finite are given to the caller",
+            "broken = _keep_logprobs(committed, output) + _keep_states(committed, output)",
+            "broken = _keep_logprobs(committed, output) + 0 * _keep_states(committed, output)",
+            "test_one_pass.py::test_states_that_are_not_finite_make_error_rows_whose_keys_are_forgotten[mean]"),
         historic(
             "a failed step leaves its requests behind",
             "            self._empty()\n            raise\n        return finished",
@@ -418,6 +467,10 @@ _MUTANTS_OF_FILE = {
             "test_sequence_table.py::test_what_a_step_sampled_is_written_behind_each_sequence[300-plain]"),
     ],
     "models/decoder.py": [
+        planted(
+            "states of layers lack the residual multiplier",
+            "states if self.residual_multiplier == 1 else states * self.residual_multiplier", "states",
+            "test_pooled_numbers.py::test_rows_of_all_kinds_equal_those_of_transformers[granite-chunks]"),
         planted(
             "the last layer keeps the keys of sampled tokens alone",
             "            metadata = [replace(of_group, query_tiles=of_group.sampled_tiles) for of_group in metadata]\n",
@@ -584,6 +637,10 @@ _MUTANTS_OF_FILE = {
     ],
     "row_stream.py": [
         planted(
+            "a row of several requests ends with the first of them",
+            "if len(request.finished) == request.num_sequences:", "if request.finished:",
+            "test_one_pass.py::test_labels_for_all_or_per_prompt"),
+        planted(
             "a row waits for ever behind longer ones of an endless stream",
             "oldest + window - self.num_read", "window - len(self._running)",
             "test_generate_iter.py::test_a_row_waits_no_longer_than_the_window_behind_longer_ones"),
@@ -634,6 +691,11 @@ _MUTANTS_OF_FILE = {
             "every rank adds the bias",
             "self.bias if self.parallel.rank == 0 else None", "self.bias",
             "test_layers.py::test_row_parallel_outputs_add_up_and_the_bias_counts_once"),
+        planted(
+            "a product is left to a reader that takes only whole ones",
+            "        if Form.UNFINISHED in self.gives and self.weight is not None and has_fused_product(",
+            "        if self.weight is not None and has_fused_product(",
+            "test_triton_kernels.py::test_large_products_are_left_to_the_layers_that_read_them[64]"),
     ],
     "layers/shard.py": [
         planted(

@@ -17,8 +17,9 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 
 VALUES = {
-    "accepted", "checks", "config", "logits_processors", "logprobs", "loglikelihood", "outputs", "prompts",
-    "recommended_sampling", "sampling_checks", "sampling_params", "structured_outputs", "token_texts",
+    "accepted", "checks", "config", "logits_processors", "logprobs", "loglikelihood", "outputs", "pooling_outputs",
+    "pooling_params", "prompts", "recommended_sampling", "sampling_checks", "sampling_params", "structured_outputs",
+    "token_texts",
 }  # fmt: skip
 PROCESS = {"child_processes", "cpu_threads", "forks", "garbage_collector", "guard", "machine"}
 RUNS_STEPS = {"engine", "runner", "parallel"}
@@ -29,11 +30,26 @@ MAY_IMPORT = {
     "integrations": {"public face", *VALUES},
     "replicas": {"llm", "models", "child_processes", "guard", "machine", *VALUES},
     "public face": {"llm", "preflight", *VALUES},
-    "preflight": {"row_stream", "text", "guides", "models", "engine", *VALUES},
-    "llm": {"row_stream", "progress", "vllm_engine", "text", "guides", "models", *RUNS_STEPS, *PROCESS, *VALUES},
+    "preflight": {"pooled_rows", "row_stream", "text", "guides", "models", "engine", *VALUES},
+    "llm": {
+        "one_pass",
+        "pooled_rows",
+        "row_stream",
+        "progress",
+        "vllm_engine",
+        "text",
+        "guides",
+        "models",
+        *RUNS_STEPS,
+        *PROCESS,
+        *VALUES,
+    },
     "progress": {"engine", *VALUES},
     "vllm_engine": VALUES,
-    "row_stream": {"text", "guides", "engine", *VALUES},
+    "one_pass": {"pooled_rows", "row_stream", "text", "engine", *VALUES},
+    "row_stream": {"completions", "pooled_rows", "text", "guides", "engine", *VALUES},
+    "pooled_rows": {"completions", "text", "models", "engine", *VALUES},
+    "completions": {"text", "engine", *VALUES},
     "text": {"models", *VALUES},
     "guides": {"constraints", *VALUES},
     "constraints": {"machine"},
@@ -54,45 +70,56 @@ BENCHMARKS_MAY_IMPORT = {"public face", "config", "demo", "integrations", "model
 BUDGETS = {
     # When a request had its first token, rows whose logits a user's functions change, contexts that are scored with
     # several continuations and computed once, and prompts that ask for an image. Layers with a window give their blocks
-    # back. Snapshots of recurrent states are planned, taken and found again.
-    ("engine",): 1330,
+    # back. Snapshots of recurrent states are planned, taken and found again. Sequences may pool instead of generating.
+    ("engine",): 1415,
     # Each of its files has imports and signatures of its own, in place of one class with 47 methods. A step has slots
     # and block tables per group of layers. Recurrent states have a budget, tensors and copies.
-    ("runner",): 1520,
+    # Steps pool hidden states, and without an LM head they have other sizes and another trial.
+    ("runner",): 1620,
     # Each family is a row with the defaults of its config.json, which is read field by field. Qwen3.5's second kind of
-    # layer has projections whose rows checkpoints hold in several orders.
-    ("models", "layers"): 2560,
+    # layer has projections whose rows checkpoints hold in several orders. A model has an LM head, a classification head
+    # with its labels, or none, and the files of sentence-transformers say how it pools. A layer may leave its product
+    # to its reader.
+    ("models", "layers"): 2770,
     # Ranks meet by a deadline, and remove what a driver left that a signal ended.
-    ("parallel",): 427,
-    ("replicas",): 500,
+    ("parallel",): 435,
+    # A row of one forward pass that kills replicas has an error row of its own class.
+    ("replicas",): 505,
     # text/messages.py takes conversations as OpenAI's clients write them, in the form that each template reads. It
     # refuses images, videos and sounds that are attached to a message. text/chat_template.py finds what a template
     # leaves out, and text/tokenizer.py knows each token's bytes. text/load_tokenizer.py knows when transformers' auto
     # class, which is slow to import, is not needed. progress.py estimates how much of the running prompts is done.
-    ("llm", "progress", "row_stream", "text"): 1490,
+    ("llm", "progress", "completions", "row_stream", "text"): 1690,
+    # A third of it is the signatures of seven methods, whose keywords an editor completes.
+    ("one_pass", "pooled_rows"): 470,
     # constraints.py says which construct of a regular expression llguidance cannot take, and what to do instead. A
     # call refuses structured outputs without llguidance.
     ("guides", "constraints"): 297,
     ("ops", "attention"): 5000,
     # Half of it is the parameters and their checks; accepted.py has a line for each keyword of vLLM's. Parameters may
-    # also be dicts, and the options describe themselves in LLM's help.
-    (*sorted(VALUES), "vllm_engine"): 1500,
+    # also be dicts, and the options describe themselves in LLM's help. Rows that pool have parameters and outputs too.
+    # Two options take vLLM's pooler_config and hf_overrides.
+    (*sorted(VALUES), "vllm_engine"): 1740,
     # A chat's row may have tools, documents and a template of its own, and its response_format is heeded or refused.
     # The command explains each option and each mistake, and counts the error rows of the whole job.
     # Data of any shape: named columns make rows, all others come through in two formats, and inputs are many files.
-    ("jobs",): 2485,
+    # Rows of one forward pass have five tasks, three urls, and columns of their own; embeddings keep all their bits.
+    ("jobs",): 2790,
 }
 MAX_FILE, MAX_FUNCTION = 300, 60
 LONG_FILES = {
     "llm.py": "two thirds are the docstrings of the public methods",
     "sampling_params.py": "a quarter is the docstring of the parameters, and one line checks each",
+    "pooled_rows.py": "each task's way from prompts to requests, and from numbers to outputs",
     "row_stream.py": "prompts on their way in and outputs on their way out share one state",
     "engine/block_manager.py": "admission, growth and release of one pool, and its check of the books",
     "engine/llm_engine.py": "the loop, and all that may happen to an engine between two steps",
     "engine/scheduler.py": "one rule with its state: admission, growth, preemption, commit",
     "models/read_config.py": "the only reader of config.json: each check names its field",
     "runner/model_runner.py": "one device's life cycle, in the order of its life",
+    "integrations/ray_data.py": "a third is the docstrings of the columns, the actor and the plan",
     "integrations/vllm.py": "tables of vLLM's names, and the few that need code",
+    "models/decoder.py": "every decoder on one page",
     "runner/sequence_table.py": "the only maker of a Batch: what is sent, and what is made of it",
 }
 LONG_FUNCTIONS = {
