@@ -5,7 +5,7 @@
     python bench.py --workload nano --size 0.6B         random weights of a real model's shape
     python bench.py --workload nano --size 0.6B --top-k 20 --top-p 0.95 --vs vllm
     python bench.py --workload nano --size 8B --quantization fp8 --kv-cache-dtype fp8
-    python bench.py --workload classify --model Qwen/Qwen3-0.6B
+    python bench.py --workload classify --model Qwen/Qwen3-0.6B --embed
 
 An offline job calls `generate` once, so the first call after start counts. The report shows it on its own
 (first_seconds). The later calls follow (seconds, as many as --repeats says). All figures without "first" in their name
@@ -14,9 +14,9 @@ are from the later calls' median. Each call starts with an empty prefix cache.
 Workloads (sequences; prompt tokens; output tokens): demo (64; 8-200; 8-200, greedy), nano (256; 100-1024; 100-1024),
 big (2048 of nano's), prefix (2048 behind 32 shared prefixes of 1024; 16-128 more; 64-256), short (8192; 16-64; 16-64),
 one (1; 128; 512), classify (2048; 300-1500; 1), docs (64; 8000-16000; 32-96, without prefix caching), samples (32
-prompts; 300-900; 32 completions of 200-400 each), ctx4k (384; 2800-3000; 200-1000). The bundled model takes 1,024
-tokens, which is enough for demo, short and one. The figure of interest is output tokens per second, and for classify
-and docs input tokens per second.
+prompts; 300-900; 32 completions of 200-400 each), ctx4k (384; 2800-3000; 200-1000), queries (65536; 32; 1). The bundled
+model takes 1,024 tokens, which is enough for demo, short, one and queries. The figure of interest is output tokens per
+second, and for classify, docs, queries and with --embed input tokens per second.
 
 On a GPU the report also has the roofline of the run: the throughput that this chip allows for the same steps. A step
 takes at least the time to read the keys and values of its decodes, each shared one once, at the memory bandwidth
@@ -64,6 +64,7 @@ from nanovllm.demo import MODEL_DIRECTORY
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=WORKLOADS, default="demo")
+    parser.add_argument("--embed", action="store_true", help="embed the prompts instead of completing them")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", help="directory or hub name; without it, the bundled model")
     which.add_argument("--size", choices=SIZES, help="random weights of this shape; nothing is downloaded")
@@ -82,6 +83,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     engine.add_argument("--device", default="auto")
     engine.add_argument("--max-model-len", type=int, help="with --size, default: the workload's, 4096 or 20000")
     engine.add_argument("--max-num-seqs", type=int)
+    engine.add_argument("--max-num-batched-tokens", type=int)
     engine.add_argument("--block-size", type=int)
     engine.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs to split the model over")
     engine.add_argument("--threads", type=int, help="CPU threads of both engines, per rank; default: each engine's own")
@@ -94,6 +96,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parsed = parser.parse_args(arguments)
     if parsed.repeats < 1:
         parser.error("--repeats must be at least 1")
+    if parsed.embed and (parsed.vs or parsed.profile):
+        parser.error("--embed goes with neither --vs nor --profile")
     if parsed.profile and parsed.tensor_parallel_size > 1:
         parser.error("--profile sees the steps of one process; use --tensor-parallel-size 1")
     sampling_options = {name: getattr(parsed, name) for name in SAMPLING_OPTIONS}
@@ -111,8 +115,8 @@ def measure(arguments: argparse.Namespace, directory: str, has_weights: bool) ->
     with llm:
         engine, info = llm.engine, llm.engine.info
         device = torch.device(info.device)
-        requests = make_requests(arguments.workload, info.vocab_size, arguments.sampling)
-        params = requests.sampling_params()
+        requests = make_requests(arguments.workload, info.vocab_size, arguments.sampling, arguments.embed)
+        params = None if arguments.embed else requests.sampling_params()
         check_lengths(arguments, requests, info.max_model_len)
         before: dict[str, Any] = {}
 
@@ -152,7 +156,7 @@ def measure(arguments: argparse.Namespace, directory: str, has_weights: bool) ->
         if device.type == "cuda":
             forget()
             report |= gpu_report(llm, requests, run, ours.median)
-        if arguments.profile:
+        if arguments.profile and params is not None:
             forget()
             write_profile(llm, requests, params, arguments.profile)
         task = Task(

@@ -15,12 +15,13 @@ def make_llm(arguments: argparse.Namespace, directory: str, has_weights: bool) -
         "dtype": arguments.dtype, "device": arguments.device, "enforce_eager": arguments.enforce_eager,
         "overlap": not arguments.no_overlap, "prefix_grouping": not arguments.no_prefix_grouping,
         "enable_prefix_caching": workload.prefix_caching and not arguments.no_prefix_caching,
-        "tensor_parallel_size": arguments.tensor_parallel_size,
+        "tensor_parallel_size": arguments.tensor_parallel_size, "runner": "pooling" if arguments.embed else "auto",
     }  # fmt: skip
     given = {
         "quantization": arguments.quantization,
         "kv_cache_dtype": arguments.kv_cache_dtype,
         "max_num_seqs": arguments.max_num_seqs,
+        "max_num_batched_tokens": arguments.max_num_batched_tokens,
         "kvcache_block_size": arguments.block_size,
         "max_model_len": arguments.max_model_len or (workload.max_model_len if arguments.size else None),
     }
@@ -40,10 +41,14 @@ def check_lengths(arguments: argparse.Namespace, requests: Requests, max_model_l
         )
 
 
-def run_nanovllm(llm: LLM, requests: Requests, params: list[SamplingParams]) -> list[list[int]]:
-    """The completions' token ids."""
-    outputs = llm.generate(requests.prompts, params, use_tqdm=False)
+def run_nanovllm(llm: LLM, requests: Requests, params: list[SamplingParams] | None) -> list[list[int]]:
+    """The completions' token ids. Without parameters the prompts are embedded, and there are no tokens."""
+    outputs: list[Any] = (
+        llm.embed(requests.prompts, use_tqdm=False)
+        if params is None
+        else llm.generate(requests.prompts, params, use_tqdm=False)
+    )
     errors = [output.error for output in outputs if output.error]
     if errors:
         raise SystemExit(f"{len(errors)} of {len(outputs)} requests failed. The first error: {errors[0]}")
-    return [output.token_ids for output in outputs]
+    return [[] if params is None else output.token_ids for output in outputs]

@@ -135,6 +135,7 @@ def config_and_itemsizes(llm: LLM) -> tuple[ModelConfig, int, int]:
     cache), as `nanovllm.models.cost` takes them."""
     info, options = llm.engine.info, llm.engine.config
     config = load_model_config(Path(options.model))
+    config = config if info.head == "lm" else config.without_lm_head()
     dtype, device = getattr(torch, info.dtype), torch.device(info.device)
     fp8 = fp8_of(options.quantization, config.fp8, dtype, device)
     kv_cache_dtype = kv_cache_dtype_of(options.kv_cache_dtype, dtype, device)

@@ -19,7 +19,7 @@ PARTS = {
                   "decode_fp8_kernel", "flash_fwd"),
     "matrix products": (
         "nvjet", "splitKreduce", "gemm", "gemv", "_single_row_linear_kernel", "_block_product_kernel",
-        "_gate_up_kernel", "_down_kernel",
+        "_fused_product_kernel", "_gate_up_kernel", "_down_kernel",
     ),
     "routing": ("_router_kernel", "_top_experts_kernel", "_pairs_kernel", "_combine_kernel"),
     "sampling": (

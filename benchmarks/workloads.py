@@ -119,6 +119,7 @@ WORKLOADS = {
     "short": Workload(8192, 5, (16, 64), (16, 64)),
     "one": Workload(1, 3, (128, 128), (512, 512)),
     "classify": Workload(2048, 31, (300, 1500), (1, 1)),
+    "queries": Workload(65536, 41, (32, 32), (1, 1)),
     "samples": Workload(32, 35, (300, 900), (200, 400), n=32),
     "docs": Workload(64, 33, (8000, 16000), (32, 96), max_model_len=20000, prefix_caching=False),
     "ctx4k": Workload(384, 37, (2800, 3000), (200, 1000)),
@@ -147,8 +148,13 @@ class Requests:
         return [make(max_tokens=max_tokens, **options) for max_tokens in self.max_tokens]
 
 
-def make_requests(workload: str, vocab_size: int, sampling: dict[str, Any] | None = None) -> Requests:
-    """The requests of a workload. One seeded generator draws all prompts first, then all output lengths."""
+def make_requests(
+    workload: str, vocab_size: int, sampling: dict[str, Any] | None = None, embeds: bool = False
+) -> Requests:
+    """The requests of a workload. One seeded generator draws all prompts first, then all output lengths.
+
+    embeds: the prompts are embedded, and nothing is generated.
+    """
     shape = WORKLOADS[workload]
     max_id = min(10000, vocab_size - 1)
     rng = random.Random(shape.seed)
@@ -162,6 +168,7 @@ def make_requests(workload: str, vocab_size: int, sampling: dict[str, Any] | Non
         prefix = rng.choice(prefixes) if prefixes else []
         prompts.append(prefix + draw(rng.randint(*shape.prompt_lengths)))
     max_tokens = [rng.randint(*shape.output_lengths) for _ in range(shape.num_seqs)]
+    max_tokens = [0] * shape.num_seqs if embeds else max_tokens
     several = {"n": shape.n} if shape.n > 1 else {}
     return Requests(prompts, max_tokens, {"temperature": shape.temperature, **several, **(sampling or {})})
 

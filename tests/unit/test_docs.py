@@ -14,10 +14,11 @@ import pytest
 from support.pages import BLOCKS, PAGES, ROOT, Block, blocks_of, prose_of, read
 
 import nanovllm
-from nanovllm import LLM, Config, Preflight, SamplingParams, StructuredOutputsParams
+from nanovllm import LLM, Config, PoolingParams, Preflight, SamplingParams, StructuredOutputsParams
 from nanovllm.demo import MODEL_DIRECTORY
 from nanovllm.jobs import JobOptions, cli, run_batch
 from nanovllm.jobs.parquet import import_pyarrow
+from nanovllm.one_pass import OnePass
 
 PACKAGE = Path(nanovllm.__file__).parent
 
@@ -92,13 +93,17 @@ def test_the_table_of_options_is_that_of_the_code():
 
 
 def test_the_tables_of_parameters_are_those_of_the_code():
-    found = [names_and_defaults(rows) for rows in tables("docs/api.md", "parameter")]
-    assert found == [defaults_of(each.__init__) for each in (SamplingParams, StructuredOutputsParams)]
+    found = [
+        names_and_defaults(rows) for page in ("docs/api.md", "docs/embeddings.md") for rows in tables(page, "parameter")
+    ]
+    assert found == [defaults_of(each.__init__) for each in (SamplingParams, StructuredOutputsParams, PoolingParams)]
 
 
-@pytest.mark.parametrize("name", ["RequestOutput", "CompletionOutput", "Loglikelihood", "PreflightSummary"])
+@pytest.mark.parametrize(
+    "name", ["RequestOutput", "CompletionOutput", "Loglikelihood", "PreflightSummary", "PoolingRequestOutput"]
+)
 def test_the_tables_of_outputs_have_their_fields(name: str):
-    [rows] = tables("docs/api.md", f"field of `{name}`")
+    [rows] = tables("docs/embeddings.md" if name.startswith("Pooling") else "docs/api.md", f"field of `{name}`")
     assert [row[0].strip("`") for row in rows] == [each.name for each in dataclasses.fields(getattr(nanovllm, name))]
 
 
@@ -114,10 +119,13 @@ def parameters_of(function: Callable) -> list[tuple[str, bool, Any]]:
     return [(each.name, each.kind is each.KEYWORD_ONLY, each.default) for each in parameters if each.name != "self"]
 
 
-def test_the_table_of_methods_has_every_method_with_its_parameters():
-    [rows] = tables("docs/api.md", "method")
+@pytest.mark.parametrize("owner, page", [(LLM, "docs/api.md"), (OnePass, "docs/embeddings.md")])
+def test_the_table_of_methods_has_every_method_with_its_parameters(owner: type, page: str):
+    [rows] = tables(page, "method")
     documented = [code for row in rows for code in re.findall(r"`([^`]+)`", row[0])]
-    assert sorted(code.split("(")[0] for code in documented) == sorted(name for name in vars(LLM) if name[0] != "_")
+    assert sorted(code.split("(")[0] for code in documented) == sorted(
+        name for name in vars(owner) if name[0] != "_" and name != "engine"
+    )
     for code in documented:
         member = getattr(LLM, code.split("(")[0])
         assert isinstance(member, property) or signature_in(code) == parameters_of(member), code
