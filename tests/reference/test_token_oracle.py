@@ -36,7 +36,7 @@ AT_LEAST = {
     "same-step hits": 250, "refused": 4_000, "aborted": 600, "stop": 10_000, "length": 16_000,
     "error": 200, "stopped by a predicate": 1_500, "ended by max_model_len": 5_000,
     "forks": 3_500, "copies": 2_000, "scored": 20_000, "contexts": 150, "pooled": 20_000,
-    "pooled in chunks": 200, "preempted while it pooled": 8, "pooled nothing finite": 50,
+    "pooled in chunks": 200, "preempted while it pooled": 5, "pooled nothing finite": 50,
     "given back": 9_000, "shortened hits": 400,
     "snapshots": 1_000, "loads": 3_000, "reused snapshots": 400, "skipped snapshots": 50, "lost snapshots": 500,
     "waits for a snapshot": 400,
