@@ -288,8 +288,8 @@ class LLM(OnePass):
             contexts: one or many, each a string or a list of token ids. With an empty string, the continuation begins
                 the text. A conversation is an error row.
             continuations: one per context, each at least one token. A context that is given alone goes with all
-                continuations, and vice versa. A context and a continuation that are both strings are
-                tokenized as one text, by lm-evaluation-harness's rules; see Text.encode_pairs.
+                continuations, and vice versa. A context and a continuation that are both strings are tokenized as one
+                text, by lm-evaluation-harness's rules; see Text.encode_pairs.
             use_tqdm, raise_on_error: as in `generate`, which also lists the errors.
         """
         pairs = as_pairs(contexts, continuations)

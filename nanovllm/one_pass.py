@@ -208,11 +208,10 @@ class OnePass:
 
         It is exact for labels of several tokens: the log-probability of a label is the sum over its tokens, each after
         the prompt and the label's tokens before it. The prompt is computed about once per `max_num_seqs` labels, and
-        each time without prefix caching. A prompt and a label
-        that are both strings are tokenized as one text. All labels of a prompt are scored from the same token on: the
-        first in which one of these texts differs from the prompt. A label needs its own leading space, if a space is to
-        come between them. If a label begins with another one, such as "no" and "not", the shorter one
-        counts all continuations that begin with it.
+        without prefix caching once per label. A prompt and a label that are both strings are tokenized as one text. All
+        labels of a prompt are scored from the same token on: the first in which one of these texts differs from the
+        prompt. A label needs its own leading space, if a space is to come between them. If a label begins with another
+        one ("not" and "no"), the shorter one counts all continuations that begin with it.
 
         Args:
             prompts: as in LLM.generate. After a conversation {"messages": …}, a label begins the answer.

@@ -48,8 +48,8 @@ class PoolingRequestOutput:
     Args:
         request_id: the request's number, as a string. The numbers go on from call to call.
         prompt: the prompt's text; None for a prompt of token ids.
-        prompt_token_ids: the prompt's tokens; empty if it could not be tokenized. For a query and a
-            document that are embedded: those of the query.
+        prompt_token_ids: the prompt's tokens; empty if it could not be tokenized. For a query and a document that
+            are embedded: those of the query.
         outputs: the numbers in vLLM's shape.
         num_cached_tokens: how many of the prompts' tokens the prefix cache served.
         error: why the row failed, else None. Its numbers are None then.

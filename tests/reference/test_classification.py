@@ -2,14 +2,13 @@
 
 import copy
 import random
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from support.family_factory import FAMILIES, WRAPPED, save_family_model
-from support.thread_ranks import Exchange, ThreadRank, hidden_states_of
+from support.thread_ranks import hidden_states_of, on_ranks
 
 from nanovllm.models.read_config import load_model_config
 
@@ -70,20 +69,8 @@ def test_two_ranks_have_the_same_scores(tmp_path):
         "num_key_value_heads": 2, "num_labels": 1,
     }  # fmt: skip
     save_family_model(tmp_path, "llama", options, architecture="LlamaForSequenceClassification")
-    (prompt, exchange), scores = (prompts_of(61)[1], Exchange(2)), [None] * 2
-
-    def run_rank(rank: int) -> None:
-        try:
-            scores[rank] = scores_of(tmp_path, prompt, parallel=ThreadRank(rank, 2, exchange))
-        except BaseException:
-            exchange.barrier.abort()  # so that the other rank does not wait
-            raise
-
-    threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    prompt = prompts_of(61)[1]
+    scores = on_ranks(2, lambda rank: scores_of(tmp_path, prompt, parallel=rank))
     torch.testing.assert_close(scores[0], scores_of(tmp_path, prompt), rtol=1e-5, atol=1e-5)
     assert torch.equal(scores[0], scores[1])
 

@@ -1,7 +1,7 @@
 """Every family's tokens and logits are those of transformers, in float32 on the CPU."""
 
 import random
-import threading
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from support.against_transformers import (
 )
 from support.family_factory import FAMILIES, save_family_model
 from support.long import some
-from support.thread_ranks import Exchange, ThreadRank, logits_of
+from support.thread_ranks import logits_of, on_ranks
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.backend import AttentionShape
@@ -147,20 +147,7 @@ def test_logits_over_two_ranks_are_those_of_transformers(tmp_path, family, count
     rng = random.Random(family)
     for directory, options, model in divisible_models(tmp_path, family, rng, count(2, 6)):
         token_ids = [rng.randrange(options["vocab_size"]) for _ in range(40)]
-        exchange, logits = Exchange(2), [None] * 2
-
-        def run_rank(rank: int, directory=directory, token_ids=token_ids, exchange=exchange, logits=logits) -> None:
-            try:
-                logits[rank] = logits_of(directory, token_ids, ThreadRank(rank, 2, exchange))
-            except BaseException:
-                exchange.barrier.abort()  # so that the other rank does not wait
-                raise
-
-        threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        logits = on_ranks(2, partial(logits_of, directory, token_ids))
         with torch.inference_mode():
             theirs = model(torch.tensor([token_ids])).logits[0]
         for ours in logits:

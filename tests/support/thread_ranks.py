@@ -1,9 +1,11 @@
 """Ranks of one model as threads of this process."""
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +23,7 @@ from nanovllm.sampling_params import SamplingParams
 from support.batch_factory import make_batch
 
 CPU = torch.device("cpu")
+Result = TypeVar("Result")
 FP32 = LayerContext(torch.float32, CPU)
 
 
@@ -51,6 +54,25 @@ class ThreadRank(Parallel):
 
     def rows_of_columns(self, columns):
         return torch.cat(self._meet(columns), 1).chunk(self.size)[self.rank]
+
+
+def on_ranks(size: int, compute: Callable[[Parallel], Result]) -> list[Result]:
+    """What `compute` returns on each rank. The first failure of a rank is raised."""
+    exchange = Exchange(size)
+
+    def on_rank(rank: int) -> Result:
+        try:
+            return compute(ThreadRank(rank, size, exchange))
+        except BaseException:
+            exchange.barrier.abort()  # so that the other ranks do not wait
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        results = [pool.submit(on_rank, rank) for rank in range(size)]
+    errors = [error for error in map(Future.exception, results) if error is not None]
+    if errors:
+        raise next((each for each in errors if not isinstance(each, threading.BrokenBarrierError)), errors[0])
+    return [each.result() for each in results]
 
 
 @torch.inference_mode()

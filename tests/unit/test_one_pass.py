@@ -175,6 +175,27 @@ def test_labels_for_all_or_per_prompt(llm):
             llm.label(["Good?", "Bad?"], labels, **QUIET)
 
 
+def test_the_prompt_of_labels_ends_before_them(llm):
+    outputs = llm.label([list(b"Good?"), "Bad?"], [" yes", " no"], **QUIET)
+    assert [bytes(output.prompt_token_ids) for output in outputs] == [b"Good?", b"Bad?"]
+
+
+def test_states_of_tokens_are_normalized_on_request(llm):
+    (plain,), (found,) = (llm.encode("Hello", normalize=normalize, **QUIET) for normalize in (False, True))
+    lengths = np.linalg.norm(plain.data, axis=1, keepdims=True)
+    assert (abs(lengths - 1) > 0.1).all()
+    np.testing.assert_allclose(found.data, plain.data / lengths, rtol=1e-5, atol=1e-6)
+
+
+def test_negative_layers_count_from_the_end(llm):
+    """As in transformers' output_hidden_states: the model of one layer has 0 (the embedding), and 1 or −1."""
+    (negative,), (positive,) = (
+        llm.embed("Hello", hidden_states_layers=layers, **QUIET) for layers in ([-1, -2], [1, 0])
+    )
+    assert np.array_equal(negative.hidden_states, positive.hidden_states)
+    assert not np.array_equal(positive.hidden_states[0], positive.hidden_states[1])
+
+
 def test_a_prompts_labels_are_scored_from_the_same_token(llm):
     """Even where the prompt's last letters and a label's first ones are one token."""
     text = Text(small_tokenizers()["byte-level BPE"])

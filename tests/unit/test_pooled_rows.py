@@ -116,6 +116,13 @@ def test_prompt_name_needs_text_and_a_known_name(bos):
         assert words in str(found.error)
 
 
+def test_each_row_that_the_model_cannot_serve_has_its_error(bos):
+    rows, label = PooledRows(Text(bos), facts()), PoolingParams("label", labels=["a", "b"])
+    rows.facts = rows.facts._replace(head="none")
+    found = rows.encode([("x", label), ("y", label), ("z", PoolingParams("embed"))])
+    assert ["LM head" in str(each.error) for each in found] == [True, True, False] and found[2].text == "D: z"
+
+
 def test_a_dot_product_and_dimensions_of_the_files(tmp_path):
     model = save_embedder_files(save_demo_model(tmp_path, 1), similarity_fn_name="dot", truncate_dim=7)
     with LLM(model, **OPTIONS) as llm:

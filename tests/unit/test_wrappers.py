@@ -2,7 +2,6 @@
 
 import json
 import random
-import threading
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import transformers
 from support.family_factory import FAMILIES, RECURRENT, WRAPPED, save_family_model
 from support.fp8_factory import compressed, quantized_copy
 from support.model_factory import edit_config, read_tensors, write_tensors
-from support.thread_ranks import Exchange, ThreadRank, logits_of
+from support.thread_ranks import logits_of, on_ranks
 from support.weight_updates import OPTIONS, generate, make_llm, of_fresh_llm
 from transformers import AutoConfig, GenerationConfig
 
@@ -508,21 +507,7 @@ def test_experts_of_all_layouts_load(experts, tmp_path, layout, size):
         model.set_experts_implementation("eager")
         with torch.inference_mode():
             torch.testing.assert_close(expected, model(torch.tensor([TOKENS])).logits[0], rtol=1e-4, atol=1e-4)
-    exchange, found = Exchange(size), [torch.empty(0)] * size
-
-    def run_rank(rank: int) -> None:
-        try:
-            found[rank] = logits_of(tmp_path, TOKENS, ThreadRank(rank, size, exchange))
-        except BaseException:
-            exchange.barrier.abort()  # so that the other rank does not wait
-            raise
-
-    threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for ours in found:
+    for ours in on_ranks(size, lambda rank: logits_of(tmp_path, TOKENS, rank)):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
