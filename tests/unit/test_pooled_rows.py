@@ -222,6 +222,11 @@ def test_scores_of_an_embedder_are_refused_with_the_reason(bos):
         original.check(PoolingParams("score", truncate_prompt_tokens=5))
 
 
+def test_only_one_number_is_a_score():
+    one, two = (PooledOutput("reward", np.arange(size, dtype=np.float32)) for size in (1, 2))
+    assert (one.score, two.score, PooledOutput("embed", np.ones(1, np.float32)).score) == (0.0, None, None)
+
+
 def test_hidden_size_of_tokens_states():
     assert PooledOutput("token_embed", np.zeros((3, 8), np.float32)).hidden_size == 8
 
