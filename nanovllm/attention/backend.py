@@ -24,6 +24,7 @@ class AttentionShape:
     scale: factor on the scores; None is 1 / sqrt(head_dim).
     windows: the different windows of the layers, see AttentionBackend.attend.
     has_fp8_cache: whether the KV cache is in FP8.
+    deterministic: a query's result must depend on its own sequence alone, bit for bit.
     """
 
     num_heads: int
@@ -36,6 +37,7 @@ class AttentionShape:
     scale: float | None = None
     windows: tuple[int, ...] = (0,)
     has_fp8_cache: bool = False
+    deterministic: bool = False
 
     @property
     def score_scale(self) -> float:
@@ -53,6 +55,7 @@ class AttentionBackend(ABC):
     reads_new_keys: whether `attend` reads k and v too, and not only the cache.
     num_keys_per_tile: in a layer with a window, `attend` reads from the tile on in which the window begins. A tile has
         this many keys.
+    is_deterministic: whether a query's result depends on its own sequence alone, bit for bit, and not on the step.
     max_num_shared_splits: capacity of the results of `shared_prefixes`; 0 if the backend reads every row's keys for
         that row alone.
     """
@@ -63,6 +66,7 @@ class AttentionBackend(ABC):
     can_capture_prompts: ClassVar[bool] = False
     reads_new_keys: ClassVar[bool] = False
     num_keys_per_tile: ClassVar[int] = 1
+    is_deterministic: ClassVar[bool] = False
     max_num_shared_splits: int = 0
 
     def __init__(self, shape: AttentionShape):

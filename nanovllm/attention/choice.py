@@ -1,7 +1,7 @@
 """Chooses the attention backend of a model.
 
-`torch` is the plain reference, `sdpa` is fast on a CPU; `triton` (our own kernels) and `flash` (FlashAttention 2) are
-for GPUs.
+`torch` is the plain reference. `sdpa` is fast on a CPU, and `tiled` gives the same bits in every batch there. `triton`
+(our own kernels) and `flash` (FlashAttention 2) are for GPUs.
 """
 
 import logging
@@ -9,13 +9,15 @@ import logging
 from nanovllm.attention.backend import AttentionBackend, AttentionShape
 from nanovllm.attention.flash_backend import FlashAttention
 from nanovllm.attention.sdpa_backend import SDPAAttention
+from nanovllm.attention.tiled_backend import TiledAttention
 from nanovllm.attention.torch_backend import TorchAttention
 from nanovllm.attention.triton_backend import TritonAttention
 
 logger = logging.getLogger(__name__)
 
 _FASTEST_FIRST: tuple[type[AttentionBackend], ...] = (TritonAttention, FlashAttention, SDPAAttention)
-_BACKENDS = {backend.name: backend for backend in _FASTEST_FIRST} | {TorchAttention.name: TorchAttention}
+_ALL: tuple[type[AttentionBackend], ...] = (*_FASTEST_FIRST, TiledAttention, TorchAttention)
+_BACKENDS = {backend.name: backend for backend in _ALL}
 
 
 def make_attention_backend(name: str, shape: AttentionShape, block_size: int | None = None) -> AttentionBackend:
@@ -31,12 +33,19 @@ def make_attention_backend(name: str, shape: AttentionShape, block_size: int | N
     if name == "auto":
         return _fastest(shape, block_size)(shape)
     backend = _BACKENDS[name]
+    if shape.deterministic and not backend.is_deterministic:
+        raise ValueError(
+            f'with attention_backend="{name}", the last bits depend on the batch; for deterministic=True, use "auto" '
+            'or "tiled"'
+        )
     if (problem := backend.problem(shape, block_size)) is not None:
         raise problem
     return backend(shape)
 
 
 def _fastest(shape: AttentionShape, block_size: int | None) -> type[AttentionBackend]:
+    if shape.deterministic:
+        return TiledAttention
     if shape.device.type == "cpu":
         return SDPAAttention
     for backend in _FASTEST_FIRST:

@@ -86,7 +86,9 @@ def lay_out(
         capacity = longest + has_room * (longest // 4 + 16)
         buckets.append(Bucket(first, size, capacity, first_row, size * num_kv_heads * capacity))
         of_bucket = slice(first, first + size)
-        slots = slots_of_keys(tables[of_bucket], lengths[of_bucket], capacity, block_size, first_seen[of_bucket])
+        slots = slots_of_positions(
+            tables[of_bucket], lengths[of_bucket], np.arange(capacity), block_size, first_seen[of_bucket]
+        )
         source_rows.append((slots[:, None] * num_kv_heads + np.arange(num_kv_heads)[:, None]).ravel())
         first_rows.append(first_row + num_kv_heads * capacity * np.arange(size))
         capacities.append(np.full(size, capacity))
@@ -95,14 +97,14 @@ def lay_out(
     return gathered, np.concatenate(source_rows)
 
 
-def slots_of_keys(
-    tables: np.ndarray, lengths: np.ndarray, capacity: int, block_size: int, first_seen: np.ndarray
+def slots_of_positions(
+    tables: np.ndarray, lengths: np.ndarray, position: np.ndarray, block_size: int, first_seen: np.ndarray
 ) -> np.ndarray:
-    """Slots of the sequences' keys: int64 [num_seqs, capacity].
+    """Slots of the sequences' keys at these positions: int64 [num_seqs, num_positions].
 
     Padding and keys before `first_seen` repeat the sequence's own last key. The slot of another sequence might hold a
     NaN, which a mask does not stop.
     """
-    position, last = np.arange(capacity), lengths[:, None] - 1
+    last = lengths[:, None] - 1
     position = np.where((position >= first_seen[:, None]) & (position <= last), position, last)
     return np.take_along_axis(tables, position // block_size, 1) * block_size + position % block_size

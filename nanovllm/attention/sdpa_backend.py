@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.attention.backend import AttentionBackend, AttentionShape
-from nanovllm.attention.gathered_keys import Gathered, kept_places, lay_out, slots_of_keys
+from nanovllm.attention.gathered_keys import Gathered, kept_places, lay_out, slots_of_positions
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.ops.layer_cache import LayerCache, rounded_keys, rounded_values
 
@@ -108,8 +108,8 @@ class SDPAAttention(AttentionBackend):
             slots = None
             if lengths[row] > num_new[row]:
                 rows = slice(row, row + 1)
-                slots_of_row = slots_of_keys(
-                    tables[rows], lengths[rows], lengths[row], metadata.block_size, first_seen[rows]
+                slots_of_row = slots_of_positions(
+                    tables[rows], lengths[rows], np.arange(lengths[row]), metadata.block_size, first_seen[rows]
                 )
                 slots = self._on_device(slots_of_row[0])
             prefills.append(Prefill(int(starts[row]), int(starts[row + 1]), slots))

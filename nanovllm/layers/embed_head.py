@@ -1,5 +1,6 @@
 """Token embedding and LM head, divided over the ranks by rows of the vocabulary; and the classification head."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -104,7 +105,7 @@ class ParallelLMHead(VocabParallel, Packable):
 
     def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext, weight: nn.Parameter | None = None):
         super().__init__(vocab_size, hidden_size, context, weight)
-        self._shares_weight = weight is not None
+        self._shares_weight, self._multiply_rows = weight is not None, context.row_ops.multiply
 
     def shards(self, name: str) -> Shards:
         return self._shards_of(self.parameter(name))
@@ -121,7 +122,8 @@ class ParallelLMHead(VocabParallel, Packable):
         """
         exchange = self.parallel.sampling_exchange
         out = None if exchange is None else exchange.columns[: len(hidden_states)]
-        return linear(hidden_states, self.weight, self.packed, use_kernels=self.use_kernels, out=out)
+        multiply = partial(linear, weight=self.weight, packed=self.packed, use_kernels=self.use_kernels, out=out)
+        return self._multiply_rows(hidden_states, multiply)
 
 
 class ClassificationHead(nn.Module):
@@ -133,6 +135,7 @@ class ClassificationHead(nn.Module):
     def __init__(self, num_labels: int, hidden_size: int, context: LayerContext):
         super().__init__()
         self.weight = context.parameter(num_labels, hidden_size, dtype=torch.float32)
+        self._linear = context.row_ops.linear
 
     def shards(self, name: str) -> Shards:
         return replicated_shards(self.get_parameter(name))
@@ -140,4 +143,4 @@ class ClassificationHead(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [num_rows, hidden_size] -> scores, float32 [num_rows, num_labels]"""
         # The library may compute products of float32 in TF32, but not those of float64.
-        return F.linear(hidden_states.double(), self.weight.double()).float()
+        return self._linear(hidden_states.double(), self.weight.double()).float()

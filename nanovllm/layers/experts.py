@@ -1,7 +1,6 @@
 """A mixture of experts in the place of a layer's MLP."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers.context import LayerContext
@@ -109,7 +108,7 @@ class Experts(nn.Module):
     ):
         super().__init__()
         self._top_k, self._renormalizes, self._activation = top_k, renormalizes, activation
-        self._use_kernels = context.use_kernels
+        self._use_kernels, self._row_ops = context.use_kernels, context.row_ops
         part = context.parallel.shard(size, "the experts' intermediate size")
         self.gate = Router(hidden_size, num_experts, context)
         self.gate_up_proj = ExpertColumns((num_experts, 2 * part[1], hidden_size), size, part, format, context)
@@ -124,10 +123,11 @@ class Experts(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> PartialSum:
         """hidden_states: [num_tokens, hidden_size] -> the same shape"""
-        routes = route(hidden_states, self.gate.weight, self._top_k, self._renormalizes, self._use_kernels)
+        kind = self._use_kernels, self._row_ops
+        routes = route(hidden_states, self.gate.weight, self._top_k, self._renormalizes, *kind)
         weights = self.gate_up_proj.weights, self.down_proj.weights
-        output = grouped_mlp(hidden_states, routes, *weights, self._activation, self._use_kernels)
+        output = grouped_mlp(hidden_states, routes, *weights, self._activation, *kind)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
-            weight = F.linear(hidden_states, self.shared_expert_gate.weight).sigmoid()
+            weight = self._row_ops.sigmoid(self._row_ops.linear(hidden_states, self.shared_expert_gate.weight))
             output.addcmul_(weight, self.shared_expert(hidden_states).part)
         return PartialSum(output)

@@ -6,6 +6,7 @@ all-reduce (Megatron-LM, Shoeybi et al., 2019).
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -81,6 +82,7 @@ class LinearBase(Packable, FormattedWeight):
     ):
         super().__init__((output_size, input_size), format, context)
         self.use_kernels, self.parallel = context.use_kernels, context.parallel
+        self._multiply_rows = context.row_ops.multiply
         self.bias = context.parameter(output_size) if bias else None
         makes = Form.UNFINISHED if context.use_kernels else Form.PLAIN
         self.accepts = Form.PLAIN
@@ -97,9 +99,11 @@ class LinearBase(Packable, FormattedWeight):
         """x: [..., input_size] -> [..., output_size]"""
         if self.format is None:
             assert isinstance(x, torch.Tensor), "only layers in FP8 take inputs in FP8"
-            return linear(x, self.weight, self.packed, bias, self.use_kernels)
+            by_weight = partial(linear, weight=self.weight, packed=self.packed, use_kernels=self.use_kernels)
+            return self._multiply_rows(x, partial(by_weight, bias=bias))
         weight, scales = self.get_parameter("weight"), self.get_parameter(self.format.scale_name)
-        return self.format.multiply(x, weight, scales, bias, self.gives)
+        by_format = partial(self.format.multiply, weight=weight, scales=scales, bias=bias, gives=self.gives)
+        return self._multiply_rows(x, by_format)
 
 
 class MergedColumnParallelLinear(LinearBase):

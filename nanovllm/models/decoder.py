@@ -23,7 +23,7 @@ from nanovllm.layers.rope_config import RopeConfig
 from nanovllm.layers.rotary_embedding import Rotary, RotaryEmbedding
 from nanovllm.layers.shard import Rows, in_one_tensor
 from nanovllm.models.config import ModelConfig
-from nanovllm.ops.act_and_mul import act_and_mul
+from nanovllm.ops.act_and_mul import triton_act_and_mul
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.fused_product import gated_product
 from nanovllm.ops.layer_cache import LayerCache
@@ -64,6 +64,7 @@ class DecoderAttention(nn.Module):
         self.accepts = self.qkv_proj.accepts
         self.qk_norm = self.projection_norm = None
         num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads  # of this rank
+        self._sigmoid = context.row_ops.sigmoid
         self.has_gates, self.num_columns = family.has_gates, (num_heads + 2 * num_kv_heads) * head_dim
         if family.qk_norm == "head":
             self.qk_norm = QKNorm(num_heads, num_kv_heads, head_dim, config.rms_norm_eps, context, family.norm_offset)
@@ -78,7 +79,7 @@ class DecoderAttention(nn.Module):
             qkv, gates = qkv[:, : self.num_columns], qkv[:, self.num_columns :]
         attended = self.attn(qkv, self.qk_norm, rotary, kv_cache, metadata).flatten(1)
         if self.has_gates:
-            attended = attended * gates.sigmoid()
+            attended = attended * self._sigmoid(gates)
         return self.o_proj(attended if needed is None else attended.index_select(0, needed))
 
 
@@ -102,13 +103,14 @@ class DecoderMLP(nn.Module):
             gives=of_gate_up,
         )  # fmt: skip
         self.accepts = self.gate_up_proj.accepts
-        self.hidden_act, self.use_kernels = config.hidden_act, context.use_kernels
+        self.hidden_act = config.hidden_act
+        self._act_and_mul = triton_act_and_mul if context.use_kernels else context.row_ops.act_and_mul
 
     def forward(self, hidden_states):
         gate_up = self.gate_up_proj(hidden_states)
         if isinstance(gate_up, PendingProduct):
             return self.down_proj(gated_product(*gate_up, self.hidden_act))
-        return self.down_proj(act_and_mul(gate_up, self.hidden_act, self.use_kernels))
+        return self.down_proj(self._act_and_mul(gate_up, self.hidden_act))
 
 
 class DecoderLayer(nn.Module):
@@ -218,7 +220,7 @@ class CausalLM(nn.Module):
         config: the architecture's numbers.
         max_position: positions are below it.
         backend: the attention backend.
-        parallel, dtype, device, use_kernels: see LayerContext. Parameters are left uninitialised.
+        parallel, dtype, device, use_kernels, deterministic: see LayerContext. Parameters are left uninitialised.
     """
 
     lm_head: ParallelLMHead | None
@@ -233,9 +235,10 @@ class CausalLM(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         use_kernels: bool = False,
+        deterministic: bool = False,
     ):
         super().__init__()
-        context = LayerContext(dtype, device, use_kernels, parallel)
+        context = LayerContext(dtype, device, use_kernels, parallel, deterministic)
         self.model = Decoder(config, backend, context)
         self.rotary_embs = {
             rope: RotaryEmbedding(config.head_dim, max_position, rope, dtype, device)

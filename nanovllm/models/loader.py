@@ -69,12 +69,12 @@ def update_weights(model: CausalLM, tensors: Tensors) -> None:
     """
     with torch.no_grad():
         for prefix, module in model.named_modules():
-            touched = [name for name in _expected_of(model, prefix, module) if name in tensors]
+            touched = [name for name in expected_of(model, prefix, module) if name in tensors]
             if not touched:
                 continue
             if isinstance(module, Packable):
                 module.unpack()
-            shards_of = _expected_of(model, prefix, module)
+            shards_of = expected_of(model, prefix, module)
             for name in touched:
                 for shard in shards_of[name]:
                     _fill(tensors[name], shard)
@@ -92,11 +92,11 @@ def expected_tensors(model: CausalLM) -> dict[str, list[Shard]]:
     """
     expected: dict[str, list[Shard]] = {}
     for prefix, module in model.named_modules():
-        expected.update(_expected_of(model, prefix, module))
+        expected.update(expected_of(model, prefix, module))
     return expected
 
 
-def _expected_of(model: CausalLM, prefix: str, module: nn.Module) -> dict[str, list[Shard]]:
+def expected_of(model: CausalLM, prefix: str, module: nn.Module) -> dict[str, list[Shard]]:
     """`expected_tensors` of one module's own parameters; `prefix` is the module's name."""
     parent, _, own_name = prefix.rpartition(".")
     rule = getattr(module, "shards", None)

@@ -18,6 +18,7 @@ class Parallel:
         exchange, sampling_exchange: an ops.exchange.Exchange and an ops.sampling_exchange.SamplingExchange, if the
             ranks' GPUs can reach each other's memory; otherwise None.
         reduces_in_layers: layers of the model call `all_reduce` themselves.
+        in_rank_order: `all_reduce` adds the ranks' parts by rank, not in an order that depends on the number of bytes.
     """
 
     rank: int = 0
@@ -26,6 +27,7 @@ class Parallel:
     exchange: Any = None
     sampling_exchange: Any = None
     reduces_in_layers: bool = False
+    in_rank_order: bool = False
 
     @property
     def calls_nccl(self) -> bool:
@@ -34,6 +36,9 @@ class Parallel:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums `tensor` over the ranks, in place, and returns it."""
+        if self.size > 1 and self.in_rank_order:
+            first, *others = self.all_gather(tensor[None])
+            return tensor.copy_(sum(others, first.float()))
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor

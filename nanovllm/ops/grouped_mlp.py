@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.ops.act_and_mul import act_and_mul, activated
+from nanovllm.ops.act_and_mul import activated
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.ops.kernel import jit, shared_memory, tl, triton
-from nanovllm.ops.linear import linear
 from nanovllm.ops.route import Routes
+from nanovllm.ops.row_invariant import PLAIN, RowOps
 
 
 class _Tile(NamedTuple):
@@ -79,14 +79,13 @@ _PAIRS_OF_CHUNK = 8192
 
 
 def plain_grouped_mlp(
-    x: torch.Tensor, routes: Routes, gate_up: ExpertWeights, down: ExpertWeights, activation: str
+    x: torch.Tensor, routes: Routes, gate_up: ExpertWeights, down: ExpertWeights, activation: str, row_ops: RowOps
 ) -> torch.Tensor:
     outputs = x.new_zeros(*routes.experts.shape, x.shape[1])
     for expert in routes.experts.unique().tolist():
         token, place = torch.where(routes.experts == expert)
-        hidden = act_and_mul(linear(x[token], gate_up.whole(expert, x.dtype), None), activation)
-        assert isinstance(hidden, torch.Tensor)
-        outputs[token, place] = linear(hidden, down.whole(expert, x.dtype), None)
+        hidden = row_ops.act_and_mul(row_ops.linear(x[token], gate_up.whole(expert, x.dtype)), activation)
+        outputs[token, place] = row_ops.linear(hidden, down.whole(expert, x.dtype))
     return (outputs.float() * routes.weights[:, :, None]).sum(1).to(x.dtype)
 
 
@@ -278,6 +277,7 @@ def grouped_mlp(
     down: ExpertWeights,
     activation: str = "silu",
     use_kernels: bool = False,
+    row_ops: RowOps = PLAIN,
 ) -> torch.Tensor:
     """The sum over each token's experts of weight × down(activation(gate) × up), added in float32.
 
@@ -287,9 +287,11 @@ def grouped_mlp(
         gate_up: 2 × size outputs and hidden_size inputs.
         down: hidden_size outputs and size inputs.
         activation: see act_and_mul.
-        use_kernels: compute with the kernels.
+        use_kernels: compute with the kernels, or else with `row_ops`.
 
     Returns:
         [num_tokens, hidden_size].
     """
-    return (triton_grouped_mlp if use_kernels else plain_grouped_mlp)(x, routes, gate_up, down, activation)
+    if use_kernels:
+        return triton_grouped_mlp(x, routes, gate_up, down, activation)
+    return plain_grouped_mlp(x, routes, gate_up, down, activation, row_ops)

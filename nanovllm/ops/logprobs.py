@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.ops.kernel import jit, tl, triton
+from nanovllm.ops.row_invariant import sums_of_rows
 from nanovllm.ops.sample import COLDEST
 
 NO_LOGPROBS, RAW, PROCESSED = 0, 1, 2  # the kinds of rows
@@ -41,7 +42,7 @@ def _logprobs(logits: Tensor, token_ids: Tensor, divisors: Tensor, width: int) -
     num_rows, vocab_size = logits.shape
     largest = logits.amax(-1, keepdim=True)
     base = largest.masked_fill(largest == -torch.inf, 0)
-    log_sum = ((logits - base) / divisors).exp_().sum(-1, keepdim=True).log_()
+    log_sum = sums_of_rows(((logits - base) / divisors).exp_()).log_()
     has_token = (token_ids >= 0) & (token_ids < vocab_size)
     own = logits.gather(1, token_ids.where(has_token, 0)).where(has_token, -torch.inf)
     ranks = ((logits > own).sum(-1, keepdim=True) + 1).where(has_token, 0)

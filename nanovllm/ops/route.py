@@ -3,10 +3,10 @@
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from nanovllm.ops.dependent_launch import LAUNCH_OPTIONS, begin
 from nanovllm.ops.kernel import jit, shared_memory, tl, triton
+from nanovllm.ops.row_invariant import PLAIN, RowOps
 
 # Tokens, and the maximum number of inputs, per program that multiplies with the router's weights.
 _TOKENS, _MAX_INPUTS = 16, 256
@@ -24,8 +24,10 @@ class Routes(NamedTuple):
     weights: torch.Tensor
 
 
-def plain_route(x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalizes: bool) -> Routes:
-    probabilities = F.linear(x.float(), weight.float()).softmax(-1)
+def plain_route(
+    x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalizes: bool, row_ops: RowOps = PLAIN
+) -> Routes:
+    probabilities = row_ops.linear(x.float(), weight.float()).softmax(-1)
     weights, experts = (part[:, :top_k] for part in probabilities.sort(dim=-1, descending=True, stable=True))
     if renormalizes:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -105,7 +107,14 @@ def triton_route(x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalizes
     return Routes(experts, weights)
 
 
-def route(x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalizes: bool, use_kernels: bool = False) -> Routes:
+def route(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    top_k: int,
+    renormalizes: bool,
+    use_kernels: bool = False,
+    row_ops: RowOps = PLAIN,
+) -> Routes:
     """The `top_k` largest of softmax(x @ weight.T). If a token's logits hold NaN or +∞, its weights are NaN, but its
     experts are still valid and different.
 
@@ -113,6 +122,8 @@ def route(x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalizes: bool,
         x: [num_tokens, hidden_size].
         weight: [num_experts, hidden_size].
         renormalizes: make a token's weights add up to 1.
-        use_kernels: compute with the kernels.
+        use_kernels: compute with the kernels, or else with `row_ops`.
     """
-    return (triton_route if use_kernels else plain_route)(x, weight, top_k, renormalizes)
+    if use_kernels:
+        return triton_route(x, weight, top_k, renormalizes)
+    return plain_route(x, weight, top_k, renormalizes, row_ops)
