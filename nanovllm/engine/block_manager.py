@@ -139,6 +139,11 @@ class BlockManager:
         """Blocks that no sequence holds, including those with cached content."""
         return len(self._free)
 
+    @property
+    def use(self) -> float:
+        """The share of the blocks that sequences hold, 0 to 1; 0 without blocks."""
+        return 1 - len(self._free) / len(self.blocks) if self.blocks else 0.0
+
     # Admission
 
     def can_allocate(self, seq: Sequence, num_reserved: int = 0, max_num_new_tokens: int = 2**31) -> bool:
@@ -170,7 +175,7 @@ class BlockManager:
             raise RuntimeError(f"{seq} already has blocks")
         prefix, seq.window_table = self._cached_prefix(seq)
         seq.block_table = [block.block_id for block in prefix]
-        seq.num_computed_tokens = len(prefix) * self.block_size
+        seq.num_computed_tokens = seq.num_shared_tokens = len(prefix) * self.block_size
         seq.num_registered_blocks = len(prefix)
         seq.last_registration = prefix[-1].serial if prefix else 0
         self._hold(seq)
@@ -206,7 +211,7 @@ class BlockManager:
         seq.window_table = self._window_of(source.window_table[:num_full], num_tokens)
         self._hold(seq)
         seq.block_hashes = source.block_hashes[:num_full]
-        seq.num_computed_tokens = num_tokens
+        seq.num_computed_tokens = seq.num_shared_tokens = num_tokens
         if source.num_registered_blocks <= num_full:  # else `append` finds these blocks in the prefix cache
             seq.num_registered_blocks, seq.last_registration = source.num_registered_blocks, source.last_registration
         if num_tokens % self.block_size == 0:
@@ -401,6 +406,8 @@ class BlockManager:
     def _cached_prefix(self, seq: Sequence) -> tuple[list[Block], list[WindowBlocks]]:
         """The cached blocks with the beginning of `seq` that it can share, and the blocks of window groups for the same
         tokens, without those behind the window."""
+        if not seq.may_share:
+            return [], []
         if not self.enable_prefix_caching:  # the siblings' states have moved past these blocks
             return ([], []) if self.snapshots.has_states else self._prompt_of_siblings(seq)
         prefix, block_size = self.registered_prefix(seq), self.block_size

@@ -18,10 +18,10 @@ import numpy as np
 from nanovllm.checks import integer
 from nanovllm.config import Config
 from nanovllm.engine.limits import check_pooled, check_request, max_length
-from nanovllm.engine.runner import LaunchedStep, Runner, make_scheduler
+from nanovllm.engine.runner import LaunchedStep, Runner, StepTooLargeError, make_scheduler
 from nanovllm.engine.scheduler import SchedulerStats
 from nanovllm.engine.sequence import POOLED, Pooling, Sequence, SequenceStatus, TokenGuide, completions_of
-from nanovllm.engine.step import Step, StepOutput
+from nanovllm.engine.step import Step, StepOutput, halves
 from nanovllm.engine.step_stats import StepStats
 from nanovllm.guard import Guard
 from nanovllm.logits_processors import LogitsProcessors
@@ -71,6 +71,7 @@ class LLMEngine:
         self._num_sequences = 0
         self._in_flight: deque[tuple[Step, LaunchedStep]] = deque()
         self._unfinished: dict[int, Sequence] = {}
+        self._ran_out_of_memory = False  # in a step
         self._process_id = os.getpid()
         self.is_closed = False
         self._guard = Guard(
@@ -137,7 +138,7 @@ class LLMEngine:
         first = Sequence(seq_id, prompt, sampling_params, max_num_tokens, stop_token_ids, seed)
         first.is_constrained = bool(sampling_params.structured_outputs or sampling_params.logits_processors)
         if sampling_params.prompt_logprobs is not None:
-            first.next_scored = first_scored
+            first.next_scored = first.first_scored = first_scored
         sequences = completions_of(first)
         for seq, predicate in zip(sequences, predicates, strict=True):
             seq.stop_predicate = predicate
@@ -225,7 +226,8 @@ class LLMEngine:
 
     @_guarded
     def step(self) -> list[Sequence]:
-        """Launches the next step and commits the oldest in flight; returns the completions that finished.
+        """Launches the next step, and commits the oldest ones until at most `depth` are in flight, or none if no step
+        could be launched. Returns the completions that finished.
 
         If anything fails, the engine is emptied (all requests are dropped) before the exception propagates.
         """
@@ -234,35 +236,55 @@ class LLMEngine:
             finished: list[Sequence] = []
             scheduled = self.scheduler.schedule()
             if scheduled.chunks:
-                self._in_flight.append((scheduled, self.runner.launch(scheduled)))
+                self._launch(scheduled)
                 if len(self._in_flight) == 1:
                     self._constrain(*self._in_flight[0])
-                self.step_stats.count(scheduled)
+                self.step_stats.count(scheduled, self.scheduler)
                 began = self.step_stats.count_seconds(scheduled, began)
             elif self._in_flight:
                 self.runner.nothing_scheduled()
             elif self._unfinished:
                 raise RuntimeError(f"nothing can be scheduled, which is a bug: {list(self._unfinished.values())[:3]}")
-            if self._in_flight and (not scheduled.chunks or len(self._in_flight) > self.depth):
+            while len(self._in_flight) > (self.depth if scheduled.chunks else 0):
                 committed, launched = self._in_flight.popleft()
                 output = launched.wait()
+                output.check_cache(committed)
                 token_ids = output.token_ids
                 broken = _keep_logprobs(committed, output) + _keep_states(committed, output)
                 stopped = _ask_stop_predicates(committed, token_ids)
-                finished = self.scheduler.commit(committed, token_ids, frozenset(stopped), frozenset(broken))
+                ended, again = self.scheduler.commit(committed, token_ids, frozenset(stopped), frozenset(broken))
+                finished += ended
+                self._unfinished.update((seq.seq_id, seq) for seq in again)
                 self.runner.step_committed(stopped, broken)
                 for seq in committed.first_tokens:
                     seq.first_token_time = time.time() if len(seq.token_ids) > seq.num_prompt_tokens else None
                 if self._in_flight:
                     self._constrain(*self._in_flight[0])
-                for seq in finished:
+                for seq in ended:
                     del self._unfinished[seq.seq_id]
                     self.step_stats.num_output_tokens += len(seq.token_ids) - seq.num_prompt_tokens
-                self.step_stats.count_seconds(committed, began)
+                began = self.step_stats.count_seconds(committed, began)
         except BaseException:
             self._empty()
             raise
         return finished
+
+    def _launch(self, step: Step) -> None:
+        """Launches a step, as its halves if memory is too short for it. These are in flight as two steps."""
+        try:
+            self._in_flight.append((step, self.runner.launch(step)))
+            return
+        except StepTooLargeError:
+            parts = halves(step) or (step,)
+        if not self._ran_out_of_memory:
+            logger.warning(
+                "memory ran out in a step of %d tokens; it runs again%s, which is slower. If this happens often, lower "
+                "max_num_batched_tokens or gpu_memory_utilization (warned once per LLM)",
+                step.num_tokens, " in two halves" if len(parts) > 1 else "",
+            )  # fmt: skip
+        self._ran_out_of_memory = True
+        for part in parts:
+            self._in_flight.append((part, self.runner.launch(part)))
 
     def _constrain(self, step: Step, launched: LaunchedStep) -> None:
         """Lets a step sample, now that all steps before it are committed: its masks depend on their tokens. While the
@@ -308,6 +330,12 @@ class LLMEngine:
         self._renew_scheduler()  # first, so that no cached key of other weights is ever read
         self.runner.update_weights(weights)
         self.weight_version += 1
+
+    @_guarded
+    def weight_digests(self) -> dict[str, str]:
+        """A digest of each tensor of the checkpoint. Requests may be running."""
+        self.check_awake()
+        return self.runner.weight_digests()
 
     @_guarded
     def reset_prefix_cache(self) -> None:
@@ -368,7 +396,8 @@ class LLMEngine:
     def metrics(self) -> dict[str, Any]:
         """Counters since the engine's start, as in StepStats and SchedulerStats; bytes by use.
 
-        `mean_decode_batch_size` is the mean number of decodes over the steps that have any.
+        Counters that end with `of_steps`, divided by `num_steps`, are means. So two calls give the means of the time
+        between them. `mean_decode_batch_size` is the mean number of decodes over the steps that have any.
         """
         steps, scheduled = self.step_stats, self.scheduler_stats
         return {

@@ -13,6 +13,11 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step, StepOutput
 
 
+class StepTooLargeError(RuntimeError):
+    """The device's memory is too short for a step. The step, or its halves, may be launched next: they write again all
+    that it has written."""
+
+
 @dataclass(frozen=True)
 class RunnerInfo:
     """The facts that a runner determines at start-up.
@@ -90,7 +95,11 @@ class Runner:
 
     def launch(self, step: Step) -> LaunchedStep:
         """Starts a step and returns without waiting for the device. A step with constrained rows runs the layers;
-        logits and tokens wait for `LaunchedStep.constrain`."""
+        logits and tokens wait for `LaunchedStep.constrain`.
+
+        Raises:
+            StepTooLargeError: memory is too short. All memory that the device can spare is free now.
+        """
         raise NotImplementedError
 
     def mask_buffer(self, num_rows: int) -> np.ndarray:
@@ -116,6 +125,10 @@ class Runner:
     def undefined_weights(self) -> list[str]:
         """Names of tensors that must be given to `update_weights` before a step may run."""
         return []
+
+    def weight_digests(self) -> dict[str, str]:
+        """A digest of each tensor of the checkpoint, by name. See LLM.weights_digest."""
+        raise RuntimeError("this runner has no weights")
 
     def sleep(self, level: int) -> None:
         """Frees the KV cache, and moves the weights to the host (level 1) or drops them (level 2). Called again, it

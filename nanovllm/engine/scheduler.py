@@ -8,10 +8,11 @@ long prompt, decode, and coming back after preemption are that rule with other n
 from collections.abc import Container
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import NO_STOP, Sequence, SequenceStatus
-from nanovllm.engine.step import NO_TOKEN_LEFT, Chunk, Scored, Step, StepBuilder
+from nanovllm.engine.step import BROKEN_LOGITS, NO_TOKEN_LEFT, Chunk, Scored, Step, StepBuilder
 from nanovllm.engine.waiting_queue import WaitingQueue
 
 # From this many tokens on, a sequence is long: attention takes a good part of its prompt's time. A step whose first
@@ -28,12 +29,25 @@ _NO_TOKEN_LEFT = (
 
 @dataclass
 class SchedulerStats:
-    """Counters over the engine's life; a new Scheduler continues them. Prompt tokens count when they are admitted."""
+    """Counters over the engine's life; a new Scheduler continues them. Prompt tokens count when they are admitted. A
+    row that begins again (see Scheduler.commit) counts as a preemption.
+    """
 
     num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
     num_preemptions: int = 0
     finish_reasons: dict[str, int] = field(default_factory=dict)
+
+
+class Committed(NamedTuple):
+    """The sequences that a commit changed.
+
+    finished: those that ended.
+    begun_again: each takes the place of the one with its id, and computes its tokens again.
+    """
+
+    finished: list[Sequence]
+    begun_again: list[Sequence]
 
 
 class Scheduler:
@@ -106,10 +120,14 @@ class Scheduler:
 
     def commit(
         self, step: Step, token_ids: list[int], stopped: Container[int] = (), broken: Container[int] = ()
-    ) -> list[Sequence]:
-        """Takes the tokens that `step` sampled and returns the sequences that finished.
+    ) -> Committed:
+        """Takes the tokens that `step` sampled.
 
         A sequence's end may be noticed one step late. Only this method drops the sequence's extra token.
+
+        If the logits of a sequence are not finite, it ends with an error, unless it shares keys that others computed.
+        Then these may be the cause: attention lets a NaN reach earlier tokens of its own row, so the beginning of a
+        broken prompt is broken too. Such a sequence begins again, without sharing.
 
         Args:
             step: the oldest that was not committed.
@@ -117,7 +135,7 @@ class Scheduler:
             broken: ids of the sequences whose prompts have scores from logits that were not finite.
             stopped: ids of the sequences whose stop predicates say that the new token ends them.
         """
-        finished, tokens = [], iter(token_ids)
+        finished, begun_again, tokens = list[Sequence](), list[Sequence](), iter(token_ids)
         block_manager, block_size = self.block_manager, self.block_manager.block_size
         for seq, _, samples in step.chunks:
             if not samples:
@@ -127,6 +145,9 @@ class Scheduler:
                 continue
             known, reason = seq.token_ids, None
             if token < 0:
+                if token == BROKEN_LOGITS and seq.num_shared_tokens:
+                    begun_again.append(self._begin_again(seq))
+                    continue
                 seq.error = _NO_TOKEN_LEFT if token == NO_TOKEN_LEFT else _BROKEN_LOGITS
                 reason = "error"
             else:
@@ -144,13 +165,17 @@ class Scheduler:
                 finished.append(seq)
         for scored in step.scored:
             is_broken = scored.seq.seq_id in broken
-            if (scored.ends or is_broken) and scored.seq.status is not SequenceStatus.FINISHED:
+            if is_broken and scored.seq.num_shared_tokens and scored.seq.status is not SequenceStatus.FINISHED:
+                begun_again.append(self._begin_again(scored.seq))
+            elif (scored.ends or is_broken) and scored.seq.status is not SequenceStatus.FINISHED:
                 scored.seq.error = _BROKEN_LOGITS if is_broken else None
                 self._finish(scored.seq, "error" if is_broken else "length", remove=False)
                 finished.append(scored.seq)
-        if finished:
+        if begun_again:
+            self._put_in_front(begun_again, step)
+        if finished or begun_again:
             self.running = [seq for seq in self.running if seq.status is not SequenceStatus.FINISHED]
-        return finished
+        return Committed(finished, begun_again)
 
     def _advance_running(self, step: StepBuilder, budget: int) -> int:
         """Schedules the running sequences, oldest first, and preempts the newest if blocks run out. Returns the budget
@@ -250,7 +275,11 @@ class Scheduler:
     def _source_of(self, seq: Sequence, step: StepBuilder) -> Sequence | None:
         """A running sequence that has computed the context of `seq`, whose continuation is scored; None if there is
         none. Full blocks would be shared anyway, but few contexts end where a block ends."""
-        if seq.next_scored == seq.num_prompt_tokens or not self.block_manager.enable_prefix_caching:
+        if (
+            seq.next_scored == seq.num_prompt_tokens
+            or not seq.may_share
+            or not self.block_manager.enable_prefix_caching
+        ):
             return None
         source, end = self._context_source, seq.next_scored - 1  # the context's last token must be computed
         # The copies of a step without chunks are never made.
@@ -311,6 +340,7 @@ class Scheduler:
                 if seq.waits_for_prompt:
                     self.waiting.remove(seq)
                     step.copies += self.block_manager.fork(leader, seq, num_tokens)
+                    seq.num_shared_tokens = leader.num_shared_tokens  # the others are of its own request
                     self._run(seq)
                     self._copy_state(step, leader, seq)
                     seq.num_cached_tokens = seq.num_computed_tokens
@@ -367,16 +397,36 @@ class Scheduler:
         self._num_free_blocks_wanted = 0  # they were for another sequence
         self.waiting.push_front(seq)
 
-    def _finish(self, seq: Sequence, reason: str, remove: bool = True) -> None:
-        """Frees the sequence's blocks and entry; `remove=False` leaves `running` to the caller."""
+    def _begin_again(self, seq: Sequence) -> Sequence:
+        """Returns a copy of the sequence, which may share no keys. The caller puts it in front of the waiting ones, and
+        removes the old one from `running`."""
+        self._leave(seq)
+        self.block_manager.forget(seq)
+        again = seq.begun_again()
+        self.stats.num_preemptions += 1
+        self._num_free_blocks_wanted = 0
+        return again
+
+    def _put_in_front(self, begun_again: list[Sequence], step: Step) -> None:
+        """Lets them wait in the order that they had in the step, the oldest first."""
+        ids = [chunk.seq.seq_id for chunk in step.chunks]
+        for seq in sorted(begun_again, key=lambda again: ids.index(again.seq_id), reverse=True):
+            self.waiting.push_front(seq)
+
+    def _leave(self, seq: Sequence) -> None:
+        """Frees a sequence's blocks and entry, or removes it from `waiting`."""
         if seq.status is SequenceStatus.WAITING:
             self.waiting.remove(seq)
             self._num_free_blocks_wanted = 0  # they may have been for this one
         else:
             self.block_manager.deallocate(seq)
             self._release_entry(seq)
-            if remove:
-                self.running.remove(seq)
+
+    def _finish(self, seq: Sequence, reason: str, remove: bool = True) -> None:
+        """Frees the sequence's blocks and entry; `remove=False` leaves `running` to the caller."""
+        if remove and seq.status is SequenceStatus.RUNNING:
+            self.running.remove(seq)
+        self._leave(seq)
         if seq.error == _BROKEN_LOGITS:  # its keys must not be served to others
             self.block_manager.forget(seq)
         seq.status = SequenceStatus.FINISHED

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -89,9 +90,11 @@ class Sequence:
     max_num_computed: int = field(
         init=False
     )  # maximum number of tokens to compute; the last generated one needs no keys
-    # The next prompt token to score, and the end of those to score. A pooled state is named by the token after it.
+    # The next prompt token to score, the end of those to score, and the first of them, from which a sequence that
+    # begins again scores. A pooled state is named by the token after it.
     next_scored: int = field(init=False)
     end_scored: int = field(init=False)
+    first_scored: int = field(init=False)
     # Its tokens' log-probabilities, one row of numbers each, as in TokenNumbers; empty if they are not asked for.
     logprobs: bytearray = field(default_factory=bytearray)
     prompt_logprobs: bytearray = field(default_factory=bytearray)  # the same for its prompt's tokens
@@ -108,16 +111,18 @@ class Sequence:
     block_hashes: list[int] = field(default_factory=list)  # chained hashes of the leading full blocks, as far as needed
     num_registered_blocks: int = 0  # leading blocks that are in the prefix cache, or equal a block there
     last_registration: int = 0  # serial number of the last of those, 0 for none
+    num_shared_tokens: int = 0  # leading tokens whose keys others had computed when it was last admitted
+    may_share: bool = True  # whether it may get keys that others computed
     next_stop: int = NO_STOP  # leading tokens after which a chunk ends, because its state there is copied
 
     def __post_init__(self, prompt_token_ids: Iterable[int]) -> None:
         self.token_ids = array("i", prompt_token_ids)
         self.num_prompt_tokens = self.num_tokens = length = len(self.token_ids)
-        self.next_scored = self.end_scored = length
+        self.next_scored = self.first_scored = self.end_scored = length
         self.max_num_computed = self.max_length - 1
         if self.pooling is not None:
             self.max_length = self.max_num_computed = length
-            self.next_scored = length if self.pooling.tokens == "last" else 1
+            self.next_scored = self.first_scored = length if self.pooling.tokens == "last" else 1
             self.end_scored = 2 if self.pooling.tokens == "first" else length + 1
 
     @property
@@ -148,7 +153,21 @@ class Sequence:
     def waits_for_prompt(self) -> bool:
         """Whether it has neither blocks nor a token yet, and nothing to score."""
         is_new = self.num_tokens == self.num_prompt_tokens == self.next_scored
-        return is_new and self.status is SequenceStatus.WAITING
+        return is_new and self.may_share and self.status is SequenceStatus.WAITING
+
+    def begun_again(self) -> "Sequence":
+        """A sequence that takes the place of this one, which is FINISHED from here on. It computes all tokens that are
+        known by itself, as after a preemption, and so does not depend on keys of others."""
+        again = copy(self)
+        again.status, again.entry, again.next_stop, again.may_share = SequenceStatus.WAITING, -1, NO_STOP, False
+        again.block_table, again.window_table, again.states, again.prompt_logprobs = [], [], [], bytearray()
+        again.num_tokens, again.num_computed_tokens, again.next_scored = len(self.token_ids), 0, self.first_scored
+        again.num_behind_window = again.num_registered_blocks = again.last_registration = again.num_shared_tokens = 0
+        again.num_preemptions += 1
+        if self.siblings:
+            self.siblings[self.siblings.index(self)] = again
+        self.status = SequenceStatus.FINISHED
+        return again
 
     def __repr__(self) -> str:
         return (

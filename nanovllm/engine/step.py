@@ -5,7 +5,9 @@ the Scheduler returns it.
 """
 
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -157,6 +159,32 @@ def bytes_of_numbers(num_logprobs: int) -> int:
     return 4 * (1 + 2 * (1 + num_logprobs))
 
 
+class WrongSlot(NamedTuple):
+    """A slot that a step read as the keys of a token, but that was written for another prefix.
+
+    row: index of the chunk.
+    position: the token's position in its sequence.
+    block: the block of the cache.
+    rank: the rank whose cache it is.
+    """
+
+    row: int
+    position: int
+    block: int
+    rank: int = 0
+
+
+class CorruptCacheError(RuntimeError):
+    """A step read keys that were computed for other tokens.
+
+    seq_id: the sequence that read them.
+    """
+
+    def __init__(self, message: str, seq_id: int):
+        super().__init__(message)
+        self.seq_id = seq_id
+
+
 @dataclass(frozen=True)
 class StepOutput:
     """The result of a step.
@@ -167,9 +195,66 @@ class StepOutput:
         logprobs: a row per chunk that samples; empty if none of them asks for log-probabilities.
         prompt_logprobs: a row per token of `Step.scored`, with rank BROKEN_LOGITS where the logits were not finite.
         states: for each kind of `Step.pooled`, float32 [num_rows, width]: a row per token, or a sum of them for "mean".
+        wrong_slot: the first wrong slot of the first row that has one, if the cache has canaries.
     """
 
     token_ids: list[int]
     logprobs: TokenNumbers = TokenNumbers()
     prompt_logprobs: TokenNumbers = TokenNumbers()
     states: tuple[np.ndarray, ...] = ()
+    wrong_slot: WrongSlot | None = None
+
+    def check_cache(self, step: Step) -> None:
+        """Raises a CorruptCacheError if `step` read a wrong slot. None of its results may be used then."""
+        if self.wrong_slot is not None:
+            row, position, block, rank = self.wrong_slot
+            seq = step.chunks[row].seq
+            raise CorruptCacheError(
+                f"sequence {seq.seq_id} read wrong keys at position {position}, in block {block} of rank {rank}'s KV "
+                "cache: they were computed for other tokens. Either nanovllm's bookkeeping of blocks has a bug, or the "
+                "memory is faulty; please report it",
+                seq.seq_id,
+            )
+
+
+def halves(step: Step) -> tuple[Step, Step] | None:
+    """Two steps that compute one after the other what `step` computes at once, with about as many tokens each.
+
+    Rows only read keys that earlier rows write. A sibling that was just forked stays behind the row from whose logits
+    it samples. Copies of blocks come last, when all keys are stored. If only one row has tokens, they are divided.
+
+    Returns None for a single token, for a single row that pools the mean of its tokens, and for steps whose rows sample
+    later (constrained ones) or that copy recurrent states.
+    """
+    if step.constrained or step.state_loads or step.state_copies:
+        return None
+    ends = list(accumulate(chunk.num_new_tokens for chunk in step.chunks))
+    cuts = [index for index, chunk in enumerate(step.chunks) if index and chunk.num_new_tokens]
+    if not cuts:
+        return _halves_of_row(step)
+    cut = min(cuts, key=lambda index: abs(2 * ends[index - 1] - ends[-1]))
+    ids = {chunk.seq.seq_id for chunk in step.chunks[:cut]}
+    scored = [[each for each in step.scored if (each.seq.seq_id in ids) is is_first] for is_first in (True, False)]
+    first_tokens = [[seq for seq in step.first_tokens if (seq.seq_id in ids) is is_first] for is_first in (True, False)]
+    return (
+        Step.of(step.chunks[:cut], scored=scored[0], first_tokens=first_tokens[0]),
+        Step.of(step.chunks[cut:], step.copies, scored=scored[1], first_tokens=first_tokens[1]),
+    )
+
+
+def _halves_of_row(step: Step) -> tuple[Step, Step] | None:
+    """The halves of a step whose first row has all tokens."""
+    (seq, num_new_tokens, samples), *forked = step.chunks
+    if num_new_tokens == 1 or any(kind.tokens == "mean" for kind in step.pooled):
+        return None
+    num_left = num_new_tokens // 2
+    begun = copy(seq)
+    begun.num_computed_tokens = end = seq.num_computed_tokens - num_left
+    # The state after a token scores the next one.
+    begun_scored = [each for each in step.scored if each.start <= end]
+    scored = [each if each.end <= end + 1 else each._replace(end=end + 1, ends=False) for each in begun_scored]
+    others = [each._replace(start=max(each.start, end + 1)) for each in step.scored if each.end > end + 1]
+    return (
+        Step.of([Chunk(begun, num_new_tokens - num_left, False)], scored=scored),
+        Step.of([Chunk(seq, num_left, samples), *forked], step.copies, scored=others, first_tokens=step.first_tokens),
+    )

@@ -26,9 +26,10 @@ from nanovllm.config import Config
 from nanovllm.engine.block_manager import Snapshots, WindowGroups
 from nanovllm.engine.runner import Runner, RunnerInfo
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import Step, StepOutput
+from nanovllm.engine.step import Step, StepOutput, WrongSlot
 from nanovllm.models.directory import find_model
 from nanovllm.models.read_config import load_model_config
+from nanovllm.models.weight_parts import tensor_digests
 from nanovllm.parallel.weight_files import weights_directories, written_weights
 from nanovllm.parallel.worker import HAS_MET, fingerprint, pack_masks, unpack_output
 from nanovllm.sampling_params import SamplingParams
@@ -115,8 +116,11 @@ class TensorParallelRunner(Runner):
         """The result of step `number`; an empty one if the step will not be committed."""
         if number <= self._num_committed:
             return StepOutput([])
-        (expected, output), *others = self._ask("wait", number)
-        for rank, (found, _) in enumerate(others, 1):
+        replies = self._ask("wait", number)
+        (expected, _, output), *others = replies
+        if wrong_slots := [WrongSlot(*slot) for _, slot, _ in replies if slot is not None]:
+            return StepOutput([], wrong_slot=wrong_slots[0])
+        for rank, (found, *_) in enumerate(others, 1):
             if found != expected:
                 self._fail(f"the ranks diverged at step {number}, which is a bug: rank {rank} sampled other tokens")
         return unpack_output(*output)
@@ -134,6 +138,9 @@ class TensorParallelRunner(Runner):
 
     def undefined_weights(self) -> list[str]:
         return self._undefined
+
+    def weight_digests(self) -> dict[str, str]:
+        return tensor_digests(self._ask("weight_parts"))
 
     def sleep(self, level: int) -> None:
         replies = self._ask("sleep", level)

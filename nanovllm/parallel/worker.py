@@ -106,6 +106,7 @@ class Worker:
             "renew": self._renew,
             "check_update": self._check_update,
             "load_update": self._load_update,
+            "weight_parts": self._runner.weight_parts,
             "sleep": self._sleep,
             "restore": self._restore,
             "capture": self._capture,
@@ -158,7 +159,8 @@ class Worker:
         first = Sequence(
             first_id, token_ids, SamplingParams(**params), max_length, frozenset(stop_token_ids), seed, pooling=kind
         )
-        first.next_scored, first.is_constrained = first_scored, is_constrained
+        first.next_scored = first.first_scored = first_scored
+        first.is_constrained = is_constrained
         for seq in completions_of(first):
             self._unfinished[seq.seq_id] = seq
             self._scheduler.add(seq)
@@ -184,14 +186,17 @@ class Worker:
         self._in_flight[number][1].constrain(unpack_masks(*packed), rows, {})
 
     def _wait(self, number: int) -> list:
-        """A hash of the step's tokens, and on rank 0 the step's whole output."""
+        """A hash of the step's tokens, the wrong slot, and on rank 0 the rest of the step's output."""
         output = self._in_flight[number][1].wait()
         self._sampled[number] = output.token_ids
-        return [hash(tuple(output.token_ids)), pack_output(output) if self._rank == 0 else None]
+        wrong_slot = output.wrong_slot and output.wrong_slot._replace(rank=self._rank)
+        return [hash(tuple(output.token_ids)), wrong_slot, pack_output(output) if self._rank == 0 else None]
 
     def _commit(self, number: int, stopped: list[int], broken: list[int]) -> None:
         step, _ = self._in_flight.pop(number)
-        for seq in self._scheduler.commit(step, self._sampled.pop(number), set(stopped), set(broken)):
+        finished, again = self._scheduler.commit(step, self._sampled.pop(number), set(stopped), set(broken))
+        self._unfinished.update((seq.seq_id, seq) for seq in again)
+        for seq in finished:
             del self._unfinished[seq.seq_id]
 
 
@@ -228,7 +233,7 @@ def _run(inbox: Iterator, reply: Any) -> None:
     kind, own_gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     dist.init_process_group(kind, store=store, rank=rank, world_size=size, device_id=own_gpu)
     reply([HAS_MET, None])
-    runner = ModelRunner(config, Parallel(rank, size, dist.group.WORLD))
+    runner = ModelRunner(config, Parallel(rank, size, dist.group.WORLD, in_rank_order=config.deterministic))
     info = runner.info
     reply([0, [{**vars(info), "eos_token_ids": sorted(info.eos_token_ids)}, runner.memory()]])
     Worker(config, runner, rank).follow(inbox, reply)

@@ -3,6 +3,7 @@
 import torch
 
 from nanovllm.layers.fp8_config import Fp8Config
+from nanovllm.models.config import ModelConfig
 from nanovllm.ops.quantize import E4M3
 
 
@@ -66,3 +67,18 @@ def kv_cache_dtype_of(wanted: str, dtype: torch.dtype, device: torch.device) -> 
             f'kv_cache_dtype={wanted!r} needs a GPU of compute capability 8.9 or newer; use kv_cache_dtype="auto"'
         )
     return E4M3
+
+
+def check_can_be_deterministic(config: ModelConfig, device: torch.device) -> None:
+    """Raises a ValueError if, with this model or on this device, a row's results must depend on the other rows of its
+    step."""
+    if device.type != "cpu":
+        raise ValueError(
+            f"deterministic=True runs on a CPU only, not on {device}: GPU products still depend on the batch; use "
+            'device="cpu", or leave deterministic out'
+        )
+    if config.delta_net is not None:
+        raise ValueError(
+            "deterministic=True cannot run a model with recurrent states, such as Qwen3.5: the chunks of a prompt "
+            "change the last bits of its states; leave deterministic out"
+        )

@@ -20,11 +20,13 @@ class KVCache:
         of its group's blocks.
     states: see `empty_states`.
     layers: each layer's view of them. Layers of different groups may have the same part.
+    canaries: int64 [num_blocks, block_size], see ops/cache_canary.py; a view of the last of `tensors`, or None.
     """
 
     tensors: tuple[torch.Tensor, ...]
     layers: list[LayerCache | LayerState]
     states: tuple[torch.Tensor, ...] = ()
+    canaries: torch.Tensor | None = None
 
     @property
     def _first(self) -> LayerCache:
@@ -82,6 +84,7 @@ class KVCacheLayout:
 
     places: each layer's place in the cache; None for a recurrent layer.
     dtype: float8_e4m3fn for a cache in FP8, whose keys are int8.
+    has_canaries: whether each slot has a canary.
     """
 
     places: tuple[CachePlace | None, ...]
@@ -89,6 +92,7 @@ class KVCacheLayout:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    has_canaries: bool = False
 
     @property
     def is_fp8(self) -> bool:
@@ -106,7 +110,7 @@ class KVCacheLayout:
     @property
     def block_bytes(self) -> int:
         head_bytes = head_kv_bytes(self.head_dim, self.dtype.itemsize)
-        return self.num_parts * self.block_size * self.num_kv_heads * head_bytes
+        return self.block_size * (self.num_parts * self.num_kv_heads * head_bytes + 8 * self.has_canaries)
 
     def empty(self, num_blocks: int, device: torch.device, states: tuple[torch.Tensor, ...] = ()) -> KVCache:
         """A cache of keys, values, and in FP8 scales, beside the given states; LayerCache has the shapes.
@@ -134,7 +138,11 @@ class KVCacheLayout:
         caches = [LayerCache(*part) for part in parts]
         of_states = iter([LayerState(*of_layer) for of_layer in zip(*(whole[0] for whole in states), strict=True)])
         layers = [next(of_states) if place is None else caches[place.part] for place in self.places]
-        return KVCache(tensors, layers, states)
+        if not self.has_canaries:
+            return KVCache(tensors, layers, states)
+        shape = 1, 1, len(caches[0].keys), self.block_size
+        canaries = torch.empty(shape, dtype=torch.int64, device=tensors[0].device)
+        return KVCache((*tensors, canaries), layers, states, canaries[0, 0])
 
 
 def empty_states(

@@ -224,14 +224,20 @@ def default_max_num_seqs(
 
 @contextmanager
 def explained_out_of_memory(what: str, device: torch.device) -> Iterator[None]:
-    """Context manager that turns a GPU's lack of memory into a RuntimeError that says that `what` did not fit, and how
-    to make room."""
+    """Context manager that turns a device's lack of memory into a RuntimeError that says that `what` did not fit, and
+    how to make room."""
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
+        raise RuntimeError(out_of_memory_message(what, device, str(error))) from None
+
+
+def out_of_memory_message(what: str, device: torch.device, error: str) -> str:
+    place = "the memory"
+    if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        raise RuntimeError(
-            f"{what} does not fit into the GPU's memory, of which {free / _GIB:.2f} of {total / _GIB:.2f} GiB are "
-            "free; lower max_num_batched_tokens or max_num_seqs, take a smaller model, or free what other "
-            f"programs hold ({error})"
-        ) from None
+        place = f"the GPU's memory, of which {free / _GIB:.2f} of {total / _GIB:.2f} GiB are free"
+    return (
+        f"{what} does not fit into {place}; lower max_num_batched_tokens or max_num_seqs, take a smaller model, or "
+        f"free what other programs hold ({error})"
+    )

@@ -13,7 +13,7 @@ from nanovllm.attention.backend import AttentionBackend, AttentionShape
 from nanovllm.attention.choice import make_attention_backend
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import WindowGroups
-from nanovllm.engine.runner import Runner, RunnerInfo
+from nanovllm.engine.runner import LaunchedStep, Runner, RunnerInfo, StepTooLargeError
 from nanovllm.engine.step import Step
 from nanovllm.layers.embed_head import VocabSlice
 from nanovllm.layers.linear import Packable
@@ -21,10 +21,13 @@ from nanovllm.layers.sampler import Sampler, row_multiple
 from nanovllm.models import loader
 from nanovllm.models.cost import num_layer_parameters
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.digest import weight_parts
 from nanovllm.models.tensors import Tensors, given_tensors
+from nanovllm.models.weight_parts import WeightPart, tensor_digests
 from nanovllm.ops.collectives import Parallel
 from nanovllm.runner import warm_up
 from nanovllm.runner.cuda_graph import CudaGraphs
+from nanovllm.runner.determinism import check_rows_are_independent
 from nanovllm.runner.kv_cache import KVCacheLayout, empty_states, num_bytes_held
 from nanovllm.runner.memory import (
     MemoryUse,
@@ -34,10 +37,10 @@ from nanovllm.runner.memory import (
     graph_bytes,
     num_kvcache_blocks,
     num_useful_blocks,
+    out_of_memory_message,
 )
 from nanovllm.runner.sequence_table import SequenceTable
 from nanovllm.runner.settings import Settings, read_settings
-from nanovllm.runner.step_in_flight import StepInFlight
 from nanovllm.runner.step_program import StepProgram, on_device
 from nanovllm.runner.step_sizes import StepSizes
 from nanovllm.runner.weights_in_place import drop, num_bytes_away, num_bytes_there, to_device, to_host
@@ -100,8 +103,23 @@ class ModelRunner(Runner):
                 sum(tensor.nbytes for tensor in cache.states) / _GIB, settings.snapshots.min_saved_tokens,
             )  # fmt: skip
 
-    def launch(self, step: Step) -> StepInFlight:
-        return self.program.launch(step)
+    def launch(self, step: Step) -> LaunchedStep:
+        try:
+            return self.program.launch(step)
+        except torch.OutOfMemoryError as error:
+            # Other ranks would wait in a collective for this one. Recurrent states may have taken the tokens already.
+            if self.settings.parallel.size > 1 or self.program.kv_cache.states:
+                raise
+            traceback.clear_frames(error.__traceback__)  # which hold the activations
+            cause = str(error)
+        what, device, program = f"a step of {step.num_tokens} tokens", self.settings.device, self.program
+        with explained_out_of_memory(what, device):
+            if program.graphs is None:  # graphs hold the addresses of the buffers
+                program.backend.keep_buffers(False)
+            _empty_cache(device)
+            if program.graphs is None:
+                program.backend.keep_buffers(True)
+        raise StepTooLargeError(out_of_memory_message(what, device, cause))
 
     def mask_buffer(self, num_rows: int) -> np.ndarray:
         return self.program.table.rules.mask_buffer(num_rows)
@@ -141,6 +159,14 @@ class ModelRunner(Runner):
 
     def undefined_weights(self) -> list[str]:
         return sorted(self._undefined)
+
+    def weight_digests(self) -> dict[str, str]:
+        return tensor_digests([self.weight_parts()])
+
+    def weight_parts(self) -> list[WeightPart]:
+        """This rank's parts of the checkpoint's tensors, with their sums."""
+        with on_device(self.settings.device):
+            return weight_parts(self.program.model, self.settings.use_kernels)
 
     # Sleep
 
@@ -232,9 +258,22 @@ def start(settings: Settings) -> tuple[StepProgram, int]:
     if sizes.are_captured:
         graphs = CudaGraphs(program.table.parked, device, program.parallel.size == 1, program.parallel.calls_nccl)
         program = replace(program, sizes=sizes, graphs=graphs)
+    if config.deterministic:
+        check_rows_are_independent(program)
     # After the captures, the memory for activations and for other programs must still be free.
     _capture(settings, program, settings.free_bytes() - use.graphs)
     return program, use.activations
+
+
+def attention_shape(settings: Settings) -> AttentionShape:
+    """This rank's shape of the model's attention."""
+    config, model_config, num_ranks = settings.config, settings.model_config, settings.parallel.size
+    return AttentionShape(
+        model_config.num_attention_heads // num_ranks, max(1, model_config.num_key_value_heads // num_ranks),
+        model_config.head_dim, settings.dtype, settings.device, settings.max_num_seqs, settings.max_model_len,
+        model_config.attention_scale, windows=tuple({layer.window: None for layer in model_config.layers}),
+        has_fp8_cache=config.kv_cache_dtype == "fp8", deterministic=config.deterministic,
+    )  # fmt: skip
 
 
 def windows_of(settings: Settings, backend: AttentionBackend) -> WindowGroups:
@@ -260,12 +299,7 @@ def _load(settings: Settings) -> tuple[StepProgram, StepSizes, KVCacheLayout]:
     config, model_config, device, dtype = settings.config, settings.model_config, settings.device, settings.dtype
     max_num_seqs, max_model_len, use_kernels = settings.max_num_seqs, settings.max_model_len, settings.use_kernels
     parallel = _with_exchanges(settings)
-    shape = AttentionShape(
-        model_config.num_attention_heads // parallel.size, max(1, model_config.num_key_value_heads // parallel.size),
-        model_config.head_dim, dtype, device, max_num_seqs, max_model_len, model_config.attention_scale,
-        windows=tuple({layer.window: None for layer in model_config.layers}),
-        has_fp8_cache=config.kv_cache_dtype == "fp8",
-    )  # fmt: skip
+    shape = attention_shape(settings)
     backend = make_attention_backend(config.attention_backend, shape, config.kvcache_block_size)
     block_size = config.kvcache_block_size or backend.default_block_size
     # A captured step must not ask the device for a count; only our kernels sample without one.
@@ -290,10 +324,13 @@ def _load(settings: Settings) -> tuple[StepProgram, StepSizes, KVCacheLayout]:
         if settings.is_gpu and use_kernels and settings.generates:
             warm_up.compile_sampling(compiling, sampler, table, dtype)
         with explained_out_of_memory("the model", device):
-            model = CausalLM(model_config, max_model_len, backend, parallel, dtype, device, use_kernels)
+            model = CausalLM(
+                model_config, max_model_len, backend, parallel, dtype, device, use_kernels, config.deterministic
+            )
         layout = KVCacheLayout(
-            model_config.cache_places, block_size, model.num_kv_heads, model_config.head_dim, settings.kv_cache_dtype
-        )
+            model_config.cache_places, block_size, model.num_kv_heads, model_config.head_dim, settings.kv_cache_dtype,
+            config.cache_canary,
+        )  # fmt: skip
         with explained_out_of_memory("the recurrent states", device):
             states = empty_states(model_config, settings.num_states, parallel.size, dtype, device)
         program = StepProgram(

@@ -21,7 +21,7 @@ from nanovllm.engine.block_manager import NO_WINDOWS, WindowGroups
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.layers.sampler import SampledRows, SamplingNeeds
-from nanovllm.ops.expand_rows import ExpandedSamples, Table, expand_rows
+from nanovllm.ops.expand_rows import Expanded, ExpandedSamples, Table, expand_rows
 from nanovllm.ops.logprobs import NO_LOGPROBS, PROCESSED, RAW
 from nanovllm.ops.sample import COLDEST
 from nanovllm.ops.upload import upload
@@ -59,11 +59,13 @@ class Batch:
 
     token_ids, positions: int64 [num_tokens].
     groups: the metadata for the attention of each group of layers, still without a plan.
+    rows: all of it that was expanded from the step's rows.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     groups: list[AttentionMetadata]
+    rows: Expanded
 
 
 class SequenceTable:
@@ -282,7 +284,7 @@ class SequenceTable:
             places += range(entry * width + first, entry * width + len(seq.window_table))
             blocks += seq.window_table[first:]
         groups = np.arange(1, num_groups)[:, None] * (num_entries * width)
-        known = (groups + np.array(places)).ravel(), np.array(blocks, np.int32).T.ravel()
+        known = (groups + np.array(places, np.int64)).ravel(), np.array(blocks, np.int32).T.ravel()
         on_device, new = upload([*known], self._device)
         self._table.block_tables.view(-1).index_copy_(0, on_device, new)
 
@@ -316,7 +318,7 @@ class SequenceTable:
             replace(first, group=group, slot_mapping=slots, block_tables=tables)
             for group, (slots, tables) in enumerate(of_windows, 1)
         ]
-        return Batch(made.token_ids, made.positions, [first, *windows])
+        return Batch(made.token_ids, made.positions, [first, *windows], made)
 
     def sampled(self, num_sampled: int) -> tuple[torch.Tensor, SampledRows]:
         """The rows of the last Batch that may sample: the index of each one's last token, int64 [num_sampled], and how

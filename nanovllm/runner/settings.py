@@ -14,7 +14,7 @@ from nanovllm.models.directory import find_model
 from nanovllm.models.read_config import load_model_config
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.kernel import has_kernels
-from nanovllm.runner.device import dtype_of, fp8_of, kv_cache_dtype_of, rank_device
+from nanovllm.runner.device import check_can_be_deterministic, dtype_of, fp8_of, kv_cache_dtype_of, rank_device
 from nanovllm.runner.memory import (
     check_states_fit,
     check_weights_fit,
@@ -93,6 +93,8 @@ def read_settings(config: Config, parallel: Parallel) -> Settings:
     max_model_len = model_config.max_model_len(config.max_model_len)
     dtype = dtype_of(config.dtype, model_config.dtype, device)
     kv_cache_dtype = kv_cache_dtype_of(config.kv_cache_dtype, dtype, device)
+    if config.deterministic:
+        check_can_be_deterministic(model_config, device)
     fp8 = fp8_of(config.quantization, model_config.fp8, dtype, device)
     model_config = replace(model_config.without_idle_windows(max_model_len), fp8=fp8)
     num_bytes = weight_bytes(model_config, dtype.itemsize, parallel.size)

@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from nanovllm.engine.step import StepOutput, TokenNumbers
+from nanovllm.engine.step import StepOutput, TokenNumbers, WrongSlot
 from nanovllm.layers.sampler import LogitsChange, Sampled
+from nanovllm.ops.cache_canary import NONE_WRONG
 
 
 class StepInFlight:
@@ -17,12 +18,18 @@ class StepInFlight:
             arguments of LaunchedStep.constrain and samples.
         scores: the numbers of the prompts' tokens that are scored, as `Sampled.logprobs`.
         states: what the step pools, see StepOutput; in any dtype.
+        wrong_slots: int64 [num_rows], see ops/cache_canary.py; None if nothing was checked.
     """
 
     def __init__(
-        self, sampled: Sampled | Callable[..., Sampled], scores: torch.Tensor, states: Sequence[torch.Tensor] = ()
+        self,
+        sampled: Sampled | Callable[..., Sampled],
+        scores: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        wrong_slots: torch.Tensor | None,
     ):
         self._sampled, self._scores, self._states = sampled, scores, states
+        self._checked = [] if wrong_slots is None else [wrong_slots]
         self._results: list[torch.Tensor] = []
         self._event = torch.cuda.Event() if scores.is_cuda else None
         if isinstance(sampled, Sampled):
@@ -36,7 +43,7 @@ class StepInFlight:
         self._take(self._sampled)
 
     def _take(self, sampled: Sampled) -> None:
-        self._results = [*sampled, self._scores, *self._states]
+        self._results = [*sampled, self._scores, *self._states, *self._checked]
         if self._event is not None:
             self._results = [_to_host(each) if each.numel() else each.cpu() for each in self._results]
         self._record()
@@ -51,8 +58,9 @@ class StepInFlight:
         if not self._results:  # it never got its masks: it is thrown away
             return StepOutput([])
         token_ids, logprobs, scores, *states = self._results
+        wrong_slot = _first_wrong(states.pop().numpy()) if self._checked else None
         pooled = tuple(each.float().numpy() for each in states)
-        return StepOutput(token_ids.tolist(), _numbers(logprobs), _numbers(scores), pooled)
+        return StepOutput(token_ids.tolist(), _numbers(logprobs), _numbers(scores), pooled, wrong_slot)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,3 +70,8 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def _numbers(rows: torch.Tensor) -> TokenNumbers:
     return TokenNumbers(rows.numpy().tobytes(), 4 * rows.shape[1]) if rows.numel() else TokenNumbers()
+
+
+def _first_wrong(found: np.ndarray) -> WrongSlot | None:
+    rows = np.flatnonzero(found != NONE_WRONG).tolist()
+    return WrongSlot(rows[0], int(found[rows[0]]) >> 32, int(found[rows[0]]) & 0xFFFFFFFF) if rows else None

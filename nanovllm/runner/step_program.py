@@ -14,6 +14,7 @@ from nanovllm.engine.sequence import Pooling
 from nanovllm.engine.step import Scored, Step
 from nanovllm.layers.sampler import LogitsChange, Sampled, Sampler, SamplingNeeds
 from nanovllm.models.decoder import CausalLM
+from nanovllm.ops.cache_canary import guard_cache
 from nanovllm.ops.collectives import Parallel
 from nanovllm.ops.copy_blocks import copy_blocks
 from nanovllm.ops.upload import upload
@@ -72,6 +73,14 @@ class StepProgram:
     def _no_numbers(self) -> torch.Tensor:
         return torch.empty((0, 0), dtype=torch.int32, device=self.device)
 
+    @cached_property
+    def _wrong_slots(self) -> torch.Tensor | None:
+        """int64 [num_rows], where a step puts the wrong slots of its rows (ops/cache_canary.py), captured or not; None
+        if the cache has no canaries."""
+        if self.kv_cache.canaries is None:
+            return None
+        return torch.zeros(len(self.table.tokens), dtype=torch.int64, device=self.device)
+
     def _no_tokens(self, num_rows: int) -> Sampled:
         """The result of a step whose rows pool instead of sampling."""
         return Sampled(torch.zeros(num_rows, dtype=torch.int64), self._no_numbers)
@@ -101,12 +110,15 @@ class StepProgram:
             for tensor in self.kv_cache.tensors if step.copies else ():
                 copy_blocks(tensor, step.copies, self.use_kernels)
             self._copy_states(step.state_copies)
+            # Copied, because the next step may be launched before the host reads them.
+            wrong_slots = None if self._wrong_slots is None else self._wrong_slots[: len(step.chunks)].clone()
             if not step.constrained:
                 has_tokens = any(chunk.samples and chunk.seq.pooling is None for chunk in step.chunks)
                 sampled = sample(sent.needs).first(num_sampled) if has_tokens else self._no_tokens(num_sampled)
-                return StepInFlight(sampled, scores, states)
+                return StepInFlight(sampled, scores, states, wrong_slots)
         entries = np.array([seq.entry for seq in step.constrained], np.int64)
-        return StepInFlight(partial(self._constrain_and_sample, step, entries, sample, sent.needs), scores, states)
+        sample_later = partial(self._constrain_and_sample, step, entries, sample, sent.needs)
+        return StepInFlight(sample_later, scores, states, wrong_slots)
 
     def _copy_states(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copies recurrent states, as (source, target)."""
@@ -144,6 +156,10 @@ class StepProgram:
     def _inputs(self, sent: SentStep) -> tuple[Any, ...]:
         """The model's arguments."""
         batch = self.table.batch(sent)
+        entries, canaries, wrong = batch.groups[0].entries, self.kv_cache.canaries, self._wrong_slots
+        if canaries is not None and wrong is not None and entries is not None:
+            wrong, window = wrong[: sent.size.num_rows], self.table.windows.window
+            guard_cache(canaries, self.table.tokens, entries, batch.rows, window, wrong, self.use_kernels)
         plans = self.backend.plans(batch.groups)
         metadata = [replace(each, plan=plan) for each, plan in zip(batch.groups, plans, strict=True)]
         return batch.token_ids, batch.positions, self.kv_cache.layers, metadata
