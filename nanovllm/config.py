@@ -15,7 +15,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DTYPE_NAMES = {
     "float": "float32", "fp32": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16",
 }  # fmt: skip
-ATTENTION_BACKENDS = ("auto", "triton", "flash", "sdpa", "torch")
+ATTENTION_BACKENDS = ("auto", "triton", "flash", "sdpa", "tiled", "torch")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 QUANTIZATIONS = ("fp8",)
 KV_CACHE_DTYPES = ("auto", "fp8")
@@ -48,7 +48,6 @@ MEANT_OPTIONS = {
     "random_seed": "seed",
     "disable_cuda_graph": "enforce_eager",
     **dict.fromkeys(("max_tokens", "temperature", "top_p", "top_k", "stop"), "it is a parameter of SamplingParams"),
-    "deterministic": "batch-invariant results are not available yet; leave it out",
 }
 
 
@@ -67,8 +66,8 @@ class Config:
             CPU.
         device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1".
         attention_backend: "triton" (our own kernels, GPUs), "flash" (FlashAttention 2, GPUs, needs flash-attn),
-            "sdpa" (PyTorch's own operators over gathered blocks, the fast one on a CPU), "torch" (the plain
-            reference) or "auto" (the fastest that can run).
+            "sdpa" (PyTorch's own operators over gathered blocks, the fast one on a CPU), "tiled" (the same bits in
+            every batch, see `deterministic`), "torch" (the plain reference) or "auto" (the fastest that can run).
         load_format: "auto" and "safetensors" read safetensors; "dummy" needs only config.json and makes random weights.
         quantization: "fp8" rounds the weights of linear layers to FP8 (e4m3) while they load, with a scale per output
             channel; their inputs are rounded too, with a scale per token. None takes the weights as they are stored,
@@ -100,6 +99,11 @@ class Config:
         generation_config: what `sampling_params=None` means: "auto" is the recommendation of the model's
             generation_config.json, "vllm" the defaults of SamplingParams.
         queue_calls: let a call wait while another thread's call runs, instead of refusing it.
+        deterministic: a request's tokens and log-probabilities depend on the weights, its prompt, its parameters and
+            its seed alone, bit for bit, on one kind of CPU with the same versions and number of ranks; see
+            docs/correctness.md. Only on a CPU, and slower.
+        cache_canary: check in each step that every key a row reads was computed for that row's own tokens; see
+            docs/correctness.md. A wrong one ends the call with an error. Takes 8 bytes more per token of the cache.
         seed: the seed from which requests without a seed derive theirs; −1 is 0.
 
     Raises:
@@ -131,6 +135,8 @@ class Config:
     hf_overrides: Mapping[str, Any] | None = None
     generation_config: str = "auto"
     queue_calls: bool = False
+    deterministic: bool = False
+    cache_canary: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -176,8 +182,9 @@ class Config:
         for name in ("max_num_seqs", "kvcache_block_size"):
             if (getattr(self, name) or 0) > _MAX_SIZE:
                 raise ValueError(f"{name} must be at most {_MAX_SIZE}, not {getattr(self, name)}")
-        for name in ("enforce_eager", "overlap", "enable_prefix_caching", "prefix_grouping", "queue_calls"):
-            boolean(name, getattr(self, name))
+        for each in fields(self):
+            if isinstance(each.default, bool):
+                boolean(each.name, getattr(self, each.name))
         self._set("gpu_memory_utilization", real("gpu_memory_utilization", self.gpu_memory_utilization))
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}")

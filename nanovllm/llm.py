@@ -26,9 +26,11 @@ from nanovllm.garbage_collector import COLLECTOR
 from nanovllm.guard import ExclusiveGuard
 from nanovllm.guides import StructuredOutputs, check_installed
 from nanovllm.loglikelihood import Loglikelihood
+from nanovllm.machine import device_kind
 from nanovllm.models.directory import find_model
 from nanovllm.models.pooling_config import PoolingConfig
 from nanovllm.models.read_config import load_model_config
+from nanovllm.models.weight_parts import whole_digest
 from nanovllm.one_pass import OnePass
 from nanovllm.outputs import RequestOutput, keep_outputs
 from nanovllm.pooled_rows import PooledRows, PoolingFacts
@@ -91,6 +93,8 @@ class LLM(OnePass):
         hf_overrides: Mapping[str, Any] | None = None,
         generation_config: str = "auto",
         queue_calls: bool = False,
+        deterministic: bool = False,
+        cache_canary: bool = False,
         seed: int = 0,
     ):
         # All options by name; a test checks that they are Config's.
@@ -395,6 +399,33 @@ class LLM(OnePass):
         pairs = list(weights.items() if isinstance(weights, Mapping) else weights)
         self._alter(self.engine.update_weights, pairs)
 
+    def weights_digest(self, per_tensor: bool = False) -> str | dict[str, str]:
+        """A hash of the weights that the model computes with. It is equal for equal weights: after loading and after
+        `update_weights`, and for any `tensor_parallel_size`. docs/weights.md says what else must be equal.
+
+        It reads the weights once, where they are. An iterator of `generate_iter` may be open.
+
+        Args:
+            per_tensor: return a digest of each tensor, to find the one that differs.
+
+        Returns:
+            64 hex digits; with `per_tensor`, a dict of 16 hex digits by name, in the order of the names. The names are
+            those of the checkpoint, without the prefix of a model that wraps this one, and each expert has its own.
+
+        Raises:
+            TypeError: `per_tensor` is not a bool.
+            RuntimeError: the LLM sleeps, is closed or is busy with another call; some weights are undefined; or copies
+                of one tensor differ, on two ranks or in one. The message names the tensors.
+        """
+        boolean("per_tensor", per_tensor)
+        digests = self._weight_digests()
+        return digests if per_tensor else whole_digest(digests)
+
+    def _weight_digests(self) -> dict[str, str]:
+        self.engine.check_alive()
+        with self._cpu_threads:
+            return self._guard.run(self.engine.weight_digests)
+
     @takes_keywords("argument", {}, ACCEPTED_BY_RESET)
     def reset_prefix_cache(self) -> bool:
         """Empties the prefix cache, and returns True.
@@ -440,6 +471,25 @@ class LLM(OnePass):
     def metrics(self) -> dict[str, Any]:
         """Counters since start: tokens, prefix cache hits, preemptions, batch sizes, memory, time by phase."""
         return self.engine.metrics()
+
+    def provenance(self) -> dict[str, Any]:
+        """All that the results of deterministic=True depend on, besides the prompts, their parameters, the tokenizer's
+        files and the versions of packages: the digests of the weights, the kind of device, and how it computes.
+
+        Returns:
+            A dict of JSON's values. "weights" has the digest of "all" and a dict of "tensors".
+
+        Raises:
+            RuntimeError: as `weights_digest`.
+        """
+        info, digests = self.engine.info, self._weight_digests()
+        return {
+            "weights": {"all": whole_digest(digests), "tensors": digests},
+            "device": device_kind(info.device),
+            "dtype": info.dtype,
+            "attention_backend": info.attention_backend,
+            "num_ranks": self.engine.config.tensor_parallel_size,
+        }
 
     def close(self) -> None:
         """Frees the model's memory; the LLM cannot be used afterwards. Calling it again does nothing.

@@ -5,6 +5,7 @@ groups below it.
 """
 
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,6 +44,28 @@ def cpu_quotas() -> list[int]:
             except (OSError, ValueError):  # no such file, or "max"
                 continue
     return quotas
+
+
+def device_kind(device: str) -> dict[str, str]:
+    """The kind of a device: its type ("cpu" or "cuda"), its name, and the instructions that it has.
+
+    device: such as "cpu" or "cuda:0".
+    """
+    import torch
+
+    if device.startswith("cuda"):
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        return {"type": "cuda", "name": torch.cuda.get_device_name(device), "instructions": capability}
+    return {"type": "cpu", "name": _cpu_name(), "instructions": torch.backends.cpu.get_cpu_capability()}
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def free_bytes(device: "torch.device") -> int:

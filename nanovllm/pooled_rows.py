@@ -63,6 +63,7 @@ class PoolingFacts(NamedTuple):
     asks_yes_or_no: bool = False
     num_ranks: int = 1
     max_step_tokens: int = 0
+    is_deterministic: bool = False
 
     @property
     def defaults(self) -> PoolingConfig:
@@ -81,6 +82,7 @@ class PoolingFacts(NamedTuple):
         return cls(
             info.head, config.labels, config.score_activation, info.num_layers, config.hidden_size, info.max_model_len,
             embedder, refusal, bool(options.hf_overrides), options.tensor_parallel_size, options.max_num_batched_tokens,
+            options.deterministic,
         )  # fmt: skip
 
 
@@ -132,6 +134,11 @@ class PooledRows:
         is_embedding = task == "embed" or (task == "score" and self._embeds(params))
         if is_embedding and params.pooling is None and facts.refusal:
             raise ValueError(f"{facts.refusal}; or give pooling= to decide it here")
+        if facts.is_deterministic and is_embedding and (params.pooling or facts.defaults.tokens) == "mean":
+            raise ValueError(
+                "deterministic=True cannot pool the mean: the chunks of a prompt change the last bits of its sum; use "
+                'an LLM without deterministic=True, or pooling="last" if the model was trained with it'
+            )
         if params.prompt_name is not None and params.prompt_name not in facts.defaults.prompts:
             known = ", ".join(map(repr, facts.defaults.prompts)) or "none"
             raise ValueError(f"prompt_name={params.prompt_name!r} is not in the checkpoint, which has {known}")

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from nanovllm.checks import suggests_names
@@ -89,8 +90,8 @@ class Preflight:
     Args:
         model: a directory in the Hugging Face layout, with or without weights, a hub name, whose weights are not
             fetched, or "bundled".
-        revision, tokenizer, max_model_len, generation_config, runner, pooler_config, hf_overrides: as in
-            `nanovllm.Config`. The attribute `max_model_len` is that of an LLM with these options, and `directory` is
+        revision, tokenizer, max_model_len, generation_config, runner, pooler_config, hf_overrides, deterministic: as
+            in `nanovllm.Config`. The attribute `max_model_len` is that of an LLM with these options, and `directory` is
             the directory of the model's files.
 
     Raises:
@@ -108,12 +109,14 @@ class Preflight:
         runner: str = "auto",
         pooler_config: Any = None,
         hf_overrides: Mapping[str, Any] | None = None,
+        deterministic: bool = False,
     ):
         config = Config(**{name: value for name, value in locals().items() if name != "self"})
         self.directory = directory = find_model(config.model, config.revision, with_weights=False)
         model_config = load_model_config(directory).for_runner(config.runner)
         self.max_model_len = model_config.max_model_len(config.max_model_len)
         self._text = Text.of_options(directory, config.tokenizer).limited_to(self.max_model_len)
+        self._tokenizer = config.tokenizer
         eos_token_ids = model_config.eos_token_ids
         self._info = RunnerInfo(
             sys.maxsize, BLOCK_SIZE, self.max_model_len, model_config.vocab_size, eos_token_ids,
@@ -127,6 +130,12 @@ class Preflight:
         self._prefixes = _Prefixes()
         self._num_prompts = self._num_errors = self._longest_prompt = 0
         self._num_prompt_tokens = self._max_num_new_tokens = self._num_shared_tokens = 0
+
+    @property
+    def tokenizer_directory(self) -> Path:
+        """The directory of the tokenizer's files."""
+        name = self._tokenizer
+        return self.directory if name is None else find_model(name, None, with_weights=False, option="tokenizer")
 
     def get_tokenizer(self) -> Any:
         """As LLM.get_tokenizer."""

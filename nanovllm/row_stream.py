@@ -11,6 +11,7 @@ from typing import Any
 from nanovllm.completions import Completions, FinishedRow, is_cut_by_default
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Pooling, Sequence
+from nanovllm.engine.step import CorruptCacheError
 from nanovllm.guides import StructuredOutputs
 from nanovllm.outputs import ErrorSummary, RequestOutput, keep_outputs
 from nanovllm.pooled_rows import PooledRows
@@ -111,7 +112,16 @@ class RowStream:
                     return
                 continue
             self._before_step()
-            yield self._engine.without_changes(self._outputs_of, self._engine.step())
+            yield self._engine.without_changes(self._outputs_of, self._step())
+
+    def _step(self) -> list[Sequence]:
+        try:
+            return self._engine.step()
+        except CorruptCacheError as error:
+            request = self._running.get(self._first_id_of.get(error.seq_id, -1))
+            if request is None:  # its last token was already committed
+                raise
+            raise CorruptCacheError(f"prompt {self._number(request.place)}: {error}", error.seq_id) from None
 
     def abort(self) -> None:
         """Ends all requests, between two steps; the cache keeps the computed keys."""
