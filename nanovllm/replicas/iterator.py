@@ -135,7 +135,7 @@ class ReplicaIterator(Iterator[_Output]):
                 return
         elif all(process.max_num_seqs and not process.has_ended and not shares[process].requests for process in shares):
             return  # the source has no prompt yet, and nothing else can happen
-        self._take(*self._pool.inbox.get())
+        self._take(*self._pool.receive())
 
     def _take(self, process: ReplicaProcess, message: tuple[Any, ...]) -> None:
         kind, call = message[:2]

@@ -74,7 +74,7 @@ class ReplicaProcess:
                 self.child.process.kill()
             message = ("failed", 0)
         elif message[0] == "ready":
-            _, self.max_num_seqs, self.metrics, self.pids = message
+            _, _, self.metrics, self.pids, self.max_num_seqs = message
         elif message[-1] is not None:
             self.metrics = message[-1]
         self._inbox.put((self, message))
@@ -102,7 +102,7 @@ class ReplicaPool:
 
     guard: refuses a call inside another one.
     processes: one per replica.
-    inbox: messages of the processes, as (process, message).
+    provenance: that of all replicas, if they are deterministic.
 
     Raises:
         TypeError, ValueError, RuntimeError: see Replicas.
@@ -115,9 +115,10 @@ class ReplicaPool:
         load_model_config(directory).check_parallel_size(config.tensor_parallel_size)
         self._config, self._module = replace(config, model=str(directory)), module
         self.guard = Guard("the replicas are in the middle of a call, so a source of prompts cannot call or close them")
-        self.inbox: Inbox = SimpleQueue()
+        self._inbox: Inbox = SimpleQueue()
         self.processes: list[ReplicaProcess] = []
         self.of_dead: list[dict[str, Any]] = []  # metrics of the processes that died
+        self.provenance: dict[str, Any] = {}
         self._failure: str | None = None
         self._parent = os.getpid()
         self._children: list[Child] = []
@@ -127,8 +128,11 @@ class ReplicaPool:
         try:
             for index in range(size):
                 self.processes.append(self._start(index))
-            while not all(process.max_num_seqs for process in self.processes):
-                self.inbox.get()
+            starting = set(self.processes)
+            while starting:
+                process, message = self.receive()
+                if message[0] == "ready":
+                    starting.discard(process)
                 self.check()
                 if dead := [process for process in self.processes if process.has_ended]:
                     self.fail(f"{dead[0].death()} while it started")
@@ -148,6 +152,24 @@ class ReplicaPool:
                 self.fail(
                     f"{_in_words(process.error)} ({process.child.name})",
                     ERRORS.get(process.error["error"], RuntimeError),
+                )
+
+    def receive(self) -> tuple[ReplicaProcess, tuple[Any, ...]]:
+        """The next message of a process, and who sent it. Ends all replicas if one that has started differs from the
+        first one, whose rows it shares."""
+        process, message = self._inbox.get()
+        if message[0] == "ready":
+            self._compare(process.child.name, message[1])
+        return process, message
+
+    def _compare(self, name: str, provenance: dict[str, Any]) -> None:
+        first = self.provenance = self.provenance or provenance
+        for key, value in provenance.items():
+            if value != first[key]:
+                what = "weights" if key == "weights" else f"{key} ({value}, not {first[key]})"
+                self.fail(
+                    f"{name} differs from the first replica that started, in its {what}; all replicas need the same "
+                    "weights and settings"
                 )
 
     def replace(self, process: ReplicaProcess) -> str:
@@ -186,7 +208,7 @@ class ReplicaPool:
         outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._outboxes.append(outbox)
         level = logging.getLogger("nanovllm").getEffectiveLevel()
-        return ReplicaProcess(child, outbox, (vars(self._config), index, level), self.inbox)
+        return ReplicaProcess(child, outbox, (vars(self._config), index, level), self._inbox)
 
 
 def gpu_shares(config: Config, size: int) -> list[dict[str, str]]:

@@ -77,6 +77,15 @@ class Replicas:
         """LLM.metrics, summed over the replicas; the numbers may be some tenths of a second old."""
         return merged_metrics([process.metrics for process in self._pool.processes], self._pool.of_dead)
 
+    def provenance(self) -> dict[str, Any]:
+        """LLM.provenance, which is the same for each replica. Only replicas with deterministic=True have one.
+
+        Raises:
+            RuntimeError: the replicas differ, are closed or have failed.
+        """
+        self._pool.check()
+        return self._pool.provenance
+
     def close(self) -> None:
         """Ends the replicas. Calling it again does nothing. A source of prompts that calls it gets a RuntimeError."""
         self._pool.guard.run(self._pool.close)

@@ -109,7 +109,8 @@ def _run(inbox: "SimpleQueue[Any]", reply: Callable[[Any], None]) -> None:
     logging.basicConfig(level=level, format=f"%(levelname)s:replica {index}:%(name)s:%(message)s")
     logging.getLogger("nanovllm.llm").setLevel(logging.ERROR)  # the parent logs error rows, by their own numbers
     with LLM(**options) as llm:
-        reply(("ready", llm.engine.info.max_num_seqs, llm.metrics(), llm.engine.runner.pids()))
+        provenance = llm.provenance() if options["deterministic"] else {}
+        reply(("ready", provenance, llm.metrics(), llm.engine.runner.pids(), llm.engine.info.max_num_seqs))
         while (message := inbox.get())[0] != "close":
             if message[0] == "requests":  # other messages are for a call that is over
                 _Call(message[1], message[2], inbox, reply).run(llm)
